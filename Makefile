@@ -1,0 +1,62 @@
+# make demo and make test need Python 3.11 or newer with its venv module, and nothing else.
+PYTHON ?= python3
+VENV ?= .venv
+# Any requirement pip takes, with options: TORCH="torch" for the newest, or TORCH="torch --index-url URL" for another build.
+TORCH ?= torch==2.13.0
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+# Parts of a target run one after another, also under make -j: they share two cores and one terminal.
+.NOTPARALLEL:
+.PHONY: help demo test pytest kernels-without-jit lint format docs bench-quick clean distclean
+help:
+	@echo "make demo         train a model on tables that do not fit in the memory budget (under 3 minutes)"
+	@echo "make test         the whole test suite, the kernels again as plain Python, ruff and mypy"
+	@echo "make lint         ruff and mypy only"
+	@echo "make bench-quick  every benchmark at small size, into .bench/quick"
+	@echo "make docs         write the tables of README.md and docs from bench/results"
+	@echo "make clean        remove what was built; make distclean also removes $(VENV)"
+
+$(READY): pyproject.toml Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "tierstore needs Python 3.11 or newer; set PYTHON, as in: make PYTHON=python3.12 test"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) \
+	  || { echo "$(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/tierstore demo
+
+# pytest comes last so that its closing line ends the output.
+test: lint kernels-without-jit pytest
+
+pytest: $(READY)
+	$(BIN)/python -m pytest
+
+kernels-without-jit: $(READY)
+	NUMBA_DISABLE_JIT=1 $(BIN)/python -m pytest -m kernel --quiet --durations=0
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(READY)
+	$(BIN)/python -m docs.generate
+
+bench-quick: $(READY)
+	$(BIN)/python -m bench --quick --out .bench/quick
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .demo .bench
+	find tierstore bench docs tests -name __pycache__ -type d -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)

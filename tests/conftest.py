@@ -1,0 +1,51 @@
+"""Fixtures and settings of the whole suite."""
+
+import os
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+
+from bench.data import find_criteo
+from tierstore._jit import JIT_ENABLED
+
+hypothesis.settings.register_profile(
+    "quick",
+    # The same examples each time, and no verdict by the clock: a first example compiles kernels.
+    derandomize=True,
+    deadline=None,
+    max_examples=50 if JIT_ENABLED else 20,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=2000, print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not JIT_ENABLED:
+        # Hashes wrap around by intent: machine code does so in silence, numpy's scalars warn.
+        config.addinivalue_line("filterwarnings", "ignore:overflow encountered in scalar:RuntimeWarning")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def criteo_path() -> Path:
+    """The 80,000 real rows of Criteo that the project's figures are about; they are not part of the project."""
+    path = find_criteo()
+    if path is None:
+        pytest.skip("no real Criteo file: set TIERSTORE_CRITEO to criteo_80k.tsv.gz")
+    return path
+
+
+@pytest.fixture
+def store_dir(tmp_path: Path) -> Path:
+    """A directory that does not exist yet, for a store."""
+    return tmp_path / "store"

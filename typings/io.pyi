@@ -1,0 +1,16 @@
+"""The standard library's io, for type checkers; without this they would take the root's link ``io`` for it."""
+
+from _io import *
+from _io import _BufferedIOBase, _IOBase, _RawIOBase, _TextIOBase
+from _io import _WrappedBuffer as _WrappedBuffer
+from typing import Final
+
+SEEK_SET: Final = 0
+SEEK_CUR: Final = 1
+SEEK_END: Final = 2
+
+class UnsupportedOperation(OSError, ValueError): ...
+class IOBase(_IOBase): ...
+class RawIOBase(_RawIOBase, IOBase): ...
+class BufferedIOBase(_BufferedIOBase, IOBase): ...
+class TextIOBase(_TextIOBase, IOBase): ...
