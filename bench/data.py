@@ -1,14 +1,20 @@
 """Where the real data is, when it is there."""
 
+import gzip
 import os
 from pathlib import Path
 from typing import Final
 
-__all__ = ["CRITEO_NAME", "ROOT", "find_criteo"]
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["CRITEO_NAME", "ROOT", "criteo_keys", "find_criteo", "require_criteo"]
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 """The checkout."""
 CRITEO_NAME: Final = "criteo_80k.tsv.gz"
+_FIRST_CATEGORY: Final = 14
+_KEY_ROW_BITS: Final = 40
 
 
 def find_criteo() -> Path | None:
@@ -24,3 +30,28 @@ def find_criteo() -> Path | None:
         return Path(named)
     places = (folder / "shared" / "data" / CRITEO_NAME for folder in (ROOT, *ROOT.parents))
     return next((path for path in places if path.is_file()), None)
+
+
+def require_criteo() -> Path:
+    """``find_criteo``, or SystemExit with the way out."""
+    path = find_criteo()
+    if path is None:
+        raise SystemExit(
+            f"This benchmark needs {CRITEO_NAME}, 80,000 rows of the Criteo Kaggle set, no part of the project; "
+            "set TIERSTORE_CRITEO to the file."
+        )
+    return path
+
+
+def criteo_keys(path: Path) -> NDArray[np.int64]:
+    """int64 [lookups]: the rows looked up, in row order and column by column within a row; missing values look up none.
+
+    A key is ``column << 40 | value``, so that all 26 columns share one key space.
+    """
+    keys: list[int] = []
+    with gzip.open(path, "rt") as lines:
+        for line in lines:
+            for column, value in enumerate(line.rstrip("\n").split("\t")[_FIRST_CATEGORY:]):
+                if value:
+                    keys.append(column << _KEY_ROW_BITS | int(value, 16))
+    return np.array(keys, np.int64)

@@ -1,0 +1,198 @@
+"""What every benchmark shares: a configuration, repetitions, a report that is printed and written as JSON."""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from . import machine
+from .data import ROOT
+
+__all__ = ["Goal", "Report", "Run", "Spread", "Table", "aligned", "measure", "per_second", "program"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a benchmark is told.
+
+    Attributes:
+        config: the keys of ``bench/NAME.toml``, with those of its table ``quick`` laid over them under ``--quick``.
+        quick: small sizes, to see that the program works; its figures are not results.
+        folder: where stores and data files are built, and found again by the next run.
+    """
+
+    config: dict[str, Any]
+    quick: bool
+    folder: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """One table of results, cells as they are shown."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """A figure that was asked for; of the three bounds one is given."""
+
+    name: str
+    value: float
+    at_least: float | None = None
+    at_most: float | None = None
+    exactly: float | None = None
+
+    @property
+    def wanted(self) -> str:
+        bounds = {"at least": self.at_least, "at most": self.at_most, "exactly": self.exactly}
+        return next(f"{words} {bound:g}" for words, bound in bounds.items() if bound is not None)
+
+    @property
+    def met(self) -> bool:
+        return (
+            (self.at_least is None or self.value >= self.at_least)
+            and (self.at_most is None or self.value <= self.at_most)
+            and (self.exactly is None or self.value == self.exactly)
+        )
+
+
+@dataclass(kw_only=True)
+class Report:
+    """What a benchmark found.
+
+    Attributes:
+        question: what it answers, in a sentence.
+        figures: every number behind the tables, for programs.
+        notes: how it was measured, for people.
+    """
+
+    question: str
+    tables: list[Table]
+    figures: dict[str, Any]
+    goals: list[Goal] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Repetitions of one measurement."""
+
+    median: float
+    lowest: float
+    highest: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        return cls(median=statistics.median(values), lowest=min(values), highest=max(values), count=len(values))
+
+
+def measure(actions: dict[str, Callable[[], object]], *, repetitions: int) -> dict[str, list[float]]:
+    """Seconds of each action, repetition by repetition, the actions taking turns.
+
+    Taking turns gives each the same share of whatever else the machine does meanwhile.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in actions}
+    for _ in range(repetitions):
+        for name, action in actions.items():
+            start = time.perf_counter()
+            action()
+            seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def per_second(count: int, seconds: Sequence[float]) -> Spread:
+    """Rate of ``count`` things done in each of the times."""
+    return Spread.of([count / value for value in seconds])
+
+
+def aligned(table: Table) -> str:
+    """The table with its columns lined up, first column to the left."""
+    cells = [table.columns, *table.rows]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(table.columns))]
+    lines = [
+        "  ".join(cell.ljust(width) if not column else cell.rjust(width) for column, (cell, width) in enumerate(pairs))
+        for pairs in (list(zip(row, widths, strict=True)) for row in cells)
+    ]
+    return "\n".join([table.title, lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def _load_config(path: Path, quick: bool) -> dict[str, Any]:
+    config = tomllib.loads(path.read_text())
+    small = config.pop("quick", {})
+    unknown = set(small) - set(config)
+    if unknown:
+        raise ValueError(f"{path}: [quick] sets {sorted(unknown)}, which the file itself does not")
+    return config | small if quick else config
+
+
+def _commit() -> str:
+    asked = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return asked.stdout.strip()
+
+
+def _as_json(name: str, run: Run, report: Report, described: dict[str, Any], seconds: float) -> dict[str, Any]:
+    return {
+        "benchmark": name,
+        "question": report.question,
+        "quick": run.quick,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "commit": _commit(),
+        "seconds": round(seconds, 1),
+        "machine": described,
+        "config": run.config,
+        "goals": [asdict(goal) | {"wanted": goal.wanted, "met": goal.met} for goal in report.goals],
+        "tables": [asdict(table) for table in report.tables],
+        "notes": report.notes,
+        "figures": report.figures,
+    }
+
+
+def _print(report: Report, described: dict[str, Any], quick: bool) -> None:
+    print(f"\n{report.question}")
+    for table in report.tables:
+        print(f"\n{aligned(table)}")
+    for note in report.notes:
+        print(f"\n{note}")
+    for goal in report.goals:
+        print(f"\n{'met' if goal.met else 'MISSED'}: {goal.name}: {goal.value:.4g}, wanted {goal.wanted}", end="")
+    print(f"\n\nOn: {machine.summary(described)}")
+    if quick:
+        print("A quick run: small sizes, not results.")
+
+
+def program(name: str, run: Callable[[Run], Report], arguments: Sequence[str] | None = None) -> int:
+    """The command line of ``python -m bench.NAME``; returns the exit status."""
+    parser = argparse.ArgumentParser(prog=f"python -m bench.{name}", description=sys.modules[run.__module__].__doc__)
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the report there")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to see that it works")
+    parser.add_argument("--config", type=Path, default=ROOT / "bench" / f"{name}.toml", metavar="PATH")
+    parser.add_argument(
+        "--dir", type=Path, default=ROOT / ".bench", metavar="DIR", help="where stores are built and kept [.bench]"
+    )
+    given = parser.parse_args(arguments)
+    given.dir.mkdir(parents=True, exist_ok=True)
+    request = Run(config=_load_config(given.config, given.quick), quick=given.quick, folder=given.dir)
+    described = machine.describe(given.dir)
+    start = time.perf_counter()
+    report = run(request)
+    seconds = time.perf_counter() - start
+    _print(report, described, given.quick)
+    if given.json:
+        given.json.parent.mkdir(parents=True, exist_ok=True)
+        found = _as_json(name, request, report, described, seconds)
+        given.json.write_text(json.dumps(found, indent=1) + "\n")
+        print(f"Written: {given.json}")
+    return 0

@@ -1,0 +1,95 @@
+"""What a benchmark ran on: a figure without its machine says nothing."""
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+
+__all__ = ["describe", "disk_of", "summary"]
+
+PACKAGES: Final = ("tierstore", "torch", "numpy", "numba", "lmdb", "cachetools")
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or "unknown"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _lmdb_engine() -> str:
+    import lmdb
+
+    return ".".join(str(part) for part in lmdb.version())
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _filesystem_of(device_number: str) -> str:
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        fields, _, tail = line.partition(" - ")
+        if fields.split()[2] == device_number:
+            return tail.split()[0]
+    return "unknown"
+
+
+def disk_of(folder: Path) -> dict[str, Any]:
+    """Name, model, file system and queue settings of the device that holds ``folder``; what is not known is ""."""
+    number = folder.stat().st_dev
+    device_number = f"{os.major(number)}:{os.minor(number)}"
+    device = Path("/sys/dev/block", device_number).resolve()
+    # A partition has no queue of its own: its disk is one folder up.
+    disk = device if (device / "queue").is_dir() else device.parent
+    model = " ".join(part for part in (_read(disk / "device/vendor"), _read(disk / "device/model")) if part)
+    if not model or model.startswith("0x"):
+        driver = disk / "device/driver"
+        model = driver.resolve().name if driver.exists() else ""
+    sectors = _read(disk / "size")
+    return {
+        "device": disk.name,
+        "model": model,
+        "filesystem": _filesystem_of(device_number),
+        "scheduler": _read(disk / "queue/scheduler"),
+        "nr_requests": _read(disk / "queue/nr_requests"),
+        "size_gib": round(int(sectors) * 512 / 2**30, 1) if sectors else None,
+    }
+
+
+def describe(folder: Path) -> dict[str, Any]:
+    """The machine, its software, and the disk under ``folder``, as JSON values."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "kernel": platform.release(),
+        "disk": disk_of(folder),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "lmdb_engine": _lmdb_engine(),
+        "load_1min": round(os.getloadavg()[0], 2),
+    }
+
+
+def summary(machine: dict[str, Any]) -> str:
+    """One line for people."""
+    disk, packages = machine["disk"], machine["packages"]
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, Linux {machine['kernel']}; "
+        f"{disk['device']} ({disk['model'] or 'unknown model'}, {disk['filesystem']}); Python {machine['python']}, "
+        + ", ".join(f"{name} {packages[name]}" for name in PACKAGES[1:])
+    )
