@@ -1,0 +1,81 @@
+"""The tiers in memory: which rows are resident, in which slot, and who leaves next.
+
+===============  =================================================================
+policy           cache
+===============  =================================================================
+"lru"            host memory, exact least-recently-used; array kernels
+"lfu"            host memory, exact least-frequently-used; array kernels
+"reference-lru"  the same on cachetools: some fifty times as slow, obviously right
+"reference-lfu"  likewise
+===============  =================================================================
+"""
+
+import difflib
+from typing import Any, Final
+
+from .base import Admission, AdmitStatus, CacheCounters, RowCache
+from .ddr import OVERHEAD_BYTES, DdrCache
+from .ddr import capacity_for as _ddr_capacity_for
+from .reference import ReferenceCache
+
+__all__ = [
+    "OVERHEAD_BYTES",
+    "POLICIES",
+    "Admission",
+    "AdmitStatus",
+    "CacheCounters",
+    "DdrCache",
+    "ReferenceCache",
+    "RowCache",
+    "capacity_for",
+    "make_cache",
+]
+
+_REFERENCE_PREFIX: Final = "reference-"
+_CLASSES: Final[dict[str, Any]] = {
+    "lru": DdrCache,
+    "lfu": DdrCache,
+    "reference-lru": ReferenceCache,
+    "reference-lfu": ReferenceCache,
+}
+
+POLICIES: Final[tuple[str, ...]] = tuple(_CLASSES)
+"""Names that ``make_cache`` accepts."""
+
+
+def _check_policy(policy: str) -> None:
+    if policy in _CLASSES:
+        return
+    nearest = difflib.get_close_matches(str(policy), POLICIES, n=1, cutoff=0.0)[0]
+    raise ValueError(f"policy={policy!r} is unknown; did you mean {nearest!r}? Policies: {', '.join(POLICIES)}")
+
+
+def make_cache(policy: str, capacity: int, *, weight_words: int, state_words: int) -> RowCache:
+    """A new, empty cache in host memory.
+
+    Args:
+        policy: one of ``POLICIES``.
+        capacity: rows, at least 1.
+        weight_words: 64-bit words of weights a row.
+        state_words: 64-bit words of optimizer state a row.
+
+    Raises:
+        ValueError: unknown policy (names the nearest), or a size out of range.
+    """
+    _check_policy(policy)
+    cache: RowCache = _CLASSES[policy](capacity, weight_words=weight_words, state_words=state_words, policy=policy)
+    return cache
+
+
+def capacity_for(policy: str, budget_bytes: int, *, weight_words: int, state_words: int) -> int:
+    """The largest capacity whose rows, index and policy fit the budget; 0 if not even one row does.
+
+    A reference policy is given the capacity of its fast twin, so that both evict the same rows; its Python objects
+    come on top of the budget.
+
+    Raises:
+        ValueError: unknown policy (names the nearest).
+    """
+    _check_policy(policy)
+    twin: Any = policy.removeprefix(_REFERENCE_PREFIX)
+    return _ddr_capacity_for(budget_bytes, weight_words=weight_words, state_words=state_words, policy=twin)

@@ -1,0 +1,343 @@
+"""Kernels over a cache's bookkeeping: admission, replay, and the operations on lists of slots.
+
+``admit`` is one pass over a batch's keys: one probe finds a row, the stamp in the slot's record tells whether this
+admission has met it before, and the number beside it is its unique number; a row met for the first time is touched or
+reserved, and pinned.
+"""
+
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ._uncounted import inline, kernel
+from .base import AdmitStatus, Int32s, Int64s
+from .index import index_erase, index_find, index_insert
+from .policies import CacheState, Tally, policy_insert, policy_remove, policy_touch
+
+__all__ = [
+    "DIRTY",
+    "LOADING",
+    "NOTHING_WRONG",
+    "RESIDENT",
+    "abandon_slots",
+    "admit_keys",
+    "evict_slots",
+    "fill_slots",
+    "find_keys",
+    "keys_of_slots",
+    "list_slots",
+    "mark_slots",
+    "pin_slots",
+    "replay_keys",
+    "take_dirty_slots",
+    "touch_slots",
+    "unpin_slots",
+]
+
+RESIDENT: Final = 1
+LOADING: Final = 2
+DIRTY: Final = 4
+"""Bits of a slot record's ``flags``; a free slot has none."""
+
+NOTHING_WRONG: Final = -1
+"""What kernels over slots return; otherwise the position of the first slot that forbids the operation. Those before
+it are done, so that a caller's bug leaves the books balanced."""
+
+_COMPLETE: Final = int(AdmitStatus.COMPLETE)
+_DIRTY_VICTIM: Final = int(AdmitStatus.DIRTY_VICTIM)
+_ALL_PINNED: Final = int(AdmitStatus.ALL_PINNED)
+
+
+@inline
+def _drop(state: CacheState, slot: Any) -> None:
+    """Take a clean, unpinned row out of index and policy; its slot is then in nobody's list."""
+    slots = state.slots
+    index_erase(state.entries, slots[slot]["key"], slot)
+    policy_remove(state, slot)
+    slots[slot]["flags"] = 0
+    state.tallies[Tally.RESIDENT] -= 1
+
+
+@inline
+def _free(state: CacheState, slot: Any) -> None:
+    state.slots[slot]["next"] = state.tallies[Tally.FREE_SLOT]
+    state.tallies[Tally.FREE_SLOT] = slot + 1
+
+
+@inline
+def _free_slot(state: CacheState) -> Any:
+    """A slot that holds no row, or -1."""
+    tallies = state.tallies
+    slot = tallies[Tally.FREE_SLOT] - 1
+    if slot >= 0:
+        tallies[Tally.FREE_SLOT] = state.slots[slot]["next"]
+    elif tallies[Tally.USED_SLOTS] < state.slots.size - 1:
+        slot = tallies[Tally.USED_SLOTS]
+        tallies[Tally.USED_SLOTS] = slot + 1
+    return slot
+
+
+@inline
+def _enter(state: CacheState, key: Any, slot: Any, flags: Any) -> None:
+    """Make the key resident in a slot that is in nobody's list."""
+    slots = state.slots
+    slots[slot]["key"] = key
+    slots[slot]["flags"] = flags
+    index_insert(state.entries, key, slot)
+    policy_insert(state, slot)
+    state.tallies[Tally.RESIDENT] += 1
+
+
+@inline
+def _pin(state: CacheState, slot: Any) -> None:
+    slots = state.slots
+    pins = slots[slot]["pins"]
+    if pins == 0:
+        state.tallies[Tally.PINNED] += 1
+    slots[slot]["pins"] = pins + 1
+
+
+@inline
+def _unpin(state: CacheState, slot: Any) -> None:
+    slots = state.slots
+    pins = slots[slot]["pins"] - 1
+    slots[slot]["pins"] = pins
+    if pins == 0:
+        state.tallies[Tally.PINNED] -= 1
+
+
+@inline
+def _is_resident(state: CacheState, slot: Any) -> Any:
+    return 0 <= slot < state.slots.size - 1 and state.slots[slot]["flags"] != 0
+
+
+@kernel
+def admit_keys(
+    state: CacheState,
+    keys: Int64s,
+    stamp: int,
+    inverse: Int32s,
+    unique_slots: Int32s,
+    missing: Int32s,
+    progress: Int64s,
+) -> int:
+    """``RowCache.admit``; ``progress`` is int64 [3]: consumed, num_unique, num_missing, brought up to date.
+
+    The victim is looked for behind ``cursor``: every slot before it in eviction order is pinned, and stays so during
+    the call, so a call walks past each pinned slot once. A slot leaves the cursor before it moves.
+    """
+    slots, tallies = state.slots, state.tallies
+    root = np.int64(slots.size - 1)
+    cursor = np.int64(slots[root]["next"])
+    consumed, num_unique, num_missing = progress[0], progress[1], progress[2]
+    first_consumed, first_unique, first_missing = consumed, num_unique, num_missing
+    status = _COMPLETE
+    while consumed < keys.size:
+        key = keys[consumed]
+        slot = index_find(state.entries, slots, key)
+        if slot >= 0:
+            if slots[slot]["stamp"] == stamp:
+                inverse[consumed] = slots[slot]["number"]
+                consumed += 1
+                continue
+            if slot == cursor:
+                cursor = np.int64(slots[slot]["next"])
+            policy_touch(state, slot)
+        else:
+            slot = _free_slot(state)
+            if slot < 0:
+                while cursor != root and slots[cursor]["pins"] > 0:
+                    cursor = np.int64(slots[cursor]["next"])
+                if cursor == root:
+                    status = _ALL_PINNED
+                    break
+                if slots[cursor]["flags"] & DIRTY:
+                    status = _DIRTY_VICTIM
+                    break
+                slot = cursor
+                cursor = np.int64(slots[slot]["next"])
+                _drop(state, slot)
+                tallies[Tally.EVICTIONS] += 1
+            _enter(state, key, slot, RESIDENT | LOADING)
+            missing[num_missing] = num_unique
+            num_missing += 1
+        _pin(state, slot)
+        slots[slot]["stamp"] = stamp
+        slots[slot]["number"] = num_unique
+        unique_slots[num_unique] = slot
+        inverse[consumed] = num_unique
+        num_unique += 1
+        consumed += 1
+    tallies[Tally.LOOKUPS] += consumed - first_consumed
+    tallies[Tally.MISSES] += num_missing - first_missing
+    tallies[Tally.HITS] += (num_unique - first_unique) - (num_missing - first_missing)
+    progress[0], progress[1], progress[2] = consumed, num_unique, num_missing
+    return status
+
+
+@kernel
+def replay_keys(state: CacheState, keys: Int64s, is_hit: NDArray[np.bool_]) -> None:
+    """``RowCache.access``; nothing is pinned or dirty."""
+    slots, tallies = state.slots, state.tallies
+    root = slots.size - 1
+    misses, evictions = 0, 0
+    for i in range(keys.size):
+        key = keys[i]
+        slot = index_find(state.entries, slots, key)
+        is_hit[i] = slot >= 0
+        if slot >= 0:
+            policy_touch(state, slot)
+            continue
+        misses += 1
+        slot = _free_slot(state)
+        if slot < 0:
+            slot = np.int64(slots[root]["next"])
+            _drop(state, slot)
+            evictions += 1
+        _enter(state, key, slot, RESIDENT)
+    tallies[Tally.LOOKUPS] += keys.size
+    tallies[Tally.HITS] += keys.size - misses
+    tallies[Tally.MISSES] += misses
+    tallies[Tally.EVICTIONS] += evictions
+
+
+@kernel
+def find_keys(state: CacheState, keys: Int64s, found: Int32s) -> None:
+    for i in range(keys.size):
+        found[i] = index_find(state.entries, state.slots, keys[i])
+
+
+@kernel
+def touch_slots(state: CacheState, chosen: Int32s) -> int:
+    for i in range(chosen.size):
+        slot = np.int64(chosen[i])
+        if not _is_resident(state, slot):
+            return i
+        policy_touch(state, slot)
+        state.tallies[Tally.LOOKUPS] += 1
+        state.tallies[Tally.HITS] += 1
+    return NOTHING_WRONG
+
+
+@kernel
+def pin_slots(state: CacheState, chosen: Int32s) -> int:
+    for i in range(chosen.size):
+        slot = np.int64(chosen[i])
+        if not _is_resident(state, slot):
+            return i
+        _pin(state, slot)
+    return NOTHING_WRONG
+
+
+@kernel
+def unpin_slots(state: CacheState, chosen: Int32s) -> int:
+    """A loading slot keeps its last pin: whoever reserved it fills or abandons it."""
+    slots = state.slots
+    for i in range(chosen.size):
+        slot = np.int64(chosen[i])
+        if not _is_resident(state, slot):
+            return i
+        pins = slots[slot]["pins"]
+        if pins == 0 or (pins == 1 and slots[slot]["flags"] & LOADING):
+            return i
+        _unpin(state, slot)
+    return NOTHING_WRONG
+
+
+@kernel
+def fill_slots(state: CacheState, chosen: Int32s) -> int:
+    slots = state.slots
+    for i in range(chosen.size):
+        slot = np.int64(chosen[i])
+        if not _is_resident(state, slot) or not slots[slot]["flags"] & LOADING:
+            return i
+        slots[slot]["flags"] &= ~LOADING
+    return NOTHING_WRONG
+
+
+@kernel
+def mark_slots(state: CacheState, chosen: Int32s) -> int:
+    """Make slots dirty; a loading slot holds no row yet that could be newer than another."""
+    slots = state.slots
+    for i in range(chosen.size):
+        slot = np.int64(chosen[i])
+        if not _is_resident(state, slot) or slots[slot]["flags"] & LOADING:
+            return i
+        if not slots[slot]["flags"] & DIRTY:
+            slots[slot]["flags"] |= DIRTY
+            state.tallies[Tally.DIRTY] += 1
+    return NOTHING_WRONG
+
+
+@kernel
+def take_dirty_slots(state: CacheState, taken: Int32s) -> int:
+    """Fill ``taken`` with dirty slots in eviction order, as far as there are any; they become clean and pinned."""
+    slots, tallies = state.slots, state.tallies
+    root = np.int64(slots.size - 1)
+    slot = np.int64(slots[root]["next"])
+    count = 0
+    while slot != root and count < taken.size and tallies[Tally.DIRTY] > 0:
+        if slots[slot]["flags"] & DIRTY:
+            slots[slot]["flags"] &= ~DIRTY
+            tallies[Tally.DIRTY] -= 1
+            _pin(state, slot)
+            taken[count] = slot
+            count += 1
+        slot = np.int64(slots[slot]["next"])
+    return count
+
+
+@kernel
+def evict_slots(state: CacheState, chosen: Int32s) -> int:
+    slots = state.slots
+    for i in range(chosen.size):
+        slot = np.int64(chosen[i])
+        if not _is_resident(state, slot) or slots[slot]["pins"] > 0 or slots[slot]["flags"] & DIRTY:
+            return i
+        _drop(state, slot)
+        _free(state, slot)
+        state.tallies[Tally.EVICTIONS] += 1
+    return NOTHING_WRONG
+
+
+@kernel
+def abandon_slots(state: CacheState, chosen: Int32s) -> int:
+    """Unpin slots; those that await their row, and that nobody else has pinned, leave the cache."""
+    slots = state.slots
+    for i in range(chosen.size):
+        slot = np.int64(chosen[i])
+        if not _is_resident(state, slot) or slots[slot]["pins"] == 0:
+            return i
+        _unpin(state, slot)
+        if slots[slot]["pins"] == 0 and slots[slot]["flags"] & LOADING:
+            _drop(state, slot)
+            _free(state, slot)
+    return NOTHING_WRONG
+
+
+@kernel
+def keys_of_slots(state: CacheState, chosen: Int32s, keys: Int64s) -> int:
+    for i in range(chosen.size):
+        slot = np.int64(chosen[i])
+        if not _is_resident(state, slot):
+            return i
+        keys[i] = state.slots[slot]["key"]
+    return NOTHING_WRONG
+
+
+@kernel
+def list_slots(state: CacheState, listed: Int32s) -> int:
+    """Fill ``listed`` with the resident slots in eviction order; returns how many it holds,
+    at most one too many."""
+    slots = state.slots
+    root = np.int64(slots.size - 1)
+    slot = np.int64(slots[root]["next"])
+    count = 0
+    while slot != root:
+        if count == listed.size:
+            return count + 1
+        listed[count] = slot
+        count += 1
+        slot = np.int64(slots[slot]["next"])
+    return count

@@ -1,0 +1,167 @@
+"""The contract of a row cache: which rows of a set of tables are resident, in which slot, and who leaves next.
+
+A cache owns two arenas, ``weights`` and ``state``, of ``capacity`` slots each, and the bookkeeping over them. It knows
+nothing of disks: whoever admits a row fills its slot. It is not thread-safe: the owner serialises calls; slots that
+are pinned may be read and written without the owner's lock.
+
+A slot is free, or resident. A resident slot may be any of: *loading* (reserved, its row not yet copied in), *dirty*
+(newer than the tier below), *pinned* (in use; no policy may evict it). A loading slot is pinned, and not dirty.
+"""
+
+from enum import IntEnum
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Admission", "AdmitStatus", "CacheCounters", "Int32s", "Int64s", "RowCache", "Words"]
+
+Int64s = NDArray[np.int64]
+Int32s = NDArray[np.int32]
+Words = NDArray[np.uint64]
+
+
+class AdmitStatus(IntEnum):
+    """Why ``admit`` returned."""
+
+    COMPLETE = 0
+    """Every key has a pinned slot."""
+    DIRTY_VICTIM = 1
+    """The next victim is dirty: write some rows back (``take_dirty``), then call ``admit`` again."""
+    ALL_PINNED = 2
+    """Every slot is pinned: use what was admitted so far, unpin it, and admit the rest afterwards."""
+
+
+class CacheCounters(NamedTuple):
+    """Running totals since the cache was made; ``hits + misses`` counts unique rows of each admission."""
+
+    lookups: int
+    """Keys given to ``admit`` or ``touch`` or ``access``, duplicates counted."""
+    hits: int
+    misses: int
+    evictions: int
+
+
+class Admission:
+    """One batch of keys on its way to pinned slots; ``admit`` fills it in, over several calls if it must.
+
+    Attributes:
+        keys: int64 [n], row keys in any order, duplicates allowed.
+        consumed: positions ``[0, consumed)`` of ``keys`` are resolved.
+        inverse: int32 [n]; for a resolved position, the number of its unique row. Unique rows are numbered in order
+            of first use.
+        unique_slots: int32 [n]; ``[0, num_unique)`` are the slots of the unique rows, each pinned once by this
+            admission.
+        missing: int32 [n]; ``[0, num_missing)`` are the unique numbers whose slot was reserved by this admission and
+            is loading.
+    """
+
+    __slots__ = ("consumed", "inverse", "keys", "missing", "num_missing", "num_unique", "stamp", "unique_slots")
+
+    def __init__(self, keys: Int64s) -> None:
+        self.keys = keys
+        self.inverse: Int32s = np.empty(len(keys), np.int32)
+        self.unique_slots: Int32s = np.empty(len(keys), np.int32)
+        self.missing: Int32s = np.empty(len(keys), np.int32)
+        self.consumed = 0
+        self.num_unique = 0
+        self.num_missing = 0
+        self.stamp = -1
+        """Owned by the cache: tells rows already seen in this admission."""
+
+    @property
+    def slots(self) -> Int32s:
+        """int32 [num_unique]: the pinned slots."""
+        return self.unique_slots[: self.num_unique]
+
+    @property
+    def missing_slots(self) -> Int32s:
+        """int32 [num_missing]: the slots that await their rows."""
+        slots: Int32s = self.unique_slots[self.missing[: self.num_missing]]
+        return slots
+
+
+class RowCache(Protocol):
+    """See the module's docstring. Slots are int32, keys int64 (``rows.KEY_ROW_BITS``)."""
+
+    weights: Words
+    """uint64 [capacity, weight_words], 64-byte aligned."""
+    state: Words
+    """uint64 [capacity, state_words], 64-byte aligned."""
+
+    @property
+    def capacity(self) -> int: ...
+    @property
+    def num_resident(self) -> int: ...
+    @property
+    def num_dirty(self) -> int: ...
+    @property
+    def num_pinned(self) -> int:
+        """Slots pinned at least once."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of arenas, index and policy together, as allocated."""
+
+    def counters(self) -> CacheCounters: ...
+
+    def find(self, keys: Int64s) -> Int32s:
+        """int32 [n]: each key's slot, or -1. Changes nothing, not even the policy's order."""
+
+    def is_loading(self, slots: Int32s) -> bool:
+        """Whether any of the slots awaits its row."""
+
+    def touch(self, slots: Int32s) -> None:
+        """Count one access of each slot, in order (hits that need no admission)."""
+
+    def admit(self, admission: Admission) -> AdmitStatus:
+        """Give each key a slot and pin it, in order of ``keys``, going on at ``admission.consumed``.
+
+        The first occurrence of a key in the admission counts as one access for the policy and pins its slot once;
+        later ones only resolve. A key that is not resident takes a free slot, else the policy's first unpinned
+        victim, which must be clean; the slot is then loading. On DIRTY_VICTIM and ALL_PINNED nothing was changed for
+        the key at ``consumed``. No other admission may run between the calls of one, and its slots stay pinned: what
+        is left after ALL_PINNED is admitted as ``Admission(keys[consumed:])`` once the first part is unpinned.
+        """
+
+    def filled(self, slots: Int32s) -> None:
+        """The rows of these loading slots are in place."""
+
+    def abandon(self, admission: Admission) -> None:
+        """Undo a failed admission: unpin its slots, and drop those that are loading and that nobody else has pinned.
+
+        A loading slot that another admission has pinned too stays, loading, until that one fills or abandons it. The
+        admission is then as it was before its first ``admit``.
+        """
+
+    def pin(self, slots: Int32s) -> None: ...
+    def unpin(self, slots: Int32s) -> None:
+        """Undo one pin of each slot. AssertionError if one is not pinned, or is loading and this is its last pin."""
+
+    def mark_dirty(self, slots: Int32s) -> None:
+        """The rows are newer than the tier below. AssertionError if one is loading: ``filled`` comes first."""
+
+    def take_dirty(self, limit: int) -> Int32s:
+        """Up to ``limit`` dirty slots, next victims first: they become clean and are pinned once.
+
+        The caller writes them to the tier below and unpins them; if that fails, it marks them dirty again.
+        Slots that are pinned already are taken too (their rows stay in place).
+        """
+
+    def keys_of(self, slots: Int32s) -> Int64s: ...
+    def resident_slots(self) -> Int32s:
+        """int32 [num_resident]: every resident slot in eviction order, pinned, dirty and loading ones included."""
+
+    def evict(self, slots: Int32s) -> None:
+        """Drop these rows, which must be resident, clean and unpinned (AssertionError)."""
+
+    def access(self, keys: Int64s) -> NDArray[np.bool_]:
+        """Replay single accesses in order, evicting at once and loading nothing: bool [n], True for a hit.
+
+        For simulation and for comparison with other caches, access for access; nothing may be pinned or dirty.
+        """
+
+    def check_integrity(self) -> None:
+        """AssertionError, with every term, unless the conservation laws hold:
+        free + resident == capacity; index entries == resident and each leads to its slot; the policy's order holds
+        each resident slot once; free slots are neither pinned, dirty nor loading; counts agree with flags."""

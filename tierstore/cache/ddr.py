@@ -1,0 +1,266 @@
+"""The warm tier: rows in host memory, evicted by exact LRU or LFU.
+
+Beside its rows a cache needs, per row, 12 bytes of index, 32 bytes of slot record and, with LFU, 16 bytes of buckets:
+44 bytes with LRU, 60 with LFU (``OVERHEAD_BYTES``), and under 300 bytes a cache whatever its size. Nothing else grows
+with the capacity; memory is taken from the system as slots are first used.
+"""
+
+from typing import Final, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import admission as kernels
+from .base import Admission, AdmitStatus, CacheCounters, Int32s, Int64s, Words
+from .index import SLOT_DTYPE, index_places
+from .integrity import check_state
+from .policies import BUCKET_BYTES, NUM_TALLIES, CacheState, Tally
+
+__all__ = ["CAPACITY_MAX", "OVERHEAD_BYTES", "DdrCache", "PolicyName", "capacity_for", "size_bytes_of"]
+
+PolicyName = Literal["lru", "lfu"]
+
+INDEX_BYTES: Final = 12
+OVERHEAD_BYTES: Final[dict[str, int]] = {
+    "lru": INDEX_BYTES + SLOT_DTYPE.itemsize,
+    "lfu": INDEX_BYTES + SLOT_DTYPE.itemsize + BUCKET_BYTES,
+}
+"""Index and policy, in bytes per cached row."""
+
+CAPACITY_MAX: Final = 2**31 - 2
+"""Slots are int32, and the list's root takes one number."""
+
+_ALIGNMENT_BYTES: Final = 64
+_STAMP_MAX: Final = 2**31 - 1
+
+
+def _arena_bytes(capacity: int, words: int) -> int:
+    return capacity * words * 8 + _ALIGNMENT_BYTES if words else 0
+
+
+def size_bytes_of(capacity: int, *, weight_words: int, state_words: int, policy: PolicyName) -> int:
+    """Bytes a ``DdrCache`` of this capacity allocates."""
+    rows = _arena_bytes(capacity, weight_words) + _arena_bytes(capacity, state_words)
+    index = index_places(capacity) * 8
+    records = (capacity + 1) * SLOT_DTYPE.itemsize
+    buckets = capacity * BUCKET_BYTES if policy == "lfu" else 0
+    return rows + index + records + buckets + NUM_TALLIES * 8
+
+
+def capacity_for(budget_bytes: int, *, weight_words: int, state_words: int, policy: PolicyName) -> int:
+    """The largest capacity whose ``size_bytes`` is at most the budget; 0 if not even one row fits."""
+    low, high = 0, min(max(budget_bytes, 0) // OVERHEAD_BYTES[policy], CAPACITY_MAX)
+    while low < high:
+        middle = (low + high + 1) // 2
+        size = size_bytes_of(middle, weight_words=weight_words, state_words=state_words, policy=policy)
+        if size <= budget_bytes:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _arena(capacity: int, words: int) -> tuple[Words, int]:
+    """An arena that starts on a cache line, untouched; and the bytes allocated for it."""
+    size_bytes = _arena_bytes(capacity, words)
+    if not size_bytes:
+        return np.empty((capacity, 0), np.uint64), 0
+    raw = np.empty(size_bytes, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT_BYTES
+    arena: Words = raw[start : start + capacity * words * 8].view(np.uint64).reshape(capacity, words)
+    return arena, raw.nbytes
+
+
+def _new_state(capacity: int, policy: PolicyName) -> CacheState:
+    # Zeros mean empty everywhere but at the root, so fresh pages from the system need no writing.
+    slots = np.zeros(capacity + 1, SLOT_DTYPE)
+    slots[capacity]["previous"] = slots[capacity]["next"] = capacity
+    num_buckets = capacity if policy == "lfu" else 0
+    return CacheState(
+        entries=np.zeros(index_places(capacity), np.uint64),
+        slots=slots,
+        bucket=np.zeros(num_buckets, np.int32),
+        bucket_count=np.zeros(num_buckets, np.int64),
+        bucket_tail=np.zeros(num_buckets, np.int32),
+        tallies=np.zeros(NUM_TALLIES, np.int64),
+    )
+
+
+def _check(array: object, dtype: str, name: str) -> None:
+    if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype != dtype:
+        found = f"{array.dtype} {list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
+        raise TypeError(f"{name} must be a numpy array, {dtype} [n], not {found}")
+
+
+def _slots(array: Int32s) -> Int32s:
+    """Checked, and contiguous: another layout would compile the kernels again."""
+    _check(array, "int32", "slots")
+    return np.ascontiguousarray(array)
+
+
+def _keys(array: Int64s) -> Int64s:
+    _check(array, "int64", "keys")
+    return np.ascontiguousarray(array)
+
+
+class DdrCache:
+    """A ``RowCache`` in host memory.
+
+    Args:
+        capacity: slots, at least 1.
+        weight_words: 64-bit words of weights a row; 0 for a cache without rows, to simulate.
+        state_words: 64-bit words of optimizer state a row.
+        policy: "lru" or "lfu".
+
+    Raises:
+        ValueError: for any of them out of range.
+    """
+
+    def __init__(self, capacity: int, *, weight_words: int, state_words: int, policy: PolicyName) -> None:
+        if not 1 <= capacity <= CAPACITY_MAX:
+            raise ValueError(f"capacity={capacity} is not from 1 to {CAPACITY_MAX}")
+        if weight_words < 0 or state_words < 0:
+            raise ValueError(f"weight_words={weight_words}, state_words={state_words}: neither may be negative")
+        if policy not in get_args(PolicyName):
+            raise ValueError(f'policy={policy!r} is neither "lru" nor "lfu"')
+        self.policy: Final = policy
+        self.weights, weights_bytes = _arena(capacity, weight_words)
+        self.state, state_bytes = _arena(capacity, state_words)
+        self._books = _new_state(capacity, policy)
+        self._arena_bytes = weights_bytes + state_bytes
+
+    @property
+    def capacity(self) -> int:
+        return len(self._books.slots) - 1
+
+    @property
+    def num_resident(self) -> int:
+        return int(self._books.tallies[Tally.RESIDENT])
+
+    @property
+    def num_dirty(self) -> int:
+        return int(self._books.tallies[Tally.DIRTY])
+
+    @property
+    def num_pinned(self) -> int:
+        return int(self._books.tallies[Tally.PINNED])
+
+    @property
+    def size_bytes(self) -> int:
+        return self._arena_bytes + self.overhead_bytes
+
+    @property
+    def overhead_bytes(self) -> int:
+        """Of ``size_bytes``, index and policy."""
+        return sum(array.nbytes for array in self._books)
+
+    def counters(self) -> CacheCounters:
+        lookups, hits, misses, evictions = self._books.tallies[Tally.LOOKUPS : Tally.EVICTIONS + 1].tolist()
+        return CacheCounters(lookups=lookups, hits=hits, misses=misses, evictions=evictions)
+
+    def find(self, keys: Int64s) -> Int32s:
+        keys = _keys(keys)
+        found: Int32s = np.empty(len(keys), np.int32)
+        kernels.find_keys(self._books, keys, found)
+        return found
+
+    def is_loading(self, slots: Int32s) -> bool:
+        return bool((self._books.slots["flags"][_slots(slots)] & kernels.LOADING).any())
+
+    def touch(self, slots: Int32s) -> None:
+        slots = _slots(slots)
+        self._require(kernels.touch_slots(self._books, slots), slots, "touch", "resident")
+
+    def admit(self, admission: Admission) -> AdmitStatus:
+        if admission.stamp < 0:
+            admission.stamp = self._next_stamp()
+        assert admission.stamp == self._books.tallies[Tally.STAMP], "another admission ran between the calls of one"
+        progress = np.array([admission.consumed, admission.num_unique, admission.num_missing], np.int64)
+        status = kernels.admit_keys(
+            self._books,
+            _keys(admission.keys),
+            admission.stamp,
+            admission.inverse,
+            admission.unique_slots,
+            admission.missing,
+            progress,
+        )
+        admission.consumed, admission.num_unique, admission.num_missing = progress.tolist()
+        return AdmitStatus(status)
+
+    def _next_stamp(self) -> int:
+        tallies = self._books.tallies
+        if tallies[Tally.STAMP] == _STAMP_MAX:
+            self._books.slots["stamp"] = 0
+            tallies[Tally.STAMP] = 0
+        tallies[Tally.STAMP] += 1
+        return int(tallies[Tally.STAMP])
+
+    def filled(self, slots: Int32s) -> None:
+        slots = _slots(slots)
+        self._require(kernels.fill_slots(self._books, slots), slots, "fill", "loading")
+
+    def abandon(self, admission: Admission) -> None:
+        slots = admission.slots
+        self._require(kernels.abandon_slots(self._books, slots), slots, "abandon", "pinned")
+        admission.consumed = admission.num_unique = admission.num_missing = 0
+        admission.stamp = -1
+
+    def pin(self, slots: Int32s) -> None:
+        slots = _slots(slots)
+        self._require(kernels.pin_slots(self._books, slots), slots, "pin", "resident")
+
+    def unpin(self, slots: Int32s) -> None:
+        slots = _slots(slots)
+        self._require(kernels.unpin_slots(self._books, slots), slots, "unpin", "pinned, and filled by its last unpin")
+
+    def mark_dirty(self, slots: Int32s) -> None:
+        slots = _slots(slots)
+        self._require(kernels.mark_slots(self._books, slots), slots, "mark dirty", "resident, and not loading")
+
+    def take_dirty(self, limit: int) -> Int32s:
+        """See RowCache. A call may walk over the whole cache: to clean it all, ask for ``num_dirty`` at once."""
+        taken: Int32s = np.empty(min(limit, self.num_dirty), np.int32)
+        count = kernels.take_dirty_slots(self._books, taken)
+        assert count == len(taken), f"{count} dirty slots in the list, {len(taken)} expected"
+        return taken
+
+    def keys_of(self, slots: Int32s) -> Int64s:
+        slots = _slots(slots)
+        keys: Int64s = np.empty(len(slots), np.int64)
+        self._require(kernels.keys_of_slots(self._books, slots, keys), slots, "give the key of", "resident")
+        return keys
+
+    def resident_slots(self) -> Int32s:
+        listed: Int32s = np.empty(self.num_resident, np.int32)
+        count = kernels.list_slots(self._books, listed)
+        assert count == len(listed), f"at least {count} slots in the policy's list, {len(listed)} resident"
+        return listed
+
+    def evict(self, slots: Int32s) -> None:
+        slots = _slots(slots)
+        self._require(kernels.evict_slots(self._books, slots), slots, "evict", "resident, clean and unpinned")
+
+    def access(self, keys: Int64s) -> NDArray[np.bool_]:
+        assert self.num_pinned == self.num_dirty == 0, f"replay with {self.num_pinned} pinned, {self.num_dirty} dirty"
+        keys = _keys(keys)
+        is_hit = np.empty(len(keys), np.bool_)
+        kernels.replay_keys(self._books, keys, is_hit)
+        return is_hit
+
+    def check_integrity(self) -> None:
+        check_state(self._books)
+
+    def _require(self, position: int, slots: Int32s, action: str, condition: str) -> None:
+        if position == kernels.NOTHING_WRONG:
+            return
+        slot = int(slots[position])
+        if not 0 <= slot < self.capacity:
+            raise AssertionError(f"cannot {action} slot {slot}: the cache has {self.capacity} slots")
+        record = self._books.slots[slot]
+        flags = int(record["flags"])
+        raise AssertionError(
+            f"cannot {action} slot {slot}: it must be {condition}; it is "
+            f"{'resident' if flags else 'free'}, {'loading' if flags & kernels.LOADING else 'not loading'}, "
+            f"{'dirty' if flags & kernels.DIRTY else 'clean'}, pinned {int(record['pins'])} times"
+        )

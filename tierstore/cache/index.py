@@ -1,0 +1,142 @@
+"""Key -> slot hash index: open addressing, linear probing, deletion by backward shift, 12 bytes per cached row.
+
+An entry is one uint64, ``fingerprint << 32 | slot + 1``; 0 is an empty place. The fingerprint, 32 bits of the mixed
+key, also decides the entry's home place, so deletion moves entries without looking at their keys, and a probe reads a
+slot's key only where the fingerprints agree. The table has half as many places again as the cache has slots, so at
+least a third are empty and every probe ends.
+
+Sources: mixer, "Mix13" of D. Stafford as used by G. Steele, D. Lea and C. Flood, Fast splittable pseudorandom number
+generators (OOPSLA 2014); range reduction, D. Lemire, Fast random integer generation in an interval (2019); backward
+shift, D. Knuth, The Art of Computer Programming, vol. 3, section 6.4, algorithm R.
+"""
+
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ._uncounted import inline
+from .base import Words
+
+__all__ = [
+    "ABSENT",
+    "SLOT_DTYPE",
+    "fingerprint_of",
+    "home_of",
+    "index_erase",
+    "index_find",
+    "index_insert",
+    "index_places",
+]
+
+SlotRecords = NDArray[Any]
+
+SLOT_DTYPE: Final = np.dtype(
+    [
+        ("key", np.int64),
+        ("previous", np.int32),
+        ("next", np.int32),
+        ("stamp", np.int32),
+        ("number", np.int32),
+        ("pins", np.int32),
+        ("flags", np.int32),
+    ]
+)
+"""All a hit needs to know of a slot, in half a cache line. ``previous`` and ``next`` are the policy's (policies.py);
+``stamp`` and ``number`` are the admission that last resolved the slot and the row's unique number in it (ddr.py)."""
+
+ABSENT: Final = -1
+
+_MIX_A: Final = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_B: Final = np.uint64(0x94D049BB133111EB)
+_SHIFT_A: Final = np.uint64(30)
+_SHIFT_B: Final = np.uint64(27)
+_HALF: Final = np.uint64(32)
+_SLOT_MASK: Final = np.uint64(0xFFFFFFFF)
+_EMPTY: Final = np.uint64(0)
+_ONE: Final = np.uint64(1)
+
+
+def index_places(capacity: int) -> int:
+    """Places of the index of a cache of ``capacity`` slots."""
+    return capacity + (capacity + 1) // 2 + 1
+
+
+@inline
+def fingerprint_of(key: Any) -> Any:
+    """uint64 below 2**32: the mixed key's upper half."""
+    mixed = np.uint64(key)
+    mixed = (mixed ^ (mixed >> _SHIFT_A)) * _MIX_A
+    mixed = (mixed ^ (mixed >> _SHIFT_B)) * _MIX_B
+    return mixed >> _HALF
+
+
+@inline
+def home_of(fingerprint: Any, places: Any) -> Any:
+    """The place a probe starts at; ``places`` is uint64."""
+    return (fingerprint * places) >> _HALF
+
+
+@inline
+def index_find(index: Words, slots: SlotRecords, key: Any) -> Any:
+    """The key's slot (int64), or ABSENT."""
+    places = np.uint64(index.size)
+    fingerprint = fingerprint_of(key)
+    place = home_of(fingerprint, places)
+    for _ in range(index.size):
+        entry = index[place]
+        if entry == _EMPTY:
+            break
+        if entry >> _HALF == fingerprint:
+            slot = np.int64(entry & _SLOT_MASK) - np.int64(1)
+            if slots[slot]["key"] == key:
+                return slot
+        place += _ONE
+        if place == places:
+            place = _EMPTY
+    return np.int64(ABSENT)
+
+
+@inline
+def index_insert(index: Words, key: Any, slot: Any) -> None:
+    """Enter a key that is not in the index."""
+    places = np.uint64(index.size)
+    fingerprint = fingerprint_of(key)
+    place = home_of(fingerprint, places)
+    for _ in range(index.size):
+        if index[place] == _EMPTY:
+            break
+        place += _ONE
+        if place == places:
+            place = _EMPTY
+    index[place] = (fingerprint << _HALF) | (np.uint64(slot) + _ONE)
+
+
+@inline
+def index_erase(index: Words, key: Any, slot: Any) -> None:
+    """Remove the entry of a resident slot, and close the gap behind it."""
+    places = np.uint64(index.size)
+    fingerprint = fingerprint_of(key)
+    entry = (fingerprint << _HALF) | (np.uint64(slot) + _ONE)
+    hole = home_of(fingerprint, places)
+    for _ in range(index.size):
+        if index[hole] == entry:
+            break
+        hole += _ONE
+        if hole == places:
+            hole = _EMPTY
+    place = hole
+    for _ in range(index.size):
+        place += _ONE
+        if place == places:
+            place = _EMPTY
+        entry = index[place]
+        if entry == _EMPTY:
+            break
+        home = home_of(entry >> _HALF, places)
+        from_home = place - home if place >= home else place + places - home
+        from_hole = place - hole if place >= hole else place + places - hole
+        if from_home >= from_hole:
+            index[hole] = entry
+            hole = place
+    index[hole] = _EMPTY

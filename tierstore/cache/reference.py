@@ -1,0 +1,310 @@
+"""The slow and obviously right row cache, on cachetools' LRUCache and LFUCache: oracle in tests, off-switch in use.
+
+It shares nothing with the fast cache but the contract. Its rows take the same memory; its bookkeeping, Python objects
+of some hundred bytes a row, is not counted in ``size_bytes``.
+"""
+
+from collections.abc import Iterator
+from typing import Final, Literal
+
+import cachetools
+import numpy as np
+from numpy.typing import NDArray
+
+from .base import Admission, AdmitStatus, CacheCounters, Int32s, Int64s, Words
+
+__all__ = ["ReferenceCache", "ReferencePolicyName"]
+
+ReferencePolicyName = Literal["reference-lru", "reference-lfu"]
+
+
+class _Pinnable(cachetools.Cache[int, int]):
+    """key -> slot; evicts the first key in eviction order that is not pinned."""
+
+    def __init__(self, maxsize: int) -> None:
+        super().__init__(maxsize)
+        self.pins: dict[int, int] = {}
+
+    def eviction_order(self) -> Iterator[int]:
+        # cachetools shows its order only by evicting, so the subclasses read its private attributes; a test notices if a
+        # release moves them.
+        raise NotImplementedError
+
+    def first_unpinned(self) -> int | None:
+        return next((key for key in self.eviction_order() if key not in self.pins), None)
+
+    def popitem(self) -> tuple[int, int]:
+        key = self.first_unpinned()
+        if key is None:
+            raise KeyError("every key is pinned")
+        slot = cachetools.Cache.__getitem__(self, key)
+        del self[key]
+        return key, slot
+
+
+class _PinnableLRU(_Pinnable, cachetools.LRUCache[int, int]):
+    """Least recently used first."""
+
+    def eviction_order(self) -> Iterator[int]:
+        return iter(vars(self)["_LRUCache__order"])
+
+
+class _PinnableLFU(_Pinnable, cachetools.LFUCache[int, int]):
+    """Least frequently used first; of several, the one that has been at that count for longest."""
+
+    def eviction_order(self) -> Iterator[int]:
+        root = vars(self)["_LFUCache__root"]
+        link = root.next
+        while link is not root:
+            yield from link.keys
+            link = link.next
+
+
+_CLASSES: Final[dict[str, type[_Pinnable]]] = {"reference-lru": _PinnableLRU, "reference-lfu": _PinnableLFU}
+
+
+def _aligned(capacity: int, words: int) -> Words:
+    raw = np.empty(capacity * words + 8, np.uint64)
+    skipped = -raw.ctypes.data % 64 // 8
+    arena: Words = raw[skipped : skipped + capacity * words].reshape(capacity, words)
+    return arena
+
+
+class ReferenceCache:
+    """A ``RowCache`` whose every step is cachetools' own.
+
+    Args:
+        capacity: slots, at least 1.
+        weight_words: 64-bit words of weights a row.
+        state_words: 64-bit words of optimizer state a row.
+        policy: "reference-lru" or "reference-lfu".
+
+    Raises:
+        ValueError: for any of them out of range.
+    """
+
+    def __init__(self, capacity: int, *, weight_words: int, state_words: int, policy: ReferencePolicyName) -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity={capacity} must be at least 1")
+        if weight_words < 0 or state_words < 0:
+            raise ValueError(f"weight_words={weight_words}, state_words={state_words}: neither may be negative")
+        if policy not in _CLASSES:
+            raise ValueError(f"policy={policy!r} is none of {', '.join(_CLASSES)}")
+        self.policy: Final = policy
+        self.weights = _aligned(capacity, weight_words)
+        self.state = _aligned(capacity, state_words)
+        self._rows = _CLASSES[policy](capacity)
+        self._keys: dict[int, int] = {}
+        self._loading: set[int] = set()
+        self._dirty: set[int] = set()
+        self._free = list(range(capacity))
+        self._counters = CacheCounters(lookups=0, hits=0, misses=0, evictions=0)
+        self._numbers: dict[int, int] = {}
+        self._stamp = 0
+
+    @property
+    def capacity(self) -> int:
+        return int(self._rows.maxsize)
+
+    @property
+    def num_resident(self) -> int:
+        return len(self._rows)
+
+    @property
+    def num_dirty(self) -> int:
+        return len(self._dirty)
+
+    @property
+    def num_pinned(self) -> int:
+        return len(self._rows.pins)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the arenas; Python's objects are not counted."""
+        return self.weights.nbytes + self.state.nbytes
+
+    def counters(self) -> CacheCounters:
+        return self._counters
+
+    def _count(self, *, lookups: int = 0, hits: int = 0, misses: int = 0, evictions: int = 0) -> None:
+        old = self._counters
+        self._counters = CacheCounters(
+            lookups=old.lookups + lookups,
+            hits=old.hits + hits,
+            misses=old.misses + misses,
+            evictions=old.evictions + evictions,
+        )
+
+    def find(self, keys: Int64s) -> Int32s:
+        return np.array([self._slot_of(key) if key in self._rows else -1 for key in keys.tolist()], np.int32)
+
+    def _slot_of(self, key: int) -> int:
+        """Without counting an access."""
+        return cachetools.Cache.__getitem__(self._rows, key)
+
+    def _key_of(self, slot: int) -> int:
+        assert slot in self._keys, f"slot {slot} holds no row"
+        return self._keys[slot]
+
+    def is_loading(self, slots: Int32s) -> bool:
+        return not self._loading.isdisjoint(slots.tolist())
+
+    def touch(self, slots: Int32s) -> None:
+        for slot in slots.tolist():
+            self._rows[self._key_of(slot)]
+            self._count(lookups=1, hits=1)
+
+    def admit(self, admission: Admission) -> AdmitStatus:
+        if admission.stamp < 0:
+            self._stamp += 1
+            admission.stamp = self._stamp
+            self._numbers = {}
+        assert admission.stamp == self._stamp, "another admission ran between the calls of one"
+        for key in admission.keys[admission.consumed :].tolist():
+            if key not in self._numbers:
+                status = self._resolve(admission, key)
+                if status != AdmitStatus.COMPLETE:
+                    return status
+            admission.inverse[admission.consumed] = self._numbers[key]
+            admission.consumed += 1
+            self._count(lookups=1)
+        return AdmitStatus.COMPLETE
+
+    def _resolve(self, admission: Admission, key: int) -> AdmitStatus:
+        """The first occurrence of a key: touch its row, or reserve a slot; then pin it."""
+        if key in self._rows:
+            slot = self._rows[key]
+            self._count(hits=1)
+        else:
+            status = self._make_room()
+            if status != AdmitStatus.COMPLETE:
+                return status
+            slot = self._insert(key)
+            self._loading.add(slot)
+            admission.missing[admission.num_missing] = admission.num_unique
+            admission.num_missing += 1
+        self._rows.pins[key] = self._rows.pins.get(key, 0) + 1
+        self._numbers[key] = admission.num_unique
+        admission.unique_slots[admission.num_unique] = slot
+        admission.num_unique += 1
+        return AdmitStatus.COMPLETE
+
+    def _make_room(self) -> AdmitStatus:
+        if self._free:
+            return AdmitStatus.COMPLETE
+        victim = self._rows.first_unpinned()
+        if victim is None:
+            return AdmitStatus.ALL_PINNED
+        if self._slot_of(victim) in self._dirty:
+            return AdmitStatus.DIRTY_VICTIM
+        _, slot = self._rows.popitem()
+        del self._keys[slot]
+        self._free.append(slot)
+        self._count(evictions=1)
+        return AdmitStatus.COMPLETE
+
+    def _insert(self, key: int) -> int:
+        slot = self._free.pop()
+        self._rows[key] = slot
+        self._keys[slot] = key
+        self._count(misses=1)
+        return slot
+
+    def _drop(self, slot: int) -> None:
+        del self._rows[self._keys.pop(slot)]
+        self._free.append(slot)
+
+    def filled(self, slots: Int32s) -> None:
+        for slot in slots.tolist():
+            assert slot in self._loading, f"slot {slot} is not loading"
+            self._loading.remove(slot)
+
+    def abandon(self, admission: Admission) -> None:
+        for slot in admission.slots.tolist():
+            self._unpin(slot)
+            if slot in self._loading and self._key_of(slot) not in self._rows.pins:
+                self._loading.remove(slot)
+                self._drop(slot)
+        admission.consumed = admission.num_unique = admission.num_missing = 0
+        admission.stamp = -1
+
+    def pin(self, slots: Int32s) -> None:
+        for slot in slots.tolist():
+            key = self._key_of(slot)
+            self._rows.pins[key] = self._rows.pins.get(key, 0) + 1
+
+    def _unpin(self, slot: int) -> None:
+        key = self._key_of(slot)
+        assert key in self._rows.pins, f"slot {slot} is not pinned"
+        self._rows.pins[key] -= 1
+        if self._rows.pins[key] == 0:
+            del self._rows.pins[key]
+
+    def unpin(self, slots: Int32s) -> None:
+        for slot in slots.tolist():
+            is_last = self._rows.pins.get(self._key_of(slot), 0) == 1
+            assert not (is_last and slot in self._loading), f"slot {slot} is loading, and this is its last pin"
+            self._unpin(slot)
+
+    def mark_dirty(self, slots: Int32s) -> None:
+        for slot in slots.tolist():
+            self._key_of(slot)
+            assert slot not in self._loading, f"slot {slot} is loading"
+            self._dirty.add(slot)
+
+    def take_dirty(self, limit: int) -> Int32s:
+        slots = [slot for slot in self.resident_slots().tolist() if slot in self._dirty][:limit]
+        self._dirty.difference_update(slots)
+        taken = np.array(slots, np.int32)
+        self.pin(taken)
+        return taken
+
+    def keys_of(self, slots: Int32s) -> Int64s:
+        return np.array([self._key_of(slot) for slot in slots.tolist()], np.int64)
+
+    def resident_slots(self) -> Int32s:
+        return np.array([self._slot_of(key) for key in self._rows.eviction_order()], np.int32)
+
+    def evict(self, slots: Int32s) -> None:
+        for slot in slots.tolist():
+            key = self._key_of(slot)
+            assert key not in self._rows.pins, f"slot {slot} is pinned"
+            assert slot not in self._dirty, f"slot {slot} is dirty"
+            self._drop(slot)
+            self._count(evictions=1)
+
+    def access(self, keys: Int64s) -> NDArray[np.bool_]:
+        assert not self._rows.pins, f"replay with {len(self._rows.pins)} pinned"
+        assert not self._dirty, f"replay with {len(self._dirty)} dirty"
+        is_hit = np.zeros(len(keys), np.bool_)
+        for i, key in enumerate(keys.tolist()):
+            self._count(lookups=1)
+            if key in self._rows:
+                self._rows[key]
+                self._count(hits=1)
+                is_hit[i] = True
+            else:
+                self._make_room()
+                self._insert(key)
+        return is_hit
+
+    def check_integrity(self) -> None:
+        rows, pins = self._rows, self._rows.pins
+        listed = list(rows.eviction_order())
+        laws = {
+            "free + resident == capacity": len(self._free) + len(rows) == self.capacity,
+            "free slots are distinct": len(set(self._free)) == len(self._free),
+            "free slots hold no row": self._keys.keys().isdisjoint(self._free),
+            "each key leads to its slot": {slot: key for key in listed for slot in [self._slot_of(key)]} == self._keys,
+            "each row is listed once": len(listed) == len(rows) == len(self._keys),
+            "pins are of rows and positive": all(key in rows and pins[key] > 0 for key in pins),
+            "dirty slots hold rows": self._dirty <= self._keys.keys(),
+            "loading slots are pinned": all(self._keys.get(slot) in pins for slot in self._loading),
+            "loading slots are clean": self._loading.isdisjoint(self._dirty),
+        }
+        broken = [law for law, holds in laws.items() if not holds]
+        if broken:
+            raise AssertionError(
+                f"reference cache: broken: {'; '.join(broken)}. Terms: capacity={self.capacity}, free={self._free}, "
+                f"listed={listed}, slots={self._keys}, pins={pins}, dirty={self._dirty}, loading={self._loading}"
+            )
