@@ -1,0 +1,132 @@
+"""Write the benchmark tables of README.md and docs/benchmarks.md from the JSON in bench/results.
+
+``python -m docs.generate`` writes them, ``--check`` only says whether they are up to date. In README.md a table stands
+between ``<!-- bench:NAME -->`` and ``<!-- /bench -->``; what is between the two is replaced.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from bench.data import ROOT
+from bench.machine import summary
+
+__all__ = ["benchmarks_page", "load_results", "main", "pages", "readme"]
+
+RESULTS: Final = ROOT / "bench" / "results"
+ORDER: Final = ("cold", "warm", "device", "policies", "criteo", "demo", "import_time")
+"""Sections of docs/benchmarks.md; results of other names follow by name."""
+
+_BLOCK: Final = re.compile(r"<!-- bench:(\w+) -->\n.*?<!-- /bench -->", re.DOTALL)
+
+_HEAD: Final = """\
+# Benchmarks
+
+Written by `python -m docs.generate` from the JSON in `bench/results`; edit neither by hand. Each program prints its
+table, takes `--json PATH` and `--quick`, and reads its sizes from the file of its name in `bench/`. The physical limit
+and the peers are measured in the same run, taking turns with what they are compared with; figures are medians over
+the repetitions. Where a goal was missed it says so.
+"""
+
+
+def load_results(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
+    """Every result by name, in the order of the page.
+
+    Raises:
+        ValueError: a result of a quick run, which shows only that a program works.
+    """
+    found = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+    for name, result in found.items():
+        if result["quick"]:
+            raise ValueError(f"{folder / name}.json is of a quick run: run python -m bench.{name} without --quick")
+    names = [name for name in ORDER if name in found] + sorted(set(found) - set(ORDER))
+    return {name: found[name] for name in names}
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _table(table: dict[str, Any]) -> list[str]:
+    columns = table["columns"]
+    rule = ["---", *["---:"] * (len(columns) - 1)]
+    return [_line(columns), _line(rule), *map(_line, table["rows"])]
+
+
+def _short(result: dict[str, Any]) -> list[str]:
+    """What README shows: the tables and where they were measured."""
+    lines: list[str] = []
+    for table in result["tables"]:
+        lines += [f"{table['title'][:1].upper()}{table['title'][1:]}:", "", *_table(table), ""]
+    name = result["benchmark"]
+    machine = result["machine"]
+    return [
+        *lines,
+        f"`python -m bench.{name}` on {machine['cpu']}, {machine['cores']} cores, {machine['disk']['model']}.",
+    ]
+
+
+def _goal(goal: dict[str, Any]) -> str:
+    return f"- {'met' if goal['met'] else '**missed**'}: {goal['name']}: {goal['value']:.4g}, wanted {goal['wanted']}"
+
+
+def _section(name: str, result: dict[str, Any]) -> list[str]:
+    lines = [f"## {name}", "", result["question"], ""]
+    for table in result["tables"]:
+        lines += [f"{table['title'][:1].upper()}{table['title'][1:]}:", "", *_table(table), ""]
+    lines += [text for note in result["notes"] for text in (note, "")]
+    if result["goals"]:
+        lines += [*map(_goal, result["goals"]), ""]
+    made = f"`python -m bench.{name} --json bench/results/{name}.json`, {result['date']}, commit {result['commit']}"
+    return [*lines, f"{made}, {result['seconds']:.0f} s. {summary(result['machine'])}.", ""]
+
+
+def benchmarks_page(results: dict[str, dict[str, Any]]) -> str:
+    """The text of docs/benchmarks.md."""
+    lines = [_HEAD]
+    for name, result in results.items():
+        lines += _section(name, result)
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def readme(text: str, results: dict[str, dict[str, Any]]) -> str:
+    """README's text with its tables renewed.
+
+    Raises:
+        ValueError: it asks for a benchmark without a result.
+    """
+
+    def renew(block: re.Match[str]) -> str:
+        name = block[1]
+        if name not in results:
+            raise ValueError(f"README.md shows bench:{name}, of which there is no result in {RESULTS}")
+        return "\n".join([f"<!-- bench:{name} -->", *_short(results[name]), "<!-- /bench -->"])
+
+    return _BLOCK.sub(renew, text)
+
+
+def pages() -> dict[Path, str]:
+    """Each generated file and what it must hold."""
+    results = load_results()
+    path = ROOT / "README.md"
+    return {ROOT / "docs" / "benchmarks.md": benchmarks_page(results), path: readme(path.read_text(), results)}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m docs.generate", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where a file is out of date")
+    check = parser.parse_args(arguments).check
+    stale = [path for path, text in pages().items() if not path.exists() or path.read_text() != text]
+    for path in stale:
+        if not check:
+            path.write_text(pages()[path])
+        print(f"{'out of date' if check else 'written'}: {path.relative_to(ROOT)}")
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""The figures in the documentation are those of the committed results."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.common import Goal, Spread, Table, aligned, per_second
+from bench.data import ROOT
+from docs.generate import benchmarks_page, load_results, pages, readme
+
+MACHINE = {
+    "cpu": "a CPU",
+    "cores": 2,
+    "memory_gib": 1.0,
+    "kernel": "6",
+    "disk": {"device": "vda", "model": "a disk", "filesystem": "ext4"},
+    "python": "3.11",
+    "packages": dict.fromkeys(("tierstore", "torch", "numpy", "numba", "lmdb", "cachetools"), "1"),
+}
+
+
+def result(*, quick: bool = False) -> dict[str, Any]:
+    return {
+        "benchmark": "cold",
+        "question": "How fast?",
+        "quick": quick,
+        "date": "2026-01-01",
+        "commit": "abc",
+        "seconds": 3.2,
+        "machine": MACHINE,
+        "goals": [{"name": "share", "value": 0.95, "wanted": "at least 0.9", "met": True}],
+        "tables": [{"title": "reads", "columns": ["what", "rows/s"], "rows": [["a|b", "12"]]}],
+        "notes": ["A note."],
+        "figures": {},
+    }
+
+
+@pytest.mark.parametrize("path", list(pages()), ids=lambda path: path.name)
+def test_pages_match_the_committed_results(path: Path) -> None:
+    assert path.read_text() == pages()[path], "run make docs and commit what it writes"
+
+
+def test_committed_results_name_their_machine_and_configuration() -> None:
+    for name, found in load_results().items():
+        assert found["benchmark"] == name
+        assert found["machine"]["cpu"]
+        assert (ROOT / "bench" / f"{name}.toml").is_file()
+
+
+def test_page_shows_tables_goals_and_notes() -> None:
+    page = benchmarks_page({"cold": result()})
+    assert "| what | rows/s |\n| --- | ---: |\n| a\\|b | 12 |" in page
+    assert "- met: share: 0.95, wanted at least 0.9" in page
+    assert "A note." in page
+
+
+def test_readme_keeps_everything_outside_the_markers() -> None:
+    text = "before\n<!-- bench:cold -->\nstale\n<!-- /bench -->\nafter\n"
+    renewed = readme(text, {"cold": result()})
+    assert re.fullmatch(r"before\n<!-- bench:cold -->\n.*<!-- /bench -->\nafter\n", renewed, re.DOTALL)
+    assert "stale" not in renewed
+    assert readme(renewed, {"cold": result()}) == renewed
+
+
+def test_readme_without_the_result_is_an_error() -> None:
+    with pytest.raises(ValueError, match="bench:cold"):
+        readme("<!-- bench:cold -->\n<!-- /bench -->", {})
+
+
+def test_quick_results_are_no_results(tmp_path: Path) -> None:
+    (tmp_path / "cold.json").write_text(json.dumps(result(quick=True)))
+    with pytest.raises(ValueError, match="quick"):
+        load_results(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("goal", "met"),
+    [
+        (Goal(name="g", value=0.9, at_least=0.9), True),
+        (Goal(name="g", value=0.89, at_least=0.9), False),
+        (Goal(name="g", value=1.1, at_most=1.0), False),
+        (Goal(name="g", value=0.6033, exactly=0.6033), True),
+        (Goal(name="g", value=0.6034, exactly=0.6033), False),
+    ],
+)
+def test_goal(goal: Goal, met: bool) -> None:
+    assert goal.met is met
+
+
+def test_rates_and_tables() -> None:
+    assert per_second(10, [1.0, 2.0, 5.0]) == Spread(median=5.0, lowest=2.0, highest=10.0, count=3)
+    shown = aligned(Table(title="T", columns=["name", "n"], rows=[["a", "100"]]))
+    assert shown.splitlines() == ["T", "name    n", "---------", "a     100"]
