@@ -46,7 +46,7 @@ POLICIES: Final[tuple[str, ...]] = tuple(_CLASSES)
 def _check_policy(policy: str) -> None:
     if policy in _CLASSES:
         return
-    nearest = difflib.get_close_matches(str(policy), POLICIES, n=1, cutoff=0.0)[0]
+    nearest = difflib.get_close_matches(str(policy).lower(), POLICIES, n=1, cutoff=0.0)[0]
     raise ValueError(f"policy={policy!r} is unknown; did you mean {nearest!r}? Policies: {', '.join(POLICIES)}")
 
 

@@ -26,8 +26,8 @@ class _Pinnable(cachetools.Cache[int, int]):
         self.pins: dict[int, int] = {}
 
     def eviction_order(self) -> Iterator[int]:
-        # cachetools shows its order only by evicting, so the subclasses read its private attributes; a test notices if a
-        # release moves them.
+        # cachetools shows its order only by evicting, so the subclasses read its private attributes; a test notices
+        # if a release moves them.
         raise NotImplementedError
 
     def first_unpinned(self) -> int | None:

@@ -1,0 +1,184 @@
+"""The fast cache and the reference, side by side through any history: admissions in flight, pins, dirty rows, failures.
+
+Slots may differ; keys, order, numbers, statuses and counters may not. Each filled row carries its key, so a slot that
+was given away while somebody relied on it shows.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.cache.test_index import key_with
+from tests.conformance.row_cache import order_of
+from tierstore.cache import Admission, AdmitStatus, DdrCache, ReferenceCache
+from tierstore.cache.base import Int32s, Int64s
+
+# Twelve ordinary keys, and four that share one fingerprint.
+KEYS = [*range(12), *(key_with(2**32 - 1, rest) for rest in range(4))]
+batches = st.lists(st.sampled_from(KEYS), max_size=12).map(lambda keys: np.array(keys, np.int64))
+places = st.integers(0, 2**16)
+
+
+@dataclass
+class Flight:
+    """One batch on its way, in both caches."""
+
+    fast: Admission
+    slow: Admission
+
+
+class TwinMachine(RuleBasedStateMachine):
+    policy = "lru"
+
+    @initialize(capacity=st.integers(1, 8))
+    def build(self, capacity: int) -> None:
+        self.fast = DdrCache(capacity, weight_words=1, state_words=0, policy=self.policy)  # type: ignore[arg-type]
+        self.slow = ReferenceCache(capacity, weight_words=1, state_words=0, policy=f"reference-{self.policy}")  # type: ignore[arg-type]
+        self.flights: list[Flight] = []
+
+    def both(self, keys: Int64s) -> tuple[Int32s, Int32s]:
+        fast, slow = self.fast.find(keys), self.slow.find(keys)
+        assert (fast >= 0).tolist() == (slow >= 0).tolist()
+        return fast, slow
+
+    def resident(self, keys: Int64s) -> Int64s:
+        return keys[self.both(keys)[0] >= 0]
+
+    def fill(self, flight: Flight) -> None:
+        """Whatever still loads of this batch's rows, also what another batch reserved and gave up."""
+        for cache, admission in ((self.fast, flight.fast), (self.slow, flight.slow)):
+            slots = admission.slots
+            loading = slots[[cache.is_loading(slots[i : i + 1]) for i in range(len(slots))]]
+            cache.weights[loading, 0] = cache.keys_of(loading).view(np.uint64)
+            cache.filled(loading)
+
+    def same(self, flight: Flight) -> None:
+        fast, slow = flight.fast, flight.slow
+        assert (fast.consumed, fast.num_unique, fast.num_missing) == (slow.consumed, slow.num_unique, slow.num_missing)
+        assert fast.inverse[: fast.consumed].tolist() == slow.inverse[: slow.consumed].tolist()
+        assert fast.missing[: fast.num_missing].tolist() == slow.missing[: slow.num_missing].tolist()
+        assert self.fast.keys_of(fast.slots).tolist() == self.slow.keys_of(slow.slots).tolist()
+        resolved = self.fast.keys_of(fast.slots)[fast.inverse[: fast.consumed]]
+        assert resolved.tolist() == fast.keys[: fast.consumed].tolist()
+
+    def take(self, limit: int) -> tuple[Int32s, Int32s]:
+        fast, slow = self.fast.take_dirty(limit), self.slow.take_dirty(limit)
+        assert self.fast.keys_of(fast).tolist() == self.slow.keys_of(slow).tolist()
+        return fast, slow
+
+    @rule(keys=batches, limit=st.integers(1, 4), is_lucky=st.booleans())
+    def admit(self, keys: Int64s, limit: int, is_lucky: bool) -> None:
+        flight = Flight(Admission(keys), Admission(keys))
+        self.flights.append(flight)
+        for _ in range(len(keys) + 1):
+            status = self.fast.admit(flight.fast)
+            assert status is self.slow.admit(flight.slow)
+            self.same(flight)
+            if status is not AdmitStatus.DIRTY_VICTIM:
+                break
+            fast, slow = self.take(limit)
+            assert len(fast)
+            if not is_lucky:
+                self.fast.mark_dirty(fast)
+                self.slow.mark_dirty(slow)
+            self.fast.unpin(fast)
+            self.slow.unpin(slow)
+            if not is_lucky:
+                self.give_up(-1)
+                break
+        else:
+            raise AssertionError("each stop wrote the next victim back, yet admission does not end")
+
+    @precondition(lambda self: self.flights)
+    @rule(place=places)
+    def load(self, place: int) -> None:
+        self.fill(self.flights[place % len(self.flights)])
+
+    @precondition(lambda self: self.flights)
+    @rule(place=places, dirty=st.integers(0, 2**12 - 1))
+    def finish(self, place: int, dirty: int) -> None:
+        flight = self.flights.pop(place % len(self.flights))
+        self.fill(flight)
+        self.same(flight)
+        is_written = np.array([dirty >> i & 1 for i in range(flight.fast.num_unique)], np.bool_)
+        for cache, admission in ((self.fast, flight.fast), (self.slow, flight.slow)):
+            cache.mark_dirty(admission.slots[is_written])
+            cache.unpin(admission.slots)
+
+    @precondition(lambda self: self.flights)
+    @rule(place=places)
+    def give_up(self, place: int) -> None:
+        flight = self.flights.pop(place % len(self.flights))
+        self.fast.abandon(flight.fast)
+        self.slow.abandon(flight.slow)
+
+    @rule(keys=batches)
+    def touch(self, keys: Int64s) -> None:
+        fast, slow = self.both(self.resident(keys))
+        self.fast.touch(fast)
+        self.slow.touch(slow)
+
+    @rule(limit=st.integers(0, 9))
+    def write_back(self, limit: int) -> None:
+        fast, slow = self.take(limit)
+        self.fast.unpin(fast)
+        self.slow.unpin(slow)
+
+    @rule(key=st.sampled_from(KEYS))
+    def evict(self, key: int) -> None:
+        fast, slow = self.both(np.array([key], np.int64))
+        if fast[0] < 0:
+            return
+        try:
+            self.slow.evict(slow)
+        except AssertionError:
+            with pytest.raises(AssertionError):
+                self.fast.evict(fast)
+        else:
+            self.fast.evict(fast)
+
+    @precondition(lambda self: not self.fast.num_pinned and not self.fast.num_dirty)
+    @rule(keys=batches)
+    def replay(self, keys: Int64s) -> None:
+        assert self.fast.access(keys).tolist() == self.slow.access(keys).tolist()
+        for cache in (self.fast, self.slow):
+            resident = cache.resident_slots()
+            cache.weights[resident, 0] = cache.keys_of(resident).view(np.uint64)
+
+    @invariant()
+    def agree(self) -> None:
+        fast, slow = self.fast, self.slow
+        fast.check_integrity()
+        slow.check_integrity()
+        assert order_of(fast) == order_of(slow)
+        assert (fast.num_resident, fast.num_dirty, fast.num_pinned) == (
+            slow.num_resident,
+            slow.num_dirty,
+            slow.num_pinned,
+        )
+        assert fast.counters() == slow.counters()
+        fast_slots, slow_slots = fast.resident_slots(), slow.resident_slots()
+        for cache, slots in ((fast, fast_slots), (slow, slow_slots)):
+            loaded = np.array([slot for slot in slots if not cache.is_loading(np.array([slot], np.int32))], np.int32)
+            assert cache.weights[loaded, 0].view(np.int64).tolist() == cache.keys_of(loaded).tolist()
+
+
+class LfuTwinMachine(TwinMachine):
+    policy = "lfu"
+
+
+SETTINGS = settings(stateful_step_count=40, max_examples=3 * settings().max_examples)
+
+
+@pytest.mark.kernel
+class TestLruTwins(TwinMachine.TestCase):  # type: ignore[misc]
+    settings = SETTINGS
+
+
+@pytest.mark.kernel
+class TestLfuTwins(LfuTwinMachine.TestCase):  # type: ignore[misc]
+    settings = SETTINGS

@@ -1,0 +1,65 @@
+"""The package's own functions: a cache by the name of its policy."""
+
+import subprocess
+import sys
+
+import pytest
+
+import tierstore.cache
+from tierstore.cache import POLICIES, DdrCache, ReferenceCache, capacity_for, make_cache
+
+
+def test_policies() -> None:
+    assert POLICIES == ("lru", "lfu", "reference-lru", "reference-lfu")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_each_policy_makes_its_cache(policy: str) -> None:
+    cache = make_cache(policy, 3, weight_words=2, state_words=1)
+    assert isinstance(cache, ReferenceCache if policy.startswith("reference") else DdrCache)
+    assert cache.policy == policy
+    assert (cache.capacity, cache.weights.shape, cache.state.shape) == (3, (3, 2), (3, 1))
+
+
+@pytest.mark.parametrize(("policy", "nearest"), [("LRU", "lru"), ("lfuu", "lfu"), ("reference_lfu", "reference-lfu")])
+def test_an_unknown_policy_names_the_nearest(policy: str, nearest: str) -> None:
+    with pytest.raises(ValueError, match=f"{policy!r} is unknown; did you mean {nearest!r}"):
+        make_cache(policy, 3, weight_words=2, state_words=1)
+    with pytest.raises(ValueError, match="did you mean"):
+        capacity_for(policy, 10**6, weight_words=2, state_words=1)
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_twins_have_one_capacity(policy: str) -> None:
+    fast = capacity_for(policy, 123_456, weight_words=16, state_words=2)
+    assert fast == capacity_for(f"reference-{policy}", 123_456, weight_words=16, state_words=2) > 0
+
+
+def test_all_is_exact() -> None:
+    assert tierstore.cache.__all__ == [
+        "OVERHEAD_BYTES",
+        "POLICIES",
+        "Admission",
+        "AdmitStatus",
+        "CacheCounters",
+        "DdrCache",
+        "ReferenceCache",
+        "RowCache",
+        "capacity_for",
+        "make_cache",
+    ]
+
+
+def test_the_reference_shares_no_code_with_the_fast_cache() -> None:
+    # Empty packages in place of the real ones, so that only what the reference itself imports is imported.
+    code = """if True:
+        import sys, types
+        for name, path in (("tierstore", sys.argv[1]), ("tierstore.cache", sys.argv[2])):
+            sys.modules[name] = types.ModuleType(name)
+            sys.modules[name].__path__ = [path]
+        import tierstore.cache.reference
+        print(sorted(name for name in sys.modules if name.startswith("tierstore.")))
+    """
+    paths = tierstore.__path__[0], tierstore.cache.__path__[0]
+    done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['tierstore.cache', 'tierstore.cache.base', 'tierstore.cache.reference']"

@@ -1,0 +1,107 @@
+"""LRU and LFU against plain cachetools caches, access for access; and on real lookups."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import cachetools
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.data import criteo_keys
+from tests.conformance.row_cache import oracle_access, oracle_order, order_of
+from tierstore._jit import JIT_ENABLED
+from tierstore.cache import DdrCache
+from tierstore.cache.base import Int64s
+from tierstore.cache.policies import Tally
+
+PolicyName = Literal["lru", "lfu"]
+ORACLES: "dict[PolicyName, type[cachetools.Cache[int, Any]]]" = {
+    "lru": cachetools.LRUCache,
+    "lfu": cachetools.LFUCache,
+}
+NUM_REAL_LOOKUPS = 1_852_505
+REAL_HIT_RATES: dict[tuple[PolicyName, int], float] = {
+    ("lru", 2_000): 0.6033,
+    ("lru", 10_000): 0.7468,
+    ("lru", 20_000): 0.8033,
+    ("lfu", 2_000): 0.6666,
+    ("lfu", 10_000): 0.7909,
+    ("lfu", 20_000): 0.8349,
+}
+
+
+def bare_cache(policy: PolicyName, capacity: int) -> DdrCache:
+    return DdrCache(capacity, weight_words=0, state_words=0, policy=policy)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("policy", ORACLES)
+@given(
+    capacity=st.integers(1, 8),
+    keys=st.lists(st.integers(0, 11), max_size=120),
+    removed=st.lists(st.integers(0, 11), max_size=4),
+)
+def test_any_history_of_a_small_cache(policy: PolicyName, capacity: int, keys: list[int], removed: list[int]) -> None:
+    cache, oracle = bare_cache(policy, capacity), ORACLES[policy](capacity)
+    for start in range(0, len(keys) + 1, 40):
+        part = keys[start : start + 40]
+        hits = cache.access(np.array(part, np.int64)).tolist()
+        assert hits == [oracle_access(oracle, key) for key in part]
+        for key in removed:
+            if key in oracle:
+                del oracle[key]
+                cache.evict(cache.find(np.array([key], np.int64)))
+        cache.check_integrity()
+    assert order_of(cache) == oracle_order(oracle)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("policy", ORACLES)
+@pytest.mark.parametrize("skew", ["uniform", "zipf", "scan"])
+def test_long_history(policy: PolicyName, skew: str) -> None:
+    capacity, num_accesses = (1000, 100_000) if JIT_ENABLED else (100, 3000)
+    rng = np.random.default_rng(5)
+    keys = {
+        "uniform": rng.integers(0, 3 * capacity, num_accesses),
+        "zipf": rng.zipf(1.1, num_accesses) % (10 * capacity),
+        "scan": np.arange(num_accesses) % (capacity + capacity // 10),
+    }[skew].astype(np.int64)
+    cache, oracle = bare_cache(policy, capacity), ORACLES[policy](capacity)
+    assert cache.access(keys).tolist() == [oracle_access(oracle, key) for key in keys.tolist()]
+    cache.check_integrity()
+    assert order_of(cache) == oracle_order(oracle)
+
+
+@pytest.mark.kernel
+def test_buckets_are_reused() -> None:
+    cache = bare_cache("lfu", 8)
+    rng = np.random.default_rng(6)
+    for _ in range(30):
+        cache.access(rng.zipf(1.5, 100).astype(np.int64) % 20)
+        cache.check_integrity()
+    assert cache._books.tallies[Tally.USED_BUCKETS] <= 8
+
+
+@pytest.fixture(scope="module")
+def real_keys(criteo_path: Path) -> Int64s:
+    return criteo_keys(criteo_path)
+
+
+@pytest.mark.parametrize(("policy", "capacity"), REAL_HIT_RATES)
+def test_hit_rates_on_real_lookups(real_keys: Int64s, policy: PolicyName, capacity: int) -> None:
+    assert len(real_keys) == NUM_REAL_LOOKUPS
+    cache = bare_cache(policy, capacity)
+    hits = cache.access(real_keys)
+    assert round(float(hits.mean()), 4) == REAL_HIT_RATES[policy, capacity]
+    assert cache.counters().hits == np.count_nonzero(hits)
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("policy", ORACLES)
+def test_real_lookups_access_for_access(real_keys: Int64s, policy: PolicyName) -> None:
+    keys = real_keys[:300_000]
+    cache, oracle = bare_cache(policy, 10_000), ORACLES[policy](10_000)
+    assert cache.access(keys).tolist() == [oracle_access(oracle, key) for key in keys.tolist()]
+    assert order_of(cache) == oracle_order(oracle)
