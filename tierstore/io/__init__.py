@@ -1,0 +1,16 @@
+"""The cold tier and everything that moves rows. Contract: ``base``; on a device: ``lmdb``; in memory: ``memory``."""
+
+from .base import ColdCounters, ColdTier, VerifyReport
+from .files import MAX_PAGE_BYTES, ROW_FILE_NAME
+from .lmdb import LmdbColdTier
+from .memory import MemoryColdTier
+
+__all__ = [
+    "MAX_PAGE_BYTES",
+    "ROW_FILE_NAME",
+    "ColdCounters",
+    "ColdTier",
+    "LmdbColdTier",
+    "MemoryColdTier",
+    "VerifyReport",
+]

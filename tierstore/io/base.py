@@ -1,0 +1,92 @@
+"""The contract of a cold tier: rows on a device, written in transactions, read in batches, committed atomically."""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..rows import RowLayout
+
+__all__ = ["ColdCounters", "ColdTier", "VerifyReport"]
+
+Int64s = NDArray[np.int64]
+Words = NDArray[np.uint64]
+
+
+class ColdCounters(NamedTuple):
+    """Running totals since the tier was opened."""
+
+    rows_read: int
+    """Rows asked for, absent ones included."""
+    rows_absent: int
+    """Of those, rows that were never written."""
+    pages_read: int
+    """Pages the rows lay on, each counted once per ``read`` call (they may have come from the page cache)."""
+    read_seconds: float
+    rows_written: int
+    blocks_written: int
+    bytes_written: int
+    write_seconds: float
+
+
+class VerifyReport(NamedTuple):
+    tables: int
+    blocks: int
+    rows: int
+    bytes: int
+
+
+class ColdTier(Protocol):
+    """Rows are addressed by key (``rows.KEY_ROW_BITS``). Thread-safe: any number of readers beside one writer."""
+
+    def add_table(self, table_index: int, layout: RowLayout, num_rows: int) -> None:
+        """Make a table known. Nothing is written: a table without rows takes no room."""
+
+    def read(
+        self, keys: Int64s, slots: NDArray[np.int32], weights: Words, state: Words, present: NDArray[np.bool_]
+    ) -> None:
+        """Copy row ``keys[i]`` into ``weights[slots[i]]`` and ``state[slots[i]]`` and set ``present[i]``.
+
+        All keys' tables share one layout. A row never written leaves its slot as it is and ``present[i]`` False. Every row
+        is verified against its checksum. Reads see every ``write`` that returned before.
+
+        Raises:
+            ChecksumError: names file, table and row; the slots' contents are then undefined.
+        """
+
+    def write(self, keys: Int64s, slots: NDArray[np.int32], weights: Words, state: Words) -> None:
+        """Store ``weights[slots[i]]``, ``state[slots[i]]`` as row ``keys[i]`` (keys distinct, one layout).
+
+        Visible to ``read`` on return; part of no version until ``commit``. All or nothing.
+        """
+
+    def commit(self, payload: bytes) -> int:
+        """Make everything written so far, and ``payload``, the current version, atomically and durably. Returns its number, from 1."""
+
+    @property
+    def version(self) -> int:
+        """Number of the current version; 0 before the first commit."""
+
+    @property
+    def payload(self) -> bytes:
+        """What the current version was committed with; b"" before the first commit."""
+
+    def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
+        """Read and check every stored row of the current snapshot. ``progress(done_blocks, total_blocks)``.
+
+        Raises:
+            DamagedError: names the file, the place and the way out.
+        """
+
+    def counters(self) -> ColdCounters: ...
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of memory held for staging (the directory is not counted; see ``directory_bytes``)."""
+
+    @property
+    def directory_bytes(self) -> int: ...
+
+    def close(self) -> None:
+        """Release files and maps; what was written since the last commit is dropped at the next open."""

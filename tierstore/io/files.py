@@ -1,0 +1,239 @@
+"""The files of the cold tier: creating, locking, checking and opening them, and what LMDB's errors mean."""
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+from typing import Final
+
+import lmdb
+import numpy as np
+
+from ..errors import DamagedError, DiskFullError, FormatError, StoreLockedError, TierstoreError, TruncatedError
+from .btree import META_READ_BYTES, NO_ROOT, Meta, WalkStatus, check_tree, new_entries, parse_meta, walk
+from .mapped import FileMap
+
+__all__ = [
+    "MAX_PAGE_BYTES",
+    "RESTORE",
+    "ROW_FILE_NAME",
+    "check_rows_file",
+    "create_rows_file",
+    "lock_for_writing",
+    "map_bytes",
+    "open_environment",
+    "rows_path",
+    "translate",
+]
+
+ROW_FILE_NAME: Final = "rows.lmdb"
+MAX_PAGE_BYTES: Final = 32768
+"""LMDB uses the system's page size up to this."""
+RESTORE: Final = "Restore the store's directory from a copy, or create the store anew."
+
+_MAX_READERS: Final = 510
+_MIN_MAP_BYTES: Final = 1 << 30
+_MAX_MAP_BYTES: Final = 1 << 44
+"""2**32 pages of 4 KiB: the directory holds page numbers in 32 bits."""
+_ATTEMPTS: Final = 5
+_CORRUPT: Final = (
+    lmdb.CorruptedError,
+    lmdb.PageNotFoundError,
+    lmdb.InvalidError,
+    lmdb.VersionMismatchError,
+    lmdb.PanicError,
+    lmdb.BadTxnError,
+    lmdb.PageFullError,
+    lmdb.CursorFullError,
+)
+
+
+def rows_path(directory: Path) -> Path:
+    return directory / ROW_FILE_NAME
+
+
+def map_bytes(directory: Path) -> int:
+    """Address space for the file: as much as the file system holds, so that the disk always fills before the map."""
+    stat = os.statvfs(directory)
+    size = stat.f_frsize * stat.f_blocks
+    return -(-min(max(size, _MIN_MAP_BYTES), _MAX_MAP_BYTES) // 65536) * 65536
+
+
+def translate(error: lmdb.Error, path: Path) -> TierstoreError:
+    """The error of ours that an LMDB error amounts to."""
+    if "already open in this process" in str(error):
+        return StoreLockedError(f"{path}: already open in this process; close the other store first.")
+    code = getattr(error, "code", 0)
+    full = isinstance(error, lmdb.DiskError | lmdb.MapFullError) or code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    if not full and code == errno.EIO:  # LMDB's word for a write cut short, which a nearly full disk does
+        stat = os.statvfs(path.parent)
+        full = stat.f_bavail * stat.f_frsize < 1 << 20 or _at_size_limit(path)
+    if full:
+        return DiskFullError(
+            f"{path}: no room left on the file system; the last commit is intact. Free some space and try again."
+        )
+    if isinstance(error, lmdb.MapResizedError):
+        return TierstoreError(f"{path}: the file system has grown since the store was opened; open the store again.")
+    if isinstance(error, lmdb.ReadersFullError):
+        return StoreLockedError(f"{path}: {_MAX_READERS} readers have the store open; close some.")
+    if isinstance(error, _CORRUPT):
+        return DamagedError(f"{path}: LMDB reports {error}. {RESTORE}")
+    return TierstoreError(f"{path}: {error}")
+
+
+def _at_size_limit(path: Path) -> bool:
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return limit != resource.RLIM_INFINITY and path.stat().st_size > limit - (1 << 20)
+
+
+def lock_for_writing(directory: Path) -> int:
+    """Lock the directory for this process until the returned file descriptor is closed.
+
+    Raises:
+        StoreLockedError: names the process that holds it.
+    """
+    path = directory / "writer.lock"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        os.close(descriptor)
+        raise StoreLockedError(
+            f'{directory}: process {holder} has the store open for writing; end it first, or open with mode="r".'
+        ) from None
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    return descriptor
+
+
+def open_environment(path: Path, map_size: int, readonly: bool) -> "lmdb.Environment":
+    try:
+        return lmdb.open(
+            str(path),
+            map_size=map_size,
+            subdir=False,
+            readonly=readonly,
+            metasync=True,
+            sync=True,
+            map_async=False,
+            mode=0o644,
+            create=False,
+            readahead=False,
+            writemap=False,  # a full disk would end the process with SIGBUS
+            meminit=True,
+            max_readers=_MAX_READERS,
+            max_dbs=0,
+            max_spare_txns=0,
+            lock=True,
+            lib_version=0,  # LMDB 0.9: data version 1, which btree.py reads
+        )
+    except lmdb.Error as error:
+        raise translate(error, path) from error
+
+
+def create_rows_file(path: Path, records: dict[bytes, bytes]) -> None:
+    """Create the file with some records in it, all or nothing.
+
+    It is written under another name first: LMDB creates a file before it writes to it, and a 0-byte file would be
+    taken for damage.
+    """
+    draft = path.with_name(path.name + ".new")
+    draft_lock = draft.with_name(draft.name + "-lock")
+    for stale in (draft, draft_lock):
+        stale.unlink(missing_ok=True)
+    environment = open_environment(draft, map_bytes(path.parent), readonly=False)
+    try:
+        with environment.begin(write=True) as txn:
+            for key, value in records.items():
+                txn.put(key, value)
+        environment.sync(True)
+    except lmdb.Error as error:
+        raise translate(error, path) from error
+    finally:
+        environment.close()
+    os.rename(draft, path)
+    draft_lock.unlink(missing_ok=True)
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def check_rows_file(path: Path) -> Meta:
+    """Check what LMDB does not: that the file is one, of the right version, and as long as it says.
+
+    Raises:
+        FormatError, TruncatedError
+    """
+    meta, problem = _newest_meta(path), ""
+    for _ in range(_ATTEMPTS):
+        if path.stat().st_size >= (meta.last_page + 1) * meta.page_bytes:
+            return meta
+        # LMDB may leave the last pages of a file unwritten where they are free; then no tree leads there.
+        problem = _problem_of_trees(path, meta)
+        if not problem:
+            return meta
+        meta = _newest_meta(path)  # a writer may have reused the pages meanwhile
+    expected = (meta.last_page + 1) * meta.page_bytes
+    raise TruncatedError(f"{path}: {path.stat().st_size} bytes long, its header says {expected} ({problem}). {RESTORE}")
+
+
+def _newest_meta(path: Path) -> Meta:
+    size = path.stat().st_size
+    if size == 0:
+        raise TruncatedError(f"{path}: the file is empty (0 bytes). {RESTORE}")
+    if size < META_READ_BYTES:
+        raise TruncatedError(f"{path}: {size} bytes are too few for an LMDB file. {RESTORE}")
+    with path.open("rb", buffering=0) as file:
+        metas: list[Meta] = []
+        offset = 0
+        for _ in range(2):
+            page = os.pread(file.fileno(), META_READ_BYTES, offset)
+            if len(page) < META_READ_BYTES:
+                raise TruncatedError(f"{path}: the file ends inside its header, after {size} bytes. {RESTORE}")
+            meta = parse_meta(page)
+            if isinstance(meta, str):
+                raise FormatError(f"{path}: {meta}. {RESTORE}")
+            metas.append(meta)
+            offset = metas[0].page_bytes
+    if metas[0].page_bytes != metas[1].page_bytes:
+        raise FormatError(f"{path}: its two meta pages disagree on the page size. {RESTORE}")
+    return max(metas, key=lambda meta: meta.txn_id)
+
+
+def _problem_of_trees(path: Path, meta: Meta) -> str:
+    """What is wrong with the file's trees, or an empty string."""
+    file_map = FileMap(path, path.stat().st_size)
+    try:
+        limit = file_map.file_bytes() // meta.page_bytes
+        page_halves = meta.page_bytes // 2
+        result = np.zeros(4, np.int64)
+        if meta.free_root != NO_ROOT:
+            check_tree(file_map.halves, page_halves, limit, meta.free_root, meta.free_depth, result)
+        if result[1] == 0 and meta.main_root != NO_ROOT:
+            entries = new_entries(1 << 12)
+            first, second = np.uint64(0), np.uint64(0)
+            while True:
+                walk(
+                    file_map.halves,
+                    file_map.address,
+                    page_halves,
+                    limit,
+                    meta.main_root,
+                    meta.main_depth,
+                    first,
+                    second,
+                    entries,
+                    result,
+                )
+                if result[1] != WalkStatus.FULL:
+                    break
+                last = result[0] - 1
+                first, second = entries.block_keys[last], entries.epochs[last] + np.uint64(1)
+        return "" if result[1] == 0 else f"{WalkStatus(int(result[1])).name} at page {result[2]}"
+    finally:
+        file_map.close()

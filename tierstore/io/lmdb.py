@@ -1,0 +1,782 @@
+"""The cold tier on LMDB: blocks of rows as values, transactions by py-lmdb, reads by address.
+
+Keys are (block key, epoch). An epoch is the version being built, so that until ``commit`` the blocks of the current
+version stay beside their successors; ``commit`` makes the epoch current and deletes what it supersedes, in one
+transaction. An open for writing drops blocks of an epoch that was never committed; an open for reading ignores them.
+docs/format.md describes the file, directory.py the rules by which readers and the writer share it.
+"""
+
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Final
+
+import lmdb
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import (
+    ChecksumError,
+    ClosedError,
+    DamagedError,
+    FormatError,
+    ReadOnlyError,
+    StoreNotFoundError,
+    TierstoreError,
+    TruncatedError,
+)
+from ..rows import KEY_ROW_BITS, MAX_ROWS, MAX_TABLES, RowLayout
+from .base import ColdCounters, VerifyReport
+from .blocks import BlockStatus, build_blocks, check_page_headers
+from .btree import META_KEY, Entries
+from .checksum import bytes_checksum
+from .directory import Directory, fill_pages, tally
+from .files import (
+    RESTORE,
+    check_rows_file,
+    create_rows_file,
+    lock_for_writing,
+    map_bytes,
+    open_environment,
+    rows_path,
+    translate,
+)
+from .gather import GatherStatus, Geometry, gather, geometry, measure_queue_ns, queue_pages
+from .mapped import FileMap
+from .records import (
+    COMMIT_ITEM,
+    PAYLOAD_CHUNK_BYTES,
+    STORE_ITEM,
+    CommitRecord,
+    TableTotals,
+    block_key_bytes,
+    item_key,
+    pack_commit,
+    pack_store,
+    payload_item,
+    unpack_commit,
+    unpack_store,
+)
+from .snapshot import Snapshot
+from .verify import block_error, verify_blocks
+
+__all__ = ["LmdbColdTier"]
+
+Int64s = NDArray[np.int64]
+Int32s = NDArray[np.int32]
+Words = NDArray[np.uint64]
+
+_ROW_MASK: Final = MAX_ROWS - 1
+_MEASURE_REPEATS: Final = 64
+_STEP_COPY_NS: Final = 13_000
+"""Generous time to copy a queueing step's rows from memory."""
+
+
+class LmdbColdTier:
+    """``ColdTier`` in the file ``rows.lmdb`` of a store's directory. See the module's docstring.
+
+    One process may have the directory open for writing, and any number for reading (each once). A write stages
+    ``staging_bytes`` of blocks at a time; LMDB itself holds every block of the transaction in memory until it
+    ends, so one ``write`` takes about ``pages_per_block * page_bytes`` for each distinct block: bound its rows.
+
+    Args:
+        path: the store's directory; must exist.
+        store_id: 16 bytes that all files of the store carry.
+        readonly: never write (but for LMDB's lock file); see the newest commit, and later ones after ``refresh``.
+        staging_bytes: memory in which ``write`` builds blocks, at least one block.
+        verify_reads: for benchmarks only: False skips the checksums of rows read.
+        create: whether an open for writing may create the file. A store that has committed rows passes False.
+
+    Raises:
+        StoreNotFoundError: there is no file, and it may not be created.
+        StoreLockedError: another writer has it, or this process has it open already.
+        FormatError: not such a file, another version, or another store's.
+        TruncatedError, DamagedError: see the message.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        store_id: bytes,
+        readonly: bool,
+        staging_bytes: int,
+        verify_reads: bool = True,
+        create: bool = True,
+    ) -> None:
+        if len(store_id) != 16:
+            raise ValueError(f"store_id must be 16 bytes, not {len(store_id)}")
+        if staging_bytes <= 0:
+            raise ValueError(f"staging_bytes must be positive, not {staging_bytes}")
+        self.path: Final = rows_path(path)
+        self.readonly: Final = readonly
+        self._verify_reads = verify_reads
+        self._staging_bytes = staging_bytes
+        self._staging: Words = np.empty(0, np.uint64)
+        self._lock = threading.Lock()  # guards _snapshot, _directory, leases and counters
+        self._idle = threading.Condition(self._lock)
+        self._writer = threading.RLock()  # one writer, and whoever replaces the snapshot or the directory
+        self._state = "open"
+        self._leases = 0
+        self._counters = ColdCounters(0, 0, 0, 0.0, 0, 0, 0, 0.0)
+        self._directory = Directory()
+        self._directory_built = False
+        self._geometries: dict[RowLayout, Geometry] = {}
+        self._cold = False
+        self._lock_file = -1
+        self._environment: lmdb.Environment | None = None
+        self._map: FileMap | None = None
+        self._current: Snapshot | None = None
+        try:
+            self._open(path, store_id, create)
+        except BaseException:
+            self._release()
+            raise
+
+    # -- opening and closing
+
+    def _open(self, directory: Path, store_id: bytes, create: bool) -> None:
+        if not self.readonly:
+            self._lock_file = lock_for_writing(directory)
+        if not self.path.exists():
+            if self.readonly or not create:
+                raise StoreNotFoundError(f"{self.path}: no such file. {RESTORE}")
+            create_rows_file(self.path, {item_key(STORE_ITEM): pack_store(store_id)})
+        self.page_bytes: Final = check_rows_file(self.path).page_bytes
+        self._environment = open_environment(self.path, map_bytes(directory), self.readonly)
+        self._environment.reader_check()
+        self._map = FileMap(self.path, self._environment.info()["map_size"])
+        self._warm_step_ns = (
+            32 * 2 * measure_queue_ns(self._map.address, self.page_bytes, _MEASURE_REPEATS) + _STEP_COPY_NS
+        )
+        self._current = Snapshot(self._environment, self.path, self._map)
+        if not self.readonly:
+            self._current.check_free_pages()
+        self._record = self._check_census(self._current, store_id)
+        self._directory_built = not self._record.tables
+        if not self.readonly:
+            self._drop_uncommitted()
+
+    def _check_census(self, snapshot: Snapshot, store_id: bytes) -> CommitRecord:
+        """Walk the whole tree, then compare with what the last commit recorded."""
+        for _ in snapshot.walk():  # checks; only then may LMDB's own code follow the tree
+            pass
+        stored = snapshot.get(item_key(STORE_ITEM))
+        if stored is None:
+            raise FormatError(f"{self.path}: not a tierstore file (it has no store record). {RESTORE}")
+        with self._naming("its store record"):
+            if unpack_store(stored) != store_id:
+                raise FormatError(
+                    f"{self.path}: belongs to store {unpack_store(stored).hex()}, not to {store_id.hex()}: files of two "
+                    f"stores were mixed. {RESTORE}"
+                )
+        record = self._read_record(snapshot)
+        totals = self._tally(snapshot, record.version)
+        if totals != record.tables:
+            self._raise_for_totals(totals, record.tables)
+        return record
+
+    @contextmanager
+    def _naming(self, what: str) -> Iterator[None]:
+        """Turn the ValueError or struct.error of a record into a FormatError."""
+        try:
+            yield
+        except (ValueError, struct.error) as error:
+            raise FormatError(f"{self.path}: {what} is damaged: {error}. {RESTORE}") from error
+
+    def _read_record(self, snapshot: Snapshot) -> CommitRecord:
+        stored = snapshot.get(item_key(COMMIT_ITEM))
+        if stored is None:
+            return CommitRecord(tables={})
+        with self._naming("its commit record"):
+            return unpack_commit(stored)
+
+    def _tally(self, snapshot: Snapshot, version: int) -> dict[int, TableTotals]:
+        """Count and hash the blocks of each table with epochs up to ``version``."""
+        counts, hashes = np.zeros(0, np.int64), np.zeros(0, np.uint64)
+        for entries, count in snapshot.walk():
+            blocks = entries.block_keys[:count]
+            blocks = blocks[blocks != META_KEY]
+            length = int(blocks[-1]) // MAX_ROWS + 1 if len(blocks) else 0
+            if length > MAX_TABLES:
+                raise DamagedError(f"{self.path}: its index names table {length - 1}. {RESTORE}")
+            if length > len(counts):
+                counts = np.concatenate([counts, np.zeros(length - len(counts), np.int64)])
+                hashes = np.concatenate([hashes, np.zeros(length - len(hashes), np.uint64)])
+            tally(entries, count, version, counts, hashes)
+        return _totals(counts, hashes)
+
+    def _raise_for_totals(self, found: dict[int, TableTotals], recorded: dict[int, TableTotals]) -> None:
+        for table in sorted(found.keys() | recorded.keys()):
+            have, want = found.get(table, TableTotals()), recorded.get(table, TableTotals())
+            if have != want:
+                raise DamagedError(
+                    f"{self.path}: table {table} has {have.num_blocks} blocks in the index, the last commit recorded "
+                    f"{want.num_blocks}{'' if have.num_blocks != want.num_blocks else ' others'}. {RESTORE}"
+                )
+
+    def _drop_uncommitted(self) -> None:
+        """Delete what was written after the last commit."""
+        snapshot, version = self._snapshot, self._record.version
+        dropped = False
+        with self._transaction() as txn:
+            for entries, count in snapshot.walk():
+                keys, epochs = entries.block_keys[:count], entries.epochs[:count]
+                loose = (keys != META_KEY) & (epochs > np.uint64(version))
+                if loose.any():
+                    self._delete(txn, snapshot, _selected(entries, np.flatnonzero(loose)))
+                    dropped = True
+        if dropped:
+            self._replace_snapshot(self._new_snapshot())
+
+    @property
+    def _env(self) -> "lmdb.Environment":
+        assert self._environment is not None
+        return self._environment
+
+    @property
+    def _file_map(self) -> FileMap:
+        assert self._map is not None
+        return self._map
+
+    @property
+    def _snapshot(self) -> Snapshot:
+        assert self._current is not None
+        return self._current
+
+    def close(self) -> None:
+        """Wait for reads in progress, then release files and maps. Again is fine."""
+        with self._writer:
+            with self._idle:
+                if self._state == "closed":
+                    return
+                self._state = "closed"
+                self._idle.wait_for(lambda: self._leases == 0)
+            self._release()
+
+    def _release(self) -> None:
+        if self._current is not None:
+            self._current.close()
+            self._current = None
+        if self._environment is not None:
+            self._environment.close()
+            self._environment = None
+        if self._map is not None:
+            self._map.close()
+            self._map = None
+        if self._lock_file >= 0:
+            os.close(self._lock_file)
+            self._lock_file = -1
+        self._staging = np.empty(0, np.uint64)
+
+    def _check_open(self) -> None:
+        if self._state == "closed":
+            raise ClosedError(f"{self.path}: the store was closed")
+        if self._state == "failed":
+            raise TierstoreError(f"{self.path}: an earlier error left the store unusable; close it and open it again.")
+
+    def _check_writable(self) -> None:
+        self._check_open()
+        if self.readonly:
+            raise ReadOnlyError(f'{self.path}: the store was opened with mode="r"; open it with mode="w" to write.')
+
+    # -- snapshots
+
+    @contextmanager
+    def _lease(self) -> Iterator[tuple[Snapshot, Directory]]:
+        """The current snapshot and directory, kept until the end of the block."""
+        if not self._directory_built:
+            self._build_directory()
+        with self._lock:
+            self._check_open()
+            snapshot, directory = self._snapshot, self._directory
+            snapshot.leases += 1
+            self._leases += 1
+        try:
+            yield snapshot, directory
+        finally:
+            with self._idle:
+                snapshot.leases -= 1
+                self._leases -= 1
+                if snapshot.leases == 0 and snapshot is not self._current:
+                    snapshot.close()
+                if self._leases == 0:
+                    self._idle.notify_all()
+
+    def _new_snapshot(self) -> Snapshot:
+        return Snapshot(self._env, self.path, self._file_map)
+
+    def _replace_snapshot(self, snapshot: Snapshot) -> None:
+        with self._lock:
+            old, self._current = self._snapshot, snapshot
+            if old.leases == 0:
+                old.close()
+
+    @property
+    def _epoch_limit(self) -> int:
+        """Blocks of later epochs are none of ours."""
+        return self._record.version + (0 if self.readonly else 1)
+
+    def _build_directory(self) -> None:
+        with self._writer:
+            if not self._directory_built:
+                self._check_open()
+                directory = self._directory.emptied()
+                self._fill(directory, self._snapshot, self._epoch_limit, None)
+                with self._lock:
+                    self._directory = directory
+                self._directory_built = True
+
+    def _fill(self, directory: Directory, snapshot: Snapshot, epoch_limit: int, table: int | None) -> None:
+        """Enter the blocks of one table, or of all."""
+        for entries, count in snapshot.walk(0 if table is None else table * MAX_ROWS):
+            bad = fill_pages(entries, count, epoch_limit, directory.tables, directory.pages)
+            if bad >= 0:
+                block_key = int(entries.block_keys[bad])
+                raise DamagedError(
+                    f"{self.path}: block {block_key % MAX_ROWS} of table {block_key // MAX_ROWS} cannot be one of its "
+                    f"blocks (wrong number or size: is the manifest another store's?). {RESTORE}"
+                )
+            if table is not None and int(entries.block_keys[count - 1]) // MAX_ROWS > table:
+                break
+
+    def refresh(self) -> int:
+        """Move a read-only tier to the newest commit; returns its version. Reads in progress finish where they are."""
+        with self._writer:
+            self._check_open()
+            if not self.readonly:
+                return self._record.version
+            snapshot = self._new_snapshot()
+            try:
+                for _ in snapshot.walk():
+                    pass
+                record = self._read_record(snapshot)
+                if record.version == self._record.version:
+                    snapshot.close()
+                    return record.version
+                totals = self._tally(snapshot, record.version)
+                if totals != record.tables:
+                    self._raise_for_totals(totals, record.tables)
+                directory = self._directory.emptied()
+                self._fill(directory, snapshot, record.version, None)
+            except BaseException:
+                snapshot.close()
+                raise
+            with self._lock:
+                self._directory, self._record = directory, record
+                self._directory_built = True
+                old, self._current = self._snapshot, snapshot
+                if old.leases == 0:
+                    old.close()
+            return record.version
+
+    # -- tables
+
+    def add_table(self, table_index: int, layout: RowLayout, num_rows: int) -> None:
+        """See ``ColdTier.add_table``.
+
+        Raises:
+            ValueError: a table added before, or numbers out of range, or another page size than ``page_bytes``.
+        """
+        if not 0 <= table_index < MAX_TABLES:
+            raise ValueError(f"table_index must be in [0, {MAX_TABLES}), not {table_index}")
+        if not 0 < num_rows <= MAX_ROWS:
+            raise ValueError(f"num_rows must be in (0, {MAX_ROWS}], not {num_rows}")
+        if layout.page_bytes != self.page_bytes:
+            raise ValueError(f"layout.page_bytes is {layout.page_bytes}, the file's pages have {self.page_bytes} bytes")
+        with self._writer:
+            self._check_open()
+            if table_index in self._directory.layouts:
+                raise ValueError(f"table {table_index} was added before")
+            directory = self._directory.with_table(table_index, layout, num_rows)
+            if self._directory_built and not self._snapshot.is_empty:
+                self._fill(directory, self._snapshot, self._epoch_limit, table_index)
+            with self._lock:
+                self._geometries[layout] = geometry(layout, directory.layout_id(layout))
+                self._directory = directory
+
+    def _geometry_of(self, directory: Directory, keys: Int64s) -> tuple[RowLayout, Geometry]:
+        layout = directory.layouts.get(int(keys[0]) >> KEY_ROW_BITS)
+        if layout is None:
+            raise ValueError(f"keys[0] is of table {int(keys[0]) >> KEY_ROW_BITS}, which was not added")
+        return layout, self._geometries[layout]
+
+    # -- reading
+
+    def read(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: NDArray[np.bool_]) -> None:
+        """See ``ColdTier.read``; ValueError for keys of no row or of several layouts, and slots out of range."""
+        _check_arrays(keys, slots, weights, state)
+        if present.dtype != np.bool_ or present.shape != keys.shape or not present.flags.c_contiguous:
+            raise ValueError("present must be a contiguous bool array as long as keys")
+        if not len(keys):
+            return
+        started = time.perf_counter()
+        with self._lease() as (snapshot, directory):
+            layout, geo = self._geometry_of(directory, keys)
+            _check_widths(layout, weights, state)
+            result = self._gather(snapshot, directory, geo, keys, slots, weights, state, present)
+            if result[0] != GatherStatus.DONE:
+                self._raise_for_gather(snapshot, result, keys)
+        absent = len(keys) - int(np.count_nonzero(present))
+        elapsed = time.perf_counter() - started
+        with self._lock:
+            c = self._counters
+            self._counters = c._replace(
+                rows_read=c.rows_read + len(keys),
+                rows_absent=c.rows_absent + absent,
+                pages_read=c.pages_read + int(result[2]),
+                read_seconds=c.read_seconds + elapsed,
+            )
+
+    def _gather(
+        self,
+        snapshot: Snapshot,
+        directory: Directory,
+        geo: Geometry,
+        keys: Int64s,
+        slots: Int32s,
+        weights: Words,
+        state: Words,
+        present: NDArray[np.bool_],
+    ) -> Int64s:
+        file_map = self._file_map
+        row_pages = 1 if geo.pages_per_block == 1 else 2 + geo.row_words // geo.page_words
+        offsets = np.empty(len(keys), np.int64)
+        limit = snapshot.limit_pages()
+        while True:
+            result = np.zeros(4, np.int64)
+            gather(
+                geo,
+                file_map.words,
+                file_map.address,
+                limit,
+                directory.tables,
+                directory.pages,
+                keys,
+                slots,
+                weights,
+                state,
+                present,
+                offsets,
+                np.zeros(1 << (2 * row_pages * len(keys)).bit_length(), np.uint32),
+                self._verify_reads,
+                self._cold,
+                self._warm_step_ns,
+                result,
+            )
+            known, limit = limit, snapshot.limit_pages()
+            # An entry published while we read may lie in what the file grew by meanwhile.
+            if result[0] != GatherStatus.OUT_OF_FILE or limit <= known:
+                self._cold = bool(result[3])
+                return result
+
+    def _raise_for_gather(self, snapshot: Snapshot, result: Int64s, keys: Int64s) -> None:
+        key = int(keys[result[1]])
+        table, row = key >> KEY_ROW_BITS, key & _ROW_MASK
+        if result[0] == GatherStatus.BAD_KEY:
+            raise ValueError(
+                f"keys[{int(result[1])}] = {key} is row {row} of table {table}: not a row of a table that was added, or of a "
+                f"table with another layout than keys[0]'s"
+            )
+        if result[0] == GatherStatus.OUT_OF_FILE:
+            raise TruncatedError(f"{self.path}: row {row} of table {table} lies beyond the end of the file. {RESTORE}")
+        raise ChecksumError(f"{self.path}: row {row} of table {table} does not match its checksum. {RESTORE}")
+
+    # -- writing
+
+    @contextmanager
+    def _transaction(self) -> "Iterator[lmdb.Transaction[bytes]]":
+        """A write transaction, committed at the end of the block, with LMDB's errors translated."""
+        try:
+            with self._env.begin(write=True) as txn:
+                yield txn
+        except lmdb.Error as error:
+            raise translate(error, self.path) from error
+
+    @contextmanager
+    def _must_succeed(self) -> Iterator[None]:
+        """After an LMDB commit our view must follow; if it cannot, the tier stops."""
+        try:
+            yield
+        except BaseException:
+            self._state = "failed"
+            raise
+
+    def write(self, keys: Int64s, slots: Int32s, weights: Words, state: Words) -> None:
+        """See ``ColdTier.write``; ValueError as for ``read``, and for a key given twice.
+
+        Raises:
+            DiskFullError: nothing of this call was stored; reads go on.
+            ChecksumError: a stored block that would keep some of its rows is damaged.
+        """
+        _check_arrays(keys, slots, weights, state)
+        with self._writer:
+            self._check_writable()
+            if not len(keys):
+                return
+            if not self._directory_built:
+                self._build_directory()
+            started = time.perf_counter()
+            directory = self._directory
+            layout, geo = self._geometry_of(directory, keys)
+            _check_widths(layout, weights, state)
+            order = np.argsort(keys, kind="stable")
+            block_keys, starts = self._group(directory, geo, keys[order])
+            positions = directory.positions(block_keys)
+            epoch = self._record.version + 1
+            with self._transaction() as txn:
+                for chunk in self._chunks(layout, len(block_keys)):
+                    old_pages = directory.pages[positions].astype(np.int64)
+                    lo, hi = chunk
+                    images = self._build(
+                        layout, geo, epoch, block_keys, old_pages, starts, lo, hi, (order, keys, slots, weights, state)
+                    )
+                    _put_blocks(txn, block_keys[lo:hi], epoch, images)
+            with self._must_succeed():
+                snapshot = self._new_snapshot()
+                epochs = np.full(len(block_keys), epoch, np.uint64)
+                entries = snapshot.seek(block_keys, epochs)
+                assert np.array_equal(entries.block_keys, block_keys), "a block just written is not in the tree"
+                assert np.array_equal(entries.epochs, epochs), "a block just written is not in the tree"
+                directory.publish(positions, entries.pages)
+                self._replace_snapshot(snapshot)
+            elapsed = time.perf_counter() - started
+            with self._lock:
+                c = self._counters
+                self._counters = c._replace(
+                    rows_written=c.rows_written + len(keys),
+                    blocks_written=c.blocks_written + len(block_keys),
+                    bytes_written=c.bytes_written + len(block_keys) * layout.pages_per_block * self.page_bytes,
+                    write_seconds=c.write_seconds + elapsed,
+                )
+
+    def _group(self, directory: Directory, geo: Geometry, ordered: Int64s) -> tuple[Words, Int64s]:
+        """Block keys of ascending row keys, and where each block's rows start, with the end appended."""
+        tables, rows = ordered >> KEY_ROW_BITS, ordered & _ROW_MASK
+        arrays = directory.tables
+        known = (tables >= 0) & (tables < len(arrays.bases))
+        safe = np.where(known, tables, 0)
+        good = known & (arrays.layout_ids[safe] == geo.layout_id) & (rows < arrays.num_rows[safe])
+        if not good.all():
+            key = int(ordered[int(np.argmin(good))])
+            raise ValueError(
+                f"keys has {key}, row {key & _ROW_MASK} of table {key >> KEY_ROW_BITS}: not a row of a table that was "
+                f"added, or of a table with another layout than keys[0]'s"
+            )
+        if len(ordered) > 1 and (ordered[1:] == ordered[:-1]).any():
+            twice = int(ordered[int(np.argmax(ordered[1:] == ordered[:-1]))])
+            raise ValueError(f"keys has row {twice & _ROW_MASK} of table {twice >> KEY_ROW_BITS} twice")
+        blocks = (tables << KEY_ROW_BITS) | (rows // geo.rows_per_block)
+        first = np.flatnonzero(np.concatenate([[True], blocks[1:] != blocks[:-1]]))
+        return blocks[first].astype(np.uint64), np.append(first, len(ordered)).astype(np.int64)
+
+    def _chunks(self, layout: RowLayout, num_blocks: int) -> Iterator[tuple[int, int]]:
+        """Ranges of blocks that fit the staging buffer, which is made if need be."""
+        block_words = layout.block_bytes // 8
+        step = max(1, self._staging_bytes // layout.block_bytes)
+        needed = min(step, num_blocks) * block_words
+        if len(self._staging) < needed:
+            self._staging = np.empty(needed, np.uint64)
+        for lo in range(0, num_blocks, step):
+            yield lo, min(lo + step, num_blocks)
+
+    def _build(
+        self,
+        layout: RowLayout,
+        geo: Geometry,
+        epoch: int,
+        block_keys: Words,
+        old_pages: Int64s,
+        starts: Int64s,
+        lo: int,
+        hi: int,
+        rows: tuple[Int64s, Int64s, Int32s, Words, Words],
+    ) -> Words:
+        """Images of blocks ``[lo, hi)`` in the staging buffer."""
+        block_words = layout.block_bytes // 8
+        images = self._staging[: (hi - lo) * block_words].reshape(hi - lo, block_words)
+        ahead = min(len(block_keys), hi + (hi - lo))
+        queue_pages(
+            self._file_map.address, self.page_bytes, geo.pages_per_block, old_pages[(lo if lo == 0 else hi) : ahead]
+        )
+        result = np.zeros(3, np.int64)
+        build_blocks(
+            geo,
+            self._file_map.words,
+            self._snapshot.limit_pages(),
+            epoch,
+            block_keys[lo:hi],
+            old_pages[lo:hi],
+            starts[lo : hi + 1],
+            *rows,
+            images,
+            result,
+        )
+        if result[0] != BlockStatus.DONE:
+            raise block_error(self.path, int(block_keys[lo + int(result[1])]), geo, result)
+        return images
+
+    def _delete(self, txn: "lmdb.Transaction[bytes]", snapshot: Snapshot, entries: Entries) -> None:
+        """Delete these blocks, after a look at the page headers that LMDB is going to believe."""
+        pages_each = (entries.sizes + 16 + self.page_bytes - 1) // self.page_bytes
+        queue_pages(self._file_map.address, self.page_bytes, 1, entries.pages)
+        result = np.zeros(2, np.int64)
+        page_words = self.page_bytes // 8
+        check_page_headers(self._file_map.words, page_words, snapshot.limit_pages(), entries.pages, pages_each, result)
+        if result[0] != BlockStatus.DONE:
+            key = int(entries.block_keys[result[1]])
+            status = BlockStatus(int(result[0]))
+            raise DamagedError(
+                f"{self.path}: block {key & _ROW_MASK} of table {key >> KEY_ROW_BITS} is damaged ({status.name}). {RESTORE}"
+            )
+        keys = block_key_bytes(entries.block_keys, entries.epochs)
+        for at in range(0, len(keys), 16):
+            deleted = txn.delete(keys[at : at + 16])
+            assert deleted, "a block in the tree could not be deleted"
+
+    # -- committing
+
+    def commit(self, payload: bytes) -> int:
+        """See ``ColdTier.commit``.
+
+        Raises:
+            DiskFullError: nothing was committed; what was written is still there, and commit may be tried again.
+        """
+        with self._writer:
+            self._check_writable()
+            version = self._record.version + 1
+            with self._transaction() as txn:
+                totals = self._supersede(txn, version)
+                record = CommitRecord(
+                    version=version,
+                    payload_bytes=len(payload),
+                    payload_checksum=bytes_checksum(payload),
+                    tables=totals,
+                )
+                view = memoryview(payload)
+                for chunk in range(record.num_payload_chunks):
+                    start = chunk * PAYLOAD_CHUNK_BYTES
+                    txn.put(item_key(payload_item(chunk)), view[start : start + PAYLOAD_CHUNK_BYTES])
+                for chunk in range(record.num_payload_chunks, self._record.num_payload_chunks):
+                    txn.delete(item_key(payload_item(chunk)))
+                txn.put(item_key(COMMIT_ITEM), pack_commit(record))
+            with self._must_succeed():
+                snapshot = self._new_snapshot()
+                self._record = record
+                self._directory.clear_written()
+                self._replace_snapshot(snapshot)
+            return version
+
+    def _supersede(self, txn: "lmdb.Transaction[bytes]", version: int) -> dict[int, TableTotals]:
+        """Delete older epochs of the blocks written since the last commit; returns the new totals."""
+        snapshot = self._snapshot
+        length = 1 + max([*self._record.tables, *self._directory.layouts], default=0)
+        counts, hashes = np.zeros(length, np.int64), np.zeros(length, np.uint64)
+        for table, totals in self._record.tables.items():
+            counts[table], hashes[table] = totals.num_blocks, totals.hash
+        old_counts, old_hashes = np.zeros(length, np.int64), np.zeros(length, np.uint64)
+        for block_keys in self._directory.written_blocks():
+            epochs = np.full(len(block_keys), version, np.uint64)
+            tally(
+                Entries(block_keys, epochs, epochs.view(np.int64), epochs.view(np.int64)),
+                len(epochs),
+                version,
+                counts,
+                hashes,
+            )
+            first = snapshot.seek(block_keys, np.zeros(len(block_keys), np.uint64))
+            assert np.array_equal(first.block_keys, block_keys), "a written block is not in the tree"
+            older = _selected(first, np.flatnonzero(first.epochs < np.uint64(version)))
+            tally(older, len(older.pages), version, old_counts, old_hashes)
+            self._delete(txn, snapshot, older)
+        return _totals(counts - old_counts, hashes - old_hashes)
+
+    @property
+    def version(self) -> int:
+        return self._record.version
+
+    @property
+    def payload(self) -> bytes:
+        """See ``ColdTier.payload``; read anew at each use. DamagedError if it does not match its checksum."""
+        with self._writer:
+            self._check_open()
+            record = self._record
+            chunks = [self._snapshot.get(item_key(payload_item(i))) for i in range(record.num_payload_chunks)]
+            payload = b"".join(chunk for chunk in chunks if chunk is not None)
+        if len(payload) != record.payload_bytes or (payload and bytes_checksum(payload) != record.payload_checksum):
+            raise ChecksumError(f"{self.path}: the payload of version {record.version} is damaged. {RESTORE}")
+        return payload
+
+    # -- checking and counting
+
+    def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
+        """See ``ColdTier.verify``. Blocks of a version and their uncommitted successors are both checked and counted.
+
+        Blocks of tables that were not added cannot be checked beyond their presence, and are not counted.
+        """
+        with ExitStack() as stack:
+            with self._writer:
+                self._check_open()
+                record = self._record
+                snapshot, directory = stack.enter_context(self._lease())
+            totals = self._tally(snapshot, record.version)
+            if totals != record.tables:
+                self._raise_for_totals(totals, record.tables)
+            limit = record.version + (0 if self.readonly else 1)
+            return verify_blocks(snapshot, self._file_map, directory, self._geometries, limit, progress)
+
+    def counters(self) -> ColdCounters:
+        return self._counters
+
+    @property
+    def size_bytes(self) -> int:
+        return self._staging.nbytes
+
+    @property
+    def directory_bytes(self) -> int:
+        return self._directory.size_bytes
+
+
+def _totals(counts: Int64s, hashes: Words) -> dict[int, TableTotals]:
+    return {
+        table: TableTotals(num_blocks=int(counts[table]), hash=int(hashes[table]))
+        for table in np.flatnonzero(counts).tolist()
+    }
+
+
+def _selected(entries: Entries, which: NDArray[np.int64]) -> Entries:
+    return Entries(*(column[which] for column in entries))
+
+
+def _put_blocks(txn: "lmdb.Transaction[bytes]", block_keys: Words, epoch: int, images: Words) -> None:
+    keys = block_key_bytes(block_keys, np.full(len(block_keys), epoch, np.uint64))
+    with txn.cursor() as cursor:
+        cursor.putmulti(
+            ((keys[16 * i : 16 * i + 16], images[i]) for i in range(len(images))), dupdata=False, overwrite=True
+        )
+
+
+def _check_arrays(keys: Int64s, slots: Int32s, weights: Words, state: Words) -> None:
+    if keys.dtype != np.int64 or keys.ndim != 1 or not keys.flags.c_contiguous:
+        raise ValueError("keys must be a contiguous int64 vector")
+    if slots.dtype != np.int32 or slots.shape != keys.shape or not slots.flags.c_contiguous:
+        raise ValueError("slots must be a contiguous int32 vector as long as keys")
+    for name, arena in (("weights", weights), ("state", state)):
+        if arena.dtype != np.uint64 or arena.ndim != 2 or not arena.flags.c_contiguous:
+            raise ValueError(f"{name} must be a contiguous uint64 matrix")
+    if len(weights) != len(state):
+        raise ValueError(f"weights has {len(weights)} slots, state has {len(state)}")
+    if len(slots) and not (int(slots.min()) >= 0 and int(slots.max()) < len(weights)):
+        raise ValueError(f"slots must be in [0, {len(weights)})")
+
+
+def _check_widths(layout: RowLayout, weights: Words, state: Words) -> None:
+    if weights.shape[1] != layout.weight_words or state.shape[1] != layout.state_words:
+        raise ValueError(
+            f"weights and state have {weights.shape[1]} and {state.shape[1]} words a row, the table's layout has "
+            f"{layout.weight_words} and {layout.state_words}"
+        )

@@ -1,0 +1,137 @@
+"""A file seen as memory, and the system calls kernels make without the GIL.
+
+Each call has a twin in plain Python for runs without the JIT.
+"""
+
+import ctypes
+import os
+import time
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .._jit import JIT_ENABLED, inline
+
+__all__ = ["WILL_NEED", "FileMap", "clock_ns", "prefetch_word", "queue_read"]
+
+Words = NDArray[np.uint64]
+
+_PROT_READ: Final = 1
+_MAP_SHARED: Final = 1
+_MADV_RANDOM: Final = 1
+_MADV_DONTNEED: Final = 4
+WILL_NEED: Final = np.int32(3)
+"""MADV_WILLNEED: start reading these pages from the device and return at once."""
+
+_libc: Final = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+if JIT_ENABLED:
+    from llvmlite import ir
+    from numba import types
+    from numba.core.types import ExternalFunction
+    from numba.extending import intrinsic
+
+    _madvise = ExternalFunction("madvise", types.int32(types.uintp, types.uintp, types.int32))
+    _clock_gettime = ExternalFunction("clock_gettime", types.int32(types.int32, types.voidptr))
+    _CLOCK_MONOTONIC: Final = np.int32(time.CLOCK_MONOTONIC)
+
+    @inline
+    def queue_read(address: int, size_bytes: int) -> None:
+        """Start reading the pages of ``[address, address + size_bytes)``; the address must be page-aligned."""
+        _madvise(np.uintp(address), np.uintp(size_bytes), WILL_NEED)
+
+    @inline
+    def clock_ns(timespec: NDArray[np.int64]) -> int:
+        """Monotonic nanoseconds; ``timespec`` is scratch, int64 [2]."""
+        _clock_gettime(_CLOCK_MONOTONIC, timespec.ctypes)
+        return timespec[0] * 1_000_000_000 + timespec[1]  # type: ignore[no-any-return]
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def prefetch_word(typing_context: Any, words: Any, index: Any) -> Any:
+        """Bring the cache line of ``words[index]`` nearer; never faults."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            data = context.make_array(signature.args[0])(context, builder, args[0]).data
+            pointer = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
+            int32 = ir.IntType(32)
+            function = builder.module.declare_intrinsic(
+                "llvm.prefetch",
+                [pointer.type],
+                ir.FunctionType(ir.VoidType(), [pointer.type, int32, int32, int32]),
+            )
+            read, keep_in_all_levels, data_cache = int32(0), int32(3), int32(1)
+            builder.call(function, [pointer, read, keep_in_all_levels, data_cache])
+            return context.get_dummy_value()
+
+        return types.void(words, index), generate
+
+else:
+
+    def queue_read(address: int, size_bytes: int) -> None:
+        _libc.madvise(int(address), int(size_bytes), int(WILL_NEED))
+
+    def clock_ns(timespec: NDArray[np.int64]) -> int:
+        return time.monotonic_ns()
+
+    def prefetch_word(words: Words, index: int) -> None:
+        pass
+
+
+class FileMap:
+    """A read-only shared map of a file, as long as the file may ever become.
+
+    Addresses beyond the end of the file are mapped but must not be touched (SIGBUS): whoever reads through ``words``
+    compares with ``file_bytes()`` first. What is written to the file with ``pwrite`` shows at once.
+
+    Attributes:
+        words: uint64 [length_bytes / 8], read-only.
+        halves: uint16 view of the same bytes.
+        address: of the first byte.
+    """
+
+    def __init__(self, path: os.PathLike[str], length_bytes: int) -> None:
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.length_bytes = -(-length_bytes // 65536) * 65536
+        address = _libc.mmap(None, self.length_bytes, _PROT_READ, _MAP_SHARED, self._fd, 0)
+        if address is None or address == ctypes.c_void_p(-1).value:
+            error = ctypes.get_errno()
+            os.close(self._fd)
+            raise OSError(
+                error, f"cannot map {self.length_bytes} bytes of address space: {os.strerror(error)}", str(path)
+            )
+        self.address: int = address
+        buffer = (ctypes.c_uint8 * self.length_bytes).from_address(address)
+        self.words: Words = np.frombuffer(buffer, np.uint64)
+        self.words.flags.writeable = False
+        self.halves: NDArray[np.uint16] = self.words.view(np.uint16)
+        _libc.madvise(address, self.length_bytes, _MADV_RANDOM)
+
+    def file_bytes(self) -> int:
+        """Length of the file now."""
+        return os.fstat(self._fd).st_size
+
+    def drop_pages(self) -> None:
+        """Forget this process's page-table entries, so that a dropped page cache is felt."""
+        _libc.madvise(self.address, self.length_bytes, _MADV_DONTNEED)
+
+    def close(self) -> None:
+        """Unmap. Any array still over ``words`` becomes a trap."""
+        if self._fd >= 0:
+            empty = np.empty(0, np.uint64)
+            self.words, self.halves = empty, empty.view(np.uint16)
+            _libc.munmap(self.address, self.length_bytes)
+            os.close(self._fd)
+            self._fd = -1

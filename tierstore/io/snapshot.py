@@ -1,0 +1,162 @@
+"""What one LMDB read transaction shows: a tree that stays as it is, walked by our own code."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import lmdb
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import DamagedError, TruncatedError
+from .btree import (
+    META_READ_BYTES,
+    NO_ROOT,
+    Entries,
+    Meta,
+    WalkStatus,
+    check_tree,
+    new_entries,
+    parse_meta,
+    seek_each,
+    walk,
+)
+from .files import RESTORE, translate
+from .mapped import FileMap
+
+__all__ = ["Snapshot", "raise_for_walk"]
+
+_CHUNK_ENTRIES: Final = 1 << 16
+_ATTEMPTS: Final = 100
+
+
+def raise_for_walk(path: Path, status: int, page: int) -> None:
+    """Raise what a failed walk amounts to; nothing if it did not fail."""
+    if status in (WalkStatus.DONE, WalkStatus.FULL):
+        return
+    if status == WalkStatus.OUT_OF_FILE:
+        raise TruncatedError(f"{path}: page {page} of its index leads beyond the end of the file. {RESTORE}")
+    raise DamagedError(f"{path}: page {page} of its index is damaged ({WalkStatus(status).name}). {RESTORE}")
+
+
+class Snapshot:
+    """One read transaction and the root of its tree.
+
+    Attributes:
+        leases: users that must end before the transaction may; guarded by the tier's lock.
+    """
+
+    def __init__(self, environment: "lmdb.Environment", path: Path, file_map: FileMap) -> None:
+        self.path = path
+        self.leases = 0
+        self._map = file_map
+        self._txn, self._meta = _begin(environment, path, file_map)
+        self.page_bytes = self._meta.page_bytes
+
+    @property
+    def is_empty(self) -> bool:
+        return self._meta.main_root == NO_ROOT
+
+    @property
+    def num_entries(self) -> int:
+        """Blocks and records in the tree."""
+        return self._meta.main_entries
+
+    def limit_pages(self) -> int:
+        """Pages the file has now."""
+        return self._map.file_bytes() // self.page_bytes
+
+    def get(self, key: bytes) -> bytes | None:
+        """A small record. The tree must have been walked before: LMDB trusts it."""
+        try:
+            value = self._txn.get(key)
+        except lmdb.Error as error:
+            raise translate(error, self.path) from error
+        return None if value is None else bytes(value)
+
+    def check_free_pages(self) -> None:
+        """Check LMDB's own tree of free pages, which its writer follows unchecked."""
+        if self._meta.free_root != NO_ROOT:
+            result = np.zeros(3, np.int64)
+            root, depth = self._meta.free_root, self._meta.free_depth
+            check_tree(self._map.halves, self.page_bytes // 2, self.limit_pages(), root, depth, result)
+            raise_for_walk(self.path, int(result[1]), int(result[2]))
+
+    def walk(self, first_key: int = 0) -> Iterator[tuple[Entries, int]]:
+        """Entries in key order from ``first_key`` on, in chunks; each chunk is valid until the next is asked for."""
+        if self.is_empty:
+            return
+        entries = new_entries(_CHUNK_ENTRIES)
+        result = np.zeros(3, np.int64)
+        first, second = np.uint64(first_key), np.uint64(0)
+        status = WalkStatus.FULL
+        while status == WalkStatus.FULL:
+            walk(
+                self._map.halves,
+                self._map.address,
+                self.page_bytes // 2,
+                self.limit_pages(),
+                self._meta.main_root,
+                self._meta.main_depth,
+                first,
+                second,
+                entries,
+                result,
+            )
+            status = WalkStatus(int(result[1]))
+            raise_for_walk(self.path, status, int(result[2]))
+            count = int(result[0])
+            if count:
+                first, second = entries.block_keys[count - 1], entries.epochs[count - 1] + np.uint64(1)
+                yield entries, count
+
+    def seek(self, block_keys: NDArray[np.uint64], epochs: NDArray[np.uint64]) -> Entries:
+        """For each key the first entry at or after it."""
+        entries = new_entries(len(block_keys))
+        result = np.zeros(3, np.int64)
+        seek_each(
+            self._map.halves,
+            self.page_bytes // 2,
+            self.limit_pages(),
+            self._meta.main_root,
+            self._meta.main_depth,
+            block_keys,
+            epochs,
+            entries,
+            result,
+        )
+        raise_for_walk(self.path, int(result[1]), int(result[2]))
+        return entries
+
+    def close(self) -> None:
+        assert self.leases == 0, f"a snapshot with {self.leases} leases was closed"
+        self._txn.abort()
+
+
+def _begin(
+    environment: "lmdb.Environment", path: Path, file_map: FileMap
+) -> "tuple[lmdb.Transaction[memoryview], Meta]":
+    """A read transaction and the meta page it goes by.
+
+    LMDB writes transaction n to meta page n % 2. A writer in another process may overwrite that page with n + 2 before
+    we read it; then a newer transaction is begun.
+    """
+    try:
+        for _ in range(_ATTEMPTS):
+            txn = environment.begin(write=False, buffers=True)
+            stat = txn.stat(environment.open_db(txn=txn, create=False))
+            meta = _read_meta(file_map, txn.id() & 1, stat["psize"])
+            again = _read_meta(file_map, txn.id() & 1, stat["psize"])
+            same = meta is not None and meta == again and meta.txn_id == txn.id()
+            if meta is not None and same and (meta.main_entries, meta.main_depth) == (stat["entries"], stat["depth"]):
+                return txn, meta
+            txn.abort()
+    except lmdb.Error as error:
+        raise translate(error, path) from error
+    raise DamagedError(f"{path}: its meta pages do not match LMDB's view of them. {RESTORE}")
+
+
+def _read_meta(file_map: FileMap, number: int, page_bytes: int) -> Meta | None:
+    start = number * page_bytes // 8
+    meta = parse_meta(file_map.words[start : start + META_READ_BYTES // 8].tobytes())
+    return None if isinstance(meta, str) else meta
