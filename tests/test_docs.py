@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bench.common import Goal, Spread, Table, aligned, per_second
 from bench.data import ROOT
@@ -94,3 +95,23 @@ def test_rates_and_tables() -> None:
     assert per_second(10, [1.0, 2.0, 5.0]) == Spread(median=5.0, lowest=2.0, highest=10.0, count=3)
     shown = aligned(Table(title="T", columns=["name", "n"], rows=[["a", "100"]]))
     assert shown.splitlines() == ["T", "name    n", "---------", "a     100"]
+
+
+def test_example_in_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(compile(example, "README.md", "exec"), names)
+    with names["tierstore"].open("shop", mode="r", ddr="64MiB") as store:
+        assert store.extra == {"step": 1}
+        furthest = store["item"].read(torch.tensor([3, 17, 999_999_999, 5])).abs().amax(dim=1)
+        # Rows begin within 0.01 of zero. Row 5 was never looked up; the first step moves the others by more.
+        assert (furthest > 0.01).tolist() == [True, True, True, False]
+
+
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
+def test_links_between_pages_lead_somewhere(page: str) -> None:
+    path = ROOT / page
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)\)", path.read_text())
+    missing = [target for target in targets if not (path.parent / target).exists()]
+    assert not missing

@@ -1,0 +1,1 @@
+"""What the same work costs by other means, measured in the same run."""

@@ -1,0 +1,132 @@
+"""The rows that cold and warm reads are measured on, as a store and as a flat file, each built once and kept."""
+
+import json
+import mmap
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstore.io.lmdb import LmdbColdTier
+from tierstore.rows import RowLayout
+
+__all__ = ["Rows", "TierReader", "build_flat", "build_once", "build_store", "open_flat"]
+
+_STORE_ID = bytes(16)
+_CHUNK_ROWS = 200_000
+_STAGING_BYTES = 64 << 20
+
+Floats = NDArray[np.float32]
+Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """``count`` rows of ``dim`` float32 each, random, the same at every build."""
+
+    count: int
+    dim: int
+    seed: int
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> "Rows":
+        return cls(count=config["rows"], dim=config["dim"], seed=config["seed"])
+
+    def chunks(self) -> Iterator[tuple[int, Floats]]:
+        """First row number and float32 [n, dim] of each run of rows, in order."""
+        for start in range(0, self.count, _CHUNK_ROWS):
+            generator = np.random.default_rng((self.seed, start))
+            count = min(_CHUNK_ROWS, self.count - start)
+            yield start, generator.random((count, self.dim), np.float32)
+
+    def layout(self, page_bytes: int) -> RowLayout:
+        return RowLayout(dim=self.dim, page_bytes=page_bytes)
+
+
+def build_once(parent: Path, name: str, rows: Rows, build: Callable[[Path], None]) -> Path:
+    """The folder ``name`` of these rows, built unless a build of it finished before."""
+    folder = parent / f"{name}-{rows.count}x{rows.dim}"
+    stamp = folder / "rows.json"
+    wanted = asdict(rows)
+    if stamp.exists() and json.loads(stamp.read_text()) == wanted:
+        return folder
+    print(f"Building {folder} ({rows.count:,} rows of {rows.dim} float32; kept for the next run) ...", flush=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    build(folder)
+    stamp.write_text(json.dumps(wanted))
+    return folder
+
+
+def build_flat(parent: Path, rows: Rows) -> Path:
+    """The rows one after another in one file: what ``numpy.take`` reads."""
+
+    def build(target: Path) -> None:
+        with (target / "rows.f32").open("wb") as file:
+            for _, chunk in rows.chunks():
+                file.write(chunk.tobytes())
+            os.fsync(file.fileno())
+
+    return build_once(parent, "flat", rows, build) / "rows.f32"
+
+
+def open_flat(path: Path, rows: Rows, advice: int = mmap.MADV_NORMAL) -> Floats:
+    """float32 [count, dim] over a map of the file, as ``numpy.memmap`` makes it, with that advice to the system."""
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ)
+    mapped.madvise(advice)
+    return np.frombuffer(mapped, np.float32).reshape(rows.count, rows.dim)
+
+
+def build_store(parent: Path, rows: Rows) -> Path:
+    """The rows in a cold tier, as table 0, committed."""
+
+    def build(target: Path) -> None:
+        tier = LmdbColdTier(target, store_id=_STORE_ID, readonly=False, staging_bytes=_STAGING_BYTES)
+        layout = rows.layout(tier.page_bytes)
+        tier.add_table(0, layout, rows.count)
+        state = np.zeros((_CHUNK_ROWS, layout.state_words), np.uint64)
+        for start, chunk in rows.chunks():
+            weights = np.zeros((len(chunk), layout.weight_words), np.uint64)
+            weights.view(np.float32)[:, : rows.dim] = chunk
+            slots = np.arange(len(chunk), dtype=np.int32)
+            tier.write(start + slots.astype(np.int64), slots, weights, state[: len(chunk)])
+        tier.commit(b"")
+        tier.close()
+
+    return build_once(parent, "store", rows, build)
+
+
+class TierReader:
+    """A cold tier opened to read batches of table 0 into buffers of its own."""
+
+    def __init__(self, folder: Path, rows: Rows, batch_rows: int, *, verify: bool) -> None:
+        self.tier = LmdbColdTier(
+            folder, store_id=_STORE_ID, readonly=True, staging_bytes=_STAGING_BYTES, verify_reads=verify
+        )
+        self.path = self.tier.path
+        layout = rows.layout(self.tier.page_bytes)
+        self.tier.add_table(0, layout, rows.count)
+        self._slots = np.arange(batch_rows, dtype=np.int32)
+        self._weights = np.zeros((batch_rows, layout.weight_words), np.uint64)
+        self._state = np.zeros((batch_rows, layout.state_words), np.uint64)
+        self._present = np.zeros(batch_rows, np.bool_)
+        self._dim = rows.dim
+
+    def read(self, ids: Int64s, start: int = 0) -> None:
+        """Read rows ``ids`` into the buffers from place ``start`` on. Threads may share the work, at places apart."""
+        end = start + len(ids)
+        self.tier.read(ids, self._slots[start:end], self._weights, self._state, self._present[start:end])
+
+    def rows(self) -> Floats:
+        """float32 [batch_rows, dim]: what the last reads brought; all must have been present."""
+        assert self._present.all(), f"{int((~self._present).sum())} rows of the store are missing"
+        return self._weights.view(np.float32)[:, : self._dim]
+
+    def close(self) -> None:
+        self.tier.close()
