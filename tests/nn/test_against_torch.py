@@ -1,0 +1,198 @@
+"""Modules and fused optimizers against torch's own, on tables kept whole in memory."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierstore
+from tests.oracle import DenseTable, jagged
+from tierstore import optim
+
+ROWS, DIM, STEPS = 60, 5, 6
+OPTIMIZERS = [
+    optim.SGD(lr=0.1),
+    optim.SGD(lr=0.1, weight_decay=0.02),
+    optim.RowWiseAdagrad(lr=0.1, eps=1e-6),
+    optim.RowWiseAdagrad(lr=0.1, weight_decay=0.02, initial_accumulator_value=0.1),
+    optim.Adagrad(lr=0.1),
+    optim.Adagrad(lr=0.1, weight_decay=0.02, initial_accumulator_value=0.1),
+    optim.Adam(lr=0.01),
+    optim.Adam(lr=0.01, betas=(0.8, 0.9), weight_decay=0.02),
+]
+
+
+def make_table(store: tierstore.Store, optimizer: optim.Optimizer, dim: int = DIM) -> tierstore.Table:
+    return store.create_table(
+        tierstore.TableConfig(
+            name="items",
+            num_embeddings=ROWS,
+            embedding_dim=dim,
+            init=tierstore.init.Uniform(-1.0, 1.0, seed=3),
+            optimizer=optimizer,
+        )
+    )
+
+
+@pytest.mark.parametrize("dim", [1, 5, 16])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: f"{o.kind}-decay{o.weight_decay}")
+def test_training_equals_torch(store_dir: Path, optimizer: optim.Optimizer, mode: Any, dim: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    with tierstore.open(store_dir, ddr="2MiB") as store:
+        table = make_table(store, optimizer, dim)
+        dense = DenseTable(table.read(torch.arange(ROWS)), optimizer)
+        bag = tierstore.TieredEmbeddingBag(table, mode=mode, include_last_offset=True)
+        for _ in range(STEPS):
+            ids, offsets = jagged(generator, bags=9, rows=ROWS, longest=6)
+            factor = torch.randn(9, dim, generator=generator)
+            leaf, expected = dense.pooled(ids, offsets, mode)
+            (expected * factor).sum().backward()
+            out = bag(ids, offsets)
+            torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
+            (out * factor).sum().backward()
+            assert leaf.grad is not None
+            dense.apply(leaf.grad, ids)
+            torch.testing.assert_close(table.read(torch.arange(ROWS)), dense.weights, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("weighted_rows", [1, 40])
+def test_per_sample_weights_and_their_gradient_equal_torch(store_dir: Path, weighted_rows: int) -> None:
+    generator = torch.Generator().manual_seed(weighted_rows)
+    with tierstore.open(store_dir, ddr="2MiB") as store:
+        optimizer = optim.Adagrad(lr=0.1)
+        table = make_table(store, optimizer)
+        dense = DenseTable(table.read(torch.arange(ROWS)), optimizer)
+        bag = tierstore.TieredEmbeddingBag(table, mode="sum", include_last_offset=True)
+        for _ in range(STEPS):
+            ids, offsets = jagged(generator, bags=9, rows=weighted_rows, longest=6)
+            scale = torch.rand(len(ids), generator=generator).requires_grad_()
+            other = scale.detach().clone().requires_grad_()
+            factor = torch.randn(9, DIM, generator=generator)
+            leaf, expected = dense.pooled(ids, offsets, "sum", other)
+            (expected * factor).sum().backward()
+            out = bag(ids, offsets, scale)
+            torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
+            (out * factor).sum().backward()
+            torch.testing.assert_close(scale.grad, other.grad, rtol=1e-6, atol=1e-6)
+            assert leaf.grad is not None
+            dense.apply(leaf.grad, ids)
+            torch.testing.assert_close(table.read(torch.arange(ROWS)), dense.weights, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_half_tables_pool_in_float32(store_dir: Path, dtype: Any, mode: Any) -> None:
+    with tierstore.open(store_dir, ddr="2MiB") as store:
+        config = tierstore.TableConfig(
+            name="half", num_embeddings=ROWS, embedding_dim=DIM, dtype=dtype, init=tierstore.init.Normal(std=2.0)
+        )
+        table = store.create_table(config)
+        rows = table.read(torch.arange(ROWS))
+        assert rows.dtype == getattr(torch, dtype)
+        ids, offsets = jagged(torch.Generator().manual_seed(0), bags=9, rows=ROWS, longest=6)
+        expected = torch.nn.functional.embedding_bag(ids, rows.float(), offsets, mode=mode, include_last_offset=True)
+        pooled = table.pooled(ids, offsets, mode=mode)
+        assert pooled.dtype == torch.float32
+        torch.testing.assert_close(pooled, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_tables_round_the_float32_update(store_dir: Path, dtype: Any) -> None:
+    with tierstore.open(store_dir, ddr="2MiB") as store:
+        config = tierstore.TableConfig(
+            name="half", num_embeddings=ROWS, embedding_dim=DIM, dtype=dtype,
+            init=tierstore.init.Uniform(-1, 1), optimizer=optim.SGD(lr=0.3),
+        )  # fmt: skip
+        table = store.create_table(config)
+        before = table.read(torch.arange(ROWS))
+        bag = tierstore.TieredEmbeddingBag(table, mode="sum")
+        factor = torch.randn(ROWS, DIM)
+        (bag(torch.arange(ROWS), torch.arange(ROWS)) * factor).sum().backward()
+        expected = (before.float() - torch.tensor(0.3) * factor).to(before.dtype)
+        assert torch.equal(table.read(torch.arange(ROWS)), expected)
+
+
+def test_a_bag_is_called_as_nn_embedding_bag(store_dir: Path) -> None:
+    with tierstore.open(store_dir, ddr="2MiB") as store:
+        table = make_table(store, optim.SGD(lr=0.1))
+        twin = torch.nn.EmbeddingBag.from_pretrained(table.read(torch.arange(ROWS)))
+        bag = tierstore.TieredEmbeddingBag(table)
+        flat = torch.tensor([4, 4, 9, 0, 59])
+        torch.testing.assert_close(bag(flat, torch.tensor([0, 2, 2])), twin(flat, torch.tensor([0, 2, 2])))
+        torch.testing.assert_close(bag(flat, torch.tensor([0])), twin(flat, torch.tensor([0])))
+        square = torch.tensor([[1, 2, 3], [3, 3, 0]])
+        torch.testing.assert_close(bag(square), twin(square))
+        assert bag(square.to(torch.int32)).requires_grad
+        with torch.no_grad():
+            assert not bag(square).requires_grad
+
+
+def test_features_that_share_a_table_are_merged_into_one_update(store_dir: Path) -> None:
+    optimizer = optim.Adagrad(lr=0.2)
+    generator = torch.Generator().manual_seed(5)
+    with tierstore.open(store_dir, ddr="2MiB") as store:
+        shared = store.create_table(
+            tierstore.TableConfig(
+                name="shared", num_embeddings=ROWS, embedding_dim=DIM, feature_names=("a", "b"),
+                init=tierstore.init.Uniform(-1, 1), optimizer=optimizer,
+            )
+        )  # fmt: skip
+        store.create_table(
+            tierstore.TableConfig(
+                name="own", num_embeddings=ROWS, embedding_dim=3, feature_names=("c",), pooling="max",
+                init=tierstore.init.Uniform(-1, 1), optimizer=optimizer,
+            )
+        )  # fmt: skip
+        collection = tierstore.TieredEmbeddingBagCollection(store)
+        dense = DenseTable(shared.read(torch.arange(ROWS)), optimizer)
+        for _ in range(STEPS):
+            parts = {name: jagged(generator, bags=4, rows=ROWS, longest=3) for name in "bxca"}
+            features = tierstore.KeyedJaggedTensor(
+                list(parts),
+                torch.cat([ids for ids, _ in parts.values()]),
+                lengths=torch.cat([offsets.diff() for _, offsets in parts.values()]),
+            )
+            out = collection(features)
+            assert out.keys() == ["a", "b", "c"]
+            leaf, expected_a = dense.pooled(*parts["a"], "sum")
+            expected_b = torch.nn.functional.embedding_bag(
+                parts["b"][0], leaf, parts["b"][1], mode="sum", include_last_offset=True
+            )
+            torch.testing.assert_close(out["a"], expected_a, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(out["b"], expected_b, rtol=1e-6, atol=1e-6)
+            (expected_a.sum() + 2 * expected_b.sum()).backward()
+            (out["a"].sum() + 2 * out["b"].sum()).backward()
+            assert leaf.grad is not None
+            dense.apply(leaf.grad, torch.cat([parts["a"][0], parts["b"][0]]))
+            torch.testing.assert_close(shared.read(torch.arange(ROWS)), dense.weights, rtol=1e-6, atol=1e-6)
+
+
+def test_a_batch_without_samples_and_a_batch_without_ids(store_dir: Path) -> None:
+    with tierstore.open(store_dir, ddr="2MiB") as store:
+        table = make_table(store, optim.Adam())
+        collection = tierstore.TieredEmbeddingBagCollection(store)
+        before = table.read(torch.arange(ROWS))
+        for bags in (0, 3):
+            empty = tierstore.KeyedJaggedTensor(
+                ["items"], torch.empty(0, dtype=torch.int64), lengths=torch.zeros(bags, dtype=torch.int64)
+            )
+            out = collection(empty)["items"]
+            assert out.shape == (bags, DIM)
+            assert not out.any()
+            out.sum().backward()
+        assert torch.equal(table.read(torch.arange(ROWS)), before)
+
+
+def test_learning_rate_can_be_changed_and_is_committed(store_dir: Path) -> None:
+    with tierstore.open(store_dir, ddr="2MiB") as store:
+        table = make_table(store, optim.SGD(lr=1.0))
+        bag = tierstore.TieredEmbeddingBag(table, mode="sum")
+        start = table.read(torch.tensor([7]))
+        table.learning_rate = 0.25
+        bag(torch.tensor([[7]])).sum().backward()
+        assert torch.equal(table.read(torch.tensor([7])), start - 0.25)
+        store.commit()
+    with tierstore.open(store_dir, ddr="2MiB") as store:
+        assert store["items"].learning_rate == 0.25

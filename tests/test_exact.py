@@ -1,0 +1,136 @@
+"""Promise 1: tier sizes, policy, prefetch depth and threads change no bit of what training ends in."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierstore
+from tierstore import optim
+
+ROWS, DIM, BAGS, STEPS = 1000, 8, 16, 12
+TIGHT = "404KiB"
+"""Holds about a hundred of the two thousand rows: fewer than one batch needs."""
+OPTIMIZERS = [
+    optim.SGD(lr=0.1, weight_decay=0.01),
+    optim.RowWiseAdagrad(lr=0.1),
+    optim.Adagrad(lr=0.1),
+    optim.Adam(lr=0.1),
+]
+SETTINGS: list[dict[str, Any]] = [
+    {"ddr": TIGHT},
+    {"ddr": TIGHT, "depth": 3, "threads": 3},
+    {"ddr": "440KiB", "policy": "lfu", "depth": 1, "threads": 2},
+    {"ddr": "440KiB", "policy": "reference-lru", "depth": 5},
+    {"ddr": TIGHT, "policy": "reference-lfu"},
+    {"ddr": "2MiB", "depth": 2, "threads": 4},
+]
+
+
+def batches(pooling: str) -> list[tierstore.KeyedJaggedTensor]:
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for _ in range(STEPS):
+        lengths = torch.randint(0, 5, (4 * BAGS,), generator=generator)
+        count = int(lengths.sum())
+        made.append(
+            tierstore.KeyedJaggedTensor(
+                ["a", "b", "c", "d"],
+                (torch.rand(count, generator=generator) ** 2 * ROWS).long(),
+                weights=torch.rand(count, generator=generator) if pooling == "sum" else None,
+                lengths=lengths,
+            )
+        )
+    return made
+
+
+def train(directory: Path, config: dict[str, Any], *, depth: int = 0, **settings: Any) -> tuple[torch.Tensor, Any]:
+    """(all rows after training and reopening, statistics of training)."""
+    everything = torch.arange(ROWS)
+    with tierstore.open(directory, **settings) as store:
+        for seed, names in enumerate((("a", "b"), ("c", "d"))):
+            init = tierstore.init.Uniform(-1, 1, seed=seed)
+            store.create_table(
+                tierstore.TableConfig(
+                    name=f"table {seed}",
+                    num_embeddings=ROWS,
+                    embedding_dim=DIM,
+                    feature_names=names,
+                    init=init,
+                    **config,
+                )
+            )
+        collection = tierstore.TieredEmbeddingBagCollection(store)
+        for features in tierstore.prefetch(batches(config["pooling"]), collection, depth=depth):
+            out = collection(features).values()
+            (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+            for pool in {table.pool for table in store.tables.values()}:
+                pool.cache.check_integrity()
+        assert all(table.pool.cache.num_pinned == 0 for table in store.tables.values())
+        live = torch.cat([table.read(everything) for table in store.tables.values()])
+        store.commit()
+        stats = store.stats()
+    with tierstore.open(directory, mode="r", ddr="2MiB") as store:
+        assert torch.equal(torch.cat([table.read(everything) for table in store.tables.values()]), live)
+    return live, stats
+
+
+@pytest.mark.parametrize("pooling", ["sum", "mean", "max"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.kind)
+def test_training_ends_in_the_same_bits(tmp_path: Path, optimizer: optim.Optimizer, pooling: str) -> None:
+    config = {"optimizer": optimizer, "pooling": pooling}
+    expected, stats = train(tmp_path / "in memory", config, ddr="2MiB", threads=1)
+    assert stats.ddr.evictions == 0
+    for number, setting in enumerate(SETTINGS):
+        ended, stats = train(tmp_path / str(number), config, **setting)
+        assert torch.equal(ended, expected), setting
+        if setting["ddr"] == TIGHT:
+            assert stats.ddr.split_batches > 0
+            assert stats.ddr.evictions > ROWS
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_tables_end_in_the_same_bits(tmp_path: Path, dtype: str) -> None:
+    config = {"optimizer": optim.RowWiseAdagrad(lr=0.1), "pooling": "sum", "dtype": dtype}
+    expected, _ = train(tmp_path / "in memory", config, ddr="2MiB", threads=1)
+    ended, _ = train(tmp_path / "tight", config, ddr=TIGHT, depth=2, threads=2)
+    assert torch.equal(ended.view(torch.int16), expected.view(torch.int16))
+
+
+def test_large_batches_are_split_over_threads_without_changing_a_bit(tmp_path: Path) -> None:
+    """Enough ids that ``Workers`` really splits the kernels."""
+    ended = []
+    ids = (torch.rand(40_000, generator=torch.Generator().manual_seed(0)) ** 3 * 5000).long()
+    offsets = torch.arange(0, 40_000, 7)
+    for threads, mode in itertools.product((1, 2, 5), ("sum", "mean", "max")):
+        with tierstore.open(tmp_path / f"{threads} {mode}", ddr="16MiB", threads=threads) as store:
+            table = store.create_table(
+                tierstore.TableConfig(
+                    name="t", num_embeddings=5000, embedding_dim=16,
+                    init=tierstore.init.Uniform(-1, 1), optimizer=optim.RowWiseAdagrad(lr=0.1),
+                )
+            )  # fmt: skip
+            bag = tierstore.TieredEmbeddingBag(table, mode=mode)  # type: ignore[arg-type]
+            out = bag(ids, offsets)
+            (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+            ended.append((mode, torch.cat([out.detach(), table.read(torch.arange(5000))])))
+    for mode, bits in ended[3:]:
+        assert torch.equal(bits, dict(ended[:3])[mode])
+
+
+def test_an_untouched_row_is_a_pure_function_of_seed_and_id(tmp_path: Path) -> None:
+    ids = torch.tensor([0, 5, 999])
+    seen = []
+    for name, order in (("forward", [0, 5, 999]), ("backward", [999, 5, 0])):
+        with tierstore.open(tmp_path / name, ddr="2MiB") as store:
+            config = tierstore.TableConfig(
+                name="t", num_embeddings=ROWS, embedding_dim=DIM, init=tierstore.init.Normal(seed=9)
+            )
+            table = store.create_table(config)
+            for row in order:
+                table.read(torch.tensor([row]))
+            seen.append(table.read(ids))
+    assert torch.equal(seen[0], seen[1])
+    assert len(set(seen[0].flatten().tolist())) == seen[0].numel()

@@ -1,0 +1,96 @@
+"""First values of rows, against arithmetic on Python's own integers and floats."""
+
+import math
+
+import numpy as np
+import pytest
+
+from tierstore import init
+from tierstore.rows import KEY_ROW_BITS
+
+pytestmark = pytest.mark.kernel
+MASK = 2**64 - 1
+
+
+def splitmix(value: int) -> int:
+    value = (value + 0x9E3779B97F4A7C15) & MASK
+    value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & MASK
+    value = ((value ^ value >> 27) * 0x94D049BB133111EB) & MASK
+    return value ^ value >> 31
+
+
+def unit(bits: int) -> float:
+    return (bits >> 11) / 2**53
+
+
+def bits_of(seed: int, key: int, column: int) -> int:
+    row = splitmix(splitmix(seed & MASK) ^ key)
+    return splitmix((row + column) & MASK)
+
+
+def filled(rule: init.Initializer, keys: list[int], dim: int) -> np.ndarray:
+    weights = np.full((len(keys), dim + 1), 7, np.float32)
+    rule.fill(np.array(keys, np.int64), np.arange(len(keys), dtype=np.int32)[::-1].copy(), weights, dim, 0)
+    assert not weights[:, dim].any()
+    return weights[::-1, :dim]
+
+
+KEYS = [0, 1, 2**40 - 1, (5 << KEY_ROW_BITS) | 77]
+
+
+def test_splitmix_gives_the_published_sequence() -> None:
+    """The first outputs for seed 1234567, as its author's test vectors list them."""
+    state, golden, seen = 1234567, 0x9E3779B97F4A7C15, []
+    for _ in range(3):
+        seen.append(int(init.mix64(np.uint64(state))))
+        state = (state + golden) & MASK
+    assert seen == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+
+
+@pytest.mark.parametrize("seed", [0, 3, -1, 2**70])
+def test_uniform(seed: int) -> None:
+    rule = init.Uniform(-0.25, 0.5, seed=seed)
+    expected = [[-0.25 + 0.75 * unit(bits_of(seed, key, column)) for column in range(5)] for key in KEYS]
+    assert np.array_equal(filled(rule, KEYS, 5), np.array(expected, np.float32))
+
+
+def test_normal() -> None:
+    rule = init.Normal(0.5, 2.0, seed=4)
+    for key, row in zip(KEYS, filled(rule, KEYS, 5), strict=True):
+        for column, value in enumerate(row):
+            bits = bits_of(4, key, column)
+            angle = 2 * math.pi * unit(splitmix(bits ^ 0xD1B54A32D192ED03))
+            expected = 0.5 + 2 * math.sqrt(-2 * math.log(1 - unit(bits))) * math.cos(angle)
+            assert value == pytest.approx(expected, rel=1e-6)
+
+
+def test_constant() -> None:
+    assert (filled(init.Constant(-3.5), KEYS, 4) == -3.5).all()
+
+
+def test_moments() -> None:
+    keys = list(range(500))
+    uniform = filled(init.Uniform(-1, 1), keys, 40)
+    normal = filled(init.Normal(std=1.0), keys, 40)
+    assert abs(uniform.mean()) < 0.02
+    assert abs(uniform.std() - 1 / math.sqrt(3)) < 0.02
+    assert abs(normal.mean()) < 0.03
+    assert abs(normal.std() - 1) < 0.03
+    assert len(np.unique(uniform)) > 0.99 * uniform.size
+
+
+def test_uniform_stays_below_its_upper_end() -> None:
+    rule = init.Uniform(1.0, 1.0 + 2**-20)
+    values = filled(rule, list(range(200)), 16)
+    assert (values >= 1.0).all()
+    assert (values < np.float32(1.0 + 2**-20)).all()
+
+
+@pytest.mark.parametrize("rule", [init.Constant(2.0), init.Uniform(-1.0, 2.0, seed=5), init.Normal(0.1, 3.0, seed=6)])
+def test_round_trip(rule: init.Initializer) -> None:
+    assert init.from_dict(rule.to_dict()) == rule
+
+
+def test_unknown_kind() -> None:
+    with pytest.raises(ValueError, match="initializer kind 'xavier' is not one of"):
+        init.from_dict({"kind": "xavier"})

@@ -1,0 +1,123 @@
+"""Kernels over rows in slots, compiled and as plain Python, against numpy."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierstore import kernels, optim
+from tierstore.optim.kernels import merge_and_update
+
+pytestmark = pytest.mark.kernel
+NONE = np.empty(0, np.float32)
+NO_MAX = np.empty((0, 0), np.int32)
+jagged = st.lists(st.lists(st.integers(0, 9), max_size=5), min_size=1, max_size=6)
+
+
+def starts_of(bags: list[list[int]]) -> Any:
+    return np.cumsum([0, *(len(bag) for bag in bags)]).astype(np.int64)
+
+
+@given(keys=st.lists(st.integers(-(2**62), 2**62) | st.integers(0, 5), max_size=40))
+def test_unique_in_order(keys: list[int]) -> None:
+    array = np.array(keys, np.int64)
+    scratch = np.full(128, -1, np.int32)
+    unique, inverse = np.empty_like(array), np.empty(len(keys), np.int32)
+    count = kernels.unique_in_order(array, scratch, unique, inverse)
+    assert unique[:count].tolist() == list(dict.fromkeys(keys))
+    assert np.array_equal(unique[inverse], array)
+
+
+@given(bags=jagged)
+def test_group_positions(bags: list[list[int]]) -> None:
+    flat = [row for bag in bags for row in bag]
+    numbers = list(dict.fromkeys(flat))
+    inverse = np.array([numbers.index(row) for row in flat], np.int32)
+    starts = np.empty(len(numbers) + 1, np.int64)
+    order, bag_of = np.empty(len(flat), np.int32), np.empty(len(flat), np.int32)
+    kernels.group_positions(inverse, len(numbers), starts_of(bags), starts, order, bag_of)
+    for number in range(len(numbers)):
+        group = order[starts[number] : starts[number + 1]].tolist()
+        assert group == [position for position, value in enumerate(inverse) if value == number]
+    assert bag_of.tolist() == [number for number, bag in enumerate(bags) for _ in bag]
+
+
+@pytest.mark.parametrize("cut", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("mode", [kernels.SUM, kernels.MEAN, kernels.MAX])
+@given(bags=jagged)
+def test_pool_rows_in_one_part_or_two(mode: int, cut: float, bags: list[list[int]]) -> None:
+    weights = np.random.default_rng(0).standard_normal((10, 3)).astype(np.float32)
+    inverse = np.array([row for bag in bags for row in bag], np.int32)
+    slots = np.arange(10, dtype=np.int32)
+    out = np.zeros((len(bags), 4), np.float32)
+    arg_max = np.full((len(bags), 3), -1, np.int32) if mode == kernels.MAX else NO_MAX
+    sample_of = np.arange(len(bags), dtype=np.int32)
+    column_of = np.ones(len(bags), np.int32)
+    middle = int(len(inverse) * cut)
+    for first, last in ((0, middle), (middle, len(inverse))):
+        kernels.pool_rows(
+            0, len(bags), first, last, starts_of(bags), inverse[first:last], slots, NONE, mode,
+            weights, 3, 0, sample_of, column_of, out, arg_max,
+        )  # fmt: skip
+    assert not out[:, 0].any()
+    for number, bag in enumerate(bags):
+        rows = weights[bag]
+        if mode == kernels.MAX:
+            expected = rows.max(0) if bag else np.zeros(3)
+        else:
+            total = np.zeros(3, np.float32)
+            for row in rows:
+                total += row
+            expected = total / np.float32(len(bag)) if mode == kernels.MEAN and bag else total
+        assert np.array_equal(out[number, 1:], expected)
+
+
+@given(bags=jagged)
+def test_merge_and_update_is_independent_of_the_split(bags: list[list[int]]) -> None:
+    """SGD with rate 1 subtracts the merged gradient: summed over positions, in order, in float32."""
+    flat = [row for bag in bags for row in bag]
+    numbers = list(dict.fromkeys(flat))
+    inverse = np.array([numbers.index(row) for row in flat], np.int32)
+    starts = np.empty(len(numbers) + 1, np.int64)
+    order, bag_of = np.empty(len(flat), np.int32), np.empty(len(flat), np.int32)
+    kernels.group_positions(inverse, len(numbers), starts_of(bags), starts, order, bag_of)
+    rng = np.random.default_rng(len(flat))
+    gradient = rng.standard_normal((len(bags), 3)).astype(np.float32)
+    scale = rng.random(len(flat)).astype(np.float32)
+    weights = np.zeros((10, 3), np.float32)
+    hyper = optim.SGD(lr=1.0).hyper(1.0, 1)[None]
+    for begin, end in ((0, len(numbers) // 2), (len(numbers) // 2, len(numbers))):
+        merge_and_update(
+            begin, end, np.array(numbers[begin:end], np.int32), begin, starts, order, bag_of, scale, NO_MAX,
+            np.arange(len(bags), dtype=np.int32), np.zeros(len(bags), np.int32), gradient,
+            np.zeros(len(numbers), np.int32), np.zeros(1, np.int64), hyper, weights, np.empty((10, 0), np.float32), 3, 0,
+        )  # fmt: skip
+    expected = np.zeros((10, 3), np.float32)
+    for position, row in enumerate(flat):
+        expected[row] += scale[position] * gradient[bag_of[position]]
+    assert np.array_equal(weights, -expected)
+
+
+def test_copies_in_and_out() -> None:
+    weights = np.zeros((6, 4), np.float32)
+    rows = np.arange(9, dtype=np.float32).reshape(3, 3)
+    inverse, slots = np.array([0, 1, 0], np.int32), np.array([5, 2], np.int32)
+    kernels.copy_rows_in(inverse, slots, rows, weights, 3)
+    assert np.array_equal(weights[5, :3], rows[2])
+    assert np.array_equal(weights[2, :3], rows[1])
+    out = np.empty((3, 3), np.float32)
+    kernels.copy_rows_out(inverse, slots, weights, 3, out)
+    assert np.array_equal(out, rows[[2, 1, 2]])
+
+
+def test_join_keys_finds_the_first_wrong_id() -> None:
+    ids = np.array([3, 4, 9, 10, 1], np.int64)
+    lists = np.array([[0, 1, 2], [2, 4, 5]], np.int64)
+    keys, bag_starts = np.empty(5, np.int64), np.empty(5, np.int64)
+    arguments = ids, lists[:, 0].copy(), lists[:, 2].copy(), np.array([0, 7 << 40], np.int64)
+    assert kernels.join_keys(*arguments, np.array([10, 10], np.int64), lists, 2, keys, bag_starts) == 3
+    assert kernels.join_keys(*arguments, np.array([10, 11], np.int64), lists, 2, keys, bag_starts) == -1
+    assert keys.tolist() == [3, 4, *((7 << 40) + row for row in (9, 10, 1))]
+    assert bag_starts.tolist() == [0, 1, 2, 4, 5]

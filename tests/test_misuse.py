@@ -1,0 +1,262 @@
+"""Every wrong use gets its own clear error, and nothing is lost by it."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierstore
+from tierstore import errors, optim
+
+CONFIG = tierstore.TableConfig(name="items", num_embeddings=100, embedding_dim=4)
+
+
+@pytest.fixture
+def store(store_dir: Path) -> Any:
+    with tierstore.open(store_dir, ddr="1MiB") as opened:
+        opened.create_table(CONFIG)
+        yield opened
+
+
+@pytest.mark.parametrize("row", [-1, 100, 2**40, -(2**40)])
+def test_ids_out_of_range(store: tierstore.Store, row: int) -> None:
+    message = rf"id {row} is not a row of table 'items': ids are in \[0, 100\)"
+    ids, offsets = torch.tensor([3, row]), torch.tensor([0])
+    with pytest.raises(ValueError, match=message):
+        store["items"].read(ids)
+    with pytest.raises(ValueError, match=message):
+        store["items"].write(ids, torch.zeros(2, 4))
+    with pytest.raises(ValueError, match=message):
+        store["items"].pooled(ids, torch.tensor([0, 2]))
+    with pytest.raises(ValueError, match=message):
+        tierstore.TieredEmbeddingBag(store["items"])(ids, offsets)
+    assert store["items"].pool.cache.num_pinned == 0
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "message"),
+    [
+        ([1, 2], TypeError, "ids must be a Tensor, not list"),
+        (torch.tensor([1.0]), TypeError, "ids must be int64 or int32, not torch.float32"),
+        (torch.tensor([[1]]), ValueError, r"ids must be 1-D, not of shape \(1, 1\)"),
+        (torch.tensor(1), ValueError, "ids must be 1-D"),
+    ],
+)
+def test_ids_of_another_kind(store: tierstore.Store, ids: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        store["items"].read(ids)
+
+
+@pytest.mark.parametrize(
+    ("rows", "error", "message"),
+    [
+        (torch.zeros(2, 4, dtype=torch.float64), TypeError, "rows must be a Tensor of torch.float32"),
+        (torch.zeros(2, 5), ValueError, r"rows must be \[2, 4\], not \[2, 5\]"),
+        (torch.zeros(3, 4), ValueError, r"rows must be \[2, 4\], not \[3, 4\]"),
+        ([[0.0] * 4] * 2, TypeError, "not list"),
+    ],
+)
+def test_rows_of_another_kind_write_nothing(
+    store: tierstore.Store, rows: Any, error: type[Exception], message: str
+) -> None:
+    ids = torch.tensor([1, 2])
+    before = store["items"].read(ids)
+    with pytest.raises(error, match=message):
+        store["items"].write(ids, rows)
+    assert torch.equal(store["items"].read(ids), before)
+
+
+@pytest.mark.parametrize("offsets", [[], [0], [1, 3], [0, 2], [0, 4], [0, 2, 1, 3]])
+def test_offsets_that_do_not_fit(store: tierstore.Store, offsets: list[int]) -> None:
+    with pytest.raises(ValueError, match="offsets must start at 0, never descend and end at the number of ids, 3"):
+        store["items"].pooled(torch.tensor([1, 2, 3]), torch.tensor(offsets, dtype=torch.int64))
+
+
+def test_per_sample_weights_that_do_not_fit(store: tierstore.Store) -> None:
+    ids, offsets = torch.tensor([1, 2]), torch.tensor([0, 2])
+    table = store["items"]
+    with pytest.raises(ValueError, match='goes with mode="sum" only'):
+        table.pooled(ids, offsets, mode="mean", per_sample_weights=torch.ones(2))
+    with pytest.raises(ValueError, match=r"must be \[2\]"):
+        table.pooled(ids, offsets, per_sample_weights=torch.ones(3))
+    with pytest.raises(TypeError, match="float32"):
+        table.pooled(ids, offsets, per_sample_weights=torch.ones(2, dtype=torch.float64))
+    with pytest.raises(ValueError, match="mode='median' is not one of sum, mean, max"):
+        table.pooled(ids, offsets, mode="median")
+
+
+def test_a_read_only_store_cannot_be_changed(store: tierstore.Store, store_dir: Path) -> None:
+    store["items"].write(torch.tensor([5]), torch.ones(1, 4))
+    store.commit()
+    store.close()
+    with tierstore.open(store_dir, mode="r", ddr="1MiB") as readonly:
+        table = readonly["items"]
+        assert torch.equal(table.read(torch.tensor([5])), torch.ones(1, 4))
+        for change in (
+            lambda: table.write(torch.tensor([5]), torch.zeros(1, 4)),
+            lambda: readonly.commit(),
+            lambda: readonly.create_table(tierstore.TableConfig(name="x", num_embeddings=1, embedding_dim=1)),
+        ):
+            with pytest.raises(errors.ReadOnlyError, match='open it with mode="w"'):
+                change()
+        out = tierstore.TieredEmbeddingBag(table)(torch.tensor([[5]]))
+        assert not out.requires_grad
+
+
+def test_a_second_writer_is_told_who_holds_the_store(store: tierstore.Store, store_dir: Path) -> None:
+    with pytest.raises(errors.StoreLockedError):
+        tierstore.open(store_dir, ddr="1MiB")
+    code = f"import tierstore; tierstore.open({str(store_dir)!r}, ddr='1MiB')"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert other.returncode != 0
+    assert "StoreLockedError" in other.stderr
+    assert store.commit() == 1
+
+
+def test_use_after_close(store: tierstore.Store) -> None:
+    table = store["items"]
+    bag = tierstore.TieredEmbeddingBag(table)
+    store.close()
+    store.close()
+    for use in (
+        lambda: table.read(torch.tensor([1])),
+        lambda: table.write(torch.tensor([1]), torch.zeros(1, 4)),
+        lambda: bag(torch.tensor([[1]])),
+        store.commit,
+        store.stats,
+        store.verify,
+    ):
+        with pytest.raises(errors.ClosedError, match="closed"):
+            use()
+
+
+def test_backward_after_close_is_a_clear_error(store: tierstore.Store) -> None:
+    out = tierstore.TieredEmbeddingBag(store["items"])(torch.tensor([[1]]))
+    store.close()
+    with pytest.raises(errors.ClosedError, match="closed"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("ddr", [0, 1000, "100KiB"])
+def test_a_budget_too_small_names_what_is_needed(store_dir: Path, ddr: Any) -> None:
+    with tierstore.open(store_dir, ddr=ddr) as store:
+        table = store.create_table(CONFIG)
+        with pytest.raises(errors.BudgetError, match="give at least") as caught:
+            table.read(torch.tensor([1]))
+    needed = str(caught.value).split("give at least ")[1]
+    with tierstore.open(store_dir, ddr=needed.replace(" ", "")) as store:
+        assert store["items"].read(torch.tensor([1])).shape == (1, 4)
+
+
+def test_unknown_tables_and_tables_made_twice(store: tierstore.Store) -> None:
+    with pytest.raises(errors.TableError, match="did you mean 'items'"):
+        store["item"]
+    with pytest.raises(errors.TableError, match="there are items"):
+        store["zzz"]
+    assert store.create_table(CONFIG) is store["items"]
+    with pytest.raises(errors.TableError, match="choose another name"):
+        store.create_table(tierstore.TableConfig(name="items", num_embeddings=100, embedding_dim=8))
+
+
+def test_opening_what_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(errors.StoreNotFoundError, match='mode="w" creates one'):
+        tierstore.open(tmp_path / "nothing", mode="r")
+    assert not (tmp_path / "nothing").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": "a"}, "mode='a' is not one of r, w"),
+        ({"policy": "mru"}, "policy='mru'"),
+        ({"ddr": "lots"}, "ddr='lots' is not a size"),
+        ({"ddr": -1}, "cannot be negative"),
+        ({"hbm": "1GiB"}, "no HBM tier"),
+        ({"device": "cuda"}, "no HBM tier"),
+        ({"threads": 0}, r"threads=0 must be in \[1, 1024\]"),
+    ],
+)
+def test_wrong_arguments_to_open(store_dir: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tierstore.open(store_dir, **arguments)
+    assert not store_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"name": ""}, ValueError),
+        ({"num_embeddings": 0}, ValueError),
+        ({"num_embeddings": 2**41}, ValueError),
+        ({"num_embeddings": 1.5}, TypeError),
+        ({"embedding_dim": 0}, ValueError),
+        ({"embedding_dim": True}, TypeError),
+        ({"dtype": "float64"}, ValueError),
+        ({"pooling": "none"}, ValueError),
+        ({"feature_names": "abc"}, TypeError),
+        ({"feature_names": ("a", "a")}, ValueError),
+        ({"init": 0.0}, TypeError),
+        ({"optimizer": "sgd"}, TypeError),
+    ],
+)
+def test_wrong_table_configs(fields: dict[str, Any], error: type[Exception]) -> None:
+    right: dict[str, Any] = {"name": "t", "num_embeddings": 10, "embedding_dim": 4}
+    with pytest.raises(error, match=next(iter(fields))):
+        tierstore.TableConfig(**(right | fields))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: optim.SGD(lr=-1.0),
+        lambda: optim.Adam(betas=(0.9, 1.0)),
+        lambda: optim.Adagrad(eps=float("nan")),
+        lambda: tierstore.init.Uniform(1.0, 0.0),
+        lambda: tierstore.init.Normal(std=-1.0),
+        lambda: tierstore.init.Constant(float("inf")),
+    ],
+)
+def test_wrong_hyper_parameters(make: Any) -> None:
+    with pytest.raises(ValueError, match="="):
+        make()
+
+
+def test_rows_too_wide_for_a_block(store: tierstore.Store) -> None:
+    wide = tierstore.TableConfig(name="wide", num_embeddings=10, embedding_dim=2**17)
+    with pytest.raises(ValueError, match="Split the table by columns"):
+        store.create_table(wide)
+    assert "wide" not in store
+
+
+def test_features_and_batches_that_do_not_fit(store: tierstore.Store) -> None:
+    collection = tierstore.TieredEmbeddingBagCollection(store)
+    one = torch.ones(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="feature 'items' is missing from the batch"):
+        collection(tierstore.KeyedJaggedTensor(["item"], one, lengths=one))
+    with pytest.raises(ValueError, match="cannot be divided among 2 features"):
+        tierstore.KeyedJaggedTensor(["a", "b"], one, lengths=one)
+    with pytest.raises(ValueError, match="one of the two"):
+        tierstore.KeyedJaggedTensor(["a"], one)
+    store.create_table(tierstore.TableConfig(name="b", num_embeddings=1, embedding_dim=1, feature_names=("items",)))
+    with pytest.raises(errors.TableError, match="feature 'items' belongs to the tables"):
+        tierstore.TieredEmbeddingBagCollection(store)
+
+
+def test_extra_that_json_cannot_hold_commits_nothing(store: tierstore.Store) -> None:
+    with pytest.raises(TypeError, match="put tensors in tensors="):
+        store.commit(extra={"x": torch.ones(1)})
+    with pytest.raises(TypeError, match=r"tensors\['x'\] must be a Tensor"):
+        store.commit(tensors={"x": 1})  # type: ignore[dict-item]
+    assert store.version == 0
+
+
+def test_tables_cannot_be_made_while_rows_are_in_use(store: tierstore.Store) -> None:
+    out = tierstore.TieredEmbeddingBag(store["items"])(torch.tensor([[1]]))
+    new = tierstore.TableConfig(name="new", num_embeddings=1, embedding_dim=1)
+    with pytest.raises(errors.TableError, match="a batch under way"):
+        store.create_table(new)
+    out.sum().backward()
+    assert store.create_table(new).name == "new"

@@ -1,0 +1,178 @@
+"""The pipeline: order, depth, bounds, and what happens when something fails in it."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierstore
+from tierstore import errors
+
+
+def make_collection(store: tierstore.Store, rows: int = 500) -> tierstore.TieredEmbeddingBagCollection:
+    store.create_table(tierstore.TableConfig(name="a", num_embeddings=rows, embedding_dim=4))
+    return tierstore.TieredEmbeddingBagCollection(store)
+
+
+def batch(*ids: int) -> tierstore.KeyedJaggedTensor:
+    return tierstore.KeyedJaggedTensor(["a"], torch.tensor(ids), lengths=torch.ones(len(ids), dtype=torch.int64))
+
+
+def pinned(store: tierstore.Store) -> int:
+    return store["a"].pool.cache.num_pinned
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 8])
+def test_batches_come_in_order_and_nothing_stays_pinned(store_dir: Path, depth: int) -> None:
+    with tierstore.open(store_dir, ddr="1MiB") as store:
+        collection = make_collection(store)
+        batches = [batch(i, i + 1, 499) for i in range(20)]
+        seen = []
+        for item in tierstore.prefetch(batches, collection, depth=depth):
+            collection(item).values().sum().backward()
+            seen.append(item)
+        assert [id(item) for item in seen] == [id(item) for item in batches]
+        assert pinned(store) == 0
+
+
+def test_rows_are_in_place_before_the_batch_is_asked_for(store_dir: Path) -> None:
+    with tierstore.open(store_dir, ddr="1MiB") as store:
+        collection = make_collection(store)
+        pipeline = tierstore.prefetch([batch(1, 2), batch(3, 4)], collection, depth=1)
+        first = next(pipeline)
+        collection(first)
+        second = next(pipeline)
+        misses = store.stats().ddr.misses
+        collection(second)
+        assert store.stats().ddr.misses == misses == 4
+
+
+def test_the_reader_is_never_more_than_depth_and_one_ahead(store_dir: Path) -> None:
+    read = 0
+
+    def reader() -> Iterator[tierstore.KeyedJaggedTensor]:
+        nonlocal read
+        for i in range(50):
+            read = i + 1
+            yield batch(i)
+
+    with tierstore.open(store_dir, ddr="1MiB") as store:
+        collection = make_collection(store)
+        for used, item in enumerate(tierstore.prefetch(reader(), collection, depth=3), 1):
+            collection(item).values().sum().backward()
+            assert read <= used + 3 + 1
+
+
+def test_an_error_in_the_reader_comes_after_the_batches_before_it(store_dir: Path) -> None:
+    def reader() -> Iterator[tierstore.KeyedJaggedTensor]:
+        yield batch(1)
+        yield batch(2)
+        raise OSError("the disk fell off")
+
+    with tierstore.open(store_dir, ddr="1MiB") as store:
+        collection = make_collection(store)
+        pipeline = tierstore.prefetch(reader(), collection, depth=4)
+        for _ in range(2):
+            collection(next(pipeline)).values().sum().backward()
+        with pytest.raises(OSError, match="the disk fell off") as caught:
+            next(pipeline)
+        assert "reader" in [entry.name for entry in caught.traceback]
+        assert pinned(store) == 0
+        assert store.commit() == 1
+
+
+def test_a_wrong_id_in_a_later_batch_surfaces_with_its_cause(store_dir: Path) -> None:
+    with tierstore.open(store_dir, ddr="1MiB") as store:
+        collection = make_collection(store)
+        pipeline = tierstore.prefetch([batch(1), batch(500), batch(2)], collection, depth=2)
+        collection(next(pipeline)).values().sum().backward()
+        with pytest.raises(ValueError, match=r"id 500 is not a row of table 'a'"):
+            next(pipeline)
+        assert pinned(store) == 0
+        assert torch.isfinite(store["a"].read(torch.arange(500))).all()
+
+
+def test_an_error_in_the_model_leaves_nothing_pinned_and_no_thread(store_dir: Path) -> None:
+    with tierstore.open(store_dir, ddr="1MiB") as store:
+        collection = make_collection(store)
+        with pytest.raises(ZeroDivisionError):
+            run_and_fail(collection)
+        assert pinned(store) == 0
+        assert not [thread for thread in threading.enumerate() if thread.name == "tierstore-prefetch"]
+        collection(batch(3)).values().sum().backward()
+        assert store.commit() == 1
+
+
+def run_and_fail(collection: Any) -> None:
+    pipeline = tierstore.prefetch([batch(i) for i in range(9)], collection, depth=3)
+    try:
+        for item in pipeline:
+            out = collection(item).values()
+            raise ZeroDivisionError(out.shape)
+    finally:
+        pipeline.close()  # type: ignore[attr-defined]
+
+
+def test_a_batch_larger_than_the_cache_works(store_dir: Path) -> None:
+    with tierstore.open(store_dir, ddr="390KiB") as store:
+        collection = make_collection(store, rows=5000)
+        before = store["a"].read(torch.arange(5000))
+        for item in tierstore.prefetch([batch(*range(5000))] * 3, collection, depth=2):
+            collection(item).values().sum().backward()
+        assert store.stats().ddr.capacity_rows < 1000
+        assert store.stats().ddr.split_batches > 0
+        expected = before
+        for _ in range(3):
+            expected = expected - torch.tensor(0.01)
+        assert torch.equal(store["a"].read(torch.arange(5000)), expected)
+
+
+def test_ids_changed_after_preparation_are_looked_up_anew(store_dir: Path) -> None:
+    with tierstore.open(store_dir, ddr="1MiB") as store:
+        collection = make_collection(store)
+        for item in tierstore.prefetch([batch(1)], collection, depth=1):
+            item.values()[0] = 7
+            assert torch.equal(collection(item)["a"], store["a"].read(torch.tensor([7])))
+        assert pinned(store) == 0
+
+
+def test_a_bag_can_be_prefetched(store_dir: Path) -> None:
+    with tierstore.open(store_dir, ddr="1MiB") as store:
+        make_collection(store)
+        bag = tierstore.TieredEmbeddingBag(store["a"], mode="sum")
+        pairs = [(torch.tensor([i, i + 1]), torch.tensor([0])) for i in range(5)]
+        for ids, offsets in tierstore.prefetch(pairs, bag, depth=2, features=lambda pair: pair):
+            assert torch.equal(bag(ids, offsets)[0], store["a"].read(ids).sum(0))
+        assert pinned(store) == 0
+
+
+def test_other_offsets_than_those_prepared_are_respected(store_dir: Path) -> None:
+    with tierstore.open(store_dir, ddr="1MiB") as store:
+        make_collection(store)
+        bag = tierstore.TieredEmbeddingBag(store["a"], mode="sum")
+        ids = torch.tensor([1, 2, 3])
+        for given, _ in tierstore.prefetch([(ids, torch.tensor([0]))], bag, depth=1, features=lambda pair: pair):
+            assert bag(given, torch.tensor([0, 1])).shape == (2, 4)
+        assert pinned(store) == 0
+
+
+def test_wrong_arguments(store_dir: Path) -> None:
+    with tierstore.open(store_dir, ddr="1MiB") as store:
+        collection = make_collection(store)
+        with pytest.raises(ValueError, match="depth=-1"):
+            tierstore.prefetch([], collection, depth=-1)
+        with pytest.raises(TypeError, match="pass features="):
+            next(iter(tierstore.prefetch([object()], collection, depth=1)))
+
+
+def test_closing_the_store_under_a_pipeline_is_a_clear_error(store_dir: Path) -> None:
+    store = tierstore.open(store_dir, ddr="1MiB")
+    collection = make_collection(store)
+    pipeline = tierstore.prefetch((batch(i) for i in range(100)), collection, depth=1)
+    next(pipeline)
+    store.close()
+    with pytest.raises(errors.ClosedError):
+        list(pipeline)

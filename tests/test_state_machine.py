@@ -1,0 +1,123 @@
+"""The whole store against a dict: any order of writes, reads, training steps, commits and reopenings.
+
+The model shares nothing with the store but the first values of rows, which ``test_init`` checks on their own.
+"""
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import tierstore
+from tierstore import optim
+from tierstore._jit import JIT_ENABLED
+
+ROWS = 300
+LR = 0.5
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+ids = st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=150)
+names = st.sampled_from(["one", "two", "three"])
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """``live`` is what reads must show, ``saved`` what a reopened store must show."""
+
+    @initialize(policy=st.sampled_from(["lru", "lfu", "reference-lru", "reference-lfu"]), threads=st.integers(1, 3))
+    def open(self, policy: str, threads: int) -> None:
+        self.directory = Path(tempfile.mkdtemp())
+        self.settings: dict[str, Any] = {"policy": policy, "threads": threads, "ddr": "420KiB"}
+        self.store = tierstore.open(self.directory / "store", **self.settings)
+        self.live: dict[str, dict[int, torch.Tensor]] = {}
+        self.saved: dict[str, dict[int, torch.Tensor]] = {}
+        self.first: dict[str, torch.Tensor] = {}
+        self.saved_extra: dict[str, int] = {}
+        self.version = 0
+
+    @rule(name=names, dtype=st.sampled_from(sorted(DTYPES)), dim=st.integers(1, 9))
+    def create(self, name: str, dtype: Any, dim: int) -> None:
+        if name in self.live:
+            return
+        config = tierstore.TableConfig(
+            name=name, num_embeddings=ROWS, embedding_dim=dim, dtype=dtype,
+            init=tierstore.init.Uniform(-1, 1, seed=len(self.live)), optimizer=optim.SGD(lr=LR),
+        )  # fmt: skip
+        table = self.store.create_table(config)
+        self.first[name] = table.read(torch.arange(ROWS))
+        self.live[name], self.saved[name] = {}, {}
+
+    def expected(self, name: str, rows: list[int]) -> torch.Tensor:
+        return torch.stack([self.live[name].get(row, self.first[name][row]) for row in rows])
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), rows=ids)
+    def write(self, data: st.DataObject, rows: list[int]) -> None:
+        name = data.draw(st.sampled_from(sorted(self.live)))
+        values = torch.randn(len(rows), self.first[name].shape[1]).to(self.first[name].dtype)
+        self.store[name].write(torch.tensor(rows), values)
+        for row, value in zip(rows, values, strict=True):
+            self.live[name][row] = value
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), rows=ids)
+    def read(self, data: st.DataObject, rows: list[int]) -> None:
+        name = data.draw(st.sampled_from(sorted(self.live)))
+        assert torch.equal(self.store[name].read(torch.tensor(rows)), self.expected(name, rows))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), rows=ids)
+    def train(self, data: st.DataObject, rows: list[int]) -> None:
+        """One bag of all rows, loss = sum: each row's gradient is how often it occurs."""
+        name = data.draw(st.sampled_from(sorted(self.live)))
+        bag = tierstore.TieredEmbeddingBag(self.store[name], mode="sum")
+        out = bag(torch.tensor([rows]))
+        total = np.zeros(self.first[name].shape[1], np.float32)
+        for value in self.expected(name, rows):
+            total += value.float().numpy()
+        assert np.array_equal(out[0].detach().numpy(), total)
+        out.sum().backward()
+        for row in set(rows):
+            old = self.live[name].get(row, self.first[name][row])
+            step = torch.tensor(LR * rows.count(row))
+            self.live[name][row] = (old.float() - step).to(old.dtype)
+
+    @rule(extra=st.integers(0, 1000))
+    def commit(self, extra: int) -> None:
+        self.version += 1
+        assert self.store.commit(extra={"number": extra}) == self.version
+        self.saved = {name: dict(rows) for name, rows in self.live.items()}
+        self.saved_extra = {"number": extra}
+
+    @rule(policy=st.sampled_from(["lru", "lfu"]), ddr=st.sampled_from(["420KiB", "4MiB"]))
+    def reopen(self, policy: str, ddr: str) -> None:
+        self.store.close()
+        self.settings |= {"policy": policy, "ddr": ddr}
+        self.store = tierstore.open(self.directory / "store", **self.settings)
+        self.live = {name: dict(rows) for name, rows in self.saved.items()}
+        assert self.store.version == self.version
+        assert self.store.extra == self.saved_extra
+
+    @invariant()
+    def counts_agree(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        for table in self.store.tables.values():
+            table.pool.cache.check_integrity()
+            assert table.pool.cache.num_pinned == 0
+
+    def teardown(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        for name in self.live:
+            assert torch.equal(self.store[name].read(torch.arange(ROWS)), self.expected(name, list(range(ROWS))))
+        self.store.verify()
+        self.store.close()
+        shutil.rmtree(self.directory)
+
+
+TestStore = StoreMachine.TestCase
+TestStore.settings = TestStore.settings.__class__(max_examples=30 if JIT_ENABLED else 3, stateful_step_count=25)

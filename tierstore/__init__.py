@@ -1,0 +1,34 @@
+"""tierstore: embedding tables larger than memory, with the same numbers as in memory.
+
+Hot rows in GPU memory, warm rows in host memory, cold rows on SSD; one module drops into a model, the sparse
+optimizer runs inside backward, and a commit is atomic over everything.
+"""
+
+from . import errors, init, optim
+from .config import TableConfig
+from .io.prefetch import prefetch
+from .nn import KeyedJaggedTensor, KeyedTensor, TieredEmbeddingBag, TieredEmbeddingBagCollection
+from .stats import Stats, TierStats
+from .store import Store
+from .store import open_store as open  # noqa: A004 - tierstore.open, as gzip.open
+from .table import Table
+
+__all__ = [
+    "KeyedJaggedTensor",
+    "KeyedTensor",
+    "Stats",
+    "Store",
+    "Table",
+    "TableConfig",
+    "TierStats",
+    "TieredEmbeddingBag",
+    "TieredEmbeddingBagCollection",
+    "__version__",
+    "errors",
+    "init",
+    "open",
+    "optim",
+    "prefetch",
+]
+
+__version__ = "0.1.0"

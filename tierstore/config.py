@@ -1,0 +1,108 @@
+"""What a table is: a frozen, keyword-only description that the manifest keeps."""
+
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, get_args
+
+from . import init as initializers
+from . import optim
+from .rows import MAX_ROWS, DtypeName, RowLayout
+
+__all__ = ["Pooling", "TableConfig", "require_choice", "require_int"]
+
+Pooling = Literal["sum", "mean", "max"]
+_MAX_NAME: Final = 200
+
+
+def require_choice(value: object, choices: tuple[str, ...], name: str) -> None:
+    """ValueError unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}")
+
+
+def require_int(value: object, name: str, low: int, high: int) -> None:
+    """TypeError unless an int, ValueError unless in [low, high]."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, not {type(value).__name__}")
+    if not low <= value <= high:
+        raise ValueError(f"{name}={value} must be in [{low}, {high}]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableConfig:
+    """One embedding table.
+
+    Attributes:
+        name: unique in the store.
+        num_embeddings: rows; ids are in [0, num_embeddings).
+        embedding_dim: columns.
+        dtype: storage type of the weights: "float32", "float16" or "bfloat16". Arithmetic and
+            pooled results are float32.
+        feature_names: features looked up in this table by a collection; default: the table's name.
+        pooling: how a collection pools a bag: "sum", "mean" or "max".
+        init: first value of rows never written.
+        optimizer: update rule of the rows; its state is stored with each row.
+    """
+
+    name: str
+    num_embeddings: int
+    embedding_dim: int
+    dtype: DtypeName = "float32"
+    feature_names: tuple[str, ...] = ()
+    pooling: Pooling = "sum"
+    init: initializers.Initializer = field(default_factory=initializers.Uniform)
+    optimizer: optim.Optimizer = field(default_factory=optim.SGD)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not 0 < len(self.name) <= _MAX_NAME:
+            raise ValueError(f"name={self.name!r} must be a str of 1 to {_MAX_NAME} characters")
+        require_int(self.num_embeddings, "num_embeddings", 1, MAX_ROWS)
+        require_int(self.embedding_dim, "embedding_dim", 1, 1 << 20)
+        require_choice(self.dtype, get_args(DtypeName), "dtype")
+        require_choice(self.pooling, get_args(Pooling), "pooling")
+        if isinstance(self.feature_names, str):
+            raise TypeError(f"feature_names must be a tuple of names, not the str {self.feature_names!r}")
+        names = tuple(self.feature_names) or (self.name,)
+        if len(set(names)) != len(names) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"feature_names={names!r} must be distinct strings")
+        object.__setattr__(self, "feature_names", names)
+        if not isinstance(self.init, initializers.Initializer):
+            raise TypeError(f"init must be a tierstore.init.Initializer, not {type(self.init).__name__}")
+        if not isinstance(self.optimizer, optim.Optimizer):
+            raise TypeError(f"optimizer must be a tierstore.optim.Optimizer, not {type(self.optimizer).__name__}")
+
+    def layout(self, page_bytes: int) -> RowLayout:
+        """How this table's rows lie in memory and on disk."""
+        return RowLayout(
+            dim=self.embedding_dim,
+            dtype=self.dtype,
+            state_dim=self.optimizer.state_dim(self.embedding_dim),
+            page_bytes=page_bytes,
+        )
+
+    def size_bytes(self, page_bytes: int) -> int:
+        """Bytes of all rows with their state, were they all in memory."""
+        return self.num_embeddings * self.layout(page_bytes).row_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form; ``from_dict`` reads it back."""
+        return {
+            "name": self.name,
+            "num_embeddings": self.num_embeddings,
+            "embedding_dim": self.embedding_dim,
+            "dtype": self.dtype,
+            "feature_names": list(self.feature_names),
+            "pooling": self.pooling,
+            "init": self.init.to_dict(),
+            "optimizer": self.optimizer.to_dict(),
+        }
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> "TableConfig":
+        """Inverse of ``to_dict``. ValueError or TypeError for anything it did not write."""
+        rest = dict(fields)
+        return cls(
+            init=initializers.from_dict(rest.pop("init")),
+            optimizer=optim.from_dict(rest.pop("optimizer")),
+            feature_names=tuple(rest.pop("feature_names")),
+            **rest,
+        )

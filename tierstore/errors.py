@@ -1,0 +1,82 @@
+"""What can go wrong, as one tree. A wrong argument is a ``ValueError`` or ``TypeError``, as everywhere in Python.
+
+::
+
+    TierstoreError
+    ├── StoreNotFoundError     no store in the directory (mode "r")
+    ├── StoreLockedError       another writer has the store open
+    ├── ClosedError            the store was closed
+    ├── ReadOnlyError          a write to a store opened with mode="r"
+    ├── BudgetError            the memory budget cannot hold what was asked
+    ├── TableError             unknown table, or a table created again with another configuration
+    ├── DiskFullError          the file system has no room left; nothing committed was lost
+    └── DamagedError           what is on disk is not what was written
+        ├── FormatError        not a tierstore file, or a version this release cannot read
+        ├── TruncatedError     a file is shorter than its own header says
+        └── ChecksumError      a row, block or manifest does not match its checksum
+
+Every message names the file or the argument and the way out.
+"""
+
+__all__ = [
+    "BudgetError",
+    "ChecksumError",
+    "ClosedError",
+    "DamagedError",
+    "DiskFullError",
+    "FormatError",
+    "ReadOnlyError",
+    "StoreLockedError",
+    "StoreNotFoundError",
+    "TableError",
+    "TierstoreError",
+    "TruncatedError",
+]
+
+
+class TierstoreError(Exception):
+    """Base of every error that is not a plain wrong argument."""
+
+
+class StoreNotFoundError(TierstoreError):
+    """There is no store at the path."""
+
+
+class StoreLockedError(TierstoreError):
+    """Another writer holds the store."""
+
+
+class ClosedError(TierstoreError):
+    """The store was closed."""
+
+
+class ReadOnlyError(TierstoreError):
+    """The store was opened with mode="r"."""
+
+
+class BudgetError(TierstoreError):
+    """The memory budget cannot hold what was asked of it."""
+
+
+class TableError(TierstoreError):
+    """No such table, or one of that name with another configuration."""
+
+
+class DiskFullError(TierstoreError):
+    """The file system is full; the last commit is intact."""
+
+
+class DamagedError(TierstoreError):
+    """What is on disk is not what was written."""
+
+
+class FormatError(DamagedError):
+    """Not a tierstore file, or of a version this release cannot read."""
+
+
+class TruncatedError(DamagedError):
+    """A file is shorter than its own header says."""
+
+
+class ChecksumError(DamagedError):
+    """Data on disk does not match its checksum."""

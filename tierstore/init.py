@@ -1,0 +1,163 @@
+"""Counter-based initialisers: the value of an untouched row is a pure function of (seed, table, row, column).
+
+Nothing is stored and nothing is drawn in order, so a row has the same first value whenever and wherever it is first
+read. Random bits come from the SplitMix64 output function (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
+Generators, OOPSLA 2014) applied to a counter: two rounds mix seed and row key, one more each column.
+"""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Final
+
+import numpy as np
+
+from . import floats
+from ._jit import inline, kernel
+
+__all__ = ["Constant", "Initializer", "Normal", "Uniform", "from_dict"]
+
+_CONSTANT: Final = 0
+_UNIFORM: Final = 1
+_NORMAL: Final = 2
+
+
+@dataclass(frozen=True)
+class Initializer:
+    """Base of the initialisers; subclasses give ``kind`` and two parameters to the kernel."""
+
+    kind: ClassVar[str] = ""
+    _code: ClassVar[int] = _CONSTANT
+
+    def _parameters(self) -> tuple[float, float, int]:
+        raise NotImplementedError
+
+    def fill(self, keys: Any, slots: Any, weights: Any, dim: int, half: int) -> None:
+        """Write the first value of row ``keys[i]`` into ``weights[slots[i], :dim]``.
+
+        Args:
+            keys: int64 [n], row keys (table index and row).
+            slots: int32 [n].
+            weights: float32 or uint16 [capacity, >= dim]; columns from ``dim`` on become 0.
+            half: ``floats.half_code`` of the dtype.
+        """
+        first, second, seed = self._parameters()
+        fill_rows(self._code, first, second, np.uint64(seed % 2**64), keys, slots, weights, dim, half)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form; ``from_dict`` reads it back."""
+        return {"kind": self.kind, **asdict(self)}
+
+
+@dataclass(frozen=True)
+class Constant(Initializer):
+    """Every column is ``value``."""
+
+    value: float = 0.0
+    kind: ClassVar[str] = "constant"
+    _code: ClassVar[int] = _CONSTANT
+
+    def __post_init__(self) -> None:
+        _require_finite(value=self.value)
+
+    def _parameters(self) -> tuple[float, float, int]:
+        return self.value, 0.0, 0
+
+
+@dataclass(frozen=True)
+class Uniform(Initializer):
+    """Independent uniform columns in [low, high)."""
+
+    low: float = -0.01
+    high: float = 0.01
+    seed: int = 0
+    kind: ClassVar[str] = "uniform"
+    _code: ClassVar[int] = _UNIFORM
+
+    def __post_init__(self) -> None:
+        _require_finite(low=self.low, high=self.high)
+        if not self.low <= self.high:
+            raise ValueError(f"Uniform: low={self.low} is above high={self.high}")
+
+    def _parameters(self) -> tuple[float, float, int]:
+        return self.low, self.high, self.seed
+
+
+@dataclass(frozen=True)
+class Normal(Initializer):
+    """Independent normal columns (Box and Muller 1958, in float64)."""
+
+    mean: float = 0.0
+    std: float = 0.01
+    seed: int = 0
+    kind: ClassVar[str] = "normal"
+    _code: ClassVar[int] = _NORMAL
+
+    def __post_init__(self) -> None:
+        _require_finite(mean=self.mean, std=self.std)
+        if self.std < 0:
+            raise ValueError(f"Normal: std={self.std} is negative")
+
+    def _parameters(self) -> tuple[float, float, int]:
+        return self.mean, self.std, self.seed
+
+
+def _require_finite(**values: float) -> None:
+    for name, value in values.items():
+        if not math.isfinite(value):
+            raise ValueError(f"{name}={value} must be finite")
+
+
+_KINDS: Final[dict[str, type[Initializer]]] = {kind.kind: kind for kind in (Constant, Uniform, Normal)}
+
+
+def from_dict(fields: dict[str, Any]) -> Initializer:
+    """Inverse of ``Initializer.to_dict``. ValueError for an unknown kind."""
+    rest = dict(fields)
+    kind = rest.pop("kind", None)
+    if kind not in _KINDS:
+        raise ValueError(f"initializer kind {kind!r} is not one of {sorted(_KINDS)}")
+    return _KINDS[kind](**rest)
+
+
+@inline
+def mix64(value: Any) -> Any:
+    """SplitMix64's output function."""
+    value = np.uint64(value + np.uint64(0x9E3779B97F4A7C15))
+    value = np.uint64((value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9))
+    value = np.uint64((value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB))
+    return np.uint64(value ^ (value >> np.uint64(31)))
+
+
+@inline
+def _unit(bits: Any) -> Any:
+    """float64 in [0, 1) from the top 53 bits."""
+    return np.float64(np.uint64(bits >> np.uint64(11))) * (1.0 / 9007199254740992.0)
+
+
+@inline
+def _value(code: int, first: float, second: float, row_bits: Any, column: int) -> Any:
+    if code == _CONSTANT:
+        return np.float32(first)
+    bits = mix64(np.uint64(row_bits + np.uint64(column)))
+    if code == _UNIFORM:
+        value = np.float32(first + (second - first) * _unit(bits))
+        # Rounding to float32 may reach the open end; step back inside.
+        return value if value < second or first == second else np.float32(first)
+    radius = math.sqrt(-2.0 * math.log(1.0 - _unit(bits)))
+    angle = 2.0 * math.pi * _unit(mix64(np.uint64(bits ^ np.uint64(0xD1B54A32D192ED03))))
+    return np.float32(first + second * radius * math.cos(angle))
+
+
+@kernel
+def fill_rows(
+    code: int, first: float, second: float, seed: Any, keys: Any, slots: Any, weights: Any, dim: int, half: int
+) -> None:
+    """Initial weights of ``keys`` into ``slots``; see ``Initializer.fill``."""
+    seed_bits = mix64(seed)
+    for i in range(keys.shape[0]):
+        row_bits = mix64(np.uint64(seed_bits ^ np.uint64(keys[i])))
+        slot = slots[i]
+        for column in range(dim):
+            floats.store(weights, slot, column, _value(code, first, second, row_bits, column), half)
+        for column in range(dim, weights.shape[1]):
+            weights[slot, column] = 0

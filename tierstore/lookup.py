@@ -1,0 +1,228 @@
+"""One pooled lookup: the ids of some features of one pool, where each bag's result goes, forward and fused backward.
+
+Features must be ordered so that those sharing a table are neighbours. A lookup is used once: prepared (perhaps
+ahead, by the prefetch pipeline), run forward, and, if gradients are wanted, run backward.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+
+from . import kernels
+from .optim.configs import NUM_HYPER
+from .optim.kernels import merge_and_update
+from .pool import Lease, Pool
+from .rows import KEY_ROW_BITS
+
+if TYPE_CHECKING:
+    from .table import Table
+
+__all__ = ["MODES", "Jagged", "Lookup"]
+
+MODES: Final = {"sum": kernels.SUM, "mean": kernels.MEAN, "max": kernels.MAX}
+_NO_FLOATS: Final = np.empty(0, np.float32)
+_NO_ARG_MAX: Final = np.empty((0, 0), np.int32)
+
+
+class Jagged(NamedTuple):
+    """Ids of many features, key-major: all bags of feature 0, then all of feature 1, ...
+
+    Attributes:
+        ids: int64 or int32 [N].
+        offsets: int64 [features * batch + 1].
+        batch: bags of each feature.
+        scale: float32 [N], per-sample weights, or None.
+    """
+
+    ids: Any
+    offsets: Any
+    batch: int
+    scale: Any = None
+
+
+class Lookup:
+    """See the module's docstring.
+
+    Args:
+        pool: where all the tables' rows live.
+        tables: the table of each feature.
+        features: which feature of ``jagged`` each of them is.
+        columns: where each feature's results begin in the output's columns.
+        mode: "sum", "mean" or "max", for all features.
+
+    Raises:
+        ValueError: an id outside its table; names the table and the id.
+    """
+
+    def __init__(
+        self, pool: Pool, tables: "Sequence[Table]", jagged: Jagged, features: Any, columns: Any, *, mode: str
+    ) -> None:
+        self._pool = pool
+        self._tables = list(dict.fromkeys(tables))
+        self._mode = MODES[mode]
+        self._lease: Lease | None = None
+        batch = jagged.batch
+        offsets = jagged.offsets
+        lists = np.lib.stride_tricks.sliding_window_view(offsets, batch + 1)[::batch] if batch else offsets[None, :1]
+        lists = np.ascontiguousarray(lists[features] if batch else np.repeat(lists, len(features), 0))
+        self._sources = list(zip(lists[:, 0].tolist(), lists[:, -1].tolist(), strict=True))
+        self._keys = np.empty(sum(stop - start for start, stop in self._sources), np.int64)
+        self._bag_starts = np.empty(len(features) * batch + 1, np.int64)
+        bad = kernels.join_keys(
+            jagged.ids,
+            lists[:, 0].copy(),
+            lists[:, -1].copy(),
+            np.array([table.index << KEY_ROW_BITS for table in tables], np.int64),
+            np.array([table.config.num_embeddings for table in tables], np.int64),
+            lists,
+            batch,
+            self._keys,
+            self._bag_starts,
+        )
+        if bad >= 0:
+            owner = next(t for t, (start, stop) in zip(tables, self._sources, strict=True) if start <= bad < stop)
+            raise owner.id_error(int(jagged.ids[bad]))
+        self._scale = _NO_FLOATS if jagged.scale is None else self._gather(jagged.scale)
+        self._sample_of = np.tile(np.arange(batch, dtype=np.int32), len(features))
+        self._column_of = np.repeat(np.asarray(columns, np.int32), batch)
+        self._arg_max = _NO_ARG_MAX
+
+    def _gather(self, scale: Any) -> Any:
+        return np.concatenate([scale[start:stop] for start, stop in self._sources] or [_NO_FLOATS])
+
+    def stage(self) -> None:
+        """Bring the rows in and keep them pinned until they are used, as far as the pool has room to keep them."""
+        if len(self._keys):
+            lease = self._pool.acquire(self._keys)
+            if not self._keep(lease):
+                lease.release()
+
+    def release(self) -> None:
+        """Unpin whatever is pinned; the lookup still works, it only has to bring its rows in again."""
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
+
+    def _keep(self, lease: Lease) -> bool:
+        if lease.consumed < len(self._keys) or not self._pool.hold(lease):
+            return False
+        self._lease = lease
+        return True
+
+    def _leases(self, keys: Any) -> Iterator[tuple[int, Lease]]:
+        if self._lease is not None:
+            yield 0, self._lease
+        else:
+            yield from self._pool.leases(keys)
+
+    def forward(self, out: Any, *, keep: bool) -> None:
+        """Pool every bag into ``out`` (float32 [batch, columns], zero on entry).
+
+        Args:
+            keep: a backward is to come: remember arg-maxima, and keep the rows pinned if there is room.
+        """
+        if self._mode == kernels.MAX:
+            self._arg_max = np.full((len(self._sample_of), self._pool.layout.dim), -1, np.int32)
+        for first, lease in self._leases(self._keys):
+            with self._pool.rows_lock:
+                self._pool_part(first, lease, out)
+            if keep and not lease.held:
+                self._keep(lease)
+        if not keep:
+            self.release()
+
+    def _pool_part(self, first: int, lease: Lease, out: Any) -> None:
+        pool, last = self._pool, first + lease.consumed
+        inverse, slots = lease.inverse, lease.slots
+
+        def work(begin: int, end: int) -> None:
+            kernels.pool_rows(
+                begin, end, first, last, self._bag_starts, inverse, slots, self._scale, self._mode,
+                pool.weights, pool.layout.dim, pool.half, self._sample_of, self._column_of, out, self._arg_max,
+            )  # fmt: skip
+
+        pool.workers.run(work, pool.workers.split(self._bag_starts))
+
+    def scale_gradient(self, grad_out: Any, grad_scale: Any) -> None:
+        """Gradient of the per-sample weights into ``grad_scale`` (float32 [N of jagged]); before ``update``."""
+        own = np.zeros(len(self._keys), np.float32)
+        pool = self._pool
+        for first, lease in self._leases(self._keys):
+            with pool.rows_lock:
+                kernels.dot_rows(
+                    0, len(self._sample_of), first, first + lease.consumed, self._bag_starts, lease.inverse,
+                    lease.slots, pool.weights, pool.layout.dim, pool.half, self._sample_of, self._column_of, grad_out,
+                    own,
+                )  # fmt: skip
+        place = 0
+        for start, stop in self._sources:
+            grad_scale[start:stop] += own[place : place + stop - start]
+            place += stop - start
+
+    def update(self, grad_out: Any) -> None:
+        """Backward and optimizer in one: merge each row's gradients in id-list order, update it, mark it dirty.
+
+        Args:
+            grad_out: float32 [batch, columns], C-contiguous.
+        """
+        self._pool.require_open()
+        hyper = np.zeros((len(self._tables), NUM_HYPER), np.float32)
+        for row, table in enumerate(self._tables):
+            hyper[row] = table.next_hyper()
+        if not len(self._keys):
+            return
+        inverse, unique_keys = self._unique()
+        groups = _Groups(inverse, len(unique_keys), self._bag_starts)
+        ordinal = {table.index: row for row, table in enumerate(self._tables)}
+        indices, places = np.unique(unique_keys >> KEY_ROW_BITS, return_inverse=True)
+        table_of = np.array([ordinal[int(index)] for index in indices], np.int32)[places]
+        codes = np.array([table.config.optimizer.code for table in self._tables], np.int64)
+        if self._lease is None:
+            for first, lease in self._pool.leases(unique_keys):
+                self._update_part(first, lease.slots, groups, table_of, codes, hyper, grad_out)
+        else:
+            self._update_part(0, self._lease.slots, groups, table_of, codes, hyper, grad_out)
+            self.release()
+
+    def _unique(self) -> tuple[Any, Any]:
+        """(inverse, unique keys in order of first use)."""
+        if self._lease is not None:
+            return self._lease.inverse, self._pool.cache.keys_of(self._lease.slots)
+        unique_keys = np.empty_like(self._keys)
+        inverse = np.empty(len(self._keys), np.int32)
+        scratch = np.full(1 << (2 * len(self._keys) - 1).bit_length(), -1, np.int32)
+        count = kernels.unique_in_order(self._keys, scratch, unique_keys, inverse)
+        return inverse, unique_keys[:count]
+
+    def _backward_scale(self) -> Any:
+        if self._mode != kernels.MEAN:
+            return self._scale
+        counts = np.diff(self._bag_starts)
+        return np.repeat((np.float32(1) / np.maximum(counts, 1).astype(np.float32)), counts)
+
+    def _update_part(
+        self, first: int, slots: Any, groups: "_Groups", table_of: Any, codes: Any, hyper: Any, grad_out: Any
+    ) -> None:
+        pool, scale = self._pool, self._backward_scale()
+
+        def work(begin: int, end: int) -> None:
+            merge_and_update(
+                first + begin, first + end, slots, first, groups.starts, groups.order, groups.bag_of, scale,
+                self._arg_max, self._sample_of, self._column_of, grad_out, table_of, codes, hyper,
+                pool.weights, pool.state, pool.layout.dim, pool.half,
+            )  # fmt: skip
+
+        with pool.lock:
+            pool.workers.run(work, pool.workers.split(groups.starts[first : first + len(slots) + 1]))
+            pool.cache.mark_dirty(slots)
+
+
+class _Groups:
+    """Positions by unique row; see ``kernels.group_positions``."""
+
+    def __init__(self, inverse: Any, num_unique: int, bag_starts: Any) -> None:
+        self.starts = np.empty(num_unique + 1, np.int64)
+        self.order = np.empty(len(inverse), np.int32)
+        self.bag_of = np.empty(len(inverse), np.int32)
+        kernels.group_positions(inverse, num_unique, bag_starts, self.starts, self.order, self.bag_of)

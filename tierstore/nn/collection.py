@@ -1,0 +1,139 @@
+"""Many features in one call, as TorchRec's ``EmbeddingBagCollection``."""
+
+import difflib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..errors import TableError
+from ..lookup import Jagged, Lookup
+from ..store import Store
+from ..table import Table, check_ids, check_offsets, check_scale
+from .function import Prepared, PreparedLookups, run_lookups
+from .jagged import JaggedLike, KeyedTensor
+
+__all__ = ["TieredEmbeddingBagCollection"]
+
+
+class _Feature(NamedTuple):
+    name: str
+    table: Table
+    column: int
+
+
+class TieredEmbeddingBagCollection(nn.Module):
+    """Pools every feature of a set of tables; called as TorchRec's ``EmbeddingBagCollection`` is.
+
+    The rows are no torch parameters: each table's optimizer runs inside backward. Features that share a table are
+    merged before the update, in order of the tables' ``feature_names``.
+
+    Args:
+        store: an open store.
+        tables: names of its tables, in order; default: all.
+    """
+
+    def __init__(self, store: Store, *, tables: Sequence[str] | None = None) -> None:
+        super().__init__()
+        self.store = store
+        self._features: dict[str, _Feature] = {}
+        column = 0
+        for table in [store[name] for name in (list(store.tables) if tables is None else tables)]:
+            for name in table.config.feature_names:
+                if name in self._features:
+                    owner = self._features[name].table.name
+                    raise TableError(f"feature {name!r} belongs to the tables {owner!r} and {table.name!r}; rename one")
+                self._features[name] = _Feature(name, table, column)
+                column += table.layout.dim
+        self._columns = column
+        self._dims = [feature.table.layout.dim for feature in self._features.values()]
+        self._anchor = torch.empty(0, requires_grad=True)
+        self._prepared = PreparedLookups()
+
+    @property
+    def tables(self) -> list[Table]:
+        """The tables, in order."""
+        return list(dict.fromkeys(feature.table for feature in self._features.values()))
+
+    @property
+    def feature_names(self) -> list[str]:
+        """The features, in the order of the output's columns."""
+        return list(self._features)
+
+    def forward(self, features: JaggedLike) -> KeyedTensor:
+        """Pooled rows of every feature.
+
+        Args:
+            features: jagged ids; it may have more features than the tables know (those are ignored) but not fewer.
+
+        Returns:
+            KeyedTensor of float32 [B, sum of dims], features in order of the tables.
+
+        Raises:
+            ValueError, TypeError: a feature is missing, an id is no row, shapes do not fit. ClosedError, ChecksumError.
+        """
+        prepared = self._prepared.take(features, _sources(features)) or self._prepare(features)
+        values = run_lookups(prepared, self._anchor, self._columns, trainable=not self.store.readonly)
+        return KeyedTensor(self.feature_names, self._dims, values)
+
+    def prepare(self, features: JaggedLike) -> Prepared:
+        """Bring the rows of ``features`` in ahead of ``forward``, which must be given the same object.
+
+        Called by ``tierstore.prefetch``, from its thread. Returns a ticket for ``forget``.
+        """
+        prepared = self._prepare(features)
+        for lookup in prepared.lookups:
+            lookup.stage()
+        return self._prepared.put(features, prepared)
+
+    def forget(self, ticket: Prepared) -> None:
+        """Release what ``prepare`` made ready, if it was not used."""
+        self._prepared.drop(ticket)
+
+    def _prepare(self, features: JaggedLike) -> Prepared:
+        keys = list(features.keys())
+        place = {name: index for index, name in enumerate(keys)}
+        for name in self._features:
+            if name not in place:
+                near = difflib.get_close_matches(name, keys, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ValueError(f"feature {name!r} is missing from the batch, which has {keys}{hint}")
+        ids = check_ids(features.values(), "values")
+        offsets = check_offsets(features.offsets(), len(ids))
+        scale = features.weights_or_none()
+        batch, rest = divmod(len(offsets) - 1, len(keys))
+        if rest:
+            raise ValueError(f"{len(offsets) - 1} bags cannot be divided among {len(keys)} features")
+        scale_array = None if scale is None else check_scale(scale, len(ids), "sum", "weights")
+        jagged = Jagged(ids, offsets, batch, scale_array)
+        lookups = [self._lookup(group, jagged, place) for group in self._groups()]
+        return Prepared(lookups, batch, scale, _sources(features))
+
+    def _groups(self) -> list[list[_Feature]]:
+        """Features that one lookup can serve: same layout, same pooling; those of one table are neighbours."""
+        groups: dict[Any, list[_Feature]] = {}
+        for feature in self._features.values():
+            groups.setdefault((feature.table.layout, feature.table.config.pooling), []).append(feature)
+        return list(groups.values())
+
+    def _lookup(self, group: list[_Feature], jagged: Jagged, place: dict[str, int]) -> Lookup:
+        config = group[0].table.config
+        if jagged.scale is not None and config.pooling != "sum":
+            raise ValueError(f'weights go with pooling="sum" only; table {config.name!r} has {config.pooling!r}')
+        return Lookup(
+            group[0].table.pool,
+            [feature.table for feature in group],
+            jagged,
+            np.array([place[feature.name] for feature in group], np.int64),
+            [feature.column for feature in group],
+            mode=config.pooling,
+        )
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{feature.name}: {feature.table!r}" for feature in self._features.values())
+
+
+def _sources(features: JaggedLike) -> tuple[Tensor | None, ...]:
+    return features.values(), features.offsets(), features.weights_or_none()

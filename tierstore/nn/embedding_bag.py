@@ -1,0 +1,102 @@
+"""A drop-in for ``torch.nn.EmbeddingBag`` over a table of a store."""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..config import require_choice
+from ..lookup import MODES
+from ..table import Table
+from .function import Prepared, PreparedLookups, run_lookups
+
+__all__ = ["TieredEmbeddingBag"]
+
+
+class TieredEmbeddingBag(nn.Module):
+    """Pools rows of one table; called as ``torch.nn.EmbeddingBag`` is.
+
+    The rows are no torch parameters: the table's optimizer runs inside backward, and ``Store.commit`` makes the
+    result durable. Under ``torch.no_grad()``, or on a store opened read-only, nothing is updated.
+
+    Args:
+        table: a table of an open store.
+        mode: "sum", "mean" or "max".
+        include_last_offset: ``offsets`` has one entry more than there are bags, the last being the number of ids.
+    """
+
+    def __init__(
+        self, table: Table, *, mode: Literal["sum", "mean", "max"] = "mean", include_last_offset: bool = False
+    ) -> None:
+        super().__init__()
+        require_choice(mode, tuple(MODES), "mode")
+        self.table = table
+        self.mode = mode
+        self.include_last_offset = include_last_offset
+        self._anchor = torch.empty(0, requires_grad=True)
+        self._prepared = PreparedLookups()
+
+    def forward(
+        self,
+        input: Tensor,  # noqa: A002 - torch.nn.EmbeddingBag's name
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        """Pooled rows.
+
+        Args:
+            input: int64 or int32 ids, [n] with ``offsets``, or [bags, ids a bag] without.
+            offsets: int64 or int32 [bags], where each bag begins in ``input``.
+            per_sample_weights: float32 of the shape of ``input``; with mode="sum" only. Gets gradients.
+
+        Returns:
+            float32 [bags, embedding_dim]; an empty bag gives zeros.
+
+        Raises:
+            ValueError, TypeError: a wrong argument, an id that is no row. ClosedError, ChecksumError.
+        """
+        sources = (input, offsets, per_sample_weights)
+        prepared = self._prepared.take(input, sources) or self._prepare(*sources)
+        return run_lookups(prepared, self._anchor, self.table.layout.dim, trainable=not self.table.store.readonly)
+
+    def prepare(self, features: Any) -> Prepared:
+        """Bring the rows of ``(input, offsets, per_sample_weights)``, or of ``input``, in ahead of ``forward``.
+
+        Called by ``tierstore.prefetch``, from its thread. Returns a ticket for ``forget``.
+        """
+        arguments = features if isinstance(features, tuple) else (features,)
+        prepared = self._prepare(*arguments)
+        for lookup in prepared.lookups:
+            lookup.stage()
+        return self._prepared.put(arguments[0], prepared)
+
+    def forget(self, ticket: Prepared) -> None:
+        """Release what ``prepare`` made ready, if it was not used."""
+        self._prepared.drop(ticket)
+
+    def _prepare(
+        self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> Prepared:
+        sources = (ids, offsets, per_sample_weights)
+        if not isinstance(ids, Tensor):
+            raise TypeError(f"input must be a Tensor, not {type(ids).__name__}")
+        scale = per_sample_weights
+        if ids.dim() == 2:
+            if offsets is not None:
+                raise ValueError("offsets goes with a 1-D input; a 2-D input has one bag a row")
+            if scale is not None and scale.shape != ids.shape:
+                raise ValueError(f"per_sample_weights {tuple(scale.shape)} must have input's shape {tuple(ids.shape)}")
+            bags, width = ids.shape
+            offsets = torch.arange(bags + 1, dtype=torch.int64) * width
+            flat, scale = ids.reshape(-1), None if scale is None else scale.reshape(-1)
+        else:
+            if offsets is None:
+                raise ValueError("a 1-D input needs offsets, where each bag begins")
+            flat = ids
+            if not self.include_last_offset:
+                offsets = torch.cat([offsets, torch.tensor([len(flat)], dtype=offsets.dtype)])
+        jagged = self.table.jagged(flat, offsets, mode=self.mode, per_sample_weights=scale)
+        return Prepared([self.table.lookup(jagged, mode=self.mode)], jagged.batch, scale, sources)
+
+    def extra_repr(self) -> str:
+        return f"{self.table!r}, mode={self.mode!r}"

@@ -1,0 +1,121 @@
+"""The autograd function behind both modules: pooled lookups forward, fused optimizer backward."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..lookup import Lookup
+
+__all__ = ["Prepared", "PreparedLookups", "run_lookups"]
+
+
+class Prepared:
+    """Lookups ready to run, and the tensors they were made from.
+
+    Args:
+        lookups: one or more, for disjoint columns of one output.
+        batch: rows of the output.
+        scale: per-sample weights, or None.
+        sources: tensors whose contents the lookups depend on.
+    """
+
+    def __init__(
+        self, lookups: list[Lookup], batch: int, scale: Tensor | None, sources: Sequence[Tensor | None]
+    ) -> None:
+        self.lookups = lookups
+        self.batch = batch
+        self.scale = scale
+        self._sources = [(source, source._version) for source in sources if source is not None]
+
+    def is_current(self, sources: Sequence[Tensor | None]) -> bool:
+        """Whether it was made from these very tensors, and none was changed in place since."""
+        given = [source for source in sources if source is not None]
+        return len(given) == len(self._sources) and all(
+            one is other and one._version == version for one, (other, version) in zip(given, self._sources, strict=True)
+        )
+
+    def release(self) -> None:
+        """Unpin whatever is pinned."""
+        for lookup in self.lookups:
+            lookup.release()
+
+
+class PreparedLookups:
+    """What the prefetch pipeline made ready, waiting for the forward call that will use it.
+
+    Found by the identity of the very object that forward will be given; that object is kept alive meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, tuple[object, Prepared]] = {}
+
+    def put(self, features: object, prepared: Prepared) -> Prepared:
+        """Keep ``prepared`` for ``features``; returns the ticket for ``drop``."""
+        stale = self._waiting.pop(id(features), None)
+        if stale is not None:
+            stale[1].release()
+        self._waiting[id(features)] = (features, prepared)
+        return prepared
+
+    def take(self, features: object, sources: Sequence[Tensor | None]) -> Prepared | None:
+        """What was prepared for this object, once, unless its tensors changed since."""
+        found = self._waiting.pop(id(features), None)
+        if found is None:
+            return None
+        if found[1].is_current(sources):
+            return found[1]
+        found[1].release()
+        return None
+
+    def drop(self, ticket: Prepared) -> None:
+        """Release what was prepared and not taken."""
+        for place, (_, prepared) in list(self._waiting.items()):
+            if prepared is ticket:
+                del self._waiting[place]
+                prepared.release()
+
+
+def run_lookups(prepared: Prepared, anchor: Tensor, columns: int, *, trainable: bool) -> Tensor:
+    """float32 [batch, columns]. With gradients enabled and ``trainable``, backward updates the rows.
+
+    Args:
+        anchor: a tensor that requires grad, so that autograd calls backward though ids have no gradient.
+        columns: columns of the output.
+    """
+    if torch.is_grad_enabled() and trainable:
+        out: Tensor = _PooledLookups.apply(anchor, prepared.scale, prepared, columns)  # type: ignore[no-untyped-call]
+        return out
+    return _forward(prepared, columns, keep=False)
+
+
+def _forward(prepared: Prepared, columns: int, *, keep: bool) -> Tensor:
+    out = torch.zeros((prepared.batch, columns), dtype=torch.float32)
+    try:
+        for lookup in prepared.lookups:
+            lookup.forward(out.numpy(), keep=keep)
+    except BaseException:
+        prepared.release()
+        raise
+    return out
+
+
+class _PooledLookups(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, _anchor: Tensor, _scale: Tensor | None, prepared: Prepared, columns: int) -> Tensor:
+        ctx.prepared = prepared
+        return _forward(prepared, columns, keep=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        gradient = grad_out.detach().to(torch.float32).contiguous().numpy()
+        lookups = ctx.prepared.lookups
+        grad_scale = None
+        if ctx.needs_input_grad[1]:
+            grad_scale = torch.zeros(ctx.prepared.scale.shape, dtype=torch.float32)
+            for lookup in lookups:
+                lookup.scale_gradient(gradient, grad_scale.numpy())
+        for lookup in lookups:
+            lookup.update(gradient)
+        return None, grad_scale, None, None

@@ -1,0 +1,5 @@
+"""Sparse optimizers that run inside backward, with their state stored beside each row."""
+
+from .configs import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad, from_dict
+
+__all__ = ["SGD", "Adagrad", "Adam", "Optimizer", "RowWiseAdagrad", "from_dict"]

@@ -1,0 +1,155 @@
+"""What a table's optimizer is: frozen, hashable, JSON-able. The arithmetic is in ``kernels``.
+
+All four update only rows that the batch touched, once per backward, with a row's gradients merged in id-list order.
+``weight_decay`` adds ``weight_decay * row`` to the merged gradient (L2, as torch.optim does) of touched rows only.
+"""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["NUM_HYPER", "SGD", "Adagrad", "Adam", "Optimizer", "RowWiseAdagrad", "from_dict"]
+
+NUM_HYPER: Final = 8
+"""float32 columns of a table's row in the kernel's hyper-parameter matrix."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """Base: a learning rate and L2 weight decay.
+
+    Attributes:
+        lr: learning rate; ``Table.learning_rate`` changes it while training.
+        weight_decay: L2 penalty on touched rows.
+    """
+
+    lr: float = 0.01
+    weight_decay: float = 0.0
+    kind: ClassVar[str] = ""
+    code: ClassVar[int] = -1
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            for number in value if isinstance(value, tuple) else (value,):
+                if not (math.isfinite(number) and number >= 0):
+                    raise ValueError(f"{type(self).__name__}: {name}={value} must be finite and not negative")
+
+    def state_dim(self, dim: int) -> int:
+        """float32 columns of state kept with a row of ``dim`` columns."""
+        raise NotImplementedError
+
+    @property
+    def initial_state(self) -> float:
+        """First value of every state column."""
+        return 0.0
+
+    def hyper(self, learning_rate: float, step: int) -> NDArray[np.float32]:
+        """float32 [NUM_HYPER] for the kernel.
+
+        Args:
+            learning_rate: the rate in force.
+            step: how many updates the table will have had with this one (from 1).
+        """
+        out = np.zeros(NUM_HYPER, np.float32)
+        out[:2] = learning_rate, self.weight_decay
+        return out
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form; ``from_dict`` reads it back."""
+        return {"kind": self.kind, **asdict(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGD(Optimizer):
+    """``row -= lr * gradient``; no state."""
+
+    kind: ClassVar[str] = "sgd"
+    code: ClassVar[int] = 0
+
+    def state_dim(self, dim: int) -> int:
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowWiseAdagrad(Optimizer):
+    """One accumulator a row: ``s += mean(g**2); row -= lr * g / (sqrt(s) + eps)``, as FBGEMM's exact row-wise Adagrad.
+
+    Attributes:
+        eps: added to the root.
+        initial_accumulator_value: first value of ``s``.
+    """
+
+    eps: float = 1e-8
+    initial_accumulator_value: float = 0.0
+    kind: ClassVar[str] = "rowwise_adagrad"
+    code: ClassVar[int] = 1
+
+    def state_dim(self, dim: int) -> int:
+        return 1
+
+    @property
+    def initial_state(self) -> float:
+        return self.initial_accumulator_value
+
+    def hyper(self, learning_rate: float, step: int) -> NDArray[np.float32]:
+        out = super().hyper(learning_rate, step)
+        out[2] = self.eps
+        return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adagrad(RowWiseAdagrad):
+    """``s += g**2; row -= lr * g / (sqrt(s) + eps)``, column by column, as torch.optim.Adagrad without lr_decay."""
+
+    eps: float = 1e-10
+    kind: ClassVar[str] = "adagrad"
+    code: ClassVar[int] = 2
+
+    def state_dim(self, dim: int) -> int:
+        return dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adam(Optimizer):
+    """Adam (Kingma and Ba 2015) on touched rows, bias-corrected by the table's update count, as torch's SparseAdam.
+
+    Attributes:
+        betas: decay of the first and the second moment, each below 1.
+        eps: added to the root.
+    """
+
+    lr: float = 0.001
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    kind: ClassVar[str] = "adam"
+    code: ClassVar[int] = 3
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "betas", tuple(self.betas))
+        super().__post_init__()
+        if len(self.betas) != 2 or max(self.betas) >= 1:
+            raise ValueError(f"Adam: betas={self.betas} must be two numbers in [0, 1)")
+
+    def state_dim(self, dim: int) -> int:
+        return 2 * dim
+
+    def hyper(self, learning_rate: float, step: int) -> NDArray[np.float32]:
+        beta1, beta2 = self.betas
+        out = super().hyper(learning_rate, step)
+        out[2:7] = self.eps, beta1, beta2, learning_rate / (1 - beta1**step), math.sqrt(1 - beta2**step)
+        return out
+
+
+_KINDS: Final[dict[str, type[Optimizer]]] = {kind.kind: kind for kind in (SGD, RowWiseAdagrad, Adagrad, Adam)}
+
+
+def from_dict(fields: dict[str, Any]) -> Optimizer:
+    """Inverse of ``Optimizer.to_dict``. ValueError for an unknown kind."""
+    rest = dict(fields)
+    kind = rest.pop("kind", None)
+    if kind not in _KINDS:
+        raise ValueError(f"optimizer kind {kind!r} is not one of {sorted(_KINDS)}")
+    return _KINDS[kind](**rest)

@@ -1,0 +1,130 @@
+"""Backward of a pooled lookup, fused with the optimizer: each unique row is merged, updated and stored once.
+
+Shape legend: N positions (ids of the batch), U unique rows, K bags, B samples, C output columns, T tables, S slots.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from .. import floats
+from .._jit import inline, kernel
+
+__all__ = ["merge_and_update"]
+
+_SGD, _ROWWISE_ADAGRAD, _ADAGRAD = 0, 1, 2
+
+
+@inline
+def _merge(
+    gradient: Any, order: Any, first: int, last: int, bag_of: Any, scale: Any, arg_max: Any,
+    sample_of: Any, column_of: Any, grad_out: Any,
+) -> None:  # fmt: skip
+    """Sum the gradients of positions ``order[first:last]`` into ``gradient``, in id-list order."""
+    dim = gradient.shape[0]
+    gradient[:] = np.float32(0)
+    for i in range(first, last):
+        position = order[i]
+        bag = bag_of[position]
+        sample, base = sample_of[bag], column_of[bag]
+        if arg_max.shape[0]:
+            for column in range(dim):
+                if arg_max[bag, column] == position:
+                    gradient[column] += grad_out[sample, base + column]
+        elif scale.shape[0]:
+            factor = scale[position]
+            for column in range(dim):
+                gradient[column] += factor * grad_out[sample, base + column]
+        else:
+            for column in range(dim):
+                gradient[column] += grad_out[sample, base + column]
+
+
+@inline
+def _mean_square(gradient: Any) -> Any:
+    """Mean of squares over eight interleaved partial sums: a fixed order that a vector unit can follow."""
+    partial = np.zeros(8, np.float32)
+    dim = gradient.shape[0]
+    whole = dim - dim % 8
+    for base in range(0, whole, 8):
+        for lane in range(8):
+            partial[lane] += gradient[base + lane] * gradient[base + lane]
+    for column in range(whole, dim):
+        partial[column - whole] += gradient[column] * gradient[column]
+    pairs = ((partial[0] + partial[4]) + (partial[2] + partial[6])) + (
+        (partial[1] + partial[5]) + (partial[3] + partial[7])
+    )
+    return np.float32(pairs / np.float32(dim))
+
+
+@inline
+def _update_row(code: int, hyper: Any, gradient: Any, weights: Any, state: Any, slot: int, half: int) -> None:
+    """Apply one optimizer step to the row in ``slot``; the formulas are those of ``optim.configs``."""
+    dim = gradient.shape[0]
+    lr, weight_decay, eps = hyper[0], hyper[1], hyper[2]
+    if weight_decay != np.float32(0):
+        for column in range(dim):
+            gradient[column] += weight_decay * floats.load(weights, slot, column, half)
+    if code == _SGD:
+        for column in range(dim):
+            row = floats.load(weights, slot, column, half)
+            floats.store(weights, slot, column, np.float32(row - lr * gradient[column]), half)
+    elif code == _ROWWISE_ADAGRAD:
+        accumulator = np.float32(state[slot, 0] + _mean_square(gradient))
+        state[slot, 0] = accumulator
+        step = np.float32(lr / np.float32(np.float32(math.sqrt(accumulator)) + eps))
+        for column in range(dim):
+            row = floats.load(weights, slot, column, half)
+            floats.store(weights, slot, column, np.float32(row - step * gradient[column]), half)
+    elif code == _ADAGRAD:
+        for column in range(dim):
+            g = gradient[column]
+            accumulator = np.float32(state[slot, column] + g * g)
+            state[slot, column] = accumulator
+            row = floats.load(weights, slot, column, half)
+            root = np.float32(np.float32(math.sqrt(accumulator)) + eps)
+            floats.store(weights, slot, column, np.float32(row - np.float32(lr * g) / root), half)
+    else:
+        beta1, beta2, step_size, root_correction = hyper[3], hyper[4], hyper[5], hyper[6]
+        for column in range(dim):
+            g = gradient[column]
+            first = np.float32(beta1 * state[slot, column] + (np.float32(1) - beta1) * g)
+            second = np.float32(beta2 * state[slot, dim + column] + (np.float32(1) - beta2) * g * g)
+            state[slot, column] = first
+            state[slot, dim + column] = second
+            root = np.float32(np.float32(math.sqrt(second)) / root_correction + eps)
+            row = floats.load(weights, slot, column, half)
+            floats.store(weights, slot, column, np.float32(row - step_size * first / root), half)
+
+
+@kernel
+def merge_and_update(
+    begin: int, end: int, unique_slots: Any, first_unique: int, group_start: Any, order: Any, bag_of: Any, scale: Any,
+    arg_max: Any, sample_of: Any, column_of: Any, grad_out: Any, table_of: Any, codes: Any, hyper: Any,
+    weights: Any, state: Any, dim: int, half: int,
+) -> None:  # fmt: skip
+    """Update the unique rows ``[begin, end)``; rows of distinct ranges may be updated by different threads.
+
+    Args:
+        unique_slots: int32; slot of unique row ``u`` is ``unique_slots[u - first_unique]``.
+        group_start: int64 [U + 1]; positions of unique row ``u`` are ``order[group_start[u]:group_start[u + 1]]``.
+        order: int32 [N].
+        bag_of: int32 [N], the bag of each position.
+        scale: float32 [N], the factor of each position's gradient, or empty for 1.
+        arg_max: int32 [K, dim], the position that gave each maximum (max pooling), or empty.
+        sample_of, column_of: int32 [K], where a bag's gradient lies in ``grad_out``.
+        grad_out: float32 [B, C].
+        table_of: int32 [U], which row of ``codes`` and ``hyper`` rules unique row ``u``.
+        codes: int64 [T], optimizer of each table.
+        hyper: float32 [T, NUM_HYPER].
+        weights: float32 or uint16 [S, >= dim]; state: float32 [S, >= state_dim]. Both are changed.
+    """
+    gradient = np.empty(dim, np.float32)
+    for unique in range(begin, end):
+        _merge(
+            gradient, order, group_start[unique], group_start[unique + 1], bag_of, scale, arg_max,
+            sample_of, column_of, grad_out,
+        )  # fmt: skip
+        table = table_of[unique]
+        _update_row(codes[table], hyper[table], gradient, weights, state, unique_slots[unique - first_unique], half)

@@ -1,0 +1,293 @@
+"""A pool: the rows of all tables of one layout, in one DDR cache over the cold tier. Here the two layers meet.
+
+Locks, always taken in this order:
+
+- ``fill_lock`` serialises whoever brings rows in; it is held over device reads and writes.
+- ``lock`` guards the cache's bookkeeping and the bytes of rows that may change; never held over a device read,
+  and over a device write only by a commit. ``rows_lock`` is the same lock, or none in a read-only store.
+
+A lease pins its rows. Pins are *transient* (released by the call that took them) or *held* (by a prefetched batch, or a
+forward whose backward is to come). Held pins are at most three quarters of the slots, and no thread waits for a lease
+while it keeps a transient one, so a caller that finds every slot pinned waits for others and is never stuck.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, Final
+
+import numpy as np
+
+from . import kernels
+from .cache import Admission, AdmitStatus, RowCache
+from .config import TableConfig
+from .errors import BudgetError, ClosedError
+from .floats import half_code
+from .io import ColdTier
+from .rows import KEY_ROW_BITS, RowLayout
+from .threads import Workers
+
+__all__ = ["Lease", "Pool"]
+
+HELD_SHARE: Final = 0.75
+PIN_WAIT_SECONDS: Final = 60.0
+_ROW_MASK: Final = (1 << KEY_ROW_BITS) - 1
+
+
+class Lease:
+    """The rows of the first ``consumed`` positions of a batch, pinned in their slots until ``release``."""
+
+    __slots__ = ("_admission", "_pool", "held")
+
+    def __init__(self, pool: "Pool", admission: Admission) -> None:
+        self._pool: Pool | None = pool
+        self._admission = admission
+        self.held = False
+
+    @property
+    def consumed(self) -> int:
+        return self._admission.consumed
+
+    @property
+    def num_unique(self) -> int:
+        return self._admission.num_unique
+
+    @property
+    def inverse(self) -> Any:
+        """int32 [consumed]: unique number of each position."""
+        return self._admission.inverse[: self._admission.consumed]
+
+    @property
+    def slots(self) -> Any:
+        """int32 [num_unique]."""
+        return self._admission.slots
+
+    @property
+    def active(self) -> bool:
+        """Whether the rows are still pinned."""
+        return self._pool is not None
+
+    def release(self) -> None:
+        """Unpin the rows; a second call does nothing."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.release(self._admission.slots, self.held)
+
+    def __del__(self) -> None:
+        self.release()
+
+
+class Pool:
+    """See the module's docstring.
+
+    Attributes:
+        weights: float32 or uint16 [capacity, >= dim], the DDR arena as kernels read it.
+        state: float32 [capacity, >= state_dim].
+        split_batches: batches whose rows did not fit at once and were worked off in parts.
+        fill_seconds: time spent bringing rows in and writing rows back.
+    """
+
+    def __init__(
+        self,
+        layout: RowLayout,
+        cache: RowCache,
+        cold: ColdTier,
+        workers: Workers,
+        *,
+        transaction_bytes: int,
+        readonly: bool,
+    ) -> None:
+        self.layout = layout
+        self.cache = cache
+        self.workers = workers
+        self.half = half_code(layout.dtype)
+        self.weights: Any = cache.weights.view(layout.numpy_dtype)
+        self.state: Any = cache.state.view(np.float32)
+        self.fill_lock = threading.RLock()
+        self.lock = threading.Condition(threading.RLock())
+        self.rows_lock: Any = contextlib.nullcontext() if readonly else self.lock
+        self.split_batches = 0
+        self.fill_seconds = 0.0
+        self._cold = cold
+        self._blocks_a_write = max(1, transaction_bytes // layout.block_bytes)
+        self._tables: dict[int, TableConfig] = {}
+        self._held_slots = 0
+        self._closed = False
+
+    def add_table(self, table_index: int, config: TableConfig) -> None:
+        """Make the first values of a table's rows known."""
+        self._tables[table_index] = config
+
+    def acquire(self, keys: Any) -> Lease:
+        """Pin the rows of as many leading positions of ``keys`` as there is room for, at least one.
+
+        Args:
+            keys: int64 [n], n > 0.
+
+        Raises:
+            BudgetError: every slot stayed pinned by others for a minute.
+            DamagedError: a row on SSD failed its check; no row stays pinned.
+        """
+        deadline = time.monotonic() + PIN_WAIT_SECONDS
+        while True:
+            admission = Admission(keys)
+            with self.fill_lock:
+                self._stage(admission)
+            if admission.consumed:
+                return Lease(self, admission)
+            with self.lock:
+                if not self.lock.wait_for(self._has_unpinned, timeout=deadline - time.monotonic()):
+                    raise BudgetError(
+                        f"all {self.cache.capacity} rows of the DDR cache stayed pinned for {PIN_WAIT_SECONDS:.0f} s; "
+                        "open the store with a larger ddr="
+                    )
+
+    def leases(self, keys: Any) -> Iterator[tuple[int, Lease]]:
+        """Leases that together cover ``keys`` in order: (first position, lease); one if the rows fit.
+
+        Each is released when the next is asked for, unless the caller held it: then it is the caller's to release.
+        """
+        start = 0
+        while start < len(keys):
+            lease = self.acquire(keys[start:])
+            consumed = lease.consumed
+            if not start and consumed < len(keys):
+                self.split_batches += 1
+            try:
+                yield start, lease
+            finally:
+                if not lease.held:
+                    lease.release()
+            start += consumed
+
+    def hold(self, lease: Lease) -> bool:
+        """Let a lease outlive its call, if held pins leave room for others; else False."""
+        with self.lock:
+            if self._held_slots + lease.num_unique > self.cache.capacity * HELD_SHARE:
+                return False
+            self._held_slots += lease.num_unique
+            lease.held = True
+            return True
+
+    def release(self, slots: Any, held: bool) -> None:
+        """Unpin; called by ``Lease.release``."""
+        with self.lock:
+            self.cache.unpin(slots)
+            if held:
+                self._held_slots -= len(slots)
+            self.lock.notify_all()
+
+    def read(self, keys: Any, out: Any) -> None:
+        """Copy rows into ``out`` [n, dim], bits unchanged. Rows in cache are copied without waiting for any device."""
+        with self.lock:
+            self.require_open()
+            slots = self.cache.find(keys)
+            if (slots >= 0).all() and not self.cache.is_loading(slots):
+                self.cache.touch(slots)
+                kernels.copy_rows_out(np.arange(len(keys), dtype=np.int32), slots, self.weights, self.layout.dim, out)
+                return
+        for start, lease in self.leases(keys):
+            with self.lock:
+                kernels.copy_rows_out(
+                    lease.inverse, lease.slots, self.weights, self.layout.dim, out[start : start + lease.consumed]
+                )
+
+    def write(self, keys: Any, rows: Any) -> None:
+        """Overwrite weights with ``rows`` [n, dim]; of equal keys the last wins; optimizer state is kept."""
+        for start, lease in self.leases(keys):
+            with self.lock:
+                kernels.copy_rows_in(
+                    lease.inverse, lease.slots, rows[start : start + lease.consumed], self.weights, self.layout.dim
+                )
+                self.cache.mark_dirty(lease.slots)
+
+    def flush(self) -> None:
+        """Write every dirty row to the cold tier, in block order. The rows stay cached, clean."""
+        with self.fill_lock, self.lock:
+            self._write_back(self.cache.num_dirty)
+
+    def close(self) -> None:
+        """Refuse further use; waiters are told."""
+        with self.lock:
+            self._closed = True
+            self.lock.notify_all()
+
+    def require_open(self) -> None:
+        """ClosedError after ``close``."""
+        if self._closed:
+            raise ClosedError("the store is closed")
+
+    def _has_unpinned(self) -> bool:
+        return self._closed or self.cache.num_pinned < self.cache.capacity
+
+    def _stage(self, admission: Admission) -> None:
+        """Admit what there is room for and bring its rows in. The caller holds ``fill_lock``."""
+        try:
+            while True:
+                with self.lock:
+                    self.require_open()
+                    status = self.cache.admit(admission)
+                if status is not AdmitStatus.DIRTY_VICTIM:
+                    break
+                self._write_back(self._blocks_a_write)
+            if admission.num_missing:
+                self._load(admission.missing_slots)
+        except BaseException:
+            with self.lock:
+                self.cache.abandon(admission)
+                self.lock.notify_all()
+            raise
+
+    def _load(self, slots: Any) -> None:
+        """Read rows into their reserved slots; rows never written get their first value."""
+        started = time.perf_counter()
+        cache = self.cache
+        keys = cache.keys_of(slots)
+        present = np.empty(len(keys), np.bool_)
+        self._cold.read(keys, slots, cache.weights, cache.state, present)
+        if not present.all():
+            self._fill_first_values(keys[~present], slots[~present])
+        with self.lock:
+            cache.filled(slots)
+        self.fill_seconds += time.perf_counter() - started
+
+    def _fill_first_values(self, keys: Any, slots: Any) -> None:
+        table_indices = keys >> KEY_ROW_BITS
+        for table_index in np.unique(table_indices):
+            config = self._tables[int(table_index)]
+            chosen = table_indices == table_index
+            config.init.fill(keys[chosen], slots[chosen], self.weights, self.layout.dim, self.half)
+            self.state[slots[chosen]] = 0
+            self.state[slots[chosen], : self.layout.state_dim] = config.optimizer.initial_state
+
+    def _write_back(self, limit: int) -> None:
+        """Write up to ``limit`` dirty rows, the next victims. The caller holds ``fill_lock``.
+
+        The rows may be updated meanwhile: an update that begins after ``take_dirty`` marks its row dirty again, so what
+        is written here is never the last word on it.
+        """
+        started = time.perf_counter()
+        cache = self.cache
+        with self.lock:
+            slots = cache.take_dirty(limit)
+            keys = cache.keys_of(slots)
+        order = np.argsort(keys)
+        keys, slots = keys[order], slots[order]
+        written = 0
+        try:
+            for stop in self._block_bounds(keys):
+                self._cold.write(keys[written:stop], slots[written:stop], cache.weights, cache.state)
+                written = stop
+        finally:
+            with self.lock:
+                cache.mark_dirty(slots[written:])
+                cache.unpin(slots)
+                self.lock.notify_all()
+        self.fill_seconds += time.perf_counter() - started
+
+    def _block_bounds(self, keys: Any) -> list[int]:
+        """Ends of runs of sorted keys that lie in at most ``_blocks_a_write`` blocks, no block in two runs."""
+        blocks = (keys & _ROW_MASK) // self.layout.rows_per_block + (keys & ~_ROW_MASK)
+        new_block = np.flatnonzero(np.diff(blocks, prepend=-1))
+        return [*new_block[self._blocks_a_write :: self._blocks_a_write].tolist(), len(keys)] if len(keys) else []

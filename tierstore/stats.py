@@ -1,0 +1,47 @@
+"""What the tiers did: running totals since the store was opened."""
+
+from typing import NamedTuple
+
+__all__ = ["Stats", "TierStats"]
+
+
+class TierStats(NamedTuple):
+    """One tier.
+
+    For ddr and hbm, ``hits + misses == unique``. For ssd, a hit is a row that was stored and a miss one that was
+    never written (its first value is computed).
+    """
+
+    lookups: int = 0
+    """Ids asked for, duplicates counted."""
+    unique: int = 0
+    """Ids asked for, duplicates within a batch counted once."""
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    capacity_rows: int = 0
+    bytes: int = 0
+    """Memory the tier holds: arenas, index, policy and staging; for ssd, the block directory and staging."""
+    seconds: float = 0.0
+    """Time spent moving rows into the tier (ddr) or reading and writing them (ssd)."""
+    bytes_read: int = 0
+    """Bytes of pages read (ssd)."""
+    bytes_written: int = 0
+    """Bytes of blocks written (ssd)."""
+    rows_written: int = 0
+    """Rows written back (ssd)."""
+    split_batches: int = 0
+    """Batches whose rows did not fit the tier at once and were worked off in parts."""
+
+    @property
+    def hit_rate(self) -> float:
+        """hits / unique; 0 before the first lookup."""
+        return self.hits / self.unique if self.unique else 0.0
+
+
+class Stats(NamedTuple):
+    """All tiers of a store."""
+
+    hbm: TierStats
+    ddr: TierStats
+    ssd: TierStats

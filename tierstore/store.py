@@ -1,0 +1,397 @@
+"""A store: a directory of embedding tables, one version at a time, larger than memory."""
+
+import contextlib
+import difflib
+import math
+import mmap
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, Literal
+
+import safetensors.torch
+from torch import Tensor
+
+from . import cache
+from .config import TableConfig, require_choice
+from .errors import BudgetError, ClosedError, FormatError, ReadOnlyError, TableError, TruncatedError
+from .io import MAX_PAGE_BYTES, ROW_FILE_NAME, LmdbColdTier, VerifyReport
+from .manifest import MANIFEST_NAME, Manifest
+from .pool import Pool
+from .rows import RowLayout
+from .sizes import format_size, parse_size
+from .stats import Stats, TierStats
+from .table import Table
+from .threads import Workers, default_threads
+from .version import Version, pack, unpack
+
+__all__ = ["Store", "open_store"]
+
+MIN_CACHED_ROWS: Final = 64
+"""Fewest rows a layout's cache must hold (all its rows, if there are fewer)."""
+CACHE_BYTES: Final = 1024
+"""More than what a cache takes beside its rows and their overhead."""
+STAGING_BYTES: Final = 256 * 2**10
+"""Block images under construction."""
+TRANSACTION_SHARE: Final = 1 / 8
+MIN_TRANSACTION_BYTES: Final = 128 * 2**10
+MAX_TRANSACTION_BYTES: Final = 64 * 2**20
+"""Pages that LMDB keeps until a write-back transaction ends: a share of the budget, within bounds."""
+
+
+def open_store(
+    directory: str | os.PathLike[str],
+    *,
+    mode: Literal["r", "w"] = "w",
+    ddr: int | str = "50%",
+    hbm: int | str = 0,
+    device: str = "cpu",
+    policy: str = "lru",
+    threads: int | None = None,
+) -> "Store":
+    """Open the store in ``directory``, or create it.
+
+    Args:
+        directory: where manifest.json and the row file lie.
+        mode: "w" opens for reading and writing, or creates; "r" opens what is there, read-only.
+        ddr: budget of host memory for caches, indexes and write staging together: bytes, "512MiB", "50%" (of the
+            machine's memory) or "5% of tables" (of all tables' rows and optimizer state).
+        hbm: budget of GPU memory; 0 in this release.
+        device: where results live; "cpu" in this release.
+        policy: "lru" or "lfu"; "reference-lru" and "reference-lfu" are slow, independent implementations of the two.
+        threads: threads for lookups and updates, the calling one included; default: the CPUs this process may use.
+            Results do not depend on it.
+
+    Raises:
+        ValueError, TypeError: a wrong argument.
+        StoreNotFoundError: mode="r" and there is no store.
+        StoreLockedError: another writer has it open.
+        DamagedError: a file is not what was written.
+    """
+    require_choice(mode, ("r", "w"), "mode")
+    require_choice(policy, cache.POLICIES, "policy")
+    if parse_size(hbm, name="hbm") != 0 or device != "cpu":
+        raise ValueError(f'hbm={hbm!r}, device={device!r}: this release has no HBM tier; use hbm=0 and device="cpu"')
+    parse_size(ddr, name="ddr")
+    if threads is None:
+        threads = default_threads()
+    if not 1 <= threads <= 1024:
+        raise ValueError(f"threads={threads} must be in [1, 1024]")
+    return Store(Path(directory), readonly=mode == "r", ddr=ddr, policy=policy, threads=threads)
+
+
+class Store:
+    """An open store; made by ``tierstore.open``. A context manager that closes it.
+
+    Any number of threads may read while one trains; ``commit``, ``create_table`` and ``close`` are for the latter.
+    """
+
+    def __init__(self, directory: Path, *, readonly: bool, ddr: int | str, policy: str, threads: int) -> None:
+        self.directory = directory
+        self.readonly = readonly
+        self.policy = policy
+        self._ddr = ddr
+        self._closed = False
+        self._pools: dict[RowLayout, Pool] = {}
+        self._pools_lock = threading.RLock()
+        self._reserved_bytes = 0
+        self._version = Version(0, {}, {}, b"")
+        self._tables: dict[str, Table] = {}
+        if not readonly:
+            directory.mkdir(parents=True, exist_ok=True)
+        self._manifest = self._open_manifest()
+        self._cold = LmdbColdTier(
+            directory,
+            store_id=bytes.fromhex(self._manifest.store_id),
+            readonly=readonly,
+            staging_bytes=STAGING_BYTES,
+        )
+        self._workers = Workers(threads)
+        try:
+            self._load()
+        except BaseException:
+            self.close()
+            raise
+
+    # Opening
+
+    def _open_manifest(self) -> Manifest:
+        """Read the manifest, or write the first one."""
+        path, rows_path = self.directory / MANIFEST_NAME, self.directory / ROW_FILE_NAME
+        if not path.exists() and not self.readonly:
+            if rows_path.exists():
+                raise FormatError(
+                    f"{self.directory} holds {ROW_FILE_NAME} but no {MANIFEST_NAME}; restore it from a copy"
+                )
+            Manifest.new(min(mmap.PAGESIZE, MAX_PAGE_BYTES)).write(self.directory)
+        manifest = Manifest.read(self.directory)
+        if not rows_path.exists() and (manifest.has_rows or self.readonly):
+            raise TruncatedError(f"{rows_path} is missing; restore it from a copy of the store")
+        return manifest
+
+    def _load(self) -> None:
+        """Check that the files belong together, make the tables known, read the last version."""
+        if self._cold.page_bytes != self._manifest.page_bytes:
+            raise FormatError(
+                f"{self.directory / ROW_FILE_NAME} has pages of {self._cold.page_bytes} bytes and its manifest says "
+                f"{self._manifest.page_bytes}; restore both from one copy of the store"
+            )
+        if not self._manifest.has_rows and not self.readonly:
+            self._manifest = replace(self._manifest, has_rows=True)
+            self._manifest.write(self.directory)
+        for config in self._manifest.tables:
+            self._add(config)
+        self._version = unpack(self._cold.version, self._cold.payload)
+        for name, state in self._version.tables.items():
+            if name not in self._tables:
+                raise FormatError(
+                    f"version {self._version.number} has a table {name!r} that the manifest does not know"
+                )
+            self._tables[name].restore(state)
+
+    def _add(self, config: TableConfig) -> Table:
+        index = len(self._tables)
+        layout = config.layout(self._manifest.page_bytes)
+        self._cold.add_table(index, layout, config.num_embeddings)
+        table = Table(self, config, index, layout)
+        self._tables[config.name] = table
+        return table
+
+    # Tables
+
+    def create_table(self, config: TableConfig) -> Table:
+        """Add a table, durably; a table of the same configuration is returned as it is.
+
+        Creating a table is not part of a version: it is there, empty, whatever is committed.
+
+        Raises:
+            TableError: the name is taken by another configuration, or rows are pinned by batches under way.
+            ReadOnlyError, ClosedError.
+        """
+        self.require_writable()
+        if not isinstance(config, TableConfig):
+            raise TypeError(f"create_table takes a TableConfig, not {type(config).__name__}")
+        known = self._tables.get(config.name)
+        if known is not None:
+            if known.config == config:
+                return known
+            raise TableError(
+                f"table {config.name!r} exists as {known.config}; choose another name or the same configuration"
+            )
+        config.layout(self._manifest.page_bytes).pages_per_block  # noqa: B018 - ValueError for rows too wide
+        self._retire_pools()
+        manifest = self._manifest.with_table(config)
+        manifest.write(self.directory)
+        self._manifest = manifest
+        return self._add(config)
+
+    def __getitem__(self, name: str) -> Table:
+        """The table of that name; TableError names the nearest one there is."""
+        if name in self._tables:
+            return self._tables[name]
+        near = difflib.get_close_matches(str(name), self._tables, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(self._tables)) or 'none'}"
+        raise TableError(f"no table {name!r} in {self.directory}; {hint}")
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tables
+
+    @property
+    def tables(self) -> Mapping[str, Table]:
+        """All tables by name, in order of creation."""
+        return MappingProxyType(self._tables)
+
+    # Pools
+
+    def pool_of(self, layout: RowLayout) -> Pool:
+        """The pool that rows of this layout live in; pools are made at first use, when all tables are known."""
+        with self._pools_lock:
+            self.require_open()
+            if not self._pools:
+                self._pools = self._build_pools()
+            return self._pools[layout]
+
+    def _build_pools(self) -> dict[RowLayout, Pool]:
+        """One pool a layout; the budget is divided by what each layout would take whole."""
+        table_bytes = sum(config.size_bytes(self._manifest.page_bytes) for config in self._manifest.tables)
+        budget = parse_size(self._ddr, name="ddr", table_bytes=table_bytes)
+        transaction = min(max(int(budget * TRANSACTION_SHARE), MIN_TRANSACTION_BYTES), MAX_TRANSACTION_BYTES)
+        rows: dict[RowLayout, int] = {}
+        for table in self._tables.values():
+            rows[table.layout] = rows.get(table.layout, 0) + table.config.num_embeddings
+        costs = {
+            layout: count * (layout.row_bytes + cache.OVERHEAD_BYTES[self.policy.removeprefix("reference-")])
+            + CACHE_BYTES
+            for layout, count in rows.items()
+        }
+        left, total = budget - STAGING_BYTES - transaction, sum(costs.values())
+        pools = {}
+        for layout, count in rows.items():
+            share = int(max(left, 0) * costs[layout] / total)
+            fits = cache.capacity_for(
+                self.policy, share, weight_words=layout.weight_words, state_words=layout.state_words
+            )
+            needed = min(count, MIN_CACHED_ROWS)
+            if fits < needed:
+                least = STAGING_BYTES + transaction + math.ceil(total * (needed / count)) + CACHE_BYTES * len(rows)
+                raise BudgetError(
+                    f"ddr={self._ddr!r} is {format_size(budget)}; write staging takes "
+                    f"{format_size(STAGING_BYTES + transaction)} of it and the rest caches {fits} rows of "
+                    f"{layout.row_bytes} bytes, fewer than {needed}; give at least {format_size(least)}"
+                )
+            rows_cache = cache.make_cache(
+                self.policy, min(fits, count), weight_words=layout.weight_words, state_words=layout.state_words
+            )
+            pools[layout] = Pool(
+                layout, rows_cache, self._cold, self._workers, transaction_bytes=transaction, readonly=self.readonly
+            )
+        for table in self._tables.values():
+            pools[table.layout].add_table(table.index, table.config)
+        self._reserved_bytes = STAGING_BYTES + transaction
+        return pools
+
+    def _retire_pools(self) -> None:
+        """Write dirty rows back and forget the caches; the next use makes new ones."""
+        with self._pools_lock:
+            for pool in self._pools.values():
+                if pool.cache.num_pinned:
+                    raise TableError(
+                        "rows are in use by a batch under way (prefetched, or its backward still to come); "
+                        "create tables before"
+                    )
+            for pool in self._pools.values():
+                pool.flush()
+                pool.close()
+            self._pools = {}
+
+    # Versions
+
+    def commit(self, *, extra: dict[str, Any] | None = None, tensors: Mapping[str, Tensor] | None = None) -> int:
+        """Make all rows, optimizer state, ``extra`` and ``tensors`` the current version, atomically and durably.
+
+        Args:
+            extra: anything JSON can hold exactly, such as the reader's position.
+            tensors: dense weights, random states and the like.
+
+        Returns:
+            the version's number, from 1.
+
+        Raises:
+            DiskFullError: nothing changed; the last version stands and the rows are still in memory.
+            TypeError: ``extra`` or ``tensors`` cannot be stored.
+        """
+        self.require_writable()
+        states = {name: table.state for name, table in self._tables.items()}
+        payload = pack(states, extra or {}, dict(tensors or {}))
+        with contextlib.ExitStack() as stack:
+            pools = list(self._pools.values())
+            for pool in pools:
+                stack.enter_context(pool.fill_lock)
+            for pool in pools:
+                stack.enter_context(pool.lock)
+            for pool in pools:
+                pool.flush()
+            number = self._cold.commit(payload)
+        self._version = unpack(number, payload)
+        return number
+
+    @property
+    def version(self) -> int:
+        """Number of the last commit; 0 before the first."""
+        return self._version.number
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """``extra`` of the last commit."""
+        return dict(self._version.extra)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """``tensors`` of the last commit, on the CPU."""
+        if not self._version.tensors:
+            return {}
+        loaded: dict[str, Tensor] = safetensors.torch.load(self._version.tensors)
+        return loaded
+
+    # Looking at it
+
+    def stats(self) -> Stats:
+        """Running totals of each tier since the store was opened."""
+        self.require_open()
+        pools = list(self._pools.values())
+        counters = [pool.cache.counters() for pool in pools]
+        cold = self._cold.counters()
+        hits, misses = sum(c.hits for c in counters), sum(c.misses for c in counters)
+        ddr = TierStats(
+            lookups=sum(c.lookups for c in counters),
+            unique=hits + misses,
+            hits=hits,
+            misses=misses,
+            evictions=sum(c.evictions for c in counters),
+            capacity_rows=sum(pool.cache.capacity for pool in pools),
+            bytes=sum(pool.cache.size_bytes for pool in pools) + (self._reserved_bytes if pools else 0),
+            seconds=sum(pool.fill_seconds for pool in pools),
+            split_batches=sum(pool.split_batches for pool in pools),
+        )
+        ssd = TierStats(
+            lookups=cold.rows_read,
+            unique=cold.rows_read,
+            hits=cold.rows_read - cold.rows_absent,
+            misses=cold.rows_absent,
+            capacity_rows=sum(table.config.num_embeddings for table in self._tables.values()),
+            bytes=self._cold.directory_bytes,
+            seconds=cold.read_seconds + cold.write_seconds,
+            bytes_read=cold.pages_read * self._manifest.page_bytes,
+            bytes_written=cold.bytes_written,
+            rows_written=cold.rows_written,
+        )
+        return Stats(TierStats(), ddr, ssd)
+
+    def verify(self, *, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
+        """Read and check every row on SSD, the directory and the counts; ``progress(done_blocks, total_blocks)``.
+
+        Raises:
+            DamagedError: names the file, the place and the way out.
+        """
+        self.require_open()
+        return self._cold.verify(progress)
+
+    @property
+    def workers(self) -> Workers:
+        """Threads for kernels over many rows."""
+        return self._workers
+
+    def require_open(self) -> None:
+        """ClosedError after ``close``."""
+        if self._closed:
+            raise ClosedError(f"the store at {self.directory} is closed; open it again with tierstore.open")
+
+    def require_writable(self) -> None:
+        """ClosedError, or ReadOnlyError for mode="r"."""
+        self.require_open()
+        if self.readonly:
+            raise ReadOnlyError(
+                f'the store at {self.directory} was opened with mode="r"; open it with mode="w" to change it'
+            )
+
+    def close(self) -> None:
+        """Release files, memory and threads. What was not committed is dropped. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        for pool in self._pools.values():
+            pool.close()
+        self._workers.close()
+        self._cold.close()
+
+    def __enter__(self) -> "Store":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        mode = "r" if self.readonly else "w"
+        return f"<Store {str(self.directory)!r} mode={mode!r} version={self.version} tables={list(self._tables)}>"

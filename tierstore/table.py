@@ -1,0 +1,196 @@
+"""A table of a store: read, write and pooled lookup by id."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .config import TableConfig, require_choice
+from .lookup import MODES, Jagged, Lookup
+from .pool import Pool
+from .rows import KEY_ROW_BITS, RowLayout
+from .version import TableState
+
+if TYPE_CHECKING:
+    from .store import Store
+
+__all__ = ["Table", "check_ids", "check_offsets", "check_scale"]
+
+
+def check_ids(ids: Tensor, name: str = "ids") -> Any:
+    """Contiguous int64 or int32 numpy view of a 1-D CPU tensor of ids.
+
+    Raises:
+        TypeError: not a tensor, or not of an integer dtype. ValueError: not 1-D, or not on the CPU.
+    """
+    if not isinstance(ids, Tensor):
+        raise TypeError(f"{name} must be a Tensor, not {type(ids).__name__}")
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name} must be int64 or int32, not {ids.dtype}")
+    if ids.dim() != 1:
+        raise ValueError(f"{name} must be 1-D, not of shape {tuple(ids.shape)}")
+    if ids.device.type != "cpu":
+        raise ValueError(f"{name} is on {ids.device}; this store works on cpu")
+    return ids.detach().contiguous().numpy()
+
+
+def check_offsets(offsets: Tensor, num_ids: int, name: str = "offsets") -> Any:
+    """int64 numpy offsets that start at 0, do not descend and end at ``num_ids``; ValueError otherwise."""
+    array = np.ascontiguousarray(check_ids(offsets, name), np.int64)
+    if len(array) == 0 or array[0] != 0 or array[-1] != num_ids or (np.diff(array) < 0).any():
+        raise ValueError(f"{name} must start at 0, never descend and end at the number of ids, {num_ids}")
+    return array
+
+
+def check_scale(scale: Tensor | None, num_ids: int, mode: str, name: str = "per_sample_weights") -> Any:
+    """float32 numpy view of per-sample weights, or None.
+
+    Raises:
+        TypeError: not float32. ValueError: another length than the ids, or a mode other than "sum".
+    """
+    if scale is None:
+        return None
+    if not isinstance(scale, Tensor) or scale.dtype != torch.float32:
+        raise TypeError(f"{name} must be a float32 Tensor")
+    if mode != "sum":
+        raise ValueError(f'{name} goes with mode="sum" only, not {mode!r}')
+    if scale.shape != (num_ids,) or scale.device.type != "cpu":
+        raise ValueError(f"{name} must be [{num_ids}] on cpu like the ids, not {tuple(scale.shape)} on {scale.device}")
+    return scale.detach().contiguous().numpy()
+
+
+class Table:
+    """One table; made by ``Store.create_table`` and found as ``store[name]``.
+
+    Attributes:
+        config: what it is.
+        index: its number in the store.
+        layout: how its rows lie.
+        learning_rate: the optimizer's rate in force; starts as ``config.optimizer.lr``, may be set, is part
+            of a commit.
+    """
+
+    def __init__(self, store: "Store", config: TableConfig, index: int, layout: RowLayout) -> None:
+        self._store = store
+        self.config = config
+        self.index = index
+        self.layout = layout
+        self.learning_rate = config.optimizer.lr
+        self._step = 0
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+    @property
+    def store(self) -> "Store":
+        return self._store
+
+    @property
+    def pool(self) -> Pool:
+        """Where its rows live; ClosedError after the store was closed."""
+        return self._store.pool_of(self.layout)
+
+    @property
+    def state(self) -> TableState:
+        """What a commit keeps beside the rows."""
+        return TableState(self._step, self.learning_rate)
+
+    def restore(self, state: TableState) -> None:
+        """Take over what a commit kept."""
+        self._step, self.learning_rate = state.step, state.learning_rate
+
+    def next_hyper(self) -> Any:
+        """Count one more update and give its hyper-parameters (float32 [NUM_HYPER])."""
+        self._step += 1
+        return self.config.optimizer.hyper(self.learning_rate, self._step)
+
+    def id_error(self, row: int) -> ValueError:
+        """The error for an id that is not a row."""
+        return ValueError(f"id {row} is not a row of table {self.name!r}: ids are in [0, {self.config.num_embeddings})")
+
+    def _keys(self, ids: Tensor) -> Any:
+        rows = check_ids(ids).astype(np.int64)
+        outside = (rows < 0) | (rows >= self.config.num_embeddings)
+        if outside.any():
+            raise self.id_error(int(rows[outside.argmax()]))
+        return rows | (self.index << KEY_ROW_BITS)
+
+    def read(self, ids: Tensor) -> Tensor:
+        """Rows of ``ids``.
+
+        Args:
+            ids: int64 or int32 [n], any order, duplicates allowed.
+
+        Returns:
+            [n, embedding_dim] of the table's dtype, a copy.
+
+        Raises:
+            ValueError, TypeError: wrong ids. ChecksumError: a row on SSD is damaged. ClosedError.
+        """
+        keys = self._keys(ids)
+        out = torch.empty((len(keys), self.layout.dim), dtype=self.layout.torch_dtype)
+        if len(keys):
+            self.pool.read(keys, self._raw(out))
+        return out
+
+    def write(self, ids: Tensor, rows: Tensor) -> None:
+        """Overwrite weights; of equal ids the last wins. Optimizer state stays. Durable from the next commit on.
+
+        Args:
+            ids: int64 or int32 [n].
+            rows: [n, embedding_dim] of the table's dtype.
+
+        Raises:
+            ValueError, TypeError: wrong ids or rows; nothing was written. ReadOnlyError, ClosedError, DiskFullError.
+        """
+        self._store.require_writable()
+        keys = self._keys(ids)
+        if not isinstance(rows, Tensor) or rows.dtype != self.layout.torch_dtype:
+            found = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
+            raise TypeError(
+                f"rows must be a Tensor of {self.layout.torch_dtype}, the dtype of table {self.name!r}, not {found}"
+            )
+        if rows.shape != (len(keys), self.layout.dim):
+            raise ValueError(f"rows must be [{len(keys)}, {self.layout.dim}], not {list(rows.shape)}")
+        if len(keys):
+            self.pool.write(keys, self._raw(rows.detach().cpu().contiguous()))
+
+    def _raw(self, rows: Tensor) -> Any:
+        """Numpy view of weights as kernels see them."""
+        return rows.view(torch.float32 if self.config.dtype == "float32" else torch.uint16).numpy()
+
+    def pooled(
+        self, ids: Tensor, offsets: Tensor, *, mode: str = "sum", per_sample_weights: Tensor | None = None
+    ) -> Tensor:
+        """One pooled row a bag, without gradients (``TieredEmbeddingBag`` has them).
+
+        Args:
+            ids: int64 or int32 [n].
+            offsets: int64 or int32 [bags + 1], from 0 to n; bag i is ``ids[offsets[i]:offsets[i + 1]]``.
+            mode: "sum", "mean" or "max"; an empty bag gives zeros.
+            per_sample_weights: float32 [n], with "sum" only.
+
+        Returns:
+            float32 [bags, embedding_dim].
+        """
+        require_choice(mode, tuple(MODES), "mode")
+        jagged = self.jagged(ids, offsets, mode=mode, per_sample_weights=per_sample_weights)
+        out = torch.zeros((jagged.batch, self.layout.dim))
+        self.lookup(jagged, mode=mode).forward(out.numpy(), keep=False)
+        return out
+
+    def jagged(self, ids: Tensor, offsets: Tensor, *, mode: str, per_sample_weights: Tensor | None = None) -> Jagged:
+        """Checked ids of one feature."""
+        rows = check_ids(ids)
+        starts = check_offsets(offsets, len(rows))
+        return Jagged(rows, starts, len(starts) - 1, check_scale(per_sample_weights, len(rows), mode))
+
+    def lookup(self, jagged: Jagged, *, mode: str) -> Lookup:
+        """A lookup of one feature in this table."""
+        return Lookup(self.pool, [self], jagged, np.zeros(1, np.int64), [0], mode=mode)
+
+    def __repr__(self) -> str:
+        config = self.config
+        return f"<Table {config.name!r} {config.num_embeddings} x {config.embedding_dim} {config.dtype}>"

@@ -1,0 +1,66 @@
+"""One committed version: the part that is not rows. Packed into the payload of the cold tier's commit.
+
+Layout: 8 bytes little-endian length of a JSON header, the header, then the named tensors in safetensors format.
+"""
+
+import json
+from typing import Any, Final, NamedTuple
+
+import safetensors.torch
+from torch import Tensor
+
+from .errors import DamagedError
+
+__all__ = ["TableState", "Version", "pack", "unpack"]
+
+_LENGTH_BYTES: Final = 8
+
+
+class TableState(NamedTuple):
+    """What a table's optimizer needs beside its rows."""
+
+    step: int
+    """Updates so far."""
+    learning_rate: float
+
+
+class Version(NamedTuple):
+    """Number, tables' states, the caller's ``extra``, and its tensors as safetensors bytes."""
+
+    number: int
+    tables: dict[str, TableState]
+    extra: dict[str, Any]
+    tensors: bytes
+
+
+def pack(tables: dict[str, TableState], extra: dict[str, Any], tensors: dict[str, Tensor]) -> bytes:
+    """Payload for ``ColdTier.commit``.
+
+    Raises:
+        TypeError: ``extra`` is not a dict that JSON can hold exactly, or ``tensors`` not a dict of tensors.
+    """
+    if not isinstance(extra, dict):
+        raise TypeError(f"extra must be a dict, not {type(extra).__name__}")
+    try:
+        text = json.dumps({"extra": extra, "tables": {name: list(state) for name, state in tables.items()}})
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"extra must hold only what JSON can hold (put tensors in tensors=): {error}") from None
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"tensors[{name!r}] must be a Tensor, not {type(tensor).__name__}")
+    own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    header = text.encode()
+    return len(header).to_bytes(_LENGTH_BYTES, "little") + header + safetensors.torch.save(own)
+
+
+def unpack(number: int, payload: bytes) -> Version:
+    """Inverse of ``pack``; an empty payload is version 0, of which nothing was committed."""
+    if not payload:
+        return Version(number, {}, {}, b"")
+    length = int.from_bytes(payload[:_LENGTH_BYTES], "little")
+    try:
+        header = json.loads(payload[_LENGTH_BYTES : _LENGTH_BYTES + length])
+        tables = {name: TableState(int(step), float(rate)) for name, (step, rate) in header["tables"].items()}
+        return Version(number, tables, dict(header["extra"]), payload[_LENGTH_BYTES + length :])
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedError(f"the payload of version {number} cannot be read: {error}") from error
