@@ -50,8 +50,8 @@ class DirectReader:
                 error.errno, f"{path} cannot be read directly ({error.strerror}); use --dir on another file system"
             ) from error
         # Anonymous maps begin on a page, as direct reads want it.
-        self._buffer = mmap.mmap(-1, depth * READ_BYTES)
-        self._address = np.frombuffer(self._buffer, np.uint8).ctypes.data
+        self.buffer = mmap.mmap(-1, depth * READ_BYTES)
+        self._address = np.frombuffer(self.buffer, np.uint8).ctypes.data
         self._threads = ThreadPoolExecutor(depth, "direct-read")
         self.read(np.zeros(depth, np.int64))
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.io.lmdb import LmdbColdTier
+from tierstore.io import LmdbColdTier
 from tierstore.rows import RowLayout
 
 __all__ = ["Rows", "TierReader", "build_flat", "build_once", "build_store", "open_flat"]

@@ -1,0 +1,131 @@
+"""The parts the benchmarks rest on. Whether they are fast is for them to say; here, whether they tell the truth."""
+
+import errno
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench import machine, oscache
+from bench.common import Goal, Report, Run, Table, measure, program
+from bench.data import ROOT, criteo_keys
+from bench.device import READ_BYTES, DirectReader, data_file
+from bench.peers.lmdb_rows import LmdbRows
+from bench.rowdata import Rows, TierReader, build_flat, build_store, open_flat
+from tierstore._jit import JIT_ENABLED
+
+ROWS = Rows(count=5000, dim=12, seed=3)
+PROGRAMS = sorted(path.stem for path in (ROOT / "bench").glob("*.toml"))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_each_configuration_has_its_program(name: str) -> None:
+    module = importlib.import_module(f"bench.{name}")
+    assert callable(module.run)
+    assert module.__doc__
+
+
+def test_all_ways_read_the_same_rows(tmp_path: Path) -> None:
+    expected = np.concatenate([chunk for _, chunk in ROWS.chunks()])
+    ids = np.random.default_rng(0).permutation(ROWS.count)[:700]
+    assert np.array_equal(open_flat(build_flat(tmp_path, ROWS), ROWS), expected)
+    keyed = LmdbRows(tmp_path, ROWS)
+    assert np.array_equal(keyed.read(ids), expected[np.sort(ids)])
+    keyed.close()
+    for verify in (True, False):
+        reader = TierReader(build_store(tmp_path, ROWS), ROWS, len(ids), verify=verify)
+        reader.read(ids[:300])
+        reader.read(ids[300:], 300)
+        assert np.array_equal(reader.rows(), expected[ids])
+        reader.close()
+
+
+def test_a_build_that_broke_off_is_made_again(tmp_path: Path) -> None:
+    path = build_flat(tmp_path, ROWS)
+    path.write_bytes(b"half")
+    (path.parent / "rows.json").unlink()
+    assert build_flat(tmp_path, ROWS).stat().st_size == ROWS.count * ROWS.dim * 4
+
+
+def test_page_cache_is_dropped_and_warmed(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(40 * READ_BYTES))
+    oscache.warm(path)
+    assert oscache.resident_share(path) == 1
+    flat = np.memmap(path, np.uint8, "r")
+    assert flat[::READ_BYTES].sum() == 0
+    assert oscache.zap_maps(path) == 40 * READ_BYTES
+    oscache.drop(path)
+    if oscache.resident_share(path) == 1:
+        pytest.skip(f"{path} is on a file system that lives in memory")
+    assert oscache.resident_share(path) == 0
+    assert flat[0] == 0
+
+
+@pytest.mark.skipif(not JIT_ENABLED, reason="calls the C library from machine code")
+def test_direct_reads_bring_what_the_file_holds(tmp_path: Path) -> None:
+    path = data_file(tmp_path, 16 * READ_BYTES)
+    try:
+        reader = DirectReader(path, 4)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        pytest.skip("the file system has no direct reads")
+    offsets = reader.random_offsets(np.random.default_rng(0), 50)
+    reader.read(offsets)
+    # Four threads, contiguous parts: each buffer still holds the last page of its part.
+    last = [part[-1] for part in np.array_split(offsets, 4)]
+    contents = path.read_bytes()
+    assert bytes(reader.buffer) == b"".join(contents[at : at + READ_BYTES] for at in last)
+    with pytest.raises(OSError, match="1 of 1 direct reads failed"):
+        reader.read(np.array([16 * READ_BYTES]))
+    reader.close()
+
+
+def test_criteo_keys_skip_what_is_missing(tmp_path: Path) -> None:
+    import gzip
+
+    path = tmp_path / "rows.gz"
+    dense = "\t".join(["1"] * 14)
+    lines = [dense + "\t" + "\t".join(["000a", "", "0b"] + [""] * 23), dense + "\t" + "\t".join([""] * 25 + ["ff"])]
+    path.write_bytes(gzip.compress(("\n".join(lines) + "\n").encode()))
+    assert criteo_keys(path).tolist() == [10, (2 << 40) + 11, (25 << 40) + 255]
+
+
+def test_measure_takes_turns() -> None:
+    order: list[str] = []
+    seconds = measure({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, repetitions=2)
+    assert order == ["a", "b", "a", "b"]
+    assert [len(times) for times in seconds.values()] == [2, 2]
+
+
+def answer(request: Run) -> Report:
+    """A benchmark of nothing."""
+    table = Table(title="t", columns=["size"], rows=[[str(request.config["size"])]])
+    return Report(question="How large?", tables=[table], figures={}, goals=[Goal(name="g", value=1, at_least=2)])
+
+
+@pytest.mark.parametrize(("flags", "size", "goals"), [([], 100, 1), (["--quick"], 1, 0)])
+def test_program(flags: list[str], size: int, goals: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, target = tmp_path / "nothing.toml", tmp_path / "out" / "nothing.json"
+    config.write_text("size = 100\n[quick]\nsize = 1\n")
+    given = ["--config", str(config), "--dir", str(tmp_path / "work"), "--json", str(target), *flags]
+    assert program("nothing", answer, given) == 0
+    found: dict[str, Any] = json.loads(target.read_text())
+    assert found["config"] == {"size": size}
+    assert found["quick"] is bool(flags)
+    assert len(found["goals"]) == goals
+    assert found["machine"]["cores"] >= 1
+    shown = capsys.readouterr().out
+    assert "How large?" in shown
+    assert machine.summary(found["machine"]) in shown
+
+
+def test_unknown_quick_key_is_an_error(tmp_path: Path) -> None:
+    config = tmp_path / "nothing.toml"
+    config.write_text("size = 100\n[quick]\nsice = 1\n")
+    with pytest.raises(ValueError, match="sice"):
+        program("nothing", answer, ["--config", str(config), "--dir", str(tmp_path)])
