@@ -67,7 +67,8 @@ def train(directory: Path, config: dict[str, Any], *, depth: int = 0, **settings
             out = collection(features).values()
             (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
             for pool in {table.pool for table in store.tables.values()}:
-                pool.cache.check_integrity()
+                with pool.lock:
+                    pool.cache.check_integrity()
         assert all(table.pool.cache.num_pinned == 0 for table in store.tables.values())
         live = torch.cat([table.read(everything) for table in store.tables.values()])
         store.commit()

@@ -30,7 +30,7 @@ def narrow(values: np.ndarray, out: np.ndarray, half: int) -> None:
 def copy_through(weights: np.ndarray, out: np.ndarray, half: int) -> None:
     for row in range(weights.shape[0]):
         for column in range(weights.shape[1]):
-            floats.store(out, row, column, floats.load(weights, row, column, half), half)
+            floats.store(out[row], column, floats.load(weights[row], column, half), half)
 
 
 @pytest.mark.parametrize(("half", "dtype"), HALVES)

@@ -92,7 +92,8 @@ def test_merge_and_update_is_independent_of_the_split(bags: list[list[int]]) -> 
         merge_and_update(
             begin, end, np.array(numbers[begin:end], np.int32), begin, starts, order, bag_of, scale, NO_MAX,
             np.arange(len(bags), dtype=np.int32), np.zeros(len(bags), np.int32), gradient,
-            np.zeros(len(numbers), np.int32), np.zeros(1, np.int64), hyper, weights, np.empty((10, 0), np.float32), 3, 0,
+            np.zeros(len(numbers), np.int32), np.zeros(1, np.int64), hyper, weights, np.empty((10, 0), np.float32),
+            3, 0,
         )  # fmt: skip
     expected = np.zeros((10, 3), np.float32)
     for position, row in enumerate(flat):

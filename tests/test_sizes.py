@@ -29,7 +29,7 @@ def test_sizes(value: Any, expected: int) -> None:
 
 @pytest.mark.parametrize("value", ["", "GiB", "1 GiBs", "-1MiB", "5% of ram", "1e9", "0x10", "1,000"])
 def test_what_is_no_size(value: str) -> None:
-    with pytest.raises(ValueError, match="ddr=.* is not a size; write bytes"):
+    with pytest.raises(ValueError, match=r"ddr=.* is not a size; write bytes"):
         parse_size(value, name="ddr")
 
 

@@ -2,6 +2,10 @@
 
 A weight array is float32, or uint16 holding the bits of float16 or bfloat16; ``half`` tells the two apart. Both
 directions are exact where possible and else round to nearest, ties to even (IEEE 754), as torch does.
+
+Kernels take a row of an array once (``row = weights[slot]``) and index it by column: with two-dimensional indices the
+compiler must allow for negative ones in the inner loop and does not vectorise it (measured: 199 ns against 33 ns for
+adding a row of 64).
 """
 
 from typing import Any, Final
@@ -63,42 +67,42 @@ def float_to_bits(value: Any, half: int) -> Any:
     return np.uint16(sign | np.uint32(rebiased >> np.uint32(13)))
 
 
-def load(weights: Any, row: int, column: int, half: int) -> Any:
-    """``weights[row, column]`` as float32."""
-    value = weights[row, column]
-    return value if weights.dtype == np.float32 else bits_to_float(value, half)
+def load(row: Any, column: int, half: int) -> Any:
+    """``row[column]`` as float32."""
+    value = row[column]
+    return value if row.dtype == np.float32 else bits_to_float(value, half)
 
 
-def store(weights: Any, row: int, column: int, value: Any, half: int) -> None:
-    """``weights[row, column] = value``, rounded to the array's storage type."""
-    weights[row, column] = value if weights.dtype == np.float32 else float_to_bits(value, half)
+def store(row: Any, column: int, value: Any, half: int) -> None:
+    """``row[column] = value``, rounded to the array's storage type."""
+    row[column] = value if row.dtype == np.float32 else float_to_bits(value, half)
 
 
 @overload(load, inline="always")
-def _load(weights: Any, row: int, column: int, half: int) -> Any:
-    if weights.dtype == numba.float32:
+def _load(row: Any, column: int, half: int) -> Any:
+    if row.dtype == numba.float32:
 
-        def load_float(weights: Any, row: int, column: int, half: int) -> Any:
-            return weights[row, column]
+        def load_float(row: Any, column: int, half: int) -> Any:
+            return row[column]
 
         return load_float
 
-    def load_half(weights: Any, row: int, column: int, half: int) -> Any:
-        return bits_to_float(weights[row, column], half)
+    def load_half(row: Any, column: int, half: int) -> Any:
+        return bits_to_float(row[column], half)
 
     return load_half
 
 
 @overload(store, inline="always")
-def _store(weights: Any, row: int, column: int, value: Any, half: int) -> Any:
-    if weights.dtype == numba.float32:
+def _store(row: Any, column: int, value: Any, half: int) -> Any:
+    if row.dtype == numba.float32:
 
-        def store_float(weights: Any, row: int, column: int, value: Any, half: int) -> None:
-            weights[row, column] = value
+        def store_float(row: Any, column: int, value: Any, half: int) -> None:
+            row[column] = value
 
         return store_float
 
-    def store_half(weights: Any, row: int, column: int, value: Any, half: int) -> None:
-        weights[row, column] = float_to_bits(value, half)
+    def store_half(row: Any, column: int, value: Any, half: int) -> None:
+        row[column] = float_to_bits(value, half)
 
     return store_half

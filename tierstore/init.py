@@ -156,8 +156,7 @@ def fill_rows(
     seed_bits = mix64(seed)
     for i in range(keys.shape[0]):
         row_bits = mix64(np.uint64(seed_bits ^ np.uint64(keys[i])))
-        slot = slots[i]
+        row = weights[slots[i]]
         for column in range(dim):
-            floats.store(weights, slot, column, _value(code, first, second, row_bits, column), half)
-        for column in range(dim, weights.shape[1]):
-            weights[slot, column] = 0
+            floats.store(row, column, _value(code, first, second, row_bits, column), half)
+        row[dim:] = 0

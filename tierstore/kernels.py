@@ -91,30 +91,31 @@ def pool_rows(
     """
     for bag in range(begin, end):
         low, high = max(bag_starts[bag], first), min(bag_starts[bag + 1], last)
-        sample, base = sample_of[bag], column_of[bag]
+        pooled = out[sample_of[bag], column_of[bag] : column_of[bag] + dim]
         if mode == MAX:
             for position in range(low, high):
-                slot = unique_slots[inverse[position - first]]
+                row = weights[unique_slots[inverse[position - first]]]
+                best = arg_max[bag]
                 for column in range(dim):
-                    row = floats.load(weights, slot, column, half)
-                    if arg_max[bag, column] < 0 or row > out[sample, base + column]:
-                        out[sample, base + column] = row
-                        arg_max[bag, column] = position
+                    value = floats.load(row, column, half)
+                    if best[column] < 0 or value > pooled[column]:
+                        pooled[column] = value
+                        best[column] = position
             continue
         if scale.shape[0]:
             for position in range(low, high):
-                slot, factor = unique_slots[inverse[position - first]], scale[position]
+                row, factor = weights[unique_slots[inverse[position - first]]], scale[position]
                 for column in range(dim):
-                    out[sample, base + column] += factor * floats.load(weights, slot, column, half)
+                    pooled[column] += factor * floats.load(row, column, half)
         else:
             for position in range(low, high):
-                slot = unique_slots[inverse[position - first]]
+                row = weights[unique_slots[inverse[position - first]]]
                 for column in range(dim):
-                    out[sample, base + column] += floats.load(weights, slot, column, half)
+                    pooled[column] += floats.load(row, column, half)
         if mode == MEAN and low < high and high == bag_starts[bag + 1]:
             count = np.float32(high - bag_starts[bag])
             for column in range(dim):
-                out[sample, base + column] /= count
+                pooled[column] /= count
 
 
 @kernel
@@ -125,12 +126,12 @@ def dot_rows(
     """Gradient of per-sample weights: ``grad_scale[p] = row(p) . grad_out[bag of p]``, positions ``[first, last)``."""
     for bag in range(begin, end):
         low, high = max(bag_starts[bag], first), min(bag_starts[bag + 1], last)
-        sample, base = sample_of[bag], column_of[bag]
+        gradient = grad_out[sample_of[bag], column_of[bag] : column_of[bag] + dim]
         for position in range(low, high):
-            slot = unique_slots[inverse[position - first]]
+            row = weights[unique_slots[inverse[position - first]]]
             total = np.float32(0)
             for column in range(dim):
-                total += floats.load(weights, slot, column, half) * grad_out[sample, base + column]
+                total += floats.load(row, column, half) * gradient[column]
             grad_scale[position] = total
 
 
@@ -138,18 +139,18 @@ def dot_rows(
 def copy_rows_out(inverse: Any, unique_slots: Any, weights: Any, dim: int, out: Any) -> None:
     """``out[i] = weights[unique_slots[inverse[i]], :dim]``, bits unchanged."""
     for i in range(inverse.shape[0]):
-        slot = unique_slots[inverse[i]]
+        row, target = weights[unique_slots[inverse[i]]], out[i]
         for column in range(dim):
-            out[i, column] = weights[slot, column]
+            target[column] = row[column]
 
 
 @kernel
 def copy_rows_in(inverse: Any, unique_slots: Any, rows: Any, weights: Any, dim: int) -> None:
     """``weights[unique_slots[inverse[i]], :dim] = rows[i]`` in order, so that the last of equal ids wins."""
     for i in range(inverse.shape[0]):
-        slot = unique_slots[inverse[i]]
+        row, target = rows[i], weights[unique_slots[inverse[i]]]
         for column in range(dim):
-            weights[slot, column] = rows[i, column]
+            target[column] = row[column]
 
 
 @kernel

@@ -27,18 +27,19 @@ def _merge(
     for i in range(first, last):
         position = order[i]
         bag = bag_of[position]
-        sample, base = sample_of[bag], column_of[bag]
+        source = grad_out[sample_of[bag], column_of[bag] : column_of[bag] + dim]
         if arg_max.shape[0]:
+            best = arg_max[bag]
             for column in range(dim):
-                if arg_max[bag, column] == position:
-                    gradient[column] += grad_out[sample, base + column]
+                if best[column] == position:
+                    gradient[column] += source[column]
         elif scale.shape[0]:
             factor = scale[position]
             for column in range(dim):
-                gradient[column] += factor * grad_out[sample, base + column]
+                gradient[column] += factor * source[column]
         else:
             for column in range(dim):
-                gradient[column] += grad_out[sample, base + column]
+                gradient[column] += source[column]
 
 
 @inline
@@ -59,43 +60,43 @@ def _mean_square(gradient: Any) -> Any:
 
 
 @inline
-def _update_row(code: int, hyper: Any, gradient: Any, weights: Any, state: Any, slot: int, half: int) -> None:
-    """Apply one optimizer step to the row in ``slot``; the formulas are those of ``optim.configs``."""
+def _update_row(code: int, hyper: Any, gradient: Any, row: Any, state: Any, half: int) -> None:
+    """Apply one optimizer step to ``row`` and its ``state``; the formulas are those of ``optim.configs``."""
     dim = gradient.shape[0]
     lr, weight_decay, eps = hyper[0], hyper[1], hyper[2]
     if weight_decay != np.float32(0):
         for column in range(dim):
-            gradient[column] += weight_decay * floats.load(weights, slot, column, half)
+            gradient[column] += weight_decay * floats.load(row, column, half)
     if code == _SGD:
         for column in range(dim):
-            row = floats.load(weights, slot, column, half)
-            floats.store(weights, slot, column, np.float32(row - lr * gradient[column]), half)
+            value = floats.load(row, column, half)
+            floats.store(row, column, np.float32(value - lr * gradient[column]), half)
     elif code == _ROWWISE_ADAGRAD:
-        accumulator = np.float32(state[slot, 0] + _mean_square(gradient))
-        state[slot, 0] = accumulator
+        accumulator = np.float32(state[0] + _mean_square(gradient))
+        state[0] = accumulator
         step = np.float32(lr / np.float32(np.float32(math.sqrt(accumulator)) + eps))
         for column in range(dim):
-            row = floats.load(weights, slot, column, half)
-            floats.store(weights, slot, column, np.float32(row - step * gradient[column]), half)
+            value = floats.load(row, column, half)
+            floats.store(row, column, np.float32(value - step * gradient[column]), half)
     elif code == _ADAGRAD:
         for column in range(dim):
             g = gradient[column]
-            accumulator = np.float32(state[slot, column] + g * g)
-            state[slot, column] = accumulator
-            row = floats.load(weights, slot, column, half)
+            accumulator = np.float32(state[column] + g * g)
+            state[column] = accumulator
+            value = floats.load(row, column, half)
             root = np.float32(np.float32(math.sqrt(accumulator)) + eps)
-            floats.store(weights, slot, column, np.float32(row - np.float32(lr * g) / root), half)
+            floats.store(row, column, np.float32(value - np.float32(lr * g) / root), half)
     else:
         beta1, beta2, step_size, root_correction = hyper[3], hyper[4], hyper[5], hyper[6]
         for column in range(dim):
             g = gradient[column]
-            first = np.float32(beta1 * state[slot, column] + (np.float32(1) - beta1) * g)
-            second = np.float32(beta2 * state[slot, dim + column] + (np.float32(1) - beta2) * g * g)
-            state[slot, column] = first
-            state[slot, dim + column] = second
+            first = np.float32(beta1 * state[column] + (np.float32(1) - beta1) * g)
+            second = np.float32(beta2 * state[dim + column] + (np.float32(1) - beta2) * g * g)
+            state[column] = first
+            state[dim + column] = second
             root = np.float32(np.float32(math.sqrt(second)) / root_correction + eps)
-            row = floats.load(weights, slot, column, half)
-            floats.store(weights, slot, column, np.float32(row - step_size * first / root), half)
+            value = floats.load(row, column, half)
+            floats.store(row, column, np.float32(value - step_size * first / root), half)
 
 
 @kernel
@@ -127,4 +128,5 @@ def merge_and_update(
             sample_of, column_of, grad_out,
         )  # fmt: skip
         table = table_of[unique]
-        _update_row(codes[table], hyper[table], gradient, weights, state, unique_slots[unique - first_unique], half)
+        slot = unique_slots[unique - first_unique]
+        _update_row(codes[table], hyper[table], gradient, weights[slot], state[slot], half)
