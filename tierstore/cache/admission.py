@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ._uncounted import inline, kernel
 from .base import AdmitStatus, Int32s, Int64s
-from .index import index_erase, index_find, index_insert
+from .index import index_erase, index_find, index_insert, index_prefetch
 from .policies import CacheState, Tally, policy_insert, policy_remove, policy_touch
 
 __all__ = [
@@ -135,6 +135,7 @@ def admit_keys(
     status = _COMPLETE
     while consumed < keys.size:
         key = keys[consumed]
+        index_prefetch(state.entries, slots, keys, consumed)
         slot = index_find(state.entries, slots, key)
         if slot >= 0:
             if slots[slot]["stamp"] == stamp:
@@ -205,6 +206,7 @@ def replay_keys(state: CacheState, keys: Int64s, is_hit: NDArray[np.bool_]) -> N
 @kernel
 def find_keys(state: CacheState, keys: Int64s, found: Int32s) -> None:
     for i in range(keys.size):
+        index_prefetch(state.entries, state.slots, keys, i)
         found[i] = index_find(state.entries, state.slots, keys[i])
 
 

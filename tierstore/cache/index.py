@@ -15,8 +15,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ._uncounted import inline
-from .base import Words
+from ._uncounted import inline, prefetch_item
+from .base import Int64s, Words
 
 __all__ = [
     "ABSENT",
@@ -27,6 +27,7 @@ __all__ = [
     "index_find",
     "index_insert",
     "index_places",
+    "index_prefetch",
 ]
 
 SlotRecords = NDArray[Any]
@@ -46,6 +47,10 @@ SLOT_DTYPE: Final = np.dtype(
 ``stamp`` and ``number`` are the admission that last resolved the slot and the row's unique number in it (ddr.py)."""
 
 ABSENT: Final = -1
+
+_FAR: Final = 32
+_NEAR: Final = 16
+"""Keys ahead, for ``index_prefetch``: time enough for a read from memory to arrive, and few enough to stay in cache."""
 
 _MIX_A: Final = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_B: Final = np.uint64(0x94D049BB133111EB)
@@ -95,6 +100,20 @@ def index_find(index: Words, slots: SlotRecords, key: Any) -> Any:
         if place == places:
             place = _EMPTY
     return np.int64(ABSENT)
+
+
+@inline
+def index_prefetch(index: Words, slots: SlotRecords, keys: Int64s, position: Any) -> None:
+    """Ahead of ``index_find(keys[position])``: fetch the first place of a key further on, and the slot of one nearer.
+
+    Each find waits for two reads, one after the other, of memory that is seldom in a cache; so they overlap.
+    """
+    places = np.uint64(index.size)
+    if position + _FAR < keys.size:
+        prefetch_item(index, home_of(fingerprint_of(keys[position + _FAR]), places))
+        entry = index[home_of(fingerprint_of(keys[position + _NEAR]), places)]
+        if entry != _EMPTY:
+            prefetch_item(slots, np.int64(entry & _SLOT_MASK) - np.int64(1))
 
 
 @inline
