@@ -112,7 +112,8 @@ def test_strided_and_read_only_keys() -> None:
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_stamps_start_over(policy: PolicyName) -> None:
     cache = DdrCache(4, weight_words=0, state_words=0, policy=policy)
-    visit(cache, 1)
+    # Key 3 keeps stamp 1, which the admission after the last number has again.
+    visit(cache, 3)
     cache._books.tallies[Tally.STAMP] = 2**31 - 2
     last = admitted(cache, 2, 1)
     assert last.stamp == 2**31 - 1
@@ -121,6 +122,7 @@ def test_stamps_start_over(policy: PolicyName) -> None:
     assert again.stamp == 1
     assert again.inverse.tolist() == [0, 1, 2, 0]
     assert again.num_unique == cache.num_pinned == 3
+    assert again.num_missing == 0
     cache.check_integrity()
 
 

@@ -99,6 +99,16 @@ class TwinMachine(RuleBasedStateMachine):
         self.fill(self.flights[place % len(self.flights)])
 
     @precondition(lambda self: self.flights)
+    @rule(place=places, limit=st.integers(1, 9))
+    def train(self, place: int, limit: int) -> None:
+        """Rows in use become dirty, and some are written back while they are in use."""
+        flight = self.flights[place % len(self.flights)]
+        self.fill(flight)
+        self.fast.mark_dirty(flight.fast.slots)
+        self.slow.mark_dirty(flight.slow.slots)
+        self.write_back(limit)
+
+    @precondition(lambda self: self.flights)
     @rule(place=places, dirty=st.integers(0, 2**12 - 1))
     def finish(self, place: int, dirty: int) -> None:
         flight = self.flights.pop(place % len(self.flights))

@@ -11,6 +11,7 @@ policy           cache
 """
 
 import difflib
+from collections.abc import Callable
 from typing import Any, Final
 
 from .base import Admission, AdmitStatus, CacheCounters, RowCache
@@ -32,7 +33,7 @@ __all__ = [
 ]
 
 _REFERENCE_PREFIX: Final = "reference-"
-_CLASSES: Final[dict[str, Any]] = {
+_CLASSES: Final[dict[str, Callable[..., RowCache]]] = {
     "lru": DdrCache,
     "lfu": DdrCache,
     "reference-lru": ReferenceCache,
@@ -63,8 +64,7 @@ def make_cache(policy: str, capacity: int, *, weight_words: int, state_words: in
         ValueError: unknown policy (names the nearest), or a size out of range.
     """
     _check_policy(policy)
-    cache: RowCache = _CLASSES[policy](capacity, weight_words=weight_words, state_words=state_words, policy=policy)
-    return cache
+    return _CLASSES[policy](capacity, weight_words=weight_words, state_words=state_words, policy=policy)
 
 
 def capacity_for(policy: str, budget_bytes: int, *, weight_words: int, state_words: int) -> int:
