@@ -1,0 +1,133 @@
+"""DLRM and its interactions against the papers' formulas, written with loops."""
+
+import pytest
+import torch
+from torch import nn
+
+from tierstore.models import DLRM, CrossNetwork, DotInteraction
+
+B, C, F, D = 5, 13, 4, 3
+
+
+class PlainEmbeddings(nn.Module):
+    """What a collection answers, from one plain table per feature; the ids are int64 [B, F]."""
+
+    class Pooled:
+        def __init__(self, values):
+            self._values = values
+
+        def values(self):
+            return self._values
+
+    def __init__(self):
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(10, D) for _ in range(F))
+
+    def forward(self, ids):
+        return self.Pooled(torch.cat([table(ids[:, i]) for i, table in enumerate(self.tables)], dim=1))
+
+
+def inputs():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(B, C, generator=generator), torch.randint(0, 10, (B, F), generator=generator)
+
+
+def test_dot_interaction_is_all_pairs_below_the_diagonal():
+    dense, sparse = torch.randn(B, D), torch.randn(B, F, D)
+    interaction = DotInteraction(num_features=F, dim=D)
+    result = interaction(dense, sparse)
+    assert result.shape == (B, interaction.out_features)
+    for b in range(B):
+        vectors = [dense[b], *sparse[b]]
+        expected = list(dense[b])
+        for i in range(len(vectors)):
+            expected += [sum(vectors[i] * vectors[j]) for j in range(i)]
+        torch.testing.assert_close(result[b], torch.stack(expected))
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_cross_network_is_the_papers_recurrence(rank):
+    dense, sparse = torch.randn(B, D), torch.randn(B, F, D)
+    network = CrossNetwork(num_features=F, dim=D, layers=3, rank=rank)
+    for parameter in network.parameters():
+        nn.init.normal_(parameter)
+    result = network(dense, sparse)
+    assert result.shape == (B, network.out_features)
+    for b in range(B):
+        first = torch.cat([dense[b], *sparse[b]])
+        x = first
+        for layer in network.layers:
+            if rank:
+                inner, outer = layer
+                x = first * (outer.weight @ (inner.weight @ x) + outer.bias) + x
+            else:
+                x = first * (layer.weight @ x + layer.bias) + x
+        torch.testing.assert_close(result[b], x, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("interaction", ["dot", "dcn"])
+def test_forward_joins_the_parts(interaction):
+    model = DLRM(
+        PlainEmbeddings(), num_features=F, embedding_dim=D, bottom_mlp=(8, 6), top_mlp=(7,), interaction=interaction
+    )
+    dense, ids = inputs()
+    logits = model(dense, ids)
+    assert logits.shape == (B,)
+
+    def dense_layer(linear, x):
+        return x @ linear.weight.T + linear.bias
+
+    x = dense
+    for linear in (model.bottom[0], model.bottom[2], model.bottom[4]):
+        x = dense_layer(linear, x).clamp(min=0)
+    sparse = torch.stack([table.weight[ids[:, i]] for i, table in enumerate(model.embeddings.tables)], dim=1)
+    joined = model.interaction(x, sparse)
+    expected = dense_layer(model.top[2], dense_layer(model.top[0], joined).clamp(min=0))[:, 0]
+    torch.testing.assert_close(logits, expected)
+
+
+def test_layers_end_as_the_paper_says():
+    model = DLRM(PlainEmbeddings(), num_features=F, embedding_dim=D, bottom_mlp=(8,), top_mlp=(7,))
+    assert isinstance(model.bottom[-1], nn.ReLU)
+    assert isinstance(model.top[-1], nn.Linear)
+    assert model.bottom[-2].out_features == D
+    assert model.top[-1].out_features == 1
+
+
+@pytest.mark.parametrize("interaction", ["dot", "dcn"])
+def test_gradients_reach_every_parameter_and_are_right(interaction):
+    torch.manual_seed(3)
+    model = DLRM(
+        PlainEmbeddings(), num_features=F, embedding_dim=D, bottom_mlp=(8,), top_mlp=(7,), interaction=interaction
+    ).double()
+    dense, ids = inputs()
+    dense = dense.double().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: model(x, ids), (dense,))
+    model(dense, ids).sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+
+
+def test_initial_weights_have_the_reference_spread_and_depend_on_the_seed_only():
+    def weights(seed):
+        torch.manual_seed(seed)
+        return DLRM(PlainEmbeddings(), num_features=F, embedding_dim=D, bottom_mlp=(400,), top_mlp=(7,))
+
+    first, again, other = weights(0), weights(0), weights(1)
+    spread = (2 / (C + 400)) ** 0.5
+    assert abs(first.bottom[0].weight.std().item() / spread - 1) < 0.1
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+    assert not torch.equal(first.bottom[0].weight, other.bottom[0].weight)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"interaction": "cat"}, "interaction='cat'"),
+        ({"interaction": "dcn", "cross_layers": 0}, "cross_layers=0"),
+        ({"bottom_mlp": (0,)}, "at least 1"),
+    ],
+)
+def test_wrong_arguments_are_named(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        DLRM(PlainEmbeddings(), num_features=F, embedding_dim=D, **wrong)

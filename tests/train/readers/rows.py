@@ -1,0 +1,62 @@
+"""Rows for the readers' tests: drawn at random, written as text, and read back by a slow and plain parser."""
+
+import math
+
+import numpy as np
+from hypothesis import strategies as st
+
+from tierstore.train.readers import FeatureHasher
+
+DENSE = st.one_of(st.none(), st.integers(-3, 100), st.integers(-(10**17), 10**17))
+CATEGORY = st.one_of(st.none(), st.integers(0, 2**60 - 1), st.integers(0, 2**32 - 1))
+ROWS = st.lists(
+    st.tuples(
+        st.integers(0, 1),
+        st.lists(DENSE, min_size=13, max_size=13),
+        st.lists(CATEGORY, min_size=26, max_size=26),
+    ),
+    max_size=12,
+)
+HASHER = FeatureHasher([1000 + i for i in range(26)])
+
+
+def some_rows(count, seed=0):
+    random = np.random.default_rng(seed)
+    return [
+        (
+            int(random.integers(2)),
+            [None if random.random() < 0.2 else int(random.integers(-3, 5000)) for _ in range(13)],
+            [None if random.random() < 0.2 else int(random.integers(2**32)) for _ in range(26)],
+        )
+        for _ in range(count)
+    ]
+
+
+def to_text(rows, newline="\n"):
+    lines = []
+    for label, dense, categories in rows:
+        fields = [str(label), *("" if x is None else str(x) for x in dense)]
+        fields += ["" if x is None else f"{x:08x}" for x in categories]
+        lines.append("\t".join(fields) + newline)
+    return "".join(lines)
+
+
+def check_batch(batch, rows):
+    """Compare a batch with what the rows say, computed value by value."""
+    assert len(batch) == len(rows)
+    assert batch.labels.tolist() == [row[0] for row in rows]
+    expected = [[0.0 if x is None else math.log1p(max(x, 0)) for x in row[1]] for row in rows]
+    np.testing.assert_allclose(batch.dense.numpy(), np.array(expected).reshape(-1, 13), rtol=3e-6)
+    ids = HASHER(np.array([[-1 if x is None else x for x in row[2]] for row in rows], np.int64).reshape(-1, 26))
+    assert batch.sparse.keys() == [f"C{i}" for i in range(1, 27)]
+    assert batch.sparse.values().tolist() == ids.values.tolist()
+    assert batch.sparse.lengths().tolist() == ids.lengths.tolist()
+
+
+def check_reader(reader, rows, *, batch_size=4, start_row=0, stop_row=None):
+    """Compare all batches of a range of rows."""
+    wanted = rows[start_row:stop_row]
+    batches = list(reader.batches(HASHER, batch_size=batch_size, start_row=start_row, stop_row=stop_row))
+    assert len(batches) == -(-len(wanted) // batch_size)
+    for number, batch in enumerate(batches):
+        check_batch(batch, wanted[number * batch_size : (number + 1) * batch_size])

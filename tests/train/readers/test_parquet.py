@@ -1,0 +1,114 @@
+"""The Parquet reader against the rows its files were made of."""
+
+import sys
+
+import pytest
+
+from tierstore.train.readers import DataError, ParquetReader, Schema, open_reader
+
+from .rows import check_reader, some_rows
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+pytestmark = pytest.mark.kernel
+
+
+def table_of(rows, kind):
+    columns = {"label": pa.array([row[0] for row in rows], pa.int32()), "other": pa.array(["x"] * len(rows))}
+    for i in range(13):
+        columns[f"I{i + 1}"] = pa.array([row[1][i] for row in rows], pa.int64() if i % 2 else pa.float64())
+    for i in range(26):
+        values = [row[2][i] for row in rows]
+        if kind == "integer":
+            columns[f"C{i + 1}"] = pa.array(values, pa.int64())
+        else:
+            column = pa.array([None if x is None else f"{x:08x}" for x in values], pa.string())
+            columns[f"C{i + 1}"] = column.dictionary_encode() if kind == "dictionary" else column
+    return pa.table(columns)
+
+
+@pytest.mark.parametrize("kind", ["integer", "string", "dictionary"])
+def test_rows_from_any_row_on(tmp_path, kind):
+    rows = some_rows(23)
+    path = tmp_path / "day.parquet"
+    pq.write_table(table_of(rows, kind), path, row_group_size=5)
+    reader = open_reader(path)
+    assert isinstance(reader, ParquetReader)
+    for start in range(24):
+        for stop in (None, start, 23):
+            check_reader(reader, rows, start_row=start, stop_row=stop)
+
+
+def test_files_of_a_folder_follow_each_other_by_name(tmp_path):
+    rows = some_rows(30)
+    for name, part in (("b", rows[11:11]), ("a", rows[:11]), ("c", rows[11:13]), ("d", rows[13:])):
+        pq.write_table(table_of(part, "integer"), tmp_path / f"{name}.parquet", row_group_size=4)
+    reader = open_reader(tmp_path)
+    for start in range(31):
+        check_reader(reader, rows, start_row=start, batch_size=3)
+
+
+def test_chunks_are_full_whatever_the_row_groups(tmp_path):
+    pq.write_table(table_of(some_rows(50), "string"), tmp_path / "x.parquet", row_group_size=7)
+    chunks = list(ParquetReader(tmp_path).read_chunks(3, 48, 10))
+    assert [len(chunk.labels) for chunk in chunks] == [10, 10, 10, 10, 5]
+
+
+def write_column(tmp_path, array, name):
+    columns = {"y": pa.array([0, 1]), "a": pa.array([1.0, 2.0]), "c": pa.array([1, 2]), name: array}
+    pq.write_table(pa.table(columns), tmp_path / "x.parquet")
+    return ParquetReader(tmp_path / "x.parquet", schema=Schema(label="y", dense=("a",), sparse=("c",)))
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("y", [0, 3], r"x\.parquet, row 1, column y: 3 is not 0 or 1"),
+        ("y", [None, 1], r"row 0, column y: None is not 0 or 1"),
+        ("c", [1, -1], r"row 1, column c: -1 is not an integer from 0 on"),
+        ("c", ["ff", "xyz"], r"row 1, column c: 'xyz' is not a hexadecimal"),
+        ("c", ["f" * 16, "1"], r"row 0, column c: 'ffffffffffffffff' is not"),
+        ("c", [1.5, 2.0], "column c of type double holds neither integers nor strings"),
+        ("a", [["x"], ["y"]], "column a of type list.* holds no numbers"),
+        ("a", ["x", "y"], "column a of type string holds no numbers"),
+    ],
+)
+def test_wrong_values_are_named(tmp_path, name, values, message):
+    reader = write_column(tmp_path, pa.array(values), name)
+    with pytest.raises(DataError, match=message):
+        list(reader.read_chunks(0, None, 10))
+
+
+def test_a_whole_column_may_be_missing(tmp_path):
+    reader = write_column(tmp_path, pa.array([None, None]), "c")
+    (chunk,) = reader.read_chunks(0, None, 10)
+    assert chunk.categories.tolist() == [[-1], [-1]]
+
+
+def test_the_row_of_an_error_counts_from_the_start_of_the_file(tmp_path):
+    columns = {"y": pa.array([0] * 20), "a": pa.array([1.0] * 20), "c": pa.array([1] * 17 + [-5] + [1] * 2)}
+    pq.write_table(pa.table(columns), tmp_path / "x.parquet", row_group_size=6)
+    reader = ParquetReader(tmp_path / "x.parquet", schema=Schema(label="y", dense=("a",), sparse=("c",)))
+    for start in (0, 7, 13):
+        with pytest.raises(DataError, match="row 17, column c: -5"):
+            list(reader.read_chunks(start, None, 4))
+
+
+def test_wrong_files_are_named(tmp_path):
+    with pytest.raises(DataError, match=r"holds no \*\.parquet file"):
+        ParquetReader(tmp_path)
+    (tmp_path / "x.parquet").write_bytes(b"hello")
+    with pytest.raises(DataError, match=r"x\.parquet is not a Parquet file"):
+        ParquetReader(tmp_path / "x.parquet")
+    pq.write_table(pa.table({"a": [1]}), tmp_path / "x.parquet")
+    with pytest.raises(DataError, match=r"lacks the columns label, I1.*; it has a"):
+        ParquetReader(tmp_path / "x.parquet")
+
+
+def test_without_pyarrow_the_error_says_how_to_install_it(tmp_path, monkeypatch):
+    pq.write_table(pa.table({"a": [1]}), tmp_path / "x.parquet")
+    for name in [name for name in sys.modules if name.split(".")[0] == "pyarrow"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ImportError, match=r"pip install 'tierstore\[parquet\]'"):
+        ParquetReader(tmp_path / "x.parquet")

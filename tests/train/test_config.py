@@ -1,0 +1,113 @@
+"""Run files: what is read, what is refused, and what the errors say."""
+
+import dataclasses
+from typing import get_type_hints
+
+import pytest
+
+from tierstore.train import config_file
+from tierstore.train.config import ConfigError, RunConfig
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_file(text):
+        path = tmp_path / "run.toml"
+        path.write_text(text)
+        return path
+
+    return write_file
+
+
+def load(path, *overrides):
+    return config_file.load(path, [config_file.parse_override(text) for text in overrides])
+
+
+def test_an_empty_file_is_all_defaults(write):
+    assert config_file.load(write("")) == RunConfig()
+
+
+def test_keys_reach_their_fields_and_keep_their_types(write):
+    config = config_file.load(
+        write(
+            "[store]\nddr = 1024\n[train]\nbatch_size = 64\n[optimizer]\nsparse_lr = 1\n[model]\ntop_mlp = [8, 4]\n"
+            '[data]\nsparse_columns = ["a", "b"]\n[embedding]\nnum_embeddings = [5, 6]\n'
+        )
+    )
+    assert config.store.ddr == 1024
+    assert config.train.batch_size == 64
+    assert config.optimizer.sparse_lr == 1.0
+    assert isinstance(config.optimizer.sparse_lr, float)
+    assert config.model.top_mlp == (8, 4)
+    assert config.table_sizes == (5, 6)
+
+
+def test_one_table_size_is_for_every_column(write):
+    config = config_file.load(write("[embedding]\nnum_embeddings = 7\n"))
+    assert config.table_sizes == (7,) * 26
+
+
+def test_overrides_win_and_may_be_bare_words(write):
+    path = write('[train]\nbatch_size = 64\n[store]\nddr = "1GiB"\n')
+    config = load(path, "train.batch_size=1", "store.ddr=5% of tables", "data.log_dense=false", "train.batch_size=256")
+    assert config.train.batch_size == 256
+    assert config.store.ddr == "5% of tables"
+    assert config.data.log_dense is False
+    assert load(path, 'store.path="a=b"').store.path == "a=b"
+
+
+def test_to_toml_is_read_back(write):
+    config = config_file.load(
+        write('[data]\npath = "a \\"b\\"\\\\c"\n[train]\nseed = 3\n[embedding]\ninit_range = 1e-05\n')
+    )
+    assert config_file.load(write(config_file.to_toml(config))) == config
+    assert config_file.load(write(config_file.to_toml(config, with_help=True))) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "message"),
+    [
+        ("[train]\nbatchsize = 1", [], r'run\.toml: unknown key "batchsize" in \[train\]; did you mean "batch_size"\?'),
+        ("[trian]\nseed = 1\n", [], r'run\.toml: unknown section \[trian\]; did you mean "train"\?'),
+        ("[trian]\n", [], "unknown section"),
+        ("[train]\nsparse_lr = 1\n", [], r"unknown key \"sparse_lr\" in \[train\]; it belongs to \[optimizer\]"),
+        ("[train]\nqqq = 1\n", [], "expected one of batch_size, epochs"),
+        ("seed = 1\n", [], "'seed' stands outside a section"),
+        ("[train]\nbatch_size = 0\n", [], r"run\.toml: train\.batch_size = 0: expected 1 or more"),
+        ("[train]\nbatch_size = 1.5\n", [], r"run\.toml: train\.batch_size = 1\.5: expected an integer"),
+        ("[train]\nbatch_size = true\n", [], "expected an integer"),
+        ("[data]\nlog_dense = 1\n", [], "expected true or false"),
+        ("[optimizer]\nsparse_lr = nan\n", [], "optimizer.sparse_lr = nan: expected a number from 0 on"),
+        ('[model]\ninteraction = "cat"\n', [], r'model\.interaction = \'cat\': expected "dot" or "dcn"'),
+        ("[model]\ntop_mlp = [64, 0]\n", [], r"model\.top_mlp"),
+        ("[model]\ntop_mlp = 64\n", [], "expected a list, each an integer"),
+        ("[embedding]\nnum_embeddings = [1, 2]\n", [], r"run\.toml: embedding\.num_embeddings lists 2 tables"),
+        ('[embedding]\nnum_embeddings = "x"\n', [], "an integer or a list, each an integer"),
+        ("[data]\ntest_rows = 5\n", [], r"data\.train_rows"),
+        ("[train\n", [], r"run\.toml is not valid TOML"),
+        ("", ["train.batchsize=1"], r'--set train\.batchsize=1: unknown key "batchsize"'),
+        ("", ["train.batch_size=0"], r"--set train\.batch_size=0: train\.batch_size = 0"),
+        ("", ["nosuch.key=1"], r"--set nosuch\.key=1: unknown section \[nosuch\]"),
+        ("", ["batch_size=1"], r"expected section\.key=value"),
+        ("", ["train.batch_size"], r"expected section\.key=value"),
+    ],
+)
+def test_errors_name_the_origin_the_key_and_the_way_out(write, text, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        load(write(text), *overrides)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"nosuch\.toml: there is no such run file"):
+        config_file.load(tmp_path / "nosuch.toml")
+    with pytest.raises(ConfigError, match="is a folder"):
+        config_file.load(tmp_path)
+
+
+def test_every_field_has_help_and_every_section_is_frozen_and_documented():
+    for name, section in get_type_hints(RunConfig).items():
+        assert section.__doc__.startswith(f"[{name}]")
+        for option in dataclasses.fields(section):
+            assert option.metadata["help"], f"{name}.{option.name}"
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(section(), dataclasses.fields(section)[0].name, None)

@@ -1,0 +1,75 @@
+"""AUC against counting every pair; log loss against its definition."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierstore.train.metrics import Predictions, log_loss, roc_auc
+
+LABELLED = st.lists(st.tuples(st.booleans(), st.sampled_from([-2.5, -1.0, 0.0, 0.5, 0.50001, 3.0])), max_size=30)
+
+
+def auc_by_pairs(labels, scores):
+    won = pairs = 0
+    for label, score in zip(labels, scores, strict=True):
+        for other_label, other in zip(labels, scores, strict=True):
+            if label and not other_label:
+                pairs += 1
+                won += 1 if score > other else 0.5 if score == other else 0
+    return won / pairs if pairs else math.nan
+
+
+@given(LABELLED)
+def test_auc_is_the_share_of_pairs_won(rows):
+    labels, scores = [row[0] for row in rows], [row[1] for row in rows]
+    expected = auc_by_pairs(labels, scores)
+    result = roc_auc(labels, scores)
+    assert (math.isnan(result) and math.isnan(expected)) or result == expected
+
+
+def test_auc_of_a_larger_sample_and_of_any_monotone_function_of_it():
+    random = np.random.default_rng(0)
+    scores = random.normal(size=400).round(1)
+    labels = random.random(400) < 1 / (1 + np.exp(-scores))
+    expected = auc_by_pairs(labels, scores)
+    assert roc_auc(labels, scores) == pytest.approx(expected, abs=1e-12)
+    assert roc_auc(labels, np.exp(scores)) == roc_auc(labels, scores)
+    assert roc_auc(labels, -scores) == pytest.approx(1 - expected, abs=1e-12)
+
+
+def test_log_loss_is_the_mean_negative_log_likelihood_also_far_out():
+    labels, logits = np.array([1, 0, 1, 0]), np.array([0.3, -1.2, -2.0, 4.0])
+    probability = 1 / (1 + np.exp(-logits))
+    expected = -np.mean(np.where(labels, np.log(probability), np.log(1 - probability)))
+    assert log_loss(labels, logits) == pytest.approx(expected, rel=1e-12)
+    assert log_loss([0, 1], [1000.0, -1000.0]) == 1000.0
+    assert log_loss([1, 0], [1000.0, -1000.0]) == 0.0
+
+
+def test_predictions_of_batches_are_those_of_the_whole():
+    random = np.random.default_rng(1)
+    labels = (random.random(50) < 0.5).astype(np.float32)
+    logits = random.normal(size=50).astype(np.float32)
+    predictions = Predictions()
+    for begin in range(0, 50, 7):
+        predictions.add(labels[begin : begin + 7], logits[begin : begin + 7])
+    result = predictions.evaluate()
+    assert result.rows == 50
+    assert result.auc == roc_auc(labels, logits)
+    assert result.log_loss == log_loss(labels, logits)
+
+
+def test_wrong_input_is_an_error():
+    with pytest.raises(ValueError, match="one length"):
+        roc_auc([0, 1], [0.5])
+    with pytest.raises(ValueError, match="diverged"):
+        roc_auc([0, 1], [0.5, math.nan])
+    with pytest.raises(ValueError, match="0 or 1"):
+        log_loss([0, 2], [0.5, 0.5])
+    with pytest.raises(ValueError, match="no rows"):
+        log_loss([], [])
+    with pytest.raises(ValueError, match="no batch"):
+        Predictions().evaluate()

@@ -1,0 +1,171 @@
+"""The run file: one TOML file says what a training run is. A flag overrides a key; an unknown key is an error.
+
+Each section is a dataclass; the help beside a field is what the documentation shows.
+"""
+
+# ruff: noqa: RUF009 (_option makes dataclass fields)
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from .readers.open import DataFormat
+
+__all__ = [
+    "ConfigError",
+    "DataSection",
+    "EmbeddingSection",
+    "ModelSection",
+    "OptimizerSection",
+    "RunConfig",
+    "StoreSection",
+    "TrainSection",
+]
+
+
+class ConfigError(ValueError):
+    """A run file or an override that cannot be used; names the file, the key and what is accepted."""
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+def _require(condition: bool, key: str, value: object, expected: str) -> None:
+    if not condition:
+        raise ConfigError(f"{key} = {value!r}: expected {expected}")
+
+
+def _require_rate(key: str, value: float) -> None:
+    _require(math.isfinite(value) and value >= 0, key, value, "a number from 0 on")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreSection:
+    """[store]: where the tables live and what memory they get. Nothing here changes a result."""
+
+    path: str = _option("./run", "folder of the store")
+    ddr: str | int = _option("50%", 'memory for rows: bytes, "512MiB", "50%" of the machine\'s or "5% of tables"')
+    policy: str = _option("lru", 'which rows leave memory first: "lru", "lfu", or "reference-" and one of them')
+    threads: int = _option(0, "threads of the store; 0 chooses")
+
+    def __post_init__(self) -> None:
+        _require(bool(self.path), "store.path", self.path, "a path")
+        _require(self.threads >= 0, "store.threads", self.threads, "0 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSection:
+    """[data]: what to read. Rows are taken in file order: the first ``train_rows``, then ``test_rows``."""
+
+    path: str = _option("", "file or folder to read")
+    format: DataFormat = _option("auto", '"auto", "criteo", "parquet" or "npy"')
+    train_rows: int = _option(0, "rows to train on, from the start; 0: all, and then nothing is left to test on")
+    test_rows: int = _option(0, "rows after those, to evaluate on; 0: do not evaluate")
+    hashing: Literal["mix", "mod"] = _option(
+        "mix", '"mix": spread categories over a table; "mod": keep row ids as they are'
+    )
+    log_dense: bool = _option(True, "turn dense values x into log(1 + max(x, 0))")
+    label_column: str = _option("label", "name of the label's column (Parquet, npy)")
+    dense_columns: tuple[str, ...] = _option(tuple(f"I{i}" for i in range(1, 14)), "names of the dense columns")
+    sparse_columns: tuple[str, ...] = _option(tuple(f"C{i}" for i in range(1, 27)), "names of the categorical columns")
+
+    def __post_init__(self) -> None:
+        _require(self.train_rows >= 0, "data.train_rows", self.train_rows, "0 or more")
+        _require(self.test_rows >= 0, "data.test_rows", self.test_rows, "0 or more")
+        _require(not self.test_rows or self.train_rows > 0, "data.train_rows", 0, "1 or more beside data.test_rows")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingSection:
+    """[embedding]: one table for each categorical column."""
+
+    dim: int = _option(16, "columns of an embedding vector")
+    num_embeddings: int | tuple[int, ...] = _option(100_000, "rows of every table, or a list with one number for each")
+    dtype: Literal["float32", "float16", "bfloat16"] = _option("float32", "type the vectors are stored in")
+    init_range: float = _option(0.01, "untrained rows are uniform in [-init_range, init_range)")
+
+    def __post_init__(self) -> None:
+        sizes = self.num_embeddings if isinstance(self.num_embeddings, tuple) else (self.num_embeddings,)
+        _require(self.dim >= 1, "embedding.dim", self.dim, "1 or more")
+        _require(bool(sizes) and min(sizes) >= 1, "embedding.num_embeddings", self.num_embeddings, "1 or more")
+        _require_rate("embedding.init_range", self.init_range)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSection:
+    """[model]: DLRM."""
+
+    interaction: Literal["dot", "dcn"] = _option("dot", '"dot": products of all pairs; "dcn": DCN-v2 cross network')
+    bottom_mlp: tuple[int, ...] = _option((64,), "hidden widths of the MLP over the dense features")
+    top_mlp: tuple[int, ...] = _option((64,), "hidden widths of the MLP over the interaction")
+    cross_layers: int = _option(2, 'layers of the cross network ("dcn")')
+    cross_rank: int = _option(32, 'rank of its weight matrices ("dcn"); 0: full')
+
+    def __post_init__(self) -> None:
+        for key, widths in (("model.bottom_mlp", self.bottom_mlp), ("model.top_mlp", self.top_mlp)):
+            _require(all(width >= 1 for width in widths), key, widths, "widths of 1 or more")
+        _require(self.cross_layers >= 1, "model.cross_layers", self.cross_layers, "1 or more")
+        _require(self.cross_rank >= 0, "model.cross_rank", self.cross_rank, "0 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSection:
+    """[optimizer]: update rules of the embedding rows (sparse) and of the MLPs (dense)."""
+
+    sparse: Literal["sgd", "rowwise_adagrad", "adagrad", "adam"] = _option("rowwise_adagrad", "rule for embedding rows")
+    sparse_lr: float = _option(0.02, "its learning rate")
+    sparse_eps: float = _option(1e-8, "its eps (all but sgd)")
+    sparse_weight_decay: float = _option(0.0, "its weight decay, on the rows of a batch")
+    sparse_initial_accumulator: float = _option(0.0, "first sum of squares (adagrad)")
+    dense: Literal["sgd", "adagrad", "adam"] = _option("adagrad", "rule for everything else")
+    dense_lr: float = _option(0.02, "its learning rate")
+    dense_weight_decay: float = _option(0.0, "its weight decay")
+
+    def __post_init__(self) -> None:
+        for key in ("sparse_lr", "sparse_eps", "sparse_weight_decay", "sparse_initial_accumulator"):
+            _require_rate(f"optimizer.{key}", getattr(self, key))
+        for key in ("dense_lr", "dense_weight_decay"):
+            _require_rate(f"optimizer.{key}", getattr(self, key))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSection:
+    """[train]: how to go through the data."""
+
+    batch_size: int = _option(128, "rows of a step")
+    epochs: int = _option(1, "times through the training rows")
+    seed: int = _option(0, "of the first weights")
+    prefetch_depth: int = _option(2, "batches whose rows are fetched ahead; 0: none")
+    commit_every: int = _option(1000, "steps between commits; 0: only at the end")
+    torch_threads: int = _option(1, "threads of torch; another number may change the last bits of a result")
+
+    def __post_init__(self) -> None:
+        for key in ("batch_size", "epochs", "torch_threads"):
+            _require(getattr(self, key) >= 1, f"train.{key}", getattr(self, key), "1 or more")
+        for key in ("seed", "prefetch_depth", "commit_every"):
+            _require(getattr(self, key) >= 0, f"train.{key}", getattr(self, key), "0 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """A whole run. ``config_file.load`` reads it from TOML."""
+
+    store: StoreSection = field(default_factory=StoreSection)
+    data: DataSection = field(default_factory=DataSection)
+    embedding: EmbeddingSection = field(default_factory=EmbeddingSection)
+    model: ModelSection = field(default_factory=ModelSection)
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    train: TrainSection = field(default_factory=TrainSection)
+
+    def __post_init__(self) -> None:
+        sizes = self.embedding.num_embeddings
+        columns = len(self.data.sparse_columns)
+        if isinstance(sizes, tuple) and len(sizes) != columns:
+            raise ConfigError(f"embedding.num_embeddings lists {len(sizes)} tables, data.sparse_columns {columns}")
+
+    @property
+    def table_sizes(self) -> tuple[int, ...]:
+        """Rows of each column's table."""
+        sizes = self.embedding.num_embeddings
+        return sizes if isinstance(sizes, tuple) else (sizes,) * len(self.data.sparse_columns)

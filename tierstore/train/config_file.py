@@ -1,0 +1,180 @@
+"""TOML to a ``RunConfig`` and back, with errors that name the file, the key and the nearest valid one."""
+
+import dataclasses
+import difflib
+import tomllib
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from .config import ConfigError, RunConfig
+
+__all__ = ["Override", "load", "parse_override", "to_dict", "to_toml"]
+
+_SECTIONS: Final[dict[str, type]] = get_type_hints(RunConfig)
+_TYPE_NAMES: Final = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
+
+
+class Override(NamedTuple):
+    """One key set from outside the run file."""
+
+    section: str
+    key: str
+    value: Any
+    origin: str
+    """What set it, for errors: a flag with its value."""
+
+
+def parse_override(text: str) -> Override:
+    """``section.key=value``, the value in TOML or a bare word.
+
+    Raises:
+        ConfigError: the text is not of this form.
+    """
+    name, equals, value_text = text.partition("=")
+    section, dot, key = name.strip().partition(".")
+    if not equals or not dot or not key:
+        raise ConfigError(f"--set {text}: expected section.key=value, as in train.batch_size=512")
+    try:
+        value = tomllib.loads(f"value = {value_text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = value_text.strip()
+    return Override(section, key, value, f"--set {text}")
+
+
+def load(path: str | Path, overrides: Iterable[Override] = ()) -> RunConfig:
+    """Read a run file, then set what ``overrides`` say; of two for one key the later one wins.
+
+    Raises:
+        ConfigError: for a file that is not TOML, an unknown section or key, a value of the wrong type or range.
+    """
+    tables = _parse(Path(path))
+    source = {section: {key: str(path) for key in keys} for section, keys in tables.items()}
+    for section, key, value, origin in overrides:
+        tables.setdefault(section, {})[key] = value
+        source.setdefault(section, {})[key] = origin
+    sections = {}
+    for name, keys in tables.items():
+        if name not in _SECTIONS:
+            origin = next(iter(source[name].values()), str(path))
+            raise ConfigError(f"{origin}: unknown section [{name}]{_nearest(name, _SECTIONS)}")
+        sections[name] = _section(name, keys, source[name])
+    try:
+        return RunConfig(**sections)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """Sections of plain JSON-able values."""
+    return {
+        section: {key: list(value) if isinstance(value, tuple) else value for key, value in keys.items()}
+        for section, keys in dataclasses.asdict(config).items()
+    }
+
+
+def to_toml(config: RunConfig, *, with_help: bool = False) -> str:
+    """A run file that ``load`` reads back as ``config``; with help, a comment above each key says what it is."""
+    lines: list[str] = []
+    for section, keys in to_dict(config).items():
+        lines.append(f"[{section}]")
+        for option in dataclasses.fields(_SECTIONS[section]):
+            if with_help:
+                lines.append(f"# {option.metadata['help']}")
+            lines.append(f"{option.name} = {_toml_value(keys[option.name])}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _parse(path: Path) -> dict[str, dict[str, Any]]:
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such run file") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a folder; give a run file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    for name, keys in document.items():
+        if not isinstance(keys, dict):
+            raise ConfigError(f"{path}: key {name!r} stands outside a section; sections are {', '.join(_SECTIONS)}")
+    return document
+
+
+def _section(name: str, keys: Mapping[str, Any], source: Mapping[str, str]) -> Any:
+    cls = _SECTIONS[name]
+    hints = get_type_hints(cls)
+    values = {}
+    for key, value in keys.items():
+        if key not in hints:
+            raise ConfigError(f'{source[key]}: unknown key "{key}" in [{name}]{_nearest(key, hints, name)}')
+        try:
+            values[key] = _convert(value, hints[key])
+        except TypeError as error:
+            raise ConfigError(f"{source[key]}: {name}.{key} = {value!r}: expected {error}") from None
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        # The message begins with the key at fault; a value that is not at its default came from somewhere.
+        key = str(error).split(" ", 1)[0].removeprefix(f"{name}.")
+        raise ConfigError(f"{source[key]}: {error}" if key in source else str(error)) from None
+
+
+def _nearest(name: str, valid: Iterable[str], section: str | None = None) -> str:
+    """What to say after an unknown name."""
+    names = list(valid)
+    close = difflib.get_close_matches(name, names, n=1)
+    if close:
+        return f'; did you mean "{close[0]}"?'
+    elsewhere = [s for s, cls in _SECTIONS.items() if section and name in get_type_hints(cls)]
+    if elsewhere:
+        return f"; it belongs to [{elsewhere[0]}]"
+    return f"; expected one of {', '.join(names)}"
+
+
+def _convert(value: Any, annotation: Any) -> Any:
+    """``value`` as the annotated type; TypeError says what was expected."""
+    origin = get_origin(annotation)
+    if origin in (Union, types.UnionType):
+        options = get_args(annotation)
+        for option in options:
+            try:
+                return _convert(value, option)
+            except TypeError:
+                continue
+        raise TypeError(" or ".join(_describe(option) for option in options))
+    if origin is Literal:
+        matches = value in get_args(annotation)
+    elif origin is tuple:
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            return tuple(_convert(item, get_args(annotation)[0]) for item in value)
+        matches = False
+    elif annotation is float:
+        matches = isinstance(value, int | float) and not isinstance(value, bool)
+        value = float(value) if matches else value
+    else:
+        matches = type(value) is annotation
+    if not matches:
+        raise TypeError(_describe(annotation))
+    return value
+
+
+def _describe(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return " or ".join(f'"{option}"' for option in get_args(annotation))
+    if get_origin(annotation) is tuple:
+        return f"a list, each {_describe(get_args(annotation)[0])}"
+    return _TYPE_NAMES[annotation]
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        # TOML's basic strings escape what JSON's do, and may hold any other character.
+        escaped = "".join(f"\\u{ord(c):04x}" if c < " " or c in '"\\\x7f' else c for c in value)
+        return f'"{escaped}"'
+    if isinstance(value, list):
+        return f"[{', '.join(_toml_value(item) for item in value)}]"
+    return repr(value)

@@ -1,0 +1,156 @@
+"""The contract of a reader: rows of click data, from any row on, as batches a model takes.
+
+A format implements ``read_chunks``; what is common to all, turning raw values into a model's input, is here.
+
+Shapes: B rows of a batch, n rows of a chunk, C dense columns, F categorical columns.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...nn import KeyedJaggedTensor
+from .hashing import FeatureHasher
+
+__all__ = ["CRITEO_SCHEMA", "MISSING", "Batch", "DataError", "RawRows", "Reader", "Schema"]
+
+MISSING: Final = -1
+"""A category that is absent; its bag is empty."""
+CHUNK_ROWS: Final = 8192
+"""A reader converts about this many rows at a time: what bounds its memory."""
+
+
+class DataError(ValueError):
+    """A data file that cannot be read as what it should be; names the file and the place in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schema:
+    """Which columns a row has: one label, C dense ones, F categorical ones, the model's feature names."""
+
+    label: str
+    dense: tuple[str, ...]
+    sparse: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        names = [self.label, *self.dense, *self.sparse]
+        twice = {name for name in names if names.count(name) > 1}
+        if twice or not self.dense or not self.sparse:
+            raise ValueError(f"a schema needs dense and sparse columns, each named once; named twice: {sorted(twice)}")
+
+
+CRITEO_SCHEMA: Final = Schema(
+    label="label", dense=tuple(f"I{i}" for i in range(1, 14)), sparse=tuple(f"C{i}" for i in range(1, 27))
+)
+
+
+class RawRows(NamedTuple):
+    """Rows as a file holds them. The arrays are the caller's to keep."""
+
+    labels: NDArray[np.float32]
+    """[n], 0 or 1."""
+    dense: NDArray[np.float32]
+    """[n, C]; NaN where missing."""
+    categories: NDArray[np.int64]
+    """[n, F]; any value from 0 on, ``MISSING`` where missing."""
+
+    def part(self, begin: int, end: int | None = None) -> "RawRows":
+        """Rows ``[begin, end)``, without a copy."""
+        rows = slice(begin, end)
+        return RawRows(self.labels[rows], self.dense[rows], self.categories[rows])
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """B rows as a model takes them: dense float32 [B, C], the ids of F features, labels float32 [B]."""
+
+    dense: Tensor
+    sparse: KeyedJaggedTensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return self.labels.shape[0]
+
+
+class Reader(ABC):
+    """Rows of one data set, in a fixed order, numbered from 0."""
+
+    path: Path
+    schema: Schema
+
+    @abstractmethod
+    def read_chunks(self, start_row: int, stop_row: int | None, chunk_rows: int) -> Iterator[RawRows]:
+        """Rows ``[start_row, stop_row)``, or to the end, ``chunk_rows`` at a time; only the last chunk may be shorter.
+
+        Rows before ``start_row`` are skipped without being converted. Ends early where the data ends.
+
+        Raises:
+            DataError: names the file and the line or row.
+        """
+
+    def batches(
+        self,
+        hasher: FeatureHasher,
+        *,
+        batch_size: int,
+        start_row: int = 0,
+        stop_row: int | None = None,
+        log_dense: bool = True,
+    ) -> Iterator[Batch]:
+        """Rows ``[start_row, stop_row)`` as batches of ``batch_size``; only the last may be shorter.
+
+        Batches begun at row r are those of a run begun at 0 if r is a multiple of ``batch_size``.
+
+        Args:
+            log_dense: dense values x become log(1 + max(x, 0)); False leaves them as they are. Missing ones are 0.
+
+        Raises:
+            DataError: for broken data, and where the data ends before ``stop_row``.
+            ValueError: unless ``0 <= start_row <= stop_row`` and ``batch_size >= 1``.
+        """
+        if start_row < 0 or batch_size < 1 or (stop_row is not None and stop_row < start_row):
+            raise ValueError(f"rows [{start_row}, {stop_row}) in batches of {batch_size}: not a range of rows")
+        return self._batches(hasher, batch_size, start_row, stop_row, log_dense)
+
+    def _batches(
+        self, hasher: FeatureHasher, batch_size: int, start_row: int, stop_row: int | None, log_dense: bool
+    ) -> Iterator[Batch]:
+        row = start_row
+        chunk_rows = batch_size * max(1, CHUNK_ROWS // batch_size)
+        for chunk in self.read_chunks(start_row, stop_row, chunk_rows):
+            dense = dense_features(chunk.dense, log=log_dense)
+            for begin in range(0, len(chunk.labels), batch_size):
+                rows = slice(begin, begin + batch_size)
+                yield self._batch(hasher, dense[rows], chunk.categories[rows], chunk.labels[rows])
+            row += len(chunk.labels)
+        if stop_row is not None and row < stop_row:
+            raise DataError(f"{self.path} ends before row {stop_row}: asked for rows {start_row} to {stop_row}")
+
+    def _batch(
+        self,
+        hasher: FeatureHasher,
+        dense: NDArray[np.float32],
+        categories: NDArray[np.int64],
+        labels: NDArray[np.float32],
+    ) -> Batch:
+        values, lengths = hasher(categories)
+        sparse = KeyedJaggedTensor(
+            keys=list(self.schema.sparse), values=torch.from_numpy(values), lengths=torch.from_numpy(lengths)
+        )
+        return Batch(dense=torch.from_numpy(dense), sparse=sparse, labels=torch.from_numpy(labels))
+
+
+def dense_features(dense: NDArray[np.float32], *, log: bool) -> NDArray[np.float32]:
+    """float32 [n, C]: log(1 + max(x, 0)) of each value, 0 where it is missing (NaN). ``dense`` is overwritten."""
+    np.nan_to_num(dense, copy=False, nan=0.0)
+    if log:
+        np.maximum(dense, np.float32(0), out=dense)
+        np.log1p(dense, out=dense)
+    return dense

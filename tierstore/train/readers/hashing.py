@@ -1,0 +1,94 @@
+"""Categories of any size into tables of a fixed size."""
+
+from collections.abc import Sequence
+from typing import Final, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..._jit import inline, kernel
+
+__all__ = ["GOLDEN", "FeatureHasher", "HashedIds", "splitmix64"]
+
+GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
+_MULTIPLY_1: Final = np.uint64(0xBF58476D1CE4E5B9)
+_MULTIPLY_2: Final = np.uint64(0x94D049BB133111EB)
+_SHIFT_1: Final = np.uint64(30)
+_SHIFT_2: Final = np.uint64(27)
+_SHIFT_3: Final = np.uint64(31)
+
+
+class HashedIds(NamedTuple):
+    """The jagged ids of a batch: all of feature 0's bags, then feature 1's, and so on."""
+
+    values: NDArray[np.int64]
+    """[total]"""
+    lengths: NDArray[np.int32]
+    """[F * B], 0 or 1 each."""
+
+
+class FeatureHasher:
+    """Turns a batch's categories into row ids of tables with ``num_embeddings`` rows each.
+
+    With ``mode="mix"`` the id of value v in column c is ``splitmix64(v + (c + 1) * 0x9E3779B97F4A7C15) mod n``, where
+    splitmix64 is the output function of that generator (Steele, Lea, Flood: "Fast Splittable Pseudorandom Number
+    Generators", 2014); like values of different columns fall on unlike rows. With ``mode="mod"`` it is ``v mod n``: for
+    categories that are row ids already.
+
+    Args:
+        num_embeddings: rows of each column's table.
+        mode: "mix" or "mod".
+    """
+
+    def __init__(self, num_embeddings: Sequence[int], *, mode: Literal["mix", "mod"] = "mix") -> None:
+        if mode not in ("mix", "mod"):
+            raise ValueError(f'mode={mode!r}: expected "mix" or "mod"')
+        self._num_embeddings = np.asarray(num_embeddings, np.int64)
+        if self._num_embeddings.ndim != 1 or not (self._num_embeddings > 0).all():
+            raise ValueError(f"num_embeddings={list(num_embeddings)}: every table needs at least one row")
+        self._mix = mode == "mix"
+
+    def __call__(self, categories: NDArray[np.int64]) -> HashedIds:
+        """Categories [B, F], negative where missing, as jagged ids."""
+        rows, columns = categories.shape
+        if columns != len(self._num_embeddings):
+            raise ValueError(f"categories of {columns} columns for {len(self._num_embeddings)} tables")
+        values = np.empty(rows * columns, np.int64)
+        lengths = np.empty(rows * columns, np.int32)
+        total = _hash_columns(categories, self._num_embeddings, self._mix, values, lengths)
+        return HashedIds(values[:total], lengths)
+
+
+@inline
+def splitmix64(seed: np.uint64) -> np.uint64:
+    """The 64 bits that the generator of this name gives for a state."""
+    mixed = (seed ^ (seed >> _SHIFT_1)) * _MULTIPLY_1
+    mixed = (mixed ^ (mixed >> _SHIFT_2)) * _MULTIPLY_2
+    return mixed ^ (mixed >> _SHIFT_3)
+
+
+@kernel
+def _hash_columns(
+    categories: NDArray[np.int64],
+    num_embeddings: NDArray[np.int64],
+    mix: bool,
+    values: NDArray[np.int64],
+    lengths: NDArray[np.int32],
+) -> int:
+    """Fill ``lengths`` and the front of ``values``, column after column; return how many values there are."""
+    rows, columns = categories.shape
+    total = 0
+    for column in range(columns):
+        modulus = np.uint64(num_embeddings[column])
+        offset = np.uint64(column + 1) * GOLDEN
+        for row in range(rows):
+            category = categories[row, column]
+            present = category >= 0
+            lengths[column * rows + row] = present
+            if present:
+                hashed = np.uint64(category)
+                if mix:
+                    hashed = splitmix64(hashed + offset)
+                values[total] = np.int64(hashed % modulus)
+                total += 1
+    return total
