@@ -48,8 +48,8 @@ class ColdTier(Protocol):
     ) -> None:
         """Copy row ``keys[i]`` into ``weights[slots[i]]`` and ``state[slots[i]]`` and set ``present[i]``.
 
-        All keys' tables share one layout. A row never written leaves its slot as it is and ``present[i]`` False. Every row
-        is verified against its checksum. Reads see every ``write`` that returned before.
+        All keys' tables share one layout. A row never written leaves its slot as it is and ``present[i]`` False.
+        Every row is verified against its checksum. Reads see every ``write`` that returned before.
 
         Raises:
             ChecksumError: names file, table and row; the slots' contents are then undefined.
@@ -62,7 +62,10 @@ class ColdTier(Protocol):
         """
 
     def commit(self, payload: bytes) -> int:
-        """Make everything written so far, and ``payload``, the current version, atomically and durably. Returns its number, from 1."""
+        """Make everything written so far, and ``payload``, the current version, atomically and durably.
+
+        Returns its number, from 1.
+        """
 
     @property
     def version(self) -> int:

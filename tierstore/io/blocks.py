@@ -10,6 +10,7 @@ from .._jit import inline, kernel
 from ..rows import KEY_ROW_BITS
 from .checksum import absent_checksum, row_checksum
 from .gather import Geometry
+from .mapped import copy_words
 
 __all__ = ["BlockStatus", "build_blocks", "check_blocks", "check_page_headers"]
 
@@ -47,24 +48,25 @@ def _page_header_status(words: Words, page_words: int, limit: int, page: int, pa
 
 
 @inline
-def _row_status(row: Words, row_words: int, stored: np.uint64, seed: np.uint64) -> int:
+def _row_status(words: Words, start: int, row_words: int, seed: np.uint64) -> int:
     """1 for a good row, 0 for an absent one, -1 for a damaged one."""
+    stored = words[start + row_words]
     if stored == absent_checksum(seed):
-        for j in range(row_words):
-            if row[j] != np.uint64(0):
+        for j in range(start, start + row_words):
+            if words[j] != np.uint64(0):
                 return -1
         return 0
-    return 1 if row_checksum(row, row_words, seed) == stored else -1
+    return 1 if row_checksum(words, start, row_words, seed) == stored else -1
 
 
 @inline
-def _first_key(block_key: int, rows_per_block: int) -> int:
+def _first_key(block_key: int | np.int64, rows_per_block: int) -> int | np.int64:
     return (block_key & ~_ROW_MASK) | ((block_key & _ROW_MASK) * rows_per_block)
 
 
 @inline
 def _copy_old(
-    geo: Geometry, words: Words, limit: int, page: int, block_key: int, epoch: int, rows: bool, image: Words
+    geo: Geometry, words: Words, limit: int, page: int, block_key: int | np.int64, epoch: int, rows: bool, image: Words
 ) -> int:
     """Start an image from the block's stored version; -1, or 16 * position of a bad row + BlockStatus."""
     status = _page_header_status(words, geo.page_words, limit, page, geo.pages_per_block)
@@ -79,15 +81,14 @@ def _copy_old(
     key = _first_key(block_key, geo.rows_per_block)
     for i in range(geo.rows_per_block):
         place = _BLOCK_HEADER_WORDS + i * (row_words + 1)
-        source = words[at + place : at + place + row_words + 1]
-        if _row_status(source, row_words, source[row_words], np.uint64(key + i)) < 0:
+        if _row_status(words, at + place, row_words, np.uint64(key + i)) < 0:
             return 16 * i + 4
-        image[place : place + row_words + 1] = source
+        copy_words(image, place, words, at + place, row_words + 1)
     return -1
 
 
 @inline
-def _clear_rows(geo: Geometry, block_key: int, image: Words) -> None:
+def _clear_rows(geo: Geometry, block_key: int | np.int64, image: Words) -> None:
     row_words = geo.weight_words + geo.state_words
     key = _first_key(block_key, geo.rows_per_block)
     for i in range(geo.rows_per_block):
@@ -117,7 +118,9 @@ def build_blocks(
 
     Args:
         old_pages: int64 [blocks], where the stored version is, or 0.
-        starts: int64 [blocks + 1]; ``order[starts[b]:starts[b + 1]]`` are the positions in ``keys`` of the block's new rows.
+        starts: int64 [blocks + 1]; ``order[starts[b]:starts[b + 1]]`` are the positions in ``keys`` of the block's new
+            rows.
+        weights, state: flat views of the arenas. A row may change meanwhile: its checksum is that of the copy.
         images: uint64 [>= blocks, words of a block].
         result: int64 [3], zeroed; receives BlockStatus, the block's position, the row's place in it.
     """
@@ -143,10 +146,10 @@ def build_blocks(
         for i in range(starts[b], starts[b + 1]):
             source = order[i]
             place = _BLOCK_HEADER_WORDS + ((keys[source] & _ROW_MASK) - first) * (row_words + 1)
-            image[place : place + geo.weight_words] = weights[slots[source], :]
-            image[place + geo.weight_words : place + row_words] = state[slots[source], :]
-            seed = np.uint64(keys[source])
-            image[place + row_words] = row_checksum(image[place : place + row_words], row_words, seed)
+            slot = np.int64(slots[source])
+            copy_words(image, place, weights, slot * geo.weight_words, geo.weight_words)
+            copy_words(image, place + geo.weight_words, state, slot * geo.state_words, geo.state_words)
+            image[place + row_words] = row_checksum(image, place, row_words, np.uint64(keys[source]))
 
 
 @kernel
@@ -171,8 +174,7 @@ def check_blocks(
         key = _first_key(np.int64(block_keys[b]), geo.rows_per_block)
         place = at + _BLOCK_HEADER_WORDS
         for i in range(geo.rows_per_block):
-            row = words[place : place + row_words]
-            status = _row_status(row, row_words, words[place + row_words], np.uint64(key + i))
+            status = _row_status(words, place, row_words, np.uint64(key + i))
             if status < 0:
                 result[0] = 4
                 result[2] = i

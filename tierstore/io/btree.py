@@ -2,8 +2,8 @@
 
 Source of the page format: LMDB 0.9's mdb.c (Howard Chu), data format version 1; docs/format.md repeats what is used
 here. Everything read is checked before it is followed: page numbers against the length of the file, flags, bounds, key
-sizes, key order and depth, so that a damaged tree ends in a status and never in a wild read. LMDB itself does not check;
-a store is therefore walked once before LMDB's own code touches its tree.
+sizes, key order and depth, so that a damaged tree ends in a status and never in a wild read. LMDB itself does not
+check; a store is therefore walked once before LMDB's own code touches its tree.
 
 All pages read must be visible to a read transaction that stays open meanwhile.
 """
@@ -182,12 +182,12 @@ def _child(halves: Halves, node: int) -> int:
 
 
 @inline
-def _key_before(halves: Halves, node: int, first: np.uint64, second: np.uint64) -> bool:
+def _key_before(halves: Halves, node: int, first: np.uint64, second: np.uint64) -> bool | np.bool:
     """Whether the node's key is less than (first, second)."""
     word = _key_word(halves, node + 4)
     if word != first:
-        return word < first  # type: ignore[no-any-return]
-    return _key_word(halves, node + 8) < second  # type: ignore[no-any-return]
+        return word < first
+    return _key_word(halves, node + 8) < second
 
 
 @inline

@@ -5,11 +5,11 @@ is built from a walk of the B-tree and refreshed, entry by entry, after each wri
 
 Why entries may change under a reader: a reader holds a lease on a snapshot, that is, on an LMDB read transaction with
 some number t. LMDB reuses a page only if it was freed by a transaction older than every open read transaction, so a
-lease on t keeps every page that was part of the tree at t *or at any time after t*. A writer publishes an entry only after
-the transaction that wrote the page is on disk and visible. Whether a reader at t finds the old page number (in the tree
-at t) or the new one (in a later tree), its page therefore stays as it is until the lease ends. And a reader that starts
-after the writer took the next snapshot finds only new numbers: entries are published before the snapshot is. Entries are
-aligned 32-bit words, which no processor tears.
+lease on t keeps every page that was part of the tree at t *or at any time after t*. A writer publishes an entry only
+after the transaction that wrote the page is on disk and visible. Whether a reader at t finds the old page number (in
+the tree at t) or the new one (in a later tree), its page therefore stays as it is until the lease ends. And a reader
+that starts after the writer took the next snapshot finds only new numbers: entries are published before the snapshot
+is. Entries are aligned 32-bit words, which no processor tears.
 """
 
 from collections.abc import Iterator
@@ -22,6 +22,7 @@ from .._jit import kernel
 from ..rows import KEY_ROW_BITS, RowLayout
 from .btree import META_KEY, Entries
 from .checksum import mix_key
+from .mapped import zeros
 
 __all__ = ["Directory", "TableArrays", "fill_pages", "tally"]
 
@@ -160,7 +161,7 @@ class Directory:
             grown[table_index] = value
             columns.append(grown)
         other.tables = TableArrays(*columns)
-        other.pages = np.zeros(base + num_blocks, np.uint32)
+        other.pages = zeros(base + num_blocks, np.uint32)
         other._written = np.zeros((base + num_blocks) // 64 + 1, np.uint64)
         _copy_used(self.pages, other.pages)
         other._written[: len(self._written)] |= self._written
@@ -170,7 +171,7 @@ class Directory:
         """The same tables without any block."""
         other = Directory()
         other.layouts, other.tables, other._layout_ids = self.layouts, self.tables, self._layout_ids
-        other.pages = np.zeros(len(self.pages), np.uint32)
+        other.pages = zeros(len(self.pages), np.uint32)
         other._written = np.zeros(len(self._written), np.uint64)
         return other
 

@@ -2,10 +2,10 @@
 
 A cold page read by touching it costs one trip to the device at a time. ``madvise(MADV_WILLNEED)`` starts the read and
 returns, so queueing many pages ahead of the copy keeps the device's queue full from one thread; on a warm page the
-call is wasted. Nothing says beforehand which pages are warm, so the copy watches the clock: it copies optimistically in
-groups, and a group slower than memory by about one trip to the device switches to queueing, for as long as steps
-take longer than they would on warm pages. The clock decides speed only; every row is bounds-checked and verified in
-either mode.
+call is wasted. Nothing says beforehand, at no cost, which pages are warm. So the copy watches the clock: it copies in
+groups without asking, and a group slower than memory by a good part of a trip to the device switches to queueing,
+unless ``mincore`` finds the next rows in memory (the thread was merely interrupted). The same look ends the queueing.
+All of this decides speed only; every row is bounds-checked and verified in either mode.
 """
 
 from enum import IntEnum
@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from .._jit import inline, kernel
 from ..rows import KEY_ROW_BITS, RowLayout
-from .checksum import absent_checksum, row_checksum
+from .checksum import absent_checksum, two_row_checksums
 from .directory import TableArrays
-from .mapped import clock_ns, prefetch_word, queue_read
+from .mapped import clock_ns, copy_words, is_resident, prefetch_word, queue_read
 
-__all__ = ["GatherStatus", "Geometry", "gather", "geometry", "measure_queue_ns", "queue_pages"]
+__all__ = ["GatherStatus", "Geometry", "gather", "geometry", "queue_pages"]
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -28,17 +28,22 @@ Words = NDArray[np.uint64]
 
 _ROW_BITS: Final = KEY_ROW_BITS
 _ROW_MASK: Final = (1 << KEY_ROW_BITS) - 1
+_PLACE_BITS: Final = 16
+_PLACE_MASK: Final = (1 << _PLACE_BITS) - 1
 _HEADER_WORDS: Final = 4
 """Words before a block's first row: LMDB's page header, then the block's own."""
-_LINE_WORDS: Final = 8
 
 QUEUE_DEPTH: Final = 512
 """Rows whose pages are queued ahead of the copy."""
-QUEUE_STEP: Final = 32
-WARM_STEPS: Final = 8
-"""So many quick steps in a row end the queueing."""
+SAMPLE_EVERY: Final = 512
+SAMPLE_ROWS: Final = 16
+"""After every SAMPLE_EVERY rows queued, the next SAMPLE_ROWS are looked at: if all are in memory, queueing ends."""
+BLIND_ROWS: Final = 4096
+"""Where the kernel does not tell what is in memory, queueing ends after so many rows, to begin anew if need be."""
 PREFETCH_ROWS: Final = 8
-MAX_GROUP: Final = 64
+PREFETCH_ENTRIES: Final = 16
+MAX_GROUP: Final = 32
+SCRATCH_WORDS: Final = 2048
 GROUP_SLACK_NS: Final = 30_000
 ROW_SLACK_NS: Final = 600
 """A group of n rows slower than GROUP_SLACK_NS + n * ROW_SLACK_NS waited for the device."""
@@ -91,26 +96,25 @@ def _resolve(
     """Word offset of each row in the map, 0 for a row of a block that was never written."""
     stored_words = geo.weight_words + geo.state_words + 1
     for i in range(len(keys)):
-        key = keys[i]
-        table = key >> _ROW_BITS
-        row = key & _ROW_MASK
-        if (
-            table < 0
-            or table >= len(tables.bases)
-            or tables.layout_ids[table] != geo.layout_id
-            or row >= tables.num_rows[table]
-        ):
+        table = keys[i] >> _ROW_BITS
+        row = keys[i] & _ROW_MASK
+        known = table >= 0 and table < len(tables.bases) and tables.layout_ids[table] == geo.layout_id
+        if not known or row >= tables.num_rows[table]:
             result[0] = 1
-        if result[0] != 0:
             result[1] = i
             return
-        block = row // geo.rows_per_block
-        page = np.int64(pages[tables.bases[table] + block])
+        # Exact: a quotient below 2**40 lies at least 1 / rows_per_block under the next integer.
+        block = np.int64(np.float64(row) / np.float64(geo.rows_per_block))
+        offsets[i] = ((tables.bases[table] + block) << _PLACE_BITS) | (row - block * geo.rows_per_block)
+    for i in range(len(keys)):
+        if i + PREFETCH_ENTRIES < len(keys):
+            prefetch_word(pages, offsets[i + PREFETCH_ENTRIES] >> _PLACE_BITS)
+        page = np.int64(pages[offsets[i] >> _PLACE_BITS])
         if page + geo.pages_per_block > limit:
             result[0] = 2
             result[1] = i
             return
-        place = _HEADER_WORDS + (row - block * geo.rows_per_block) * stored_words
+        place = _HEADER_WORDS + (offsets[i] & _PLACE_MASK) * stored_words
         offsets[i] = 0 if page == 0 else page * geo.page_words + place
 
 
@@ -136,6 +140,34 @@ def _count_pages(page_words: int, stored_words: int, offsets: Int64s, seen: NDAr
 
 
 @inline
+def _place_row(
+    geo: Geometry,
+    verify: bool,
+    checksum: np.uint64,
+    key: int,
+    slot: int | np.int64,
+    at: int,
+    scratch: Words,
+    weights: Words,
+    state: Words,
+) -> int:
+    """Copy the row at ``scratch[at]`` to its slot: 1, or 0 if it was never written, or -1 if it is damaged."""
+    row_words = geo.weight_words + geo.state_words
+    stored = scratch[at + row_words]
+    if stored != checksum or not verify:
+        if stored == absent_checksum(np.uint64(key)):
+            for j in range(at, at + row_words):
+                if verify and scratch[j] != np.uint64(0):
+                    return -1
+            return 0
+        if verify:
+            return -1
+    copy_words(weights, slot * geo.weight_words, scratch, at, geo.weight_words)
+    copy_words(state, slot * geo.state_words, scratch, at + geo.weight_words, geo.state_words)
+    return 1
+
+
+@inline
 def _copy_rows(
     geo: Geometry,
     words: Words,
@@ -148,43 +180,65 @@ def _copy_rows(
     weights: Words,
     state: Words,
     present: NDArray[np.bool_],
+    scratch: Words,
 ) -> int:
-    """Copy rows ``[start, end)``; -1, or the position of a row that fails its checksum."""
+    """Copy rows ``[start, end)``; -1, or the position of a row that fails its checksum.
+
+    The rows go through ``scratch``, which stays in the processor's nearest cache: the copy out of far memory keeps many
+    rows in flight, the checksums then wait for nothing.
+    """
     row_words = geo.weight_words + geo.state_words
+    stored_words = row_words + 1
     num = len(keys)
     for i in range(start, end):
         if i + PREFETCH_ROWS < num:
-            ahead = offsets[i + PREFETCH_ROWS]
-            for line in range(ahead, ahead + row_words + 1, _LINE_WORDS):
-                prefetch_word(words, line)
-        offset = offsets[i]
-        if offset == 0:
+            prefetch_word(words, offsets[i + PREFETCH_ROWS])
+        if offsets[i] != 0:
+            copy_words(scratch, (i - start) * stored_words, words, offsets[i], stored_words)
+    for i in range(start, end, 2):
+        at = (i - start) * stored_words
+        other = min(i + 1, end - 1)
+        other_at = (other - start) * stored_words
+        checksum, other_checksum = np.uint64(0), np.uint64(0)
+        if verify:
+            checksum, other_checksum = two_row_checksums(
+                scratch, at, other_at, row_words, np.uint64(keys[i]), np.uint64(keys[other])
+            )
+        if offsets[i] == 0:
             present[i] = False
-            continue
-        row = words[offset : offset + row_words]
-        stored = words[offset + row_words]
-        seed = np.uint64(keys[i])
-        if stored == absent_checksum(seed):
-            if verify:
-                for j in range(row_words):
-                    if row[j] != np.uint64(0):
-                        return i
-            present[i] = False
-            continue
-        if verify and row_checksum(row, row_words, seed) != stored:
-            return i
-        slot = slots[i]
-        weights[slot, :] = row[: geo.weight_words]
-        state[slot, :] = row[geo.weight_words :]
-        present[i] = True
+        else:
+            status = _place_row(geo, verify, checksum, keys[i], np.int64(slots[i]), at, scratch, weights, state)
+            present[i] = status == 1
+            if status < 0:
+                return i
+        if other == i or offsets[other] == 0:
+            present[other] = present[other] if other == i else False
+        else:
+            status = _place_row(
+                geo, verify, other_checksum, keys[other], np.int64(slots[other]), other_at, scratch, weights, state
+            )
+            present[other] = status == 1
+            if status < 0:
+                return other
     return -1
 
 
 @inline
 def _queue_row(address: int, page_words: int, stored_words: int, offset: int) -> None:
+    if offset == 0:
+        return
     first = offset // page_words
     last = (offset + stored_words - 1) // page_words
     queue_read(address + first * page_words * 8, (last + 1 - first) * page_words * 8)
+
+
+@inline
+def _all_resident(page_words: int, address: int, start: int, offsets: Int64s, flag: NDArray[np.uint8]) -> bool:
+    """Whether the next ``SAMPLE_ROWS`` rows are in memory, by their first pages."""
+    for i in range(start, min(len(offsets), start + SAMPLE_ROWS)):
+        if offsets[i] != 0 and not is_resident(address + offsets[i] // page_words * page_words * 8, flag):
+            return False
+    return True
 
 
 @kernel
@@ -204,7 +258,7 @@ def gather(
     seen: NDArray[np.uint32],
     verify: bool,
     cold: bool,
-    warm_step_ns: int,
+    can_sample: bool,
     result: Int64s,
 ) -> None:
     """Copy row ``keys[i]`` to ``weights[slots[i]]``, ``state[slots[i]]``; see ``ColdTier.read``.
@@ -212,11 +266,12 @@ def gather(
     Args:
         address: of ``words[0]``.
         limit: pages in the file.
+        weights, state: flat views of the arenas.
         offsets: int64 [n], scratch.
         seen: zeroed uint32 scratch, see ``_count_pages``.
         verify: compare each row with its checksum.
         cold: whether to start by queueing page reads.
-        warm_step_ns: a queueing step that takes less found its pages in memory.
+        can_sample: whether ``is_resident`` says the truth.
         result: int64 [4], zeroed; receives GatherStatus, the position it is about, distinct pages, and 1 if the pages
             turned out cold.
     """
@@ -227,42 +282,35 @@ def gather(
     result[2] = _count_pages(geo.page_words, stored_words, offsets, seen)
     num = len(keys)
     timespec = np.zeros(2, np.int64)
-    position = 0
-    queued = 0
-    group = 4
-    quick_steps = 0
-    started = clock_ns(timespec)
+    flag = np.zeros(1, np.uint8)
+    max_group = max(2, min(MAX_GROUP, SCRATCH_WORDS // stored_words))
+    scratch = np.empty(max_group * stored_words, np.uint64)
+    group = 2
+    position = 0  # rows before it are copied
+    queued = 0  # rows before it are queued
+    next_sample = 0 if can_sample else BLIND_ROWS
     while position < num:
-        if cold:
-            queue_end = min(num, max(queued, position) + QUEUE_STEP)
-            queued = max(queued, position)
-            while queued < queue_end:
-                if offsets[queued] != 0:
-                    _queue_row(address, geo.page_words, stored_words, offsets[queued])
+        queued = max(queued, position)
+        while cold and queued < min(num, position + QUEUE_DEPTH):
+            if queued >= next_sample:
+                next_sample = queued + SAMPLE_EVERY
+                cold = can_sample and not _all_resident(geo.page_words, address, queued, offsets, flag)
+            if cold:
+                _queue_row(address, geo.page_words, stored_words, offsets[queued])
                 queued += 1
-            if queued < num and queued - position < QUEUE_DEPTH:
-                continue
-            end = min(num, position + QUEUE_STEP)
-        else:
-            end = min(num, position + group)
-        bad = _copy_rows(geo, words, verify, position, end, offsets, keys, slots, weights, state, present)
+        end = min(num, position + (max_group if cold else group))
+        started = clock_ns(timespec)
+        bad = _copy_rows(geo, words, verify, position, end, offsets, keys, slots, weights, state, present, scratch)
         if bad >= 0:
             result[0] = 3
             result[1] = bad
             return
-        now = clock_ns(timespec)
-        elapsed = now - started
-        started = now
-        if cold:
-            quick_steps = quick_steps + 1 if elapsed < warm_step_ns else 0
-            if quick_steps >= WARM_STEPS:
-                cold = False
-                group = 4
-        elif elapsed > GROUP_SLACK_NS + (end - position) * ROW_SLACK_NS:
+        waited = clock_ns(timespec) - started > GROUP_SLACK_NS + (end - position) * ROW_SLACK_NS
+        group = min(group * 2, max_group)
+        if waited and not cold:
             cold = True
-            quick_steps = 0
-        else:
-            group = min(group * 2, MAX_GROUP)
+            group = 2
+            next_sample = end if can_sample else end + BLIND_ROWS
         position = end
     result[3] = 1 if cold else 0
 
@@ -273,14 +321,3 @@ def queue_pages(address: int, page_bytes: int, pages_each: int, pages: Int64s) -
     for i in range(len(pages)):
         if pages[i] != 0:
             queue_read(address + pages[i] * page_bytes, pages_each * page_bytes)
-
-
-@kernel
-def measure_queue_ns(address: int, page_bytes: int, repeats: int) -> int:
-    """Nanoseconds that queueing a page costs when it is in memory already (the file's first page is)."""
-    timespec = np.zeros(2, np.int64)
-    queue_read(address, page_bytes)
-    started = clock_ns(timespec)
-    for _ in range(repeats):
-        queue_read(address, page_bytes)
-    return (clock_ns(timespec) - started) // repeats

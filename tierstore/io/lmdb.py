@@ -7,7 +7,6 @@ docs/format.md describes the file, directory.py the rules by which readers and t
 """
 
 import os
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +22,6 @@ from ..errors import (
     ChecksumError,
     ClosedError,
     DamagedError,
-    FormatError,
     ReadOnlyError,
     StoreNotFoundError,
     TierstoreError,
@@ -31,10 +29,10 @@ from ..errors import (
 )
 from ..rows import KEY_ROW_BITS, MAX_ROWS, MAX_TABLES, RowLayout
 from .base import ColdCounters, VerifyReport
-from .blocks import BlockStatus, build_blocks, check_page_headers
-from .btree import META_KEY, Entries
+from .btree import META_KEY
+from .census import check_census, check_store, check_tree_totals
 from .checksum import bytes_checksum
-from .directory import Directory, fill_pages, tally
+from .directory import Directory, fill_pages
 from .files import (
     RESTORE,
     check_rows_file,
@@ -45,24 +43,21 @@ from .files import (
     rows_path,
     translate,
 )
-from .gather import GatherStatus, Geometry, gather, geometry, measure_queue_ns, queue_pages
+from .gather import GatherStatus, Geometry, gather, geometry
 from .mapped import FileMap
 from .records import (
     COMMIT_ITEM,
     PAYLOAD_CHUNK_BYTES,
     STORE_ITEM,
     CommitRecord,
-    TableTotals,
-    block_key_bytes,
     item_key,
     pack_commit,
     pack_store,
     payload_item,
-    unpack_commit,
-    unpack_store,
 )
 from .snapshot import Snapshot
-from .verify import block_error, verify_blocks
+from .verify import verify_blocks
+from .writes import BlockRows, Staging, check_arrays, check_widths, delete_blocks, selected, supersede
 
 __all__ = ["LmdbColdTier"]
 
@@ -71,9 +66,6 @@ Int32s = NDArray[np.int32]
 Words = NDArray[np.uint64]
 
 _ROW_MASK: Final = MAX_ROWS - 1
-_MEASURE_REPEATS: Final = 64
-_STEP_COPY_NS: Final = 13_000
-"""Generous time to copy a queueing step's rows from memory."""
 
 
 class LmdbColdTier:
@@ -113,10 +105,10 @@ class LmdbColdTier:
         if staging_bytes <= 0:
             raise ValueError(f"staging_bytes must be positive, not {staging_bytes}")
         self.path: Final = rows_path(path)
+        self.page_bytes = 0
         self.readonly: Final = readonly
         self._verify_reads = verify_reads
-        self._staging_bytes = staging_bytes
-        self._staging: Words = np.empty(0, np.uint64)
+        self._staging = Staging(staging_bytes)
         self._lock = threading.Lock()  # guards _snapshot, _directory, leases and counters
         self._idle = threading.Condition(self._lock)
         self._writer = threading.RLock()  # one writer, and whoever replaces the snapshot or the directory
@@ -146,78 +138,19 @@ class LmdbColdTier:
             if self.readonly or not create:
                 raise StoreNotFoundError(f"{self.path}: no such file. {RESTORE}")
             create_rows_file(self.path, {item_key(STORE_ITEM): pack_store(store_id)})
-        self.page_bytes: Final = check_rows_file(self.path).page_bytes
+        self.page_bytes = check_rows_file(self.path).page_bytes
         self._environment = open_environment(self.path, map_bytes(directory), self.readonly)
         self._environment.reader_check()
         self._map = FileMap(self.path, self._environment.info()["map_size"])
-        self._warm_step_ns = (
-            32 * 2 * measure_queue_ns(self._map.address, self.page_bytes, _MEASURE_REPEATS) + _STEP_COPY_NS
-        )
+        self._can_sample = self._map.tells_residency()
         self._current = Snapshot(self._environment, self.path, self._map)
         if not self.readonly:
             self._current.check_free_pages()
-        self._record = self._check_census(self._current, store_id)
+        check_store(self._current, store_id)
+        self._record = check_census(self._current)
         self._directory_built = not self._record.tables
         if not self.readonly:
             self._drop_uncommitted()
-
-    def _check_census(self, snapshot: Snapshot, store_id: bytes) -> CommitRecord:
-        """Walk the whole tree, then compare with what the last commit recorded."""
-        for _ in snapshot.walk():  # checks; only then may LMDB's own code follow the tree
-            pass
-        stored = snapshot.get(item_key(STORE_ITEM))
-        if stored is None:
-            raise FormatError(f"{self.path}: not a tierstore file (it has no store record). {RESTORE}")
-        with self._naming("its store record"):
-            if unpack_store(stored) != store_id:
-                raise FormatError(
-                    f"{self.path}: belongs to store {unpack_store(stored).hex()}, not to {store_id.hex()}: files of two "
-                    f"stores were mixed. {RESTORE}"
-                )
-        record = self._read_record(snapshot)
-        totals = self._tally(snapshot, record.version)
-        if totals != record.tables:
-            self._raise_for_totals(totals, record.tables)
-        return record
-
-    @contextmanager
-    def _naming(self, what: str) -> Iterator[None]:
-        """Turn the ValueError or struct.error of a record into a FormatError."""
-        try:
-            yield
-        except (ValueError, struct.error) as error:
-            raise FormatError(f"{self.path}: {what} is damaged: {error}. {RESTORE}") from error
-
-    def _read_record(self, snapshot: Snapshot) -> CommitRecord:
-        stored = snapshot.get(item_key(COMMIT_ITEM))
-        if stored is None:
-            return CommitRecord(tables={})
-        with self._naming("its commit record"):
-            return unpack_commit(stored)
-
-    def _tally(self, snapshot: Snapshot, version: int) -> dict[int, TableTotals]:
-        """Count and hash the blocks of each table with epochs up to ``version``."""
-        counts, hashes = np.zeros(0, np.int64), np.zeros(0, np.uint64)
-        for entries, count in snapshot.walk():
-            blocks = entries.block_keys[:count]
-            blocks = blocks[blocks != META_KEY]
-            length = int(blocks[-1]) // MAX_ROWS + 1 if len(blocks) else 0
-            if length > MAX_TABLES:
-                raise DamagedError(f"{self.path}: its index names table {length - 1}. {RESTORE}")
-            if length > len(counts):
-                counts = np.concatenate([counts, np.zeros(length - len(counts), np.int64)])
-                hashes = np.concatenate([hashes, np.zeros(length - len(hashes), np.uint64)])
-            tally(entries, count, version, counts, hashes)
-        return _totals(counts, hashes)
-
-    def _raise_for_totals(self, found: dict[int, TableTotals], recorded: dict[int, TableTotals]) -> None:
-        for table in sorted(found.keys() | recorded.keys()):
-            have, want = found.get(table, TableTotals()), recorded.get(table, TableTotals())
-            if have != want:
-                raise DamagedError(
-                    f"{self.path}: table {table} has {have.num_blocks} blocks in the index, the last commit recorded "
-                    f"{want.num_blocks}{'' if have.num_blocks != want.num_blocks else ' others'}. {RESTORE}"
-                )
 
     def _drop_uncommitted(self) -> None:
         """Delete what was written after the last commit."""
@@ -228,7 +161,7 @@ class LmdbColdTier:
                 keys, epochs = entries.block_keys[:count], entries.epochs[:count]
                 loose = (keys != META_KEY) & (epochs > np.uint64(version))
                 if loose.any():
-                    self._delete(txn, snapshot, _selected(entries, np.flatnonzero(loose)))
+                    delete_blocks(txn, snapshot, selected(entries, np.flatnonzero(loose)))
                     dropped = True
         if dropped:
             self._replace_snapshot(self._new_snapshot())
@@ -271,7 +204,7 @@ class LmdbColdTier:
         if self._lock_file >= 0:
             os.close(self._lock_file)
             self._lock_file = -1
-        self._staging = np.empty(0, np.uint64)
+        self._staging.release()
 
     def _check_open(self) -> None:
         if self._state == "closed":
@@ -354,13 +287,10 @@ class LmdbColdTier:
             try:
                 for _ in snapshot.walk():
                     pass
-                record = self._read_record(snapshot)
+                record = check_census(snapshot)
                 if record.version == self._record.version:
                     snapshot.close()
                     return record.version
-                totals = self._tally(snapshot, record.version)
-                if totals != record.tables:
-                    self._raise_for_totals(totals, record.tables)
                 directory = self._directory.emptied()
                 self._fill(directory, snapshot, record.version, None)
             except BaseException:
@@ -409,7 +339,7 @@ class LmdbColdTier:
 
     def read(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: NDArray[np.bool_]) -> None:
         """See ``ColdTier.read``; ValueError for keys of no row or of several layouts, and slots out of range."""
-        _check_arrays(keys, slots, weights, state)
+        check_arrays(keys, slots, weights, state)
         if present.dtype != np.bool_ or present.shape != keys.shape or not present.flags.c_contiguous:
             raise ValueError("present must be a contiguous bool array as long as keys")
         if not len(keys):
@@ -417,10 +347,10 @@ class LmdbColdTier:
         started = time.perf_counter()
         with self._lease() as (snapshot, directory):
             layout, geo = self._geometry_of(directory, keys)
-            _check_widths(layout, weights, state)
+            check_widths(layout, weights, state)
             result = self._gather(snapshot, directory, geo, keys, slots, weights, state, present)
             if result[0] != GatherStatus.DONE:
-                self._raise_for_gather(snapshot, result, keys)
+                self._raise_for_gather(result, keys)
         absent = len(keys) - int(np.count_nonzero(present))
         elapsed = time.perf_counter() - started
         with self._lock:
@@ -458,14 +388,14 @@ class LmdbColdTier:
                 directory.pages,
                 keys,
                 slots,
-                weights,
-                state,
+                weights.reshape(-1),
+                state.reshape(-1),
                 present,
                 offsets,
                 np.zeros(1 << (2 * row_pages * len(keys)).bit_length(), np.uint32),
                 self._verify_reads,
                 self._cold,
-                self._warm_step_ns,
+                self._can_sample,
                 result,
             )
             known, limit = limit, snapshot.limit_pages()
@@ -474,13 +404,13 @@ class LmdbColdTier:
                 self._cold = bool(result[3])
                 return result
 
-    def _raise_for_gather(self, snapshot: Snapshot, result: Int64s, keys: Int64s) -> None:
+    def _raise_for_gather(self, result: Int64s, keys: Int64s) -> None:
         key = int(keys[result[1]])
         table, row = key >> KEY_ROW_BITS, key & _ROW_MASK
         if result[0] == GatherStatus.BAD_KEY:
             raise ValueError(
-                f"keys[{int(result[1])}] = {key} is row {row} of table {table}: not a row of a table that was added, or of a "
-                f"table with another layout than keys[0]'s"
+                f"keys[{int(result[1])}] = {key} is row {row} of table {table}: not a row of a table that was added, or of "
+                f"a table with another layout than keys[0]'s"
             )
         if result[0] == GatherStatus.OUT_OF_FILE:
             raise TruncatedError(f"{self.path}: row {row} of table {table} lies beyond the end of the file. {RESTORE}")
@@ -513,7 +443,7 @@ class LmdbColdTier:
             DiskFullError: nothing of this call was stored; reads go on.
             ChecksumError: a stored block that would keep some of its rows is damaged.
         """
-        _check_arrays(keys, slots, weights, state)
+        check_arrays(keys, slots, weights, state)
         with self._writer:
             self._check_writable()
             if not len(keys):
@@ -521,21 +451,16 @@ class LmdbColdTier:
             if not self._directory_built:
                 self._build_directory()
             started = time.perf_counter()
-            directory = self._directory
+            snapshot, directory = self._snapshot, self._directory
             layout, geo = self._geometry_of(directory, keys)
-            _check_widths(layout, weights, state)
-            order = np.argsort(keys, kind="stable")
-            block_keys, starts = self._group(directory, geo, keys[order])
+            check_widths(layout, weights, state)
+            rows = BlockRows(directory, geo, keys)
+            block_keys = rows.block_keys
             positions = directory.positions(block_keys)
             epoch = self._record.version + 1
+            old_pages = directory.pages[positions].astype(np.int64)
             with self._transaction() as txn:
-                for chunk in self._chunks(layout, len(block_keys)):
-                    old_pages = directory.pages[positions].astype(np.int64)
-                    lo, hi = chunk
-                    images = self._build(
-                        layout, geo, epoch, block_keys, old_pages, starts, lo, hi, (order, keys, slots, weights, state)
-                    )
-                    _put_blocks(txn, block_keys[lo:hi], epoch, images)
+                self._staging.put(txn, snapshot, layout, geo, epoch, rows, old_pages, (keys, slots, weights, state))
             with self._must_succeed():
                 snapshot = self._new_snapshot()
                 epochs = np.full(len(block_keys), epoch, np.uint64)
@@ -554,90 +479,6 @@ class LmdbColdTier:
                     write_seconds=c.write_seconds + elapsed,
                 )
 
-    def _group(self, directory: Directory, geo: Geometry, ordered: Int64s) -> tuple[Words, Int64s]:
-        """Block keys of ascending row keys, and where each block's rows start, with the end appended."""
-        tables, rows = ordered >> KEY_ROW_BITS, ordered & _ROW_MASK
-        arrays = directory.tables
-        known = (tables >= 0) & (tables < len(arrays.bases))
-        safe = np.where(known, tables, 0)
-        good = known & (arrays.layout_ids[safe] == geo.layout_id) & (rows < arrays.num_rows[safe])
-        if not good.all():
-            key = int(ordered[int(np.argmin(good))])
-            raise ValueError(
-                f"keys has {key}, row {key & _ROW_MASK} of table {key >> KEY_ROW_BITS}: not a row of a table that was "
-                f"added, or of a table with another layout than keys[0]'s"
-            )
-        if len(ordered) > 1 and (ordered[1:] == ordered[:-1]).any():
-            twice = int(ordered[int(np.argmax(ordered[1:] == ordered[:-1]))])
-            raise ValueError(f"keys has row {twice & _ROW_MASK} of table {twice >> KEY_ROW_BITS} twice")
-        blocks = (tables << KEY_ROW_BITS) | (rows // geo.rows_per_block)
-        first = np.flatnonzero(np.concatenate([[True], blocks[1:] != blocks[:-1]]))
-        return blocks[first].astype(np.uint64), np.append(first, len(ordered)).astype(np.int64)
-
-    def _chunks(self, layout: RowLayout, num_blocks: int) -> Iterator[tuple[int, int]]:
-        """Ranges of blocks that fit the staging buffer, which is made if need be."""
-        block_words = layout.block_bytes // 8
-        step = max(1, self._staging_bytes // layout.block_bytes)
-        needed = min(step, num_blocks) * block_words
-        if len(self._staging) < needed:
-            self._staging = np.empty(needed, np.uint64)
-        for lo in range(0, num_blocks, step):
-            yield lo, min(lo + step, num_blocks)
-
-    def _build(
-        self,
-        layout: RowLayout,
-        geo: Geometry,
-        epoch: int,
-        block_keys: Words,
-        old_pages: Int64s,
-        starts: Int64s,
-        lo: int,
-        hi: int,
-        rows: tuple[Int64s, Int64s, Int32s, Words, Words],
-    ) -> Words:
-        """Images of blocks ``[lo, hi)`` in the staging buffer."""
-        block_words = layout.block_bytes // 8
-        images = self._staging[: (hi - lo) * block_words].reshape(hi - lo, block_words)
-        ahead = min(len(block_keys), hi + (hi - lo))
-        queue_pages(
-            self._file_map.address, self.page_bytes, geo.pages_per_block, old_pages[(lo if lo == 0 else hi) : ahead]
-        )
-        result = np.zeros(3, np.int64)
-        build_blocks(
-            geo,
-            self._file_map.words,
-            self._snapshot.limit_pages(),
-            epoch,
-            block_keys[lo:hi],
-            old_pages[lo:hi],
-            starts[lo : hi + 1],
-            *rows,
-            images,
-            result,
-        )
-        if result[0] != BlockStatus.DONE:
-            raise block_error(self.path, int(block_keys[lo + int(result[1])]), geo, result)
-        return images
-
-    def _delete(self, txn: "lmdb.Transaction[bytes]", snapshot: Snapshot, entries: Entries) -> None:
-        """Delete these blocks, after a look at the page headers that LMDB is going to believe."""
-        pages_each = (entries.sizes + 16 + self.page_bytes - 1) // self.page_bytes
-        queue_pages(self._file_map.address, self.page_bytes, 1, entries.pages)
-        result = np.zeros(2, np.int64)
-        page_words = self.page_bytes // 8
-        check_page_headers(self._file_map.words, page_words, snapshot.limit_pages(), entries.pages, pages_each, result)
-        if result[0] != BlockStatus.DONE:
-            key = int(entries.block_keys[result[1]])
-            status = BlockStatus(int(result[0]))
-            raise DamagedError(
-                f"{self.path}: block {key & _ROW_MASK} of table {key >> KEY_ROW_BITS} is damaged ({status.name}). {RESTORE}"
-            )
-        keys = block_key_bytes(entries.block_keys, entries.epochs)
-        for at in range(0, len(keys), 16):
-            deleted = txn.delete(keys[at : at + 16])
-            assert deleted, "a block in the tree could not be deleted"
-
     # -- committing
 
     def commit(self, payload: bytes) -> int:
@@ -650,7 +491,7 @@ class LmdbColdTier:
             self._check_writable()
             version = self._record.version + 1
             with self._transaction() as txn:
-                totals = self._supersede(txn, version)
+                totals = supersede(txn, self._snapshot, self._directory, self._record)
                 record = CommitRecord(
                     version=version,
                     payload_bytes=len(payload),
@@ -670,30 +511,6 @@ class LmdbColdTier:
                 self._directory.clear_written()
                 self._replace_snapshot(snapshot)
             return version
-
-    def _supersede(self, txn: "lmdb.Transaction[bytes]", version: int) -> dict[int, TableTotals]:
-        """Delete older epochs of the blocks written since the last commit; returns the new totals."""
-        snapshot = self._snapshot
-        length = 1 + max([*self._record.tables, *self._directory.layouts], default=0)
-        counts, hashes = np.zeros(length, np.int64), np.zeros(length, np.uint64)
-        for table, totals in self._record.tables.items():
-            counts[table], hashes[table] = totals.num_blocks, totals.hash
-        old_counts, old_hashes = np.zeros(length, np.int64), np.zeros(length, np.uint64)
-        for block_keys in self._directory.written_blocks():
-            epochs = np.full(len(block_keys), version, np.uint64)
-            tally(
-                Entries(block_keys, epochs, epochs.view(np.int64), epochs.view(np.int64)),
-                len(epochs),
-                version,
-                counts,
-                hashes,
-            )
-            first = snapshot.seek(block_keys, np.zeros(len(block_keys), np.uint64))
-            assert np.array_equal(first.block_keys, block_keys), "a written block is not in the tree"
-            older = _selected(first, np.flatnonzero(first.epochs < np.uint64(version)))
-            tally(older, len(older.pages), version, old_counts, old_hashes)
-            self._delete(txn, snapshot, older)
-        return _totals(counts - old_counts, hashes - old_hashes)
 
     @property
     def version(self) -> int:
@@ -723,60 +540,17 @@ class LmdbColdTier:
                 self._check_open()
                 record = self._record
                 snapshot, directory = stack.enter_context(self._lease())
-            totals = self._tally(snapshot, record.version)
-            if totals != record.tables:
-                self._raise_for_totals(totals, record.tables)
+            check_tree_totals(snapshot, record)
             limit = record.version + (0 if self.readonly else 1)
-            return verify_blocks(snapshot, self._file_map, directory, self._geometries, limit, progress)
+            return verify_blocks(snapshot, directory, self._geometries, limit, progress)
 
     def counters(self) -> ColdCounters:
         return self._counters
 
     @property
     def size_bytes(self) -> int:
-        return self._staging.nbytes
+        return self._staging.size_bytes
 
     @property
     def directory_bytes(self) -> int:
         return self._directory.size_bytes
-
-
-def _totals(counts: Int64s, hashes: Words) -> dict[int, TableTotals]:
-    return {
-        table: TableTotals(num_blocks=int(counts[table]), hash=int(hashes[table]))
-        for table in np.flatnonzero(counts).tolist()
-    }
-
-
-def _selected(entries: Entries, which: NDArray[np.int64]) -> Entries:
-    return Entries(*(column[which] for column in entries))
-
-
-def _put_blocks(txn: "lmdb.Transaction[bytes]", block_keys: Words, epoch: int, images: Words) -> None:
-    keys = block_key_bytes(block_keys, np.full(len(block_keys), epoch, np.uint64))
-    with txn.cursor() as cursor:
-        cursor.putmulti(
-            ((keys[16 * i : 16 * i + 16], images[i]) for i in range(len(images))), dupdata=False, overwrite=True
-        )
-
-
-def _check_arrays(keys: Int64s, slots: Int32s, weights: Words, state: Words) -> None:
-    if keys.dtype != np.int64 or keys.ndim != 1 or not keys.flags.c_contiguous:
-        raise ValueError("keys must be a contiguous int64 vector")
-    if slots.dtype != np.int32 or slots.shape != keys.shape or not slots.flags.c_contiguous:
-        raise ValueError("slots must be a contiguous int32 vector as long as keys")
-    for name, arena in (("weights", weights), ("state", state)):
-        if arena.dtype != np.uint64 or arena.ndim != 2 or not arena.flags.c_contiguous:
-            raise ValueError(f"{name} must be a contiguous uint64 matrix")
-    if len(weights) != len(state):
-        raise ValueError(f"weights has {len(weights)} slots, state has {len(state)}")
-    if len(slots) and not (int(slots.min()) >= 0 and int(slots.max()) < len(weights)):
-        raise ValueError(f"slots must be in [0, {len(weights)})")
-
-
-def _check_widths(layout: RowLayout, weights: Words, state: Words) -> None:
-    if weights.shape[1] != layout.weight_words or state.shape[1] != layout.state_words:
-        raise ValueError(
-            f"weights and state have {weights.shape[1]} and {state.shape[1]} words a row, the table's layout has "
-            f"{layout.weight_words} and {layout.state_words}"
-        )

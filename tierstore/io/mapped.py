@@ -3,7 +3,9 @@
 Each call has a twin in plain Python for runs without the JIT.
 """
 
+import contextlib
 import ctypes
+import mmap
 import os
 import time
 from typing import Any, Final
@@ -13,7 +15,7 @@ from numpy.typing import NDArray
 
 from .._jit import JIT_ENABLED, inline
 
-__all__ = ["WILL_NEED", "FileMap", "clock_ns", "prefetch_word", "queue_read"]
+__all__ = ["WILL_NEED", "FileMap", "clock_ns", "copy_words", "is_resident", "prefetch_word", "queue_read", "zeros"]
 
 Words = NDArray[np.uint64]
 
@@ -23,6 +25,8 @@ _MADV_RANDOM: Final = 1
 _MADV_DONTNEED: Final = 4
 WILL_NEED: Final = np.int32(3)
 """MADV_WILLNEED: start reading these pages from the device and return at once."""
+
+_HUGE_PAGE_BYTES: Final = 2 << 20
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -35,17 +39,20 @@ _libc.mmap.argtypes = [
     ctypes.c_long,
 ]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 if JIT_ENABLED:
     from llvmlite import ir
     from numba import types
+    from numba.core import cgutils
     from numba.core.types import ExternalFunction
     from numba.extending import intrinsic
 
-    _madvise = ExternalFunction("madvise", types.int32(types.uintp, types.uintp, types.int32))
-    _clock_gettime = ExternalFunction("clock_gettime", types.int32(types.int32, types.voidptr))
+    _madvise: Any = ExternalFunction("madvise", types.int32(types.uintp, types.uintp, types.int32))
+    _clock_gettime: Any = ExternalFunction("clock_gettime", types.int32(types.int32, types.voidptr))
+    _mincore: Any = ExternalFunction("mincore", types.int32(types.uintp, types.uintp, types.voidptr))
     _CLOCK_MONOTONIC: Final = np.int32(time.CLOCK_MONOTONIC)
 
     @inline
@@ -54,13 +61,19 @@ if JIT_ENABLED:
         _madvise(np.uintp(address), np.uintp(size_bytes), WILL_NEED)
 
     @inline
+    def is_resident(address: int, flag: NDArray[np.uint8]) -> bool:
+        """Whether the page at this page-aligned address is in memory; ``flag`` is scratch, uint8 [1]."""
+        _mincore(np.uintp(address), np.uintp(1), flag.ctypes)
+        return (flag[0] & 1) != 0  # type: ignore[no-any-return]
+
+    @inline
     def clock_ns(timespec: NDArray[np.int64]) -> int:
         """Monotonic nanoseconds; ``timespec`` is scratch, int64 [2]."""
         _clock_gettime(_CLOCK_MONOTONIC, timespec.ctypes)
         return timespec[0] * 1_000_000_000 + timespec[1]  # type: ignore[no-any-return]
 
-    @intrinsic  # type: ignore[untyped-decorator]
-    def prefetch_word(typing_context: Any, words: Any, index: Any) -> Any:
+    @intrinsic
+    def prefetch_word(typing_context: Any, words: Any, index: Any) -> Any:  # noqa: ARG001
         """Bring the cache line of ``words[index]`` nearer; never faults."""
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -78,16 +91,50 @@ if JIT_ENABLED:
 
         return types.void(words, index), generate
 
+    @intrinsic
+    def copy_words(typing_context: Any, target: Any, at: Any, source: Any, start: Any, count: Any) -> Any:  # noqa: ARG001
+        """``target[at : at + count] = source[start : start + count]`` as one memcpy, unchecked.
+
+        Wide loads keep more rows in flight than a loop over words does: a store queue holds few stores.
+        """
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            target_data = context.make_array(signature.args[0])(context, builder, args[0]).data
+            source_data = context.make_array(signature.args[2])(context, builder, args[2]).data
+            to, come_from = builder.gep(target_data, [args[1]]), builder.gep(source_data, [args[3]])
+            cgutils.raw_memcpy(builder, to, come_from, args[4], 8)
+            return context.get_dummy_value()
+
+        return types.void(target, at, source, start, count), generate
+
 else:
 
     def queue_read(address: int, size_bytes: int) -> None:
         _libc.madvise(int(address), int(size_bytes), int(WILL_NEED))
 
-    def clock_ns(timespec: NDArray[np.int64]) -> int:
+    def is_resident(address: int, flag: NDArray[np.uint8]) -> bool:
+        _libc.mincore(int(address), 1, flag.ctypes.data)
+        return bool(flag[0] & 1)
+
+    def clock_ns(timespec: NDArray[np.int64]) -> int:  # noqa: ARG001
         return time.monotonic_ns()
 
     def prefetch_word(words: Words, index: int) -> None:
         pass
+
+    def copy_words(target: Words, at: int, source: Words, start: int, count: int) -> None:
+        target[at : at + count] = source[start : start + count]
+
+
+def zeros(length: int, dtype: type[np.generic]) -> NDArray[Any]:
+    """Zeros that take memory only where written, in huge pages if they are many: random access misses the TLB less."""
+    size_bytes = length * np.dtype(dtype).itemsize
+    if size_bytes < _HUGE_PAGE_BYTES // 2 or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return np.zeros(length, dtype)
+    buffer = mmap.mmap(-1, -(-size_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        buffer.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(buffer, dtype, length)
 
 
 class FileMap:
@@ -103,6 +150,7 @@ class FileMap:
     """
 
     def __init__(self, path: os.PathLike[str], length_bytes: int) -> None:
+        self._path = path
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self.length_bytes = -(-length_bytes // 65536) * 65536
         address = _libc.mmap(None, self.length_bytes, _PROT_READ, _MAP_SHARED, self._fd, 0)
@@ -114,7 +162,7 @@ class FileMap:
             )
         self.address: int = address
         buffer = (ctypes.c_uint8 * self.length_bytes).from_address(address)
-        self.words: Words = np.frombuffer(buffer, np.uint64)
+        self.words: Words = np.ctypeslib.as_array(buffer).view(np.uint64)
         self.words.flags.writeable = False
         self.halves: NDArray[np.uint16] = self.words.view(np.uint16)
         _libc.madvise(address, self.length_bytes, _MADV_RANDOM)
@@ -122,6 +170,11 @@ class FileMap:
     def file_bytes(self) -> int:
         """Length of the file now."""
         return os.fstat(self._fd).st_size
+
+    def tells_residency(self) -> bool:
+        """Whether ``is_resident`` says the truth: the kernel tells only who could write to the file or owns it."""
+        stat = os.fstat(self._fd)
+        return stat.st_uid == os.geteuid() or os.access(self._path, os.W_OK)
 
     def drop_pages(self) -> None:
         """Forget this process's page-table entries, so that a dropped page cache is felt."""

@@ -49,7 +49,7 @@ class Snapshot:
     def __init__(self, environment: "lmdb.Environment", path: Path, file_map: FileMap) -> None:
         self.path = path
         self.leases = 0
-        self._map = file_map
+        self.file_map = file_map
         self._txn, self._meta = _begin(environment, path, file_map)
         self.page_bytes = self._meta.page_bytes
 
@@ -64,7 +64,7 @@ class Snapshot:
 
     def limit_pages(self) -> int:
         """Pages the file has now."""
-        return self._map.file_bytes() // self.page_bytes
+        return self.file_map.file_bytes() // self.page_bytes
 
     def get(self, key: bytes) -> bytes | None:
         """A small record. The tree must have been walked before: LMDB trusts it."""
@@ -79,7 +79,7 @@ class Snapshot:
         if self._meta.free_root != NO_ROOT:
             result = np.zeros(3, np.int64)
             root, depth = self._meta.free_root, self._meta.free_depth
-            check_tree(self._map.halves, self.page_bytes // 2, self.limit_pages(), root, depth, result)
+            check_tree(self.file_map.halves, self.page_bytes // 2, self.limit_pages(), root, depth, result)
             raise_for_walk(self.path, int(result[1]), int(result[2]))
 
     def walk(self, first_key: int = 0) -> Iterator[tuple[Entries, int]]:
@@ -92,8 +92,8 @@ class Snapshot:
         status = WalkStatus.FULL
         while status == WalkStatus.FULL:
             walk(
-                self._map.halves,
-                self._map.address,
+                self.file_map.halves,
+                self.file_map.address,
                 self.page_bytes // 2,
                 self.limit_pages(),
                 self._meta.main_root,
@@ -115,7 +115,7 @@ class Snapshot:
         entries = new_entries(len(block_keys))
         result = np.zeros(3, np.int64)
         seek_each(
-            self._map.halves,
+            self.file_map.halves,
             self.page_bytes // 2,
             self.limit_pages(),
             self._meta.main_root,

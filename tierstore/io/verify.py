@@ -15,7 +15,6 @@ from .btree import META_KEY, Entries
 from .directory import Directory
 from .files import RESTORE
 from .gather import Geometry, queue_pages
-from .mapped import FileMap
 from .snapshot import Snapshot
 
 __all__ = ["block_error", "verify_blocks"]
@@ -24,7 +23,7 @@ _QUEUED_BLOCKS: Final = 512
 
 
 def block_error(path: Path, block_key: int, geo: Geometry, result: NDArray[np.int64]) -> DamagedError:
-    """What a kernel of blocks.py found wrong: BlockStatus in ``result[0]``, the row's place in the block in ``result[2]``."""
+    """What a kernel of blocks.py found wrong: a BlockStatus in ``result[0]``, the row's place in ``result[2]``."""
     table, block = block_key >> KEY_ROW_BITS, block_key % MAX_ROWS
     status = BlockStatus(int(result[0]))
     place = f"block {block} of table {table}"
@@ -38,7 +37,6 @@ def block_error(path: Path, block_key: int, geo: Geometry, result: NDArray[np.in
 
 def verify_blocks(
     snapshot: Snapshot,
-    file_map: FileMap,
     directory: Directory,
     geometries: Mapping[RowLayout, Geometry],
     epoch_limit: int,
@@ -56,7 +54,7 @@ def verify_blocks(
             if layout is None:
                 continue
             chosen = Entries(*(column[:count][is_block & (owners == table)] for column in entries))
-            rows += _check(snapshot, file_map, geometries[layout], chosen)
+            rows += _check(snapshot, geometries[layout], chosen)
             tables += table != last_table
             last_table = table
             blocks += len(chosen.pages)
@@ -67,9 +65,10 @@ def verify_blocks(
     return VerifyReport(tables=tables, blocks=blocks, rows=rows, bytes=size_bytes)
 
 
-def _check(snapshot: Snapshot, file_map: FileMap, geo: Geometry, entries: Entries) -> int:
+def _check(snapshot: Snapshot, geo: Geometry, entries: Entries) -> int:
     """Check blocks of one layout, their pages queued ahead; returns the rows present."""
     rows = 0
+    file_map = snapshot.file_map
     count = len(entries.pages)
     page_bytes = geo.page_words * 8
     for start in range(0, count, _QUEUED_BLOCKS):
