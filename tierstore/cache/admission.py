@@ -10,7 +10,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ._uncounted import inline, kernel
+from .._jit import uncounted_kernel as inline
+from .._jit import uncounted_kernel as kernel
 from .base import AdmitStatus, Int32s, Int64s
 from .index import index_erase, index_find, index_insert, index_prefetch
 from .policies import CacheState, Tally, policy_insert, policy_remove, policy_touch

@@ -15,7 +15,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ._uncounted import inline, prefetch_item
+from .._jit import prefetch_item
+from .._jit import uncounted_kernel as inline
 from .base import Int64s, Words
 
 __all__ = [

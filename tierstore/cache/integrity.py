@@ -4,7 +4,7 @@ from typing import Final
 
 import numpy as np
 
-from ._uncounted import kernel
+from .._jit import uncounted_kernel as kernel
 from .admission import DIRTY, LOADING, RESIDENT
 from .base import Int64s
 from .index import index_find

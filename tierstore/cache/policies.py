@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ._uncounted import inline
+from .._jit import uncounted_kernel as inline
 from .base import Int32s, Int64s, Words
 from .index import SlotRecords
 

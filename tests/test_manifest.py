@@ -1,0 +1,139 @@
+"""The manifest and the payload of a version: damage is told from absence, and named."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import tierstore
+from tierstore import errors, optim
+from tierstore.manifest import MANIFEST_NAME, Manifest
+from tierstore.version import TableState, pack, unpack
+
+CONFIG = tierstore.TableConfig(
+    name="items", num_embeddings=100, embedding_dim=4, dtype="bfloat16", feature_names=("a", "b"), pooling="mean",
+    init=tierstore.init.Normal(std=0.5, seed=2**70), optimizer=optim.Adam(betas=(0.8, 0.99), weight_decay=0.1),
+)  # fmt: skip
+
+
+@pytest.fixture
+def path(store_dir: Path) -> Path:
+    """The manifest of a store with one table and one commit."""
+    with tierstore.open(store_dir, ddr="1MiB") as store:
+        store.create_table(CONFIG).write(torch.tensor([1]), torch.ones(1, 4, dtype=torch.bfloat16))
+        store.commit()
+    return store_dir / MANIFEST_NAME
+
+
+def test_configs_survive_as_they_are(path: Path) -> None:
+    assert Manifest.read(path.parent).tables == (CONFIG,)
+    with tierstore.open(path.parent, mode="r") as store:
+        assert store["items"].config == CONFIG
+
+
+def test_every_flipped_byte_is_found(path: Path) -> None:
+    text = path.read_bytes()
+    for place in range(len(text)):
+        damaged = bytearray(text)
+        damaged[place] ^= 0x01
+        path.write_bytes(damaged)
+        if json_or_none(damaged) == json_or_none(text):
+            assert Manifest.read(path.parent).tables == (CONFIG,), "white space may change"
+        else:
+            with pytest.raises(errors.DamagedError, match=r"manifest\.json"):
+                Manifest.read(path.parent)
+    path.write_bytes(text)
+
+
+def json_or_none(text: bytes | bytearray) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+@pytest.mark.parametrize("size", [0, 1, 100])
+def test_a_truncated_manifest(path: Path, size: int) -> None:
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(errors.DamagedError, match="restore it from a copy of the store"):
+        tierstore.open(path.parent, mode="r")
+
+
+def test_a_newer_format(path: Path) -> None:
+    newer = Manifest.read(path.parent)
+    newer.write(path.parent)
+    envelope = json.loads(path.read_text())
+    envelope["body"]["format_version"] = 99
+    from tierstore.manifest import _digest
+
+    envelope["sha256"] = _digest(envelope["body"])
+    path.write_text(json.dumps(envelope))
+    with pytest.raises(errors.FormatError, match="format version 99; this release reads version 1"):
+        tierstore.open(path.parent, mode="r")
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", "null", "3", '{"body": 1, "sha256": 2}', "[" * 100_000])
+def test_other_json(path: Path, text: str) -> None:
+    path.write_text(text)
+    with pytest.raises(errors.DamagedError):
+        tierstore.open(path.parent, mode="r")
+
+
+@pytest.mark.parametrize("mode", ["r", "w"])
+def test_a_missing_row_file_is_damage_not_an_empty_store(path: Path, mode: str) -> None:
+    rows = next(file for file in path.parent.iterdir() if file.suffix == ".lmdb")
+    rows.unlink()
+    with pytest.raises(errors.TruncatedError, match=r"rows\.lmdb is missing"):
+        tierstore.open(path.parent, mode=mode)  # type: ignore[arg-type]
+
+
+def test_a_missing_manifest_is_damage_not_a_new_store(path: Path) -> None:
+    path.unlink()
+    with pytest.raises(errors.FormatError, match=r"holds rows\.lmdb but no manifest\.json"):
+        tierstore.open(path.parent)
+
+
+def test_rows_of_another_store(path: Path, tmp_path: Path) -> None:
+    with tierstore.open(tmp_path / "other", ddr="1MiB"):
+        pass
+    (tmp_path / "other" / "rows.lmdb").replace(path.parent / "rows.lmdb")
+    with pytest.raises(errors.FormatError):
+        tierstore.open(path.parent, mode="r")
+
+
+def test_a_creation_that_was_cut_short_is_taken_up(store_dir: Path) -> None:
+    store_dir.mkdir()
+    Manifest.new(4096).write(store_dir)
+    with tierstore.open(store_dir, ddr="1MiB") as store:
+        assert store.commit() == 1
+
+
+def test_payload_round_trip() -> None:
+    tensors = {
+        "w": torch.randn(3, 4).t(),
+        "empty": torch.empty(0),
+        "step": torch.tensor(7),
+        "half": torch.ones(2).half(),
+    }
+    version = unpack(5, pack({"t": TableState(9, 0.25)}, {"step": 10, "name": "é"}, tensors))
+    assert (version.number, version.tables, version.extra) == (5, {"t": TableState(9, 0.25)}, {"step": 10, "name": "é"})
+    import safetensors.torch
+
+    loaded = safetensors.torch.load(version.tensors)
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(loaded[name], tensor)
+        assert loaded[name].dtype == tensor.dtype
+
+
+def test_shared_tensors_are_stored_each() -> None:
+    shared = torch.ones(4)
+    version = unpack(1, pack({}, {}, {"a": shared, "b": shared, "c": shared[:2]}))
+    assert version.tensors
+
+
+@pytest.mark.parametrize("payload", [b"x", b"\xff" * 8, b"\x02" + b"\0" * 7 + b"[]", b"\x02" + b"\0" * 7 + b"{}"])
+def test_a_payload_that_cannot_be_read(payload: bytes) -> None:
+    with pytest.raises(errors.DamagedError, match="payload of version 3"):
+        unpack(3, payload)
