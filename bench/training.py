@@ -81,7 +81,7 @@ def outcome_table(title: str, outcomes: Sequence[Outcome]) -> Table:
 
 def _row(outcome: Outcome) -> list[str]:
     summary, tiers, test = outcome.summary, outcome.summary["tiers"], outcome.summary["test"]
-    grown_bytes = summary["peak_rss_bytes"] - summary["start_rss_bytes"]
+    grown_bytes = summary["end_bytes"] - summary["start_bytes"]
     return [
         outcome.name,
         f"{tiers['ddr']['bytes'] / 2**20:.1f} MiB",

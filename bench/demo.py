@@ -1,0 +1,51 @@
+"""How long does ``make demo`` take on this machine, and what do its two trainings come to?"""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from .common import Goal, Report, Run, Spread, program
+from .training import Outcome, equal_bits, outcome_table
+
+__all__ = ["run"]
+
+_RUNS = {"tiered": "DDR 10 % of what training touches", "in-memory": "everything in memory"}
+
+
+def _demonstrate(folder: Path) -> float:
+    """Seconds of ``tierstore demo``; its reports stay in the folder."""
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "tierstore", "demo", "--dir", str(folder)], check=True, stdout=sys.stderr)
+    return time.perf_counter() - start
+
+
+def _outcome(folder: Path, name: str) -> Outcome:
+    summary = json.loads((folder / f"{name}.json").read_text())
+    return Outcome(_RUNS[name], summary, Spread.of([summary["samples_per_second"]]), frozenset([summary["bits"]]))
+
+
+def run(request: Run) -> Report:
+    folder = request.folder / "demo"
+    seconds, outcomes = [], []
+    for _ in range(request.config["repetitions"]):
+        seconds.append(_demonstrate(folder))
+        outcomes = [_outcome(folder, name) for name in _RUNS]
+    shutil.rmtree(folder)
+    wall = Spread.of(seconds)
+    return Report(
+        question="How long does make demo take on this machine, and what do its two trainings come to?",
+        tables=[outcome_table(f"tierstore demo: {wall.median:.0f} s from start to end", outcomes)],
+        figures={
+            "seconds": wall.median,
+            "runs": {each.name: {"summary": each.summary} for each in outcomes},
+        },
+        goals=[Goal(name="seconds", value=round(wall.median, 1), at_most=180), equal_bits(outcomes)],
+        notes=["Generated data; environment set up and kernels compiled before, where an earlier run did so."],
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(program("demo", run))
