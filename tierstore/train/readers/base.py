@@ -23,8 +23,6 @@ __all__ = ["CRITEO_SCHEMA", "MISSING", "Batch", "DataError", "RawRows", "Reader"
 
 MISSING: Final = -1
 """A category that is absent; its bag is empty."""
-CHUNK_ROWS: Final = 8192
-"""A reader converts about this many rows at a time: what bounds its memory."""
 
 
 class DataError(ValueError):
@@ -89,7 +87,8 @@ class Reader(ABC):
     def read_chunks(self, start_row: int, stop_row: int | None, chunk_rows: int) -> Iterator[RawRows]:
         """Rows ``[start_row, stop_row)``, or to the end, ``chunk_rows`` at a time; only the last chunk may be shorter.
 
-        Rows before ``start_row`` are skipped without being converted. Ends early where the data ends.
+        Rows before ``start_row`` are skipped without being converted. Ends early where the data ends. Memory is
+        bounded, whatever the size of the data.
 
         Raises:
             DataError: names the file and the line or row.
@@ -123,28 +122,18 @@ class Reader(ABC):
         self, hasher: FeatureHasher, batch_size: int, start_row: int, stop_row: int | None, log_dense: bool
     ) -> Iterator[Batch]:
         row = start_row
-        chunk_rows = batch_size * max(1, CHUNK_ROWS // batch_size)
-        for chunk in self.read_chunks(start_row, stop_row, chunk_rows):
-            dense = dense_features(chunk.dense, log=log_dense)
-            for begin in range(0, len(chunk.labels), batch_size):
-                rows = slice(begin, begin + batch_size)
-                yield self._batch(hasher, dense[rows], chunk.categories[rows], chunk.labels[rows])
-            row += len(chunk.labels)
+        for rows in self.read_chunks(start_row, stop_row, batch_size):
+            values, lengths = hasher(rows.categories)
+            yield Batch(
+                dense=torch.from_numpy(dense_features(rows.dense, log=log_dense)),
+                sparse=KeyedJaggedTensor(
+                    keys=self.schema.sparse, values=torch.from_numpy(values), lengths=torch.from_numpy(lengths)
+                ),
+                labels=torch.from_numpy(rows.labels),
+            )
+            row += len(rows.labels)
         if stop_row is not None and row < stop_row:
             raise DataError(f"{self.path} ends before row {stop_row}: asked for rows {start_row} to {stop_row}")
-
-    def _batch(
-        self,
-        hasher: FeatureHasher,
-        dense: NDArray[np.float32],
-        categories: NDArray[np.int64],
-        labels: NDArray[np.float32],
-    ) -> Batch:
-        values, lengths = hasher(categories)
-        sparse = KeyedJaggedTensor(
-            keys=list(self.schema.sparse), values=torch.from_numpy(values), lengths=torch.from_numpy(lengths)
-        )
-        return Batch(dense=torch.from_numpy(dense), sparse=sparse, labels=torch.from_numpy(labels))
 
 
 def dense_features(dense: NDArray[np.float32], *, log: bool) -> NDArray[np.float32]:

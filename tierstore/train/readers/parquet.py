@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 __all__ = ["ParquetReader"]
+
+_RECORD_ROWS: Final = 8192
+"""Rows converted at a time."""
 
 
 class ParquetReader(Reader):
@@ -46,7 +49,7 @@ class ParquetReader(Reader):
         row = start_row
         held: list[RawRows] = []
         num_held = 0
-        for rows in self._convert(start_row, chunk_rows):
+        for rows in self._convert(start_row):
             if stop_row is not None and row + len(rows.labels) > stop_row:
                 rows = rows.part(0, stop_row - row)
             row += len(rows.labels)
@@ -63,7 +66,7 @@ class ParquetReader(Reader):
         if num_held:
             yield _join(held)
 
-    def _convert(self, start_row: int, chunk_rows: int) -> Iterator[RawRows]:
+    def _convert(self, start_row: int) -> Iterator[RawRows]:
         columns = [self.schema.label, *self.schema.dense, *self.schema.sparse]
         to_skip = start_row
         for file in self._files:
@@ -74,7 +77,7 @@ class ParquetReader(Reader):
                 if not groups:
                     continue
                 row = parquet.metadata.num_rows - sum(parquet.metadata.row_group(group).num_rows for group in groups)
-                for record in parquet.iter_batches(chunk_rows, row_groups=groups, columns=columns, use_threads=False):
+                for record in parquet.iter_batches(_RECORD_ROWS, row_groups=groups, columns=columns, use_threads=False):
                     wanted = record.slice(min(to_skip, record.num_rows))
                     to_skip -= record.num_rows - wanted.num_rows
                     row += record.num_rows - wanted.num_rows

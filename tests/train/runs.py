@@ -1,0 +1,39 @@
+"""Small runs for the trainer's tests."""
+
+import functools
+from pathlib import Path
+
+from tierstore.train import config_file
+from tierstore.train.config import RunConfig
+from tierstore.train.config_file import Override
+from tierstore.train.synthetic import write_synthetic
+
+TRAIN_ROWS = 600
+TEST_ROWS = 200
+
+SECTIONS = {
+    "data": {"train_rows": TRAIN_ROWS, "test_rows": TEST_ROWS},
+    "embedding": {"dim": 4, "num_embeddings": 150},
+    "model": {"bottom_mlp": [8], "top_mlp": [8]},
+    "train": {"batch_size": 32, "epochs": 2, "commit_every": 0},
+    "store": {"ddr": "64MiB"},
+}
+
+
+@functools.cache
+def clicks(folder: Path) -> Path:
+    """A file of clicks in ``folder``, written once."""
+    return write_synthetic(folder / "clicks.tsv", train_rows=TRAIN_ROWS, test_rows=TEST_ROWS).path
+
+
+def config_of(folder: Path, store: str, **changes: object) -> RunConfig:
+    """The small run with keys changed, as ``train__epochs=3``; its store is ``folder / store``."""
+    run_file = folder / "empty.toml"
+    run_file.write_text("")
+    keys = {f"{section}__{key}": value for section, keys in SECTIONS.items() for key, value in keys.items()}
+    keys |= {"store__path": str(folder / store), "data__path": str(clicks(folder)), **changes}
+    overrides = []
+    for name, value in keys.items():
+        section, _, key = name.partition("__")
+        overrides.append(Override(section, key, value, name))
+    return config_file.load(run_file, overrides)

@@ -1,0 +1,328 @@
+"""The trainer: the same bits whatever the tiers, after any interruption, and the numbers that plain torch gives."""
+
+import dataclasses
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tierstore
+from tierstore.errors import BudgetError
+from tierstore.models import DLRM
+from tierstore.train import config_file, train, trainer
+from tierstore.train.build import open_data
+from tierstore.train.metrics import Evaluation, roc_auc
+
+from .runs import TEST_ROWS, TRAIN_ROWS, config_of
+
+STEPS = 2 * math.ceil(TRAIN_ROWS / 32)
+FITS_NOTHING = 400_000
+"""Bytes: write staging and a few rows more than one batch."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture
+def run(folder, request):
+    """Train the small run in a store of the test's own; returns the summary with bits."""
+
+    def run_it(name="run", *, resume=False, **changes):
+        store = f"{abs(hash(request.node.nodeid))}-{name}"
+        return train(config_of(folder, store, **changes), resume=resume, bits=True)
+
+    return run_it
+
+
+@pytest.fixture(scope="module")
+def unbroken(folder):
+    """The summary of the run that everything is compared with, and of variants of it."""
+    summaries = {}
+
+    def get(**changes):
+        key = json.dumps(changes, sort_keys=True)
+        if key not in summaries:
+            summaries[key] = train(config_of(folder, f"unbroken-{len(summaries)}", **changes), bits=True)
+        return summaries[key]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"store__ddr": FITS_NOTHING},
+        {"store__ddr": FITS_NOTHING, "store__policy": "lfu", "train__prefetch_depth": 5},
+        {"store__ddr": FITS_NOTHING, "store__policy": "reference-lru", "train__prefetch_depth": 0},
+        {"store__threads": 3, "train__prefetch_depth": 1},
+        {"train__commit_every": 7, "store__ddr": FITS_NOTHING},
+    ],
+)
+def test_tiers_threads_and_commits_change_no_bit(run, unbroken, changes):
+    summary = run(**changes)
+    assert summary.bits == unbroken().bits
+    assert summary.test == unbroken().test
+    assert summary.loss == unbroken().loss
+    if changes.get("store__ddr") == FITS_NOTHING:
+        assert summary.tiers.ddr.evictions > 0
+
+
+def test_the_seed_and_the_model_change_the_bits(unbroken):
+    digests = {unbroken().bits, unbroken(train__seed=1).bits, unbroken(model__interaction="dcn").bits}
+    assert len(digests) == 3
+
+
+def stop_after(monkeypatch, step, stop):
+    """Call ``stop`` in the middle of a run's n-th step."""
+    steps = iter(range(1, 1_000_000))
+    real_step = trainer._step
+
+    def stopping_step(*arguments):
+        if next(steps) == step:
+            stop()
+        return real_step(*arguments)
+
+    monkeypatch.setattr(trainer, "_step", stopping_step)
+
+
+OPTIMIZERS = [
+    {},
+    {"optimizer__sparse": "sgd", "optimizer__dense": "sgd"},
+    {"optimizer__sparse": "adagrad", "optimizer__dense": "adam", "optimizer__dense_lr": 0.001},
+    {"optimizer__sparse": "adam", "optimizer__sparse_lr": 0.001, "optimizer__sparse_weight_decay": 1e-4},
+]
+
+
+@pytest.mark.parametrize("step", [1, 5, 18, 19, 20, STEPS])
+def test_ctrl_c_commits_and_resuming_ends_in_the_same_bits(run, unbroken, monkeypatch, step):
+    with monkeypatch.context() as patch:
+        stop_after(patch, step, lambda: signal.raise_signal(signal.SIGINT))
+        stopped = run()
+    assert stopped.step == step
+    assert stopped.version == 1
+    assert stopped.test is None
+    assert stopped.interrupted
+    resumed = run(resume=True)
+    assert not resumed.interrupted
+    assert resumed.step == STEPS
+    assert resumed.rows == 2 * TRAIN_ROWS - stopped.rows
+    assert (resumed.bits, resumed.test) == (unbroken().bits, unbroken().test)
+
+
+@pytest.mark.parametrize("optimizers", OPTIMIZERS)
+def test_after_a_crash_the_last_commit_continues_to_the_same_bits(run, unbroken, monkeypatch, optimizers):
+    class CrashError(Exception):
+        pass
+
+    def crash():
+        raise CrashError
+
+    settings = {"train__commit_every": 9, "store__ddr": FITS_NOTHING, **optimizers}
+    with monkeypatch.context() as patch:
+        stop_after(patch, 25, crash)
+        with pytest.raises(CrashError):
+            run(**settings)
+    resumed = run(resume=True, **settings)
+    assert resumed.rows == 2 * TRAIN_ROWS - (TRAIN_ROWS if STEPS // 2 == 18 else 18 * 32)
+    assert resumed.bits == unbroken(**optimizers).bits
+
+
+def test_a_second_ctrl_c_stops_at_once(run, monkeypatch):
+    def twice():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    stop_after(monkeypatch, 3, twice)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_resuming_a_finished_run_evaluates_it_and_more_epochs_go_on(run, unbroken):
+    one = run(train__epochs=1)
+    again = run(train__epochs=1, resume=True)
+    assert (again.rows, again.seconds > 0, again.loss) == (0, True, None)
+    assert (again.bits, again.test, again.version) == (one.bits, one.test, one.version)
+    assert run(train__epochs=2, resume=True).bits == unbroken().bits
+
+
+def test_resume_begins_where_there_is_nothing_yet(run, unbroken):
+    assert run(resume=True).bits == unbroken().bits
+
+
+def test_a_store_that_holds_a_run_is_not_overwritten(run):
+    run(train__epochs=1)
+    with pytest.raises(ValueError, match=r"holds a run already: continue it with --resume, or .* --store"):
+        run(train__epochs=1)
+
+
+def test_resuming_with_another_model_names_the_keys(run):
+    run(train__epochs=1)
+    with pytest.raises(ValueError, match=r"optimizer\.dense_lr = 0\.02, not 0\.5; train\.seed = 0, not 1"):
+        run(resume=True, optimizer__dense_lr=0.5, train__seed=1)
+    with pytest.raises(ValueError, match=r"embedding\.dim = 4, not 8"):
+        run(resume=True, embedding__dim=8)
+
+
+def test_a_store_of_another_kind_is_refused(folder, run):
+    config = config_of(folder, "foreign")
+    with tierstore.open(config.store.path, mode="w", ddr="16MiB") as store:
+        store.commit(extra={"mine": 1})
+    with pytest.raises(ValueError, match="was not written by tierstore train"):
+        train(config, resume=True)
+
+
+def test_a_broken_line_surfaces_and_what_was_committed_stands(folder, run, unbroken):
+    lines = (folder / "clicks.tsv").read_text().splitlines(keepends=True)
+    broken = folder / "broken.tsv"
+    broken.write_text("".join([*lines[:400], "hello\n", *lines[401:]]))
+    with pytest.raises(ValueError, match=r"broken\.tsv, line 401: 1 tab-separated columns"):
+        run(data__path=str(broken), train__commit_every=1)
+    broken.write_text("".join(lines))
+    # Prefetching may have met the broken line while earlier batches were still to be trained on.
+    resumed = run(data__path=str(broken), train__commit_every=1, resume=True)
+    assert 0 < resumed.rows < 2 * TRAIN_ROWS
+    assert resumed.bits == unbroken().bits
+
+
+def test_too_few_rows_and_no_rows_are_errors(folder, run):
+    with pytest.raises(ValueError, match=r"clicks\.tsv ends before row 801"):
+        run("long", data__train_rows=801, data__test_rows=0)
+    (folder / "none.tsv").write_text("")
+    with pytest.raises(ValueError, match=r"none\.tsv has no rows to train on"):
+        run("none", data__path=str(folder / "none.tsv"), data__train_rows=0, data__test_rows=0)
+    with pytest.raises(ValueError, match=r"no data\.path; give the data with --data"):
+        run("no path", data__path="")
+    with pytest.raises(BudgetError):
+        run("small", store__ddr=1000)
+
+
+def test_all_rows_are_taken_where_no_number_is_given(run):
+    summary = run(data__train_rows=0, data__test_rows=0, train__epochs=1)
+    assert summary.rows == TRAIN_ROWS + TEST_ROWS
+    assert summary.test is None
+
+
+class PlainTables(nn.Module):
+    """A collection's twin from ``torch.nn.EmbeddingBag`` with the same first rows."""
+
+    def __init__(self, store):
+        super().__init__()
+        self.bags = nn.ModuleDict()
+        for name, table in store.tables.items():
+            rows = table.read(torch.arange(table.config.num_embeddings))
+            self.bags[name] = nn.EmbeddingBag.from_pretrained(rows, freeze=False, mode="sum", include_last_offset=True)
+
+    class Pooled:
+        def __init__(self, values):
+            self._values = values
+
+        def values(self):
+            return self._values
+
+    def forward(self, sparse):
+        offsets, size = sparse.offsets(), sparse.stride()
+        columns = []
+        for i, key in enumerate(sparse.keys()):
+            bounds = offsets[i * size : (i + 1) * size + 1]
+            columns.append(self.bags[key](sparse.values()[bounds[0] : bounds[-1]], bounds - bounds[0]))
+        return self.Pooled(torch.cat(columns, dim=1))
+
+
+def test_training_is_what_plain_torch_does(folder, run):
+    settings = {"optimizer__sparse": "sgd", "optimizer__sparse_lr": 0.5, "optimizer__dense": "sgd"}
+    config = config_of(folder, "twin", **settings)
+    with tierstore.open(config.store.path, mode="w", ddr="16MiB") as store:
+        for table in trainer.build_run(config, store).store.tables:
+            assert table in config.data.sparse_columns
+        tables = PlainTables(store)
+    torch.manual_seed(config.train.seed)
+    model = DLRM(tables, num_features=26, embedding_dim=4, bottom_mlp=(8,), top_mlp=(8,))
+    dense = [parameter for name, parameter in model.named_parameters() if not name.startswith("embeddings.")]
+    optimizer = torch.optim.SGD(
+        [{"params": dense, "lr": config.optimizer.dense_lr}, {"params": tables.parameters(), "lr": 0.5}]
+    )
+    reader, hasher = open_data(config)
+    for _ in range(config.train.epochs):
+        for batch in reader.batches(hasher, batch_size=32, stop_row=TRAIN_ROWS):
+            optimizer.zero_grad()
+            logits = model(batch.dense, batch.sparse)
+            nn.functional.binary_cross_entropy_with_logits(logits, batch.labels).backward()
+            optimizer.step()
+    with torch.no_grad():
+        (test,) = reader.batches(hasher, batch_size=TEST_ROWS, start_row=TRAIN_ROWS, stop_row=TRAIN_ROWS + TEST_ROWS)
+        logits = model(test.dense, test.sparse)
+    summary = run(**settings)
+    expected = nn.functional.binary_cross_entropy_with_logits(logits, test.labels).item()
+    assert summary.test.log_loss == pytest.approx(expected, abs=1e-5)
+    assert summary.test.auc == pytest.approx(roc_auc(test.labels.numpy(), logits.numpy()), abs=1e-3)
+    with tierstore.open(summary.store, mode="r", ddr="16MiB") as store:
+        for name, bag in tables.bags.items():
+            rows = store[name].read(torch.arange(150))
+            torch.testing.assert_close(rows, bag.weight.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_the_summary_is_json_and_says_what_was_done(run, tmp_path):
+    summary = run(store__ddr=FITS_NOTHING)
+    summary.write(tmp_path / "summary.json")
+    written = json.loads((tmp_path / "summary.json").read_text())
+    assert written["rows"] == 2 * TRAIN_ROWS
+    assert written["step"] == STEPS
+    assert written["test"] == summary.test._asdict()
+    assert written["tiers"]["ddr"]["hit_rate"] == summary.tiers.ddr.hit_rate
+    assert written["tiers"]["ddr"]["bytes"] <= FITS_NOTHING
+    assert written["samples_per_second"] == pytest.approx(written["rows"] / written["seconds"])
+    assert written["start_bytes"] > 0
+    assert written["end_bytes"] <= written["peak_rss_bytes"]
+    described = summary.describe()
+    assert summary.bits in described
+    assert f"AUC {summary.test.auc:.4f}" in described
+    undefined = dataclasses.replace(summary, test=Evaluation(rows=1, auc=math.nan, log_loss=0.5))
+    assert undefined.to_dict()["test"]["auc"] is None
+
+
+def test_bits_tell_any_change_of_a_row_or_weight(folder):
+    config = config_of(folder, "bits")
+    with tierstore.open(config.store.path, mode="w", ddr="16MiB") as store:
+        built = trainer.build_run(config, store)
+        digests = [trainer.digest_bits(store, built.model)]
+        row = store["C26"].read(torch.tensor([149]))
+        row[0, 3] = np.nextafter(row[0, 3].item(), 1, dtype=np.float32).item()
+        store["C26"].write(torch.tensor([149]), row)
+        digests.append(trainer.digest_bits(store, built.model))
+        with torch.no_grad():
+            built.model.top[-1].bias += 1
+        digests.append(trainer.digest_bits(store, built.model))
+        digests.append(trainer.digest_bits(store, built.model))
+    assert len(set(digests)) == 3
+    assert digests[2] == digests[3]
+
+
+@pytest.mark.slow
+def test_sigint_to_the_command_commits_says_how_to_resume_and_resumes(folder, unbroken):
+    epochs = 30
+    config = config_of(folder, "command", train__epochs=epochs, train__commit_every=5)
+    run_file = folder / "command.toml"
+    run_file.write_text(config_file.to_toml(config))
+    command = [sys.executable, "-m", "tierstore", "train", str(run_file)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    for line in process.stderr:
+        if "committed version 1" in line:
+            break
+    os.kill(process.pid, signal.SIGINT)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    assert "stopping after this step" in errors
+    assert f"continue with: tierstore train {run_file} --resume" in output
+    resumed = train(config, resume=True, bits=True)
+    assert 0 < resumed.rows < epochs * TRAIN_ROWS
+    assert resumed.bits == unbroken(train__epochs=epochs).bits

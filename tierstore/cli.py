@@ -1,0 +1,204 @@
+"""The command line: ``tierstore COMMAND``."""
+
+import argparse
+import difflib
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from . import __version__
+
+if TYPE_CHECKING:
+    from .train.config_file import Override
+
+__all__ = ["build_parser", "main"]
+
+EXIT_FAILED: Final = 1
+EXIT_USAGE: Final = 2
+EXIT_INTERRUPTED: Final = 130
+
+
+class _Flag(NamedTuple):
+    """A flag of ``tierstore train`` that stands for one key of the run file."""
+
+    name: str
+    key: str
+    type: Callable[[str], object]
+    metavar: str
+    help: str
+
+
+_TRAIN_FLAGS: Final = (
+    _Flag("--data", "data.path", str, "PATH", "file or folder to train on"),
+    _Flag("--store", "store.path", str, "DIR", "folder of the store"),
+    _Flag("--ddr", "store.ddr", str, "SIZE", 'memory for rows, as "512MiB", "50%%" or "5%% of tables"'),
+    _Flag("--policy", "store.policy", str, "NAME", "which rows leave memory first: lru or lfu"),
+    _Flag("--threads", "store.threads", int, "N", "threads of the store"),
+    _Flag("--prefetch-depth", "train.prefetch_depth", int, "N", "batches whose rows are fetched ahead; 0: none"),
+    _Flag("--epochs", "train.epochs", int, "N", "times through the training rows"),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    parser = build_parser()
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in _COMMANDS:
+        close = difflib.get_close_matches(arguments[0], _COMMANDS, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"commands are {', '.join(_COMMANDS)}"
+        return _fail(f"unknown command {arguments[0]!r}; {hint}", EXIT_USAGE)
+    options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help()
+        return EXIT_USAGE
+    return _run(_COMMANDS[options.command].run, options)
+
+
+def _run(command: "Callable[[argparse.Namespace], int]", options: argparse.Namespace) -> int:
+    from .errors import TierstoreError
+
+    try:
+        return command(options)
+    except KeyboardInterrupt:
+        return _fail("interrupted; what was committed is safe", EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        # The reader of our output is gone; stdout must not be flushed into the broken pipe at exit.
+        sys.stderr.close()
+        return EXIT_FAILED
+    except (TierstoreError, OSError, ImportError) as error:
+        if options.traceback:
+            raise
+        return _fail(str(error), EXIT_FAILED)
+    except (ValueError, TypeError) as error:
+        if options.traceback:
+            raise
+        return _fail(str(error), EXIT_USAGE)
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"tierstore: {message}", file=sys.stderr)
+    return status
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="tierstore",
+        description="Embedding tables larger than memory: train a model on them, look into them, check them.",
+    )
+    parser.add_argument("--version", action="version", version=f"tierstore {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    for name, command in _COMMANDS.items():
+        sub = commands.add_parser(name, help=command.help, description=command.description)
+        command.add_arguments(sub)
+        sub.add_argument("--traceback", action="store_true", help="show where in the code an error arose")
+    return parser
+
+
+def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_file", metavar="FILE.toml", nargs="?", help="the run file")
+    for flag in _TRAIN_FLAGS:
+        parser.add_argument(flag.name, type=flag.type, metavar=flag.metavar, help=f"{flag.help} ({flag.key})")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="set any key, as train.batch_size=512"
+    )
+    parser.add_argument("--resume", action="store_true", help="continue from the last commit of the store, if any")
+    parser.add_argument("--json", metavar="PATH", help="write what the run did and ended in to a file")
+    parser.add_argument("--no-bits", action="store_true", help="with --json: do not read every row to digest its bits")
+    parser.add_argument("--keys", action="store_true", help="print every key with its default, and exit")
+
+
+def _train(options: argparse.Namespace) -> int:
+    from .train import RunConfig, train
+    from .train.config_file import load, to_toml
+
+    if options.keys:
+        print(to_toml(RunConfig(), with_help=True), end="")
+        return 0
+    if options.run_file is None:
+        raise ValueError("give a run file: tierstore train FILE.toml; --keys prints one with all keys")
+    config = load(options.run_file, _overrides(options))
+    summary = train(config, resume=options.resume, bits=options.json is not None and not options.no_bits)
+    print(summary.describe())
+    if options.json is not None:
+        summary.write(options.json)
+    if not summary.interrupted:
+        return 0
+    words = [word for word in sys.argv[1:] if word != "--resume"]
+    print(f"stopped after step {summary.step:,}; continue with: tierstore {shlex.join([*words, '--resume'])}")
+    return EXIT_INTERRUPTED
+
+
+def _overrides(options: argparse.Namespace) -> "list[Override]":
+    """What the flags set; named flags come last and so win over ``--set``."""
+    from .train.config_file import Override, parse_override
+
+    overrides = [parse_override(text) for text in options.set]
+    for flag in _TRAIN_FLAGS:
+        value = getattr(options, flag.name.removeprefix("--").replace("-", "_"))
+        if value is not None:
+            section, _, key = flag.key.partition(".")
+            overrides.append(Override(section, key, value, f"{flag.name} {value}"))
+    return overrides
+
+
+def _add_demo_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dir", default=".demo", metavar="DIR", help="where to work; emptied first (default: .demo)")
+    parser.add_argument("--rows", type=int, default=0, help=argparse.SUPPRESS)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from .train.demo import DEFAULT_ROWS, run_demo
+
+    return 0 if run_demo(options.dir, rows=options.rows or DEFAULT_ROWS) else EXIT_FAILED
+
+
+def _add_directory(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", help="folder of the store")
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from .inspection import describe_store
+
+    print(describe_store(options.directory))
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from .inspection import verify_store
+
+    print(verify_store(options.directory))
+    return 0
+
+
+class _Command(NamedTuple):
+    run: Callable[[argparse.Namespace], int]
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    help: str
+    description: str
+
+
+_COMMANDS: Final = {
+    "train": _Command(
+        _train,
+        _add_train_arguments,
+        "train a DLRM as a run file says",
+        "Train a DLRM as a run file says. A flag overrides the key behind it. Ctrl-C commits and says how to resume.",
+    ),
+    "demo": _Command(
+        _demo,
+        _add_demo_arguments,
+        "train on tables that do not fit the budget, and compare",
+        "Generate click data, train on it with a tenth of the memory its rows need, then with all of it, and compare.",
+    ),
+    "inspect": _Command(
+        _inspect, _add_directory, "say what a store holds", "Say what a store holds. Nothing is changed."
+    ),
+    "verify": _Command(
+        _verify,
+        _add_directory,
+        "check every row of a store",
+        "Read every stored row, check it against its checksum and the counts against the manifest. Nothing is changed.",
+    ),
+}

@@ -1,0 +1,74 @@
+"""What a store holds, and whether all of it is sound, in words for the command line."""
+
+import json
+import mmap
+from pathlib import Path
+
+from tqdm import tqdm
+
+from .sizes import format_size
+from .store import Store, open_store
+
+__all__ = ["describe_store", "verify_store"]
+
+_MAX_EXTRA_CHARACTERS = 2000
+
+
+def describe_store(directory: str | Path) -> str:
+    """Version, tables and files of a store; opens it read-only and reads no row.
+
+    Raises:
+        StoreNotFoundError, DamagedError.
+    """
+    with open_store(directory, mode="r") as store:
+        tables = _describe_tables(store)
+        tensors = store.tensors().values()
+        extra = json.dumps(store.extra)
+        lines = [f"{store.directory}: version {store.version}, {len(store.tables)} tables", *tables]
+    files = sorted(path for path in Path(directory).iterdir() if path.is_file())
+    lines += ["files"]
+    # Row files are sparse: what counts is what they take on the device.
+    lines += [f"  {path.name}  {format_size(path.stat().st_blocks * 512)} on disk" for path in files]
+    if tensors:
+        size = format_size(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+        lines += ["dense state", f"  {len(tensors)} tensors, {size}"]
+    if extra != "{}":
+        lines += ["extra", "  " + extra[:_MAX_EXTRA_CHARACTERS] + ("..." if len(extra) > _MAX_EXTRA_CHARACTERS else "")]
+    return "\n".join(lines)
+
+
+def _describe_tables(store: Store) -> list[str]:
+    if not store.tables:
+        return []
+    width = max(len(name) for name in store.tables)
+    lines = []
+    for name, table in store.tables.items():
+        config = table.config
+        whole = format_size(config.size_bytes(mmap.PAGESIZE))
+        lines.append(
+            f"  {name:{width}}  {config.num_embeddings:,} x {config.embedding_dim} {config.dtype}, "
+            f"{config.optimizer.kind}, {whole} if all in memory"
+        )
+    return lines
+
+
+def verify_store(directory: str | Path) -> str:
+    """Check everything in a store, with a progress bar; returns what was checked.
+
+    Raises:
+        DamagedError: names the file, the place and the way out. StoreNotFoundError.
+    """
+    with (
+        open_store(directory, mode="r") as store,
+        tqdm(unit=" blocks", unit_scale=True, disable=None, leave=False) as bar,
+    ):
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        report = store.verify(progress=show)
+        return (
+            f"{store.directory}: version {store.version} is sound: {report.rows:,} rows in {report.blocks:,} blocks "
+            f"of {report.tables} tables, {format_size(report.bytes)}"
+        )

@@ -1,0 +1,113 @@
+"""From a run file to the things it names: data, tables, model, optimizer of the dense part."""
+
+from typing import NamedTuple
+
+import torch
+
+from .. import init, optim
+from ..config import TableConfig
+from ..models import DLRM
+from ..nn import TieredEmbeddingBagCollection
+from ..store import Store, open_store
+from .config import DataSection, OptimizerSection, RunConfig
+from .readers import FeatureHasher, Reader, Schema, open_reader
+
+__all__ = ["Run", "build_run", "open_data", "open_run_store", "table_configs"]
+
+
+class Run(NamedTuple):
+    """What a training step needs, beside its batch."""
+
+    store: Store
+    model: DLRM
+    embeddings: TieredEmbeddingBagCollection
+    optimizer: torch.optim.Optimizer
+    """Of the dense weights; rows are updated inside backward."""
+
+
+def open_data(config: RunConfig) -> tuple[Reader, FeatureHasher]:
+    """The reader of ``data.path``, and the hashing of its categories into the tables.
+
+    Raises:
+        ValueError: no path is given, or what is there cannot be read.
+    """
+    data = config.data
+    if not data.path:
+        raise ValueError("the run file has no data.path; give the data with --data PATH")
+    reader = open_reader(data.path, data_format=data.format, schema=_schema(data))
+    return reader, FeatureHasher(config.table_sizes, mode=data.hashing)
+
+
+def _schema(data: DataSection) -> Schema:
+    return Schema(label=data.label_column, dense=data.dense_columns, sparse=data.sparse_columns)
+
+
+def open_run_store(config: RunConfig) -> Store:
+    """The store of the run, created where there is none."""
+    section = config.store
+    return open_store(section.path, mode="w", ddr=section.ddr, policy=section.policy, threads=section.threads or None)
+
+
+def build_run(config: RunConfig, store: Store) -> Run:
+    """Tables, model and optimizer with the first weights, which depend on ``train.seed`` only. Seeds torch.
+
+    Raises:
+        TableError: the store has a table of the same name and another configuration.
+    """
+    configs = table_configs(config)
+    for table_config in configs:
+        store.create_table(table_config)
+    torch.manual_seed(config.train.seed)
+    embeddings = TieredEmbeddingBagCollection(store, tables=[table_config.name for table_config in configs])
+    model = DLRM(
+        embeddings,
+        num_features=len(configs),
+        embedding_dim=config.embedding.dim,
+        num_dense=len(config.data.dense_columns),
+        bottom_mlp=config.model.bottom_mlp,
+        top_mlp=config.model.top_mlp,
+        interaction=config.model.interaction,
+        cross_layers=config.model.cross_layers,
+        cross_rank=config.model.cross_rank,
+    )
+    return Run(store, model, embeddings, _dense_optimizer(config.optimizer, model))
+
+
+def table_configs(config: RunConfig) -> list[TableConfig]:
+    """One table a categorical column, of the column's name."""
+    section = config.embedding
+    rule = _sparse_optimizer(config.optimizer)
+    first = init.Uniform(-section.init_range, section.init_range, seed=config.train.seed)
+    return [
+        TableConfig(
+            name=name,
+            num_embeddings=size,
+            embedding_dim=section.dim,
+            dtype=section.dtype,
+            feature_names=(name,),
+            pooling="sum",
+            init=first,
+            optimizer=rule,
+        )
+        for name, size in zip(config.data.sparse_columns, config.table_sizes, strict=True)
+    ]
+
+
+def _sparse_optimizer(section: OptimizerSection) -> optim.Optimizer:
+    lr, decay, eps = section.sparse_lr, section.sparse_weight_decay, section.sparse_eps
+    first = section.sparse_initial_accumulator
+    if section.sparse == "sgd":
+        return optim.SGD(lr=lr, weight_decay=decay)
+    if section.sparse == "adam":
+        return optim.Adam(lr=lr, weight_decay=decay, eps=eps)
+    rule = optim.RowWiseAdagrad if section.sparse == "rowwise_adagrad" else optim.Adagrad
+    return rule(lr=lr, weight_decay=decay, eps=eps, initial_accumulator_value=first)
+
+
+def _dense_optimizer(section: OptimizerSection, model: DLRM) -> torch.optim.Optimizer:
+    lr, decay = section.dense_lr, section.dense_weight_decay
+    if section.dense == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=lr, weight_decay=decay)
+    if section.dense == "adam":
+        return torch.optim.Adam(model.parameters(), lr=lr, weight_decay=decay)
+    return torch.optim.Adagrad(model.parameters(), lr=lr, weight_decay=decay)

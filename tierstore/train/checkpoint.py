@@ -1,0 +1,106 @@
+"""A run inside a commit: dense weights, the state of their optimizer, the place in the data, the random state.
+
+Together with the rows of the same version they are all that the next step depends on, so a run that continues from
+a commit ends in the bits of one that never stopped. Tensors only, no pickle.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from ..store import Store
+from .build import Run
+from .config import RunConfig
+from .config_file import to_dict
+
+__all__ = ["Position", "commit_run", "require_resumable", "restore_run"]
+
+_EXTRA_KEY: Final = "tierstore.train"
+_FREE_KEYS: Final = frozenset(
+    {"data.path", "data.test_rows", "train.epochs", "train.prefetch_depth", "train.commit_every"}
+)
+"""Keys that may differ when a run continues, beside [store]: they change no result, or (epochs) only its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a run stands: steps done, and the next row to read."""
+
+    step: int = 0
+    epoch: int = 0
+    row: int = 0
+
+
+def commit_run(run: Run, config: RunConfig, position: Position) -> int:
+    """Commit rows and everything else of the run atomically; returns the version."""
+    tensors = {f"model.{name}": parameter.detach() for name, parameter in run.model.named_parameters()}
+    for name, state in _optimizer_states(run):
+        tensors |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
+    tensors["rng"] = torch.get_rng_state()
+    extra = {_EXTRA_KEY: {"position": asdict(position), "config": to_dict(config)}}
+    return run.store.commit(extra=extra, tensors=tensors)
+
+
+def _optimizer_states(run: Run) -> list[tuple[str, dict[str, Tensor]]]:
+    names = [name for name, _ in run.model.named_parameters()]
+    states = run.optimizer.state_dict()["state"]
+    return [(names[index], state) for index, state in states.items()]
+
+
+def require_resumable(store: Store, config: RunConfig) -> None:
+    """ValueError, naming the keys that differ, unless the store's last commit is of this run or there is none."""
+    if not store.version:
+        return
+    differing = _differences(_saved(store)["config"], to_dict(config))
+    if differing:
+        raise ValueError(
+            f"{store.directory} was trained with {'; '.join(differing)}. "
+            "Continue with the run file it was begun with, or train anew in another folder (--store)"
+        )
+
+
+def restore_run(run: Run) -> Position:
+    """Put the run where its store's last commit left it; the start if nothing was ever committed."""
+    if not run.store.version:
+        return Position()
+    saved = _saved(run.store)
+    tensors = run.store.tensors()
+    _restore_model(run.model, tensors)
+    _restore_optimizer(run, tensors)
+    torch.set_rng_state(tensors["rng"])
+    return Position(**saved["position"])
+
+
+def _saved(store: Store) -> dict[str, Any]:
+    saved: dict[str, Any] | None = store.extra.get(_EXTRA_KEY)
+    if saved is None:
+        raise ValueError(f"{store.directory} was not written by tierstore train; give another folder with --store")
+    return saved
+
+
+def _differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
+    return [
+        f"{section}.{key} = {value!r}, not {current[section].get(key)!r}"
+        for section, keys in saved.items()
+        if section != "store"
+        for key, value in keys.items()
+        if f"{section}.{key}" not in _FREE_KEYS and current[section].get(key) != value
+    ]
+
+
+@torch.no_grad()
+def _restore_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.copy_(tensors[f"model.{name}"])
+
+
+def _restore_optimizer(run: Run, tensors: dict[str, Tensor]) -> None:
+    states: dict[int, dict[str, Tensor]] = {}
+    for index, (name, _) in enumerate(run.model.named_parameters()):
+        prefix = f"optimizer.{name}."
+        state = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+        if state:
+            states[index] = state
+    run.optimizer.load_state_dict({"state": states, "param_groups": run.optimizer.state_dict()["param_groups"]})

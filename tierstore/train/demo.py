@@ -1,0 +1,168 @@
+"""The demonstration: tables that do not fit the memory budget, and the same training with all of them in memory."""
+
+import dataclasses
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from ..sizes import format_size
+from .build import table_configs
+from .config import DataSection, EmbeddingSection, ModelSection, OptimizerSection, RunConfig, StoreSection, TrainSection
+from .config_file import to_toml
+from .synthetic import CARDINALITIES, SyntheticData, write_synthetic
+
+__all__ = ["DEFAULT_ROWS", "run_demo"]
+
+DEFAULT_ROWS: Final = 250_000
+_TEST_SHARE: Final = 0.12
+_BUDGET_SHARE: Final = 0.10
+_MARKER: Final = ".tierstore-demo"
+_PAGE_BYTES: Final = 4096
+_RUN_FILE: Final = "demo.toml"
+_IN_MEMORY_SHARE: Final = 2.0
+"""Of the bytes of the rows that training touches: room for all of them, with the index."""
+
+
+def run_demo(directory: str | Path, *, rows: int = DEFAULT_ROWS) -> bool:
+    """Run the demonstration in ``directory``, which is emptied first.
+
+    Returns:
+        whether both trainings ended in the same bits.
+
+    Raises:
+        ValueError: the directory holds something that is not a demonstration, or rows are too few.
+        RuntimeError: a training failed.
+    """
+    folder = Path(directory)
+    _empty(folder)
+    started = time.perf_counter()
+    test_rows = int(rows * _TEST_SHARE)
+    data = write_synthetic(folder / "clicks.tsv", train_rows=rows - test_rows, test_rows=test_rows)
+    config = _run_config(folder, data)
+    (folder / _RUN_FILE).write_text(to_toml(config), encoding="utf-8")
+    _explain(data, config, time.perf_counter() - started)
+    run_file = str(folder / _RUN_FILE)
+    tiered = _train(folder, "tiered", [run_file])
+    in_memory = _train(
+        folder, "in-memory", [run_file, "--store", str(folder / "in-memory"), "--ddr", _all_in_memory(data, config)]
+    )
+    print(_compare(tiered, in_memory))
+    equal: bool = tiered["bits"] == in_memory["bits"]
+    print(_verdict(equal, tiered, data))
+    print(_next_steps(folder))
+    return equal
+
+
+def _empty(folder: Path) -> None:
+    """Make the folder, or empty it if it is a demonstration's."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if not (folder / _MARKER).exists():
+            raise ValueError(f"{folder} exists and is no demonstration; choose another folder with --dir")
+        print(f"Overwriting the demonstration in {folder}.")
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _MARKER).touch()
+
+
+def _run_config(folder: Path, data: SyntheticData) -> RunConfig:
+    """The run file: a budget of a tenth of the bytes that the touched rows take."""
+    config = RunConfig(
+        data=DataSection(path=str(data.path), train_rows=data.train_rows, test_rows=data.test_rows),
+        embedding=EmbeddingSection(dim=16, num_embeddings=tuple(2 * size for size in CARDINALITIES)),
+        model=ModelSection(bottom_mlp=(64,), top_mlp=(64,)),
+        optimizer=OptimizerSection(
+            sparse="adagrad", sparse_lr=0.03, sparse_initial_accumulator=1e-6, dense="adagrad", dense_lr=0.02
+        ),
+        train=TrainSection(batch_size=256, commit_every=500),
+    )
+    budget = int(_BUDGET_SHARE * _touched_bytes(data, config))
+    return dataclasses.replace(config, store=StoreSection(path=str(folder / "tiered"), ddr=budget))
+
+
+def _row_bytes(config: RunConfig) -> int:
+    return table_configs(config)[0].layout(_PAGE_BYTES).row_bytes
+
+
+def _touched_bytes(data: SyntheticData, config: RunConfig) -> int:
+    return data.train_categories * _row_bytes(config)
+
+
+def _all_in_memory(data: SyntheticData, config: RunConfig) -> str:
+    return str(int(_IN_MEMORY_SHARE * _touched_bytes(data, config)))
+
+
+def _explain(data: SyntheticData, config: RunConfig, seconds: float) -> None:
+    touched = format_size(_touched_bytes(data, config))
+    num_rows = sum(config.table_sizes)
+    print(
+        f"Generated {data.path} in {seconds:.0f} s: {data.train_rows:,} rows to train on, {data.test_rows:,} to test.\n"
+        f"Its labels follow a known model: the best AUC anyone can reach on the test rows is {data.best.auc:.4f}.\n"
+        f"{len(config.table_sizes)} tables, {num_rows:,} rows, {format_size(num_rows * _row_bytes(config))}. "
+        f"Training touches {data.train_categories:,} of the rows, {touched}.\n"
+        f"The memory budget is a tenth of what it touches: {format_size(int(config.store.ddr))}."
+    )
+
+
+def _train(folder: Path, name: str, arguments: list[str]) -> dict[str, Any]:
+    """One training in a process of its own, so that its peak memory is its own."""
+    report = folder / f"{name}.json"
+    arguments = ["train", *arguments, "--json", str(report)]
+    print(f"\n$ tierstore {shlex.join(arguments)}", flush=True)
+    finished = subprocess.run([sys.executable, "-m", "tierstore", *arguments], check=False)
+    if finished.returncode:
+        raise RuntimeError(f"training {name} ended with status {finished.returncode}; its message is above")
+    summary: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
+    return summary
+
+
+def _compare(tiered: dict[str, Any], in_memory: dict[str, Any]) -> str:
+    """A table with a column for each run."""
+    rows = [("", "budget of 10 %", "all in memory")]
+    for label, value in (
+        ("memory for rows (DDR tier)", lambda run: format_size(run["tiers"]["ddr"]["bytes"])),
+        ("memory of the process", lambda run: format_size(run["end_bytes"])),
+        ("  without tables", lambda run: format_size(run["start_bytes"])),
+        ("samples/s", lambda run: f"{run['samples_per_second']:,.0f}"),
+        ("seconds", lambda run: f"{run['seconds']:.1f}"),
+        ("hit rate of the DDR tier", lambda run: f"{100 * run['tiers']['ddr']['hit_rate']:.1f} %"),
+        ("read from SSD", lambda run: format_size(run["tiers"]["ssd"]["bytes_read"])),
+        ("written to SSD", lambda run: format_size(run["tiers"]["ssd"]["bytes_written"])),
+        ("test AUC", lambda run: f"{run['test']['auc']:.6f}"),
+        ("test log loss", lambda run: f"{run['test']['log_loss']:.6f}"),
+        ("bits (SHA-256)", lambda run: run["bits"][:16]),
+    ):
+        rows.append((label, value(tiered), value(in_memory)))
+    return "\n" + "\n".join(f"{label:28}{left:>18}{right:>18}" for label, left, right in rows)
+
+
+def _verdict(equal: bool, tiered: dict[str, Any], data: SyntheticData) -> str:
+    if not equal:
+        return "\nThe two trainings ended in DIFFERENT bits. That is a bug in tierstore: please report it."
+    return (
+        "\nBoth ended in the same bits: every row of every table and every dense weight.\n"
+        f"AUC {tiered['test']['auc']:.4f}, where the true probabilities reach {data.best.auc:.4f}: "
+        "what is missing is mostly categories seen too seldom to learn."
+    )
+
+
+def _next_steps(folder: Path) -> str:
+    run_file = shlex.quote(str(folder / _RUN_FILE))
+    tiered, lfu = shlex.quote(str(folder / "tiered")), shlex.quote(str(folder / "lfu"))
+    return "\n".join(
+        [
+            "\nWhat to try next:",
+            f"  tierstore inspect {tiered}",
+            f"  tierstore verify {tiered}",
+            f"  tierstore train {run_file} --resume --epochs 2",
+            "      a second epoch; stop it with Ctrl-C and resume it again",
+            f"  tierstore train {run_file} --store {lfu} --policy lfu --prefetch-depth 8 --json {lfu}.json",
+            "      another policy, more rows fetched ahead: the same bits",
+            "  tierstore train --keys",
+            "      every key of a run file, for data of your own",
+        ]
+    )

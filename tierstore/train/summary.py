@@ -1,0 +1,128 @@
+"""What a run did and ended in, for people and as JSON."""
+
+import hashlib
+import json
+import math
+import resource
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+import torch
+from torch import nn
+
+from ..sizes import format_size
+from ..stats import Stats
+from ..store import Store
+from .metrics import Evaluation
+
+__all__ = ["Summary", "digest_bits", "own_bytes", "peak_rss_bytes"]
+
+_DIGEST_ROWS: Final = 65_536
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """One run of the trainer."""
+
+    store: str
+    version: int
+    """Of the last commit."""
+    interrupted: bool
+    """Whether Ctrl-C ended it early."""
+    step: int
+    """Steps since the run was begun, those of earlier processes included."""
+    rows: int
+    """Rows trained on by this process."""
+    seconds: float
+    """Time it took to train on them, commits included, evaluation not."""
+    samples_per_second: float
+    loss: float | None
+    """Mean of the last 100 steps."""
+    test: Evaluation | None
+    tiers: Stats
+    """When training ended."""
+    start_bytes: int
+    """The process's own memory before the store was opened: Python, torch and the kernels."""
+    end_bytes: int
+    """The process's own memory when training ended. Mapped pages of the store's file, which the system takes back
+    whenever it needs them, are not counted."""
+    peak_rss_bytes: int
+    """The most memory the process had at any time, mapped pages counted."""
+    bits: str | None
+    """Digest of all rows of all tables and the dense weights: equal digests, equal bits."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able; an AUC that is not defined is null."""
+        fields = asdict(self)
+        fields["test"] = None
+        if self.test is not None:
+            auc = None if math.isnan(self.test.auc) else self.test.auc
+            fields["test"] = {"rows": self.test.rows, "auc": auc, "log_loss": self.test.log_loss}
+        fields["tiers"] = {
+            name: {**tier._asdict(), "hit_rate": tier.hit_rate} for name, tier in self.tiers._asdict().items()
+        }
+        return fields
+
+    def write(self, path: str | Path) -> None:
+        """Write as JSON."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+    def describe(self) -> str:
+        """A few lines for people."""
+        ddr, ssd = self.tiers.ddr, self.tiers.ssd
+        lines = [f"trained  {self.rows:,} rows in {self.seconds:.1f} s: {self.samples_per_second:,.0f} samples/s"]
+        if self.loss is not None:
+            lines[0] += f", loss {self.loss:.4f}"
+        if self.test is not None:
+            lines.append(
+                f"tested   {self.test.rows:,} rows: AUC {self.test.auc:.4f}, log loss {self.test.log_loss:.4f}"
+            )
+        lines += [
+            f"DDR      {format_size(ddr.bytes)} for {ddr.capacity_rows:,} rows, {100 * ddr.hit_rate:.1f} % hits",
+            f"SSD      {format_size(ssd.bytes_read)} read, {format_size(ssd.bytes_written)} written",
+            f"memory   {format_size(self.end_bytes)} of its own, {format_size(self.start_bytes)} without tables",
+            f"store    {self.store}, version {self.version}",
+        ]
+        if self.bits is not None:
+            lines.append(f"bits     {self.bits}")
+        return "\n".join(lines)
+
+
+def digest_bits(store: Store, model: nn.Module, *, progress: Callable[[int, int], None] | None = None) -> str:
+    """SHA-256 over all rows of all tables and the model's parameters, in hexadecimal.
+
+    Args:
+        progress: called with rows done and rows in all.
+    """
+    digest = hashlib.sha256()
+    total = sum(table.config.num_embeddings for table in store.tables.values())
+    done = 0
+    for name in sorted(store.tables):
+        table = store[name]
+        digest.update(f"{name} {table.config.num_embeddings} {table.config.embedding_dim}\n".encode())
+        for begin in range(0, table.config.num_embeddings, _DIGEST_ROWS):
+            end = min(begin + _DIGEST_ROWS, table.config.num_embeddings)
+            digest.update(table.read(torch.arange(begin, end)).view(torch.uint8).numpy().data)
+            done += end - begin
+            if progress is not None:
+                progress(done, total)
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(f"{name} {list(parameter.shape)}\n".encode())
+        digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def own_bytes() -> int:
+    """Memory of this process now, without pages mapped from files where the system tells them apart."""
+    memory = psutil.Process().memory_info()
+    return int(memory.rss - getattr(memory, "shared", 0))
+
+
+def peak_rss_bytes() -> int:
+    """The most memory this process has had, mapped pages counted."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

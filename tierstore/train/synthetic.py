@@ -1,0 +1,125 @@
+"""Click data from a known model, in Criteo's format: the best AUC that anyone can reach on it is known.
+
+A category is a rank drawn from a bounded Zipf law, written as the hash of its column and rank. Every category has a
+weight of its own, every dense feature one. A label is 1 with the probability that a logistic model gives to the sum
+of its row's weights; no model can rank rows better than these probabilities do.
+"""
+
+from pathlib import Path
+from typing import BinaryIO, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .metrics import Evaluation, Predictions
+from .synthetic_kernels import MAX_LINE_BYTES, format_rows
+
+__all__ = ["CARDINALITIES", "SyntheticData", "write_synthetic"]
+
+CARDINALITIES: Final = (
+    *(400_000, 250_000, 150_000, 100_000, 60_000, 40_000, 25_000, 15_000, 10_000, 6_000, 4_000, 2_500, 1_500),
+    *(1_000, 600, 400, 250, 150, 100, 60, 40, 25, 12, 8, 5, 3),
+)
+"""Categories of each column."""
+_NUM_DENSE: Final = 13
+_CHUNK_ROWS: Final = 16_384
+_EXPONENT: Final = 1.1
+"""Of the Zipf law: the chance of rank r falls as r to this power."""
+_CATEGORY_STD: Final = 0.4
+_DENSE_STD: Final = 0.15
+_RARE_POWER: Final = 0.05
+"""Weights fall as the rank to this power: rare categories say a little less."""
+_BIAS: Final = -1.6
+_MISSING_SHARE: Final = 0.04
+"""In every second column."""
+_MISSING: Final = -1
+
+
+class SyntheticData(NamedTuple):
+    """What was written."""
+
+    path: Path
+    train_rows: int
+    test_rows: int
+    train_categories: int
+    """Distinct (column, category) pairs in the training rows: the rows of the tables that training touches."""
+    best: Evaluation
+    """Of the true probabilities, on the test rows."""
+
+
+class _Rows(NamedTuple):
+    labels: NDArray[np.uint8]
+    dense: NDArray[np.int64]
+    ranks: NDArray[np.int64]
+    logits: NDArray[np.float64]
+
+
+def write_synthetic(path: str | Path, *, train_rows: int, test_rows: int, seed: int = 0) -> SyntheticData:
+    """Write ``train_rows + test_rows`` rows to ``path``; the same seed writes the same bytes.
+
+    Raises:
+        ValueError: unless both numbers are at least 1.
+    """
+    if train_rows < 1 or test_rows < 1:
+        raise ValueError(f"train_rows={train_rows} and test_rows={test_rows} must be at least 1")
+    source = _Source(seed)
+    seen = [np.zeros(cardinality, np.bool_) for cardinality in CARDINALITIES]
+    best = Predictions()
+    path = Path(path)
+    with path.open("wb") as file:
+        for begin in range(0, train_rows + test_rows, _CHUNK_ROWS):
+            rows = source.draw(min(_CHUNK_ROWS, train_rows + test_rows - begin))
+            _write(file, rows)
+            num_train = min(max(train_rows - begin, 0), len(rows.labels))
+            for column, ranks in enumerate(rows.ranks[:num_train].T):
+                seen[column][ranks[ranks != _MISSING]] = True
+            if num_train < len(rows.labels):
+                best.add(rows.labels[num_train:], rows.logits[num_train:])
+    return SyntheticData(
+        path=path,
+        train_rows=train_rows,
+        test_rows=test_rows,
+        train_categories=sum(int(column.sum()) for column in seen),
+        best=best.evaluate(),
+    )
+
+
+class _Source:
+    """The known model, and rows drawn from it."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = np.random.default_rng(seed)
+        self._dense_weights = self._random.normal(0, _DENSE_STD, _NUM_DENSE)
+        self._category_weights = [
+            self._random.normal(0, _CATEGORY_STD, size) * np.arange(1, size + 1) ** -_RARE_POWER
+            for size in CARDINALITIES
+        ]
+
+    def draw(self, count: int) -> _Rows:
+        random = self._random
+        size = random.normal(1, 1.5, (count, _NUM_DENSE))
+        logits = _BIAS + (size - 1) @ self._dense_weights
+        dense = np.floor(np.exp(size)).astype(np.int64)
+        ranks = np.empty((count, len(CARDINALITIES)), np.int64)
+        for column, weights in enumerate(self._category_weights):
+            drawn = _zipf(random.random(count), len(weights))
+            if column % 2:
+                drawn[random.random(count) < _MISSING_SHARE] = _MISSING
+            logits += np.where(drawn == _MISSING, 0.0, weights[drawn])
+            ranks[:, column] = drawn
+        labels = (random.random(count) < 1 / (1 + np.exp(-logits))).astype(np.uint8)
+        return _Rows(labels, dense, ranks, logits)
+
+
+def _zipf(uniform: NDArray[np.float64], size: int) -> NDArray[np.int64]:
+    """Ranks from 0 to size - 1: the inverse of a power law's distribution function over [1, size + 1)."""
+    power = 1 - _EXPONENT
+    position = (((size + 1) ** power - 1) * uniform + 1) ** (1 / power)
+    ranks: NDArray[np.int64] = np.minimum(position.astype(np.int64), size) - 1
+    return ranks
+
+
+def _write(file: BinaryIO, rows: _Rows) -> None:
+    text = np.empty(len(rows.labels) * MAX_LINE_BYTES, np.uint8)
+    end = format_rows(rows.labels, rows.dense, rows.ranks, text)
+    file.write(text[:end].data)

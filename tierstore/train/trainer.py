@@ -1,0 +1,167 @@
+"""The training run: read, look up, step, commit, evaluate."""
+
+import contextlib
+import time
+from collections.abc import Generator, Iterator
+from typing import NamedTuple, cast
+
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from ..io.prefetch import prefetch
+from .build import Run, build_run, open_data, open_run_store
+from .checkpoint import Position, commit_run, require_resumable, restore_run
+from .config import RunConfig
+from .interrupt import StopRequest
+from .metrics import Evaluation, Predictions
+from .progress import Progress
+from .readers import Batch, DataError, FeatureHasher, Reader
+from .summary import Summary, digest_bits, own_bytes, peak_rss_bytes
+
+__all__ = ["train"]
+
+
+class _Outcome(NamedTuple):
+    position: Position
+    version: int
+    rows: int
+    seconds: float
+    loss: float | None
+    interrupted: bool
+
+
+class _Data(NamedTuple):
+    reader: Reader
+    hasher: FeatureHasher
+    config: RunConfig
+
+    def batches(self, start_row: int, stop_row: int | None) -> Iterator[Batch]:
+        return self.reader.batches(
+            self.hasher,
+            batch_size=self.config.train.batch_size,
+            start_row=start_row,
+            stop_row=stop_row,
+            log_dense=self.config.data.log_dense,
+        )
+
+
+def train(config: RunConfig, *, resume: bool = False, bits: bool = False) -> Summary:
+    """Train as the configuration says, committing as it goes, then evaluate on the rows after the training rows.
+
+    The result depends on the configuration's [data], [embedding], [model], [optimizer] and [train] only, not on
+    budgets, policies, threads of the store, prefetching or interruptions. Sets torch's seed and number of threads.
+    Ctrl-C commits and returns early.
+
+    Args:
+        resume: continue from the last commit of the store, or begin if there is none.
+        bits: compute the digest that the summary's ``bits`` holds; reads every row.
+
+    Raises:
+        ValueError: the configuration does not fit the data or the store, the data is broken, or the store holds a run
+            and ``resume`` is not set.
+        TierstoreError: what goes wrong with a store.
+    """
+    torch.set_num_threads(config.train.torch_threads)
+    data = _Data(*open_data(config), config)
+    start = own_bytes()
+    with open_run_store(config) as store:
+        if store.version and not resume:
+            raise ValueError(
+                f"{store.directory} holds a run already: continue it with --resume, or name another folder with --store"
+            )
+        require_resumable(store, config)
+        run = build_run(config, store)
+        outcome = _train_epochs(run, data, restore_run(run))
+        tiers, end = store.stats(), own_bytes()
+        evaluate = config.data.test_rows > 0 and not outcome.interrupted
+        test = _evaluate(run, data) if evaluate else None
+        return Summary(
+            store=str(store.directory),
+            version=outcome.version,
+            interrupted=outcome.interrupted,
+            step=outcome.position.step,
+            rows=outcome.rows,
+            seconds=outcome.seconds,
+            samples_per_second=outcome.rows / outcome.seconds if outcome.seconds else 0.0,
+            loss=outcome.loss,
+            test=test,
+            tiers=tiers,
+            start_bytes=start,
+            end_bytes=end,
+            peak_rss_bytes=peak_rss_bytes(),
+            bits=digest_bits(store, run.model) if bits else None,
+        )
+
+
+def _train_epochs(run: Run, data: _Data, position: Position) -> _Outcome:
+    """All epochs from ``position`` on, or as far as Ctrl-C lets them."""
+    train = data.config.train
+    rows_per_epoch = data.config.data.train_rows
+    progress = Progress(
+        run.store,
+        total_rows=rows_per_epoch * train.epochs or None,
+        done_rows=rows_per_epoch * position.epoch + position.row,
+    )
+    rows = 0
+    version = run.store.version
+    started = time.perf_counter()
+    run.model.train()
+    with contextlib.closing(progress), StopRequest() as stop:
+        while position.epoch < train.epochs and not stop.requested:
+            with contextlib.closing(_epoch(run, data, position)) as steps:
+                for batch, loss in steps:
+                    rows += len(batch)
+                    position = Position(position.step + 1, position.epoch, position.row + len(batch))
+                    progress.step(len(batch), loss)
+                    due = train.commit_every and position.step % train.commit_every == 0
+                    if stop.requested:
+                        break
+                    if due:
+                        version = commit_run(run, data.config, position)
+                        progress.say(f"step {position.step:,}: committed version {version}, loss {progress.loss:.4f}")
+                else:
+                    if not position.row:
+                        raise DataError(f"{data.reader.path} has no rows to train on")
+                    position = Position(position.step, position.epoch + 1, 0)
+        if rows:
+            version = commit_run(run, data.config, position)
+    seconds = time.perf_counter() - started
+    return _Outcome(position, version, rows, seconds, progress.loss, position.epoch < train.epochs)
+
+
+def _epoch(run: Run, data: _Data, position: Position) -> Generator[tuple[Batch, float], None, None]:
+    """Train on the rest of the position's epoch; yields each batch after its step, with its loss."""
+    batches = data.batches(position.row, data.config.data.train_rows or None)
+    with contextlib.closing(_prefetched(run, data, batches)) as ahead:
+        for batch in ahead:
+            yield batch, _step(run, batch)
+
+
+def _prefetched(run: Run, data: _Data, batches: Iterator[Batch]) -> Generator[Batch, None, None]:
+    """The batches, their rows fetched ahead; closing it releases what was fetched and not used."""
+    ahead = prefetch(
+        batches, run.embeddings, depth=data.config.train.prefetch_depth, features=lambda batch: batch.sparse
+    )
+    return cast("Generator[Batch, None, None]", ahead)
+
+
+def _step(run: Run, batch: Batch) -> float:
+    """One step; rows are updated inside backward. Returns the batch's mean loss."""
+    loss = binary_cross_entropy_with_logits(run.model(batch.dense, batch.sparse), batch.labels)
+    run.optimizer.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    run.optimizer.step()
+    return loss.item()
+
+
+@torch.no_grad()
+def _evaluate(run: Run, data: _Data) -> Evaluation:
+    """Evaluate on the test rows, which follow the training rows."""
+    section = data.config.data
+    predictions = Predictions()
+    run.model.eval()
+    batches = data.batches(section.train_rows, section.train_rows + section.test_rows)
+    with contextlib.closing(_prefetched(run, data, batches)) as ahead:
+        for batch in ahead:
+            predictions.add(batch.labels.numpy(), run.model(batch.dense, batch.sparse).numpy())
+    return predictions.evaluate()
