@@ -110,7 +110,7 @@ def _resolve(
         if i + PREFETCH_ENTRIES < len(keys):
             prefetch_word(pages, offsets[i + PREFETCH_ENTRIES] >> _PLACE_BITS)
         page = np.int64(pages[offsets[i] >> _PLACE_BITS])
-        if page + geo.pages_per_block > limit:
+        if page != 0 and page + geo.pages_per_block > limit:
             result[0] = 2
             result[1] = i
             return

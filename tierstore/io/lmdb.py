@@ -409,8 +409,8 @@ class LmdbColdTier:
         table, row = key >> KEY_ROW_BITS, key & _ROW_MASK
         if result[0] == GatherStatus.BAD_KEY:
             raise ValueError(
-                f"keys[{int(result[1])}] = {key} is row {row} of table {table}: not a row of a table that was added, or of "
-                f"a table with another layout than keys[0]'s"
+                f"keys[{int(result[1])}] = {key} is row {row} of table {table}: not a row of a table that was added, or "
+                f"of a table with another layout than keys[0]'s"
             )
         if result[0] == GatherStatus.OUT_OF_FILE:
             raise TruncatedError(f"{self.path}: row {row} of table {table} lies beyond the end of the file. {RESTORE}")

@@ -1,0 +1,301 @@
+"""What every cold tier must do, whatever it is made of. A subclass names its tier.
+
+A row's words are a function of its key and a generation number, so that what is read tells what was written.
+"""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from numpy.typing import NDArray
+
+from tierstore.errors import ClosedError
+from tierstore.io.base import ColdTier
+from tierstore.rows import KEY_ROW_BITS, RowLayout
+
+Int64s = NDArray[np.int64]
+
+WIDE = RowLayout(dim=64, dtype="float32", state_dim=1)
+NARROW = RowLayout(dim=3, dtype="float16", state_dim=0)
+LONG = RowLayout(dim=3000, dtype="bfloat16", state_dim=3000)  # rows longer than a page
+TABLES = {0: (WIDE, 1000), 1: (NARROW, 5000), 2: (WIDE, 77), 5: (LONG, 40)}
+
+
+def keys_of(table: int, rows: "Int64s | list[int]") -> Int64s:
+    return (np.int64(table) << KEY_ROW_BITS) + np.asarray(rows, np.int64)
+
+
+def words_of(keys: Int64s, generation: int, num_words: int) -> NDArray[np.uint64]:
+    """uint64 [len(keys), num_words], the contents of rows."""
+    start = keys.astype(np.uint64) * np.uint64(1000003) + np.uint64(generation) * np.uint64(1 << 50)
+    return start[:, None] + np.arange(1, num_words + 1, dtype=np.uint64)
+
+
+def write_rows(tier: ColdTier, layout: RowLayout, keys: Int64s, generation: int) -> None:
+    """Through slots in reverse, in arenas with room to spare."""
+    words = words_of(keys, generation, layout.weight_words + layout.state_words)
+    slots = np.arange(len(keys), dtype=np.int32)[::-1].copy() + 3
+    weights = np.full((len(keys) + 5, layout.weight_words), 7, np.uint64)
+    state = np.full((len(keys) + 5, layout.state_words), 7, np.uint64)
+    weights[slots] = words[:, : layout.weight_words]
+    state[slots] = words[:, layout.weight_words :]
+    tier.write(keys, slots, weights, state)
+
+
+def read_rows(tier: ColdTier, layout: RowLayout, keys: Int64s) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
+    """uint64 [len(keys), words]; the slots of absent rows are checked to be untouched, and zero here."""
+    slots = np.random.default_rng(len(keys)).permutation(len(keys) + 4)[: len(keys)].astype(np.int32)
+    weights = np.full((len(keys) + 4, layout.weight_words), 99, np.uint64)
+    state = np.full((len(keys) + 4, layout.state_words), 99, np.uint64)
+    present = np.random.default_rng(1).random(len(keys)) < 0.5
+    tier.read(keys, slots, weights, state, present)
+    words = np.concatenate([weights, state], axis=1)
+    others = np.ones(len(words), np.bool_)
+    others[slots[present]] = False
+    assert (words[others] == 99).all(), "a slot changed that no present row belongs to"
+    out = words[slots]
+    out[~present] = 0
+    return out, present
+
+
+def check_rows(tier: ColdTier, layout: RowLayout, keys: Int64s, generation: int) -> None:
+    words, present = read_rows(tier, layout, keys)
+    assert present.all()
+    np.testing.assert_array_equal(words, words_of(keys, generation, words.shape[1]))
+
+
+def add_tables(tier: ColdTier) -> None:
+    for table, (layout, num_rows) in TABLES.items():
+        tier.add_table(table, layout, num_rows)
+
+
+class ColdTierConformance:
+    """Subclass as ``TestX``, with ``make``."""
+
+    num_threads_rounds = 60
+
+    def make(self, tmp_path: Any) -> ColdTier:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def tier(self, tmp_path: Any) -> Iterator[ColdTier]:
+        tier = self.make(tmp_path)
+        add_tables(tier)
+        yield tier
+        tier.close()
+
+    def test_rows_never_written_are_absent(self, tier: ColdTier) -> None:
+        for table, (layout, num_rows) in TABLES.items():
+            _, present = read_rows(tier, layout, keys_of(table, [0, num_rows - 1, num_rows // 2]))
+            assert not present.any()
+
+    def test_reads_see_what_was_written(self, tier: ColdTier) -> None:
+        for table, (layout, num_rows) in TABLES.items():
+            rows = np.random.default_rng(table).permutation(num_rows)
+            written, others = rows[: num_rows // 2], rows[num_rows // 2 :]
+            write_rows(tier, layout, keys_of(table, written), 1)
+            check_rows(tier, layout, keys_of(table, written), 1)
+            assert not read_rows(tier, layout, keys_of(table, others))[1].any()
+
+    def test_the_last_write_wins_and_neighbours_stay(self, tier: ColdTier) -> None:
+        for table, (layout, num_rows) in TABLES.items():
+            rows = np.arange(num_rows)
+            write_rows(tier, layout, keys_of(table, rows), 1)
+            for generation in (2, 3, 4):
+                chosen = rows[generation::5]
+                write_rows(tier, layout, keys_of(table, chosen), generation)
+                if generation == 3:
+                    tier.commit(b"between")
+            for row in rows.tolist():
+                generation = row % 5 if row % 5 >= 2 else 1
+                check_rows(tier, layout, keys_of(table, [row]), generation)
+
+    def test_a_row_of_zeros_is_present(self, tier: ColdTier) -> None:
+        weights, state = np.zeros((1, WIDE.weight_words), np.uint64), np.zeros((1, WIDE.state_words), np.uint64)
+        tier.write(keys_of(0, [5]), np.zeros(1, np.int32), weights, state)
+        words, present = read_rows(tier, WIDE, keys_of(0, [4, 5, 6]))
+        assert present.tolist() == [False, True, False]
+        assert not words.any()
+
+    def test_one_call_spans_tables_of_one_layout(self, tier: ColdTier) -> None:
+        keys = np.concatenate([keys_of(2, [76, 0]), keys_of(0, [999, 3]), keys_of(2, [5])])
+        write_rows(tier, WIDE, keys, 8)
+        check_rows(tier, WIDE, keys, 8)
+        check_rows(tier, WIDE, np.repeat(keys[::-1], 1), 8)
+
+    def test_nothing_asked_nothing_done(self, tier: ColdTier) -> None:
+        empty = keys_of(0, [])
+        write_rows(tier, WIDE, empty, 1)
+        assert len(read_rows(tier, WIDE, empty)[0]) == 0
+        assert tier.counters().rows_read == 0
+
+    def test_versions_count_from_one_and_carry_their_payload(self, tier: ColdTier) -> None:
+        assert (tier.version, tier.payload) == (0, b"")
+        assert tier.commit(b"first") == 1
+        assert (tier.version, tier.payload) == (1, b"first")
+        write_rows(tier, WIDE, keys_of(0, [1]), 1)
+        assert (tier.version, tier.payload) == (1, b"first")
+        long = np.random.default_rng(0).bytes(2_500_000)
+        assert tier.commit(long) == 2
+        assert tier.payload == long
+        assert tier.commit(b"") == 3
+        assert tier.payload == b""
+
+    def test_counters(self, tier: ColdTier) -> None:
+        write_rows(tier, WIDE, keys_of(0, np.arange(100)), 1)
+        read_rows(tier, WIDE, keys_of(0, np.arange(50, 150)))
+        counters = tier.counters()
+        assert (counters.rows_written, counters.rows_read, counters.rows_absent) == (100, 100, 50)
+        assert counters.bytes_written >= 100 * WIDE.row_bytes
+        assert counters.read_seconds > 0
+        assert counters.write_seconds > 0
+
+    def test_verify_counts_what_is_there(self, tier: ColdTier) -> None:
+        write_rows(tier, WIDE, keys_of(0, np.arange(100)), 1)
+        write_rows(tier, NARROW, keys_of(1, np.arange(70)), 1)
+        calls: list[tuple[int, int]] = []
+        report = tier.verify(lambda done, total: calls.append((done, total)))
+        assert (report.tables, report.rows) == (2, 170)
+        assert calls[-1][0] == calls[-1][1]
+
+    @pytest.mark.parametrize(
+        ("table", "row"), [(0, 1000), (3, 0), (77, 0), (1 << 21, 0)], ids=["row", "gap", "table", "far table"]
+    )
+    def test_keys_of_no_row(self, tier: ColdTier, table: int, row: int) -> None:
+        for keys in (keys_of(table, [row]), np.append(keys_of(0, [1]), keys_of(table, [row]))):
+            with pytest.raises(ValueError, match=r"keys"):
+                write_rows(tier, WIDE, keys, 1)
+            with pytest.raises(ValueError, match=r"keys"):
+                read_rows(tier, WIDE, keys)
+        assert not read_rows(tier, WIDE, keys_of(0, [1]))[1].any()
+
+    def test_keys_of_two_layouts(self, tier: ColdTier) -> None:
+        keys = np.append(keys_of(0, [1]), keys_of(1, [1]))
+        with pytest.raises(ValueError, match=r"layout"):
+            write_rows(tier, WIDE, keys, 1)
+        with pytest.raises(ValueError, match=r"layout"):
+            read_rows(tier, WIDE, keys)
+
+    def test_a_key_twice(self, tier: ColdTier) -> None:
+        with pytest.raises(ValueError, match=r"twice"):
+            write_rows(tier, WIDE, keys_of(0, [1, 2, 1]), 1)
+
+    def test_arenas_of_another_width(self, tier: ColdTier) -> None:
+        with pytest.raises(ValueError, match=r"layout"):
+            write_rows(tier, NARROW, keys_of(0, [1]), 1)
+
+    def test_tables_out_of_range_or_added_twice(self, tier: ColdTier) -> None:
+        for table, num_rows, named in ((0, 10, "added"), (-1, 10, "table_index"), (9, 0, "num_rows")):
+            with pytest.raises(ValueError, match=named):
+                tier.add_table(table, WIDE, num_rows)
+
+    def test_a_table_added_later(self, tier: ColdTier) -> None:
+        write_rows(tier, WIDE, keys_of(0, np.arange(100)), 1)
+        tier.add_table(3, WIDE, 10**9)
+        write_rows(tier, WIDE, keys_of(3, [0, 999_999_999]), 2)
+        check_rows(tier, WIDE, keys_of(0, np.arange(100)), 1)
+        check_rows(tier, WIDE, keys_of(3, [0, 999_999_999]), 2)
+
+    def test_after_close(self, tier: ColdTier) -> None:
+        tier.close()
+        tier.close()
+        with pytest.raises(ClosedError):
+            write_rows(tier, WIDE, keys_of(0, [1]), 1)
+        with pytest.raises(ClosedError):
+            read_rows(tier, WIDE, keys_of(0, [1]))
+        with pytest.raises(ClosedError):
+            tier.commit(b"")
+
+    def test_readers_beside_a_writer_see_whole_rows_that_never_go_back(self, tier: ColdTier) -> None:
+        keys = keys_of(0, np.arange(0, 1000, 7))
+        write_rows(tier, WIDE, keys, 1)
+        finished = threading.Event()
+        written = [1]
+        failures: list[BaseException] = []
+
+        def read_on() -> None:
+            try:
+                while not finished.is_set():
+                    at_least = written[0]
+                    words, present = read_rows(tier, WIDE, keys)
+                    assert present.all()
+                    generations = (words[:, 0] - words_of(keys, 0, 1)[:, 0]) >> np.uint64(50)
+                    whole = words_of(keys, 0, words.shape[1]) + (generations << np.uint64(50))[:, None]
+                    np.testing.assert_array_equal(words, whole)
+                    assert generations.min() >= at_least
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=read_on) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        try:
+            for generation in range(2, 2 + self.num_threads_rounds):
+                write_rows(tier, WIDE, keys, generation)
+                written[0] = generation
+                if generation % 5 == 0:
+                    tier.commit(b"")
+        finally:
+            finished.set()
+            for thread in threads:
+                thread.join()
+        assert not failures, failures[0]
+
+
+class ColdTierMachine(RuleBasedStateMachine):
+    """Any sequence of writes, commits and reads against a dict. A subclass makes the tier."""
+
+    def make(self) -> ColdTier:
+        raise NotImplementedError
+
+    @initialize()
+    def begin(self) -> None:
+        self.tier = self.make()
+        add_tables(self.tier)
+        self.rows: dict[int, int] = {}
+        self.committed: dict[int, int] = {}
+        self.generation = 0
+        self.versions = 0
+        self.last_payload = b""
+
+    def some_keys(self, table: int, seed: int, count: int) -> Int64s:
+        num_rows = TABLES[table][1]
+        rows = np.random.default_rng(seed).choice(num_rows, min(count, num_rows), replace=False)
+        return keys_of(table, rows)
+
+    @rule(table=st.sampled_from(sorted(TABLES)), seed=st.integers(0, 5), count=st.integers(1, 60))
+    def write(self, table: int, seed: int, count: int) -> None:
+        self.generation += 1
+        keys = self.some_keys(table, seed, count)
+        write_rows(self.tier, TABLES[table][0], keys, self.generation)
+        self.rows.update(dict.fromkeys(keys.tolist(), self.generation))
+
+    @rule(payload=st.binary(max_size=40))
+    def commit(self, payload: bytes) -> None:
+        self.versions += 1
+        assert self.tier.commit(payload) == self.versions
+        self.last_payload = payload
+        self.committed = dict(self.rows)
+
+    @rule(table=st.sampled_from(sorted(TABLES)), seed=st.integers(0, 7), count=st.integers(1, 60))
+    def read(self, table: int, seed: int, count: int) -> None:
+        keys = self.some_keys(table, seed, count)
+        words, present = read_rows(self.tier, TABLES[table][0], keys)
+        for key, row, found in zip(keys.tolist(), words, present.tolist(), strict=True):
+            assert found == (key in self.rows)
+            if found:
+                expected = words_of(np.array([key]), self.rows[key], len(row))[0]
+                np.testing.assert_array_equal(row, expected)
+
+    @rule()
+    def verify(self) -> None:
+        assert self.tier.verify().rows >= len(self.rows)
+        assert (self.tier.version, self.tier.payload) == (self.versions, self.last_payload)
+
+    def teardown(self) -> None:
+        if hasattr(self, "tier"):
+            self.tier.close()
