@@ -37,6 +37,7 @@ def words_of(keys: Int64s, generation: int, num_words: int) -> NDArray[np.uint64
 
 def write_rows(tier: ColdTier, layout: RowLayout, keys: Int64s, generation: int) -> None:
     """Through slots in reverse, in arenas with room to spare."""
+    keys = np.ascontiguousarray(keys)
     words = words_of(keys, generation, layout.weight_words + layout.state_words)
     slots = np.arange(len(keys), dtype=np.int32)[::-1].copy() + 3
     weights = np.full((len(keys) + 5, layout.weight_words), 7, np.uint64)
@@ -48,6 +49,7 @@ def write_rows(tier: ColdTier, layout: RowLayout, keys: Int64s, generation: int)
 
 def read_rows(tier: ColdTier, layout: RowLayout, keys: Int64s) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
     """uint64 [len(keys), words]; the slots of absent rows are checked to be untouched, and zero here."""
+    keys = np.ascontiguousarray(keys)
     slots = np.random.default_rng(len(keys)).permutation(len(keys) + 4)[: len(keys)].astype(np.int32)
     weights = np.full((len(keys) + 4, layout.weight_words), 99, np.uint64)
     state = np.full((len(keys) + 4, layout.state_words), 99, np.uint64)

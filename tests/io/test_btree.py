@@ -128,7 +128,7 @@ def test_damaged_pages_end_in_a_status(tree: Any, tmp_path: Path) -> None:
     entries, result = new_entries(NUM_KEYS + 10), np.zeros(3, np.int64)
     seen = set()
     whole = meta.main_entries
-    for _ in range(2000 if JIT_ENABLED else 60):
+    for _ in range(2000 if JIT_ENABLED else 250):
         byte = int(generator.choice(tree_pages)) * 4096 + int(
             generator.choice([generator.integers(0, 60), generator.integers(0, 4096)])
         )

@@ -1,0 +1,173 @@
+"""The kernels that copy rows out and build blocks, in every mode, on small tables."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.conformance.cold_tier import NARROW, WIDE, check_rows, keys_of, read_rows, write_rows
+from tests.io.support import flip, open_tier, page_of
+from tierstore._jit import JIT_ENABLED, kernel
+from tierstore.errors import ChecksumError
+from tierstore.io.gather import BLIND_ROWS, MAX_GROUP, QUEUE_DEPTH, SAMPLE_EVERY, gather, geometry
+from tierstore.io.lmdb import LmdbColdTier
+from tierstore.io.mapped import FileMap, clock_ns, copy_words, is_resident, prefetch_word, queue_read, zeros
+from tierstore.rows import RowLayout
+
+pytestmark = pytest.mark.kernel
+
+NUM_ROWS = 8000 if JIT_ENABLED else 700
+NUM_READ = BLIND_ROWS + 3 * SAMPLE_EVERY if JIT_ENABLED else QUEUE_DEPTH + MAX_GROUP + 5
+TINY = RowLayout(dim=1, dtype="float16")
+TWO_PAGES = RowLayout(dim=500, dtype="float32", state_dim=1)  # rows cross pages
+
+
+def _tier(path: Path, layout: RowLayout, num_rows: int, every: int = 1) -> LmdbColdTier:
+    tier = open_tier(path)
+    tier.add_table(0, layout, num_rows)
+    write_rows(tier, layout, keys_of(0, np.arange(0, num_rows, every)), 1)
+    return tier
+
+
+@pytest.mark.parametrize("can_sample", [True, False])
+@pytest.mark.parametrize("cold", [True, False])
+@pytest.mark.parametrize("verify", [True, False])
+def test_every_mode_copies_the_same(tmp_path: Path, verify: bool, cold: bool, can_sample: bool) -> None:
+    tier = _tier(tmp_path, NARROW, NUM_ROWS, every=3)
+    tier._verify_reads, tier._cold, tier._can_sample = verify, cold, can_sample
+    rows = np.random.default_rng(0).integers(0, NUM_ROWS, NUM_READ)
+    slots = np.random.default_rng(1).permutation(NUM_READ).astype(np.int32)
+    weights = np.zeros((NUM_READ, NARROW.weight_words), np.uint64)
+    present = np.zeros(NUM_READ, np.bool_)
+    tier.read(keys_of(0, rows), slots, weights, weights[:, :0].copy(), present)
+    np.testing.assert_array_equal(present, rows % 3 == 0)
+    expected = keys_of(0, rows).astype(np.uint64) * np.uint64(1000003) + np.uint64((1 << 50) + 1)
+    np.testing.assert_array_equal(weights[slots, 0], np.where(present, expected, 0))
+    tier.close()
+
+
+@pytest.mark.parametrize("layout", [TINY, NARROW, WIDE, TWO_PAGES], ids=["tiny", "narrow", "wide", "long"])
+@pytest.mark.parametrize("count", [1, 2, 3, MAX_GROUP + 1])
+def test_batches_of_any_length(tmp_path: Path, layout: RowLayout, count: int) -> None:
+    num_rows = 2 * MAX_GROUP + 2
+    tier = _tier(tmp_path, layout, num_rows)
+    for cold in (False, True):
+        tier._cold = cold
+        check_rows(tier, layout, keys_of(0, np.random.default_rng(count).permutation(num_rows)[:count]), 1)
+    tier.close()
+
+
+@pytest.mark.parametrize("cold", [True, False])
+@pytest.mark.parametrize("at", [0, 1, 2, 37, 99])
+def test_each_position_is_verified(tmp_path: Path, cold: bool, at: int) -> None:
+    tier = _tier(tmp_path, WIDE, 300)
+    rows = np.random.default_rng(2).permutation(300)[:100]
+    block, place = divmod(int(rows[at]), WIDE.rows_per_block)
+    offset = page_of(tier, 0, block) * 4096 + 32 + place * WIDE.stored_row_words * 8
+    tier._cold = cold
+    flip(tmp_path, offset + 40)
+    with pytest.raises(ChecksumError, match=f"row {rows[at]} of table 0"):
+        read_rows(tier, WIDE, keys_of(0, rows))
+    flip(tmp_path, offset + 40)
+    check_rows(tier, WIDE, keys_of(0, rows), 1)
+    tier.close()
+
+
+@pytest.mark.parametrize("layout", [NARROW, WIDE, TWO_PAGES], ids=["narrow", "wide", "long"])
+def test_distinct_pages_are_counted(tmp_path: Path, layout: RowLayout) -> None:
+    num_rows = 150
+    tier = _tier(tmp_path, layout, num_rows)
+    rows = np.random.default_rng(3).integers(0, num_rows, 60)
+    read_rows(tier, layout, keys_of(0, rows))
+    pages = set()
+    for row in rows.tolist():
+        block, place = divmod(row, layout.rows_per_block)
+        start = page_of(tier, 0, block) * 4096 + 32 + place * layout.stored_row_words * 8
+        pages |= set(range(start // 4096, (start + layout.stored_row_words * 8 - 1) // 4096 + 1))
+    assert tier.counters().pages_read == len(pages)
+    tier.close()
+
+
+def test_division_is_exact_at_the_largest_rows() -> None:
+    """Rows up to 2**40, blocks of any length: the kernel divides in floating point."""
+    generator = np.random.default_rng(4)
+    for rows_per_block in [*range(1, 255), 2046, 4095, 65535]:
+        multiples = generator.integers(0, 2**40 // rows_per_block, 200) * rows_per_block
+        rows = np.concatenate([multiples, multiples - 1, multiples + 1, [2**40 - 1]])
+        rows = rows[(rows >= 0) & (rows < 2**40)]
+        np.testing.assert_array_equal((rows / np.float64(rows_per_block)).astype(np.int64), rows // rows_per_block)
+
+
+def test_places_in_a_block_fit_their_bits() -> None:
+    for page_bytes in (4096, 16384, 32768):
+        for dim in (1, 2, 4, 8, 64):
+            assert RowLayout(dim=dim, dtype="float16", page_bytes=page_bytes).rows_per_block < 1 << 16
+
+
+def test_a_page_beyond_the_file_is_not_touched(tmp_path: Path) -> None:
+    tier = _tier(tmp_path, WIDE, 100)
+    with tier._lease() as (_, directory):
+        directory.pages[0] = 2**32 - 1
+        geo = geometry(WIDE, directory.layout_id(WIDE))
+        file_map = tier._file_map
+        weights = np.zeros(WIDE.weight_words, np.uint64)
+        result = np.zeros(4, np.int64)
+        gather(
+            geo,
+            file_map.words,
+            file_map.address,
+            file_map.file_bytes() // 4096,
+            directory.tables,
+            directory.pages,
+            keys_of(0, [0]),
+            np.zeros(1, np.int32),
+            weights,
+            np.zeros(1, np.uint64),
+            np.zeros(1, np.bool_),
+            np.zeros(1, np.int64),
+            np.zeros(4, np.uint32),
+            True,
+            False,
+            True,
+            result,
+        )
+    assert result.tolist()[:2] == [2, 0]
+    tier.close()
+
+
+@kernel
+def _system_calls(address, words, timespec, flag, out):
+    queue_read(address, 4096)
+    prefetch_word(words, 1)
+    copy_words(out, 2, words, 1, 3)
+    started = clock_ns(timespec)
+    resident = is_resident(address, flag)
+    return resident, clock_ns(timespec) - started
+
+
+def test_system_calls_in_kernels(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(np.arange(1024, dtype=np.uint64).tobytes())
+    file_map = FileMap(path, 1 << 20)
+    out = np.zeros(8, np.uint64)
+    scratch = np.zeros(2, np.int64), np.zeros(1, np.uint8)
+    resident, elapsed = _system_calls(file_map.address, file_map.words, *scratch, out)
+    assert out.tolist() == [0, 0, 1, 2, 3, 0, 0, 0]
+    assert resident
+    assert 0 <= elapsed < 10**9
+    assert file_map.tells_residency()
+    assert file_map.file_bytes() == 8192
+    file_map.drop_pages()
+    assert file_map.words[1023] == 1023
+    with pytest.raises(ValueError, match="read-only"):
+        file_map.words[0] = 1
+    file_map.close()
+    file_map.close()
+
+
+def test_zeros_are_zeros() -> None:
+    for length in (0, 10, 3_000_000):
+        array = zeros(length, np.uint32)
+        assert (array.shape, array.dtype) == ((length,), np.uint32)
+        assert not array.any()
+        array[length // 2 :] = 1

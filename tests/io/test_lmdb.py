@@ -1,0 +1,395 @@
+"""What only the tier on a file promises: reopening, recovery, locks, a full disk, bounded memory."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import psutil
+import pytest
+
+from tests.conformance.cold_tier import (
+    LONG,
+    NARROW,
+    TABLES,
+    WIDE,
+    add_tables,
+    check_rows,
+    keys_of,
+    read_rows,
+    write_rows,
+)
+from tests.io.support import STORE_ID, open_tier, plain_lmdb
+from tierstore.errors import DiskFullError, ReadOnlyError, StoreLockedError, StoreNotFoundError
+from tierstore.io.files import translate
+from tierstore.io.lmdb import LmdbColdTier
+from tierstore.rows import RowLayout
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _tier(path: Path, **changes: object) -> LmdbColdTier:
+    tier = open_tier(path, **changes)
+    add_tables(tier)
+    return tier
+
+
+def _num_entries(path: Path) -> int:
+    with plain_lmdb(path) as txn:
+        return int(txn.stat()["entries"])
+
+
+def _run(code: str, *arguments: object, **settings: object) -> "subprocess.Popen[str]":
+    """Python code in a process of its own; it finds STORE_ID, Path and the conformance helpers."""
+    start = "from pathlib import Path\nimport sys\nimport numpy as np\nfrom tests.conformance.cold_tier import *\n"
+    start += "from tests.io.support import STORE_ID, open_tier\n"
+    return subprocess.Popen(
+        [sys.executable, "-c", start + textwrap.dedent(code), *map(str, arguments)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        **settings,  # type: ignore[call-overload]
+    )
+
+
+def test_committed_rows_come_back(tmp_path: Path) -> None:
+    tier = _tier(tmp_path)
+    for table, (layout, num_rows) in TABLES.items():
+        write_rows(tier, layout, keys_of(table, np.arange(num_rows)), 1)
+        write_rows(tier, layout, keys_of(table, np.arange(0, num_rows, 3)), 2)
+    assert tier.commit(b"one") == 1
+    report = tier.verify()
+    tier.close()
+    for readonly in (True, False):
+        tier = _tier(tmp_path, readonly=readonly)
+        assert (tier.version, tier.payload) == (1, b"one")
+        for table, (layout, num_rows) in TABLES.items():
+            rows = np.arange(num_rows)
+            check_rows(tier, layout, keys_of(table, rows[rows % 3 != 0]), 1)
+            check_rows(tier, layout, keys_of(table, rows[::3]), 2)
+        assert tier.verify() == report
+        assert (report.tables, report.rows) == (4, sum(num_rows for _, num_rows in TABLES.values()))
+        tier.close()
+
+
+def test_what_was_not_committed_is_gone_after_reopening(tmp_path: Path) -> None:
+    tier = _tier(tmp_path)
+    keys = keys_of(0, np.arange(500))
+    write_rows(tier, WIDE, keys, 1)
+    tier.commit(b"one")
+    entries = len(keys) // WIDE.rows_per_block + 1
+    write_rows(tier, WIDE, keys[::2], 2)
+    write_rows(tier, NARROW, keys_of(1, np.arange(100)), 2)
+    check_rows(tier, WIDE, keys[::2], 2)
+    tier.close()
+    assert _num_entries(tmp_path) > entries + 30
+
+    reader = _tier(tmp_path, readonly=True)
+    check_rows(reader, WIDE, keys, 1)
+    assert not read_rows(reader, NARROW, keys_of(1, np.arange(100)))[1].any()
+    assert reader.verify().rows == 500
+    reader.close()
+
+    tier = _tier(tmp_path)
+    check_rows(tier, WIDE, keys, 1)
+    assert not read_rows(tier, NARROW, keys_of(1, np.arange(100)))[1].any()
+    assert (tier.version, tier.payload) == (1, b"one")
+    assert tier.verify().rows == 500
+    write_rows(tier, WIDE, keys[::3], 3)
+    assert tier.commit(b"two") == 2
+    tier.close()
+
+    tier = _tier(tmp_path)
+    check_rows(tier, WIDE, keys[::3], 3)
+    assert tier.verify().rows == 500
+    tier.close()
+
+
+def test_commit_leaves_one_version_of_each_block_and_one_payload(tmp_path: Path) -> None:
+    tier = _tier(tmp_path)
+    keys = keys_of(0, np.arange(1000))
+    blocks = WIDE.num_blocks(1000)
+    for generation in range(1, 5):
+        write_rows(tier, WIDE, keys[generation::3], generation)
+        write_rows(tier, WIDE, keys, generation)
+        tier.commit(bytes(generation * 700_000))
+    tier.commit(b"x")
+    tier.close()
+    assert _num_entries(tmp_path) == blocks + 3  # the store, the commit, one chunk of payload
+
+
+def test_the_file_does_not_grow_for_ever(tmp_path: Path) -> None:
+    tier = _tier(tmp_path)
+    keys = keys_of(0, np.arange(1000))
+    sizes = []
+    for generation in range(1, 13):
+        write_rows(tier, WIDE, keys, generation)
+        tier.commit(b"payload")
+        sizes.append(tier.path.stat().st_size)
+    tier.close()
+    assert sizes[-1] == sizes[4]
+    assert sizes[-1] < 6 * WIDE.num_blocks(1000) * 4096
+
+
+def test_killed_at_any_moment_it_reopens_at_the_last_commit(tmp_path: Path) -> None:
+    process = _run(
+        """
+        tier = open_tier(Path(sys.argv[1]))
+        add_tables(tier)
+        for generation in range(1, 10**6):
+            for part in range(4):
+                write_rows(tier, WIDE, keys_of(0, np.arange(part, 1000, 4)), generation)
+            tier.commit(b"%d" % generation)
+            print(generation, flush=True)
+        """,
+        tmp_path,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if int(line) == 7:
+            break
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    rest = [int(line) for line in process.stdout.read().split()]
+    process.stdout.close()
+    assert process.stdin is not None
+    process.stdin.close()
+    tier = _tier(tmp_path)
+    assert tier.version >= max([7, *rest])
+    assert tier.payload == b"%d" % tier.version
+    check_rows(tier, WIDE, keys_of(0, np.arange(1000)), tier.version)
+    assert tier.verify().rows == 1000
+    tier.close()
+
+
+def test_a_commit_of_nothing_is_a_version(tmp_path: Path) -> None:
+    tier = _tier(tmp_path)
+    assert [tier.commit(b""), tier.commit(b"a")] == [1, 2]
+    tier.close()
+    tier = _tier(tmp_path)
+    assert (tier.version, tier.payload, tier.verify().blocks) == (2, b"a", 0)
+    tier.close()
+
+
+def test_a_table_of_a_billion_rows_opens_empty_and_small(tmp_path: Path) -> None:
+    layout = RowLayout(dim=64, state_dim=1)
+    before = psutil.Process().memory_info().rss
+    tier = open_tier(tmp_path)
+    tier.add_table(0, layout, 10**9)
+    key = keys_of(0, [10**9 - 1])
+    assert not read_rows(tier, layout, key)[1].any()
+    write_rows(tier, layout, key, 1)
+    tier.commit(b"")
+    tier.close()
+    tier = open_tier(tmp_path)
+    tier.add_table(0, layout, 10**9)
+    check_rows(tier, layout, key, 1)
+    assert tier.directory_bytes >= 4 * layout.num_blocks(10**9)
+    assert psutil.Process().memory_info().rss - before < 64 << 20
+    assert tier.path.stat().st_size < 1 << 20
+    tier.close()
+
+
+def test_a_layout_of_another_page_size(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    assert tier.page_bytes == 4096
+    with pytest.raises(ValueError, match="page_bytes"):
+        tier.add_table(0, RowLayout(dim=64, page_bytes=2 * tier.page_bytes), 10)
+    tier.close()
+
+
+def test_staging_is_bounded(tmp_path: Path) -> None:
+    tier = _tier(tmp_path, staging_bytes=50_000)
+    assert tier.size_bytes == 0
+    write_rows(tier, WIDE, keys_of(0, np.arange(1000)), 1)
+    assert 0 < tier.size_bytes <= 50_000
+    write_rows(tier, LONG, keys_of(5, np.arange(40)), 1)
+    assert tier.size_bytes <= max(50_000, LONG.block_bytes)
+    check_rows(tier, LONG, keys_of(5, np.arange(40)), 1)
+    tier.close()
+
+
+def test_a_reader_moves_to_the_newest_commit(tmp_path: Path) -> None:
+    tier = _tier(tmp_path)
+    write_rows(tier, WIDE, keys_of(0, [1]), 1)
+    tier.commit(b"one")
+    reader = _run(
+        """
+        tier = open_tier(Path(sys.argv[1]), readonly=True)
+        add_tables(tier)
+        for line in sys.stdin:
+            generation, version = map(int, line.split())
+            assert tier.refresh() == version == tier.version, (tier.version, version)
+            check_rows(tier, WIDE, keys_of(0, [1]), generation)
+            print("ok", flush=True)
+        """,
+        tmp_path,
+    )
+    assert reader.stdin is not None
+    assert reader.stdout is not None
+
+    def expect(generation: int, version: int) -> None:
+        assert reader.stdin is not None
+        assert reader.stdout is not None
+        reader.stdin.write(f"{generation} {version}\n")
+        reader.stdin.flush()
+        assert reader.stdout.readline() == "ok\n"
+
+    expect(1, 1)
+    for generation in range(2, 30):
+        write_rows(tier, WIDE, keys_of(0, np.arange(1000)), generation)
+        expect(generation - 1, generation - 1)
+        tier.commit(b"")
+        expect(generation, generation)
+    reader.stdin.close()
+    assert reader.wait() == 0
+    reader.stdout.close()
+    tier.close()
+
+
+def test_one_writer_at_a_time(tmp_path: Path) -> None:
+    tier = _tier(tmp_path)
+    with pytest.raises(StoreLockedError, match=f"process {os.getpid()} "):
+        open_tier(tmp_path)
+    other = _run(
+        """
+        from tierstore.errors import StoreLockedError
+        try:
+            open_tier(Path(sys.argv[1]))
+        except StoreLockedError as error:
+            print(error)
+        """,
+        tmp_path,
+    )
+    said, _ = other.communicate()
+    assert f"process {os.getpid()} " in said
+    with pytest.raises(StoreLockedError, match="already open in this process"):
+        open_tier(tmp_path, readonly=True)
+    write_rows(tier, WIDE, keys_of(0, [1]), 1)
+    tier.close()
+    open_tier(tmp_path).close()
+
+
+def test_a_reader_cannot_write(tmp_path: Path) -> None:
+    with pytest.raises(StoreNotFoundError, match=r"rows\.lmdb"):
+        open_tier(tmp_path, readonly=True)
+    with pytest.raises(StoreNotFoundError, match=r"rows\.lmdb"):
+        open_tier(tmp_path, create=False)
+    open_tier(tmp_path).close()
+    reader = _tier(tmp_path, readonly=True)
+    with pytest.raises(ReadOnlyError, match="mode"):
+        write_rows(reader, WIDE, keys_of(0, [1]), 1)
+    with pytest.raises(ReadOnlyError, match="mode"):
+        reader.commit(b"")
+    reader.close()
+
+
+def test_a_creation_cut_short_leaves_nothing_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "rows.lmdb.new").write_bytes(b"")
+    (tmp_path / "rows.lmdb.new-lock").write_bytes(b"")
+    tier = _tier(tmp_path)
+    tier.commit(b"a")
+    tier.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.lmdb", "rows.lmdb-lock", "writer.lock"]
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """Writes fail with their own error and store nothing; reads go on; with room again so do writes."""
+    process = _run(
+        """
+        import resource
+        from tierstore.errors import DiskFullError
+        folder = Path(sys.argv[1])
+        tier = open_tier(folder)
+        add_tables(tier)
+        old, new = keys_of(0, np.arange(500)), keys_of(1, np.arange(5000))
+        write_rows(tier, WIDE, old, 1)
+        tier.commit(b"one")
+        limit = (folder / "rows.lmdb").stat().st_size
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        for room in (0, 4096, 10_000, 50_000):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit + room, hard))
+            try:
+                write_rows(tier, NARROW, new, 2)
+                raise SystemExit(f"{room} bytes of room were enough")
+            except DiskFullError as error:
+                assert "rows.lmdb" in str(error) and "intact" in str(error), error
+            try:
+                tier.commit(bytes(10_000_000))
+                raise SystemExit("the payload found room")
+            except DiskFullError:
+                pass
+            check_rows(tier, WIDE, old, 1)
+            assert not read_rows(tier, NARROW, new)[1].any()
+            assert (tier.version, tier.payload) == (1, b"one")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        write_rows(tier, NARROW, new, 3)
+        assert tier.commit(b"two") == 2
+        check_rows(tier, NARROW, new, 3)
+        tier.verify()
+        tier.close()
+        print("done")
+        """,
+        tmp_path,
+    )
+    said, _ = process.communicate()
+    assert said == "done\n"
+    tier = _tier(tmp_path)
+    check_rows(tier, NARROW, keys_of(1, np.arange(5000)), 3)
+    tier.close()
+
+
+def test_errors_of_lmdb_have_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "rows.lmdb"
+    assert isinstance(translate(lmdb.DiskError("x", errno.ENOSPC), path), DiskFullError)
+    assert isinstance(translate(lmdb.MapFullError("x"), path), DiskFullError)
+    assert "rows.lmdb" in str(translate(lmdb.ReadersFullError("x"), path))
+    assert "corrupt" in str(translate(lmdb.CorruptedError("corrupt"), path))
+    assert "again" in str(translate(lmdb.MapResizedError("x"), path))
+
+
+def test_close_waits_for_reads(tmp_path: Path) -> None:
+    tier = _tier(tmp_path)
+    keys = keys_of(0, np.arange(1000))
+    write_rows(tier, WIDE, keys, 1)
+    with tier._lease():
+        closing = threading.Thread(target=tier.close)
+        closing.start()
+        closing.join(0.2)
+        assert closing.is_alive()
+    closing.join()
+    with plain_lmdb(tmp_path) as txn:
+        assert txn.stat()["entries"] == WIDE.num_blocks(1000) + 1
+
+
+def test_a_lease_keeps_its_snapshot(tmp_path: Path) -> None:
+    """Pages an old lease can see are not reused: a walk of the old tree still finds all of its blocks."""
+    tier = _tier(tmp_path)
+    keys = keys_of(0, np.arange(1000))
+    write_rows(tier, WIDE, keys, 1)
+    tier.commit(b"")
+    with tier._lease() as (snapshot, _):
+        before = [entries.pages[:count].tolist() for entries, count in snapshot.walk()]
+        images = [bytes(snapshot.file_map.words[page * 512 : page * 512 + 512]) for page in before[0] if page]
+        for generation in range(2, 8):
+            write_rows(tier, WIDE, keys, generation)
+            tier.commit(b"")
+        assert [entries.pages[:count].tolist() for entries, count in snapshot.walk()] == before
+        after = [bytes(snapshot.file_map.words[page * 512 : page * 512 + 512]) for page in before[0] if page]
+        assert images == after
+    check_rows(tier, WIDE, keys, 7)
+    tier.close()
+
+
+def test_store_ids_have_16_bytes(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="store_id"):
+        LmdbColdTier(tmp_path, store_id=STORE_ID[:-1], readonly=False, staging_bytes=1)
+    with pytest.raises(ValueError, match="staging_bytes"):
+        LmdbColdTier(tmp_path, store_id=STORE_ID, readonly=False, staging_bytes=0)
