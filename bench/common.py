@@ -137,10 +137,15 @@ def _load_config(path: Path, quick: bool) -> dict[str, Any]:
 
 
 def _commit() -> str:
-    asked = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return asked.stdout.strip()
+    """The code that ran: a short hash, with "-dirty" where tierstore or bench differ from it; "" outside git."""
+
+    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+
+    head = git("rev-parse", "--short", "HEAD").stdout.strip()
+    # Results of this and earlier programs are no code.
+    is_clean = not git("diff", "--quiet", "HEAD", "--", "tierstore", "bench", ":!bench/results").returncode
+    return head if is_clean or not head else f"{head}-dirty"
 
 
 def _as_json(name: str, run: Run, report: Report, described: dict[str, Any], seconds: float) -> dict[str, Any]:
