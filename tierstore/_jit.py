@@ -31,7 +31,7 @@ _STAMP: Final = _stamp_of_sources() if JIT_ENABLED else ()
 
 def _compile(function: F, **options: Any) -> F:
     compiled: Any = numba.njit(nogil=True, cache=True, error_model="numpy", **options)(function)
-    cache_file = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
+    cache_file: Any = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
     if hasattr(cache_file, "_source_stamp"):
         # numba looks only at the kernel's own file when it decides whether cached code is fresh; helpers that were
         # compiled into it may lie in others. Stamping with all sources keeps stale helpers out of a changed package.

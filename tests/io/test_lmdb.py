@@ -297,7 +297,12 @@ def test_a_creation_cut_short_leaves_nothing_in_the_way(tmp_path: Path) -> None:
     tier = _tier(tmp_path)
     tier.commit(b"a")
     tier.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.lmdb", "rows.lmdb-lock", "writer.lock"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "rows.anchor",
+        "rows.lmdb",
+        "rows.lmdb-lock",
+        "writer.lock",
+    ]
 
 
 def test_a_full_disk(tmp_path: Path) -> None:

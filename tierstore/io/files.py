@@ -116,8 +116,8 @@ def open_environment(path: Path, map_size: int, readonly: bool) -> "lmdb.Environ
             map_size=map_size,
             subdir=False,
             readonly=readonly,
-            metasync=True,
-            sync=True,
+            metasync=False,
+            sync=False,  # anchor.py says when the file is synced, and why that is enough
             map_async=False,
             mode=0o644,
             create=False,

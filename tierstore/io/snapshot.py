@@ -62,6 +62,10 @@ class Snapshot:
         """Blocks and records in the tree."""
         return self._meta.main_entries
 
+    @property
+    def txn_id(self) -> int:
+        return self._meta.txn_id
+
     def limit_pages(self) -> int:
         """Pages the file has now."""
         return self.file_map.file_bytes() // self.page_bytes

@@ -1,0 +1,175 @@
+"""Power loss: any mixture of synced and later sectors of the row file opens at the last commit."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.conformance.cold_tier import TABLES, WIDE, Int64s, add_tables, check_rows, keys_of, read_rows, write_rows
+from tests.io.support import open_tier
+from tierstore.errors import ChecksumError, DamagedError, TierstoreError
+from tierstore.io import anchor, lmdb
+from tierstore.io.anchor import ANCHOR_NAME
+
+SECTOR = 512
+ROWS = np.arange(TABLES[0][1])
+
+
+def copy_store(source: Path, target: Path) -> Path:
+    """The files as they are now, without locks, which a machine that starts anew does not have."""
+    target.mkdir()
+    for name in ("rows.lmdb", ANCHOR_NAME):
+        shutil.copyfile(source / name, target / name)
+    return target
+
+
+def lose_power(synced: Path, later: Path, target: Path, survives: Callable[[int], np.ndarray]) -> Path:
+    """A store whose row file has, sector by sector, what was synced or what was written later."""
+    copy_store(later, target)
+    old = np.fromfile(synced / "rows.lmdb", np.uint8)
+    new = np.fromfile(later / "rows.lmdb", np.uint8)
+    size = max(len(old), len(new))
+    old, new = (np.pad(image, (0, size - len(image))).reshape(-1, SECTOR) for image in (old, new))
+    mixed = np.where(survives(len(new))[:, None], new, old)
+    mixed.tofile(target / "rows.lmdb")
+    return target
+
+
+def some_rows(generator: np.random.Generator) -> Int64s:
+    return keys_of(0, np.sort(generator.choice(ROWS, 200, replace=False)))
+
+
+@pytest.fixture
+def other_boot(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    def start_anew() -> None:
+        monkeypatch.setattr(anchor, "boot_id", lambda: b"another start....")
+
+    return start_anew
+
+
+def written_after_commit(directory: Path, seed: int, write_backs: int) -> Path:
+    """A tier with two commits and many write-backs behind them; returns the files as the last commit left them."""
+    generator = np.random.default_rng(seed)
+    directory.mkdir()
+    tier = open_tier(directory)
+    add_tables(tier)
+    write_rows(tier, WIDE, keys_of(0, ROWS), 1)
+    tier.commit(b"first")
+    for _ in range(3):
+        write_rows(tier, WIDE, some_rows(generator), 7)
+    write_rows(tier, WIDE, keys_of(0, ROWS), 2)
+    tier.commit(b"second")
+    synced = copy_store(directory, directory.with_name(directory.name + " synced"))
+    for generation in range(write_backs):
+        write_rows(tier, WIDE, some_rows(generator), 10 + generation)
+    copy_store(directory, directory.with_name(directory.name + " later"))
+    tier.close()
+    return synced
+
+
+def check_second_commit(directory: Path) -> None:
+    tier = open_tier(directory)
+    add_tables(tier)
+    assert (tier.version, tier.payload) == (2, b"second")
+    check_rows(tier, WIDE, keys_of(0, ROWS), 2)
+    tier.verify()
+    write_rows(tier, WIDE, keys_of(0, ROWS), 3)
+    tier.commit(b"third")
+    tier.close()
+    tier = open_tier(directory)
+    add_tables(tier)
+    check_rows(tier, WIDE, keys_of(0, ROWS), 3)
+    tier.close()
+
+
+@pytest.mark.parametrize("write_backs", [1, 2, 9])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 1.0])
+def test_any_mixture_opens_at_the_last_commit(
+    tmp_path: Path, other_boot: Callable[[], None], write_backs: int, share: float
+) -> None:
+    seed = int(share * 10) * 100 + write_backs
+    synced = written_after_commit(tmp_path / "store", seed, write_backs)
+    generator = np.random.default_rng(seed)
+    later = tmp_path / "store later"
+    other_boot()
+
+    def random_share(sectors: int) -> np.ndarray:
+        return generator.random(sectors) < share
+
+    def meta_pages_only(sectors: int) -> np.ndarray:
+        return np.arange(sectors) < 16
+
+    def all_but_meta_pages(sectors: int) -> np.ndarray:
+        return np.arange(sectors) >= 16
+
+    for number, survives in enumerate((random_share, meta_pages_only, all_but_meta_pages, random_share)):
+        check_second_commit(lose_power(synced, later, tmp_path / f"lost {number}", survives))
+
+
+def test_power_lost_between_the_transaction_and_its_anchor(
+    tmp_path: Path, other_boot: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commit did not return, so the one before it stands, whatever reached the device."""
+    synced = written_after_commit(tmp_path / "store", 5, 0)
+    tier = open_tier(tmp_path / "store")
+    add_tables(tier)
+    write_rows(tier, WIDE, keys_of(0, ROWS), 4)
+
+    def refuse(*_: object) -> None:
+        raise OSError("device gone")
+
+    monkeypatch.setattr(lmdb, "save_anchor", refuse)
+    with pytest.raises(TierstoreError, match="anchor could not be written"):
+        tier.commit(b"third")
+    with pytest.raises(TierstoreError, match="close it and open it again"):
+        read_rows(tier, WIDE, keys_of(0, ROWS))
+    later = copy_store(tmp_path / "store", tmp_path / "third later")
+    tier.close()
+    monkeypatch.undo()
+    other_boot()
+    check_second_commit(copy_store(later, tmp_path / "all of it arrived"))
+    generator = np.random.default_rng(0)
+    # What was synced when the last anchor was set: the second commit, and the reopening after it.
+    shutil.copyfile(later / ANCHOR_NAME, synced / ANCHOR_NAME)
+    half = lose_power(later, later, tmp_path / "half", lambda sectors: generator.random(sectors) < 0.5)
+    check_second_commit(half)
+
+
+def test_a_reader_does_not_trust_what_power_loss_left(tmp_path: Path, other_boot: Callable[[], None]) -> None:
+    synced = written_after_commit(tmp_path / "store", 6, 3)
+    lost = lose_power(synced, tmp_path / "store later", tmp_path / "lost", lambda sectors: np.ones(sectors, np.bool_))
+    other_boot()
+    with pytest.raises(DamagedError, match='open it once with mode="w"'):
+        open_tier(lost, readonly=True)
+    open_tier(lost).close()
+    reader = open_tier(lost, readonly=True)
+    add_tables(reader)
+    check_rows(reader, WIDE, keys_of(0, ROWS), 2)
+    reader.close()
+
+
+def test_after_a_mere_crash_nothing_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written_after_commit(tmp_path / "store", 7, 4)
+    before = (tmp_path / "store later" / "rows.lmdb").read_bytes()
+    anchor.recover(tmp_path / "store later" / "rows.lmdb")
+    assert (tmp_path / "store later" / "rows.lmdb").read_bytes() == before
+    check_second_commit(tmp_path / "store later")
+
+
+def test_a_damaged_slot_leaves_the_other_and_two_are_an_error(tmp_path: Path) -> None:
+    written_after_commit(tmp_path / "store", 8, 1)
+    path = tmp_path / "store" / ANCHOR_NAME
+    content = bytearray(path.read_bytes())
+    newest = anchor._newest_slot(bytes(content))
+    assert newest is not None
+    content[newest[0] * 4096 + 60] ^= 1
+    other = anchor._newest_slot(bytes(content))
+    assert other is not None
+    assert other[0] != newest[0]
+    assert other[1].txn_id < newest[1].txn_id
+    content[other[0] * 4096 + 60] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ChecksumError, match=r"rows\.anchor is damaged"):
+        open_tier(tmp_path / "store")

@@ -1,0 +1,159 @@
+"""The anchor: which tree of the row file a power loss falls back to.
+
+Writing rows back between commits would be slow if each transaction waited for the device, and unsafe if it did not:
+LMDB's two meta pages could reach the device before the pages they lead to. So transactions do not wait, and instead:
+
+1. An *anchor* is set when the store is opened for writing and at each commit: the file is synced, then a copy of both
+   meta pages goes to ``rows.anchor``, synced too.
+2. From before that copy is written until the next anchor stands, the tier keeps a read transaction open on the
+   anchored tree, and LMDB reuses no page that an open read transaction can see. So whatever later transactions wrote,
+   and whichever of it reached the device, all pages of the anchored tree are as they were.
+3. Whoever opens the store after the machine has stopped (the boot id differs) and finds other meta pages than the copy
+   puts the copy back. That is the anchored tree, byte for byte: the last commit.
+
+If only the process died, the system still holds what it wrote; nothing needs to be put back, and the epochs tell what
+was never committed. The file holds two slots, written in turn, each with a checksum: a slot cut short leaves the other,
+whose tree is still pinned.
+"""
+
+import os
+import struct
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from ..errors import ChecksumError, DamagedError
+from .btree import META_READ_BYTES, Meta, parse_meta
+from .checksum import bytes_checksum
+
+__all__ = ["ANCHOR_NAME", "recover", "require_sound", "save_anchor"]
+
+ANCHOR_NAME: Final = "rows.anchor"
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+_SLOT_BYTES: Final = 4096
+_HEAD: Final = struct.Struct("<8s16sQQ")
+_MAGIC: Final = b"tieranch"
+_BODY_BYTES: Final = _HEAD.size + 2 * META_READ_BYTES
+
+
+class _Anchor(NamedTuple):
+    boot_id: bytes
+    page_bytes: int
+    txn_id: int
+    metas: tuple[bytes, bytes]
+
+
+def boot_id() -> bytes:
+    """16 bytes that change when the machine starts anew; all zero where the system does not tell."""
+    try:
+        return bytes.fromhex(_BOOT_ID.read_text().strip().replace("-", ""))
+    except (OSError, ValueError):
+        return bytes(16)
+
+
+def save_anchor(path: Path, page_bytes: int) -> None:
+    """Set the anchor to the trees that the row file's meta pages lead to; they must be synced, and stay pinned.
+
+    Raises:
+        OSError: the device refused; the anchor before stands.
+    """
+    metas = _read_metas(path, page_bytes)
+    txn_id = max(_parsed(path, meta).txn_id for meta in metas)
+    body = _HEAD.pack(_MAGIC, boot_id(), page_bytes, txn_id) + b"".join(metas)
+    slot = (body + bytes_checksum(body).to_bytes(8, "little")).ljust(_SLOT_BYTES, b"\0")
+    anchor_path = path.with_name(ANCHOR_NAME)
+    is_new = not anchor_path.exists()
+    descriptor = os.open(anchor_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        newest = _newest_slot(os.pread(descriptor, 2 * _SLOT_BYTES, 0))
+        os.pwrite(descriptor, slot, 0 if newest is None else _SLOT_BYTES * (1 - newest[0]))
+        os.fdatasync(descriptor)
+    finally:
+        os.close(descriptor)
+    if is_new:
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+
+def recover(path: Path) -> None:
+    """Before an open for writing: after a power loss, put the anchored meta pages back.
+
+    Raises:
+        ChecksumError: the anchor cannot be read.
+    """
+    anchor = _load(path)
+    if anchor is None or _is_sound(path, anchor):
+        return
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        for number, meta in enumerate(anchor.metas):
+            os.pwrite(descriptor, meta, number * anchor.page_bytes)
+        os.fdatasync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def require_sound(path: Path) -> None:
+    """Before an open for reading.
+
+    Raises:
+        DamagedError: the machine stopped while the store was open for writing.
+    """
+    anchor = _load(path)
+    if anchor is not None and not _is_sound(path, anchor):
+        raise DamagedError(
+            f"{path}: the machine stopped while the store was open for writing; open it once with "
+            'mode="w", which goes back to the last commit.'
+        )
+
+
+def _is_sound(path: Path, anchor: _Anchor) -> bool:
+    """Whether the file is as its writers left it, or else as the anchor says."""
+    current = boot_id()
+    same_boot = anchor.boot_id == current and any(current)
+    return same_boot or _read_metas(path, anchor.page_bytes) == anchor.metas
+
+
+def _load(path: Path) -> _Anchor | None:
+    """The anchor, or None if none was ever set."""
+    try:
+        content = path.with_name(ANCHOR_NAME).read_bytes()
+    except FileNotFoundError:
+        return None
+    newest = _newest_slot(content)
+    if newest is None:
+        raise ChecksumError(f"{path.with_name(ANCHOR_NAME)} is damaged; restore the store's directory from a copy.")
+    return newest[1]
+
+
+def _newest_slot(content: bytes) -> tuple[int, _Anchor] | None:
+    """Number and content of the newest slot that matches its checksum."""
+    found = []
+    for number in range(2):
+        slot = content[number * _SLOT_BYTES :][: _BODY_BYTES + 8]
+        body, checksum = slot[:_BODY_BYTES], slot[_BODY_BYTES:]
+        if len(checksum) == 8 and int.from_bytes(checksum, "little") == bytes_checksum(body):
+            magic, boot, page_bytes, txn_id = _HEAD.unpack_from(body)
+            metas = body[_HEAD.size :]
+            if magic == _MAGIC:
+                pair = metas[:META_READ_BYTES], metas[META_READ_BYTES:]
+                found.append((txn_id, number, _Anchor(boot, page_bytes, txn_id, pair)))
+    if not found:
+        return None
+    _, number, anchor = max(found, key=lambda entry: entry[0])
+    return number, anchor
+
+
+def _read_metas(path: Path, page_bytes: int) -> tuple[bytes, bytes]:
+    with path.open("rb", buffering=0) as file:
+        first, second = (os.pread(file.fileno(), META_READ_BYTES, place) for place in (0, page_bytes))
+    return first, second
+
+
+def _parsed(path: Path, page: bytes) -> Meta:
+    meta = parse_meta(page)
+    if isinstance(meta, str):
+        raise DamagedError(f"{path}: {meta}; restore the store's directory from a copy.")
+    return meta
