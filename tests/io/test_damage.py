@@ -300,7 +300,7 @@ def test_random_damage_never_passes_and_never_crashes(written: Path, tmp_path_fa
         flip(folder, int(generator.integers(2 * PAGE, len(source))), bits=1 << int(generator.integers(8)))
         try:
             with _closing(_reopened(folder)) as tier:
-                words, present = read_rows(tier, WIDE, keys_of(0, np.arange(1000)))
+                _, present = read_rows(tier, WIDE, keys_of(0, np.arange(1000)))
                 check_rows(tier, WIDE, keys_of(0, np.arange(1000)), 1)
                 check_rows(tier, NARROW, keys_of(1, np.arange(5000)), 1)
                 assert present.all()

@@ -5,13 +5,13 @@ of the tail only the 8-byte step is needed. Words are little-endian on disk; on 
 lie.
 """
 
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from .._jit import inline
+from .._jit import JIT_ENABLED, inline
 
 __all__ = ["absent_checksum", "bytes_checksum", "mix_key", "row_checksum", "two_row_checksums"]
 
@@ -95,32 +95,92 @@ def row_checksum(words: Words, start: int, num_words: int, seed: np.uint64) -> n
     return _avalanche(total)
 
 
+if JIT_ENABLED:
+    from llvmlite import ir
+    from numba import types
+    from numba.core import cgutils
+    from numba.extending import intrinsic
+
+    _INT32: Final = ir.IntType(32)
+    _INT64: Final = ir.IntType(64)
+    _FOUR: Final = ir.VectorType(_INT64, 4)
+    _EIGHT: Final = ir.VectorType(_INT64, 8)
+    _ALL: Final = ir.Constant(ir.VectorType(_INT32, 8), list(range(8)))
+
+    @intrinsic
+    def _hash_stripes(
+        typing_context: Any,  # noqa: ARG001
+        words: Any,
+        start_a: Any,
+        start_b: Any,
+        count: Any,
+        seed_a: Any,
+        seed_b: Any,
+        lanes: Any,
+    ) -> Any:
+        """The four lanes of each of two rows after ``count`` stripes of four words, in vectors of eight words.
+
+        LLVM turns these into what the processor has; it does not find them by itself.
+        """
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            data = context.make_array(signature.args[0])(context, builder, args[0]).data
+            kept = context.make_array(signature.args[6])(context, builder, args[6]).data
+
+            def constant(*values: int) -> Any:
+                return ir.Constant(_EIGHT, [value % 2**64 for value in values] * (8 // len(values)))
+
+            def stripe(start: Any, offset: Any) -> Any:
+                pointer = builder.gep(data, [builder.add(start, offset)])
+                return builder.load(builder.bitcast(pointer, _FOUR.as_pointer()), align=8)
+
+            seeds = ir.Constant(_EIGHT, ir.Undefined)
+            for lane in range(8):
+                seeds = builder.insert_element(seeds, args[4 + lane // 4], _INT32(lane))
+            prime_1, prime_2 = int(_P1), int(_P2)
+            state = cgutils.alloca_once(builder, _EIGHT)
+            builder.store(builder.add(seeds, constant(prime_1 + prime_2, prime_2, 0, -prime_1)), state)
+            with cgutils.for_range(builder, args[3], intp=_INT64) as loop:
+                offset = builder.mul(loop.index, _INT64(4))
+                eight = builder.shuffle_vector(stripe(args[1], offset), stripe(args[2], offset), _ALL)
+                total = builder.add(builder.load(state), builder.mul(eight, constant(prime_2)))
+                turned = builder.or_(builder.shl(total, constant(31)), builder.lshr(total, constant(33)))
+                builder.store(builder.mul(turned, constant(prime_1)), state)
+            builder.store(builder.load(state), builder.bitcast(kept, _EIGHT.as_pointer()), align=8)
+            return context.get_dummy_value()
+
+        return types.void(words, start_a, start_b, count, seed_a, seed_b, lanes), generate
+
+else:
+
+    def _hash_stripes(
+        words: Words, start_a: int, start_b: int, count: int, seed_a: np.uint64, seed_b: np.uint64, lanes: Words
+    ) -> None:
+        lanes[:] = np.array([seed_a] * 4 + [seed_b] * 4) + np.array([_P1 + _P2, _P2, 0, -_P1] * 2, np.uint64)
+        for i in range(4 * count):
+            lanes[i % 4] = _round(lanes[i % 4], words[start_a + i])
+            lanes[4 + i % 4] = _round(lanes[4 + i % 4], words[start_b + i])
+
+
 @inline
 def two_row_checksums(
-    words: Words, start_a: int, start_b: int, num_words: int, seed_a: np.uint64, seed_b: np.uint64
+    words: Words, start_a: int, start_b: int, num_words: int, seed_a: np.uint64, seed_b: np.uint64, lanes: Words
 ) -> tuple[np.uint64, np.uint64]:
-    """``row_checksum`` of two rows, interleaved: one alone waits for its own multiplications."""
-    a, b = np.uint64(start_a), np.uint64(start_b)
-    end = a + np.uint64(num_words)
+    """``row_checksum`` of two rows at once: one alone waits for its own multiplications.
+
+    ``lanes``: uint64 [8], scratch.
+    """
     if num_words >= 4:
-        a_1, a_2, a_3, a_4 = seed_a + _P1 + _P2, seed_a + _P2, seed_a, seed_a - _P1
-        b_1, b_2, b_3, b_4 = seed_b + _P1 + _P2, seed_b + _P2, seed_b, seed_b - _P1
-        while a + _W4 <= end:
-            a_1, b_1 = _round(a_1, words[a]), _round(b_1, words[b])
-            a_2, b_2 = _round(a_2, words[a + _W1]), _round(b_2, words[b + _W1])
-            a_3, b_3 = _round(a_3, words[a + _W2]), _round(b_3, words[b + _W2])
-            a_4, b_4 = _round(a_4, words[a + _W3]), _round(b_4, words[b + _W3])
-            a += _W4
-            b += _W4
-        total_a, total_b = _join(a_1, a_2, a_3, a_4), _join(b_1, b_2, b_3, b_4)
+        stripes = np.int64(num_words // 4)
+        _hash_stripes(words, np.int64(start_a), np.int64(start_b), stripes, seed_a, seed_b, lanes)
+        total_a = _join(lanes[0], lanes[1], lanes[2], lanes[3])
+        total_b = _join(lanes[4], lanes[5], lanes[6], lanes[7])
     else:
         total_a, total_b = seed_a + _P5, seed_b + _P5
     total_a += np.uint64(num_words) * _WORD_BYTES
     total_b += np.uint64(num_words) * _WORD_BYTES
-    while a < end:
-        total_a, total_b = _tail(total_a, words[a]), _tail(total_b, words[b])
-        a += _W1
-        b += _W1
+    for i in range(num_words // 4 * 4, num_words):
+        total_a, total_b = _tail(total_a, words[start_a + i]), _tail(total_b, words[start_b + i])
     return _avalanche(total_a), _avalanche(total_b)
 
 

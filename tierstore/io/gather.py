@@ -140,38 +140,46 @@ def _count_pages(page_words: int, stored_words: int, offsets: Int64s, seen: NDAr
 
 
 @inline
-def _place_row(
+def _copy_unverified(
     geo: Geometry,
-    verify: bool,
-    checksum: np.uint64,
-    key: int,
-    slot: int | np.int64,
-    at: int,
-    scratch: Words,
+    words: Words,
+    start: int,
+    end: int,
+    offsets: Int64s,
+    keys: Int64s,
+    slots: Int32s,
     weights: Words,
     state: Words,
-) -> int:
-    """Copy the row at ``scratch[at]`` to its slot: 1, or 0 if it was never written, or -1 if it is damaged."""
+    present: NDArray[np.bool_],
+) -> None:
+    """Copy rows ``[start, end)`` as they are; a row's slot is left alone if it was never written."""
     row_words = geo.weight_words + geo.state_words
-    stored = scratch[at + row_words]
-    if stored != checksum or not verify:
-        if stored == absent_checksum(np.uint64(key)):
-            for j in range(at, at + row_words):
-                if verify and scratch[j] != np.uint64(0):
-                    return -1
-            return 0
-        if verify:
-            return -1
-    copy_words(weights, slot * geo.weight_words, scratch, at, geo.weight_words)
-    copy_words(state, slot * geo.state_words, scratch, at + geo.weight_words, geo.state_words)
-    return 1
+    for i in range(start, end):
+        if i + PREFETCH_ROWS < len(keys):
+            prefetch_word(words, offsets[i + PREFETCH_ROWS])
+        offset = offsets[i]
+        present[i] = offset != 0 and words[offset + row_words] != absent_checksum(np.uint64(keys[i]))
+        if present[i]:
+            slot = np.int64(slots[i])
+            copy_words(weights, slot * geo.weight_words, words, offset, geo.weight_words)
+            copy_words(state, slot * geo.state_words, words, offset + geo.weight_words, geo.state_words)
 
 
 @inline
-def _copy_rows(
+def _is_absent(words: Words, at: int, row_words: int, key: int) -> bool:
+    """Whether what is stored here is a row that was never written: zeros under the checksum of nothing."""
+    if words[at + row_words] != absent_checksum(np.uint64(key)):
+        return False
+    for j in range(at, at + row_words):  # noqa: SIM110
+        if words[j] != np.uint64(0):
+            return False
+    return True
+
+
+@inline
+def _copy_verified(
     geo: Geometry,
     words: Words,
-    verify: bool,
     start: int,
     end: int,
     offsets: Int64s,
@@ -182,44 +190,37 @@ def _copy_rows(
     present: NDArray[np.bool_],
     scratch: Words,
 ) -> int:
-    """Copy rows ``[start, end)``; -1, or the position of a row that fails its checksum.
+    """Copy rows ``[start, end)``; -1, or the position of a row that fails its checksum, whose slot is left alone.
 
     The rows go through ``scratch``, which stays in the processor's nearest cache: the copy out of far memory keeps many
-    rows in flight, the checksums then wait for nothing.
+    rows in flight, and the checksums then wait for nothing. Its first words are for the checksums found.
     """
     row_words = geo.weight_words + geo.state_words
     stored_words = row_words + 1
-    num = len(keys)
+    lanes, checksums, rows = scratch[:8], scratch[8 : 8 + MAX_GROUP], scratch[8 + MAX_GROUP :]
     for i in range(start, end):
-        if i + PREFETCH_ROWS < num:
+        if i + PREFETCH_ROWS < len(keys):
             prefetch_word(words, offsets[i + PREFETCH_ROWS])
         if offsets[i] != 0:
-            copy_words(scratch, (i - start) * stored_words, words, offsets[i], stored_words)
-    for i in range(start, end, 2):
+            copy_words(rows, (i - start) * stored_words, words, offsets[i], stored_words)
+    for a in range(0, end - start, 2):
+        b = min(a + 1, end - start - 1)
+        seed_a, seed_b = np.uint64(keys[start + a]), np.uint64(keys[start + b])
+        checksums[a], checksums[b] = two_row_checksums(
+            rows, a * stored_words, b * stored_words, row_words, seed_a, seed_b, lanes
+        )
+    for i in range(start, end):
         at = (i - start) * stored_words
-        other = min(i + 1, end - 1)
-        other_at = (other - start) * stored_words
-        checksum, other_checksum = np.uint64(0), np.uint64(0)
-        if verify:
-            checksum, other_checksum = two_row_checksums(
-                scratch, at, other_at, row_words, np.uint64(keys[i]), np.uint64(keys[other])
-            )
+        present[i] = False
         if offsets[i] == 0:
-            present[i] = False
-        else:
-            status = _place_row(geo, verify, checksum, keys[i], np.int64(slots[i]), at, scratch, weights, state)
-            present[i] = status == 1
-            if status < 0:
-                return i
-        if other == i or offsets[other] == 0:
-            present[other] = present[other] if other == i else False
-        else:
-            status = _place_row(
-                geo, verify, other_checksum, keys[other], np.int64(slots[other]), other_at, scratch, weights, state
-            )
-            present[other] = status == 1
-            if status < 0:
-                return other
+            continue
+        if checksums[i - start] == rows[at + row_words]:
+            slot = np.int64(slots[i])
+            copy_words(weights, slot * geo.weight_words, rows, at, geo.weight_words)
+            copy_words(state, slot * geo.state_words, rows, at + geo.weight_words, geo.state_words)
+            present[i] = True
+        elif not _is_absent(rows, at, row_words, keys[i]):
+            return i
     return -1
 
 
@@ -284,11 +285,12 @@ def gather(
     timespec = np.zeros(2, np.int64)
     flag = np.zeros(1, np.uint8)
     max_group = max(2, min(MAX_GROUP, SCRATCH_WORDS // stored_words))
-    scratch = np.empty(max_group * stored_words, np.uint64)
+    scratch = np.empty(8 + MAX_GROUP + max_group * stored_words, np.uint64)
     group = 2
     position = 0  # rows before it are copied
     queued = 0  # rows before it are queued
     next_sample = 0 if can_sample else BLIND_ROWS
+    started = clock_ns(timespec)
     while position < num:
         queued = max(queued, position)
         while cold and queued < min(num, position + QUEUE_DEPTH):
@@ -299,13 +301,18 @@ def gather(
                 _queue_row(address, geo.page_words, stored_words, offsets[queued])
                 queued += 1
         end = min(num, position + (max_group if cold else group))
-        started = clock_ns(timespec)
-        bad = _copy_rows(geo, words, verify, position, end, offsets, keys, slots, weights, state, present, scratch)
+        bad = -1
+        if verify:
+            bad = _copy_verified(geo, words, position, end, offsets, keys, slots, weights, state, present, scratch)
+        else:
+            _copy_unverified(geo, words, position, end, offsets, keys, slots, weights, state, present)
         if bad >= 0:
             result[0] = 3
             result[1] = bad
             return
-        waited = clock_ns(timespec) - started > GROUP_SLACK_NS + (end - position) * ROW_SLACK_NS
+        now = clock_ns(timespec)
+        waited = now - started > GROUP_SLACK_NS + (end - position) * ROW_SLACK_NS
+        started = now
         group = min(group * 2, max_group)
         if waited and not cold:
             cold = True
