@@ -113,7 +113,7 @@ def run_and_fail(collection: Any) -> None:
             out = collection(item).values()
             raise ZeroDivisionError(out.shape)
     finally:
-        pipeline.close()  # type: ignore[attr-defined]
+        pipeline.close()
 
 
 def test_a_batch_larger_than_the_cache_works(store_dir: Path) -> None:

@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 __all__ = ["Preparable", "prefetch"]
@@ -52,9 +52,10 @@ def prefetch(
     *,
     depth: int = 2,
     features: Callable[[Batch], Any] | None = None,
-) -> Iterator[Batch]:
+) -> Generator[Batch, None, None]:
     """Iterate over ``batches`` while a thread reads ahead and brings the rows of up to ``depth`` later batches in.
 
+    Closing the generator (``contextlib.closing``, or its end) ends the thread and releases what was not used.
     Results are the same bits for every depth: rows are brought in early, but read and updated in the order of
     the steps. Rows that do not fit beside those in use are brought in when their batch comes.
 
@@ -72,13 +73,17 @@ def prefetch(
         raise ValueError(f"depth={depth!r} must be an int, 0 or more")
     get_features = default_features if features is None else features
     if depth == 0:
-        return iter(batches)
+        return _plain(batches)
     return _pipeline(batches, module, depth, get_features)
+
+
+def _plain(batches: Iterable[Any]) -> Generator[Any, None, None]:
+    yield from batches
 
 
 def _pipeline(
     batches: Iterable[Any], module: Preparable, depth: int, get_features: Callable[[Any], Any]
-) -> Iterator[Any]:
+) -> Generator[Any, None, None]:
     ready: queue.Queue[_Ready | _Failed | _End] = queue.Queue(depth)
     stop = threading.Event()
     worker = threading.Thread(
