@@ -103,7 +103,7 @@ def _train_epochs(run: Run, data: _Data, position: Position) -> _Outcome:
         done_rows=rows_per_epoch * position.epoch + position.row,
     )
     rows = 0
-    version = run.store.version
+    version, committed_step = run.store.version, position.step
     started = time.perf_counter()
     run.model.train()
     with contextlib.closing(progress), StopRequest() as stop:
@@ -117,13 +117,13 @@ def _train_epochs(run: Run, data: _Data, position: Position) -> _Outcome:
                     if stop.requested:
                         break
                     if due:
-                        version = commit_run(run, data.config, position)
+                        version, committed_step = commit_run(run, data.config, position), position.step
                         progress.say(f"step {position.step:,}: committed version {version}, loss {progress.loss:.4f}")
                 else:
                     if not position.row:
                         raise DataError(f"{data.reader.path} has no rows to train on")
                     position = Position(position.step, position.epoch + 1, 0)
-        if rows:
+        if position.step > committed_step:
             version = commit_run(run, data.config, position)
     seconds = time.perf_counter() - started
     return _Outcome(position, version, rows, seconds, progress.loss, position.epoch < train.epochs)
