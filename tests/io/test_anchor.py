@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests.conformance.cold_tier import TABLES, WIDE, Int64s, add_tables, check_rows, keys_of, read_rows, write_rows
-from tests.io.support import open_tier
-from tierstore.errors import ChecksumError, DamagedError, TierstoreError
+from tests.io.support import STORE_ID, open_tier
+from tierstore.errors import ChecksumError, DamagedError, FormatError, TierstoreError
 from tierstore.io import anchor, lmdb
 from tierstore.io.anchor import ANCHOR_NAME
 
@@ -153,7 +153,7 @@ def test_a_reader_does_not_trust_what_power_loss_left(tmp_path: Path, other_boot
 def test_after_a_mere_crash_nothing_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written_after_commit(tmp_path / "store", 7, 4)
     before = (tmp_path / "store later" / "rows.lmdb").read_bytes()
-    anchor.recover(tmp_path / "store later" / "rows.lmdb")
+    anchor.recover(tmp_path / "store later" / "rows.lmdb", STORE_ID)
     assert (tmp_path / "store later" / "rows.lmdb").read_bytes() == before
     check_second_commit(tmp_path / "store later")
 
@@ -173,3 +173,18 @@ def test_a_damaged_slot_leaves_the_other_and_two_are_an_error(tmp_path: Path) ->
     path.write_bytes(content)
     with pytest.raises(ChecksumError, match=r"rows\.anchor is damaged"):
         open_tier(tmp_path / "store")
+
+
+def test_an_anchor_of_another_file_is_never_put_back(tmp_path: Path, other_boot: Callable[[], None]) -> None:
+    synced = written_after_commit(tmp_path / "store", 9, 3)
+    other_boot()
+    older = copy_store(synced, tmp_path / "older")
+    check_second_commit(tmp_path / "store")  # and a third one, which sets a newer anchor
+    shutil.copyfile(tmp_path / "store" / ANCHOR_NAME, older / ANCHOR_NAME)
+    before = (older / "rows.lmdb").read_bytes()
+    for readonly in (False, True):
+        with pytest.raises(FormatError, match=r"is older than rows\.anchor"):
+            open_tier(older, readonly=readonly)
+        with pytest.raises(FormatError, match="belongs to store"):
+            open_tier(synced, readonly=readonly, store_id=bytes(16))
+    assert (older / "rows.lmdb").read_bytes() == before

@@ -21,21 +21,23 @@ import struct
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ..errors import ChecksumError, DamagedError
+from ..errors import ChecksumError, DamagedError, FormatError
 from .btree import META_READ_BYTES, Meta, parse_meta
 from .checksum import bytes_checksum
 
-__all__ = ["ANCHOR_NAME", "recover", "require_sound", "save_anchor"]
+__all__ = ["ANCHOR_NAME", "recover", "require_sound", "save_anchor", "stamp_rows_file"]
 
 ANCHOR_NAME: Final = "rows.anchor"
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _SLOT_BYTES: Final = 4096
-_HEAD: Final = struct.Struct("<8s16sQQ")
+_HEAD: Final = struct.Struct("<8s16s16sQQ")
 _MAGIC: Final = b"tieranch"
+_STAMP_BYTES: Final = 16
 _BODY_BYTES: Final = _HEAD.size + 2 * META_READ_BYTES
 
 
 class _Anchor(NamedTuple):
+    store_id: bytes
     boot_id: bytes
     page_bytes: int
     txn_id: int
@@ -50,7 +52,26 @@ def boot_id() -> bytes:
         return bytes(16)
 
 
-def save_anchor(path: Path, page_bytes: int) -> None:
+def stamp_rows_file(path: Path, store_id: bytes, page_bytes: int) -> None:
+    """Write the store's id at the end of the first meta page, which LMDB leaves alone after it made the file.
+
+    The id that counts is a record in the tree; this one can be read before the tree can be trusted.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        os.pwrite(descriptor, store_id, page_bytes - _STAMP_BYTES)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_stamp(path: Path, page_bytes: int) -> bytes:
+    """What ``stamp_rows_file`` wrote."""
+    with path.open("rb", buffering=0) as file:
+        return os.pread(file.fileno(), _STAMP_BYTES, page_bytes - _STAMP_BYTES)
+
+
+def save_anchor(path: Path, store_id: bytes, page_bytes: int) -> None:
     """Set the anchor to the trees that the row file's meta pages lead to; they must be synced, and stay pinned.
 
     Raises:
@@ -58,7 +79,7 @@ def save_anchor(path: Path, page_bytes: int) -> None:
     """
     metas = _read_metas(path, page_bytes)
     txn_id = max(_parsed(path, meta).txn_id for meta in metas)
-    body = _HEAD.pack(_MAGIC, boot_id(), page_bytes, txn_id) + b"".join(metas)
+    body = _HEAD.pack(_MAGIC, store_id, boot_id(), page_bytes, txn_id) + b"".join(metas)
     slot = (body + bytes_checksum(body).to_bytes(8, "little")).ljust(_SLOT_BYTES, b"\0")
     anchor_path = path.with_name(ANCHOR_NAME)
     is_new = not anchor_path.exists()
@@ -77,13 +98,13 @@ def save_anchor(path: Path, page_bytes: int) -> None:
             os.close(directory)
 
 
-def recover(path: Path) -> None:
+def recover(path: Path, store_id: bytes) -> None:
     """Before an open for writing: after a power loss, put the anchored meta pages back.
 
     Raises:
-        ChecksumError: the anchor cannot be read.
+        ChecksumError, FormatError: the anchor is damaged, or the row file older than it.
     """
-    anchor = _load(path)
+    anchor = _load(path, store_id)
     if anchor is None or _is_sound(path, anchor):
         return
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -95,13 +116,14 @@ def recover(path: Path) -> None:
         os.close(descriptor)
 
 
-def require_sound(path: Path) -> None:
+def require_sound(path: Path, store_id: bytes) -> None:
     """Before an open for reading.
 
     Raises:
         DamagedError: the machine stopped while the store was open for writing.
+        ChecksumError, FormatError: as for ``recover``.
     """
-    anchor = _load(path)
+    anchor = _load(path, store_id)
     if anchor is not None and not _is_sound(path, anchor):
         raise DamagedError(
             f"{path}: the machine stopped while the store was open for writing; open it once with "
@@ -116,8 +138,12 @@ def _is_sound(path: Path, anchor: _Anchor) -> bool:
     return same_boot or _read_metas(path, anchor.page_bytes) == anchor.metas
 
 
-def _load(path: Path) -> _Anchor | None:
-    """The anchor, or None if none was ever set."""
+def _load(path: Path, store_id: bytes) -> _Anchor | None:
+    """The anchor, or None if there is none for this row file, whose damage or strangeness others will tell.
+
+    Raises:
+        ChecksumError: the anchor is damaged. FormatError: the row file is older than it.
+    """
     try:
         content = path.with_name(ANCHOR_NAME).read_bytes()
     except FileNotFoundError:
@@ -125,7 +151,19 @@ def _load(path: Path) -> _Anchor | None:
     newest = _newest_slot(content)
     if newest is None:
         raise ChecksumError(f"{path.with_name(ANCHOR_NAME)} is damaged; restore the store's directory from a copy.")
-    return newest[1]
+    anchor = newest[1]
+    if not read_stamp(path, anchor.page_bytes) == anchor.store_id == store_id:
+        return None
+    metas = [parse_meta(meta) for meta in _read_metas(path, anchor.page_bytes)]
+    txn_ids = [meta.txn_id for meta in metas if isinstance(meta, Meta)]
+    if len(txn_ids) < len(metas):
+        return None
+    if max(txn_ids) < anchor.txn_id:
+        raise FormatError(
+            f"{path} is older than {ANCHOR_NAME} beside it: one of the two was replaced. Restore the whole directory "
+            "from one copy."
+        )
+    return anchor
 
 
 def _newest_slot(content: bytes) -> tuple[int, _Anchor] | None:
@@ -135,11 +173,11 @@ def _newest_slot(content: bytes) -> tuple[int, _Anchor] | None:
         slot = content[number * _SLOT_BYTES :][: _BODY_BYTES + 8]
         body, checksum = slot[:_BODY_BYTES], slot[_BODY_BYTES:]
         if len(checksum) == 8 and int.from_bytes(checksum, "little") == bytes_checksum(body):
-            magic, boot, page_bytes, txn_id = _HEAD.unpack_from(body)
+            magic, store_id, boot, page_bytes, txn_id = _HEAD.unpack_from(body)
             metas = body[_HEAD.size :]
             if magic == _MAGIC:
                 pair = metas[:META_READ_BYTES], metas[META_READ_BYTES:]
-                found.append((txn_id, number, _Anchor(boot, page_bytes, txn_id, pair)))
+                found.append((txn_id, number, _Anchor(store_id, boot, page_bytes, txn_id, pair)))
     if not found:
         return None
     _, number, anchor = max(found, key=lambda entry: entry[0])

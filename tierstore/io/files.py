@@ -10,6 +10,7 @@ import lmdb
 import numpy as np
 
 from ..errors import DamagedError, DiskFullError, FormatError, StoreLockedError, TierstoreError, TruncatedError
+from .anchor import stamp_rows_file
 from .btree import META_READ_BYTES, NO_ROOT, Meta, WalkStatus, check_tree, new_entries, parse_meta, walk
 from .mapped import FileMap
 
@@ -134,8 +135,8 @@ def open_environment(path: Path, map_size: int, readonly: bool) -> "lmdb.Environ
         raise translate(error, path) from error
 
 
-def create_rows_file(path: Path, records: dict[bytes, bytes]) -> None:
-    """Create the file with some records in it, all or nothing.
+def create_rows_file(path: Path, records: dict[bytes, bytes], store_id: bytes) -> None:
+    """Create the file with some records in it, all or nothing, stamped with the store's id.
 
     It is written under another name first: LMDB creates a file before it writes to it, and a 0-byte file would be
     taken for damage.
@@ -153,7 +154,9 @@ def create_rows_file(path: Path, records: dict[bytes, bytes]) -> None:
     except lmdb.Error as error:
         raise translate(error, path) from error
     finally:
+        page_bytes = environment.stat()["psize"]
         environment.close()
+    stamp_rows_file(draft, store_id, page_bytes)
     os.rename(draft, path)
     draft_lock.unlink(missing_ok=True)
     descriptor = os.open(path.parent, os.O_RDONLY)

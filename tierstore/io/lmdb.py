@@ -108,6 +108,7 @@ class LmdbColdTier:
         self.path: Final = rows_path(path)
         self.page_bytes = 0
         self.readonly: Final = readonly
+        self._store_id = store_id
         self._verify_reads = verify_reads
         self._staging = Staging(staging_bytes)
         self._lock = threading.Lock()  # guards _snapshot, _directory, leases and counters
@@ -139,11 +140,11 @@ class LmdbColdTier:
         if not self.path.exists():
             if self.readonly or not create:
                 raise StoreNotFoundError(f"{self.path}: no such file. {RESTORE}")
-            create_rows_file(self.path, {item_key(STORE_ITEM): pack_store(store_id)})
+            create_rows_file(self.path, {item_key(STORE_ITEM): pack_store(store_id)}, store_id)
         if self.readonly:
-            require_sound(self.path)
+            require_sound(self.path, store_id)
         else:
-            recover(self.path)
+            recover(self.path, store_id)
         self.page_bytes = check_rows_file(self.path).page_bytes
         self._environment = open_environment(self.path, map_bytes(directory), self.readonly)
         self._environment.reader_check()
@@ -167,7 +168,7 @@ class LmdbColdTier:
             raise translate(error, self.path) from error
         pinned = self._new_snapshot()
         try:
-            save_anchor(self.path, self.page_bytes)
+            save_anchor(self.path, self._store_id, self.page_bytes)
         except OSError as error:
             pinned.close()
             raise TierstoreError(f"{self.path.parent}: its anchor could not be written: {error}") from error
