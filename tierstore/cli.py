@@ -70,7 +70,7 @@ def _run(command: "Callable[[argparse.Namespace], int]", options: argparse.Names
         if options.traceback:
             raise
         return _fail(str(error), EXIT_FAILED)
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         if options.traceback:
             raise
         return _fail(str(error), EXIT_USAGE)

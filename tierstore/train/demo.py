@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
+from ..errors import TierstoreError
 from ..sizes import format_size
 from .build import table_configs
 from .config import DataSection, EmbeddingSection, ModelSection, OptimizerSection, RunConfig, StoreSection, TrainSection
@@ -23,6 +24,7 @@ _TEST_SHARE: Final = 0.12
 _BUDGET_SHARE: Final = 0.10
 _MARKER: Final = ".tierstore-demo"
 _PAGE_BYTES: Final = 4096
+_MIN_TABLE_ROWS: Final = 1000
 _RUN_FILE: Final = "demo.toml"
 _IN_MEMORY_SHARE: Final = 2.0
 """Of the bytes of the rows that training touches: room for all of them, with the index."""
@@ -36,7 +38,7 @@ def run_demo(directory: str | Path, *, rows: int = DEFAULT_ROWS) -> bool:
 
     Raises:
         ValueError: the directory holds something that is not a demonstration, or rows are too few.
-        RuntimeError: a training failed.
+        TierstoreError: a training failed.
     """
     folder = Path(directory)
     _empty(folder)
@@ -73,7 +75,7 @@ def _run_config(folder: Path, data: SyntheticData) -> RunConfig:
     """The run file: a budget of a tenth of the bytes that the touched rows take."""
     config = RunConfig(
         data=DataSection(path=str(data.path), train_rows=data.train_rows, test_rows=data.test_rows),
-        embedding=EmbeddingSection(dim=16, num_embeddings=tuple(2 * size for size in CARDINALITIES)),
+        embedding=EmbeddingSection(dim=16, num_embeddings=_table_sizes()),
         model=ModelSection(bottom_mlp=(64,), top_mlp=(64,)),
         optimizer=OptimizerSection(
             sparse="adagrad", sparse_lr=0.03, sparse_initial_accumulator=1e-6, dense="adagrad", dense_lr=0.02
@@ -82,6 +84,11 @@ def _run_config(folder: Path, data: SyntheticData) -> RunConfig:
     )
     budget = int(_BUDGET_SHARE * _touched_bytes(data, config))
     return dataclasses.replace(config, store=StoreSection(path=str(folder / "tiered"), ddr=budget))
+
+
+def _table_sizes() -> tuple[int, ...]:
+    """As many rows as there are categories; more for few categories, so that hardly any two of those share a row."""
+    return tuple(max(_MIN_TABLE_ROWS, size) for size in CARDINALITIES)
 
 
 def _row_bytes(config: RunConfig) -> int:
@@ -115,7 +122,7 @@ def _train(folder: Path, name: str, arguments: list[str]) -> dict[str, Any]:
     print(f"\n$ tierstore {shlex.join(arguments)}", flush=True)
     finished = subprocess.run([sys.executable, "-m", "tierstore", *arguments], check=False)
     if finished.returncode:
-        raise RuntimeError(f"training {name} ended with status {finished.returncode}; its message is above")
+        raise TierstoreError(f"training {name} ended with status {finished.returncode}; its message is above")
     summary: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
     return summary
 
@@ -126,7 +133,7 @@ def _compare(tiered: dict[str, Any], in_memory: dict[str, Any]) -> str:
     for label, value in (
         ("memory for rows (DDR tier)", lambda run: format_size(run["tiers"]["ddr"]["bytes"])),
         ("memory of the process", lambda run: format_size(run["end_bytes"])),
-        ("  without tables", lambda run: format_size(run["start_bytes"])),
+        ("  of it, after the first step", lambda run: format_size(run["start_bytes"])),
         ("samples/s", lambda run: f"{run['samples_per_second']:,.0f}"),
         ("seconds", lambda run: f"{run['seconds']:.1f}"),
         ("hit rate of the DDR tier", lambda run: f"{100 * run['tiers']['ddr']['hit_rate']:.1f} %"),

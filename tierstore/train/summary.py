@@ -46,7 +46,7 @@ class Summary:
     tiers: Stats
     """When training ended."""
     start_bytes: int
-    """The process's own memory before the store was opened: Python, torch and the kernels."""
+    """The process's own memory after its first step: Python, torch, compiled kernels, the rows of a few batches."""
     end_bytes: int
     """The process's own memory when training ended. Mapped pages of the store's file, which the system takes back
     whenever it needs them, are not counted."""
@@ -84,7 +84,7 @@ class Summary:
         lines += [
             f"DDR      {format_size(ddr.bytes)} for {ddr.capacity_rows:,} rows, {100 * ddr.hit_rate:.1f} % hits",
             f"SSD      {format_size(ssd.bytes_read)} read, {format_size(ssd.bytes_written)} written",
-            f"memory   {format_size(self.end_bytes)} of its own, {format_size(self.start_bytes)} without tables",
+            f"memory   {format_size(self.end_bytes)} of its own, {format_size(self.start_bytes)} after the first step",
             f"store    {self.store}, version {self.version}",
         ]
         if self.bits is not None:

@@ -29,7 +29,7 @@ _CATEGORY_STD: Final = 0.4
 _DENSE_STD: Final = 0.15
 _RARE_POWER: Final = 0.05
 """Weights fall as the rank to this power: rare categories say a little less."""
-_BIAS: Final = -1.6
+_BIAS: Final = -2.0
 _MISSING_SHARE: Final = 0.04
 """In every second column."""
 _MISSING: Final = -1
@@ -90,10 +90,14 @@ class _Source:
     def __init__(self, seed: int) -> None:
         self._random = np.random.default_rng(seed)
         self._dense_weights = self._random.normal(0, _DENSE_STD, _NUM_DENSE)
-        self._category_weights = [
-            self._random.normal(0, _CATEGORY_STD, size) * np.arange(1, size + 1) ** -_RARE_POWER
-            for size in CARDINALITIES
-        ]
+        self._category_weights = [self._draw_weights(size) for size in CARDINALITIES]
+
+    def _draw_weights(self, size: int) -> NDArray[np.float64]:
+        """One weight a category; their mean over draws is 0, so that every seed gives about the same click rate."""
+        weights = self._random.normal(0, _CATEGORY_STD, size) * np.arange(1, size + 1) ** -_RARE_POWER
+        chances = np.diff(np.arange(1, size + 2) ** (1 - _EXPONENT)) / ((size + 1) ** (1 - _EXPONENT) - 1)
+        centred: NDArray[np.float64] = weights - weights @ chances
+        return centred
 
     def draw(self, count: int) -> _Rows:
         random = self._random

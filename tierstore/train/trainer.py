@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Generator, Iterator
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
@@ -28,6 +28,7 @@ class _Outcome(NamedTuple):
     seconds: float
     loss: float | None
     interrupted: bool
+    start_bytes: int
 
 
 class _Data(NamedTuple):
@@ -63,7 +64,6 @@ def train(config: RunConfig, *, resume: bool = False, bits: bool = False) -> Sum
     """
     torch.set_num_threads(config.train.torch_threads)
     data = _Data(*open_data(config), config)
-    start = own_bytes()
     with open_run_store(config) as store:
         if store.version and not resume:
             raise ValueError(
@@ -86,7 +86,7 @@ def train(config: RunConfig, *, resume: bool = False, bits: bool = False) -> Sum
             loss=outcome.loss,
             test=test,
             tiers=tiers,
-            start_bytes=start,
+            start_bytes=outcome.start_bytes,
             end_bytes=end,
             peak_rss_bytes=peak_rss_bytes(),
             bits=digest_bits(store, run.model) if bits else None,
@@ -103,6 +103,7 @@ def _train_epochs(run: Run, data: _Data, position: Position) -> _Outcome:
         done_rows=rows_per_epoch * position.epoch + position.row,
     )
     rows = 0
+    start_bytes = own_bytes()
     version, committed_step = run.store.version, position.step
     started = time.perf_counter()
     run.model.train()
@@ -110,6 +111,8 @@ def _train_epochs(run: Run, data: _Data, position: Position) -> _Outcome:
         while position.epoch < train.epochs and not stop.requested:
             with contextlib.closing(_epoch(run, data, position)) as steps:
                 for batch, loss in steps:
+                    if not rows:
+                        start_bytes = own_bytes()
                     rows += len(batch)
                     position = Position(position.step + 1, position.epoch, position.row + len(batch))
                     progress.step(len(batch), loss)
@@ -126,7 +129,7 @@ def _train_epochs(run: Run, data: _Data, position: Position) -> _Outcome:
         if position.step > committed_step:
             version = commit_run(run, data.config, position)
     seconds = time.perf_counter() - started
-    return _Outcome(position, version, rows, seconds, progress.loss, position.epoch < train.epochs)
+    return _Outcome(position, version, rows, seconds, progress.loss, position.epoch < train.epochs, start_bytes)
 
 
 def _epoch(run: Run, data: _Data, position: Position) -> Generator[tuple[Batch, float], None, None]:
@@ -139,10 +142,9 @@ def _epoch(run: Run, data: _Data, position: Position) -> Generator[tuple[Batch, 
 
 def _prefetched(run: Run, data: _Data, batches: Iterator[Batch]) -> Generator[Batch, None, None]:
     """The batches, their rows fetched ahead; closing it releases what was fetched and not used."""
-    ahead = prefetch(
+    return prefetch(
         batches, run.embeddings, depth=data.config.train.prefetch_depth, features=lambda batch: batch.sparse
     )
-    return cast("Generator[Batch, None, None]", ahead)
 
 
 def _step(run: Run, batch: Batch) -> float:

@@ -1,0 +1,202 @@
+"""The command line: its help is frozen here, errors are one line and say the way out."""
+
+import argparse
+import subprocess
+import sys
+
+import pytest
+
+import tierstore
+from tierstore import cli
+from tierstore.train import RunConfig, config_file
+
+HELP = {
+    "": """
+        usage: tierstore [-h] [--version] COMMAND ...
+        Embedding tables larger than memory: train a model on them, look into them, check them.
+        options:
+          -h, --help  show this help message and exit
+          --version   show program's version number and exit
+        commands:
+          COMMAND
+            train     train a DLRM as a run file says
+            demo      train on tables that do not fit the budget, and compare
+            inspect   say what a store holds
+            verify    check every row of a store
+    """,
+    "train": """
+        usage: tierstore train [-h] [--data PATH] [--store DIR] [--ddr SIZE] [--policy NAME] [--threads N]
+                               [--prefetch-depth N] [--epochs N] [--set SECTION.KEY=VALUE] [--resume]
+                               [--json PATH] [--no-bits] [--keys] [--traceback]
+                               [FILE.toml]
+        Train a DLRM as a run file says. A flag overrides the key behind it. Ctrl-C commits and says how to resume.
+        positional arguments:
+          FILE.toml             the run file
+        options:
+          -h, --help            show this help message and exit
+          --data PATH           file or folder to train on (data.path)
+          --store DIR           folder of the store (store.path)
+          --ddr SIZE            memory for rows, as "512MiB", "50%" or "5% of tables" (store.ddr)
+          --policy NAME         which rows leave memory first: lru or lfu (store.policy)
+          --threads N           threads of the store (store.threads)
+          --prefetch-depth N    batches whose rows are fetched ahead; 0: none (train.prefetch_depth)
+          --epochs N            times through the training rows (train.epochs)
+          --set SECTION.KEY=VALUE
+                                set any key, as train.batch_size=512
+          --resume              continue from the last commit of the store, if any
+          --json PATH           write what the run did and ended in to a file
+          --no-bits             with --json: do not read every row to digest its bits
+          --keys                print every key with its default, and exit
+          --traceback           show where in the code an error arose
+    """,
+    "demo": """
+        usage: tierstore demo [-h] [--dir DIR] [--traceback]
+        Generate click data, train on it with a tenth of the memory its rows need, then with all of it, and compare.
+        options:
+          -h, --help   show this help message and exit
+          --dir DIR    where to work; emptied first (default: .demo)
+          --traceback  show where in the code an error arose
+    """,
+    "inspect": """
+        usage: tierstore inspect [-h] [--traceback] DIR
+        Say what a store holds. Nothing is changed.
+        positional arguments:
+          DIR          folder of the store
+        options:
+          -h, --help   show this help message and exit
+          --traceback  show where in the code an error arose
+    """,
+    "verify": """
+        usage: tierstore verify [-h] [--traceback] DIR
+        Read every stored row, check it against its checksum and the counts against the manifest. Nothing is changed.
+        positional arguments:
+          DIR          folder of the store
+        options:
+          -h, --help   show this help message and exit
+          --traceback  show where in the code an error arose
+    """,
+}
+
+
+def parsers():
+    parser = cli.build_parser()
+    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return {"": parser, **commands.choices}
+
+
+@pytest.mark.parametrize("name", HELP)
+def test_help_is_frozen(name):
+    # Python's versions break lines differently.
+    assert parsers()[name].format_help().split() == HELP[name].split()
+
+
+def test_every_command_is_frozen_here():
+    assert list(parsers()) == list(HELP)
+
+
+def test_every_flag_of_train_that_stands_for_a_key_names_a_real_one():
+    known = config_file.to_dict(RunConfig())
+    for flag in cli._TRAIN_FLAGS:
+        section, _, key = flag.key.partition(".")
+        assert key in known[section]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["trian"], 2, "tierstore: unknown command 'trian'; did you mean 'train'?\n"),
+        (["qqq"], 2, "tierstore: unknown command 'qqq'; commands are train, demo, inspect, verify\n"),
+        (["train"], 2, "tierstore: give a run file: tierstore train FILE.toml; --keys prints one with all keys\n"),
+        (["train", "nosuch.toml"], 2, "tierstore: nosuch.toml: there is no such run file\n"),
+        (["inspect", "nosuch"], 1, "tierstore: no store at nosuch"),
+        (["verify", "nosuch"], 1, "tierstore: no store at nosuch"),
+    ],
+)
+def test_errors_are_one_line_with_a_status(arguments, status, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(arguments) == status
+    errors = capsys.readouterr().err
+    assert errors.startswith(message)
+    assert errors.count("\n") == 1
+
+
+def test_no_command_prints_the_help(capsys):
+    assert cli.main([]) == 2
+    assert "usage: tierstore" in capsys.readouterr().out
+
+
+def test_traceback_shows_where_an_error_arose(tmp_path):
+    with pytest.raises(tierstore.errors.StoreNotFoundError):
+        cli.main(["inspect", str(tmp_path / "nosuch"), "--traceback"])
+
+
+def test_keys_is_a_run_file_of_all_defaults(capsys, tmp_path):
+    assert cli.main(["train", "--keys"]) == 0
+    path = tmp_path / "run.toml"
+    path.write_text(capsys.readouterr().out)
+    assert config_file.load(path) == RunConfig()
+
+
+def overrides(*arguments):
+    options = cli.build_parser().parse_args(["train", "run.toml", *arguments])
+    return [(section, key, value) for section, key, value, _ in cli._overrides(options)]
+
+
+def test_flags_become_overrides_and_win_over_set():
+    assert overrides("--epochs", "3", "--set", "train.epochs=2", "--ddr", "1024", "--data", "7") == [
+        ("train", "epochs", 2),
+        ("data", "path", "7"),
+        ("store", "ddr", "1024"),
+        ("train", "epochs", 3),
+    ]
+    assert overrides("--prefetch-depth", "0") == [("train", "prefetch_depth", 0)]
+
+
+def test_a_wrong_flag_is_named_with_its_key(tmp_path, capsys):
+    run_file = tmp_path / "run.toml"
+    run_file.write_text("")
+    assert cli.main(["train", str(run_file), "--epochs", "0"]) == 2
+    assert capsys.readouterr().err == "tierstore: --epochs 0: train.epochs = 0: expected 1 or more\n"
+
+
+@pytest.fixture
+def store_with_rows(store_dir):
+    import torch
+
+    with tierstore.open(store_dir, mode="w", ddr="8MiB") as store:
+        table = store.create_table(tierstore.TableConfig(name="item", num_embeddings=1000, embedding_dim=8))
+        table.write(torch.arange(10), torch.ones(10, 8))
+        store.commit(extra={"note": "hello"}, tensors={"dense": torch.zeros(3, 2)})
+    return store_dir
+
+
+def test_inspect_says_what_a_store_holds(store_with_rows, capsys):
+    assert cli.main(["inspect", str(store_with_rows)]) == 0
+    output = capsys.readouterr().out
+    assert f"{store_with_rows}: version 1, 1 tables" in output
+    assert "item  1,000 x 8 float32, sgd, 31.2 KiB if all in memory" in output
+    assert "manifest.json" in output
+    assert "1 tensors, 24 B" in output
+    assert '{"note": "hello"}' in output
+
+
+def test_verify_says_what_it_checked_and_finds_damage(store_with_rows, capsys):
+    assert cli.main(["verify", str(store_with_rows)]) == 0
+    assert "version 1 is sound: 10 rows in 1 blocks of 1 tables" in capsys.readouterr().out
+    (path,) = store_with_rows.glob("*.lmdb")
+    data = bytearray(path.read_bytes())
+    place = data.find(b"\x00\x00\x80\x3f" * 8)
+    assert place > 0
+    while place >= 0:
+        data[place] ^= 1
+        place = data.find(b"\x00\x00\x80\x3f" * 8, place + 1)
+    path.write_bytes(data)
+    assert cli.main(["verify", str(store_with_rows)]) == 1
+    assert str(path) in capsys.readouterr().err
+
+
+def test_the_module_runs_and_closes_quietly_when_nobody_reads(tmp_path):
+    finished = subprocess.run(
+        [sys.executable, "-m", "tierstore", "--version"], capture_output=True, text=True, check=True
+    )
+    assert finished.stdout == f"tierstore {tierstore.__version__}\n"

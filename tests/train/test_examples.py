@@ -1,0 +1,36 @@
+"""The example run files."""
+
+from pathlib import Path
+
+import pytest
+
+from tierstore.train import config_file, train
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.name)
+def test_every_example_is_a_valid_run_file(path):
+    assert config_file.load(path).data.train_rows > 0
+
+
+@pytest.mark.slow
+def test_criteo_with_five_percent_in_memory_reaches_its_auc_in_the_bits_of_the_in_memory_run(criteo_path, tmp_path):
+    def run(name, **store):
+        overrides = [
+            config_file.Override(section, key, value, key)
+            for section, key, value in [
+                ("data", "path", str(criteo_path)),
+                ("store", "path", str(tmp_path / name)),
+                *(("store", key, value) for key, value in store.items()),
+            ]
+        ]
+        return train(config_file.load(EXAMPLES / "criteo.toml", overrides), bits=True)
+
+    tiered = run("tiered")
+    assert tiered.test.auc >= 0.770
+    assert tiered.tiers.ddr.bytes < 0.05 * 630_200 * 128
+    assert tiered.tiers.ddr.evictions > 0
+    in_memory = run("in memory", ddr="256MiB")
+    assert in_memory.tiers.ddr.evictions == 0
+    assert tiered.bits == in_memory.bits

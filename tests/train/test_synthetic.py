@@ -1,0 +1,101 @@
+"""The generated clicks: in the format, from the model they claim, with the best AUC they claim."""
+
+import numpy as np
+import pytest
+
+from tierstore.train import synthetic
+from tierstore.train.metrics import roc_auc
+from tierstore.train.readers import CriteoReader
+from tierstore.train.synthetic import CARDINALITIES, write_synthetic
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    path = tmp_path_factory.mktemp("synthetic") / "clicks.tsv"
+    data = write_synthetic(path, train_rows=30_000, test_rows=10_000, seed=3)
+    (rows,) = CriteoReader(path).read_chunks(0, None, 50_000)
+    return data, rows
+
+
+def test_every_row_is_read_back(written):
+    data, rows = written
+    assert (data.train_rows, data.test_rows, len(rows.labels)) == (30_000, 10_000, 40_000)
+    assert data.best.rows == 10_000
+    assert not np.isnan(rows.dense).any()
+    assert (rows.dense >= 0).all()
+    missing = (rows.categories < 0).mean(axis=0)
+    assert (missing[0::2] == 0).all()
+    assert ((missing[1::2] > 0.03) & (missing[1::2] < 0.05)).all()
+
+
+def test_categories_are_counted_and_follow_a_power_law(written):
+    data, rows = written
+    distinct = [np.unique(column[column >= 0]) for column in rows.categories[: data.train_rows].T]
+    assert data.train_categories == sum(len(column) for column in distinct)
+    assert all(len(column) <= size for column, size in zip(distinct, CARDINALITIES, strict=True))
+    _, counts = np.unique(rows.categories[:, 4], return_counts=True)
+    counts = np.sort(counts)[::-1]
+    # The chance of rank r is the integral of x^-1.1 over [r, r + 1): for ranks 1 and 10 a ratio of 8.87.
+    assert counts[0] / counts[9] == pytest.approx(8.87, rel=0.2)
+
+
+def test_labels_follow_the_categories_and_no_better_than_the_model_allows(written):
+    data, rows = written
+    assert 0.18 < rows.labels.mean() < 0.26
+    train, test = rows.categories[: data.train_rows], rows.categories[data.train_rows :]
+    # Naive Bayes over categories, smoothed: better than chance by far, and not better than the best.
+    prior = rows.labels[: data.train_rows].mean()
+    scores = np.zeros(len(test))
+    for column in range(26):
+        values, inverse = np.unique(train[:, column], return_inverse=True)
+        clicks = np.bincount(inverse, rows.labels[: data.train_rows])
+        rate = (clicks + 30 * prior) / (np.bincount(inverse) + 30)
+        place = np.minimum(np.searchsorted(values, test[:, column]), len(values) - 1)
+        weight = np.log(rate / (1 - rate)) - np.log(prior / (1 - prior))
+        scores += np.where(values[place] == test[:, column], weight[place], 0)
+    auc = roc_auc(rows.labels[data.train_rows :], scores)
+    assert 0.7 < auc < data.best.auc
+
+
+def test_labels_are_drawn_with_the_chances_that_the_best_auc_is_of():
+    rows = synthetic._Source(5).draw(50_000)
+    chances = 1 / (1 + np.exp(-rows.logits))
+    order = np.argsort(chances)
+    for part in np.array_split(order, 10):
+        # 5,000 draws: three standard deviations are at most 0.021.
+        assert rows.labels[part].mean() == pytest.approx(chances[part].mean(), abs=0.021)
+
+
+def test_the_seed_decides_every_byte(tmp_path):
+    texts = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        write_synthetic(tmp_path / name, train_rows=50, test_rows=20, seed=seed)
+        texts.append((tmp_path / name).read_bytes())
+    assert texts[0] == texts[1]
+    assert texts[0] != texts[2]
+
+
+def test_too_few_rows_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="test_rows=0"):
+        write_synthetic(tmp_path / "a", train_rows=1, test_rows=0)
+
+
+@pytest.mark.kernel
+def test_lines_are_what_python_would_format(tmp_path):
+    from tierstore.train import synthetic_kernels as kernels
+
+    random = np.random.default_rng(0)
+    labels = random.integers(0, 2, 40).astype(np.uint8)
+    dense = random.integers(0, 10 ** random.integers(1, 19, (40, 13)))
+    ranks = random.integers(-1, 1000, (40, 26))
+    text = np.zeros(40 * kernels.MAX_LINE_BYTES, np.uint8)
+    end = kernels.format_rows(labels, dense, ranks, text)
+    mask = 2**64 - 1
+    for i, line in enumerate(text[:end].tobytes().decode().splitlines()):
+        fields = line.split("\t")
+        assert fields[:14] == [str(labels[i]), *map(str, dense[i].tolist())]
+        for column, (field, rank) in enumerate(zip(fields[14:], ranks[i].tolist(), strict=True)):
+            z = (rank + (column + 1) * 0x9E3779B97F4A7C15) & mask
+            z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+            z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+            assert field == ("" if rank < 0 else f"{(z ^ (z >> 31)) >> 32:08x}")
