@@ -14,7 +14,8 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .._jit import inline, kernel
+from .._jit import uncounted_kernel as inline
+from .._jit import uncounted_kernel as kernel
 from ..rows import KEY_ROW_BITS, RowLayout
 from .checksum import absent_checksum, two_row_checksums
 from .directory import TableArrays
@@ -42,8 +43,9 @@ BLIND_ROWS: Final = 4096
 """Where the kernel does not tell what is in memory, queueing ends after so many rows, to begin anew if need be."""
 PREFETCH_ROWS: Final = 8
 PREFETCH_ENTRIES: Final = 16
-MAX_GROUP: Final = 32
-SCRATCH_WORDS: Final = 2048
+MAX_GROUP: Final = 128
+HASH_GROUP: Final = 32
+COLD_GROUP: Final = 32
 GROUP_SLACK_NS: Final = 30_000
 ROW_SLACK_NS: Final = 600
 """A group of n rows slower than GROUP_SLACK_NS + n * ROW_SLACK_NS waited for the device."""
@@ -140,7 +142,18 @@ def _count_pages(page_words: int, stored_words: int, offsets: Int64s, seen: NDAr
 
 
 @inline
-def _copy_unverified(
+def _is_absent(words: Words, at: int, row_words: int, key: int) -> bool:
+    """Whether what is stored here is a row that was never written: zeros under the checksum of nothing."""
+    if words[at] != np.uint64(0) or words[at + row_words] != absent_checksum(np.uint64(key)):
+        return False
+    for j in range(at, at + row_words):  # noqa: SIM110
+        if words[j] != np.uint64(0):
+            return False
+    return True
+
+
+@inline
+def _copy_rows(
     geo: Geometry,
     words: Words,
     start: int,
@@ -158,69 +171,39 @@ def _copy_unverified(
         if i + PREFETCH_ROWS < len(keys):
             prefetch_word(words, offsets[i + PREFETCH_ROWS])
         offset = offsets[i]
-        present[i] = offset != 0 and words[offset + row_words] != absent_checksum(np.uint64(keys[i]))
+        present[i] = offset != 0 and not _is_absent(words, offset, row_words, keys[i])
         if present[i]:
             slot = np.int64(slots[i])
             copy_words(weights, slot * geo.weight_words, words, offset, geo.weight_words)
-            copy_words(state, slot * geo.state_words, words, offset + geo.weight_words, geo.state_words)
+            if geo.state_words > 0:
+                copy_words(state, slot * geo.state_words, words, offset + geo.weight_words, geo.state_words)
 
 
 @inline
-def _is_absent(words: Words, at: int, row_words: int, key: int) -> bool:
-    """Whether what is stored here is a row that was never written: zeros under the checksum of nothing."""
-    if words[at + row_words] != absent_checksum(np.uint64(key)):
-        return False
-    for j in range(at, at + row_words):  # noqa: SIM110
-        if words[j] != np.uint64(0):
-            return False
-    return True
-
-
-@inline
-def _copy_verified(
-    geo: Geometry,
+def _first_bad(
     words: Words,
+    row_words: int,
     start: int,
     end: int,
     offsets: Int64s,
     keys: Int64s,
-    slots: Int32s,
-    weights: Words,
-    state: Words,
     present: NDArray[np.bool_],
-    scratch: Words,
+    lanes: Words,
 ) -> int:
-    """Copy rows ``[start, end)``; -1, or the position of a row that fails its checksum, whose slot is left alone.
-
-    The rows go through ``scratch``, which stays in the processor's nearest cache: the copy out of far memory keeps many
-    rows in flight, and the checksums then wait for nothing. Its first words are for the checksums found.
-    """
-    row_words = geo.weight_words + geo.state_words
-    stored_words = row_words + 1
-    lanes, checksums, rows = scratch[:8], scratch[8 : 8 + MAX_GROUP], scratch[8 + MAX_GROUP :]
-    for i in range(start, end):
-        if i + PREFETCH_ROWS < len(keys):
-            prefetch_word(words, offsets[i + PREFETCH_ROWS])
-        if offsets[i] != 0:
-            copy_words(rows, (i - start) * stored_words, words, offsets[i], stored_words)
-    for a in range(0, end - start, 2):
-        b = min(a + 1, end - start - 1)
-        seed_a, seed_b = np.uint64(keys[start + a]), np.uint64(keys[start + b])
-        checksums[a], checksums[b] = two_row_checksums(
-            rows, a * stored_words, b * stored_words, row_words, seed_a, seed_b, lanes
-        )
-    for i in range(start, end):
-        at = (i - start) * stored_words
-        present[i] = False
-        if offsets[i] == 0:
+    """-1, or the position of the first present row of ``[start, end)`` that does not match its checksum."""
+    for a in range(start, end, 2):
+        b = min(a + 1, end - 1)
+        if not present[a] and not present[b]:
             continue
-        if checksums[i - start] == rows[at + row_words]:
-            slot = np.int64(slots[i])
-            copy_words(weights, slot * geo.weight_words, rows, at, geo.weight_words)
-            copy_words(state, slot * geo.state_words, rows, at + geo.weight_words, geo.state_words)
-            present[i] = True
-        elif not _is_absent(rows, at, row_words, keys[i]):
-            return i
+        # An absent row is hashed at the other's place: at word 0, the file may be shorter than a row.
+        at_a = offsets[a] if present[a] else offsets[b]
+        at_b = offsets[b] if present[b] else offsets[a]
+        seed_a, seed_b = np.uint64(keys[a]), np.uint64(keys[b])
+        checksum_a, checksum_b = two_row_checksums(words, at_a, at_b, row_words, seed_a, seed_b, lanes)
+        if present[a] and checksum_a != words[at_a + row_words]:
+            return a
+        if present[b] and checksum_b != words[at_b + row_words]:
+            return b
     return -1
 
 
@@ -257,6 +240,9 @@ def gather(
     present: NDArray[np.bool_],
     offsets: Int64s,
     seen: NDArray[np.uint32],
+    lanes: Words,
+    timespec: Int64s,
+    flag: NDArray[np.uint8],
     verify: bool,
     cold: bool,
     can_sample: bool,
@@ -279,13 +265,10 @@ def gather(
     _resolve(geo, limit, keys, tables, pages, offsets, result)
     if result[0] != 0:
         return
-    stored_words = geo.weight_words + geo.state_words + 1
+    row_words = geo.weight_words + geo.state_words
+    stored_words = row_words + 1
     result[2] = _count_pages(geo.page_words, stored_words, offsets, seen)
     num = len(keys)
-    timespec = np.zeros(2, np.int64)
-    flag = np.zeros(1, np.uint8)
-    max_group = max(2, min(MAX_GROUP, SCRATCH_WORDS // stored_words))
-    scratch = np.empty(8 + MAX_GROUP + max_group * stored_words, np.uint64)
     group = 2
     position = 0  # rows before it are copied
     queued = 0  # rows before it are queued
@@ -300,25 +283,25 @@ def gather(
             if cold:
                 _queue_row(address, geo.page_words, stored_words, offsets[queued])
                 queued += 1
-        end = min(num, position + (max_group if cold else group))
-        bad = -1
-        if verify:
-            bad = _copy_verified(geo, words, position, end, offsets, keys, slots, weights, state, present, scratch)
-        else:
-            _copy_unverified(geo, words, position, end, offsets, keys, slots, weights, state, present)
+        end = min(num, position + (COLD_GROUP if cold else group))
+        rows, bad = end - position, -1
+        while position < end and bad < 0:
+            start, position = position, min(end, position + HASH_GROUP)
+            _copy_rows(geo, words, start, position, offsets, keys, slots, weights, state, present)
+            if verify:
+                bad = _first_bad(words, row_words, start, position, offsets, keys, present, lanes)
         if bad >= 0:
             result[0] = 3
             result[1] = bad
             return
         now = clock_ns(timespec)
-        waited = now - started > GROUP_SLACK_NS + (end - position) * ROW_SLACK_NS
+        waited = now - started > GROUP_SLACK_NS + rows * ROW_SLACK_NS
         started = now
-        group = min(group * 2, max_group)
+        group = min(group * 2, MAX_GROUP)
         if waited and not cold:
             cold = True
             group = 2
             next_sample = end if can_sample else end + BLIND_ROWS
-        position = end
     result[3] = 1 if cold else 0
 
 
