@@ -49,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = f"did you mean {close[0]!r}?" if close else f"commands are {', '.join(_COMMANDS)}"
         return _fail(f"unknown command {arguments[0]!r}; {hint}", EXIT_USAGE)
     options = parser.parse_args(arguments)
+    options.words = arguments
     if options.command is None:
         parser.print_help()
         return EXIT_USAGE
@@ -125,7 +126,7 @@ def _train(options: argparse.Namespace) -> int:
         summary.write(options.json)
     if not summary.interrupted:
         return 0
-    words = [word for word in sys.argv[1:] if word != "--resume"]
+    words = [word for word in options.words if word != "--resume"]
     print(f"stopped after step {summary.step:,}; continue with: tierstore {shlex.join([*words, '--resume'])}")
     return EXIT_INTERRUPTED
 

@@ -19,6 +19,7 @@ from tierstore.models import DLRM
 from tierstore.train import config_file, train, trainer
 from tierstore.train.build import open_data
 from tierstore.train.metrics import Evaluation, roc_auc
+from tierstore.train.readers import CriteoReader
 
 from .runs import TEST_ROWS, TRAIN_ROWS, config_of
 
@@ -194,6 +195,21 @@ def test_a_broken_line_surfaces_and_what_was_committed_stands(folder, run, unbro
     assert resumed.bits == unbroken().bits
 
 
+def test_the_format_of_the_data_changes_no_bit(folder, run, unbroken):
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    (rows,) = CriteoReader(folder / "clicks.tsv").read_chunks(0, None, TRAIN_ROWS + TEST_ROWS)
+    (folder / "npy").mkdir()
+    for name, array in (("label", rows.labels), ("dense", rows.dense), ("sparse", rows.categories)):
+        np.save(folder / "npy" / f"{name}.npy", array)
+    columns = {"label": rows.labels}
+    columns |= {f"I{i + 1}": column for i, column in enumerate(rows.dense.T)}
+    columns |= {f"C{i + 1}": pa.array(column, mask=column < 0) for i, column in enumerate(rows.categories.T)}
+    parquet.write_table(pa.table(columns), folder / "clicks.parquet", row_group_size=100)
+    assert run("npy", data__path=str(folder / "npy")).bits == unbroken().bits
+    assert run("parquet", data__path=str(folder / "clicks.parquet")).bits == unbroken().bits
+
+
 def test_too_few_rows_and_no_rows_are_errors(folder, run):
     with pytest.raises(ValueError, match=r"clicks\.tsv ends before row 801"):
         run("long", data__train_rows=801, data__test_rows=0)
@@ -308,21 +324,25 @@ def test_bits_tell_any_change_of_a_row_or_weight(folder):
 
 
 @pytest.mark.slow
-def test_sigint_to_the_command_commits_says_how_to_resume_and_resumes(folder, unbroken):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_command_that_is_stopped_or_killed_resumes_to_the_same_bits(folder, unbroken, number):
     epochs = 30
-    config = config_of(folder, "command", train__epochs=epochs, train__commit_every=5)
-    run_file = folder / "command.toml"
+    config = config_of(folder, f"command-{number}", train__epochs=epochs, train__commit_every=5)
+    run_file = folder / f"command-{number}.toml"
     run_file.write_text(config_file.to_toml(config))
     command = [sys.executable, "-m", "tierstore", "train", str(run_file)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     for line in process.stderr:
-        if "committed version 1" in line:
+        if "committed version 3," in line:
             break
-    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, number)
     output, errors = process.communicate(timeout=120)
-    assert process.returncode == 130, errors
-    assert "stopping after this step" in errors
-    assert f"continue with: tierstore train {run_file} --resume" in output
+    if number == signal.SIGINT:
+        assert process.returncode == 130, errors
+        assert "stopping after this step" in errors
+        assert f"continue with: tierstore train {run_file} --resume" in output
+    else:
+        assert process.returncode == -signal.SIGKILL
     resumed = train(config, resume=True, bits=True)
-    assert 0 < resumed.rows < epochs * TRAIN_ROWS
+    assert 0 < resumed.rows <= epochs * TRAIN_ROWS - 15 * 32
     assert resumed.bits == unbroken(train__epochs=epochs).bits
