@@ -50,7 +50,8 @@ def check_batch(batch, rows):
     ids = HASHER(np.array([[-1 if x is None else x for x in row[2]] for row in rows], np.int64).reshape(-1, 26))
     assert batch.sparse.keys() == [f"C{i}" for i in range(1, 27)]
     assert batch.sparse.values().tolist() == ids.values.tolist()
-    assert batch.sparse.lengths().tolist() == ids.lengths.tolist()
+    assert batch.sparse.offsets().tolist() == ids.offsets.tolist()
+    assert batch.sparse.lengths().tolist() == [int(row[2][i] is not None) for i in range(26) for row in rows]
 
 
 def check_reader(reader, rows, *, batch_size=4, start_row=0, stop_row=None):

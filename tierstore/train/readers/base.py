@@ -123,11 +123,11 @@ class Reader(ABC):
     ) -> Iterator[Batch]:
         row = start_row
         for rows in self.read_chunks(start_row, stop_row, batch_size):
-            values, lengths = hasher(rows.categories)
+            values, offsets = hasher(rows.categories)
             yield Batch(
                 dense=torch.from_numpy(dense_features(rows.dense, log=log_dense)),
                 sparse=KeyedJaggedTensor(
-                    keys=self.schema.sparse, values=torch.from_numpy(values), lengths=torch.from_numpy(lengths)
+                    keys=self.schema.sparse, values=torch.from_numpy(values), offsets=torch.from_numpy(offsets)
                 ),
                 labels=torch.from_numpy(rows.labels),
             )

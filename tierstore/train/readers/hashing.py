@@ -23,8 +23,8 @@ class HashedIds(NamedTuple):
 
     values: NDArray[np.int64]
     """[total]"""
-    lengths: NDArray[np.int32]
-    """[F * B], 0 or 1 each."""
+    offsets: NDArray[np.int64]
+    """[F * B + 1]: bag i is ``values[offsets[i]:offsets[i + 1]]``, of 0 or 1 ids."""
 
 
 class FeatureHasher:
@@ -54,9 +54,9 @@ class FeatureHasher:
         if columns != len(self._num_embeddings):
             raise ValueError(f"categories of {columns} columns for {len(self._num_embeddings)} tables")
         values = np.empty(rows * columns, np.int64)
-        lengths = np.empty(rows * columns, np.int32)
-        total = _hash_columns(categories, self._num_embeddings, self._mix, values, lengths)
-        return HashedIds(values[:total], lengths)
+        offsets = np.empty(rows * columns + 1, np.int64)
+        total = _hash_columns(categories, self._num_embeddings, self._mix, values, offsets)
+        return HashedIds(values[:total], offsets)
 
 
 @inline
@@ -73,22 +73,22 @@ def _hash_columns(
     num_embeddings: NDArray[np.int64],
     mix: bool,
     values: NDArray[np.int64],
-    lengths: NDArray[np.int32],
+    offsets: NDArray[np.int64],
 ) -> int:
-    """Fill ``lengths`` and the front of ``values``, column after column; return how many values there are."""
+    """Fill ``offsets`` and the front of ``values``, column after column; return how many values there are."""
     rows, columns = categories.shape
     total = 0
+    offsets[0] = 0
     for column in range(columns):
         modulus = np.uint64(num_embeddings[column])
         offset = np.uint64(column + 1) * GOLDEN
         for row in range(rows):
             category = categories[row, column]
-            present = category >= 0
-            lengths[column * rows + row] = present
-            if present:
+            if category >= 0:
                 hashed = np.uint64(category)
                 if mix:
                     hashed = splitmix64(hashed + offset)
                 values[total] = np.int64(hashed % modulus)
                 total += 1
+            offsets[column * rows + row + 1] = total
     return total
