@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,8 +46,7 @@ class KeyedJaggedTensor:
             raise ValueError("give lengths or offsets, one of the two")
         if offsets is None:
             assert lengths is not None
-            offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
-            torch.cumsum(lengths, 0, out=offsets[1:])
+            offsets = _offsets_of(lengths)
         bags = len(offsets) - 1
         if bags < 0 or (bags % len(keys) if keys else bags):
             raise ValueError(f"{bags} bags cannot be divided among {len(keys)} features")
@@ -81,6 +81,15 @@ class KeyedJaggedTensor:
 
     def __repr__(self) -> str:
         return f"KeyedJaggedTensor(keys={self._keys}, samples={self.stride()}, ids={len(self._values)})"
+
+
+def _offsets_of(lengths: Tensor) -> Tensor:
+    if lengths.device.type != "cpu":
+        return torch.cat([lengths.new_zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    # numpy: torch's cumsum hands even a short tensor to its threads, and waits for them.
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths.detach().numpy(), out=offsets[1:])
+    return torch.from_numpy(offsets)
 
 
 class KeyedTensor:
