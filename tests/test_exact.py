@@ -69,7 +69,7 @@ def train(directory: Path, config: dict[str, Any], *, depth: int = 0, **settings
             for pool in {table.pool for table in store.tables.values()}:
                 with pool.lock:
                     pool.cache.check_integrity()
-        assert all(table.pool.cache.num_pinned == 0 for table in store.tables.values())
+        assert all(table.pool.num_pinned == 0 for table in store.tables.values())
         live = torch.cat([table.read(everything) for table in store.tables.values()])
         store.commit()
         stats = store.stats()

@@ -33,7 +33,7 @@ def test_ids_out_of_range(store: tierstore.Store, row: int) -> None:
         store["items"].pooled(ids, torch.tensor([0, 2]))
     with pytest.raises(ValueError, match=message):
         tierstore.TieredEmbeddingBag(store["items"])(ids, offsets)
-    assert store["items"].pool.cache.num_pinned == 0
+    assert store["items"].pool.num_pinned == 0
 
 
 @pytest.mark.parametrize(

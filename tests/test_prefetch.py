@@ -22,7 +22,7 @@ def batch(*ids: int) -> tierstore.KeyedJaggedTensor:
 
 
 def pinned(store: tierstore.Store) -> int:
-    return store["a"].pool.cache.num_pinned
+    return store["a"].pool.num_pinned
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 8])

@@ -107,7 +107,7 @@ class StoreMachine(RuleBasedStateMachine):
             return
         for table in self.store.tables.values():
             table.pool.cache.check_integrity()
-            assert table.pool.cache.num_pinned == 0
+            assert table.pool.num_pinned == 0
 
     def teardown(self) -> None:
         if not hasattr(self, "store"):

@@ -14,6 +14,7 @@ while it keeps a transient one, so a caller that finds every slot pinned waits f
 import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -32,6 +33,7 @@ __all__ = ["Lease", "Pool"]
 
 HELD_SHARE: Final = 0.75
 PIN_WAIT_SECONDS: Final = 60.0
+PIN_POLL_SECONDS: Final = 0.1
 _ROW_MASK: Final = (1 << KEY_ROW_BITS) - 1
 
 
@@ -75,7 +77,8 @@ class Lease:
             pool.release(self._admission.slots, self.held)
 
     def __del__(self) -> None:
-        self.release()
+        if self._pool is not None:
+            self._pool.release_later(self._admission.slots, self.held)
 
 
 class Pool:
@@ -113,6 +116,7 @@ class Pool:
         self._blocks_a_write = max(1, transaction_bytes // layout.block_bytes)
         self._tables: dict[int, TableConfig] = {}
         self._held_slots = 0
+        self._dropped: deque[tuple[Any, bool]] = deque()
         self._closed = False
 
     def add_table(self, table_index: int, config: TableConfig) -> None:
@@ -137,7 +141,10 @@ class Pool:
             if admission.consumed:
                 return Lease(self, admission)
             with self.lock:
-                if not self.lock.wait_for(self._has_unpinned, timeout=deadline - time.monotonic()):
+                # In short waits: a dropped lease cannot wake anyone.
+                while not self.lock.wait_for(self._has_unpinned, timeout=PIN_POLL_SECONDS):
+                    if time.monotonic() < deadline:
+                        continue
                     raise BudgetError(
                         f"all {self.cache.capacity} rows of the DDR cache stayed pinned for {PIN_WAIT_SECONDS:.0f} s; "
                         "open the store with a larger ddr="
@@ -164,6 +171,7 @@ class Pool:
     def hold(self, lease: Lease) -> bool:
         """Let a lease outlive its call, if held pins leave room for others; else False."""
         with self.lock:
+            self._release_dropped()
             if self._held_slots + lease.num_unique > self.cache.capacity * HELD_SHARE:
                 return False
             self._held_slots += lease.num_unique
@@ -173,10 +181,32 @@ class Pool:
     def release(self, slots: Any, held: bool) -> None:
         """Unpin; called by ``Lease.release``."""
         with self.lock:
-            self.cache.unpin(slots)
-            if held:
-                self._held_slots -= len(slots)
+            self._unpin(slots, held)
+            self._release_dropped()
             self.lock.notify_all()
+
+    def release_later(self, slots: Any, held: bool) -> None:
+        """Have a lease that was dropped unpinned by whoever next takes the lock.
+
+        The garbage collector may run this in any thread, under any lock; it must not wait for one.
+        """
+        self._dropped.append((slots, held))
+
+    @property
+    def num_pinned(self) -> int:
+        """Slots that leases pin."""
+        with self.lock:
+            self._release_dropped()
+            return self.cache.num_pinned
+
+    def _release_dropped(self) -> None:
+        while self._dropped:
+            self._unpin(*self._dropped.popleft())
+
+    def _unpin(self, slots: Any, held: bool) -> None:
+        self.cache.unpin(slots)
+        if held:
+            self._held_slots -= len(slots)
 
     def read(self, keys: Any, out: Any) -> None:
         """Copy rows into ``out`` [n, dim], bits unchanged. Rows in cache are copied without waiting for any device."""
@@ -219,6 +249,7 @@ class Pool:
             raise ClosedError("the store is closed")
 
     def _has_unpinned(self) -> bool:
+        self._release_dropped()
         return self._closed or self.cache.num_pinned < self.cache.capacity
 
     def _stage(self, admission: Admission) -> None:
@@ -227,6 +258,7 @@ class Pool:
             while True:
                 with self.lock:
                     self.require_open()
+                    self._release_dropped()
                     status = self.cache.admit(admission)
                 if status is not AdmitStatus.DIRTY_VICTIM:
                     break

@@ -257,7 +257,7 @@ class Store:
         """Write dirty rows back and forget the caches; the next use makes new ones."""
         with self._pools_lock:
             for pool in self._pools.values():
-                if pool.cache.num_pinned:
+                if pool.num_pinned:
                     raise TableError(
                         "rows are in use by a batch under way (prefetched, or its backward still to come); "
                         "create tables before"
