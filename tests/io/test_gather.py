@@ -9,7 +9,17 @@ from tests.conformance.cold_tier import NARROW, WIDE, check_rows, keys_of, read_
 from tests.io.support import flip, open_tier, page_of
 from tierstore._jit import JIT_ENABLED, kernel
 from tierstore.errors import ChecksumError
-from tierstore.io.gather import BLIND_ROWS, MAX_GROUP, QUEUE_DEPTH, SAMPLE_EVERY, gather, geometry
+from tierstore.io.gather import (
+    BLIND_ROWS,
+    HASH_GROUP,
+    MAX_GROUP,
+    QUEUE_DEPTH,
+    SAMPLE_EVERY,
+    count_pages,
+    gather,
+    geometry,
+    seen_words,
+)
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.io.mapped import FileMap, clock_ns, copy_words, is_resident, prefetch_word, queue_read, zeros
 from tierstore.rows import RowLayout
@@ -47,7 +57,7 @@ def test_every_mode_copies_the_same(tmp_path: Path, verify: bool, cold: bool, ca
 
 
 @pytest.mark.parametrize("layout", [TINY, NARROW, WIDE, TWO_PAGES], ids=["tiny", "narrow", "wide", "long"])
-@pytest.mark.parametrize("count", [1, 2, 3, MAX_GROUP + 1])
+@pytest.mark.parametrize("count", [1, 2, 3, HASH_GROUP + 1, MAX_GROUP + 1])
 def test_batches_of_any_length(tmp_path: Path, layout: RowLayout, count: int) -> None:
     num_rows = 2 * MAX_GROUP + 2
     tier = _tier(tmp_path, layout, num_rows)
@@ -85,6 +95,55 @@ def test_distinct_pages_are_counted(tmp_path: Path, layout: RowLayout) -> None:
         start = page_of(tier, 0, block) * 4096 + 32 + place * layout.stored_row_words * 8
         pages |= set(range(start // 4096, (start + layout.stored_row_words * 8 - 1) // 4096 + 1))
     assert tier.counters().pages_read == len(pages)
+    tier.close()
+
+
+@pytest.mark.parametrize("layout", [NARROW, WIDE, TWO_PAGES], ids=["narrow", "wide", "long"])
+def test_pages_are_counted_alike_in_bits_and_in_a_table(layout: RowLayout) -> None:
+    geo = geometry(layout, 0)
+    words, num_rows = layout.stored_row_words, 300
+    for num_pages in (1000, 30_000_000):
+        offsets = np.random.default_rng(num_pages).integers(2, num_pages - 70, num_rows) * geo.page_words + 4
+        offsets[::2] = offsets[: num_rows // 2] + words  # the next row: on the same page or across its end
+        offsets[::7] = 0
+        pages = {
+            page for at in offsets[offsets != 0].tolist() for page in range(at // 512, (at + words - 1) // 512 + 1)
+        }
+        bits, scratch = (num_pages + 31) // 32, seen_words(geo, num_pages, num_rows)
+        assert scratch == (bits if num_pages == 1000 else seen_words(geo, 1 << 32, num_rows))
+        for length in {bits, scratch}:
+            assert count_pages(geo.page_words, words, num_pages, offsets, np.zeros(length, np.uint32)) == len(pages)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_row_of_zeros_that_was_written_is_present(tmp_path: Path, verify: bool) -> None:
+    tier = open_tier(tmp_path)
+    tier.add_table(0, WIDE, 40)
+    written = np.arange(0, 40, 2)
+    slots = np.arange(40, dtype=np.int32)
+    weights, state = np.zeros((40, WIDE.weight_words), np.uint64), np.zeros((40, WIDE.state_words), np.uint64)
+    tier.write(keys_of(0, written), slots[: len(written)], weights, state)
+    tier._verify_reads = verify
+    weights[:], state[:] = 7, 7
+    present = np.zeros(40, np.bool_)
+    tier.read(keys_of(0, np.arange(40)), slots, weights, state, present)
+    assert present.tolist() == [row % 2 == 0 for row in range(40)]
+    for arena in (weights, state):
+        assert not arena[::2].any()
+        assert (arena[1::2] == 7).all()
+    tier.close()
+
+
+@pytest.mark.parametrize("word", [0, 1, WIDE.stored_row_words - 1], ids=["first", "second", "checksum"])
+def test_damage_to_an_absent_row_is_found(tmp_path: Path, word: int) -> None:
+    tier = _tier(tmp_path, WIDE, 40, every=2)
+    block, place = divmod(21, WIDE.rows_per_block)
+    offset = page_of(tier, 0, block) * 4096 + 32 + (place * WIDE.stored_row_words + word) * 8
+    flip(tmp_path, offset)
+    with pytest.raises(ChecksumError, match="row 21 of table 0"):
+        read_rows(tier, WIDE, keys_of(0, np.arange(40)))
+    flip(tmp_path, offset)
+    read_rows(tier, WIDE, keys_of(0, np.arange(40)))
     tier.close()
 
 

@@ -6,6 +6,22 @@ call is wasted. Nothing says beforehand, at no cost, which pages are warm. So th
 groups without asking, and a group slower than memory by a good part of a trip to the device switches to queueing,
 unless ``mincore`` finds the next rows in memory (the thread was merely interrupted). The same look ends the queueing.
 All of this decides speed only; every row is bounds-checked and verified in either mode.
+
+Where the time of warm pages goes, in ns a row (20,000 random rows out of 8M of 64 float32, an AMD EPYC of 2022; there
+``numpy.take`` on a flat file needs 60-66, ``python -m bench.warm`` compares): the copy 55-60, which is memory itself;
+the directory 7-10, nearly all of it cache misses; counting pages 2-4; the call from Python 2-4; checksums 17-24. What
+it took, and what did not help:
+- Reference counts of the tuples of arrays cost as much as the copy did; hence ``uncounted_kernel``.
+- The checksum word of a row that starts with a non-zero word is left alone where nothing is verified: it costs a cache
+  line, and its expected value a chain of multiplications that keeps later rows from starting.
+- Each end of a loop and each look at the clock lets the rows in flight run dry: groups grow up to ``MAX_GROUP`` rows.
+- Copying ``HASH_GROUP`` rows, then hashing them while their lines are near, costs the sum of both. Hashing rows as they
+  are copied, fetched ahead or not, costs 15-30 more: a hash is so many instructions that the next row is out of the
+  processor's sight. Fetching the next group's lines while hashing does not overlap either: the fetches wait for the
+  page tables.
+- Looking the directory up in the shadow of the copy, group by group, costs more in ends of loops than it hides.
+  Fetching all lines of a row ahead instead of the first, and further ahead than 8 rows, changes nothing.
+- A loop over vectors in place of memcpy is slower by 10 here, though not by itself.
 """
 
 from enum import IntEnum
@@ -21,7 +37,7 @@ from .checksum import absent_checksum, two_row_checksums
 from .directory import TableArrays
 from .mapped import clock_ns, copy_words, is_resident, prefetch_word, queue_read
 
-__all__ = ["GatherStatus", "Geometry", "gather", "geometry", "queue_pages"]
+__all__ = ["GatherStatus", "Geometry", "count_pages", "gather", "geometry", "queue_pages", "seen_words"]
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -42,10 +58,13 @@ SAMPLE_ROWS: Final = 16
 BLIND_ROWS: Final = 4096
 """Where the kernel does not tell what is in memory, queueing ends after so many rows, to begin anew if need be."""
 PREFETCH_ROWS: Final = 8
-PREFETCH_ENTRIES: Final = 16
-MAX_GROUP: Final = 128
-HASH_GROUP: Final = 32
+PREFETCH_ENTRIES: Final = 32
+MAX_GROUP: Final = 256
+"""Rows between two looks at the clock, at most, while pages are warm."""
+HASH_GROUP: Final = 64
+"""Rows copied before they are hashed: as many as the processor's nearer caches hold twice."""
 COLD_GROUP: Final = 32
+"""Rows copied before the queue is filled up again."""
 GROUP_SLACK_NS: Final = 30_000
 ROW_SLACK_NS: Final = 600
 """A group of n rows slower than GROUP_SLACK_NS + n * ROW_SLACK_NS waited for the device."""
@@ -85,6 +104,12 @@ def geometry(layout: RowLayout, layout_id: int) -> Geometry:
     )
 
 
+def seen_words(geo: Geometry, limit: int, num_rows: int) -> int:
+    """Length of the scratch in which ``gather`` counts pages: bits for all pages, or a hash table if that is less."""
+    row_pages = 1 if geo.pages_per_block == 1 else 2 + geo.row_words // geo.page_words
+    return min((limit + 31) // 32, 1 << (2 * row_pages * num_rows).bit_length())
+
+
 @inline
 def _resolve(
     geo: Geometry,
@@ -121,15 +146,32 @@ def _resolve(
 
 
 @inline
-def _count_pages(page_words: int, stored_words: int, offsets: Int64s, seen: NDArray[np.uint32]) -> int:
-    """Distinct pages the rows lie on; ``seen`` is a zeroed hash table, a power of two at least twice as long."""
+def _count_in_bits(page_shift: int, stored_words: int, offsets: Int64s, seen: NDArray[np.uint32]) -> int:
+    """As ``count_pages``; ``seen`` has a bit for every page of the file."""
+    count = 0
+    for i in range(len(offsets)):
+        if offsets[i] == 0:
+            continue
+        first = offsets[i] >> page_shift
+        last = (offsets[i] + stored_words - 1) >> page_shift
+        for page in range(first, last + 1):
+            bit = np.uint32(1) << np.uint32(page & 31)
+            before = seen[page >> 5]
+            seen[page >> 5] = before | bit
+            count += 1 if (before & bit) == np.uint32(0) else 0
+    return count
+
+
+@inline
+def _count_in_table(page_shift: int, stored_words: int, offsets: Int64s, seen: NDArray[np.uint32]) -> int:
+    """As ``count_pages``; ``seen`` is a hash table, a power of two at least twice as long as there are pages."""
     mask = len(seen) - 1
     count = 0
     for i in range(len(offsets)):
         if offsets[i] == 0:
             continue
-        first = offsets[i] // page_words
-        last = (offsets[i] + stored_words - 1) // page_words
+        first = offsets[i] >> page_shift
+        last = (offsets[i] + stored_words - 1) >> page_shift
         for page in range(first, last + 1):
             at = (page ^ (page >> 17)) & mask
             number = np.uint32(page)
@@ -139,6 +181,17 @@ def _count_pages(page_words: int, stored_words: int, offsets: Int64s, seen: NDAr
                 seen[at] = number
                 count += 1
     return count
+
+
+@inline
+def count_pages(page_words: int, stored_words: int, limit: int, offsets: Int64s, seen: NDArray[np.uint32]) -> int:
+    """Distinct pages the rows lie on; ``seen`` is zeroed scratch of ``seen_words``."""
+    page_shift = 0
+    while (1 << page_shift) < page_words:
+        page_shift += 1
+    if len(seen) >= (limit + 31) // 32:
+        return _count_in_bits(page_shift, stored_words, offsets, seen)
+    return _count_in_table(page_shift, stored_words, offsets, seen)
 
 
 @inline
@@ -171,8 +224,9 @@ def _copy_rows(
         if i + PREFETCH_ROWS < len(keys):
             prefetch_word(words, offsets[i + PREFETCH_ROWS])
         offset = offsets[i]
-        present[i] = offset != 0 and not _is_absent(words, offset, row_words, keys[i])
-        if present[i]:
+        here = offset != 0 and not (words[offset] == np.uint64(0) and _is_absent(words, offset, row_words, keys[i]))
+        present[i] = here
+        if here:
             slot = np.int64(slots[i])
             copy_words(weights, slot * geo.weight_words, words, offset, geo.weight_words)
             if geo.state_words > 0:
@@ -255,7 +309,8 @@ def gather(
         limit: pages in the file.
         weights, state: flat views of the arenas.
         offsets: int64 [n], scratch.
-        seen: zeroed uint32 scratch, see ``_count_pages``.
+        seen: uint32 [seen_words(geo, limit, n)], zeroed.
+        lanes, timespec, flag: scratch, uint64 [8], int64 [2], uint8 [1].
         verify: compare each row with its checksum.
         cold: whether to start by queueing page reads.
         can_sample: whether ``is_resident`` says the truth.
@@ -267,7 +322,7 @@ def gather(
         return
     row_words = geo.weight_words + geo.state_words
     stored_words = row_words + 1
-    result[2] = _count_pages(geo.page_words, stored_words, offsets, seen)
+    result[2] = count_pages(geo.page_words, stored_words, limit, offsets, seen)
     num = len(keys)
     group = 2
     position = 0  # rows before it are copied
@@ -285,8 +340,9 @@ def gather(
                 queued += 1
         end = min(num, position + (COLD_GROUP if cold else group))
         rows, bad = end - position, -1
+        step = HASH_GROUP if verify else rows
         while position < end and bad < 0:
-            start, position = position, min(end, position + HASH_GROUP)
+            start, position = position, min(end, position + step)
             _copy_rows(geo, words, start, position, offsets, keys, slots, weights, state, present)
             if verify:
                 bad = _first_bad(words, row_words, start, position, offsets, keys, present, lanes)

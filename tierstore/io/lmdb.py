@@ -44,7 +44,7 @@ from .files import (
     rows_path,
     translate,
 )
-from .gather import GatherStatus, Geometry, gather, geometry
+from .gather import GatherStatus, Geometry, gather, geometry, seen_words
 from .mapped import FileMap
 from .records import (
     COMMIT_ITEM,
@@ -403,7 +403,6 @@ class LmdbColdTier:
         present: NDArray[np.bool_],
     ) -> Int64s:
         file_map = self._file_map
-        row_pages = 1 if geo.pages_per_block == 1 else 2 + geo.row_words // geo.page_words
         offsets = np.empty(len(keys), np.int64)
         limit = snapshot.limit_pages()
         while True:
@@ -421,7 +420,7 @@ class LmdbColdTier:
                 state.reshape(-1),
                 present,
                 offsets,
-                np.zeros(1 << (2 * row_pages * len(keys)).bit_length(), np.uint32),
+                np.zeros(seen_words(geo, limit, len(keys)), np.uint32),
                 np.empty(8, np.uint64),
                 np.empty(2, np.int64),
                 np.empty(1, np.uint8),
@@ -430,10 +429,12 @@ class LmdbColdTier:
                 self._can_sample,
                 result,
             )
-            known, limit = limit, snapshot.limit_pages()
-            # An entry published while we read may lie in what the file grew by meanwhile.
-            if result[0] != GatherStatus.OUT_OF_FILE or limit <= known:
+            if result[0] != GatherStatus.OUT_OF_FILE:
                 self._cold = bool(result[3])
+                return result
+            # An entry published while we read may lie in what the file grew by meanwhile.
+            known, limit = limit, snapshot.limit_pages()
+            if limit <= known:
                 return result
 
     def _raise_for_gather(self, result: Int64s, keys: Int64s) -> None:

@@ -131,7 +131,8 @@ def zeros(length: int, dtype: type[np.generic]) -> NDArray[Any]:
     size_bytes = length * np.dtype(dtype).itemsize
     if size_bytes < _HUGE_PAGE_BYTES // 2 or not hasattr(mmap, "MADV_HUGEPAGE"):
         return np.zeros(length, dtype)
-    buffer = mmap.mmap(-1, -(-size_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES)
+    length_bytes = -(-size_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+    buffer = mmap.mmap(-1, length_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # huge pages are not for shared maps
     with contextlib.suppress(OSError):  # a kernel without huge pages
         buffer.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(buffer, dtype, length)
