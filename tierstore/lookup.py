@@ -14,6 +14,7 @@ from .optim.configs import NUM_HYPER
 from .optim.kernels import merge_and_update
 from .pool import Lease, Pool
 from .rows import KEY_ROW_BITS
+from .signals import shielded
 
 if TYPE_CHECKING:
     from .table import Table
@@ -45,8 +46,7 @@ class Lookup:
     """See the module's docstring.
 
     Args:
-        pool: where all the tables' rows live.
-        tables: the table of each feature.
+        tables: the table of each feature; all in one pool.
         features: which feature of ``jagged`` each of them is.
         columns: where each feature's results begin in the output's columns.
         mode: "sum", "mean" or "max", for all features.
@@ -55,10 +55,7 @@ class Lookup:
         ValueError: an id outside its table; names the table and the id.
     """
 
-    def __init__(
-        self, pool: Pool, tables: "Sequence[Table]", jagged: Jagged, features: Any, columns: Any, *, mode: str
-    ) -> None:
-        self._pool = pool
+    def __init__(self, tables: "Sequence[Table]", jagged: Jagged, features: Any, columns: Any, *, mode: str) -> None:
         self._tables = list(dict.fromkeys(tables))
         self._mode = MODES[mode]
         self._lease: Lease | None = None
@@ -88,9 +85,15 @@ class Lookup:
         self._column_of = np.repeat(np.asarray(columns, np.int32), batch)
         self._arg_max = _NO_ARG_MAX
 
+    @property
+    def _pool(self) -> Pool:
+        """The tables' pool as it is now: unless rows are pinned, a new table may have replaced it."""
+        return self._tables[0].pool
+
     def _gather(self, scale: Any) -> Any:
         return np.concatenate([scale[start:stop] for start, stop in self._sources] or [_NO_FLOATS])
 
+    @shielded
     def stage(self) -> None:
         """Bring the rows in and keep them pinned until they are used, as far as the pool has room to keep them."""
         if len(self._keys):
@@ -116,6 +119,7 @@ class Lookup:
         else:
             yield from self._pool.leases(keys)
 
+    @shielded
     def forward(self, out: Any, *, keep: bool) -> None:
         """Pool every bag into ``out`` (float32 [batch, columns], zero on entry).
 
@@ -124,6 +128,7 @@ class Lookup:
         """
         if self._mode == kernels.MAX:
             self._arg_max = np.full((len(self._sample_of), self._pool.layout.dim), -1, np.int32)
+        self._tables[0].store.require_open()
         for first, lease in self._leases(self._keys):
             with self._pool.rows_lock:
                 self._pool_part(first, lease, out)
@@ -144,8 +149,10 @@ class Lookup:
 
         pool.workers.run(work, pool.workers.split(self._bag_starts))
 
+    @shielded
     def scale_gradient(self, grad_out: Any, grad_scale: Any) -> None:
         """Gradient of the per-sample weights into ``grad_scale`` (float32 [N of jagged]); before ``update``."""
+        self._tables[0].store.require_open()
         own = np.zeros(len(self._keys), np.float32)
         pool = self._pool
         for first, lease in self._leases(self._keys):
@@ -160,13 +167,17 @@ class Lookup:
             grad_scale[start:stop] += own[place : place + stop - start]
             place += stop - start
 
+    @shielded
     def update(self, grad_out: Any) -> None:
-        """Backward and optimizer in one: merge each row's gradients in id-list order, update it, mark it dirty.
+        """Backward and optimizer in one: merge each row's gradients in id-list order, mark it dirty, update it.
+
+        If a batch is worked off in parts and reading a later part fails, the rows of earlier parts are updated: go
+        back to the last commit (open the store again) rather than repeat the step.
 
         Args:
             grad_out: float32 [batch, columns], C-contiguous.
         """
-        self._pool.require_open()
+        self._tables[0].store.require_open()
         hyper = np.zeros((len(self._tables), NUM_HYPER), np.float32)
         for row, table in enumerate(self._tables):
             hyper[row] = table.next_hyper()
@@ -214,8 +225,8 @@ class Lookup:
             )  # fmt: skip
 
         with pool.lock:
-            pool.workers.run(work, pool.workers.split(groups.starts[first : first + len(slots) + 1]))
             pool.cache.mark_dirty(slots)
+            pool.workers.run(work, pool.workers.split(groups.starts[first : first + len(slots) + 1]))
 
 
 class _Groups:

@@ -1,5 +1,6 @@
 """manifest.json: what a store is, apart from its rows. Replaced atomically, checksummed, read before anything else."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -42,12 +43,27 @@ class Manifest:
 
     def with_table(self, config: TableConfig) -> "Manifest":
         """The manifest with one more table."""
+        if any(config.name == table.name for table in self.tables):
+            raise ValueError(f"there is a table {config.name!r} already")
         if len(self.tables) >= MAX_TABLES:
             raise ValueError(f"a store holds at most {MAX_TABLES} tables")
         return replace(self, tables=(*self.tables, config))
 
+    def create(self, directory: Path) -> None:
+        """Write the first manifest, unless another process was faster: then that one stands."""
+        partial = self._write_partial(directory)
+        with contextlib.suppress(FileExistsError):
+            os.link(partial, directory / MANIFEST_NAME)
+        partial.unlink()
+        _sync_directory(directory)
+
     def write(self, directory: Path) -> None:
         """Replace the manifest in ``directory``; after a crash there is the old one or the new one."""
+        os.replace(self._write_partial(directory), directory / MANIFEST_NAME)
+        _sync_directory(directory)
+
+    def _write_partial(self, directory: Path) -> Path:
+        """The manifest under a name of this process's own, synced."""
         body = {
             "format_version": FORMAT_VERSION,
             "store_id": self.store_id,
@@ -56,17 +72,12 @@ class Manifest:
             "tables": [config.to_dict() for config in self.tables],
         }
         text = json.dumps({"body": body, "sha256": _digest(body)}, indent=1) + "\n"
-        path, partial = directory / MANIFEST_NAME, directory / (MANIFEST_NAME + ".partial")
+        partial = directory / f"{MANIFEST_NAME}.{os.getpid()}.partial"
         with open(partial, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(partial, path)
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        return partial
 
     @classmethod
     def read(cls, directory: Path) -> "Manifest":
@@ -103,14 +114,24 @@ class Manifest:
                 "Open it with the release that wrote it"
             )
         try:
-            return cls(
+            manifest = cls(
                 store_id=str(body["store_id"]),
                 page_bytes=int(body["page_bytes"]),
                 has_rows=bool(body["has_rows"]),
-                tables=tuple(TableConfig.from_dict(fields) for fields in body["tables"]),
             )
+            for fields in body["tables"]:
+                manifest = manifest.with_table(TableConfig.from_dict(fields))
+            return manifest
         except (ValueError, KeyError, TypeError) as error:
             raise FormatError(f"{path} describes a table that this release does not know: {error}") from error
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _digest(body: Any) -> str:

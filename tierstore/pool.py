@@ -27,6 +27,7 @@ from .errors import BudgetError, ClosedError
 from .floats import half_code
 from .io import ColdTier
 from .rows import KEY_ROW_BITS, RowLayout
+from .signals import shielded
 from .threads import Workers
 
 __all__ = ["Lease", "Pool"]
@@ -116,6 +117,7 @@ class Pool:
         self._blocks_a_write = max(1, transaction_bytes // layout.block_bytes)
         self._tables: dict[int, TableConfig] = {}
         self._held_slots = 0
+        self._writing = False
         self._dropped: deque[tuple[Any, bool]] = deque()
         self._closed = False
 
@@ -208,6 +210,7 @@ class Pool:
         if held:
             self._held_slots -= len(slots)
 
+    @shielded
     def read(self, keys: Any, out: Any) -> None:
         """Copy rows into ``out`` [n, dim], bits unchanged. Rows in cache are copied without waiting for any device."""
         with self.lock:
@@ -223,15 +226,17 @@ class Pool:
                     lease.inverse, lease.slots, self.weights, self.layout.dim, out[start : start + lease.consumed]
                 )
 
+    @shielded
     def write(self, keys: Any, rows: Any) -> None:
         """Overwrite weights with ``rows`` [n, dim]; of equal keys the last wins; optimizer state is kept."""
         for start, lease in self.leases(keys):
             with self.lock:
+                self.cache.mark_dirty(lease.slots)
                 kernels.copy_rows_in(
                     lease.inverse, lease.slots, rows[start : start + lease.consumed], self.weights, self.layout.dim
                 )
-                self.cache.mark_dirty(lease.slots)
 
+    @shielded
     def flush(self) -> None:
         """Write every dirty row to the cold tier, in block order. The rows stay cached, clean."""
         with self.fill_lock, self.lock:
@@ -299,6 +304,15 @@ class Pool:
         The rows may be updated meanwhile: an update that begins after ``take_dirty`` marks its row dirty again, so what
         is written here is never the last word on it.
         """
+        if self._writing:
+            raise RuntimeError("a signal handler may not write while a write-back is under way")
+        self._writing = True
+        try:
+            self._write_taken(limit)
+        finally:
+            self._writing = False
+
+    def _write_taken(self, limit: int) -> None:
         started = time.perf_counter()
         cache = self.cache
         with self.lock:

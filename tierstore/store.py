@@ -16,12 +16,13 @@ import safetensors.torch
 from torch import Tensor
 
 from . import cache
-from .config import TableConfig, require_choice
+from .config import TableConfig, require_choice, require_int
 from .errors import BudgetError, ClosedError, FormatError, ReadOnlyError, TableError, TruncatedError
 from .io import MAX_PAGE_BYTES, ROW_FILE_NAME, LmdbColdTier, VerifyReport
 from .manifest import MANIFEST_NAME, Manifest
 from .pool import Pool
 from .rows import RowLayout
+from .signals import shielded
 from .sizes import format_size, parse_size
 from .stats import Stats, TierStats
 from .table import Table
@@ -78,8 +79,7 @@ def open_store(
     parse_size(ddr, name="ddr")
     if threads is None:
         threads = default_threads()
-    if not 1 <= threads <= 1024:
-        raise ValueError(f"threads={threads} must be in [1, 1024]")
+    require_int(threads, "threads", 1, 1024)
     return Store(Path(directory), readonly=mode == "r", ddr=ddr, policy=policy, threads=threads)
 
 
@@ -90,7 +90,7 @@ class Store:
     """
 
     def __init__(self, directory: Path, *, readonly: bool, ddr: int | str, policy: str, threads: int) -> None:
-        self.directory = directory
+        self.directory = directory = directory.absolute()
         self.readonly = readonly
         self.policy = policy
         self._ddr = ddr
@@ -100,6 +100,8 @@ class Store:
         self._reserved_bytes = 0
         self._version = Version(0, {}, {}, b"")
         self._tables: dict[str, Table] = {}
+        self._added: dict[int, tuple[RowLayout, int]] = {}
+        self._process_id = os.getpid()
         if not readonly:
             directory.mkdir(parents=True, exist_ok=True)
         self._manifest = self._open_manifest()
@@ -126,7 +128,7 @@ class Store:
                 raise FormatError(
                     f"{self.directory} holds {ROW_FILE_NAME} but no {MANIFEST_NAME}; restore it from a copy"
                 )
-            Manifest.new(min(mmap.PAGESIZE, MAX_PAGE_BYTES)).write(self.directory)
+            Manifest.new(min(mmap.PAGESIZE, MAX_PAGE_BYTES)).create(self.directory)
         manifest = Manifest.read(self.directory)
         if not rows_path.exists() and (manifest.has_rows or self.readonly):
             raise TruncatedError(f"{rows_path} is missing; restore it from a copy of the store")
@@ -142,9 +144,12 @@ class Store:
         if not self._manifest.has_rows and not self.readonly:
             self._manifest = replace(self._manifest, has_rows=True)
             self._manifest.write(self.directory)
+        self._version = unpack(self._cold.version, self._cold.payload)
+        if self.readonly:
+            # A writer may have made tables, and committed, after the manifest was read.
+            self._manifest = Manifest.read(self.directory)
         for config in self._manifest.tables:
             self._add(config)
-        self._version = unpack(self._cold.version, self._cold.payload)
         for name, state in self._version.tables.items():
             if name not in self._tables:
                 raise FormatError(
@@ -155,13 +160,24 @@ class Store:
     def _add(self, config: TableConfig) -> Table:
         index = len(self._tables)
         layout = config.layout(self._manifest.page_bytes)
-        self._cold.add_table(index, layout, config.num_embeddings)
+        shape = layout, config.num_embeddings
+        if self._added.get(index) != shape:
+            try:
+                self._cold.add_table(index, *shape)
+            except (MemoryError, OSError) as error:
+                directory_bytes = 4 * layout.num_blocks(config.num_embeddings)
+                raise BudgetError(
+                    f"table {config.name!r}: the system refuses {format_size(directory_bytes)} of address space for "
+                    f"its block directory ({error}); make the table smaller, or let the system overcommit memory"
+                ) from error
+            self._added[index] = shape
         table = Table(self, config, index, layout)
         self._tables[config.name] = table
         return table
 
     # Tables
 
+    @shielded
     def create_table(self, config: TableConfig) -> Table:
         """Add a table, durably; a table of the same configuration is returned as it is.
 
@@ -169,6 +185,7 @@ class Store:
 
         Raises:
             TableError: the name is taken by another configuration, or rows are pinned by batches under way.
+            BudgetError: the system refuses memory for the table's block directory.
             ReadOnlyError, ClosedError.
         """
         self.require_writable()
@@ -184,9 +201,14 @@ class Store:
         config.layout(self._manifest.page_bytes).pages_per_block  # noqa: B018 - ValueError for rows too wide
         self._retire_pools()
         manifest = self._manifest.with_table(config)
-        manifest.write(self.directory)
+        table = self._add(config)
+        try:
+            manifest.write(self.directory)
+        except BaseException:
+            del self._tables[config.name]
+            raise
         self._manifest = manifest
-        return self._add(config)
+        return table
 
     def __getitem__(self, name: str) -> Table:
         """The table of that name; TableError names the nearest one there is."""
@@ -215,35 +237,25 @@ class Store:
             return self._pools[layout]
 
     def _build_pools(self) -> dict[RowLayout, Pool]:
-        """One pool a layout; the budget is divided by what each layout would take whole."""
+        """One pool a layout: the fewest rows it must hold, and a share of the rest by what it would take whole."""
         table_bytes = sum(config.size_bytes(self._manifest.page_bytes) for config in self._manifest.tables)
         budget = parse_size(self._ddr, name="ddr", table_bytes=table_bytes)
         transaction = min(max(int(budget * TRANSACTION_SHARE), MIN_TRANSACTION_BYTES), MAX_TRANSACTION_BYTES)
         rows: dict[RowLayout, int] = {}
         for table in self._tables.values():
             rows[table.layout] = rows.get(table.layout, 0) + table.config.num_embeddings
-        costs = {
-            layout: count * (layout.row_bytes + cache.OVERHEAD_BYTES[self.policy.removeprefix("reference-")])
-            + CACHE_BYTES
-            for layout, count in rows.items()
-        }
-        left, total = budget - STAGING_BYTES - transaction, sum(costs.values())
+        least = {layout: self._cache_bytes(layout, min(count, MIN_CACHED_ROWS)) for layout, count in rows.items()}
+        most = {layout: self._cache_bytes(layout, count) for layout, count in rows.items()}
+        left = budget - STAGING_BYTES - transaction - sum(least.values())
+        if left < 0:
+            raise self._budget_error(budget, sum(least.values()))
+        part = min(1.0, left / max(1, sum(most.values()) - sum(least.values())))
         pools = {}
         for layout, count in rows.items():
-            share = int(max(left, 0) * costs[layout] / total)
-            fits = cache.capacity_for(
-                self.policy, share, weight_words=layout.weight_words, state_words=layout.state_words
-            )
-            needed = min(count, MIN_CACHED_ROWS)
-            if fits < needed:
-                least = STAGING_BYTES + transaction + math.ceil(total * (needed / count)) + CACHE_BYTES * len(rows)
-                raise BudgetError(
-                    f"ddr={self._ddr!r} is {format_size(budget)}; write staging takes "
-                    f"{format_size(STAGING_BYTES + transaction)} of it and the rest caches {fits} rows of "
-                    f"{layout.row_bytes} bytes, fewer than {needed}; give at least {format_size(least)}"
-                )
+            words = {"weight_words": layout.weight_words, "state_words": layout.state_words}
+            share = least[layout] + int(part * (most[layout] - least[layout]))
             rows_cache = cache.make_cache(
-                self.policy, min(fits, count), weight_words=layout.weight_words, state_words=layout.state_words
+                self.policy, min(cache.capacity_for(self.policy, share, **words), count), **words
             )
             pools[layout] = Pool(
                 layout, rows_cache, self._cold, self._workers, transaction_bytes=transaction, readonly=self.readonly
@@ -252,6 +264,18 @@ class Store:
             pools[table.layout].add_table(table.index, table.config)
         self._reserved_bytes = STAGING_BYTES + transaction
         return pools
+
+    def _cache_bytes(self, layout: RowLayout, count: int) -> int:
+        """What a cache of so many rows takes, slightly overestimated."""
+        overhead = cache.OVERHEAD_BYTES[self.policy.removeprefix("reference-")]
+        return count * (layout.row_bytes + overhead) + CACHE_BYTES
+
+    def _budget_error(self, budget: int, least: int) -> BudgetError:
+        whole = max(least + STAGING_BYTES + MIN_TRANSACTION_BYTES, (least + STAGING_BYTES) / (1 - TRANSACTION_SHARE))
+        return BudgetError(
+            f"ddr={self._ddr!r} is {format_size(budget)}: too little for {MIN_CACHED_ROWS} rows of each row layout "
+            f"({format_size(least)}) beside write staging; give at least {math.ceil(whole / 1024) + 1}KiB"
+        )
 
     def _retire_pools(self) -> None:
         """Write dirty rows back and forget the caches; the next use makes new ones."""
@@ -264,11 +288,13 @@ class Store:
                     )
             for pool in self._pools.values():
                 pool.flush()
+            for pool in self._pools.values():
                 pool.close()
             self._pools = {}
 
     # Versions
 
+    @shielded
     def commit(self, *, extra: dict[str, Any] | None = None, tensors: Mapping[str, Tensor] | None = None) -> int:
         """Make all rows, optimizer state, ``extra`` and ``tensors`` the current version, atomically and durably.
 
@@ -364,7 +390,12 @@ class Store:
         return self._workers
 
     def require_open(self) -> None:
-        """ClosedError after ``close``."""
+        """ClosedError after ``close``, and in a process forked since the store was opened."""
+        if self._process_id != os.getpid():
+            raise ClosedError(
+                f"the store at {self.directory} was opened by process {self._process_id}, of which this is a fork; "
+                'open it anew here, with mode="r" if the other goes on writing'
+            )
         if self._closed:
             raise ClosedError(f"the store at {self.directory} is closed; open it again with tierstore.open")
 
@@ -381,10 +412,17 @@ class Store:
         if self._closed:
             return
         self._closed = True
+        if self._process_id != os.getpid():
+            self._cold.disown()
+            return
         for pool in self._pools.values():
             pool.close()
         self._workers.close()
         self._cold.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_workers"):
+            self.close()
 
     def __enter__(self) -> "Store":
         return self

@@ -1,5 +1,6 @@
 """A table of a store: read, write and pooled lookup by id."""
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .config import TableConfig, require_choice
+from .errors import ClosedError
 from .lookup import MODES, Jagged, Lookup
 from .pool import Pool
 from .rows import KEY_ROW_BITS, RowLayout
@@ -76,12 +78,22 @@ class Table:
         self.config = config
         self.index = index
         self.layout = layout
-        self.learning_rate = config.optimizer.lr
+        self._learning_rate = config.optimizer.lr
         self._step = 0
 
     @property
     def name(self) -> str:
         return self.config.name
+
+    @property
+    def learning_rate(self) -> float:
+        return self._learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, rate: float) -> None:
+        if not (math.isfinite(rate) and rate >= 0):
+            raise ValueError(f"learning_rate={rate} must be finite and not negative")
+        self._learning_rate = float(rate)
 
     @property
     def store(self) -> "Store":
@@ -130,9 +142,16 @@ class Table:
             ValueError, TypeError: wrong ids. ChecksumError: a row on SSD is damaged. ClosedError.
         """
         keys = self._keys(ids)
-        out = torch.empty((len(keys), self.layout.dim), dtype=self.layout.torch_dtype)
-        if len(keys):
-            self.pool.read(keys, self._raw(out))
+        self._store.require_open()
+        out = torch.empty((len(keys), self.layout.dim), dtype=self.layout.torch_dtype, device="cpu")
+        while len(keys):
+            pool = self.pool
+            try:
+                pool.read(keys, self._raw(out))
+                break
+            except ClosedError:
+                if pool is self.pool:  # which fails in a closed store; else a new table brought a new pool
+                    raise
         return out
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
@@ -177,7 +196,7 @@ class Table:
         """
         require_choice(mode, tuple(MODES), "mode")
         jagged = self.jagged(ids, offsets, mode=mode, per_sample_weights=per_sample_weights)
-        out = torch.zeros((jagged.batch, self.layout.dim))
+        out = torch.zeros((jagged.batch, self.layout.dim), dtype=torch.float32, device="cpu")
         self.lookup(jagged, mode=mode).forward(out.numpy(), keep=False)
         return out
 
@@ -189,7 +208,7 @@ class Table:
 
     def lookup(self, jagged: Jagged, *, mode: str) -> Lookup:
         """A lookup of one feature in this table."""
-        return Lookup(self.pool, [self], jagged, np.zeros(1, np.int64), [0], mode=mode)
+        return Lookup([self], jagged, np.zeros(1, np.int64), [0], mode=mode)
 
     def __repr__(self) -> str:
         config = self.config

@@ -3,7 +3,7 @@
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
 import numpy as np
@@ -34,8 +34,9 @@ class Workers:
             for begin, end in pairs:
                 work(begin, end)
             return
-        futures = [self._executor.submit(work, begin, end) for begin, end in pairs[1:]]
+        futures: list[Future[Any]] = []
         try:
+            futures += [self._executor.submit(work, begin, end) for begin, end in pairs[1:]]
             work(*pairs[0])
         finally:
             errors = [future.exception() for future in futures]

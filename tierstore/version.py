@@ -42,15 +42,35 @@ def pack(tables: dict[str, TableState], extra: dict[str, Any], tensors: dict[str
     if not isinstance(extra, dict):
         raise TypeError(f"extra must be a dict, not {type(extra).__name__}")
     try:
-        text = json.dumps({"extra": extra, "tables": {name: list(state) for name, state in tables.items()}})
-    except (TypeError, ValueError) as error:
+        kept = json.loads(json.dumps(extra))
+    except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(f"extra must hold only what JSON can hold (put tensors in tensors=): {error}") from None
+    if not _same(kept, extra):
+        raise TypeError("extra must hold only what JSON gives back as it was: str keys, lists instead of tuples")
+    header = json.dumps({"extra": extra, "tables": {name: list(state) for name, state in tables.items()}}).encode()
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"tensors[{name!r}] must be a Tensor, not {type(tensor).__name__}")
-    own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    header = text.encode()
-    return len(header).to_bytes(_LENGTH_BYTES, "little") + header + safetensors.torch.save(own)
+    try:
+        own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+        stored = safetensors.torch.save(own)
+        names = safetensors.torch.load(stored).keys()
+    except (RuntimeError, ValueError, KeyError, safetensors.SafetensorError) as error:
+        raise TypeError(f"tensors cannot be stored in safetensors format: {error}") from error
+    if names != own.keys():
+        raise TypeError(f"tensors cannot be stored under the names {sorted(own.keys() - names)}")
+    return len(header).to_bytes(_LENGTH_BYTES, "little") + header + stored
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equal in value and type, all the way down; NaN equals NaN."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other or one != one)
 
 
 def unpack(number: int, payload: bytes) -> Version:

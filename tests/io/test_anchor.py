@@ -10,7 +10,7 @@ import pytest
 from tests.conformance.cold_tier import TABLES, WIDE, Int64s, add_tables, check_rows, keys_of, read_rows, write_rows
 from tests.io.support import STORE_ID, open_tier
 from tierstore.errors import ChecksumError, DamagedError, FormatError, TierstoreError
-from tierstore.io import anchor, lmdb
+from tierstore.io import anchor
 from tierstore.io.anchor import ANCHOR_NAME
 
 SECTOR = 512
@@ -120,8 +120,8 @@ def test_power_lost_between_the_transaction_and_its_anchor(
     def refuse(*_: object) -> None:
         raise OSError("device gone")
 
-    monkeypatch.setattr(lmdb, "save_anchor", refuse)
-    with pytest.raises(TierstoreError, match="anchor could not be written"):
+    monkeypatch.setattr(anchor, "save_anchor", refuse)
+    with pytest.raises(TierstoreError, match=r"rows\.anchor could not be written"):
         tier.commit(b"third")
     with pytest.raises(TierstoreError, match="close it and open it again"):
         read_rows(tier, WIDE, keys_of(0, ROWS))
@@ -188,3 +188,30 @@ def test_an_anchor_of_another_file_is_never_put_back(tmp_path: Path, other_boot:
         with pytest.raises(FormatError, match="belongs to store"):
             open_tier(synced, readonly=readonly, store_id=bytes(16))
     assert (older / "rows.lmdb").read_bytes() == before
+
+
+def test_the_file_does_not_grow_with_what_is_written_between_commits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other_boot: Callable[[], None]
+) -> None:
+    """Anchors are set in the background; power may be lost at any of them."""
+    monkeypatch.setattr(anchor, "GROWTH_BYTES", 1 << 16)
+    directory = tmp_path / "store"
+    directory.mkdir()
+    tier = open_tier(directory)
+    add_tables(tier)
+    write_rows(tier, WIDE, keys_of(0, ROWS), 1)
+    tier.commit(b"first")
+    write_rows(tier, WIDE, keys_of(0, ROWS), 2)
+    tier.commit(b"second")
+    committed_bytes = (directory / "rows.lmdb").stat().st_size
+    generator = np.random.default_rng(3)
+    for round_ in range(300):
+        write_rows(tier, WIDE, some_rows(generator), 10 + round_)
+        if round_ % 60 == 59:
+            copy_store(directory, tmp_path / f"later {round_}")
+    assert tier.counters().bytes_written > 50 * committed_bytes
+    assert (directory / "rows.lmdb").stat().st_size < 6 * committed_bytes
+    tier.close()
+    other_boot()
+    for round_ in range(59, 300, 60):
+        check_second_commit(tmp_path / f"later {round_}")

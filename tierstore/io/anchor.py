@@ -3,31 +3,41 @@
 Writing rows back between commits would be slow if each transaction waited for the device, and unsafe if it did not:
 LMDB's two meta pages could reach the device before the pages they lead to. So transactions do not wait, and instead:
 
-1. An *anchor* is set when the store is opened for writing and at each commit: the file is synced, then a copy of both
-   meta pages goes to ``rows.anchor``, synced too.
+1. An *anchor* is set when the store is opened for writing, at each commit, and in the background whenever much was
+   written since the last one: the file is synced, then a copy that was made of both meta pages before goes to
+   ``rows.anchor``, synced too.
 2. From before that copy is written until the next anchor stands, the tier keeps a read transaction open on the
    anchored tree, and LMDB reuses no page that an open read transaction can see. So whatever later transactions wrote,
    and whichever of it reached the device, all pages of the anchored tree are as they were.
 3. Whoever opens the store after the machine has stopped (the boot id differs) and finds other meta pages than the copy
-   puts the copy back. That is the anchored tree, byte for byte: the last commit.
+   puts the copy back. That is the anchored tree, byte for byte; it holds the last commit whole, and what it holds
+   beyond it is dropped by its epoch.
+
+Pinned pages are not reused, so the file grows by what is written between two anchors: that is why they are set in the
+background too. At most ``3 * max(GROWTH_BYTES, half of the blocks)`` lie between the oldest pin and the newest page.
 
 If only the process died, the system still holds what it wrote; nothing needs to be put back, and the epochs tell what
 was never committed. The file holds two slots, written in turn, each with a checksum: a slot cut short leaves the other,
 whose tree is still pinned.
 """
 
+import contextlib
 import os
 import struct
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
-from ..errors import ChecksumError, DamagedError, FormatError
+from ..errors import ChecksumError, DamagedError, FormatError, TierstoreError
 from .btree import META_READ_BYTES, Meta, parse_meta
 from .checksum import bytes_checksum
 
-__all__ = ["ANCHOR_NAME", "recover", "require_sound", "save_anchor", "stamp_rows_file"]
+__all__ = ["ANCHOR_NAME", "AnchorKeeper", "recover", "require_sound", "save_anchor", "stamp_rows_file"]
 
 ANCHOR_NAME: Final = "rows.anchor"
+GROWTH_BYTES: Final = 64 * 2**20
+"""Written since the last anchor before another is set in the background, at least."""
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _SLOT_BYTES: Final = 4096
 _HEAD: Final = struct.Struct("<8s16s16sQQ")
@@ -71,13 +81,111 @@ def read_stamp(path: Path, page_bytes: int) -> bytes:
         return os.pread(file.fileno(), _STAMP_BYTES, page_bytes - _STAMP_BYTES)
 
 
-def save_anchor(path: Path, store_id: bytes, page_bytes: int) -> None:
-    """Set the anchor to the trees that the row file's meta pages lead to; they must be synced, and stay pinned.
+class Pin(Protocol):
+    """A read transaction on the tree as it is when it is made."""
+
+    def close(self) -> None: ...
+
+
+class AnchorKeeper:
+    """Sets anchors for the one writer of a row file, which calls it between its transactions.
+
+    Args:
+        sync: make all transactions so far durable; may be called beside a later transaction.
+        pin: a read transaction on the tree as it is.
+    """
+
+    def __init__(
+        self, path: Path, store_id: bytes, page_bytes: int, *, sync: Callable[[], None], pin: Callable[[], Pin]
+    ) -> None:
+        self._path = path
+        self._store_id = store_id
+        self._page_bytes = page_bytes
+        self._sync = sync
+        self._pin = pin
+        self._executor = ThreadPoolExecutor(1, "tierstore-anchor")
+        self._anchored: Pin | None = None
+        self._pending: tuple[Pin, Future[None]] | None = None
+        self._written_bytes = 0
+
+    def set(self) -> None:
+        """Make the tree as it is the anchor, and return when it is.
+
+        Raises:
+            TierstoreError: the device refused; the anchor before stands.
+        """
+        self._start(lambda work: work())
+        self._settle()
+
+    def wrote(self, size_bytes: int, live_bytes: int) -> None:
+        """Set an anchor in the background if enough was written; wait for the last one if that falls too far behind.
+
+        Args:
+            size_bytes: what the last transaction wrote.
+            live_bytes: size of the blocks in the tree.
+
+        Raises:
+            TierstoreError: the background's last anchor failed.
+        """
+        self._written_bytes += size_bytes
+        limit = max(GROWTH_BYTES, live_bytes // 2)
+        behind = self._pending is not None and not self._pending[1].done()
+        if self._written_bytes >= limit * (2 if behind else 1):
+            self._settle()
+            self._start(self._executor.submit)
+
+    def _start(self, run: Callable[[Callable[[], None]], Any]) -> None:
+        self._settle()
+        pinned = self._pin()
+        metas = _read_metas(self._path, self._page_bytes)
+        future: Future[None] = Future()
+
+        def work() -> None:
+            try:
+                self._sync()
+                save_anchor(self._path, self._store_id, self._page_bytes, metas)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+        self._written_bytes = 0
+        self._pending = pinned, future
+        run(work)
+
+    def _settle(self) -> None:
+        """Wait for the anchor under way, if there is one; from then on it is the one that is pinned."""
+        if self._pending is None:
+            return
+        pinned, future = self._pending
+        self._pending = None
+        error = future.exception()
+        stale = pinned if error is not None else self._anchored
+        if error is None:
+            self._anchored = pinned
+        if stale is not None:
+            stale.close()
+        if isinstance(error, OSError):
+            raise TierstoreError(f"{self._path.with_name(ANCHOR_NAME)} could not be written: {error}") from error
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Unpin. An anchor that fails now is of no matter: the one before stands."""
+        with contextlib.suppress(TierstoreError):
+            self._settle()
+        self._executor.shutdown()
+        if self._anchored is not None:
+            self._anchored.close()
+            self._anchored = None
+
+
+def save_anchor(path: Path, store_id: bytes, page_bytes: int, metas: tuple[bytes, bytes]) -> None:
+    """Set the anchor to the trees that these meta pages lead to; they must be synced, and stay pinned.
 
     Raises:
         OSError: the device refused; the anchor before stands.
     """
-    metas = _read_metas(path, page_bytes)
     txn_id = max(_parsed(path, meta).txn_id for meta in metas)
     body = _HEAD.pack(_MAGIC, store_id, boot_id(), page_bytes, txn_id) + b"".join(metas)
     slot = (body + bytes_checksum(body).to_bytes(8, "little")).ljust(_SLOT_BYTES, b"\0")

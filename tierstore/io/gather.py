@@ -25,6 +25,7 @@ it took, and what did not help:
 """
 
 from enum import IntEnum
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -32,12 +33,14 @@ from numpy.typing import NDArray
 
 from .._jit import uncounted_kernel as inline
 from .._jit import uncounted_kernel as kernel
+from ..errors import ChecksumError, TruncatedError
 from ..rows import KEY_ROW_BITS, RowLayout
 from .checksum import absent_checksum, two_row_checksums
 from .directory import TableArrays
+from .files import RESTORE
 from .mapped import clock_ns, copy_words, is_resident, prefetch_word, queue_read
 
-__all__ = ["GatherStatus", "Geometry", "count_pages", "gather", "geometry", "queue_pages", "seen_words"]
+__all__ = ["GatherStatus", "Geometry", "count_pages", "gather", "gather_error", "geometry", "queue_pages", "seen_words"]
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -76,6 +79,20 @@ class GatherStatus(IntEnum):
     """No such row, or a table of another layout."""
     OUT_OF_FILE = 2
     BAD_ROW = 3
+
+
+def gather_error(path: Path, result: Int64s, keys: Int64s) -> Exception:
+    """What a status other than DONE amounts to."""
+    key = int(keys[result[1]])
+    table, row = key >> _ROW_BITS, key & _ROW_MASK
+    if result[0] == GatherStatus.BAD_KEY:
+        return ValueError(
+            f"keys[{int(result[1])}] = {key} is row {row} of table {table}: not a row of a table that was added, "
+            f"or of a table with another layout than keys[0]'s"
+        )
+    if result[0] == GatherStatus.OUT_OF_FILE:
+        return TruncatedError(f"{path}: row {row} of table {table} lies beyond the end of the file. {RESTORE}")
+    return ChecksumError(f"{path}: row {row} of table {table} does not match its checksum. {RESTORE}")
 
 
 class Geometry(NamedTuple):
@@ -281,27 +298,11 @@ def _all_resident(page_words: int, address: int, start: int, offsets: Int64s, fl
 
 @kernel
 def gather(
-    geo: Geometry,
-    words: Words,
-    address: int,
-    limit: int,
-    tables: TableArrays,
-    pages: NDArray[np.uint32],
-    keys: Int64s,
-    slots: Int32s,
-    weights: Words,
-    state: Words,
-    present: NDArray[np.bool_],
-    offsets: Int64s,
-    seen: NDArray[np.uint32],
-    lanes: Words,
-    timespec: Int64s,
-    flag: NDArray[np.uint8],
-    verify: bool,
-    cold: bool,
-    can_sample: bool,
-    result: Int64s,
-) -> None:
+    geo: Geometry, words: Words, address: int, limit: int, tables: TableArrays, pages: NDArray[np.uint32],
+    keys: Int64s, slots: Int32s, weights: Words, state: Words, present: NDArray[np.bool_], offsets: Int64s,
+    seen: NDArray[np.uint32], lanes: Words, timespec: Int64s, flag: NDArray[np.uint8], verify: bool,
+    cold: bool, can_sample: bool, result: Int64s,
+) -> None:  # fmt: skip
     """Copy row ``keys[i]`` to ``weights[slots[i]]``, ``state[slots[i]]``; see ``ColdTier.read``.
 
     Args:

@@ -6,6 +6,7 @@ transaction. An open for writing drops blocks of an epoch that was never committ
 docs/format.md describes the file, directory.py the rules by which readers and the writer share it.
 """
 
+import ctypes
 import os
 import threading
 import time
@@ -28,7 +29,7 @@ from ..errors import (
     TruncatedError,
 )
 from ..rows import KEY_ROW_BITS, MAX_ROWS, MAX_TABLES, RowLayout
-from .anchor import recover, require_sound, save_anchor
+from .anchor import AnchorKeeper, recover, require_sound
 from .base import ColdCounters, VerifyReport
 from .btree import META_KEY
 from .census import check_census, check_store, check_tree_totals
@@ -44,7 +45,7 @@ from .files import (
     rows_path,
     translate,
 )
-from .gather import GatherStatus, Geometry, gather, geometry, seen_words
+from .gather import GatherStatus, Geometry, gather, gather_error, geometry, seen_words
 from .mapped import FileMap
 from .records import (
     COMMIT_ITEM,
@@ -108,7 +109,6 @@ class LmdbColdTier:
         self.path: Final = rows_path(path)
         self.page_bytes = 0
         self.readonly: Final = readonly
-        self._store_id = store_id
         self._verify_reads = verify_reads
         self._staging = Staging(staging_bytes)
         self._lock = threading.Lock()  # guards _snapshot, _directory, leases and counters
@@ -125,7 +125,7 @@ class LmdbColdTier:
         self._environment: lmdb.Environment | None = None
         self._map: FileMap | None = None
         self._current: Snapshot | None = None
-        self._anchored: Snapshot | None = None
+        self._anchors: AnchorKeeper | None = None
         try:
             self._open(path, store_id, create)
         except BaseException:
@@ -157,24 +157,17 @@ class LmdbColdTier:
         self._record = check_census(self._current)
         self._directory_built = not self._record.tables
         if not self.readonly:
-            self._set_anchor()
+            self._anchors = AnchorKeeper(
+                self.path, store_id, self.page_bytes, sync=self._sync, pin=self._new_snapshot
+            )
+            self._anchors.set()
             self._drop_uncommitted()
 
-    def _set_anchor(self) -> None:
-        """Make all transactions so far durable, and their tree the one that a power loss falls back to."""
+    def _sync(self) -> None:
         try:
             self._env.sync(True)
         except lmdb.Error as error:
             raise translate(error, self.path) from error
-        pinned = self._new_snapshot()
-        try:
-            save_anchor(self.path, self._store_id, self.page_bytes)
-        except OSError as error:
-            pinned.close()
-            raise TierstoreError(f"{self.path.parent}: its anchor could not be written: {error}") from error
-        old, self._anchored = self._anchored, pinned
-        if old is not None:
-            old.close()
 
     def _drop_uncommitted(self) -> None:
         """Delete what was written after the last commit."""
@@ -196,6 +189,11 @@ class LmdbColdTier:
         return self._environment
 
     @property
+    def _keeper(self) -> AnchorKeeper:
+        assert self._anchors is not None
+        return self._anchors
+
+    @property
     def _file_map(self) -> FileMap:
         assert self._map is not None
         return self._map
@@ -215,11 +213,26 @@ class LmdbColdTier:
                 self._idle.wait_for(lambda: self._leases == 0)
             self._release()
 
+    def disown(self) -> None:
+        """In a forked process: forget the store without ending the transactions that the parent goes on using.
+
+        LMDB's table of readers is shared memory: closing one here would free the parent's pages for reuse.
+        """
+        if self._lock_file >= 0:
+            os.close(self._lock_file)
+            self._lock_file = -1
+        inherited = self._environment, self._current, self._anchors
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(inherited))  # never finalised, not even when the interpreter ends
+        self._environment = self._current = self._anchors = None
+        self._state = "closed"
+
     def _release(self) -> None:
-        for snapshot in (self._current, self._anchored):
-            if snapshot is not None:
-                snapshot.close()
-        self._current = self._anchored = None
+        if self._anchors is not None:
+            self._anchors.close()
+            self._anchors = None
+        if self._current is not None:
+            self._current.close()
+            self._current = None
         if self._environment is not None:
             self._environment.close()
             self._environment = None
@@ -379,7 +392,7 @@ class LmdbColdTier:
             check_widths(layout, weights, state)
             result = self._gather(snapshot, directory, geo, keys, slots, weights, state, present)
             if result[0] != GatherStatus.DONE:
-                self._raise_for_gather(result, keys)
+                raise gather_error(self.path, result, keys)
         absent = len(keys) - int(np.count_nonzero(present))
         elapsed = time.perf_counter() - started
         with self._lock:
@@ -437,18 +450,6 @@ class LmdbColdTier:
             if limit <= known:
                 return result
 
-    def _raise_for_gather(self, result: Int64s, keys: Int64s) -> None:
-        key = int(keys[result[1]])
-        table, row = key >> KEY_ROW_BITS, key & _ROW_MASK
-        if result[0] == GatherStatus.BAD_KEY:
-            raise ValueError(
-                f"keys[{int(result[1])}] = {key} is row {row} of table {table}: not a row of a table that was added, "
-                f"or of a table with another layout than keys[0]'s"
-            )
-        if result[0] == GatherStatus.OUT_OF_FILE:
-            raise TruncatedError(f"{self.path}: row {row} of table {table} lies beyond the end of the file. {RESTORE}")
-        raise ChecksumError(f"{self.path}: row {row} of table {table} does not match its checksum. {RESTORE}")
-
     # -- writing
 
     @contextmanager
@@ -502,13 +503,15 @@ class LmdbColdTier:
                 assert np.array_equal(entries.epochs, epochs), "a block just written is not in the tree"
                 directory.publish(positions, entries.pages)
                 self._replace_snapshot(snapshot)
+            bytes_written = len(block_keys) * layout.pages_per_block * self.page_bytes
+            self._keeper.wrote(bytes_written, snapshot.num_entries * self.page_bytes)
             elapsed = time.perf_counter() - started
             with self._lock:
                 c = self._counters
                 self._counters = c._replace(
                     rows_written=c.rows_written + len(keys),
                     blocks_written=c.blocks_written + len(block_keys),
-                    bytes_written=c.bytes_written + len(block_keys) * layout.pages_per_block * self.page_bytes,
+                    bytes_written=c.bytes_written + bytes_written,
                     write_seconds=c.write_seconds + elapsed,
                 )
 
@@ -539,7 +542,7 @@ class LmdbColdTier:
                     txn.delete(item_key(payload_item(chunk)))
                 txn.put(item_key(COMMIT_ITEM), pack_commit(record))
             with self._must_succeed():
-                self._set_anchor()
+                self._keeper.set()
                 snapshot = self._new_snapshot()
                 self._record = record
                 self._directory.clear_written()

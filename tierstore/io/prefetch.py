@@ -9,6 +9,7 @@ __all__ = ["Preparable", "prefetch"]
 
 Batch = TypeVar("Batch")
 _POLL_SECONDS: Final = 0.1
+_JOIN_SECONDS: Final = 30.0
 
 
 class Preparable(Protocol):
@@ -104,7 +105,8 @@ def _pipeline(
             ticket = None
     finally:
         stop.set()
-        worker.join()
+        # A bound, for a generator that the garbage collector ends in the middle of anything.
+        worker.join(_JOIN_SECONDS)
         if ticket is not None:
             module.forget(ticket)
         while not ready.empty():

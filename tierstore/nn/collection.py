@@ -84,8 +84,7 @@ class TieredEmbeddingBagCollection(nn.Module):
         Called by ``tierstore.prefetch``, from its thread. Returns a ticket for ``forget``.
         """
         prepared = self._prepare(features)
-        for lookup in prepared.lookups:
-            lookup.stage()
+        prepared.stage()
         return self._prepared.put(features, prepared)
 
     def forget(self, ticket: Prepared) -> None:
@@ -95,6 +94,8 @@ class TieredEmbeddingBagCollection(nn.Module):
     def _prepare(self, features: JaggedLike) -> Prepared:
         keys = list(features.keys())
         place = {name: index for index, name in enumerate(keys)}
+        if len(place) < len(keys):
+            raise ValueError(f"the batch names a feature twice: {keys}")
         for name in self._features:
             if name not in place:
                 near = difflib.get_close_matches(name, keys, 1)
@@ -123,7 +124,6 @@ class TieredEmbeddingBagCollection(nn.Module):
         if jagged.scale is not None and config.pooling != "sum":
             raise ValueError(f'weights go with pooling="sum" only; table {config.name!r} has {config.pooling!r}')
         return Lookup(
-            group[0].table.pool,
             [feature.table for feature in group],
             jagged,
             np.array([place[feature.name] for feature in group], np.int64),

@@ -29,6 +29,8 @@ class TieredEmbeddingBag(nn.Module):
         self, table: Table, *, mode: Literal["sum", "mean", "max"] = "mean", include_last_offset: bool = False
     ) -> None:
         super().__init__()
+        if not isinstance(table, Table):
+            raise TypeError(f"table must be a Table, as store[name] gives, not {type(table).__name__}")
         require_choice(mode, tuple(MODES), "mode")
         self.table = table
         self.mode = mode
@@ -66,8 +68,7 @@ class TieredEmbeddingBag(nn.Module):
         """
         arguments = features if isinstance(features, tuple) else (features,)
         prepared = self._prepare(*arguments)
-        for lookup in prepared.lookups:
-            lookup.stage()
+        prepared.stage()
         return self._prepared.put(arguments[0], prepared)
 
     def forget(self, ticket: Prepared) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..lookup import Lookup
 
@@ -27,14 +28,24 @@ class Prepared:
         self.lookups = lookups
         self.batch = batch
         self.scale = scale
-        self._sources = [(source, source._version) for source in sources if source is not None]
+        self._sources = [(source, _changes(source)) for source in sources if source is not None]
 
     def is_current(self, sources: Sequence[Tensor | None]) -> bool:
         """Whether it was made from these very tensors, and none was changed in place since."""
         given = [source for source in sources if source is not None]
         return len(given) == len(self._sources) and all(
-            one is other and one._version == version for one, (other, version) in zip(given, self._sources, strict=True)
+            one is other and _changes(one) == version
+            for one, (other, version) in zip(given, self._sources, strict=True)
         )
+
+    def stage(self) -> None:
+        """Bring the rows in and keep them pinned, as far as there is room."""
+        try:
+            for lookup in self.lookups:
+                lookup.stage()
+        except BaseException:
+            self.release()
+            raise
 
     def release(self) -> None:
         """Unpin whatever is pinned."""
@@ -77,21 +88,29 @@ class PreparedLookups:
                 prepared.release()
 
 
+def _changes(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; inference tensors do not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def run_lookups(prepared: Prepared, anchor: Tensor, columns: int, *, trainable: bool) -> Tensor:
     """float32 [batch, columns]. With gradients enabled and ``trainable``, backward updates the rows.
 
     Args:
         anchor: a tensor that requires grad, so that autograd calls backward though ids have no gradient.
         columns: columns of the output.
+        trainable: whether rows may be updated; per-sample weights get their gradient in any case.
     """
-    if torch.is_grad_enabled() and trainable:
-        out: Tensor = _PooledLookups.apply(anchor, prepared.scale, prepared, columns)  # type: ignore[no-untyped-call]
+    scale = prepared.scale
+    if torch.is_grad_enabled() and (trainable or (scale is not None and scale.requires_grad)):
+        start = anchor if trainable else anchor.detach()
+        out: Tensor = _PooledLookups.apply(start, scale, prepared, columns, trainable)  # type: ignore[no-untyped-call]
         return out
     return _forward(prepared, columns, keep=False)
 
 
 def _forward(prepared: Prepared, columns: int, *, keep: bool) -> Tensor:
-    out = torch.zeros((prepared.batch, columns), dtype=torch.float32)
+    out = torch.zeros((prepared.batch, columns), dtype=torch.float32, device="cpu")
     try:
         for lookup in prepared.lookups:
             lookup.forward(out.numpy(), keep=keep)
@@ -103,19 +122,28 @@ def _forward(prepared: Prepared, columns: int, *, keep: bool) -> Tensor:
 
 class _PooledLookups(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, _anchor: Tensor, _scale: Tensor | None, prepared: Prepared, columns: int) -> Tensor:
+    def forward(
+        ctx: Any, anchor: Tensor, _scale: Tensor | None, prepared: Prepared, columns: int, trainable: bool
+    ) -> Tensor:
         ctx.prepared = prepared
+        ctx.trainable = trainable
+        ctx.save_for_backward(anchor)  # so that a second backward is refused, as torch refuses it
         return _forward(prepared, columns, keep=True)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors
         gradient = grad_out.detach().to(torch.float32).contiguous().numpy()
-        lookups = ctx.prepared.lookups
+        prepared: Prepared = ctx.prepared
         grad_scale = None
-        if ctx.needs_input_grad[1]:
-            grad_scale = torch.zeros(ctx.prepared.scale.shape, dtype=torch.float32)
-            for lookup in lookups:
+        if ctx.needs_input_grad[1] and prepared.scale is not None:
+            grad_scale = torch.zeros(prepared.scale.shape, dtype=torch.float32, device="cpu")
+            for lookup in prepared.lookups:
                 lookup.scale_gradient(gradient, grad_scale.numpy())
-        for lookup in lookups:
-            lookup.update(gradient)
-        return None, grad_scale, None, None
+        if ctx.trainable:
+            for lookup in prepared.lookups:
+                lookup.update(gradient)
+        else:
+            prepared.release()
+        return None, grad_scale, None, None, None
