@@ -1,10 +1,12 @@
 """Byte sizes as people write them."""
 
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from tierstore import sizes
 from tierstore.sizes import format_size, parse_size
 
 
@@ -20,7 +22,6 @@ from tierstore.sizes import format_size, parse_size
         ("2GiB", 2**31),
         ("1TB", 10**12),
         ("5% of tables", 50),
-        ("50%", psutil.virtual_memory().total // 2),
     ],
 )
 def test_sizes(value: Any, expected: int) -> None:
@@ -44,3 +45,14 @@ def test_other_types(value: Any) -> None:
 )
 def test_format(size: int, text: str) -> None:
     assert format_size(size) == text
+
+
+def test_a_share_of_memory_is_of_the_machines_or_of_the_containers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sizes, "_CGROUP_LIMITS", (tmp_path / "none",))
+    assert parse_size("50%", name="ddr") == psutil.virtual_memory().total // 2
+    (tmp_path / "limit").write_text("1000000\n")
+    (tmp_path / "max").write_text("max\n")
+    monkeypatch.setattr(sizes, "_CGROUP_LIMITS", (tmp_path / "max", tmp_path / "limit"))
+    assert parse_size("50%", name="ddr") == 500_000

@@ -68,7 +68,9 @@ class _CompileNotice(event.Listener):  # type: ignore[misc, unused-ignore]
         module = getattr(getattr(event.data.get("dispatcher"), "py_func", None), "__module__", "")
         if not self._said and module.startswith("tierstore"):
             self._said = True
-            _LOG.warning("compiling kernels for this machine; this happens once, later runs load them from disk")
+            _LOG.warning(
+                "compiling kernels that this machine has not used before (some seconds; later runs load them from disk)"
+            )
 
     def on_end(self, event: Any) -> None:
         """Nothing to say."""

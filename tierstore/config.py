@@ -39,8 +39,8 @@ class TableConfig:
             pooled results are float32.
         feature_names: features looked up in this table by a collection; default: the table's name.
         pooling: how a collection pools a bag: "sum", "mean" or "max".
-        init: first value of rows never written.
-        optimizer: update rule of the rows; its state is stored with each row.
+        init: first value of rows never written; default: Uniform(-0.01, 0.01, seed=0).
+        optimizer: update rule of the rows, its state stored with each row; default: SGD(lr=0.01).
     """
 
     name: str

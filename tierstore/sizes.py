@@ -1,6 +1,7 @@
-"""Byte sizes as people write them: 2147483648, "2GiB", "512MB", "50%" (of this machine's memory), "5% of tables"."""
+"""Byte sizes as people write them: 2147483648, "2GiB", "512MB", "50%" (of memory), "5% of tables"."""
 
 import re
+from pathlib import Path
 from typing import Final
 
 import psutil
@@ -14,13 +15,23 @@ _UNITS: Final = {
     "g": 2**30, "gib": 2**30, "gb": 10**9,
     "t": 2**40, "tib": 2**40, "tb": 10**12,
 }  # fmt: skip
+_CGROUP_LIMITS: Final = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 _SHARE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*%(\s*of\s+tables)?", re.IGNORECASE)
 
 
 def machine_memory_bytes() -> int:
-    """Physical memory of this machine."""
-    return int(psutil.virtual_memory().total)
+    """Memory this process may use: the machine's, or its control group's limit if that is less (a container's)."""
+    limits = [int(psutil.virtual_memory().total)]
+    for path in _CGROUP_LIMITS:
+        try:
+            limits.append(int(path.read_text()))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return min(limits)
 
 
 def parse_size(value: int | str, *, name: str, table_bytes: int = 0) -> int:

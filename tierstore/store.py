@@ -58,7 +58,8 @@ def open_store(
     Args:
         directory: where manifest.json and the row file lie.
         mode: "w" opens for reading and writing, or creates; "r" opens what is there, read-only.
-        ddr: budget of host memory for caches, indexes and write staging together: bytes, "512MiB", "50%" (of the
+        ddr: budget of host memory for caches, indexes and write staging together (the block directory, 4 bytes a block
+            where blocks exist, comes on top): bytes, "512MiB", "50%" (of the
             machine's memory) or "5% of tables" (of all tables' rows and optimizer state).
         hbm: budget of GPU memory; 0 in this release.
         device: where results live; "cpu" in this release.

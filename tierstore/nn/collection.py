@@ -27,7 +27,8 @@ class _Feature(NamedTuple):
 class TieredEmbeddingBagCollection(nn.Module):
     """Pools every feature of a set of tables; called as TorchRec's ``EmbeddingBagCollection`` is.
 
-    The rows are no torch parameters: each table's optimizer runs inside backward. Features that share a table are
+    The rows are no torch parameters: each table's optimizer runs inside backward, ``Store.commit`` makes the result
+    durable, and ``state_dict()`` does not hold them. Features that share a table are
     merged before the update, in order of the tables' ``feature_names``.
 
     Args:

@@ -16,8 +16,10 @@ __all__ = ["TieredEmbeddingBag"]
 class TieredEmbeddingBag(nn.Module):
     """Pools rows of one table; called as ``torch.nn.EmbeddingBag`` is.
 
-    The rows are no torch parameters: the table's optimizer runs inside backward, and ``Store.commit`` makes the
-    result durable. Under ``torch.no_grad()``, or on a store opened read-only, nothing is updated.
+    The rows are no torch parameters: the table's optimizer runs inside backward, ``Store.commit`` makes the result
+    durable, and ``state_dict()`` does not hold them. Under ``torch.no_grad()``, or on a store opened read-only, nothing
+    is updated; ``eval()`` alone does not prevent it. ``padding_idx``, ``max_norm``, ``scale_grad_by_freq`` and
+    ``sparse`` of ``nn.EmbeddingBag`` have no counterpart.
 
     Args:
         table: a table of an open store.
