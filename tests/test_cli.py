@@ -108,8 +108,8 @@ def test_every_flag_of_train_that_stands_for_a_key_names_a_real_one():
         (["qqq"], 2, "tierstore: unknown command 'qqq'; commands are train, demo, inspect, verify\n"),
         (["train"], 2, "tierstore: give a run file: tierstore train FILE.toml; --keys prints one with all keys\n"),
         (["train", "nosuch.toml"], 2, "tierstore: nosuch.toml: there is no such run file\n"),
-        (["inspect", "nosuch"], 1, "tierstore: no store at nosuch"),
-        (["verify", "nosuch"], 1, "tierstore: no store at nosuch"),
+        (["inspect", "nosuch"], 1, "tierstore: no store at "),
+        (["verify", "nosuch"], 1, "tierstore: no store at "),
     ],
 )
 def test_errors_are_one_line_with_a_status(arguments, status, message, capsys, tmp_path, monkeypatch):
@@ -200,3 +200,15 @@ def test_the_module_runs_and_closes_quietly_when_nobody_reads(tmp_path):
         [sys.executable, "-m", "tierstore", "--version"], capture_output=True, text=True, check=True
     )
     assert finished.stdout == f"tierstore {tierstore.__version__}\n"
+
+
+def test_a_store_without_a_commit_says_so_and_long_extra_is_cut(store_dir, capsys):
+    with tierstore.open(store_dir, mode="w", ddr="8MiB") as store:
+        store.create_table(tierstore.TableConfig(name="item", num_embeddings=1000, embedding_dim=8))
+    for command in ("inspect", "verify"):
+        assert cli.main([command, str(store_dir)]) == 0
+        assert "nothing committed yet" in capsys.readouterr().out
+    with tierstore.open(store_dir, mode="w", ddr="8MiB") as store:
+        store.commit(extra={"note": "x" * 1000})
+    assert cli.main(["inspect", str(store_dir)]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 210

@@ -113,6 +113,7 @@ def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
 def _train(options: argparse.Namespace) -> int:
     from .train import RunConfig, train
     from .train.config_file import load, to_toml
+    from .train.program import program
 
     if options.keys:
         print(to_toml(RunConfig(), with_help=True), end="")
@@ -127,7 +128,7 @@ def _train(options: argparse.Namespace) -> int:
     if not summary.interrupted:
         return 0
     words = [word for word in options.words if word != "--resume"]
-    print(f"stopped after step {summary.step:,}; continue with: tierstore {shlex.join([*words, '--resume'])}")
+    print(f"stopped after step {summary.step:,}; continue with: {program()} {shlex.join([*words, '--resume'])}")
     return EXIT_INTERRUPTED
 
 

@@ -11,7 +11,7 @@ from .store import Store, open_store
 
 __all__ = ["describe_store", "verify_store"]
 
-_MAX_EXTRA_CHARACTERS = 2000
+_MAX_EXTRA_CHARACTERS = 200
 
 
 def describe_store(directory: str | Path) -> str:
@@ -24,7 +24,8 @@ def describe_store(directory: str | Path) -> str:
         tables = _describe_tables(store)
         tensors = store.tensors().values()
         extra = json.dumps(store.extra)
-        lines = [f"{store.directory}: version {store.version}, {len(store.tables)} tables", *tables]
+        version = f"version {store.version}" if store.version else "nothing committed yet"
+        lines = [f"{store.directory}: {version}, {len(store.tables)} tables", *tables]
     files = sorted(path for path in Path(directory).iterdir() if path.is_file())
     lines += ["files"]
     # Row files are sparse: what counts is what they take on the device.
@@ -68,6 +69,8 @@ def verify_store(directory: str | Path) -> str:
             bar.update(done - bar.n)
 
         report = store.verify(progress=show)
+        if not store.version:
+            return f"{store.directory}: nothing committed yet, so there are no rows to check; what is there is sound"
         return (
             f"{store.directory}: version {store.version} is sound: {report.rows:,} rows in {report.blocks:,} blocks "
             f"of {report.tables} tables, {format_size(report.bytes)}"

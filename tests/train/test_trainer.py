@@ -24,7 +24,7 @@ from tierstore.train.readers import CriteoReader
 from .runs import TEST_ROWS, TRAIN_ROWS, config_of
 
 STEPS = 2 * math.ceil(TRAIN_ROWS / 32)
-FITS_NOTHING = 400_000
+FITS_NOTHING = 404_000
 """Bytes: write staging and a few rows more than one batch."""
 
 
@@ -85,14 +85,14 @@ def test_the_seed_and_the_model_change_the_bits(unbroken):
 def stop_after(monkeypatch, step, stop):
     """Call ``stop`` in the middle of a run's n-th step."""
     steps = iter(range(1, 1_000_000))
-    real_step = trainer._step
+    real_step = trainer.train_step
 
     def stopping_step(*arguments):
         if next(steps) == step:
             stop()
         return real_step(*arguments)
 
-    monkeypatch.setattr(trainer, "_step", stopping_step)
+    monkeypatch.setattr(trainer, "train_step", stopping_step)
 
 
 OPTIMIZERS = [
@@ -152,6 +152,7 @@ def test_resuming_a_finished_run_evaluates_it_and_more_epochs_go_on(run, unbroke
     one = run(train__epochs=1)
     again = run(train__epochs=1, resume=True)
     assert (again.rows, again.seconds > 0, again.loss) == (0, True, None)
+    assert again.describe().startswith("trained  nothing: already complete (1 epoch); --epochs 2 goes on\n")
     assert (again.bits, again.test, again.version) == (one.bits, one.test, one.version)
     assert run(train__epochs=2, resume=True).bits == unbroken().bits
 
@@ -340,7 +341,7 @@ def test_a_command_that_is_stopped_or_killed_resumes_to_the_same_bits(folder, un
     if number == signal.SIGINT:
         assert process.returncode == 130, errors
         assert "stopping after this step" in errors
-        assert f"continue with: tierstore train {run_file} --resume" in output
+        assert f"-m tierstore train {run_file} --resume" in output
     else:
         assert process.returncode == -signal.SIGKILL
     resumed = train(config, resume=True, bits=True)

@@ -137,7 +137,11 @@ class TrainSection:
     epochs: int = _option(1, "times through the training rows")
     seed: int = _option(0, "of the first weights")
     prefetch_depth: int = _option(2, "batches whose rows are fetched ahead; 0: none")
-    commit_every: int = _option(1000, "steps between commits; 0: only at the end")
+    commit_every: int = _option(
+        1000,
+        "steps between commits; 0: only at the end. What is written back between commits is reclaimed only later, "
+        "so the file on disk can be a few times the data; more frequent commits cap it",
+    )
     torch_threads: int = _option(1, "threads of torch; another number may change the last bits of a result")
 
     def __post_init__(self) -> None:

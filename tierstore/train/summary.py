@@ -35,10 +35,12 @@ class Summary:
     """Whether Ctrl-C ended it early."""
     step: int
     """Steps since the run was begun, those of earlier processes included."""
+    epochs: int
+    """Whole times through the training rows since the run was begun."""
     rows: int
     """Rows trained on by this process."""
     seconds: float
-    """Time it took to train on them, commits included, evaluation not."""
+    """Time it took to train on them, commits included; evaluation and compiling kernels not."""
     samples_per_second: float
     loss: float | None
     """Mean of the last 100 steps."""
@@ -75,6 +77,9 @@ class Summary:
         """A few lines for people."""
         ddr, ssd = self.tiers.ddr, self.tiers.ssd
         lines = [f"trained  {self.rows:,} rows in {self.seconds:.1f} s: {self.samples_per_second:,.0f} samples/s"]
+        if not self.rows and not self.interrupted:
+            epochs = "1 epoch" if self.epochs == 1 else f"{self.epochs:,} epochs"
+            lines = [f"trained  nothing: already complete ({epochs}); --epochs {self.epochs + 1} goes on"]
         if self.loss is not None:
             lines[0] += f", loss {self.loss:.4f}"
         if self.test is not None:

@@ -42,7 +42,7 @@ class SyntheticData(NamedTuple):
     train_rows: int
     test_rows: int
     train_categories: int
-    """Distinct (column, category) pairs in the training rows: the rows of the tables that training touches."""
+    """Distinct (column, category) pairs in the training rows. Hashed into tables, some share a row."""
     best: Evaluation
     """Of the true probabilities, on the test rows."""
 

@@ -6,7 +6,6 @@ from collections.abc import Generator, Iterator
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import binary_cross_entropy_with_logits
 
 from ..io.prefetch import prefetch
 from .build import Run, build_run, open_data, open_run_store
@@ -16,7 +15,9 @@ from .interrupt import StopRequest
 from .metrics import Evaluation, Predictions
 from .progress import Progress
 from .readers import Batch, DataError, FeatureHasher, Reader
+from .steps import train_step
 from .summary import Summary, digest_bits, own_bytes, peak_rss_bytes
+from .warmup import warm_up
 
 __all__ = ["train"]
 
@@ -70,6 +71,7 @@ def train(config: RunConfig, *, resume: bool = False, bits: bool = False) -> Sum
                 f"{store.directory} holds a run already: continue it with --resume, or name another folder with --store"
             )
         require_resumable(store, config)
+        warm_up(config)
         run = build_run(config, store)
         outcome = _train_epochs(run, data, restore_run(run))
         tiers, end = store.stats(), own_bytes()
@@ -80,6 +82,7 @@ def train(config: RunConfig, *, resume: bool = False, bits: bool = False) -> Sum
             version=outcome.version,
             interrupted=outcome.interrupted,
             step=outcome.position.step,
+            epochs=outcome.position.epoch,
             rows=outcome.rows,
             seconds=outcome.seconds,
             samples_per_second=outcome.rows / outcome.seconds if outcome.seconds else 0.0,
@@ -137,7 +140,7 @@ def _epoch(run: Run, data: _Data, position: Position) -> Generator[tuple[Batch, 
     batches = data.batches(position.row, data.config.data.train_rows or None)
     with contextlib.closing(_prefetched(run, data, batches)) as ahead:
         for batch in ahead:
-            yield batch, _step(run, batch)
+            yield batch, train_step(run, batch)
 
 
 def _prefetched(run: Run, data: _Data, batches: Iterator[Batch]) -> Generator[Batch, None, None]:
@@ -145,15 +148,6 @@ def _prefetched(run: Run, data: _Data, batches: Iterator[Batch]) -> Generator[Ba
     return prefetch(
         batches, run.embeddings, depth=data.config.train.prefetch_depth, features=lambda batch: batch.sparse
     )
-
-
-def _step(run: Run, batch: Batch) -> float:
-    """One step; rows are updated inside backward. Returns the batch's mean loss."""
-    loss = binary_cross_entropy_with_logits(run.model(batch.dense, batch.sparse), batch.labels)
-    run.optimizer.zero_grad()
-    loss.backward()  # type: ignore[no-untyped-call]
-    run.optimizer.step()
-    return loss.item()
 
 
 @torch.no_grad()

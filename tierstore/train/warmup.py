@@ -1,0 +1,74 @@
+"""A training of a few steps in a temporary store, so that kernels are loaded or compiled before a run is measured."""
+
+import contextlib
+import dataclasses
+import tempfile
+from typing import Final
+
+from .._jit import JIT_ENABLED
+from ..errors import TierstoreError
+from ..io.prefetch import prefetch
+from .build import build_run, open_data, open_run_store
+from .checkpoint import Position, commit_run
+from .config import RunConfig
+from .steps import train_step
+
+__all__ = ["warm_up"]
+
+_STEPS: Final = 4
+_MAX_BATCH: Final = 64
+_MAX_TABLE_ROWS: Final = 2048
+_FIXED_BYTES: Final = 400 * 2**10
+"""Write staging, and a little more."""
+_CACHED_ROWS: Final = 256
+"""At float32 with two more values of optimizer state for each: few enough that some are evicted."""
+_warm: set[object] = set()
+
+
+def warm_up(config: RunConfig) -> None:
+    """Take the first steps of a run twice over in a store that is thrown away; once a process for each kind of run.
+
+    The small budget makes rows leave memory and come back. Changes torch's random state. What goes wrong here is
+    left for the run itself to meet and explain.
+    """
+    kind = (config.store.policy, config.data.format, config.data.path, config.embedding, config.optimizer, config.model)
+    if not JIT_ENABLED or kind in _warm:
+        return
+    _warm.add(kind)
+    with (
+        contextlib.suppress(OSError, ValueError, TierstoreError),
+        tempfile.TemporaryDirectory(prefix="tierstore-warm-up-", ignore_cleanup_errors=True) as folder,
+    ):
+        _take_steps(_small(config, folder))
+
+
+def _small(config: RunConfig, folder: str) -> RunConfig:
+    batch_size = min(config.train.batch_size, _MAX_BATCH)
+    ddr = _FIXED_BYTES + _CACHED_ROWS * (12 * config.embedding.dim + 64)
+    return dataclasses.replace(
+        config,
+        store=dataclasses.replace(config.store, path=folder, ddr=ddr),
+        embedding=dataclasses.replace(
+            config.embedding, num_embeddings=tuple(min(size, _MAX_TABLE_ROWS) for size in config.table_sizes)
+        ),
+        train=dataclasses.replace(config.train, batch_size=batch_size),
+    )
+
+
+def _take_steps(config: RunConfig) -> None:
+    reader, hasher = open_data(config)
+    limit = config.data.train_rows
+    stop_row = min(limit, _STEPS * config.train.batch_size) if limit else None
+    with open_run_store(config) as store:
+        run = build_run(config, store)
+        for epoch in range(2):
+            batches = reader.batches(hasher, batch_size=config.train.batch_size, stop_row=stop_row)
+            ahead = prefetch(
+                batches, run.embeddings, depth=config.train.prefetch_depth, features=lambda batch: batch.sparse
+            )
+            with contextlib.closing(ahead):
+                for step, batch in enumerate(ahead, start=1):
+                    train_step(run, batch)
+                    if step == _STEPS:
+                        break
+            commit_run(run, config, Position(epoch=epoch + 1))
