@@ -1,6 +1,6 @@
 """Kernels over rows in slots, compiled and as plain Python, against numpy."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -30,18 +30,34 @@ def test_unique_in_order(keys: list[int]) -> None:
     assert np.array_equal(unique[inverse], array)
 
 
-@given(bags=jagged)
-def test_group_positions(bags: list[list[int]]) -> None:
+class Grouped(NamedTuple):
+    """Bags of row numbers, as ``group_positions`` lays them out."""
+
+    flat: list[int]
+    numbers: list[int]
+    inverse: Any
+    starts: Any
+    order: Any
+    bag_of: Any
+
+
+def grouped(bags: list[list[int]]) -> Grouped:
     flat = [row for bag in bags for row in bag]
     numbers = list(dict.fromkeys(flat))
     inverse = np.array([numbers.index(row) for row in flat], np.int32)
     starts = np.empty(len(numbers) + 1, np.int64)
     order, bag_of = np.empty(len(flat), np.int32), np.empty(len(flat), np.int32)
     kernels.group_positions(inverse, len(numbers), starts_of(bags), starts, order, bag_of)
-    for number in range(len(numbers)):
-        group = order[starts[number] : starts[number + 1]].tolist()
-        assert group == [position for position, value in enumerate(inverse) if value == number]
-    assert bag_of.tolist() == [number for number, bag in enumerate(bags) for _ in bag]
+    return Grouped(flat, numbers, inverse, starts, order, bag_of)
+
+
+@given(bags=jagged)
+def test_group_positions(bags: list[list[int]]) -> None:
+    made = grouped(bags)
+    for number in range(len(made.numbers)):
+        group = made.order[made.starts[number] : made.starts[number + 1]].tolist()
+        assert group == [position for position, value in enumerate(made.inverse) if value == number]
+    assert made.bag_of.tolist() == [number for number, bag in enumerate(bags) for _ in bag]
 
 
 @pytest.mark.parametrize("cut", [0.0, 0.3, 1.0])
@@ -77,12 +93,7 @@ def test_pool_rows_in_one_part_or_two(mode: int, cut: float, bags: list[list[int
 @given(bags=jagged)
 def test_merge_and_update_is_independent_of_the_split(bags: list[list[int]]) -> None:
     """SGD with rate 1 subtracts the merged gradient: summed over positions, in order, in float32."""
-    flat = [row for bag in bags for row in bag]
-    numbers = list(dict.fromkeys(flat))
-    inverse = np.array([numbers.index(row) for row in flat], np.int32)
-    starts = np.empty(len(numbers) + 1, np.int64)
-    order, bag_of = np.empty(len(flat), np.int32), np.empty(len(flat), np.int32)
-    kernels.group_positions(inverse, len(numbers), starts_of(bags), starts, order, bag_of)
+    flat, numbers, _, starts, order, bag_of = grouped(bags)
     rng = np.random.default_rng(len(flat))
     gradient = rng.standard_normal((len(bags), 3)).astype(np.float32)
     scale = rng.random(len(flat)).astype(np.float32)
