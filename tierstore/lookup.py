@@ -97,8 +97,9 @@ class Lookup:
     def stage(self) -> None:
         """Bring the rows in and keep them pinned until they are used, as far as the pool has room to keep them."""
         if len(self._keys):
-            lease = self._pool.acquire(self._keys)
-            if not self._keep(lease):
+            pool = self._pool
+            lease = pool.acquire(self._keys)
+            if not self._keep(pool, lease):
                 lease.release()
 
     def release(self) -> None:
@@ -107,17 +108,18 @@ class Lookup:
             self._lease.release()
             self._lease = None
 
-    def _keep(self, lease: Lease) -> bool:
-        if lease.consumed < len(self._keys) or not self._pool.hold(lease):
+    def _keep(self, pool: Pool, lease: Lease) -> bool:
+        if lease.consumed < len(self._keys) or not pool.hold(lease):
             return False
         self._lease = lease
         return True
 
-    def _leases(self, keys: Any) -> Iterator[tuple[int, Lease]]:
+    def _leases(self, pool: Pool, keys: Any) -> Iterator[tuple[int, Lease]]:
+        """Slots are numbers of this very pool: whoever uses a lease reads the arenas of the pool it is of."""
         if self._lease is not None:
             yield 0, self._lease
         else:
-            yield from self._pool.leases(keys)
+            yield from pool.leases(keys)
 
     @shielded
     def forward(self, out: Any, *, keep: bool) -> None:
@@ -126,19 +128,19 @@ class Lookup:
         Args:
             keep: a backward is to come: remember arg-maxima, and keep the rows pinned if there is room.
         """
+        pool = self._pool
         if self._mode == kernels.MAX:
-            self._arg_max = np.full((len(self._sample_of), self._pool.layout.dim), -1, np.int32)
-        self._tables[0].store.require_open()
-        for first, lease in self._leases(self._keys):
-            with self._pool.rows_lock:
-                self._pool_part(first, lease, out)
+            self._arg_max = np.full((len(self._sample_of), pool.layout.dim), -1, np.int32)
+        for first, lease in self._leases(pool, self._keys):
+            with pool.rows_lock:
+                self._pool_part(pool, first, lease, out)
             if keep and not lease.held:
-                self._keep(lease)
+                self._keep(pool, lease)
         if not keep:
             self.release()
 
-    def _pool_part(self, first: int, lease: Lease, out: Any) -> None:
-        pool, last = self._pool, first + lease.consumed
+    def _pool_part(self, pool: Pool, first: int, lease: Lease, out: Any) -> None:
+        last = first + lease.consumed
         inverse, slots = lease.inverse, lease.slots
 
         def work(begin: int, end: int) -> None:
@@ -152,10 +154,9 @@ class Lookup:
     @shielded
     def scale_gradient(self, grad_out: Any, grad_scale: Any) -> None:
         """Gradient of the per-sample weights into ``grad_scale`` (float32 [N of jagged]); before ``update``."""
-        self._tables[0].store.require_open()
         own = np.zeros(len(self._keys), np.float32)
         pool = self._pool
-        for first, lease in self._leases(self._keys):
+        for first, lease in self._leases(pool, self._keys):
             with pool.rows_lock:
                 kernels.dot_rows(
                     0, len(self._sample_of), first, first + lease.consumed, self._bag_starts, lease.inverse,
@@ -177,29 +178,27 @@ class Lookup:
         Args:
             grad_out: float32 [batch, columns], C-contiguous.
         """
-        self._tables[0].store.require_open()
+        pool = self._pool
         hyper = np.zeros((len(self._tables), NUM_HYPER), np.float32)
         for row, table in enumerate(self._tables):
             hyper[row] = table.next_hyper()
         if not len(self._keys):
             return
-        inverse, unique_keys = self._unique()
+        inverse, unique_keys = self._unique(pool)
         groups = _Groups(inverse, len(unique_keys), self._bag_starts)
         ordinal = {table.index: row for row, table in enumerate(self._tables)}
         indices, places = np.unique(unique_keys >> KEY_ROW_BITS, return_inverse=True)
         table_of = np.array([ordinal[int(index)] for index in indices], np.int32)[places]
         codes = np.array([table.config.optimizer.code for table in self._tables], np.int64)
-        if self._lease is None:
-            for first, lease in self._pool.leases(unique_keys):
-                self._update_part(first, lease.slots, groups, table_of, codes, hyper, grad_out)
-        else:
-            self._update_part(0, self._lease.slots, groups, table_of, codes, hyper, grad_out)
-            self.release()
+        scale = self._backward_scale()
+        for first, lease in self._leases(pool, unique_keys):
+            self._update_part(pool, first, lease.slots, groups, scale, table_of, codes, hyper, grad_out)
+        self.release()
 
-    def _unique(self) -> tuple[Any, Any]:
+    def _unique(self, pool: Pool) -> tuple[Any, Any]:
         """(inverse, unique keys in order of first use)."""
         if self._lease is not None:
-            return self._lease.inverse, self._pool.cache.keys_of(self._lease.slots)
+            return self._lease.inverse, pool.cache.keys_of(self._lease.slots)
         unique_keys = np.empty_like(self._keys)
         inverse = np.empty(len(self._keys), np.int32)
         scratch = np.full(1 << (2 * len(self._keys) - 1).bit_length(), -1, np.int32)
@@ -213,10 +212,9 @@ class Lookup:
         return np.repeat((np.float32(1) / np.maximum(counts, 1).astype(np.float32)), counts)
 
     def _update_part(
-        self, first: int, slots: Any, groups: "_Groups", table_of: Any, codes: Any, hyper: Any, grad_out: Any
-    ) -> None:
-        pool, scale = self._pool, self._backward_scale()
-
+        self, pool: Pool, first: int, slots: Any, groups: "_Groups", scale: Any, table_of: Any, codes: Any,
+        hyper: Any, grad_out: Any,
+    ) -> None:  # fmt: skip
         def work(begin: int, end: int) -> None:
             merge_and_update(
                 first + begin, first + end, slots, first, groups.starts, groups.order, groups.bag_of, scale,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .config import TableConfig
+from .durable import sync_directory
 from .errors import ChecksumError, FormatError, StoreNotFoundError, TruncatedError
 from .rows import MAX_TABLES
 
@@ -55,12 +56,12 @@ class Manifest:
         with contextlib.suppress(FileExistsError):
             os.link(partial, directory / MANIFEST_NAME)
         partial.unlink()
-        _sync_directory(directory)
+        sync_directory(directory)
 
     def write(self, directory: Path) -> None:
         """Replace the manifest in ``directory``; after a crash there is the old one or the new one."""
         os.replace(self._write_partial(directory), directory / MANIFEST_NAME)
-        _sync_directory(directory)
+        sync_directory(directory)
 
     def _write_partial(self, directory: Path) -> Path:
         """The manifest under a name of this process's own, synced."""
@@ -124,14 +125,6 @@ class Manifest:
             return manifest
         except (ValueError, KeyError, TypeError) as error:
             raise FormatError(f"{path} describes a table that this release does not know: {error}") from error
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _digest(body: Any) -> str:

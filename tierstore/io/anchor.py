@@ -29,6 +29,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
+from ..durable import sync_directory
 from ..errors import ChecksumError, DamagedError, FormatError, TierstoreError
 from .btree import META_READ_BYTES, Meta, parse_meta
 from .checksum import bytes_checksum
@@ -199,11 +200,7 @@ def save_anchor(path: Path, store_id: bytes, page_bytes: int, metas: tuple[bytes
     finally:
         os.close(descriptor)
     if is_new:
-        directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        sync_directory(path.parent)
 
 
 def recover(path: Path, store_id: bytes) -> None:

@@ -9,6 +9,7 @@ from typing import Final
 import lmdb
 import numpy as np
 
+from ..durable import sync_directory
 from ..errors import DamagedError, DiskFullError, FormatError, StoreLockedError, TierstoreError, TruncatedError
 from .anchor import stamp_rows_file
 from .btree import META_READ_BYTES, NO_ROOT, Meta, WalkStatus, check_tree, new_entries, parse_meta, walk
@@ -159,11 +160,7 @@ def create_rows_file(path: Path, records: dict[bytes, bytes], store_id: bytes) -
     stamp_rows_file(draft, store_id, page_bytes)
     os.rename(draft, path)
     draft_lock.unlink(missing_ok=True)
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_directory(path.parent)
 
 
 def check_rows_file(path: Path) -> Meta:

@@ -283,9 +283,13 @@ class LmdbColdTier:
 
     def _replace_snapshot(self, snapshot: Snapshot) -> None:
         with self._lock:
-            old, self._current = self._snapshot, snapshot
-            if old.leases == 0:
-                old.close()
+            self._exchange(snapshot)
+
+    def _exchange(self, snapshot: Snapshot) -> None:
+        """Make the snapshot current; its predecessor ends with its last lease. The caller holds ``_lock``."""
+        old, self._current = self._snapshot, snapshot
+        if old.leases == 0:
+            old.close()
 
     @property
     def _epoch_limit(self) -> int:
@@ -341,9 +345,7 @@ class LmdbColdTier:
             with self._lock:
                 self._directory, self._record = directory, record
                 self._directory_built = True
-                old, self._current = self._snapshot, snapshot
-                if old.leases == 0:
-                    old.close()
+                self._exchange(snapshot)
             return record.version
 
     # -- tables

@@ -28,8 +28,8 @@ class TieredEmbeddingBagCollection(nn.Module):
     """Pools every feature of a set of tables; called as TorchRec's ``EmbeddingBagCollection`` is.
 
     The rows are no torch parameters: each table's optimizer runs inside backward, ``Store.commit`` makes the result
-    durable, and ``state_dict()`` does not hold them. Features that share a table are
-    merged before the update, in order of the tables' ``feature_names``.
+    durable, and ``state_dict()`` does not hold them. Features that share a table are merged before the update, in order
+    of the tables' ``feature_names``.
 
     Args:
         store: an open store.
@@ -49,6 +49,7 @@ class TieredEmbeddingBagCollection(nn.Module):
                 self._features[name] = _Feature(name, table, column)
                 column += table.layout.dim
         self._columns = column
+        self._groups = self._group_features()
         self._dims = [feature.table.layout.dim for feature in self._features.values()]
         self._anchor = torch.empty(0, requires_grad=True)
         self._prepared = PreparedLookups()
@@ -110,10 +111,10 @@ class TieredEmbeddingBagCollection(nn.Module):
             raise ValueError(f"{len(offsets) - 1} bags cannot be divided among {len(keys)} features")
         scale_array = None if scale is None else check_scale(scale, len(ids), "sum", "weights")
         jagged = Jagged(ids, offsets, batch, scale_array)
-        lookups = [self._lookup(group, jagged, place) for group in self._groups()]
+        lookups = [self._lookup(group, jagged, place) for group in self._groups]
         return Prepared(lookups, batch, scale, _sources(features))
 
-    def _groups(self) -> list[list[_Feature]]:
+    def _group_features(self) -> list[list[_Feature]]:
         """Features that one lookup can serve: same layout, same pooling; those of one table are neighbours."""
         groups: dict[Any, list[_Feature]] = {}
         for feature in self._features.values():
