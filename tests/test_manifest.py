@@ -1,14 +1,18 @@
 """The manifest and the payload of a version: damage is told from absence, and named."""
 
+import errno
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import tierstore
 from tierstore import errors, optim
-from tierstore.manifest import MANIFEST_NAME, Manifest
+from tierstore.manifest import MANIFEST_NAME, Manifest, _digest
 from tierstore.version import TableState, pack, unpack
 
 CONFIG = tierstore.TableConfig(
@@ -65,8 +69,6 @@ def test_a_newer_format(path: Path) -> None:
     newer.write(path.parent)
     envelope = json.loads(path.read_text())
     envelope["body"]["format_version"] = 99
-    from tierstore.manifest import _digest
-
     envelope["sha256"] = _digest(envelope["body"])
     path.write_text(json.dumps(envelope))
     with pytest.raises(errors.FormatError, match="format version 99; this release reads version 1"):
@@ -78,6 +80,108 @@ def test_other_json(path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(errors.DamagedError):
         tierstore.open(path.parent, mode="r")
+
+
+def forge(path: Path, **fields: Any) -> None:
+    """Change the body and make the checksum right, as whoever means harm can."""
+    body = json.loads(path.read_text())["body"] | fields
+    path.write_text(json.dumps({"body": body, "sha256": _digest(body)}))
+
+
+TABLE = CONFIG.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"store_id": "../../etc/passwd"}, "store_id='../../etc/passwd' is not 16 bytes in hex"),
+        ({"store_id": 7}, "store_id=7"),
+        ({"page_bytes": 0}, "page_bytes=0 is no page size"),
+        ({"page_bytes": 2**62}, "page_bytes=4611686018427387904 is no page size"),
+        ({"page_bytes": float("inf")}, "page_bytes=inf"),
+        ({"has_rows": "yes"}, "has_rows='yes'"),
+        ({"tables": {}}, "tables must be a list"),
+        ({"tables": [7]}, "not iterable"),
+        ({"tables": [{}]}, "no 'feature_names'"),
+        ({"tables": [TABLE, TABLE]}, "two tables have one name"),
+        ({"tables": [{**TABLE, "name": ["x"]}]}, "name="),
+        ({"tables": [{**TABLE, "feature_names": "ab"}]}, "feature_names must be a list"),
+        ({"tables": [{**TABLE, "feature_names": [["a"]]}]}, "must be distinct strings"),
+        ({"tables": [{**TABLE, "num_embeddings": 2**40 + 1}]}, "num_embeddings=1099511627777 must be in"),
+        ({"tables": [{**TABLE, "num_embeddings": 1e3}]}, "num_embeddings must be an int"),
+        ({"tables": [{**TABLE, "embedding_dim": 1 << 20}]}, "Split the table by columns"),
+        ({"tables": [{**TABLE, "init": {"kind": "uniform", "low": 10**400}}]}, "too large to convert"),
+        ({"tables": [{**TABLE, "init": {"kind": "eval"}}]}, "initializer kind 'eval'"),
+        ({"tables": [{**TABLE, "optimizer": {"kind": "sgd", "lr": "x"}}]}, "must be real number"),
+        ({"tables": [{**TABLE, "more": 1}]}, "more"),
+        ({"format_version": "9" * 10**6}, "format version '999"),
+    ],
+)
+def test_a_forged_manifest_is_refused_in_few_words(path: Path, fields: dict[str, Any], message: str) -> None:
+    forge(path, **fields)
+    with pytest.raises(errors.FormatError, match=message) as raised:
+        tierstore.open(path.parent, mode="r")
+    assert str(path) in str(raised.value)
+    assert len(str(raised.value)) < 1000
+
+
+def test_a_manifest_nested_as_deep_as_the_parser_goes(path: Path) -> None:
+    for depth in (300, 900, 990, 2000):
+        nested = "[" * depth + "]" * depth
+        path.write_text(f'{{"body": {{"format_version": 1, "tables": {nested}}}, "sha256": "x"}}')
+        with pytest.raises(errors.DamagedError, match="restore it from a copy"):
+            Manifest.read(path.parent)
+
+
+def test_many_tables_are_read_in_one_pass(store_dir: Path) -> None:
+    """Twenty thousand tables: what compares each name with all others would take minutes."""
+    store_dir.mkdir()
+    tables = tuple(replace(CONFIG, name=f"t{i}") for i in range(20_000))
+    Manifest(store_id="0" * 32, page_bytes=4096, tables=tables).write(store_dir)
+    assert Manifest.read(store_dir).tables == tables
+    more = Manifest(store_id="0" * 32, page_bytes=4096, tables=tables * 3)
+    with pytest.raises(errors.TableError, match="60000 tables take a manifest of"):
+        more.write(store_dir)
+    assert Manifest.read(store_dir).tables == tables
+    assert [file.name for file in store_dir.iterdir()] == [MANIFEST_NAME]
+
+
+def test_a_manifest_is_not_written_through_a_link(path: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.write_text("mine")
+    (path.parent / f"{MANIFEST_NAME}.{os.getpid()}.partial").symlink_to(outside)
+    manifest = Manifest.read(path.parent)
+    manifest.write(path.parent)
+    assert outside.read_text() == "mine"
+    assert Manifest.read(path.parent) == manifest
+    assert not list(path.parent.glob("*.partial"))
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "message"),
+    [
+        (errno.ENOSPC, errors.DiskFullError, "no room left"),
+        (errno.EDQUOT, errors.DiskFullError, "no room left"),
+        (errno.EROFS, errors.ReadOnlyError, 'read-only; open the store with mode="r"'),
+        (errno.EMFILE, errors.TierstoreError, "raise `ulimit -n`"),
+        (errno.EACCES, errors.TierstoreError, "lacks the permission"),
+        (errno.EIO, errors.TierstoreError, "Input/output error"),
+    ],
+)
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_refused_write_leaves_the_old_manifest(
+    path: Path, monkeypatch: pytest.MonkeyPatch, code: int, error: type[Exception], message: str, call: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    before = path.read_bytes()
+    manifest = Manifest.read(path.parent).with_table(replace(CONFIG, name="another"))
+    monkeypatch.setattr(os, call, refuse)
+    with pytest.raises(error, match=rf"manifest\.json: .*{message}"):
+        manifest.write(path.parent)
+    assert path.read_bytes() == before
+    assert not list(path.parent.glob("*.partial"))
 
 
 @pytest.mark.parametrize("mode", ["r", "w"])

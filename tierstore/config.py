@@ -5,6 +5,7 @@ from typing import Any, Final, Literal, get_args
 
 from . import init as initializers
 from . import optim
+from .excerpt import excerpt
 from .rows import MAX_ROWS, DtypeName, RowLayout
 
 __all__ = ["Pooling", "TableConfig", "require_choice", "require_int"]
@@ -16,7 +17,7 @@ _MAX_NAME: Final = 200
 def require_choice(value: object, choices: tuple[str, ...], name: str) -> None:
     """ValueError unless ``value`` is one of ``choices``."""
     if value not in choices:
-        raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}")
+        raise ValueError(f"{name}={excerpt(value)} is not one of {', '.join(choices)}")
 
 
 def require_int(value: object, name: str, low: int, high: int) -> None:
@@ -24,7 +25,7 @@ def require_int(value: object, name: str, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, not {type(value).__name__}")
     if not low <= value <= high:
-        raise ValueError(f"{name}={value} must be in [{low}, {high}]")
+        raise ValueError(f"{name}={excerpt(value)} must be in [{low}, {high}]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,16 +55,16 @@ class TableConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not 0 < len(self.name) <= _MAX_NAME:
-            raise ValueError(f"name={self.name!r} must be a str of 1 to {_MAX_NAME} characters")
+            raise ValueError(f"name={excerpt(self.name)} must be a str of 1 to {_MAX_NAME} characters")
         require_int(self.num_embeddings, "num_embeddings", 1, MAX_ROWS)
         require_int(self.embedding_dim, "embedding_dim", 1, 1 << 20)
         require_choice(self.dtype, get_args(DtypeName), "dtype")
         require_choice(self.pooling, get_args(Pooling), "pooling")
         if isinstance(self.feature_names, str):
-            raise TypeError(f"feature_names must be a tuple of names, not the str {self.feature_names!r}")
+            raise TypeError(f"feature_names must be a tuple of names, not the str {excerpt(self.feature_names)}")
         names = tuple(self.feature_names) or (self.name,)
-        if len(set(names)) != len(names) or not all(isinstance(name, str) for name in names):
-            raise ValueError(f"feature_names={names!r} must be distinct strings")
+        if not all(isinstance(name, str) for name in names) or len(set(names)) != len(names):
+            raise ValueError(f"feature_names={excerpt(names)} must be distinct strings")
         object.__setattr__(self, "feature_names", names)
         if not isinstance(self.init, initializers.Initializer):
             raise TypeError(f"init must be a tierstore.init.Initializer, not {type(self.init).__name__}")
@@ -98,11 +99,14 @@ class TableConfig:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "TableConfig":
-        """Inverse of ``to_dict``. ValueError or TypeError for anything it did not write."""
+        """Inverse of ``to_dict``. ValueError, TypeError, KeyError or OverflowError for anything it did not write."""
         rest = dict(fields)
+        names = rest.pop("feature_names")
+        if not isinstance(names, list):
+            raise TypeError(f"feature_names must be a list of names, not {excerpt(names)}")
         return cls(
             init=initializers.from_dict(rest.pop("init")),
             optimizer=optim.from_dict(rest.pop("optimizer")),
-            feature_names=tuple(rest.pop("feature_names")),
+            feature_names=tuple(names),
             **rest,
         )

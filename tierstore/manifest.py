@@ -4,21 +4,30 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from .config import TableConfig
 from .durable import sync_directory
-from .errors import ChecksumError, FormatError, StoreNotFoundError, TruncatedError
+from .errors import ChecksumError, FormatError, StoreNotFoundError, TableError
+from .excerpt import excerpt
+from .oserrors import translate_os_error
+from .plainfile import read_plain_file
 from .rows import MAX_TABLES
 
 __all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "Manifest"]
 
 FORMAT_VERSION: Final = 1
 MANIFEST_NAME: Final = "manifest.json"
-_MAX_BYTES: Final = 64 * 2**20
+_MAX_BYTES: Final = 16 * 2**20
+"""Some 30,000 tables. Read as JSON, a hostile file of this size takes 20 times as much memory."""
+_MAX_REASON: Final = 400
+_PAGE_BYTES: Final = frozenset(2**n for n in range(9, 17))
+_STORE_ID: Final = re.compile("[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,20 +60,46 @@ class Manifest:
         return replace(self, tables=(*self.tables, config))
 
     def create(self, directory: Path) -> None:
-        """Write the first manifest, unless another process was faster: then that one stands."""
-        partial = self._write_partial(directory)
-        with contextlib.suppress(FileExistsError):
-            os.link(partial, directory / MANIFEST_NAME)
-        partial.unlink()
-        sync_directory(directory)
+        """Write the first manifest, unless another process was faster: then that one stands.
+
+        Raises:
+            TierstoreError: as for ``write``.
+        """
+        with _naming(directory / MANIFEST_NAME), self._partial(directory) as partial:
+            with contextlib.suppress(FileExistsError):
+                os.link(partial, directory / MANIFEST_NAME)
+            partial.unlink()
+            sync_directory(directory)
 
     def write(self, directory: Path) -> None:
-        """Replace the manifest in ``directory``; after a crash there is the old one or the new one."""
-        os.replace(self._write_partial(directory), directory / MANIFEST_NAME)
-        sync_directory(directory)
+        """Replace the manifest in ``directory``; after a crash there is the old one or the new one.
 
-    def _write_partial(self, directory: Path) -> Path:
-        """The manifest under a name of this process's own, synced."""
+        Raises:
+            TableError: there are more tables than a manifest can hold.
+            DiskFullError, ReadOnlyError, TierstoreError: the system refused; the old one stands.
+        """
+        with _naming(directory / MANIFEST_NAME), self._partial(directory) as partial:
+            os.replace(partial, directory / MANIFEST_NAME)
+            sync_directory(directory)
+
+    @contextlib.contextmanager
+    def _partial(self, directory: Path) -> Iterator[Path]:
+        """The manifest under a name of this process's own, synced; removed if what follows fails."""
+        text = self._text()
+        partial = directory / f"{MANIFEST_NAME}.{os.getpid()}.partial"
+        partial.unlink(missing_ok=True)
+        try:
+            # A new file only: a link under this name would lead out of the directory.
+            with open(partial, "x", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            yield partial
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+
+    def _text(self) -> str:
         body = {
             "format_version": FORMAT_VERSION,
             "store_id": self.store_id,
@@ -73,12 +108,12 @@ class Manifest:
             "tables": [config.to_dict() for config in self.tables],
         }
         text = json.dumps({"body": body, "sha256": _digest(body)}, indent=1) + "\n"
-        partial = directory / f"{MANIFEST_NAME}.{os.getpid()}.partial"
-        with open(partial, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        return partial
+        if len(text) > _MAX_BYTES:
+            raise TableError(
+                f"{len(self.tables)} tables take a manifest of {len(text)} bytes; it holds at most {_MAX_BYTES}. "
+                "Make fewer tables, with shorter names"
+            )
+        return text
 
     @classmethod
     def read(cls, directory: Path) -> "Manifest":
@@ -86,18 +121,15 @@ class Manifest:
 
         Raises:
             StoreNotFoundError: there is none.
-            TruncatedError, ChecksumError, FormatError: it is damaged, or of another version.
+            TruncatedError, ChecksumError, FormatError: it is damaged, of another version, or no plain file.
+            TierstoreError: it cannot be read.
         """
         path = directory / MANIFEST_NAME
         try:
-            size = path.stat().st_size
-        except (FileNotFoundError, NotADirectoryError):
+            text = read_plain_file(path, _MAX_BYTES)
+        except FileNotFoundError:
             raise StoreNotFoundError(f'no store at {directory}: {path} does not exist; mode="w" creates one') from None
-        if size == 0:
-            raise TruncatedError(f"{path} is empty; restore it from a copy of the store")
-        if size > _MAX_BYTES:
-            raise FormatError(f"{path} has {size} bytes, which no manifest has; restore it from a copy of the store")
-        return cls._parse(path, path.read_bytes())
+        return cls._parse(path, text)
 
     @classmethod
     def _parse(cls, path: Path, text: bytes) -> "Manifest":
@@ -105,26 +137,57 @@ class Manifest:
             envelope = json.loads(text)
             body, digest = envelope["body"], envelope["sha256"]
             version = body["format_version"]
+            intact = digest == _digest(body)
         except (ValueError, KeyError, TypeError, RecursionError):
             raise ChecksumError(f"{path} is not a complete manifest; restore it from a copy of the store") from None
-        if digest != _digest(body):
+        if not intact:
             raise ChecksumError(f"{path} does not match its checksum; restore it from a copy of the store")
         if version != FORMAT_VERSION:
             raise FormatError(
-                f"{path} is of format version {version}; this release reads version {FORMAT_VERSION}. "
+                f"{path} is of format version {excerpt(version)}; this release reads version {FORMAT_VERSION}. "
                 "Open it with the release that wrote it"
             )
         try:
-            manifest = cls(
-                store_id=str(body["store_id"]),
-                page_bytes=int(body["page_bytes"]),
-                has_rows=bool(body["has_rows"]),
-            )
-            for fields in body["tables"]:
-                manifest = manifest.with_table(TableConfig.from_dict(fields))
-            return manifest
-        except (ValueError, KeyError, TypeError) as error:
-            raise FormatError(f"{path} describes a table that this release does not know: {error}") from error
+            return cls._from_body(body)
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+            raise FormatError(
+                f"{path} describes what this release does not know: {_reason(error)}. "
+                "Open it with the release that wrote it, or restore it from a copy of the store"
+            ) from error
+
+    @classmethod
+    def _from_body(cls, body: dict[str, Any]) -> "Manifest":
+        """ValueError, TypeError, KeyError or OverflowError for anything that ``_text`` did not write."""
+        page_bytes, store_id, has_rows = body["page_bytes"], body["store_id"], body["has_rows"]
+        if type(page_bytes) is not int or page_bytes not in _PAGE_BYTES:
+            raise ValueError(f"page_bytes={excerpt(page_bytes)} is no page size")
+        if not isinstance(store_id, str) or not _STORE_ID.fullmatch(store_id):
+            raise ValueError(f"store_id={excerpt(store_id)} is not 16 bytes in hex")
+        if not isinstance(has_rows, bool):
+            raise TypeError(f"has_rows={excerpt(has_rows)} is not true or false")
+        if not isinstance(body["tables"], list) or len(body["tables"]) > MAX_TABLES:
+            raise ValueError(f"tables must be a list of at most {MAX_TABLES}")
+        tables = tuple(TableConfig.from_dict(fields) for fields in body["tables"])
+        if len({table.name for table in tables}) < len(tables):
+            raise ValueError("two tables have one name")
+        for layout in {table.layout(page_bytes) for table in tables}:
+            _ = layout.pages_per_block  # ValueError for rows too wide
+        return cls(store_id=store_id, page_bytes=page_bytes, has_rows=has_rows, tables=tables)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Turn the system's errors into ones that name the manifest and the way out."""
+    try:
+        yield
+    except OSError as error:
+        raise translate_os_error(error, path) from error
+
+
+def _reason(error: Exception) -> str:
+    """What the error says, in bounded length: it may quote what the file holds."""
+    text = f"no {excerpt(error.args[0])}" if isinstance(error, KeyError) else str(error)
+    return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]}..."
 
 
 def _digest(body: Any) -> str:
