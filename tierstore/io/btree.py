@@ -19,14 +19,21 @@ from .._jit import inline, kernel
 from .mapped import queue_read
 
 __all__ = [
+    "MAX_DEPTH",
+    "MAX_PAGES",
     "META_KEY",
     "META_READ_BYTES",
     "NO_ROOT",
     "Entries",
     "Meta",
+    "TreeTotals",
     "WalkStatus",
-    "check_tree",
+    "child_of",
+    "count_keys",
+    "half",
+    "key_word",
     "new_entries",
+    "number",
     "parse_meta",
     "seek_each",
     "walk",
@@ -42,6 +49,8 @@ NO_ROOT: Final = (1 << 64) - 1
 META_KEY: Final = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
 """First key word of a record that is not a block; sorts after all blocks."""
 META_READ_BYTES: Final = 152
+MAX_PAGES: Final = 1 << 32
+"""Page numbers of blocks are held in 32 bits."""
 
 _KEY_BYTES: Final = 16
 _HEADER_BYTES: Final = 16
@@ -51,7 +60,10 @@ _META: Final = 0x08
 _TRANSIENT: Final = 0xC010
 """P_DIRTY, P_LOOSE, P_KEEP: of use to LMDB in memory only."""
 _BIG_DATA: Final = 0x01
-_MAX_DEPTH: Final = 32
+_INTEGER_KEYS: Final = 0x08
+_ENVIRONMENT_FLAGS: Final = 0x4000
+"""MDB_NOSUBDIR, which LMDB keeps among the flags of its tree of free pages."""
+MAX_DEPTH: Final = 32
 
 
 class WalkStatus(IntEnum):
@@ -62,6 +74,20 @@ class WalkStatus(IntEnum):
     BAD_PAGE = 3
     BAD_NODE = 4
     BAD_ORDER = 5
+    USED_TWICE = 6
+    """A page is part of two things, or of one and free."""
+    BAD_FREE_LIST = 7
+    BAD_TOTALS = 8
+    """The meta page counts other pages or entries than there are."""
+
+
+class TreeTotals(NamedTuple):
+    """What LMDB counts of a tree."""
+
+    branch_pages: int
+    leaf_pages: int
+    overflow_pages: int
+    entries: int
 
 
 class Meta(NamedTuple):
@@ -75,6 +101,8 @@ class Meta(NamedTuple):
     main_entries: int
     free_root: int
     free_depth: int
+    main: TreeTotals
+    free: TreeTotals
 
 
 def parse_meta(page: bytes) -> Meta | str:
@@ -87,14 +115,22 @@ def parse_meta(page: bytes) -> Meta | str:
         return f"its LMDB data version is {version}, not {DATA_VERSION}"
     if not flags & _META:
         return "a meta page is damaged"
-    page_bytes, _, free_depth, _, _, _, _, free_root = struct.unpack_from("<IHHQQQQQ", page, 40)
-    _, _, main_depth, _, _, _, main_entries, main_root = struct.unpack_from("<IHHQQQQQ", page, 88)
+    page_bytes, free_flags, free_depth, *free, free_root = struct.unpack_from("<IHHQQQQQ", page, 40)
+    main_pad, main_flags, main_depth, *main, main_root = struct.unpack_from("<IHHQQQQQ", page, 88)
     last_page, txn_id = struct.unpack_from("<QQ", page, 136)
     if page_bytes < 512 or page_bytes > 65536 or page_bytes & (page_bytes - 1):
         return f"a meta page is damaged (page size {page_bytes})"
-    if max(main_depth, free_depth) > _MAX_DEPTH:
-        return "a meta page is damaged (tree depth)"
-    return Meta(page_bytes, last_page, txn_id, main_root, main_depth, main_entries, free_root, free_depth)
+    if main_flags or main_pad or free_flags & ~_ENVIRONMENT_FLAGS != _INTEGER_KEYS:
+        return "a meta page is damaged (flags)"
+    for depth, root in ((main_depth, main_root), (free_depth, free_root)):
+        if depth > MAX_DEPTH or (depth == 0) != (root == NO_ROOT):
+            return "a meta page is damaged (tree depth)"
+        if root != NO_ROOT and root > last_page:
+            return "a meta page is damaged (root)"
+    if last_page >= MAX_PAGES:
+        return f"a meta page is damaged ({last_page + 1} pages)"
+    totals = TreeTotals(*main), TreeTotals(*free)
+    return Meta(page_bytes, last_page, txn_id, main_root, main_depth, main[3], free_root, free_depth, *totals)
 
 
 class Entries(NamedTuple):
@@ -118,12 +154,13 @@ def new_entries(capacity: int) -> Entries:
 
 
 @inline
-def _half(halves: Halves, at: int) -> int:
+def half(halves: Halves, at: int) -> int:
     return np.int64(halves[at])  # type: ignore[return-value]
 
 
 @inline
-def _key_word(halves: Halves, at: int) -> np.uint64:
+def key_word(halves: Halves, at: int) -> np.uint64:
+    """A big-endian 64-bit number."""
     word = np.uint64(0)
     for i in range(4):
         half = np.uint64(halves[at + i])
@@ -133,23 +170,23 @@ def _key_word(halves: Halves, at: int) -> np.uint64:
 
 
 @inline
-def _number(halves: Halves, at: int) -> int:
-    """A 64-bit page number; -1 if it is beyond any file."""
+def number(halves: Halves, at: int) -> int:
+    """A native 64-bit page number; -1 if it is beyond any file."""
     if halves[at + 3] != 0:
         return -1
-    return _half(halves, at) | (_half(halves, at + 1) << 16) | (_half(halves, at + 2) << 32)
+    return half(halves, at) | (half(halves, at + 1) << 16) | (half(halves, at + 2) << 32)
 
 
 @inline
-def _count_keys(halves: Halves, page_halves: int, limit: int, page: int, flags: int) -> int:
+def count_keys(halves: Halves, page_halves: int, limit: int, page: int, flags: int) -> int:
     """Number of nodes of a page that looks as it should; else minus the WalkStatus."""
     if page < 2 or page >= limit:
         return -2
     at = page * page_halves
-    if _number(halves, at) != page or (_half(halves, at + 5) & ~_TRANSIENT) != flags:
+    if number(halves, at) != page or (half(halves, at + 5) & ~_TRANSIENT) != flags:
         return -3
-    lower = _half(halves, at + 6)
-    upper = _half(halves, at + 7)
+    lower = half(halves, at + 6)
+    upper = half(halves, at + 7)
     if lower <= _HEADER_BYTES or lower & 1 or upper < lower or upper > page_halves * 2:
         return -3
     return (lower - _HEADER_BYTES) >> 1
@@ -159,16 +196,16 @@ def _count_keys(halves: Halves, page_halves: int, limit: int, page: int, flags: 
 def _node(halves: Halves, page_halves: int, page: int, index: int, leaf: bool) -> int:
     """Position of a node's first half-word, or -1 if it is not a node of 16-byte keys inside its page."""
     at = page * page_halves
-    offset = _half(halves, at + 8 + index)
-    if offset & 1 or offset < _half(halves, at + 7) or offset + 8 > page_halves * 2:
+    offset = half(halves, at + 8 + index)
+    if offset & 1 or offset < half(halves, at + 7) or offset + 8 > page_halves * 2:
         return -1
     node = at + (offset >> 1)
-    key_bytes = _half(halves, node + 3)
+    key_bytes = half(halves, node + 3)
     if leaf:
         if key_bytes != _KEY_BYTES:
             return -1
-        flags = _half(halves, node + 2)
-        size = 8 if flags == _BIG_DATA else (_half(halves, node) | (_half(halves, node + 1) << 16))
+        flags = half(halves, node + 2)
+        size = 8 if flags == _BIG_DATA else (half(halves, node) | (half(halves, node + 1) << 16))
         if flags > _BIG_DATA or offset + 8 + _KEY_BYTES + size > page_halves * 2:
             return -1
     elif (key_bytes != _KEY_BYTES and index > 0) or offset + 8 + key_bytes > page_halves * 2:
@@ -177,17 +214,18 @@ def _node(halves: Halves, page_halves: int, page: int, index: int, leaf: bool) -
 
 
 @inline
-def _child(halves: Halves, node: int) -> int:
-    return _half(halves, node) | (_half(halves, node + 1) << 16) | (_half(halves, node + 2) << 32)
+def child_of(halves: Halves, node: int) -> int:
+    """The page that a branch's node leads to."""
+    return half(halves, node) | (half(halves, node + 1) << 16) | (half(halves, node + 2) << 32)
 
 
 @inline
 def _key_before(halves: Halves, node: int, first: np.uint64, second: np.uint64) -> bool | np.bool:
     """Whether the node's key is less than (first, second)."""
-    word = _key_word(halves, node + 4)
+    word = key_word(halves, node + 4)
     if word != first:
         return word < first
-    return _key_word(halves, node + 8) < second
+    return key_word(halves, node + 8) < second
 
 
 @inline
@@ -216,7 +254,7 @@ def _queue_children(
     for index in range(start, num_keys):
         node = _node(halves, page_halves, page, index, False)
         if node >= 0:
-            child = _child(halves, node)
+            child = child_of(halves, node)
             if child < limit:
                 queue_read(base + child * page_halves * 2, page_halves * 2)
 
@@ -242,7 +280,7 @@ def _descend(
     while True:
         page = pages[level]
         leaf = level == depth - 1
-        num_keys = _count_keys(halves, page_halves, limit, page, _LEAF if leaf else _BRANCH)
+        num_keys = count_keys(halves, page_halves, limit, page, _LEAF if leaf else _BRANCH)
         if num_keys < 0:
             return num_keys
         index = _search(halves, page_halves, page, num_keys, leaf, first, second)
@@ -255,7 +293,7 @@ def _descend(
         # The child before the first key that is greater than the target holds it.
         if index < num_keys:
             node = _node(halves, page_halves, page, index, False)
-            equal = _key_word(halves, node + 4) == first and _key_word(halves, node + 8) == second
+            equal = key_word(halves, node + 4) == first and key_word(halves, node + 8) == second
             if not equal:
                 index -= 1
         else:
@@ -267,7 +305,7 @@ def _descend(
         if base != 0 and level == depth - 2:
             _queue_children(halves, page_halves, limit, page, index, num_keys, base)
         level += 1
-        pages[level] = _child(halves, node)
+        pages[level] = child_of(halves, node)
 
 
 @inline
@@ -291,7 +329,7 @@ def _next_leaf(
     node = _node(halves, page_halves, pages[level], indexes[level], False)
     if node < 0:
         return -4
-    pages[level + 1] = _child(halves, node)
+    pages[level + 1] = child_of(halves, node)
     zero = np.uint64(0)
     return _descend(halves, page_halves, limit, level + 1, depth, zero, zero, base, pages, indexes, counts)
 
@@ -299,15 +337,15 @@ def _next_leaf(
 @inline
 def _emit(halves: Halves, page_halves: int, node: int, limit: int, entries: Entries, out: int) -> bool:
     """Write one entry; False if its value's pages are not all in the file."""
-    size = _half(halves, node) | (_half(halves, node + 1) << 16)
+    size = half(halves, node) | (half(halves, node + 1) << 16)
     page = 0
-    if _half(halves, node + 2) == _BIG_DATA:
-        page = _number(halves, node + 12)
+    if half(halves, node + 2) == _BIG_DATA:
+        page = number(halves, node + 12)
         page_bytes = page_halves * 2
         if page < 2 or page + (_HEADER_BYTES + size + page_bytes - 1) // page_bytes > limit:
             return False
-    entries.block_keys[out] = _key_word(halves, node + 4)
-    entries.epochs[out] = _key_word(halves, node + 8)
+    entries.block_keys[out] = key_word(halves, node + 4)
+    entries.epochs[out] = key_word(halves, node + 8)
     entries.pages[out] = page
     entries.sizes[out] = size
     return True
@@ -333,9 +371,9 @@ def walk(
         limit: pages in the file.
         result: int64 [3]; receives the number of entries, the WalkStatus, and the page where it stopped.
     """
-    pages = np.zeros(_MAX_DEPTH + 1, np.int64)
-    indexes = np.zeros(_MAX_DEPTH + 1, np.int64)
-    counts = np.zeros(_MAX_DEPTH + 1, np.int64)
+    pages = np.zeros(MAX_DEPTH + 1, np.int64)
+    indexes = np.zeros(MAX_DEPTH + 1, np.int64)
+    counts = np.zeros(MAX_DEPTH + 1, np.int64)
     capacity = len(entries.pages)
     result[0] = 0
     result[1] = 0
@@ -397,9 +435,9 @@ def seek_each(
 
     ``result`` as in ``walk``.
     """
-    pages = np.zeros(_MAX_DEPTH + 1, np.int64)
-    indexes = np.zeros(_MAX_DEPTH + 1, np.int64)
-    counts = np.zeros(_MAX_DEPTH + 1, np.int64)
+    pages = np.zeros(MAX_DEPTH + 1, np.int64)
+    indexes = np.zeros(MAX_DEPTH + 1, np.int64)
+    counts = np.zeros(MAX_DEPTH + 1, np.int64)
     result[0] = 0
     result[1] = 0
     for i in range(len(block_keys)):
@@ -424,56 +462,3 @@ def seek_each(
             result[2] = pages[depth - 1]
             return
         result[0] = i + 1
-
-
-@kernel
-def check_tree(halves: Halves, page_halves: int, limit: int, root: int, depth: int, result: Int64s) -> None:
-    """Check that every page of a tree is a page and lies in the file, whatever its keys; ``result`` as in ``walk``.
-
-    For LMDB's own tree of free pages, whose keys and values are its business.
-    """
-    pages = np.zeros(_MAX_DEPTH + 1, np.int64)
-    indexes = np.zeros(_MAX_DEPTH + 1, np.int64)
-    result[0] = 0
-    result[1] = 0
-    pages[0] = root
-    level = 0
-    while level >= 0:
-        leaf = level == depth - 1
-        page = pages[level]
-        num_keys = _count_keys(halves, page_halves, limit, page, _LEAF if leaf else _BRANCH)
-        if indexes[level] == 0:
-            result[0] += 1
-            if result[0] > limit:  # more pages than the file has: the tree runs in circles
-                num_keys = -3
-        if num_keys < 0:
-            result[1] = -num_keys
-            result[2] = page
-            return
-        index = indexes[level]
-        if index == num_keys:
-            level -= 1
-            continue
-        indexes[level] = index + 1
-        at = page * page_halves
-        offset = _half(halves, at + 8 + index)
-        if offset & 1 or offset < _half(halves, at + 7) or offset + 8 > page_halves * 2:
-            result[1] = 4
-            result[2] = page
-            return
-        node = at + (offset >> 1)
-        if not leaf:
-            level += 1
-            pages[level] = _child(halves, node)
-            indexes[level] = 0
-        elif _half(halves, node + 2) == _BIG_DATA:
-            key_halves = _half(halves, node + 3) >> 1
-            if offset + 8 + 2 * key_halves + 8 > page_halves * 2:
-                result[1] = 4
-                result[2] = page
-                return
-            big = _number(halves, node + 4 + key_halves)
-            if big < 2 or big >= limit:
-                result[1] = 2
-                result[2] = page
-                return

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Final
 
 import lmdb
-import numpy as np
 
 from ..durable import sync_directory
 from ..errors import DamagedError, DiskFullError, FormatError, StoreLockedError, TierstoreError, TruncatedError
 from .anchor import stamp_rows_file
-from .btree import META_READ_BYTES, NO_ROOT, Meta, WalkStatus, check_tree, new_entries, parse_meta, walk
+from .btree import META_READ_BYTES, Meta, WalkStatus, parse_meta
+from .free_list import check_page_use
 from .mapped import FileMap
 
 __all__ = [
@@ -174,7 +174,7 @@ def check_rows_file(path: Path) -> Meta:
         if path.stat().st_size >= (meta.last_page + 1) * meta.page_bytes:
             return meta
         # LMDB may leave the last pages of a file unwritten where they are free; then no tree leads there.
-        problem = _problem_of_trees(path, meta)
+        problem = _problem_of_pages(path, meta)
         if not problem:
             return meta
         meta = _newest_meta(path)  # a writer may have reused the pages meanwhile
@@ -183,57 +183,49 @@ def check_rows_file(path: Path) -> Meta:
 
 
 def _newest_meta(path: Path) -> Meta:
+    for _ in range(_ATTEMPTS):  # a writer may replace one while the other is read
+        even, odd = _read_metas(path)
+        if _are_successive(even.txn_id, odd.txn_id):
+            return max(even, odd, key=lambda meta: meta.txn_id)
+    raise FormatError(f"{path}: its two meta pages are not those of successive transactions. {RESTORE}")
+
+
+def _are_successive(even: int, odd: int) -> bool:
+    """Whether the meta pages' numbers are in step; if not, LMDB might take the older of two trees for the newer.
+
+    Transaction n writes meta page n % 2 and leaves that of n - 1 as it is.
+    """
+    return even == odd == 0 or (even % 2 == 0 and abs(even - odd) == 1)
+
+
+def _read_metas(path: Path) -> tuple[Meta, Meta]:
     size = path.stat().st_size
     if size == 0:
         raise TruncatedError(f"{path}: the file is empty (0 bytes). {RESTORE}")
     if size < META_READ_BYTES:
         raise TruncatedError(f"{path}: {size} bytes are too few for an LMDB file. {RESTORE}")
     with path.open("rb", buffering=0) as file:
-        metas: list[Meta] = []
-        offset = 0
-        for _ in range(2):
-            page = os.pread(file.fileno(), META_READ_BYTES, offset)
-            if len(page) < META_READ_BYTES:
-                raise TruncatedError(f"{path}: the file ends inside its header, after {size} bytes. {RESTORE}")
-            meta = parse_meta(page)
-            if isinstance(meta, str):
-                raise FormatError(f"{path}: {meta}. {RESTORE}")
-            metas.append(meta)
-            offset = metas[0].page_bytes
-    if metas[0].page_bytes != metas[1].page_bytes:
+        first = _parsed(path, size, os.pread(file.fileno(), META_READ_BYTES, 0))
+        second = _parsed(path, size, os.pread(file.fileno(), META_READ_BYTES, first.page_bytes))
+    if first.page_bytes != second.page_bytes:
         raise FormatError(f"{path}: its two meta pages disagree on the page size. {RESTORE}")
-    return max(metas, key=lambda meta: meta.txn_id)
+    return first, second
 
 
-def _problem_of_trees(path: Path, meta: Meta) -> str:
-    """What is wrong with the file's trees, or an empty string."""
+def _parsed(path: Path, size: int, page: bytes) -> Meta:
+    if len(page) < META_READ_BYTES:
+        raise TruncatedError(f"{path}: the file ends inside its header, after {size} bytes. {RESTORE}")
+    meta = parse_meta(page)
+    if isinstance(meta, str):
+        raise FormatError(f"{path}: {meta}. {RESTORE}")
+    return meta
+
+
+def _problem_of_pages(path: Path, meta: Meta) -> str:
+    """What is wrong with the use of the file's pages, or an empty string."""
     file_map = FileMap(path, path.stat().st_size)
     try:
-        limit = file_map.file_bytes() // meta.page_bytes
-        page_halves = meta.page_bytes // 2
-        result = np.zeros(4, np.int64)
-        if meta.free_root != NO_ROOT:
-            check_tree(file_map.halves, page_halves, limit, meta.free_root, meta.free_depth, result)
-        if result[1] == 0 and meta.main_root != NO_ROOT:
-            entries = new_entries(1 << 12)
-            first, second = np.uint64(0), np.uint64(0)
-            while True:
-                walk(
-                    file_map.halves,
-                    file_map.address,
-                    page_halves,
-                    limit,
-                    meta.main_root,
-                    meta.main_depth,
-                    first,
-                    second,
-                    entries,
-                    result,
-                )
-                if result[1] != WalkStatus.FULL:
-                    break
-                last = result[0] - 1
-                first, second = entries.block_keys[last], entries.epochs[last] + np.uint64(1)
-        return "" if result[1] == 0 else f"{WalkStatus(int(result[1])).name} at page {result[2]}"
+        found = check_page_use(file_map.halves, meta, file_map.file_bytes() // meta.page_bytes)
+        return "" if found.status == WalkStatus.DONE else f"{found.status.name} at page {found.page}"
     finally:
         file_map.close()

@@ -15,13 +15,13 @@ from .btree import (
     Entries,
     Meta,
     WalkStatus,
-    check_tree,
     new_entries,
     parse_meta,
     seek_each,
     walk,
 )
 from .files import RESTORE, translate
+from .free_list import check_page_use
 from .mapped import FileMap
 
 __all__ = ["Snapshot", "raise_for_walk"]
@@ -79,12 +79,9 @@ class Snapshot:
         return None if value is None else bytes(value)
 
     def check_free_pages(self) -> None:
-        """Check LMDB's own tree of free pages, which its writer follows unchecked."""
-        if self._meta.free_root != NO_ROOT:
-            result = np.zeros(3, np.int64)
-            root, depth = self._meta.free_root, self._meta.free_depth
-            check_tree(self.file_map.halves, self.page_bytes // 2, self.limit_pages(), root, depth, result)
-            raise_for_walk(self.path, int(result[1]), int(result[2]))
+        """Check that each page has one use; LMDB's writer believes its tree and its list of free pages unchecked."""
+        found = check_page_use(self.file_map.halves, self._meta, self.limit_pages())
+        raise_for_walk(self.path, found.status, found.page)
 
     def walk(self, first_key: int = 0) -> Iterator[tuple[Entries, int]]:
         """Entries in key order from ``first_key`` on, in chunks; each chunk is valid until the next is asked for."""

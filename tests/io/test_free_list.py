@@ -1,0 +1,267 @@
+"""Each page has one use: true of whatever LMDB leaves behind, and untrue of it with any byte that counts changed."""
+
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tierstore._jit import JIT_ENABLED
+from tierstore.io.btree import META_READ_BYTES, Meta, WalkStatus, parse_meta
+from tierstore.io.files import open_environment
+from tierstore.io.free_list import PageUse, check_page_use
+from tierstore.io.mapped import FileMap
+from tierstore.io.snapshot import Snapshot
+
+pytestmark = pytest.mark.kernel
+
+PAGE = 4096
+LAST_KEY = b"\xff" * 16
+
+
+def _environment(path: Path) -> "lmdb.Environment":
+    environment = open_environment(path, 1 << 28, readonly=False)
+    with environment.begin(write=True) as txn:
+        txn.put(LAST_KEY, b"a store is never empty")
+    return environment
+
+
+def _some_key(generator: np.random.Generator) -> bytes:
+    first, second = generator.integers(0, [900, 3])
+    return struct.pack(">QQ", first, second)
+
+
+def _some_transaction(environment: "lmdb.Environment", generator: np.random.Generator, changes: int) -> None:
+    """Puts and deletes; a key's value always has the same size, as in a store."""
+    with environment.begin(write=True) as txn:
+        for _ in range(changes):
+            key = _some_key(generator)
+            if generator.random() < 0.55:
+                txn.put(key, bytes((4080, 4080, 8176, 10, 1000, 50_000)[(key[6] * 3 + key[7] + key[15]) % 6]))
+            else:
+                txn.delete(key)
+
+
+def test_whatever_lmdb_leaves_behind_passes(tmp_path: Path) -> None:
+    """Also with readers that keep freed pages back, lists longer than a page, and transactions that were given up."""
+    path = tmp_path / "tree.lmdb"
+    environment = _environment(path)
+    file_map = FileMap(path, 1 << 28)
+    generator = np.random.default_rng(5)
+    readers: list[lmdb.Transaction[memoryview]] = []
+    most = 0
+    for turn in range(300 if JIT_ENABLED else 12):
+        _some_transaction(environment, generator, int(generator.choice([1, 4, 40, 400])))
+        with environment.begin(write=True) as given_up:
+            given_up.put(_some_key(generator), bytes(5000))
+            given_up.abort()
+        if turn % 7 == 0:
+            readers.append(environment.begin(buffers=True))
+        if turn % 20 == 19:
+            readers.pop(int(generator.integers(len(readers)))).abort()
+        snapshot = Snapshot(environment, path, file_map)
+        snapshot.check_free_pages()
+        most = max(most, check_page_use(file_map.halves, snapshot._meta, snapshot.limit_pages()).free_pages)
+        snapshot.close()
+    assert most > (1000 if JIT_ENABLED else 10)
+    for reader in readers:
+        reader.abort()
+    environment.close()
+    file_map.close()
+
+
+class Image:
+    """A row file in memory, with a free list on overflow pages, and the places of what it is made of."""
+
+    def __init__(self, path: Path) -> None:
+        environment = _environment(path)
+        generator = np.random.default_rng(2)
+        kept = environment.begin()
+        # What a transaction frees goes into one record: here so much that it takes overflow pages.
+        with environment.begin(write=True) as txn:
+            for key in range(1200):
+                txn.put(struct.pack(">QQ", key, 5), bytes(4080))
+        with environment.begin(write=True) as txn:
+            for key in range(0, 1200, 2):
+                txn.delete(struct.pack(">QQ", key, 5))
+        for _ in range(3):
+            _some_transaction(environment, generator, 20)
+        kept.abort()
+        environment.close()
+        self.words: NDArray[np.uint64] = np.fromfile(path, np.uint64)
+        self.bytes = self.words.view(np.uint8)
+        metas = [parse_meta(self.bytes[page * PAGE :][:META_READ_BYTES].tobytes()) for page in (0, 1)]
+        parsed = [meta for meta in metas if isinstance(meta, Meta)]
+        self.meta = max(parsed, key=lambda meta: meta.txn_id)
+
+    def check(self) -> PageUse:
+        return check_page_use(self.words.view(np.uint16), self.meta, len(self.bytes) // PAGE)
+
+    def half(self, at: int) -> int:
+        return int.from_bytes(self.bytes[at : at + 2].tobytes(), "little")
+
+    def word(self, at: int) -> int:
+        return int.from_bytes(self.bytes[at : at + 8].tobytes(), "little")
+
+    def put(self, at: int, number: int, size: int = 8) -> None:
+        self.bytes[at : at + size] = np.frombuffer(number.to_bytes(size, "little"), np.uint8)
+
+    def nodes(self, page: int) -> list[int]:
+        """Where the nodes of a page of a tree start."""
+        count = (self.half(page * PAGE + 12) - 16) // 2
+        return [page * PAGE + self.half(page * PAGE + 16 + 2 * i) for i in range(count)]
+
+    def leaves(self, root: int, depth: int) -> Iterator[int]:
+        if depth == 1:
+            yield root
+        else:
+            for node in self.nodes(root):
+                yield from self.leaves(int.from_bytes(self.bytes[node : node + 6].tobytes(), "little"), depth - 1)
+
+    def free_records(self) -> Iterator[tuple[int, int, int]]:
+        """Of each record of the free list: its node, where its list starts, its size."""
+        for leaf in self.leaves(self.meta.free_root, self.meta.free_depth):
+            for node in self.nodes(leaf):
+                size = self.half(node) | self.half(node + 2) << 16
+                yield node, self.word(node + 16) * PAGE + 16 if self.half(node + 4) == 1 else node + 16, size
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Image:
+    image = Image(tmp_path_factory.mktemp("image") / "tree.lmdb")
+    assert image.check().status == WalkStatus.DONE
+    assert any(size > PAGE for _, _, size in image.free_records()), "no list takes overflow pages"
+    assert image.meta.main_depth > 1
+    return image
+
+
+def test_every_changed_byte_of_the_free_list_is_seen(sound: Image) -> None:
+    places: list[int] = []
+    for node, start, _ in sound.free_records():
+        places += range(node, node + 16)
+        places += range(start, start + 8 * (sound.word(start) + 1))
+    for leaf in sound.leaves(sound.meta.free_root, sound.meta.free_depth):
+        places += [*range(leaf * PAGE, leaf * PAGE + 8), *range(leaf * PAGE + 12, leaf * PAGE + 18)]
+    places = places[:: 1 if JIT_ENABLED else 41]
+    unseen = []
+    for i, place in enumerate(places):
+        before = sound.bytes[place]
+        sound.bytes[place] ^= np.uint8(1 << (i % 8))
+        if sound.check().status == WalkStatus.DONE:
+            unseen.append(place)
+        sound.bytes[place] = before
+    assert len(places) > 100
+    assert not unseen
+    assert sound.check().status == WalkStatus.DONE
+
+
+def _longest(image: Image) -> tuple[int, int, int]:
+    return max(image.free_records(), key=lambda record: image.word(record[1]))
+
+
+def _count_too_large(image: Image) -> int:
+    _, start, size = _longest(image)
+    image.put(start, size // 8)
+    return WalkStatus.BAD_FREE_LIST
+
+
+def _page_of_a_block(image: Image) -> int:
+    _, start, _ = _longest(image)
+    for leaf in image.leaves(image.meta.main_root, image.meta.main_depth):
+        for node in image.nodes(leaf):
+            if image.half(node + 4) == 1:
+                page = image.word(node + 24)
+                listed = [image.word(start + 8 * (i + 1)) for i in range(image.word(start))]
+                place = sum(each > page for each in listed)
+                image.put(start + 8 * (place + 1), page)
+                return WalkStatus.USED_TWICE
+    raise AssertionError("no block")
+
+
+def _page_of_a_meta(image: Image) -> int:
+    _, start, _ = _longest(image)
+    image.put(start + 8 * image.word(start), 1)
+    return WalkStatus.BAD_FREE_LIST
+
+
+def _page_beyond_the_end(image: Image) -> int:
+    _, start, _ = _longest(image)
+    image.put(start + 8, image.meta.last_page + 1)
+    return WalkStatus.BAD_FREE_LIST
+
+
+def _page_twice(image: Image) -> int:
+    _, start, _ = _longest(image)
+    image.put(start + 16, image.word(start + 8))
+    return WalkStatus.BAD_FREE_LIST
+
+
+def _one_page_less(image: Image) -> int:
+    _, start, _ = _longest(image)
+    image.put(start, image.word(start) - 1)
+    return WalkStatus.BAD_TOTALS
+
+
+def _records_out_of_order(image: Image) -> int:
+    (first, *_), *_, (last, *_) = image.free_records()
+    low, high = image.word(first + 8), image.word(last + 8)
+    image.put(first + 8, high)
+    image.put(last + 8, low)
+    return WalkStatus.BAD_ORDER
+
+
+def _branch_key(image: Image) -> int:
+    """A key that belongs into the child before: LMDB would look for its block in the wrong leaf."""
+    node = image.nodes(image.meta.main_root)[1]
+    image.bytes[node + 8 : node + 24] = 0
+    return WalkStatus.BAD_ORDER
+
+
+def _nodes_overlap(image: Image) -> int:
+    leaf = next(image.leaves(image.meta.main_root, image.meta.main_depth))
+    image.put(leaf * PAGE + 18, image.half(leaf * PAGE + 16), 2)
+    return WalkStatus.BAD_NODE
+
+
+def _length_of_a_list(image: Image) -> int:
+    _, start, _ = max(image.free_records(), key=lambda record: record[2])
+    assert start % PAGE == 16
+    image.put(start - 4, 1, 4)
+    return WalkStatus.BAD_PAGE
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _count_too_large,
+        _page_of_a_block,
+        _page_of_a_meta,
+        _page_beyond_the_end,
+        _page_twice,
+        _one_page_less,
+        _records_out_of_order,
+        _branch_key,
+        _nodes_overlap,
+        _length_of_a_list,
+    ],
+)
+def test_what_a_damaged_page_could_do_to_lmdb(sound: Image, damage: Callable[[Image], int]) -> None:
+    before = sound.words.copy()
+    expected = damage(sound)
+    found = sound.check()
+    sound.words[:] = before
+    assert found.status == expected
+
+
+@pytest.mark.parametrize("field", ["last_page", "txn_id", "main_root", "main_depth", "free_root", "main", "free"])
+def test_what_the_meta_page_says_must_be_so(sound: Image, field: str) -> None:
+    meta = sound.meta
+    value = getattr(meta, field)
+    wrong = value._replace(overflow_pages=value.overflow_pages + 1) if isinstance(value, tuple) else value - 1
+    sound.meta = meta._replace(**{field: wrong})
+    found = sound.check()
+    sound.meta = meta
+    assert found.status != WalkStatus.DONE
