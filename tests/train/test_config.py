@@ -97,6 +97,46 @@ def test_errors_name_the_origin_the_key_and_the_way_out(write, text, overrides, 
         load(write(text), *overrides)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"a = " + b"[" * 100_000, "is not valid TOML: it is nested too deeply"),
+        (b"a = " + b"{a=" * 50_000, "is not valid TOML: it is nested too deeply"),
+        (b"a." * 50_000 + b"a = 1", "is not valid TOML: line 1 has more than 200 dots"),
+        (b"a = " + b"9" * 5000, "is not valid TOML: .*4300 digits"),
+        (b"\xff\xfe", "is not valid TOML: .*decode"),
+        (b"#" * (2**18 + 1), "has more than 262144 bytes"),
+        (b"[optimizer]\nsparse_lr = " + b"9" * 400, "sparse_lr = an integer of .* bits: expected a number"),
+        (
+            b"[train]\nbatch_size = " + b"9" * 400,
+            "batch_size = an integer of .* bits: expected 1 or more, up to 16777216",
+        ),
+        (b"[store]\nthreads = 1000000000", r"store\.threads = 1000000000: expected 0 or more, up to 1024"),
+        (b"[train]\nseed = 9223372036854775808", r"train\.seed"),
+        (b"[embedding]\nnum_embeddings = 1099511627777", "expected 1 or more, up to 1099511627776"),
+        (b"[model]\ntop_mlp = [" + b"1," * 2000 + b"]", "up to 1000 widths"),
+        (b"[train]\n" + b"x" * 10**5 + b" = 1", r"unknown key \"x{80}\.\.\."),
+        (b"[train]\nbatch_size = '" + b"x" * 10**5 + b"'", r"train\.batch_size = 'x{80}'\.\.\.: expected an integer"),
+        (b"[" + b"x" * 10**5 + b"]\n", r"unknown section \[x{80}"),
+        (b"x" * 10**5 + b" = 1", "stands outside a section"),
+    ],
+    ids=str.split(
+        "lists tables dots digits bytes long rate batch threads seed rows widths key value section loose-key"
+    ),
+)
+def test_hostile_files_end_in_a_short_error(tmp_path, text, message):
+    path = tmp_path / "run.toml"
+    path.write_bytes(text)
+    with pytest.raises(ConfigError, match=message) as raised:
+        config_file.load(path)
+    assert len(str(raised.value)) < 1000
+
+
+def test_a_deep_override_is_a_word(write):
+    with pytest.raises(ConfigError, match=r"store\.threads = '\[{80}'\.\.\.: expected an integer"):
+        load(write(""), "store.threads=" + "[" * 10**5)
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"nosuch\.toml: there is no such run file"):
         config_file.load(tmp_path / "nosuch.toml")

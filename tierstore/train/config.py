@@ -7,8 +7,10 @@ Each section is a dataclass; the help beside a field is what the documentation s
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
+from ..excerpt import excerpt
+from ..rows import MAX_ROWS
 from .readers.open import DataFormat
 
 __all__ = [
@@ -23,6 +25,14 @@ __all__ = [
 ]
 
 
+_MAX_THREADS: Final = 1024
+_MAX_WIDTH: Final = 1 << 20
+_MAX_LAYERS: Final = 1000
+_MAX_BATCH: Final = 1 << 24
+_MAX_COUNT: Final = (1 << 63) - 1
+"""Bounds far above any use, so that a slip of the pen is told at once and not by what overflows later."""
+
+
 class ConfigError(ValueError):
     """A run file or an override that cannot be used; names the file, the key and what is accepted."""
 
@@ -33,7 +43,11 @@ def _option(default: Any, text: str) -> Any:
 
 def _require(condition: bool, key: str, value: object, expected: str) -> None:
     if not condition:
-        raise ConfigError(f"{key} = {value!r}: expected {expected}")
+        raise ConfigError(f"{key} = {excerpt(value)}: expected {expected}")
+
+
+def _require_count(key: str, value: int, low: int, high: int) -> None:
+    _require(low <= value <= high, key, value, f"{low} or more, up to {high}")
 
 
 def _require_rate(key: str, value: float) -> None:
@@ -51,7 +65,7 @@ class StoreSection:
 
     def __post_init__(self) -> None:
         _require(bool(self.path), "store.path", self.path, "a path")
-        _require(self.threads >= 0, "store.threads", self.threads, "0 or more")
+        _require_count("store.threads", self.threads, 0, _MAX_THREADS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +85,8 @@ class DataSection:
     sparse_columns: tuple[str, ...] = _option(tuple(f"C{i}" for i in range(1, 27)), "names of the categorical columns")
 
     def __post_init__(self) -> None:
-        _require(self.train_rows >= 0, "data.train_rows", self.train_rows, "0 or more")
-        _require(self.test_rows >= 0, "data.test_rows", self.test_rows, "0 or more")
+        _require_count("data.train_rows", self.train_rows, 0, _MAX_COUNT)
+        _require_count("data.test_rows", self.test_rows, 0, _MAX_COUNT)
         _require(not self.test_rows or self.train_rows > 0, "data.train_rows", 0, "1 or more beside data.test_rows")
 
 
@@ -87,8 +101,10 @@ class EmbeddingSection:
 
     def __post_init__(self) -> None:
         sizes = self.num_embeddings if isinstance(self.num_embeddings, tuple) else (self.num_embeddings,)
-        _require(self.dim >= 1, "embedding.dim", self.dim, "1 or more")
-        _require(bool(sizes) and min(sizes) >= 1, "embedding.num_embeddings", self.num_embeddings, "1 or more")
+        _require_count("embedding.dim", self.dim, 1, _MAX_WIDTH)
+        _require(bool(sizes), "embedding.num_embeddings", self.num_embeddings, "1 or more")
+        for size in sizes:
+            _require_count("embedding.num_embeddings", size, 1, MAX_ROWS)
         _require_rate("embedding.init_range", self.init_range)
 
 
@@ -104,9 +120,10 @@ class ModelSection:
 
     def __post_init__(self) -> None:
         for key, widths in (("model.bottom_mlp", self.bottom_mlp), ("model.top_mlp", self.top_mlp)):
-            _require(all(width >= 1 for width in widths), key, widths, "widths of 1 or more")
-        _require(self.cross_layers >= 1, "model.cross_layers", self.cross_layers, "1 or more")
-        _require(self.cross_rank >= 0, "model.cross_rank", self.cross_rank, "0 or more")
+            good = len(widths) <= _MAX_LAYERS and all(1 <= width <= _MAX_WIDTH for width in widths)
+            _require(good, key, widths, f"up to {_MAX_LAYERS} widths of 1 or more, up to {_MAX_WIDTH}")
+        _require_count("model.cross_layers", self.cross_layers, 1, _MAX_LAYERS)
+        _require_count("model.cross_rank", self.cross_rank, 0, _MAX_WIDTH)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,10 +162,12 @@ class TrainSection:
     torch_threads: int = _option(1, "threads of torch; another number may change the last bits of a result")
 
     def __post_init__(self) -> None:
-        for key in ("batch_size", "epochs", "torch_threads"):
-            _require(getattr(self, key) >= 1, f"train.{key}", getattr(self, key), "1 or more")
-        for key in ("seed", "prefetch_depth", "commit_every"):
-            _require(getattr(self, key) >= 0, f"train.{key}", getattr(self, key), "0 or more")
+        _require_count("train.batch_size", self.batch_size, 1, _MAX_BATCH)
+        _require_count("train.epochs", self.epochs, 1, _MAX_COUNT)
+        _require_count("train.seed", self.seed, 0, _MAX_COUNT)
+        _require_count("train.prefetch_depth", self.prefetch_depth, 0, _MAX_THREADS)
+        _require_count("train.commit_every", self.commit_every, 0, _MAX_COUNT)
+        _require_count("train.torch_threads", self.torch_threads, 1, _MAX_THREADS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
+from ..excerpt import excerpt
 from .config import ConfigError, RunConfig
 
 __all__ = ["Override", "load", "parse_override", "to_dict", "to_toml"]
 
+_MAX_BYTES: Final = 1 << 18
+_MAX_DOTS: Final = 200
+_MAX_REASON: Final = 200
+_MAX_NAME: Final = 100
 _SECTIONS: Final[dict[str, type]] = get_type_hints(RunConfig)
 _TYPE_NAMES: Final = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
 
@@ -37,8 +42,8 @@ def parse_override(text: str) -> Override:
     if not equals or not dot or not key:
         raise ConfigError(f"--set {text}: expected section.key=value, as in train.batch_size=512")
     try:
-        value = tomllib.loads(f"value = {value_text}")["value"]
-    except tomllib.TOMLDecodeError:
+        value = _loads(f"value = {value_text}")["value"]
+    except (ValueError, RecursionError):
         value = value_text.strip()
     return Override(section, key, value, f"--set {text}")
 
@@ -58,7 +63,7 @@ def load(path: str | Path, overrides: Iterable[Override] = ()) -> RunConfig:
     for name, keys in tables.items():
         if name not in _SECTIONS:
             origin = next(iter(source[name].values()), str(path))
-            raise ConfigError(f"{origin}: unknown section [{name}]{_nearest(name, _SECTIONS)}")
+            raise ConfigError(f"{origin}: unknown section [{_plain(name)}]{_nearest(name, _SECTIONS)}")
         sections[name] = _section(name, keys, source[name])
     try:
         return RunConfig(**sections)
@@ -89,17 +94,36 @@ def to_toml(config: RunConfig, *, with_help: bool = False) -> str:
 
 def _parse(path: Path) -> dict[str, dict[str, Any]]:
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such run file") from None
     except IsADirectoryError:
         raise ConfigError(f"{path} is a folder; give a run file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+    if len(content) > _MAX_BYTES:
+        raise ConfigError(f"{path} has more than {_MAX_BYTES} bytes, which no run file has")
+    try:
+        document = _loads(content.decode())
+    except RecursionError:
+        raise ConfigError(f"{path} is not valid TOML: it is nested too deeply") from None
+    except ValueError as error:  # of TOML, of UTF-8, or of an integer with too many digits
+        raise ConfigError(f"{path} is not valid TOML: {str(error)[:_MAX_REASON]}") from None
     for name, keys in document.items():
         if not isinstance(keys, dict):
-            raise ConfigError(f"{path}: key {name!r} stands outside a section; sections are {', '.join(_SECTIONS)}")
+            raise ConfigError(
+                f"{path}: key {excerpt(name)} stands outside a section; sections are {', '.join(_SECTIONS)}"
+            )
     return document
+
+
+def _loads(text: str) -> dict[str, Any]:
+    """``tomllib.loads``, which takes memory by the square of a dotted key's parts. ValueError or RecursionError."""
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.count(".") > _MAX_DOTS:
+            raise ValueError(f"line {number} has more than {_MAX_DOTS} dots; break it")
+    return tomllib.loads(text)
 
 
 def _section(name: str, keys: Mapping[str, Any], source: Mapping[str, str]) -> Any:
@@ -108,11 +132,11 @@ def _section(name: str, keys: Mapping[str, Any], source: Mapping[str, str]) -> A
     values = {}
     for key, value in keys.items():
         if key not in hints:
-            raise ConfigError(f'{source[key]}: unknown key "{key}" in [{name}]{_nearest(key, hints, name)}')
+            raise ConfigError(f'{source[key]}: unknown key "{_plain(key)}" in [{name}]{_nearest(key, hints, name)}')
         try:
             values[key] = _convert(value, hints[key])
         except TypeError as error:
-            raise ConfigError(f"{source[key]}: {name}.{key} = {value!r}: expected {error}") from None
+            raise ConfigError(f"{source[key]}: {name}.{key} = {excerpt(value)}: expected {error}") from None
     try:
         return cls(**values)
     except ConfigError as error:
@@ -121,10 +145,14 @@ def _section(name: str, keys: Mapping[str, Any], source: Mapping[str, str]) -> A
         raise ConfigError(f"{source[key]}: {error}" if key in source else str(error)) from None
 
 
+def _plain(name: str) -> str:
+    return excerpt(name).replace("'", "")
+
+
 def _nearest(name: str, valid: Iterable[str], section: str | None = None) -> str:
     """What to say after an unknown name."""
     names = list(valid)
-    close = difflib.get_close_matches(name, names, n=1)
+    close = difflib.get_close_matches(name[:_MAX_NAME], names, n=1)
     if close:
         return f'; did you mean "{close[0]}"?'
     elsewhere = [s for s, cls in _SECTIONS.items() if section and name in get_type_hints(cls)]
@@ -152,7 +180,10 @@ def _convert(value: Any, annotation: Any) -> Any:
         matches = False
     elif annotation is float:
         matches = isinstance(value, int | float) and not isinstance(value, bool)
-        value = float(value) if matches else value
+        try:
+            value = float(value) if matches else value
+        except OverflowError:
+            matches = False
     else:
         matches = type(value) is annotation
     if not matches:

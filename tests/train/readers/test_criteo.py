@@ -1,6 +1,7 @@
 """The Criteo reader against a plain parser: any rows, compressed or not, from any row on, and broken files."""
 
 import gzip
+import os
 
 import numpy as np
 import pytest
@@ -124,6 +125,75 @@ def test_a_gzip_file_cut_short_is_named(write, keep):
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(DataError, match=r"day\.tsv, after line .*gzip data is broken"):
         list(CriteoReader(path).batches(HASHER, batch_size=8))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (GOOD + "\r" + GOOD + "\r", "line 1: 79 tab-separated columns"),
+        (GOOD + "\r\r\n", r"line 1, column 40 \(C26\)|line 1: 40"),
+        ("\x00" * 100 + "\n", "line 1: 1 tab-separated columns"),
+        ("\ufeff" + GOOD + "\n", r"line 1, column 1 \(label\): '\\ufeff1' is not 0 or 1|column 1"),
+        (GOOD.replace("\t", "\t\t", 1) + "\n", "line 1: 41 tab-separated columns"),
+        (with_field(3, "nan") + "\n", r"column 4 \(I3\): 'nan' is not an integer"),
+        (with_field(3, "1e5") + "\n", r"column 4 \(I3\): '1e5' is not an integer"),
+        (with_field(20, "x" * 10**5) + "\n", r"column 21 \(C7\): 'x{80}'\.\.\. is not a hexadecimal"),
+        (with_field(20, "\x1b[2J") + "\n", r"column 21 \(C7\): '\\x1b\[2J' is not"),
+    ],
+    ids=str.split("return returns nul bom gap nan float long control"),
+)
+def test_other_texts_end_in_a_short_error(write, text, message):
+    with pytest.raises(DataError, match=rf"day\.tsv, {message}" if message.startswith("line") else message) as raised:
+        list(CriteoReader(write(text)).batches(HASHER, batch_size=2))
+    assert "\x1b" not in str(raised.value)
+    assert len(str(raised.value)) < 1000
+
+
+def test_mixed_line_ends_are_taken_as_they_come(write):
+    rows = some_rows(3)
+    text = "".join(to_text([row], end) for row, end in zip(rows, ["\n", "\r\n", "\n"], strict=True))
+    check_reader(CriteoReader(write(text)), rows)
+
+
+def test_an_empty_file_has_no_rows(write):
+    assert list(CriteoReader(write("")).batches(HASHER, batch_size=2)) == []
+    assert list(CriteoReader(write("", compress=True)).batches(HASHER, batch_size=2)) == []
+    with pytest.raises(DataError, match="ends before row 1"):
+        list(CriteoReader(write("")).batches(HASHER, batch_size=2, stop_row=1))
+
+
+def test_what_is_no_plain_file_is_refused_unopened(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(DataError, match="is no plain file; write the data to one"):
+            list(CriteoReader(path).read_chunks(0, None, 1))
+    with pytest.raises(DataError, match="nosuch cannot be read: No such file"):
+        list(CriteoReader(tmp_path / "nosuch").read_chunks(0, None, 1))
+
+
+def test_bytes_after_the_gzip_data_are_named(write):
+    path = write(to_text(some_rows(5)), compress=True)
+    path.write_bytes(path.read_bytes() + b"more")
+    with pytest.raises(DataError, match=r"after line \d: the gzip data is broken: Not a gzipped file"):
+        list(CriteoReader(path).batches(HASHER, batch_size=2))
+
+
+def test_a_failing_device_is_named(write, monkeypatch):
+    path = write(to_text(some_rows(5)))
+
+    class Failing:
+        def readinto(self, _):
+            raise OSError(5, "Input/output error")
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+    monkeypatch.setattr(criteo, "_open", lambda _: Failing())
+    with pytest.raises(DataError, match=r"day\.tsv, after line 0: cannot be read: Input/output error"):
+        list(CriteoReader(path).read_chunks(0, None, 2))
 
 
 def test_fewer_rows_than_asked_for_is_an_error(write):

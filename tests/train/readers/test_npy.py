@@ -1,5 +1,7 @@
 """The npy reader against the rows its arrays were made of."""
 
+import os
+
 import numpy as np
 import pytest
 
@@ -61,6 +63,73 @@ def test_wrong_arrays_are_named(folder, name, array, message):
     np.save(path / name, array)
     with pytest.raises(DataError, match=message):
         list(NpyReader(path).read_chunks(0, None, 10))
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "message"),
+    [
+        ("label.npy", np.array([0.0] * 20 + [np.nan] * 3), r"label\.npy, row 20: nan is not 0 or 1"),
+        ("label.npy", np.array([0] * 22 + [2**60]), r"label\.npy, row 22: 1152921504606846976 is not 0 or 1"),
+        ("dense.npy", np.full((23, 13), np.inf, np.float32), r"dense\.npy, row 0, column 0: inf is not finite"),
+        ("dense.npy", np.full((23, 13), 1e300), r"dense\.npy, row 0, column 0: 1e\+300 is not finite as float32"),
+        (
+            "sparse.npy",
+            np.full((23, 26), 2**63, np.uint64),
+            r"sparse\.npy, row 0, column 0: 9223372036854775808 is not",
+        ),
+        ("dense.npy", np.zeros((23, 13), [("x" * 200, "f4")]), r"dense\.npy holds \[\(.{197,198} \[23, 13\]; expected"),
+    ],
+)
+def test_values_that_no_model_can_take(folder, name, array, message):
+    path, _ = folder
+    np.save(path / name, array)
+    with pytest.raises(DataError, match=message):
+        list(NpyReader(path).read_chunks(0, None, 10))
+
+
+def header(text, length=None, version=b"\x01\x00"):
+    size = len(text) if length is None else length
+    return b"\x93NUMPY" + version + size.to_bytes(2 if version[0] == 1 else 4, "little") + text
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        header(b"{'descr': '<f4', 'fortran_order': False, 'shape': (1000000000000000,), }"),
+        header(b"{'descr': '<f4', 'fortran_order': False, 'shape': (" + b"9" * 400 + b",), }"),
+        header(b"{'descr': '<f4', 'fortran_order': False, 'shape': (-5,), }"),
+        header(b"{'descr': '<f4', 'fortran_order': False, 'shape': (4611686018427387904, 4), }"),
+        header(b"{'descr': '|O', 'fortran_order': False, 'shape': (1,), }" + bytes(64)),
+        header(b"", 0xFFFF_FFFF, b"\x02\x00"),
+        header(b"", 0xFFFF),
+        header(b"(" * 9000),
+        header(b"-" * 9000 + b"1"),
+        header(b"{" * 9000),
+        header(b"[1L,"),
+        header(b"'" + b"x" * 9000 + b"'"),
+        header(b"__import__('os').abort()"),
+        header(b"{}", version=b"\x09\x00"),
+        b"PK\x03\x04" + bytes(100),
+        b"\x80\x04\x95" + bytes(100),
+    ],
+    ids=str.split(
+        "many vast negative overflow objects length2 length1 brackets minus braces list string code version zip pickle"
+    ),
+)
+def test_hostile_headers_end_in_a_short_error(folder, content):
+    path, _ = folder
+    (path / "label.npy").write_bytes(content)
+    with pytest.raises(DataError, match=r"label\.npy ") as raised:
+        NpyReader(path)
+    assert len(str(raised.value)) < len(str(path)) + 400
+
+
+def test_a_pipe_in_place_of_an_array_does_not_hang(folder):
+    path, _ = folder
+    (path / "dense.npy").unlink()
+    os.mkfifo(path / "dense.npy")
+    with pytest.raises(DataError, match=r"dense\.npy is no plain file"):
+        NpyReader(path)
 
 
 def test_missing_and_broken_files_are_named(folder):

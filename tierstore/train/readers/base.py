@@ -5,6 +5,7 @@ A format implements ``read_chunks``; what is common to all, turning raw values i
 Shapes: B rows of a batch, n rows of a chunk, C dense columns, F categorical columns.
 """
 
+import stat
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +20,17 @@ from torch import Tensor
 from ...nn import KeyedJaggedTensor
 from .hashing import FeatureHasher
 
-__all__ = ["CRITEO_SCHEMA", "MISSING", "Batch", "DataError", "RawRows", "Reader", "Schema"]
+__all__ = [
+    "CRITEO_SCHEMA",
+    "MISSING",
+    "Batch",
+    "DataError",
+    "RawRows",
+    "Reader",
+    "Schema",
+    "fits_float32",
+    "require_data_file",
+]
 
 MISSING: Final = -1
 """A category that is absent; its bag is empty."""
@@ -134,6 +145,24 @@ class Reader(ABC):
             row += len(rows.labels)
         if stop_row is not None and row < stop_row:
             raise DataError(f"{self.path} ends before row {stop_row}: asked for rows {start_row} to {stop_row}")
+
+
+def require_data_file(path: Path) -> None:
+    """DataError unless there is a file that can be read twice; a pipe would hang, or could not be resumed."""
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+    if not stat.S_ISREG(mode):
+        raise DataError(f"{path} is no plain file; write the data to one")
+
+
+def fits_float32(values: NDArray[np.generic]) -> NDArray[np.bool_]:
+    """Which values are missing (NaN), or finite as float32. An infinite one would end in a model of NaN."""
+    if values.dtype.kind != "f":
+        return np.ones(values.shape, np.bool_)
+    fits: NDArray[np.bool_] = (np.abs(values) <= np.finfo(np.float32).max) | np.isnan(values)
+    return fits
 
 
 def dense_features(dense: NDArray[np.float32], *, log: bool) -> NDArray[np.float32]:

@@ -11,7 +11,8 @@ from typing import BinaryIO, Final
 
 import numpy as np
 
-from .base import CRITEO_SCHEMA, DataError, RawRows, Reader
+from ...excerpt import excerpt
+from .base import CRITEO_SCHEMA, DataError, RawRows, Reader, require_data_file
 from .criteo_kernels import Parse, Scan, parse_lines, skip_lines
 
 __all__ = ["CriteoReader"]
@@ -46,13 +47,17 @@ class CriteoReader(Reader):
 
 
 def _open(path: Path) -> BinaryIO:
-    file = path.open("rb")
-    magic = file.read(len(_GZIP_MAGIC))
-    file.seek(0)
-    if magic != _GZIP_MAGIC:
-        return file
-    file.close()
-    return gzip.open(path, "rb")  # type: ignore[return-value]
+    require_data_file(path)
+    try:
+        file = path.open("rb")
+        magic = file.read(len(_GZIP_MAGIC))
+        file.seek(0)
+        if magic != _GZIP_MAGIC:
+            return file
+        file.close()
+        return gzip.open(path, "rb")  # type: ignore[return-value]
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 class _Text:
@@ -111,6 +116,10 @@ class _Text:
             count = self._file.readinto(self._buffer[kept:BUFFER_BYTES])  # type: ignore[attr-defined]
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise DataError(f"{self._path}, after line {self.row}: the gzip data is broken: {error}") from error
+        except OSError as error:
+            raise DataError(
+                f"{self._path}, after line {self.row}: cannot be read: {error.strerror or error}"
+            ) from error
         self._end += count
         if not count:
             self._at_end = True
@@ -130,5 +139,5 @@ class _Text:
                 f"{where}: {len(fields)} tab-separated columns; Criteo's format has {len(_COLUMNS)}: "
                 f"a label, {_NUM_DENSE} integers, {_NUM_SPARSE} hexadecimal categories"
             )
-        value = fields[column] if len(fields[column]) <= 40 else fields[column][:40] + "..."
-        return f"{where}, column {column + 1} ({_COLUMNS[column]}): {value!r} is not {_EXPECTED[column]}"
+        value = excerpt(fields[column])
+        return f"{where}, column {column + 1} ({_COLUMNS[column]}): {value} is not {_EXPECTED[column]}"

@@ -1,15 +1,36 @@
 """Three arrays in a folder: ``dense.npy`` [N, C], ``sparse.npy`` [N, F], ``label.npy`` [N], mapped into memory."""
 
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .base import CRITEO_SCHEMA, MISSING, DataError, RawRows, Reader, Schema
+from ...excerpt import excerpt
+from .base import CRITEO_SCHEMA, MISSING, DataError, RawRows, Reader, Schema, fits_float32, require_data_file
 
 __all__ = ["NpyReader"]
+
+_MAGIC: Final = b"\x93NUMPY"
+_HEAD_BYTES: Final = 12
+_MAX_HEADER_BYTES: Final = 10_000
+"""As many as numpy evaluates."""
+_MAX_REASON: Final = 200
+_MAX_CATEGORY: Final = np.iinfo(np.int64).max
+_UNREADABLE: Final = (
+    ArithmeticError,
+    EOFError,
+    MemoryError,
+    OSError,
+    RecursionError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+    tokenize.TokenError,
+)
+"""What numpy lets out for one broken header or another, which it reads as Python literals."""
 
 
 class NpyReader(Reader):
@@ -38,23 +59,46 @@ class NpyReader(Reader):
         stop = len(self._label) if stop_row is None else min(stop_row, len(self._label))
         for begin in range(start_row, stop, chunk_rows):
             rows = slice(begin, min(begin + chunk_rows, stop))
-            labels = self._label[rows].astype(np.float32)
-            if not np.isin(labels, (0, 1)).all():
-                broken = begin + int(np.flatnonzero(~np.isin(labels, (0, 1)))[0])
-                raise DataError(f"{self.path / 'label.npy'}, row {broken}: {self._label[broken]} is not 0 or 1")
-            categories = self._sparse[rows].astype(np.int64)
+            label, dense, sparse = self._label[rows], self._dense[rows], self._sparse[rows]
+            self._check("label.npy", begin, label, np.isin(label, (0, 1)), "0 or 1")
+            self._check("dense.npy", begin, dense, fits_float32(dense), "finite as float32; NaN stands for missing")
+            self._check("sparse.npy", begin, sparse, sparse <= _MAX_CATEGORY, "below 2**63")
+            categories = sparse.astype(np.int64)
             np.maximum(categories, MISSING, out=categories)
-            yield RawRows(labels=labels, dense=self._dense[rows].astype(np.float32), categories=categories)
+            yield RawRows(labels=label.astype(np.float32), dense=dense.astype(np.float32), categories=categories)
+
+    def _check(self, name: str, begin: int, rows: NDArray[Any], good: NDArray[np.bool_], expected: str) -> None:
+        if not good.all():
+            row, *column = (int(indexes[0]) for indexes in np.nonzero(~good))
+            place = f"row {begin + row}" + (f", column {column[0]}" if column else "")
+            raise DataError(f"{self.path / name}, {place}: {rows[(row, *column)]} is not {expected}")
 
 
 def _map(path: Path, kinds: str, shape: tuple[int, ...]) -> NDArray[Any]:
+    if not path.exists():
+        raise DataError(f"{path} does not exist; the npy format needs dense.npy, sparse.npy and label.npy")
+    require_data_file(path)
+    _check_header(path)
     try:
-        array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
-    except FileNotFoundError:
-        raise DataError(f"{path} does not exist; the npy format needs dense.npy, sparse.npy and label.npy") from None
-    except (ValueError, EOFError) as error:
-        raise DataError(f"{path} is not an npy file, or is cut short: {error}") from error
+        with np.errstate(over="raise"):
+            array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    except _UNREADABLE as error:
+        raise DataError(f"{path} is not an npy file, or is cut short: {str(error)[:_MAX_REASON]}") from error
     if array.dtype.kind not in kinds or array.shape[1:] != shape or not array.ndim:
         wanted = f"[rows{''.join(f', {n}' for n in shape)}]"
-        raise DataError(f"{path} holds {array.dtype} {list(array.shape)}; expected {wanted} of numbers ({kinds})")
+        held = f"{str(array.dtype)[:_MAX_REASON]} {list(array.shape)}"
+        raise DataError(f"{path} holds {held}; expected {wanted} of numbers ({kinds})")
     return array
+
+
+def _check_header(path: Path) -> None:
+    """What numpy does not check before it follows it: what kind of file this is, and how long the header claims to be.
+
+    Without the first it would read a zip archive; for the second it asks for up to 4 GiB of memory.
+    """
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+    length_bytes = 2 if head[6:7] == b"\x01" else 4
+    length = int.from_bytes(head[8 : 8 + length_bytes], "little")
+    if head[:6] != _MAGIC or length > _MAX_HEADER_BYTES:
+        raise DataError(f"{path} is not an npy file, or is cut short: it begins with {excerpt(head)}")

@@ -1,6 +1,8 @@
 """Parquet: record batches streamed through pyarrow, so that memory does not grow with the file."""
 
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -8,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..._jit import kernel
-from .base import CRITEO_SCHEMA, MISSING, DataError, RawRows, Reader, Schema
+from ...excerpt import excerpt, excerpt_names
+from .base import CRITEO_SCHEMA, MISSING, DataError, RawRows, Reader, Schema, fits_float32, require_data_file
 from .criteo_kernels import parse_hexadecimal
 
 if TYPE_CHECKING:
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ParquetReader"]
 
+_MAX_REASON: Final = 200
 _RECORD_ROWS: Final = 8192
 """Rows converted at a time."""
 
@@ -38,11 +42,16 @@ class ParquetReader(Reader):
         if not self._files:
             raise DataError(f"{self.path} holds no *.parquet file")
         for file in self._files:
-            with _open(file) as parquet:
-                columns = set(parquet.schema_arrow.names)
-            lacking = [name for name in (schema.label, *schema.dense, *schema.sparse) if name not in columns]
+            with _naming(file), _open(file) as parquet:
+                columns = Counter(parquet.schema_arrow.names)
+            wanted = (schema.label, *schema.dense, *schema.sparse)
+            lacking = [name for name in wanted if name not in columns]
             if lacking:
-                raise DataError(f"{file} lacks the columns {', '.join(lacking)}; it has {', '.join(sorted(columns))}")
+                there = excerpt_names(sorted(columns))
+                raise DataError(f"{file} lacks the columns {excerpt_names(lacking)}; it has {there}")
+            twice = [name for name in wanted if columns[name] > 1]
+            if twice:
+                raise DataError(f"{file} has more than one column of the name {excerpt_names(twice)}")
 
     def read_chunks(self, start_row: int, stop_row: int | None, chunk_rows: int) -> Iterator[RawRows]:
         """Whole row groups before ``start_row`` are skipped unread."""
@@ -70,7 +79,7 @@ class ParquetReader(Reader):
         columns = [self.schema.label, *self.schema.dense, *self.schema.sparse]
         to_skip = start_row
         for file in self._files:
-            with _open(file) as parquet:
+            with _naming(file), _open(file) as parquet:
                 groups = list(range(parquet.num_row_groups))
                 while groups and to_skip >= parquet.metadata.row_group(groups[0]).num_rows:
                     to_skip -= parquet.metadata.row_group(groups.pop(0)).num_rows
@@ -90,12 +99,27 @@ def _open(path: Path) -> Any:
         import pyarrow.parquet
     except ImportError as error:
         raise ImportError(f"reading {path} needs pyarrow; install it with: pip install 'tierstore[parquet]'") from error
+    require_data_file(path)
+    return pyarrow.parquet.ParquetFile(path)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Turn what pyarrow says into an error that names the file."""
     try:
-        return pyarrow.parquet.ParquetFile(path)
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        if isinstance(error, FileNotFoundError):
+        yield
+    except (DataError, ImportError):
+        raise
+    except Exception as error:
+        if not isinstance(error, OSError | MemoryError | UnicodeError) and not _is_arrow(error):
             raise
-        raise DataError(f"{path} is not a Parquet file, or is broken: {error}") from error
+        raise DataError(f"{path} is not a Parquet file, or is broken: {str(error)[:_MAX_REASON]}") from error
+
+
+def _is_arrow(error: Exception) -> bool:
+    import pyarrow as pa
+
+    return isinstance(error, pa.ArrowException)
 
 
 def _join(chunks: list[RawRows]) -> RawRows:
@@ -121,7 +145,9 @@ class _Columns:
         self._check(schema.label, np.isin(labels, (0, 1)), "0 or 1")
         dense = np.empty((len(labels), len(schema.dense)), np.float32)
         for column, name in enumerate(schema.dense):
-            dense[:, column] = self._numbers(name)
+            numbers = self._numbers(name)
+            self._check(name, fits_float32(numbers), "finite as float32; null stands for missing")
+            dense[:, column] = numbers
         categories = np.empty((len(labels), len(schema.sparse)), np.int64)
         for column, name in enumerate(schema.sparse):
             categories[:, column] = self._categories(name)
@@ -135,7 +161,9 @@ class _Columns:
         try:
             numbers: NDArray[np.float64] = column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-            raise DataError(f"{self._path}: column {name} of type {column.type} holds no numbers: {error}") from error
+            raise DataError(
+                f"{self._path}: column {name} of type {_type(column)} holds no numbers: {str(error)[:_MAX_REASON]}"
+            ) from error
         return numbers
 
     def _categories(self, name: str) -> NDArray[np.int64]:
@@ -147,11 +175,13 @@ class _Columns:
         if pa.types.is_string(column.type) or pa.types.is_binary(column.type) or pa.types.is_large_string(column.type):
             return self._hexadecimal(name, column.cast(pa.large_binary()))
         if not (pa.types.is_integer(column.type) or pa.types.is_null(column.type)):
-            raise DataError(f"{self._path}: column {name} of type {column.type} holds neither integers nor strings")
+            raise DataError(f"{self._path}: column {name} of type {_type(column)} holds neither integers nor strings")
         try:
             numbers: NDArray[np.int64] = column.cast(pa.int64()).fill_null(MISSING).to_numpy(zero_copy_only=False)
         except pa.ArrowInvalid as error:
-            raise DataError(f"{self._path}: column {name} holds integers beyond 2**63: {error}") from error
+            raise DataError(
+                f"{self._path}: column {name} holds integers beyond 2**63: {str(error)[:_MAX_REASON]}"
+            ) from error
         self._check(name, (numbers >= 0) | _nulls(column), "an integer from 0 on")
         return numbers
 
@@ -171,8 +201,17 @@ class _Columns:
     def _check(self, name: str, good: NDArray[np.bool_], expected: str) -> None:
         if not good.all():
             broken = int(np.flatnonzero(~good)[0])
-            value = self._record.column(name)[broken].as_py()
-            raise DataError(f"{self._path}, row {self._row + broken}, column {name}: {value!r} is not {expected}")
+            place = f"{self._path}, row {self._row + broken}, column {name}"
+            try:
+                value = excerpt(self._record.column(name)[broken].as_py())
+            except (ValueError, OverflowError):
+                value = "a value that cannot be shown"
+            raise DataError(f"{place}: {value} is not {expected}")
+
+
+def _type(column: Any) -> str:
+    """The column's type; that of a nested one may be long."""
+    return str(column.type)[:_MAX_REASON]
 
 
 def _nulls(column: Any) -> NDArray[np.bool_]:
