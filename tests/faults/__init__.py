@@ -1,0 +1,1 @@
+"""Power loss and failing devices: every write, sync and rename of a store, seen, replayed and failed."""

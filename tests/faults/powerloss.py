@@ -1,0 +1,176 @@
+"""What may be on the device when the power goes: every state that the recorded writes and syncs allow.
+
+The rules are POSIX's, not those of one file system. A write is safe once a sync of its file that began after it has
+returned well. An entry of a directory is safe once a sync of that directory has. Of everything else any part may have
+arrived, in any order, and of a write any of its sectors. A sync that failed makes nothing safe, nor does a later one:
+the system may have dropped what it could not write.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from .syscalls import Operation, Recorder, Tree
+
+__all__ = ["Loss", "losses", "materialise", "pending", "state"]
+
+SECTOR_BYTES = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What survives of the changes that no sync made safe.
+
+    Attributes:
+        survivors: indices into ``Recorder.operations``.
+        torn: (operation, a mask of its sectors that arrived as an integer) of writes that arrived in part.
+        grown: files have the length of all that was written to them, with zeros where it did not arrive.
+    """
+
+    survivors: frozenset[int]
+    torn: tuple[tuple[int, int], ...] = ()
+    grown: bool = False
+
+
+def pending(recorder: Recorder, time: int) -> tuple[list[int], list[int]]:
+    """Changes begun before ``time`` that are safe then, and those that are not; indices into the operations."""
+    safe: list[int] = []
+    unsafe: list[int] = []
+    syncs: dict[int, list[Operation]] = {}
+    for operation in recorder.operations:
+        if operation.kind == "sync" and 0 <= operation.ended < time:
+            syncs.setdefault(operation.inode, []).append(operation)
+    for index, operation in enumerate(recorder.operations):
+        if operation.kind != "sync" and operation.began < time and not operation.failed:
+            (safe if _is_safe(operation, syncs) else unsafe).append(index)
+    return safe, unsafe
+
+
+def _is_safe(operation: Operation, syncs: dict[int, list[Operation]]) -> bool:
+    where = operation.inode if operation.directory < 0 else operation.directory
+    if operation.ended < 0:
+        return False
+    later = [sync for sync in syncs.get(where, ()) if sync.began > operation.ended]
+    return bool(later) and not later[0].failed
+
+
+def state(recorder: Recorder, safe: Sequence[int], loss: Loss, unsafe: Sequence[int]) -> Tree:
+    """The files after these changes; ``safe`` and ``unsafe`` are what ``pending`` told."""
+    torn = dict(loss.torn)
+    tree: Tree = {number: dict(node) if isinstance(node, dict) else node for number, node in recorder.before.items()}
+    images: dict[int, bytearray] = {}
+    for index in sorted({*safe, *loss.survivors}):
+        operation = recorder.operations[index]
+        if operation.kind in ("write", "truncate"):
+            image = images.setdefault(operation.inode, bytearray(_content(tree, operation.inode)))
+            _apply_data(image, operation, torn.get(index))
+        else:
+            _apply_entry(tree, operation)
+    if loss.grown:
+        for index in unsafe:
+            operation = recorder.operations[index]
+            if operation.kind == "write":
+                image = images.setdefault(operation.inode, bytearray(_content(tree, operation.inode)))
+                _lengthen(image, operation.offset + len(operation.data))
+    return {**tree, **{number: bytes(image) for number, image in images.items()}}
+
+
+def _content(tree: Tree, number: int) -> bytes:
+    node = tree.get(number, b"")
+    assert isinstance(node, bytes)
+    return node
+
+
+def _lengthen(image: bytearray, size: int) -> None:
+    if len(image) < size:
+        image.extend(bytes(size - len(image)))
+
+
+def _apply_data(image: bytearray, operation: Operation, sectors: int | None) -> None:
+    start, end = operation.offset, operation.offset + len(operation.data)
+    if operation.kind == "truncate":
+        del image[start:]
+        _lengthen(image, start)
+        return
+    for number, part in enumerate(range(start // SECTOR_BYTES * SECTOR_BYTES, end, SECTOR_BYTES)):
+        first, last = max(part, start), min(part + SECTOR_BYTES, end)
+        if sectors is None:
+            first, last = start, end
+        elif not sectors >> number & 1:
+            continue
+        _lengthen(image, last)
+        image[first:last] = operation.data[first - start : last - start]
+        if sectors is None:
+            break
+
+
+def _apply_entry(tree: Tree, operation: Operation) -> None:
+    directory = tree.setdefault(operation.directory, {})
+    assert isinstance(directory, dict)
+    if operation.kind == "mkdir":
+        tree.setdefault(operation.inode, {})
+    elif operation.kind == "create":
+        tree.setdefault(operation.inode, b"")
+    if operation.old_name:
+        directory.pop(operation.old_name, None)
+    if operation.name:
+        directory[operation.name] = operation.inode
+
+
+def materialise(tree: Tree, target: Path, number: int = 0) -> None:
+    """Write a state to a directory that does not exist."""
+    target.mkdir()
+    entries = tree.get(number, {})
+    assert isinstance(entries, dict)
+    for name, child in entries.items():
+        node = tree.get(child, b"")
+        if isinstance(node, dict):
+            materialise(tree, target / name, child)
+        else:
+            (target / name).write_bytes(node)
+
+
+def losses(recorder: Recorder, unsafe: Sequence[int], generator: np.random.Generator, most: int) -> Iterator[Loss]:
+    """Losses of a set of changes: all subsets where there are few, else all simple ones and some that are drawn."""
+    everything = frozenset(unsafe)
+    if 2 ** len(unsafe) <= most:
+        for count in range(len(unsafe) + 1):
+            yield from (Loss(frozenset(some)) for some in itertools.combinations(unsafe, count))
+    else:
+        yield from _sampled((Loss(some) for some in _simple(unsafe)), generator, most // 2)
+        for _ in range(most - most // 2):
+            kept = generator.random(len(unsafe)) < generator.choice([0.1, 0.5, 0.9])
+            yield Loss(frozenset(np.array(unsafe)[kept].tolist()))
+    for grown in (False, True):
+        yield Loss(everything, tuple(_tears(recorder, unsafe, generator)), grown)
+    yield Loss(frozenset(), grown=True)
+
+
+def _simple(unsafe: Sequence[int]) -> Iterator[frozenset[int]]:
+    everything = frozenset(unsafe)
+    for count in range(len(unsafe) + 1):
+        yield frozenset(unsafe[:count])
+        yield frozenset(unsafe[count:])
+    for one in unsafe:
+        yield frozenset({one})
+        yield everything - {one}
+
+
+def _sampled(some: Iterator[Loss], generator: np.random.Generator, most: int) -> Iterator[Loss]:
+    """At most so many of them, the first and the last among them."""
+    found = list(dict.fromkeys(some))
+    if len(found) > most:
+        chosen = generator.choice(len(found) - 2, max(0, most - 2), replace=False) + 1
+        found = [found[0], found[1], *(found[i] for i in sorted(chosen) if i != 1)]
+    yield from found
+
+
+def _tears(recorder: Recorder, unsafe: Sequence[int], generator: np.random.Generator) -> Iterator[tuple[int, int]]:
+    for index in unsafe:
+        operation = recorder.operations[index]
+        if operation.kind == "write":
+            sectors = len(operation.data) // SECTOR_BYTES + 2
+            yield index, int.from_bytes(generator.bytes(sectors // 8 + 1), "little")

@@ -1,0 +1,237 @@
+"""Opening what a power loss left, and holding it against what was promised."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import tierstore
+from tierstore.errors import DamagedError, StoreNotFoundError
+from tierstore.io import anchor
+
+from .powerloss import Loss, losses, materialise, pending, state
+from .syscalls import Recorder, Tree
+from .workload import DDR, Snapshot, Trained, Workload, copied, differences
+
+__all__ = ["Counts", "check", "crash_points", "explore", "other_boot", "promised"]
+
+_LAST_STEPS = 4
+"""Changes of what is promised or in flight with which a commit ends: its anchor is written, synced, and it returns."""
+
+
+@dataclass
+class Counts:
+    """What was tried.
+
+    Attributes:
+        crash_points: instants at which power was lost.
+        states: different states of the files, each opened and compared.
+        exhaustive: crash points of which every subset of the changes in flight was tried.
+        pending_most: changes in flight at a crash point, at most.
+        torn: states in which single sectors of writes arrived.
+        trained: states in which a training step on every row showed that its optimizer state was right too.
+        reader_refused, reader_right: opens for reading before the store was repaired by one for writing.
+        went_back, went_ahead: states that showed the version before, or the one, whose commit was under way.
+    """
+
+    crash_points: int = 0
+    states: int = 0
+    exhaustive: int = 0
+    pending_most: int = 0
+    torn: int = 0
+    trained: int = 0
+    reader_refused: int = 0
+    reader_right: int = 0
+    went_back: int = 0
+    went_ahead: int = 0
+    seen: set[Any] = field(default_factory=set, repr=False)
+
+    def to_dict(self) -> dict[str, int]:
+        """The figures, without what they were counted from."""
+        return {name: value for name, value in asdict(self).items() if name != "seen"}
+
+
+@contextmanager
+def other_boot(number: int) -> Iterator[None]:
+    """As if the machine had started anew so many times."""
+    real = anchor.boot_id
+    anchor.boot_id = lambda: b"start" + number.to_bytes(11, "little")
+    try:
+        yield
+    finally:
+        anchor.boot_id = real
+
+
+def promised(recorder: Recorder, time: int, first: Snapshot) -> tuple[list[Snapshot], set[str]]:
+    """Versions that may be shown after a crash at ``time``, the oldest first, and tables that must be there."""
+    versions, tables = [first], set()
+    for mark in recorder.marks:
+        if mark.time >= time:
+            break
+        if mark.label == "begun":
+            versions.append(mark.value)
+        elif mark.label == "returned":
+            del versions[: next(i for i, known in enumerate(versions) if known is mark.value)]
+        elif mark.label == "table":
+            tables.add(mark.value)
+    return versions, tables
+
+
+def crash_points(recorder: Recorder) -> list[int]:
+    """An instant after each change of what is in flight, what is safe, and what is promised."""
+    times = {mark.time for mark in recorder.marks}
+    for operation in recorder.operations:
+        times.add(operation.ended if operation.kind == "sync" else operation.began)
+    return sorted(time + 1 for time in times if time >= 0)
+
+
+def explore(
+    recorder: Recorder,
+    first: Snapshot,
+    initial: dict[str, Trained],
+    scratch: Path,
+    *,
+    points: int,
+    states_each: int,
+    generator: np.random.Generator,
+    boots: int = 1,
+) -> Counts:
+    """Lose power at so many instants of a record, in about so many ways each, and check what opens.
+
+    Args:
+        first: the version at the beginning of the record.
+        initial: the tables before anything was written.
+        scratch: a directory for the states; each is removed once it was checked.
+        points: 0 for all.
+        boots: how often the machine has started anew with the last of these losses.
+    """
+    counts = Counts()
+    for time in _chosen(recorder, first, points, generator):
+        safe, unsafe = pending(recorder, time)
+        versions, tables = promised(recorder, time, first)
+        counts.crash_points += 1
+        counts.exhaustive += 2 ** len(unsafe) <= states_each
+        counts.pending_most = max(counts.pending_most, len(unsafe))
+        for loss in losses(recorder, unsafe, generator, states_each):
+            tree = state(recorder, safe, loss, unsafe)
+            key = _digest(tree), tuple(id(version) for version in versions), len(tables)
+            if key not in counts.seen:
+                counts.seen.add(key)
+                place = scratch / f"time {time} state {counts.states}"
+                with other_boot(boots):
+                    _check_tree(tree, place, versions, tables, initial, loss, counts)
+    return counts
+
+
+def _chosen(recorder: Recorder, first: Snapshot, points: int, generator: np.random.Generator) -> list[int]:
+    """So many crash points, in order: a third just before something was promised, a third with a version under way."""
+    times = crash_points(recorder)
+    if not 0 < points < len(times):
+        return times
+    returned = [times.index(mark.time + 1) for mark in recorder.marks if mark.label == "returned"]
+    last = [time for index in returned for time in times[max(0, index - _LAST_STEPS) : index]]
+    under_way = [time for time in times if len(promised(recorder, time, first)[0]) > 1]
+    chosen: set[int] = set()
+    for some, count in ((last, points // 3), (under_way, points // 3), (times, points)):
+        left = sorted({*some} - chosen)
+        count = min(count, points - len(chosen), len(left))
+        chosen.update(generator.choice(left, count, replace=False).tolist() if count else [])
+    return sorted(chosen)
+
+
+def _digest(tree: Tree) -> bytes:
+    """Of all files and entries but the lock files, which hold nothing that lasts."""
+    digest = hashlib.blake2b(digest_size=16)
+    for number, node in sorted(tree.items()):
+        digest.update(repr((number, sorted(node.items()) if isinstance(node, dict) else len(node))).encode())
+        if isinstance(node, bytes):
+            digest.update(node)
+    return digest.digest()
+
+
+def _check_tree(
+    tree: Tree,
+    place: Path,
+    versions: Sequence[Snapshot],
+    tables: set[str],
+    initial: dict[str, Trained],
+    loss: Loss,
+    counts: Counts,
+) -> None:
+    """Check one state; an error says which it was."""
+    materialise(tree, place)
+    try:
+        shown = check(place / "store", versions, tables, initial, counts)
+    except BaseException as error:
+        error.add_note(f"state {place.name}: {loss}; promised {[version.version for version in versions]}")
+        raise
+    counts.states += 1
+    counts.torn += bool(loss.torn)
+    if len(versions) > 1:
+        counts.went_back += shown is versions[0]
+        counts.went_ahead += shown is not versions[0]
+    _remove(place)
+
+
+def _remove(place: Path) -> None:
+    for child in place.iterdir():
+        if child.is_dir():
+            _remove(child)
+        else:
+            child.unlink()
+    place.rmdir()
+
+
+def check(
+    directory: Path,
+    versions: Sequence[Snapshot],
+    tables: set[str],
+    initial: dict[str, Trained],
+    counts: Counts,
+) -> Snapshot:
+    """Open a store, hold it against the versions that it may show, go on with it; returns the one that it shows."""
+    if counts.states % 4 == 0:
+        _check_reader(directory, versions, counts)
+    with tierstore.open(directory, ddr=DDR, threads=1) as store:
+        shown = next((version for version in versions if version.version == store.version), None)
+        assert shown is not None, f"version {store.version} is not one of {[v.version for v in versions]}"
+        assert tables <= set(store.tables)
+        assert differences(store, shown, {name: initial[name] for name in store.tables}) == []
+        store.verify()
+    everything = counts.states % 3 == 0
+    _go_on(directory, shown, everything=everything)
+    counts.trained += everything
+    return shown
+
+
+def _check_reader(directory: Path, versions: Sequence[Snapshot], counts: Counts) -> None:
+    """An open for reading shows one of the versions, or says that one for writing must come first."""
+    try:
+        with tierstore.open(directory, mode="r", ddr=DDR, threads=1) as store:
+            shown = next(version for version in versions if version.version == store.version)
+            assert differences(store, shown, dict(store.tables)) == []
+            counts.reader_right += 1
+    except (DamagedError, StoreNotFoundError) as error:
+        if 'open it once with mode="w"' not in str(error) and versions[0].version > 0:
+            raise
+        counts.reader_refused += 1
+
+
+def _go_on(directory: Path, shown: Snapshot, *, everything: bool) -> None:
+    """Training goes on where it was, optimizer state and all, and is committed and found again.
+
+    Args:
+        everything: train all rows, which shows the state of each; else a few.
+    """
+    generator = np.random.default_rng(shown.version)
+    workload = Workload(copied(shown.tables), generator, steps=shown.extra.get("step", 0)).open(directory)
+    workload.last_version = getattr(workload.store, "last_version", shown.version)
+    workload.train_rows(np.arange(len(shown.tables["trained"].weights) if everything else 40))
+    kept = workload.commit()
+    workload.close()
+    with tierstore.open(directory, mode="r", ddr=DDR, threads=1) as store:
+        assert differences(store, kept, kept.tables) == []

@@ -1,0 +1,367 @@
+"""Every call that changes a directory of files, recorded as it is made, and made to fail where a test wants it.
+
+LMDB's extension and the Python interpreter are led through callbacks (``got.py``), so nothing that either of them
+writes is missed: pages, meta pages, anchors, manifests, renames, syncs, from whatever thread. What reaches a file
+through a shared mapping is not seen: tierstore writes only LMDB's table of readers that way, which no recovery reads.
+"""
+
+import ctypes
+import functools
+import itertools
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Literal, NamedTuple
+
+import lmdb.cpython
+
+from .got import Entry, entries, object_of, redirect
+
+__all__ = ["Call", "Failure", "Mark", "Operation", "Recorder", "Tree", "read_tree"]
+
+Kind = Literal["create", "link", "mkdir", "rename", "sync", "truncate", "unlink", "write"]
+Tree = dict[int, "bytes | dict[str, int]"]
+"""Files (their bytes) and directories (their entries) by number; 0 is the root."""
+
+_SIZED: Final = {"write", "pwrite", "writev"}
+"""These return a count of bytes, the others 0, -1 or a file descriptor."""
+_MODELLED: Final = _SIZED | {"open", "fsync", "fdatasync", "ftruncate", "rename", "link", "unlink", "mkdir"}
+_UNMODELLED: Final = {
+    *("msync", "truncate", "posix_fallocate", "pwritev", "pwritev2", "sendfile", "splice", "copy_file_range"),
+    *("openat", "renameat", "linkat", "unlinkat", "mkdirat", "symlink", "rmdir"),
+}
+"""A recorded program that makes one of these calls is one that the record would be wrong about."""
+_NAMES: Final = {
+    variant: name
+    for name in _MODELLED | _UNMODELLED
+    for variant in (name, f"{name}64", f"{name.removesuffix('2')}64v2")
+}
+
+_WORD = ctypes.c_uint64
+_Function = ctypes.CFUNCTYPE(ctypes.c_int64, *[_WORD] * 6, use_errno=True)
+_libc = ctypes.CDLL(None, use_errno=True)
+_local = threading.local()
+_active: "Recorder | None" = None
+
+
+class Call(NamedTuple):
+    """A call about to be made.
+
+    Attributes:
+        number: counts the calls that change files, from 0.
+        name: ``pwrite``, ``fdatasync``, ``open`` (one that creates a file) and so on.
+        path: what it changes, as it was named when it was opened or first seen.
+        size_bytes: of a write.
+    """
+
+    number: int
+    name: str
+    path: Path
+    size_bytes: int
+
+
+class Failure(NamedTuple):
+    """How a call is to fail: with ``errno``, or with 0 by writing half of what it should and saying so."""
+
+    errno: int
+
+
+@dataclass(slots=True)
+class Operation:
+    """One change.
+
+    Attributes:
+        inode: the file that is written, synced, created or linked; for "sync" it may be a directory.
+        directory: whose entries change, or -1.
+        name, old_name: the entry that appears, and the one that goes away.
+        offset: in bytes, of a write; the new size, of a truncation.
+        began, ended: times on the recorder's clock; ``ended`` is -1 while under way.
+        failed: the call returned an error.
+    """
+
+    kind: Kind
+    inode: int
+    directory: int = -1
+    name: str = ""
+    old_name: str = ""
+    offset: int = 0
+    data: bytes = b""
+    began: int = -1
+    ended: int = -1
+    failed: bool = False
+
+
+class Mark(NamedTuple):
+    """Something the test wants to know the time of."""
+
+    time: int
+    label: str
+    value: Any
+
+
+def read_tree(root: Path) -> tuple[Tree, dict[tuple[int, int], int], dict[int, Path]]:
+    """Files and directories below ``root`` by number, their numbers by device and inode, and their paths."""
+    tree: Tree = {}
+    numbers: dict[tuple[int, int], int] = {}
+    paths: dict[int, Path] = {}
+
+    def visit(path: Path) -> int:
+        status = path.lstat()
+        key = status.st_dev, status.st_ino
+        if key in numbers:
+            return numbers[key]
+        number = numbers[key] = len(numbers)
+        paths[number] = path
+        if stat.S_ISDIR(status.st_mode):
+            entries_: dict[str, int] = {}
+            tree[number] = entries_
+            entries_.update({child.name: visit(child) for child in sorted(path.iterdir())})
+        else:
+            tree[number] = path.read_bytes()
+        return number
+
+    visit(root)
+    return tree, numbers, paths
+
+
+@dataclass
+class Recorder:
+    """While it is entered, records what changes below ``root``, a directory that exists.
+
+    Args:
+        fail: asked before each call; None lets it happen.
+
+    Attributes:
+        before: the files when it was entered, taken to be on the device.
+        operations: in the order in which they began.
+        problems: calls that the record does not hold; a test asserts that there are none.
+    """
+
+    root: Path
+    fail: Callable[[Call], Failure | None] | None = None
+    before: Tree = field(default_factory=dict)
+    operations: list[Operation] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    num_calls: int = 0
+
+    def __post_init__(self) -> None:
+        self.root = self.root.absolute()
+        self._lock = threading.Lock()
+        self._clock = itertools.count()
+
+    def __enter__(self) -> "Recorder":
+        global _active
+        assert _active is None, "one recorder at a time"
+        self.before, self._numbers, self._paths = read_tree(self.root)
+        callbacks = _callbacks()
+        self._replaced = redirect([(entry, callbacks[entry.symbol]) for entry in _table()])
+        _active = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        global _active
+        _active = None
+        redirect(self._replaced)
+
+    def mark(self, label: str, value: Any = None) -> None:
+        """Note the time of something."""
+        with self._lock:
+            self.marks.append(Mark(next(self._clock), label, value))
+
+    @property
+    def time(self) -> int:
+        """Now."""
+        with self._lock:
+            return next(self._clock)
+
+    # Calls
+
+    def handle(self, name: str, arguments: tuple[int, ...]) -> int:
+        """Make a call, or fail it; returns what the caller gets."""
+        operation, path = self._describe(name, arguments)
+        if operation is None:
+            return _call(name, arguments)
+        with self._lock:
+            call = Call(self.num_calls, name, path, len(operation.data))
+            self.num_calls += 1
+        failure = self.fail(call) if self.fail is not None else None
+        with self._lock:
+            operation.began = next(self._clock)
+            self.operations.append(operation)
+        if failure is None:
+            result = _call(name, arguments)
+        elif failure.errno:
+            ctypes.set_errno(failure.errno)
+            result = -1
+        else:
+            assert name in _SIZED, "only a write can be cut short"
+            result = _write_part(arguments[0], operation.data[: len(operation.data) // 2], operation.offset, name)
+        self._complete(name, arguments, operation, result)
+        with self._lock:
+            operation.ended = next(self._clock)
+        return result
+
+    def _describe(self, name: str, arguments: tuple[int, ...]) -> tuple[Operation | None, Path]:
+        """What a call is about to change, and where; None if that is nothing below ``root``."""
+        if name in _UNMODELLED:
+            self.problems.append(f"{name} is not recorded")
+            return None, self.root
+        if name in ("open", "rename", "link", "unlink", "mkdir"):
+            return self._describe_path(name, arguments)
+        descriptor = ctypes.c_int(arguments[0]).value
+        number = self._number_of(os.fstat(descriptor))
+        if number is None:
+            return None, self.root
+        path = self._paths[number]
+        if name in ("fsync", "fdatasync"):
+            return Operation("sync", number), path
+        if name == "ftruncate":
+            return Operation("truncate", number, offset=arguments[1]), path
+        offset = arguments[3] if name == "pwrite" else os.lseek(descriptor, 0, os.SEEK_CUR)
+        return Operation("write", number, offset=offset, data=_data(name, arguments)), path
+
+    def _describe_path(self, name: str, arguments: tuple[int, ...]) -> tuple[Operation | None, Path]:
+        path = Path(os.fsdecode(ctypes.string_at(arguments[0]))).absolute()
+        target = path
+        if name in ("rename", "link"):
+            target = Path(os.fsdecode(ctypes.string_at(arguments[1]))).absolute()
+        if not target.is_relative_to(self.root):
+            return None, path
+        directory = self._number_of(target.parent.stat())
+        if directory is None:
+            self.problems.append(f"{name} of {target} in a directory made by other means")
+            return None, path
+        if name == "open":
+            return self._describe_open(path, directory, ctypes.c_int(arguments[1]).value)
+        if name == "mkdir":
+            return Operation("mkdir", -1, directory, path.name), path
+        number = self._number_of(path.lstat()) if path.exists() else None
+        if number is None:
+            return None, path  # the call is going to fail
+        if name == "unlink":
+            return Operation("unlink", number, directory, old_name=path.name), path
+        if path.parent != target.parent:
+            self.problems.append(f"{name} from one directory to another")
+        old_name = path.name if name == "rename" else ""
+        return Operation("rename" if name == "rename" else "link", number, directory, target.name, old_name), target
+
+    def _describe_open(self, path: Path, directory: int, flags: int) -> tuple[Operation | None, Path]:
+        if flags & os.O_APPEND:
+            self.problems.append(f"{path} opened for appending")
+        if path.exists():
+            number = self._number_of(path.stat())
+            if flags & os.O_TRUNC and number is not None:
+                return Operation("truncate", number), path
+            return None, path
+        if not flags & os.O_CREAT:
+            return None, path
+        return Operation("create", -1, directory, path.name), path
+
+    def _complete(self, name: str, arguments: tuple[int, ...], operation: Operation, result: int) -> None:
+        """Fill in what is known only when the call has returned."""
+        if result < 0:
+            operation.failed = True
+            return
+        if operation.kind == "write":
+            operation.data = operation.data[:result]
+        elif operation.kind in ("create", "mkdir"):
+            path = Path(os.fsdecode(ctypes.string_at(arguments[0]))).absolute()
+            status = path.stat()
+            with self._lock:
+                operation.inode = len(self._paths)
+                self._paths[operation.inode] = path
+                self._numbers[status.st_dev, status.st_ino] = operation.inode
+
+    def _number_of(self, status: os.stat_result) -> int | None:
+        return self._numbers.get((status.st_dev, status.st_ino))
+
+
+def _data(name: str, arguments: tuple[int, ...]) -> bytes:
+    """The bytes that a call writes."""
+    if name != "writev":
+        return ctypes.string_at(arguments[1], arguments[2])
+    count = ctypes.c_int(arguments[2]).value
+    pairs = (_WORD * (2 * count)).from_address(arguments[1])
+    return b"".join(ctypes.string_at(pairs[2 * i], pairs[2 * i + 1]) for i in range(count))
+
+
+def _write_part(descriptor: int, data: bytes, offset: int, name: str) -> int:
+    """Write less than was asked for, as a device that fills up does."""
+    written = os.pwrite(ctypes.c_int(descriptor).value, data, offset)
+    if name != "pwrite":
+        os.lseek(ctypes.c_int(descriptor).value, offset + written, os.SEEK_SET)
+    return written
+
+
+def _call(name: str, arguments: tuple[int, ...]) -> int:
+    """The C library's own function; its errno is left for the caller."""
+    result = ctypes.c_int64(_real(name)(*arguments)).value
+    return result if name in _SIZED else ctypes.c_int(result).value
+
+
+# The callbacks
+
+_made: dict[str, Any] = {}
+_found: list[Entry] = []
+
+
+@functools.cache
+def _real(name: str) -> Any:
+    function = _libc[name]
+    function.argtypes = [_WORD] * 6
+    function.restype = ctypes.c_int64
+    return function
+
+
+def _table() -> list[Entry]:
+    """All entries to redirect, in LMDB's extension and in the interpreter."""
+    if not _found:
+        interpreter = object_of(ctypes.cast(ctypes.pythonapi.PyLong_FromLong, ctypes.c_void_p).value or 0)
+        for path in (Path(lmdb.cpython.__file__).resolve(), interpreter):
+            _found.extend(entries(path, _NAMES))
+    return _found
+
+
+def _callbacks() -> dict[str, int]:
+    """Addresses of the callbacks by symbol; they are kept for good, for a thread may be in one at any time."""
+    for symbol in _NAMES:
+        if symbol not in _made:
+            _made[symbol] = _Function(_callback_of(symbol))
+    return {symbol: ctypes.cast(function, ctypes.c_void_p).value or 0 for symbol, function in _made.items()}
+
+
+def _callback_of(symbol: str) -> Callable[..., int]:
+    name = _NAMES[symbol]
+    real_name = symbol if name in _UNMODELLED else name
+
+    def callback(*arguments: int) -> int:
+        recorder = _active
+        if recorder is None or getattr(_local, "busy", False):
+            return _call(real_name, arguments)
+        with _busy():
+            try:
+                return recorder.handle(name, arguments)
+            except BaseException as error:  # it would vanish: C code cannot pass it on
+                recorder.problems.append(f"{name}: {error!r}")
+                ctypes.set_errno(5)
+                return -1
+
+    return callback
+
+
+@contextmanager
+def _busy() -> Iterator[None]:
+    """What a callback itself calls is not recorded."""
+    _local.busy = True
+    try:
+        yield
+    finally:
+        _local.busy = False

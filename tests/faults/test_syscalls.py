@@ -1,0 +1,188 @@
+"""The record is exact: replayed from nothing it gives the same bytes, and a call that is failed fails."""
+
+import ctypes
+import errno
+import os
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import pytest
+
+from .powerloss import Loss, materialise, pending, state
+from .syscalls import Call, Failure, Operation, Recorder, read_tree
+from .workload import Trained, Workload, copied
+
+
+def replayed(recorder: Recorder, target: Path) -> Path:
+    """Everything that was recorded, applied to the files as they were before."""
+    safe, unsafe = pending(recorder, recorder.time)
+    materialise(state(recorder, safe, Loss(frozenset(unsafe)), unsafe), target)
+    return target
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    """All files but LMDB's tables of readers, which are written through a mapping and mean nothing later."""
+    files = [path for path in root.rglob("*") if path.is_file() and not path.name.endswith("-lock")]
+    return {str(path.relative_to(root)): path.read_bytes() for path in files}
+
+
+def test_a_run_replayed_from_nothing_is_the_same_byte_for_byte(scratch: Path, initial: dict[str, Trained]) -> None:
+    (scratch / "run").mkdir()
+    with Recorder(scratch / "run") as recorder:
+        workload = Workload(copied(initial), np.random.default_rng(0)).open(scratch / "run" / "store")
+        for _ in range(3):
+            workload.train(3)
+            workload.commit()
+        workload.train(2)
+        workload.close()
+    assert recorder.problems == []
+    written = contents(scratch / "run")
+    assert {"store/manifest.json", "store/rows.lmdb", "store/rows.anchor", "store/writer.lock"} == set(written)
+    assert contents(replayed(recorder, scratch / "replayed")) == written
+    writes = [operation for operation in recorder.operations if operation.kind == "write"]
+    assert sum(len(operation.data) for operation in writes) > 2 * len(written["store/rows.lmdb"])
+
+
+def test_a_record_starts_from_the_files_that_are_there(scratch: Path, initial: dict[str, Trained]) -> None:
+    (scratch / "run").mkdir()
+    workload = Workload(copied(initial), np.random.default_rng(0)).open(scratch / "run" / "store")
+    workload.train(2)
+    workload.commit()
+    with Recorder(scratch / "run") as recorder:
+        workload.train(2)
+        workload.commit()
+    workload.close()
+    assert recorder.problems == []
+    assert contents(replayed(recorder, scratch / "replayed")) == contents(scratch / "run")
+
+
+def test_every_kind_of_call_is_replayed(scratch: Path) -> None:
+    root = scratch / "run"
+    root.mkdir()
+    (root / "old").write_bytes(b"0123456789")
+    with Recorder(root) as recorder:
+        (root / "folder").mkdir()
+        (root / "folder" / "new").write_text("one\ntwo\n")
+        (root / "old").write_bytes(b"abc")
+        descriptor = os.open(root / "folder" / "new", os.O_RDWR)
+        os.pwrite(descriptor, b"far", 3000)
+        os.write(descriptor, b"ONE")
+        os.writev(descriptor, [b"+", b"++"])
+        os.ftruncate(descriptor, 2000)
+        os.fsync(descriptor)
+        os.close(descriptor)
+        os.link(root / "old", root / "twin")
+        os.rename(root / "old", root / "older")
+        os.replace(root / "folder" / "new", root / "folder" / "newer")
+        (root / "gone").touch()
+        (root / "gone").unlink()
+    assert recorder.problems == []
+    assert contents(replayed(recorder, scratch / "replayed")) == contents(root)
+    assert [operation.kind for operation in recorder.operations] == [
+        *("mkdir", "create", "write", "truncate", "write", "write", "write", "write", "truncate", "sync"),
+        *("link", "rename", "rename", "create", "unlink"),
+    ]
+
+
+def test_calls_that_the_record_does_not_hold_are_told(scratch: Path) -> None:
+    with Recorder(scratch) as recorder:
+        os.symlink("nowhere", scratch / "link")
+    assert recorder.problems == ["symlink is not recorded"]
+
+
+def test_nothing_is_led_through_python_afterwards(scratch: Path) -> None:
+    from . import syscalls
+
+    places = [ctypes.c_uint64.from_address(entry.address) for entry in syscalls._table()]
+    before = [place.value for place in places]
+    with Recorder(scratch) as recorder:
+        assert all(place.value != old for place, old in zip(places, before, strict=True))
+    assert [place.value for place in places] == before
+    (scratch / "file").write_bytes(b"not seen")
+    assert recorder.operations == []
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
+def test_a_failure_reaches_python_with_its_number(scratch: Path, code: int) -> None:
+    with Recorder(scratch, fail=lambda call: Failure(code) if call.name == "pwrite" else None) as recorder:
+        descriptor = os.open(scratch / "file", os.O_RDWR | os.O_CREAT)
+        with pytest.raises(OSError, match=os.strerror(code)) as raised:
+            os.pwrite(descriptor, b"lost", 0)
+        assert os.write(descriptor, b"kept") == 4
+        os.close(descriptor)
+    assert raised.value.errno == code
+    assert [operation.failed for operation in recorder.operations] == [False, True, False]
+    assert contents(replayed(recorder, scratch / "replayed")) == {"file": b"kept"}
+
+
+def test_a_failure_reaches_lmdb_with_its_number(scratch: Path) -> None:
+    environment = lmdb.open(str(scratch / "file"), subdir=False, lib_version=0)
+    calls: list[Call] = []
+
+    def fail(call: Call) -> Failure | None:
+        calls.append(call)
+        return Failure(errno.EDQUOT) if call.name in ("writev", "pwrite") else None
+
+    with Recorder(scratch, fail=fail), pytest.raises(lmdb.Error, match="quota"), environment.begin(write=True) as txn:
+        txn.put(b"key", b"value")
+    environment.close()
+    assert [(call.number, call.path.name) for call in calls] == [(0, "file")]
+
+
+def test_a_write_cut_short_says_so(scratch: Path) -> None:
+    with Recorder(scratch, fail=lambda call: Failure(0) if call.size_bytes == 8 else None) as recorder:
+        descriptor = os.open(scratch / "file", os.O_RDWR | os.O_CREAT)
+        assert os.write(descriptor, b"01234567") == 4
+        assert os.write(descriptor, b"89") == 2
+        os.close(descriptor)
+    assert (scratch / "file").read_bytes() == b"012389"
+    assert contents(replayed(recorder, scratch / "replayed")) == {"file": b"012389"}
+
+
+def recorded(scratch: Path, operations: list[Operation]) -> Recorder:
+    """A record made up: a file "file" with ten zeros."""
+    (scratch / "file").write_bytes(bytes(10))
+    recorder = Recorder(scratch)
+    recorder.before, _, _ = read_tree(scratch)
+    recorder.operations = operations
+    return recorder
+
+
+def test_what_a_sync_makes_safe(scratch: Path) -> None:
+    def write(began: int, ended: int) -> Operation:
+        return Operation("write", 1, data=b"x", began=began, ended=ended)
+
+    def sync(began: int, ended: int, *, failed: bool = False, inode: int = 1) -> Operation:
+        return Operation("sync", inode, began=began, ended=ended, failed=failed)
+
+    before, beside, after = write(0, 1), write(3, 4), write(7, 8)
+    recorder = recorded(scratch, [before, sync(2, 5), beside, sync(6, 9, inode=0), after])
+    assert pending(recorder, 5) == ([], [0, 2]), "the sync has not returned"
+    assert pending(recorder, 6) == ([0], [2]), "what is written beside a sync is not in it"
+    assert pending(recorder, 10) == ([0], [2, 4]), "another file's sync is of no help"
+    failed = recorded(scratch, [before, sync(2, 3, failed=True), write(4, 5), sync(6, 7)])
+    assert pending(failed, 9) == ([2], [0]), "a sync that failed is not made good by the next"
+
+
+def test_what_a_loss_leaves(scratch: Path) -> None:
+    first = Operation("write", 1, offset=0, data=b"a" * 1200, began=0, ended=1)
+    second = Operation("write", 1, offset=1500, data=b"b" * 100, began=2, ended=3)
+    renamed = Operation("rename", 1, 0, "new", "file", began=4, ended=5)
+    recorder = recorded(scratch, [first, second, renamed])
+    safe, unsafe = pending(recorder, 9)
+    assert (safe, unsafe) == ([], [0, 1, 2])
+
+    def left(loss: Loss) -> tuple[list[str], bytes]:
+        tree = state(recorder, safe, loss, unsafe)
+        entries, content = tree[0], tree[1]
+        assert isinstance(entries, dict)
+        assert isinstance(content, bytes)
+        return list(entries), content
+
+    assert left(Loss(frozenset())) == (["file"], bytes(10))
+    assert left(Loss(frozenset(), grown=True)) == (["file"], bytes(1600))
+    assert left(Loss(frozenset({2}))) == (["new"], bytes(10))
+    assert left(Loss(frozenset({1}))) == (["file"], bytes(1500) + b"b" * 100)
+    assert left(Loss(frozenset({0, 2}), torn=((0, 0b101),))) == (["new"], b"a" * 512 + bytes(512) + b"a" * 176)
+    assert left(Loss(frozenset({0}), torn=((0, 0b010),))) == (["file"], bytes(512) + b"a" * 512)
