@@ -1,0 +1,15 @@
+"""Tables to and from files that others read, in chunks: safetensors and torch checkpoints. See docs/exchange.md."""
+
+from .exporting import FORMATS, ExportReport, export_store
+from .importing import ImportReport, TableImport, import_files
+from .keys import DEFAULT_KEY
+
+__all__ = [
+    "DEFAULT_KEY",
+    "FORMATS",
+    "ExportReport",
+    "ImportReport",
+    "TableImport",
+    "export_store",
+    "import_files",
+]

@@ -1,0 +1,173 @@
+"""Files' tensors as a store's tables."""
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..config import Pooling, TableConfig
+from ..manifest import MANIFEST_NAME
+from ..optim import Optimizer
+from ..rows import DtypeName
+from ..store import Store, open_store
+from ..table import Table
+from ..version import TableState
+from .matching import Match, Settings, match_tables
+from .rows import rows_a_chunk, write_rows
+from .sources import Source, open_source
+
+__all__ = ["ImportReport", "TableImport", "import_files"]
+
+
+class TableImport(NamedTuple):
+    """One table.
+
+    Attributes:
+        created: the table is new.
+        changed_rows: rows that had other bits before.
+        with_state: optimizer state came with the weights.
+        nonfinite: values that are NaN or infinite, in the weights as stored.
+    """
+
+    name: str
+    key: str
+    created: bool
+    rows: int
+    changed_rows: int
+    with_state: bool
+    nonfinite: int
+
+
+class ImportReport(NamedTuple):
+    """What an import did.
+
+    Attributes:
+        version: that shows it.
+        left_out: tensors of the files that were not taken.
+    """
+
+    version: int
+    tables: tuple[TableImport, ...]
+    left_out: tuple[str, ...]
+
+
+def import_files(
+    directory: str | os.PathLike[str],
+    files: Sequence[str | os.PathLike[str]],
+    *,
+    mapping: Mapping[str, str] | None = None,
+    optimizer: Optimizer | None = None,
+    dtype: DtypeName | None = None,
+    pooling: Pooling | None = None,
+    ddr: int | str = "256MiB",
+    progress: Callable[[int, int], None] | None = None,
+) -> ImportReport:
+    """Take tables from safetensors files or torch checkpoints into a store, and commit once all of it is there.
+
+    The store is made if there is none, and so are tables that it does not have; those that it has must be of the same
+    shape and dtype, and keep their configuration. A tensor named ``embedding_bags.TABLE.weight``, whatever stands
+    before that, is a table; files written by ``export_store`` say themselves what is. Optimizer state beside the
+    weights is taken too; without it in the file a table keeps what state it has. ``extra`` and tensors of the last
+    commit stay.
+
+    Memory: ``ddr``, the block directory and at most 64 MiB, however large the tables are. A run cut short leaves the
+    last commit as it was (and perhaps new tables, empty); repeat it from the start.
+
+    Args:
+        directory: the store's.
+        files: each tensor is in one of them.
+        mapping: table by key; if there are any, these tensors alone are taken.
+        optimizer: of new tables; default: what the file says, else SGD(lr=0.01).
+        dtype: of the weights in the store; they are converted to it, rounded to nearest. Default: as in the file.
+        pooling: of new tables; default: what the file says, else "sum".
+        progress: called as ``progress(done_bytes, total_bytes)``.
+
+    Raises:
+        ValueError: the files hold no table, or one that cannot be taken. TableError: an existing table is another.
+        FormatError: a file cannot be read. StoreLockedError: the store is open for writing elsewhere.
+        DiskFullError, DamagedError, BudgetError: as ``tierstore.open`` and ``commit``.
+    """
+    paths = list(dict.fromkeys(Path(path).absolute() for path in files))
+    settings = Settings(optimizer, dtype, pooling)
+    with contextlib.ExitStack() as stack:
+        sources = [stack.enter_context(contextlib.closing(open_source(path))) for path in paths]
+        if not (Path(directory) / MANIFEST_NAME).exists():
+            match_tables(sources, mapping or {}, settings, {})  # bad input makes no store
+        store = stack.enter_context(open_store(directory, mode="w", ddr=ddr))
+        matches = match_tables(sources, mapping or {}, settings, _configs(store))
+        known = set(store.tables)
+        tables = [_table(store, match, known) for match in matches]
+        done = _Progress(progress, sum(match.size_bytes for match in matches))
+        imported = [
+            _import(match, table, match.config.name not in known, done)
+            for match, table in zip(matches, tables, strict=True)
+        ]
+        version = store.commit(extra=store.extra, tensors=store.tensors())
+        return ImportReport(version, tuple(imported), _left_out(sources, matches))
+
+
+class _Progress:
+    """Bytes of the files read so far."""
+
+    def __init__(self, show: Callable[[int, int], None] | None, total: int) -> None:
+        self._show, self._total, self._done = show, total, 0
+
+    def add(self, size_bytes: int) -> None:
+        self._done += size_bytes
+        if self._show is not None:
+            self._show(self._done, self._total)
+
+
+def _configs(store: Store) -> dict[str, TableConfig]:
+    return {name: table.config for name, table in store.tables.items()}
+
+
+def _table(store: Store, match: Match, known: set[str]) -> Table:
+    """The table, made if need be, with its count of updates and learning rate as the file tells."""
+    table = store.create_table(match.config)
+    is_new = table.name not in known
+    if match.kept is not None and match.states:
+        table.restore(match.kept)
+    elif match.kept is not None and is_new:
+        # Updates are counted for the sake of the state: where that begins anew, so do they.
+        step = 0 if table.layout.state_dim else match.kept.step
+        table.restore(TableState(step, match.kept.learning_rate))
+    return table
+
+
+def _import(match: Match, table: Table, created: bool, progress: _Progress) -> TableImport:
+    changed = nonfinite = 0
+    rows, step = table.config.num_embeddings, rows_a_chunk(table)
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        weights = match.source.read(match.key, start, stop).to(table.layout.torch_dtype).contiguous()
+        nonfinite += int(torch.count_nonzero(~torch.isfinite(weights)))
+        changed += write_rows(table, start, _raw(weights), _state(match, table, start, stop))
+        progress.add(match.size_bytes * stop // rows - match.size_bytes * start // rows)
+    return TableImport(table.name, match.key, created, rows, changed, bool(match.states), nonfinite)
+
+
+def _raw(weights: Tensor) -> Any:
+    """Bits of 16-bit types as kernels see them."""
+    return (weights if weights.dtype == torch.float32 else weights.view(torch.uint16)).numpy()
+
+
+def _state(match: Match, table: Table, start: int, stop: int) -> Any:
+    """float32 [stop - start, state_dim], or None if there is none in the files."""
+    if not match.states:
+        return None
+    state = np.empty((stop - start, table.layout.state_dim), np.float32)
+    for part in match.states:
+        values = part.source.read(part.key, start, stop).reshape(stop - start, -1)
+        state[:, part.state.first : part.state.last] = values.numpy()
+    return state
+
+
+def _left_out(sources: Sequence[Source], matches: Sequence[Match]) -> tuple[str, ...]:
+    taken = {match.key for match in matches} | {part.key for match in matches for part in match.states}
+    return tuple(key for source in sources for key in source.tensors if key not in taken)

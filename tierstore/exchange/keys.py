@@ -1,0 +1,51 @@
+"""How tensors are named in a file: TorchRec's state keys by default."""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+__all__ = ["DEFAULT_KEY", "state_key", "table_of", "weight_keys"]
+
+DEFAULT_KEY: Final = "embedding_bags.{table}.weight"
+_PLACE: Final = "{table}"
+_WEIGHT: Final = "weight"
+_TORCHREC: Final = re.compile(r"(?:.*\.)?embedding_bags\.(?P<table>.+)\.weight")
+
+
+def weight_keys(template: str, tables: Iterable[str]) -> dict[str, str]:
+    """The key of each table's weights.
+
+    Args:
+        template: text in which ``{table}`` stands for the table's name.
+
+    Raises:
+        ValueError: two tables would have one key.
+    """
+    keys = {table: template.replace(_PLACE, table) for table in tables}
+    owners: dict[str, str] = {}
+    for table, key in keys.items():
+        other = owners.setdefault(key, table)
+        if other != table:
+            raise ValueError(
+                f"key {template!r} names both {other!r} and {table!r} {key!r}; put {_PLACE} in it, or choose one table"
+            )
+    return keys
+
+
+def state_key(weight_key: str, state: str) -> str:
+    """The key of an optimizer state beside its weights: ``a.weight`` and ``sum`` give ``a.sum``."""
+    if weight_key == _WEIGHT or weight_key.endswith("." + _WEIGHT):
+        return weight_key[: -len(_WEIGHT)] + state
+    return f"{weight_key}.{state}"
+
+
+def table_of(key: str, known: Mapping[str, str]) -> str | None:
+    """The table that a key's tensor is the weights of; None if the key does not say.
+
+    Args:
+        known: tables by key, as the file itself tells them.
+    """
+    if key in known:
+        return known[key]
+    found = _TORCHREC.fullmatch(key)
+    return found["table"] if found else None

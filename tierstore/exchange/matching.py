@@ -1,0 +1,210 @@
+"""Which tensors of some files become which tables: all of it decided, and checked, before a row is written."""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from ..config import TableConfig
+from ..errors import TableError
+from ..excerpt import excerpt, excerpt_names
+from ..optim import Optimizer
+from ..version import TableState
+from .keys import state_key, table_of
+from .sources import Source, TensorInfo
+from .states import StateTensor, state_tensors
+
+__all__ = ["Match", "Settings", "StatePart", "match_tables", "require_fits"]
+
+
+class Settings(NamedTuple):
+    """What the caller asks of new tables.
+
+    Attributes:
+        optimizer: None: as the file says, else the default.
+        dtype: of the weights in the store; None: as in the file.
+        pooling: None: as the file says, else "sum".
+    """
+
+    optimizer: Optimizer | None = None
+    dtype: str | None = None
+    pooling: str | None = None
+
+
+class StatePart(NamedTuple):
+    """One state tensor and where it is."""
+
+    state: StateTensor
+    source: Source
+    key: str
+
+
+class Match(NamedTuple):
+    """One table and where its parts are.
+
+    Attributes:
+        config: of the table, were it to be made.
+        kept: updates so far and learning rate, as the file tells; None if it does not.
+    """
+
+    source: Source
+    key: str
+    config: TableConfig
+    info: TensorInfo
+    states: tuple[StatePart, ...]
+    kept: TableState | None
+
+    @property
+    def place(self) -> str:
+        """For messages."""
+        return _place(self.source, self.key)
+
+    @property
+    def size_bytes(self) -> int:
+        """Weights and state in the files."""
+        assert self.info.dtype is not None
+        rows, dim = self.info.shape
+        state = sum(part.state.last - part.state.first for part in self.states)
+        return rows * (dim * self.info.dtype.itemsize + 4 * state)
+
+
+def _place(source: Source, key: str) -> str:
+    return f"{source.path}, tensor {excerpt(key)}"
+
+
+def match_tables(
+    sources: Sequence[Source], mapping: Mapping[str, str], settings: Settings, existing: Mapping[str, TableConfig]
+) -> list[Match]:
+    """The tables that the files hold.
+
+    Args:
+        mapping: table by key; if there are any, these tensors alone are taken.
+        existing: the store's tables, whose configurations stand.
+
+    Raises:
+        ValueError: no tensor, an unknown one, two for one table, or one that cannot be a table; names file and key.
+        TableError: an existing table is of another shape or dtype.
+    """
+    places = _places(sources)
+    chosen = _chosen(sources, mapping, places)
+    matches: dict[str, Match] = {}
+    for key, table in chosen.items():
+        match = _match(places, key, table, settings, existing.get(table))
+        other = matches.setdefault(table, match)
+        if other is not match:
+            raise ValueError(
+                f"both {other.place} and {match.place} would be table {table!r}; choose with --map KEY=TABLE"
+            )
+    return list(matches.values())
+
+
+def _places(sources: Sequence[Source]) -> dict[str, Source]:
+    """The file that each key is in."""
+    places: dict[str, Source] = {}
+    for source in sources:
+        for key in source.tensors:
+            other = places.setdefault(key, source)
+            if other is not source:
+                raise ValueError(
+                    f"both {other.path} and {source.path} have a tensor {excerpt(key)}; give one of the two files"
+                )
+    return places
+
+
+def _chosen(sources: Sequence[Source], mapping: Mapping[str, str], places: Mapping[str, Source]) -> dict[str, str]:
+    """Table by key."""
+    files = ", ".join(str(source.path) for source in sources)
+    for key in mapping:
+        if key not in places:
+            near = difflib.get_close_matches(key, places, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {excerpt_names(places) or 'none'}"
+            raise ValueError(f"--map {key}={mapping[key]}: no tensor {key!r} in {files}; {hint}")
+    if mapping:
+        return dict(mapping)
+    known = {table.key: table.config.name for source in sources if source.metadata for table in source.metadata.tables}
+    # In the order of the store that was exported: a table's place decides about the first values of its rows.
+    ordered = [*(key for key in known if key in places), *(key for key in places if key not in known)]
+    chosen = {key: table for key in ordered if (table := table_of(key, known)) is not None}
+    if not chosen:
+        raise ValueError(
+            f"no tensor in {files} is named embedding_bags.TABLE.weight; there are {excerpt_names(places) or 'none'}. "
+            "Say which to take: --map KEY=TABLE"
+        )
+    return chosen
+
+
+def _match(
+    places: Mapping[str, Source], key: str, table: str, settings: Settings, existing: TableConfig | None
+) -> Match:
+    source = places[key]
+    info = source.tensors[key]
+    place = _place(source, key)
+    _require_table(info, place)
+    told = {each.key: each for each in source.metadata.tables}.get(key) if source.metadata else None
+    config = existing or _new_config(info, table, settings, told.config if told else None, place)
+    match = Match(source, key, config, info, _states(places, key, config), told.state if told else None)
+    require_fits(match, config, settings)
+    return match
+
+
+def _require_table(info: TensorInfo, place: str) -> None:
+    if info.dtype is None:
+        raise ValueError(f"{place} is not of float64, float32, float16 or bfloat16, stored row by row; it is no table")
+    if len(info.shape) != 2 or not all(info.shape):
+        raise ValueError(f"{place} has shape {list(info.shape)}; a table is [rows, columns]")
+
+
+def _new_config(info: TensorInfo, table: str, settings: Settings, told: TableConfig | None, place: str) -> TableConfig:
+    """The configuration of a table that is to be made."""
+    rows, dim = info.shape
+    changes: dict[str, Any] = {"num_embeddings": rows, "embedding_dim": dim}
+    changes["dtype"] = settings.dtype or str(info.dtype).removeprefix("torch.")
+    if settings.optimizer is not None:
+        changes["optimizer"] = settings.optimizer
+    if settings.pooling is not None:
+        changes["pooling"] = settings.pooling
+    try:
+        if told is None:
+            return TableConfig(name=table, **changes)
+        if told.feature_names == (told.name,):
+            changes["feature_names"] = (table,)
+        return replace(told, name=table, **changes)
+    except (ValueError, TypeError) as error:
+        hint = "; say what to store it as with --dtype float32" if info.dtype is torch.float64 else ""
+        raise ValueError(f"{place}: {error}{hint}") from error
+
+
+def require_fits(match: Match, config: TableConfig, settings: Settings) -> None:
+    """TableError, naming both, unless the tensor is of the table's shape and dtype (or is to be converted to it)."""
+    shape, dtype = match.info.shape, str(match.info.dtype).removeprefix("torch.")
+    have = f"table {config.name!r} is {config.num_embeddings} x {config.embedding_dim} {config.dtype}"
+    if shape != (config.num_embeddings, config.embedding_dim):
+        raise TableError(f"{match.place} is {shape[0]} x {shape[1]} {dtype}, {have}; choose another table with --map")
+    if (settings.dtype or dtype) != config.dtype:
+        raise TableError(
+            f"{match.place} is {shape[0]} x {shape[1]} {dtype}, {have}; convert it with --dtype {config.dtype}"
+        )
+    if settings.optimizer not in (None, config.optimizer):
+        raise TableError(f"{have} with {config.optimizer}, not {settings.optimizer}; leave the optimizer as it is")
+
+
+def _states(places: Mapping[str, Source], key: str, config: TableConfig) -> tuple[StatePart, ...]:
+    """The optimizer state beside the weights: all of it or none."""
+    wanted = state_tensors(config.optimizer, config.embedding_dim)
+    found = [StatePart(each, places[name], name) for each in wanted if (name := state_key(key, each.name)) in places]
+    if found and len(found) < len(wanted):
+        names = ", ".join(state_key(key, each.name) for each in wanted)
+        raise ValueError(
+            f"{found[0].source.path} has {excerpt(found[0].key)}, but not all of {names}; give all of them or none"
+        )
+    for part in found:
+        info = part.source.tensors[part.key]
+        shapes = {part.state.shape(config.num_embeddings), (config.num_embeddings, part.state.last - part.state.first)}
+        if info.dtype is not torch.float32 or info.shape not in shapes:
+            raise ValueError(
+                f"{_place(part.source, part.key)} is {info.dtype} {list(info.shape)}; {config.optimizer.kind} "
+                f"of table {config.name!r} needs torch.float32 {list(part.state.shape(config.num_embeddings))}"
+            )
+    return tuple(found)

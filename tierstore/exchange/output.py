@@ -1,0 +1,114 @@
+"""A file that is there whole or not at all: written as ``NAME.partial``, synced, renamed."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..durable import sync_directory
+from ..errors import DiskFullError, TierstoreError
+from ..sizes import format_size
+from .tensor_file import TensorFile
+
+__all__ = ["TensorWriter", "full_disk_errors", "partial_file", "require_room"]
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextlib.contextmanager
+def full_disk_errors(path: Path) -> Iterator[None]:
+    """Turn what the system says of a full disk into DiskFullError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise DiskFullError(
+                f"{path}: no room left on the file system ({error.strerror}); nothing was kept of it. "
+                "Free some space, or choose another place"
+            ) from error
+        raise
+
+
+def require_room(path: Path, size_bytes: int) -> None:
+    """DiskFullError now rather than after an hour, if so many bytes will not fit beside what is there."""
+    stat = os.statvfs(path.parent)
+    free = stat.f_bavail * stat.f_frsize
+    if free < size_bytes:
+        raise DiskFullError(
+            f"{path}: {format_size(size_bytes)} are needed and {format_size(free)} are free; nothing was written. "
+            "Free some space, or choose another place"
+        )
+
+
+def _require_new(path: Path, force: bool) -> None:
+    if path.is_dir() or (path.exists() and not force):
+        way_out = "choose the name of a file" if path.is_dir() else "choose another name, or overwrite it with --force"
+        raise FileExistsError(f"{path} exists; {way_out}")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path.parent} is not a directory; make it first")
+
+
+@contextlib.contextmanager
+def partial_file(path: Path, *, force: bool) -> Iterator[int]:
+    """A file descriptor to write to; on leaving, the file is made durable and gets its name, or is removed on an error.
+
+    A ``.partial`` file left by a process that was killed is written over.
+
+    Raises:
+        FileExistsError: there is such a file, and ``force`` is not given. FileNotFoundError: no such directory.
+        DiskFullError: nothing is left of the file.
+        TierstoreError: another process writes it.
+    """
+    _require_new(path, force)
+    partial = path.with_name(path.name + ".partial")
+    descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise TierstoreError(f"{partial} is being written by another process; wait for it to end") from None
+        try:
+            with full_disk_errors(path):
+                os.ftruncate(descriptor, 0)
+                yield descriptor
+                os.fsync(descriptor)
+            _require_new(path, force)
+            os.replace(partial, path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+    finally:
+        os.close(descriptor)
+    sync_directory(path.parent)
+
+
+class TensorWriter:
+    """Writes the tensors of a planned file, several at a time, each in order."""
+
+    def __init__(self, descriptor: int, plan: TensorFile) -> None:
+        self._descriptor = descriptor
+        self._plan = plan
+        self._places = dict(plan.starts)
+        self._checksums = dict.fromkeys(plan.starts, 0)
+
+    def append(self, name: str, data: Any) -> None:
+        """Add ``data``, a contiguous array, to a tensor."""
+        raw = memoryview(data).cast("B") if data.size else memoryview(b"")
+        if self._plan.needs_checksums:
+            self._checksums[name] = zlib.crc32(raw, self._checksums[name])
+        self._write(self._places[name], raw)
+        self._places[name] += len(raw)
+
+    def finish(self) -> None:
+        """Write the rest of the file."""
+        for offset, data in self._plan.frame(self._checksums):
+            self._write(offset, memoryview(data))
+
+    def _write(self, offset: int, data: memoryview) -> None:
+        while data:
+            written = os.pwrite(self._descriptor, data, offset)
+            offset, data = offset + written, data[written:]

@@ -1,0 +1,91 @@
+"""Ranges of a table's rows with their optimizer state, through the cache that everybody else reads them by."""
+
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from .. import kernels
+from ..rows import KEY_ROW_BITS
+from ..table import Table
+
+__all__ = ["CHUNK_BYTES", "Rows", "read_rows", "rows_a_chunk", "write_rows"]
+
+CHUNK_BYTES: Final = 8 * 2**20
+"""Rows, state and bookkeeping of one chunk. An export or import holds at most eight times this beside ``ddr``."""
+_BOOKKEEPING_BYTES: Final = 64
+"""Keys, slots and unique numbers of a row on its way through the cache."""
+
+
+class Rows(NamedTuple):
+    """Neighbouring rows.
+
+    Attributes:
+        weights: float32 or uint16 (the bits of a 16-bit type) [n, dim].
+        state: float32 [n, state_dim].
+    """
+
+    weights: Any
+    state: Any
+
+
+def rows_a_chunk(table: Table) -> int:
+    """Rows that make about ``CHUNK_BYTES``."""
+    return max(1, CHUNK_BYTES // (table.layout.row_bytes + _BOOKKEEPING_BYTES))
+
+
+def _keys(table: Table, start: int, stop: int) -> Any:
+    return np.arange(start, stop, dtype=np.int64) | (table.index << KEY_ROW_BITS)
+
+
+def read_rows(table: Table, start: int, stop: int) -> Rows:
+    """Rows ``[start, stop)``, bits unchanged; rows never written have their first values.
+
+    Raises:
+        ChecksumError: a row on SSD is damaged. ClosedError.
+    """
+    table.store.require_open()
+    pool, layout = table.pool, table.layout
+    weights = np.empty((stop - start, layout.dim), layout.numpy_dtype)
+    state = np.empty((stop - start, layout.state_dim), np.float32)
+    for first, lease in pool.leases(_keys(table, start, stop)):
+        part = slice(first, first + lease.consumed)
+        with pool.lock:
+            kernels.copy_rows_out(lease.inverse, lease.slots, pool.weights, layout.dim, weights[part])
+            kernels.copy_rows_out(lease.inverse, lease.slots, pool.state, layout.state_dim, state[part])
+    return Rows(weights, state)
+
+
+def write_rows(table: Table, start: int, weights: Any, state: Any) -> int:
+    """Overwrite rows from ``start`` on; returns how many had other bits before.
+
+    Args:
+        weights: as in ``Rows``.
+        state: as in ``Rows``, or None to keep what there is.
+
+    A row that has these very bits already is left alone: one that was never written stays unwritten.
+
+    Raises:
+        ReadOnlyError, ClosedError, DiskFullError. ChecksumError: a row on SSD is damaged.
+    """
+    table.store.require_writable()
+    stop = start + len(weights)
+    before = read_rows(table, start, stop)
+    state = before.state if state is None else state
+    changed = np.flatnonzero(_differ(before.weights, weights) | _differ(before.state, state))
+    if not len(changed):
+        return 0
+    pool, layout = table.pool, table.layout
+    weights, state = weights[changed], state[changed]
+    for first, lease in pool.leases(_keys(table, start, stop)[changed]):
+        part = slice(first, first + lease.consumed)
+        with pool.lock:
+            pool.cache.mark_dirty(lease.slots)
+            kernels.copy_rows_in(lease.inverse, lease.slots, weights[part], pool.weights, layout.dim)
+            kernels.copy_rows_in(lease.inverse, lease.slots, state[part], pool.state, layout.state_dim)
+    return len(changed)
+
+
+def _differ(one: Any, other: Any) -> Any:
+    """Whether each row differs in any bit."""
+    bits = np.uint16 if one.dtype == np.uint16 else np.uint32
+    return (one.view(bits) != other.view(bits)).any(axis=1)

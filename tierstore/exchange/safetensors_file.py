@@ -1,0 +1,67 @@
+"""A safetensors file, planned before it is written.
+
+8 bytes, the length of the header; the header, JSON, padded with spaces; the tensors' data, one after another.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from .tensor_file import TensorSpec
+
+__all__ = ["METADATA_KEY", "SafetensorsFile"]
+
+METADATA_KEY: Final = "tierstore"
+"""Where in the header's ``__metadata__`` our own stands, as JSON."""
+_ALIGN: Final = 64
+"""Of the data's beginning; the format asks for 8."""
+_DTYPES: Final = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class SafetensorsFile:
+    """``TensorFile`` in safetensors format.
+
+    Raises:
+        ValueError: a tensor of a dtype that is not in ``_DTYPES``.
+    """
+
+    needs_checksums = False
+
+    def __init__(self, tensors: Sequence[TensorSpec], metadata: dict[str, Any]) -> None:
+        header: dict[str, Any] = {"__metadata__": {"format": "pt", METADATA_KEY: json.dumps(metadata)}}
+        end = 0
+        # Wide types first, so that each tensor is aligned without gaps, which the format forbids.
+        for tensor in sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize):
+            if tensor.dtype not in _DTYPES:
+                raise ValueError(f"tensor {tensor.name!r} is {tensor.dtype}, which an export to safetensors leaves out")
+            offsets = [end, end + tensor.size_bytes]
+            header[tensor.name] = {
+                "dtype": _DTYPES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": offsets,
+            }
+            end = offsets[1]
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text = text.ljust(-(-(len(text) + 8) // _ALIGN) * _ALIGN - 8)
+        self._head = len(text).to_bytes(8, "little") + text
+        data = len(self._head)
+        self.starts = {tensor.name: data + header[tensor.name]["data_offsets"][0] for tensor in tensors}
+        self.size_bytes = data + end
+
+    def frame(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
+        """See ``TensorFile.frame``; there are no checksums in this format."""
+        del checksums
+        yield 0, self._head

@@ -1,0 +1,186 @@
+"""Files to import from: names, dtypes and shapes at once, rows as asked for. No code in a file can run."""
+
+import json
+import pickle
+import stat
+import warnings
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Protocol
+
+import safetensors
+import torch
+from torch import Tensor
+
+from ..errors import FormatError
+from .metadata import Metadata
+from .safetensors_file import METADATA_KEY
+from .torch_file import METADATA_ENTRY
+
+__all__ = ["SafetensorsSource", "Source", "TensorInfo", "TorchSource", "open_source"]
+
+_ZIP_MAGIC: Final = b"PK\x03\x04"
+_PICKLE_MAGICS: Final = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+_MAX_METADATA_BYTES: Final = 64 * 2**20
+_MAX_DEPTH: Final = 16
+_DTYPES: Final = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+
+
+class TensorInfo(NamedTuple):
+    """What is known of a tensor before any of it is read.
+
+    Attributes:
+        dtype: None for one that no table can have.
+    """
+
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+
+
+class Source(Protocol):
+    """An open file.
+
+    Attributes:
+        metadata: of our own exports; None for others' files.
+    """
+
+    path: Path
+    tensors: dict[str, TensorInfo]
+    metadata: Metadata | None
+
+    def read(self, key: str, start: int, stop: int) -> Tensor:
+        """Rows ``[start, stop)`` of a tensor, which keep no more of the file in memory than that."""
+
+    def close(self) -> None: ...
+
+
+def open_source(path: Path) -> Source:
+    """The file, by what it begins with.
+
+    Raises:
+        FileNotFoundError, IsADirectoryError. FormatError: neither a safetensors file nor a torch checkpoint.
+    """
+    if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():
+        raise FormatError(f"{path} is no plain file; give a safetensors file or a torch checkpoint")
+    with path.open("rb") as file:
+        magic = file.read(4)
+    if magic == _ZIP_MAGIC:
+        return TorchSource(path)
+    if magic[:2] in _PICKLE_MAGICS:
+        raise FormatError(
+            f"{path} looks like a torch checkpoint of the format before 1.6, which cannot be read in parts; "
+            "load it and save it again with torch.save"
+        )
+    return SafetensorsSource(path)
+
+
+class SafetensorsSource:
+    """``Source`` in safetensors format."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            file: Any = safetensors.safe_open(path, framework="pt", device="cpu")
+            self._file = file
+            self.tensors = {key: self._info(key) for key in file.keys()}  # noqa: SIM118 - no mapping
+            text = (file.metadata() or {}).get(METADATA_KEY)
+        except (safetensors.SafetensorError, ValueError, OverflowError) as error:
+            raise FormatError(f"{path} is neither a safetensors file nor a torch checkpoint ({error})") from error
+        self.metadata = None if text is None else Metadata.from_dict(_parse(text, path), str(path))
+
+    def _info(self, key: str) -> TensorInfo:
+        part = self._file.get_slice(key)
+        return TensorInfo(_DTYPES.get(part.get_dtype()), tuple(part.get_shape()))
+
+    def read(self, key: str, start: int, stop: int) -> Tensor:
+        """See ``Source.read``."""
+        rows: Tensor = self._file.get_slice(key)[start:stop]
+        return rows
+
+    def close(self) -> None:
+        del self._file
+
+
+class TorchSource:
+    """``Source`` of a torch checkpoint: a dict of tensors, or of such dicts, whose names are then joined by dots."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._tensors = dict(_flatten(_load(path), ""))
+        self.tensors = {key: TensorInfo(_dtype(tensor), tuple(tensor.shape)) for key, tensor in self._tensors.items()}
+        self.metadata = _read_metadata(path)
+
+    def read(self, key: str, start: int, stop: int) -> Tensor:
+        """See ``Source.read``."""
+        return self._tensors[key][start:stop]
+
+    def close(self) -> None:
+        self._tensors = {}
+
+
+def _load(path: Path) -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise FormatError(
+            f"{path} holds more than tensors and plain values, and is not read, because doing so could run code; "
+            f"save its state dict alone ({str(error).splitlines()[0]})"
+        ) from error
+    except MemoryError:
+        raise
+    except Exception as error:  # what a damaged archive makes torch raise is not written down anywhere
+        raise FormatError(f"{path} is not a torch checkpoint that can be read: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _flatten(value: Any, prefix: str, depth: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """All tensors in nested dicts, by dotted name."""
+    if not isinstance(value, dict) or depth > _MAX_DEPTH:
+        return
+    for name, inner in value.items():
+        if isinstance(inner, Tensor):
+            yield f"{prefix}{name}", inner.detach()
+        else:
+            yield from _flatten(inner, f"{prefix}{name}.", depth + 1)
+
+
+def _dtype(tensor: Tensor) -> torch.dtype | None:
+    """Its dtype; None if it is no plain tensor of real numbers whose elements all are in the file."""
+    plain = tensor.layout is torch.strided and not tensor.is_quantized and tensor.device.type == "cpu"
+    if not plain or tensor.dtype not in _DTYPES.values():
+        return None
+    # A stride of 0 makes a few bytes look like a table of any size.
+    return tensor.dtype if tensor.numel() * tensor.itemsize <= tensor.untyped_storage().nbytes() else None
+
+
+def _read_metadata(path: Path) -> Metadata | None:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if METADATA_ENTRY not in archive.namelist():
+                return None
+            info = archive.getinfo(METADATA_ENTRY)
+            if info.file_size > _MAX_METADATA_BYTES or info.compress_type != zipfile.ZIP_STORED:
+                raise zipfile.BadZipFile(f"{METADATA_ENTRY} is not as an export writes it")
+            text = archive.read(info)
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, RuntimeError) as error:
+        raise FormatError(f"{path}: its tierstore metadata cannot be read ({error}); export it again") from error
+    return Metadata.from_dict(_parse(text, path), str(path))
+
+
+def _parse(text: str | bytes, path: Path) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path}: its tierstore metadata is not JSON ({error}); export it again") from error
