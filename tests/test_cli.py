@@ -1,6 +1,7 @@
 """The command line: its help is frozen here, errors are one line and say the way out."""
 
 import argparse
+import contextlib
 import subprocess
 import sys
 
@@ -23,6 +24,9 @@ HELP = {
             demo      train on tables that do not fit the budget, and compare
             inspect   say what a store holds
             verify    check every row of a store
+            compact   copy a store without the room it no longer needs
+            export    write tables to a safetensors file or torch checkpoint
+            import    take tables from safetensors files or torch checkpoints
     """,
     "train": """
         usage: tierstore train [-h] [--data PATH] [--store DIR] [--ddr SIZE] [--policy NAME] [--threads N]
@@ -75,6 +79,69 @@ HELP = {
           -h, --help   show this help message and exit
           --traceback  show where in the code an error arose
     """,
+    "compact": """
+        usage: tierstore compact [-h] [--traceback] DIR NEW_DIR
+        Copy the last commit, blocks in order of their rows, without free pages; then verify the copy. DIR is not
+        changed.
+        positional arguments:
+          DIR          folder of the store
+          NEW_DIR      folder of the copy; must not exist, or be empty
+        options:
+          -h, --help   show this help message and exit
+          --traceback  show where in the code an error arose
+        example:
+          tierstore compact shop shop-compact
+    """,
+    "export": """
+        usage: tierstore export [-h] [--format NAME] [--table NAME] [--key TEXT] [--state] [--dense] [--force]
+                                [--ddr SIZE] [--traceback]
+                                DIR OUT
+        Write every row of a store's tables to one file. Nothing is changed; training may go on meanwhile.
+        positional arguments:
+          DIR            folder of the store
+          OUT            file to write; it appears when it is complete
+        options:
+          -h, --help     show this help message and exit
+          --format NAME  safetensors (default) or torch
+          --table NAME   a table to export; default: all
+          --key TEXT     name of a table's tensor, {table} being the table's name (default:
+                         embedding_bags.{table}.weight)
+          --state        add the optimizer state, as sum, exp_avg, exp_avg_sq
+          --dense        add the dense tensors of the commit, under their names
+          --force        replace OUT if it exists
+          --ddr SIZE     memory for rows (default: 256MiB)
+          --traceback    show where in the code an error arose
+        examples:
+          tierstore export shop shop.safetensors
+          tierstore export shop item.pt --format torch --table item --key weight
+          tierstore export shop whole.safetensors --state --dense
+    """,
+    "import": """
+        usage: tierstore import [-h] [--map KEY=TABLE] [--optimizer NAME] [--lr X] [--eps X] [--weight-decay X]
+                                [--pooling NAME] [--dtype NAME] [--ddr SIZE] [--traceback]
+                                DIR FILE [FILE ...]
+        Take tables from files, and commit once all rows are there. A run cut short changes nothing; repeat it.
+        positional arguments:
+          DIR               folder of the store; made if it is not there
+          FILE              safetensors files or torch checkpoints
+        options:
+          -h, --help        show this help message and exit
+          --map KEY=TABLE   take tensor KEY as table TABLE, and no tensor that is not so named
+          --dtype NAME      convert weights to float32, float16 or bfloat16 (default: as in the file)
+          --ddr SIZE        memory for rows (default: 256MiB)
+          --traceback       show where in the code an error arose
+        new tables:
+          what the file does not say; tables that are there keep theirs
+          --optimizer NAME  sgd, rowwise_adagrad, adagrad or adam (default: sgd)
+          --lr X            its learning rate
+          --eps X           its eps
+          --weight-decay X  its L2 penalty
+          --pooling NAME    sum, mean or max (default: sum)
+        examples:
+          tierstore import shop shop.safetensors
+          tierstore import shop item.pt --map weight=item --optimizer rowwise_adagrad --lr 0.05
+          tierstore import shop part-1.safetensors part-2.safetensors --dtype bfloat16
+    """,
 }
 
 
@@ -105,11 +172,28 @@ def test_every_flag_of_train_that_stands_for_a_key_names_a_real_one():
     ("arguments", "status", "message"),
     [
         (["trian"], 2, "tierstore: unknown command 'trian'; did you mean 'train'?\n"),
-        (["qqq"], 2, "tierstore: unknown command 'qqq'; commands are train, demo, inspect, verify\n"),
+        (["qqq"], 2, "tierstore: unknown command 'qqq'; commands are train, demo, inspect, verify, "),
         (["train"], 2, "tierstore: give a run file: tierstore train FILE.toml; --keys prints one with all keys\n"),
         (["train", "nosuch.toml"], 2, "tierstore: nosuch.toml: there is no such run file\n"),
         (["inspect", "nosuch"], 1, "tierstore: no store at "),
         (["verify", "nosuch"], 1, "tierstore: no store at "),
+        (["compact", "nosuch", "new"], 1, "tierstore: no store at "),
+        (["export", "nosuch", "out"], 1, "tierstore: no store at "),
+        (["export", "nosuch", "out", "--format", "safetensor"], 2, "tierstore: --format safetensor: did you mean "),
+        (["import", "new", "nosuch"], 1, "tierstore: [Errno 2] No such file or directory: "),
+        (["import", "new", "f", "--map", "weight"], 2, "tierstore: --map weight: write KEY=TABLE, as --map model.item"),
+        (["import", "new", "f", "--map", "a=b", "--map", "a=c"], 2, "tierstore: --map names 'a' twice, as 'b' and 'c'"),
+        (["import", "new", "f", "--optimizer", "adm"], 2, "tierstore: --optimizer adm: did you mean 'adam'?\n"),
+        (["import", "new", "f", "--optimizer", "x"], 2, "tierstore: --optimizer x: choose from sgd, rowwise_adagrad, "),
+        (["import", "new", "f", "--lr", "0.1"], 2, "tierstore: --lr goes with --optimizer NAME; give both\n"),
+        (
+            ["import", "new", "f", "--optimizer", "sgd", "--eps", "1"],
+            2,
+            "tierstore: --eps: sgd has no eps; it has lr, ",
+        ),
+        (["import", "new", "f", "--optimizer", "sgd", "--lr", "-1"], 2, "tierstore: SGD: lr=-1.0 must be finite"),
+        (["import", "new", "f", "--dtype", "float61"], 2, "tierstore: --dtype float61: did you mean 'float16'?\n"),
+        (["import", "new", "f", "--pooling", "men"], 2, "tierstore: --pooling men: did you mean 'mean'?\n"),
     ],
 )
 def test_errors_are_one_line_with_a_status(arguments, status, message, capsys, tmp_path, monkeypatch):
@@ -212,3 +296,76 @@ def test_a_store_without_a_commit_says_so_and_long_extra_is_cut(store_dir, capsy
         store.commit(extra={"note": "x" * 1000})
     assert cli.main(["inspect", str(store_dir)]) == 0
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 210
+
+
+def test_tables_go_to_a_file_and_into_another_store(store_with_rows, tmp_path, capsys):
+    store, out, copy = str(store_with_rows), str(tmp_path / "out.pt"), str(tmp_path / "copy")
+    assert cli.main(["export", store, out, "--format", "torch", "--dense", "--table", "item"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{out}: version 1, 1,000 rows in 2 tensors, {(tmp_path / 'out.pt').stat().st_size / 1024:.1f} KiB",
+        "  embedding_bags.item.weight",
+        "  dense",
+    ]
+    assert cli.main(["export", store, out]) == 1
+    assert "out.pt exists; choose another name, or overwrite it with --force\n" in capsys.readouterr().err
+    assert cli.main(["export", store, out, "--table", "itm", "--force"]) == 1
+    assert "did you mean 'item'?" in capsys.readouterr().err
+    assert cli.main(["import", copy, out]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{copy}: version 1",
+        "  item: new, 1,000 rows, 10 changed",
+        "  not taken: dense",
+    ]
+
+
+def test_foreign_tensors_become_tables_with_the_optimizer_asked_for(tmp_path, capsys):
+    import torch
+
+    rows = torch.ones(20, 4)
+    rows[3, 1] = float("nan")
+    torch.save({"weight": rows, **{f"other{number}": torch.ones(2) for number in range(30)}}, tmp_path / "bag.pt")
+    arguments = ["import", str(tmp_path / "new"), str(tmp_path / "bag.pt"), "--map", "weight=item"]
+    optimizer = ["--optimizer", "adagrad", "--lr", "0.25", "--eps", "1e-3", "--weight-decay", "0.5"]
+    assert cli.main([*arguments, *optimizer, "--pooling", "max", "--dtype", "float16", "--ddr", "8MiB"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:3] == ["  item: new, 20 rows, 20 changed", "    1 values are NaN or infinite"]
+    assert lines[-1] == "  not taken: 20 more"
+    with tierstore.open(tmp_path / "new", mode="r", ddr="8MiB") as store:
+        config = store["item"].config
+    assert config.optimizer == tierstore.optim.Adagrad(lr=0.25, eps=1e-3, weight_decay=0.5)
+    assert (config.pooling, config.dtype) == ("max", "float16")
+
+
+def test_compact_says_what_it_saved(store_with_rows, tmp_path, capsys):
+    copy = tmp_path / "compact"
+    assert cli.main(["compact", str(store_with_rows), str(copy)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"{copy}: version 1, 10 rows in 1 blocks, verified; ")
+    assert said.endswith(" after\n")
+    assert cli.main(["compact", str(store_with_rows), str(copy)]) == 1
+    assert "is not empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["export", "compact"])
+def test_an_interrupted_command_leaves_nothing(command, store_with_rows, tmp_path, capsys, monkeypatch):
+    from tierstore import commands
+
+    def interrupt(done, total):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "byte_bar", lambda what: contextlib.nullcontext(interrupt))
+    assert cli.main([command, str(store_with_rows), str(tmp_path / "out")]) == 130
+    assert "interrupted" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == [store_with_rows.name]
+
+
+def test_the_command_line_loads_nothing_before_a_command_runs():
+    code = """
+import sys, tierstore
+before = set(sys.modules)
+import tierstore.cli
+tierstore.cli.build_parser()
+print(*sorted(name for name in set(sys.modules) - before if name.startswith(("tierstore", "tqdm"))))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["tierstore.cli", "tierstore.commands"]

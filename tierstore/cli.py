@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from . import __version__
+from .commands import COMPACT, EXPORT, IMPORT, Command
 
 if TYPE_CHECKING:
     from .train.config_file import Override
@@ -91,7 +92,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tierstore {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for name, command in _COMMANDS.items():
-        sub = commands.add_parser(name, help=command.help, description=command.description)
+        sub = commands.add_parser(
+            name,
+            help=command.help,
+            description=command.description,
+            epilog=command.examples,
+            formatter_class=argparse.RawDescriptionHelpFormatter if command.examples else argparse.HelpFormatter,
+        )
         command.add_arguments(sub)
         sub.add_argument("--traceback", action="store_true", help="show where in the code an error arose")
     return parser
@@ -174,33 +181,29 @@ def _verify(options: argparse.Namespace) -> int:
     return 0
 
 
-class _Command(NamedTuple):
-    run: Callable[[argparse.Namespace], int]
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    help: str
-    description: str
-
-
 _COMMANDS: Final = {
-    "train": _Command(
+    "train": Command(
         _train,
         _add_train_arguments,
         "train a DLRM as a run file says",
         "Train a DLRM as a run file says. A flag overrides the key behind it. Ctrl-C commits and says how to resume.",
     ),
-    "demo": _Command(
+    "demo": Command(
         _demo,
         _add_demo_arguments,
         "train on tables that do not fit the budget, and compare",
         "Generate click data, train on it with a tenth of the memory its rows need, then with all of it, and compare.",
     ),
-    "inspect": _Command(
+    "inspect": Command(
         _inspect, _add_directory, "say what a store holds", "Say what a store holds. Nothing is changed."
     ),
-    "verify": _Command(
+    "verify": Command(
         _verify,
         _add_directory,
         "check every row of a store",
         "Read every stored row, check it against its checksum and the counts against the manifest. Nothing is changed.",
     ),
+    "compact": COMPACT,
+    "export": EXPORT,
+    "import": IMPORT,
 }

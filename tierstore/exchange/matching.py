@@ -1,6 +1,7 @@
 """Which tensors of some files become which tables: all of it decided, and checked, before a row is written."""
 
 import difflib
+import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ import torch
 from ..config import TableConfig
 from ..errors import TableError
 from ..excerpt import excerpt, excerpt_names
+from ..io import MAX_PAGE_BYTES
 from ..optim import Optimizer
 from ..version import TableState
 from .keys import state_key, table_of
@@ -167,10 +169,12 @@ def _new_config(info: TensorInfo, table: str, settings: Settings, told: TableCon
         changes["pooling"] = settings.pooling
     try:
         if told is None:
-            return TableConfig(name=table, **changes)
-        if told.feature_names == (told.name,):
-            changes["feature_names"] = (table,)
-        return replace(told, name=table, **changes)
+            config = TableConfig(name=table, **changes)
+        else:
+            names = (table,) if told.feature_names == (told.name,) else told.feature_names
+            config = replace(told, name=table, feature_names=names, **changes)
+        config.layout(min(mmap.PAGESIZE, MAX_PAGE_BYTES)).pages_per_block  # noqa: B018 - ValueError for rows too wide
+        return config
     except (ValueError, TypeError) as error:
         hint = "; say what to store it as with --dtype float32" if info.dtype is torch.float64 else ""
         raise ValueError(f"{place}: {error}{hint}") from error

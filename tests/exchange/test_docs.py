@@ -1,0 +1,45 @@
+"""The examples of docs/exchange.md run."""
+
+import re
+import shlex
+from typing import Any
+
+import pytest
+import torch
+
+import tierstore
+from bench.data import ROOT
+from tierstore import cli
+
+from .support import OPTIMIZERS, config, contents, make_store
+
+PAGE = (ROOT / "docs" / "exchange.md").read_text()
+
+
+@pytest.fixture
+def shop(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return make_store(tmp_path / "shop", config(optimizer=OPTIMIZERS["adam"]), config("user", 40, 3))
+
+
+def test_commands(shop, tmp_path, capsys):
+    commands = re.findall(r"^    tierstore (.*?)(?:\s+#.*)?$", PAGE, re.MULTILINE)
+    assert len(commands) == 6
+    for command in commands:
+        assert cli.main(shlex.split(command)) == 0, command
+    said = capsys.readouterr().out
+    assert "other: new, 500 rows" in said
+    assert contents(tmp_path / "shop-compact") == contents(shop)
+    copied = contents(tmp_path / "copy")
+    assert copied["item"] == contents(shop)["item"]
+    assert copied["other"][0].optimizer == tierstore.optim.RowWiseAdagrad(lr=0.05)
+
+
+def test_python(shop):
+    (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(example, "exchange.md", "exec"), names)
+    assert names["state"]["embedding_bags.item.exp_avg"].shape == (500, 5)
+    assert names["report"].version == 2
+    with tierstore.open(shop, mode="r", ddr="8MiB") as store:
+        assert torch.equal(store["bag"].read(torch.arange(1000)), names["bag"].weight.detach())

@@ -1,0 +1,206 @@
+"""Exports: what is asked for, whole or not at all, beside whatever else goes on."""
+
+import errno
+import fcntl
+import os
+
+import pytest
+import safetensors.torch
+import torch
+
+import tierstore
+from tierstore import errors
+from tierstore.exchange import export_store, exporting
+from tierstore.exchange import output as output_module
+from tierstore.exchange.rows import rows_a_chunk
+
+from .support import OPTIMIZERS, bits, config, make_store, weights
+
+
+@pytest.fixture
+def store(tmp_path):
+    return make_store(tmp_path / "store", config(rows=90), config("user", 40, 3), config("shop", 20, 3))
+
+
+def names(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_rows_never_written_have_their_first_values(tmp_path):
+    with tierstore.open(tmp_path / "store", ddr="8MiB") as store:
+        table = store.create_table(config(init=tierstore.init.Normal(std=2.0, seed=3)))
+        first = table.read(torch.arange(500))
+        store.commit()
+    export_store(tmp_path / "store", tmp_path / "out")
+    assert torch.equal(safetensors.torch.load_file(tmp_path / "out")["embedding_bags.item.weight"], first)
+
+
+def test_a_store_without_a_commit_has_rows_too(tmp_path):
+    with tierstore.open(tmp_path / "store", ddr="8MiB") as store:
+        store.create_table(config())
+    assert export_store(tmp_path / "store", tmp_path / "out").version == 0
+    (found,) = safetensors.torch.load_file(tmp_path / "out").values()
+    assert bits(found) == bits(weights(tmp_path / "store"))
+
+
+def test_many_chunks_and_a_small_budget_change_nothing(tmp_path, monkeypatch):
+    source = make_store(tmp_path / "store", config(rows=3000, dim=8, optimizer=OPTIMIZERS["adam"]))
+    export_store(source, tmp_path / "whole", state=True)
+    monkeypatch.setattr("tierstore.exchange.rows.CHUNK_BYTES", 20_000)
+    with tierstore.open(source, mode="r", ddr="8MiB") as store:
+        assert 3000 / rows_a_chunk(store["item"]) > 20
+    shown = []
+    export_store(source, tmp_path / "parts", state=True, ddr="450KiB", progress=lambda *pair: shown.append(pair))
+    assert (tmp_path / "parts").read_bytes() == (tmp_path / "whole").read_bytes()
+    assert shown == sorted(shown)
+    assert {total for _, total in shown} == {3000 * 24 * 4} == {shown[-1][0]}
+
+
+def test_tables_and_keys_are_chosen(store, tmp_path):
+    report = export_store(store, tmp_path / "out", tables=["user", "shop", "user"], key="net.{table}")
+    assert report.keys == ("net.user", "net.shop")
+    assert report.rows == 60
+    one = export_store(store, tmp_path / "one", tables=["user"], key="weight", state=True)
+    assert one.keys == ("weight",)
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [("weight", "sum"), ("a.weight", "a.sum"), ("aweight", "aweight.sum"), ("{table}", "item.sum")],
+)
+def test_state_lies_beside_its_weights(tmp_path, key, expected):
+    source = make_store(tmp_path / "store", config(optimizer=OPTIMIZERS["rowwise_adagrad"]))
+    report = export_store(source, tmp_path / "out", key=key, state=True)
+    assert report.keys[1] == expected
+    assert safetensors.torch.load_file(tmp_path / "out")[expected].shape == (500,)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"format": "pickle"}, ValueError, "format='pickle' is not one of safetensors, torch"),
+        ({"tables": ["usr"]}, errors.TableError, "did you mean 'user'?"),
+        ({"key": "weight"}, ValueError, r"names both 'item' and 'user' 'weight'; put \{table\} in it"),
+        ({"tables": []}, ValueError, "nothing to export"),
+        ({"key": "{table}", "dense": True}, None, ""),
+        ({"tables": ["user"], "key": "count", "dense": True}, ValueError, "two tensors would be named 'count'"),
+        ({"tables": ["user"], "key": "__metadata__"}, ValueError, "named '__metadata__'"),
+        ({"ddr": "1KiB"}, errors.BudgetError, "give at least"),
+    ],
+)
+def test_wrong_arguments_leave_nothing(store, tmp_path, arguments, error, message):
+    if error is None:
+        export_store(store, tmp_path / "out", **arguments)
+        assert names(tmp_path) == ["out", "store"]
+        return
+    with pytest.raises(error, match=message):
+        export_store(store, tmp_path / "out", **arguments)
+    assert names(tmp_path) == ["store"]
+
+
+def test_no_store_is_said(tmp_path):
+    with pytest.raises(errors.StoreNotFoundError, match="no store at"):
+        export_store(tmp_path / "nosuch", tmp_path / "out")
+    assert names(tmp_path) == []
+
+
+def test_an_existing_file_is_replaced_only_if_so_asked(store, tmp_path):
+    out = tmp_path / "out"
+    out.write_bytes(b"mine")
+    with pytest.raises(FileExistsError, match="exists; choose another name, or overwrite it with --force"):
+        export_store(store, out)
+    assert out.read_bytes() == b"mine"
+    export_store(store, out, force=True)
+    assert len(safetensors.torch.load_file(out)) == 3
+    with pytest.raises(FileExistsError, match="choose the name of a file"):
+        export_store(store, store, force=True)
+    with pytest.raises(FileNotFoundError, match="is not a directory; make it first"):
+        export_store(store, tmp_path / "no" / "out")
+    assert names(tmp_path) == ["out", "store"]
+
+
+def test_what_a_killed_export_left_is_written_over(store, tmp_path):
+    (tmp_path / "out.partial").write_bytes(b"x" * 100_000)
+    export_store(store, tmp_path / "out")
+    assert len(safetensors.torch.load_file(tmp_path / "out")) == 3
+    assert names(tmp_path) == ["out", "store"]
+
+
+def test_two_exports_to_one_file_do_not_mix(store, tmp_path):
+    with (tmp_path / "out.partial").open("wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(errors.TierstoreError, match=r"out\.partial is being written by another process"):
+            export_store(store, tmp_path / "out")
+    assert names(tmp_path) == ["out.partial", "store"]
+
+
+def test_a_partial_file_that_is_a_link_is_not_followed(store, tmp_path):
+    (tmp_path / "precious").write_bytes(b"mine")
+    (tmp_path / "out.partial").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match=r"out\.partial"):
+        export_store(store, tmp_path / "out")
+    assert (tmp_path / "precious").read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+@pytest.mark.parametrize("call", ["pwrite", "fsync"])
+def test_a_device_that_refuses_leaves_nothing(store, tmp_path, monkeypatch, code, call):
+    def refuse(*arguments):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(output_module.os, call, refuse)
+    with pytest.raises((errors.DiskFullError, OSError)) as caught:
+        export_store(store, tmp_path / "out")
+    monkeypatch.undo()
+    assert isinstance(caught.value, errors.DiskFullError) == (code != errno.EIO)
+    if code != errno.EIO:
+        assert str(tmp_path / "out") in str(caught.value)
+    assert names(tmp_path) == ["store"]
+
+
+def test_a_disk_too_small_is_told_before_anything_is_written(store, tmp_path, monkeypatch):
+    class Full:
+        f_bavail, f_frsize, f_blocks = 1, 4096, 2**20
+
+    monkeypatch.setattr(output_module.os, "statvfs", lambda path: Full)
+    monkeypatch.setattr(output_module.os, "pwrite", None)
+    with pytest.raises(errors.DiskFullError, match=r"out: .* are needed and 4\.0 KiB are free"):
+        export_store(store, tmp_path / "out")
+    assert names(tmp_path) == ["store"]
+
+
+def test_an_interrupt_leaves_nothing(store, tmp_path):
+    def interrupt(done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export_store(store, tmp_path / "out", progress=interrupt)
+    assert names(tmp_path) == ["store"]
+    assert export_store(store, tmp_path / "out").rows == 150
+
+
+def test_short_writes_are_continued(store, tmp_path, monkeypatch):
+    export_store(store, tmp_path / "whole", format="torch")
+    write = os.pwrite
+    monkeypatch.setattr(output_module.os, "pwrite", lambda file, data, at: write(file, data[:100], at))
+    export_store(store, tmp_path / "parts", format="torch")
+    assert (tmp_path / "parts").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_damaged_rows_are_an_error_and_no_file(store, tmp_path):
+    path = store / "rows.lmdb"
+    data = bytearray(path.read_bytes())
+    needle = bits(weights(store)[:1])
+    at = data.find(needle)
+    assert at > 0
+    while at >= 0:
+        data[at] ^= 1
+        at = data.find(needle, at + 1)
+    path.write_bytes(data)
+    with pytest.raises(errors.ChecksumError, match=r"rows\.lmdb: row 0 of table 0"):
+        export_store(store, tmp_path / "out")
+    assert names(tmp_path) == ["store"]
+
+
+def test_formats_are_those_of_the_command_line():
+    assert tuple(exporting.FORMATS) == ("safetensors", "torch")

@@ -1,0 +1,305 @@
+"""Imports: files of others, what does not fit, and nothing half done."""
+
+import json
+import os
+import struct
+
+import pytest
+import safetensors.torch
+import torch
+
+import tierstore
+from tierstore import errors
+from tierstore.exchange import export_store, import_files, importing
+
+from .support import OPTIMIZERS, bits, config, contents, make_store, weights
+
+KEY = "embedding_bags.item.weight"
+
+
+def saved(path, tensors, form="safetensors"):
+    if form == "torch":
+        torch.save(tensors, path)
+    else:
+        safetensors.torch.save_file(tensors, path)
+    return path
+
+
+def some(rows=6, dim=3, dtype=torch.float32):
+    return torch.linspace(-1, 1, rows * dim).reshape(rows, dim).to(dtype)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch"])
+@pytest.mark.parametrize("prefix", ["", "sparse.ebc.", "module.model.sparse_arch.embedding_bag_collection."])
+def test_torchrec_keys_are_tables_under_any_prefix(tmp_path, form, prefix):
+    tensors = {f"{prefix}embedding_bags.{name}.weight": some(rows) for name, rows in (("a", 4), ("t_b", 9))}
+    tensors |= {"over.weight": some(), "over.bias": torch.ones(3)}
+    file = saved(tmp_path / "file", tensors, form)
+    report = import_files(tmp_path / "store", [file])
+    assert sorted((table.name, table.rows, table.created) for table in report.tables) == [
+        ("a", 4, True),
+        ("t_b", 9, True),
+    ]
+    assert sorted(report.left_out) == ["over.bias", "over.weight"]
+    assert torch.equal(weights(tmp_path / "store", "t_b"), some(9))
+
+
+def test_nested_dicts_of_a_torch_checkpoint_are_joined_by_dots(tmp_path):
+    state = {"embedding_bags.item.weight": some()}
+    file = saved(tmp_path / "file", {"epoch": 3, "model": {"state_dict": state}, "args": [some()]}, "torch")
+    report = import_files(tmp_path / "store", [file])
+    assert report.tables[0].key == "model.state_dict.embedding_bags.item.weight"
+    assert torch.equal(weights(tmp_path / "store"), some())
+
+
+def test_torch_views_are_read_as_the_tensors_they_are(tmp_path):
+    whole = some(8, 6)
+    tensors = {
+        "embedding_bags.item.weight": whole[2:5, 1:3],
+        "embedding_bags.turned.weight": whole.t(),
+        "embedding_bags.param.weight": torch.nn.Parameter(whole),
+    }
+    import_files(tmp_path / "store", [saved(tmp_path / "file", tensors, "torch")])
+    assert torch.equal(weights(tmp_path / "store"), whole[2:5, 1:3])
+    assert torch.equal(weights(tmp_path / "store", "turned"), whole.t())
+    assert torch.equal(weights(tmp_path / "store", "param"), whole)
+
+
+def test_tables_may_be_spread_over_files(tmp_path):
+    one = saved(tmp_path / "one", {"embedding_bags.a.weight": some(4), "embedding_bags.b.sum": torch.ones(5)})
+    two = saved(tmp_path / "two", {"embedding_bags.b.weight": some(5)}, "torch")
+    report = import_files(tmp_path / "store", [one, two, one], optimizer=tierstore.optim.RowWiseAdagrad())
+    assert [(table.name, table.with_state) for table in report.tables] == [("a", False), ("b", True)]
+    assert report.version == 1
+    assert report.left_out == ()
+
+
+@pytest.mark.parametrize("shape", [(6,), (6, 1)])
+def test_state_of_others_is_taken(tmp_path, shape):
+    tensors = {KEY: some(), "embedding_bags.item.sum": torch.arange(6.0).reshape(shape)}
+    import_files(tmp_path / "store", [saved(tmp_path / "file", tensors)], optimizer=OPTIMIZERS["rowwise_adagrad"])
+    assert contents(tmp_path / "store")["item"][3] == bits(torch.arange(6.0))
+
+
+def test_with_a_map_only_what_it_names_is_taken(tmp_path):
+    file = saved(tmp_path / "file", {"weight": some(), KEY: some(4)})
+    report = import_files(tmp_path / "store", [file], mapping={"weight": "thing"})
+    assert [(table.name, table.rows) for table in report.tables] == [("thing", 6)]
+    assert report.left_out == (KEY,)
+
+
+def test_an_existing_table_keeps_its_configuration_state_and_the_commit_its_rest(tmp_path):
+    store = make_store(tmp_path / "store", config(rows=6, dim=3, pooling="max", optimizer=OPTIMIZERS["adagrad"]))
+    was = contents(store)["item"]
+    file = saved(tmp_path / "file", {KEY: some()})
+    report = import_files(store, [file])
+    assert report.version == 2
+    found, state, rows, sums = contents(store)["item"]
+    assert (found, state, sums) == (was[0], was[1], was[3])
+    assert rows == bits(some()) != was[2]
+    with tierstore.open(store, mode="r", ddr="8MiB") as opened:
+        assert opened.extra == {"step": 3}
+        assert torch.equal(opened.tensors()["dense.weight"], torch.ones(2, 3))
+        opened.verify()
+
+
+def test_importing_again_changes_no_row(tmp_path):
+    file = saved(tmp_path / "file", {KEY: some(3000, 8)})
+    assert import_files(tmp_path / "store", [file]).tables[0].changed_rows == 3000
+    again = import_files(tmp_path / "store", [file])
+    assert (again.version, again.tables[0].changed_rows, again.tables[0].created) == (2, 0, False)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch"])
+def test_many_chunks_and_a_small_budget_change_nothing(tmp_path, monkeypatch, form):
+    tensors = {KEY: some(5000, 9), "embedding_bags.item.sum": some(5000, 9).abs()}
+    file = saved(tmp_path / "file", tensors, form)
+    monkeypatch.setattr("tierstore.exchange.rows.CHUNK_BYTES", 30_000)
+    shown = []
+    import_files(
+        tmp_path / "store",
+        [file],
+        optimizer=OPTIMIZERS["adagrad"],
+        ddr="500KiB",
+        progress=lambda *pair: shown.append(pair),
+    )
+    assert contents(tmp_path / "store")["item"][2:] == (bits(tensors[KEY]), bits(tensors["embedding_bags.item.sum"]))
+    assert len(shown) > 10
+    assert shown == sorted(shown)
+    assert {total for _, total in shown} == {2 * 5000 * 9 * 4} == {shown[-1][0]}
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [("float32", "float16"), ("float32", "bfloat16"), ("float64", "float32"), ("bfloat16", "float32")],
+)
+def test_conversion_is_asked_for_and_rounds_as_torch_does(tmp_path, source, target):
+    rows = some(40, 7, getattr(torch, source)) / 3
+    file = saved(tmp_path / "file", {KEY: rows})
+    import_files(tmp_path / "store", [file], dtype=target)
+    assert bits(weights(tmp_path / "store")) == bits(rows.to(getattr(torch, target)))
+    import_files(tmp_path / "store", [file], dtype=target)
+    with pytest.raises(
+        errors.TableError, match=f"is 40 x 7 {source}, table 'item' is 40 x 7 {target}; convert it with"
+    ):
+        import_files(tmp_path / "store", [file])
+
+
+def test_values_that_are_no_numbers_are_taken_and_counted(tmp_path):
+    rows = some()
+    rows[1, 2], rows[4, 0], rows[5, 1] = float("nan"), float("inf"), 1e30
+    file = saved(tmp_path / "file", {KEY: rows})
+    assert import_files(tmp_path / "one", [file]).tables[0].nonfinite == 2
+    assert bits(weights(tmp_path / "one")) == bits(rows)
+    assert import_files(tmp_path / "two", [file], dtype="float16").tables[0].nonfinite == 3
+
+
+def test_new_tables_are_as_the_caller_says(tmp_path):
+    file = saved(tmp_path / "file", {KEY: some()})
+    import_files(tmp_path / "store", [file], optimizer=OPTIMIZERS["adam"], pooling="mean")
+    found = contents(tmp_path / "store")["item"][0]
+    assert (found.optimizer, found.pooling, found.dtype) == (OPTIMIZERS["adam"], "mean", "float32")
+    with pytest.raises(errors.TableError, match="leave the optimizer as it is"):
+        import_files(tmp_path / "store", [file], optimizer=OPTIMIZERS["sgd"])
+
+
+@pytest.mark.parametrize(
+    ("tensors", "arguments", "error", "message"),
+    [
+        ({}, {}, ValueError, "no tensor in .*file is named embedding_bags.TABLE.weight; there are none"),
+        ({"weight": some()}, {}, ValueError, "there are weight. Say which to take: --map KEY=TABLE"),
+        (
+            {"weight": some()},
+            {"mapping": {"wieght": "a"}},
+            ValueError,
+            "no tensor 'wieght' in .*did you mean 'weight'?",
+        ),
+        ({KEY: some().to(torch.int32)}, {}, ValueError, f"file, tensor '{KEY}' is not of float64, float32"),
+        ({KEY: torch.ones(3)}, {}, ValueError, r"has shape \[3\]; a table is \[rows, columns\]"),
+        ({KEY: torch.ones(3, 0)}, {}, ValueError, r"has shape \[3, 0\]"),
+        ({KEY: torch.ones(2, 2, 2)}, {}, ValueError, r"has shape \[2, 2, 2\]"),
+        ({KEY: torch.ones(2, 2).double()}, {}, ValueError, "say what to store it as with --dtype float32"),
+        ({KEY: some(), f"a.{KEY}": some()}, {}, ValueError, "would be table 'item'; choose with --map KEY=TABLE"),
+        ({"a": some(), "b": some()}, {"mapping": {"a": "t", "b": "t"}}, ValueError, "would be table 't'"),
+        ({KEY: torch.ones(1, 2**17)}, {}, ValueError, "needs"),
+        (
+            {KEY: some(), "embedding_bags.item.exp_avg": some()},
+            {"optimizer": OPTIMIZERS["adam"]},
+            ValueError,
+            "but not all of embedding_bags.item.exp_avg, embedding_bags.item.exp_avg_sq; give all of them or none",
+        ),
+        (
+            {KEY: some(), "embedding_bags.item.sum": some(6, 2)},
+            {"optimizer": OPTIMIZERS["adagrad"]},
+            ValueError,
+            r"adagrad of table 'item' needs torch.float32 \[6, 3\]",
+        ),
+        (
+            {KEY: some(), "embedding_bags.item.sum": some().half()},
+            {"optimizer": OPTIMIZERS["adagrad"]},
+            ValueError,
+            "is torch.float16",
+        ),
+    ],
+)
+@pytest.mark.parametrize("form", ["safetensors", "torch"])
+def test_what_cannot_be_a_table_is_named_and_makes_no_store(tmp_path, form, tensors, arguments, error, message):
+    file = saved(tmp_path / "file", tensors, form)
+    with pytest.raises(error, match=message):
+        import_files(tmp_path / "store", [file], **arguments)
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_what_does_not_fit_an_existing_table_names_both_and_changes_nothing(tmp_path):
+    store = make_store(tmp_path / "store", config(rows=6, dim=3), config("user", 5, 3))
+    was = contents(store)
+    tensors = {"embedding_bags.user.weight": some(5), KEY: some(7)}
+    file = saved(tmp_path / "file", tensors)
+    with pytest.raises(
+        errors.TableError, match=rf"file, tensor '{KEY}' is 7 x 3 float32, table 'item' is 6 x 3 float32"
+    ):
+        import_files(store, [file])
+    file = saved(tmp_path / "file", tensors | {KEY: some().half()})
+    with pytest.raises(errors.TableError, match="is 6 x 3 float16, table 'item' is 6 x 3 float32; convert it with"):
+        import_files(store, [file])
+    assert contents(store) == was
+    assert not [path for path in store.iterdir() if path.name.endswith("partial")]
+
+
+def test_one_tensor_in_two_files_is_refused(tmp_path):
+    one, two = (saved(tmp_path / name, {KEY: some()}) for name in ("one", "two"))
+    with pytest.raises(ValueError, match=f"both .*one and .*two have a tensor '{KEY}'; give one of the two files"):
+        import_files(tmp_path / "store", [one, two])
+
+
+def test_an_import_cut_short_changes_nothing_and_may_be_repeated(tmp_path):
+    store = make_store(tmp_path / "store", config(rows=6, dim=3))
+    was = contents(store)
+    file = saved(tmp_path / "file", {KEY: some(), "embedding_bags.new.weight": some(50)})
+
+    def interrupt(done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        import_files(store, [file], progress=interrupt)
+    assert contents(store)["item"] == was["item"]
+    report = import_files(store, [file])
+    assert report.version == 2
+    assert torch.equal(weights(store), some())
+    assert torch.equal(weights(store, "new"), some(50))
+
+
+def test_a_store_in_use_is_left_alone(tmp_path):
+    store = make_store(tmp_path / "store", config(rows=6, dim=3))
+    file = saved(tmp_path / "file", {KEY: some()})
+    with tierstore.open(store, ddr="8MiB"), pytest.raises(errors.StoreLockedError):
+        import_files(store, [file])
+
+
+def test_rows_go_through_the_names_that_the_module_shows():
+    assert set(importing.__all__) == {"ImportReport", "TableImport", "import_files"}
+
+
+def header(data, start=0):
+    length = struct.unpack_from("<Q", data, start)[0]
+    return json.loads(data[8 : 8 + length]), length
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format_version": 9}, "format version 9; this release reads version 1"),
+        ({"tables": 3}, "cannot be read"),
+        ({"tables": [{}]}, "cannot be read"),
+        ({"store_version": "x"}, "cannot be read"),
+        ({"store_version": 1e999}, "cannot be read"),
+    ],
+)
+def test_metadata_that_is_not_ours_is_an_error(tmp_path, change, message):
+    store = make_store(tmp_path / "store", config())
+    export_store(store, tmp_path / "file")
+    with safetensors.safe_open(tmp_path / "file", framework="pt") as file:
+        metadata, tensors = file.metadata(), {KEY: file.get_tensor(KEY)}
+    metadata["tierstore"] = json.dumps(json.loads(metadata["tierstore"]) | change)
+    safetensors.torch.save_file(tensors, tmp_path / "other", metadata)
+    with pytest.raises(errors.FormatError, match=message) as caught:
+        import_files(tmp_path / "copy", [tmp_path / "other"])
+    assert str(tmp_path / "other") in str(caught.value)
+    assert not (tmp_path / "copy").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("step", -1), ("learning_rate", -0.5), ("learning_rate", float("nan")), ("key", None), ("config", {"name": "x"})],
+)
+def test_metadata_out_of_range_is_an_error(tmp_path, name, value):
+    from tierstore.exchange.metadata import Metadata, TableMetadata
+    from tierstore.version import TableState
+
+    good = Metadata(3, (TableMetadata("weight", config(), TableState(4, 0.5)),)).to_dict()
+    assert Metadata.from_dict(json.loads(json.dumps(good)), "F").to_dict() == good
+    good["tables"][0][name] = value
+    if name == "key":
+        del good["tables"][0]["key"]
+    with pytest.raises(errors.FormatError, match="F: its tierstore metadata cannot be read"):
+        Metadata.from_dict(good, "F")

@@ -1,0 +1,251 @@
+"""The commands that move tables between stores and files. What they need is imported when they run."""
+
+import argparse
+import contextlib
+import difflib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from .exchange import ImportReport
+    from .optim import Optimizer
+
+__all__ = ["COMPACT", "EXPORT", "IMPORT", "Command", "byte_bar"]
+
+_DDR: Final = "256MiB"
+_SHOWN: Final = 10
+
+
+class Command(NamedTuple):
+    """One command of ``tierstore``; ``run`` returns the exit status."""
+
+    run: Callable[[argparse.Namespace], int]
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    help: str
+    description: str
+    examples: str = ""
+
+
+@contextlib.contextmanager
+def byte_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar in bytes on stderr, if that is a terminal; give it to a ``progress=``."""
+    from tqdm import tqdm
+
+    with tqdm(desc=what, unit="B", unit_scale=True, unit_divisor=1024, disable=None, leave=False) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield show
+
+
+def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", help="folder of the store")
+    parser.add_argument("out", metavar="OUT", help="file to write; it appears when it is complete")
+    parser.add_argument("--format", default="safetensors", metavar="NAME", help="safetensors (default) or torch")
+    parser.add_argument("--table", action="append", metavar="NAME", help="a table to export; default: all")
+    parser.add_argument(
+        "--key",
+        default="embedding_bags.{table}.weight",
+        metavar="TEXT",
+        help="name of a table's tensor, {table} being the table's name (default: embedding_bags.{table}.weight)",
+    )
+    parser.add_argument("--state", action="store_true", help="add the optimizer state, as sum, exp_avg, exp_avg_sq")
+    parser.add_argument("--dense", action="store_true", help="add the dense tensors of the commit, under their names")
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    _add_ddr(parser)
+
+
+def _add_ddr(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ddr", default=_DDR, metavar="SIZE", help=f"memory for rows (default: {_DDR})")
+
+
+def _export(options: argparse.Namespace) -> int:
+    from .exchange import FORMATS, export_store
+    from .sizes import format_size
+
+    _require_near(options.format, FORMATS, "--format")
+    with byte_bar("export") as show:
+        report = export_store(
+            options.directory,
+            options.out,
+            format=options.format,
+            tables=options.table,
+            key=options.key,
+            state=options.state,
+            dense=options.dense,
+            force=options.force,
+            ddr=options.ddr,
+            progress=show,
+        )
+    print(
+        f"{report.path}: version {report.version}, {report.rows:,} rows in {len(report.keys)} tensors, "
+        f"{format_size(report.size_bytes)}"
+    )
+    _print_some("", report.keys)
+    return 0
+
+
+def _add_import_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", help="folder of the store; made if it is not there")
+    parser.add_argument("files", metavar="FILE", nargs="+", help="safetensors files or torch checkpoints")
+    parser.add_argument(
+        "--map",
+        action="append",
+        default=[],
+        metavar="KEY=TABLE",
+        help="take tensor KEY as table TABLE, and no tensor that is not so named",
+    )
+    new = parser.add_argument_group("new tables", "what the file does not say; tables that are there keep theirs")
+    new.add_argument("--optimizer", metavar="NAME", help="sgd, rowwise_adagrad, adagrad or adam (default: sgd)")
+    new.add_argument("--lr", type=float, metavar="X", help="its learning rate")
+    new.add_argument("--eps", type=float, metavar="X", help="its eps")
+    new.add_argument("--weight-decay", type=float, metavar="X", help="its L2 penalty")
+    new.add_argument("--pooling", metavar="NAME", help="sum, mean or max (default: sum)")
+    parser.add_argument(
+        "--dtype", metavar="NAME", help="convert weights to float32, float16 or bfloat16 (default: as in the file)"
+    )
+    _add_ddr(parser)
+
+
+def _import(options: argparse.Namespace) -> int:
+    from typing import get_args
+
+    from .config import Pooling
+    from .exchange import import_files
+    from .rows import DtypeName
+
+    mapping = _mapping(options.map)
+    for value, choices, flag in (
+        (options.dtype, get_args(DtypeName), "--dtype"),
+        (options.pooling, get_args(Pooling), "--pooling"),
+    ):
+        if value is not None:
+            _require_near(value, choices, flag)
+    optimizer = _optimizer(options)
+    with byte_bar("import") as show:
+        report = import_files(
+            options.directory,
+            options.files,
+            mapping=mapping,
+            optimizer=optimizer,
+            dtype=options.dtype,
+            pooling=options.pooling,
+            ddr=options.ddr,
+            progress=show,
+        )
+    _describe_import(options.directory, report)
+    return 0
+
+
+def _describe_import(directory: str, report: "ImportReport") -> None:
+    print(f"{directory}: version {report.version}")
+    for table in report.tables:
+        new, state = "new, " if table.created else "", ", with optimizer state" if table.with_state else ""
+        print(f"  {table.name}: {new}{table.rows:,} rows{state}, {table.changed_rows:,} changed")
+        if table.nonfinite:
+            print(f"    {table.nonfinite:,} values are NaN or infinite")
+    _print_some("not taken: ", report.left_out)
+
+
+def _print_some(prefix: str, names: tuple[str, ...]) -> None:
+    """The names, one a line, but not all of very many; files may have given them."""
+    from .excerpt import excerpt
+
+    for name in names[:_SHOWN]:
+        print(f"  {prefix}{excerpt(name)[1:-1]}")
+    if len(names) > _SHOWN:
+        print(f"  {prefix}{len(names) - _SHOWN} more")
+
+
+def _mapping(pairs: list[str]) -> dict[str, str]:
+    mapping: dict[str, str] = {}
+    for pair in pairs:
+        key, separator, table = pair.rpartition("=")
+        if not (separator and key and table):
+            raise ValueError(f"--map {pair}: write KEY=TABLE, as --map model.item.weight=item")
+        if mapping.setdefault(key, table) != table:
+            raise ValueError(f"--map names {key!r} twice, as {mapping[key]!r} and {table!r}; a tensor is one table")
+    return mapping
+
+
+def _optimizer(options: argparse.Namespace) -> "Optimizer | None":
+    """The optimizer that the flags describe; None if there are none."""
+    from dataclasses import fields
+
+    from . import optim
+
+    kinds = {each.kind: each for each in (optim.SGD, optim.RowWiseAdagrad, optim.Adagrad, optim.Adam)}
+    given = {name: getattr(options, name) for name in ("lr", "eps", "weight_decay")}
+    given = {name: value for name, value in given.items() if value is not None}
+    if options.optimizer is None:
+        if given:
+            raise ValueError(f"--{min(given).replace('_', '-')} goes with --optimizer NAME; give both")
+        return None
+    _require_near(options.optimizer, kinds, "--optimizer")
+    kind = kinds[options.optimizer]
+    known = [field.name for field in fields(kind)]
+    for name in given:
+        if name not in known:
+            raise ValueError(f"--{name}: {options.optimizer} has no {name}; it has {', '.join(known)}")
+    return kind(**given)
+
+
+def _require_near(value: str, choices: Any, flag: str) -> None:
+    """ValueError, with the nearest choice, unless ``value`` is one."""
+    if value not in choices:
+        near = difflib.get_close_matches(value, choices, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(choices)}"
+        raise ValueError(f"{flag} {value}: {hint}")
+
+
+EXPORT: Final = Command(
+    _export,
+    _add_export_arguments,
+    "write tables to a safetensors file or torch checkpoint",
+    "Write every row of a store's tables to one file. Nothing is changed; training may go on meanwhile.",
+    """examples:
+  tierstore export shop shop.safetensors
+  tierstore export shop item.pt --format torch --table item --key weight
+  tierstore export shop whole.safetensors --state --dense""",
+)
+IMPORT: Final = Command(
+    _import,
+    _add_import_arguments,
+    "take tables from safetensors files or torch checkpoints",
+    "Take tables from files, and commit once all rows are there. A run cut short changes nothing; repeat it.",
+    """examples:
+  tierstore import shop shop.safetensors
+  tierstore import shop item.pt --map weight=item --optimizer rowwise_adagrad --lr 0.05
+  tierstore import shop part-1.safetensors part-2.safetensors --dtype bfloat16""",
+)
+
+
+def _add_compact_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", help="folder of the store")
+    parser.add_argument("target", metavar="NEW_DIR", help="folder of the copy; must not exist, or be empty")
+
+
+def _compact(options: argparse.Namespace) -> int:
+    from .compaction import compact_store
+    from .sizes import format_size
+
+    with byte_bar("compact") as show:
+        report = compact_store(options.directory, options.target, progress=show)
+    print(
+        f"{report.target}: version {report.version}, {report.rows:,} rows in {report.blocks:,} blocks, verified; "
+        f"{format_size(report.bytes_before)} before, {format_size(report.bytes_after)} after"
+    )
+    return 0
+
+
+COMPACT: Final = Command(
+    _compact,
+    _add_compact_arguments,
+    "copy a store without the room it no longer needs",
+    "Copy the last commit, blocks in order of their rows, without free pages; then verify the copy. "
+    "DIR is not changed.",
+    """example:
+  tierstore compact shop shop-compact""",
+)

@@ -1,0 +1,298 @@
+"""A copy of a store in which blocks lie in key order and no page is free.
+
+LMDB itself walks a snapshot of the tree and writes its pages anew, one after another, into a pipe; this end of it puts
+them into a file, so that progress shows, Ctrl-C is heeded and a full disk is told from damage. LMDB believes what it
+walks, so the tree and the header of every page run it will copy are checked first.
+
+The copy is made and verified in a directory of its own within the target, and moved into its place at the end, manifest
+last: a target without a manifest is no store.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import threading
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import lmdb
+import numpy as np
+
+from .durable import sync_directory
+from .errors import DamagedError, TierstoreError, TruncatedError
+from .exchange.output import full_disk_errors, require_room
+from .io import ROW_FILE_NAME
+from .io.anchor import ANCHOR_NAME, require_sound, stamp_rows_file
+from .io.blocks import BlockStatus, check_page_headers
+from .io.btree import META_KEY
+from .io.census import check_store
+from .io.files import RESTORE, check_rows_file, map_bytes, open_environment, rows_path, translate
+from .io.mapped import FileMap
+from .io.snapshot import Snapshot
+from .manifest import MANIFEST_NAME, Manifest
+from .signals import Shield
+from .store import open_store
+
+__all__ = ["WORK_NAME", "CompactReport", "compact_store"]
+
+WORK_NAME: Final = "compact.partial"
+"""Where in the target a copy is made; what is in it may be deleted."""
+_PIPE_BYTES: Final = 1 << 20
+_META_PAGES: Final = 2
+_ATTEMPTS: Final = 100
+_DDR: Final = "64MiB"
+
+
+class CompactReport(NamedTuple):
+    """What was copied.
+
+    Attributes:
+        bytes_before, bytes_after: of the two row files, as they take room on the device.
+    """
+
+    target: Path
+    version: int
+    blocks: int
+    rows: int
+    bytes_before: int
+    bytes_after: int
+
+
+def compact_store(
+    directory: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> CompactReport:
+    """Copy a store's last commit, without free pages and with blocks in key order, then verify the copy.
+
+    The source is opened read-only and may be trained on meanwhile; what it has not committed is not in the copy. The
+    copy is a store of the same identity, to put in the source's place.
+
+    Args:
+        directory: the source.
+        target: the copy's directory; must not exist, or be empty, or hold what a copy that was cut short left.
+        progress: called as ``progress(done_bytes, total_bytes)`` while pages are copied.
+
+    Raises:
+        FileExistsError: the target holds something. DiskFullError: no room for the copy.
+        StoreNotFoundError, DamagedError: the source is none, or not sound; nothing is left of the copy.
+    """
+    source, target = Path(directory).absolute(), Path(target).absolute()
+    Manifest.read(source)
+    with _held(target) as work, full_disk_errors(target):
+        report = _make(source, work, progress)
+        _move(work, target)
+    sync_directory(target)
+    sync_directory(target.parent)
+    return report._replace(target=target)
+
+
+@contextlib.contextmanager
+def _held(target: Path) -> Iterator[Path]:
+    """A working directory within the target, removed with all that was made for it unless a store comes of it."""
+    made = not target.exists()
+    if made:
+        target.mkdir()
+    elif not target.is_dir():
+        raise FileExistsError(f"{target} is not a directory; choose another name")
+    with contextlib.ExitStack() as stack:
+        descriptor = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        stack.callback(os.close, descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise TierstoreError(f"{target} is being written by another process; wait for it to end") from None
+        _require_empty(target)
+        try:
+            _clear(target)
+            work = target / WORK_NAME
+            work.mkdir()
+            yield work
+        except BaseException:
+            if not (target / MANIFEST_NAME).exists():
+                _clear(target)
+                if made:
+                    target.rmdir()
+            raise
+
+
+def _require_empty(target: Path) -> None:
+    """FileExistsError if there is more than what a copy that was cut short leaves."""
+    names = {path.name for path in target.iterdir()}
+    if not names <= {WORK_NAME, ROW_FILE_NAME} or names == {ROW_FILE_NAME}:
+        raise FileExistsError(
+            f"{target} is not empty (it holds {min(names - {WORK_NAME})}); choose a directory that is, or a new one"
+        )
+
+
+def _clear(target: Path) -> None:
+    """Remove what a copy that was cut short left."""
+    if (target / WORK_NAME).is_dir():
+        (target / ROW_FILE_NAME).unlink(missing_ok=True)
+        shutil.rmtree(target / WORK_NAME)
+
+
+def _move(work: Path, target: Path) -> None:
+    """Give the finished copy its place; the manifest, without which it is no store, comes last."""
+    os.rename(work / ROW_FILE_NAME, target / ROW_FILE_NAME)
+    sync_directory(target)
+    os.rename(work / MANIFEST_NAME, target / MANIFEST_NAME)
+    shutil.rmtree(work)
+
+
+def _make(source: Path, work: Path, progress: Callable[[int, int], None] | None) -> CompactReport:
+    """Make the copy in its working directory and verify it."""
+    steps = _Steps(progress)
+    _copy_rows(source, rows_path(work), steps.copied)
+    # Read after the rows: a writer makes a table before it commits rows of it.
+    Manifest.read(source).write(work)
+    if _has_uncommitted(work):
+        _drop_uncommitted(work)
+        again = work / WORK_NAME
+        again.mkdir()
+        _copy_rows(work, rows_path(again), lambda _done, _total: None)
+        os.replace(rows_path(again), rows_path(work))
+    try:
+        with open_store(work, mode="r", ddr=_DDR) as store:
+            found = store.verify(progress=steps.verified)
+            version = store.version
+    except DamagedError as error:
+        raise DamagedError(
+            f"the copy of {source} is not sound, most likely because the source is not: check it with "
+            f"tierstore verify {source} (the copy said: {error})"
+        ) from error
+    before, after = (path.stat().st_blocks * 512 for path in (rows_path(source), rows_path(work)))
+    return CompactReport(work, version, found.blocks, found.rows, before, after)
+
+
+class _Steps:
+    """One progress for copying and verifying, each half of it."""
+
+    def __init__(self, show: Callable[[int, int], None] | None) -> None:
+        self._show = show
+        self._total = 0
+
+    def copied(self, done: int, total: int) -> None:
+        self._total = total
+        if self._show is not None:
+            self._show(done, 2 * total)
+
+    def verified(self, done: int, total: int) -> None:
+        if self._show is not None:
+            self._show(self._total + self._total * done // max(1, total), 2 * self._total)
+
+
+def _drop_uncommitted(work: Path) -> None:
+    """Drop what the source had not committed, as any open for writing does."""
+    with open_store(work, mode="w", ddr=_DDR):
+        pass
+    (work / ANCHOR_NAME).unlink()
+
+
+def _has_uncommitted(work: Path) -> bool:
+    with open_store(work, mode="r", ddr=_DDR) as store:
+        version = np.uint64(store.version)
+    with _snapshot(work) as (_, snapshot, _):
+        return any(
+            ((entries.block_keys[:count] != META_KEY) & (entries.epochs[:count] > version)).any()
+            for entries, count in snapshot.walk()
+        )
+
+
+@contextlib.contextmanager
+def _snapshot(directory: Path) -> "Iterator[tuple[lmdb.Environment, Snapshot, lmdb.Transaction]]":
+    """A snapshot of a row file whose trees LMDB may follow, and LMDB's own transaction on it.
+
+    Raises:
+        DamagedError: they are damaged. FormatError: the file is another store's.
+    """
+    path, store_id = rows_path(directory), bytes.fromhex(Manifest.read(directory).store_id)
+    if not path.exists():
+        raise TruncatedError(f"{path} is missing; restore it from a copy of the store")
+    with contextlib.ExitStack() as stack:
+        require_sound(path, store_id)
+        check_rows_file(path)
+        environment = open_environment(path, map_bytes(directory), readonly=True)
+        stack.callback(environment.close)
+        file_map = FileMap(path, environment.info()["map_size"])
+        stack.callback(file_map.close)
+        for _ in range(_ATTEMPTS):  # a writer may commit between the two
+            txn = environment.begin(write=False)
+            stack.callback(txn.abort)
+            snapshot = Snapshot(environment, path, file_map)
+            stack.callback(snapshot.close)
+            if txn.id() == snapshot.txn_id:
+                break
+        else:
+            raise TierstoreError(f"{path}: written to without a pause; try again")
+        snapshot.check_free_pages()
+        check_store(snapshot, store_id)
+        yield environment, snapshot, txn
+
+
+def _check_headers(snapshot: Snapshot) -> int:
+    """Check the header of every run of pages outside the tree; returns how many pages these are."""
+    total = 0
+    page_bytes, result = snapshot.page_bytes, np.zeros(2, np.int64)
+    for entries, count in snapshot.walk():
+        outside = entries.pages[:count] != 0
+        pages, sizes = entries.pages[:count][outside], entries.sizes[:count][outside]
+        pages_each = (sizes + 16 + page_bytes - 1) // page_bytes
+        words = snapshot.file_map.words
+        check_page_headers(words, page_bytes // 8, snapshot.limit_pages(), pages, pages_each, result)
+        if result[0] != BlockStatus.DONE:
+            raise DamagedError(
+                f"{snapshot.path}: page {pages[result[1]]} is damaged ({BlockStatus(int(result[0])).name}). {RESTORE}"
+            )
+        total += int(pages_each.sum())
+    return total
+
+
+def _copy_rows(source: Path, path: Path, progress: Callable[[int, int], None]) -> None:
+    """Copy the newest tree of a row file into a new, synced file, stamped as its store's."""
+    with _snapshot(source) as (environment, snapshot, txn):
+        stat = txn.stat(environment.open_db(txn=txn, create=False))
+        pages = _META_PAGES + stat["branch_pages"] + stat["leaf_pages"] + _check_headers(snapshot)
+        total = pages * snapshot.page_bytes
+        require_room(path, total)
+        with contextlib.closing(_compacted(environment, txn, snapshot.path)) as parts, open(path, "xb") as file:
+            for part in parts:
+                file.write(part)
+                progress(file.tell(), total)
+        if path.stat().st_size != total:
+            raise DamagedError(f"{snapshot.path}: LMDB copied {path.stat().st_size} bytes of {total}. {RESTORE}")
+        stamp_rows_file(path, bytes.fromhex(Manifest.read(source).store_id), snapshot.page_bytes)
+
+
+def _compacted(environment: "lmdb.Environment", txn: "lmdb.Transaction", path: Path) -> Generator[bytes, None, None]:
+    """The bytes of the compacted file.
+
+    LMDB writes in a thread; if this end is closed early, its next write fails, which ends it.
+    """
+    failures: list[Exception] = []
+    read_end, write_end = os.pipe2(os.O_CLOEXEC)
+
+    def work() -> None:
+        try:
+            environment.copyfd(write_end, compact=True, txn=txn)
+        except Exception as error:
+            failures.append(error)
+        finally:
+            os.close(write_end)
+
+    thread = threading.Thread(target=work, name="tierstore-compact")
+    thread.start()
+    try:
+        while part := os.read(read_end, _PIPE_BYTES):
+            yield part
+    finally:
+        os.close(read_end)
+        with Shield():  # the environment must outlive the thread
+            thread.join()
+    for error in failures:
+        if isinstance(error, lmdb.Error):
+            raise translate(error, path) from error
+        raise error
