@@ -95,8 +95,8 @@ def build_store(parent: Path, rows: Rows) -> Path:
             weights = np.zeros((len(chunk), layout.weight_words), np.uint64)
             weights.view(np.float32)[:, : rows.dim] = chunk
             slots = np.arange(len(chunk), dtype=np.int32)
-            tier.write(start + slots.astype(np.int64), slots, weights, state[: len(chunk)])
-        tier.commit(b"")
+            tier.write(start + slots.astype(np.int64), slots, weights, state[: len(chunk)], epoch=1)
+        tier.commit(b"", 1)
         tier.close()
 
     return build_once(parent, "store", rows, build)

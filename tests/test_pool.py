@@ -36,16 +36,16 @@ class TroubledTier:
         self.before_read()
         self._tier.read(*arguments)
 
-    def write(self, *arguments: Any) -> None:
+    def write(self, *arguments: Any, epoch: int) -> None:
         self.before_write()
-        self._tier.write(*arguments)
+        self._tier.write(*arguments, epoch=epoch)
 
 
 def make_pool(tier: Any, policy: str = "lru") -> Pool:
     layout = CONFIG.layout(4096)
     tier.add_table(0, layout, ROWS)
     rows = cache.make_cache(policy, CAPACITY, weight_words=layout.weight_words, state_words=layout.state_words)
-    made = Pool(layout, rows, tier, Workers(1), transaction_bytes=1 << 16, readonly=False)
+    made = Pool(layout, rows, tier, Workers(1), transaction_bytes=1 << 16, outbox_rows=8, epoch=1, readonly=False)
     made.add_table(0, CONFIG)
     return made
 

@@ -223,7 +223,7 @@ class Lookup:
             )  # fmt: skip
 
         with pool.lock:
-            pool.cache.mark_dirty(slots)
+            pool.writeback.begin_update(slots)
             pool.workers.run(work, pool.workers.split(groups.starts[first : first + len(slots) + 1]))
 
 

@@ -3,8 +3,9 @@
 Locks, always taken in this order:
 
 - ``fill_lock`` serialises whoever brings rows in; it is held over device reads and writes.
-- ``lock`` guards the cache's bookkeeping and the bytes of rows that may change; never held over a device read,
-  and over a device write only by a commit. ``rows_lock`` is the same lock, or none in a read-only store.
+- ``writeback.gate`` serialises whoever writes rows back.
+- ``lock`` guards the cache's bookkeeping and the bytes of rows that may change; never held over a device read or write.
+  ``rows_lock`` is the same lock, or none in a read-only store.
 
 A lease pins its rows. Pins are *transient* (released by the call that took them) or *held* (by a prefetched batch, or a
 forward whose backward is to come). Held pins are at most three quarters of the slots, and no thread waits for a lease
@@ -29,13 +30,13 @@ from .io import ColdTier
 from .rows import KEY_ROW_BITS, RowLayout
 from .signals import shielded
 from .threads import Workers
+from .writeback import WriteBack
 
 __all__ = ["Lease", "Pool"]
 
 HELD_SHARE: Final = 0.75
 PIN_WAIT_SECONDS: Final = 60.0
 PIN_POLL_SECONDS: Final = 0.1
-_ROW_MASK: Final = (1 << KEY_ROW_BITS) - 1
 
 
 class Lease:
@@ -100,6 +101,8 @@ class Pool:
         workers: Workers,
         *,
         transaction_bytes: int,
+        outbox_rows: int,
+        epoch: int,
         readonly: bool,
     ) -> None:
         self.layout = layout
@@ -114,10 +117,17 @@ class Pool:
         self.split_batches = 0
         self.fill_seconds = 0.0
         self._cold = cold
-        self._blocks_a_write = max(1, transaction_bytes // layout.block_bytes)
+        self.writeback = WriteBack(
+            layout,
+            cache,
+            cold,
+            self.lock,
+            blocks_a_write=max(1, transaction_bytes // layout.block_bytes),
+            outbox_rows=outbox_rows,
+            epoch=epoch,
+        )
         self._tables: dict[int, TableConfig] = {}
         self._held_slots = 0
-        self._writing = False
         self._dropped: deque[tuple[Any, bool]] = deque()
         self._closed = False
 
@@ -231,7 +241,7 @@ class Pool:
         """Overwrite weights with ``rows`` [n, dim]; of equal keys the last wins; optimizer state is kept."""
         for start, lease in self.leases(keys):
             with self.lock:
-                self.cache.mark_dirty(lease.slots)
+                self.writeback.begin_update(lease.slots)
                 kernels.copy_rows_in(
                     lease.inverse, lease.slots, rows[start : start + lease.consumed], self.weights, self.layout.dim
                 )
@@ -239,8 +249,13 @@ class Pool:
     @shielded
     def flush(self) -> None:
         """Write every dirty row to the cold tier, in block order. The rows stay cached, clean."""
-        with self.fill_lock, self.lock:
-            self._write_back(self.cache.num_dirty)
+        with self.fill_lock:
+            self.writeback.write_all()
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the cache and of what write-back keeps beside it."""
+        return self.cache.size_bytes + self.writeback.size_bytes
 
     def close(self) -> None:
         """Refuse further use; waiters are told."""
@@ -267,7 +282,9 @@ class Pool:
                     status = self.cache.admit(admission)
                 if status is not AdmitStatus.DIRTY_VICTIM:
                     break
-                self._write_back(self._blocks_a_write)
+                started = time.perf_counter()
+                self.writeback.write_victims()
+                self.fill_seconds += time.perf_counter() - started
             if admission.num_missing:
                 self._load(admission.missing_slots)
         except BaseException:
@@ -297,43 +314,3 @@ class Pool:
             config.init.fill(keys[chosen], slots[chosen], self.weights, self.layout.dim, self.half)
             self.state[slots[chosen]] = 0
             self.state[slots[chosen], : self.layout.state_dim] = config.optimizer.initial_state
-
-    def _write_back(self, limit: int) -> None:
-        """Write up to ``limit`` dirty rows, the next victims. The caller holds ``fill_lock``.
-
-        The rows may be updated meanwhile: an update that begins after ``take_dirty`` marks its row dirty again, so what
-        is written here is never the last word on it.
-        """
-        if self._writing:
-            raise RuntimeError("a signal handler may not write while a write-back is under way")
-        self._writing = True
-        try:
-            self._write_taken(limit)
-        finally:
-            self._writing = False
-
-    def _write_taken(self, limit: int) -> None:
-        started = time.perf_counter()
-        cache = self.cache
-        with self.lock:
-            slots = cache.take_dirty(limit)
-            keys = cache.keys_of(slots)
-        order = np.argsort(keys)
-        keys, slots = keys[order], slots[order]
-        written = 0
-        try:
-            for stop in self._block_bounds(keys):
-                self._cold.write(keys[written:stop], slots[written:stop], cache.weights, cache.state)
-                written = stop
-        finally:
-            with self.lock:
-                cache.mark_dirty(slots[written:])
-                cache.unpin(slots)
-                self.lock.notify_all()
-        self.fill_seconds += time.perf_counter() - started
-
-    def _block_bounds(self, keys: Any) -> list[int]:
-        """Ends of runs of sorted keys that lie in at most ``_blocks_a_write`` blocks, no block in two runs."""
-        blocks = (keys & _ROW_MASK) // self.layout.rows_per_block + (keys & ~_ROW_MASK)
-        new_block = np.flatnonzero(np.diff(blocks, prepend=-1))
-        return [*new_block[self._blocks_a_write :: self._blocks_a_write].tolist(), len(keys)] if len(keys) else []

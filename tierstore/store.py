@@ -2,11 +2,11 @@
 
 import contextlib
 import difflib
-import math
 import mmap
 import os
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -16,10 +16,13 @@ import safetensors.torch
 from torch import Tensor
 
 from . import cache
+from .budget import STAGING_BYTES, divide
 from .config import TableConfig, require_choice, require_int
 from .errors import BudgetError, ClosedError, FormatError, ReadOnlyError, TableError, TruncatedError
 from .io import MAX_PAGE_BYTES, ROW_FILE_NAME, LmdbColdTier, VerifyReport
+from .killpoints import reach
 from .manifest import MANIFEST_NAME, Manifest
+from .pending import PendingCommit
 from .pool import Pool
 from .rows import RowLayout
 from .signals import shielded
@@ -27,26 +30,19 @@ from .sizes import format_size, parse_size
 from .stats import Stats, TierStats
 from .table import Table
 from .threads import Workers, default_threads
-from .version import Version, pack, unpack
+from .version import TableState, Version, pack, unpack
 
 __all__ = ["Store", "open_store"]
 
-MIN_CACHED_ROWS: Final = 64
-"""Fewest rows a layout's cache must hold (all its rows, if there are fewer)."""
-CACHE_BYTES: Final = 1024
-"""More than what a cache takes beside its rows and their overhead."""
-STAGING_BYTES: Final = 256 * 2**10
-"""Block images under construction."""
-TRANSACTION_SHARE: Final = 1 / 8
-MIN_TRANSACTION_BYTES: Final = 128 * 2**10
-MAX_TRANSACTION_BYTES: Final = 64 * 2**20
-"""Pages that LMDB keeps until a write-back transaction ends: a share of the budget, within bounds."""
+MAX_KEPT_VERSIONS: Final = 1000
 
 
 def open_store(
     directory: str | os.PathLike[str],
     *,
     mode: Literal["r", "w"] = "w",
+    version: int | None = None,
+    keep: int = 1,
     ddr: int | str = "50%",
     hbm: int | str = 0,
     device: str = "cpu",
@@ -58,6 +54,9 @@ def open_store(
     Args:
         directory: where manifest.json and the row file lie.
         mode: "w" opens for reading and writing, or creates; "r" opens what is there, read-only.
+        version: with mode="r", which of the kept versions to open; default: the last.
+        keep: how many of the last versions each commit keeps, to be opened with ``version=`` or gone back to with
+            ``Store.rollback``. Each takes the blocks that changed after it.
         ddr: budget of host memory for caches, indexes and write staging together (the block directory, 4 bytes a block
             where blocks exist, comes on top): bytes, "512MiB", "50%" (of the
             machine's memory) or "5% of tables" (of all tables' rows and optimizer state).
@@ -69,7 +68,7 @@ def open_store(
 
     Raises:
         ValueError, TypeError: a wrong argument.
-        StoreNotFoundError: mode="r" and there is no store.
+        StoreNotFoundError: mode="r" and there is no store, or no such version.
         StoreLockedError: another writer has it open.
         DamagedError: a file is not what was written.
     """
@@ -78,22 +77,43 @@ def open_store(
     if parse_size(hbm, name="hbm") != 0 or device != "cpu":
         raise ValueError(f'hbm={hbm!r}, device={device!r}: this release has no HBM tier; use hbm=0 and device="cpu"')
     parse_size(ddr, name="ddr")
+    require_int(keep, "keep", 1, MAX_KEPT_VERSIONS)
+    if version is not None:
+        require_int(version, "version", 1, 2**40)
+        if mode != "r":
+            raise ValueError(
+                f'version={version} goes with mode="r"; to write from there on: open(..., mode="w").rollback({version})'
+            )
     if threads is None:
         threads = default_threads()
     require_int(threads, "threads", 1, 1024)
-    return Store(Path(directory), readonly=mode == "r", ddr=ddr, policy=policy, threads=threads)
+    return Store(
+        Path(directory), readonly=mode == "r", version=version, keep=keep, ddr=ddr, policy=policy, threads=threads
+    )
 
 
 class Store:
     """An open store; made by ``tierstore.open``. A context manager that closes it.
 
-    Any number of threads may read while one trains; ``commit``, ``create_table`` and ``close`` are for the latter.
+    Any number of threads may read while one trains; commits, ``rollback``, ``create_table`` and ``close`` are for the
+    latter.
     """
 
-    def __init__(self, directory: Path, *, readonly: bool, ddr: int | str, policy: str, threads: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        readonly: bool,
+        version: int | None,
+        keep: int,
+        ddr: int | str,
+        policy: str,
+        threads: int,
+    ) -> None:
         self.directory = directory = directory.absolute()
         self.readonly = readonly
         self.policy = policy
+        self._keep = keep
         self._ddr = ddr
         self._closed = False
         self._pools: dict[RowLayout, Pool] = {}
@@ -103,6 +123,8 @@ class Store:
         self._tables: dict[str, Table] = {}
         self._added: dict[int, tuple[RowLayout, int]] = {}
         self._process_id = os.getpid()
+        self._pending: PendingCommit | None = None
+        self._committer: ThreadPoolExecutor | None = None
         if not readonly:
             directory.mkdir(parents=True, exist_ok=True)
         self._manifest = self._open_manifest()
@@ -110,8 +132,10 @@ class Store:
             directory,
             store_id=bytes.fromhex(self._manifest.store_id),
             readonly=readonly,
+            version=version,
             staging_bytes=STAGING_BYTES,
         )
+        self._epoch = self._cold.last_version + 1
         self._workers = Workers(threads)
         try:
             self._load()
@@ -145,18 +169,22 @@ class Store:
         if not self._manifest.has_rows and not self.readonly:
             self._manifest = replace(self._manifest, has_rows=True)
             self._manifest.write(self.directory)
-        self._version = unpack(self._cold.version, self._cold.payload)
+        version = unpack(self._cold.version, self._cold.payload)
         if self.readonly:
             # A writer may have made tables, and committed, after the manifest was read.
             self._manifest = Manifest.read(self.directory)
         for config in self._manifest.tables:
             self._add(config)
-        for name, state in self._version.tables.items():
-            if name not in self._tables:
-                raise FormatError(
-                    f"version {self._version.number} has a table {name!r} that the manifest does not know"
-                )
-            self._tables[name].restore(state)
+        self._show(version)
+
+    def _show(self, version: Version) -> None:
+        """Take over what a version keeps beside rows."""
+        unknown = version.tables.keys() - self._tables.keys()
+        if unknown:
+            raise FormatError(f"version {version.number} has a table {min(unknown)!r} that the manifest does not know")
+        for name, table in self._tables.items():
+            table.restore(version.tables.get(name, TableState(0, table.config.optimizer.lr)))
+        self._version = version
 
     def _add(self, config: TableConfig) -> Table:
         index = len(self._tables)
@@ -200,6 +228,7 @@ class Store:
                 f"table {config.name!r} exists as {known.config}; choose another name or the same configuration"
             )
         config.layout(self._manifest.page_bytes).pages_per_block  # noqa: B018 - ValueError for rows too wide
+        self._end_pending()
         self._retire_pools()
         manifest = self._manifest.with_table(config)
         table = self._add(config)
@@ -238,60 +267,48 @@ class Store:
             return self._pools[layout]
 
     def _build_pools(self) -> dict[RowLayout, Pool]:
-        """One pool a layout: the fewest rows it must hold, and a share of the rest by what it would take whole."""
         table_bytes = sum(config.size_bytes(self._manifest.page_bytes) for config in self._manifest.tables)
-        budget = parse_size(self._ddr, name="ddr", table_bytes=table_bytes)
-        transaction = min(max(int(budget * TRANSACTION_SHARE), MIN_TRANSACTION_BYTES), MAX_TRANSACTION_BYTES)
         rows: dict[RowLayout, int] = {}
         for table in self._tables.values():
             rows[table.layout] = rows.get(table.layout, 0) + table.config.num_embeddings
-        least = {layout: self._cache_bytes(layout, min(count, MIN_CACHED_ROWS)) for layout, count in rows.items()}
-        most = {layout: self._cache_bytes(layout, count) for layout, count in rows.items()}
-        left = budget - STAGING_BYTES - transaction - sum(least.values())
-        if left < 0:
-            raise self._budget_error(budget, sum(least.values()))
-        part = min(1.0, left / max(1, sum(most.values()) - sum(least.values())))
+        budget = parse_size(self._ddr, name="ddr", table_bytes=table_bytes)
+        division = divide(budget, rows, policy=self.policy, given=self._ddr)
         pools = {}
-        for layout, count in rows.items():
+        for layout, size in division.pools.items():
             words = {"weight_words": layout.weight_words, "state_words": layout.state_words}
-            share = least[layout] + int(part * (most[layout] - least[layout]))
-            rows_cache = cache.make_cache(
-                self.policy, min(cache.capacity_for(self.policy, share, **words), count), **words
-            )
             pools[layout] = Pool(
-                layout, rows_cache, self._cold, self._workers, transaction_bytes=transaction, readonly=self.readonly
+                layout,
+                cache.make_cache(self.policy, size.cached_rows, **words),
+                self._cold,
+                self._workers,
+                transaction_bytes=division.transaction_bytes,
+                outbox_rows=size.outbox_rows,
+                epoch=self._epoch,
+                readonly=self.readonly,
             )
         for table in self._tables.values():
             pools[table.layout].add_table(table.index, table.config)
-        self._reserved_bytes = STAGING_BYTES + transaction
+        self._reserved_bytes = division.reserved_bytes
         return pools
-
-    def _cache_bytes(self, layout: RowLayout, count: int) -> int:
-        """What a cache of so many rows takes, slightly overestimated."""
-        overhead = cache.OVERHEAD_BYTES[self.policy.removeprefix("reference-")]
-        return count * (layout.row_bytes + overhead) + CACHE_BYTES
-
-    def _budget_error(self, budget: int, least: int) -> BudgetError:
-        whole = max(least + STAGING_BYTES + MIN_TRANSACTION_BYTES, (least + STAGING_BYTES) / (1 - TRANSACTION_SHARE))
-        return BudgetError(
-            f"ddr={self._ddr!r} is {format_size(budget)}: too little for {MIN_CACHED_ROWS} rows of each row layout "
-            f"({format_size(least)}) beside write staging; give at least {math.ceil(whole / 1024) + 1}KiB"
-        )
 
     def _retire_pools(self) -> None:
         """Write dirty rows back and forget the caches; the next use makes new ones."""
         with self._pools_lock:
-            for pool in self._pools.values():
-                if pool.num_pinned:
-                    raise TableError(
-                        "rows are in use by a batch under way (prefetched, or its backward still to come); "
-                        "create tables before"
-                    )
+            self._require_unused("create tables")
             for pool in self._pools.values():
                 pool.flush()
-            for pool in self._pools.values():
-                pool.close()
-            self._pools = {}
+            self._close_pools()
+
+    def _require_unused(self, action: str) -> None:
+        if any(pool.num_pinned for pool in self._pools.values()):
+            raise TableError(
+                f"rows are in use by a batch under way (prefetched, or its backward still to come); {action} before"
+            )
+
+    def _close_pools(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+        self._pools = {}
 
     # Versions
 
@@ -304,31 +321,114 @@ class Store:
             tensors: dense weights, random states and the like.
 
         Returns:
-            the version's number, from 1.
+            the version's number, above those before.
 
         Raises:
             DiskFullError: nothing changed; the last version stands and the rows are still in memory.
             TypeError: ``extra`` or ``tensors`` cannot be stored.
         """
+        return self.commit_async(extra=extra, tensors=tensors).result()
+
+    @shielded
+    def commit_async(
+        self, *, extra: dict[str, Any] | None = None, tensors: Mapping[str, Tensor] | None = None
+    ) -> PendingCommit:
+        """Commit what is there now, and go on while it is written.
+
+        The caller waits until ``extra`` and ``tensors`` are copied and the rows to be written are marked. Whatever is
+        written or trained afterwards belongs to the next version: a row that changes before it was written is copied
+        first, and whoever changes rows faster than they are written waits for the writer. A commit waits for the one
+        before it. ``version`` and ``extra`` stay those of the last version until the new one is durable.
+
+        Args, and errors about them: as for ``commit``.
+
+        Returns:
+            the future whose ``result()`` is the version's number once it is durable, or raises. An error that nobody
+            asked it for is raised by the next commit, or by ``close``.
+        """
         self.require_writable()
+        self._end_pending()
         states = {name: table.state for name, table in self._tables.items()}
         payload = pack(states, extra or {}, dict(tensors or {}))
+        pools = list(self._pools.values())
+        pending = PendingCommit(self._epoch)
         with contextlib.ExitStack() as stack:
-            pools = list(self._pools.values())
             for pool in pools:
-                stack.enter_context(pool.fill_lock)
+                stack.enter_context(pool.writeback.gate)
             for pool in pools:
                 stack.enter_context(pool.lock)
             for pool in pools:
-                pool.flush()
-            number = self._cold.commit(payload)
-        self._version = unpack(number, payload)
-        return number
+                pool.writeback.freeze()
+            self._epoch += 1
+        reach("commit: rows frozen")
+        self._pending = pending
+        if self._committer is None:
+            self._committer = ThreadPoolExecutor(1, "tierstore-commit")
+        self._committer.submit(self._finish, pending, pools, payload)
+        return pending
+
+    def _finish(self, pending: PendingCommit, pools: list[Pool], payload: bytes) -> None:
+        """Write what was frozen and make it the current version; the commit thread's part."""
+        try:
+            for pool in pools:
+                pool.writeback.write_frozen()
+            reach("commit: frozen rows written")
+            try:
+                self._cold.commit(payload, pending.version, keep=self._keep)
+            finally:
+                if self._cold.version == pending.version:
+                    self._version = unpack(pending.version, payload)
+        except BaseException as error:
+            for pool in pools:
+                pool.writeback.abandon()
+            pending.set_exception(error)
+        else:
+            pending.set_result(pending.version)
+
+    def _end_pending(self) -> None:
+        """Wait for the commit under way; raise its error if nobody has seen it."""
+        pending, self._pending = self._pending, None
+        error = None if pending is None else pending.unseen_error()
+        if error is not None:
+            raise error
+
+    @shielded
+    def rollback(self, version: int) -> None:
+        """Go back to a kept version: later ones, and what was not committed, are dropped.
+
+        Numbers of dropped versions are not used again. Tables that were created later stay, empty.
+
+        Args:
+            version: one of ``versions``.
+
+        Raises:
+            ValueError: it is not kept.
+            TableError: rows are in use by a batch under way.
+            ReadOnlyError, ClosedError.
+        """
+        self.require_writable()
+        self._end_pending()
+        if version not in self.versions:
+            kept = ", ".join(map(str, self.versions)) or "none"
+            raise ValueError(
+                f"version={version} of {self.directory} is not kept; there are {kept}. Open with keep=N to keep more"
+            )
+        with self._pools_lock:
+            self._require_unused("go back")
+            self._close_pools()
+            self._cold.rollback(version)
+            self._show(unpack(version, self._cold.payload))
+            self._epoch = self._cold.last_version + 1
 
     @property
     def version(self) -> int:
         """Number of the last commit; 0 before the first."""
         return self._version.number
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Numbers of the kept versions, ascending; the last is the newest."""
+        return self._cold.versions
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -358,7 +458,7 @@ class Store:
             misses=misses,
             evictions=sum(c.evictions for c in counters),
             capacity_rows=sum(pool.cache.capacity for pool in pools),
-            bytes=sum(pool.cache.size_bytes for pool in pools) + (self._reserved_bytes if pools else 0),
+            bytes=sum(pool.size_bytes for pool in pools) + (self._reserved_bytes if pools else 0),
             seconds=sum(pool.fill_seconds for pool in pools),
             split_batches=sum(pool.split_batches for pool in pools),
         )
@@ -409,17 +509,28 @@ class Store:
             )
 
     def close(self) -> None:
-        """Release files, memory and threads. What was not committed is dropped. A second call does nothing."""
+        """End the commit under way, then release files, memory and threads. What was not committed is dropped.
+
+        A second call does nothing.
+
+        Raises:
+            the error of a commit, if nobody has seen it; everything is released all the same.
+        """
         if self._closed:
             return
-        self._closed = True
         if self._process_id != os.getpid():
+            self._closed = True
             self._cold.disown()
             return
-        for pool in self._pools.values():
-            pool.close()
-        self._workers.close()
-        self._cold.close()
+        try:
+            self._end_pending()
+        finally:
+            self._closed = True
+            if self._committer is not None:
+                self._committer.shutdown()
+            self._close_pools()
+            self._workers.close()
+            self._cold.close()
 
     def __del__(self) -> None:
         if hasattr(self, "_workers"):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.cache.test_index import key_with
-from tests.conformance.row_cache import order_of
+from tests.conformance.row_cache import order_of, take
 from tierstore.cache import Admission, AdmitStatus, DdrCache, ReferenceCache
 from tierstore.cache.base import Int32s, Int64s
 
@@ -66,9 +66,29 @@ class TwinMachine(RuleBasedStateMachine):
         assert resolved.tolist() == fast.keys[: fast.consumed].tolist()
 
     def take(self, limit: int) -> tuple[Int32s, Int32s]:
-        fast, slow = self.fast.take_dirty(limit), self.slow.take_dirty(limit)
+        """The next victims, written back as far as they were dirty; frozen ones are only thawed."""
+        victims = self.fast.victims(limit), self.slow.victims(limit)
+        assert self.fast.keys_of(victims[0]).tolist() == self.slow.keys_of(victims[1]).tolist()
+        thawed = self.fast.thaw(victims[0]), self.slow.thaw(victims[1])
+        assert self.fast.keys_of(thawed[0]).tolist() == self.slow.keys_of(thawed[1]).tolist()
+        fast, slow = take(self.fast, limit), take(self.slow, limit)
         assert self.fast.keys_of(fast).tolist() == self.slow.keys_of(slow).tolist()
         return fast, slow
+
+    def mark(self, fast: Int32s, slow: Int32s) -> None:
+        for cache, slots in ((self.fast, fast), (self.slow, slow)):
+            cache.thaw(slots)
+            cache.mark_dirty(slots)
+
+    @rule(give_up=st.booleans())
+    def freeze(self, give_up: bool) -> None:
+        """A version begins; the one before it ended or was given up."""
+        for cache in (self.fast, self.slow):
+            if give_up:
+                cache.unfreeze()
+            else:
+                cache.thaw(cache.frozen_slots())
+            cache.freeze()
 
     @rule(keys=batches, limit=st.integers(1, 4), is_lucky=st.booleans())
     def admit(self, keys: Int64s, limit: int, is_lucky: bool) -> None:
@@ -81,10 +101,8 @@ class TwinMachine(RuleBasedStateMachine):
             if status is not AdmitStatus.DIRTY_VICTIM:
                 break
             fast, slow = self.take(limit)
-            assert len(fast)
             if not is_lucky:
-                self.fast.mark_dirty(fast)
-                self.slow.mark_dirty(slow)
+                self.mark(fast, slow)
             self.fast.unpin(fast)
             self.slow.unpin(slow)
             if not is_lucky:
@@ -104,8 +122,7 @@ class TwinMachine(RuleBasedStateMachine):
         """Rows in use become dirty, and some are written back while they are in use."""
         flight = self.flights[place % len(self.flights)]
         self.fill(flight)
-        self.fast.mark_dirty(flight.fast.slots)
-        self.slow.mark_dirty(flight.slow.slots)
+        self.mark(flight.fast.slots, flight.slow.slots)
         self.write_back(limit)
 
     @precondition(lambda self: self.flights)
@@ -115,9 +132,9 @@ class TwinMachine(RuleBasedStateMachine):
         self.fill(flight)
         self.same(flight)
         is_written = np.array([dirty >> i & 1 for i in range(flight.fast.num_unique)], np.bool_)
-        for cache, admission in ((self.fast, flight.fast), (self.slow, flight.slow)):
-            cache.mark_dirty(admission.slots[is_written])
-            cache.unpin(admission.slots)
+        self.mark(flight.fast.slots[is_written], flight.slow.slots[is_written])
+        self.fast.unpin(flight.fast.slots)
+        self.slow.unpin(flight.slow.slots)
 
     @precondition(lambda self: self.flights)
     @rule(place=places)
@@ -151,7 +168,7 @@ class TwinMachine(RuleBasedStateMachine):
         else:
             self.fast.evict(fast)
 
-    @precondition(lambda self: not self.fast.num_pinned and not self.fast.num_dirty)
+    @precondition(lambda self: not self.fast.num_pinned and not self.fast.victims(1).size)
     @rule(keys=batches)
     def replay(self, keys: Int64s) -> None:
         assert self.fast.access(keys).tolist() == self.slow.access(keys).tolist()
@@ -165,11 +182,8 @@ class TwinMachine(RuleBasedStateMachine):
         fast.check_integrity()
         slow.check_integrity()
         assert order_of(fast) == order_of(slow)
-        assert (fast.num_resident, fast.num_dirty, fast.num_pinned) == (
-            slow.num_resident,
-            slow.num_dirty,
-            slow.num_pinned,
-        )
+        for count in ("num_resident", "num_dirty", "num_frozen", "num_pinned"):
+            assert getattr(fast, count) == getattr(slow, count), count
         assert fast.counters() == slow.counters()
         fast_slots, slow_slots = fast.resident_slots(), slow.resident_slots()
         for cache, slots in ((fast, fast_slots), (slow, slow_slots)):

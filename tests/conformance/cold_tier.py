@@ -35,8 +35,15 @@ def words_of(keys: Int64s, generation: int, num_words: int) -> NDArray[np.uint64
     return start[:, None] + np.arange(1, num_words + 1, dtype=np.uint64)
 
 
-def write_rows(tier: ColdTier, layout: RowLayout, keys: Int64s, generation: int) -> None:
-    """Through slots in reverse, in arenas with room to spare."""
+def commit(tier: ColdTier, payload: bytes, *, keep: int = 1) -> int:
+    """As the next version; returns its number."""
+    version = tier.last_version + 1
+    tier.commit(payload, version, keep=keep)
+    return version
+
+
+def write_rows(tier: ColdTier, layout: RowLayout, keys: Int64s, generation: int, *, epoch: int | None = None) -> None:
+    """For the next version, through slots in reverse, in arenas with room to spare."""
     keys = np.ascontiguousarray(keys)
     words = words_of(keys, generation, layout.weight_words + layout.state_words)
     slots = np.arange(len(keys), dtype=np.int32)[::-1].copy() + 3
@@ -44,7 +51,7 @@ def write_rows(tier: ColdTier, layout: RowLayout, keys: Int64s, generation: int)
     state = np.full((len(keys) + 5, layout.state_words), 7, np.uint64)
     weights[slots] = words[:, : layout.weight_words]
     state[slots] = words[:, layout.weight_words :]
-    tier.write(keys, slots, weights, state)
+    tier.write(keys, slots, weights, state, epoch=tier.last_version + 1 if epoch is None else epoch)
 
 
 def read_rows(tier: ColdTier, layout: RowLayout, keys: Int64s) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
@@ -111,14 +118,14 @@ class ColdTierConformance:
                 chosen = rows[generation::5]
                 write_rows(tier, layout, keys_of(table, chosen), generation)
                 if generation == 3:
-                    tier.commit(b"between")
+                    commit(tier, b"between")
             for row in rows.tolist():
                 generation = row % 5 if row % 5 >= 2 else 1
                 check_rows(tier, layout, keys_of(table, [row]), generation)
 
     def test_a_row_of_zeros_is_present(self, tier: ColdTier) -> None:
         weights, state = np.zeros((1, WIDE.weight_words), np.uint64), np.zeros((1, WIDE.state_words), np.uint64)
-        tier.write(keys_of(0, [5]), np.zeros(1, np.int32), weights, state)
+        tier.write(keys_of(0, [5]), np.zeros(1, np.int32), weights, state, epoch=1)
         words, present = read_rows(tier, WIDE, keys_of(0, [4, 5, 6]))
         assert present.tolist() == [False, True, False]
         assert not words.any()
@@ -137,14 +144,14 @@ class ColdTierConformance:
 
     def test_versions_count_from_one_and_carry_their_payload(self, tier: ColdTier) -> None:
         assert (tier.version, tier.payload) == (0, b"")
-        assert tier.commit(b"first") == 1
+        assert commit(tier, b"first") == 1
         assert (tier.version, tier.payload) == (1, b"first")
         write_rows(tier, WIDE, keys_of(0, [1]), 1)
         assert (tier.version, tier.payload) == (1, b"first")
         long = np.random.default_rng(0).bytes(2_500_000)
-        assert tier.commit(long) == 2
+        assert commit(tier, long) == 2
         assert tier.payload == long
-        assert tier.commit(b"") == 3
+        assert commit(tier, b"") == 3
         assert tier.payload == b""
 
     def test_counters(self, tier: ColdTier) -> None:
@@ -210,7 +217,7 @@ class ColdTierConformance:
         with pytest.raises(ClosedError):
             read_rows(tier, WIDE, keys_of(0, [1]))
         with pytest.raises(ClosedError):
-            tier.commit(b"")
+            commit(tier, b"")
 
     def test_readers_beside_a_writer_see_whole_rows_that_never_go_back(self, tier: ColdTier) -> None:
         keys = keys_of(0, np.arange(0, 1000, 7))
@@ -240,7 +247,7 @@ class ColdTierConformance:
                 write_rows(tier, WIDE, keys, generation)
                 written[0] = generation
                 if generation % 5 == 0:
-                    tier.commit(b"")
+                    commit(tier, b"")
         finally:
             finished.set()
             for thread in threads:
@@ -279,7 +286,7 @@ class ColdTierMachine(RuleBasedStateMachine):
     @rule(payload=st.binary(max_size=40))
     def commit(self, payload: bytes) -> None:
         self.versions += 1
-        assert self.tier.commit(payload) == self.versions
+        assert commit(self.tier, payload) == self.versions
         self.last_payload = payload
         self.committed = dict(self.rows)
 

@@ -33,6 +33,13 @@ def admitted(cache: RowCache, *values: int) -> Admission:
     return admission
 
 
+def take(cache: RowCache, limit: int) -> Int32s:
+    """The next victims among dirty rows, clean and pinned."""
+    taken = cache.clean(cache.victims(limit))
+    cache.pin(taken)
+    return taken
+
+
 def visit(cache: RowCache, *values: int) -> None:
     """Admit and let go, one key at a time."""
     for value in values:
@@ -91,7 +98,7 @@ class RowCacheConformance:
         assert cache.counters() == CacheCounters(lookups=0, hits=0, misses=0, evictions=0)
         assert cache.find(keys_from(0, 1, -1)).tolist() == [-1, -1, -1]
         assert cache.resident_slots().tolist() == []
-        assert cache.take_dirty(5).tolist() == []
+        assert cache.victims(5).tolist() == cache.frozen_slots().tolist() == []
         cache.check_integrity()
 
     @pytest.mark.parametrize("capacity", [0, -1])
@@ -216,7 +223,7 @@ class RowCacheConformance:
         cache.check_integrity()
         assert cache.admit(admission) is AdmitStatus.DIRTY_VICTIM
 
-        taken = cache.take_dirty(10)
+        taken = take(cache, 10)
         assert cache.keys_of(taken).tolist() == [1]
         cache.unpin(taken)
         assert cache.admit(admission) is AdmitStatus.COMPLETE
@@ -355,21 +362,21 @@ class RowCacheConformance:
         cache.mark_dirty(cache.find(keys_from(dirty[0])))
         cache.pin(cache.find(keys_from(order[1])))
         assert cache.num_dirty == 3
-        taken = cache.take_dirty(2)
+        taken = take(cache, 2)
         assert cache.keys_of(taken).tolist() == [order[1], order[2]]
         assert (cache.num_dirty, cache.num_pinned) == (1, 2)
         cache.unpin(taken)
         assert cache.num_pinned == 1
-        assert cache.keys_of(cache.take_dirty(2)).tolist() == [order[4]]
+        assert cache.keys_of(take(cache, 2)).tolist() == [order[4]]
         assert cache.num_dirty == 0
-        assert cache.take_dirty(2).tolist() == []
+        assert take(cache, 2).tolist() == []
         assert order_of(cache) == order
         cache.check_integrity()
 
     def test_a_failed_write_back_is_marked_again(self) -> None:
         cache = self.make_of(1, 1)
         cache.mark_dirty(cache.find(keys_from(1)))
-        taken = cache.take_dirty(1)
+        taken = take(cache, 1)
         cache.mark_dirty(taken)
         cache.unpin(taken)
         assert cache.num_dirty == 1
@@ -379,10 +386,51 @@ class RowCacheConformance:
         cache = self.make_of(1, 1)
         slots = cache.find(keys_from(1))
         cache.mark_dirty(slots)
-        taken = cache.take_dirty(1)
+        taken = take(cache, 1)
         cache.mark_dirty(slots)
         cache.unpin(taken)
-        assert cache.take_dirty(1).tolist() == slots.tolist()
+        assert take(cache, 1).tolist() == slots.tolist()
+
+    # Frozen rows
+
+    def test_frozen_rows_are_victims_that_must_be_thawed_before_they_change(self) -> None:
+        cache = self.make_of(4, 1, 2, 3, 4)
+        order = order_of(cache)
+        slots = cache.find(keys_from(*order))
+        cache.mark_dirty(slots[[0, 2]])
+        cache.freeze()
+        assert (cache.num_dirty, cache.num_frozen) == (0, 2)
+        assert sorted(cache.frozen_slots().tolist()) == sorted(slots[[0, 2]].tolist())
+        cache.check_integrity()
+        cache.mark_dirty(slots[[1]])
+        assert cache.keys_of(cache.victims(10)).tolist() == [order[0], order[1], order[2]]
+        assert cache.keys_of(cache.victims(2)).tolist() == [order[0], order[1]]
+        for action in (cache.mark_dirty, cache.evict):
+            with pytest.raises(AssertionError):
+                action(slots[[2]])
+        with pytest.raises(AssertionError, match="frozen"):
+            cache.freeze()
+        assert cache.admit(Admission(keys_from(9))) is AdmitStatus.DIRTY_VICTIM
+        assert cache.clean(slots[[0, 2]]).tolist() == []
+        assert cache.thaw(slots).tolist() == slots[[0, 2]].tolist()
+        assert (cache.num_dirty, cache.num_frozen) == (1, 0)
+        cache.mark_dirty(slots[[2]])
+        assert cache.admit(Admission(keys_from(9))) is AdmitStatus.COMPLETE
+        assert order_of(cache)[:2] == [order[1], order[2]]
+        cache.check_integrity()
+
+    def test_a_version_given_up_leaves_its_rows_dirty(self) -> None:
+        cache = self.make_of(3, 1, 2, 3)
+        slots = cache.find(keys_from(1, 2, 3))
+        cache.mark_dirty(slots[:2])
+        cache.freeze()
+        cache.mark_dirty(slots[2:])
+        cache.unfreeze()
+        assert (cache.num_dirty, cache.num_frozen) == (3, 0)
+        cache.check_integrity()
+        cache.freeze()
+        assert (cache.num_dirty, cache.num_frozen) == (0, 3)
+        cache.check_integrity()
 
     # Failed admissions
 
@@ -464,9 +512,14 @@ class RowCacheConformance:
         cache.check_integrity()
 
     def test_replay_needs_a_quiet_cache(self) -> None:
-        for prepare in ("pin", "mark_dirty"):
+        for prepare in ("pin", "mark_dirty", "freeze"):
             cache = self.make_of(2, 1)
-            getattr(cache, prepare)(cache.find(keys_from(1)))
+            slots = cache.find(keys_from(1))
+            if prepare == "freeze":
+                cache.mark_dirty(slots)
+                cache.freeze()
+            else:
+                getattr(cache, prepare)(slots)
             with pytest.raises(AssertionError, match=r"pinned|dirty"):
                 cache.access(keys_from(2))
 
@@ -480,7 +533,7 @@ class RowCacheConformance:
         for _ in range(self.num_accesses // 50):
             admission = Admission(rng.zipf(1.2, 30).astype(np.int64) % 300)
             while (status := cache.admit(admission)) is AdmitStatus.DIRTY_VICTIM:
-                cache.unpin(cache.take_dirty(7))
+                cache.unpin(take(cache, 7))
             cache.filled(admission.missing_slots)
             cache.mark_dirty(admission.slots[::2])
             inflight.append(admission)

@@ -44,7 +44,7 @@ def _tier(path: Path, layout: RowLayout, num_rows: int, every: int = 1) -> LmdbC
 @pytest.mark.parametrize("verify", [True, False])
 def test_every_mode_copies_the_same(tmp_path: Path, verify: bool, cold: bool, can_sample: bool) -> None:
     tier = _tier(tmp_path, NARROW, NUM_ROWS, every=3)
-    tier._verify_reads, tier._cold, tier._can_sample = verify, cold, can_sample
+    tier._rows._verify, tier._rows._cold, tier._rows._can_sample = verify, cold, can_sample
     rows = np.random.default_rng(0).integers(0, NUM_ROWS, NUM_READ)
     slots = np.random.default_rng(1).permutation(NUM_READ).astype(np.int32)
     weights = np.zeros((NUM_READ, NARROW.weight_words), np.uint64)
@@ -62,7 +62,7 @@ def test_batches_of_any_length(tmp_path: Path, layout: RowLayout, count: int) ->
     num_rows = 2 * MAX_GROUP + 2
     tier = _tier(tmp_path, layout, num_rows)
     for cold in (False, True):
-        tier._cold = cold
+        tier._rows._cold = cold
         check_rows(tier, layout, keys_of(0, np.random.default_rng(count).permutation(num_rows)[:count]), 1)
     tier.close()
 
@@ -74,7 +74,7 @@ def test_each_position_is_verified(tmp_path: Path, cold: bool, at: int) -> None:
     rows = np.random.default_rng(2).permutation(300)[:100]
     block, place = divmod(int(rows[at]), WIDE.rows_per_block)
     offset = page_of(tier, 0, block) * 4096 + 32 + place * WIDE.stored_row_words * 8
-    tier._cold = cold
+    tier._rows._cold = cold
     flip(tmp_path, offset + 40)
     with pytest.raises(ChecksumError, match=f"row {rows[at]} of table 0"):
         read_rows(tier, WIDE, keys_of(0, rows))
@@ -122,7 +122,7 @@ def test_a_row_of_zeros_that_was_written_is_present(tmp_path: Path, verify: bool
     written = np.arange(0, 40, 2)
     slots = np.arange(40, dtype=np.int32)
     weights, state = np.zeros((40, WIDE.weight_words), np.uint64), np.zeros((40, WIDE.state_words), np.uint64)
-    tier.write(keys_of(0, written), slots[: len(written)], weights, state)
+    tier.write(keys_of(0, written), slots[: len(written)], weights, state, epoch=1)
     tier._verify_reads = verify
     weights[:], state[:] = 7, 7
     present = np.zeros(40, np.bool_)

@@ -18,28 +18,34 @@ from .policies import CacheState, Tally, policy_insert, policy_remove, policy_to
 
 __all__ = [
     "DIRTY",
+    "FROZEN",
     "LOADING",
     "NOTHING_WRONG",
     "RESIDENT",
     "abandon_slots",
     "admit_keys",
+    "clear_slots",
     "evict_slots",
     "fill_slots",
     "find_keys",
+    "flagged_slots",
     "keys_of_slots",
     "list_slots",
     "mark_slots",
+    "move_flags",
     "pin_slots",
     "replay_keys",
-    "take_dirty_slots",
     "touch_slots",
     "unpin_slots",
+    "victim_slots",
 ]
 
 RESIDENT: Final = 1
 LOADING: Final = 2
 DIRTY: Final = 4
+FROZEN: Final = 8
 """Bits of a slot record's ``flags``; a free slot has none."""
+UNCLEAN: Final = DIRTY | FROZEN
 
 NOTHING_WRONG: Final = -1
 """What kernels over slots return; otherwise the position of the first slot that forbids the operation. Those before
@@ -154,7 +160,7 @@ def admit_keys(
                 if cursor == root:
                     status = _ALL_PINNED
                     break
-                if slots[cursor]["flags"] & DIRTY:
+                if slots[cursor]["flags"] & UNCLEAN:
                     status = _DIRTY_VICTIM
                     break
                 slot = cursor
@@ -261,11 +267,11 @@ def fill_slots(state: CacheState, chosen: Int32s) -> int:
 
 @kernel
 def mark_slots(state: CacheState, chosen: Int32s) -> int:
-    """Make slots dirty; a loading slot holds no row yet that could be newer than another."""
+    """Make slots dirty; a loading slot holds no row yet, and a frozen one holds a row that nobody may change."""
     slots = state.slots
     for i in range(chosen.size):
         slot = np.int64(chosen[i])
-        if not _is_resident(state, slot) or slots[slot]["flags"] & LOADING:
+        if not _is_resident(state, slot) or slots[slot]["flags"] & (LOADING | FROZEN):
             return i
         if not slots[slot]["flags"] & DIRTY:
             slots[slot]["flags"] |= DIRTY
@@ -274,20 +280,54 @@ def mark_slots(state: CacheState, chosen: Int32s) -> int:
 
 
 @kernel
-def take_dirty_slots(state: CacheState, taken: Int32s) -> int:
-    """Fill ``taken`` with dirty slots in eviction order, as far as there are any; they become clean and pinned."""
-    slots, tallies = state.slots, state.tallies
+def victim_slots(state: CacheState, found: Int32s) -> int:
+    """Fill ``found`` with dirty and frozen slots in eviction order, as far as there are any; returns how many."""
+    slots = state.slots
+    left = state.tallies[Tally.DIRTY] + state.tallies[Tally.FROZEN]
     root = np.int64(slots.size - 1)
     slot = np.int64(slots[root]["next"])
     count = 0
-    while slot != root and count < taken.size and tallies[Tally.DIRTY] > 0:
-        if slots[slot]["flags"] & DIRTY:
-            slots[slot]["flags"] &= ~DIRTY
-            tallies[Tally.DIRTY] -= 1
-            _pin(state, slot)
-            taken[count] = slot
+    while slot != root and count < min(left, found.size):
+        if slots[slot]["flags"] & UNCLEAN:
+            found[count] = slot
             count += 1
         slot = np.int64(slots[slot]["next"])
+    return count
+
+
+@kernel
+def clear_slots(state: CacheState, chosen: Int32s, flag: int, tally: int, cleared: Int32s) -> int:
+    """Take a flag from those slots that have it; they are listed in ``cleared``. Returns how many."""
+    count = 0
+    for i in range(chosen.size):
+        slot = np.int64(chosen[i])
+        if _is_resident(state, slot) and state.slots[slot]["flags"] & flag:
+            state.slots[slot]["flags"] &= ~flag
+            cleared[count] = slot
+            count += 1
+    state.tallies[tally] -= count
+    return count
+
+
+@kernel
+def move_flags(state: CacheState, old: int, old_tally: int, new: int, new_tally: int) -> None:
+    """Give every slot that has the one flag the other instead."""
+    slots, tallies = state.slots, state.tallies
+    for slot in range(tallies[Tally.USED_SLOTS]):
+        if slots[slot]["flags"] & old:
+            slots[slot]["flags"] ^= old | new
+    tallies[new_tally] += tallies[old_tally]
+    tallies[old_tally] = 0
+
+
+@kernel
+def flagged_slots(state: CacheState, flag: int, found: Int32s) -> int:
+    """List the slots that have a flag, in order of their numbers; returns how many."""
+    count = 0
+    for slot in range(state.tallies[Tally.USED_SLOTS]):
+        if state.slots[slot]["flags"] & flag and count < found.size:
+            found[count] = slot
+            count += 1
     return count
 
 
@@ -296,7 +336,7 @@ def evict_slots(state: CacheState, chosen: Int32s) -> int:
     slots = state.slots
     for i in range(chosen.size):
         slot = np.int64(chosen[i])
-        if not _is_resident(state, slot) or slots[slot]["pins"] > 0 or slots[slot]["flags"] & DIRTY:
+        if not _is_resident(state, slot) or slots[slot]["pins"] > 0 or slots[slot]["flags"] & UNCLEAN:
             return i
         _drop(state, slot)
         _free(state, slot)

@@ -4,8 +4,9 @@ A cache owns two arenas, ``weights`` and ``state``, of ``capacity`` slots each, 
 nothing of disks: whoever admits a row fills its slot. It is not thread-safe: the owner serialises calls; slots that
 are pinned may be read and written without the owner's lock.
 
-A slot is free, or resident. A resident slot may be any of: *loading* (reserved, its row not yet copied in), *dirty*
-(newer than the tier below), *pinned* (in use; no policy may evict it). A loading slot is pinned, and not dirty.
+A slot is free, or resident. A resident slot may be *pinned* (in use; no policy may evict it), and is one of: *loading*
+(reserved, its row not yet copied in; then it is pinned), *dirty* (newer than the tier below), *frozen* (newer, and what a
+version under way will show: it must be copied before it may change), or clean.
 """
 
 from enum import IntEnum
@@ -27,7 +28,7 @@ class AdmitStatus(IntEnum):
     COMPLETE = 0
     """Every key has a pinned slot."""
     DIRTY_VICTIM = 1
-    """The next victim is dirty: write some rows back (``take_dirty``), then call ``admit`` again."""
+    """The next victim is dirty or frozen: write some ``victims`` back, then call ``admit`` again."""
     ALL_PINNED = 2
     """Every slot is pinned: use what was admitted so far, unpin it, and admit the rest afterwards."""
 
@@ -96,6 +97,8 @@ class RowCache(Protocol):
     @property
     def num_dirty(self) -> int: ...
     @property
+    def num_frozen(self) -> int: ...
+    @property
     def num_pinned(self) -> int:
         """Slots pinned at least once."""
 
@@ -139,14 +142,31 @@ class RowCache(Protocol):
         """Undo one pin of each slot. AssertionError if one is not pinned, or is loading and this is its last pin."""
 
     def mark_dirty(self, slots: Int32s) -> None:
-        """The rows are newer than the tier below. AssertionError if one is loading: ``filled`` comes first."""
+        """The rows are newer than the tier below. AssertionError if one is loading (``filled`` comes first) or frozen
+        (``thaw``)."""
 
-    def take_dirty(self, limit: int) -> Int32s:
-        """Up to ``limit`` dirty slots, next victims first: they become clean and are pinned once.
+    def victims(self, limit: int) -> Int32s:
+        """Up to ``limit`` dirty and frozen slots, next victims first, pinned ones included. Changes nothing."""
 
-        The caller writes them to the tier below and unpins them; if that fails, it marks them dirty again.
-        Slots that are pinned already are taken too (their rows stay in place).
+    def clean(self, slots: Int32s) -> Int32s:
+        """Make dirty slots clean; returns those of ``slots`` that were dirty, in order.
+
+        The caller writes their rows to the tier below and keeps them pinned meanwhile; if that fails, it marks them
+        dirty again.
         """
+
+    def freeze(self) -> None:
+        """Make every dirty slot frozen. AssertionError if some are frozen already."""
+
+    def frozen_slots(self) -> Int32s:
+        """Every frozen slot, in any order."""
+
+    def thaw(self, slots: Int32s) -> Int32s:
+        """Make frozen slots clean; returns those of ``slots`` that were frozen, in order. The caller has to copy their
+        rows before anybody changes them."""
+
+    def unfreeze(self) -> None:
+        """Make every frozen slot dirty: the version under way was given up."""
 
     def keys_of(self, slots: Int32s) -> Int64s: ...
     def resident_slots(self) -> Int32s:
@@ -158,10 +178,10 @@ class RowCache(Protocol):
     def access(self, keys: Int64s) -> NDArray[np.bool_]:
         """Replay single accesses in order, evicting at once and loading nothing: bool [n], True for a hit.
 
-        For simulation and for comparison with other caches, access for access; nothing may be pinned or dirty.
+        For simulation and for comparison with other caches, access for access; nothing may be pinned, dirty or frozen.
         """
 
     def check_integrity(self) -> None:
         """AssertionError, with every term, unless the conservation laws hold:
         free + resident == capacity; index entries == resident and each leads to its slot; the policy's order holds
-        each resident slot once; free slots are neither pinned, dirty nor loading; counts agree with flags."""
+        each resident slot once; free slots are neither pinned, dirty, frozen nor loading; counts agree with flags."""

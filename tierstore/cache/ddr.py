@@ -142,6 +142,10 @@ class DdrCache:
         return int(self._books.tallies[Tally.DIRTY])
 
     @property
+    def num_frozen(self) -> int:
+        return int(self._books.tallies[Tally.FROZEN])
+
+    @property
     def num_pinned(self) -> int:
         return int(self._books.tallies[Tally.PINNED])
 
@@ -216,14 +220,38 @@ class DdrCache:
 
     def mark_dirty(self, slots: Int32s) -> None:
         slots = _slots(slots)
-        self._require(kernels.mark_slots(self._books, slots), slots, "mark dirty", "resident, and not loading")
+        self._require(kernels.mark_slots(self._books, slots), slots, "mark dirty", "resident, not loading, not frozen")
 
-    def take_dirty(self, limit: int) -> Int32s:
-        """See RowCache. A call may walk over the whole cache: to clean it all, ask for ``num_dirty`` at once."""
-        taken: Int32s = np.empty(min(limit, self.num_dirty), np.int32)
-        count = kernels.take_dirty_slots(self._books, taken)
-        assert count == len(taken), f"{count} dirty slots in the list, {len(taken)} expected"
-        return taken
+    def victims(self, limit: int) -> Int32s:
+        """See RowCache. A call may walk over the whole cache."""
+        found: Int32s = np.empty(min(limit, self.num_dirty + self.num_frozen), np.int32)
+        count = kernels.victim_slots(self._books, found)
+        assert count == len(found), f"{count} dirty or frozen slots in the list, {len(found)} expected"
+        return found
+
+    def clean(self, slots: Int32s) -> Int32s:
+        return self._clear(slots, kernels.DIRTY, Tally.DIRTY)
+
+    def thaw(self, slots: Int32s) -> Int32s:
+        return self._clear(slots, kernels.FROZEN, Tally.FROZEN)
+
+    def _clear(self, slots: Int32s, flag: int, tally: Tally) -> Int32s:
+        slots = _slots(slots)
+        cleared: Int32s = np.empty(len(slots), np.int32)
+        return cleared[: kernels.clear_slots(self._books, slots, flag, int(tally), cleared)]
+
+    def freeze(self) -> None:
+        assert not self.num_frozen, f"{self.num_frozen} slots are frozen already"
+        kernels.move_flags(self._books, kernels.DIRTY, int(Tally.DIRTY), kernels.FROZEN, int(Tally.FROZEN))
+
+    def unfreeze(self) -> None:
+        kernels.move_flags(self._books, kernels.FROZEN, int(Tally.FROZEN), kernels.DIRTY, int(Tally.DIRTY))
+
+    def frozen_slots(self) -> Int32s:
+        found: Int32s = np.empty(self.num_frozen, np.int32)
+        count = kernels.flagged_slots(self._books, kernels.FROZEN, found)
+        assert count == len(found), f"{count} frozen slots, {len(found)} expected"
+        return found
 
     def keys_of(self, slots: Int32s) -> Int64s:
         slots = _slots(slots)
@@ -242,7 +270,8 @@ class DdrCache:
         self._require(kernels.evict_slots(self._books, slots), slots, "evict", "resident, clean and unpinned")
 
     def access(self, keys: Int64s) -> NDArray[np.bool_]:
-        assert self.num_pinned == self.num_dirty == 0, f"replay with {self.num_pinned} pinned, {self.num_dirty} dirty"
+        unclean = self.num_dirty + self.num_frozen
+        assert self.num_pinned == unclean == 0, f"replay with {self.num_pinned} pinned, {unclean} dirty"
         keys = _keys(keys)
         is_hit = np.empty(len(keys), np.bool_)
         kernels.replay_keys(self._books, keys, is_hit)
@@ -262,5 +291,5 @@ class DdrCache:
         raise AssertionError(
             f"cannot {action} slot {slot}: it must be {condition}; it is "
             f"{'resident' if flags else 'free'}, {'loading' if flags & kernels.LOADING else 'not loading'}, "
-            f"{'dirty' if flags & kernels.DIRTY else 'clean'}, pinned {int(record['pins'])} times"
+            f"{'dirty' if flags & kernels.DIRTY else 'frozen' if flags & kernels.FROZEN else 'clean'}, pinned {int(record['pins'])} times"
         )

@@ -5,7 +5,7 @@ from typing import Final
 import numpy as np
 
 from .._jit import uncounted_kernel as kernel
-from .admission import DIRTY, LOADING, RESIDENT
+from .admission import DIRTY, FROZEN, LOADING, RESIDENT
 from .base import Int64s
 from .index import index_find
 from .policies import CacheState, Tally
@@ -22,6 +22,7 @@ _FAULTS: Final = (
     "negative_pins",
     "loading_unpinned",
     "loading_dirty",
+    "dirty_and_frozen",
     "flags_without_row",
     "pins_without_row",
 )
@@ -98,11 +99,14 @@ def _terms(state: CacheState) -> dict[str, int]:
         "free_buckets": int(in_free[2]),
         "dirty": int(tallies[Tally.DIRTY]),
         "dirty_flags": int(np.count_nonzero(flags & DIRTY)),
+        "frozen": int(tallies[Tally.FROZEN]),
+        "frozen_flags": int(np.count_nonzero(flags & FROZEN)),
+        "dirty_and_frozen": int(np.count_nonzero((flags & DIRTY != 0) & (flags & FROZEN != 0))),
         "pinned": int(tallies[Tally.PINNED]),
         "pinned_slots": int(np.count_nonzero(pins)),
         "negative_pins": int(np.count_nonzero(pins < 0)),
         "loading_unpinned": int(np.count_nonzero((flags & LOADING != 0) & (pins == 0))),
-        "loading_dirty": int(np.count_nonzero((flags & LOADING != 0) & (flags & DIRTY != 0))),
+        "loading_dirty": int(np.count_nonzero((flags & LOADING != 0) & (flags & (DIRTY | FROZEN) != 0))),
         "flags_without_row": int(np.count_nonzero((flags != 0) & (flags & RESIDENT == 0))),
         "pins_without_row": int(np.count_nonzero((pins != 0) & (flags & RESIDENT == 0))),
     }
@@ -118,6 +122,7 @@ def check_state(state: CacheState) -> None:
         "resident == listed": t["resident"] == t["listed"],
         "buckets + free_buckets == bucket_capacity": t["buckets"] + t["free_buckets"] == t["bucket_capacity"],
         "dirty == dirty_flags": t["dirty"] == t["dirty_flags"],
+        "frozen == frozen_flags": t["frozen"] == t["frozen_flags"],
         "pinned == pinned_slots": t["pinned"] == t["pinned_slots"],
     }
     laws |= {f"{name} == 0": t[name] == 0 for name in _FAULTS}

@@ -49,6 +49,7 @@ class Tally(IntEnum):
     USED_BUCKETS: Final = 10
     FREE_BUCKET: Final = 11
     """First of the freed buckets, linked by ``bucket_tail``, plus 1; 0 for none."""
+    FROZEN: Final = 12
 
 
 NUM_TALLIES: Final = len(Tally)

@@ -97,6 +97,7 @@ class ReferenceCache:
         self._keys: dict[int, int] = {}
         self._loading: set[int] = set()
         self._dirty: set[int] = set()
+        self._frozen: set[int] = set()
         self._free = list(range(capacity))
         self._counters = CacheCounters(lookups=0, hits=0, misses=0, evictions=0)
         self._numbers: dict[int, int] = {}
@@ -113,6 +114,10 @@ class ReferenceCache:
     @property
     def num_dirty(self) -> int:
         return len(self._dirty)
+
+    @property
+    def num_frozen(self) -> int:
+        return len(self._frozen)
 
     @property
     def num_pinned(self) -> int:
@@ -195,7 +200,7 @@ class ReferenceCache:
         victim = self._rows.first_unpinned()
         if victim is None:
             return AdmitStatus.ALL_PINNED
-        if self._slot_of(victim) in self._dirty:
+        if self._slot_of(victim) in self._dirty | self._frozen:
             return AdmitStatus.DIRTY_VICTIM
         _, slot = self._rows.popitem()
         del self._keys[slot]
@@ -250,14 +255,35 @@ class ReferenceCache:
         for slot in slots.tolist():
             self._key_of(slot)
             assert slot not in self._loading, f"slot {slot} is loading"
+            assert slot not in self._frozen, f"slot {slot} is frozen"
             self._dirty.add(slot)
 
-    def take_dirty(self, limit: int) -> Int32s:
-        slots = [slot for slot in self.resident_slots().tolist() if slot in self._dirty][:limit]
-        self._dirty.difference_update(slots)
-        taken = np.array(slots, np.int32)
-        self.pin(taken)
-        return taken
+    def victims(self, limit: int) -> Int32s:
+        unclean = self._dirty | self._frozen
+        return np.array([slot for slot in self.resident_slots().tolist() if slot in unclean][:limit], np.int32)
+
+    def clean(self, slots: Int32s) -> Int32s:
+        return self._remove(slots, self._dirty)
+
+    def thaw(self, slots: Int32s) -> Int32s:
+        return self._remove(slots, self._frozen)
+
+    @staticmethod
+    def _remove(slots: Int32s, members: set[int]) -> Int32s:
+        removed = [slot for slot in slots.tolist() if slot in members]
+        members.difference_update(removed)
+        return np.array(removed, np.int32)
+
+    def freeze(self) -> None:
+        assert not self._frozen, f"{len(self._frozen)} slots are frozen already"
+        self._dirty, self._frozen = self._frozen, self._dirty
+
+    def unfreeze(self) -> None:
+        self._dirty |= self._frozen
+        self._frozen = set()
+
+    def frozen_slots(self) -> Int32s:
+        return np.array(sorted(self._frozen), np.int32)
 
     def keys_of(self, slots: Int32s) -> Int64s:
         return np.array([self._key_of(slot) for slot in slots.tolist()], np.int64)
@@ -269,13 +295,13 @@ class ReferenceCache:
         for slot in slots.tolist():
             key = self._key_of(slot)
             assert key not in self._rows.pins, f"slot {slot} is pinned"
-            assert slot not in self._dirty, f"slot {slot} is dirty"
+            assert slot not in self._dirty | self._frozen, f"slot {slot} is dirty or frozen"
             self._drop(slot)
             self._count(evictions=1)
 
     def access(self, keys: Int64s) -> NDArray[np.bool_]:
         assert not self._rows.pins, f"replay with {len(self._rows.pins)} pinned"
-        assert not self._dirty, f"replay with {len(self._dirty)} dirty"
+        assert not self._dirty | self._frozen, f"replay with {len(self._dirty | self._frozen)} dirty"
         is_hit = np.zeros(len(keys), np.bool_)
         for i, key in enumerate(keys.tolist()):
             self._count(lookups=1)
@@ -299,12 +325,15 @@ class ReferenceCache:
             "each row is listed once": len(listed) == len(rows) == len(self._keys),
             "pins are of rows and positive": all(key in rows and pins[key] > 0 for key in pins),
             "dirty slots hold rows": self._dirty <= self._keys.keys(),
+            "frozen slots hold rows": self._frozen <= self._keys.keys(),
+            "frozen slots are not dirty": self._frozen.isdisjoint(self._dirty),
             "loading slots are pinned": all(self._keys.get(slot) in pins for slot in self._loading),
-            "loading slots are clean": self._loading.isdisjoint(self._dirty),
+            "loading slots are clean": self._loading.isdisjoint(self._dirty | self._frozen),
         }
         broken = [law for law, holds in laws.items() if not holds]
         if broken:
             raise AssertionError(
                 f"reference cache: broken: {'; '.join(broken)}. Terms: capacity={self.capacity}, free={self._free}, "
-                f"listed={listed}, slots={self._keys}, pins={pins}, dirty={self._dirty}, loading={self._loading}"
+                f"listed={listed}, slots={self._keys}, pins={pins}, dirty={self._dirty}, "
+                f"frozen={self._frozen}, loading={self._loading}"
             )

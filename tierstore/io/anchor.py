@@ -27,10 +27,11 @@ import struct
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from ..durable import sync_directory
 from ..errors import ChecksumError, DamagedError, FormatError, TierstoreError
+from ..killpoints import reach
 from .btree import META_READ_BYTES, Meta, parse_meta
 from .checksum import bytes_checksum
 
@@ -41,13 +42,14 @@ GROWTH_BYTES: Final = 64 * 2**20
 """Written since the last anchor before another is set in the background, at least."""
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _SLOT_BYTES: Final = 4096
-_HEAD: Final = struct.Struct("<8s16s16sQQ")
-_MAGIC: Final = b"tieranch"
+_HEAD: Final = struct.Struct("<8sQ16s16sQQ")
+_MAGIC: Final = b"tieranc2"
 _STAMP_BYTES: Final = 16
 _BODY_BYTES: Final = _HEAD.size + 2 * META_READ_BYTES
 
 
 class _Anchor(NamedTuple):
+    number: int
     store_id: bytes
     boot_id: bytes
     page_bytes: int
@@ -108,15 +110,40 @@ class AnchorKeeper:
         self._anchored: Pin | None = None
         self._pending: tuple[Pin, Future[None]] | None = None
         self._written_bytes = 0
+        self._metas: tuple[bytes, bytes] | None = None
+        self._has_failed = False
 
     def set(self) -> None:
         """Make the tree as it is the anchor, and return when it is.
 
         Raises:
-            TierstoreError: the device refused; the anchor before stands.
+            TierstoreError: the device refused; the anchor before stands, and no later one may be tried: a system that
+                failed to write a page may count it as written the next time it is asked.
         """
-        self._start(lambda work: work())
-        self._settle()
+        self.start()
+        self.settle()
+
+    def start(self) -> Future[None]:
+        """Begin to make the tree as it is the anchor, in the background; ``settle`` ends it.
+
+        Raises:
+            TierstoreError: the anchor before this one failed.
+        """
+        self.settle()
+        pinned = self._pin()
+        self._metas = metas = _read_metas(self._path, self._page_bytes)
+        self._written_bytes = 0
+        future = self._executor.submit(self._make, metas)
+        self._pending = pinned, future
+        return future
+
+    def _make(self, metas: tuple[bytes, bytes]) -> None:
+        self._sync()
+        reach("anchor: tree synced")
+        try:
+            save_anchor(self._path, self._store_id, self._page_bytes, metas)
+        except OSError as error:
+            raise TierstoreError(f"{self._path.with_name(ANCHOR_NAME)} could not be written: {error}") from error
 
     def wrote(self, size_bytes: int, live_bytes: int) -> None:
         """Set an anchor in the background if enough was written; wait for the last one if that falls too far behind.
@@ -132,30 +159,14 @@ class AnchorKeeper:
         limit = max(GROWTH_BYTES, live_bytes // 2)
         behind = self._pending is not None and not self._pending[1].done()
         if self._written_bytes >= limit * (2 if behind else 1):
-            self._settle()
-            self._start(self._executor.submit)
+            self.start()
 
-    def _start(self, run: Callable[[Callable[[], None]], Any]) -> None:
-        self._settle()
-        pinned = self._pin()
-        metas = _read_metas(self._path, self._page_bytes)
-        future: Future[None] = Future()
+    def settle(self) -> None:
+        """Wait for the anchor under way, if there is one; from then on it is the one that is pinned.
 
-        def work() -> None:
-            try:
-                self._sync()
-                save_anchor(self._path, self._store_id, self._page_bytes, metas)
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(None)
-
-        self._written_bytes = 0
-        self._pending = pinned, future
-        run(work)
-
-    def _settle(self) -> None:
-        """Wait for the anchor under way, if there is one; from then on it is the one that is pinned."""
+        Raises:
+            TierstoreError: it failed.
+        """
         if self._pending is None:
             return
         pinned, future = self._pending
@@ -166,15 +177,17 @@ class AnchorKeeper:
             self._anchored = pinned
         if stale is not None:
             stale.close()
-        if isinstance(error, OSError):
-            raise TierstoreError(f"{self._path.with_name(ANCHOR_NAME)} could not be written: {error}") from error
         if error is not None:
+            self._has_failed = True
             raise error
 
     def close(self) -> None:
-        """Unpin. An anchor that fails now is of no matter: the one before stands."""
+        """Set a last anchor if the tree has changed since, so that readers find it sound after the machine has stopped;
+        then unpin. An anchor that fails now is of no matter: the one before stands."""
         with contextlib.suppress(TierstoreError):
-            self._settle()
+            self.settle()
+            if not self._has_failed and _read_metas(self._path, self._page_bytes) != self._metas:
+                self.set()
         self._executor.shutdown()
         if self._anchored is not None:
             self._anchored.close()
@@ -188,15 +201,18 @@ def save_anchor(path: Path, store_id: bytes, page_bytes: int, metas: tuple[bytes
         OSError: the device refused; the anchor before stands.
     """
     txn_id = max(_parsed(path, meta).txn_id for meta in metas)
-    body = _HEAD.pack(_MAGIC, store_id, boot_id(), page_bytes, txn_id) + b"".join(metas)
-    slot = (body + bytes_checksum(body).to_bytes(8, "little")).ljust(_SLOT_BYTES, b"\0")
     anchor_path = path.with_name(ANCHOR_NAME)
     is_new = not anchor_path.exists()
     descriptor = os.open(anchor_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         newest = _newest_slot(os.pread(descriptor, 2 * _SLOT_BYTES, 0))
-        os.pwrite(descriptor, slot, 0 if newest is None else _SLOT_BYTES * (1 - newest[0]))
+        number = 1 if newest is None else newest.number + 1
+        body = _HEAD.pack(_MAGIC, number, store_id, boot_id(), page_bytes, txn_id) + b"".join(metas)
+        slot = (body + bytes_checksum(body).to_bytes(8, "little")).ljust(_SLOT_BYTES, b"\0")
+        os.pwrite(descriptor, slot, number % 2 * _SLOT_BYTES)
+        reach("anchor: slot written")
         os.fdatasync(descriptor)
+        reach("anchor: slot synced")
     finally:
         os.close(descriptor)
     if is_new:
@@ -216,6 +232,7 @@ def recover(path: Path, store_id: bytes) -> None:
     try:
         for number, meta in enumerate(anchor.metas):
             os.pwrite(descriptor, meta, number * anchor.page_bytes)
+        reach("recovery: anchored meta pages put back")
         os.fdatasync(descriptor)
     finally:
         os.close(descriptor)
@@ -253,10 +270,9 @@ def _load(path: Path, store_id: bytes) -> _Anchor | None:
         content = path.with_name(ANCHOR_NAME).read_bytes()
     except FileNotFoundError:
         return None
-    newest = _newest_slot(content)
-    if newest is None:
+    anchor = _newest_slot(content)
+    if anchor is None:
         raise ChecksumError(f"{path.with_name(ANCHOR_NAME)} is damaged; restore the store's directory from a copy.")
-    anchor = newest[1]
     if not read_stamp(path, anchor.page_bytes) == anchor.store_id == store_id:
         return None
     metas = [parse_meta(meta) for meta in _read_metas(path, anchor.page_bytes)]
@@ -271,22 +287,19 @@ def _load(path: Path, store_id: bytes) -> _Anchor | None:
     return anchor
 
 
-def _newest_slot(content: bytes) -> tuple[int, _Anchor] | None:
-    """Number and content of the newest slot that matches its checksum."""
+def _newest_slot(content: bytes) -> _Anchor | None:
+    """The newest anchor whose slot matches its checksum."""
     found = []
-    for number in range(2):
-        slot = content[number * _SLOT_BYTES :][: _BODY_BYTES + 8]
+    for place in range(2):
+        slot = content[place * _SLOT_BYTES :][: _BODY_BYTES + 8]
         body, checksum = slot[:_BODY_BYTES], slot[_BODY_BYTES:]
         if len(checksum) == 8 and int.from_bytes(checksum, "little") == bytes_checksum(body):
-            magic, store_id, boot, page_bytes, txn_id = _HEAD.unpack_from(body)
+            magic, number, store_id, boot, page_bytes, txn_id = _HEAD.unpack_from(body)
             metas = body[_HEAD.size :]
             if magic == _MAGIC:
                 pair = metas[:META_READ_BYTES], metas[META_READ_BYTES:]
-                found.append((txn_id, number, _Anchor(store_id, boot, page_bytes, txn_id, pair)))
-    if not found:
-        return None
-    _, number, anchor = max(found, key=lambda entry: entry[0])
-    return number, anchor
+                found.append(_Anchor(number, store_id, boot, page_bytes, txn_id, pair))
+    return max(found, key=lambda anchor: anchor.number, default=None)
 
 
 def _read_metas(path: Path, page_bytes: int) -> tuple[bytes, bytes]:

@@ -55,21 +55,39 @@ class ColdTier(Protocol):
             ChecksumError: names file, table and row; the slots' contents are then undefined.
         """
 
-    def write(self, keys: Int64s, slots: NDArray[np.int32], weights: Words, state: Words) -> None:
+    def write(self, keys: Int64s, slots: NDArray[np.int32], weights: Words, state: Words, *, epoch: int) -> None:
         """Store ``weights[slots[i]]``, ``state[slots[i]]`` as row ``keys[i]`` (keys distinct, one layout).
 
         Visible to ``read`` on return; part of no version until ``commit``. All or nothing.
+
+        Args:
+            epoch: the first version that the rows are to be part of, above ``last_version``. Of rows near each other
+                (in one block) none may be written for an earlier epoch once one was written for a later.
         """
 
-    def commit(self, payload: bytes) -> int:
-        """Make everything written so far, and ``payload``, the current version, atomically and durably.
+    def commit(self, payload: bytes, version: int, *, keep: int = 1) -> None:
+        """Make what was written for epochs up to ``version``, and ``payload``, the current version, atomically and
+        durably. Others may go on writing for later epochs meanwhile.
 
-        Returns its number, from 1.
+        Args:
+            version: its number, above ``last_version``.
+            keep: how many of the last versions stay, this one included.
         """
+
+    def rollback(self, version: int) -> None:
+        """Make a kept version the current one; later versions, and what belongs to none, are dropped."""
 
     @property
     def version(self) -> int:
         """Number of the current version; 0 before the first commit."""
+
+    @property
+    def last_version(self) -> int:
+        """The highest number that a version ever had."""
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Numbers of the kept versions, ascending."""
 
     @property
     def payload(self) -> bytes:

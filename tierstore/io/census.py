@@ -1,22 +1,30 @@
-"""What is in the tree, against what the last commit recorded: a block that went missing is found at the open."""
+"""What is in the tree, against what commits recorded: a block that went missing is found at the open."""
 
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
-from ..errors import DamagedError, FormatError
-from ..rows import MAX_ROWS, MAX_TABLES
-from .btree import META_KEY
-from .directory import tally
+from ..errors import ChecksumError, DamagedError, FormatError
+from .checksum import bytes_checksum
 from .files import RESTORE
-from .records import COMMIT_ITEM, STORE_ITEM, CommitRecord, TableTotals, item_key, unpack_commit, unpack_store
+from .records import (
+    HEAD_ITEM,
+    STORE_ITEM,
+    CommitRecord,
+    Head,
+    TableTotals,
+    commit_item,
+    item_key,
+    payload_item,
+    unpack_commit,
+    unpack_head,
+    unpack_store,
+)
 from .snapshot import Snapshot
+from .versions import totals_of
 
-__all__ = ["check_census", "check_store", "check_tree_totals", "read_record", "table_totals"]
+__all__ = ["check_census", "check_store", "read_head", "read_payload", "read_record"]
 
 
 def check_store(snapshot: Snapshot, store_id: bytes) -> None:
@@ -40,55 +48,62 @@ def check_store(snapshot: Snapshot, store_id: bytes) -> None:
         )
 
 
-def read_record(snapshot: Snapshot) -> CommitRecord:
-    """The last commit's record; version 0 if there was none."""
-    stored = snapshot.get(item_key(COMMIT_ITEM))
-    if stored is None:
+def read_head(snapshot: Snapshot) -> Head:
+    """Which versions there are; FormatError if the record is missing or damaged."""
+    stored = snapshot.get(item_key(HEAD_ITEM))
+    with _naming(snapshot.path, "its record of versions"):
+        if stored is None:
+            raise ValueError("it is missing")
+        return unpack_head(stored)
+
+
+def read_record(snapshot: Snapshot, version: int) -> CommitRecord:
+    """The commit record of a version that the head names; of version 0, an empty one."""
+    if not version:
         return CommitRecord(tables={})
-    with _naming(snapshot.path, "its commit record"):
-        return unpack_commit(stored)
+    stored = snapshot.get(item_key(commit_item(version)))
+    with _naming(snapshot.path, f"the commit record of version {version}"):
+        if stored is None:
+            raise ValueError("it is missing")
+        record = unpack_commit(stored)
+        if record.version != version:
+            raise ValueError(f"it is of version {record.version}")
+        return record
 
 
-def check_census(snapshot: Snapshot) -> CommitRecord:
-    """The last commit's record, after a comparison with the blocks in the tree."""
-    record = read_record(snapshot)
-    check_tree_totals(snapshot, record)
-    return record
-
-
-def check_tree_totals(snapshot: Snapshot, record: CommitRecord) -> None:
-    """Count and hash the blocks of each table with epochs up to the record's version.
+def check_census(snapshot: Snapshot, record: CommitRecord) -> None:
+    """Compare the blocks in the tree with what a version recorded of them.
 
     Raises:
         DamagedError: names a table whose blocks are not those that were committed.
     """
-    counts, hashes = np.zeros(0, np.int64), np.zeros(0, np.uint64)
-    for entries, count in snapshot.walk():
-        blocks = entries.block_keys[:count]
-        blocks = blocks[blocks != META_KEY]
-        length = int(blocks[-1]) // MAX_ROWS + 1 if len(blocks) else 0
-        if length > MAX_TABLES:
-            raise DamagedError(f"{snapshot.path}: its index names table {length - 1}. {RESTORE}")
-        if length > len(counts):
-            counts = np.concatenate([counts, np.zeros(length - len(counts), np.int64)])
-            hashes = np.concatenate([hashes, np.zeros(length - len(hashes), np.uint64)])
-        tally(entries, count, record.version, counts, hashes)
-    found = table_totals(counts, hashes)
+    with _naming(snapshot.path, "its index"):
+        found = totals_of(snapshot, record.version)
     for table in sorted(found.keys() | record.tables.keys()):
         have, want = found.get(table, TableTotals()), record.tables.get(table, TableTotals())
         if have != want:
             raise DamagedError(
-                f"{snapshot.path}: table {table} has {have.num_blocks} blocks in the index, the last commit recorded "
-                f"{want.num_blocks}{' others' if have.num_blocks == want.num_blocks else ''}. {RESTORE}"
+                f"{snapshot.path}: table {table} has {have.num_blocks} blocks in the index, version {record.version} "
+                f"recorded {want.num_blocks}{' others' if have.num_blocks == want.num_blocks else ''}. {RESTORE}"
             )
 
 
-def table_totals(counts: NDArray[np.int64], hashes: NDArray[np.uint64]) -> dict[int, TableTotals]:
-    """Of counts and hashes by table index."""
-    return {
-        table: TableTotals(num_blocks=int(counts[table]), hash=int(hashes[table]))
-        for table in np.flatnonzero(counts).tolist()
-    }
+def read_payload(snapshot: Snapshot, record: CommitRecord) -> bytes:
+    """What a version was committed with.
+
+    Raises:
+        ChecksumError: it is not what was written.
+    """
+    chunks = []
+    for number in range(record.num_payload_chunks):
+        chunk = snapshot.get(item_key(payload_item(record.version, number)))
+        if chunk is None:
+            break
+        chunks.append(chunk)
+    payload = b"".join(chunks)
+    if len(payload) != record.payload_bytes or (payload and bytes_checksum(payload) != record.payload_checksum):
+        raise ChecksumError(f"{snapshot.path}: the payload of version {record.version} is damaged. {RESTORE}")
+    return payload
 
 
 @contextmanager

@@ -72,15 +72,12 @@ def fill_pages(entries: Entries, num_entries: int, version: int, tables: TableAr
 
 
 @kernel
-def tally(entries: Entries, num_entries: int, version: int, counts: Int64s, hashes: Words) -> None:
-    """Add blocks with epochs up to ``version`` to each table's count and directory hash."""
-    for i in range(num_entries):
-        if entries.block_keys[i] == META_KEY:
-            break
-        if np.int64(entries.epochs[i]) <= version:
-            table = np.int64(entries.block_keys[i]) >> _ROW_BITS
-            counts[table] += 1
-            hashes[table] += mix_key(entries.block_keys[i], entries.epochs[i])
+def tally(block_keys: Words, epochs: Words, counts: Int64s, hashes: Words) -> None:
+    """Add blocks to each table's count and directory hash."""
+    for i in range(len(block_keys)):
+        table = np.int64(block_keys[i]) >> _ROW_BITS
+        counts[table] += 1
+        hashes[table] += mix_key(block_keys[i], epochs[i])
 
 
 @kernel
@@ -121,7 +118,7 @@ def _copy_used(source: NDArray[np.uint32], target: NDArray[np.uint32]) -> None:
 
 
 class Directory:
-    """The flat array, the tables' places in it, and which blocks were written since the last commit.
+    """The flat array, the tables' places in it, and which blocks were written at which epoch while it existed.
 
     Attributes:
         pages: uint32 [blocks of all tables].
@@ -132,14 +129,14 @@ class Directory:
     def __init__(self) -> None:
         self.layouts: dict[int, RowLayout] = {}
         self.pages: NDArray[np.uint32] = np.zeros(0, np.uint32)
-        self._written: Words = np.zeros(1, np.uint64)
+        self._written: dict[int, Words] = {}
         empty = np.zeros(0, np.int64)
         self.tables = TableArrays(empty, empty, empty, empty, empty)
         self._layout_ids: dict[RowLayout, int] = {}
 
     @property
     def size_bytes(self) -> int:
-        return self.pages.nbytes + self._written.nbytes
+        return self.pages.nbytes + sum(marks.nbytes for marks in self._written.values())
 
     def layout_id(self, layout: RowLayout) -> int:
         return self._layout_ids[layout]
@@ -162,9 +159,9 @@ class Directory:
             columns.append(grown)
         other.tables = TableArrays(*columns)
         other.pages = zeros(base + num_blocks, np.uint32)
-        other._written = np.zeros((base + num_blocks) // 64 + 1, np.uint64)
         _copy_used(self.pages, other.pages)
-        other._written[: len(self._written)] |= self._written
+        for epoch, marks in self._written.items():
+            other._marks(epoch)[: len(marks)] |= marks
         return other
 
     def emptied(self) -> "Directory":
@@ -172,7 +169,6 @@ class Directory:
         other = Directory()
         other.layouts, other.tables, other._layout_ids = self.layouts, self.tables, self._layout_ids
         other.pages = zeros(len(self.pages), np.uint32)
-        other._written = np.zeros(len(self._written), np.uint64)
         return other
 
     def positions(self, block_keys: Words) -> Int64s:
@@ -181,21 +177,32 @@ class Directory:
         positions: Int64s = self.tables.bases[keys >> _ROW_BITS] + (keys & _ROW_MASK)
         return positions
 
-    def publish(self, positions: Int64s, pages: Int64s) -> None:
-        """Enter freshly written blocks."""
-        self.pages[positions] = pages.astype(np.uint32)
-        _mark(positions, self._written)
+    def _marks(self, epoch: int) -> Words:
+        """One bit a block: whether it was written at this epoch."""
+        if epoch not in self._written:
+            self._written[epoch] = np.zeros(len(self.pages) // 64 + 1, np.uint64)
+        return self._written[epoch]
 
-    def written_blocks(self) -> Iterator[Words]:
-        """Keys of the blocks written since ``clear_written``, ascending, in chunks."""
+    def publish(self, positions: Int64s, pages: Int64s, epoch: int) -> None:
+        """Enter blocks freshly written at this epoch."""
+        self.pages[positions] = pages.astype(np.uint32)
+        _mark(positions, self._marks(epoch))
+
+    def written_blocks(self, after: int, up_to: int) -> Iterator[Words]:
+        """Keys of the blocks written at epochs in (after, up_to], ascending, in chunks."""
+        chosen = [marks for epoch, marks in self._written.items() if after < epoch <= up_to]
+        if not chosen:
+            return
+        written: Words = np.bitwise_or.reduce(chosen)
         out = np.empty(_LIST_STEP, np.uint64)
         for table in sorted(self.layouts):
             base, num_blocks = int(self.tables.bases[table]), int(self.tables.num_blocks[table])
             for first in range(0, num_blocks, _LIST_STEP):
                 length = min(_LIST_STEP, num_blocks - first)
-                count = _list_marked(base + first, length, (table << _ROW_BITS) + first, self._written, out)
+                count = _list_marked(base + first, length, (table << _ROW_BITS) + first, written, out)
                 if count:
                     yield out[:count].copy()
 
-    def clear_written(self) -> None:
-        self._written[:] = 0
+    def forget_written(self, up_to: int) -> None:
+        """Drop the marks of epochs that nobody will ask for again."""
+        self._written = {epoch: marks for epoch, marks in self._written.items() if epoch > up_to}

@@ -1,8 +1,9 @@
 """The cold tier on LMDB: blocks of rows as values, transactions by py-lmdb, reads by address.
 
-Keys are (block key, epoch). An epoch is the version being built, so that until ``commit`` the blocks of the current
-version stay beside their successors; ``commit`` makes the epoch current and deletes what it supersedes, in one
-transaction. An open for writing drops blocks of an epoch that was never committed; an open for reading ignores them.
+Keys are (block key, epoch). An epoch is the number of the version that a block was written for. A version shows each
+block at its newest epoch up to its own number, so the blocks of the kept versions stay beside their successors, and
+``commit`` makes a version current in one small transaction. What no kept version shows any more is deleted after it, a
+little at a time. An open for writing drops blocks of epochs that no commit made current; one for reading ignores them.
 docs/format.md describes the file, directory.py the rules by which readers and the writer share it.
 """
 
@@ -10,7 +11,7 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
@@ -20,21 +21,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import (
-    ChecksumError,
     ClosedError,
-    DamagedError,
     ReadOnlyError,
     StoreNotFoundError,
     TierstoreError,
-    TruncatedError,
 )
+from ..killpoints import reach
 from ..rows import KEY_ROW_BITS, MAX_ROWS, MAX_TABLES, RowLayout
 from .anchor import AnchorKeeper, recover, require_sound
 from .base import ColdCounters, VerifyReport
-from .btree import META_KEY
-from .census import check_census, check_store, check_tree_totals
+from .btree import Entries
+from .census import check_census, check_store, read_head, read_payload, read_record
 from .checksum import bytes_checksum
-from .directory import Directory, fill_pages
+from .directory import Directory
 from .files import (
     RESTORE,
     check_rows_file,
@@ -45,21 +44,15 @@ from .files import (
     rows_path,
     translate,
 )
-from .gather import GatherStatus, Geometry, gather, gather_error, geometry, seen_words
+from .gather import GatherStatus, Geometry, gather_error, geometry
 from .mapped import FileMap
-from .records import (
-    COMMIT_ITEM,
-    PAYLOAD_CHUNK_BYTES,
-    STORE_ITEM,
-    CommitRecord,
-    item_key,
-    pack_commit,
-    pack_store,
-    payload_item,
-)
+from .reads import RowReader
+from .records import HEAD_ITEM, MAX_VERSION, STORE_ITEM, CommitRecord, Head, item_key, pack_head, pack_store
 from .snapshot import Snapshot
 from .verify import verify_blocks
-from .writes import BlockRows, Staging, check_arrays, check_widths, delete_blocks, selected, supersede
+from .versions import garbage, next_totals, selected, stale_items, superseded
+from .view import View, fill_directory
+from .writes import BlockRows, Staging, check_arrays, check_widths, delete_blocks, put_version
 
 __all__ = ["LmdbColdTier"]
 
@@ -67,7 +60,9 @@ Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
 Words = NDArray[np.uint64]
 
-_ROW_MASK: Final = MAX_ROWS - 1
+_DELETED_TOGETHER: Final = 512
+_PAUSE_SECONDS: Final = 5e-5
+"""Between two transactions of a long run of them: a lock released and taken again at once is given to nobody else."""
 
 
 class LmdbColdTier:
@@ -81,6 +76,7 @@ class LmdbColdTier:
         path: the store's directory; must exist.
         store_id: 16 bytes that all files of the store carry.
         readonly: never write (but for LMDB's lock file); see the newest commit, and later ones after ``refresh``.
+        version: with ``readonly``, the kept version to see; default: the newest.
         staging_bytes: memory in which ``write`` builds blocks, at least one block.
         verify_reads: for benchmarks only: False skips the checksums of rows read.
         create: whether an open for writing may create the file. A store that has committed rows passes False.
@@ -98,6 +94,7 @@ class LmdbColdTier:
         *,
         store_id: bytes,
         readonly: bool,
+        version: int | None = None,
         staging_bytes: int,
         verify_reads: bool = True,
         create: bool = True,
@@ -109,22 +106,19 @@ class LmdbColdTier:
         self.path: Final = rows_path(path)
         self.page_bytes = 0
         self.readonly: Final = readonly
+        self._wanted = version
         self._verify_reads = verify_reads
+        self._unlisted = 0  # versions up to it were committed before: the directory has no marks of them
         self._staging = Staging(staging_bytes)
-        self._lock = threading.Lock()  # guards _snapshot, _directory, leases and counters
-        self._idle = threading.Condition(self._lock)
-        self._writer = threading.RLock()  # one writer, and whoever replaces the snapshot or the directory
+        self._counting = threading.Lock()
+        self._writer = threading.RLock()  # one writer, and whoever changes what the view shows
         self._state = "open"
-        self._leases = 0
         self._counters = ColdCounters(0, 0, 0, 0.0, 0, 0, 0, 0.0)
-        self._directory = Directory()
-        self._directory_built = False
         self._geometries: dict[RowLayout, Geometry] = {}
-        self._cold = False
         self._lock_file = -1
         self._environment: lmdb.Environment | None = None
         self._map: FileMap | None = None
-        self._current: Snapshot | None = None
+        self._shown: View | None = None
         self._anchors: AnchorKeeper | None = None
         try:
             self._open(path, store_id, create)
@@ -140,7 +134,8 @@ class LmdbColdTier:
         if not self.path.exists():
             if self.readonly or not create:
                 raise StoreNotFoundError(f"{self.path}: no such file. {RESTORE}")
-            create_rows_file(self.path, {item_key(STORE_ITEM): pack_store(store_id)}, store_id)
+            records = {item_key(STORE_ITEM): pack_store(store_id), item_key(HEAD_ITEM): pack_head(Head())}
+            create_rows_file(self.path, records, store_id)
         if self.readonly:
             require_sound(self.path, store_id)
         else:
@@ -149,39 +144,35 @@ class LmdbColdTier:
         self._environment = open_environment(self.path, map_bytes(directory), self.readonly)
         self._environment.reader_check()
         self._map = FileMap(self.path, self._environment.info()["map_size"])
-        self._can_sample = self._map.tells_residency()
-        self._current = Snapshot(self._environment, self.path, self._map)
+        self._rows = RowReader(self._map, verify=self._verify_reads)
+        self._shown = View(snapshot := self._new_snapshot(), is_complete=False)
         if not self.readonly:
-            self._current.check_free_pages()
-        check_store(self._current, store_id)
-        self._record = check_census(self._current)
-        self._directory_built = not self._record.tables
+            snapshot.check_free_pages()
+        check_store(snapshot, store_id)
+        self._head = read_head(snapshot)
+        self._record = read_record(snapshot, self._chosen(self._head))
+        check_census(snapshot, self._record)
+        self._unlisted = self._head.last
+        self._view.is_complete = not self._record.tables
         if not self.readonly:
-            self._anchors = AnchorKeeper(
-                self.path, store_id, self.page_bytes, sync=self._sync, pin=self._new_snapshot
-            )
+            self._anchors = AnchorKeeper(self.path, store_id, self.page_bytes, sync=self._sync, pin=self._new_snapshot)
             self._anchors.set()
-            self._drop_uncommitted()
+            self._drop_loose()
+
+    def _chosen(self, head: Head) -> int:
+        """The version to show."""
+        if self._wanted is None:
+            return head.current
+        if self._wanted not in head.kept:
+            kept = ", ".join(map(str, head.kept)) or "none"
+            raise StoreNotFoundError(f"{self.path}: version {self._wanted} is not kept; there are {kept}.")
+        return self._wanted
 
     def _sync(self) -> None:
         try:
             self._env.sync(True)
         except lmdb.Error as error:
             raise translate(error, self.path) from error
-
-    def _drop_uncommitted(self) -> None:
-        """Delete what was written after the last commit."""
-        snapshot, version = self._snapshot, self._record.version
-        dropped = False
-        with self._transaction() as txn:
-            for entries, count in snapshot.walk():
-                keys, epochs = entries.block_keys[:count], entries.epochs[:count]
-                loose = (keys != META_KEY) & (epochs > np.uint64(version))
-                if loose.any():
-                    delete_blocks(txn, snapshot, selected(entries, np.flatnonzero(loose)))
-                    dropped = True
-        if dropped:
-            self._replace_snapshot(self._new_snapshot())
 
     @property
     def _env(self) -> "lmdb.Environment":
@@ -199,19 +190,28 @@ class LmdbColdTier:
         return self._map
 
     @property
+    def _view(self) -> View:
+        assert self._shown is not None
+        return self._shown
+
+    @property
     def _snapshot(self) -> Snapshot:
-        assert self._current is not None
-        return self._current
+        return self._view.snapshot
+
+    @property
+    def _directory(self) -> Directory:
+        return self._view.directory
 
     def close(self) -> None:
         """Wait for reads in progress, then release files and maps. Again is fine."""
         with self._writer:
-            with self._idle:
-                if self._state == "closed":
-                    return
-                self._state = "closed"
-                self._idle.wait_for(lambda: self._leases == 0)
+            if self._state == "closed":
+                return
+            self._view.drain(self._stop)
             self._release()
+
+    def _stop(self) -> None:
+        self._state = "closed"
 
     def disown(self) -> None:
         """In a forked process: forget the store without ending the transactions that the parent goes on using.
@@ -221,18 +221,18 @@ class LmdbColdTier:
         if self._lock_file >= 0:
             os.close(self._lock_file)
             self._lock_file = -1
-        inherited = self._environment, self._current, self._anchors
+        inherited = self._environment, self._shown, self._anchors
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(inherited))  # never finalised, not even when the interpreter ends
-        self._environment = self._current = self._anchors = None
+        self._environment = self._shown = self._anchors = None
         self._state = "closed"
 
     def _release(self) -> None:
         if self._anchors is not None:
             self._anchors.close()
             self._anchors = None
-        if self._current is not None:
-            self._current.close()
-            self._current = None
+        if self._shown is not None:
+            self._shown.snapshot.close()
+            self._shown = None
         if self._environment is not None:
             self._environment.close()
             self._environment = None
@@ -260,64 +260,27 @@ class LmdbColdTier:
     @contextmanager
     def _lease(self) -> Iterator[tuple[Snapshot, Directory]]:
         """The current snapshot and directory, kept until the end of the block."""
-        if not self._directory_built:
+        self._check_open()
+        if not self._view.is_complete:
             self._build_directory()
-        with self._lock:
-            self._check_open()
-            snapshot, directory = self._snapshot, self._directory
-            snapshot.leases += 1
-            self._leases += 1
-        try:
-            yield snapshot, directory
-        finally:
-            with self._idle:
-                snapshot.leases -= 1
-                self._leases -= 1
-                if snapshot.leases == 0 and snapshot is not self._current:
-                    snapshot.close()
-                if self._leases == 0:
-                    self._idle.notify_all()
+        with self._view.lease(self._check_open) as leased:
+            yield leased
 
     def _new_snapshot(self) -> Snapshot:
         return Snapshot(self._env, self.path, self._file_map)
 
-    def _replace_snapshot(self, snapshot: Snapshot) -> None:
-        with self._lock:
-            self._exchange(snapshot)
-
-    def _exchange(self, snapshot: Snapshot) -> None:
-        """Make the snapshot current; its predecessor ends with its last lease. The caller holds ``_lock``."""
-        old, self._current = self._snapshot, snapshot
-        if old.leases == 0:
-            old.close()
-
     @property
     def _epoch_limit(self) -> int:
         """Blocks of later epochs are none of ours."""
-        return self._record.version + (0 if self.readonly else 1)
+        return self._record.version if self.readonly else MAX_VERSION
 
     def _build_directory(self) -> None:
         with self._writer:
-            if not self._directory_built:
+            if not self._view.is_complete:
                 self._check_open()
                 directory = self._directory.emptied()
-                self._fill(directory, self._snapshot, self._epoch_limit, None)
-                with self._lock:
-                    self._directory = directory
-                self._directory_built = True
-
-    def _fill(self, directory: Directory, snapshot: Snapshot, epoch_limit: int, table: int | None) -> None:
-        """Enter the blocks of one table, or of all."""
-        for entries, count in snapshot.walk(0 if table is None else table * MAX_ROWS):
-            bad = fill_pages(entries, count, epoch_limit, directory.tables, directory.pages)
-            if bad >= 0:
-                block_key = int(entries.block_keys[bad])
-                raise DamagedError(
-                    f"{self.path}: block {block_key % MAX_ROWS} of table {block_key // MAX_ROWS} cannot be one of its "
-                    f"blocks (wrong number or size: is the manifest another store's?). {RESTORE}"
-                )
-            if table is not None and int(entries.block_keys[count - 1]) // MAX_ROWS > table:
-                break
+                fill_directory(directory, self._snapshot, self._epoch_limit)
+                self._view.show(directory)
 
     def refresh(self) -> int:
         """Move a read-only tier to the newest commit; returns its version. Reads in progress finish where they are.
@@ -327,25 +290,26 @@ class LmdbColdTier:
         """
         with self._writer:
             self._check_open()
-            if not self.readonly or self._env.info()["last_txnid"] == self._snapshot.txn_id:
+            newest = self._env.info()["last_txnid"] == self._snapshot.txn_id
+            if not self.readonly or self._wanted is not None or newest:
                 return self._record.version
             snapshot = self._new_snapshot()
             try:
                 for _ in snapshot.walk():
                     pass
-                record = check_census(snapshot)
+                head = read_head(snapshot)
+                record = read_record(snapshot, self._chosen(head))
+                check_census(snapshot, record)
                 if record.version == self._record.version:
                     snapshot.close()
                     return record.version
                 directory = self._directory.emptied()
-                self._fill(directory, snapshot, record.version, None)
+                fill_directory(directory, snapshot, record.version)
             except BaseException:
                 snapshot.close()
                 raise
-            with self._lock:
-                self._directory, self._record = directory, record
-                self._directory_built = True
-                self._exchange(snapshot)
+            self._head, self._record = head, record
+            self._view.show(directory, snapshot)
             return record.version
 
     # -- tables
@@ -367,11 +331,11 @@ class LmdbColdTier:
             if table_index in self._directory.layouts:
                 raise ValueError(f"table {table_index} was added before")
             directory = self._directory.with_table(table_index, layout, num_rows)
-            if self._directory_built and not self._snapshot.is_empty:
-                self._fill(directory, self._snapshot, self._epoch_limit, table_index)
-            with self._lock:
+            if self._view.is_complete and not self._snapshot.is_empty:
+                fill_directory(directory, self._snapshot, self._epoch_limit, table_index)
+            with self._view.lock:
                 self._geometries[layout] = geometry(layout, directory.layout_id(layout))
-                self._directory = directory
+                self._view.directory = directory
 
     def _geometry_of(self, directory: Directory, keys: Int64s) -> tuple[RowLayout, Geometry]:
         layout = directory.layouts.get(int(keys[0]) >> KEY_ROW_BITS)
@@ -392,12 +356,12 @@ class LmdbColdTier:
         with self._lease() as (snapshot, directory):
             layout, geo = self._geometry_of(directory, keys)
             check_widths(layout, weights, state)
-            result = self._gather(snapshot, directory, geo, keys, slots, weights, state, present)
+            result = self._rows.gather(snapshot, directory, geo, keys, slots, weights, state, present)
             if result[0] != GatherStatus.DONE:
                 raise gather_error(self.path, result, keys)
         absent = len(keys) - int(np.count_nonzero(present))
         elapsed = time.perf_counter() - started
-        with self._lock:
+        with self._counting:
             c = self._counters
             self._counters = c._replace(
                 rows_read=c.rows_read + len(keys),
@@ -405,52 +369,6 @@ class LmdbColdTier:
                 pages_read=c.pages_read + int(result[2]),
                 read_seconds=c.read_seconds + elapsed,
             )
-
-    def _gather(
-        self,
-        snapshot: Snapshot,
-        directory: Directory,
-        geo: Geometry,
-        keys: Int64s,
-        slots: Int32s,
-        weights: Words,
-        state: Words,
-        present: NDArray[np.bool_],
-    ) -> Int64s:
-        file_map = self._file_map
-        offsets = np.empty(len(keys), np.int64)
-        limit = snapshot.limit_pages()
-        while True:
-            result = np.zeros(4, np.int64)
-            gather(
-                geo,
-                file_map.words,
-                file_map.address,
-                limit,
-                directory.tables,
-                directory.pages,
-                keys,
-                slots,
-                weights.reshape(-1),
-                state.reshape(-1),
-                present,
-                offsets,
-                np.zeros(seen_words(geo, limit, len(keys)), np.uint32),
-                np.empty(8, np.uint64),
-                np.empty(2, np.int64),
-                np.empty(1, np.uint8),
-                self._verify_reads,
-                self._cold,
-                self._can_sample,
-                result,
-            )
-            if result[0] != GatherStatus.OUT_OF_FILE:
-                self._cold = bool(result[3])
-                return result
-            # An entry published while we read may lie in what the file grew by meanwhile.
-            known, limit = limit, snapshot.limit_pages()
-            if limit <= known:
-                return result
 
     # -- writing
 
@@ -472,8 +390,8 @@ class LmdbColdTier:
             self._state = "failed"
             raise
 
-    def write(self, keys: Int64s, slots: Int32s, weights: Words, state: Words) -> None:
-        """See ``ColdTier.write``; ValueError as for ``read``, and for a key given twice.
+    def write(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, *, epoch: int) -> None:
+        """See ``ColdTier.write``; ValueError as for ``read``, for a key given twice, and for an epoch committed before.
 
         Raises:
             DiskFullError: nothing of this call was stored; reads go on.
@@ -484,7 +402,7 @@ class LmdbColdTier:
             self._check_writable()
             if not len(keys):
                 return
-            if not self._directory_built:
+            if not self._view.is_complete:
                 self._build_directory()
             started = time.perf_counter()
             snapshot, directory = self._snapshot, self._directory
@@ -493,22 +411,27 @@ class LmdbColdTier:
             rows = BlockRows(directory, geo, keys)
             block_keys = rows.block_keys
             positions = directory.positions(block_keys)
-            epoch = self._record.version + 1
+            if not self._head.last < epoch <= MAX_VERSION:
+                raise ValueError(f"epoch={epoch} must be above {self._head.last}, the last version")
             old_pages = directory.pages[positions].astype(np.int64)
             with self._transaction() as txn:
                 self._staging.put(txn, snapshot, layout, geo, epoch, rows, old_pages, (keys, slots, weights, state))
+                reach("write-back: blocks put")
+            reach("write-back: transaction committed")
             with self._must_succeed():
                 snapshot = self._new_snapshot()
                 epochs = np.full(len(block_keys), epoch, np.uint64)
                 entries = snapshot.seek(block_keys, epochs)
                 assert np.array_equal(entries.block_keys, block_keys), "a block just written is not in the tree"
                 assert np.array_equal(entries.epochs, epochs), "a block just written is not in the tree"
-                directory.publish(positions, entries.pages)
-                self._replace_snapshot(snapshot)
+                directory.publish(positions, entries.pages, epoch)
+                self._view.move(snapshot)
+                reach("write-back: blocks published")
             bytes_written = len(block_keys) * layout.pages_per_block * self.page_bytes
-            self._keeper.wrote(bytes_written, snapshot.num_entries * self.page_bytes)
+            with self._must_succeed():  # a device that failed to sync once may have dropped what it was to keep
+                self._keeper.wrote(bytes_written, snapshot.num_entries * self.page_bytes)
             elapsed = time.perf_counter() - started
-            with self._lock:
+            with self._counting:
                 c = self._counters
                 self._counters = c._replace(
                     rows_written=c.rows_written + len(keys),
@@ -517,55 +440,134 @@ class LmdbColdTier:
                     write_seconds=c.write_seconds + elapsed,
                 )
 
-    # -- committing
+    # -- versions
 
-    def commit(self, payload: bytes) -> int:
-        """See ``ColdTier.commit``.
+    def commit(self, payload: bytes, version: int, *, keep: int = 1) -> None:
+        """See ``ColdTier.commit``. Writes of other threads go on while the device is waited for.
 
         Raises:
             DiskFullError: nothing was committed; what was written is still there, and commit may be tried again.
         """
         with self._writer:
             self._check_writable()
-            version = self._record.version + 1
+            if version <= self._head.last or keep < 1:
+                raise ValueError(f"version={version} must be above {self._head.last}, and keep={keep} at least 1")
+            head = Head(last=version, kept=(*self._head.kept, version)[-keep:])
+            self._env.reader_check()
             with self._transaction() as txn:
-                totals = supersede(txn, self._snapshot, self._directory, self._record)
                 record = CommitRecord(
                     version=version,
                     payload_bytes=len(payload),
                     payload_checksum=bytes_checksum(payload),
-                    tables=totals,
+                    tables=next_totals(self._snapshot, self._directory, self._record, version),
                 )
-                view = memoryview(payload)
-                for chunk in range(record.num_payload_chunks):
-                    start = chunk * PAYLOAD_CHUNK_BYTES
-                    txn.put(item_key(payload_item(chunk)), view[start : start + PAYLOAD_CHUNK_BYTES])
-                for chunk in range(record.num_payload_chunks, self._record.num_payload_chunks):
-                    txn.delete(item_key(payload_item(chunk)))
-                txn.put(item_key(COMMIT_ITEM), pack_commit(record))
+                put_version(txn, record, payload)
+                txn.put(item_key(HEAD_ITEM), pack_head(head))
+                reach("commit: record put")
+            reach("commit: transaction committed")
+            with self._must_succeed():
+                anchored = self._keeper.start()
+        with self._must_succeed():
+            anchored.result()
+            self._adopt(head, record)
+        reach("commit: durable")
+        self._prune()
+
+    def _adopt(self, head: Head, record: CommitRecord) -> None:
+        """Show a version that became current; its anchor has ended, well or not."""
+        with self._writer:
+            self._keeper.settle()
+            self._head, self._record = head, record
+            self._view.move(self._new_snapshot())
+
+    def _prune(self) -> None:
+        """Delete what the kept versions do not show, a little at a time."""
+        oldest = self._head.oldest
+        with self._lease() as (snapshot, directory):
+            if oldest > self._unlisted:
+                written = directory.written_blocks(0, oldest)
+                self._delete(snapshot, (superseded(snapshot, block_keys, oldest) for block_keys in written))
+            else:
+                self._delete(snapshot, garbage(snapshot, MAX_VERSION, oldest))
+        with self._writer:
+            self._delete_items()
+            directory.forget_written(oldest)
+            self._view.move(self._new_snapshot())
+            with self._must_succeed():
+                self._keeper.start()  # only behind an anchor can the pages be used again
+        reach("prune: done")
+
+    def _delete(self, snapshot: Snapshot, chunks: Iterable[Entries]) -> bool:
+        """Delete blocks in small transactions, between which other writes get their turn; whether there were any."""
+        found = False
+        for entries in chunks:
+            for start in range(0, len(entries.pages), _DELETED_TOGETHER):
+                with self._writer:
+                    self._check_writable()
+                    with self._transaction() as txn:
+                        delete_blocks(txn, snapshot, selected(entries, slice(start, start + _DELETED_TOGETHER)))
+                        reach("prune: blocks deleted")
+                reach("prune: transaction committed")
+                found = True
+                time.sleep(_PAUSE_SECONDS)
+        return found
+
+    def _delete_items(self) -> bool:
+        """Delete the records and payloads of versions that are not kept; whether there were any."""
+        items = stale_items(self._snapshot, self._head)
+        if items:
+            with self._transaction() as txn:
+                for item in items:
+                    txn.delete(item_key(item))
+        return bool(items)
+
+    def rollback(self, version: int) -> None:
+        """See ``ColdTier.rollback``."""
+        with self._writer:
+            self._check_writable()
+            if version not in self._head.kept:
+                raise ValueError(f"version={version} is not kept: there are {list(self._head.kept)}")
+            record = read_record(self._snapshot, version)
+            head = Head(last=self._head.last, kept=tuple(kept for kept in self._head.kept if kept <= version))
+            with self._transaction() as txn:
+                txn.put(item_key(HEAD_ITEM), pack_head(head))
+                reach("rollback: head put")
+            reach("rollback: transaction committed")
             with self._must_succeed():
                 self._keeper.set()
-                snapshot = self._new_snapshot()
-                self._record = record
-                self._directory.clear_written()
-                self._replace_snapshot(snapshot)
-            return version
+                self._adopt(head, record)
+                reach("rollback: durable")
+                self._drop_loose()
+                directory = self._directory.emptied()
+                fill_directory(directory, self._snapshot, MAX_VERSION)
+                self._view.show(directory)
+                self._unlisted = head.last
+
+    def _drop_loose(self) -> None:
+        """Delete what no kept version shows, found by a walk of everything: what a process that ended left behind."""
+        snapshot = self._snapshot
+        found = self._delete(snapshot, garbage(snapshot, self._head.current, self._head.oldest))
+        if self._delete_items() or found:
+            self._view.move(self._new_snapshot())
 
     @property
     def version(self) -> int:
         return self._record.version
 
     @property
+    def last_version(self) -> int:
+        return self._head.last
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        return self._head.kept
+
+    @property
     def payload(self) -> bytes:
         """See ``ColdTier.payload``; read anew at each use. DamagedError if it does not match its checksum."""
         with self._writer:
             self._check_open()
-            record = self._record
-            chunks = [self._snapshot.get(item_key(payload_item(i))) for i in range(record.num_payload_chunks)]
-            payload = b"".join(chunk for chunk in chunks if chunk is not None)
-        if len(payload) != record.payload_bytes or (payload and bytes_checksum(payload) != record.payload_checksum):
-            raise ChecksumError(f"{self.path}: the payload of version {record.version} is damaged. {RESTORE}")
-        return payload
+            return read_payload(self._snapshot, self._record)
 
     # -- checking and counting
 
@@ -579,9 +581,8 @@ class LmdbColdTier:
                 self._check_open()
                 record = self._record
                 snapshot, directory = stack.enter_context(self._lease())
-            check_tree_totals(snapshot, record)
-            limit = record.version + (0 if self.readonly else 1)
-            return verify_blocks(snapshot, directory, self._geometries, limit, progress)
+            check_census(snapshot, record)
+            return verify_blocks(snapshot, directory, self._geometries, self._epoch_limit, progress)
 
     def counters(self) -> ColdCounters:
         return self._counters

@@ -21,7 +21,7 @@ Words = NDArray[np.uint64]
 class MemoryColdTier:
     """``ColdTier`` in memory: the tests' oracle, and a store's cold tier where nothing need outlive the process.
 
-    One lock around everything; a row is one ``bytes`` object.
+    One lock around everything; a row is one ``bytes`` object for each epoch.
     """
 
     page_bytes = 4096
@@ -29,9 +29,9 @@ class MemoryColdTier:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._layouts: dict[int, tuple[RowLayout, int]] = {}
-        self._rows: dict[int, bytes] = {}
-        self._version = 0
-        self._payload = b""
+        self._rows: dict[int, dict[int, bytes]] = {}
+        self._payloads: dict[int, bytes] = {}
+        self._last_version = 0
         self._closed = False
         self._counters = ColdCounters(0, 0, 0, 0.0, 0, 0, 0, 0.0)
 
@@ -75,10 +75,10 @@ class MemoryColdTier:
                 return
             layout = self._check_keys(keys, weights, state)
             for i, (key, slot) in enumerate(zip(keys.tolist(), slots.tolist(), strict=True)):
-                row = self._rows.get(key)
-                present[i] = row is not None
-                if row is not None:
-                    words = np.frombuffer(row, np.uint64)
+                epochs = self._rows.get(key)
+                present[i] = epochs is not None
+                if epochs:
+                    words = np.frombuffer(epochs[max(epochs)], np.uint64)
                     weights[slot] = words[: layout.weight_words]
                     state[slot] = words[layout.weight_words :]
             c = self._counters
@@ -88,7 +88,7 @@ class MemoryColdTier:
                 read_seconds=c.read_seconds + time.perf_counter() - started,
             )
 
-    def write(self, keys: Int64s, slots: Int32s, weights: Words, state: Words) -> None:
+    def write(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, *, epoch: int) -> None:
         """See ``ColdTier.write``."""
         started = time.perf_counter()
         with self._lock:
@@ -98,8 +98,13 @@ class MemoryColdTier:
             layout = self._check_keys(keys, weights, state)
             if len(set(keys.tolist())) != len(keys):
                 raise ValueError("keys has a row twice")
+            if epoch <= self._last_version:
+                raise ValueError(f"epoch={epoch} must be above {self._last_version}, the last version")
             for key, slot in zip(keys.tolist(), slots.tolist(), strict=True):
-                self._rows[key] = weights[slot].tobytes() + state[slot].tobytes()
+                epochs = self._rows.setdefault(key, {})
+                newest = max(epochs, default=0)
+                assert epoch >= newest, f"row {key} was written for epoch {newest}, now for {epoch}"
+                epochs[epoch] = weights[slot].tobytes() + state[slot].tobytes()
             c = self._counters
             self._counters = c._replace(
                 rows_written=c.rows_written + len(keys),
@@ -107,21 +112,43 @@ class MemoryColdTier:
                 write_seconds=c.write_seconds + time.perf_counter() - started,
             )
 
-    def commit(self, payload: bytes) -> int:
+    def commit(self, payload: bytes, version: int, *, keep: int = 1) -> None:
         """See ``ColdTier.commit``; durable until the process ends."""
         with self._lock:
             self._check_open()
-            self._version += 1
-            self._payload = bytes(payload)
-            return self._version
+            if version <= self._last_version or keep < 1:
+                raise ValueError(f"version={version} must be above {self._last_version}, and keep={keep} at least 1")
+            self._last_version = version
+            self._payloads[version] = bytes(payload)
+            self._payloads = {kept: self._payloads[kept] for kept in self.versions[-keep:]}
+
+    def rollback(self, version: int) -> None:
+        """See ``ColdTier.rollback``."""
+        with self._lock:
+            self._check_open()
+            if version not in self._payloads:
+                raise ValueError(f"version={version} is not kept: there are {list(self.versions)}")
+            self._payloads = {kept: payload for kept, payload in self._payloads.items() if kept <= version}
+            for key, epochs in list(self._rows.items()):
+                self._rows[key] = {epoch: row for epoch, row in epochs.items() if epoch <= version}
+                if not self._rows[key]:
+                    del self._rows[key]
 
     @property
     def version(self) -> int:
-        return self._version
+        return max(self._payloads, default=0)
+
+    @property
+    def last_version(self) -> int:
+        return self._last_version
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        return tuple(self._payloads)
 
     @property
     def payload(self) -> bytes:
-        return self._payload
+        return self._payloads.get(self.version, b"")
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
         """See ``ColdTier.verify``; there is nothing to find. Each row counts as a block."""
@@ -131,7 +158,8 @@ class MemoryColdTier:
             if progress is not None:
                 progress(count, count)
             tables = len({key >> KEY_ROW_BITS for key in self._rows})
-            return VerifyReport(tables=tables, blocks=count, rows=count, bytes=sum(map(len, self._rows.values())))
+            size_bytes = sum(len(row) for epochs in self._rows.values() for row in epochs.values())
+            return VerifyReport(tables=tables, blocks=count, rows=count, bytes=size_bytes)
 
     def counters(self) -> ColdCounters:
         return self._counters

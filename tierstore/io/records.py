@@ -1,4 +1,4 @@
-"""The small records beside the blocks: which store this is, and what the current version consists of.
+"""The small records beside the blocks: which store this is, which versions it shows, and what each consists of.
 
 Each ends in the XXH64 of what comes before. Integers are little-endian uint64. docs/format.md draws them.
 """
@@ -14,28 +14,38 @@ from .btree import META_KEY
 from .checksum import bytes_checksum
 
 __all__ = [
-    "COMMIT_ITEM",
+    "HEAD_ITEM",
+    "MAX_VERSION",
     "PAYLOAD_CHUNK_BYTES",
     "STORE_ITEM",
     "CommitRecord",
+    "Head",
     "TableTotals",
     "block_key_bytes",
+    "commit_item",
     "item_key",
     "pack_commit",
+    "pack_head",
     "pack_store",
     "payload_item",
     "unpack_commit",
+    "unpack_head",
     "unpack_store",
+    "version_of_item",
 ]
 
 STORE_ITEM: Final = 0
-COMMIT_ITEM: Final = 1
-_FIRST_PAYLOAD_ITEM: Final = 1 << 32
+HEAD_ITEM: Final = 1
+_ITEM_BITS: Final = 24
+"""Of an item's number, for its place among the items of its version."""
+MAX_VERSION: Final = (1 << 40) - 1
 PAYLOAD_CHUNK_BYTES: Final = (1 << 20) - 16
 """A payload is cut into chunks: long runs of free pages are hard to find in a file that has been in use for a while."""
 
+MAX_PAYLOAD_BYTES: Final = ((1 << _ITEM_BITS) - 1) * PAYLOAD_CHUNK_BYTES
+
 _MAGIC: Final = b"tierrows"
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +55,24 @@ class TableTotals:
     num_blocks: int = 0
     hash: int = 0
     """Sum of ``checksum.mix_key`` over its (block key, epoch) pairs, modulo 2**64."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """Which versions the file shows."""
+
+    last: int = 0
+    """The highest number that was ever given to a version; numbers are not used again, not after a rollback either."""
+    kept: tuple[int, ...] = ()
+    """Ascending; the last one is the current version. Empty before the first commit."""
+
+    @property
+    def current(self) -> int:
+        return self.kept[-1] if self.kept else 0
+
+    @property
+    def oldest(self) -> int:
+        return self.kept[0] if self.kept else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +93,14 @@ def item_key(item: int) -> bytes:
     return struct.pack(">QQ", int(META_KEY), item)
 
 
-def payload_item(chunk: int) -> int:
-    return _FIRST_PAYLOAD_ITEM + chunk
+def commit_item(version: int) -> int:
+    """Number of a version's commit record."""
+    return version << _ITEM_BITS
+
+
+def payload_item(version: int, chunk: int) -> int:
+    """Number of a chunk of a version's payload."""
+    return (version << _ITEM_BITS) + 1 + chunk
 
 
 def block_key_bytes(block_keys: NDArray[np.uint64], epochs: NDArray[np.uint64]) -> bytes:
@@ -75,6 +109,11 @@ def block_key_bytes(block_keys: NDArray[np.uint64], epochs: NDArray[np.uint64]) 
     pairs[:, 0] = block_keys
     pairs[:, 1] = epochs
     return pairs.tobytes()
+
+
+def version_of_item(item: int) -> int:
+    """The version that a record belongs to; 0 for those of the whole file."""
+    return item >> _ITEM_BITS
 
 
 def _sealed(data: bytes) -> bytes:
@@ -102,6 +141,22 @@ def unpack_store(data: bytes) -> bytes:
     return bytes(store_id)
 
 
+def pack_head(head: Head) -> bytes:
+    return _sealed(struct.pack(f"<QQ{len(head.kept)}Q", head.last, len(head.kept), *head.kept))
+
+
+def unpack_head(data: bytes) -> Head:
+    """ValueError says what is wrong."""
+    body = _unsealed(data)
+    last, count = struct.unpack_from("<QQ", body)
+    if len(body) != 16 + 8 * count:
+        raise ValueError("the record has the wrong length")
+    kept = struct.unpack_from(f"<{count}Q", body, 16)
+    if (kept and kept[0] == 0) or last > MAX_VERSION or list(kept) != sorted(set(kept)) or max(kept, default=0) > last:
+        raise ValueError("its versions are out of order")
+    return Head(last=last, kept=kept)
+
+
 def pack_commit(record: CommitRecord) -> bytes:
     head = struct.pack("<QQQQ", record.version, record.payload_bytes, record.payload_checksum, len(record.tables))
     rows = [
@@ -116,6 +171,8 @@ def unpack_commit(data: bytes) -> CommitRecord:
     version, payload_bytes, payload_checksum, num_tables = struct.unpack_from("<QQQQ", body)
     if len(body) != 32 + 24 * num_tables:
         raise ValueError("the record has the wrong length")
+    if payload_bytes > MAX_PAYLOAD_BYTES:
+        raise ValueError(f"a payload of {payload_bytes} bytes")
     tables = {
         index: TableTotals(num_blocks=num_blocks, hash=total)
         for index, num_blocks, total in struct.iter_unpack("<QQQ", body[32:])

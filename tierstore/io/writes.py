@@ -8,15 +8,22 @@ from ..errors import DamagedError
 from ..rows import KEY_ROW_BITS, MAX_ROWS, RowLayout
 from .blocks import BlockStatus, build_blocks, check_page_headers
 from .btree import Entries
-from .census import table_totals
-from .directory import Directory, tally
+from .directory import Directory
 from .files import RESTORE
 from .gather import Geometry, queue_pages
-from .records import CommitRecord, TableTotals, block_key_bytes
+from .records import (
+    PAYLOAD_CHUNK_BYTES,
+    CommitRecord,
+    block_key_bytes,
+    commit_item,
+    item_key,
+    pack_commit,
+    payload_item,
+)
 from .snapshot import Snapshot
 from .verify import block_error
 
-__all__ = ["BlockRows", "Staging", "check_arrays", "check_widths", "delete_blocks", "selected", "supersede"]
+__all__ = ["BlockRows", "Staging", "check_arrays", "check_widths", "delete_blocks", "put_version"]
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -154,12 +161,6 @@ def _put_images(txn: "lmdb.Transaction[bytes]", block_keys: Words, epoch: int, i
         )
 
 
-def selected(entries: Entries, which: NDArray[np.int64]) -> Entries:
-    """The entries at these positions."""
-    block_keys, epochs, pages, sizes = entries
-    return Entries(block_keys[which], epochs[which], pages[which], sizes[which])
-
-
 def delete_blocks(txn: "lmdb.Transaction[bytes]", snapshot: Snapshot, entries: Entries) -> None:
     """Delete these blocks, after a look at the page headers that LMDB is going to believe.
 
@@ -184,26 +185,10 @@ def delete_blocks(txn: "lmdb.Transaction[bytes]", snapshot: Snapshot, entries: E
         assert deleted, "a block in the tree could not be deleted"
 
 
-def supersede(
-    txn: "lmdb.Transaction[bytes]",
-    snapshot: Snapshot,
-    directory: Directory,
-    record: CommitRecord,
-) -> dict[int, TableTotals]:
-    """Delete older epochs of the blocks written since the commit of ``record``; returns the totals of the next."""
-    version = record.version + 1
-    length = 1 + max([*record.tables, *directory.layouts], default=0)
-    counts, hashes = np.zeros(length, np.int64), np.zeros(length, np.uint64)
-    for table, totals in record.tables.items():
-        counts[table], hashes[table] = totals.num_blocks, totals.hash
-    old_counts, old_hashes = np.zeros(length, np.int64), np.zeros(length, np.uint64)
-    for block_keys in directory.written_blocks():
-        epochs = np.full(len(block_keys), version, np.uint64)
-        unused = np.zeros(len(block_keys), np.int64)
-        tally(Entries(block_keys, epochs, unused, unused), len(epochs), version, counts, hashes)
-        first = snapshot.seek(block_keys, np.zeros(len(block_keys), np.uint64))
-        assert np.array_equal(first.block_keys, block_keys), "a written block is not in the tree"
-        older = selected(first, np.flatnonzero(first.epochs < np.uint64(version)))
-        tally(older, len(older.pages), version, old_counts, old_hashes)
-        delete_blocks(txn, snapshot, older)
-    return table_totals(counts - old_counts, hashes - old_hashes)
+def put_version(txn: "lmdb.Transaction[bytes]", record: CommitRecord, payload: bytes) -> None:
+    """Put the record of a version and its payload."""
+    view = memoryview(payload)
+    for chunk in range(record.num_payload_chunks):
+        start = chunk * PAYLOAD_CHUNK_BYTES
+        txn.put(item_key(payload_item(record.version, chunk)), view[start : start + PAYLOAD_CHUNK_BYTES])
+    txn.put(item_key(commit_item(record.version)), pack_commit(record))

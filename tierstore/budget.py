@@ -1,0 +1,92 @@
+"""How a budget of host memory is divided: among the pools, and within a pool between cache and outbox."""
+
+import math
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from . import cache
+from .errors import BudgetError
+from .rows import RowLayout
+from .sizes import format_size
+from .writeback import MIN_OUTBOX_ROWS, outbox_bytes
+
+__all__ = ["MIN_CACHED_ROWS", "STAGING_BYTES", "Division", "PoolSize", "divide"]
+
+MIN_CACHED_ROWS: Final = 64
+"""Fewest rows a layout's cache must hold (all its rows, if there are fewer)."""
+CACHE_BYTES: Final = 1024
+"""More than what a cache takes beside its rows and their overhead."""
+STAGING_BYTES: Final = 256 * 2**10
+"""Block images under construction."""
+TRANSACTION_SHARE: Final = 1 / 8
+MIN_TRANSACTION_BYTES: Final = 128 * 2**10
+MAX_TRANSACTION_BYTES: Final = 64 * 2**20
+"""Pages that LMDB keeps until a write-back transaction ends: a share of the budget, within bounds."""
+OUTBOX_SHARE: Final = 1 / 32
+"""Rows in each half of a pool's outbox, of the rows in its cache."""
+
+
+class PoolSize(NamedTuple):
+    cached_rows: int
+    outbox_rows: int
+
+
+class Division(NamedTuple):
+    transaction_bytes: int
+    pools: dict[RowLayout, PoolSize]
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What is not the pools'."""
+        return STAGING_BYTES + self.transaction_bytes
+
+
+def divide(budget: int, rows: Mapping[RowLayout, int], *, policy: str, given: object) -> Division:
+    """For each layout the fewest rows it must hold, and of the rest a share by what it would take whole.
+
+    Args:
+        budget: bytes.
+        rows: of all tables of a layout together.
+        given: the budget as its owner wrote it, for messages.
+
+    Raises:
+        BudgetError: too little for the fewest rows of each layout; names what is enough.
+    """
+    transaction = min(max(int(budget * TRANSACTION_SHARE), MIN_TRANSACTION_BYTES), MAX_TRANSACTION_BYTES)
+    least = {layout: _pool_bytes(layout, min(count, MIN_CACHED_ROWS), policy) for layout, count in rows.items()}
+    most = {layout: _pool_bytes(layout, count, policy) for layout, count in rows.items()}
+    left = budget - STAGING_BYTES - transaction - sum(least.values())
+    if left < 0:
+        raise _too_little(budget, sum(least.values()), given)
+    part = min(1.0, left / max(1, sum(most.values()) - sum(least.values())))
+    shares = {layout: least[layout] + int(part * (most[layout] - least[layout])) for layout in rows}
+    return Division(
+        transaction, {layout: _pool_size(layout, count, shares[layout], policy) for layout, count in rows.items()}
+    )
+
+
+def _pool_bytes(layout: RowLayout, count: int, policy: str) -> int:
+    """What a pool with so many rows in its cache takes, slightly overestimated."""
+    outbox_rows = max(MIN_OUTBOX_ROWS, math.ceil(count * OUTBOX_SHARE))
+    return count * _cached_row_bytes(layout, policy) + CACHE_BYTES + outbox_bytes(layout, outbox_rows)
+
+
+def _cached_row_bytes(layout: RowLayout, policy: str) -> int:
+    return layout.row_bytes + cache.OVERHEAD_BYTES[policy.removeprefix("reference-")]
+
+
+def _pool_size(layout: RowLayout, count: int, share: int, policy: str) -> PoolSize:
+    """What fits into ``share`` bytes, of ``count`` rows."""
+    whole = _cached_row_bytes(layout, policy) + outbox_bytes(layout, 1) * OUTBOX_SHARE
+    outbox_rows = max(MIN_OUTBOX_ROWS, int(min(count, share / whole) * OUTBOX_SHARE))
+    cache_bytes = share - outbox_bytes(layout, outbox_rows)
+    fitting = cache.capacity_for(policy, cache_bytes, weight_words=layout.weight_words, state_words=layout.state_words)
+    return PoolSize(min(fitting, count), outbox_rows)
+
+
+def _too_little(budget: int, least: int, given: object) -> BudgetError:
+    whole = max(least + STAGING_BYTES + MIN_TRANSACTION_BYTES, (least + STAGING_BYTES) / (1 - TRANSACTION_SHARE))
+    return BudgetError(
+        f"ddr={given!r} is {format_size(budget)}: too little for {MIN_CACHED_ROWS} rows of each row layout "
+        f"({format_size(least)}) beside write staging; give at least {math.ceil(whole / 1024) + 1}KiB"
+    )

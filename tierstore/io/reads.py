@@ -1,0 +1,76 @@
+"""The parts of a read: one gather through the directory, repeated if the file grew meanwhile."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .directory import Directory
+from .gather import GatherStatus, Geometry, gather, seen_words
+from .mapped import FileMap
+from .snapshot import Snapshot
+
+__all__ = ["RowReader"]
+
+Int64s = NDArray[np.int64]
+Int32s = NDArray[np.int32]
+Words = NDArray[np.uint64]
+
+
+class RowReader:
+    """Gathers rows from a file, and remembers whether its pages were in memory the last time.
+
+    Args:
+        verify: compare each row with its checksum.
+    """
+
+    def __init__(self, file_map: FileMap, *, verify: bool) -> None:
+        self._file_map = file_map
+        self._verify = verify
+        self._cold = False
+        self._can_sample = file_map.tells_residency()
+
+    def gather(
+        self,
+        snapshot: Snapshot,
+        directory: Directory,
+        geo: Geometry,
+        keys: Int64s,
+        slots: Int32s,
+        weights: Words,
+        state: Words,
+        present: NDArray[np.bool_],
+    ) -> Int64s:
+        """See ``gather.gather`` for arguments and result."""
+        file_map = self._file_map
+        offsets = np.empty(len(keys), np.int64)
+        limit = snapshot.limit_pages()
+        while True:
+            result = np.zeros(4, np.int64)
+            gather(
+                geo,
+                file_map.words,
+                file_map.address,
+                limit,
+                directory.tables,
+                directory.pages,
+                keys,
+                slots,
+                weights.reshape(-1),
+                state.reshape(-1),
+                present,
+                offsets,
+                np.zeros(seen_words(geo, limit, len(keys)), np.uint32),
+                np.empty(8, np.uint64),
+                np.empty(2, np.int64),
+                np.empty(1, np.uint8),
+                self._verify,
+                self._cold,
+                self._can_sample,
+                result,
+            )
+            if result[0] != GatherStatus.OUT_OF_FILE:
+                self._cold = bool(result[3])
+                return result
+            # An entry published while we read may lie in what the file grew by meanwhile.
+            known, limit = limit, snapshot.limit_pages()
+            if limit <= known:
+                return result

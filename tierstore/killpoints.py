@@ -1,0 +1,46 @@
+"""Named steps of write-back and commit, at which the crash tests end the process.
+
+``reach`` does nothing unless a test sets ``hook``. Each name stands where a process that ends leaves something new
+behind: a file, a transaction, a tree of which one part follows the other.
+"""
+
+from collections.abc import Callable
+from typing import Final
+
+__all__ = ["POINTS", "reach"]
+
+POINTS: Final = (
+    "manifest: written beside",
+    "manifest: replaced",
+    "rows file: made under another name",
+    "rows file: in place",
+    "anchor: tree synced",
+    "anchor: slot written",
+    "anchor: slot synced",
+    "recovery: anchored meta pages put back",
+    "write-back: rows chosen",
+    "write-back: blocks put",
+    "write-back: transaction committed",
+    "write-back: blocks published",
+    "commit: rows frozen",
+    "commit: frozen rows written",
+    "commit: record put",
+    "commit: transaction committed",
+    "commit: durable",
+    "prune: blocks deleted",
+    "prune: transaction committed",
+    "prune: done",
+    "rollback: head put",
+    "rollback: transaction committed",
+    "rollback: durable",
+)
+
+hook: Callable[[str], None] | None = None
+"""Called with the name of each point as it is reached, in whatever thread."""
+
+
+def reach(name: str) -> None:
+    """A point of ``POINTS`` is reached."""
+    if hook is not None:
+        assert name in POINTS, f"{name!r} is not in POINTS"
+        hook(name)
