@@ -14,7 +14,9 @@ import torch
 import tierstore
 from tierstore import compaction, errors
 from tierstore.compaction import WORK_NAME, compact_store
+from tierstore.io.anchor import read_stamp
 from tierstore.io.btree import META_KEY
+from tierstore.manifest import Manifest
 
 ROWS = 6000
 
@@ -276,3 +278,37 @@ def test_a_missing_row_file_is_said(source, tmp_path):
     with pytest.raises(errors.TruncatedError, match=r"rows\.lmdb is missing"):
         compact_store(source, tmp_path / "copy")
     assert names(tmp_path) == ["source"]
+
+
+def test_the_row_file_carries_the_stores_id_where_an_anchor_looks_for_it(source, tmp_path):
+    compact_store(source, tmp_path / "copy")
+    manifest = Manifest.read(tmp_path / "copy")
+    assert read_stamp(tmp_path / "copy" / "rows.lmdb", manifest.page_bytes) == bytes.fromhex(manifest.store_id)
+    assert manifest == Manifest.read(source)
+
+
+def test_the_manifest_comes_last_after_synced_rows(source, tmp_path, monkeypatch):
+    copy = tmp_path / "copy"
+    steps = []
+
+    def note(name, call):
+        def noting(*arguments, **keywords):
+            steps.append((name, *(str(each) for each in arguments if isinstance(each, (str, os.PathLike)))))
+            return call(*arguments, **keywords)
+
+        return noting
+
+    monkeypatch.setattr(compaction.os, "rename", note("rename", os.rename))
+    monkeypatch.setattr(compaction, "stamp_rows_file", note("stamp and sync", compaction.stamp_rows_file))
+    monkeypatch.setattr(compaction, "sync_directory", note("sync", compaction.sync_directory))
+    compact_store(source, copy)
+    work = copy / WORK_NAME
+    wanted = [
+        ("stamp and sync", str(work / "rows.lmdb")),
+        ("rename", str(work / "rows.lmdb"), str(copy / "rows.lmdb")),
+        ("sync", str(copy)),
+        ("rename", str(work / "manifest.json"), str(copy / "manifest.json")),
+        ("sync", str(copy)),
+        ("sync", str(tmp_path)),
+    ]
+    assert [step for step in steps if step in wanted] == wanted

@@ -169,6 +169,16 @@ def test_a_disk_too_small_is_told_before_anything_is_written(store, tmp_path, mo
     assert names(tmp_path) == ["store"]
 
 
+def test_the_file_gets_its_name_when_it_is_on_the_device(store, tmp_path, monkeypatch):
+    steps = []
+    replace, sync, write = os.replace, os.fsync, os.pwrite
+    monkeypatch.setattr(output_module.os, "replace", lambda *pair: steps.append("name") or replace(*pair))
+    monkeypatch.setattr(output_module.os, "fsync", lambda file: steps.append("sync") or sync(file))
+    monkeypatch.setattr(output_module.os, "pwrite", lambda *each: steps.append("write") or write(*each))
+    export_store(store, tmp_path / "out")
+    assert steps == ["write", "write", "write", "write", "sync", "name", "sync"]
+
+
 def test_an_interrupt_leaves_nothing(store, tmp_path):
     def interrupt(done, total):
         raise KeyboardInterrupt
