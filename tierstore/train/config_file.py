@@ -39,13 +39,14 @@ def parse_override(text: str) -> Override:
     """
     name, equals, value_text = text.partition("=")
     section, dot, key = name.strip().partition(".")
+    origin = f"--set {text}" if len(text) <= _MAX_REASON else f"--set {text[:_MAX_REASON]}..."
     if not equals or not dot or not key:
-        raise ConfigError(f"--set {text}: expected section.key=value, as in train.batch_size=512")
+        raise ConfigError(f"{origin}: expected section.key=value, as in train.batch_size=512")
     try:
         value = _loads(f"value = {value_text}")["value"]
     except (ValueError, RecursionError):
         value = value_text.strip()
-    return Override(section, key, value, f"--set {text}")
+    return Override(section, key, value, origin)
 
 
 def load(path: str | Path, overrides: Iterable[Override] = ()) -> RunConfig:

@@ -1,0 +1,87 @@
+"""Tests that need a process of their own: with less memory, other rights, or an end by SIGKILL."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from bench.data import ROOT
+
+PREAMBLE = """
+import errno, os, resource, signal, sys, time
+from pathlib import Path
+import numpy as np
+import torch
+import tierstore
+from tierstore import errors
+
+def table_config(**changes):
+    fields = {"name": "t", "num_embeddings": 2000, "embedding_dim": 16, "init": tierstore.init.Constant(0.5)}
+    return tierstore.TableConfig(**{**fields, **changes})
+
+def forked(function, *arguments):
+    '''Run it in a fork, which shares what was imported; a line says how it ended.'''
+    sys.stdout.flush()
+    child = os.fork()
+    if not child:
+        try:
+            print("ok", function(*arguments), flush=True)
+        except BaseException as error:
+            print(type(error).__name__, str(error)[:400].replace("\\n", " "), flush=True)
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status:
+        print("ended with", status, flush=True)
+
+def limit_data(extra_bytes):
+    '''Let the process take so much more memory of its own; maps of files are not counted.'''
+    used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_DATA, (used + extra_bytes,) * 2)
+"""
+
+
+def start(
+    code: str, *arguments: object, changes: dict[str, str] | None = None, **options: Any
+) -> "subprocess.Popen[str]":
+    """A Python process that runs ``code`` after the preamble.
+
+    Args:
+        arguments: its ``sys.argv[1:]``.
+        changes: of its environment.
+    """
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore::DeprecationWarning"}
+    environment |= changes or {}
+    return subprocess.Popen(
+        [sys.executable, "-c", PREAMBLE + textwrap.dedent(code), *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        **options,
+    )
+
+
+def run(code: str, *arguments: object, timeout: float = 200, **options: Any) -> str:
+    """What such a process prints; AssertionError unless it ends well."""
+    process = start(code, *arguments, **options)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
+    assert process.returncode == 0, f"ended with {process.returncode}\n{out[-2000:]}\n{err[-4000:]}"
+    return out
+
+
+def make_store(folder: Path) -> None:
+    """A store with one table ``t`` of 2000 rows, all 3.0, committed once with extra and a tensor."""
+    import torch
+
+    import tierstore
+
+    config = tierstore.TableConfig(name="t", num_embeddings=2000, embedding_dim=16, init=tierstore.init.Constant(0.5))
+    with tierstore.open(folder, ddr="2MiB", threads=1) as store:
+        store.create_table(config).write(torch.arange(2000), torch.full((2000, 16), 3.0))
+        store.commit(extra={"step": 1}, tensors={"w": torch.ones(3)})
