@@ -61,7 +61,7 @@ def verify_store(directory: str | Path) -> str:
     """
     with (
         open_store(directory, mode="r") as store,
-        tqdm(unit=" blocks", unit_scale=True, disable=None, leave=False) as bar,
+        tqdm(unit="B", unit_scale=True, disable=None, leave=False) as bar,
     ):
 
         def show(done: int, total: int) -> None:

@@ -12,7 +12,16 @@ from .checksum import absent_checksum, row_checksum
 from .gather import Geometry
 from .mapped import copy_words
 
-__all__ = ["BlockStatus", "build_blocks", "check_blocks", "check_page_headers"]
+__all__ = [
+    "BLOCK_HEADER_WORDS",
+    "PAGE_HEADER_WORDS",
+    "BlockStatus",
+    "build_blocks",
+    "check_page_headers",
+    "first_row_key",
+    "page_header_status",
+    "row_status",
+]
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -20,8 +29,8 @@ Words = NDArray[np.uint64]
 
 _ROW_BITS: Final = KEY_ROW_BITS
 _ROW_MASK: Final = (1 << KEY_ROW_BITS) - 1
-_PAGE_HEADER_WORDS: Final = 2
-_BLOCK_HEADER_WORDS: Final = 2
+PAGE_HEADER_WORDS: Final = 2
+BLOCK_HEADER_WORDS: Final = 2
 _OVERFLOW_FLAG: Final = np.uint64(0x04 << 16)
 _FLAGS_AND_COUNT: Final = np.uint64(0xFFFF_FFFF_3FEF_0000)
 """Of a page header's second word: the flags that last, and the number of pages."""
@@ -37,7 +46,8 @@ class BlockStatus(IntEnum):
 
 
 @inline
-def _page_header_status(words: Words, page_words: int, limit: int, page: int, pages_per_block: int) -> int:
+def page_header_status(words: Words, page_words: int, limit: int, page: int, pages_per_block: int) -> int:
+    """BlockStatus of the header LMDB put before a block."""
     if page < 2 or page + pages_per_block > limit:
         return 1
     at = page * page_words
@@ -48,7 +58,7 @@ def _page_header_status(words: Words, page_words: int, limit: int, page: int, pa
 
 
 @inline
-def _row_status(words: Words, start: int, row_words: int, seed: np.uint64) -> int:
+def row_status(words: Words, start: int, row_words: int, seed: np.uint64) -> int:
     """1 for a good row, 0 for an absent one, -1 for a damaged one."""
     stored = words[start + row_words]
     if stored == absent_checksum(seed):
@@ -60,7 +70,8 @@ def _row_status(words: Words, start: int, row_words: int, seed: np.uint64) -> in
 
 
 @inline
-def _first_key(block_key: int | np.int64, rows_per_block: int) -> int | np.int64:
+def first_row_key(block_key: int | np.int64, rows_per_block: int) -> int | np.int64:
+    """Key of a block's first row."""
     return (block_key & ~_ROW_MASK) | ((block_key & _ROW_MASK) * rows_per_block)
 
 
@@ -69,19 +80,19 @@ def _copy_old(
     geo: Geometry, words: Words, limit: int, page: int, block_key: int | np.int64, epoch: int, rows: bool, image: Words
 ) -> int:
     """Start an image from the block's stored version; -1, or 16 * position of a bad row + BlockStatus."""
-    status = _page_header_status(words, geo.page_words, limit, page, geo.pages_per_block)
+    status = page_header_status(words, geo.page_words, limit, page, geo.pages_per_block)
     if status != 0:
         return status
-    at = page * geo.page_words + _PAGE_HEADER_WORDS
+    at = page * geo.page_words + PAGE_HEADER_WORDS
     if words[at] != np.uint64(block_key) or words[at + 1] == np.uint64(0) or words[at + 1] > np.uint64(epoch):
         return 3
     if not rows:
         return -1
     row_words = geo.weight_words + geo.state_words
-    key = _first_key(block_key, geo.rows_per_block)
+    key = first_row_key(block_key, geo.rows_per_block)
     for i in range(geo.rows_per_block):
-        place = _BLOCK_HEADER_WORDS + i * (row_words + 1)
-        if _row_status(words, at + place, row_words, np.uint64(key + i)) < 0:
+        place = BLOCK_HEADER_WORDS + i * (row_words + 1)
+        if row_status(words, at + place, row_words, np.uint64(key + i)) < 0:
             return 16 * i + 4
         copy_words(image, place, words, at + place, row_words + 1)
     return -1
@@ -90,9 +101,9 @@ def _copy_old(
 @inline
 def _clear_rows(geo: Geometry, block_key: int | np.int64, image: Words) -> None:
     row_words = geo.weight_words + geo.state_words
-    key = _first_key(block_key, geo.rows_per_block)
+    key = first_row_key(block_key, geo.rows_per_block)
     for i in range(geo.rows_per_block):
-        place = _BLOCK_HEADER_WORDS + i * (row_words + 1)
+        place = BLOCK_HEADER_WORDS + i * (row_words + 1)
         image[place : place + row_words] = np.uint64(0)
         image[place + row_words] = absent_checksum(np.uint64(key + i))
 
@@ -125,7 +136,7 @@ def build_blocks(
         result: int64 [3], zeroed; receives BlockStatus, the block's position, the row's place in it.
     """
     row_words = geo.weight_words + geo.state_words
-    end_of_rows = _BLOCK_HEADER_WORDS + geo.rows_per_block * (row_words + 1)
+    end_of_rows = BLOCK_HEADER_WORDS + geo.rows_per_block * (row_words + 1)
     for b in range(len(block_keys)):
         image = images[b]
         block_key = np.int64(block_keys[b])
@@ -145,47 +156,11 @@ def build_blocks(
         first = (block_key & _ROW_MASK) * geo.rows_per_block
         for i in range(starts[b], starts[b + 1]):
             source = order[i]
-            place = _BLOCK_HEADER_WORDS + ((keys[source] & _ROW_MASK) - first) * (row_words + 1)
+            place = BLOCK_HEADER_WORDS + ((keys[source] & _ROW_MASK) - first) * (row_words + 1)
             slot = np.int64(slots[source])
             copy_words(image, place, weights, slot * geo.weight_words, geo.weight_words)
             copy_words(image, place + geo.weight_words, state, slot * geo.state_words, geo.state_words)
             image[place + row_words] = row_checksum(image, place, row_words, np.uint64(keys[source]))
-
-
-@kernel
-def check_blocks(
-    geo: Geometry, words: Words, limit: int, block_keys: Words, epochs: Words, pages: Int64s, result: Int64s
-) -> None:
-    """Check stored blocks: page header, block header, every row's checksum, zero padding.
-
-    ``result``: int64 [4], zeroed; receives BlockStatus, the block's position, the row's place in it, and rows present.
-    """
-    row_words = geo.weight_words + geo.state_words
-    block_words = geo.pages_per_block * geo.page_words - _PAGE_HEADER_WORDS
-    for b in range(len(block_keys)):
-        result[1] = b
-        result[0] = _page_header_status(words, geo.page_words, limit, pages[b], geo.pages_per_block)
-        if result[0] != 0:
-            return
-        at = pages[b] * geo.page_words + _PAGE_HEADER_WORDS
-        if words[at] != block_keys[b] or words[at + 1] != epochs[b]:
-            result[0] = 3
-            return
-        key = _first_key(np.int64(block_keys[b]), geo.rows_per_block)
-        place = at + _BLOCK_HEADER_WORDS
-        for i in range(geo.rows_per_block):
-            status = _row_status(words, place, row_words, np.uint64(key + i))
-            if status < 0:
-                result[0] = 4
-                result[2] = i
-                return
-            result[3] += status
-            place += row_words + 1
-        while place < at + block_words:
-            if words[place] != np.uint64(0):
-                result[0] = 5
-                return
-            place += 1
 
 
 @kernel
@@ -198,7 +173,7 @@ def check_page_headers(
     """
     for i in range(len(pages)):
         if pages[i] != 0:
-            status = _page_header_status(words, page_words, limit, pages[i], pages_each[i])
+            status = page_header_status(words, page_words, limit, pages[i], pages_each[i])
             if status != 0:
                 result[0] = status
                 result[1] = i

@@ -31,7 +31,7 @@ __all__ = [
 ROW_FILE_NAME: Final = "rows.lmdb"
 MAX_PAGE_BYTES: Final = 32768
 """LMDB uses the system's page size up to this."""
-RESTORE: Final = "Restore the store's directory from a copy, or create the store anew."
+RESTORE: Final = "Restore the store's directory from a copy, or save what is sound: tierstore repair DIR NEW_DIR"
 
 _MAX_READERS: Final = 510
 _MIN_MAP_BYTES: Final = 1 << 30
