@@ -107,6 +107,8 @@ class Meta(NamedTuple):
 
 def parse_meta(page: bytes) -> Meta | str:
     """The meta page that starts with these ``META_READ_BYTES`` bytes, or what is wrong with it."""
+    if len(page) < META_READ_BYTES:
+        return "the file ends inside its header"
     flags = struct.unpack_from("<H", page, 10)[0]
     magic, version = struct.unpack_from("<II", page, 16)
     if magic != MAGIC:

@@ -10,12 +10,15 @@ import lmdb
 
 from ..durable import sync_directory
 from ..errors import DamagedError, DiskFullError, FormatError, StoreLockedError, TierstoreError, TruncatedError
-from .anchor import stamp_rows_file
+from ..oserrors import translate_os_error
+from ..plainfile import require_plain_file
+from .anchor import ANCHOR_NAME, stamp_rows_file
 from .btree import META_READ_BYTES, Meta, WalkStatus, parse_meta
 from .free_list import check_page_use
 from .mapped import FileMap
 
 __all__ = [
+    "LOCK_NAME",
     "MAX_PAGE_BYTES",
     "RESTORE",
     "ROW_FILE_NAME",
@@ -24,11 +27,13 @@ __all__ = [
     "lock_for_writing",
     "map_bytes",
     "open_environment",
+    "require_plain_files",
     "rows_path",
     "translate",
 ]
 
 ROW_FILE_NAME: Final = "rows.lmdb"
+LOCK_NAME: Final = "writer.lock"
 MAX_PAGE_BYTES: Final = 32768
 """LMDB uses the system's page size up to this."""
 RESTORE: Final = "Restore the store's directory from a copy, or save what is sound: tierstore repair DIR NEW_DIR"
@@ -90,14 +95,26 @@ def _at_size_limit(path: Path) -> bool:
     return limit != resource.RLIM_INFINITY and path.stat().st_size > limit - (1 << 20)
 
 
+def require_plain_files(directory: Path) -> None:
+    """FormatError if one of the files of a store is there and is no plain file; nothing outside is read or written."""
+    for name in (LOCK_NAME, ROW_FILE_NAME, f"{ROW_FILE_NAME}-lock", ANCHOR_NAME):
+        require_plain_file(directory / name)
+
+
 def lock_for_writing(directory: Path) -> int:
     """Lock the directory for this process until the returned file descriptor is closed.
 
     Raises:
         StoreLockedError: names the process that holds it.
+        FormatError: a file of the store is a link, a pipe or a device.
+        TierstoreError: the lock cannot be opened.
     """
-    path = directory / "writer.lock"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    require_plain_files(directory)
+    path = directory / LOCK_NAME
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise translate_os_error(error, path) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -169,6 +186,7 @@ def check_rows_file(path: Path) -> Meta:
     Raises:
         FormatError, TruncatedError
     """
+    require_plain_files(path.parent)
     meta, problem = _newest_meta(path), ""
     for _ in range(_ATTEMPTS):
         if path.stat().st_size >= (meta.last_page + 1) * meta.page_bytes:

@@ -1,0 +1,172 @@
+"""Damage anywhere in a small store ends in the right rows or in an error of ours that names the file.
+
+Here a sample of places; ``python -m bench.damage`` and the soak try them all.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+import tierstore
+from bench.damage import PAGE, Case, Expected, Outcome, Sample, flips, make_sample, mixes, page_damage, sweep
+from tierstore.errors import FormatError
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
+    return [make_sample(tmp_path_factory.mktemp("sample") / "store", seed) for seed in (1, 2)]
+
+
+def _failures(cases: Sequence[Case], samples: list[Sample]) -> list[Outcome]:
+    outcomes = sweep(cases, samples)
+    assert sorted(outcome.case for outcome in outcomes) == sorted(cases)
+    return [outcome for outcome in outcomes if outcome.failures]
+
+
+def test_the_sample_is_a_store_worth_damaging(samples: list[Sample]) -> None:
+    files, expected = samples[0]
+    assert len(files["rows.lmdb"]) >= 200_000
+    assert expected.version == 2
+    assert len(expected.rows) == 3
+    assert examine_whole(samples) == ("right", "right")
+
+
+def examine_whole(samples: list[Sample]) -> tuple[str, str]:
+    """What comes of no damage: a byte of a file that means nothing is changed."""
+    [outcome] = sweep([Case("flip", "writer.lock", 0, 1)], samples, workers=1)
+    return outcome.read, outcome.write
+
+
+@pytest.mark.parametrize("all_bits", [False, True])
+def test_a_byte_here_and_there(samples: list[Sample], all_bits: bool) -> None:
+    cases = list(flips(samples[0], all_bits=all_bits, stride=3001 + 97 * all_bits))
+    assert len(cases) > 100
+    assert _failures(cases, samples) == []
+
+
+def test_bytes_that_lmdb_believes(samples: list[Sample]) -> None:
+    """The fields of both meta pages, and the heads of the pages of both trees."""
+    data = samples[0].files["rows.lmdb"]
+    trees = [
+        at
+        for at in range(2 * PAGE, len(data), PAGE)
+        if data[at + 10] & 3 and int.from_bytes(data[at : at + 8], "little") == at // PAGE
+    ]
+    places = [*range(0, 152, 5), *range(PAGE, PAGE + 152, 5)]
+    places += [
+        at + offset for at in trees[:: max(1, len(trees) // 8)] for offset in (0, 10, 12, 14, 17, PAGE - 20, PAGE - 9)
+    ]
+    assert _failures([Case("flip", "rows.lmdb", at, 1 << at % 8) for at in places], samples) == []
+
+
+def test_pages_cut_off_zeroed_and_swapped(samples: list[Sample]) -> None:
+    cases = list(page_damage(samples[0]))
+    assert _failures(cases[:: max(1, len(cases) // 60)], samples) == []
+
+
+def test_files_of_two_stores_empty_and_missing(samples: list[Sample]) -> None:
+    assert _failures(list(mixes(samples[0])), samples) == []
+
+
+def test_the_harness_sees_wrong_rows_crashes_and_strange_errors(
+    samples: list[Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case("flip", "writer.lock", 0, 1)
+    monkeypatch.setattr(Expected, "differences", lambda *_: ["rows of wide"])
+    assert sweep([case], samples, workers=1)[0].failures[0].startswith("WRONG r: rows of wide")
+    monkeypatch.undo()
+    monkeypatch.setattr(tierstore, "open", lambda *_, **__: os.kill(os.getpid(), 9))
+    assert [each.read for each in sweep([case, case], samples, workers=1)] == ["CRASH: SIGKILL"] * 2
+    monkeypatch.setattr(tierstore, "open", lambda *_, **__: os.kill(os.getpid(), 14))
+    assert sweep([case], samples, workers=1)[0].failures == ["HANG", "HANG"]
+    monkeypatch.setattr(tierstore, "open", lambda *_, **__: {}["no error of ours"])
+    assert sweep([case], samples, workers=1)[0].read.startswith("WRONG r: KeyError")
+
+
+def _rows_format(files: dict[str, bytes], version: int) -> dict[str, bytes]:
+    """The store record's version changed, with a checksum that matches."""
+    import xxhash
+
+    data = bytearray(files["rows.lmdb"])
+    at, found = data.find(b"tierrows"), 0
+    while at >= 0:
+        record = bytes(data[at : at + 8]) + version.to_bytes(8, "little") + bytes(data[at + 16 : at + 32])
+        data[at : at + 40] = record + xxhash.xxh64_intdigest(record).to_bytes(8, "little")
+        at, found = data.find(b"tierrows", at + 8), found + 1
+    assert found
+    return files | {"rows.lmdb": bytes(data)}
+
+
+def _manifest_format(files: dict[str, bytes], version: int) -> dict[str, bytes]:
+    import hashlib
+
+    body = json.loads(files["manifest.json"])["body"] | {"format_version": version}
+    digest = hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return files | {"manifest.json": json.dumps({"body": body, "sha256": digest}).encode()}
+
+
+@pytest.mark.parametrize("mode", ["r", "w"])
+@pytest.mark.parametrize("change", [_rows_format, _manifest_format], ids=["rows.lmdb", "manifest.json"])
+@pytest.mark.parametrize("version", [0, 1, 99])
+def test_other_format_versions(
+    samples: list[Sample],
+    tmp_path: Path,
+    change: Callable[[dict[str, bytes], int], dict[str, bytes]],
+    version: int,
+    mode: str,
+) -> None:
+    if change is _manifest_format and version == 1:
+        version = 2
+    for name, content in change(samples[0].files, version).items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(FormatError, match=rf"format version {version}; this release reads version"):
+        tierstore.open(tmp_path, mode=mode)  # type: ignore[arg-type]
+
+
+def _spoil(place: Path, kind: str, outside: Path) -> None:
+    """Put something else in the place of a file."""
+    place.unlink()
+    if kind == "link":
+        place.symlink_to(outside)
+    elif kind == "pipe":
+        os.mkfifo(place)
+    elif kind == "folder":
+        place.mkdir()
+    else:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(place))
+
+
+def test_what_is_no_plain_file_is_refused_and_left_alone(samples: list[Sample], tmp_path: Path) -> None:
+    places = []
+    for name in ("rows.lmdb", "rows.lmdb-lock", "rows.anchor", "writer.lock"):
+        for kind in ("link", "pipe", "socket", "folder"):
+            folder = tmp_path / f"{name} {kind}"
+            folder.mkdir()
+            for each, content in samples[0].files.items():
+                (folder / each).write_bytes(content)
+            _spoil(folder / name, kind, tmp_path / "outside")
+            places.append(folder / name)
+    (tmp_path / "outside").write_bytes(b"of someone else")
+    # In a process of its own: an open that hangs would take the whole suite along.
+    program = """
+import sys, tierstore
+for folder in sys.argv[1:]:
+    try:
+        tierstore.open(folder)
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+    folders = [str(place.parent) for place in places]
+    done = subprocess.run([sys.executable, "-c", program, *folders], capture_output=True, timeout=120, check=False)
+    lines = done.stdout.decode().splitlines()
+    assert len(lines) == len(places)
+    for line, place in zip(lines, places, strict=True):
+        assert line.startswith(f"FormatError {place} is a ")
+    assert (tmp_path / "outside").read_bytes() == b"of someone else"
