@@ -81,7 +81,7 @@ HELP = {
     """,
     "compact": """
         usage: tierstore compact [-h] [--traceback] DIR NEW_DIR
-        Copy the last commit, blocks in order of their rows, without free pages; then verify the copy. DIR is not
+        Copy all versions kept, blocks in order of their rows, without free pages; then verify the copy. DIR is not
         changed.
         positional arguments:
           DIR          folder of the store
@@ -93,8 +93,8 @@ HELP = {
           tierstore compact shop shop-compact
     """,
     "export": """
-        usage: tierstore export [-h] [--format NAME] [--table NAME] [--key TEXT] [--state] [--dense] [--force]
-                                [--ddr SIZE] [--traceback]
+        usage: tierstore export [-h] [--format NAME] [--table NAME] [--key TEXT] [--state] [--dense]
+                                [--at VERSION] [--force] [--ddr SIZE] [--traceback]
                                 DIR OUT
         Write every row of a store's tables to one file. Nothing is changed; training may go on meanwhile.
         positional arguments:
@@ -108,6 +108,7 @@ HELP = {
                          embedding_bags.{table}.weight)
           --state        add the optimizer state, as sum, exp_avg, exp_avg_sq
           --dense        add the dense tensors of the commit, under their names
+          --at VERSION   a version that the store keeps; default: the last
           --force        replace OUT if it exists
           --ddr SIZE     memory for rows (default: 256MiB)
           --traceback    show where in the code an error arose
@@ -179,6 +180,7 @@ def test_every_flag_of_train_that_stands_for_a_key_names_a_real_one():
         (["verify", "nosuch"], 1, "tierstore: no store at "),
         (["compact", "nosuch", "new"], 1, "tierstore: no store at "),
         (["export", "nosuch", "out"], 1, "tierstore: no store at "),
+        (["export", "nosuch", "out", "--at", "0"], 2, "tierstore: version=0 must be in "),
         (["export", "nosuch", "out", "--format", "safetensor"], 2, "tierstore: --format safetensor: did you mean "),
         (["import", "new", "nosuch"], 1, "tierstore: [Errno 2] No such file or directory: "),
         (["import", "new", "f", "--map", "weight"], 2, "tierstore: --map weight: write KEY=TABLE, as --map model.item"),
@@ -240,7 +242,7 @@ def test_a_wrong_flag_is_named_with_its_key(tmp_path, capsys):
     run_file = tmp_path / "run.toml"
     run_file.write_text("")
     assert cli.main(["train", str(run_file), "--epochs", "0"]) == 2
-    assert capsys.readouterr().err == "tierstore: --epochs 0: train.epochs = 0: expected 1 or more\n"
+    assert capsys.readouterr().err == "tierstore: --epochs 0: train.epochs = 0: expected 1 or more, up to 9223372036854775807\n"
 
 
 @pytest.fixture

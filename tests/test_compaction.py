@@ -312,3 +312,24 @@ def test_the_manifest_comes_last_after_synced_rows(source, tmp_path, monkeypatch
         ("sync", str(tmp_path)),
     ]
     assert [step for step in steps if step in wanted] == wanted
+
+
+def test_kept_versions_are_in_the_copy(tmp_path):
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    with tierstore.open(source, ddr="600KiB", threads=1, keep=3) as store:
+        store.create_table(table_config("a"))
+        for step in range(5):
+            fill(store, step)
+            store.commit(extra={"step": step}, tensors={"w": torch.full((2,), float(step))})
+        fill(store, 99)
+    compact_store(source, copy)
+    for version in (3, 4, 5):
+        found = []
+        for directory in (source, copy):
+            with tierstore.open(directory, mode="r", version=version, ddr="8MiB") as store:
+                assert (store.versions, store.extra) == ((3, 4, 5), {"step": version - 1})
+                found.append(store["a"].read(torch.arange(ROWS)))
+        assert torch.equal(*found)
+    with tierstore.open(copy, ddr="8MiB", keep=3) as store:
+        store.rollback(4)
+        assert store.commit() == 6

@@ -53,6 +53,7 @@ def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--state", action="store_true", help="add the optimizer state, as sum, exp_avg, exp_avg_sq")
     parser.add_argument("--dense", action="store_true", help="add the dense tensors of the commit, under their names")
+    parser.add_argument("--at", type=int, metavar="VERSION", help="a version that the store keeps; default: the last")
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
     _add_ddr(parser)
 
@@ -75,6 +76,7 @@ def _export(options: argparse.Namespace) -> int:
             key=options.key,
             state=options.state,
             dense=options.dense,
+            version=options.at,
             force=options.force,
             ddr=options.ddr,
             progress=show,
@@ -244,7 +246,7 @@ COMPACT: Final = Command(
     _compact,
     _add_compact_arguments,
     "copy a store without the room it no longer needs",
-    "Copy the last commit, blocks in order of their rows, without free pages; then verify the copy. "
+    "Copy all versions kept, blocks in order of their rows, without free pages; then verify the copy. "
     "DIR is not changed.",
     """example:
   tierstore compact shop shop-compact""",

@@ -26,11 +26,11 @@ from .exchange.output import full_disk_errors, require_room
 from .io import ROW_FILE_NAME
 from .io.anchor import ANCHOR_NAME, require_sound, stamp_rows_file
 from .io.blocks import BlockStatus, check_page_headers
-from .io.btree import META_KEY
-from .io.census import check_store
+from .io.census import check_store, read_head
 from .io.files import RESTORE, check_rows_file, map_bytes, open_environment, rows_path, translate
 from .io.mapped import FileMap
 from .io.snapshot import Snapshot
+from .io.versions import garbage, stale_items
 from .manifest import MANIFEST_NAME, Manifest
 from .signals import Shield
 from .store import open_store
@@ -66,7 +66,7 @@ def compact_store(
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> CompactReport:
-    """Copy a store's last commit, without free pages and with blocks in key order, then verify the copy.
+    """Copy a store, all versions that it keeps, without free pages and with blocks in key order; then verify the copy.
 
     The source is opened read-only and may be trained on meanwhile; what it has not committed is not in the copy. The
     copy is a store of the same identity, to put in the source's place.
@@ -149,8 +149,8 @@ def _make(source: Path, work: Path, progress: Callable[[int, int], None] | None)
     _copy_rows(source, rows_path(work), steps.copied)
     # Read after the rows: a writer makes a table before it commits rows of it.
     Manifest.read(source).write(work)
-    if _has_uncommitted(work):
-        _drop_uncommitted(work)
+    if _has_loose(work):
+        _drop_loose(work)
         again = work / WORK_NAME
         again.mkdir()
         _copy_rows(work, rows_path(again), lambda _done, _total: None)
@@ -185,21 +185,18 @@ class _Steps:
             self._show(self._total + self._total * done // max(1, total), 2 * self._total)
 
 
-def _drop_uncommitted(work: Path) -> None:
-    """Drop what the source had not committed, as any open for writing does."""
+def _drop_loose(work: Path) -> None:
+    """Drop what no version shows, as any open for writing does."""
     with open_store(work, mode="w", ddr=_DDR):
         pass
     (work / ANCHOR_NAME).unlink()
 
 
-def _has_uncommitted(work: Path) -> bool:
-    with open_store(work, mode="r", ddr=_DDR) as store:
-        version = np.uint64(store.version)
+def _has_loose(work: Path) -> bool:
+    """Whether there is anything that no version shows, such as what the source had not committed."""
     with _snapshot(work) as (_, snapshot, _):
-        return any(
-            ((entries.block_keys[:count] != META_KEY) & (entries.epochs[:count] > version)).any()
-            for entries, count in snapshot.walk()
-        )
+        head = read_head(snapshot)
+        return any(garbage(snapshot, head.current, head.oldest)) or bool(stale_items(snapshot, head))
 
 
 @contextlib.contextmanager

@@ -214,3 +214,21 @@ def test_damaged_rows_are_an_error_and_no_file(store, tmp_path):
 
 def test_formats_are_those_of_the_command_line():
     assert tuple(exporting.FORMATS) == ("safetensors", "torch")
+
+
+def test_a_kept_version_is_exported(tmp_path):
+    rows = []
+    with tierstore.open(tmp_path / "store", ddr="8MiB", keep=2) as store:
+        table = store.create_table(config())
+        for _ in range(3):
+            table.write(torch.arange(100), torch.randn(100, 5))
+            rows.append(table.read(torch.arange(500)))
+            store.commit()
+    for version in (2, 3):
+        report = export_store(tmp_path / "store", tmp_path / f"out{version}", version=version)
+        assert report.version == version
+        (found,) = safetensors.torch.load_file(tmp_path / f"out{version}").values()
+        assert bits(found) == bits(rows[version - 1])
+    with pytest.raises(errors.StoreNotFoundError, match="version 1 is not kept; there are 2, 3"):
+        export_store(tmp_path / "store", tmp_path / "out1", version=1)
+    assert names(tmp_path) == ["out2", "out3", "store"]

@@ -303,3 +303,16 @@ def test_metadata_out_of_range_is_an_error(tmp_path, name, value):
         del good["tables"][0]["key"]
     with pytest.raises(errors.FormatError, match="F: its tierstore metadata cannot be read"):
         Metadata.from_dict(good, "F")
+
+
+def test_kept_versions_stay(tmp_path):
+    with tierstore.open(tmp_path / "store", ddr="8MiB", keep=3) as store:
+        store.create_table(config(rows=6, dim=3))
+        for _ in range(4):
+            store.commit()
+    file = saved(tmp_path / "file", {KEY: some()})
+    assert import_files(tmp_path / "store", [file]).version == 5
+    with tierstore.open(tmp_path / "store", ddr="8MiB", keep=3) as store:
+        assert store.versions == (2, 3, 4, 5)
+        store.rollback(4)
+        assert not torch.equal(store["item"].read(torch.arange(6)), some())

@@ -64,11 +64,12 @@ def export_store(
     key: str = DEFAULT_KEY,
     state: bool = False,
     dense: bool = False,
+    version: int | None = None,
     force: bool = False,
     ddr: int | str = "256MiB",
     progress: Callable[[int, int], None] | None = None,
 ) -> ExportReport:
-    """Write every row of some tables, as of the last commit, to one file; rows never written have their first values.
+    """Write every row of some tables, as of one version, to one file; rows never written have their first values.
 
     The store is opened read-only and may be trained on meanwhile. Memory: ``ddr``, the block directory and at most
     64 MiB, however large the tables are.
@@ -82,16 +83,17 @@ def export_store(
         state: add the optimizer state, float32, beside each ``weight`` under the names that torch.optim uses:
             ``sum`` [rows] (row-wise Adagrad) or [rows, dim] (Adagrad); ``exp_avg``, ``exp_avg_sq`` [rows, dim] (Adam).
         dense: add the commit's tensors under their own names.
+        version: which of the kept versions; default: the last.
         force: replace an existing file.
         progress: called as ``progress(done_bytes, total_bytes)``.
 
     Raises:
         ValueError: two tensors would have one name, or a wrong argument. TableError: no such table.
         FileExistsError: ``out`` exists. DiskFullError: there is no room for it; nothing is left of it.
-        StoreNotFoundError, DamagedError, BudgetError: as ``tierstore.open``.
+        StoreNotFoundError: no store, or no such version. DamagedError, BudgetError: as ``tierstore.open``.
     """
     require_choice(format, tuple(FORMATS), "format")
-    with open_store(directory, mode="r", ddr=ddr) as store:
+    with open_store(directory, mode="r", version=version, ddr=ddr) as store:
         names = list(dict.fromkeys(tables)) if tables is not None else list(store.tables)
         keys = weight_keys(key, names)
         plans = [_plan(store[name], keys[name], state) for name in names]

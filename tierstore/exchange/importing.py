@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from ..config import Pooling, TableConfig
+from ..io.files import rows_path
 from ..manifest import MANIFEST_NAME
 from ..optim import Optimizer
 from ..rows import DtypeName
-from ..store import Store, open_store
+from ..store import MAX_KEPT_VERSIONS, Store, open_store
 from ..table import Table
 from ..version import TableState
 from .matching import Match, Settings, match_tables
@@ -73,7 +74,7 @@ def import_files(
     shape and dtype, and keep their configuration. A tensor named ``embedding_bags.TABLE.weight``, whatever stands
     before that, is a table; files written by ``export_store`` say themselves what is. Optimizer state beside the
     weights is taken too; without it in the file a table keeps what state it has. ``extra`` and tensors of the last
-    commit stay.
+    commit stay, and so do the kept versions.
 
     Memory: ``ddr``, the block directory and at most 64 MiB, however large the tables are. A run cut short leaves the
     last commit as it was (and perhaps new tables, empty); repeat it from the start.
@@ -98,7 +99,7 @@ def import_files(
         sources = [stack.enter_context(contextlib.closing(open_source(path))) for path in paths]
         if not (Path(directory) / MANIFEST_NAME).exists():
             match_tables(sources, mapping or {}, settings, {})  # bad input makes no store
-        store = stack.enter_context(open_store(directory, mode="w", ddr=ddr))
+        store = stack.enter_context(open_store(directory, mode="w", keep=_keep(directory), ddr=ddr))
         matches = match_tables(sources, mapping or {}, settings, _configs(store))
         known = set(store.tables)
         tables = [_table(store, match, known) for match in matches]
@@ -121,6 +122,14 @@ class _Progress:
         self._done += size_bytes
         if self._show is not None:
             self._show(self._done, self._total)
+
+
+def _keep(directory: str | os.PathLike[str]) -> int:
+    """As many versions as are kept, and the new one."""
+    if not rows_path(Path(directory)).exists():
+        return 1
+    with open_store(directory, mode="r") as store:
+        return min(len(store.versions) + 1, MAX_KEPT_VERSIONS)
 
 
 def _configs(store: Store) -> dict[str, TableConfig]:

@@ -79,7 +79,7 @@ def write_rows(table: Table, start: int, weights: Any, state: Any) -> int:
     for first, lease in pool.leases(_keys(table, start, stop)[changed]):
         part = slice(first, first + lease.consumed)
         with pool.lock:
-            pool.cache.mark_dirty(lease.slots)
+            pool.writeback.begin_update(lease.slots)
             kernels.copy_rows_in(lease.inverse, lease.slots, weights[part], pool.weights, layout.dim)
             kernels.copy_rows_in(lease.inverse, lease.slots, state[part], pool.state, layout.state_dim)
     return len(changed)
