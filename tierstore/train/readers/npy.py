@@ -1,6 +1,7 @@
 """Three arrays in a folder: ``dense.npy`` [N, C], ``sparse.npy`` [N, F], ``label.npy`` [N], mapped into memory."""
 
 import tokenize
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -80,7 +81,8 @@ def _map(path: Path, kinds: str, shape: tuple[int, ...]) -> NDArray[Any]:
     require_data_file(path)
     _check_header(path)
     try:
-        with np.errstate(over="raise"):
+        with np.errstate(over="raise"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the header is Python 2's, and read all the same
             array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
     except _UNREADABLE as error:
         raise DataError(f"{path} is not an npy file, or is cut short: {str(error)[:_MAX_REASON]}") from error

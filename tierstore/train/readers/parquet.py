@@ -87,6 +87,8 @@ class ParquetReader(Reader):
                     continue
                 row = parquet.metadata.num_rows - sum(parquet.metadata.row_group(group).num_rows for group in groups)
                 for record in parquet.iter_batches(_RECORD_ROWS, row_groups=groups, columns=columns, use_threads=False):
+                    if lacking := set(columns).difference(record.schema.names):
+                        raise DataError(f"{file} is broken: its rows lack the columns {excerpt_names(lacking)}")
                     wanted = record.slice(min(to_skip, record.num_rows))
                     to_skip -= record.num_rows - wanted.num_rows
                     row += record.num_rows - wanted.num_rows

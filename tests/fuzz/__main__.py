@@ -1,0 +1,89 @@
+"""``python -m tests.fuzz NAME``: one target, guided by coverage; see ``--help``."""
+
+import argparse
+import importlib
+import os
+import sys
+import warnings
+from pathlib import Path
+
+from .mutate import mutations
+
+CORPUS = Path(__file__).parent / "corpus"
+PLAIN = ("manifest", "records", "runfile", "criteo", "npy", "parquet", "walk", "anchor")
+COMPILED = ("store",)
+LAST_INPUT = "last-input"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument(
+        "names", nargs="+", choices=[*PLAIN, *COMPILED], metavar="NAME", help=", ".join(PLAIN + COMPILED)
+    )
+    parser.add_argument("--seconds", type=int, default=0, help="let atheris look for inputs that long (needs atheris)")
+    parser.add_argument("--mutations", type=int, help="random changes of the seeds instead; default: the target's own")
+    parser.add_argument("--seed", type=int, default=0, help="of the random changes")
+    parser.add_argument("--input", type=Path, nargs="+", help="run these files only")
+    parser.add_argument("--out", type=Path, default=Path(".fuzz"), help="where findings and new inputs go")
+    options = parser.parse_args()
+    plain = options.names[0] in PLAIN
+    if any((name in PLAIN) != plain for name in options.names):
+        parser.error("targets with compiled kernels and targets without do not share a process")
+    if os.environ.get("NUMBA_DISABLE_JIT") != str(int(plain)):
+        environment = {**os.environ, "NUMBA_DISABLE_JIT": str(int(plain))}
+        os.execve(sys.executable, [sys.executable, "-m", "tests.fuzz", *sys.argv[1:]], environment)
+    # Hashes wrap around by intent: machine code does so in silence, numpy's scalars warn.
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "overflow encountered in scalar", RuntimeWarning)
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name in options.names:
+        if options.seconds:
+            _search(name, options.seconds, options.out)
+        else:
+            _replay(name, options)
+    return 0
+
+
+def _replay(name: str, options: argparse.Namespace) -> None:
+    """The corpus and random changes of it, or the given files."""
+    from .target import bounded
+
+    target = importlib.import_module(f"tests.fuzz.{name}").TARGET
+    if options.input:
+        inputs = [path.read_bytes() for path in options.input]
+    else:
+        known = [*target.seeds(), *(path.read_bytes() for path in sorted((CORPUS / name).glob("*")))]
+        count = target.mutations if options.mutations is None else options.mutations
+        inputs = [*known, *mutations(known, target.dictionary, count, options.seed)]
+    for data in inputs:
+        (options.out / LAST_INPUT).write_bytes(data)
+        with bounded():
+            target.run(data)
+    print(f"{name}: {len(inputs)} inputs")
+
+
+def _search(name: str, seconds: int, out: Path) -> None:
+    """Never returns: libFuzzer ends the process."""
+    import atheris
+
+    # Machine code has no coverage to see, and numba cannot compile what is instrumented.
+    seen = ["tierstore", "tomllib", "gzip", "json", "numpy.lib"] if name in PLAIN else ["tierstore.nothing"]
+    with atheris.instrument_imports(include=seen):
+        target = importlib.import_module(f"tests.fuzz.{name}").TARGET
+    found = out / name
+    found.mkdir(exist_ok=True)
+    for number, seed in enumerate(target.seeds()):
+        (found / f"seed-{number}").write_bytes(seed)
+    limits = [f"-max_total_time={seconds}", "-timeout=30", "-rss_limit_mb=4096", "-max_len=65536"]
+    if target.dictionary:
+        words = out / f"{name}.words"
+        escaped = ("".join(f"{chr(92)}x{byte:02x}" for byte in word) for word in target.dictionary)
+        words.write_text("".join(f'"{word}"\n' for word in escaped))
+        limits.append(f"-dict={words}")
+    folders = [str(found), *([str(CORPUS / name)] if (CORPUS / name).is_dir() else [])]
+    atheris.Setup([sys.argv[0], *limits, f"-artifact_prefix={out / name}-", *folders], target.run)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""What a fuzz target is, and the bounds it runs within."""
+
+import os
+import resource
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+MEMORY_BYTES = 256 * 2**20
+"""More than any target needs beyond what its start took; no input is larger than a few hundred KB."""
+SECONDS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Something that reads bytes.
+
+    Attributes:
+        run: reads them; an exception that leaves it is a finding.
+        seeds: valid inputs, built by code.
+        plain: kernels run as plain Python, where an index out of bounds is an error and coverage is seen.
+        mutations: inputs that the suite tries.
+        dictionary: words that the format is made of, for mutations.
+    """
+
+    run: Callable[[bytes], None]
+    seeds: Callable[[], list[bytes]]
+    plain: bool = True
+    mutations: int = 400
+    dictionary: tuple[bytes, ...] = ()
+
+
+class FindingError(AssertionError):
+    """An input that a target takes too long or too much memory for, or reads wrongly."""
+
+
+def scratch_folder() -> Path:
+    """An empty folder in memory, where the system has one; the process that asked removes it at its end."""
+    import atexit
+    import shutil
+
+    memory = Path("/dev/shm")
+    folder = tempfile.mkdtemp(prefix="tierstore-fuzz-", dir=memory if os.access(memory, os.W_OK) else None)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+def peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@contextmanager
+def bounded() -> Iterator[None]:
+    """FindingError if the block takes more memory or time than any input may."""
+
+    def expired(*_: object) -> None:
+        raise FindingError(f"more than {SECONDS} s for one input")
+
+    before = peak_bytes()
+    previous = signal.signal(signal.SIGALRM, expired)
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+    if peak_bytes() > before + MEMORY_BYTES:
+        raise FindingError(f"{(peak_bytes() - before) >> 20} MiB for one input")
+
+
+def limit_address_space(extra_bytes: int) -> None:
+    """Let the process map so much more than it has: a size that was believed becomes a MemoryError at once."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + extra_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

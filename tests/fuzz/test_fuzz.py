@@ -1,0 +1,57 @@
+"""Every target on its seeds, its corpus and random changes of both; and, among the long tests, guided by coverage."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.data import ROOT
+from tests.fuzz import mutate
+from tests.fuzz.__main__ import COMPILED, CORPUS, PLAIN
+
+CORPUS_BYTES_MAX = 100_000
+
+
+def drive(out: Path, *arguments: object) -> str:
+    """Run the driver in a process of its own: what it reads may end it."""
+    command = [sys.executable, "-m", "tests.fuzz", *map(str, arguments), "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace", timeout=900)
+    assert done.returncode == 0, (
+        f"ended with {done.returncode}; input: {out}\n{done.stdout[-500:]}{done.stderr[-3000:]}"
+    )
+    return done.stdout
+
+
+FORGED_ANCHORS = pytest.mark.xfail(
+    strict=True, reason="a page size in rows.anchor is believed if its checksum is right"
+)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(tuple(name for name in PLAIN if name != "anchor"), id="plain"),
+        pytest.param(COMPILED, id="compiled"),
+        pytest.param(("anchor",), id="anchor", marks=FORGED_ANCHORS),
+    ],
+)
+def test_seeds_corpus_and_random_changes(names: tuple[str, ...], tmp_path: Path) -> None:
+    if importlib.util.find_spec("pyarrow") is None:
+        names = tuple(name for name in names if name != "parquet")
+    said = drive(tmp_path, *names)
+    assert [line.split(":")[0] for line in said.splitlines()] == list(names)
+
+
+def test_the_corpus_is_small_and_of_known_targets() -> None:
+    files = [path for path in CORPUS.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < CORPUS_BYTES_MAX
+    assert {path.parent.name for path in files} <= {*PLAIN, *COMPILED}
+
+
+def test_random_changes_are_the_same_each_time() -> None:
+    first, again = (list(mutate.mutations([b"abc" * 10, b"xyz"], [b"word"], 500, 3)) for _ in range(2))
+    assert first == again
+    assert len(set(first)) > 400
+    assert all(len(data) <= mutate.MAX_BYTES for data in first)
