@@ -1,0 +1,222 @@
+"""Chains: one store, used by one process after another, each killed, the last one running to the end of the plan."""
+
+import random
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from tierstore.killpoints import POINTS
+
+from .inspection import inspect
+from .life import Settings, live
+from .plan import Action
+from .processes import Ending, Kill, fork
+from .promise import Promise, PromiseError
+from .state import State
+
+__all__ = ["Chain", "Course", "Doom", "Tally", "point_dooms", "random_dooms"]
+
+_NEVER: Final = ("", 0)
+_REBOOT_SHARE: Final = 0.2
+_COUNTS: Final = {"write-back": 6, "commit": 2, "anchor": 3}
+"""Up to which of its times a named point is killed at; 1 of the others."""
+_DOOMS: Final = {"anywhere": 0.5, "opening": 0.15, "committing": 0.25, "closing": 0.1}
+"""Where random kills strike, and how often."""
+
+
+class Course(NamedTuple):
+    """What every chain does, and how long its parts take without a kill, in seconds."""
+
+    plan: Sequence[Action]
+    states: dict[int, State]
+    whole: float = 1.0
+    opening: float = 0.1
+    commit: float = 0.1
+    closing: float = 0.1
+
+
+class Doom(NamedTuple):
+    """How one process ends: at the ``point[1]``-th time a named point is reached, or by ``kill``.
+
+    ``reboot``: before the next process, the machine seems to have started anew.
+    """
+
+    kill: Kill | None = None
+    point: tuple[str, int] = _NEVER
+    reboot: bool = False
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """What was tried, and what came of it.
+
+    Attributes:
+        random_kills, point_kills: processes killed; ``points``: at each named point.
+        reopened: kills after which the store showed versions that it had to, each of them whole.
+        reboots: kills after which the machine seemed to have started anew.
+        versions: versions compared.
+        rows_differ: rows of them that were not as they must be.
+        ended: runs that came to their end; final_bits_differ: bits of theirs that are not those of a run never killed.
+        reached: how often each point was reached by processes that came to their end.
+        failures: in words, with what repeats them.
+    """
+
+    random_kills: int = 0
+    point_kills: int = 0
+    points: Counter[str] = field(default_factory=Counter)
+    reopened: int = 0
+    reboots: int = 0
+    versions: int = 0
+    rows_differ: int = 0
+    ended: int = 0
+    final_bits_differ: int = 0
+    reached: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+
+    def add(self, other: "Tally | dict[str, Any]") -> None:
+        """Add up."""
+        for name, value in (vars(other) if isinstance(other, Tally) else other).items():
+            own = getattr(self, name)
+            setattr(self, name, own + (Counter(value) if isinstance(own, Counter) else value))
+
+
+class _Failure(Exception):
+    pass
+
+
+class Chain:
+    """One store from its making to the end of the plan.
+
+    Args:
+        directory: where the store is made; must not exist.
+        name: what repeats it, for messages.
+    """
+
+    def __init__(self, directory: Path, course: Course, settings: Settings, name: str) -> None:
+        self._directory = directory
+        self._stacks = directory.with_name(f"{directory.name} stacks")
+        self._course = course
+        self._settings = settings
+        self._name = name
+        self._promise = Promise(settings.keep)
+        self._boot = 1
+        self._shown: tuple[int, ...] | None = None
+        self.tally = Tally()
+
+    def run(self, dooms: Iterator[Doom]) -> Tally:
+        """Kill one process after another until ``dooms`` end or a process outlives its own; then go on to the end."""
+        try:
+            if self._kill_all(dooms):
+                self._live(Doom())
+            self._end()
+        except (_Failure, PromiseError) as error:
+            self.tally.failures.append(f"{self._name}, {self._settings}, after {self._kills} kills: {error}")
+        else:
+            shutil.rmtree(self._directory)
+        return self.tally
+
+    @property
+    def _kills(self) -> int:
+        return self.tally.random_kills + self.tally.point_kills
+
+    def _kill_all(self, dooms: Iterator[Doom]) -> bool:
+        """Whether the run has yet to come to its end."""
+        for doom in dooms:
+            if self._live(doom).how == "ended":
+                if doom.point[0]:
+                    raise _Failure(f"{doom.point} was never reached")
+                return False
+            if doom.reboot:
+                self._boot += 1
+                self.tally.reboots += 1
+            self._check(self._inspect())
+            self.tally.reopened += 1
+        return True
+
+    def _live(self, doom: Doom) -> Ending:
+        """One process; counted by how it ended."""
+        course, settings = self._course, self._settings
+        ending = fork(
+            lambda report: live(self._directory, course.plan, settings, report, boot=self._boot, kill_at=doom.point),
+            self._stacks,
+            doom.kill,
+        )
+        if ending.how == "failed":
+            raise _Failure(ending.words)
+        if ending.how == "killed":
+            self.tally.point_kills += bool(doom.point[0])
+            self.tally.random_kills += not doom.point[0]
+            self.tally.points.update([doom.point[0]] if doom.point[0] else [])
+        for report in ending.reports:
+            self._promise.hear(report)
+            if report["label"] == "opened":
+                if self._shown not in (None, tuple(report["numbers"])):
+                    raise _Failure(f"a reader saw the versions {self._shown}, the next writer {report['numbers']}")
+                self._shown = None
+        closed = ending.last("closed")
+        self.tally.reached.update(closed["reached"] if closed else {})
+        return ending
+
+    def _inspect(self) -> dict[str, Any]:
+        """Open what the process left, for reading; what it shows."""
+        may_lack = not self._promise.was_opened
+        ending = fork(
+            lambda report: inspect(self._directory, self._course.states, report, boot=self._boot, may_lack=may_lack),
+            self._stacks,
+        )
+        shown = ending.last("shown")
+        if shown is None:
+            raise _Failure(f"could not be opened and read: {ending.words or ending.how}")
+        self.tally.versions += len(shown["numbers"])
+        self.tally.rows_differ += shown["rows"]
+        self._shown = tuple(shown["numbers"])
+        return shown
+
+    def _check(self, shown: dict[str, Any]) -> None:
+        if shown["words"]:
+            raise _Failure(shown["words"])
+        self._promise.check(tuple(shown["head"]), shown["numbers"])
+
+    def _end(self) -> None:
+        """The plan is done: its last version must be there, with the bits of the run that was never killed."""
+        shown = self._inspect()
+        self.tally.ended += 1
+        self.tally.final_bits_differ += shown["bits"]
+        self._check(shown)
+        if not shown["head"] or shown["head"][-1] != len(self._course.plan):
+            raise _Failure(f"the run ended, and its last version is of {shown['head']}")
+
+
+def random_dooms(course: Course, generator: random.Random) -> Iterator[Doom]:
+    """Kills spread over the whole run, some aimed at its short parts: opening, committing, closing."""
+    num_commits = sum(action.kind == "commit" for action in course.plan)
+    while True:
+        where = generator.choices(list(_DOOMS), list(_DOOMS.values()))[0]
+        kill = {
+            "anywhere": Kill("start", 1, generator.uniform(0, course.whole)),
+            "opening": Kill("start", 1, generator.uniform(0, 1.5 * course.opening)),
+            "committing": Kill(
+                "begin", generator.randint(1, num_commits // 4), generator.uniform(0, 1.5 * course.commit)
+            ),
+            "closing": Kill("closing", 1, generator.uniform(0, 1.5 * course.closing)),
+        }[where]
+        yield Doom(kill, reboot=generator.random() < _REBOOT_SHARE)
+
+
+def point_dooms(generator: random.Random) -> Iterator[Doom]:
+    """A kill at each named point, in an order in which each is still to come."""
+    parts = ("manifest", "rows file", "rollback", "prune", "commit", "write-back", "anchor")
+    order = {part: [name for name in POINTS if name.partition(":")[0] == part] for part in parts}
+    for part, names in order.items():
+        for name in names:
+            yield Doom(
+                point=(name, generator.randint(1, _COUNTS.get(part, 1))), reboot=generator.random() < _REBOOT_SHARE
+            )
+    for name in POINTS:
+        if name.partition(":")[0] not in order:
+            # The pages are put back where something was written after the last anchor.
+            yield Doom(point=("write-back: blocks published", 3), reboot=True)
+            yield Doom(point=(name, 1))

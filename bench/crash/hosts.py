@@ -1,0 +1,66 @@
+"""Processes of ``python -m bench.crash``, several at a time, and what came of them together."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.data import ROOT
+
+from .chain import Tally
+
+__all__ = ["Outcome", "kill_runs"]
+
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+"""Only a process without other threads may be forked; a graphics processor would bring some."""
+
+
+class Outcome(NamedTuple):
+    """``seconds``: what parts of a run take that is not killed, in the first process."""
+
+    tally: Tally
+    seconds: dict[str, float]
+
+
+def kill_runs(folder: Path, *, kills: Sequence[int], rounds: int, commits: int, seed: int) -> Outcome:
+    """One process for each of ``kills``, with a seed of its own from ``seed`` on; the others are its arguments.
+
+    Raises:
+        RuntimeError: one of them failed itself.
+    """
+    processes = [
+        _start(folder, "--seed", seed + number, "--kills", count, "--rounds", rounds, "--commits", commits)
+        for number, count in enumerate(kills)
+    ]
+    try:
+        found = [_result(process) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    tally = Tally()
+    seconds = [each.pop("seconds") for each in found]
+    for each in found:
+        tally.add(each)
+    return Outcome(tally, seconds[0])
+
+
+def _start(folder: Path, *arguments: object) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "bench.crash", "--dir", str(folder), *map(str, arguments)],
+        cwd=ROOT,
+        env=os.environ | _ONE_THREAD | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _result(process: "subprocess.Popen[str]") -> dict[str, Any]:
+    out, _ = process.communicate()
+    if process.returncode:
+        raise RuntimeError(f"{process.args!r} ended with {process.returncode}: {out}")
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return found

@@ -1,0 +1,92 @@
+"""Does a training run that is killed at any instant lose a row?
+
+A small model trains on two tables that do not fit in their memory budget: batches prefetched, commits and anchors in
+the background, old versions kept, gone back to and pruned. The process is killed with SIGKILL at random instants and at
+each named point of its write-back, commits and recovery. Each time the store is opened and every row, optimizer state
+and dense tensor of every kept version is compared with the same run in plain numpy arrays; then the next process goes
+on from there. After a fifth of the kills the machine seems to have started anew.
+"""
+
+import shutil
+import sys
+from pathlib import Path
+from tempfile import mkdtemp
+
+from tierstore.killpoints import POINTS
+
+from .common import Goal, Report, Run, Table, program
+from .crash.chain import Tally
+from .crash.hosts import Outcome, kill_runs
+
+__all__ = ["run"]
+
+
+def run(request: Run) -> Report:
+    config = request.config
+    workers = config["workers"]
+    shares = [len(range(worker, config["kills"], workers)) for worker in range(workers)]
+    folder = Path(mkdtemp(prefix="crashes-", dir=request.folder))
+    outcome = kill_runs(folder, kills=shares, rounds=config["rounds"], commits=config["commits"], seed=config["seed"])
+    for failure in outcome.tally.failures:
+        print(failure)
+    if not outcome.tally.failures:
+        shutil.rmtree(folder)
+    return _report(config["kills"], outcome)
+
+
+def _report(kills: int, outcome: Outcome) -> Report:
+    tally = outcome.tally
+    return Report(
+        question="Does a training run that is killed at any instant lose a row?",
+        tables=[_counts(tally), _points(tally)],
+        figures=vars(tally) | {"seconds": outcome.seconds},
+        goals=[
+            Goal(name="random kills", value=tally.random_kills, exactly=kills),
+            Goal(
+                name="kills after which the store reopened at a commit",
+                value=tally.reopened,
+                exactly=tally.random_kills + tally.point_kills,
+            ),
+            Goal(name="rows that differ", value=tally.rows_differ, exactly=0),
+            Goal(name="final bits that differ", value=tally.final_bits_differ, exactly=0),
+            Goal(name="named points killed at", value=len(tally.points), exactly=len(POINTS)),
+            Goal(name="failures", value=len(tally.failures), exactly=0),
+        ],
+        notes=[
+            "Compared with a twin in numpy that shares no code with the store. A commit counts as durable from the "
+            "moment its future says so: a store that showed an older one would be a failure, and so would one that "
+            "showed anything but a commit, a process that failed, or one that hung.",
+            f"A run that is not killed takes {outcome.seconds['whole']:.2f} s, its opening "
+            f"{1e3 * outcome.seconds['opening']:.0f} ms of it, a commit {1e3 * outcome.seconds['commit']:.0f} ms.",
+        ],
+    )
+
+
+def _counts(tally: Tally) -> Table:
+    rows = {
+        "kills at random instants": tally.random_kills,
+        "kills at named points": tally.point_kills,
+        "of them followed by a start of the machine": tally.reboots,
+        "reopened at a commit": tally.reopened,
+        "versions compared": tally.versions,
+        "rows that differ": tally.rows_differ,
+        "runs that came to their end": tally.ended,
+        "final bits that differ": tally.final_bits_differ,
+    }
+    return Table(
+        title="a training run killed, taken up and killed again",
+        columns=["", "count"],
+        rows=[[name, f"{count:,}"] for name, count in rows.items()],
+    )
+
+
+def _points(tally: Tally) -> Table:
+    return Table(
+        title="kills at named points, and how often whole runs pass them",
+        columns=["point", "kills", "passed"],
+        rows=[[name, f"{tally.points[name]:,}", f"{tally.reached[name]:,}"] for name in POINTS],
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(program("crashes", run))
