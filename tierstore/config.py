@@ -8,9 +8,10 @@ from . import optim
 from .excerpt import excerpt
 from .rows import MAX_ROWS, DtypeName, RowLayout
 
-__all__ = ["Pooling", "TableConfig", "require_choice", "require_int"]
+__all__ = ["MAX_KEPT_VERSIONS", "Pooling", "TableConfig", "require_choice", "require_int"]
 
 Pooling = Literal["sum", "mean", "max"]
+MAX_KEPT_VERSIONS: Final = 1000
 _MAX_NAME: Final = 200
 
 

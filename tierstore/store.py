@@ -10,14 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import safetensors.torch
 from torch import Tensor
 
 from . import cache
 from .budget import STAGING_BYTES, divide
-from .config import TableConfig, require_choice, require_int
+from .config import MAX_KEPT_VERSIONS, TableConfig, require_choice, require_int
 from .errors import BudgetError, ClosedError, FormatError, ReadOnlyError, TableError, TruncatedError
 from .io import MAX_PAGE_BYTES, ROW_FILE_NAME, LmdbColdTier, VerifyReport
 from .killpoints import reach
@@ -33,8 +33,6 @@ from .threads import Workers, default_threads
 from .version import TableState, Version, pack, unpack
 
 __all__ = ["Store", "open_store"]
-
-MAX_KEPT_VERSIONS: Final = 1000
 
 
 def open_store(

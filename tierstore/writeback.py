@@ -176,9 +176,11 @@ class WriteBack:
         """Ends of runs of sorted keys that lie in at most ``blocks_a_write`` blocks, no block in two runs."""
         if not len(keys):
             return []
-        blocks = (keys & _ROW_MASK) // self._layout.rows_per_block + (keys & ~_ROW_MASK)
-        new_block = np.flatnonzero(np.diff(blocks, prepend=-1))
+        new_block = np.flatnonzero(np.diff(self._blocks_of(keys), prepend=-1))
         return [*new_block[self._blocks_a_write :: self._blocks_a_write].tolist(), len(keys)]
+
+    def _blocks_of(self, keys: Any) -> Any:
+        return (keys & _ROW_MASK) // self._layout.rows_per_block + (keys & ~_ROW_MASK)
 
     # Commits
 
@@ -198,15 +200,26 @@ class WriteBack:
         with self._lock:
             slots = self._cache.frozen_slots()
             keys = self._cache.keys_of(slots)
-        slots = slots[np.argsort(keys)]
-        step = len(self._filling.keys)
-        for first in range(0, max(len(slots), 1), step):
+        order = np.argsort(keys)
+        slots, blocks = slots[order], self._blocks_of(keys[order])
+        first = 0
+        while first < len(slots):
+            stop = self._end_of_part(blocks, first)
             with self.gate:
-                self._send(slots[first : first + step])
+                self._send(slots[first:stop])
+            first = stop
         with self.gate:
             self._send(slots[:0])
             if self._error is not None:
                 raise self._error
+
+    def _end_of_part(self, blocks: Any, first: int) -> int:
+        """Where to end a part of the rows that fits into the outbox: between two blocks, if it can be."""
+        stop = first + len(self._filling.keys)
+        if stop >= len(blocks):
+            return len(blocks)
+        start_of_block = int(np.searchsorted(blocks, blocks[stop]))
+        return start_of_block if start_of_block > first else stop
 
     def _send(self, slots: Any) -> None:
         """Write the frozen ones of these rows and what is in the outbox. The caller holds the gate."""

@@ -18,6 +18,7 @@ from .policies import CacheState, Tally, policy_insert, policy_remove, policy_to
 
 __all__ = [
     "DIRTY",
+    "FLAGS",
     "FROZEN",
     "LOADING",
     "NOTHING_WRONG",
@@ -45,6 +46,7 @@ LOADING: Final = 2
 DIRTY: Final = 4
 FROZEN: Final = 8
 """Bits of a slot record's ``flags``; a free slot has none."""
+FLAGS: Final = {"resident": RESIDENT, "loading": LOADING, "dirty": DIRTY, "frozen": FROZEN}
 UNCLEAN: Final = DIRTY | FROZEN
 
 NOTHING_WRONG: Final = -1

@@ -5,8 +5,8 @@ nothing of disks: whoever admits a row fills its slot. It is not thread-safe: th
 are pinned may be read and written without the owner's lock.
 
 A slot is free, or resident. A resident slot may be *pinned* (in use; no policy may evict it), and is one of: *loading*
-(reserved, its row not yet copied in; then it is pinned), *dirty* (newer than the tier below), *frozen* (newer, and what a
-version under way will show: it must be copied before it may change), or clean.
+(reserved, its row not yet copied in; then it is pinned), *dirty* (newer than the tier below), *frozen* (newer, and what
+a version under way will show: it must be copied before it may change), or clean.
 """
 
 from enum import IntEnum

@@ -288,8 +288,8 @@ class DdrCache:
             raise AssertionError(f"cannot {action} slot {slot}: the cache has {self.capacity} slots")
         record = self._books.slots[slot]
         flags = int(record["flags"])
+        names = [name for name, flag in kernels.FLAGS.items() if flags & flag]
         raise AssertionError(
-            f"cannot {action} slot {slot}: it must be {condition}; it is "
-            f"{'resident' if flags else 'free'}, {'loading' if flags & kernels.LOADING else 'not loading'}, "
-            f"{'dirty' if flags & kernels.DIRTY else 'frozen' if flags & kernels.FROZEN else 'clean'}, pinned {int(record['pins'])} times"
+            f"cannot {action} slot {slot}: it must be {condition}; it is {', '.join(names) or 'free'}, "
+            f"pinned {int(record['pins'])} times"
         )

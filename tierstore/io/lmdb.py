@@ -465,18 +465,15 @@ class LmdbColdTier:
                 txn.put(item_key(HEAD_ITEM), pack_head(head))
                 reach("commit: record put")
             reach("commit: transaction committed")
-            with self._must_succeed():
-                anchored = self._keeper.start()
         with self._must_succeed():
-            anchored.result()
+            self._anchor()
             self._adopt(head, record)
         reach("commit: durable")
         self._prune()
 
     def _adopt(self, head: Head, record: CommitRecord) -> None:
-        """Show a version that became current; its anchor has ended, well or not."""
+        """Show a version that became current."""
         with self._writer:
-            self._keeper.settle()
             self._head, self._record = head, record
             self._view.move(self._new_snapshot())
 
@@ -493,9 +490,17 @@ class LmdbColdTier:
             self._delete_items()
             directory.forget_written(oldest)
             self._view.move(self._new_snapshot())
-            with self._must_succeed():
-                self._keeper.start()  # only behind an anchor can the pages be used again
+        self._anchor()  # only behind an anchor can the pages be used again
         reach("prune: done")
+
+    def _anchor(self) -> None:
+        """Set an anchor while other threads go on writing."""
+        with self._must_succeed():
+            with self._writer:
+                anchored = self._keeper.start()
+            anchored.result()
+            with self._writer:
+                self._keeper.settle()
 
     def _delete(self, snapshot: Snapshot, chunks: Iterable[Entries]) -> bool:
         """Delete blocks in small transactions, between which other writes get their turn; whether there were any."""

@@ -45,7 +45,14 @@ def _schema(data: DataSection) -> Schema:
 def open_run_store(config: RunConfig) -> Store:
     """The store of the run, created where there is none."""
     section = config.store
-    return open_store(section.path, mode="w", ddr=section.ddr, policy=section.policy, threads=section.threads or None)
+    return open_store(
+        section.path,
+        mode="w",
+        keep=section.keep,
+        ddr=section.ddr,
+        policy=section.policy,
+        threads=section.threads or None,
+    )
 
 
 def build_run(config: RunConfig, store: Store) -> Run:

@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from ..pending import PendingCommit
 from ..store import Store
 from .build import Run
 from .config import RunConfig
@@ -33,14 +34,14 @@ class Position:
     row: int = 0
 
 
-def commit_run(run: Run, config: RunConfig, position: Position) -> int:
-    """Commit rows and everything else of the run atomically; returns the version."""
+def commit_run(run: Run, config: RunConfig, position: Position) -> PendingCommit:
+    """Begin to commit rows and everything else of the run, atomically; training may go on."""
     tensors = {f"model.{name}": parameter.detach() for name, parameter in run.model.named_parameters()}
     for name, state in _optimizer_states(run):
         tensors |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
     tensors["rng"] = torch.get_rng_state()
     extra = {_EXTRA_KEY: {"position": asdict(position), "config": to_dict(config)}}
-    return run.store.commit(extra=extra, tensors=tensors)
+    return run.store.commit_async(extra=extra, tensors=tensors)
 
 
 def _optimizer_states(run: Run) -> list[tuple[str, dict[str, Tensor]]]:

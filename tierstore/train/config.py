@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+from ..config import MAX_KEPT_VERSIONS
 from ..excerpt import excerpt
 from ..rows import MAX_ROWS
 from .readers.open import DataFormat
@@ -62,10 +63,12 @@ class StoreSection:
     ddr: str | int = _option("50%", 'memory for rows: bytes, "512MiB", "50%" of the machine\'s or "5% of tables"')
     policy: str = _option("lru", 'which rows leave memory first: "lru", "lfu", or "reference-" and one of them')
     threads: int = _option(0, "threads of the store; 0 chooses")
+    keep: int = _option(1, "commits to keep; tierstore rollback goes back to one")
 
     def __post_init__(self) -> None:
         _require(bool(self.path), "store.path", self.path, "a path")
         _require_count("store.threads", self.threads, 0, _MAX_THREADS)
+        _require_count("store.keep", self.keep, 1, MAX_KEPT_VERSIONS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..io.prefetch import prefetch
+from ..pending import PendingCommit
 from .build import Run, build_run, open_data, open_run_store
 from .checkpoint import Position, commit_run, require_resumable, restore_run
 from .config import RunConfig
@@ -30,6 +31,43 @@ class _Outcome(NamedTuple):
     loss: float | None
     interrupted: bool
     start_bytes: int
+
+
+class _Commits:
+    """The run's commits: written in the background one at a time, each told of when it is durable."""
+
+    def __init__(self, run: Run, config: RunConfig, progress: Progress, committed_step: int) -> None:
+        self._run = run
+        self._config = config
+        self._progress = progress
+        self._step = committed_step
+        self._loss: float | None = None
+        self._pending: PendingCommit | None = None
+
+    def begin(self, position: Position) -> None:
+        """Commit the run as it is, once the commit before is durable."""
+        self.end()
+        self._pending = commit_run(self._run, self._config, position)
+        self._step, self._loss = position.step, self._progress.loss
+
+    def tell(self) -> None:
+        """Say so, if a commit has become durable; raise its error, if it failed."""
+        if self._pending is not None and self._pending.done():
+            self.end()
+
+    def end(self) -> None:
+        """Wait for the commit under way."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            version = pending.result()
+            self._progress.say(f"step {self._step:,}: committed version {version}, loss {self._loss:.4f}")
+
+    def finish(self, position: Position) -> int:
+        """Commit what is not committed; returns the version that the store then shows."""
+        self.end()
+        if position.step > self._step:
+            commit_run(self._run, self._config, position).result()
+        return self._run.store.version
 
 
 class _Data(NamedTuple):
@@ -107,7 +145,7 @@ def _train_epochs(run: Run, data: _Data, position: Position) -> _Outcome:
     )
     rows = 0
     start_bytes = own_bytes()
-    version, committed_step = run.store.version, position.step
+    commits = _Commits(run, data.config, progress, position.step)
     started = time.perf_counter()
     run.model.train()
     with contextlib.closing(progress), StopRequest() as stop:
@@ -123,14 +161,13 @@ def _train_epochs(run: Run, data: _Data, position: Position) -> _Outcome:
                     if stop.requested:
                         break
                     if due:
-                        version, committed_step = commit_run(run, data.config, position), position.step
-                        progress.say(f"step {position.step:,}: committed version {version}, loss {progress.loss:.4f}")
+                        commits.begin(position)
+                    commits.tell()
                 else:
                     if not position.row:
                         raise DataError(f"{data.reader.path} has no rows to train on")
                     position = Position(position.step, position.epoch + 1, 0)
-        if position.step > committed_step:
-            version = commit_run(run, data.config, position)
+        version = commits.finish(position)
     seconds = time.perf_counter() - started
     return _Outcome(position, version, rows, seconds, progress.loss, position.epoch < train.epochs, start_bytes)
 

@@ -71,4 +71,4 @@ def _take_steps(config: RunConfig) -> None:
                     train_step(run, batch)
                     if step == _STEPS:
                         break
-            commit_run(run, config, Position(epoch=epoch + 1))
+            commit_run(run, config, Position(epoch=epoch + 1)).result()
