@@ -33,7 +33,7 @@ from .btree import (
 )
 from .mapped import zeros
 
-__all__ = ["PageUse", "check_page_use"]
+__all__ = ["PageUse", "check_page_use", "free_pages"]
 
 _BRANCH: Final = 0x01
 _LEAF: Final = 0x02
@@ -320,3 +320,20 @@ def check_page_use(halves: Halves, meta: Meta, limit: int) -> PageUse:
     if claimed != meta.last_page - 1 or (newest != meta.txn_id and meta.txn_id > 1):
         return PageUse(WalkStatus.BAD_TOTALS, meta.txn_id % 2, 0)
     return PageUse(WalkStatus.DONE, 0, free_pages)
+
+
+def free_pages(halves: Halves, meta: Meta, limit: int) -> NDArray[np.bool_] | None:
+    """Which of the file's pages hold no block: free ones and those of the list itself; None if the list is damaged."""
+    used: NDArray[np.uint64] = np.zeros((max(meta.last_page + 1, limit) >> 6) + 1, np.uint64)
+    result = np.zeros(_RESULTS, np.int64)
+    if meta.free_root != NO_ROOT:
+        page_halves = meta.page_bytes // 2
+        _use_tree(
+            halves, page_halves, limit, meta.last_page, meta.free_root, meta.free_depth, _FREE_KEY_BYTES, used, result
+        )
+    is_whole = TreeTotals(*result[_BRANCHES : _ENTRIES + 1].tolist()) == meta.free
+    if result[_STATUS] != WalkStatus.DONE or not is_whole or (result[_NEWEST] != meta.txn_id and meta.txn_id > 1):
+        return None
+    bits = np.unpackbits(used.view(np.uint8), bitorder="little")[:limit].astype(np.bool_)
+    bits[meta.last_page + 1 :] = True
+    return bits

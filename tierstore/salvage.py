@@ -1,0 +1,337 @@
+"""What is sound of a damaged store, saved into a new one, and a list of what was lost.
+
+The source is only read. Rows are those of its last version, each held against its own checksum; io/survivors.py tells
+which blocks are certain to be of that version. The new store keeps the version's number. A row that was lost has its
+first value there, as if it had never been written.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .config import TableConfig
+from .durable import sync_directory
+from .errors import DamagedError, FormatError, StoreLockedError, StoreNotFoundError
+from .excerpt import excerpt
+from .exchange.output import full_disk_errors
+from .io import ROW_FILE_NAME, LmdbColdTier
+from .io.anchor import ANCHOR_NAME, read_stamp
+from .io.files import LOCK_NAME, require_plain_files
+from .io.gather import Geometry, geometry
+from .io.mapped import FileMap
+from .io.remains import Remains, read_remains
+from .io.scrub import TableShapes, table_shapes
+from .io.survivors import Survivors, choose_tree, list_entries, surviving_blocks
+from .io.wreck import take_rows
+from .manifest import MANIFEST_NAME, Manifest
+from .plainfile import read_plain_file
+from .store import open_store
+from .version import TableState, pack, unpack
+
+__all__ = ["LOST_NAME", "WORK_NAME", "Loss", "SalvageReport", "salvage"]
+
+LOST_NAME: Final = "lost.txt"
+"""In the new store: what was lost, a line each."""
+WORK_NAME: Final = "repair.partial"
+"""Where in the target the store is made; what is in it may be deleted."""
+_STAGING_BYTES: Final = 1 << 20
+_BATCH_BYTES: Final = 8 << 20
+_MAX_MANIFEST_BYTES: Final = 64 * 2**20
+_DDR: Final = "64MiB"
+
+
+class Loss(NamedTuple):
+    """Rows ``first`` to ``last`` of a table were lost. Of a lost block, rows that were never written are among them."""
+
+    table: str
+    first: int
+    last: int
+
+
+@dataclass(kw_only=True)
+class SalvageReport:
+    """What was saved, and what was not.
+
+    Attributes:
+        version: whose rows, extra and tensors these are; the new store has the same number.
+        rows: saved.
+        lost: what was lost of each table, in order.
+        missing: by table, blocks that the version had and of which nothing at all was found: which rows they held is
+            not known. -1 where their number is not known either.
+        unproven: blocks taken, with ``stale_ok``, that may be older than the version.
+        payload_lost: extra, tensors and the tables' steps are gone.
+        doubts: what could not be proven, in sentences.
+    """
+
+    directory: Path
+    target: Path
+    version: int = 0
+    rows: int = 0
+    lost: list[Loss] = field(default_factory=list)
+    missing: dict[str, int] = field(default_factory=dict)
+    unproven: int = 0
+    payload_lost: bool = False
+    doubts: list[str] = field(default_factory=list)
+
+    @property
+    def lost_rows(self) -> int:
+        return sum(loss.last - loss.first + 1 for loss in self.lost)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the version was saved, for certain."""
+        return not (self.lost or self.missing or self.unproven or self.payload_lost or self.doubts)
+
+    def lines(self) -> list[str]:
+        """What was lost, a line each."""
+        lines = [*self.doubts]
+        if self.payload_lost:
+            lines.append(f"extra and tensors of version {self.version}, and how many updates each table has had")
+        for table, count in self.missing.items():
+            blocks = "an unknown number of blocks" if count < 0 else f"{count} blocks"
+            lines.append(f"table {excerpt(table)}: {blocks} more, of rows that are not known")
+        if self.unproven:
+            lines.append(f"{self.unproven} blocks were saved that may be older than version {self.version}")
+        return lines + [f"table {excerpt(loss.table)}: rows {loss.first} to {loss.last}" for loss in self.lost]
+
+
+def salvage(
+    directory: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    manifest: str | os.PathLike[str] | None = None,
+    stale_ok: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> SalvageReport:
+    """Save every sound row of a store's last version, its extra and its tensors into a new store.
+
+    Takes 32 bytes of memory a block, and more where the index is damaged.
+
+    Args:
+        directory: the damaged store; only read, and no process may have it open for writing.
+        target: the new store's directory; must not exist, or be empty.
+        manifest: a copy of the store's manifest.json, where its own cannot be read.
+        stale_ok: also take blocks that may be older than the version, where nothing newer was found.
+        progress: called as ``progress(done_blocks, total_blocks)``.
+
+    Raises:
+        FileExistsError: the target holds something.
+        StoreNotFoundError, DamagedError: the manifest or the row file is missing, or nothing leads to any row.
+        StoreLockedError: the store is open for writing. DiskFullError: no room for the new store.
+    """
+    source, target = Path(directory).absolute(), Path(target).absolute()
+    report = SalvageReport(directory=source, target=target)
+    with _not_written(source), _work_folder(target) as work, full_disk_errors(target):
+        known = _manifest(source, manifest)
+        made = replace(known, store_id=uuid.uuid4().hex, has_rows=True)
+        _save(source / ROW_FILE_NAME, known, work, made, report, stale_ok, progress)
+        (work / LOST_NAME).write_text("".join(f"{line}\n" for line in report.lines()))
+        made.write(work)
+        with open_store(work, mode="r", ddr=_DDR) as store:
+            store.verify()
+        _move(work, target)
+    return report
+
+
+@contextlib.contextmanager
+def _not_written(source: Path) -> Iterator[None]:
+    """Hold the source's lock, shared, so that no writer opens it meanwhile."""
+    require_plain_files(source)
+    if not (source / ROW_FILE_NAME).exists():
+        raise StoreNotFoundError(f"{source / ROW_FILE_NAME}: no such file; there are no rows to save")
+    try:
+        descriptor = os.open(source / LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise StoreLockedError(f"{source}: a process has the store open for writing; end it first") from None
+    finally:
+        os.close(descriptor)
+
+
+def _manifest(source: Path, other: "str | os.PathLike[str] | None") -> Manifest:
+    if other is not None:
+        return Manifest._parse(Path(other), read_plain_file(Path(other), _MAX_MANIFEST_BYTES))
+    try:
+        return Manifest.read(source)
+    except (StoreNotFoundError, DamagedError) as error:
+        raise type(error)(
+            f"{error}. Without a manifest nothing says which tables there are: give a copy of it with --manifest FILE; "
+            "one of the same store from before its last tables were made will do for the others"
+        ) from error
+
+
+@contextlib.contextmanager
+def _work_folder(target: Path) -> Iterator[Path]:
+    """A folder within the target to make the store in; unless a store comes of it, all that was made is removed."""
+    made = not target.exists()
+    if made:
+        target.mkdir()
+    names = {path.name for path in target.iterdir()} if target.is_dir() else {""}
+    if names - {WORK_NAME}:
+        raise FileExistsError(f"{target} is not an empty directory; choose one that is, or a new one")
+    work = target / WORK_NAME
+    try:
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir()
+        yield work
+    except BaseException:
+        if not (target / MANIFEST_NAME).exists():
+            shutil.rmtree(target if made else work, ignore_errors=True)
+        raise
+
+
+def _move(work: Path, target: Path) -> None:
+    """Give the finished store its place; the manifest, without which it is no store, comes last."""
+    for name in (ROW_FILE_NAME, ANCHOR_NAME, LOST_NAME):
+        os.rename(work / name, target / name)
+    sync_directory(target)
+    os.rename(work / MANIFEST_NAME, target / MANIFEST_NAME)
+    shutil.rmtree(work)
+    sync_directory(target)
+    sync_directory(target.parent)
+
+
+def _save(
+    path: Path,
+    known: Manifest,
+    work: Path,
+    made: Manifest,
+    report: SalvageReport,
+    stale_ok: bool,
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    """Make the new store's row file."""
+    size = path.stat().st_size
+    if size < 2 * known.page_bytes:
+        raise DamagedError(f"{path}: {size} bytes are less than its two meta pages; there is nothing to save")
+    file_map = FileMap(path, size)
+    try:
+        store_id = bytes.fromhex(known.store_id)
+        meta = choose_tree(path, file_map, known.page_bytes, store_id, report.doubts)
+        listed = list_entries(file_map, meta)
+        remains = read_remains(path, file_map, known.page_bytes, listed, report.doubts)
+        _require_same_store(path, known, remains)
+        report.version = remains.record.version
+        shapes, geometries = _shapes(known)
+        survivors = surviving_blocks(file_map, meta, listed, remains.record, shapes)
+        tier = LmdbColdTier(work, store_id=bytes.fromhex(made.store_id), readonly=False, staging_bytes=_STAGING_BYTES)
+        try:
+            taker = _Taker(file_map, tier, report, stale_ok, progress, sum(len(s.pages) for s in survivors.values()))
+            for index, config in enumerate(known.tables):
+                tier.add_table(index, config.layout(known.page_bytes), config.num_embeddings)
+                if report.version:
+                    taker.take(config, geometries[index], survivors[index], remains.has_totals)
+            if report.version:
+                tier.commit(_payload(known, remains, report), report.version)
+        finally:
+            tier.close()
+    finally:
+        file_map.close()
+
+
+def _require_same_store(path: Path, known: Manifest, remains: Remains) -> None:
+    stored = remains.store_id or read_stamp(path, known.page_bytes)
+    if stored != bytes.fromhex(known.store_id) and any(stored):
+        raise FormatError(
+            f"{path}: belongs to store {stored.hex()}, not to {known.store_id}, which the manifest is of: give the "
+            "store's own with --manifest FILE"
+        )
+
+
+def _shapes(known: Manifest) -> tuple[TableShapes, list[Geometry]]:
+    layouts = [config.layout(known.page_bytes) for config in known.tables]
+    geometries = [geometry(layout, 0) for layout in layouts]
+    blocks = [layout.num_blocks(config.num_embeddings) for layout, config in zip(layouts, known.tables, strict=True)]
+    return table_shapes(dict(enumerate(zip(geometries, blocks, strict=True)))), geometries
+
+
+def _payload(known: Manifest, remains: Remains, report: SalvageReport) -> bytes:
+    """The version's payload, or an empty one for its tables."""
+    if remains.payload is not None:
+        with contextlib.suppress(DamagedError):
+            unpack(report.version, remains.payload)
+            return remains.payload
+    report.payload_lost = True
+    return pack({config.name: TableState(0, config.optimizer.lr) for config in known.tables}, {}, {})
+
+
+class _Taker:
+    """Copies sound rows, table by table, and notes what is lost."""
+
+    def __init__(
+        self,
+        file_map: FileMap,
+        tier: LmdbColdTier,
+        report: SalvageReport,
+        stale_ok: bool,
+        progress: Callable[[int, int], None] | None,
+        total: int,
+    ) -> None:
+        self._file_map = file_map
+        self._tier = tier
+        self._report = report
+        self._stale_ok = stale_ok
+        self._progress = progress
+        self._done, self._total = 0, total
+
+    def take(self, config: TableConfig, geo: Geometry, blocks: Survivors, has_totals: bool) -> None:
+        """Save the rows of one table."""
+        lost: list[NDArray[np.int64]] = []
+        taken = np.ones(len(blocks.pages), np.bool_) if self._stale_ok else blocks.proven
+        self._report.unproven += int((taken & ~blocks.proven).sum())
+        numbers = (blocks.block_keys[~taken] & np.uint64((1 << 40) - 1)).astype(np.int64)
+        if len(numbers):
+            rows = (numbers[:, None] * geo.rows_per_block + np.arange(geo.rows_per_block)).ravel()
+            lost.append(rows[rows < config.num_embeddings])
+        if blocks.missing or not has_totals:
+            self._report.missing[config.name] = blocks.missing if has_totals else -1
+        lost += self._copy(config, geo, blocks.block_keys[taken], blocks.pages[taken])
+        self._report.lost += _ranges(config.name, np.unique(np.concatenate(lost)) if lost else np.empty(0, np.int64))
+
+    def _copy(
+        self, config: TableConfig, geo: Geometry, block_keys: NDArray[np.uint64], pages: NDArray[np.int64]
+    ) -> Iterator[NDArray[np.int64]]:
+        """Rows of the table that are damaged, in parts; the others are written to the new store."""
+        row_bytes = 8 * geo.row_words
+        room = max(geo.rows_per_block, min(_BATCH_BYTES // row_bytes, geo.rows_per_block * max(1, len(pages))))
+        keys, lost = np.empty((2, room), np.int64)
+        weights, state = np.empty((room, geo.weight_words), np.uint64), np.empty((room, geo.state_words), np.uint64)
+        limit = self._file_map.file_bytes() // (8 * geo.page_words)
+        slots = np.arange(room, dtype=np.int32)
+        start = 0
+        while start < len(pages):
+            result = np.zeros(3, np.int64)
+            words = self._file_map.words
+            take_rows(
+                geo, words, limit, config.num_embeddings, block_keys, pages, start, keys, weights, state, lost, result
+            )
+            stop, count, num_lost = result.tolist()
+            if count:
+                self._tier.write(keys[:count], slots[:count], weights, state, epoch=self._report.version)
+            self._report.rows += count
+            yield lost[:num_lost] & ((1 << 40) - 1)
+            self._done += stop - start
+            start = stop
+            if self._progress is not None:
+                self._progress(self._done, self._total)
+
+
+def _ranges(table: str, rows: NDArray[np.int64]) -> Iterator[Loss]:
+    """Neighbouring rows together."""
+    for run in np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1):
+        if len(run):
+            yield Loss(table, int(run[0]), int(run[-1]))
