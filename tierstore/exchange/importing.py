@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..config import Pooling, TableConfig
+from ..config import MAX_KEPT_VERSIONS, Pooling, TableConfig
 from ..io.files import rows_path
 from ..manifest import MANIFEST_NAME
 from ..optim import Optimizer
 from ..rows import DtypeName
-from ..store import MAX_KEPT_VERSIONS, Store, open_store
+from ..store import Store, open_store
 from ..table import Table
 from ..version import TableState
 from .matching import Match, Settings, match_tables

@@ -1,0 +1,227 @@
+"""How long does a commit hold up training, and does the file of a run that commits for ever level off?
+
+A model trains on random ids. Before each run of steps everything that was trained since the last is committed: not at
+all, in the background, or waited for; the three take turns. The stall of a background commit is the time the call takes
+plus what the steps take longer until the version is durable.
+"""
+
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+import tierstore
+
+from .common import Goal, Report, Run, Spread, Table, program
+
+__all__ = ["run"]
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+class Stall(NamedTuple):
+    """Of one background commit, in seconds."""
+
+    call: float
+    slower_steps: float
+    write: float
+    rows: int
+
+    @property
+    def total(self) -> float:
+        return self.call + self.slower_steps
+
+
+class _Training:
+    """Steps of a small model over one table, as many as wanted."""
+
+    def __init__(self, store: tierstore.Store, config: dict[str, Any]) -> None:
+        table = store.create_table(
+            tierstore.TableConfig(
+                name="item",
+                num_embeddings=config["rows"],
+                embedding_dim=config["dim"],
+                optimizer=tierstore.optim.RowWiseAdagrad(lr=0.05),
+            )
+        )
+        torch.manual_seed(config["seed"])
+        self._store = store
+        self._bag = tierstore.TieredEmbeddingBag(table, mode="sum")
+        self._model = torch.nn.Sequential(
+            torch.nn.Linear(config["dim"], config["hidden"]), torch.nn.ReLU(), torch.nn.Linear(config["hidden"], 1)
+        )
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01)
+        self._batches = tierstore.prefetch(_batches(config), self._bag, depth=config["depth"], features=lambda b: b)
+
+    def step(self) -> float:
+        """Seconds of one step, its batch included."""
+        start = time.perf_counter()
+        ids, offsets = next(self._batches)
+        loss = self._model(self._bag(ids, offsets)).square().mean()
+        self._optimizer.zero_grad()
+        loss.backward()
+        self._optimizer.step()
+        return time.perf_counter() - start
+
+    def commit(self) -> "tierstore.pending.PendingCommit":
+        return self._store.commit_async(tensors=dict(self._model.named_parameters()))
+
+    def close(self) -> None:
+        self._batches.close()
+
+
+def _batches(config: dict[str, Any]) -> Iterator[Batch]:
+    """Bags of ``pooling_factor`` ids each, drawn by a power law and scattered over the table."""
+    generator = np.random.default_rng(config["seed"])
+    rows, count = config["rows"], config["batch"] * config["pooling_factor"]
+    weights = np.arange(1, rows + 1, dtype=np.float64) ** -config["zipf"]
+    cumulative = np.cumsum(weights)
+    place = generator.permutation(rows)
+    offsets = torch.arange(0, count, config["pooling_factor"])
+    while True:
+        ranks = np.searchsorted(cumulative, generator.random(count) * cumulative[-1])
+        yield torch.from_numpy(place[np.minimum(ranks, rows - 1)]), offsets
+
+
+def _background(training: _Training, store: tierstore.Store, steps: int, base: float) -> Stall:
+    """One commit and the steps beside it; ``base`` is what a step takes without."""
+    written = store.stats().ssd.rows_written
+    start = time.perf_counter()
+    pending = training.commit()
+    call = time.perf_counter() - start
+    ended: list[float] = []
+    pending.add_done_callback(lambda _: ended.append(time.perf_counter()))
+    during = []
+    taken = 0
+    while taken < steps or not pending.done():
+        is_beside = not pending.done()
+        seconds = training.step()
+        taken += 1
+        if is_beside:
+            during.append(seconds)
+    pending.result()
+    slower = sum(seconds - base for seconds in during)
+    return Stall(call, slower, ended[0] - start, store.stats().ssd.rows_written - written)
+
+
+def _measure(config: dict[str, Any], folder: Path) -> tuple[list[float], list[Stall], list[float]]:
+    """(medians of steps without a commit, background commits, seconds of commits that were waited for)."""
+    alone: list[float] = []
+    stalls: list[Stall] = []
+    waited: list[float] = []
+    with tierstore.open(folder, ddr=config["ddr"]) as store:
+        training = _Training(store, config)
+        try:
+            for _ in range(config["steps"]):
+                training.step()
+            for _ in range(config["repetitions"]):
+                alone.append(statistics.median(training.step() for _ in range(config["steps"])))
+                stalls.append(_background(training, store, config["steps"], alone[-1]))
+                start = time.perf_counter()
+                training.commit().result()
+                waited.append(time.perf_counter() - start)
+                for _ in range(config["steps"]):
+                    training.step()
+        finally:
+            training.close()
+    return alone, stalls, waited
+
+
+def _growth(config: dict[str, Any], folder: Path) -> tuple[list[int], int]:
+    """(bytes of the row file after each commit that rewrote every row, bytes of the blocks of one version)."""
+    rows = torch.arange(config["growth_rows"])
+    sizes = []
+    with tierstore.open(folder, ddr=config["growth_ddr"]) as store:
+        table = store.create_table(
+            tierstore.TableConfig(name="item", num_embeddings=len(rows), embedding_dim=config["dim"])
+        )
+        for number in range(config["growth_commits"]):
+            table.write(rows, torch.full((len(rows), config["dim"]), float(number)))
+            store.commit()
+            sizes.append((folder / "rows.lmdb").stat().st_size)
+        return sizes, store.verify().bytes
+
+
+def _apart(folder: Path, measure: Callable[[Path], Any]) -> Any:
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        return measure(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _row(name: str, seconds: list[float]) -> list[str]:
+    spread = Spread.of(seconds)
+    return [name, *(f"{1000 * value:,.1f}" for value in (spread.median, spread.lowest, spread.highest))]
+
+
+def _note(config: dict[str, Any], stalls: list[Stall]) -> str:
+    rows = statistics.median(stall.rows for stall in stalls)
+    worst = max(stalls, key=lambda stall: stall.total)
+    return (
+        f"{config['rows']:,} rows of {config['dim']} float32 with row-wise Adagrad, {config['ddr']} of DDR, batches of "
+        f"{config['batch']:,} bags of {config['pooling_factor']} ids (Zipf {config['zipf']}), {config['steps']} steps "
+        f"between commits; beside a background commit {rows:,.0f} rows were written (median, evicted ones included). "
+        f"The worst stall was {1000 * worst.total:,.0f} ms, {worst.total / worst.write:.2f} of its write time; the "
+        f"worst call took {1000 * max(stall.call for stall in stalls):,.1f} ms. Steps beside a commit share cores and "
+        "disk with it; a negative difference is noise."
+    )
+
+
+def run(request: Run) -> Report:
+    """Run it."""
+    config = request.config
+    alone, stalls, waited = _apart(request.folder / "commit", lambda folder: _measure(config, folder))
+    sizes, data_bytes = _apart(request.folder / "growth", lambda folder: _growth(config, folder))
+    shares = [stall.total / stall.write for stall in stalls]
+    times = Table(
+        title="a commit and the training loop, ms",
+        columns=["", "median", "lowest", "highest"],
+        rows=[
+            _row("a step, no commit under way", alone),
+            _row("background: the call", [stall.call for stall in stalls]),
+            _row("background: steps slower until it is durable", [stall.slower_steps for stall in stalls]),
+            _row("background: stall, both together", [stall.total for stall in stalls]),
+            _row("background: full write time", [stall.write for stall in stalls]),
+            _row("waited for: full write time, which is its stall", waited),
+        ],
+    )
+    growth = Table(
+        title="the row file while every commit rewrites every row",
+        columns=["commits", "bytes", "of the data"],
+        rows=[
+            [f"{number:,}", f"{sizes[number - 1]:,}", f"{sizes[number - 1] / data_bytes:.2f}"]
+            for number in sorted({1, 2, 3, 5, 10, 20, 50, 100, 200, len(sizes)})
+            if number <= len(sizes)
+        ],
+    )
+    return Report(
+        question="How long does a commit hold up training, and does the file of a run that commits for ever level off?",
+        tables=[times, growth],
+        figures={
+            "step_seconds": alone,
+            "stalls": [stall._asdict() | {"total": stall.total} for stall in stalls],
+            "waited_seconds": waited,
+            "file_bytes": sizes,
+            "data_bytes": data_bytes,
+        },
+        goals=[
+            Goal(
+                name="median stall of a background commit, of its full write time",
+                value=statistics.median(shares),
+                at_most=0.1,
+            ),
+            Goal(name="largest file, of the data", value=max(sizes) / data_bytes, at_most=2.5),
+        ],
+        notes=[_note(config, stalls)],
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(program("commit", run))
