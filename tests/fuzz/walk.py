@@ -1,11 +1,14 @@
 """The kernels that follow LMDB's pages, on a damaged image, as plain Python: nothing is read outside the image."""
 
+import struct
+
 import numpy as np
 
 from tierstore.io.btree import META_READ_BYTES, NO_ROOT, WalkStatus, new_entries, parse_meta, seek_each, walk
 from tierstore.io.free_list import check_page_use
 
 from .image import PAGE_BYTES, build_store, edited, guarded_halves, metadata_pages, some_edits
+from .mutate import INTERESTING
 from .target import FindingError, Target, scratch_folder
 
 _CHUNK = 50
@@ -56,4 +59,11 @@ def _walk(halves: np.ndarray, place: tuple[int, int, int, int], size_bytes: int)
         first, second = np.uint64(last >> 64), np.uint64(last % 2**64)
 
 
-TARGET = Target(run=run, seeds=lambda: some_edits(4), mutations=30)
+def seeds() -> list[bytes]:
+    """Among others: the roots of both trees, in both meta pages, far beyond the end of the file."""
+    beyond = INTERESTING.index(0xFFFF)
+    roots = [struct.pack("<BBHI", 5, page, offset, beyond) for page in (0, 1) for offset in (80, 128)]
+    return [*roots, *some_edits(4)]
+
+
+TARGET = Target(run=run, seeds=seeds, mutations=30)
