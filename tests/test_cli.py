@@ -24,6 +24,7 @@ HELP = {
             demo      train on tables that do not fit the budget, and compare
             inspect   say what a store holds
             verify    check every row of a store
+            repair    save what is sound of a damaged store
             compact   copy a store without the room it no longer needs
             export    write tables to a safetensors file or torch checkpoint
             import    take tables from safetensors files or torch checkpoints
@@ -78,6 +79,21 @@ HELP = {
         options:
           -h, --help   show this help message and exit
           --traceback  show where in the code an error arose
+    """,
+    "repair": """
+        usage: tierstore repair [-h] [--manifest FILE] [--stale-ok] [--traceback] DIR NEW_DIR
+        Save every sound row of a damaged store's last version into a new store, and list what was lost. The exit
+        status is 1 if anything was.
+        positional arguments:
+          DIR              folder of the damaged store; only read
+          NEW_DIR          folder of the new store; must not exist, or be empty
+        options:
+          -h, --help       show this help message and exit
+          --manifest FILE  a copy of manifest.json, where that of DIR cannot be read
+          --stale-ok       take blocks too that may be of an earlier version, and count them
+          --traceback      show where in the code an error arose
+        example:
+          tierstore repair shop shop-repaired
     """,
     "compact": """
         usage: tierstore compact [-h] [--traceback] DIR NEW_DIR
@@ -280,6 +296,24 @@ def test_verify_says_what_it_checked_and_finds_damage(store_with_rows, capsys):
     path.write_bytes(data)
     assert cli.main(["verify", str(store_with_rows)]) == 1
     assert str(path) in capsys.readouterr().err
+
+
+def test_repair_saves_what_is_sound_and_lists_what_is_not(store_with_rows, tmp_path, capsys):
+    assert cli.main(["repair", str(store_with_rows), str(tmp_path / "whole")]) == 0
+    assert "version 1, 10 rows saved and verified; nothing was lost" in capsys.readouterr().out
+    (path,) = store_with_rows.glob("*.lmdb")
+    data = bytearray(path.read_bytes())
+    place = data.find(b"\x00\x00\x80\x3f" * 8)
+    while place >= 0:
+        data[place] ^= 1
+        place = data.find(b"\x00\x00\x80\x3f" * 8, place + 32)
+    path.write_bytes(data)
+    assert cli.main(["repair", str(store_with_rows), str(tmp_path / "part")]) == 1
+    said = capsys.readouterr().out
+    assert f"all listed in {tmp_path / 'part' / 'lost.txt'}" in said
+    assert "table 'item': rows 0 to " in said
+    with tierstore.open(tmp_path / "part", mode="r", ddr="1MiB") as store:
+        assert store.extra == {"note": "hello"}
 
 
 def test_the_module_runs_and_closes_quietly_when_nobody_reads(tmp_path):

@@ -181,6 +181,33 @@ def _verify(options: argparse.Namespace) -> int:
     return 0
 
 
+def _add_repair_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", help="folder of the damaged store; only read")
+    parser.add_argument("target", metavar="NEW_DIR", help="folder of the new store; must not exist, or be empty")
+    parser.add_argument("--manifest", metavar="FILE", help="a copy of manifest.json, where that of DIR cannot be read")
+    parser.add_argument(
+        "--stale-ok", action="store_true", help="take blocks too that may be of an earlier version, and count them"
+    )
+
+
+def _repair(options: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    from .salvage import salvage
+
+    with tqdm(desc="repair", unit=" blocks", unit_scale=True, disable=None, leave=False) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        report = salvage(
+            options.directory, options.target, manifest=options.manifest, stale_ok=options.stale_ok, progress=show
+        )
+    print(report.describe())
+    return 0 if report.is_whole else EXIT_FAILED
+
+
 _COMMANDS: Final = {
     "train": Command(
         _train,
@@ -202,6 +229,15 @@ _COMMANDS: Final = {
         _add_directory,
         "check every row of a store",
         "Read every stored row, check it against its checksum and the counts against the manifest. Nothing is changed.",
+    ),
+    "repair": Command(
+        _repair,
+        _add_repair_arguments,
+        "save what is sound of a damaged store",
+        "Save every sound row of a damaged store's last version into a new store, and list what was lost. "
+        "The exit status is 1 if anything was.",
+        """example:
+  tierstore repair shop shop-repaired""",
     ),
     "compact": COMPACT,
     "export": EXPORT,

@@ -47,6 +47,7 @@ _STAGING_BYTES: Final = 1 << 20
 _BATCH_BYTES: Final = 8 << 20
 _MAX_MANIFEST_BYTES: Final = 64 * 2**20
 _DDR: Final = "64MiB"
+_SHOWN: Final = 20
 
 
 class Loss(NamedTuple):
@@ -90,6 +91,18 @@ class SalvageReport:
     def is_whole(self) -> bool:
         """Whether all of the version was saved, for certain."""
         return not (self.lost or self.missing or self.unproven or self.payload_lost or self.doubts)
+
+    def describe(self) -> str:
+        """What came of it, in words; not all lines of very many."""
+        saved = f"{self.target}: version {self.version}, {self.rows:,} rows saved and verified"
+        if self.is_whole:
+            return f"{saved}; nothing was lost"
+        lines = self.lines()
+        more = [f"  {len(lines) - _SHOWN:,} more"] if len(lines) > _SHOWN else []
+        title = (
+            f"{saved}. Lost rows have their first values. Lost or in doubt, all listed in {self.target / LOST_NAME}:"
+        )
+        return "\n".join([title, *(f"  {line}" for line in lines[:_SHOWN]), *more])
 
     def lines(self) -> list[str]:
         """What was lost, a line each."""
