@@ -8,7 +8,6 @@ from tierstore.io.btree import META_READ_BYTES, NO_ROOT, WalkStatus, new_entries
 from tierstore.io.free_list import check_page_use
 
 from .image import PAGE_BYTES, build_store, edited, guarded_halves, metadata_pages, some_edits
-from .mutate import INTERESTING
 from .target import FindingError, Target, scratch_folder
 
 _CHUNK = 50
@@ -60,10 +59,15 @@ def _walk(halves: np.ndarray, place: tuple[int, int, int, int], size_bytes: int)
 
 
 def seeds() -> list[bytes]:
-    """Among others: the roots of both trees, in both meta pages, far beyond the end of the file."""
-    beyond = INTERESTING.index(0xFFFF)
-    roots = [struct.pack("<BBHI", 5, page, offset, beyond) for page in (0, 1) for offset in (80, 128)]
-    return [*roots, *some_edits(4)]
+    """Among others: roots, and children of branch pages, beyond the end of the file."""
+    beyond = 0xFFFF
+    places = [(page, offset) for page in (0, 1) for offset in (80, 128)]
+    for index, page in enumerate(_PAGES):
+        flags, lower = struct.unpack_from("<HH", _CONTENT, page * PAGE_BYTES + 10)
+        if flags == 1:
+            nodes = struct.unpack_from(f"<{(lower - 16) // 2}H", _CONTENT, page * PAGE_BYTES + 16)
+            places += [(index, node) for node in nodes]
+    return [*(struct.pack("<BBHI", 3, page, offset, beyond) for page, offset in places), *some_edits(4)]
 
 
 TARGET = Target(run=run, seeds=seeds, mutations=30)
