@@ -291,8 +291,8 @@ def run(request: Run) -> Report:
         samples = [make_sample(Path(scratch) / str(seed), seed) for seed in (1, 2)]
     kinds = {
         "one bit of each byte": list(flips(samples[0], all_bits=False, stride=config["stride"])),
-        "each byte inverted": list(flips(samples[0], all_bits=True, stride=config["stride"])),
-        "pages cut off, zeroed, swapped": list(page_damage(samples[0])),
+        "every few bytes, inverted": list(flips(samples[0], all_bits=True, stride=config["stride_inverted"])),
+        "pages cut off, zeroed, swapped": list(page_damage(samples[0]))[:: config["page_stride"]],
         "files of two stores, empty, missing": list(mixes(samples[0])),
     }
     counts: dict[str, dict[str, int]] = {}

@@ -24,6 +24,7 @@ HELP = {
             demo      train on tables that do not fit the budget, and compare
             inspect   say what a store holds
             verify    check every row of a store
+            rollback  go back to a version that the store kept
             repair    save what is sound of a damaged store
             compact   copy a store without the room it no longer needs
             export    write tables to a safetensors file or torch checkpoint
@@ -79,6 +80,19 @@ HELP = {
         options:
           -h, --help   show this help message and exit
           --traceback  show where in the code an error arose
+    """,
+    "rollback": """
+        usage: tierstore rollback [-h] [--traceback] DIR VERSION
+        Make a kept version the current one again. Later versions are dropped. A run keeps versions with store.keep.
+        positional arguments:
+          DIR          folder of the store
+          VERSION      one that tierstore inspect DIR lists as kept
+        options:
+          -h, --help   show this help message and exit
+          --traceback  show where in the code an error arose
+        example:
+          tierstore inspect shop
+          tierstore rollback shop 12
     """,
     "repair": """
         usage: tierstore repair [-h] [--manifest FILE] [--stale-ok] [--traceback] DIR NEW_DIR
@@ -194,6 +208,7 @@ def test_every_flag_of_train_that_stands_for_a_key_names_a_real_one():
         (["train", "nosuch.toml"], 2, "tierstore: nosuch.toml: there is no such run file\n"),
         (["inspect", "nosuch"], 1, "tierstore: no store at "),
         (["verify", "nosuch"], 1, "tierstore: no store at "),
+        (["rollback", "nosuch", "1"], 1, "tierstore: no store at "),
         (["compact", "nosuch", "new"], 1, "tierstore: no store at "),
         (["export", "nosuch", "out"], 1, "tierstore: no store at "),
         (["export", "nosuch", "out", "--at", "0"], 2, "tierstore: version=0 must be in "),
@@ -406,3 +421,17 @@ print(*sorted(name for name in set(sys.modules) - before if name.startswith(("ti
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["tierstore.cli", "tierstore.commands"]
+
+
+def test_rollback_of_the_command_line(tmp_path, capsys):
+    with tierstore.open(tmp_path / "shop", keep=3) as store:
+        for number in range(4):
+            store.commit(extra={"n": number})
+    assert cli.main(["inspect", str(tmp_path / "shop")]) == 0
+    assert "version 4 (kept too: 2, 3)" in capsys.readouterr().out
+    assert cli.main(["rollback", str(tmp_path / "shop"), "1"]) == 2
+    assert "is not kept; there are 2, 3, 4" in capsys.readouterr().err
+    assert cli.main(["rollback", str(tmp_path / "shop"), "2"]) == 0
+    assert "version 2 is the current one" in capsys.readouterr().out
+    with tierstore.open(tmp_path / "shop", mode="r") as store:
+        assert (store.versions, store.extra) == ((2,), {"n": 1})

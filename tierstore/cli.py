@@ -174,6 +174,18 @@ def _inspect(options: argparse.Namespace) -> int:
     return 0
 
 
+def _add_rollback_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_directory(parser)
+    parser.add_argument("version", type=int, metavar="VERSION", help="one that tierstore inspect DIR lists as kept")
+
+
+def _rollback(options: argparse.Namespace) -> int:
+    from .inspection import roll_back_store
+
+    print(roll_back_store(options.directory, options.version))
+    return 0
+
+
 def _verify(options: argparse.Namespace) -> int:
     from .inspection import verify_store
 
@@ -229,6 +241,15 @@ _COMMANDS: Final = {
         _add_directory,
         "check every row of a store",
         "Read every stored row, check it against its checksum and the counts against the manifest. Nothing is changed.",
+    ),
+    "rollback": Command(
+        _rollback,
+        _add_rollback_arguments,
+        "go back to a version that the store kept",
+        "Make a kept version the current one again. Later versions are dropped. A run keeps versions with store.keep.",
+        """example:
+  tierstore inspect shop
+  tierstore rollback shop 12""",
     ),
     "repair": Command(
         _repair,

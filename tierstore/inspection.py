@@ -6,10 +6,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from .config import MAX_KEPT_VERSIONS
+from .manifest import Manifest
 from .sizes import format_size
 from .store import Store, open_store
 
-__all__ = ["describe_store", "verify_store"]
+__all__ = ["describe_store", "roll_back_store", "verify_store"]
 
 _MAX_EXTRA_CHARACTERS = 200
 
@@ -25,6 +27,8 @@ def describe_store(directory: str | Path) -> str:
         tensors = store.tensors().values()
         extra = json.dumps(store.extra)
         version = f"version {store.version}" if store.version else "nothing committed yet"
+        earlier = ", ".join(map(str, store.versions[:-1]))
+        version += f" (kept too: {earlier})" if earlier else ""
         lines = [f"{store.directory}: {version}, {len(store.tables)} tables", *tables]
     files = sorted(path for path in Path(directory).iterdir() if path.is_file())
     lines += ["files"]
@@ -75,3 +79,15 @@ def verify_store(directory: str | Path) -> str:
             f"{store.directory}: version {store.version} is sound: {report.rows:,} rows in {report.blocks:,} blocks "
             f"of {report.tables} tables, {format_size(report.bytes)}"
         )
+
+
+def roll_back_store(directory: str | Path, version: int) -> str:
+    """Make a kept version the current one; returns what the store shows then.
+
+    Raises:
+        StoreNotFoundError, StoreLockedError, DamagedError. ValueError: the version is not kept; names those that are.
+    """
+    Manifest.read(Path(directory))  # an open for writing would make a store where there is none
+    with open_store(directory, keep=MAX_KEPT_VERSIONS) as store:
+        store.rollback(version)
+        return f"{store.directory}: version {store.version} is the current one"

@@ -26,7 +26,7 @@ from .pending import PendingCommit
 from .pool import Pool
 from .rows import RowLayout
 from .signals import shielded
-from .sizes import format_size, parse_size
+from .sizes import format_size, parse_size, require_memory
 from .stats import Stats, TierStats
 from .table import Table
 from .threads import Workers, default_threads
@@ -287,6 +287,9 @@ class Store:
         for table in self._tables.values():
             pools[table.layout].add_table(table.index, table.config)
         self._reserved_bytes = division.reserved_bytes
+        # Memory is taken as rows come in; better an error here than the end of the process then.
+        taken = self._reserved_bytes + sum(pool.size_bytes for pool in pools.values())
+        require_memory(taken, f"ddr={self._ddr!r}")
         return pools
 
     def _retire_pools(self) -> None:

@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 import tierstore
 from bench.damage import PAGE, Case, Expected, Outcome, Sample, flips, make_sample, mixes, page_damage, sweep
-from tierstore.errors import FormatError
+from tierstore.errors import DamagedError, FormatError
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +66,22 @@ def test_bytes_that_lmdb_believes(samples: list[Sample]) -> None:
     assert _failures([Case("flip", "rows.lmdb", at, 1 << at % 8) for at in places], samples) == []
 
 
+def test_an_older_tree_that_calls_itself_the_newest(tmp_path: Path) -> None:
+    """The older meta page numbered as if it came after the newer one: its tree is whole, and lacks the last commit."""
+    with tierstore.open(tmp_path, ddr="1MiB", threads=1) as store:
+        store.create_table(tierstore.TableConfig(name="item", num_embeddings=100, embedding_dim=8))
+        store["item"].write(torch.arange(100), torch.ones(100, 8))
+        store.commit()
+    data = bytearray((tmp_path / "rows.lmdb").read_bytes())
+    numbers = [int.from_bytes(data[page * PAGE + 144 : page * PAGE + 152], "little") for page in (0, 1)]
+    older = int(numbers[1] < numbers[0])
+    data[older * PAGE + 144 : older * PAGE + 152] = (numbers[older] + 2).to_bytes(8, "little")
+    (tmp_path / "rows.lmdb").write_bytes(data)
+    for mode in ("r", "w"):
+        with pytest.raises(DamagedError, match=rf"rows\.lmdb: page {older} of its index is damaged \(BAD_TOTALS\)"):
+            tierstore.open(tmp_path, mode=mode)
+
+
 def test_pages_cut_off_zeroed_and_swapped(samples: list[Sample]) -> None:
     cases = list(page_damage(samples[0]))
     assert _failures(cases[:: max(1, len(cases) // 60)], samples) == []
@@ -72,6 +89,13 @@ def test_pages_cut_off_zeroed_and_swapped(samples: list[Sample]) -> None:
 
 def test_files_of_two_stores_empty_and_missing(samples: list[Sample]) -> None:
     assert _failures(list(mixes(samples[0])), samples) == []
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(10_000)
+def test_every_byte_and_every_page(samples: list[Sample]) -> None:
+    cases = [*flips(samples[0], all_bits=False), *page_damage(samples[0])]
+    assert _failures(cases, samples) == []
 
 
 def test_the_harness_sees_wrong_rows_crashes_and_strange_errors(

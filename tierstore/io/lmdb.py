@@ -146,8 +146,7 @@ class LmdbColdTier:
         self._map = FileMap(self.path, self._environment.info()["map_size"])
         self._rows = RowReader(self._map, verify=self._verify_reads)
         self._shown = View(snapshot := self._new_snapshot(), is_complete=False)
-        if not self.readonly:
-            snapshot.check_free_pages()
+        snapshot.check_free_pages()
         check_store(snapshot, store_id)
         self._head = read_head(snapshot)
         self._record = read_record(snapshot, self._chosen(self._head))
