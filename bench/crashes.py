@@ -67,6 +67,7 @@ def _counts(tally: Tally) -> Table:
         "kills at random instants": tally.random_kills,
         "kills at named points": tally.point_kills,
         "of them followed by a start of the machine": tally.reboots,
+        **{f"random kills while {work}": count for work, count in sorted(tally.struck.items())},
         "reopened at a commit": tally.reopened,
         "versions compared": tally.versions,
         "rows that differ": tally.rows_differ,

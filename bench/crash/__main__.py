@@ -25,6 +25,9 @@ from .twin import expected_states, first_rows
 
 __all__ = ["main"]
 
+MAX_FAILURES = 10
+"""Where so much is wrong, more kills tell nothing new."""
+
 
 def _settings(generator: random.Random) -> Settings:
     return Settings(
@@ -73,7 +76,7 @@ def _timed(course: Course, ending: Ending) -> Course:
 
 
 def _rounds(course: Course, folder: Path, given: argparse.Namespace) -> Tally:
-    """First a chain that is not killed, then those killed at each point, then at random until there were enough."""
+    """First a chain that is not killed, then some killed at each point, then at random until there were enough."""
     tally = Tally()
 
     def run(number: int, name: str) -> None:
@@ -89,9 +92,10 @@ def _rounds(course: Course, folder: Path, given: argparse.Namespace) -> Tally:
         )
         tally.add(chain.run(dooms))
 
-    names = ["not killed"] * 2 + ["named points"] * given.rounds
+    names = ["not killed", *["named points"] * given.rounds]
     for number in itertools.count() if given.chain is None else [given.chain]:
-        if number >= len(names) and tally.random_kills >= given.kills:
+        is_enough = number >= len(names) and tally.random_kills >= given.kills
+        if is_enough or len(tally.failures) >= MAX_FAILURES:
             break
         run(number, names[number] if number < len(names) else "random")
         print(f"chain {number}: {tally.random_kills} + {tally.point_kills} kills", file=sys.stderr, flush=True)

@@ -21,6 +21,8 @@ __all__ = ["Chain", "Course", "Doom", "Tally", "point_dooms", "random_dooms"]
 
 _NEVER: Final = ("", 0)
 _REBOOT_SHARE: Final = 0.2
+_REBOOT_SHARES: Final = {"write-back": 0.5, "anchor": 0.8, "commit": 0.5, "rollback": 0.5}
+"""After kills at named points of these: what an anchor must hold shows when the machine starts anew."""
 _COUNTS: Final = {"write-back": 6, "commit": 2, "anchor": 3}
 """Up to which of its times a named point is killed at; 1 of the others."""
 _DOOMS: Final = {"anywhere": 0.5, "opening": 0.15, "committing": 0.25, "closing": 0.1}
@@ -55,6 +57,7 @@ class Tally:
 
     Attributes:
         random_kills, point_kills: processes killed; ``points``: at each named point.
+        struck: what the processes were at when a random kill struck.
         reopened: kills after which the store showed versions that it had to, each of them whole.
         reboots: kills after which the machine seemed to have started anew.
         versions: versions compared.
@@ -67,6 +70,7 @@ class Tally:
     random_kills: int = 0
     point_kills: int = 0
     points: Counter[str] = field(default_factory=Counter)
+    struck: Counter[str] = field(default_factory=Counter)
     reopened: int = 0
     reboots: int = 0
     versions: int = 0
@@ -147,9 +151,7 @@ class Chain:
         if ending.how == "failed":
             raise _Failure(ending.words)
         if ending.how == "killed":
-            self.tally.point_kills += bool(doom.point[0])
-            self.tally.random_kills += not doom.point[0]
-            self.tally.points.update([doom.point[0]] if doom.point[0] else [])
+            self._count_kill(doom, ending)
         for report in ending.reports:
             self._promise.hear(report)
             if report["label"] == "opened":
@@ -159,6 +161,15 @@ class Chain:
         closed = ending.last("closed")
         self.tally.reached.update(closed["reached"] if closed else {})
         return ending
+
+    def _count_kill(self, doom: Doom, ending: Ending) -> None:
+        point, _ = doom.point
+        if point:
+            self.tally.point_kills += 1
+            self.tally.points[point] += 1
+        else:
+            self.tally.random_kills += 1
+            self.tally.struck[_at_work(ending)] += 1
 
     def _inspect(self) -> dict[str, Any]:
         """Open what the process left, for reading; what it shows."""
@@ -190,6 +201,18 @@ class Chain:
             raise _Failure(f"the run ended, and its last version is of {shown['head']}")
 
 
+def _at_work(ending: Ending) -> str:
+    """What a process was at when it ended."""
+    labels = [report["label"] for report in ending.reports]
+    if "opened" not in labels:
+        return "opening"
+    if labels.count("begin") > labels.count("durable"):
+        return "closing, a commit under way" if "closing" in labels else "training, a commit under way"
+    if "closing" in labels:
+        return "closing"
+    return "going back" if labels.count("going back") > labels.count("back") else "training"
+
+
 def random_dooms(course: Course, generator: random.Random) -> Iterator[Doom]:
     """Kills spread over the whole run, some aimed at its short parts: opening, committing, closing."""
     num_commits = sum(action.kind == "commit" for action in course.plan)
@@ -212,9 +235,8 @@ def point_dooms(generator: random.Random) -> Iterator[Doom]:
     order = {part: [name for name in POINTS if name.partition(":")[0] == part] for part in parts}
     for part, names in order.items():
         for name in names:
-            yield Doom(
-                point=(name, generator.randint(1, _COUNTS.get(part, 1))), reboot=generator.random() < _REBOOT_SHARE
-            )
+            count = generator.randint(1, _COUNTS.get(part, 1))
+            yield Doom(point=(name, count), reboot=generator.random() < _REBOOT_SHARES.get(part, _REBOOT_SHARE))
     for name in POINTS:
         if name.partition(":")[0] not in order:
             # The pages are put back where something was written after the last anchor.
