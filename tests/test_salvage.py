@@ -135,6 +135,7 @@ def _changed(files: dict[str, bytes], *changes: tuple[int, bytes]) -> dict[str, 
     return files | {"rows.lmdb": bytes(data)}
 
 
+@pytest.mark.kernel
 def test_a_sound_store_is_saved_whole(sample: Sample, tmp_path: Path) -> None:
     report, found = _saved(tmp_path, sample.files)
     assert report.is_whole
@@ -155,6 +156,7 @@ def test_optimizer_state_is_saved_with_the_rows(sample: Sample, tmp_path: Path) 
     assert torch.equal(*ends)
 
 
+@pytest.mark.kernel
 def test_damaged_rows_are_listed_and_their_neighbours_saved(sample: Sample, tmp_path: Path) -> None:
     layout = Layout(sample.files["rows.lmdb"])
     page = next(page for key, _, page, _ in layout.entries if key == 1)
@@ -165,7 +167,7 @@ def test_damaged_rows_are_listed_and_their_neighbours_saved(sample: Sample, tmp_
     _check(report, found, sample, _first_values(sample, tmp_path))
 
 
-@pytest.mark.parametrize("which", ["sample", "kept"])
+@pytest.mark.parametrize("which", [pytest.param("sample", marks=pytest.mark.kernel), "kept"])
 def test_any_damaged_page_of_the_tree(which: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """Zeroed in turn: leaves, branches, the root. Rows come back by the headers of their blocks."""
     chosen: Sample = request.getfixturevalue(which)
@@ -256,6 +258,7 @@ def test_a_damaged_payload_costs_the_payload_alone(sample: Sample, tmp_path: Pat
     _check(report, found, sample, _first_values(sample, tmp_path))
 
 
+@pytest.mark.kernel
 @pytest.mark.parametrize("meta", [0, 1])
 def test_damaged_meta_pages(sample: Sample, tmp_path: Path, meta: int) -> None:
     """The anchor stands in; without it the other page does, and that is said."""

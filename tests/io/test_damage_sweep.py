@@ -82,6 +82,17 @@ def test_an_older_tree_that_calls_itself_the_newest(tmp_path: Path) -> None:
             tierstore.open(tmp_path, mode=mode)
 
 
+@pytest.mark.parametrize("page", [0, 1])
+def test_meta_pages_out_of_step(samples: list[Sample], tmp_path: Path, page: int) -> None:
+    data = bytearray(samples[0].files["rows.lmdb"])
+    data[page * PAGE + 144 + 2] ^= 1
+    for name, content in (samples[0].files | {"rows.lmdb": bytes(data)}).items():
+        (tmp_path / name).write_bytes(content)
+    for mode in ("r", "w"):
+        with pytest.raises(FormatError, match=r"rows\.lmdb: its two meta pages are not those of successive transac"):
+            tierstore.open(tmp_path, mode=mode)
+
+
 def test_pages_cut_off_zeroed_and_swapped(samples: list[Sample]) -> None:
     cases = list(page_damage(samples[0]))
     assert _failures(cases[:: max(1, len(cases) // 60)], samples) == []

@@ -12,6 +12,8 @@ from tierstore.inspection import verify_store
 from tierstore.io import verify
 from tierstore.io.blocks import BlockStatus
 
+pytestmark = pytest.mark.kernel
+
 WIDE_ROWS = 14  # of 64 float32 and a column of state in a page of 4 KiB
 WIDE_ROW_BYTES = 34 * 8
 
