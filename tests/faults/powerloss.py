@@ -2,8 +2,10 @@
 
 The rules are POSIX's, not those of one file system. A write is safe once a sync of its file that began after it has
 returned well. An entry of a directory is safe once a sync of that directory has. Of everything else any part may have
-arrived, in any order, and of a write any of its sectors. A sync that failed makes nothing safe, nor does a later one:
-the system may have dropped what it could not write.
+arrived, in any order, and of a write any of its sectors.
+
+A sync that failed makes nothing safe. For the data that it was about nor does a later one: the system may have dropped
+what it could not write. Entries of directories are otherwise: a file system that cannot write those takes no more.
 """
 
 import itertools
@@ -50,10 +52,11 @@ def pending(recorder: Recorder, time: int) -> tuple[list[int], list[int]]:
 
 
 def _is_safe(operation: Operation, syncs: dict[int, list[Operation]]) -> bool:
-    where = operation.inode if operation.directory < 0 else operation.directory
     if operation.ended < 0:
         return False
-    later = [sync for sync in syncs.get(where, ()) if sync.began > operation.ended]
+    is_entry = operation.directory >= 0
+    syncs_of_it = syncs.get(operation.directory if is_entry else operation.inode, ())
+    later = [sync for sync in syncs_of_it if sync.began > operation.ended and not (is_entry and sync.failed)]
     return bool(later) and not later[0].failed
 
 

@@ -15,12 +15,12 @@ from tierstore.io import anchor
 
 from .powerloss import Loss, losses, materialise, pending, state
 from .syscalls import Recorder, Tree
-from .workload import DDR, Snapshot, Trained, Workload, copied, differences
+from .workload import DDR, Snapshot, Workload, copied, differences
 
 __all__ = ["Counts", "check", "crash_points", "explore", "other_boot", "promised"]
 
-_LAST_STEPS = 4
-"""Changes of what is promised or in flight with which a commit ends: its anchor is written, synced, and it returns."""
+_ANCHORS = 4
+"""There are others before the one that makes a version durable, and after it, while what it superseded is deleted."""
 
 
 @dataclass
@@ -92,25 +92,26 @@ def crash_points(recorder: Recorder) -> list[int]:
 def explore(
     recorder: Recorder,
     first: Snapshot,
-    initial: dict[str, Trained],
     scratch: Path,
     *,
     points: int,
     states_each: int,
     generator: np.random.Generator,
     boots: int = 1,
+    part: int = 0,
+    parts: int = 1,
 ) -> Counts:
     """Lose power at so many instants of a record, in about so many ways each, and check what opens.
 
     Args:
         first: the version at the beginning of the record.
-        initial: the tables before anything was written.
         scratch: a directory for the states; each is removed once it was checked.
         points: 0 for all.
+        part, parts: try only every ``parts``-th of these instants.
         boots: how often the machine has started anew with the last of these losses.
     """
     counts = Counts()
-    for time in _chosen(recorder, first, points, generator):
+    for time in _chosen(recorder, first, points, generator)[part::parts]:
         safe, unsafe = pending(recorder, time)
         versions, tables = promised(recorder, time, first)
         counts.crash_points += 1
@@ -123,20 +124,24 @@ def explore(
                 counts.seen.add(key)
                 place = scratch / f"time {time} state {counts.states}"
                 with other_boot(boots):
-                    _check_tree(tree, place, versions, tables, initial, loss, counts)
+                    _check_tree(tree, place, versions, tables, loss, counts)
     return counts
 
 
 def _chosen(recorder: Recorder, first: Snapshot, points: int, generator: np.random.Generator) -> list[int]:
-    """So many crash points, in order: a third just before something was promised, a third with a version under way."""
+    """So many crash points, in order: first those at which anchors are in flight since the last commit began."""
     times = crash_points(recorder)
     if not 0 < points < len(times):
         return times
-    returned = [times.index(mark.time + 1) for mark in recorder.marks if mark.label == "returned"]
-    last = [time for index in returned for time in times[max(0, index - _LAST_STEPS) : index]]
     under_way = [time for time in times if len(promised(recorder, time, first)[0]) > 1]
-    chosen: set[int] = set()
-    for some, count in ((last, points // 3), (under_way, points // 3), (times, points)):
+    anchored = [
+        operation.began + 1
+        for operation in recorder.operations
+        if operation.kind == "write" and recorder.name_of(operation.inode).startswith("rows.anchor")
+    ]
+    begun = max((mark.time for mark in recorder.marks if mark.label == "begun"), default=-1)
+    chosen = {*[time for time in anchored if time > begun][:_ANCHORS]}
+    for some, count in ((under_way, points // 3), (times, points)):
         left = sorted({*some} - chosen)
         count = min(count, points - len(chosen), len(left))
         chosen.update(generator.choice(left, count, replace=False).tolist() if count else [])
@@ -158,16 +163,15 @@ def _check_tree(
     place: Path,
     versions: Sequence[Snapshot],
     tables: set[str],
-    initial: dict[str, Trained],
     loss: Loss,
     counts: Counts,
 ) -> None:
     """Check one state; an error says which it was."""
     materialise(tree, place)
     try:
-        shown = check(place / "store", versions, tables, initial, counts)
+        shown = check(place / "store", versions, tables, counts)
     except BaseException as error:
-        error.add_note(f"state {place.name}: {loss}; promised {[version.version for version in versions]}")
+        error.add_note(f"state {place.name}: {loss}; promised {[version.extra for version in versions]}")
         raise
     counts.states += 1
     counts.torn += bool(loss.torn)
@@ -190,35 +194,51 @@ def check(
     directory: Path,
     versions: Sequence[Snapshot],
     tables: set[str],
-    initial: dict[str, Trained],
     counts: Counts,
 ) -> Snapshot:
     """Open a store, hold it against the versions that it may show, go on with it; returns the one that it shows."""
     if counts.states % 4 == 0:
         _check_reader(directory, versions, counts)
     with tierstore.open(directory, ddr=DDR, threads=1) as store:
-        shown = next((version for version in versions if version.version == store.version), None)
-        assert shown is not None, f"version {store.version} is not one of {[v.version for v in versions]}"
+        shown = _shown(store, versions)
         assert tables <= set(store.tables)
-        assert differences(store, shown, {name: initial[name] for name in store.tables}) == []
+        assert differences(store, shown) == []
         store.verify()
+    if counts.states % 4 == 1:
+        _check_kept(directory, shown)
     everything = counts.states % 3 == 0
     _go_on(directory, shown, everything=everything)
     counts.trained += everything
     return shown
 
 
+def _shown(store: Any, versions: Sequence[Snapshot]) -> Snapshot:
+    """Which of the versions an open store shows."""
+    known = [version for version in versions if version.extra == store.extra]
+    assert known, f"{store.extra} is not one of {[version.extra for version in versions]}"
+    return known[-1]
+
+
 def _check_reader(directory: Path, versions: Sequence[Snapshot], counts: Counts) -> None:
     """An open for reading shows one of the versions, or says that one for writing must come first."""
     try:
         with tierstore.open(directory, mode="r", ddr=DDR, threads=1) as store:
-            shown = next(version for version in versions if version.version == store.version)
-            assert differences(store, shown, dict(store.tables)) == []
+            assert differences(store, _shown(store, versions)) == []
             counts.reader_right += 1
     except (DamagedError, StoreNotFoundError) as error:
-        if 'open it once with mode="w"' not in str(error) and versions[0].version > 0:
+        if 'open it once with mode="w"' not in str(error) and versions[0].version != 0:
             raise
         counts.reader_refused += 1
+
+
+def _check_kept(directory: Path, shown: Snapshot) -> None:
+    """Each version that was kept can be opened and shows what it did, and there is no other."""
+    with tierstore.open(directory, mode="r", ddr=DDR, threads=1) as store:
+        assert len(store.versions) == len(shown.kept) or not shown.kept
+        kept = store.versions
+    for number, old in zip(kept, shown.kept, strict=False):
+        with tierstore.open(directory, mode="r", version=number, ddr=DDR, threads=1) as store:
+            assert differences(store, old) == []
 
 
 def _go_on(directory: Path, shown: Snapshot, *, everything: bool) -> None:
@@ -227,11 +247,10 @@ def _go_on(directory: Path, shown: Snapshot, *, everything: bool) -> None:
     Args:
         everything: train all rows, which shows the state of each; else a few.
     """
-    generator = np.random.default_rng(shown.version)
-    workload = Workload(copied(shown.tables), generator, steps=shown.extra.get("step", 0)).open(directory)
-    workload.last_version = getattr(workload.store, "last_version", shown.version)
+    workload = Workload(copied(shown.tables), np.random.default_rng(0), serial=1000)
+    workload.open(directory)
     workload.train_rows(np.arange(len(shown.tables["trained"].weights) if everything else 40))
     kept = workload.commit()
     workload.close()
     with tierstore.open(directory, mode="r", ddr=DDR, threads=1) as store:
-        assert differences(store, kept, kept.tables) == []
+        assert differences(store, kept) == []

@@ -176,6 +176,10 @@ class Recorder:
         with self._lock:
             self.marks.append(Mark(next(self._clock), label, value))
 
+    def name_of(self, inode: int) -> str:
+        """What a file was called when it was first seen."""
+        return self._paths[inode].name
+
     @property
     def time(self) -> int:
         """Now."""
@@ -233,8 +237,10 @@ class Recorder:
         target = path
         if name in ("rename", "link"):
             target = Path(os.fsdecode(ctypes.string_at(arguments[1]))).absolute()
-        if not target.is_relative_to(self.root):
+        if self.root not in target.parents:
             return None, path
+        if not target.parent.is_dir():
+            return None, path  # the call is going to fail
         directory = self._number_of(target.parent.stat())
         if directory is None:
             self.problems.append(f"{name} of {target} in a directory made by other means")

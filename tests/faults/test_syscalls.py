@@ -52,7 +52,7 @@ def test_a_record_starts_from_the_files_that_are_there(scratch: Path, initial: d
     with Recorder(scratch / "run") as recorder:
         workload.train(2)
         workload.commit()
-    workload.close()
+        workload.close()
     assert recorder.problems == []
     assert contents(replayed(recorder, scratch / "replayed")) == contents(scratch / "run")
 
@@ -163,6 +163,10 @@ def test_what_a_sync_makes_safe(scratch: Path) -> None:
     assert pending(recorder, 10) == ([0], [2, 4]), "another file's sync is of no help"
     failed = recorded(scratch, [before, sync(2, 3, failed=True), write(4, 5), sync(6, 7)])
     assert pending(failed, 9) == ([2], [0]), "a sync that failed is not made good by the next"
+    renamed = Operation("rename", 1, 0, "new", "file", began=0, ended=1)
+    failed = recorded(scratch, [renamed, sync(2, 3, failed=True, inode=0), sync(6, 7, inode=0)])
+    assert pending(failed, 4) == ([], [0])
+    assert pending(failed, 9) == ([0], []), "but entries are"
 
 
 def test_what_a_loss_leaves(scratch: Path) -> None:

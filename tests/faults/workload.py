@@ -1,7 +1,7 @@
 """A training run and what it must leave behind: a model of each table in plain numpy, copied at each commit."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from tierstore import optim
 
 __all__ = ["DDR", "Snapshot", "Trained", "Workload", "configs", "copied", "differences", "first_tables"]
 
-DDR = "420KiB"
+DDR = "448KiB"
 """Holds a fifth of the rows: the others are written back while training."""
 Floats = NDArray[np.float32]
 
@@ -61,14 +61,16 @@ class Snapshot:
     """What one version shows.
 
     Attributes:
-        version: its number.
-        tables: by name; tables that are not in it show their first values.
+        extra: no two have the same.
+        version: its number; None until the commit returned.
+        kept: versions that can be opened when this one is the last, itself the last of them.
     """
 
-    version: int
     extra: dict[str, Any]
     tensors: dict[str, torch.Tensor]
     tables: dict[str, Trained]
+    version: int | None = None
+    kept: "tuple[Snapshot, ...]" = ()
 
 
 def first_tables(directory: Path) -> dict[str, Trained]:
@@ -93,22 +95,26 @@ class Workload:
     Args:
         tables: the model, as the store's version has it; it is changed.
         mark: told of each promise: ("begun" or "returned", a snapshot), ("table", its name).
+        keep: versions to keep.
 
     Attributes:
         last: the last commit that returned.
+        unfinished: the table that a call is changing, and what it is to be afterwards.
     """
 
     tables: dict[str, Trained]
     generator: np.random.Generator
     mark: Callable[[str, Any], None] = lambda label, value: None
-    last_version: int = 0
+    keep: int = 1
     steps: int = 0
+    serial: int = 0
     store: Any = field(default=None)
-    last: Any = field(default=None)
+    last: Snapshot | None = None
+    unfinished: tuple[str, Trained] | None = None
 
     def open(self, directory: Path, **settings: Any) -> "Workload":
         """Open the store and create the tables that it lacks."""
-        self.store = tierstore.open(directory, **{"mode": "w", "ddr": DDR, "threads": 1, **settings})
+        self.store = tierstore.open(directory, **{"ddr": DDR, "threads": 1, "keep": self.keep, **settings})
         for config in configs():
             self.store.create_table(config)
             self.mark("table", config.name)
@@ -119,72 +125,104 @@ class Workload:
         for _ in range(steps):
             ids = self.generator.random(batch) ** 2 * len(self.tables["trained"].weights)
             self.train_rows(ids.astype(np.int64))
-            self._write_once(self.store["written"], batch // 3)
+            self._write_rows(batch // 3)
             self.steps += 1
 
     def train_rows(self, ids: NDArray[np.int64]) -> None:
         """One optimizer step on these rows; each position of ``ids`` has its gradient."""
-        model = self.tables["trained"]
-        gradients = self.generator.integers(-3, 4, (len(ids), model.weights.shape[1])).astype(np.float32)
+        after = self.tables["trained"].copy()
+        gradients = self.generator.integers(-3, 4, (len(ids), after.weights.shape[1])).astype(np.float32)
+        after.step(ids, gradients)
+        self.unfinished = "trained", after
         bag = tierstore.TieredEmbeddingBag(self.store["trained"], mode="sum")
         out = bag(torch.from_numpy(ids), torch.arange(len(ids)))
         (out * torch.from_numpy(gradients)).sum().backward()
-        model.step(ids, gradients)
+        self._finish()
 
-    def _write_once(self, table: Any, count: int) -> None:
-        model = self.tables["written"]
-        ids = self.generator.choice(len(model.weights) // 2, count, replace=False)
-        rows = self.generator.random((count, model.weights.shape[1]), np.float32)
-        table.write(torch.from_numpy(ids), torch.from_numpy(rows))
-        model.weights[ids] = rows
+    def _write_rows(self, count: int) -> None:
+        after = self.tables["written"].copy()
+        ids = self.generator.choice(len(after.weights) // 2, count, replace=False)
+        after.weights[ids] = self.generator.random((count, after.weights.shape[1]), np.float32)
+        self.unfinished = "written", after
+        self.store["written"].write(torch.from_numpy(ids), torch.from_numpy(after.weights[ids]))
+        self._finish()
+
+    def _finish(self) -> None:
+        assert self.unfinished is not None
+        name, after = self.unfinished
+        self.tables[name], self.unfinished = after, None
+
+    def take_up(self) -> None:
+        """After a call that raised: each row is as it was before, or as it would be after; the model follows."""
+        name, after = self.unfinished or ("trained", self.tables["trained"])
+        before = self.tables[name]
+        rows = self.store[name].read(torch.arange(len(before.weights))).numpy()
+        done = (rows == after.weights).all(1)
+        assert (done | (rows == before.weights).all(1)).all()
+        before.weights[done], before.sums[done] = after.weights[done], after.sums[done]
+        self.unfinished = None
 
     def snapshot(self) -> Snapshot:
         """What a commit now must keep."""
-        tensors = {"dense": torch.arange(3) * self.steps}
-        return Snapshot(self.last_version + 1, {"step": self.steps}, tensors, copied(self.tables))
+        self.serial += 1
+        extra = {"step": self.steps, "serial": self.serial}
+        return Snapshot(extra, {"dense": torch.arange(3) * self.steps}, copied(self.tables))
+
+    def begin(self) -> tuple[Snapshot, Any]:
+        """Begin a commit in the background; (what it must keep, its future)."""
+        begun = self.snapshot()
+        self.mark("begun", begun)
+        return begun, self.store.commit_async(extra=begun.extra, tensors=begun.tensors)
+
+    def end(self, begun: Snapshot, future: Any) -> Snapshot:
+        """Wait until a commit is durable."""
+        number = future.result()
+        before = self.last.kept if self.last is not None else ()
+        assert not before or number > (before[-1].version or 0)
+        begun.version, begun.kept = number, (*before, begun)[-self.keep :]
+        self.last = begun
+        self.mark("returned", begun)
+        return begun
 
     def commit(self) -> Snapshot:
         """Commit, telling when it began and when it returned."""
-        kept = self.snapshot()
-        self.mark("begun", kept)
-        number = self.store.commit(extra=kept.extra, tensors=kept.tensors)
-        assert number == kept.version
-        self.last_version, self.last = number, kept
-        self.mark("returned", kept)
-        return kept
+        return self.end(*self.begin())
 
     def commit_beside(self, steps: int) -> Snapshot:
         """Commit in the background, training so many steps meanwhile."""
-        kept = self.snapshot()
-        self.mark("begun", kept)
-        future = self.store.commit_async(extra=kept.extra, tensors=kept.tensors)
-        future.add_done_callback(lambda done: done.exception() is None and self.mark("returned", kept))
-        self.last_version = kept.version
+        begun, future = self.begin()
         self.train(steps)
-        assert future.result() == kept.version
-        return kept
+        return self.end(begun, future)
 
     def rollback(self, to: Snapshot) -> None:
         """Go back to a version that is kept."""
-        self.mark("begun", to)
+        assert self.last is not None
+        kept = tuple(old for old in self.last.kept if (old.version or 0) <= (to.version or 0))
+        shown = replace(to, kept=kept)
+        self.mark("begun", shown)
+        assert to.version is not None
         self.store.rollback(to.version)
-        self.tables = copied(to.tables)
-        self.steps = to.extra["step"]
-        self.mark("returned", to)
+        self.mark("returned", shown)
+        self.show(shown)
+
+    def show(self, shown: Snapshot) -> None:
+        """Have the model be as this version is."""
+        self.last, self.tables, self.steps = shown, copied(shown.tables), shown.extra.get("step", 0)
+        self.unfinished = None
 
     def close(self) -> None:
         self.store.close()
 
 
-def differences(store: Any, kept: Snapshot, tables: dict[str, Trained]) -> list[str]:
-    """What an open store shows otherwise than this version; ``tables`` are those that it must have."""
+def differences(store: Any, kept: Snapshot) -> list[str]:
+    """What an open store shows otherwise than this version."""
     found = []
-    if (store.version, store.extra) != (kept.version, kept.extra):
+    if store.extra != kept.extra or kept.version not in (None, store.version):
         found.append(f"version {store.version} {store.extra} instead of {kept.version} {kept.extra}")
     dense = store.tensors()
     if dense.keys() != kept.tensors.keys() or not all(torch.equal(dense[name], kept.tensors[name]) for name in dense):
         found.append(f"tensors {dense} instead of {kept.tensors}")
-    for name in tables:
+    for name in store.tables:
         model = kept.tables[name]
         rows = store[name].read(torch.arange(len(model.weights))).numpy()
         wrong = np.flatnonzero((rows != model.weights).any(1))
