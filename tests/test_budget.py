@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import tierstore
-from tierstore import optim
+from tierstore import optim, sizes
+from tierstore.errors import BudgetError
 from tierstore.sizes import parse_size
 
 LAYOUTS: list[dict[str, Any]] = [
@@ -88,3 +89,14 @@ def test_nothing_grows_with_the_table_but_the_directory(store_dir: Path) -> None
             held.append((stats.ddr.bytes, stats.ddr.capacity_rows))
             assert stats.ssd.bytes < rows / table.layout.rows_per_block * 4.5 + 2**20
     assert held[0] == held[1]
+
+
+def test_more_memory_than_there_is_is_refused_before_any_is_taken(store_dir: Path, monkeypatch: Any) -> None:
+    """Only what the tables can take counts: a large budget over small ones does no harm."""
+    monkeypatch.setattr(sizes, "machine_memory_bytes", lambda: 100 * 2**20)
+    with tierstore.open(store_dir, ddr="1GiB") as store:
+        small = store.create_table(tierstore.TableConfig(name="small", num_embeddings=100, embedding_dim=4))
+        small.read(torch.arange(100))
+        large = store.create_table(tierstore.TableConfig(name="large", num_embeddings=10**6, embedding_dim=64))
+        with pytest.raises(BudgetError, match=r"ddr='1GiB' would take .* has 100\.0 MiB; give less"):
+            large.read(torch.arange(10))

@@ -30,12 +30,6 @@ def contents(folder: Path) -> torch.Tensor:
         return store["t"].read(torch.arange(2000))
 
 
-BARE_ERRORS = pytest.mark.xfail(
-    strict=True, reason="opening a store lets out errors of the system that do not say the way out"
-)
-HELD_LOCK = pytest.mark.xfail(
-    strict=True, reason="an open for writing that fails at its first anchor keeps the lock until the process ends"
-)
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 # File systems and permissions
@@ -66,7 +60,6 @@ def test_a_read_only_file_system_is_read(mounted: Path) -> None:
         assert store.commit() == 2
 
 
-@BARE_ERRORS
 def test_a_read_only_file_system_is_not_written_to(mounted: Path) -> None:
     make_store(mounted / "store")
     subprocess.run(["mount", "-o", "remount,ro", str(mounted)], check=True)
@@ -108,7 +101,7 @@ def test_a_store_that_this_user_may_not_use(tmp_path: Path) -> None:
 
 
 @needs_root
-@pytest.mark.parametrize("name", ["store", pytest.param("new", marks=BARE_ERRORS)])
+@pytest.mark.parametrize("name", ["store", "new"])
 def test_a_directory_that_this_user_may_not_write(tmp_path: Path, name: str) -> None:
     make_store(tmp_path / "store")
     said = _as_nobody(tmp_path, name, "w")
@@ -162,12 +155,11 @@ def _refusals(store: Path, mode: str) -> list[str]:
     return run(code, store, mode).splitlines()
 
 
-@pytest.mark.parametrize("mode", ["r", pytest.param("w", marks=HELD_LOCK)])
+@pytest.mark.parametrize("mode", ["r", "w"])
 def test_a_store_stays_whole_without_file_descriptors(store: Path, mode: str) -> None:
     assert len(_refusals(store, mode)) >= 3
 
 
-@BARE_ERRORS
 @pytest.mark.parametrize("mode", ["r", "w"])
 def test_without_file_descriptors_the_error_says_what_to_raise(store: Path, mode: str) -> None:
     said = _refusals(store, mode)

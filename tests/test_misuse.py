@@ -173,7 +173,7 @@ def test_opening_what_is_not_there(tmp_path: Path) -> None:
         ({"mode": "a"}, "mode='a' is not one of r, w"),
         ({"policy": "mru"}, "policy='mru'"),
         ({"ddr": "lots"}, "ddr='lots' is not a size"),
-        ({"ddr": -1}, "cannot be negative"),
+        ({"ddr": -1}, "a size is not negative"),
         ({"hbm": "1GiB"}, "no HBM tier"),
         ({"device": "cuda"}, "no HBM tier"),
         ({"threads": 0}, r"threads=0 must be in \[1, 1024\]"),

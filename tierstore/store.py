@@ -12,16 +12,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-import safetensors.torch
 from torch import Tensor
 
 from . import cache
 from .budget import STAGING_BYTES, divide
 from .config import MAX_KEPT_VERSIONS, TableConfig, require_choice, require_int
 from .errors import BudgetError, ClosedError, FormatError, ReadOnlyError, TableError, TruncatedError
-from .io import MAX_PAGE_BYTES, ROW_FILE_NAME, LmdbColdTier, VerifyReport
+from .io import MAX_PAGE_BYTES, ROW_FILE_NAME, LmdbColdTier, VerifyReport, require_plain_files
 from .killpoints import reach
 from .manifest import MANIFEST_NAME, Manifest
+from .oserrors import translate_os_error
 from .pending import PendingCommit
 from .pool import Pool
 from .rows import RowLayout
@@ -30,7 +30,7 @@ from .sizes import format_size, parse_size, require_memory
 from .stats import Stats, TierStats
 from .table import Table
 from .threads import Workers, default_threads
-from .version import TableState, Version, pack, unpack
+from .version import TableState, Version, pack, unpack, unpack_tensors
 
 __all__ = ["Store", "open_store"]
 
@@ -85,9 +85,12 @@ def open_store(
     if threads is None:
         threads = default_threads()
     require_int(threads, "threads", 1, 1024)
-    return Store(
-        Path(directory), readonly=mode == "r", version=version, keep=keep, ddr=ddr, policy=policy, threads=threads
-    )
+    try:
+        return Store(
+            Path(directory), readonly=mode == "r", version=version, keep=keep, ddr=ddr, policy=policy, threads=threads
+        )
+    except OSError as error:
+        raise translate_os_error(error, error.filename or directory) from error
 
 
 class Store:
@@ -145,6 +148,7 @@ class Store:
 
     def _open_manifest(self) -> Manifest:
         """Read the manifest, or write the first one."""
+        require_plain_files(self.directory)
         path, rows_path = self.directory / MANIFEST_NAME, self.directory / ROW_FILE_NAME
         if not path.exists() and not self.readonly:
             if rows_path.exists():
@@ -437,11 +441,8 @@ class Store:
         return dict(self._version.extra)
 
     def tensors(self) -> dict[str, Tensor]:
-        """``tensors`` of the last commit, on the CPU."""
-        if not self._version.tensors:
-            return {}
-        loaded: dict[str, Tensor] = safetensors.torch.load(self._version.tensors)
-        return loaded
+        """``tensors`` of the last commit, on the CPU; DamagedError if they cannot be read."""
+        return unpack_tensors(self._version)
 
     # Looking at it
 

@@ -4,14 +4,16 @@ Layout: 8 bytes little-endian length of a JSON header, the header, then the name
 """
 
 import json
+import math
 from typing import Any, Final, NamedTuple
 
 import safetensors.torch
 from torch import Tensor
 
 from .errors import DamagedError
+from .excerpt import excerpt
 
-__all__ = ["TableState", "Version", "pack", "unpack"]
+__all__ = ["TableState", "Version", "pack", "unpack", "unpack_tensors"]
 
 _LENGTH_BYTES: Final = 8
 
@@ -80,7 +82,32 @@ def unpack(number: int, payload: bytes) -> Version:
     length = int.from_bytes(payload[:_LENGTH_BYTES], "little")
     try:
         header = json.loads(payload[_LENGTH_BYTES : _LENGTH_BYTES + length])
-        tables = {name: TableState(int(step), float(rate)) for name, (step, rate) in header["tables"].items()}
-        return Version(number, tables, dict(header["extra"]), payload[_LENGTH_BYTES + length :])
-    except (ValueError, KeyError, TypeError) as error:
-        raise DamagedError(f"the payload of version {number} cannot be read: {error}") from error
+        tables = {name: _state(fields) for name, fields in header["tables"].items()}
+        if not isinstance(header["extra"], dict):
+            raise TypeError("extra is no object")
+        return Version(number, tables, header["extra"], payload[_LENGTH_BYTES + length :])
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise DamagedError(f"the payload of version {number} cannot be read: {excerpt(str(error))}") from error
+
+
+def _state(fields: Any) -> TableState:
+    """ValueError or TypeError unless it is what ``pack`` wrote of a table."""
+    step, rate = fields
+    if type(step) is not int or not 0 <= step < 2**63 or not 0 <= float(rate) < math.inf:
+        raise ValueError("a table's step or learning rate is out of range")
+    return TableState(step, float(rate))
+
+
+def unpack_tensors(version: Version) -> dict[str, Tensor]:
+    """The tensors of a version, on the CPU.
+
+    Raises:
+        DamagedError: they are not in safetensors format.
+    """
+    if not version.tensors:
+        return {}
+    try:
+        loaded: dict[str, Tensor] = safetensors.torch.load(version.tensors)
+    except (RuntimeError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
+        raise DamagedError(f"the tensors of version {version.number} cannot be read: {excerpt(str(error))}") from error
+    return loaded

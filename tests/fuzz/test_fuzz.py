@@ -24,17 +24,12 @@ def drive(out: Path, *arguments: object) -> str:
     return done.stdout
 
 
-FORGED_ANCHORS = pytest.mark.xfail(
-    strict=True, reason="a page size in rows.anchor is believed if its checksum is right"
-)
-
-
 @pytest.mark.parametrize(
     "names",
     [
         pytest.param(tuple(name for name in PLAIN if name != "anchor"), id="plain"),
         pytest.param(COMPILED, id="compiled"),
-        pytest.param(("anchor",), id="anchor", marks=FORGED_ANCHORS),
+        pytest.param(("anchor",), id="anchor"),
     ],
 )
 def test_seeds_corpus_and_random_changes(names: tuple[str, ...], tmp_path: Path) -> None:
@@ -55,3 +50,13 @@ def test_random_changes_are_the_same_each_time() -> None:
     assert first == again
     assert len(set(first)) > 400
     assert all(len(data) <= mutate.MAX_BYTES for data in first)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(importlib.util.find_spec("atheris") is None, reason="needs atheris: pip install 'tierstore[fuzz]'")
+@pytest.mark.parametrize("name", [*PLAIN, *COMPILED])
+def test_guided_by_coverage(name: str, tmp_path: Path) -> None:
+    drive(tmp_path, name, "--seconds", 240)
+    found = [path.name for path in tmp_path.glob(f"{name}-*")]
+    assert found == []

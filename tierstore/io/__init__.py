@@ -1,7 +1,7 @@
 """The cold tier and everything that moves rows. Contract: ``base``; on a device: ``lmdb``; in memory: ``memory``."""
 
 from .base import ColdCounters, ColdTier, VerifyReport
-from .files import MAX_PAGE_BYTES, ROW_FILE_NAME
+from .files import MAX_PAGE_BYTES, ROW_FILE_NAME, require_plain_files
 from .lmdb import LmdbColdTier
 from .memory import MemoryColdTier
 
@@ -13,4 +13,5 @@ __all__ = [
     "LmdbColdTier",
     "MemoryColdTier",
     "VerifyReport",
+    "require_plain_files",
 ]

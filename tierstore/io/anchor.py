@@ -32,6 +32,7 @@ from typing import Final, NamedTuple, Protocol
 from ..durable import sync_directory
 from ..errors import ChecksumError, DamagedError, FormatError, TierstoreError
 from ..killpoints import reach
+from ..oserrors import translate_os_error
 from .btree import META_READ_BYTES, Meta, parse_meta
 from .checksum import bytes_checksum
 
@@ -45,6 +46,8 @@ _SLOT_BYTES: Final = 4096
 _HEAD: Final = struct.Struct("<8sQ16s16sQQ")
 _MAGIC: Final = b"tieranc2"
 _STAMP_BYTES: Final = 16
+_PAGE_BYTES: Final = tuple(1 << bits for bits in range(9, 16))
+"""Page sizes of LMDB."""
 _BODY_BYTES: Final = _HEAD.size + 2 * META_READ_BYTES
 
 
@@ -131,9 +134,13 @@ class AnchorKeeper:
         """
         self.settle()
         pinned = self._pin()
-        self._metas = metas = _read_metas(self._path, self._page_bytes)
+        try:
+            self._metas = metas = _read_metas(self._path, self._page_bytes)
+            future = self._executor.submit(self._make, metas)
+        except BaseException:
+            pinned.close()
+            raise
         self._written_bytes = 0
-        future = self._executor.submit(self._make, metas)
         self._pending = pinned, future
         return future
 
@@ -296,15 +303,18 @@ def _newest_slot(content: bytes) -> _Anchor | None:
         if len(checksum) == 8 and int.from_bytes(checksum, "little") == bytes_checksum(body):
             magic, number, store_id, boot, page_bytes, txn_id = _HEAD.unpack_from(body)
             metas = body[_HEAD.size :]
-            if magic == _MAGIC:
+            if magic == _MAGIC and page_bytes in _PAGE_BYTES:
                 pair = metas[:META_READ_BYTES], metas[META_READ_BYTES:]
                 found.append(_Anchor(number, store_id, boot, page_bytes, txn_id, pair))
     return max(found, key=lambda anchor: anchor.number, default=None)
 
 
 def _read_metas(path: Path, page_bytes: int) -> tuple[bytes, bytes]:
-    with path.open("rb", buffering=0) as file:
-        first, second = (os.pread(file.fileno(), META_READ_BYTES, place) for place in (0, page_bytes))
+    try:
+        with path.open("rb", buffering=0) as file:
+            first, second = (os.pread(file.fileno(), META_READ_BYTES, place) for place in (0, page_bytes))
+    except OSError as error:
+        raise translate_os_error(error, path) from error
     return first, second
 
 

@@ -124,12 +124,14 @@ class Directory:
         pages: uint32 [blocks of all tables].
         tables: by table index.
         layouts: by table index.
+        is_blank: no block was entered yet, so that there is nothing to copy where a table is added.
     """
 
     def __init__(self) -> None:
         self.layouts: dict[int, RowLayout] = {}
         self.pages: NDArray[np.uint32] = np.zeros(0, np.uint32)
         self._written: dict[int, Words] = {}
+        self.is_blank = True
         empty = np.zeros(0, np.int64)
         self.tables = TableArrays(empty, empty, empty, empty, empty)
         self._layout_ids: dict[RowLayout, int] = {}
@@ -159,7 +161,9 @@ class Directory:
             columns.append(grown)
         other.tables = TableArrays(*columns)
         other.pages = zeros(base + num_blocks, np.uint32)
-        _copy_used(self.pages, other.pages)
+        other.is_blank = self.is_blank
+        if not self.is_blank:
+            _copy_used(self.pages, other.pages)
         for epoch, marks in self._written.items():
             other._marks(epoch)[: len(marks)] |= marks
         return other
@@ -185,6 +189,7 @@ class Directory:
 
     def publish(self, positions: Int64s, pages: Int64s, epoch: int) -> None:
         """Enter blocks freshly written at this epoch."""
+        self.is_blank = False
         self.pages[positions] = pages.astype(np.uint32)
         _mark(positions, self._marks(epoch))
 

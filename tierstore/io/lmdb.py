@@ -41,6 +41,7 @@ from .files import (
     lock_for_writing,
     map_bytes,
     open_environment,
+    require_plain_files,
     rows_path,
     translate,
 )
@@ -129,6 +130,7 @@ class LmdbColdTier:
     # -- opening and closing
 
     def _open(self, directory: Path, store_id: bytes, create: bool) -> None:
+        require_plain_files(directory)
         if not self.readonly:
             self._lock_file = lock_for_writing(directory)
         if not self.path.exists():
@@ -226,22 +228,18 @@ class LmdbColdTier:
         self._state = "closed"
 
     def _release(self) -> None:
-        if self._anchors is not None:
-            self._anchors.close()
-            self._anchors = None
-        if self._shown is not None:
-            self._shown.snapshot.close()
-            self._shown = None
-        if self._environment is not None:
-            self._environment.close()
-            self._environment = None
-        if self._map is not None:
-            self._map.close()
-            self._map = None
-        if self._lock_file >= 0:
-            os.close(self._lock_file)
+        """Release whatever there is, each part also if another's release fails."""
+        try:
+            with ExitStack() as stack:
+                stack.callback(self._staging.release)
+                if self._lock_file >= 0:
+                    stack.callback(os.close, self._lock_file)
+                for part in (self._map, self._environment, self._shown, self._anchors):
+                    if part is not None:
+                        stack.callback(part.close)
+        finally:
+            self._map = self._environment = self._shown = self._anchors = None
             self._lock_file = -1
-        self._staging.release()
 
     def _check_open(self) -> None:
         if self._state == "closed":

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from ..errors import DamagedError, TruncatedError
 from .btree import (
+    META_KEY,
     META_READ_BYTES,
     NO_ROOT,
     Entries,
@@ -108,7 +109,7 @@ class Snapshot:
             raise_for_walk(self.path, status, int(result[2]))
             count = int(result[0])
             if count:
-                first, second = entries.block_keys[count - 1], entries.epochs[count - 1] + np.uint64(1)
+                first, second = _next_key(entries.block_keys[count - 1], entries.epochs[count - 1])
                 yield entries, count
 
     def seek(self, block_keys: NDArray[np.uint64], epochs: NDArray[np.uint64]) -> Entries:
@@ -132,6 +133,13 @@ class Snapshot:
     def close(self) -> None:
         assert self.leases == 0, f"a snapshot with {self.leases} leases was closed"
         self._txn.abort()
+
+
+def _next_key(first: np.uint64, second: np.uint64) -> tuple[np.uint64, np.uint64]:
+    """The least key after this one; the greatest is its own successor, at which a walk ends."""
+    if second != META_KEY:
+        return first, second + np.uint64(1)
+    return (first + np.uint64(1), np.uint64(0)) if first != META_KEY else (first, second)
 
 
 def _begin(

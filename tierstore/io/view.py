@@ -65,6 +65,10 @@ class View:
         if old.leases == 0:
             old.close()
 
+    def close(self) -> None:
+        """End the snapshot, which nobody uses any more."""
+        self.snapshot.close()
+
     def drain(self, stop: Callable[[], None]) -> None:
         """Call ``stop`` under the lock, then wait for the leases to end."""
         with self._idle:
@@ -79,6 +83,7 @@ def fill_directory(directory: Directory, snapshot: Snapshot, epoch_limit: int, t
         DamagedError: an entry cannot be a block of its table.
     """
     for entries, count in snapshot.walk(0 if table is None else table * MAX_ROWS):
+        directory.is_blank = False
         bad = fill_pages(entries, count, epoch_limit, directory.tables, directory.pages)
         if bad >= 0:
             block_key = int(entries.block_keys[bad])
