@@ -1,5 +1,6 @@
 """Chains: one store, used by one process after another, each killed, the last one running to the end of the plan."""
 
+import contextlib
 import random
 import shutil
 from collections import Counter
@@ -11,7 +12,7 @@ from typing import Any, Final, NamedTuple
 from tierstore.killpoints import POINTS
 
 from .inspection import inspect
-from .life import Settings, live
+from .life import FILE_CALL, Settings, live
 from .plan import Action
 from .processes import Ending, Kill, fork
 from .promise import Promise, PromiseError
@@ -56,7 +57,8 @@ class Tally:
     """What was tried, and what came of it.
 
     Attributes:
-        random_kills, point_kills: processes killed; ``points``: at each named point.
+        random_kills, point_kills, call_kills: processes killed at random instants, at named points (``points``: at
+            each), and while a store was made, before each call on a file or just after it was open.
         struck: what the processes were at when a random kill struck.
         reopened: kills after which the store showed versions that it had to, each of them whole.
         reboots: kills after which the machine seemed to have started anew.
@@ -69,6 +71,7 @@ class Tally:
 
     random_kills: int = 0
     point_kills: int = 0
+    call_kills: int = 0
     points: Counter[str] = field(default_factory=Counter)
     struck: Counter[str] = field(default_factory=Counter)
     reopened: int = 0
@@ -79,6 +82,11 @@ class Tally:
     final_bits_differ: int = 0
     reached: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
+
+    @property
+    def kills(self) -> int:
+        """Of all kinds."""
+        return self.random_kills + self.point_kills + self.call_kills
 
     def add(self, other: "Tally | dict[str, Any]") -> None:
         """Add up."""
@@ -108,23 +116,38 @@ class Chain:
         self._promise = Promise(settings.keep)
         self._boot = 1
         self._shown: tuple[int, ...] | None = None
+        self._lives = 0
+        self._opened_first = False
         self.tally = Tally()
 
     def run(self, dooms: Iterator[Doom]) -> Tally:
         """Kill one process after another until ``dooms`` end or a process outlives its own; then go on to the end."""
-        try:
+        with self._telling():
             if self._kill_all(dooms):
                 self._live(Doom())
             self._end()
-        except (_Failure, PromiseError) as error:
-            self.tally.failures.append(f"{self._name}, {self._settings}, after {self._kills} kills: {error}")
-        else:
-            shutil.rmtree(self._directory)
         return self.tally
 
-    @property
-    def _kills(self) -> int:
-        return self.tally.random_kills + self.tally.point_kills
+    def run_making(self, call: int) -> bool:
+        """Kill the process that makes the store before its so-manieth call on a file, the next when it has opened it.
+
+        Returns:
+            whether the first had opened it already, and was killed for that.
+        """
+        opened = Kill("opened", 1, 0)
+        with self._telling():
+            self._kill_all(iter([Doom(opened, (FILE_CALL, call)), Doom(opened, (FILE_CALL, 0))]))
+        return self._opened_first
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Tell a failure in a way that lets it be repeated; remove a store that has none."""
+        try:
+            yield
+        except (_Failure, PromiseError) as error:
+            self.tally.failures.append(f"{self._name}, {self._settings}, after {self.tally.kills} kills: {error}")
+        else:
+            shutil.rmtree(self._directory, ignore_errors=True)
 
     def _kill_all(self, dooms: Iterator[Doom]) -> bool:
         """Whether the run has yet to come to its end."""
@@ -158,13 +181,17 @@ class Chain:
                 if self._shown not in (None, tuple(report["numbers"])):
                     raise _Failure(f"a reader saw the versions {self._shown}, the next writer {report['numbers']}")
                 self._shown = None
+        self._opened_first = self._opened_first if self._lives else ending.last("opened") is not None
+        self._lives += 1
         closed = ending.last("closed")
         self.tally.reached.update(closed["reached"] if closed else {})
         return ending
 
     def _count_kill(self, doom: Doom, ending: Ending) -> None:
         point, _ = doom.point
-        if point:
+        if point == FILE_CALL:
+            self.tally.call_kills += 1
+        elif point:
             self.tally.point_kills += 1
             self.tally.points[point] += 1
         else:

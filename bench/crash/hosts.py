@@ -25,15 +25,15 @@ class Outcome(NamedTuple):
     seconds: dict[str, float]
 
 
-def kill_runs(folder: Path, *, kills: Sequence[int], rounds: int, commits: int, seed: int) -> Outcome:
+def kill_runs(folder: Path, *, kills: Sequence[int], rounds: int, stride: int, commits: int, seed: int) -> Outcome:
     """One process for each of ``kills``, with a seed of its own from ``seed`` on; the others are its arguments.
 
     Raises:
         RuntimeError: one of them failed itself.
     """
+    common = "--rounds", rounds, "--stride", stride, "--commits", commits
     processes = [
-        _start(folder, "--seed", seed + number, "--kills", count, "--rounds", rounds, "--commits", commits)
-        for number, count in enumerate(kills)
+        _start(folder, "--seed", seed + number, "--kills", count, *common) for number, count in enumerate(kills)
     ]
     try:
         found = [_result(process) for process in processes]

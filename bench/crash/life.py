@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import sys
 import time
 import zlib
 from collections import Counter
@@ -21,8 +22,11 @@ from .dense import Dense
 from .plan import Action, configs, make_batch, stretch
 from .twin import RATE_DECAY
 
-__all__ = ["Report", "Settings", "live", "other_boot", "train"]
+__all__ = ["FILE_CALL", "Report", "Settings", "live", "other_boot", "train"]
 
+FILE_CALL: Final = "a call on a file"
+"""A point that is not named: the process is about to ask the system for a change of files, or to open one."""
+_FILE_EVENTS: Final = frozenset({"open", "os.link", "os.mkdir", "os.remove", "os.rename", "os.truncate"})
 _POINTS_A_STALL: Final = 4
 Report = Callable[..., None]
 """``report(label, **values)`` tells whoever watches; in one write, so that a kill loses it whole or not at all."""
@@ -93,7 +97,24 @@ def _watch(kill_at: tuple[str, int], stall_seconds: float) -> Counter[str]:
 
     killpoints.hook = hook
     _watch_names(hook)
+    if point == FILE_CALL:
+        _watch_calls(hook)
     return reached
+
+
+def _watch_calls(hook: Callable[[str], None]) -> None:
+    """Have the hook called before each of Python's own calls that make, name, write or sync a file."""
+
+    def watched(call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any) -> Any:
+            hook(FILE_CALL)
+            return call(*arguments)
+
+        return counted
+
+    for name in ("pwrite", "fsync", "fdatasync"):
+        setattr(os, name, watched(getattr(os, name)))
+    sys.addaudithook(lambda event, _: hook(FILE_CALL) if event in _FILE_EVENTS else None)
 
 
 def _watch_names(hook: Callable[[str], None]) -> None:
@@ -105,10 +126,12 @@ def _watch_names(hook: Callable[[str], None]) -> None:
 
     def watched(call: Callable[..., None]) -> Callable[..., None]:
         def named(source: Any, target: Any) -> None:
-            before, after = points[Path(target).name]
-            hook(before)
+            before, after = points.get(Path(target).name, (None, None))
+            if before:
+                hook(before)
             call(source, target)
-            hook(after)
+            if after:
+                hook(after)
 
         return named
 
