@@ -15,10 +15,24 @@ from typing import Any, Final
 from bench.data import ROOT
 from bench.machine import summary
 
-__all__ = ["benchmarks_page", "load_results", "main", "pages", "readme"]
+from .plots import PLOTS, Plot, draw, is_current
+
+__all__ = ["benchmarks_page", "load_results", "main", "pages", "readme", "stale_plots"]
 
 RESULTS: Final = ROOT / "bench" / "results"
-ORDER: Final = ("cold", "warm", "device", "policies", "criteo", "demo", "import_time")
+ORDER: Final = (
+    "cold",
+    "warm",
+    "device",
+    "policies",
+    "commit",
+    "verify",
+    "crashes",
+    "damage",
+    "criteo",
+    "demo",
+    "import_time",
+)
 """Sections of docs/benchmarks.md; results of other names follow by name."""
 
 _BLOCK: Final = re.compile(r"<!-- bench:(\w+) -->\n.*?<!-- /bench -->", re.DOTALL)
@@ -111,14 +125,30 @@ def pages() -> dict[Path, str]:
     return {ROOT / "docs" / "benchmarks.md": benchmarks_page(results), path: readme(path.read_text(), results)}
 
 
+def stale_plots() -> list[tuple[Path, Plot, dict[str, Any]]]:
+    """Plots that were not drawn from the figures there are: file, how it is drawn, and from what."""
+    results = load_results()
+    wanted = [
+        (ROOT / "docs" / name, plot, results[source]["figures"])
+        for name, (source, plot) in PLOTS.items()
+        if source in results
+    ]
+    return [each for each in wanted if not is_current(each[0], each[2])]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m docs.generate", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail where a file is out of date")
     check = parser.parse_args(arguments).check
     stale = [path for path, text in pages().items() if not path.exists() or path.read_text() != text]
-    for path in stale:
-        if not check:
+    if not check:
+        for path in stale:
             path.write_text(pages()[path])
+    for path, plot, figures in stale_plots():
+        if not check:
+            draw(path, plot, figures)
+        stale.append(path)
+    for path in stale:
         print(f"{'out of date' if check else 'written'}: {path.relative_to(ROOT)}")
     return int(check and bool(stale))
 

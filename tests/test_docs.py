@@ -10,7 +10,8 @@ import torch
 
 from bench.common import Goal, Spread, Table, aligned, per_second
 from bench.data import ROOT
-from docs.generate import benchmarks_page, load_results, pages, readme
+from docs.generate import benchmarks_page, load_results, pages, readme, stale_plots
+from docs.plots import PLOTS, draw, is_current
 
 MACHINE = {
     "cpu": "a CPU",
@@ -42,6 +43,20 @@ def result(*, quick: bool = False) -> dict[str, Any]:
 @pytest.mark.parametrize("path", list(pages()), ids=lambda path: path.name)
 def test_pages_match_the_committed_results(path: Path) -> None:
     assert path.read_text() == pages()[path], "run make docs and commit what it writes"
+
+
+def test_plots_are_of_the_committed_results() -> None:
+    assert [path.name for path, _, _ in stale_plots()] == [], "run make docs and commit what it draws"
+
+
+def test_a_plot_knows_what_it_was_drawn_from(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    (name, (_, plot)), figures = next(iter(PLOTS.items())), {"file_bytes": [10, 20, 21], "data_bytes": 10}
+    assert not is_current(tmp_path / name, figures)
+    draw(tmp_path / name, plot, figures)
+    assert "<svg" in (tmp_path / name).read_text()
+    assert is_current(tmp_path / name, figures)
+    assert not is_current(tmp_path / name, figures | {"data_bytes": 11})
 
 
 def test_committed_results_name_their_machine_and_configuration() -> None:
