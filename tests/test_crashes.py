@@ -34,7 +34,7 @@ def kill(folder: Path, **arguments: Any) -> None:
 
 def test_a_killed_run_loses_nothing(tmp_path: Path) -> None:
     """At every named point once, and at a few random instants."""
-    kill(tmp_path, kills=[6], rounds=1, stride=4, commits=12, seed=2)
+    kill(tmp_path, kills=[5], rounds=1, stride=8, commits=12, seed=2)
 
 
 @pytest.mark.soak
