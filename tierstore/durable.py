@@ -3,7 +3,15 @@
 import os
 from pathlib import Path
 
-__all__ = ["sync_directory"]
+__all__ = ["make_directory", "sync_directory"]
+
+
+def make_directory(directory: Path) -> None:
+    """Make a directory and those above it that are missing, durably. OSError if the system refuses."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync_directory(path.parent)
 
 
 def sync_directory(directory: Path) -> None:

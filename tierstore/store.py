@@ -17,6 +17,7 @@ from torch import Tensor
 from . import cache
 from .budget import STAGING_BYTES, divide
 from .config import MAX_KEPT_VERSIONS, TableConfig, require_choice, require_int
+from .durable import make_directory
 from .errors import BudgetError, ClosedError, FormatError, ReadOnlyError, TableError, TruncatedError
 from .io import MAX_PAGE_BYTES, ROW_FILE_NAME, LmdbColdTier, VerifyReport, require_plain_files
 from .killpoints import reach
@@ -127,7 +128,7 @@ class Store:
         self._pending: PendingCommit | None = None
         self._committer: ThreadPoolExecutor | None = None
         if not readonly:
-            directory.mkdir(parents=True, exist_ok=True)
+            make_directory(directory)
         self._manifest = self._open_manifest()
         self._cold = LmdbColdTier(
             directory,
@@ -168,6 +169,9 @@ class Store:
                 f"{self.directory / ROW_FILE_NAME} has pages of {self._cold.page_bytes} bytes and its manifest says "
                 f"{self._manifest.page_bytes}; restore both from one copy of the store"
             )
+        if not self.readonly:
+            # Another writer may have made tables before the lock was ours.
+            self._manifest = Manifest.read(self.directory)
         if not self._manifest.has_rows and not self.readonly:
             self._manifest = replace(self._manifest, has_rows=True)
             self._manifest.write(self.directory)

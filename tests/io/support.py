@@ -7,6 +7,7 @@ from typing import Any
 
 import lmdb
 
+from tierstore.io.anchor import ANCHOR_NAME
 from tierstore.io.files import map_bytes
 from tierstore.io.lmdb import LmdbColdTier
 
@@ -20,7 +21,9 @@ def open_tier(path: Path, **changes: Any) -> LmdbColdTier:
 
 @contextmanager
 def plain_lmdb(path: Path, *, write: bool = False) -> "Iterator[lmdb.Transaction[bytes]]":
-    """The file by py-lmdb alone."""
+    """The file by py-lmdb alone. What is written stays: there is no anchor that an open would go back to."""
+    if write:
+        (path / ANCHOR_NAME).unlink(missing_ok=True)
     environment = lmdb.open(
         str(path / "rows.lmdb"), subdir=False, map_size=map_bytes(path), lib_version=0, readonly=not write
     )

@@ -1,5 +1,6 @@
 """Power loss: any mixture of synced and later sectors of the row file opens at the last commit."""
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from tests.io.support import STORE_ID, open_tier
 from tierstore.errors import ChecksumError, DamagedError, FormatError, TierstoreError
 from tierstore.io import anchor
 from tierstore.io.anchor import ANCHOR_NAME
+from tierstore.io.btree import META_READ_BYTES, Meta, parse_meta
 
 SECTOR = 512
 ROWS = np.arange(TABLES[0][1])
@@ -160,12 +162,41 @@ def test_a_reader_does_not_trust_what_power_loss_left(tmp_path: Path, other_boot
     reader.close()
 
 
-def test_after_a_mere_crash_nothing_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_an_anchor_vouches_for_is_built_on(tmp_path: Path) -> None:
+    """The system may yet fail to write what a process that ended left to it: that is not waited for."""
+    synced = written_after_commit(tmp_path / "store", 7, 4)
+    later = tmp_path / "store later"
+    before = (later / "rows.lmdb").read_bytes()
+    anchor.recover(later / "rows.lmdb", STORE_ID)
+    after = (later / "rows.lmdb").read_bytes()
+    assert after != before
+    assert after[:8192] == (synced / "rows.lmdb").read_bytes()[:8192]
+    assert after[8192:] == before[8192:]
+    check_second_commit(later)
+
+
+def test_a_tree_that_others_read_stays(tmp_path: Path) -> None:
     written_after_commit(tmp_path / "store", 7, 4)
-    before = (tmp_path / "store later" / "rows.lmdb").read_bytes()
-    anchor.recover(tmp_path / "store later" / "rows.lmdb", STORE_ID)
-    assert (tmp_path / "store later" / "rows.lmdb").read_bytes() == before
-    check_second_commit(tmp_path / "store later")
+    later = tmp_path / "store later"
+    before = (later / "rows.lmdb").read_bytes()
+    reader = open_tier(later, readonly=True)
+    anchor.recover(later / "rows.lmdb", STORE_ID)
+    assert (later / "rows.lmdb").read_bytes() == before
+    reader.close()
+    check_second_commit(later)
+
+
+def test_a_meta_page_whose_write_failed_is_put_back(tmp_path: Path) -> None:
+    """LMDB leaves the new roots under the old transaction number: no meta page, in the place that does not count."""
+    written_after_commit(tmp_path / "store", 7, 4)
+    path = tmp_path / "store later" / "rows.lmdb"
+    with path.open("r+b") as file:
+        metas = [parse_meta(os.pread(file.fileno(), META_READ_BYTES, place)) for place in (0, 4096)]
+        txn_ids = [meta.txn_id for meta in metas if isinstance(meta, Meta)]
+        os.pwrite(file.fileno(), (1 << 31).to_bytes(8, "little"), txn_ids.index(min(txn_ids)) * 4096 + 128)
+    with pytest.raises(DamagedError, match='open it once with mode="w"'):
+        open_tier(path.parent, readonly=True)
+    check_second_commit(path.parent)
 
 
 def test_a_damaged_slot_leaves_the_other_and_two_are_an_error(tmp_path: Path) -> None:

@@ -9,28 +9,33 @@ LMDB's two meta pages could reach the device before the pages they lead to. So t
 2. From before that copy is written until the next anchor stands, the tier keeps a read transaction open on the
    anchored tree, and LMDB reuses no page that an open read transaction can see. So whatever later transactions wrote,
    and whichever of it reached the device, all pages of the anchored tree are as they were.
-3. Whoever opens the store after the machine has stopped (the boot id differs) and finds other meta pages than the copy
-   puts the copy back. That is the anchored tree, byte for byte; it holds the last commit whole, and what it holds
-   beyond it is dropped by its epoch.
+3. Whoever opens the store for writing and finds other meta pages than the copy puts the copy back. That is the
+   anchored tree, byte for byte; it holds the last commit whole, and what it holds beyond it is dropped by its epoch.
 
 Pinned pages are not reused, so the file grows by what is written between two anchors: that is why they are set in the
 background too. At most ``3 * max(GROWTH_BYTES, half of the blocks)`` lie between the oldest pin and the newest page.
 
-If only the process died, the system still holds what it wrote; nothing needs to be put back, and the epochs tell what
-was never committed. The file holds two slots, written in turn, each with a checksum: a slot cut short leaves the other,
-whose tree is still pinned.
+Even if only the process died, what the system holds in memory may never reach the device: a sync may have failed
+before, and a system that could not write a page may drop it and call the next sync a success. So only what an anchor
+vouches for is built on, and the anchor itself is written once more first. While a reader of the same start of the
+machine (boot id) has the file open, the tree that it sees stays: going back would let its pages be reused.
+
+The file holds two slots, written in turn, each with a checksum: a slot cut short leaves the other, whose tree is still
+pinned. It gets its name when it is whole, and with room for both slots, so that no later anchor needs any.
 """
 
 import contextlib
+import errno
+import fcntl
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
 from ..durable import sync_directory
-from ..errors import ChecksumError, DamagedError, FormatError, TierstoreError
+from ..errors import ChecksumError, DamagedError, FormatError, StoreLockedError, TierstoreError
 from ..killpoints import reach
 from ..oserrors import translate_os_error
 from .btree import META_READ_BYTES, Meta, parse_meta
@@ -150,7 +155,16 @@ class AnchorKeeper:
         try:
             save_anchor(self._path, self._store_id, self._page_bytes, metas)
         except OSError as error:
-            raise TierstoreError(f"{self._path.with_name(ANCHOR_NAME)} could not be written: {error}") from error
+            raise self._failure(error) from error
+
+    def _failure(self, error: OSError) -> TierstoreError:
+        path = self._path.with_name(ANCHOR_NAME)
+        translated = translate_os_error(error, path)
+        if type(translated) is not TierstoreError:
+            return translated
+        return TierstoreError(
+            f"{path} could not be written: {error}; the last commit is intact: close the store and open it again."
+        )
 
     def wrote(self, size_bytes: int, live_bytes: int) -> None:
         """Set an anchor in the background if enough was written; wait for the last one if that falls too far behind.
@@ -191,7 +205,7 @@ class AnchorKeeper:
     def close(self) -> None:
         """Set a last anchor if the tree has changed since, so that readers find it sound after the machine has stopped;
         then unpin. An anchor that fails now is of no matter: the one before stands."""
-        with contextlib.suppress(TierstoreError):
+        with contextlib.suppress(TierstoreError, OSError):
             self.settle()
             if not self._has_failed and _read_metas(self._path, self._page_bytes) != self._metas:
                 self.set()
@@ -210,37 +224,88 @@ def save_anchor(path: Path, store_id: bytes, page_bytes: int, metas: tuple[bytes
     txn_id = max(_parsed(path, meta).txn_id for meta in metas)
     anchor_path = path.with_name(ANCHOR_NAME)
     is_new = not anchor_path.exists()
-    descriptor = os.open(anchor_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    newest = None if is_new else _newest_slot(anchor_path.read_bytes())
+    number = 1 if newest is None else newest.number + 1
+    body = _HEAD.pack(_MAGIC, number, store_id, boot_id(), page_bytes, txn_id) + b"".join(metas)
+    slot = (body + bytes_checksum(body).to_bytes(8, "little")).ljust(_SLOT_BYTES, b"\0")
+    if not is_new:
+        _put(anchor_path, slot, _place(number))
+        return
+    draft = anchor_path.with_name(f"{ANCHOR_NAME}.new")
+    _put(draft, bytes(_place(number)) + slot, 0)
+    os.replace(draft, anchor_path)
+    sync_directory(path.parent)
+
+
+def _place(number: int) -> int:
+    """Where the slot of the anchor with this number begins; the first is written to the second slot."""
+    return number % 2 * _SLOT_BYTES
+
+
+def _put(path: Path, data: bytes, place: int) -> None:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        newest = _newest_slot(os.pread(descriptor, 2 * _SLOT_BYTES, 0))
-        number = 1 if newest is None else newest.number + 1
-        body = _HEAD.pack(_MAGIC, number, store_id, boot_id(), page_bytes, txn_id) + b"".join(metas)
-        slot = (body + bytes_checksum(body).to_bytes(8, "little")).ljust(_SLOT_BYTES, b"\0")
-        os.pwrite(descriptor, slot, number % 2 * _SLOT_BYTES)
+        os.pwrite(descriptor, data, place)
         reach("anchor: slot written")
         os.fdatasync(descriptor)
         reach("anchor: slot synced")
     finally:
         os.close(descriptor)
-    if is_new:
-        sync_directory(path.parent)
 
 
 def recover(path: Path, store_id: bytes) -> None:
-    """Before an open for writing: after a power loss, put the anchored meta pages back.
+    """Before an open for writing: have the device hold the anchor, and put the anchored meta pages back.
 
     Raises:
         ChecksumError, FormatError: the anchor is damaged, or the row file older than it.
+        OSError: the device refused.
     """
     anchor = _load(path, store_id)
-    if anchor is None or _is_sound(path, anchor):
+    if anchor is None:
         return
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    anchor_path, place = path.with_name(ANCHOR_NAME), _place(anchor.number)
+    _put(anchor_path, anchor_path.read_bytes()[place : place + _SLOT_BYTES], place)
+    with _readers_kept_out(path) as is_alone:
+        if _read_metas(path, anchor.page_bytes) == anchor.metas:
+            return
+        if not is_alone:
+            if _is_sound(path, anchor):
+                return
+            raise StoreLockedError(
+                f"{path}: a write failed while the store was open for writing, and others read it; end them, then open "
+                "it again."
+            )
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            for number, meta in enumerate(anchor.metas):
+                os.pwrite(descriptor, meta, number * anchor.page_bytes)
+            reach("recovery: anchored meta pages put back")
+            os.fdatasync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _readers_kept_out(path: Path) -> Iterator[bool]:
+    """Whether nobody has the row file open; if so nobody can open it until the end of the block.
+
+    LMDB's own lock is taken, the first byte of its table of readers. It is a lock of the open file, not of the process:
+    closing it drops no lock that this process holds otherwise.
+    """
     try:
-        for number, meta in enumerate(anchor.metas):
-            os.pwrite(descriptor, meta, number * anchor.page_bytes)
-        reach("recovery: anchored meta pages put back")
-        os.fdatasync(descriptor)
+        descriptor = os.open(path.with_name(f"{path.name}-lock"), os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield True
+        return
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0))
+        is_alone = True
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            raise
+        is_alone = False
+    try:
+        yield is_alone
     finally:
         os.close(descriptor)
 
@@ -255,16 +320,20 @@ def require_sound(path: Path, store_id: bytes) -> None:
     anchor = _load(path, store_id)
     if anchor is not None and not _is_sound(path, anchor):
         raise DamagedError(
-            f"{path}: the machine stopped while the store was open for writing; open it once with "
+            f"{path}: the machine stopped, or a write failed, while the store was open for writing; open it once with "
             'mode="w", which goes back to the last commit.'
         )
 
 
 def _is_sound(path: Path, anchor: _Anchor) -> bool:
-    """Whether the file is as its writers left it, or else as the anchor says."""
+    """Whether the file is as the anchor says, or as a writer left it that the machine has not stopped since.
+
+    LMDB leaves a mixture in a meta page whose write failed, which is no meta page but matters to nobody: the other counts.
+    """
+    metas = _read_metas(path, anchor.page_bytes)
     current = boot_id()
     same_boot = anchor.boot_id == current and any(current)
-    return same_boot or _read_metas(path, anchor.page_bytes) == anchor.metas
+    return metas == anchor.metas or (same_boot and all(isinstance(parse_meta(meta), Meta) for meta in metas))
 
 
 def _load(path: Path, store_id: bytes) -> _Anchor | None:
@@ -284,9 +353,9 @@ def _load(path: Path, store_id: bytes) -> _Anchor | None:
         return None
     metas = [parse_meta(meta) for meta in _read_metas(path, anchor.page_bytes)]
     txn_ids = [meta.txn_id for meta in metas if isinstance(meta, Meta)]
-    if len(txn_ids) < len(metas):
-        return None
-    if max(txn_ids) < anchor.txn_id:
+    if max(txn_ids, default=-1) < anchor.txn_id:
+        if len(txn_ids) < len(metas):
+            return None
         raise FormatError(
             f"{path} is older than {ANCHOR_NAME} beside it: one of the two was replaced. Restore the whole directory "
             "from one copy."

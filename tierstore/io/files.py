@@ -48,7 +48,6 @@ _CORRUPT: Final = (
     lmdb.PageNotFoundError,
     lmdb.InvalidError,
     lmdb.VersionMismatchError,
-    lmdb.PanicError,
     lmdb.BadTxnError,
     lmdb.PageFullError,
     lmdb.CursorFullError,
@@ -81,12 +80,21 @@ def translate(error: lmdb.Error, path: Path) -> TierstoreError:
         )
     if code in (errno.EMFILE, errno.ENFILE, errno.EROFS, errno.EACCES, errno.EPERM):
         return translate_os_error(OSError(code, os.strerror(code)), path)
+    if isinstance(error, lmdb.PanicError):
+        return TierstoreError(
+            f"{path}: an earlier write failed; the last commit is intact: close the store and open it again."
+        )
     if isinstance(error, lmdb.MapResizedError):
         return TierstoreError(f"{path}: the file system has grown since the store was opened; open the store again.")
     if isinstance(error, lmdb.ReadersFullError):
         return StoreLockedError(f"{path}: {_MAX_READERS} readers have the store open; close some.")
     if isinstance(error, _CORRUPT):
         return DamagedError(f"{path}: LMDB reports {error}. {RESTORE}")
+    if code == errno.EIO:
+        return TierstoreError(
+            f"{path}: {error}; the last commit is intact. The system's log says what the device reports; if later calls "
+            "fail too, close the store and open it again."
+        )
     return TierstoreError(f"{path}: {error}")
 
 
@@ -125,8 +133,12 @@ def lock_for_writing(directory: Path) -> int:
         raise StoreLockedError(
             f'{directory}: process {holder} has the store open for writing; end it first, or open with mode="r".'
         ) from None
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    try:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    except BaseException:
+        os.close(descriptor)
+        raise
     return descriptor
 
 

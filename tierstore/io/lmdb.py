@@ -20,6 +20,7 @@ import lmdb
 import numpy as np
 from numpy.typing import NDArray
 
+from ..durable import sync_directory
 from ..errors import (
     ClosedError,
     ReadOnlyError,
@@ -27,6 +28,7 @@ from ..errors import (
     TierstoreError,
 )
 from ..killpoints import reach
+from ..oserrors import translate_os_error
 from ..rows import KEY_ROW_BITS, MAX_ROWS, MAX_TABLES, RowLayout
 from .anchor import AnchorKeeper, recover, require_sound
 from .base import ColdCounters, VerifyReport
@@ -123,8 +125,10 @@ class LmdbColdTier:
         self._anchors: AnchorKeeper | None = None
         try:
             self._open(path, store_id, create)
-        except BaseException:
+        except BaseException as error:
             self._release()
+            if isinstance(error, OSError):
+                raise translate_os_error(error, error.filename or self.path) from error
             raise
 
     # -- opening and closing
@@ -133,6 +137,7 @@ class LmdbColdTier:
         require_plain_files(directory)
         if not self.readonly:
             self._lock_file = lock_for_writing(directory)
+            sync_directory(directory)  # a process that ended may have left names that the device does not hold
         if not self.path.exists():
             if self.readonly or not create:
                 raise StoreNotFoundError(f"{self.path}: no such file. {RESTORE}")
