@@ -15,6 +15,9 @@ class PromiseError(Exception):
 class Promise:
     """The heads that may be found: the last that is durable, and those that were begun since.
 
+    A reader may see one that was begun, and the next process that writes go back to the one before: it builds only on
+    what is known to be on the device.
+
     A head is the positions of all kept versions, the oldest first.
 
     Attributes:
