@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tierstore
-from tierstore import killpoints, optim
+from tierstore import killpoints, optim, writeback
 from tierstore.errors import DiskFullError, ReadOnlyError, StoreNotFoundError, TableError
 from tierstore.pending import PendingCommit
 
@@ -202,6 +202,7 @@ def test_a_failed_commit_loses_no_row_and_is_told_once(
         store.commit()
         put(store, ALL[:3000], 2.0)
         writes: list[int] = []
+        monkeypatch.setattr(writeback, "BLOCKS_A_TURN", 4)
         failing(store, lambda epoch: writes.append(epoch) is None and len(writes) > survived, monkeypatch)
         gate.close("commit: rows frozen")
         pending = store.commit_async()
@@ -245,6 +246,7 @@ def test_a_write_back_that_meets_a_full_disk_ends_the_commit_too(
         recent = ALL[-store["t"].pool.cache.capacity :]
         put(store, recent, 2.0)
         is_full = threading.Event()
+        monkeypatch.setattr(writeback, "BLOCKS_A_TURN", 4)
         failing(store, lambda _: is_full.is_set(), monkeypatch)
         gate.close("write-back: blocks published")
         pending = store.commit_async()

@@ -22,8 +22,8 @@ TRANSACTION_SHARE: Final = 1 / 8
 MIN_TRANSACTION_BYTES: Final = 128 * 2**10
 MAX_TRANSACTION_BYTES: Final = 64 * 2**20
 """Pages that LMDB keeps until a write-back transaction ends: a share of the budget, within bounds."""
-OUTBOX_SHARE: Final = 1 / 32
-"""Rows in each half of a pool's outbox, of the rows in its cache."""
+OUTBOX_SHARE: Final = 1 / 16
+"""Rows in a pool's outbox, of the rows in its cache."""
 
 
 class PoolSize(NamedTuple):

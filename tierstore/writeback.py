@@ -1,18 +1,23 @@
 """Write-back: how newer rows of one cache reach the cold tier, between commits and for them.
 
-A commit *freezes* the dirty rows: as they are at that moment they belong to its version. A thread then writes them down
-while training goes on, and these rules keep the versions apart:
+A commit *freezes* the dirty rows: as they are at that moment they belong to its version. A thread then writes them, a
+few blocks at a time, while training goes on, and these rules keep the versions apart:
 
-- A frozen row that is about to change is copied to the *outbox* first; the writer empties the outbox.
-- Rows that became dirty after the freeze are written for the next version. Before that happens to a block, the frozen
-  rows of the same block and the copies in the outbox are written for theirs, so that no block is written for an earlier
-  version after it was written for a later one, and a later one holds everything the earlier one does.
+- A frozen row that is about to change is copied to the *outbox* first. What is in the outbox is written for the version
+  too, after its row's slot was, if that was being written just then: the copy is the last word.
+- Rows that became dirty after the freeze are written for the next version. Before that happens to a block, its frozen
+  rows and its copies in the outbox are written for theirs, so that no block is written for an earlier version after it
+  was written for a later one, and a later one holds everything the earlier one does.
 
 Locks: ``gate`` (one write-back at a time; held over device writes), then the pool's ``lock``. A slot whose row is being
 written stays pinned until it is.
 """
 
+import contextlib
 import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -25,43 +30,53 @@ from .rows import KEY_ROW_BITS, RowLayout
 __all__ = ["MIN_OUTBOX_ROWS", "WriteBack", "outbox_bytes"]
 
 MIN_OUTBOX_ROWS: Final = 32
+BLOCKS_A_TURN: Final = 256
+"""Of a commit: what its thread writes before it lets others write."""
+_PAUSE_SECONDS: Final = 5e-5
+"""Between two turns: a lock released and taken again at once is given to nobody else."""
 _ROW_MASK: Final = (1 << KEY_ROW_BITS) - 1
-_KEY_AND_SLOT_BYTES: Final = 12
-_COPIED: Final = -1
-"""In place of a slot: the row is a copy, and the slot it came from is not waiting for it."""
+_KEY_AND_PLACE_BYTES: Final = 12
 
 
 def outbox_bytes(layout: RowLayout, rows: int) -> int:
-    """What an outbox takes of which each half holds ``rows`` rows."""
-    return 2 * rows * (layout.row_bytes + _KEY_AND_SLOT_BYTES)
+    """What an outbox of ``rows`` rows takes."""
+    return rows * (layout.row_bytes + _KEY_AND_PLACE_BYTES)
 
 
-class _Half:
-    """Rows on their way down; changed under the pool's lock only, or by the writer while it is its own."""
+class _Outbox:
+    """Copies of rows as a version under way shows them; guarded by the pool's lock."""
 
     def __init__(self, layout: RowLayout, capacity: int) -> None:
         self.keys: Any = np.empty(capacity, np.int64)
-        self.slots: Any = np.empty(capacity, np.int32)
         self.weights: Any = np.empty((capacity, layout.weight_words), np.uint64)
         self.state: Any = np.empty((capacity, layout.state_words), np.uint64)
+        self._places: Any = np.arange(capacity, dtype=np.int32)
         self.count = 0
 
     @property
     def room(self) -> int:
         return len(self.keys) - self.count
 
-    def put(self, cache: RowCache, slots: Any, *, waiting: bool) -> None:
-        """Copy these rows; ``waiting``: their slots are pinned until they are written."""
-        part = slice(self.count, self.count + len(slots))
-        self.keys[part] = cache.keys_of(slots)
-        self.slots[part] = slots if waiting else _COPIED
-        np.take(cache.weights, slots, axis=0, out=self.weights[part], mode="clip")
-        np.take(cache.state, slots, axis=0, out=self.state[part], mode="clip")
+    @property
+    def places(self) -> Any:
+        """int32: where the copies are."""
+        return self._places[: self.count]
+
+    def put(self, cache: RowCache, slots: Any) -> None:
+        """Copy the rows of these slots."""
+        places = self._places[self.count : self.count + len(slots)]
+        self.keys[places] = cache.keys_of(slots)
+        self.weights[places] = cache.weights[slots]
+        self.state[places] = cache.state[slots]
         self.count += len(slots)
 
-    def waiting_slots(self) -> Any:
-        slots = self.slots[: self.count]
-        return slots[slots != _COPIED]
+    def drop(self, places: Any) -> None:
+        """Forget these copies."""
+        is_dropped = np.zeros(len(self.keys), np.bool_)
+        is_dropped[places] = True
+        kept = self.places[~is_dropped[self.places]]
+        self._places = np.concatenate([kept, places, self._places[self.count :]])
+        self.count = len(kept)
 
 
 class WriteBack:
@@ -70,7 +85,7 @@ class WriteBack:
     Args:
         lock: the pool's.
         blocks_a_write: blocks a transaction of the cold tier may hold.
-        outbox_rows: rows in each half of the outbox; one is filled while the other is written.
+        outbox_rows: rows that the outbox holds.
         epoch: the version that rows are written for.
     """
 
@@ -92,7 +107,7 @@ class WriteBack:
         self._lock = lock
         self._blocks_a_write = blocks_a_write
         self._epoch = epoch
-        self._filling, self._writing = (_Half(layout, max(outbox_rows, MIN_OUTBOX_ROWS)) for _ in range(2))
+        self._outbox = _Outbox(layout, max(outbox_rows, MIN_OUTBOX_ROWS))
         self._error: BaseException | None = None
         self._is_busy = False
 
@@ -103,12 +118,12 @@ class WriteBack:
         dirty. The caller holds the lock, which is released while the outbox is full."""
         first = 0
         while first < len(slots) and self._cache.num_frozen:
-            room = self._filling.room
+            room = self._outbox.room
             if not room:
                 self._lock.wait()
                 continue
             part = slots[first : first + room]
-            self._filling.put(self._cache, self._cache.thaw(part), waiting=False)
+            self._outbox.put(self._cache, self._cache.thaw(part))
             first += len(part)
         self._cache.mark_dirty(slots)
 
@@ -125,8 +140,10 @@ class WriteBack:
                 victims = self._cache.victims(self._blocks_a_write if limit is None else limit)
                 slots = self._neighbours(self._cache.keys_of(victims))
             reach("write-back: rows chosen")
-            if self._cache.num_frozen or self._filling.count:
-                self._send(slots)
+            if self._cache.num_frozen or self._outbox.count:
+                with self._giving_up():
+                    self._write_frozen(slots)
+                    self._write_copies(self._copies_beside(slots))
             self._write_dirty(slots)
 
     def write_all(self) -> None:
@@ -144,6 +161,13 @@ class WriteBack:
         first = np.unique((keys & ~_ROW_MASK) | (rows - rows % rows_per_block))
         slots = self._cache.find((first[:, None] + np.arange(rows_per_block)).ravel())
         return slots[slots >= 0]
+
+    def _copies_beside(self, slots: Any) -> Any:
+        """Places in the outbox of the copies that lie in the blocks of these rows."""
+        with self._lock:
+            places = self._outbox.places
+            blocks = self._blocks_of(self._cache.keys_of(slots))
+            return places[np.isin(self._blocks_of(self._outbox.keys[places]), blocks)]
 
     def _write_dirty(self, slots: Any) -> None:
         """Write the dirty ones of these rows, ascending by key, for the version that is open."""
@@ -172,12 +196,13 @@ class WriteBack:
         finally:
             self._is_busy = False
 
-    def _block_bounds(self, keys: Any) -> list[int]:
-        """Ends of runs of sorted keys that lie in at most ``blocks_a_write`` blocks, no block in two runs."""
+    def _block_bounds(self, keys: Any, limit: int | None = None) -> list[int]:
+        """Ends of runs of sorted keys that lie in at most ``limit`` blocks, no block in two runs."""
         if not len(keys):
             return []
+        step = min(self._blocks_a_write, limit or self._blocks_a_write)
         new_block = np.flatnonzero(np.diff(self._blocks_of(keys), prepend=-1))
-        return [*new_block[self._blocks_a_write :: self._blocks_a_write].tolist(), len(keys)]
+        return [*new_block[step::step].tolist(), len(keys)]
 
     def _blocks_of(self, keys: Any) -> Any:
         return (keys & _ROW_MASK) // self._layout.rows_per_block + (keys & ~_ROW_MASK)
@@ -192,7 +217,7 @@ class WriteBack:
         self._epoch += 1
 
     def write_frozen(self) -> None:
-        """Write everything that belongs to the version that was frozen, in block order.
+        """Write everything that belongs to the version that was frozen, in block order, other writers in between.
 
         Raises:
             what the cold tier raises; also if another thread met it. The version is then given up.
@@ -201,59 +226,72 @@ class WriteBack:
             slots = self._cache.frozen_slots()
             keys = self._cache.keys_of(slots)
         order = np.argsort(keys)
-        slots, blocks = slots[order], self._blocks_of(keys[order])
+        slots, keys = slots[order], keys[order]
         first = 0
-        while first < len(slots):
-            stop = self._end_of_part(blocks, first)
-            with self.gate:
-                self._send(slots[first:stop])
+        for stop in self._block_bounds(keys, BLOCKS_A_TURN):
+            self._take_turn(partial(self._write_frozen, slots[first:stop]))
             first = stop
-        with self.gate:
-            self._send(slots[:0])
-            if self._error is not None:
-                raise self._error
+            while self._outbox.count > len(self._outbox.keys) // 2:
+                self._take_turn(self._write_some_copies)
+        while self._outbox.count:
+            self._take_turn(self._write_some_copies)
+        if self._error is not None:
+            raise self._error
 
-    def _end_of_part(self, blocks: Any, first: int) -> int:
-        """Where to end a part of the rows that fits into the outbox: between two blocks, if it can be."""
-        stop = first + len(self._filling.keys)
-        if stop >= len(blocks):
-            return len(blocks)
-        start_of_block = int(np.searchsorted(blocks, blocks[stop]))
-        return start_of_block if start_of_block > first else stop
+    def _take_turn(self, write: Callable[[], None]) -> None:
+        with self.gate, self._giving_up():
+            write()
+        time.sleep(_PAUSE_SECONDS)
 
-    def _send(self, slots: Any) -> None:
-        """Write the frozen ones of these rows and what is in the outbox. The caller holds the gate."""
-        while True:
+    @contextlib.contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """The version cannot be made if part of it cannot be written."""
+        try:
+            yield
+        except BaseException as error:
+            self._error = error
+            self.abandon()
+            raise
+
+    def _write_frozen(self, slots: Any) -> None:
+        """Write the frozen ones of these rows, ascending by key. One that changes meanwhile has its copy in the outbox,
+        which is written after it. The caller holds the gate."""
+        cache = self._cache
+        with self._lock:
+            taken = cache.frozen_of(slots)
+            cache.pin(taken)
+            keys = cache.keys_of(taken)
+        first = 0
+        try:
+            for stop in self._block_bounds(keys):
+                self._write(keys[first:stop], taken[first:stop], cache.weights, cache.state, self._epoch - 1)
+                first = stop
+        finally:
             with self._lock:
-                part = slots[: self._filling.room]
-                slots = slots[len(part) :]
-                thawed = self._cache.thaw(part)
-                self._cache.pin(thawed)
-                self._filling.put(self._cache, thawed, waiting=True)
-                self._filling, self._writing = self._writing, self._filling
-            try:
-                self._write_half(self._writing)
-            except BaseException as error:
-                self._error = error
-                self.abandon()
-                raise
-            with self._lock:
-                self._empty(self._writing)
-            if not len(slots):
-                return
+                cache.thaw(taken[:first])
+                cache.unpin(taken)
+                self._lock.notify_all()
 
-    def _write_half(self, half: _Half) -> None:
-        order = np.argsort(half.keys[: half.count]).astype(np.int32)
-        keys = half.keys[order]
+    def _write_some_copies(self) -> None:
+        """Write one turn's worth of the outbox. The caller holds the gate."""
+        with self._lock:
+            places = self._outbox.places
+            places = places[np.argsort(self._outbox.keys[places])]
+            stops = self._block_bounds(self._outbox.keys[places], BLOCKS_A_TURN)
+        self._write_copies(places[: stops[0]] if stops else places)
+
+    def _write_copies(self, places: Any) -> None:
+        """Write these copies, and forget them. The caller holds the gate."""
+        outbox = self._outbox
+        places = places[np.argsort(outbox.keys[places])]
+        keys = outbox.keys[places]
         first = 0
         for stop in self._block_bounds(keys):
-            self._write(keys[first:stop], order[first:stop], half.weights, half.state, self._epoch - 1)
+            self._write(keys[first:stop], places[first:stop], outbox.weights, outbox.state, self._epoch - 1)
             first = stop
-
-    def _empty(self, half: _Half) -> None:
-        self._cache.unpin(half.waiting_slots())
-        half.count = 0
-        self._lock.notify_all()
+        with self._lock:
+            outbox.drop(places)
+            self._lock.notify_all()
 
     def abandon(self) -> None:
         """Give up the version that was frozen: its rows belong to the next one. A second call does nothing.
@@ -262,11 +300,10 @@ class WriteBack:
         """
         with self.gate, self._lock:
             self._cache.unfreeze()
-            for half in (self._filling, self._writing):
-                self._cache.mark_dirty(half.waiting_slots())
-                self._empty(half)
+            self._outbox.drop(self._outbox.places)
+            self._lock.notify_all()
 
     @property
     def size_bytes(self) -> int:
         """Of the outbox."""
-        return outbox_bytes(self._layout, len(self._filling.keys))
+        return outbox_bytes(self._layout, len(self._outbox.keys))

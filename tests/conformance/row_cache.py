@@ -412,8 +412,10 @@ class RowCacheConformance:
             cache.freeze()
         assert cache.admit(Admission(keys_from(9))) is AdmitStatus.DIRTY_VICTIM
         assert cache.clean(slots[[0, 2]]).tolist() == []
+        assert cache.frozen_of(slots).tolist() == slots[[0, 2]].tolist()
         assert cache.thaw(slots).tolist() == slots[[0, 2]].tolist()
         assert (cache.num_dirty, cache.num_frozen) == (1, 0)
+        assert cache.frozen_of(slots).tolist() == []
         cache.mark_dirty(slots[[2]])
         assert cache.admit(Admission(keys_from(9))) is AdmitStatus.COMPLETE
         assert order_of(cache)[:2] == [order[1], order[2]]

@@ -161,9 +161,12 @@ class RowCache(Protocol):
     def frozen_slots(self) -> Int32s:
         """Every frozen slot, in any order."""
 
+    def frozen_of(self, slots: Int32s) -> Int32s:
+        """Those of ``slots`` that are frozen, in order. Changes nothing."""
+
     def thaw(self, slots: Int32s) -> Int32s:
-        """Make frozen slots clean; returns those of ``slots`` that were frozen, in order. The caller has to copy their
-        rows before anybody changes them."""
+        """Make frozen slots clean; returns those of ``slots`` that were frozen, in order. Their rows were written, or
+        the caller copies them before anybody changes them."""
 
     def unfreeze(self) -> None:
         """Make every frozen slot dirty: the version under way was given up."""

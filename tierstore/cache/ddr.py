@@ -232,6 +232,11 @@ class DdrCache:
     def clean(self, slots: Int32s) -> Int32s:
         return self._clear(slots, kernels.DIRTY, Tally.DIRTY)
 
+    def frozen_of(self, slots: Int32s) -> Int32s:
+        slots = _slots(slots)
+        frozen: Int32s = slots[(self._books.slots["flags"][slots] & kernels.FROZEN) != 0]
+        return frozen
+
     def thaw(self, slots: Int32s) -> Int32s:
         return self._clear(slots, kernels.FROZEN, Tally.FROZEN)
 

@@ -265,6 +265,9 @@ class ReferenceCache:
     def clean(self, slots: Int32s) -> Int32s:
         return self._remove(slots, self._dirty)
 
+    def frozen_of(self, slots: Int32s) -> Int32s:
+        return np.array([slot for slot in slots.tolist() if slot in self._frozen], np.int32)
+
     def thaw(self, slots: Int32s) -> Int32s:
         return self._remove(slots, self._frozen)
 
