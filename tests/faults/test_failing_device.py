@@ -31,6 +31,8 @@ META_BYTES = 512
 class Device:
     """Fails the call of that number among those it is asked about, or every one from there on, until it is freed.
 
+    A write cut short is followed by one that finds no room, as on a device that fills up.
+
     Attributes:
         names: calls that it fails.
         hits: those that it failed.
@@ -51,7 +53,7 @@ class Device:
         self.asked += 1
         if number == self.number or (self.for_good and number > self.number):
             self.hits.append(call)
-            return self.failure
+            return self.failure if len(self.hits) == 1 or self.failure.errno else Failure(errno.ENOSPC)
         return None
 
 
