@@ -32,6 +32,8 @@ class TierStats(NamedTuple):
     """Rows written back (ssd)."""
     split_batches: int = 0
     """Batches whose rows did not fit the tier at once and were worked off in parts."""
+    waited_seconds: float = 0.0
+    """Time for which threads that change or evict rows waited for the writer of a commit (ddr)."""
 
     @property
     def hit_rate(self) -> float:

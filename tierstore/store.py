@@ -467,6 +467,7 @@ class Store:
             bytes=sum(pool.size_bytes for pool in pools) + (self._reserved_bytes if pools else 0),
             seconds=sum(pool.fill_seconds for pool in pools),
             split_batches=sum(pool.split_batches for pool in pools),
+            waited_seconds=sum(pool.writeback.waited_seconds for pool in pools),
         )
         ssd = TierStats(
             lookups=cold.rows_read,

@@ -87,6 +87,9 @@ class WriteBack:
         blocks_a_write: blocks a transaction of the cold tier may hold.
         outbox_rows: rows that the outbox holds.
         epoch: the version that rows are written for.
+
+    Attributes:
+        waited_seconds: how long others have waited for the writer of a commit.
     """
 
     def __init__(
@@ -110,6 +113,7 @@ class WriteBack:
         self._outbox = _Outbox(layout, max(outbox_rows, MIN_OUTBOX_ROWS))
         self._error: BaseException | None = None
         self._is_busy = False
+        self.waited_seconds = 0.0
 
     # Updates
 
@@ -120,7 +124,9 @@ class WriteBack:
         while first < len(slots) and self._cache.num_frozen:
             room = self._outbox.room
             if not room:
+                started = time.perf_counter()
                 self._lock.wait()
+                self.waited_seconds += time.perf_counter() - started
                 continue
             part = slots[first : first + room]
             self._outbox.put(self._cache, self._cache.thaw(part))
@@ -135,7 +141,9 @@ class WriteBack:
         The caller admits no rows meanwhile. Rows may be updated: an update marks its row dirty again, so what is
         written of it here is never the last word.
         """
+        started = time.perf_counter()
         with self.gate:
+            self.waited_seconds += time.perf_counter() - started
             with self._lock:
                 victims = self._cache.victims(self._blocks_a_write if limit is None else limit)
                 slots = self._neighbours(self._cache.keys_of(victims))
