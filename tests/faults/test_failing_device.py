@@ -234,7 +234,7 @@ def fail_calls(
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_some_calls_fail(scratch: Path, initial: dict[str, Trained], name: str) -> None:
-    step = 5 if name == "not synced" else 40
+    step = 5 if name == "not synced" else 20
     counts = fail_calls(
         scratch, initial, FAULTS[name], first=len(name) % step, step=step, for_good=name == "full", powers=1
     )
