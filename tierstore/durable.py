@@ -1,9 +1,10 @@
 """Making a rename or a new file last: the directory that names it must be synced too."""
 
+import errno
 import os
 from pathlib import Path
 
-__all__ = ["make_directory", "sync_directory"]
+__all__ = ["make_directory", "sync_directory", "write_all"]
 
 
 def make_directory(directory: Path) -> None:
@@ -21,3 +22,13 @@ def sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_all(descriptor: int, data: bytes, offset: int) -> None:
+    """Write all of it: a device that fills up takes a part and says so. OSError if it takes no more."""
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(descriptor, view, offset)
+        if not written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        view, offset = view[written:], offset + written

@@ -484,7 +484,7 @@ class Store:
         return Stats(TierStats(), ddr, ssd)
 
     def verify(self, *, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
-        """Read and check every row on SSD, the directory and the counts; ``progress(done_blocks, total_blocks)``.
+        """Read and check every row on SSD, the directory and the counts; ``progress(done_bytes, total_bytes)``.
 
         Raises:
             DamagedError: names the file, the place and the way out.

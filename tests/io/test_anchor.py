@@ -265,3 +265,20 @@ def test_after_a_clean_close_readers_need_no_writer_first(tmp_path: Path, other_
     add_tables(reader)
     check_rows(reader, WIDE, keys_of(0, ROWS), 2)
     reader.close()
+
+
+def test_a_device_that_takes_writes_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one does that fills up: an anchor of which only a part is there vouches for nothing."""
+    whole = os.pwrite
+
+    def part(descriptor: int, data: bytes, offset: int) -> int:
+        return whole(descriptor, bytes(data)[: (len(data) + 1) // 2], offset)
+
+    monkeypatch.setattr(os, "pwrite", part)
+    written_after_commit(tmp_path / "store", 4, 1)
+    monkeypatch.undo()
+    content = (tmp_path / "store" / ANCHOR_NAME).read_bytes()
+    assert len(content) == 8192
+    assert all(anchor._newest_slot(content[place : place + 4096]) is not None for place in (0, 4096))
+    monkeypatch.setattr(anchor, "boot_id", lambda: b"another start....")
+    check_second_commit(tmp_path / "store")

@@ -34,7 +34,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
-from ..durable import sync_directory
+from ..durable import sync_directory, write_all
 from ..errors import ChecksumError, DamagedError, FormatError, StoreLockedError, TierstoreError
 from ..killpoints import reach
 from ..oserrors import translate_os_error
@@ -80,7 +80,7 @@ def stamp_rows_file(path: Path, store_id: bytes, page_bytes: int) -> None:
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        os.pwrite(descriptor, store_id, page_bytes - _STAMP_BYTES)
+        write_all(descriptor, store_id, page_bytes - _STAMP_BYTES)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -245,7 +245,7 @@ def _place(number: int) -> int:
 def _put(path: Path, data: bytes, place: int) -> None:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        os.pwrite(descriptor, data, place)
+        write_all(descriptor, data, place)
         reach("anchor: slot written")
         os.fdatasync(descriptor)
         reach("anchor: slot synced")
@@ -278,7 +278,7 @@ def recover(path: Path, store_id: bytes) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             for number, meta in enumerate(anchor.metas):
-                os.pwrite(descriptor, meta, number * anchor.page_bytes)
+                write_all(descriptor, meta, number * anchor.page_bytes)
             reach("recovery: anchored meta pages put back")
             os.fdatasync(descriptor)
         finally:

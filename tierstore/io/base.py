@@ -94,7 +94,7 @@ class ColdTier(Protocol):
         """What the current version was committed with; b"" before the first commit."""
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
-        """Read and check every stored row of the current snapshot. ``progress(done_blocks, total_blocks)``.
+        """Read and check every stored row of the current snapshot. ``progress(done_bytes, total_bytes)``.
 
         Raises:
             DamagedError: names the file, the place and the way out.

@@ -28,7 +28,6 @@ from ..errors import (
     TierstoreError,
 )
 from ..killpoints import reach
-from ..oserrors import translate_os_error
 from ..rows import KEY_ROW_BITS, MAX_ROWS, MAX_TABLES, RowLayout
 from .anchor import AnchorKeeper, recover, require_sound
 from .base import ColdCounters, VerifyReport
@@ -125,10 +124,8 @@ class LmdbColdTier:
         self._anchors: AnchorKeeper | None = None
         try:
             self._open(path, store_id, create)
-        except BaseException as error:
+        except BaseException:
             self._release()
-            if isinstance(error, OSError):
-                raise translate_os_error(error, error.filename or self.path) from error
             raise
 
     # -- opening and closing
