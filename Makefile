@@ -37,7 +37,7 @@ pytest: $(READY)
 	$(BIN)/python -m pytest
 
 kernels-without-jit: $(READY)
-	NUMBA_DISABLE_JIT=1 $(BIN)/python -m pytest -m kernel --quiet --durations=3
+	NUMBA_DISABLE_JIT=1 $(BIN)/python -m pytest -m "kernel and not soak" --quiet --durations=3
 
 lint: $(READY)
 	$(BIN)/ruff check .
