@@ -131,7 +131,7 @@ def make_sample(folder: Path, seed: int) -> Sample:
     """Tables of three layouts, one of rows longer than a page, trained and committed twice; all rows change."""
     generator = torch.Generator().manual_seed(seed)
     with tierstore.open(folder, ddr=_DDR, threads=1) as store:
-        sizes = {"wide": 56, "narrow": 400, "long": 3}
+        sizes = {"wide": 420, "narrow": 400, "long": 3}
         configs = {
             "wide": {"embedding_dim": 64, "optimizer": tierstore.optim.RowWiseAdagrad(lr=0.1)},
             "narrow": {"embedding_dim": 5, "optimizer": tierstore.optim.SGD(lr=0.1), "dtype": "float16"},

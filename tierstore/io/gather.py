@@ -260,8 +260,13 @@ def _first_bad(
     keys: Int64s,
     present: NDArray[np.bool_],
     lanes: Words,
+    header_words: int,
 ) -> int:
-    """-1, or the position of the first present row of ``[start, end)`` that does not match its checksum."""
+    """-1, or the position of the first present row of ``[start, end)`` that does not match its checksum, or whose page is
+    another's: a row of an earlier epoch has a good checksum too.
+
+    ``header_words``: words of a page if each begins with a header, which holds its number; else 0.
+    """
     for a in range(start, end, 2):
         b = min(a + 1, end - 1)
         if not present[a] and not present[b]:
@@ -275,6 +280,12 @@ def _first_bad(
             return a
         if present[b] and checksum_b != words[at_b + row_words]:
             return b
+        if header_words:
+            page_a, page_b = at_a // header_words, at_b // header_words
+            if words[page_a * header_words] != np.uint64(page_a):
+                return a if present[a] else b
+            if words[page_b * header_words] != np.uint64(page_b):
+                return b if present[b] else a
     return -1
 
 
@@ -323,6 +334,7 @@ def gather(
         return
     row_words = geo.weight_words + geo.state_words
     stored_words = row_words + 1
+    header_words = geo.page_words if geo.pages_per_block == 1 else 0
     result[2] = count_pages(geo.page_words, stored_words, limit, offsets, seen)
     num = len(keys)
     group = 2
@@ -346,7 +358,7 @@ def gather(
             start, position = position, min(end, position + step)
             _copy_rows(geo, words, start, position, offsets, keys, slots, weights, state, present)
             if verify:
-                bad = _first_bad(words, row_words, start, position, offsets, keys, present, lanes)
+                bad = _first_bad(words, row_words, start, position, offsets, keys, present, lanes, header_words)
         if bad >= 0:
             result[0] = 3
             result[1] = bad
