@@ -141,7 +141,7 @@ def test_a_sound_store_is_saved_whole(sample: Sample, tmp_path: Path) -> None:
     assert report.is_whole
     assert report.lines() == []
     assert found.differences(sample.expected) == []
-    assert report.rows == 56 + 400 + 3 - 3 * 2
+    assert report.rows == 420 + 400 + 3 - 3 * 2
 
 
 def test_optimizer_state_is_saved_with_the_rows(sample: Sample, tmp_path: Path) -> None:

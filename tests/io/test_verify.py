@@ -100,7 +100,7 @@ def test_what_is_counted_does_not_depend_on_ranges(folder: Path, monkeypatch: py
         calls: list[tuple[int, int]] = []
         report = store.verify(progress=lambda done, total: calls.append((done, total)))
         assert report.tables == 3
-        assert report.rows == 56 + 400 + 3 - 3 * 2
+        assert report.rows == 420 + 400 + 3 - 3 * 2
         monkeypatch.setattr(verify, "RANGE_PAGES", 5)
         monkeypatch.setattr(verify, "_SLICE_PAGES", 3)
         assert store.verify() == report
