@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from . import floats
-from ._jit import kernel
+from ._jit import inline, kernel
 from .init import mix64
 
 __all__ = [
@@ -19,7 +19,9 @@ __all__ = [
     "copy_rows_out",
     "dot_rows",
     "group_positions",
+    "halving_sum",
     "join_keys",
+    "padded_width",
     "pool_rows",
     "unique_in_order",
 ]
@@ -118,21 +120,49 @@ def pool_rows(
                 pooled[column] /= count
 
 
+@inline
+def padded_width(dim: int) -> int:
+    """Columns that ``halving_sum`` wants for ``dim`` terms: a power of two, and enough for its closing line."""
+    width = 8
+    while width < dim:
+        width *= 2
+    return width
+
+
+@inline
+def halving_sum(terms: Any) -> Any:
+    """Sum of float32 [a power of two >= 8], in the order of a halving tree; the lower half of ``terms`` is used up.
+
+    The upper half is added to the lower one, element by element, until one element is left, and that to +0.0. More
+    zeros behind the terms change no bit, and a CPU's vector unit can follow this order as well as a GPU's threads.
+    """
+    width = terms.shape[0]
+    while width > 8:
+        width //= 2
+        for i in range(width):
+            terms[i] += terms[width + i]
+    even, odd = (terms[0] + terms[4]) + (terms[2] + terms[6]), (terms[1] + terms[5]) + (terms[3] + terms[7])
+    return np.float32(np.float32(0) + (even + odd))
+
+
 @kernel
 def dot_rows(
     begin: int, end: int, first: int, last: int, bag_starts: Any, inverse: Any, unique_slots: Any, weights: Any,
     dim: int, half: int, sample_of: Any, column_of: Any, grad_out: Any, grad_scale: Any,
 ) -> None:  # fmt: skip
-    """Gradient of per-sample weights: ``grad_scale[p] = row(p) . grad_out[bag of p]``, positions ``[first, last)``."""
+    """Gradient of per-sample weights: ``grad_scale[p] = row(p) . grad_out[bag of p]``, positions ``[first, last)``.
+
+    The products are summed as ``halving_sum`` does.
+    """
+    products = np.zeros(padded_width(dim), np.float32)
     for bag in range(begin, end):
         low, high = max(bag_starts[bag], first), min(bag_starts[bag + 1], last)
         gradient = grad_out[sample_of[bag], column_of[bag] : column_of[bag] + dim]
         for position in range(low, high):
             row = weights[unique_slots[inverse[position - first]]]
-            total = np.float32(0)
             for column in range(dim):
-                total += floats.load(row, column, half) * gradient[column]
-            grad_scale[position] = total
+                products[column] = floats.load(row, column, half) * gradient[column]
+            grad_scale[position] = halving_sum(products)
 
 
 @kernel

@@ -4,20 +4,24 @@ Shape legend: N positions (ids of the batch), U unique rows, K bags, B samples, 
 """
 
 import math
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from .. import floats
 from .._jit import inline, kernel
+from ..kernels import halving_sum, padded_width
 
-__all__ = ["merge_and_update"]
+__all__ = ["RUN", "merge_and_update"]
+
+RUN: Final = 64
+"""Positions of one row that are summed one after another, from zero, before the sum joins those of the runs before."""
 
 _SGD, _ROWWISE_ADAGRAD, _ADAGRAD = 0, 1, 2
 
 
 @inline
-def _merge(
+def _merge_run(
     gradient: Any, order: Any, first: int, last: int, bag_of: Any, scale: Any, arg_max: Any,
     sample_of: Any, column_of: Any, grad_out: Any,
 ) -> None:  # fmt: skip
@@ -43,24 +47,31 @@ def _merge(
 
 
 @inline
-def _mean_square(gradient: Any) -> Any:
-    """Mean of squares over eight interleaved partial sums: a fixed order that a vector unit can follow."""
-    partial = np.zeros(8, np.float32)
-    dim = gradient.shape[0]
-    whole = dim - dim % 8
-    for base in range(0, whole, 8):
-        for lane in range(8):
-            partial[lane] += gradient[base + lane] * gradient[base + lane]
-    for column in range(whole, dim):
-        partial[column - whole] += gradient[column] * gradient[column]
-    pairs = ((partial[0] + partial[4]) + (partial[2] + partial[6])) + (
-        (partial[1] + partial[5]) + (partial[3] + partial[7])
-    )
-    return np.float32(pairs / np.float32(dim))
+def _merge(
+    gradient: Any, run: Any, order: Any, first: int, last: int, bag_of: Any, scale: Any, arg_max: Any,
+    sample_of: Any, column_of: Any, grad_out: Any,
+) -> None:  # fmt: skip
+    """As ``_merge_run``, in runs of RUN whose sums are added in order: parts of a hot row may be summed apart."""
+    stop = min(first + RUN, last)
+    _merge_run(gradient, order, first, stop, bag_of, scale, arg_max, sample_of, column_of, grad_out)
+    while stop < last:
+        start, stop = stop, min(stop + RUN, last)
+        _merge_run(run, order, start, stop, bag_of, scale, arg_max, sample_of, column_of, grad_out)
+        for column in range(gradient.shape[0]):
+            gradient[column] += run[column]
 
 
 @inline
-def _update_row(code: int, hyper: Any, gradient: Any, row: Any, state: Any, half: int) -> None:
+def _mean_square(gradient: Any, squares: Any) -> Any:
+    """Mean of squares, summed as ``halving_sum`` does; ``squares`` is its scratch, zero from ``dim`` on."""
+    dim = gradient.shape[0]
+    for column in range(dim):
+        squares[column] = gradient[column] * gradient[column]
+    return np.float32(halving_sum(squares) / np.float32(dim))
+
+
+@inline
+def _update_row(code: int, hyper: Any, gradient: Any, squares: Any, row: Any, state: Any, half: int) -> None:
     """Apply one optimizer step to ``row`` and its ``state``; the formulas are those of ``optim.configs``."""
     dim = gradient.shape[0]
     lr, weight_decay, eps = hyper[0], hyper[1], hyper[2]
@@ -72,7 +83,7 @@ def _update_row(code: int, hyper: Any, gradient: Any, row: Any, state: Any, half
             value = floats.load(row, column, half)
             floats.store(row, column, np.float32(value - lr * gradient[column]), half)
     elif code == _ROWWISE_ADAGRAD:
-        accumulator = np.float32(state[0] + _mean_square(gradient))
+        accumulator = np.float32(state[0] + _mean_square(gradient, squares))
         state[0] = accumulator
         step = np.float32(lr / np.float32(np.float32(math.sqrt(accumulator)) + eps))
         for column in range(dim):
@@ -121,12 +132,13 @@ def merge_and_update(
         hyper: float32 [T, NUM_HYPER].
         weights: float32 or uint16 [S, >= dim]; state: float32 [S, >= state_dim]. Both are changed.
     """
-    gradient = np.empty(dim, np.float32)
+    gradient, run = np.empty(dim, np.float32), np.empty(dim, np.float32)
+    squares = np.zeros(padded_width(dim), np.float32)
     for unique in range(begin, end):
         _merge(
-            gradient, order, group_start[unique], group_start[unique + 1], bag_of, scale, arg_max,
+            gradient, run, order, group_start[unique], group_start[unique + 1], bag_of, scale, arg_max,
             sample_of, column_of, grad_out,
         )  # fmt: skip
         table = table_of[unique]
         slot = unique_slots[unique - first_unique]
-        _update_row(codes[table], hyper[table], gradient, weights[slot], state[slot], half)
+        _update_row(codes[table], hyper[table], gradient, squares, weights[slot], state[slot], half)

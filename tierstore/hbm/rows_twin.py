@@ -1,0 +1,199 @@
+"""Kernels over rows of the HBM tier in plain torch operations: the oracle of ``rows_triton``, on any device.
+
+Every float32 operation and its place in the order are those of ``kernels.pool_rows``, ``kernels.dot_rows`` and
+``optim.kernels.merge_and_update``, so the bits are theirs too (but for the sign and payload of a NaN, which devices
+choose). Each operation is one torch call of its own: nothing is there to contract. Divisors are tensors, because some
+devices multiply by the reciprocal of a scalar. Calls wait for the device and are slow; all tensors are on one device.
+
+Shape legend: N positions (ids of the batch), U unique rows, K = F * B bags, C output columns, S slots, D dim, T tables.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..optim.configs import SGD, Adagrad, RowWiseAdagrad
+from ..optim.kernels import RUN
+from .batch import Bags, Groups
+
+__all__ = ["dot_rows", "pool_rows", "update_rows"]
+
+
+def pool_rows(
+    bags: Bags, slots: Tensor, first: int, last: int, *, mode: int, weights: Tensor, dim: int, out: Tensor,
+    arg_max: Tensor | None,
+) -> None:  # fmt: skip
+    """Add the rows at positions ``[first, last)`` to their bags in ``out``, each bag in id-list order.
+
+    Calls with neighbouring ranges, in order, give the bits of one call.
+
+    Args:
+        slots: int32 [last - first], the slot of each position.
+        mode: SUM, MEAN or MAX of ``kernels``; a mean is divided when its last position was added. MAX ignores scale.
+        weights: float32, float16 or bfloat16 [S, >= D].
+        out: float32 [B, C], zero before the first call.
+        arg_max: int32 [K, D], -1 before the first call (MAX), else None: the first position of each maximum.
+    """
+    stops = bags.bag_starts[1:]
+    low, high = bags.bag_starts[:-1].clamp(min=first), stops.clamp(max=last)
+    place = _places(bags, torch.arange(len(stops), device=out.device), dim)
+    pooled = out[place]
+    for bag, position in _steps(low, high):
+        row = weights[slots[position - first].long(), :dim].float()
+        if arg_max is not None:
+            wins = (arg_max[bag] < 0) | (row > pooled[bag])
+            pooled[bag] = torch.where(wins, row, pooled[bag])
+            arg_max[bag] = torch.where(wins, position.int()[:, None], arg_max[bag])
+        elif bags.scale is not None:
+            pooled[bag] = pooled[bag] + bags.scale[position][:, None] * row
+        else:
+            pooled[bag] = pooled[bag] + row
+    if mode == kernels.MEAN:
+        complete = torch.nonzero((low < high) & (high == stops))[:, 0]
+        pooled[complete] = pooled[complete] / _counts(bags)[complete][:, None]
+    out[place] = pooled
+
+
+def dot_rows(
+    bags: Bags, slots: Tensor, first: int, last: int, *, weights: Tensor, dim: int, grad_out: Tensor, grad_scale: Tensor
+) -> None:
+    """Gradient of per-sample weights: ``grad_scale[p] = row(p) . grad_out[bag of p]``, positions ``[first, last)``.
+
+    Args:
+        slots: int32 [last - first], the slot of each position.
+        weights: float32, float16 or bfloat16 [S, >= D].
+        grad_out: float32 [B, C].
+        grad_scale: float32 [N], filled on ``[first, last)``.
+    """
+    source = grad_out[_places(bags, bags.bag_of[first:last].long(), dim)]
+    grad_scale[first:last] = _halving_sum(weights[slots.long(), :dim].float() * source)
+
+
+def update_rows(
+    bags: Bags, groups: Groups, slots: Tensor, first_unique: int, *, grad_out: Tensor, arg_max: Tensor | None,
+    mean: bool, table_of: Tensor, codes: tuple[int, ...], hyper: Tensor, weights: Tensor, state: Tensor, dim: int,
+) -> None:  # fmt: skip
+    """Merge the gradients of the unique rows ``[first_unique, first_unique + len(slots))`` and update each once.
+
+    Args:
+        slots: int32, the slot of each of these rows; all different.
+        grad_out: float32 [B, C].
+        arg_max: int32 [K, D], what ``pool_rows`` left (MAX), or None.
+        mean: gradients are divided by the length of their bag; else scaled by ``bags.scale``, if there is one.
+        table_of: int32 [U], which of ``codes`` and ``hyper`` rules each unique row.
+        codes: the optimizer of each table.
+        hyper: float32 [T, NUM_HYPER].
+        weights: float32, float16 or bfloat16 [S, >= D]; state: float32 [S, >= state_dim]. Both are changed.
+    """
+    stop = first_unique + len(slots)
+    gradient = _merge(bags, groups, first_unique, stop, grad_out, arg_max, mean, dim)
+    tables = table_of[first_unique:stop].long()
+    code_of = torch.tensor(codes, device=tables.device)[tables]
+    for code in set(codes):
+        chosen = torch.nonzero(code_of == code)[:, 0]
+        _update(code, hyper[tables[chosen]], gradient[chosen], slots[chosen].long(), weights, state)
+
+
+def _steps(low: Tensor, high: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """(which ranges, an index of each): first ``low`` of every range ``[low, high)`` not empty, then the next, ..."""
+    lengths = high - low
+    for step in range(int(lengths.max()) if len(lengths) else 0):
+        which = torch.nonzero(lengths > step)[:, 0]
+        yield which, low[which] + step
+
+
+def _sum_ranges(low: Tensor, high: Tensor, dim: int, term: Callable[[Tensor], Tensor]) -> Tensor:
+    """float32 [ranges, dim]: from zero, ``term`` of each index of the range added one after another."""
+    total = torch.zeros(len(low), dim, device=low.device)
+    for which, index in _steps(low, high):
+        total[which] = total[which] + term(index)
+    return total
+
+
+def _halving_sum(terms: Tensor) -> Tensor:
+    """float32 [rows]: ``kernels.halving_sum`` of each row."""
+    width = kernels.padded_width(terms.shape[1])
+    terms = torch.nn.functional.pad(terms, (0, width - terms.shape[1]))
+    while width > 1:
+        width //= 2
+        terms = terms[:, :width] + terms[:, width:]
+    return 0.0 + terms[:, 0]
+
+
+def _places(bags: Bags, bag: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """(samples, columns) that index a [B, C] matrix at the results of some bags (int64)."""
+    column = bags.columns.long()[bag // bags.batch][:, None] + torch.arange(dim, device=bag.device)
+    return (bag % bags.batch)[:, None], column
+
+
+def _counts(bags: Bags) -> Tensor:
+    return bags.bag_starts.diff().float()
+
+
+def _merge(
+    bags: Bags, groups: Groups, begin: int, end: int, grad_out: Tensor, arg_max: Tensor | None, mean: bool, dim: int
+) -> Tensor:
+    """float32 [end - begin, dim]: gradients summed in id-list order within runs of RUN, then run by run."""
+
+    def gradient_of(place: Tensor) -> Tensor:
+        position = groups.order[place].long()
+        bag = bags.bag_of[position].long()
+        source = grad_out[_places(bags, bag, dim)]
+        if arg_max is not None:
+            return torch.where(arg_max[bag] == position[:, None], source, torch.zeros_like(source))
+        if mean:
+            return (torch.ones_like(_counts(bags)) / _counts(bags))[bag][:, None] * source
+        return source if bags.scale is None else bags.scale[position][:, None] * source
+
+    starts, stops = groups.starts[begin:end], groups.starts[begin + 1 : end + 1]
+    num_runs = (stops - starts + RUN - 1) // RUN
+    run_stops = num_runs.cumsum(0)
+    owner = torch.repeat_interleave(num_runs)
+    number = torch.arange(len(owner), device=owner.device) - (run_stops - num_runs)[owner]
+    low = starts[owner] + number * RUN
+    runs = _sum_ranges(low, torch.minimum(low + RUN, stops[owner]), dim, gradient_of)
+    return _sum_ranges(run_stops - num_runs, run_stops, dim, lambda run: runs[run])
+
+
+def _update(code: int, hyper: Tensor, gradient: Tensor, slot: Tensor, weights: Tensor, state: Tensor) -> None:
+    """One optimizer step of rows that share a rule; the formulas are those of ``optim.configs``."""
+    dim = gradient.shape[1]
+    value = weights[slot, :dim].float()
+    lr, weight_decay, eps = hyper[:, 0:1], hyper[:, 1:2], hyper[:, 2:3]
+    gradient = torch.where(weight_decay != 0, gradient + weight_decay * value, gradient)
+    if code == SGD.code:
+        change = lr * gradient
+    elif code == RowWiseAdagrad.code:
+        accumulator = state[slot, 0] + _mean_square(gradient)
+        state[slot, 0] = accumulator
+        change = lr / (_root(accumulator)[:, None] + eps) * gradient
+    elif code == Adagrad.code:
+        squares = state[slot, :dim] + gradient * gradient
+        state[slot, :dim] = squares
+        change = lr * gradient / (_root(squares) + eps)
+    else:
+        change = _adam(hyper, gradient, slot, state)
+    weights[slot, :dim] = (value - change).to(weights.dtype)
+
+
+def _mean_square(gradient: Tensor) -> Tensor:
+    total = _halving_sum(gradient * gradient)
+    return total / torch.full_like(total, gradient.shape[1])
+
+
+def _adam(hyper: Tensor, gradient: Tensor, slot: Tensor, state: Tensor) -> Tensor:
+    """The change of each row; its two moments are updated."""
+    dim = gradient.shape[1]
+    eps, beta1, beta2, step_size, root_correction = (hyper[:, column : column + 1] for column in range(2, 7))
+    first = beta1 * state[slot, :dim] + (1 - beta1) * gradient
+    second = beta2 * state[slot, dim : 2 * dim] + (1 - beta2) * gradient * gradient
+    state[slot, :dim] = first
+    state[slot, dim : 2 * dim] = second
+    return step_size * first / (_root(second) / root_correction + eps)
+
+
+def _root(value: Tensor) -> Tensor:
+    """Square root to nearest: torch's own in float32 may be off by one bit, in float64 it is near enough to round."""
+    return value.double().sqrt().float()
