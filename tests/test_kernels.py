@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore import kernels, optim
-from tierstore.optim.kernels import merge_and_update
+from tierstore.optim.kernels import RUN, merge_and_update
 
 pytestmark = pytest.mark.kernel
 NONE = np.empty(0, np.float32)
@@ -90,26 +90,79 @@ def test_pool_rows_in_one_part_or_two(mode: int, cut: float, bags: list[list[int
         assert np.array_equal(out[number, 1:], expected)
 
 
+def merged(bags: list[list[int]], gradient: Any, scale: Any, cut: int) -> Any:
+    """-(gradient of each of ten rows), from an update by SGD at rate 1 of rows of zeros, in two parts."""
+    made = grouped(bags)
+    numbers, dim = made.numbers, gradient.shape[1]
+    weights = np.zeros((10, dim), np.float32)
+    hyper = optim.SGD(lr=1.0).hyper(1.0, 1)[None]
+    for begin, end in ((0, cut), (cut, len(numbers))):
+        merge_and_update(
+            begin, end, np.array(numbers[begin:end], np.int32), begin, made.starts, made.order, made.bag_of, scale,
+            NO_MAX, np.arange(len(bags), dtype=np.int32), np.zeros(len(bags), np.int32), gradient,
+            np.zeros(len(numbers), np.int32), np.zeros(1, np.int64), hyper, weights, np.empty((10, 0), np.float32),
+            dim, 0,
+        )  # fmt: skip
+    return weights
+
+
 @given(bags=jagged)
 def test_merge_and_update_is_independent_of_the_split(bags: list[list[int]]) -> None:
-    """SGD with rate 1 subtracts the merged gradient: summed over positions, in order, in float32."""
-    flat, numbers, _, starts, order, bag_of = grouped(bags)
+    flat = [row for bag in bags for row in bag]
+    bag_of = [number for number, bag in enumerate(bags) for _ in bag]
     rng = np.random.default_rng(len(flat))
     gradient = rng.standard_normal((len(bags), 3)).astype(np.float32)
     scale = rng.random(len(flat)).astype(np.float32)
-    weights = np.zeros((10, 3), np.float32)
-    hyper = optim.SGD(lr=1.0).hyper(1.0, 1)[None]
-    for begin, end in ((0, len(numbers) // 2), (len(numbers) // 2, len(numbers))):
-        merge_and_update(
-            begin, end, np.array(numbers[begin:end], np.int32), begin, starts, order, bag_of, scale, NO_MAX,
-            np.arange(len(bags), dtype=np.int32), np.zeros(len(bags), np.int32), gradient,
-            np.zeros(len(numbers), np.int32), np.zeros(1, np.int64), hyper, weights, np.empty((10, 0), np.float32),
-            3, 0,
-        )  # fmt: skip
     expected = np.zeros((10, 3), np.float32)
     for position, row in enumerate(flat):
         expected[row] += scale[position] * gradient[bag_of[position]]
-    assert np.array_equal(weights, -expected)
+    assert np.array_equal(merged(bags, gradient, scale, len(set(flat)) // 2), -expected)
+
+
+@pytest.mark.parametrize("count", [1, RUN - 1, RUN, RUN + 1, 2 * RUN, 3 * RUN + 5])
+def test_a_hot_row_is_merged_in_runs(count: int) -> None:
+    """Two rows, one in each bag twice, so that neither's runs begin at a multiple of the run's length."""
+    gradient = np.random.default_rng(count).standard_normal((count, 3)).astype(np.float32)
+    expected = np.zeros((10, 3), np.float32)
+    for row, each in ((7, gradient), (4, np.repeat(gradient, 2, axis=0))):
+        for start in range(0, len(each), RUN):
+            total = np.zeros(3, np.float32)
+            for term in each[start : start + RUN]:
+                total += term
+            expected[row] += total
+    assert np.array_equal(merged([[7, 4, 4]] * count, gradient, NONE, 1), -expected)
+
+
+def tree_sum(terms: Any) -> Any:
+    """Halves added to each other, by recursion: element ``i`` and ``i + half`` first."""
+    if len(terms) == 1:
+        return terms[0]
+    half = len(terms) // 2
+    return tree_sum(np.array([terms[i] + terms[half + i] for i in range(half)], np.float32))
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3, 8, 9, 16, 20, 33, 64, 128])
+def test_sums_over_columns_are_halving_trees(dim: int) -> None:
+    rng = np.random.default_rng(dim)
+    weights, gradient = rng.standard_normal((2, 4, dim)).astype(np.float32)
+    padding = np.zeros((1 << (dim - 1).bit_length()) - dim, np.float32)
+    place = np.arange(4, dtype=np.int32)
+    scale = np.empty(4, np.float32)
+    kernels.dot_rows(
+        0, 4, 0, 4, np.arange(5), place, place, weights, dim, 0, place, np.zeros(4, np.int32), gradient, scale
+    )
+    for row in range(4):
+        assert scale[row] == tree_sum(np.concatenate([weights[row] * gradient[row], padding]))
+
+    state = np.zeros((4, 1), np.float32)
+    rule = optim.RowWiseAdagrad()
+    merge_and_update(
+        0, 4, place, 0, np.arange(5), place, place, NONE, NO_MAX, place, np.zeros(4, np.int32), gradient,
+        np.zeros(4, np.int32), np.array([rule.code]), rule.hyper(1.0, 1)[None], weights, state, dim, 0,
+    )  # fmt: skip
+    for row in range(4):
+        squares = np.concatenate([gradient[row] * gradient[row], padding])
+        assert state[row, 0] == tree_sum(squares) / np.float32(dim)
 
 
 def test_copies_in_and_out() -> None:

@@ -8,7 +8,8 @@ from typing import Any, Final
 import numpy as np
 
 from . import floats
-from ._jit import inline, kernel
+from ._jit import kernel
+from ._jit import uncounted_kernel as inline
 from .init import mix64
 
 __all__ = [

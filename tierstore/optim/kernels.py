@@ -9,7 +9,8 @@ from typing import Any, Final
 import numpy as np
 
 from .. import floats
-from .._jit import inline, kernel
+from .._jit import kernel
+from .._jit import uncounted_kernel as inline
 from ..kernels import halving_sum, padded_width
 
 __all__ = ["RUN", "merge_and_update"]
@@ -21,14 +22,21 @@ _SGD, _ROWWISE_ADAGRAD, _ADAGRAD = 0, 1, 2
 
 
 @inline
-def _merge_run(
-    gradient: Any, order: Any, first: int, last: int, bag_of: Any, scale: Any, arg_max: Any,
+def _merge(
+    gradient: Any, earlier: Any, order: Any, first: int, last: int, bag_of: Any, scale: Any, arg_max: Any,
     sample_of: Any, column_of: Any, grad_out: Any,
 ) -> None:  # fmt: skip
-    """Sum the gradients of positions ``order[first:last]`` into ``gradient``, in id-list order."""
+    """Sum the gradients of positions ``order[first:last]`` into ``gradient``: run by run, each in id-list order.
+
+    A run's sum does not depend on the runs before, so that those of a hot row may be summed apart from each other.
+    """
     dim = gradient.shape[0]
     gradient[:] = np.float32(0)
+    run_stop = first + RUN
     for i in range(first, last):
+        if i == run_stop:
+            _close_run(gradient, earlier, i - first == RUN)
+            run_stop += RUN
         position = order[i]
         bag = bag_of[position]
         source = grad_out[sample_of[bag], column_of[bag] : column_of[bag] + dim]
@@ -44,21 +52,19 @@ def _merge_run(
         else:
             for column in range(dim):
                 gradient[column] += source[column]
+    if last - first > RUN:
+        for column in range(dim):
+            gradient[column] += earlier[column]
 
 
 @inline
-def _merge(
-    gradient: Any, run: Any, order: Any, first: int, last: int, bag_of: Any, scale: Any, arg_max: Any,
-    sample_of: Any, column_of: Any, grad_out: Any,
-) -> None:  # fmt: skip
-    """As ``_merge_run``, in runs of RUN whose sums are added in order: parts of a hot row may be summed apart."""
-    stop = min(first + RUN, last)
-    _merge_run(gradient, order, first, stop, bag_of, scale, arg_max, sample_of, column_of, grad_out)
-    while stop < last:
-        start, stop = stop, min(stop + RUN, last)
-        _merge_run(run, order, start, stop, bag_of, scale, arg_max, sample_of, column_of, grad_out)
-        for column in range(gradient.shape[0]):
-            gradient[column] += run[column]
+def _close_run(gradient: Any, earlier: Any, first: bool) -> None:
+    """Add a run's sum to those of the ``earlier`` ones (``first``: there are none), and begin the next at zero."""
+    if first:
+        earlier[:] = np.float32(0)
+    for column in range(gradient.shape[0]):
+        earlier[column] += gradient[column]
+    gradient[:] = np.float32(0)
 
 
 @inline
@@ -110,6 +116,23 @@ def _update_row(code: int, hyper: Any, gradient: Any, squares: Any, row: Any, st
             floats.store(row, column, np.float32(value - step_size * first / root), half)
 
 
+@inline
+def _update_range(
+    begin: int, end: int, unique_slots: Any, first_unique: int, group_start: Any, order: Any, bag_of: Any, scale: Any,
+    arg_max: Any, sample_of: Any, column_of: Any, grad_out: Any, table_of: Any, codes: Any, hyper: Any,
+    weights: Any, state: Any, half: int, gradient: Any, earlier: Any, squares: Any,
+) -> None:  # fmt: skip
+    """``merge_and_update`` on given scratch; whoever allocates counts references, and counting took half the time."""
+    for unique in range(begin, end):
+        _merge(
+            gradient, earlier, order, group_start[unique], group_start[unique + 1], bag_of, scale, arg_max,
+            sample_of, column_of, grad_out,
+        )  # fmt: skip
+        table = table_of[unique]
+        slot = unique_slots[unique - first_unique]
+        _update_row(codes[table], hyper[table], gradient, squares, weights[slot], state[slot], half)
+
+
 @kernel
 def merge_and_update(
     begin: int, end: int, unique_slots: Any, first_unique: int, group_start: Any, order: Any, bag_of: Any, scale: Any,
@@ -132,13 +155,9 @@ def merge_and_update(
         hyper: float32 [T, NUM_HYPER].
         weights: float32 or uint16 [S, >= dim]; state: float32 [S, >= state_dim]. Both are changed.
     """
-    gradient, run = np.empty(dim, np.float32), np.empty(dim, np.float32)
+    gradient, earlier = np.empty(dim, np.float32), np.empty(dim, np.float32)
     squares = np.zeros(padded_width(dim), np.float32)
-    for unique in range(begin, end):
-        _merge(
-            gradient, run, order, group_start[unique], group_start[unique + 1], bag_of, scale, arg_max,
-            sample_of, column_of, grad_out,
-        )  # fmt: skip
-        table = table_of[unique]
-        slot = unique_slots[unique - first_unique]
-        _update_row(codes[table], hyper[table], gradient, squares, weights[slot], state[slot], half)
+    _update_range(
+        begin, end, unique_slots, first_unique, group_start, order, bag_of, scale, arg_max, sample_of, column_of,
+        grad_out, table_of, codes, hyper, weights, state, half, gradient, earlier, squares,
+    )  # fmt: skip
