@@ -1,6 +1,6 @@
 """DLRM (Naumov et al., 2019): a bottom MLP for the dense features, an interaction, a top MLP.
 
-Shapes: B samples, C dense features, F sparse features, D columns of an embedding.
+Shapes: B samples, C dense features, F sparse features, D columns of an embedding, E = F * D.
 """
 
 import math
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from .interaction import CrossNetwork, DotInteraction
@@ -68,7 +69,15 @@ class DLRM(nn.Module):
 
     def forward(self, dense_BC: Tensor, sparse: Any) -> Tensor:
         """Returns the logits, Tensor [B]; ``sparse`` is what the embeddings are called with."""
-        sparse_BFD = self.embeddings(sparse).values().unflatten(1, self._sparse_shape)
+        return self.dense_part(dense_BC, self.embeddings(sparse).values())
+
+    def dense_part(self, dense_BC: Tensor, pooled_BE: Tensor) -> Tensor:
+        """All but the embeddings: the logits, Tensor [B], from their pooled rows.
+
+        Tensors in, a tensor out, on one device and without a look at their values: ``torch.compile`` and CUDA graphs
+        take it.
+        """
+        sparse_BFD = torch.unflatten(pooled_BE, 1, self._sparse_shape)
         logits: Tensor = self.top(self.interaction(self.bottom(dense_BC), sparse_BFD)).squeeze(1)
         return logits
 
