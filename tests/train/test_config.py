@@ -42,6 +42,15 @@ def test_keys_reach_their_fields_and_keep_their_types(write):
     assert config.table_sizes == (5, 6)
 
 
+def test_a_device_and_its_memory_are_taken_as_text_for_the_store_to_judge(write):
+    assert (RunConfig().store.hbm, RunConfig().store.device, RunConfig().store.has_hbm) == (0, "cpu", False)
+    path = write('[store]\nhbm = "10% of tables"\ndevice = "cuda:1"\n')
+    store = config_file.load(path).store
+    assert (store.hbm, store.device, store.has_hbm) == ("10% of tables", "cuda:1", True)
+    assert load(path, "store.hbm=4096").store.hbm == 4096
+    assert not load(path, "store.hbm=0MiB").store.has_hbm
+
+
 def test_one_table_size_is_for_every_column(write):
     config = config_file.load(write("[embedding]\nnum_embeddings = 7\n"))
     assert config.table_sizes == (7,) * 26
@@ -77,6 +86,9 @@ def test_to_toml_is_read_back(write):
         ("[train]\nbatch_size = 1.5\n", [], r"run\.toml: train\.batch_size = 1\.5: expected an integer"),
         ("[train]\nbatch_size = true\n", [], "expected an integer"),
         ("[data]\nlog_dense = 1\n", [], "expected true or false"),
+        ("[store]\nhbm = 1.5\n", [], r"run\.toml: store\.hbm = 1\.5: expected a string or an integer"),
+        ("[store]\ndevice = 0\n", [], r"run\.toml: store\.device = 0: expected a string"),
+        ('[store]\ndevice = ""\n', [], r"run\.toml: store\.device = '': expected a device, as \"cpu\" or \"cuda\""),
         ("[optimizer]\nsparse_lr = nan\n", [], "optimizer.sparse_lr = nan: expected a number from 0 on"),
         ('[model]\ninteraction = "cat"\n', [], r'model\.interaction = \'cat\': expected "dot" or "dcn"'),
         ("[model]\ntop_mlp = [64, 0]\n", [], r"model\.top_mlp"),

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,7 +56,8 @@ def test_predictions_of_batches_are_those_of_the_whole():
     logits = random.normal(size=50).astype(np.float32)
     predictions = Predictions()
     for begin in range(0, 50, 7):
-        predictions.add(labels[begin : begin + 7], logits[begin : begin + 7])
+        part = slice(begin, begin + 7)
+        predictions.add(torch.from_numpy(labels[part]), torch.from_numpy(logits[part]))
     result = predictions.evaluate()
     assert result.rows == 50
     assert result.auc == roc_auc(labels, logits)

@@ -19,6 +19,8 @@ class Run(NamedTuple):
     """What a training step needs, beside its batch."""
 
     store: Store
+    device: torch.device
+    """Of the model, its optimizer's state, and what the embeddings give."""
     model: DLRM
     embeddings: TieredEmbeddingBagCollection
     optimizer: torch.optim.Optimizer
@@ -50,6 +52,8 @@ def open_run_store(config: RunConfig) -> Store:
         mode="w",
         keep=section.keep,
         ddr=section.ddr,
+        hbm=section.hbm,
+        device=section.device,
         policy=section.policy,
         threads=section.threads or None,
     )
@@ -58,12 +62,15 @@ def open_run_store(config: RunConfig) -> Store:
 def build_run(config: RunConfig, store: Store) -> Run:
     """Tables, model and optimizer with the first weights, which depend on ``train.seed`` only. Seeds torch.
 
+    The weights are drawn on the CPU, from its random numbers, and then moved to the store's device.
+
     Raises:
         TableError: the store has a table of the same name and another configuration.
     """
     configs = table_configs(config)
     for table_config in configs:
         store.create_table(table_config)
+    device = torch.device(config.store.device)
     torch.manual_seed(config.train.seed)
     embeddings = TieredEmbeddingBagCollection(store, tables=[table_config.name for table_config in configs])
     model = DLRM(
@@ -77,7 +84,8 @@ def build_run(config: RunConfig, store: Store) -> Run:
         cross_layers=config.model.cross_layers,
         cross_rank=config.model.cross_rank,
     )
-    return Run(store, model, embeddings, _dense_optimizer(config.optimizer, model))
+    model.to(device)
+    return Run(store, device, model, embeddings, _dense_optimizer(config.optimizer, model))
 
 
 def table_configs(config: RunConfig) -> list[TableConfig]:

@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 from ..config import MAX_KEPT_VERSIONS
 from ..excerpt import excerpt
 from ..rows import MAX_ROWS
+from ..sizes import parse_size
 from .readers.open import DataFormat
 
 __all__ = [
@@ -57,18 +58,32 @@ def _require_rate(key: str, value: float) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSection:
-    """[store]: where the tables live and what memory they get. Nothing here changes a result."""
+    """[store]: where the tables live and what memory they get. Nothing here but ``device`` changes a result."""
 
     path: str = _option("./run", "folder of the store")
     ddr: str | int = _option("50%", 'memory for rows: bytes, "512MiB", "50%" of the machine\'s or "5% of tables"')
+    hbm: str | int = _option(
+        0, 'GPU memory for rows, above ddr: bytes, "2GiB", "50%" of the device\'s or "5% of tables"; 0: none'
+    )
+    device: str = _option(
+        "cpu",
+        'where the model computes: "cpu", or "cuda" ("cuda:1", ...) beside hbm. A run may continue on another device; '
+        "the last bits of a result depend on it, as the dense part is computed by other kernels",
+    )
     policy: str = _option("lru", 'which rows leave memory first: "lru", "lfu", or "reference-" and one of them')
     threads: int = _option(0, "threads of the store; 0 chooses")
     keep: int = _option(1, "commits to keep; tierstore rollback goes back to one")
 
     def __post_init__(self) -> None:
         _require(bool(self.path), "store.path", self.path, "a path")
+        _require(bool(self.device), "store.device", self.device, 'a device, as "cpu" or "cuda"')
         _require_count("store.threads", self.threads, 0, _MAX_THREADS)
         _require_count("store.keep", self.keep, 1, MAX_KEPT_VERSIONS)
+
+    @property
+    def has_hbm(self) -> bool:
+        """Whether the store has a tier in GPU memory; ValueError if ``hbm`` is no size."""
+        return parse_size(self.hbm, name="hbm", table_bytes=_MAX_COUNT) > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

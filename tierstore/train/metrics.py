@@ -1,10 +1,11 @@
 """How well logits rank and fit binary labels."""
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
 
 __all__ = ["Evaluation", "Predictions", "log_loss", "roc_auc"]
 
@@ -76,10 +77,10 @@ class Predictions:
         self._labels: list[NDArray[np.bool_]] = []
         self._logits: list[NDArray[np.float32]] = []
 
-    def add(self, labels: NDArray[Any], logits: NDArray[Any]) -> None:
-        """Add a batch: labels and logits, each [B]; logits are kept as float32."""
-        self._labels.append(labels != 0)
-        self._logits.append(logits.astype(np.float32))
+    def add(self, labels: Tensor, logits: Tensor) -> None:
+        """Add a batch: labels and logits, each [B], of any device; logits are kept as float32."""
+        self._labels.append(labels.cpu().numpy() != 0)
+        self._logits.append(logits.cpu().numpy().astype(np.float32))
 
     def evaluate(self) -> Evaluation:
         """ValueError if no batch was added."""

@@ -5,6 +5,8 @@ import time
 from collections import deque
 from typing import Final
 
+import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from ..sizes import format_size
@@ -18,14 +20,14 @@ _REFRESH_SECONDS: Final = 0.5
 
 
 class Progress:
-    """Samples/s, mean loss of the last steps, hit rate of the DDR tier and bytes from SSD, on a terminal's stderr.
+    """Samples/s, mean loss of the last steps, the tiers' hit rates and bytes from SSD, on a terminal's stderr.
 
     Where stderr is no terminal, only ``say`` writes.
     """
 
     def __init__(self, store: Store, *, total_rows: int | None, done_rows: int) -> None:
         self._store = store
-        self._losses: deque[float] = deque(maxlen=_LOSS_STEPS)
+        self._losses: deque[Tensor] = deque(maxlen=_LOSS_STEPS)
         self._next_refresh = 0.0
         self._bar = tqdm(
             total=total_rows, initial=done_rows, unit=" samples", unit_scale=True, disable=None, leave=False
@@ -33,11 +35,14 @@ class Progress:
 
     @property
     def loss(self) -> float | None:
-        """Mean loss of the last steps; None before the first."""
-        return sum(self._losses) / len(self._losses) if self._losses else None
+        """Mean loss of the last steps, which it waits for; None before the first."""
+        if not self._losses:
+            return None
+        losses: list[float] = torch.stack(list(self._losses)).tolist()
+        return sum(losses) / len(losses)
 
-    def step(self, rows: int, loss: float) -> None:
-        """Count one step."""
+    def step(self, rows: int, loss: Tensor) -> None:
+        """Count one step; its loss, a scalar, is left where it is until it is shown."""
         self._losses.append(loss)
         now = time.monotonic()
         if not self._bar.disable and now >= self._next_refresh:
@@ -46,8 +51,9 @@ class Progress:
         self._bar.update(rows)
 
     def _describe(self, stats: Stats) -> str:
+        hbm = f"HBM hits {100 * stats.hbm.hit_rate:.1f} %, " if stats.hbm.capacity_rows else ""
         return (
-            f"loss {self.loss:.4f}, DDR hits {100 * stats.ddr.hit_rate:.1f} %, "
+            f"loss {self.loss:.4f}, {hbm}DDR hits {100 * stats.ddr.hit_rate:.1f} %, "
             f"from SSD {format_size(stats.ssd.bytes_read)}"
         )
 

@@ -12,10 +12,10 @@ from typing import Any, Final
 
 import psutil
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..sizes import format_size
-from ..stats import Stats
+from ..stats import Stats, TierStats
 from ..store import Store
 from .metrics import Evaluation
 
@@ -29,6 +29,8 @@ class Summary:
     """One run of the trainer."""
 
     store: str
+    device: str
+    """Where the model computed."""
     version: int
     """Of the last commit."""
     interrupted: bool
@@ -75,7 +77,7 @@ class Summary:
 
     def describe(self) -> str:
         """A few lines for people."""
-        ddr, ssd = self.tiers.ddr, self.tiers.ssd
+        hbm, ddr, ssd = self.tiers
         lines = [f"trained  {self.rows:,} rows in {self.seconds:.1f} s: {self.samples_per_second:,.0f} samples/s"]
         if not self.rows and not self.interrupted:
             epochs = "1 epoch" if self.epochs == 1 else f"{self.epochs:,} epochs"
@@ -86,8 +88,10 @@ class Summary:
             lines.append(
                 f"tested   {self.test.rows:,} rows: AUC {self.test.auc:.4f}, log loss {self.test.log_loss:.4f}"
             )
+        if hbm.capacity_rows:
+            lines.append(f"HBM      {_describe_cache(hbm)}, on {self.device}")
         lines += [
-            f"DDR      {format_size(ddr.bytes)} for {ddr.capacity_rows:,} rows, {100 * ddr.hit_rate:.1f} % hits",
+            f"DDR      {_describe_cache(ddr)}",
             f"SSD      {format_size(ssd.bytes_read)} read, {format_size(ssd.bytes_written)} written",
             f"memory   {format_size(self.end_bytes)} of its own, {format_size(self.start_bytes)} after the first step",
             f"store    {self.store}, version {self.version}",
@@ -97,8 +101,12 @@ class Summary:
         return "\n".join(lines)
 
 
+def _describe_cache(tier: TierStats) -> str:
+    return f"{format_size(tier.bytes)} for {tier.capacity_rows:,} rows, {100 * tier.hit_rate:.1f} % hits"
+
+
 def digest_bits(store: Store, model: nn.Module, *, progress: Callable[[int, int], None] | None = None) -> str:
-    """SHA-256 over all rows of all tables and the model's parameters, in hexadecimal.
+    """SHA-256 over all rows of all tables and the model's parameters, in hexadecimal; the same wherever these are.
 
     Args:
         progress: called with rows done and rows in all.
@@ -111,14 +119,19 @@ def digest_bits(store: Store, model: nn.Module, *, progress: Callable[[int, int]
         digest.update(f"{name} {table.config.num_embeddings} {table.config.embedding_dim}\n".encode())
         for begin in range(0, table.config.num_embeddings, _DIGEST_ROWS):
             end = min(begin + _DIGEST_ROWS, table.config.num_embeddings)
-            digest.update(table.read(torch.arange(begin, end)).view(torch.uint8).numpy().data)
+            digest.update(_bytes(table.read(torch.arange(begin, end))))
             done += end - begin
             if progress is not None:
                 progress(done, total)
     for name, parameter in sorted(model.named_parameters()):
         digest.update(f"{name} {list(parameter.shape)}\n".encode())
-        digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().data)
+        digest.update(_bytes(parameter.detach()))
     return digest.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """Its values in order, from any device."""
+    return tensor.cpu().contiguous().view(torch.uint8).numpy().data
 
 
 def own_bytes() -> int:

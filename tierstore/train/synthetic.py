@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from .metrics import Evaluation, Predictions
@@ -74,7 +75,7 @@ def write_synthetic(path: str | Path, *, train_rows: int, test_rows: int, seed: 
             for column, ranks in enumerate(rows.ranks[:num_train].T):
                 seen[column][ranks[ranks != _MISSING]] = True
             if num_train < len(rows.labels):
-                best.add(rows.labels[num_train:], rows.logits[num_train:])
+                best.add(torch.from_numpy(rows.labels[num_train:]), torch.from_numpy(rows.logits[num_train:]))
     return SyntheticData(
         path=path,
         train_rows=train_rows,

@@ -6,12 +6,13 @@ from collections.abc import Generator, Iterator
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from ..io.prefetch import prefetch
 from ..pending import PendingCommit
 from .build import Run, build_run, open_data, open_run_store
 from .checkpoint import Position, commit_run, require_resumable, restore_run
 from .config import RunConfig
+from .feed import feed
 from .interrupt import StopRequest
 from .metrics import Evaluation, Predictions
 from .progress import Progress
@@ -88,9 +89,9 @@ class _Data(NamedTuple):
 def train(config: RunConfig, *, resume: bool = False, bits: bool = False) -> Summary:
     """Train as the configuration says, committing as it goes, then evaluate on the rows after the training rows.
 
-    The result depends on the configuration's [data], [embedding], [model], [optimizer] and [train] only, not on
-    budgets, policies, threads of the store, prefetching or interruptions. Sets torch's seed and number of threads.
-    Ctrl-C commits and returns early.
+    The result depends on the configuration's [data], [embedding], [model], [optimizer] and [train] only, and in its
+    last bits on the device; not on budgets, policies, threads of the store, prefetching or interruptions. Sets
+    torch's seed and number of threads. Ctrl-C commits and returns early.
 
     Args:
         resume: continue from the last commit of the store, or begin if there is none.
@@ -117,6 +118,7 @@ def train(config: RunConfig, *, resume: bool = False, bits: bool = False) -> Sum
         test = _evaluate(run, data) if evaluate else None
         return Summary(
             store=str(store.directory),
+            device=str(run.device),
             version=outcome.version,
             interrupted=outcome.interrupted,
             step=outcome.position.step,
@@ -172,19 +174,12 @@ def _train_epochs(run: Run, data: _Data, position: Position) -> _Outcome:
     return _Outcome(position, version, rows, seconds, progress.loss, position.epoch < train.epochs, start_bytes)
 
 
-def _epoch(run: Run, data: _Data, position: Position) -> Generator[tuple[Batch, float], None, None]:
+def _epoch(run: Run, data: _Data, position: Position) -> Generator[tuple[Batch, Tensor], None, None]:
     """Train on the rest of the position's epoch; yields each batch after its step, with its loss."""
     batches = data.batches(position.row, data.config.data.train_rows or None)
-    with contextlib.closing(_prefetched(run, data, batches)) as ahead:
+    with contextlib.closing(feed(run, batches, depth=data.config.train.prefetch_depth)) as ahead:
         for batch in ahead:
             yield batch, train_step(run, batch)
-
-
-def _prefetched(run: Run, data: _Data, batches: Iterator[Batch]) -> Generator[Batch, None, None]:
-    """The batches, their rows fetched ahead; closing it releases what was fetched and not used."""
-    return prefetch(
-        batches, run.embeddings, depth=data.config.train.prefetch_depth, features=lambda batch: batch.sparse
-    )
 
 
 @torch.no_grad()
@@ -194,7 +189,7 @@ def _evaluate(run: Run, data: _Data) -> Evaluation:
     predictions = Predictions()
     run.model.eval()
     batches = data.batches(section.train_rows, section.train_rows + section.test_rows)
-    with contextlib.closing(_prefetched(run, data, batches)) as ahead:
+    with contextlib.closing(feed(run, batches, depth=data.config.train.prefetch_depth)) as ahead:
         for batch in ahead:
-            predictions.add(batch.labels.numpy(), run.model(batch.dense, batch.sparse).numpy())
+            predictions.add(batch.labels, run.model(batch.dense, batch.sparse))
     return predictions.evaluate()

@@ -7,10 +7,10 @@ from typing import Final
 
 from .._jit import JIT_ENABLED
 from ..errors import TierstoreError
-from ..io.prefetch import prefetch
 from .build import build_run, open_data, open_run_store
 from .checkpoint import Position, commit_run
 from .config import RunConfig
+from .feed import feed
 from .steps import train_step
 
 __all__ = ["warm_up"]
@@ -22,6 +22,8 @@ _FIXED_BYTES: Final = 400 * 2**10
 """Write staging, and a little more."""
 _CACHED_ROWS: Final = 256
 """At float32 with two more values of optimizer state for each: few enough that some are evicted."""
+_HBM_ROWS: Final = 512
+"""Of which some are for staging and overflow."""
 _warm: set[object] = set()
 
 
@@ -31,7 +33,11 @@ def warm_up(config: RunConfig) -> None:
     The small budget makes rows leave memory and come back. Changes torch's random state. What goes wrong here is
     left for the run itself to meet and explain.
     """
-    kind = (config.store.policy, config.data.format, config.data.path, config.embedding, config.optimizer, config.model)
+    store, data = config.store, config.data
+    kind = (
+        *(store.policy, store.device, store.has_hbm, data.format, data.path),
+        *(config.embedding, config.optimizer, config.model),
+    )
     if not JIT_ENABLED or kind in _warm:
         return
     _warm.add(kind)
@@ -44,10 +50,12 @@ def warm_up(config: RunConfig) -> None:
 
 def _small(config: RunConfig, folder: str) -> RunConfig:
     batch_size = min(config.train.batch_size, _MAX_BATCH)
-    ddr = _FIXED_BYTES + _CACHED_ROWS * (12 * config.embedding.dim + 64)
+    row_bytes = 12 * config.embedding.dim + 64
+    ddr = _FIXED_BYTES + _CACHED_ROWS * row_bytes
+    hbm = _HBM_ROWS * row_bytes if config.store.has_hbm else 0
     return dataclasses.replace(
         config,
-        store=dataclasses.replace(config.store, path=folder, ddr=ddr),
+        store=dataclasses.replace(config.store, path=folder, ddr=ddr, hbm=hbm),
         embedding=dataclasses.replace(
             config.embedding, num_embeddings=tuple(min(size, _MAX_TABLE_ROWS) for size in config.table_sizes)
         ),
@@ -63,10 +71,7 @@ def _take_steps(config: RunConfig) -> None:
         run = build_run(config, store)
         for epoch in range(2):
             batches = reader.batches(hasher, batch_size=config.train.batch_size, stop_row=stop_row)
-            ahead = prefetch(
-                batches, run.embeddings, depth=config.train.prefetch_depth, features=lambda batch: batch.sparse
-            )
-            with contextlib.closing(ahead):
+            with contextlib.closing(feed(run, batches, depth=config.train.prefetch_depth)) as ahead:
                 for step, batch in enumerate(ahead, start=1):
                     train_step(run, batch)
                     if step == _STEPS:

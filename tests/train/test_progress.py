@@ -1,0 +1,48 @@
+"""What is shown of a run while it goes on and when it has ended."""
+
+import pytest
+import torch
+
+import tierstore
+from tierstore.stats import Stats, TierStats
+from tierstore.train.progress import Progress
+from tierstore.train.summary import Summary
+
+IDLE = Stats(TierStats(), TierStats(unique=4, hits=1, capacity_rows=8, bytes=2048), TierStats(bytes_read=4096))
+HOT = IDLE._replace(hbm=TierStats(unique=4, hits=3, capacity_rows=2, bytes=1024))
+
+
+@pytest.fixture
+def progress(store_dir):
+    with tierstore.open(store_dir, ddr="4MiB") as store:
+        yield Progress(store, total_rows=None, done_rows=0)
+
+
+def test_the_loss_is_the_mean_of_the_last_hundred_in_python_numbers(progress):
+    losses = torch.rand(130, generator=torch.Generator().manual_seed(3))
+    assert progress.loss is None
+    for step, loss in enumerate(losses, start=1):
+        progress.step(1, loss)
+        expected = [each.item() for each in losses[max(0, step - 100) : step]]
+        assert progress.loss == sum(expected) / len(expected)
+
+
+def test_a_tier_in_device_memory_is_shown_where_there_is_one(progress):
+    progress.step(1, torch.tensor(0.25))
+    assert progress._describe(IDLE) == "loss 0.2500, DDR hits 25.0 %, from SSD 4.0 KiB"
+    assert progress._describe(HOT) == "loss 0.2500, HBM hits 75.0 %, DDR hits 25.0 %, from SSD 4.0 KiB"
+
+
+@pytest.mark.parametrize(
+    ("tiers", "lines"), [(IDLE, []), (HOT, ["HBM      1.0 KiB for 2 rows, 75.0 % hits, on cuda:0"])]
+)
+def test_a_summary_shows_it_too(tiers, lines):
+    summary = Summary(
+        store="run", device="cuda:0", version=1, interrupted=False, step=1, epochs=1, rows=1, seconds=1.0,
+        samples_per_second=1.0, loss=None, test=None, tiers=tiers, start_bytes=1, end_bytes=1, peak_rss_bytes=1,
+        bits=None,
+    )  # fmt: skip
+    assert [line for line in summary.describe().splitlines() if line.startswith("HBM")] == lines
+    assert "DDR      2.0 KiB for 8 rows, 25.0 % hits" in summary.describe().splitlines()
+    assert summary.to_dict()["device"] == "cuda:0"
+    assert summary.to_dict()["tiers"]["hbm"]["hit_rate"] == tiers.hbm.hit_rate

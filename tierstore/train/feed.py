@@ -1,0 +1,60 @@
+"""Batches on their way to a step: rows brought in ahead, dense features and labels on the model's device."""
+
+import contextlib
+import dataclasses
+from collections.abc import Generator, Iterator
+
+import torch
+from torch import Tensor
+
+from ..io.prefetch import prefetch
+from .build import Run
+from .readers import Batch
+
+__all__ = ["feed"]
+
+
+def feed(run: Run, batches: Iterator[Batch], *, depth: int) -> Generator[Batch, None, None]:
+    """The batches, on the run's device but for their ids; up to ``depth`` are made ready ahead.
+
+    Closing it releases what was made ready and not used.
+    """
+    copies = _Copies(run.device)
+    ahead = prefetch(map(copies.begin, batches), run.embeddings, depth=depth, features=lambda batch: batch.sparse)
+    with contextlib.closing(ahead):
+        for batch in ahead:
+            copies.end(batch)
+            yield batch
+
+
+class _Copies:
+    """Copies to a GPU on a stream of their own, so that none waits for a step's kernels; nothing to do on the CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = _stream(device) if device.type == "cuda" else None
+
+    def begin(self, batch: Batch) -> Batch:
+        """The batch as it will be on the device once its copy is done; called in the thread that reads ahead."""
+        if self._stream is None:
+            return batch
+        with torch.cuda.stream(self._stream):
+            return dataclasses.replace(batch, dense=self._send(batch.dense), labels=self._send(batch.labels))
+
+    def _send(self, tensor: Tensor) -> Tensor:
+        return tensor.pin_memory().to(self._device, non_blocking=True)
+
+    def end(self, batch: Batch) -> None:
+        """Let what the caller does on the device from now on wait for the copy; the caller itself does not."""
+        if self._stream is None:
+            return
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_stream(self._stream)
+        for tensor in (batch.dense, batch.labels):
+            # Its memory is not given to another copy before the step is done with it.
+            tensor.record_stream(stream)
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream
