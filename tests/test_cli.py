@@ -31,9 +31,9 @@ HELP = {
             import    take tables from safetensors files or torch checkpoints
     """,
     "train": """
-        usage: tierstore train [-h] [--data PATH] [--store DIR] [--ddr SIZE] [--policy NAME] [--threads N]
-                               [--prefetch-depth N] [--epochs N] [--set SECTION.KEY=VALUE] [--resume]
-                               [--json PATH] [--no-bits] [--keys] [--traceback]
+        usage: tierstore train [-h] [--data PATH] [--store DIR] [--ddr SIZE] [--hbm SIZE] [--device NAME]
+                               [--policy NAME] [--threads N] [--prefetch-depth N] [--epochs N]
+                               [--set SECTION.KEY=VALUE] [--resume] [--json PATH] [--no-bits] [--keys] [--traceback]
                                [FILE.toml]
         Train a DLRM as a run file says. A flag overrides the key behind it. Ctrl-C commits and says how to resume.
         positional arguments:
@@ -43,6 +43,8 @@ HELP = {
           --data PATH           file or folder to train on (data.path)
           --store DIR           folder of the store (store.path)
           --ddr SIZE            memory for rows, as "512MiB", "50%" or "5% of tables" (store.ddr)
+          --hbm SIZE            GPU memory for rows, written as --ddr is; 0: none (store.hbm)
+          --device NAME         where the model computes: cpu, or cuda beside --hbm (store.device)
           --policy NAME         which rows leave memory first: lru or lfu (store.policy)
           --threads N           threads of the store (store.threads)
           --prefetch-depth N    batches whose rows are fetched ahead; 0: none (train.prefetch_depth)
@@ -56,12 +58,14 @@ HELP = {
           --traceback           show where in the code an error arose
     """,
     "demo": """
-        usage: tierstore demo [-h] [--dir DIR] [--traceback]
+        usage: tierstore demo [-h] [--dir DIR] [--device NAME] [--hbm SIZE] [--traceback]
         Generate click data, train on it with a tenth of the memory its rows need, then with all of it, and compare.
         options:
-          -h, --help   show this help message and exit
-          --dir DIR    where to work; emptied first (default: .demo)
-          --traceback  show where in the code an error arose
+          -h, --help     show this help message and exit
+          --dir DIR      where to work; emptied first (default: .demo)
+          --device NAME  where to compute: cpu (default) or cuda
+          --hbm SIZE     GPU memory for rows (default: a twentieth of what training touches; none on the cpu)
+          --traceback    show where in the code an error arose
     """,
     "inspect": """
         usage: tierstore inspect [-h] [--traceback] DIR
@@ -267,6 +271,23 @@ def test_flags_become_overrides_and_win_over_set():
         ("train", "epochs", 3),
     ]
     assert overrides("--prefetch-depth", "0") == [("train", "prefetch_depth", 0)]
+    assert overrides("--device", "cuda:1", "--hbm", "5% of tables") == [
+        ("store", "hbm", "5% of tables"),
+        ("store", "device", "cuda:1"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "device", "hbm"),
+    [([], "cpu", None), (["--device", "cuda", "--hbm", "1MiB"], "cuda", "1MiB"), (["--hbm", "0"], "cpu", "0")],
+)
+def test_demo_hands_over_its_device(arguments, device, hbm, monkeypatch):
+    from tierstore.train import demo
+
+    given = {}
+    monkeypatch.setattr(demo, "run_demo", lambda directory, **rest: given.update(rest) or True)
+    assert cli.main(["demo", *arguments]) == 0
+    assert (given["device"], given["hbm"]) == (device, hbm)
 
 
 def test_a_wrong_flag_is_named_with_its_key(tmp_path, capsys):

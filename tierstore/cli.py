@@ -34,6 +34,8 @@ _TRAIN_FLAGS: Final = (
     _Flag("--data", "data.path", str, "PATH", "file or folder to train on"),
     _Flag("--store", "store.path", str, "DIR", "folder of the store"),
     _Flag("--ddr", "store.ddr", str, "SIZE", 'memory for rows, as "512MiB", "50%%" or "5%% of tables"'),
+    _Flag("--hbm", "store.hbm", str, "SIZE", "GPU memory for rows, written as --ddr is; 0: none"),
+    _Flag("--device", "store.device", str, "NAME", "where the model computes: cpu, or cuda beside --hbm"),
     _Flag("--policy", "store.policy", str, "NAME", "which rows leave memory first: lru or lfu"),
     _Flag("--threads", "store.threads", int, "N", "threads of the store"),
     _Flag("--prefetch-depth", "train.prefetch_depth", int, "N", "batches whose rows are fetched ahead; 0: none"),
@@ -154,13 +156,20 @@ def _overrides(options: argparse.Namespace) -> "list[Override]":
 
 def _add_demo_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dir", default=".demo", metavar="DIR", help="where to work; emptied first (default: .demo)")
+    parser.add_argument("--device", default="cpu", metavar="NAME", help="where to compute: cpu (default) or cuda")
+    parser.add_argument(
+        "--hbm",
+        metavar="SIZE",
+        help="GPU memory for rows (default: a twentieth of what training touches; none on the cpu)",
+    )
     parser.add_argument("--rows", type=int, default=0, help=argparse.SUPPRESS)
 
 
 def _demo(options: argparse.Namespace) -> int:
     from .train.demo import DEFAULT_ROWS, run_demo
 
-    return 0 if run_demo(options.dir, rows=options.rows or DEFAULT_ROWS) else EXIT_FAILED
+    equal = run_demo(options.dir, rows=options.rows or DEFAULT_ROWS, device=options.device, hbm=options.hbm)
+    return 0 if equal else EXIT_FAILED
 
 
 def _add_directory(parser: argparse.ArgumentParser) -> None:

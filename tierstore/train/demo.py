@@ -2,11 +2,14 @@
 
 import dataclasses
 import json
+import math
 import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,6 +18,7 @@ import numpy as np
 from ..errors import TierstoreError
 from ..io import ROW_FILE_NAME
 from ..sizes import format_size
+from ..store import open_store
 from .build import open_data, table_configs
 from .config import DataSection, EmbeddingSection, ModelSection, OptimizerSection, RunConfig, StoreSection, TrainSection
 from .config_file import to_toml
@@ -26,6 +30,7 @@ __all__ = ["DEFAULT_ROWS", "run_demo"]
 DEFAULT_ROWS: Final = 250_000
 _TEST_SHARE: Final = 0.12
 _BUDGET_SHARE: Final = 0.10
+_HBM_SHARE: Final = 0.05
 _MARKER: Final = ".tierstore-demo"
 _PAGE_BYTES: Final = 4096
 _COUNT_ROWS: Final = 16_384
@@ -35,16 +40,26 @@ _IN_MEMORY_SHARE: Final = 2.0
 """Of the bytes of the rows that training touches: room for all of them, with the index."""
 
 
-def run_demo(directory: str | Path, *, rows: int = DEFAULT_ROWS) -> bool:
+def run_demo(
+    directory: str | Path, *, rows: int = DEFAULT_ROWS, device: str = "cpu", hbm: int | str | None = None
+) -> bool:
     """Run the demonstration in ``directory``, which is emptied first.
+
+    Args:
+        device: where both trainings compute.
+        hbm: GPU memory for rows of the training with a budget; default: none on the CPU, elsewhere a twentieth of the
+            bytes that the touched rows take.
 
     Returns:
         whether both trainings ended in the same bits.
 
     Raises:
-        ValueError: the directory holds something that is not a demonstration, or rows are too few.
+        ValueError: the directory holds something that is not a demonstration, rows are too few, or a store refuses the
+            device or the size.
         TierstoreError: a training failed.
     """
+    if device != "cpu" or hbm is not None:
+        _require_device(device, hbm)
     folder = Path(directory)
     _empty(folder)
     started = time.perf_counter()
@@ -52,19 +67,31 @@ def run_demo(directory: str | Path, *, rows: int = DEFAULT_ROWS) -> bool:
     data = write_synthetic(folder / "clicks.tsv", train_rows=rows - test_rows, test_rows=test_rows)
     config = _run_config(data)
     touched = _count_touched(config)
-    config = _with_budget(config, folder, touched)
+    config = _with_budget(config, folder, touched, device, hbm)
     (folder / _RUN_FILE).write_text(to_toml(config), encoding="utf-8")
     _explain(data, config, touched, time.perf_counter() - started)
     run_file = str(folder / _RUN_FILE)
     tiered = _train(folder, "tiered", [run_file])
     in_memory = _train(
-        folder, "in-memory", [run_file, "--store", str(folder / "in-memory"), "--ddr", _all_in_memory(config, touched)]
+        folder, "in-memory", [run_file, "--store", str(folder / "in-memory"), *_all_in_memory(config, touched)]
     )
     print(_compare(tiered, in_memory))
     equal: bool = tiered["bits"] == in_memory["bits"]
     print(_verdict(equal, tiered, data))
     print(_next_steps(folder))
     return equal
+
+
+def _require_device(device: str, hbm: int | str | None) -> None:
+    """ValueError, before anything is made, if a store would refuse them."""
+    with tempfile.TemporaryDirectory(prefix="tierstore-demo-") as folder:
+        open_store(folder, device=device, hbm=_hbm(device, hbm, 1)).close()
+
+
+def _hbm(device: str, given: int | str | None, touched_bytes: int) -> int | str:
+    if given is not None:
+        return given
+    return 0 if device == "cpu" else math.ceil(_HBM_SHARE * touched_bytes)
 
 
 def _empty(folder: Path) -> None:
@@ -102,10 +129,16 @@ def _count_touched(config: RunConfig) -> int:
     return sum(int(table.sum()) for table in touched)
 
 
-def _with_budget(config: RunConfig, folder: Path, touched: int) -> RunConfig:
-    """A budget of a tenth of the bytes that the touched rows take."""
-    budget = int(_BUDGET_SHARE * touched * _row_bytes(config))
-    return dataclasses.replace(config, store=StoreSection(path=str(folder / "tiered"), ddr=budget))
+def _with_budget(config: RunConfig, folder: Path, touched: int, device: str, hbm: int | str | None) -> RunConfig:
+    """A budget of a tenth of the bytes that the touched rows take, and that of the device."""
+    touched_bytes = touched * _row_bytes(config)
+    section = StoreSection(
+        path=str(folder / "tiered"),
+        ddr=int(_BUDGET_SHARE * touched_bytes),
+        hbm=_hbm(device, hbm, touched_bytes),
+        device=device,
+    )
+    return dataclasses.replace(config, store=section)
 
 
 def _table_sizes() -> tuple[int, ...]:
@@ -117,8 +150,10 @@ def _row_bytes(config: RunConfig) -> int:
     return table_configs(config)[0].layout(_PAGE_BYTES).row_bytes
 
 
-def _all_in_memory(config: RunConfig, touched: int) -> str:
-    return str(int(_IN_MEMORY_SHARE * touched * _row_bytes(config)))
+def _all_in_memory(config: RunConfig, touched: int) -> list[str]:
+    """Flags that give every tier in use room for all touched rows."""
+    budget = str(int(_IN_MEMORY_SHARE * touched * _row_bytes(config)))
+    return ["--ddr", budget, *(["--hbm", budget] if config.store.has_hbm else [])]
 
 
 def _explain(data: SyntheticData, config: RunConfig, touched: int, seconds: float) -> None:
@@ -128,8 +163,15 @@ def _explain(data: SyntheticData, config: RunConfig, touched: int, seconds: floa
         f"Its labels follow a known model: the best AUC anyone can reach on the test rows is {data.best.auc:.4f}.\n"
         f"{len(config.table_sizes)} tables, {num_rows:,} rows, {format_size(num_rows * _row_bytes(config))}. "
         f"Training touches {touched:,} of the rows, {format_size(touched * _row_bytes(config))}.\n"
-        f"The memory budget is a tenth of what it touches: {format_size(int(config.store.ddr))}."
+        f"The memory budget is a tenth of what it touches: {format_size(int(config.store.ddr))}{_explain_hbm(config)}."
     )
+
+
+def _explain_hbm(config: RunConfig) -> str:
+    hbm = config.store.hbm
+    if not config.store.has_hbm:
+        return ""
+    return f", beside {format_size(hbm) if isinstance(hbm, int) else hbm} of HBM on {config.store.device}"
 
 
 def _train(folder: Path, name: str, arguments: list[str]) -> dict[str, Any]:
@@ -144,10 +186,17 @@ def _train(folder: Path, name: str, arguments: list[str]) -> dict[str, Any]:
     return summary
 
 
+_HBM_LINES: Final[tuple[tuple[str, Callable[[dict[str, Any]], str]], ...]] = (
+    ("HBM tier: rows, index, staging", lambda run: format_size(run["tiers"]["hbm"]["bytes"])),
+    ("hit rate of the HBM tier", lambda run: f"{100 * run['tiers']['hbm']['hit_rate']:.1f} %"),
+)
+
+
 def _compare(tiered: dict[str, Any], in_memory: dict[str, Any]) -> str:
     """A table with a column for each run."""
     rows = [("", "budget of 10 %", "all in memory")]
     for label, value in (
+        *(_HBM_LINES if tiered["tiers"]["hbm"]["capacity_rows"] else ()),
         ("tier memory: rows, index, staging", lambda run: format_size(run["tiers"]["ddr"]["bytes"])),
         ("whole process, tier included", lambda run: format_size(run["end_bytes"])),
         ("  grown since its first step", lambda run: format_size(max(0, run["end_bytes"] - run["start_bytes"]))),
