@@ -13,6 +13,8 @@ from tierstore import optim
 ROWS, DIM, BAGS, STEPS = 1000, 8, 16, 12
 TIGHT = "404KiB"
 """Holds about a hundred of the two thousand rows: fewer than one batch needs."""
+TINY = "36KiB"
+"""Of the HBM tier, likewise."""
 OPTIMIZERS = [
     optim.SGD(lr=0.1, weight_decay=0.01),
     optim.RowWiseAdagrad(lr=0.1),
@@ -26,6 +28,10 @@ SETTINGS: list[dict[str, Any]] = [
     {"ddr": "440KiB", "policy": "reference-lru", "depth": 5},
     {"ddr": TIGHT, "policy": "reference-lfu"},
     {"ddr": "2MiB", "depth": 2, "threads": 4},
+    {"ddr": "2MiB", "hbm": "1MiB", "depth": 2},
+    {"ddr": "2MiB", "hbm": TINY, "depth": 8, "policy": "lfu"},
+    {"ddr": "480KiB", "hbm": TINY, "depth": 1, "policy": "reference-lru"},
+    {"ddr": "480KiB", "hbm": "64KiB", "depth": 3, "threads": 2},
 ]
 
 
@@ -69,7 +75,9 @@ def train(directory: Path, config: dict[str, Any], *, depth: int = 0, **settings
             for pool in {table.pool for table in store.tables.values()}:
                 with pool.lock:
                     pool.cache.check_integrity()
-        assert all(table.pool.num_pinned == 0 for table in store.tables.values())
+                if pool.hot is not None:
+                    pool.hot.check_integrity()
+        assert not any(table.pool.in_use for table in store.tables.values())
         live = torch.cat([table.read(everything) for table in store.tables.values()])
         store.commit()
         stats = store.stats()
@@ -90,6 +98,13 @@ def test_training_ends_in_the_same_bits(tmp_path: Path, optimizer: optim.Optimiz
         if setting["ddr"] == TIGHT:
             assert stats.ddr.split_batches > 0
             assert stats.ddr.evictions > ROWS
+        if setting.get("hbm") == TINY:
+            assert stats.hbm.split_batches > 0
+            assert stats.hbm.conflict_misses > 0
+            assert stats.hbm.evictions > ROWS
+        elif setting.get("hbm") == "1MiB":
+            assert stats.hbm.capacity_rows > 2 * ROWS
+            assert stats.hbm.evictions < ROWS / 50
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -97,6 +112,8 @@ def test_half_tables_end_in_the_same_bits(tmp_path: Path, dtype: str) -> None:
     config = {"optimizer": optim.RowWiseAdagrad(lr=0.1), "pooling": "sum", "dtype": dtype}
     expected, _ = train(tmp_path / "in memory", config, ddr="2MiB", threads=1)
     ended, _ = train(tmp_path / "tight", config, ddr=TIGHT, depth=2, threads=2)
+    assert torch.equal(ended.view(torch.int16), expected.view(torch.int16))
+    ended, _ = train(tmp_path / "hbm", config, ddr="2MiB", hbm=TINY, depth=2)
     assert torch.equal(ended.view(torch.int16), expected.view(torch.int16))
 
 

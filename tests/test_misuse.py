@@ -11,6 +11,7 @@ import torch
 import tierstore
 from tierstore import errors, optim
 
+WITHOUT_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 CONFIG = tierstore.TableConfig(name="items", num_embeddings=100, embedding_dim=4)
 
 
@@ -174,8 +175,13 @@ def test_opening_what_is_not_there(tmp_path: Path) -> None:
         ({"policy": "mru"}, "policy='mru'"),
         ({"ddr": "lots"}, "ddr='lots' is not a size"),
         ({"ddr": -1}, "a size is not negative"),
-        ({"hbm": "1GiB"}, "no HBM tier"),
-        ({"device": "cuda"}, "no HBM tier"),
+        ({"hbm": "lots"}, "hbm='lots' is not a size"),
+        ({"device": "tpu"}, "device='tpu' is no device"),
+        ({"device": None}, "device=None is no device"),
+        ({"device": "meta"}, "device='meta': rows live in memory of the CPU or of a CUDA device"),
+        pytest.param({"device": "cuda", "hbm": "1MiB"}, "sees no CUDA device here; give device=", marks=WITHOUT_CUDA),
+        pytest.param({"device": "cuda"}, 'rows need memory on the GPU; give hbm="2GiB"', marks=pytest.mark.gpu),
+        pytest.param({"device": "cuda:99", "hbm": "1MiB"}, "CUDA devices, from 0 on", marks=pytest.mark.gpu),
         ({"threads": 0}, r"threads=0 must be in \[1, 1024\]"),
     ],
 )

@@ -5,12 +5,16 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from . import cache
+from .cache.hbm import INDEX_BYTES
+from .cache.hbm_books import WAYS
 from .errors import BudgetError
+from .hbm.pool import HbmSize
+from .hbm.staging import NUM_BUFFERS
 from .rows import RowLayout
 from .sizes import format_size
 from .writeback import MIN_OUTBOX_ROWS, outbox_bytes
 
-__all__ = ["MIN_CACHED_ROWS", "STAGING_BYTES", "Division", "PoolSize", "divide"]
+__all__ = ["MIN_CACHED_ROWS", "STAGING_BYTES", "Division", "PoolSize", "divide", "divide_hbm"]
 
 MIN_CACHED_ROWS: Final = 64
 """Fewest rows a layout's cache must hold (all its rows, if there are fewer)."""
@@ -24,6 +28,15 @@ MAX_TRANSACTION_BYTES: Final = 64 * 2**20
 """Pages that LMDB keeps until a write-back transaction ends: a share of the budget, within bounds."""
 OUTBOX_SHARE: Final = 1 / 16
 """Rows in a pool's outbox, of the rows in its cache."""
+OVERFLOW_SHARE: Final = 1 / 16
+"""Overflow slots of a pool in device memory, of its cached rows: for rows all of whose set is in use."""
+MIN_OVERFLOW_ROWS: Final = 64
+SPARE_SHARE: Final = 1 / 2
+"""Slots beyond the rows there are, so that rows that all fit do not crowd each other out of their sets."""
+HBM_STAGING_SHARE: Final = 1 / 32
+MIN_STAGING_ROWS: Final = 16
+MAX_STAGING_BYTES: Final = 8 * 2**20
+"""Of each buffer that rows are moved through."""
 
 
 class PoolSize(NamedTuple):
@@ -63,6 +76,44 @@ def divide(budget: int, rows: Mapping[RowLayout, int], *, policy: str, given: ob
     return Division(
         transaction, {layout: _pool_size(layout, count, shares[layout], policy) for layout, count in rows.items()}
     )
+
+
+def divide_hbm(budget: int, rows: Mapping[RowLayout, int], *, given: object) -> dict[RowLayout, HbmSize]:
+    """A share of device memory for each layout, by what it would take whole.
+
+    Args: as for ``divide``.
+
+    Raises:
+        BudgetError: too little for the fewest rows of each layout; names what is enough.
+    """
+    most = {layout: count * layout.row_bytes for layout, count in rows.items()}
+    sizes = {
+        layout: _hbm_size(layout, count, int(budget * most[layout] / sum(most.values())))
+        for layout, count in rows.items()
+    }
+    if any(size.cached_rows < MIN_CACHED_ROWS for size in sizes.values()):
+        least = max(_least_hbm_bytes(layout) * sum(most.values()) / most[layout] for layout in sizes if most[layout])
+        raise BudgetError(
+            f"hbm={given!r} is {format_size(budget)}: too little for {MIN_CACHED_ROWS} rows of each row layout; "
+            f"give at least {math.ceil(least / 1024) + 1}KiB"
+        )
+    return sizes
+
+
+def _hbm_size(layout: RowLayout, count: int, share: int) -> HbmSize:
+    staging_rows = max(MIN_STAGING_ROWS, int(min(share * HBM_STAGING_SHARE, MAX_STAGING_BYTES)) // layout.row_bytes)
+    left = share - NUM_BUFFERS * staging_rows * layout.row_bytes
+    slot_bytes = layout.row_bytes + INDEX_BYTES
+    fitting = int((left - MIN_OVERFLOW_ROWS * layout.row_bytes) / (slot_bytes + layout.row_bytes * OVERFLOW_SHARE))
+    cached = min(fitting - WAYS, math.ceil(count * (1 + SPARE_SHARE)) + WAYS)
+    return HbmSize(cached, MIN_OVERFLOW_ROWS + int(cached * OVERFLOW_SHARE), staging_rows)
+
+
+def _least_hbm_bytes(layout: RowLayout) -> float:
+    """Bytes of which ``_hbm_size`` makes the fewest rows."""
+    rows = MIN_CACHED_ROWS + WAYS + 1
+    slots = rows * (layout.row_bytes * (1 + OVERFLOW_SHARE) + INDEX_BYTES) + MIN_OVERFLOW_ROWS * layout.row_bytes
+    return (slots + NUM_BUFFERS * MIN_STAGING_ROWS * layout.row_bytes) / (1 - NUM_BUFFERS * HBM_STAGING_SHARE)
 
 
 def _pool_bytes(layout: RowLayout, count: int, policy: str) -> int:

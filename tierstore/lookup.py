@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from . import kernels
 from .optim.configs import NUM_HYPER
@@ -19,7 +20,7 @@ from .signals import shielded
 if TYPE_CHECKING:
     from .table import Table
 
-__all__ = ["MODES", "Jagged", "Lookup"]
+__all__ = ["MODES", "Jagged", "Joined", "Lookup"]
 
 MODES: Final = {"sum": kernels.SUM, "mean": kernels.MEAN, "max": kernels.MAX}
 _NO_FLOATS: Final = np.empty(0, np.float32)
@@ -42,30 +43,36 @@ class Jagged(NamedTuple):
     scale: Any = None
 
 
-class Lookup:
-    """See the module's docstring.
+class Joined:
+    """The ids of some features laid end to end as row keys.
 
     Args:
         tables: the table of each feature; all in one pool.
         features: which feature of ``jagged`` each of them is.
         columns: where each feature's results begin in the output's columns.
-        mode: "sum", "mean" or "max", for all features.
+
+    Attributes:
+        tables: distinct, in order of first use.
+        keys: int64 [N].
+        bag_starts: int64 [features * batch + 1], where each bag begins in ``keys``.
+        scale: float32 [N], per-sample weights, or empty.
+        columns: int32 [features].
+        batch: bags of each feature.
 
     Raises:
         ValueError: an id outside its table; names the table and the id.
     """
 
-    def __init__(self, tables: "Sequence[Table]", jagged: Jagged, features: Any, columns: Any, *, mode: str) -> None:
-        self._tables = list(dict.fromkeys(tables))
-        self._mode = MODES[mode]
-        self._lease: Lease | None = None
-        batch = jagged.batch
+    def __init__(self, tables: "Sequence[Table]", jagged: Jagged, features: Any, columns: Any) -> None:
+        self.tables = list(dict.fromkeys(tables))
+        self.columns = np.asarray(columns, np.int32)
+        self.batch = batch = jagged.batch
         offsets = jagged.offsets
         lists = np.lib.stride_tricks.sliding_window_view(offsets, batch + 1)[::batch] if batch else offsets[None, :1]
         lists = np.ascontiguousarray(lists[features] if batch else np.repeat(lists, len(features), 0))
         self._sources = list(zip(lists[:, 0].tolist(), lists[:, -1].tolist(), strict=True))
-        self._keys = np.empty(sum(stop - start for start, stop in self._sources), np.int64)
-        self._bag_starts = np.empty(len(features) * batch + 1, np.int64)
+        self.keys = np.empty(sum(stop - start for start, stop in self._sources), np.int64)
+        self.bag_starts = np.empty(len(features) * batch + 1, np.int64)
         bad = kernels.join_keys(
             jagged.ids,
             lists[:, 0].copy(),
@@ -74,24 +81,54 @@ class Lookup:
             np.array([table.config.num_embeddings for table in tables], np.int64),
             lists,
             batch,
-            self._keys,
-            self._bag_starts,
+            self.keys,
+            self.bag_starts,
         )
         if bad >= 0:
             owner = next(t for t, (start, stop) in zip(tables, self._sources, strict=True) if start <= bad < stop)
             raise owner.id_error(int(jagged.ids[bad]))
-        self._scale = _NO_FLOATS if jagged.scale is None else self._gather(jagged.scale)
-        self._sample_of = np.tile(np.arange(batch, dtype=np.int32), len(features))
-        self._column_of = np.repeat(np.asarray(columns, np.int32), batch)
+        self.scale = _NO_FLOATS if jagged.scale is None else self._gather(jagged.scale)
+
+    def _gather(self, scale: Any) -> Any:
+        return np.concatenate([scale[start:stop] for start, stop in self._sources] or [_NO_FLOATS])
+
+    def scatter(self, values: Any, out: Any) -> None:
+        """Add a value of each position to ``out``, float32 [ids of the batch], where its id came from."""
+        place = 0
+        for start, stop in self._sources:
+            out[start:stop] += values[place : place + stop - start]
+            place += stop - start
+
+    def next_hyper(self) -> Any:
+        """Count one more update of each table: its hyper-parameters, float32 [tables, NUM_HYPER]."""
+        hyper = np.zeros((len(self.tables), NUM_HYPER), np.float32)
+        for row, table in enumerate(self.tables):
+            hyper[row] = table.next_hyper()
+        return hyper
+
+
+class Lookup:
+    """A lookup in host memory.
+
+    Args:
+        joined: its ids.
+        mode: "sum", "mean" or "max", for all features.
+    """
+
+    def __init__(self, joined: Joined, *, mode: str) -> None:
+        self._joined = joined
+        self._tables = joined.tables
+        self._mode = MODES[mode]
+        self._lease: Lease | None = None
+        self._keys, self._bag_starts, self._scale = joined.keys, joined.bag_starts, joined.scale
+        self._sample_of = np.tile(np.arange(joined.batch, dtype=np.int32), len(joined.columns))
+        self._column_of = np.repeat(joined.columns, joined.batch)
         self._arg_max = _NO_ARG_MAX
 
     @property
     def _pool(self) -> Pool:
         """The tables' pool as it is now: unless rows are pinned, a new table may have replaced it."""
         return self._tables[0].pool
-
-    def _gather(self, scale: Any) -> Any:
-        return np.concatenate([scale[start:stop] for start, stop in self._sources] or [_NO_FLOATS])
 
     @shielded
     def stage(self) -> None:
@@ -122,18 +159,18 @@ class Lookup:
             yield from pool.leases(keys)
 
     @shielded
-    def forward(self, out: Any, *, keep: bool) -> None:
-        """Pool every bag into ``out`` (float32 [batch, columns], zero on entry).
+    def forward(self, out: Tensor, *, keep: bool) -> None:
+        """Pool every bag into ``out`` (float32 [batch, columns], zero on entry, where the rows are).
 
         Args:
             keep: a backward is to come: remember arg-maxima, and keep the rows pinned if there is room.
         """
-        pool = self._pool
+        pool, pooled = self._pool, out.numpy()
         if self._mode == kernels.MAX:
             self._arg_max = np.full((len(self._sample_of), pool.layout.dim), -1, np.int32)
         for first, lease in self._leases(pool, self._keys):
             with pool.rows_lock:
-                self._pool_part(pool, first, lease, out)
+                self._pool_part(pool, first, lease, pooled)
             if keep and not lease.held:
                 self._keep(pool, lease)
         if not keep:
@@ -152,24 +189,22 @@ class Lookup:
         pool.workers.run(work, pool.workers.split(self._bag_starts))
 
     @shielded
-    def scale_gradient(self, grad_out: Any, grad_scale: Any) -> None:
-        """Gradient of the per-sample weights into ``grad_scale`` (float32 [N of jagged]); before ``update``."""
+    def scale_gradient(self, grad_out: Tensor, grad_scale: Any) -> None:
+        """Gradient of the per-sample weights into ``grad_scale`` (numpy, float32 [ids of the batch]); before
+        ``update``."""
         own = np.zeros(len(self._keys), np.float32)
         pool = self._pool
         for first, lease in self._leases(pool, self._keys):
             with pool.rows_lock:
                 kernels.dot_rows(
                     0, len(self._sample_of), first, first + lease.consumed, self._bag_starts, lease.inverse,
-                    lease.slots, pool.weights, pool.layout.dim, pool.half, self._sample_of, self._column_of, grad_out,
-                    own,
+                    lease.slots, pool.weights, pool.layout.dim, pool.half, self._sample_of, self._column_of,
+                    grad_out.numpy(), own,
                 )  # fmt: skip
-        place = 0
-        for start, stop in self._sources:
-            grad_scale[start:stop] += own[place : place + stop - start]
-            place += stop - start
+        self._joined.scatter(own, grad_scale)
 
     @shielded
-    def update(self, grad_out: Any) -> None:
+    def update(self, grad_out: Tensor) -> None:
         """Backward and optimizer in one: merge each row's gradients in id-list order, mark it dirty, update it.
 
         If a batch is worked off in parts and reading a later part fails, the rows of earlier parts are updated: go
@@ -179,9 +214,7 @@ class Lookup:
             grad_out: float32 [batch, columns], C-contiguous.
         """
         pool = self._pool
-        hyper = np.zeros((len(self._tables), NUM_HYPER), np.float32)
-        for row, table in enumerate(self._tables):
-            hyper[row] = table.next_hyper()
+        hyper = self._joined.next_hyper()
         if not len(self._keys):
             return
         inverse, unique_keys = self._unique(pool)
@@ -192,7 +225,7 @@ class Lookup:
         codes = np.array([table.config.optimizer.code for table in self._tables], np.int64)
         scale = self._backward_scale()
         for first, lease in self._leases(pool, unique_keys):
-            self._update_part(pool, first, lease.slots, groups, scale, table_of, codes, hyper, grad_out)
+            self._update_part(pool, first, lease.slots, groups, scale, table_of, codes, hyper, grad_out.numpy())
         self.release()
 
     def _unique(self, pool: Pool) -> tuple[Any, Any]:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -32,7 +32,10 @@ from .signals import shielded
 from .threads import Workers
 from .writeback import WriteBack
 
-__all__ = ["Lease", "Pool"]
+if TYPE_CHECKING:
+    from .hbm.pool import HbmPool
+
+__all__ = ["HELD_SHARE", "PIN_POLL_SECONDS", "PIN_WAIT_SECONDS", "Lease", "Pool"]
 
 HELD_SHARE: Final = 0.75
 PIN_WAIT_SECONDS: Final = 60.0
@@ -91,6 +94,7 @@ class Pool:
         state: float32 [capacity, >= state_dim].
         split_batches: batches whose rows did not fit at once and were worked off in parts.
         fill_seconds: time spent bringing rows in and writing rows back.
+        hot: the tier above, in device memory, or None. It may hold newer rows.
     """
 
     def __init__(
@@ -116,6 +120,7 @@ class Pool:
         self.rows_lock: Any = contextlib.nullcontext() if readonly else self.lock
         self.split_batches = 0
         self.fill_seconds = 0.0
+        self.hot: HbmPool | None = None
         self._cold = cold
         self.writeback = WriteBack(
             layout,
@@ -145,13 +150,19 @@ class Pool:
             BudgetError: every slot stayed pinned by others for a minute.
             DamagedError: a row on SSD failed its check; no row stays pinned.
         """
+        return Lease(self, self._pinned(keys))
+
+    def _pinned(self, keys: Any, rows: tuple[Any, Any] | None = None) -> Admission:
+        """Admit leading positions of ``keys``, at least one; with ``rows``, put them there and unpin them."""
         deadline = time.monotonic() + PIN_WAIT_SECONDS
         while True:
             admission = Admission(keys)
             with self.fill_lock:
-                self._stage(admission)
+                self._stage(admission, read=rows is None)
+                if rows is not None and admission.consumed:
+                    self._put_admitted(admission, *rows)
             if admission.consumed:
-                return Lease(self, admission)
+                return admission
             with self.lock:
                 # In short waits: a dropped lease cannot wake anyone.
                 while not self.lock.wait_for(self._has_unpinned, timeout=PIN_POLL_SECONDS):
@@ -246,22 +257,79 @@ class Pool:
                     lease.inverse, lease.slots, rows[start : start + lease.consumed], self.weights, self.layout.dim
                 )
 
+    def take(self, keys: Any, weights: Any, state: Any) -> None:
+        """Copy whole rows out, for a tier above.
+
+        Args:
+            keys: int64 [n], distinct.
+            weights, state: uint64 [n, words], out.
+        """
+        for start, lease in self.leases(keys):
+            part = slice(start, start + lease.consumed)
+            with self.rows_lock:
+                np.take(self.cache.weights, lease.slots, axis=0, out=weights[part], mode="clip")
+                np.take(self.cache.state, lease.slots, axis=0, out=state[part], mode="clip")
+
+    def put(self, keys: Any, weights: Any, state: Any) -> None:
+        """Overwrite whole rows, state included, with newer ones from a tier above; nothing is read for it.
+
+        Args: as for ``take``.
+
+        Raises:
+            DiskFullError and others of the cold tier: rows that leave could not be written; some of these rows may be
+            in, and what the tier above has is as new.
+        """
+        start = 0
+        while start < len(keys):
+            admission = self._pinned(keys[start:], rows=(weights[start:], state[start:]))
+            start += admission.consumed
+
+    def _put_admitted(self, admission: Admission, weights: Any, state: Any) -> None:
+        """The caller holds ``fill_lock``."""
+        cache, slots, missing = self.cache, admission.slots, admission.missing[: admission.num_missing]
+        with self.lock:
+            # Whole before anybody else can see them: waiting for the outbox lets others in.
+            cache.weights[slots[missing]] = weights[missing]
+            cache.state[slots[missing]] = state[missing]
+            cache.filled(slots[missing])
+            try:
+                self.writeback.begin_update(slots)
+                cache.weights[slots] = weights[: len(slots)]
+                cache.state[slots] = state[: len(slots)]
+            finally:
+                cache.unpin(slots)
+                self.lock.notify_all()
+
     @shielded
     def flush(self) -> None:
         """Write every dirty row to the cold tier, in block order. The rows stay cached, clean."""
+        self.settle()
         with self.fill_lock:
             self.writeback.write_all()
 
+    def settle(self) -> None:
+        """Have the tier above, if there is one, copy its newer rows into this one."""
+        if self.hot is not None:
+            self.hot.flush()
+
+    @property
+    def in_use(self) -> bool:
+        """Whether leases pin rows, here or in the tier above."""
+        return self.num_pinned > 0 or (self.hot is not None and self.hot.num_leased > 0)
+
     @property
     def size_bytes(self) -> int:
-        """Bytes of the cache and of what write-back keeps beside it."""
-        return self.cache.size_bytes + self.writeback.size_bytes
+        """Bytes of the cache and of what write-back, and moving rows to the tier above, keep beside it."""
+        staging = 0 if self.hot is None else self.hot.host_bytes
+        return self.cache.size_bytes + self.writeback.size_bytes + staging
 
     def close(self) -> None:
         """Refuse further use; waiters are told."""
         with self.lock:
             self._closed = True
             self.lock.notify_all()
+        if self.hot is not None:
+            self.hot.close()
 
     def require_open(self) -> None:
         """ClosedError after ``close``."""
@@ -272,8 +340,8 @@ class Pool:
         self._release_dropped()
         return self._closed or self.cache.num_pinned < self.cache.capacity
 
-    def _stage(self, admission: Admission) -> None:
-        """Admit what there is room for and bring its rows in. The caller holds ``fill_lock``."""
+    def _stage(self, admission: Admission, *, read: bool) -> None:
+        """Admit what there is room for and, with ``read``, bring its rows in. The caller holds ``fill_lock``."""
         try:
             while True:
                 with self.lock:
@@ -285,7 +353,7 @@ class Pool:
                 started = time.perf_counter()
                 self.writeback.write_victims()
                 self.fill_seconds += time.perf_counter() - started
-            if admission.num_missing:
+            if read and admission.num_missing:
                 self._load(admission.missing_slots)
         except BaseException:
             with self.lock:

@@ -77,7 +77,7 @@ def require_memory(size_bytes: int, name: str) -> None:
         )
 
 
-def parse_size(value: int | str, *, name: str, table_bytes: int = 0) -> int:
+def parse_size(value: int | str, *, name: str, table_bytes: int = 0, memory_bytes: int | None = None) -> int:
     """Bytes meant by ``value``.
 
     Args:
@@ -85,6 +85,7 @@ def parse_size(value: int | str, *, name: str, table_bytes: int = 0) -> int:
             "TB" of ten); "N%" of the machine's memory; "N% of tables": of ``table_bytes``.
         name: the argument's name, for the error.
         table_bytes: bytes of all tables with their optimizer state.
+        memory_bytes: what "N%" is of; default: the machine's memory.
 
     Raises:
         ValueError: not a size.
@@ -99,7 +100,8 @@ def parse_size(value: int | str, *, name: str, table_bytes: int = 0) -> int:
     text = value.strip()
     share, size = (pattern.fullmatch(text) if len(text) <= _MAX_TEXT else None for pattern in (_SHARE, _SIZE))
     if share is not None:
-        whole = table_bytes if share[2] else machine_memory_bytes()
+        memory = machine_memory_bytes() if memory_bytes is None else memory_bytes
+        whole = table_bytes if share[2] else memory
         return min(int(whole * Fraction(share[1]) / 100), _MAX_BYTES - 1)
     size_bytes = -1 if size is None else int(Fraction(size[1]) * _UNITS.get(size[2].lower(), -1))
     if not 0 <= size_bytes < _MAX_BYTES:

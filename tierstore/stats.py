@@ -23,7 +23,7 @@ class TierStats(NamedTuple):
     bytes: int = 0
     """Memory the tier holds: arenas, index, policy and staging; for ssd, the block directory and staging."""
     seconds: float = 0.0
-    """Time spent moving rows into the tier (ddr) or reading and writing them (ssd)."""
+    """Time spent moving rows into the tier (ddr, hbm) or reading and writing them (ssd)."""
     bytes_read: int = 0
     """Bytes of pages read (ssd)."""
     bytes_written: int = 0
@@ -32,6 +32,8 @@ class TierStats(NamedTuple):
     """Rows written back (ssd)."""
     split_batches: int = 0
     """Batches whose rows did not fit the tier at once and were worked off in parts."""
+    conflict_misses: int = 0
+    """Misses whose whole set was in use, so that the row took an overflow slot (hbm)."""
     waited_seconds: float = 0.0
     """Time for which threads that change or evict rows waited for the writer of a commit (ddr)."""
 

@@ -12,13 +12,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from . import cache
-from .budget import STAGING_BYTES, divide
+from .budget import STAGING_BYTES, divide, divide_hbm
 from .config import MAX_KEPT_VERSIONS, TableConfig, require_choice, require_int
+from .device import memory_bytes, resolve_device
 from .durable import make_directory
 from .errors import BudgetError, ClosedError, FormatError, ReadOnlyError, TableError, TruncatedError
+from .hbm.build import add_hbm
+from .hbm.pool import host_bytes_of
 from .io import MAX_PAGE_BYTES, ROW_FILE_NAME, LmdbColdTier, VerifyReport, require_plain_files
 from .killpoints import reach
 from .manifest import MANIFEST_NAME, Manifest
@@ -59,8 +63,10 @@ def open_store(
         ddr: budget of host memory for caches, indexes and write staging together (the block directory, 4 bytes a block
             where blocks exist, comes on top): bytes, "512MiB", "50%" (of the
             machine's memory) or "5% of tables" (of all tables' rows and optimizer state).
-        hbm: budget of GPU memory; 0 in this release.
-        device: where results live; "cpu" in this release.
+        hbm: budget of device memory for the hottest rows, their index and staging: bytes, "2GiB", "50%" (of the
+            device's memory), "10% of tables"; 0 for none. With device="cpu" it is a tier of the same make in host
+            memory: slow, and there to be tested.
+        device: where the hottest rows and results live: "cpu", or "cuda", "cuda:1" with hbm= above 0.
         policy: "lru" or "lfu"; "reference-lru" and "reference-lfu" are slow, independent implementations of the two.
         threads: threads for lookups and updates, the calling one included; default: the CPUs this process may use.
             Results do not depend on it.
@@ -73,9 +79,8 @@ def open_store(
     """
     require_choice(mode, ("r", "w"), "mode")
     require_choice(policy, cache.POLICIES, "policy")
-    if parse_size(hbm, name="hbm") != 0 or device != "cpu":
-        raise ValueError(f'hbm={hbm!r}, device={device!r}: this release has no HBM tier; use hbm=0 and device="cpu"')
     parse_size(ddr, name="ddr")
+    parse_size(hbm, name="hbm")
     require_int(keep, "keep", 1, MAX_KEPT_VERSIONS)
     if version is not None:
         require_int(version, "version", 1, 2**40)
@@ -88,7 +93,15 @@ def open_store(
     require_int(threads, "threads", 1, 1024)
     try:
         return Store(
-            Path(directory), readonly=mode == "r", version=version, keep=keep, ddr=ddr, policy=policy, threads=threads
+            Path(directory),
+            readonly=mode == "r",
+            version=version,
+            keep=keep,
+            ddr=ddr,
+            hbm=hbm,
+            device=resolve_device(device, hbm),
+            policy=policy,
+            threads=threads,
         )
     except OSError as error:
         raise translate_os_error(error, error.filename or directory) from error
@@ -109,6 +122,8 @@ class Store:
         version: int | None,
         keep: int,
         ddr: int | str,
+        hbm: int | str,
+        device: torch.device,
         policy: str,
         threads: int,
     ) -> None:
@@ -116,7 +131,9 @@ class Store:
         self.readonly = readonly
         self.policy = policy
         self._keep = keep
+        self.device = device
         self._ddr = ddr
+        self._hbm = hbm
         self._closed = False
         self._pools: dict[RowLayout, Pool] = {}
         self._pools_lock = threading.RLock()
@@ -277,8 +294,11 @@ class Store:
         rows: dict[RowLayout, int] = {}
         for table in self._tables.values():
             rows[table.layout] = rows.get(table.layout, 0) + table.config.num_embeddings
+        hbm = parse_size(self._hbm, name="hbm", table_bytes=table_bytes, memory_bytes=memory_bytes(self.device))
+        hbm_sizes = divide_hbm(hbm, rows, given=self._hbm) if hbm else {}
         budget = parse_size(self._ddr, name="ddr", table_bytes=table_bytes)
-        division = divide(budget, rows, policy=self.policy, given=self._ddr)
+        staging = sum(host_bytes_of(layout, size) for layout, size in hbm_sizes.items())
+        division = divide(budget - staging, rows, policy=self.policy, given=self._ddr)
         pools = {}
         for layout, size in division.pools.items():
             words = {"weight_words": layout.weight_words, "state_words": layout.state_words}
@@ -294,6 +314,8 @@ class Store:
             )
         for table in self._tables.values():
             pools[table.layout].add_table(table.index, table.config)
+        if hbm_sizes:
+            add_hbm(pools.values(), hbm_sizes, device=self.device, policy=self.policy, given=self._hbm)
         self._reserved_bytes = division.reserved_bytes
         # Memory is taken as rows come in; better an error here than the end of the process then.
         taken = self._reserved_bytes + sum(pool.size_bytes for pool in pools.values())
@@ -309,7 +331,7 @@ class Store:
             self._close_pools()
 
     def _require_unused(self, action: str) -> None:
-        if any(pool.num_pinned for pool in self._pools.values()):
+        if any(pool.in_use for pool in self._pools.values()):
             raise TableError(
                 f"rows are in use by a batch under way (prefetched, or its backward still to come); {action} before"
             )
@@ -360,6 +382,8 @@ class Store:
         states = {name: table.state for name, table in self._tables.items()}
         payload = pack(states, extra or {}, dict(tensors or {}))
         pools = list(self._pools.values())
+        for pool in pools:
+            pool.settle()
         pending = PendingCommit(self._epoch)
         with contextlib.ExitStack() as stack:
             for pool in pools:
@@ -481,7 +505,24 @@ class Store:
             bytes_written=cold.bytes_written,
             rows_written=cold.rows_written,
         )
-        return Stats(TierStats(), ddr, ssd)
+        return Stats(self._hbm_stats(), ddr, ssd)
+
+    def _hbm_stats(self) -> TierStats:
+        hot = [pool.hot for pool in self._pools.values() if pool.hot is not None]
+        counters = [pool.cache.counters() for pool in hot]
+        hits, misses = sum(c.hits for c in counters), sum(c.misses for c in counters)
+        return TierStats(
+            lookups=sum(c.lookups for c in counters),
+            unique=hits + misses,
+            hits=hits,
+            misses=misses,
+            evictions=sum(c.evictions for c in counters),
+            capacity_rows=sum(pool.cache.capacity + pool.overflow.capacity for pool in hot),
+            bytes=sum(pool.size_bytes for pool in hot),
+            seconds=sum(pool.fill_seconds for pool in hot),
+            split_batches=sum(pool.split_batches for pool in hot),
+            conflict_misses=sum(pool.conflict_misses for pool in hot),
+        )
 
     def verify(self, *, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
         """Read and check every row on SSD, the directory and the counts; ``progress(done_bytes, total_bytes)``.

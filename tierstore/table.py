@@ -1,7 +1,8 @@
 """A table of a store: read, write and pooled lookup by id."""
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor
 
 from .config import TableConfig, require_choice
 from .errors import ClosedError
-from .lookup import MODES, Jagged, Lookup
+from .hbm.lookup import HbmLookup
+from .lookup import MODES, Jagged, Joined, Lookup
 from .pool import Pool
 from .rows import KEY_ROW_BITS, RowLayout
 from .version import TableState
@@ -17,14 +19,17 @@ from .version import TableState
 if TYPE_CHECKING:
     from .store import Store
 
-__all__ = ["Table", "check_ids", "check_offsets", "check_scale"]
+__all__ = ["Table", "check_ids", "check_offsets", "check_scale", "make_lookup"]
+
+_HOST: Final = torch.device("cpu")
 
 
-def check_ids(ids: Tensor, name: str = "ids") -> Any:
-    """Contiguous int64 or int32 numpy view of a 1-D CPU tensor of ids.
+def check_ids(ids: Tensor, name: str = "ids", *, device: torch.device = _HOST) -> Any:
+    """Contiguous int64 or int32 numpy array of a 1-D tensor of ids on the CPU (a view) or the store's device (a copy,
+    which waits for the device).
 
     Raises:
-        TypeError: not a tensor, or not of an integer dtype. ValueError: not 1-D, or not on the CPU.
+        TypeError: not a tensor, or not of an integer dtype. ValueError: not 1-D, or elsewhere.
     """
     if not isinstance(ids, Tensor):
         raise TypeError(f"{name} must be a Tensor, not {type(ids).__name__}")
@@ -32,21 +37,27 @@ def check_ids(ids: Tensor, name: str = "ids") -> Any:
         raise TypeError(f"{name} must be int64 or int32, not {ids.dtype}")
     if ids.dim() != 1:
         raise ValueError(f"{name} must be 1-D, not of shape {tuple(ids.shape)}")
-    if ids.device.type != "cpu":
-        raise ValueError(f"{name} is on {ids.device}; this store works on cpu")
-    return ids.detach().contiguous().numpy()
+    return _to_host(ids, name, device)
 
 
-def check_offsets(offsets: Tensor, num_ids: int, name: str = "offsets") -> Any:
+def _to_host(values: Tensor, name: str, device: torch.device) -> Any:
+    if values.device.type != "cpu" and values.device != device:
+        raise ValueError(f"{name} is on {values.device}; this store works on {device}")
+    return values.detach().cpu().contiguous().numpy()
+
+
+def check_offsets(offsets: Tensor, num_ids: int, name: str = "offsets", *, device: torch.device = _HOST) -> Any:
     """int64 numpy offsets that start at 0, do not descend and end at ``num_ids``; ValueError otherwise."""
-    array = np.ascontiguousarray(check_ids(offsets, name), np.int64)
+    array = np.ascontiguousarray(check_ids(offsets, name, device=device), np.int64)
     if len(array) == 0 or array[0] != 0 or array[-1] != num_ids or (np.diff(array) < 0).any():
         raise ValueError(f"{name} must start at 0, never descend and end at the number of ids, {num_ids}")
     return array
 
 
-def check_scale(scale: Tensor | None, num_ids: int, mode: str, name: str = "per_sample_weights") -> Any:
-    """float32 numpy view of per-sample weights, or None.
+def check_scale(
+    scale: Tensor | None, num_ids: int, mode: str, name: str = "per_sample_weights", *, device: torch.device = _HOST
+) -> Any:
+    """float32 numpy array of per-sample weights, or None.
 
     Raises:
         TypeError: not float32. ValueError: another length than the ids, or a mode other than "sum".
@@ -57,9 +68,27 @@ def check_scale(scale: Tensor | None, num_ids: int, mode: str, name: str = "per_
         raise TypeError(f"{name} must be a float32 Tensor")
     if mode != "sum":
         raise ValueError(f'{name} goes with mode="sum" only, not {mode!r}')
-    if scale.shape != (num_ids,) or scale.device.type != "cpu":
-        raise ValueError(f"{name} must be [{num_ids}] on cpu like the ids, not {tuple(scale.shape)} on {scale.device}")
-    return scale.detach().contiguous().numpy()
+    if scale.shape != (num_ids,):
+        raise ValueError(f"{name} must be [{num_ids}] like the ids, not {tuple(scale.shape)}")
+    return _to_host(scale, name, device)
+
+
+def make_lookup(
+    tables: "Sequence[Table]", jagged: Jagged, features: Any, columns: Any, *, mode: str
+) -> "Lookup | HbmLookup":
+    """A pooled lookup of features in tables of one pool, where the store keeps its hottest rows.
+
+    Args:
+        tables: the table of each feature.
+        features: which feature of ``jagged`` each of them is.
+        columns: where each feature's results begin in the output's columns.
+        mode: "sum", "mean" or "max", for all features.
+
+    Raises:
+        ValueError: an id outside its table; names the table and the id.
+    """
+    joined = Joined(tables, jagged, features, columns)
+    return Lookup(joined, mode=mode) if tables[0].pool.hot is None else HbmLookup(joined, mode=mode)
 
 
 class Table:
@@ -123,7 +152,7 @@ class Table:
         return ValueError(f"id {row} is not a row of table {self.name!r}: ids are in [0, {self.config.num_embeddings})")
 
     def _keys(self, ids: Tensor) -> Any:
-        rows = check_ids(ids).astype(np.int64)
+        rows = check_ids(ids, device=self._store.device).astype(np.int64)
         outside = (rows < 0) | (rows >= self.config.num_embeddings)
         if outside.any():
             raise self.id_error(int(rows[outside.argmax()]))
@@ -136,22 +165,27 @@ class Table:
             ids: int64 or int32 [n], any order, duplicates allowed.
 
         Returns:
-            [n, embedding_dim] of the table's dtype, a copy.
+            [n, embedding_dim] of the table's dtype, a copy, on the store's device.
 
         Raises:
             ValueError, TypeError: wrong ids. ChecksumError: a row on SSD is damaged. ClosedError.
         """
         keys = self._keys(ids)
         self._store.require_open()
-        out = torch.empty((len(keys), self.layout.dim), dtype=self.layout.torch_dtype, device="cpu")
         while len(keys):
             pool = self.pool
             try:
-                pool.read(keys, self._raw(out))
-                break
+                return self._read(pool, keys)
             except ClosedError:
                 if pool is self.pool:  # which fails in a closed store; else a new table brought a new pool
                     raise
+        return torch.empty((0, self.layout.dim), dtype=self.layout.torch_dtype, device=self._store.device)
+
+    def _read(self, pool: Pool, keys: Any) -> Tensor:
+        if pool.hot is not None:
+            return pool.hot.read(keys)
+        out = torch.empty((len(keys), self.layout.dim), dtype=self.layout.torch_dtype, device="cpu")
+        pool.read(keys, self._raw(out))
         return out
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
@@ -173,8 +207,13 @@ class Table:
             )
         if rows.shape != (len(keys), self.layout.dim):
             raise ValueError(f"rows must be [{len(keys)}, {self.layout.dim}], not {list(rows.shape)}")
-        if len(keys):
-            self.pool.write(keys, self._raw(rows.detach().cpu().contiguous()))
+        if not len(keys):
+            return
+        pool = self.pool
+        if pool.hot is not None:
+            pool.hot.write(keys, rows.detach())
+        else:
+            pool.write(keys, self._raw(rows.detach().cpu().contiguous()))
 
     def _raw(self, rows: Tensor) -> Any:
         """Numpy view of weights as kernels see them."""
@@ -192,23 +231,24 @@ class Table:
             per_sample_weights: float32 [n], with "sum" only.
 
         Returns:
-            float32 [bags, embedding_dim].
+            float32 [bags, embedding_dim], on the store's device.
         """
         require_choice(mode, tuple(MODES), "mode")
         jagged = self.jagged(ids, offsets, mode=mode, per_sample_weights=per_sample_weights)
-        out = torch.zeros((jagged.batch, self.layout.dim), dtype=torch.float32, device="cpu")
-        self.lookup(jagged, mode=mode).forward(out.numpy(), keep=False)
+        out = torch.zeros((jagged.batch, self.layout.dim), dtype=torch.float32, device=self._store.device)
+        self.lookup(jagged, mode=mode).forward(out, keep=False)
         return out
 
     def jagged(self, ids: Tensor, offsets: Tensor, *, mode: str, per_sample_weights: Tensor | None = None) -> Jagged:
         """Checked ids of one feature."""
-        rows = check_ids(ids)
-        starts = check_offsets(offsets, len(rows))
-        return Jagged(rows, starts, len(starts) - 1, check_scale(per_sample_weights, len(rows), mode))
+        device = self._store.device
+        rows = check_ids(ids, device=device)
+        starts = check_offsets(offsets, len(rows), device=device)
+        return Jagged(rows, starts, len(starts) - 1, check_scale(per_sample_weights, len(rows), mode, device=device))
 
-    def lookup(self, jagged: Jagged, *, mode: str) -> Lookup:
+    def lookup(self, jagged: Jagged, *, mode: str) -> Lookup | HbmLookup:
         """A lookup of one feature in this table."""
-        return Lookup([self], jagged, np.zeros(1, np.int64), [0], mode=mode)
+        return make_lookup([self], jagged, np.zeros(1, np.int64), [0], mode=mode)
 
     def __repr__(self) -> str:
         config = self.config

@@ -1,11 +1,13 @@
-"""The contract of tierstore/cache/base.py, for every cache in host memory."""
+"""The contract of tierstore/cache/base.py, for every cache; the device cache on the CPU."""
 
 import cachetools
 import pytest
+import torch
 
 from tests.conformance.row_cache import RowCacheConformance
 from tierstore._jit import JIT_ENABLED
 from tierstore.cache import RowCache, make_cache
+from tierstore.cache.hbm import HbmCache
 
 
 class Lru(RowCacheConformance):
@@ -37,3 +39,25 @@ class TestReferenceLru(Lru):
 
 class TestReferenceLfu(Lfu):
     policy = "reference-lfu"
+
+
+class HbmLru(Lru):
+    num_accesses = 2000
+
+    def make(self, capacity: int, *, weight_words: int = 2, state_words: int = 1) -> RowCache:
+        return HbmCache(
+            capacity,
+            weight_words=weight_words,
+            state_words=state_words,
+            policy=self.policy,  # type: ignore[arg-type]
+            device=torch.device("cpu"),
+        )
+
+
+class TestHbmLru(HbmLru):
+    pass
+
+
+class TestHbmLfu(HbmLru):
+    oracle_class = cachetools.LFUCache
+    policy = "lfu"

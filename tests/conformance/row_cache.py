@@ -8,8 +8,9 @@ from typing import Any
 import cachetools
 import numpy as np
 import pytest
+import torch
 
-from tierstore.cache.base import Admission, AdmitStatus, CacheCounters, Int32s, Int64s, RowCache
+from tierstore.cache.base import Admission, AdmitStatus, CacheCounters, Int32s, Int64s, RowCache, Words
 
 
 def keys_from(*values: int) -> Int64s:
@@ -18,6 +19,11 @@ def keys_from(*values: int) -> Int64s:
 
 def slots_from(*values: int) -> Int32s:
     return np.array(values, np.int32)
+
+
+def words_of(arena: Any) -> Words:
+    """An arena in memory as numpy sees it; changes reach the cache."""
+    return arena.numpy().view(np.uint64) if isinstance(arena, torch.Tensor) else arena
 
 
 def order_of(cache: RowCache) -> list[int]:
@@ -80,7 +86,8 @@ class RowCacheConformance:
     def test_arenas_are_aligned_words(self, capacity: int) -> None:
         cache = self.make(capacity, weight_words=3, state_words=2)
         assert cache.capacity == capacity
-        for arena, words in ((cache.weights, 3), (cache.state, 2)):
+        for given, words in ((cache.weights, 3), (cache.state, 2)):
+            arena = words_of(given)
             assert (arena.shape, arena.dtype) == ((capacity, words), np.uint64)
             assert arena.flags.c_contiguous
             assert arena.flags.writeable
@@ -90,7 +97,7 @@ class RowCacheConformance:
     def test_a_cache_without_rows_simulates(self) -> None:
         cache = self.make(3, weight_words=0, state_words=0)
         assert cache.access(keys_from(1, 2, 1)).tolist() == [False, False, True]
-        assert cache.weights.shape == cache.state.shape == (3, 0)
+        assert tuple(cache.weights.shape) == tuple(cache.state.shape) == (3, 0)
 
     def test_a_new_cache_is_empty(self) -> None:
         cache = self.make(3)
@@ -161,13 +168,13 @@ class RowCacheConformance:
             admission = Admission(keys_from(value))
             cache.admit(admission)
             if admission.num_missing:
-                cache.weights[admission.slots] = value
-                cache.state[admission.slots] = value + 100
+                words_of(cache.weights)[admission.slots] = value
+                words_of(cache.state)[admission.slots] = value + 100
                 cache.filled(admission.slots)
             cache.unpin(admission.slots)
             resident = cache.resident_slots()
-            assert cache.weights[resident, 1].tolist() == cache.keys_of(resident).tolist()
-            assert (cache.state[resident, 0] - np.uint64(100)).tolist() == cache.keys_of(resident).tolist()
+            assert words_of(cache.weights)[resident, 1].tolist() == cache.keys_of(resident).tolist()
+            assert (words_of(cache.state)[resident, 0] - np.uint64(100)).tolist() == cache.keys_of(resident).tolist()
 
     def test_a_row_pinned_by_two_admissions_needs_two_unpins(self) -> None:
         cache = self.make(1)

@@ -45,6 +45,7 @@ def read_rows(table: Table, start: int, stop: int) -> Rows:
     """
     table.store.require_open()
     pool, layout = table.pool, table.layout
+    pool.settle()
     weights = np.empty((stop - start, layout.dim), layout.numpy_dtype)
     state = np.empty((stop - start, layout.state_dim), np.float32)
     for first, lease in pool.leases(_keys(table, start, stop)):
@@ -75,6 +76,8 @@ def write_rows(table: Table, start: int, weights: Any, state: Any) -> int:
     if not len(changed):
         return 0
     pool, layout = table.pool, table.layout
+    if pool.hot is not None:
+        pool.hot.forget()
     weights, state = weights[changed], state[changed]
     for first, lease in pool.leases(_keys(table, start, stop)[changed]):
         part = slice(first, first + lease.consumed)

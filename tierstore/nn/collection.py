@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import TableError
+from ..hbm.lookup import HbmLookup
 from ..lookup import Jagged, Lookup
 from ..store import Store
-from ..table import Table, check_ids, check_offsets, check_scale
+from ..table import Table, check_ids, check_offsets, check_scale, make_lookup
 from .function import Prepared, PreparedLookups, run_lookups
 from .jagged import JaggedLike, KeyedTensor
 
@@ -68,10 +69,11 @@ class TieredEmbeddingBagCollection(nn.Module):
         """Pooled rows of every feature.
 
         Args:
-            features: jagged ids; it may have more features than the tables know (those are ignored) but not fewer.
+            features: jagged ids, on the CPU or the store's device (there they are waited for); it may have more
+                features than the tables know (those are ignored) but not fewer.
 
         Returns:
-            KeyedTensor of float32 [B, sum of dims], features in order of the tables.
+            KeyedTensor of float32 [B, sum of dims] on the store's device, features in order of the tables.
 
         Raises:
             ValueError, TypeError: a feature is missing, an id is no row, shapes do not fit. ClosedError, ChecksumError.
@@ -103,16 +105,17 @@ class TieredEmbeddingBagCollection(nn.Module):
                 near = difflib.get_close_matches(name, keys, 1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise ValueError(f"feature {name!r} is missing from the batch, which has {keys}{hint}")
-        ids = check_ids(features.values(), "values")
-        offsets = check_offsets(features.offsets(), len(ids))
+        device = self.store.device
+        ids = check_ids(features.values(), "values", device=device)
+        offsets = check_offsets(features.offsets(), len(ids), device=device)
         scale = features.weights_or_none()
         batch, rest = divmod(len(offsets) - 1, len(keys))
         if rest:
             raise ValueError(f"{len(offsets) - 1} bags cannot be divided among {len(keys)} features")
-        scale_array = None if scale is None else check_scale(scale, len(ids), "sum", "weights")
+        scale_array = None if scale is None else check_scale(scale, len(ids), "sum", "weights", device=device)
         jagged = Jagged(ids, offsets, batch, scale_array)
         lookups = [self._lookup(group, jagged, place) for group in self._groups]
-        return Prepared(lookups, batch, scale, _sources(features))
+        return Prepared(lookups, batch, scale, _sources(features), device)
 
     def _group_features(self) -> list[list[_Feature]]:
         """Features that one lookup can serve: same layout, same pooling; those of one table are neighbours."""
@@ -121,11 +124,11 @@ class TieredEmbeddingBagCollection(nn.Module):
             groups.setdefault((feature.table.layout, feature.table.config.pooling), []).append(feature)
         return list(groups.values())
 
-    def _lookup(self, group: list[_Feature], jagged: Jagged, place: dict[str, int]) -> Lookup:
+    def _lookup(self, group: list[_Feature], jagged: Jagged, place: dict[str, int]) -> Lookup | HbmLookup:
         config = group[0].table.config
         if jagged.scale is not None and config.pooling != "sum":
             raise ValueError(f'weights go with pooling="sum" only; table {config.name!r} has {config.pooling!r}')
-        return Lookup(
+        return make_lookup(
             [feature.table for feature in group],
             jagged,
             np.array([place[feature.name] for feature in group], np.int64),

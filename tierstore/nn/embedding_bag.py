@@ -54,7 +54,7 @@ class TieredEmbeddingBag(nn.Module):
             per_sample_weights: float32 of the shape of ``input``; with mode="sum" only. Gets gradients.
 
         Returns:
-            float32 [bags, embedding_dim]; an empty bag gives zeros.
+            float32 [bags, embedding_dim] on the store's device; an empty bag gives zeros.
 
         Raises:
             ValueError, TypeError: a wrong argument, an id that is no row. ClosedError, ChecksumError.
@@ -90,16 +90,17 @@ class TieredEmbeddingBag(nn.Module):
             if scale is not None and scale.shape != ids.shape:
                 raise ValueError(f"per_sample_weights {tuple(scale.shape)} must have input's shape {tuple(ids.shape)}")
             bags, width = ids.shape
-            offsets = torch.arange(bags + 1, dtype=torch.int64) * width
+            offsets = torch.arange(bags + 1, dtype=torch.int64, device="cpu") * width
             flat, scale = ids.reshape(-1), None if scale is None else scale.reshape(-1)
         else:
             if offsets is None:
                 raise ValueError("a 1-D input needs offsets, where each bag begins")
             flat = ids
             if not self.include_last_offset:
-                offsets = torch.cat([offsets, torch.tensor([len(flat)], dtype=offsets.dtype)])
+                offsets = torch.cat([offsets, offsets.new_full((1,), len(flat))])
         jagged = self.table.jagged(flat, offsets, mode=self.mode, per_sample_weights=scale)
-        return Prepared([self.table.lookup(jagged, mode=self.mode)], jagged.batch, scale, sources)
+        lookup = self.table.lookup(jagged, mode=self.mode)
+        return Prepared([lookup], jagged.batch, scale, sources, self.table.store.device)
 
     def extra_repr(self) -> str:
         return f"{self.table!r}, mode={self.mode!r}"

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..hbm.lookup import HbmLookup
 from ..lookup import Lookup
 
 __all__ = ["Prepared", "PreparedLookups", "run_lookups"]
@@ -20,14 +21,21 @@ class Prepared:
         batch: rows of the output.
         scale: per-sample weights, or None.
         sources: tensors whose contents the lookups depend on.
+        device: where the output goes.
     """
 
     def __init__(
-        self, lookups: list[Lookup], batch: int, scale: Tensor | None, sources: Sequence[Tensor | None]
+        self,
+        lookups: Sequence[Lookup | HbmLookup],
+        batch: int,
+        scale: Tensor | None,
+        sources: Sequence[Tensor | None],
+        device: torch.device,
     ) -> None:
         self.lookups = lookups
         self.batch = batch
         self.scale = scale
+        self.device = device
         self._sources = [(source, _changes(source)) for source in sources if source is not None]
 
     def is_current(self, sources: Sequence[Tensor | None]) -> bool:
@@ -110,10 +118,10 @@ def run_lookups(prepared: Prepared, anchor: Tensor, columns: int, *, trainable: 
 
 
 def _forward(prepared: Prepared, columns: int, *, keep: bool) -> Tensor:
-    out = torch.zeros((prepared.batch, columns), dtype=torch.float32, device="cpu")
+    out = torch.zeros((prepared.batch, columns), dtype=torch.float32, device=prepared.device)
     try:
         for lookup in prepared.lookups:
-            lookup.forward(out.numpy(), keep=keep)
+            lookup.forward(out, keep=keep)
     except BaseException:
         prepared.release()
         raise
@@ -134,13 +142,14 @@ class _PooledLookups(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors
-        gradient = grad_out.detach().to(torch.float32).contiguous().numpy()
+        gradient = grad_out.detach().to(torch.float32).contiguous()
         prepared: Prepared = ctx.prepared
         grad_scale = None
         if ctx.needs_input_grad[1] and prepared.scale is not None:
             grad_scale = torch.zeros(prepared.scale.shape, dtype=torch.float32, device="cpu")
             for lookup in prepared.lookups:
                 lookup.scale_gradient(gradient, grad_scale.numpy())
+            grad_scale = grad_scale.to(prepared.scale.device)
         if ctx.trainable:
             for lookup in prepared.lookups:
                 lookup.update(gradient)

@@ -1,0 +1,146 @@
+"""The device cache's kernels in Triton; what they compute is told, and checked, by their twins in ``hbm_twin``.
+
+Bytes a key: find reads 8 of the key, 256 of its set's keys and, of a hit, one 32-byte sector of flags. A plan reads
+the set's keys, ranks and flags (640 bytes) once for all keys of the set.
+"""
+
+# Triton takes an annotation for a type of its own.
+# mypy: disable-error-code="no-untyped-def"
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .hbm_books import DIRTY, FROZEN, LOADING, PIN, RESIDENT, WAYS, Books, Plan, Status
+from .hbm_twin import MAX_COUNT, STAMP_BITS
+
+__all__ = ["commit", "find", "plan"]
+
+_WAYS: Final = tl.constexpr(WAYS)
+_RESIDENT: Final = tl.constexpr(RESIDENT)
+_NEWER: Final = tl.constexpr(DIRTY | FROZEN)
+_PIN: Final = tl.constexpr(PIN)
+_ENTERED: Final = tl.constexpr(RESIDENT | LOADING | PIN)
+_STAMP_BITS: Final = tl.constexpr(STAMP_BITS)
+_MAX_COUNT: Final = tl.constexpr(MAX_COUNT)
+_NEVER: Final = tl.constexpr(2**63 - 1)
+_HIT: Final = tl.constexpr(int(Status.HIT))
+_FREE_SLOT: Final = tl.constexpr(int(Status.FREE_SLOT))
+_CLEAN_VICTIM: Final = tl.constexpr(int(Status.CLEAN_VICTIM))
+_TAKEN: Final = tl.constexpr(int(Status.TAKEN))
+_DIRTY_VICTIM: Final = tl.constexpr(int(Status.DIRTY_VICTIM))
+_CONFLICT: Final = tl.constexpr(int(Status.CONFLICT))
+
+_OPTIONS: Final = {"enable_fp_fusion": False}
+"""Integers only; said because what Triton does unsaid is about to change, and it warns of that."""
+_FIND_BLOCK: Final = 32
+_COMMIT_BLOCK: Final = 256
+
+
+@triton.jit
+def find_keys(book_keys, flags, keys, sets, slots, count, BLOCK: tl.constexpr) -> None:
+    """A tile of BLOCK keys by the ways of their sets; flags are read only where the key is the same."""
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = number < count
+    key = tl.load(keys + number, mask=inside, other=0)
+    first = tl.load(sets + number, mask=inside, other=0).to(tl.int64) * _WAYS
+    way = tl.arange(0, _WAYS)
+    places = first[:, None] + way[None, :]
+    same = (tl.load(book_keys + places, mask=inside[:, None], other=0) == key[:, None]) & inside[:, None]
+    same = same & ((tl.load(flags + places, mask=same, other=0) & _RESIDENT) != 0)
+    # A key lies in one slot at most, so the largest is the only one.
+    found = tl.max(tl.where(same, places, -1), axis=1)
+    tl.store(slots + number, found.to(tl.int32), mask=inside)
+
+
+@triton.jit
+def plan_sets(
+    book_keys, ranks, flags, keys, sets, members, taken, slots, statuses,
+    count, HAS_TAKEN: tl.constexpr,
+) -> None:  # fmt: skip
+    """One warp a set: the program of a set's first key treats all its keys, the set's books in registers."""
+    at = tl.program_id(0)
+    own = tl.load(sets + at)
+    if tl.load(sets + at - 1, mask=at > 0, other=-1) != own:
+        way = tl.arange(0, _WAYS)
+        first = own.to(tl.int64) * _WAYS
+        set_keys = tl.load(book_keys + first + way)
+        set_flags = tl.load(flags + first + way)
+        set_ranks = tl.where((set_flags & _RESIDENT) != 0, tl.load(ranks + first + way), -1)
+        while at < count:
+            number = tl.load(members + at)
+            key = tl.load(keys + number)
+            same = ((set_flags & _RESIDENT) != 0) & (set_keys == key)
+            is_hit = tl.max(same.to(tl.int32), axis=0) != 0
+            cost = tl.where(set_flags >= _PIN, _NEVER, set_ranks)
+            chosen = tl.where(is_hit, tl.argmax(same.to(tl.int32), axis=0), tl.argmin(cost, axis=0))
+            is_chosen = way == chosen
+            was = tl.sum(tl.where(is_chosen, set_flags, 0), axis=0)
+            status = tl.where((was & _NEWER) != 0, _DIRTY_VICTIM, _CLEAN_VICTIM)
+            status = tl.where(was == 0, _FREE_SLOT, status)
+            status = tl.where(tl.min(cost, axis=0) == _NEVER, _CONFLICT, status)
+            status = tl.where(is_hit, _HIT, status)
+            if HAS_TAKEN:
+                status = tl.where(tl.load(taken + number) != 0, _TAKEN, status)
+            fits = (status != _CONFLICT) & (status != _TAKEN)
+            tl.store(slots + number, tl.where(fits, first + chosen, -1).to(tl.int32))
+            tl.store(statuses + number, status.to(tl.int8))
+            set_keys = tl.where(is_chosen & fits, key, set_keys)
+            set_flags = tl.where(is_chosen & fits, _RESIDENT | _PIN, set_flags)
+            following = tl.load(sets + at + 1, mask=at + 1 < count, other=-1)
+            at = tl.where(following == own, at + 1, count)
+
+
+@triton.jit(do_not_specialize=["clock"])
+def commit_slots(
+    book_keys, ranks, flags, keys, slots, statuses, count, clock,
+    LFU: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """BLOCK keys of a plan; their slots are distinct."""
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots + number, mask=number < count, other=-1).to(tl.int64)
+    fits = slot >= 0
+    is_hit = fits & (tl.load(statuses + number, mask=fits, other=_CONFLICT) == _HIT)
+    rank = clock + 1 + number.to(tl.int64)
+    if LFU:
+        accesses = (tl.load(ranks + slot, mask=is_hit, other=0) >> _STAMP_BITS) + 1
+        rank = (tl.minimum(accesses, _MAX_COUNT) << _STAMP_BITS) | rank
+    flag = tl.load(flags + slot, mask=is_hit, other=0)
+    tl.store(book_keys + slot, tl.load(keys + number, mask=fits, other=0), mask=fits)
+    tl.store(ranks + slot, rank, mask=fits)
+    tl.store(flags + slot, tl.where(is_hit, flag + _PIN, _ENTERED), mask=fits)
+
+
+def find(books: Books, keys: Tensor, sets: Tensor) -> Tensor:
+    """See ``hbm_twin.find``."""
+    slots = torch.empty(len(keys), dtype=torch.int32, device=keys.device)
+    if len(keys):
+        grid = (triton.cdiv(len(keys), _FIND_BLOCK),)
+        find_keys[grid](books.keys, books.flags, keys, sets, slots, len(keys), BLOCK=_FIND_BLOCK, **_OPTIONS)
+    return slots
+
+
+def plan(books: Books, keys: Tensor, sets: Tensor, members: Tensor, taken: Tensor | None) -> Plan:
+    """See ``hbm_twin.plan``."""
+    slots = torch.empty(len(keys), dtype=torch.int32, device=keys.device)
+    statuses = torch.empty(len(keys), dtype=torch.int8, device=keys.device)
+    if len(keys):
+        marks = slots if taken is None else taken.view(torch.int8)
+        plan_sets[(len(keys),)](
+            books.keys, books.ranks, books.flags, keys, sets, members, marks, slots, statuses, len(keys),
+            HAS_TAKEN=taken is not None, num_warps=1, **_OPTIONS,
+        )  # fmt: skip
+    return Plan(slots, statuses)
+
+
+def commit(books: Books, keys: Tensor, plan: Plan, count: int, clock: int, lfu: bool) -> None:
+    """See ``hbm_twin.commit``."""
+    if count:
+        grid = (triton.cdiv(count, _COMMIT_BLOCK),)
+        commit_slots[grid](
+            books.keys, books.ranks, books.flags, keys, plan.slots, plan.statuses, count, clock,
+            LFU=lfu, BLOCK=_COMMIT_BLOCK, **_OPTIONS,
+        )  # fmt: skip

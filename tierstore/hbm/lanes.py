@@ -1,0 +1,94 @@
+"""Streams of a device: where a tier's own work goes, and who waits for what.
+
+The tier moves rows on a stream of its own, the *side* stream; models compute on whatever stream is current. On the CPU
+both are the calling thread, and nothing is ever pending.
+"""
+
+import contextlib
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["CudaLane", "HostLane", "Lane", "Mark", "open_lane"]
+
+
+class Mark(Protocol):
+    """A moment in a stream's work."""
+
+    def query(self) -> bool:
+        """Whether the work up to here is done."""
+
+    def synchronize(self) -> None:
+        """Wait until it is: the calling thread, not a stream."""
+
+
+class Lane(Protocol):
+    """See the module's docstring."""
+
+    pin_memory: bool
+    """Whether host buffers that rows are copied through should be page-locked."""
+
+    def side(self) -> AbstractContextManager[Any]:
+        """Within it, the calling thread's work goes to the side stream."""
+
+    def mark(self) -> Mark:
+        """After all that was given to the calling thread's current stream so far."""
+
+    def follow(self, mark: Mark) -> None:
+        """Later work of the calling thread's current stream waits for the mark; the thread itself does not."""
+
+
+class _Done:
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return None
+
+
+class HostLane:
+    """Everything happens at once."""
+
+    pin_memory = False
+
+    def side(self) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def mark(self) -> Mark:
+        return _Done()
+
+    def follow(self, mark: Mark) -> None:
+        mark.synchronize()
+
+
+class CudaLane:
+    """A side stream of one CUDA device."""
+
+    pin_memory = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def side(self) -> AbstractContextManager[Any]:
+        # The device too: Triton launches on the current one.
+        stack = contextlib.ExitStack()
+        stack.enter_context(torch.cuda.device(self._device))
+        stack.enter_context(torch.cuda.stream(self._side))
+        return stack
+
+    def mark(self) -> Mark:
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        made: Mark = event
+        return made
+
+    def follow(self, mark: Mark) -> None:
+        stream: Any = torch.cuda.current_stream(self._device)
+        stream.wait_event(mark)
+
+
+def open_lane(device: torch.device) -> Lane:
+    """The lane of a device: CUDA, or the CPU."""
+    return CudaLane(device) if device.type == "cuda" else HostLane()

@@ -1,0 +1,166 @@
+"""One pooled lookup in device memory: what ``lookup.Lookup`` is for rows in host memory, with the same results.
+
+The ids are joined and checked on the host and sent ahead on the side stream, together with where the bags begin; the
+device groups them. Forward and backward are given to the caller's current stream, and wait for nothing on the host.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..lookup import MODES, Joined
+from ..rows import KEY_ROW_BITS
+from ..signals import shielded
+from .batch import Bags
+from .grouping import Grouping
+from .pool import HbmLease, HbmPool, Part
+
+__all__ = ["HbmLookup"]
+
+
+class HbmLookup:
+    """See the module's docstring; arguments as for ``lookup.Lookup``."""
+
+    def __init__(self, joined: Joined, *, mode: str) -> None:
+        self._joined = joined
+        self._mode = MODES[mode]
+        self._lease: HbmLease | None = None
+        self._pool: HbmPool | None = None
+        self._keys: Tensor | None = None
+        self._bags: Bags | None = None
+        self._grouping: Grouping | None = None
+        self._table_of: Tensor | None = None
+        self._arg_max: Tensor | None = None
+
+    @property
+    def _is_empty(self) -> bool:
+        return not len(self._joined.keys)
+
+    def _send(self) -> HbmPool:
+        """Send the ids to the tables' pool as it is now: unless rows are pinned, a new table may have replaced it."""
+        pool = self._joined.tables[0].pool.hot
+        assert pool is not None, "a lookup in device memory over a pool without"
+        if pool is not self._pool:
+            joined = self._joined
+            self._pool = pool
+            self._keys = pool.send(joined.keys)
+            starts = pool.send(joined.bag_starts)
+            bag_of = np.repeat(np.arange(len(joined.bag_starts) - 1, dtype=np.int32), np.diff(joined.bag_starts))
+            scale = pool.send(joined.scale) if len(joined.scale) else None
+            self._bags = Bags(starts, pool.send(bag_of), pool.send(joined.columns), joined.batch, scale)
+            self._grouping = pool.group(self._keys)
+            self._table_of = self._tables_of(pool, self._grouping.keys)
+        return pool
+
+    def _tables_of(self, pool: HbmPool, keys: Tensor) -> Tensor:
+        """int32 [U]: which of the lookup's tables each key is of."""
+        indices = np.array([table.index for table in self._joined.tables], np.int64)
+        order = np.argsort(indices)
+        known, ordinals = pool.send(indices[order]), pool.send(order.astype(np.int32))
+        with pool.lane.side():
+            return ordinals[torch.searchsorted(known, keys >> KEY_ROW_BITS)]
+
+    @shielded
+    def stage(self) -> None:
+        """Bring the rows in and keep them pinned until they are used, as far as the pool has room to keep them."""
+        if self._is_empty:
+            return
+        pool = self._send()
+        assert self._grouping is not None
+        lease = pool.acquire(self._grouping, len(self._joined.keys))
+        if lease is not None and not self._keep(pool, lease):
+            lease.release()
+
+    def _keep(self, pool: HbmPool, lease: HbmLease) -> bool:
+        if not pool.hold(lease):
+            return False
+        self._lease = lease
+        return True
+
+    def release(self) -> None:
+        """Unpin whatever is pinned; the lookup still works, it only has to bring its rows in again."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.release()
+
+    def _parts(self, pool: HbmPool) -> Any:
+        """Leased parts of the batch, in order."""
+        assert self._keys is not None
+        assert self._grouping is not None
+        if self._lease is not None:
+            yield Part(0, len(self._keys), self._grouping, self._lease)
+        else:
+            yield from pool.parts(self._keys, self._grouping)
+
+    @shielded
+    def forward(self, out: Tensor, *, keep: bool) -> None:
+        """See ``Lookup.forward``."""
+        if self._is_empty:
+            return
+        pool = self._send()
+        assert self._bags is not None
+        if self._mode == kernels.MAX:
+            shape = len(self._joined.bag_starts) - 1, pool.layout.dim
+            self._arg_max = torch.full(shape, -1, dtype=torch.int32, device=pool.device)
+        for part in self._parts(pool):
+            part.lease.use()
+            slots = part.lease.slots[part.grouping.inverse]
+            pool.kernels.pool_rows(
+                self._bags, slots, part.first, part.last, mode=self._mode, weights=pool.weights, dim=pool.layout.dim,
+                out=out, arg_max=self._arg_max,
+            )  # fmt: skip
+            part.lease.used()
+            if keep and not part.lease.held and part.last - part.first == len(self._joined.keys):
+                self._keep(pool, part.lease)
+        if not keep:
+            self.release()
+        self._retain(pool)
+
+    def _retain(self, pool: HbmPool) -> None:
+        """The stream's work so far uses tensors of this lookup, which may be dropped before it is done."""
+        pool.retain(self._keys, self._bags, self._grouping, self._table_of)
+
+    @shielded
+    def scale_gradient(self, grad_out: Tensor, grad_scale: Any) -> None:
+        """See ``Lookup.scale_gradient``; waits for the device."""
+        if self._is_empty:
+            return
+        pool = self._send()
+        assert self._bags is not None
+        own = torch.zeros(len(self._joined.keys), dtype=torch.float32, device=pool.device)
+        for part in self._parts(pool):
+            part.lease.use()
+            slots = part.lease.slots[part.grouping.inverse]
+            pool.kernels.dot_rows(
+                self._bags, slots, part.first, part.last, weights=pool.weights, dim=pool.layout.dim,
+                grad_out=grad_out, grad_scale=own,
+            )  # fmt: skip
+        self._retain(pool)
+        self._joined.scatter(own.cpu().numpy(), grad_scale)
+
+    @shielded
+    def update(self, grad_out: Tensor) -> None:
+        """See ``Lookup.update``."""
+        hyper = torch.from_numpy(self._joined.next_hyper())
+        if self._is_empty:
+            return
+        pool = self._send()
+        grouping = self._grouping
+        assert grouping is not None
+        hyper = hyper.to(pool.device, non_blocking=True)
+        codes = tuple(table.config.optimizer.code for table in self._joined.tables)
+        held = self._lease
+        parts = pool.unique_parts(grouping) if held is None else [Part(0, len(grouping.keys), grouping, held)]
+        for part in parts:
+            part.lease.use()
+            pool.kernels.update_rows(
+                self._bags, grouping.groups, part.lease.slots, part.first, grad_out=grad_out, arg_max=self._arg_max,
+                mean=self._mode == kernels.MEAN, table_of=self._table_of, codes=codes, hyper=hyper,
+                weights=pool.weights, state=pool.state, dim=pool.layout.dim,
+            )  # fmt: skip
+            part.lease.release(changed=True)
+        self._lease = None
+        self._retain(pool)
