@@ -19,9 +19,8 @@ class Run(NamedTuple):
     """What a training step needs, beside its batch."""
 
     store: Store
-    device: torch.device
-    """Of the model, its optimizer's state, and what the embeddings give."""
     model: DLRM
+    """On the store's device, as what the embeddings give is."""
     embeddings: TieredEmbeddingBagCollection
     optimizer: torch.optim.Optimizer
     """Of the dense weights; rows are updated inside backward."""
@@ -70,7 +69,6 @@ def build_run(config: RunConfig, store: Store) -> Run:
     configs = table_configs(config)
     for table_config in configs:
         store.create_table(table_config)
-    device = torch.device(config.store.device)
     torch.manual_seed(config.train.seed)
     embeddings = TieredEmbeddingBagCollection(store, tables=[table_config.name for table_config in configs])
     model = DLRM(
@@ -84,8 +82,8 @@ def build_run(config: RunConfig, store: Store) -> Run:
         cross_layers=config.model.cross_layers,
         cross_rank=config.model.cross_rank,
     )
-    model.to(device)
-    return Run(store, device, model, embeddings, _dense_optimizer(config.optimizer, model))
+    model.to(store.device)
+    return Run(store, model, embeddings, _dense_optimizer(config.optimizer, model))
 
 
 def table_configs(config: RunConfig) -> list[TableConfig]:

@@ -15,11 +15,11 @@ __all__ = ["feed"]
 
 
 def feed(run: Run, batches: Iterator[Batch], *, depth: int) -> Generator[Batch, None, None]:
-    """The batches, on the run's device but for their ids; up to ``depth`` are made ready ahead.
+    """The batches, on the store's device but for their ids; up to ``depth`` are made ready ahead.
 
     Closing it releases what was made ready and not used.
     """
-    copies = _Copies(run.device)
+    copies = _Copies(run.store.device)
     ahead = prefetch(map(copies.begin, batches), run.embeddings, depth=depth, features=lambda batch: batch.sparse)
     with contextlib.closing(ahead):
         for batch in ahead:

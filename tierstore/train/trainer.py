@@ -118,7 +118,7 @@ def train(config: RunConfig, *, resume: bool = False, bits: bool = False) -> Sum
         test = _evaluate(run, data) if evaluate else None
         return Summary(
             store=str(store.directory),
-            device=str(run.device),
+            device=str(store.device),
             version=outcome.version,
             interrupted=outcome.interrupted,
             step=outcome.position.step,

@@ -1,0 +1,150 @@
+"""Training with rows in device memory: on the CPU the same bits as without; on a GPU the same bits for every budget."""
+
+import pytest
+import torch
+
+from tierstore import cli
+from tierstore.train import config_file, train, warmup
+from tierstore.train.build import build_run, open_data, open_run_store
+from tierstore.train.feed import feed
+
+from .runs import config_of
+
+FEW, ALL = 16_000, "1MiB"
+"""Device memory for a fraction of a batch's rows, and for all there are."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture
+def run(folder, request):
+    """Train the small run in a store of the test's own; returns the summary with bits."""
+
+    def run_it(*, resume=False, **changes):
+        return train(config_of(folder, str(abs(hash(request.node.nodeid))), **changes), resume=resume, bits=True)
+
+    return run_it
+
+
+@pytest.fixture(scope="module")
+def plain(folder):
+    """The run without device memory, on the CPU."""
+    return train(config_of(folder, "plain"), bits=True)
+
+
+@pytest.fixture(scope="module")
+def on_gpu(folder):
+    """The run with all rows in a GPU's memory."""
+    return train(config_of(folder, "gpu", store__device="cuda", store__hbm=ALL), bits=True)
+
+
+@pytest.mark.parametrize("depth", [0, 2, 5])
+@pytest.mark.parametrize("hbm", [FEW, ALL])
+def test_rows_in_device_memory_change_no_bit(run, plain, hbm, depth):
+    summary = run(store__hbm=hbm, train__prefetch_depth=depth)
+    assert (summary.bits, summary.test, summary.loss) == (plain.bits, plain.test, plain.loss)
+    assert plain.tiers.hbm.capacity_rows == 0
+    assert (summary.tiers.hbm.evictions > 0) == (hbm == FEW)
+
+
+@pytest.mark.parametrize(("first", "then"), [(0, FEW), (FEW, 0), (ALL, FEW)])
+def test_a_run_continues_with_another_budget_of_device_memory(run, plain, first, then):
+    begun = run(store__hbm=first, train__epochs=1, train__commit_every=7)
+    assert run(store__hbm=then, resume=True).bits == plain.bits
+    assert begun.bits != plain.bits
+
+
+def test_the_warm_up_takes_its_steps_in_little_device_memory(folder, tmp_path, monkeypatch):
+    seen = []
+    real = warmup.commit_run
+
+    def watched(run, *rest):
+        seen.append(run.store.stats())
+        return real(run, *rest)
+
+    monkeypatch.setattr(warmup, "commit_run", watched)
+    config = config_of(folder, "never", store__hbm="5% of tables", train__batch_size=64, embedding__num_embeddings=2000)
+    warmup._take_steps(warmup._small(config, str(tmp_path)))
+    assert len(seen) == 2
+    assert seen[-1].hbm.evictions > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+@pytest.mark.parametrize("flags", [["--device", "cuda"], ["--set", "store.device=cuda:0"]])
+def test_a_machine_without_cuda_says_so(folder, tmp_path, capsys, flags):
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(config_file.to_toml(config_of(folder, "never")))
+    assert cli.main(["train", str(run_file), "--hbm", "1MiB", *flags]) == 2
+    assert cli.main(["demo", "--dir", str(tmp_path / "demo"), "--device", "cuda"]) == 2
+    train_error, demo_error = capsys.readouterr().err.splitlines()
+    for error in (train_error, demo_error):
+        assert error.startswith("tierstore: device='cuda")
+        assert "CUDA" in error
+    assert not (tmp_path / "demo").exists()
+
+
+@pytest.mark.gpu
+def test_a_device_needs_a_budget_of_its_memory(folder, tmp_path, capsys):
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(config_file.to_toml(config_of(folder, "never", store__device="cuda")))
+    assert cli.main(["train", str(run_file)]) == 2
+    assert "hbm=" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("depth", [0, 2, 5])
+@pytest.mark.parametrize("hbm", [FEW, ALL])
+def test_on_a_gpu_budgets_and_depths_change_no_bit(run, on_gpu, hbm, depth):
+    summary = run(store__device="cuda", store__hbm=hbm, train__prefetch_depth=depth)
+    assert (summary.bits, summary.test, summary.loss) == (on_gpu.bits, on_gpu.test, on_gpu.loss)
+    assert (summary.tiers.hbm.evictions > 0) == (hbm == FEW)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_run_learns_what_it_learns_on_the_cpu(on_gpu, plain):
+    assert on_gpu.loss == pytest.approx(plain.loss, abs=1e-3)
+    assert on_gpu.test.log_loss == pytest.approx(plain.test.log_loss, abs=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", ["sgd", "adagrad", "adam"])
+def test_a_run_moves_between_devices(run, rule):
+    gpu = {"store__device": "cuda", "store__hbm": FEW}
+    settings = {"optimizer__dense": rule, "optimizer__dense_lr": 0.002}
+    run(train__epochs=1, **settings)
+    on_gpu = run(train__epochs=2, resume=True, **gpu, **settings)
+    on_cpu = run(train__epochs=3, resume=True, **settings)
+    assert on_gpu.rows == on_cpu.rows > 0
+    assert on_cpu.loss < on_gpu.loss
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_resuming_ends_in_the_same_bits(run, on_gpu):
+    gpu = {"store__device": "cuda", "store__hbm": FEW}
+    run(train__epochs=1, **gpu)
+    assert run(resume=True, **gpu).bits == on_gpu.bits
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("depth", [0, 3])
+def test_batches_arrive_on_the_device_as_they_are(folder, depth):
+    config = config_of(folder, f"feed-{depth}", store__device="cuda", store__hbm=ALL)
+    reader, hasher = open_data(config)
+
+    def batches():
+        return reader.batches(hasher, batch_size=32, stop_row=600)
+
+    busy = torch.rand(2048, 2048, device="cuda")
+    with open_run_store(config) as store:
+        arrived = []
+        for batch in feed(build_run(config, store), batches(), depth=depth):
+            busy = (busy @ busy).sigmoid()
+            arrived.append((batch.dense * 1, batch.labels * 1))
+            assert batch.dense.is_cuda
+            assert not batch.sparse.values().is_cuda
+    for (dense, labels), batch in zip(arrived, batches(), strict=True):
+        assert torch.equal(dense.cpu(), batch.dense)
+        assert torch.equal(labels.cpu(), batch.labels)
