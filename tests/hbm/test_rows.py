@@ -1,0 +1,210 @@
+"""Kernels over rows of the HBM tier: the CPU's, their twins in torch and those in Triton give the same bits.
+
+Without a CUDA device the Triton kernels run in Triton's interpreter.
+"""
+
+import os
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.hbm.batches import Batch, bits, make_batch, numba_dot, numba_pool, numba_update
+from tierstore import kernels, optim
+from tierstore.hbm import rows_twin
+from tierstore.optim.configs import NUM_HYPER
+
+rows_triton = pytest.importorskip("tierstore.hbm.rows_triton", reason="Triton is for Linux")
+
+DIMS = [1, 3, 8, 16, 20, 64, 128]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+RULES = {
+    "sgd": optim.SGD(lr=0.3, weight_decay=0.01),
+    "rowwise_adagrad": optim.RowWiseAdagrad(lr=0.3, weight_decay=0.01),
+    "adagrad": optim.Adagrad(lr=0.3, weight_decay=0.01),
+    "adam": optim.Adam(lr=0.1, weight_decay=0.01),
+}
+MODES = {"sum": kernels.SUM, "mean": kernels.MEAN, "max": kernels.MAX}
+needs_interpreter = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled for the CUDA device"
+)
+
+
+class Rows(NamedTuple):
+    """One implementation and the device it runs on."""
+
+    module: ModuleType
+    device: str
+
+
+@pytest.fixture(
+    params=[
+        pytest.param((rows_twin, "cpu"), id="twin"),
+        pytest.param((rows_triton, "cpu"), id="interpreted", marks=needs_interpreter),
+        pytest.param((rows_twin, "cuda"), id="twin-cuda", marks=pytest.mark.gpu),
+        pytest.param((rows_triton, "cuda"), id="cuda", marks=pytest.mark.gpu),
+    ]
+)
+def rows(request: pytest.FixtureRequest) -> Rows:
+    return Rows(*request.param)
+
+
+def pool(rows: Rows, batch: Batch, mode: int, cuts: list[int], *, scaled: bool) -> tuple[Tensor, Tensor | None]:
+    """(pooled, arg-maxima or None), in parts that end at each of ``cuts``."""
+    out = torch.zeros(batch.grad_out.shape, device=rows.device)
+    shape = len(batch.sample_of), batch.dim
+    arg_max = torch.full(shape, -1, dtype=torch.int32, device=rows.device) if mode == kernels.MAX else None
+    slots = torch.from_numpy(batch.slots[batch.inverse]).to(rows.device)
+    for first, last in zip([0, *cuts], [*cuts, len(slots)], strict=True):
+        rows.module.pool_rows(
+            batch.bags(rows.device, scaled=scaled), slots[first:last], first, last, mode=mode,
+            weights=batch.weights.to(rows.device), dim=batch.dim, out=out, arg_max=arg_max,
+        )  # fmt: skip
+    return out, arg_max
+
+
+def check_pool(rows: Rows, batch: Batch, mode: int, cuts: list[int], *, scaled: bool) -> None:
+    expected, best = numba_pool(batch, mode, scaled=scaled)
+    out, arg_max = pool(rows, batch, mode, cuts, scaled=scaled)
+    assert np.array_equal(bits(out), bits(expected))
+    if best is not None:
+        assert arg_max is not None
+        assert np.array_equal(bits(arg_max), best)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", DIMS)
+def test_pooling(rows: Rows, dim: int, dtype: torch.dtype) -> None:
+    batch = make_batch(dim, dtype)
+    for mode in MODES.values():
+        check_pool(rows, batch, mode, [], scaled=False)
+    check_pool(rows, batch, kernels.SUM, [], scaled=True)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_pooling_in_parts(rows: Rows, mode: str, scaled: bool) -> None:
+    """Parts that end inside a bag, at a bag's end, and where nothing is."""
+    batch = make_batch(3, torch.float32, longest=9)
+    length = len(batch.inverse)
+    check_pool(rows, batch, MODES[mode], [1, 1, int(batch.bag_starts[3]), length - 2], scaled=scaled)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_pooling_of_rows_that_are_not_numbers(rows: Rows, mode: str, dtype: torch.dtype) -> None:
+    batch = make_batch(8, dtype, longest=5)
+    odd = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 1e-7, -1e-40, 3e38, -3e38])
+    batch.weights.view(-1)[::3] = odd.to(dtype).repeat(30)[: len(batch.weights.view(-1)[::3])]
+    with np.errstate(invalid="ignore", over="ignore"):
+        check_pool(rows, batch, MODES[mode], [4], scaled=True)
+        check_pool(rows, batch, MODES[mode], [4], scaled=False)
+
+
+def test_a_batch_without_positions(rows: Rows) -> None:
+    batch = make_batch(4, torch.float32, longest=0)
+    assert not len(batch.inverse)
+    check_pool(rows, batch, kernels.MEAN, [], scaled=True)
+    check_update(rows, batch, [optim.SGD()])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", DIMS)
+def test_dot_products(rows: Rows, dim: int, dtype: torch.dtype) -> None:
+    batch = make_batch(dim, dtype)
+    slots = torch.from_numpy(batch.slots[batch.inverse]).to(rows.device)
+    out = torch.full((len(slots),), -1.0, device=rows.device)
+    for first, last in ((0, 5), (5, 5), (5, len(slots))):
+        rows.module.dot_rows(
+            batch.bags(rows.device), slots[first:last], first, last, weights=batch.weights.to(rows.device), dim=dim,
+            grad_out=torch.from_numpy(batch.grad_out).to(rows.device), grad_scale=out,
+        )  # fmt: skip
+    assert np.array_equal(bits(out), bits(numba_dot(batch)))
+
+
+def check_update(
+    rows: Rows, batch: Batch, rules: list[optim.Optimizer], *, mode: str = "sum", scaled: bool = False, cut: int = 0
+) -> None:
+    """Two updates in a row, so that the second starts from state that is not zero; in two parts, cut at ``cut``."""
+    number = len(batch.slots)
+    table_of = (np.arange(number) % len(rules)).astype(np.int32)
+    codes = tuple(rule.code for rule in rules)
+    state = torch.zeros(64, max(rule.state_dim(batch.dim) for rule in rules) + 2)
+    arg_max = numba_pool(batch, kernels.MAX, scaled=False)[1] if mode == "max" else None
+    bags, groups = batch.bags(rows.device, scaled=scaled), batch.groups(rows.device)
+    weights, own_state = batch.weights.to(rows.device, copy=True), state.to(rows.device, copy=True)
+    for step in (1, 2):
+        hyper = np.stack([rule.hyper(rule.lr, step) for rule in rules])
+        assert hyper.shape[1] == NUM_HYPER
+        batch.weights[:], state[:] = numba_update(
+            batch, arg_max=arg_max, mean=mode == "mean", scaled=scaled, table_of=table_of, codes=codes, hyper=hyper,
+            state=state,
+        )  # fmt: skip
+        for first, last in ((0, cut), (cut, number)):
+            rows.module.update_rows(
+                bags, groups, torch.from_numpy(batch.slots[first:last]).to(rows.device), first,
+                grad_out=torch.from_numpy(batch.grad_out).to(rows.device),
+                arg_max=None if arg_max is None else torch.from_numpy(arg_max).to(rows.device), mean=mode == "mean",
+                table_of=torch.from_numpy(table_of).to(rows.device), codes=codes,
+                hyper=torch.from_numpy(hyper).to(rows.device), weights=weights, state=own_state, dim=batch.dim,
+            )  # fmt: skip
+        assert np.array_equal(bits(own_state), bits(state))
+        assert np.array_equal(bits(weights), bits(batch.weights))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dim", DIMS)
+def test_updates(rows: Rows, dim: int, rule: str) -> None:
+    check_update(rows, make_batch(dim, DTYPES[dim % 3]), [RULES[rule]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rule", RULES)
+def test_updates_of_each_type_in_parts(rows: Rows, rule: str, dtype: torch.dtype) -> None:
+    check_update(rows, make_batch(8, dtype, longest=7), [RULES[rule]], cut=6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_updates_round_ties_to_even(rows: Rows, dtype: torch.dtype) -> None:
+    """SGD at rate 1 on numbers with half a last place more or less; some become too large, or no number."""
+    batch = make_batch(8, dtype, longest=1, samples=30)
+    rng = np.random.default_rng(0)
+    info = torch.finfo(dtype)
+    batch.weights[:] = 1 + info.eps * torch.arange(8).repeat_interleave(88).view(batch.weights.shape)
+    batch.weights[:, 3:5] = info.tiny * torch.arange(1, 3)
+    too_large = min(info.max * (1 + info.eps / (4 - 2 * info.eps)), torch.finfo(torch.float32).max)
+    halves = [0.5 * info.eps, -0.5 * info.eps, 1.5 * info.eps, -2.5 * info.eps, 0.5 * info.eps * info.tiny]
+    choices = np.array([*halves, too_large, -too_large, float("inf"), 0], np.float32)
+    choices[-1:].view(np.uint32)[:] = 0x7FFFFFFF  # the NaN that a GPU computes; carelessly rounded, it becomes -0.0
+    batch.grad_out[:] = rng.choice(choices, batch.grad_out.shape)
+    with np.errstate(invalid="ignore", over="ignore"):
+        check_update(rows, batch, [optim.SGD(lr=1.0)])
+
+
+@pytest.mark.parametrize(("mode", "scaled"), [("sum", False), ("sum", True), ("mean", True), ("max", True)])
+@pytest.mark.parametrize("dim", [3, 64])
+def test_updates_of_a_hot_row(rows: Rows, dim: int, mode: str, scaled: bool) -> None:
+    """Two rows have scores and hundreds of positions: runs that several programs sum, in either of two parts."""
+    batch = make_batch(dim, torch.float32, hot=(330, 10, 90))
+    lengths = np.diff(batch.starts)
+    assert (lengths > 64).sum() >= 2
+    assert lengths.max() > 5 * 64
+    hottest = int(lengths.argmax())
+    check_update(rows, batch, [RULES["rowwise_adagrad"]], mode=mode, scaled=scaled, cut=hottest + 1)
+
+
+@pytest.mark.parametrize("hot", [63, 64, 65, 127, 128, 129])
+def test_updates_where_a_run_is_just_full(rows: Rows, hot: int) -> None:
+    batch = make_batch(8, torch.float32, longest=0, hot=(hot,), samples=2)
+    assert np.diff(batch.starts).tolist() == [hot]
+    batch = make_batch(8, torch.float32, longest=3, hot=(hot,), samples=2)
+    check_update(rows, batch, [RULES["sgd"]], scaled=True)
+
+
+@pytest.mark.parametrize("dim", [1, 8])
+def test_tables_with_rules_of_their_own(rows: Rows, dim: int) -> None:
+    rules: list[Any] = [*RULES.values(), optim.RowWiseAdagrad(lr=0.1, eps=0.1), optim.Adam(lr=0.3, betas=(0.5, 0.7))]
+    check_update(rows, make_batch(dim, torch.float32, hot=(70,)), rules, cut=4)
