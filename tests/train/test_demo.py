@@ -6,7 +6,7 @@ import shlex
 import pytest
 
 from tierstore.cli import main
-from tierstore.train import demo
+from tierstore.train import config_file, demo
 
 
 @pytest.mark.slow
@@ -28,6 +28,47 @@ def test_a_small_demonstration_ends_in_equal_bits_and_names_commands_that_work(t
         assert main(command) == 0, command
     lfu = json.loads((folder / "lfu.json").read_text())
     assert lfu["bits"] == tiered["bits"]
+
+
+def summary_of(hbm_hits):
+    tier = {"bytes": 2048, "hit_rate": 0.5, "bytes_read": 1, "bytes_written": 1, "capacity_rows": 8}
+    hbm = tier | {"hit_rate": hbm_hits, "capacity_rows": 4 if hbm_hits else 0}
+    return {
+        "tiers": {"hbm": hbm, "ddr": tier, "ssd": tier},
+        "test": {"auc": 0.75, "log_loss": 0.5},
+        "bits": "abc",
+        **dict.fromkeys(("end_bytes", "start_bytes", "samples_per_second", "seconds"), 1),
+    }
+
+
+@pytest.mark.parametrize("hbm", ["1MiB", None])
+def test_both_trainings_get_device_memory_and_show_it(tmp_path, capsys, monkeypatch, hbm):
+    trained = []
+
+    def train(folder, name, arguments):
+        trained.append(arguments)
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / demo.ROW_FILE_NAME).touch()
+        hits = {"tiered": 0.25, "in-memory": 0.75}[name]
+        return summary_of(hits if hbm else 0.0) | {"store": str(folder / name)}
+
+    monkeypatch.setattr(demo, "_train", train)
+    assert demo.run_demo(tmp_path / "demo", rows=1000, hbm=hbm)
+    config, everything = config_file.load(trained[0][0]), trained[1][trained[1].index("--ddr") + 1]
+    assert (config.store.hbm, config.store.device) == (hbm or 0, "cpu")
+    assert int(everything) > 10 * config.store.ddr
+    assert trained[1][-2:] == (["--hbm", everything] if hbm else ["--ddr", everything])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-4:] for line in lines if "hit rate of the HBM" in line] == (
+        [["25.0", "%", "75.0", "%"]] if hbm else []
+    )
+    assert [line.endswith(", beside 1MiB of HBM on cpu.") for line in lines if "memory budget" in line] == [bool(hbm)]
+
+
+def test_on_a_gpu_a_twentieth_of_what_is_touched_is_the_default():
+    assert demo._hbm("cuda", None, 1001) == 51
+    assert demo._hbm("cuda", "2GiB", 1001) == "2GiB"
+    assert demo._hbm("cpu", None, 1001) == 0
 
 
 def test_a_folder_of_another_kind_is_left_alone(tmp_path):

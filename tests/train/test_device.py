@@ -10,8 +10,8 @@ from tierstore.train.feed import feed
 
 from .runs import config_of
 
-FEW, ALL = 16_000, "1MiB"
-"""Device memory for a fraction of a batch's rows, and for all there are."""
+FEW, ALL = 26_000, "1MiB"
+"""Device memory for about a batch's rows, and for all there are."""
 
 
 @pytest.fixture(scope="module")
