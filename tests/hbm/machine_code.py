@@ -22,7 +22,7 @@ TYPES = {name: kind for kind, names in POINTERS.items() for name in names}
 
 
 def compile_ptx(kernel: Any, weights: str, constants: dict[str, Any]) -> str:
-    """PTX of ``kernel`` at the options it is launched with; tensors are aligned, scalars are int32."""
+    """PTX of ``kernel`` with the options of a launch; tensors are aligned, scalars are int32."""
     names = kernel.arg_names
     types = {name: TYPES.get(name, "i32") for name in names}
     types |= {"weights": weights} if "weights" in names else {}
@@ -33,7 +33,8 @@ def compile_ptx(kernel: Any, weights: str, constants: dict[str, Any]) -> str:
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if types[name][0] == "*"},
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=rows_triton.LAUNCH)
+    options = rows_triton.LAUNCH | {"num_warps": 2}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     return str(compiled.asm["ptx"])
 
 

@@ -8,10 +8,11 @@ All are bound by memory. Bytes a row of D float32 columns, beside 4 to 24 bytes 
 
 Rows lie anywhere, so what counts is how many are in flight. A program has two warps and a tile of TILE elements, four a
 thread (16 bytes, the widest access): with D = 16, a row is read by four threads and a program works on 16 rows side by
-side; with D = 64 a warp reads two rows; from D = 256 on, a program has one. A multiprocessor holds 32 such programs, so
-32 KiB of rows are on their way at each step, about what the latency of memory times its bandwidth asks for, and loops
-are unrolled to have several steps under way. Small programs also lose little when one row of a tile has more positions
-than its neighbours. Strides of rows are constants, so that the compiler sees how rows are aligned.
+side; with D = 64 a warp reads two rows; above D = 128 a program has one row, and above 256 more warps for it. A
+multiprocessor holds 32 such programs, so 32 KiB of rows are on their way at each step, about what the latency of memory
+times its bandwidth asks for (reckoned, not measured), and loops are unrolled to have several steps under way. Small
+programs also lose little when one row of a tile has more positions than its neighbours. Strides of rows are constants,
+so that the compiler sees how rows are aligned.
 
 The sums that have an order follow it by loops over positions and by explicit trees over columns; programs share no
 sum. Nothing here waits for the device.
@@ -54,7 +55,7 @@ _SGD: Final = tl.constexpr(SGD.code)
 _ROWWISE_ADAGRAD: Final = tl.constexpr(RowWiseAdagrad.code)
 _ADAGRAD: Final = tl.constexpr(Adagrad.code)
 
-LAUNCH: Final = {"num_warps": 2, "enable_fp_fusion": False}
+LAUNCH: Final = {"enable_fp_fusion": False}
 """A product and a sum contracted to one instruction round once instead of twice: other bits than the CPU's."""
 
 
@@ -374,10 +375,11 @@ def update_rows(
 
 
 def _tile(rows: str, dim: int, bags: Bags, results: Tensor) -> dict[str, int]:
-    """Constants of a kernel whose tile has as many ``rows`` as make TILE elements, over results [B, C]."""
+    """How to launch a kernel whose tile has as many ``rows`` as make TILE elements, over results [B, C]."""
     width = triton.next_power_of_2(dim)
     step = math.gcd(bags.column_step, results.stride(0))
-    return {"DIM": dim, "STEP": step, "WIDTH": width, rows: max(1, TILE // width)}
+    warps = min(max(width // 128, 2), 8)
+    return {"DIM": dim, "STEP": step, "WIDTH": width, rows: max(1, TILE // width), "num_warps": warps}
 
 
 def _layout(weights: Tensor) -> dict[str, Any]:
