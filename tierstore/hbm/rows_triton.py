@@ -8,11 +8,11 @@ All are bound by memory. Bytes a row of D float32 columns, beside 4 to 24 bytes 
 
 Rows lie anywhere, so what counts is how many are in flight. A program has two warps and a tile of TILE elements, four a
 thread (16 bytes, the widest access): with D = 16, a row is read by four threads and a program works on 16 rows side by
-side; with D = 64 a warp reads two rows; above D = 128 a program has one row, and above 256 more warps for it. A
-multiprocessor holds 32 such programs, so 32 KiB of rows are on their way at each step, about what the latency of memory
-times its bandwidth asks for (reckoned, not measured), and loops are unrolled to have several steps under way. Small
-programs also lose little when one row of a tile has more positions than its neighbours. Strides of rows are constants,
-so that the compiler sees how rows are aligned.
+side; with D = 64 a warp reads two rows; above D = 128 a program has one row, and above 256 more warps for it. At
+48 to 72 registers a thread, as compiled for an H200, 14 to 21 programs share a multiprocessor: 14 to 21 KiB of rows on
+their way at each step, and loops are unrolled to have up to four steps under way, where the latency of memory times its
+bandwidth asks for about 25 KiB (reckoned, not measured). Small programs also lose little when one row of a tile has
+more positions than its neighbours. Strides of rows are constants, so that the compiler sees how rows are aligned.
 
 The sums that have an order follow it by loops over positions and by explicit trees over columns; programs share no
 sum. Nothing here waits for the device.
