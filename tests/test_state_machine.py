@@ -24,15 +24,19 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 KEEP = 3
 ids = st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=150)
 names = st.sampled_from(["one", "two", "three"])
+hbms = st.sampled_from(["0", "0", "64KiB", "96KiB"])
+DDR = "480KiB"
 
 
 class StoreMachine(RuleBasedStateMachine):
     """``live`` is what reads must show, ``saved`` what each kept version must show, by its number."""
 
-    @initialize(policy=st.sampled_from(["lru", "lfu", "reference-lru", "reference-lfu"]), threads=st.integers(1, 3))
-    def open(self, policy: str, threads: int) -> None:
+    @initialize(
+        policy=st.sampled_from(["lru", "lfu", "reference-lru", "reference-lfu"]), threads=st.integers(1, 3), hbm=hbms
+    )
+    def open(self, policy: str, threads: int, hbm: str) -> None:
         self.directory = Path(tempfile.mkdtemp())
-        self.settings: dict[str, Any] = {"policy": policy, "threads": threads, "ddr": "420KiB", "keep": KEEP}
+        self.settings: dict[str, Any] = {"policy": policy, "threads": threads, "ddr": DDR, "keep": KEEP, "hbm": hbm}
         self.store = tierstore.open(self.directory / "store", **self.settings)
         self.live: dict[str, dict[int, torch.Tensor]] = {}
         self.saved: dict[int, dict[str, dict[int, torch.Tensor]]] = {0: {}}
@@ -112,11 +116,11 @@ class StoreMachine(RuleBasedStateMachine):
     def version(self) -> int:
         return max(self.saved)
 
-    @rule(policy=st.sampled_from(["lru", "lfu"]), ddr=st.sampled_from(["420KiB", "4MiB"]))
-    def reopen(self, policy: str, ddr: str) -> None:
+    @rule(policy=st.sampled_from(["lru", "lfu"]), ddr=st.sampled_from([DDR, "4MiB"]), hbm=hbms)
+    def reopen(self, policy: str, ddr: str, hbm: str) -> None:
         self.store.close()
         self.pending = None
-        self.settings |= {"policy": policy, "ddr": ddr}
+        self.settings |= {"policy": policy, "ddr": ddr, "hbm": hbm}
         self.store = tierstore.open(self.directory / "store", **self.settings)
         self.show_version()
 
@@ -142,7 +146,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.settle()
         version = data.draw(st.sampled_from(sorted(self.saved.keys() - {0})))
         copy = Path(shutil.copytree(self.directory / "store", self.directory / "copy"))
-        with tierstore.open(copy, mode="r", version=version, ddr="420KiB") as store:
+        with tierstore.open(copy, mode="r", version=version, ddr=DDR) as store:
             assert (store.version, store.extra) == (version, self.saved_extra[version])
             for name in self.live:
                 shown = store[name].read(torch.arange(ROWS))
@@ -157,8 +161,10 @@ class StoreMachine(RuleBasedStateMachine):
         for table in self.store.tables.values():
             with table.pool.lock:
                 table.pool.cache.check_integrity()
+            if table.pool.hot is not None:
+                table.pool.hot.check_integrity()
             if self.pending is None or self.pending.done():
-                assert table.pool.num_pinned == 0
+                assert not table.pool.in_use
 
     def teardown(self) -> None:
         if not hasattr(self, "store"):

@@ -54,13 +54,14 @@ class Division(NamedTuple):
         return STAGING_BYTES + self.transaction_bytes
 
 
-def divide(budget: int, rows: Mapping[RowLayout, int], *, policy: str, given: object) -> Division:
+def divide(budget: int, rows: Mapping[RowLayout, int], *, policy: str, given: object, hbm_staging: int = 0) -> Division:
     """For each layout the fewest rows it must hold, and of the rest a share by what it would take whole.
 
     Args:
         budget: bytes.
         rows: of all tables of a layout together.
         given: the budget as its owner wrote it, for messages.
+        hbm_staging: bytes of it that the tier above needs.
 
     Raises:
         BudgetError: too little for the fewest rows of each layout; names what is enough.
@@ -68,9 +69,9 @@ def divide(budget: int, rows: Mapping[RowLayout, int], *, policy: str, given: ob
     transaction = min(max(int(budget * TRANSACTION_SHARE), MIN_TRANSACTION_BYTES), MAX_TRANSACTION_BYTES)
     least = {layout: _pool_bytes(layout, min(count, MIN_CACHED_ROWS), policy) for layout, count in rows.items()}
     most = {layout: _pool_bytes(layout, count, policy) for layout, count in rows.items()}
-    left = budget - STAGING_BYTES - transaction - sum(least.values())
+    left = budget - hbm_staging - STAGING_BYTES - transaction - sum(least.values())
     if left < 0:
-        raise _too_little(budget, sum(least.values()), given)
+        raise _too_little(budget, sum(least.values()), hbm_staging, given)
     part = min(1.0, left / max(1, sum(most.values()) - sum(least.values())))
     shares = {layout: least[layout] + int(part * (most[layout] - least[layout])) for layout in rows}
     return Division(
@@ -135,9 +136,11 @@ def _pool_size(layout: RowLayout, count: int, share: int, policy: str) -> PoolSi
     return PoolSize(min(fitting, count), outbox_rows)
 
 
-def _too_little(budget: int, least: int, given: object) -> BudgetError:
-    whole = max(least + STAGING_BYTES + MIN_TRANSACTION_BYTES, (least + STAGING_BYTES) / (1 - TRANSACTION_SHARE))
+def _too_little(budget: int, least: int, hbm_staging: int, given: object) -> BudgetError:
+    fixed = least + STAGING_BYTES + hbm_staging
+    whole = max(fixed + MIN_TRANSACTION_BYTES, fixed / (1 - TRANSACTION_SHARE))
+    beside = f"write staging and {format_size(hbm_staging)} to move rows to hbm" if hbm_staging else "write staging"
     return BudgetError(
         f"ddr={given!r} is {format_size(budget)}: too little for {MIN_CACHED_ROWS} rows of each row layout "
-        f"({format_size(least)}) beside write staging; give at least {math.ceil(whole / 1024) + 1}KiB"
+        f"({format_size(least)}) beside {beside}; give at least {math.ceil(whole / 1024) + 1}KiB"
     )

@@ -298,7 +298,7 @@ class Store:
         hbm_sizes = divide_hbm(hbm, rows, given=self._hbm) if hbm else {}
         budget = parse_size(self._ddr, name="ddr", table_bytes=table_bytes)
         staging = sum(host_bytes_of(layout, size) for layout, size in hbm_sizes.items())
-        division = divide(budget - staging, rows, policy=self.policy, given=self._ddr)
+        division = divide(budget, rows, policy=self.policy, given=self._ddr, hbm_staging=staging)
         pools = {}
         for layout, size in division.pools.items():
             words = {"weight_words": layout.weight_words, "state_words": layout.state_words}

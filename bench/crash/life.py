@@ -45,6 +45,7 @@ class Settings:
     policy: Literal["lru", "lfu"] = "lru"
     keep: int = 2
     ddr: str = "448KiB"
+    hbm: str = "0"
     growth_bytes: int = 256 * 2**10
     depth: int = 2
     stall_seconds: float = 0
@@ -78,7 +79,9 @@ def live(
 
 def train(directory: Path, plan: Sequence[Action], settings: Settings, report: Report) -> None:
     """Go on from the store's version to the end of the plan; reports as ``live``, up to "closing"."""
-    with tierstore.open(directory, ddr=settings.ddr, policy=settings.policy, keep=settings.keep, threads=1) as store:
+    with tierstore.open(
+        directory, ddr=settings.ddr, hbm=settings.hbm, policy=settings.policy, keep=settings.keep, threads=1
+    ) as store:
         _Life(store, plan, settings.depth, report).run()
         report("closing")
 

@@ -16,7 +16,8 @@ from ..rows import KEY_ROW_BITS
 from ..signals import shielded
 from .batch import Bags
 from .grouping import Grouping
-from .pool import HbmLease, HbmPool, Part
+from .lease import HbmLease, Part
+from .pool import HbmPool
 
 __all__ = ["HbmLookup"]
 

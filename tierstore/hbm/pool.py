@@ -25,8 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..cache import Admission, AdmitStatus, DdrCache
-from ..cache.ddr import size_bytes_of as ddr_size_bytes
+from ..cache import Admission
 from ..cache.hbm import HbmCache, HbmPolicyName
 from ..cache.hbm_books import DIRTY, LOADING, Plan, Status
 from ..errors import BudgetError, ClosedError, TableError
@@ -34,10 +33,12 @@ from ..pool import HELD_SHARE, PIN_POLL_SECONDS, PIN_WAIT_SECONDS, Pool
 from ..rows import RowLayout
 from . import rows_twin
 from .grouping import Grouping, group
-from .lanes import Lane, Mark
+from .lanes import Lane
+from .lease import HbmLease, Part, Released, Retained
+from .overflow import Overflow, overflow_bytes, present
 from .staging import NUM_BUFFERS, Staging
 
-__all__ = ["HbmLease", "HbmPool", "HbmSize", "Part", "host_bytes_of"]
+__all__ = ["HbmPool", "HbmSize", "host_bytes_of"]
 
 _NO_SLOTS: Final = np.empty(0, np.int32)
 _ENTERING: Final = (Status.FREE_SLOT, Status.CLEAN_VICTIM, Status.DIRTY_VICTIM)
@@ -54,76 +55,7 @@ class HbmSize(NamedTuple):
 
 def host_bytes_of(layout: RowLayout, size: HbmSize) -> int:
     """Host memory that a pool of this size takes: staging, and what says which row has which overflow slot."""
-    books = ddr_size_bytes(size.overflow_rows, weight_words=0, state_words=0, policy="lru")
-    return NUM_BUFFERS * size.staging_rows * layout.row_bytes + books
-
-
-class HbmLease:
-    """The rows of a batch, pinned in their slots until ``release``.
-
-    Attributes:
-        slots: int32 [U], rows of the arenas, in order of the keys asked for.
-    """
-
-    __slots__ = ("_last_use", "_pool", "cached", "held", "num_overflow", "overflow", "ready", "slots")
-
-    def __init__(self, pool: "HbmPool", slots: Tensor, cached: Tensor, overflow: Any, ready: Mark) -> None:
-        self._pool: HbmPool | None = pool
-        self.slots = slots
-        self.cached = cached
-        self.overflow = overflow
-        self.ready = ready
-        self.held = False
-        self._last_use = ready
-
-    def use(self) -> None:
-        """The calling thread's current stream is about to use the rows."""
-        if self._pool is not None:
-            self._pool.lane.follow(self.ready)
-
-    def used(self) -> None:
-        """It was given work that uses them; more may follow."""
-        if self._pool is not None:
-            self._last_use = self._pool.lane.mark()
-
-    def release(self, *keep: Any, changed: bool = False) -> None:
-        """The work given to the current stream so far is the last that uses the rows; a second call does nothing.
-
-        Args:
-            keep: objects whose memory that work uses; they are kept until it is done.
-            changed: it makes the rows newer than those below.
-        """
-        self.used()
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.released.append(_Released(self, self._last_use, changed))
-            pool.retain(*keep)
-
-    def __del__(self) -> None:
-        # In any thread, under any lock: it may neither wait nor ask which stream is current.
-        if self._pool is not None:
-            pool, self._pool = self._pool, None
-            pool.released.append(_Released(self, self._last_use, False))
-
-
-class _Released(NamedTuple):
-    lease: HbmLease
-    mark: Mark
-    changed: bool
-
-
-class _Retained(NamedTuple):
-    mark: Mark
-    objects: tuple[Any, ...]
-
-
-class Part(NamedTuple):
-    """Positions ``[first, last)`` of a batch, whose rows are pinned."""
-
-    first: int
-    last: int
-    grouping: Grouping
-    lease: HbmLease
+    return NUM_BUFFERS * size.staging_rows * layout.row_bytes + overflow_bytes(size.overflow_rows)
 
 
 class HbmPool:
@@ -154,12 +86,12 @@ class HbmPool:
                 extra_rows=size.overflow_rows,
             )
             self._staging = Staging(layout, size.staging_rows, (self.cache.weights, self.cache.state), lane)
-        self.overflow = DdrCache(size.overflow_rows, weight_words=0, state_words=0, policy="lru")
+        self.overflow = Overflow(size.overflow_rows)
         self.weights = self.cache.weights.view(layout.torch_dtype)
         self.state = self.cache.state.view(torch.float32)
         self.fill_lock = threading.RLock()
-        self.released: deque[_Released] = deque()
-        self._retained: deque[_Retained] = deque()
+        self.released: deque[Released] = deque()
+        self._retained: deque[Retained] = deque()
         self.split_batches = self.conflict_misses = 0
         self.fill_seconds = 0.0
         self._held_lock = threading.Lock()
@@ -193,7 +125,8 @@ class HbmPool:
                 yield part
             finally:
                 if not part.lease.held:
-                    part.lease.release(part.grouping)
+                    part.lease.release()
+                    self.retain(part.grouping)
 
     def unique_parts(self, grouping: Grouping) -> Iterator[Part]:
         """Leases of ranges of the distinct keys of a batch; the caller releases each before it asks for the next."""
@@ -249,7 +182,7 @@ class HbmPool:
     def retain(self, *objects: Any) -> None:
         """Keep objects until the work given to the calling thread's current stream so far, which uses them, is done."""
         if objects:
-            self._retained.append(_Retained(self.lane.mark(), objects))
+            self._retained.append(Retained(self.lane.mark(), objects))
 
     def acquire(self, grouping: Grouping, lookups: int) -> HbmLease | None:
         """Pin the rows of these keys, all of them; None if they need more overflow slots than there are.
@@ -293,9 +226,7 @@ class HbmPool:
 
     def _unpin(self, lease: HbmLease, *, changed: bool) -> None:
         self.cache.release(lease.cached, changed=changed)
-        if changed:
-            self.overflow.mark_dirty(lease.overflow)
-        self.overflow.unpin(lease.overflow)
+        self.overflow.unpin(lease.overflow, changed=changed)
         self._num_leased -= 1
         if lease.held:
             with self._held_lock:
@@ -307,53 +238,24 @@ class HbmPool:
     def _admit(self, grouping: Grouping, lookups: int) -> HbmLease | None:
         keys = grouping.keys
         members = torch.arange(len(keys), dtype=torch.int32, device=self.device)
-        lying = self._find_overflow(keys)
+        lying = self.overflow.find(keys)
         try:
             plan = self.cache.plan(keys, grouping.sets, members, None if lying is None else lying >= 0)
             statuses = plan.statuses.cpu().numpy()
             self._write_down_cached(plan.slots, np.flatnonzero(statuses == Status.DIRTY_VICTIM))
             conflicts = np.flatnonzero(statuses == Status.CONFLICT)
-            admission = Admission(self._to_host(keys, conflicts))
-            complete = self._admit_overflow(admission)
+            admission = self.overflow.admit(self._to_host(keys, conflicts), self._write_down_overflow)
         except BaseException:
             self._unpin_overflow(lying)
             raise
-        if not complete:
+        if admission is None:
             self._unpin_overflow(lying)
             return None
         return self._load(grouping, lookups, plan, statuses, conflicts, admission, lying)
 
-    def _find_overflow(self, keys: Tensor) -> Tensor | None:
-        """int32 [U], which overflow slot a key has, or -1; pinned. None if there is none for sure."""
-        slots = self.overflow.resident_slots()
-        if not len(slots):
-            return None
-        held = torch.from_numpy(self.overflow.keys_of(slots)).to(self.device)
-        ordered, order = torch.sort(held)
-        place = torch.searchsorted(ordered, keys).clamp(max=len(held) - 1)
-        found = torch.from_numpy(slots).to(self.device)[order[place]]
-        lying = torch.where(ordered[place] == keys, found, -1)
-        self.overflow.pin(_present(lying))
-        return lying
-
     def _unpin_overflow(self, lying: Tensor | None) -> None:
         if lying is not None:
-            self.overflow.unpin(_present(lying))
-
-    def _admit_overflow(self, admission: Admission) -> bool:
-        """Give conflict misses an overflow slot each; False, and nothing done, if there are too few."""
-        if not len(admission.keys):
-            return True
-        try:
-            while (status := self.overflow.admit(admission)) is AdmitStatus.DIRTY_VICTIM:
-                self._write_down_overflow(self.overflow.victims(self._staging.rows))
-        except BaseException:
-            self.overflow.abandon(admission)
-            raise
-        if status is AdmitStatus.ALL_PINNED:
-            self.overflow.abandon(admission)
-            return False
-        return True
+            self.overflow.unpin(present(lying))
 
     def _load(
         self, grouping: Grouping, lookups: int, plan: Plan, statuses: Any, conflicts: Any, admission: Admission,
@@ -376,7 +278,7 @@ class HbmPool:
                 places = torch.from_numpy(extra + np.int32(cache.capacity)).to(self.device)
                 slots = slots.index_copy(0, index, places)
                 self._staging.bring(admission.keys, places, self._below.take)
-                self.overflow.filled(admission.missing_slots)
+                self.overflow.filled(admission)
         except BaseException:
             cache.drop_loading(cached)
             self.overflow.abandon(admission)
@@ -384,7 +286,7 @@ class HbmPool:
             raise
         if lying is not None:
             slots = torch.where(lying >= 0, lying + cache.capacity, slots)
-            own = _present(lying)
+            own = present(lying)
             self.overflow.touch(own)
             extra = np.concatenate([extra, own])
         self._count(lookups, statuses, len(conflicts))
@@ -413,9 +315,9 @@ class HbmPool:
             self.cache.clear_flag(taken, DIRTY)
 
     def _write_down_overflow(self, slots: Any) -> None:
+        """Copy the rows of these overflow slots down."""
         places = torch.from_numpy(slots + np.int32(self.cache.capacity)).to(self.device)
         self._staging.take(self.overflow.keys_of(slots), places, self._below.put)
-        self.overflow.clean(slots)
 
     def flush(self) -> None:
         """Copy every newer row to the pool below, as the work given to any stream so far leaves it. The rows stay."""
@@ -423,8 +325,9 @@ class HbmPool:
             self._reclaim(wait=True)
             slots = self.cache.slots_with(DIRTY)
             self._write_down_cached(slots, np.arange(len(slots)))
-            if self.overflow.num_dirty:
-                self._write_down_overflow(self.overflow.victims(self.overflow.num_dirty))
+            dirty = self.overflow.dirty_slots()
+            self._write_down_overflow(dirty)
+            self.overflow.clean(dirty)
 
     def forget(self) -> None:
         """Copy every newer row down and forget all rows: those below are about to change.
@@ -437,7 +340,7 @@ class HbmPool:
             if self._num_leased:
                 raise TableError("rows are in use by a batch under way (prefetched, or its backward still to come)")
             self.cache.clear()
-            self.overflow.evict(self.overflow.resident_slots())
+            self.overflow.forget()
 
     # Whole rows, for their owner
 
@@ -459,7 +362,8 @@ class HbmPool:
             groups = part.grouping.groups
             last = part.first + groups.order[groups.starts[1:] - 1].long()
             self.weights[part.lease.slots, : self.layout.dim] = rows[last]
-            part.lease.release(part.grouping, sent, changed=True)
+            part.lease.release(changed=True)
+            self.retain(part.grouping, sent)
 
     def send(self, array: Any) -> Tensor:
         """A numpy array on the device, for work on any stream."""
@@ -492,11 +396,11 @@ class HbmPool:
             self._reclaim(wait=True)
             self.cache.check_integrity()
             self.overflow.check_integrity()
-            slots = self.overflow.resident_slots()
-            both = self.cache.find(self.overflow.keys_of(slots)) >= 0
-            loading = len(self.cache.slots_with(LOADING)) + self.overflow.is_loading(slots)
+            both = self.cache.find(self.overflow.keys_of(self.overflow.resident_slots)) >= 0
+            loading = len(self.cache.slots_with(LOADING))
             pinned = self.cache.num_pinned, self.overflow.num_pinned
-            assert not (both.any() or loading or (any(pinned) and not self._num_leased)), (
+            stray = 0 if self._num_leased else sum(pinned)
+            assert not both.any() + loading + stray, (
                 f"{both.sum()} rows in cache and overflow, {loading} loading; {pinned[0]} + {pinned[1]} slots pinned "
                 f"by {self._num_leased} leases"
             )
@@ -518,9 +422,3 @@ def _kernels_for(device: torch.device) -> Any:
     from . import rows_triton
 
     return rows_triton
-
-
-def _present(lying: Tensor) -> Any:
-    """Numpy: those that are slots."""
-    slots = lying.cpu().numpy()
-    return slots[slots >= 0]

@@ -1,0 +1,70 @@
+"""Whatever the streams' speeds, no row is overwritten, moved or read before it may be; and the bits are the same."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierstore
+from tests.hbm import tracing
+from tierstore import optim
+from tierstore.hbm.lease import HbmLease
+from tierstore.hbm.pool import HbmPool
+
+ROWS, DIM, STEPS = 400, 4, 10
+
+
+def train(directory: Path, *, depth: int, evaluate: bool = False, **settings: Any) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    config = tierstore.TableConfig(
+        name="t", num_embeddings=ROWS, embedding_dim=DIM, init=tierstore.init.Uniform(-1, 1),
+        optimizer=optim.RowWiseAdagrad(lr=0.1),
+    )  # fmt: skip
+    with tierstore.open(directory, ddr="2MiB", **settings) as store:
+        bag = tierstore.TieredEmbeddingBag(store.create_table(config), mode="sum")
+        batches = [((torch.rand(24, 3, generator=generator) ** 2) * ROWS).long() for _ in range(STEPS)]
+        for number, ids in enumerate(tierstore.prefetch(batches, bag, depth=depth, features=lambda ids: ids)):
+            out = bag(ids)
+            (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+            if evaluate and number % 3 == 1:
+                with torch.no_grad():
+                    bag(batches[number - 1])
+            if number == STEPS // 2:
+                store.commit()
+        return store["t"].read(torch.arange(ROWS))
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
+    return train(tmp_path_factory.mktemp("expected") / "store", depth=0)
+
+
+@pytest.mark.parametrize("depth", range(9))
+def test_work_on_a_row_is_ordered(
+    tmp_path: Path, expected: torch.Tensor, monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    for seed, hbm in enumerate(("12KiB", "12KiB", "24KiB")):
+        trace = tracing.install(monkeypatch, seed)
+        ended = train(tmp_path / str(seed), depth=depth, evaluate=True, hbm=hbm, policy=("lru", "lfu")[seed % 2])
+        assert trace.problems == []
+        assert trace.num_accesses > 1000
+        assert torch.equal(ended, expected)
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("broken", ["forward does not wait", "slots are free at once"])
+def test_the_tracer_notices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    trace = tracing.install(monkeypatch, 0)
+    if broken == "forward does not wait":
+        monkeypatch.setattr(HbmLease, "use", lambda self: None)
+    else:
+
+        def reclaim(self: HbmPool, *, wait: bool) -> None:
+            while self.released:
+                entry = self.released.popleft()
+                self._unpin(entry.lease, changed=entry.changed)
+
+        monkeypatch.setattr(HbmPool, "_reclaim", reclaim)
+    train(tmp_path / "store", depth=2, hbm="12KiB")
+    assert trace.problems

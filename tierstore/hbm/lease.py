@@ -1,0 +1,87 @@
+"""Pinned rows in device memory, and what is kept until a stream is done with it."""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from .grouping import Grouping
+from .lanes import Mark
+
+if TYPE_CHECKING:
+    from .pool import HbmPool
+
+__all__ = ["HbmLease", "Part", "Released", "Retained"]
+
+
+class HbmLease:
+    """The rows of a batch, pinned in their slots until ``release``.
+
+    Attributes:
+        slots: int32 [U], rows of the arenas, in order of the keys asked for.
+        cached: int32 [n], those of them in the cache.
+        overflow: numpy int32 [n], overflow slots of the others.
+        ready: when the rows are in place.
+        held: whether it outlives the call that took it.
+    """
+
+    __slots__ = ("_last_use", "_pool", "cached", "held", "overflow", "ready", "slots")
+
+    def __init__(self, pool: "HbmPool", slots: Tensor, cached: Tensor, overflow: Any, ready: Mark) -> None:
+        self._pool: HbmPool | None = pool
+        self.slots = slots
+        self.cached = cached
+        self.overflow = overflow
+        self.ready = ready
+        self.held = False
+        self._last_use = ready
+
+    def use(self) -> None:
+        """The calling thread's current stream is about to use the rows."""
+        if self._pool is not None:
+            self._pool.lane.follow(self.ready)
+
+    def used(self) -> None:
+        """It was given work that uses them; more may follow."""
+        if self._pool is not None:
+            self._last_use = self._pool.lane.mark()
+
+    def release(self, *, changed: bool = False) -> None:
+        """The work given to the current stream so far is the last that uses the rows; a second call does nothing.
+
+        Args:
+            changed: it makes the rows newer than those below.
+        """
+        self.used()
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.released.append(Released(self, self._last_use, changed))
+
+    def __del__(self) -> None:
+        # In any thread, under any lock: it may neither wait nor ask which stream is current.
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.released.append(Released(self, self._last_use, False))
+
+
+class Released(NamedTuple):
+    """A lease that nobody uses once the mark has passed."""
+
+    lease: HbmLease
+    mark: Mark
+    changed: bool
+
+
+class Retained(NamedTuple):
+    """Objects whose memory is in use until the mark has passed."""
+
+    mark: Mark
+    objects: tuple[Any, ...]
+
+
+class Part(NamedTuple):
+    """Positions, or distinct keys, ``[first, last)`` of a batch, whose rows are pinned."""
+
+    first: int
+    last: int
+    grouping: Grouping
+    lease: HbmLease
