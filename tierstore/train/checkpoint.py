@@ -63,7 +63,10 @@ def require_resumable(store: Store, config: RunConfig) -> None:
 
 
 def restore_run(run: Run) -> Position:
-    """Put the run where its store's last commit left it; the start if nothing was ever committed."""
+    """Put the run where its store's last commit left it; the start if nothing was ever committed.
+
+    Weights, and their optimizer's state with them, go to the device that the model is on, whichever they came from.
+    """
     if not run.store.version:
         return Position()
     saved = _saved(run.store)
