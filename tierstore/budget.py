@@ -7,6 +7,7 @@ from typing import Final, NamedTuple
 from . import cache
 from .cache.hbm import INDEX_BYTES
 from .cache.hbm_books import WAYS
+from .cache.hbm_sketch import SKETCH_BYTES
 from .errors import BudgetError
 from .hbm.pool import HbmSize
 from .hbm.staging import NUM_BUFFERS
@@ -79,7 +80,7 @@ def divide(budget: int, rows: Mapping[RowLayout, int], *, policy: str, given: ob
     )
 
 
-def divide_hbm(budget: int, rows: Mapping[RowLayout, int], *, given: object) -> dict[RowLayout, HbmSize]:
+def divide_hbm(budget: int, rows: Mapping[RowLayout, int], *, policy: str, given: object) -> dict[RowLayout, HbmSize]:
     """A share of device memory for each layout, by what it would take whole.
 
     Args: as for ``divide``.
@@ -89,11 +90,13 @@ def divide_hbm(budget: int, rows: Mapping[RowLayout, int], *, given: object) -> 
     """
     most = {layout: count * layout.row_bytes for layout, count in rows.items()}
     sizes = {
-        layout: _hbm_size(layout, count, int(budget * most[layout] / sum(most.values())))
+        layout: _hbm_size(layout, count, int(budget * most[layout] / sum(most.values())), policy)
         for layout, count in rows.items()
     }
     if any(size.cached_rows < MIN_CACHED_ROWS for size in sizes.values()):
-        least = max(_least_hbm_bytes(layout) * sum(most.values()) / most[layout] for layout in sizes if most[layout])
+        least = max(
+            _least_hbm_bytes(layout, policy) * sum(most.values()) / most[layout] for layout in sizes if most[layout]
+        )
         raise BudgetError(
             f"hbm={given!r} is {format_size(budget)}: too little for {MIN_CACHED_ROWS} rows of each row layout; "
             f"give at least {math.ceil(least / 1024) + 1}KiB"
@@ -101,19 +104,26 @@ def divide_hbm(budget: int, rows: Mapping[RowLayout, int], *, given: object) -> 
     return sizes
 
 
-def _hbm_size(layout: RowLayout, count: int, share: int) -> HbmSize:
+def _hbm_size(layout: RowLayout, count: int, share: int, policy: str) -> HbmSize:
     staging_rows = max(MIN_STAGING_ROWS, int(min(share * HBM_STAGING_SHARE, MAX_STAGING_BYTES)) // layout.row_bytes)
     left = share - NUM_BUFFERS * staging_rows * layout.row_bytes
-    slot_bytes = layout.row_bytes + INDEX_BYTES
+    slot_bytes = layout.row_bytes + _hbm_index_bytes(policy)
     fitting = int((left - MIN_OVERFLOW_ROWS * layout.row_bytes) / (slot_bytes + layout.row_bytes * OVERFLOW_SHARE))
     cached = min(fitting - WAYS, math.ceil(count * (1 + SPARE_SHARE)) + WAYS)
     return HbmSize(cached, MIN_OVERFLOW_ROWS + int(cached * OVERFLOW_SHARE), staging_rows)
 
 
-def _least_hbm_bytes(layout: RowLayout) -> float:
+def _hbm_index_bytes(policy: str) -> int:
+    return INDEX_BYTES + (SKETCH_BYTES if policy.endswith("lfu") else 0)
+
+
+def _least_hbm_bytes(layout: RowLayout, policy: str) -> float:
     """Bytes of which ``_hbm_size`` makes the fewest rows."""
     rows = MIN_CACHED_ROWS + WAYS + 1
-    slots = rows * (layout.row_bytes * (1 + OVERFLOW_SHARE) + INDEX_BYTES) + MIN_OVERFLOW_ROWS * layout.row_bytes
+    slots = (
+        rows * (layout.row_bytes * (1 + OVERFLOW_SHARE) + _hbm_index_bytes(policy))
+        + MIN_OVERFLOW_ROWS * layout.row_bytes
+    )
     return (slots + NUM_BUFFERS * MIN_STAGING_ROWS * layout.row_bytes) / (1 - NUM_BUFFERS * HBM_STAGING_SHARE)
 
 

@@ -21,7 +21,7 @@ from .config import MAX_KEPT_VERSIONS, TableConfig, require_choice, require_int
 from .device import memory_bytes, resolve_device
 from .durable import make_directory
 from .errors import BudgetError, ClosedError, FormatError, ReadOnlyError, TableError, TruncatedError
-from .hbm.build import add_hbm
+from .hbm.build import add_hbm, hbm_stats
 from .hbm.pool import host_bytes_of
 from .io import MAX_PAGE_BYTES, ROW_FILE_NAME, LmdbColdTier, VerifyReport, require_plain_files
 from .killpoints import reach
@@ -295,7 +295,7 @@ class Store:
         for table in self._tables.values():
             rows[table.layout] = rows.get(table.layout, 0) + table.config.num_embeddings
         hbm = parse_size(self._hbm, name="hbm", table_bytes=table_bytes, memory_bytes=memory_bytes(self.device))
-        hbm_sizes = divide_hbm(hbm, rows, given=self._hbm) if hbm else {}
+        hbm_sizes = divide_hbm(hbm, rows, policy=self.policy, given=self._hbm) if hbm else {}
         budget = parse_size(self._ddr, name="ddr", table_bytes=table_bytes)
         staging = sum(host_bytes_of(layout, size) for layout, size in hbm_sizes.items())
         division = divide(budget, rows, policy=self.policy, given=self._ddr, hbm_staging=staging)
@@ -505,24 +505,7 @@ class Store:
             bytes_written=cold.bytes_written,
             rows_written=cold.rows_written,
         )
-        return Stats(self._hbm_stats(), ddr, ssd)
-
-    def _hbm_stats(self) -> TierStats:
-        hot = [pool.hot for pool in self._pools.values() if pool.hot is not None]
-        counters = [pool.cache.counters() for pool in hot]
-        hits, misses = sum(c.hits for c in counters), sum(c.misses for c in counters)
-        return TierStats(
-            lookups=sum(c.lookups for c in counters),
-            unique=hits + misses,
-            hits=hits,
-            misses=misses,
-            evictions=sum(c.evictions for c in counters),
-            capacity_rows=sum(pool.cache.capacity + pool.overflow.capacity for pool in hot),
-            bytes=sum(pool.size_bytes for pool in hot),
-            seconds=sum(pool.fill_seconds for pool in hot),
-            split_batches=sum(pool.split_batches for pool in hot),
-            conflict_misses=sum(pool.conflict_misses for pool in hot),
-        )
+        return Stats(hbm_stats(pools), ddr, ssd)
 
     def verify(self, *, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
         """Read and check every row on SSD, the directory and the counts; ``progress(done_bytes, total_bytes)``.

@@ -7,7 +7,8 @@ used row. The index takes 20 bytes a cached row (``INDEX_BYTES``), whatever the 
 A batch's rows are admitted in two steps, ``plan`` and ``commit``: the plan says which slot each row would take and
 whose row would leave, changing nothing, so that dirty victims can be written back first. The rows of one set are
 treated one after another in the order given, sets independently; so a plan depends on nothing but the cache and the
-batch. A row all of whose set is pinned is a *conflict miss*: it gets no slot.
+batch. A row all of whose set is pinned is a *conflict miss*: it gets no slot. Nor does one that is asked for less often than
+the row that would leave, if the caller says how often rows are (``hbm_sketch``).
 
 ``HbmCache`` is the contract of ``base`` (numpy in, numpy out, waiting for the device) over the steps that the pipeline
 calls on tensors, which wait for nothing. The kernels are Triton's on CUDA (``hbm_triton``), torch's elsewhere
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from . import hbm_twin
 from .base import Admission, AdmitStatus, CacheCounters, Int32s, Int64s
-from .hbm_books import DIRTY, FROZEN, LOADING, NO_SUCH_SLOT, PIN, RESIDENT, WAYS, Books, Plan, Status, mixed, sets_of
+from .hbm_books import DIRTY, FROZEN, LOADING, NO_SUCH_SLOT, PIN, RESIDENT, STAMP_BITS, WAYS, Books, Plan, Status, mixed, sets_of
 
 __all__ = ["INDEX_BYTES", "HbmCache", "HbmPolicyName"]
 
@@ -107,7 +108,15 @@ class HbmCache:
         slots: Tensor = self._kernels.find(self._books, keys, sets_of(mixed(keys), self.num_sets))
         return slots
 
-    def plan(self, keys: Tensor, sets: Tensor, members: Tensor, taken: Tensor | None = None) -> Plan:
+    def plan(
+        self,
+        keys: Tensor,
+        sets: Tensor,
+        members: Tensor,
+        *,
+        taken: Tensor | None = None,
+        counts: Tensor | None = None,
+    ) -> Plan:
         """Which slots a batch's rows would take, were they admitted now.
 
         Args:
@@ -115,8 +124,10 @@ class HbmCache:
             sets: int32 [U], ascending: ``sets_of`` the keys in the order of ``members``.
             members: int32 [U], numbers of keys by set; within a set, in the order to treat them.
             taken: bool [U], keys that lie elsewhere and take no slot; None for none.
+            counts: int32 [U], how often each is asked for. By policy "lfu", a row does not enter where the row that
+                would leave has a higher count, and enters with its own. None: every row enters, with a count of 1.
         """
-        made: Plan = self._kernels.plan(self._books, keys, sets, members, taken)
+        made: Plan = self._kernels.plan(self._books, keys, sets, members, taken, counts)
         return made
 
     def commit(self, keys: Tensor, plan: Plan, count: int) -> None:
@@ -143,6 +154,12 @@ class HbmCache:
     def clear_flag(self, slots: Tensor, flag: int) -> None:
         """Clear a flag of these slots (distinct)."""
         self._books.flags[slots] &= ~flag
+
+    def age(self) -> None:
+        """Halve the counts of all rows (policy "lfu")."""
+        ranks = self._books.ranks
+        counts = (ranks >> (STAMP_BITS + 1)).clamp(min=1)
+        ranks.copy_((counts << STAMP_BITS) | (ranks & hbm_twin.STAMP_MASK))
 
     def count(self, *, lookups: int, hits: int, misses: int, evictions: int) -> None:
         """Add to the totals that ``counters`` gives."""

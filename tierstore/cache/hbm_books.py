@@ -19,6 +19,7 @@ __all__ = [
     "NO_SUCH_SLOT",
     "PIN",
     "RESIDENT",
+    "STAMP_BITS",
     "WAYS",
     "Books",
     "Plan",
@@ -36,6 +37,8 @@ FROZEN: Final = 4
 LOADING: Final = 8
 PIN: Final = 16
 """One pin of a slot; a slot's flags are at least this while it is pinned."""
+STAMP_BITS: Final = 40
+"""Of a rank, see ``Books``."""
 NO_SUCH_SLOT: Final = 1 << 30
 """Flags of a way that the last set does not have: for ever pinned."""
 
@@ -56,6 +59,8 @@ class Status(IntEnum):
     """The row that leaves is dirty or frozen: write it back before the plan is carried out."""
     CONFLICT = 5
     """Every slot of the set is pinned."""
+    REFUSED = 6
+    """The row that would leave is asked for more often."""
 
 
 class Books(NamedTuple):
@@ -65,7 +70,7 @@ class Books(NamedTuple):
     """int64 [sets * WAYS]."""
     ranks: Tensor
     """int64 [sets * WAYS]: the victim is the unpinned row of least rank. Least recently used: the number of the last
-    access. Least frequently used: ``accesses << 40 | number of the last access``."""
+    access. Least frequently used: ``accesses << STAMP_BITS | number of the last access``."""
     flags: Tensor
     """int32 [sets * WAYS]: the flags above, plus ``PIN`` for each pin; 0 is a free slot."""
 
@@ -83,9 +88,11 @@ class Plan(NamedTuple):
     """Where the distinct keys of a batch would lie."""
 
     slots: Tensor
-    """int32 [U]; -1 for a conflict miss, and for a key that lies elsewhere."""
+    """int32 [U]; -1 for a conflict miss or a refused one, and for a key that lies elsewhere."""
     statuses: Tensor
     """int8 [U]: Status."""
+    counts: Tensor | None = None
+    """int32 [U]: accesses that a row is entered with, by policy "lfu"; None for 1."""
 
 
 def mixed(keys: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .hbm_books import DIRTY, FROZEN, LOADING, PIN, RESIDENT, WAYS, Books, Plan, Status
-from .hbm_twin import MAX_COUNT, STAMP_BITS
+from .hbm_books import DIRTY, FROZEN, LOADING, PIN, RESIDENT, STAMP_BITS, WAYS, Books, Plan, Status
+from .hbm_twin import MAX_COUNT
 
 __all__ = ["commit", "find", "plan"]
 
@@ -33,6 +33,7 @@ _CLEAN_VICTIM: Final = tl.constexpr(int(Status.CLEAN_VICTIM))
 _TAKEN: Final = tl.constexpr(int(Status.TAKEN))
 _DIRTY_VICTIM: Final = tl.constexpr(int(Status.DIRTY_VICTIM))
 _CONFLICT: Final = tl.constexpr(int(Status.CONFLICT))
+_REFUSED: Final = tl.constexpr(int(Status.REFUSED))
 
 _OPTIONS: Final = {"enable_fp_fusion": False}
 """Integers only; said because what Triton does unsaid is about to change, and it warns of that."""
@@ -58,8 +59,8 @@ def find_keys(book_keys, flags, keys, sets, slots, count, BLOCK: tl.constexpr) -
 
 @triton.jit
 def plan_sets(
-    book_keys, ranks, flags, keys, sets, members, taken, slots, statuses,
-    count, HAS_TAKEN: tl.constexpr,
+    book_keys, ranks, flags, keys, sets, members, taken, counts, slots, statuses, count,
+    HAS_TAKEN: tl.constexpr, HAS_COUNTS: tl.constexpr,
 ) -> None:  # fmt: skip
     """One warp a set: the program of a set's first key treats all its keys, the set's books in registers."""
     at = tl.program_id(0)
@@ -80,12 +81,15 @@ def plan_sets(
             is_chosen = way == chosen
             was = tl.sum(tl.where(is_chosen, set_flags, 0), axis=0)
             status = tl.where((was & _NEWER) != 0, _DIRTY_VICTIM, _CLEAN_VICTIM)
+            least = tl.min(cost, axis=0)
+            if HAS_COUNTS:
+                status = tl.where(tl.load(counts + number) < (least >> _STAMP_BITS), _REFUSED, status)
             status = tl.where(was == 0, _FREE_SLOT, status)
-            status = tl.where(tl.min(cost, axis=0) == _NEVER, _CONFLICT, status)
+            status = tl.where(least == _NEVER, _CONFLICT, status)
             status = tl.where(is_hit, _HIT, status)
             if HAS_TAKEN:
                 status = tl.where(tl.load(taken + number) != 0, _TAKEN, status)
-            fits = (status != _CONFLICT) & (status != _TAKEN)
+            fits = (status < _CONFLICT) & (status != _TAKEN)
             tl.store(slots + number, tl.where(fits, first + chosen, -1).to(tl.int32))
             tl.store(statuses + number, status.to(tl.int8))
             set_keys = tl.where(is_chosen & fits, key, set_keys)
@@ -96,8 +100,8 @@ def plan_sets(
 
 @triton.jit(do_not_specialize=["clock"])
 def commit_slots(
-    book_keys, ranks, flags, keys, slots, statuses, count, clock,
-    LFU: tl.constexpr, BLOCK: tl.constexpr,
+    book_keys, ranks, flags, keys, slots, statuses, counts, count, clock,
+    LFU: tl.constexpr, HAS_COUNTS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """BLOCK keys of a plan; their slots are distinct."""
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -106,8 +110,10 @@ def commit_slots(
     is_hit = fits & (tl.load(statuses + number, mask=fits, other=_CONFLICT) == _HIT)
     rank = clock + 1 + number.to(tl.int64)
     if LFU:
-        accesses = (tl.load(ranks + slot, mask=is_hit, other=0) >> _STAMP_BITS) + 1
-        rank = (tl.minimum(accesses, _MAX_COUNT) << _STAMP_BITS) | rank
+        accesses = tl.minimum((tl.load(ranks + slot, mask=is_hit, other=0) >> _STAMP_BITS) + 1, _MAX_COUNT)
+        if HAS_COUNTS:
+            accesses = tl.where(is_hit, accesses, tl.load(counts + number, mask=fits, other=0).to(tl.int64))
+        rank = (accesses << _STAMP_BITS) | rank
     flag = tl.load(flags + slot, mask=is_hit, other=0)
     tl.store(book_keys + slot, tl.load(keys + number, mask=fits, other=0), mask=fits)
     tl.store(ranks + slot, rank, mask=fits)
@@ -123,24 +129,28 @@ def find(books: Books, keys: Tensor, sets: Tensor) -> Tensor:
     return slots
 
 
-def plan(books: Books, keys: Tensor, sets: Tensor, members: Tensor, taken: Tensor | None) -> Plan:
+def plan(
+    books: Books, keys: Tensor, sets: Tensor, members: Tensor, taken: Tensor | None, counts: Tensor | None
+) -> Plan:
     """See ``hbm_twin.plan``."""
     slots = torch.empty(len(keys), dtype=torch.int32, device=keys.device)
     statuses = torch.empty(len(keys), dtype=torch.int8, device=keys.device)
     if len(keys):
         marks = slots if taken is None else taken.view(torch.int8)
+        known = slots if counts is None else counts
         plan_sets[(len(keys),)](
-            books.keys, books.ranks, books.flags, keys, sets, members, marks, slots, statuses, len(keys),
-            HAS_TAKEN=taken is not None, num_warps=1, **_OPTIONS,
+            books.keys, books.ranks, books.flags, keys, sets, members, marks, known, slots, statuses, len(keys),
+            HAS_TAKEN=taken is not None, HAS_COUNTS=counts is not None, num_warps=1, **_OPTIONS,
         )  # fmt: skip
-    return Plan(slots, statuses)
+    return Plan(slots, statuses, counts)
 
 
 def commit(books: Books, keys: Tensor, plan: Plan, count: int, clock: int, lfu: bool) -> None:
     """See ``hbm_twin.commit``."""
     if count:
         grid = (triton.cdiv(count, _COMMIT_BLOCK),)
+        known = plan.slots if plan.counts is None else plan.counts
         commit_slots[grid](
-            books.keys, books.ranks, books.flags, keys, plan.slots, plan.statuses, count, clock,
-            LFU=lfu, BLOCK=_COMMIT_BLOCK, **_OPTIONS,
+            books.keys, books.ranks, books.flags, keys, plan.slots, plan.statuses, known, count, clock,
+            LFU=lfu, HAS_COUNTS=plan.counts is not None, BLOCK=_COMMIT_BLOCK, **_OPTIONS,
         )  # fmt: skip

@@ -5,11 +5,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from .hbm_books import DIRTY, FROZEN, LOADING, PIN, RESIDENT, WAYS, Books, Plan, Status
+from .hbm_books import DIRTY, FROZEN, LOADING, PIN, RESIDENT, STAMP_BITS, WAYS, Books, Plan, Status
 
 __all__ = ["STAMP_MASK", "commit", "find", "plan", "touched"]
 
-STAMP_BITS: Final = 40
 STAMP_MASK: Final = (1 << STAMP_BITS) - 1
 MAX_COUNT: Final = (1 << 22) - 1
 """Accesses are counted up to here."""
@@ -27,7 +26,9 @@ def find(books: Books, keys: Tensor, sets: Tensor) -> Tensor:
     return torch.where(same.any(1), slots[:, 0] + same.to(torch.int8).argmax(1), -1).to(torch.int32)
 
 
-def plan(books: Books, keys: Tensor, sets: Tensor, members: Tensor, taken: Tensor | None) -> Plan:
+def plan(
+    books: Books, keys: Tensor, sets: Tensor, members: Tensor, taken: Tensor | None, counts: Tensor | None
+) -> Plan:
     """See ``HbmCache.plan``: the first key of every set, then the second of every set, and so on."""
     device = keys.device
     slots = torch.full((len(keys),), -1, dtype=torch.int32, device=device)
@@ -51,15 +52,17 @@ def plan(books: Books, keys: Tensor, sets: Tensor, members: Tensor, taken: Tenso
         flags = set_flags[row, way]
         status = torch.full_like(way, int(Status.CLEAN_VICTIM))
         status[flags & (DIRTY | FROZEN) != 0] = int(Status.DIRTY_VICTIM)
+        if counts is not None:
+            status[counts[number] < (least >> STAMP_BITS)] = int(Status.REFUSED)
         status[flags == 0] = int(Status.FREE_SLOT)
         status[least == _NEVER] = int(Status.CONFLICT)
         status[is_hit] = int(Status.HIT)
-        fits = status != int(Status.CONFLICT)
+        fits = status < int(Status.CONFLICT)
         statuses[number] = status.to(torch.int8)
         slots[number[fits]] = (distinct.long()[row] * WAYS + way)[fits].to(torch.int32)
         set_keys[row[fits], way[fits]] = key[fits]
         set_flags[row[fits], way[fits]] = RESIDENT | PIN
-    return Plan(slots, statuses)
+    return Plan(slots, statuses, counts)
 
 
 def _first(is_chosen: Tensor) -> Tensor:
@@ -73,8 +76,11 @@ def commit(books: Books, keys: Tensor, plan: Plan, count: int, clock: int, lfu: 
     stamps = clock + 1 + chosen
     is_hit = plan.statuses[chosen] == int(Status.HIT)
     old = torch.where(is_hit, books.ranks[slots], 0)
+    ranks = touched(old, stamps, lfu)
+    if lfu and plan.counts is not None:
+        ranks = torch.where(is_hit, ranks, (plan.counts[chosen].long() << STAMP_BITS) | stamps)
     books.keys[slots] = keys[chosen]
-    books.ranks[slots] = touched(old, stamps, lfu)
+    books.ranks[slots] = ranks
     books.flags[slots] = torch.where(is_hit, books.flags[slots] + PIN, RESIDENT | LOADING | PIN)
 
 

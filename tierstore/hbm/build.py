@@ -1,4 +1,4 @@
-"""The device tier over all pools of a store: one budget, one side stream."""
+"""The device tier over all pools of a store: one budget, one side stream, one account."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -9,10 +9,11 @@ from ..errors import BudgetError
 from ..pool import Pool
 from ..rows import RowLayout
 from ..sizes import format_size
+from ..stats import TierStats
 from .lanes import open_lane
 from .pool import HbmPool, HbmSize
 
-__all__ = ["add_hbm"]
+__all__ = ["add_hbm", "hbm_stats"]
 
 
 def add_hbm(
@@ -37,3 +38,22 @@ def add_hbm(
         raise BudgetError(
             f"hbm={given!r}: {device} has {format_size(free)} free of {format_size(total)}; give less"
         ) from error
+
+
+def hbm_stats(pools: Iterable[Pool]) -> TierStats:
+    """What the device tier over these pools did."""
+    hot = [pool.hot for pool in pools if pool.hot is not None]
+    counters = [pool.cache.counters() for pool in hot]
+    hits, misses = sum(c.hits for c in counters), sum(c.misses for c in counters)
+    return TierStats(
+        lookups=sum(c.lookups for c in counters),
+        unique=hits + misses,
+        hits=hits,
+        misses=misses,
+        evictions=sum(c.evictions for c in counters),
+        capacity_rows=sum(pool.cache.capacity + pool.overflow.capacity for pool in hot),
+        bytes=sum(pool.size_bytes for pool in hot),
+        seconds=sum(pool.fill_seconds for pool in hot),
+        split_batches=sum(pool.split_batches for pool in hot),
+        conflict_misses=sum(pool.conflict_misses for pool in hot),
+    )

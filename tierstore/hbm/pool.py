@@ -2,7 +2,8 @@
 
 A row's newest value is in its slot here if it has one, else in the pool below. Most slots are the set-associative
 cache's. A row all of whose set is in use (a *conflict miss*) takes an *overflow* slot, behind the cache's in the same
-arenas: there any row may lie anywhere, and which one does is kept on the host, in a cache without rows.
+arenas: there any row may lie anywhere, and which one does is kept on the host, in a cache without rows. So does, by
+policy "lfu", a row that is asked for less often than the one it would drive out, while there is room.
 
 Bringing rows in: the batch's distinct keys are looked up on the device, dirty rows that must leave are copied down,
 the missing rows' keys go to the host, and the pool below fills page-locked buffers that are copied into the slots.
@@ -28,6 +29,7 @@ from torch import Tensor
 from ..cache import Admission
 from ..cache.hbm import HbmCache, HbmPolicyName
 from ..cache.hbm_books import DIRTY, LOADING, Plan, Status
+from ..cache.hbm_sketch import FrequencySketch
 from ..errors import BudgetError, ClosedError, TableError
 from ..pool import HELD_SHARE, PIN_POLL_SECONDS, PIN_WAIT_SECONDS, Pool
 from ..rows import RowLayout
@@ -58,6 +60,18 @@ def host_bytes_of(layout: RowLayout, size: HbmSize) -> int:
     return NUM_BUFFERS * size.staging_rows * layout.row_bytes + overflow_bytes(size.overflow_rows)
 
 
+class _Planned(NamedTuple):
+    """How the rows of a batch are to be admitted."""
+
+    plan: Plan
+    statuses: Any
+    """Numpy int8 [U]."""
+    outside: Any
+    """Numpy int64 [n]: which of the keys take an overflow slot."""
+    admission: Admission
+    """Of those."""
+
+
 class HbmPool:
     """See the module's docstring.
 
@@ -85,6 +99,7 @@ class HbmPool:
                 device=device,
                 extra_rows=size.overflow_rows,
             )
+            self._sketch = FrequencySketch(size.cached_rows, device) if policy == "lfu" else None
             self._staging = Staging(layout, size.staging_rows, (self.cache.weights, self.cache.state), lane)
         self.overflow = Overflow(size.overflow_rows)
         self.weights = self.cache.weights.view(layout.torch_dtype)
@@ -236,47 +251,63 @@ class HbmPool:
     # Bringing rows in; the caller holds ``fill_lock`` and is on the side stream
 
     def _admit(self, grouping: Grouping, lookups: int) -> HbmLease | None:
-        keys = grouping.keys
-        members = torch.arange(len(keys), dtype=torch.int32, device=self.device)
-        lying = self.overflow.find(keys)
+        counts = self._counts_of(grouping.keys, is_access=lookups > 0)
+        lying = self.overflow.find(grouping.keys)
         try:
-            plan = self.cache.plan(keys, grouping.sets, members, None if lying is None else lying >= 0)
-            statuses = plan.statuses.cpu().numpy()
-            self._write_down_cached(plan.slots, np.flatnonzero(statuses == Status.DIRTY_VICTIM))
-            conflicts = np.flatnonzero(statuses == Status.CONFLICT)
-            admission = self.overflow.admit(self._to_host(keys, conflicts), self._write_down_overflow)
+            planned = self._plan(grouping, lying, counts)
+            if planned is None and counts is not None:
+                planned = self._plan(grouping, lying, None)
         except BaseException:
             self._unpin_overflow(lying)
             raise
-        if admission is None:
+        if planned is None:
             self._unpin_overflow(lying)
             return None
-        return self._load(grouping, lookups, plan, statuses, conflicts, admission, lying)
+        return self._load(grouping, lookups, planned, lying)
+
+    def _plan(self, grouping: Grouping, lying: Tensor | None, counts: Tensor | None) -> "_Planned | None":
+        """A plan whose victims are clean, and overflow slots for whoever gets no slot by it; None if there are too
+        few."""
+        keys = grouping.keys
+        members = torch.arange(len(keys), dtype=torch.int32, device=self.device)
+        taken = None if lying is None else lying >= 0
+        plan = self.cache.plan(keys, grouping.sets, members, taken=taken, counts=counts)
+        statuses = plan.statuses.cpu().numpy()
+        self._write_down_cached(plan.slots, np.flatnonzero(statuses == Status.DIRTY_VICTIM))
+        outside = np.flatnonzero(statuses >= Status.CONFLICT)
+        admission = self.overflow.admit(self._to_host(keys, outside), self._write_down_overflow)
+        return None if admission is None else _Planned(plan, statuses, outside, admission)
+
+    def _counts_of(self, keys: Tensor, *, is_access: bool) -> Tensor | None:
+        """How often keys are asked for, if the policy wants to know."""
+        if self._sketch is None:
+            return None
+        if is_access:
+            self._sketch.count(keys)
+            if self._sketch.age():
+                self.cache.age()
+        return self._sketch.estimate(keys)
 
     def _unpin_overflow(self, lying: Tensor | None) -> None:
         if lying is not None:
             self.overflow.unpin(present(lying))
 
-    def _load(
-        self, grouping: Grouping, lookups: int, plan: Plan, statuses: Any, conflicts: Any, admission: Admission,
-        lying: Tensor | None,
-    ) -> HbmLease:  # fmt: skip
+    def _load(self, grouping: Grouping, lookups: int, planned: "_Planned", lying: Tensor | None) -> HbmLease:
         """Carry out the plan and copy the missing rows in."""
         keys, cache = grouping.keys, self.cache
+        plan, statuses, outside, admission = planned
         cache.commit(keys, plan, len(keys))
-        cached = plan.slots if len(conflicts) == 0 and lying is None else plan.slots[plan.slots >= 0]
-        slots, extra = plan.slots, _NO_SLOTS
+        slots, extra = plan.slots, admission.slots
+        cached = slots if lying is None and not len(outside) else slots[slots >= 0]
         try:
             missing = np.flatnonzero(np.isin(statuses, _ENTERING))
             if len(missing):
-                index = torch.from_numpy(missing).to(self.device)
-                self._staging.bring(self._to_host(keys, missing), plan.slots[index], self._below.take)
-                cache.settle(plan.slots[index])
-            if len(conflicts):
-                extra = admission.slots
-                index = torch.from_numpy(conflicts).to(self.device)
+                entered = slots[torch.from_numpy(missing).to(self.device)]
+                self._staging.bring(self._to_host(keys, missing), entered, self._below.take)
+                cache.settle(entered)
+            if len(outside):
                 places = torch.from_numpy(extra + np.int32(cache.capacity)).to(self.device)
-                slots = slots.index_copy(0, index, places)
+                slots = slots.index_copy(0, torch.from_numpy(outside).to(self.device), places)
                 self._staging.bring(admission.keys, places, self._below.take)
                 self.overflow.filled(admission)
         except BaseException:
@@ -289,15 +320,15 @@ class HbmPool:
             own = present(lying)
             self.overflow.touch(own)
             extra = np.concatenate([extra, own])
-        self._count(lookups, statuses, len(conflicts))
+        self._count(lookups, statuses)
         self._num_leased += 1
         return HbmLease(self, slots, cached, extra, self.lane.mark())
 
-    def _count(self, lookups: int, statuses: Any, conflicts: int) -> None:
+    def _count(self, lookups: int, statuses: Any) -> None:
         hits = int(np.isin(statuses, (Status.HIT, Status.TAKEN)).sum())
         evictions = int(np.isin(statuses, (Status.CLEAN_VICTIM, Status.DIRTY_VICTIM)).sum())
         self.cache.count(lookups=lookups, hits=hits, misses=len(statuses) - hits, evictions=evictions)
-        self.conflict_misses += conflicts
+        self.conflict_misses += int((statuses == Status.CONFLICT).sum())
 
     def _to_host(self, values: Tensor, index: Any) -> Any:
         """Numpy, the chosen values."""
@@ -381,8 +412,9 @@ class HbmPool:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of device memory: arenas, index, staging."""
-        return self.cache.size_bytes + self._staging.device_bytes
+        """Bytes of device memory: arenas, index, policy, staging."""
+        sketch = 0 if self._sketch is None else self._sketch.size_bytes
+        return self.cache.size_bytes + sketch + self._staging.device_bytes
 
     @property
     def host_bytes(self) -> int:

@@ -1,0 +1,65 @@
+"""How often keys were asked for, also those that are not cached: a count-min sketch that forgets by halving.
+
+Sources: G. Cormode and S. Muthukrishnan, An improved data stream summary: the count-min sketch and its applications
+(2005); halving and admission by frequency, G. Einziger, R. Friedman and B. Manes, TinyLFU: a highly efficient cache
+admission policy (2017).
+"""
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from .hbm_books import mixed
+
+__all__ = ["SKETCH_BYTES", "FrequencySketch"]
+
+_WIDTH: Final = 2
+"""Counters of a row of the sketch, for each cached row."""
+_ROWS: Final = 2
+SKETCH_BYTES: Final = _WIDTH * _ROWS * 2
+"""For each cached row."""
+MAX_ESTIMATE: Final = 30_000
+PERIOD: Final = 10
+"""Accesses, for each cached row, between two halvings."""
+
+
+class FrequencySketch:
+    """Counts of the last few accesses of each key; too high where keys share counters, never too low but for halving.
+
+    Args:
+        capacity: rows of the cache.
+    """
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        self._width = _WIDTH * capacity
+        self._period = PERIOD * capacity
+        self._counts = torch.zeros(_ROWS * self._width, dtype=torch.int16, device=device)
+        self._accesses = 0
+
+    def count(self, keys: Tensor) -> None:
+        """Count one access of each key (int64 [n], distinct)."""
+        places = self._places(keys)
+        self._counts.index_add_(0, places, (self._counts[places] < MAX_ESTIMATE).to(torch.int16))
+        self._accesses += len(keys)
+
+    def estimate(self, keys: Tensor) -> Tensor:
+        """int32 [n]: accesses of each key, at least 1."""
+        return self._counts[self._places(keys)].view(_ROWS, -1).amin(0).clamp(min=1).to(torch.int32)
+
+    def age(self) -> bool:
+        """Halve the counts if it is time; whoever compares them with counts of his own then halves those too."""
+        if self._accesses < self._period:
+            return False
+        self._accesses //= 2
+        self._counts >>= 1
+        return True
+
+    def _places(self, keys: Tensor) -> Tensor:
+        mix = mixed(keys)
+        halves = (mix >> 32) + (1 << 31), mix & 0xFFFFFFFF
+        return torch.cat([((half * self._width) >> 32) + row * self._width for row, half in enumerate(halves)])
+
+    @property
+    def size_bytes(self) -> int:
+        return self._counts.nbytes
