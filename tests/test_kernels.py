@@ -186,3 +186,14 @@ def test_join_keys_finds_the_first_wrong_id() -> None:
     assert kernels.join_keys(*arguments, np.array([10, 11], np.int64), lists, 2, keys, bag_starts) == -1
     assert keys.tolist() == [3, 4, *((7 << 40) + row for row in (9, 10, 1))]
     assert bag_starts.tolist() == [0, 1, 2, 4, 5]
+
+
+def test_put_rows() -> None:
+    generator = np.random.default_rng(4)
+    weights, state = (generator.integers(0, 9, (20, words), np.uint64) for words in (3, 0))
+    expected = weights.copy()
+    slots = generator.permutation(20)[:7].astype(np.int32)
+    new = generator.integers(10, 99, (7, 3), np.uint64)
+    expected[slots[2:6]] = new[2:6]
+    kernels.put_rows(2, 6, slots, weights, state, new, np.empty((7, 0), np.uint64))
+    assert np.array_equal(weights, expected)

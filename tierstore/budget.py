@@ -9,6 +9,7 @@ from .cache.hbm import INDEX_BYTES
 from .cache.hbm_books import WAYS
 from .cache.hbm_sketch import SKETCH_BYTES
 from .errors import BudgetError
+from .hbm.overflow import OVERFLOW_INDEX_BYTES
 from .hbm.pool import HbmSize
 from .hbm.staging import NUM_BUFFERS
 from .rows import RowLayout
@@ -107,8 +108,9 @@ def divide_hbm(budget: int, rows: Mapping[RowLayout, int], *, policy: str, given
 def _hbm_size(layout: RowLayout, count: int, share: int, policy: str) -> HbmSize:
     staging_rows = max(MIN_STAGING_ROWS, int(min(share * HBM_STAGING_SHARE, MAX_STAGING_BYTES)) // layout.row_bytes)
     left = share - NUM_BUFFERS * staging_rows * layout.row_bytes
-    slot_bytes = layout.row_bytes + _hbm_index_bytes(policy)
-    fitting = int((left - MIN_OVERFLOW_ROWS * layout.row_bytes) / (slot_bytes + layout.row_bytes * OVERFLOW_SHARE))
+    outside = layout.row_bytes + OVERFLOW_INDEX_BYTES
+    whole = layout.row_bytes + _hbm_index_bytes(policy) + outside * OVERFLOW_SHARE
+    fitting = int((left - MIN_OVERFLOW_ROWS * outside) / whole)
     cached = min(fitting - WAYS, math.ceil(count * (1 + SPARE_SHARE)) + WAYS)
     return HbmSize(cached, MIN_OVERFLOW_ROWS + int(cached * OVERFLOW_SHARE), staging_rows)
 
@@ -120,11 +122,10 @@ def _hbm_index_bytes(policy: str) -> int:
 def _least_hbm_bytes(layout: RowLayout, policy: str) -> float:
     """Bytes of which ``_hbm_size`` makes the fewest rows."""
     rows = MIN_CACHED_ROWS + WAYS + 1
-    slots = (
-        rows * (layout.row_bytes * (1 + OVERFLOW_SHARE) + _hbm_index_bytes(policy))
-        + MIN_OVERFLOW_ROWS * layout.row_bytes
-    )
-    return (slots + NUM_BUFFERS * MIN_STAGING_ROWS * layout.row_bytes) / (1 - NUM_BUFFERS * HBM_STAGING_SHARE)
+    outside = (rows * OVERFLOW_SHARE + MIN_OVERFLOW_ROWS) * (layout.row_bytes + OVERFLOW_INDEX_BYTES)
+    cached = rows * (layout.row_bytes + _hbm_index_bytes(policy))
+    staging = NUM_BUFFERS * MIN_STAGING_ROWS * layout.row_bytes
+    return (cached + outside + staging) / (1 - NUM_BUFFERS * HBM_STAGING_SHARE)
 
 
 def _pool_bytes(layout: RowLayout, count: int, policy: str) -> int:

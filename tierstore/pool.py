@@ -16,7 +16,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -267,8 +267,15 @@ class Pool:
         for start, lease in self.leases(keys):
             part = slice(start, start + lease.consumed)
             with self.rows_lock:
-                np.take(self.cache.weights, lease.slots, axis=0, out=weights[part], mode="clip")
-                np.take(self.cache.state, lease.slots, axis=0, out=state[part], mode="clip")
+                self._take(lease.slots, weights[part], state[part])
+
+    def _take(self, slots: Any, weights: Any, state: Any) -> None:
+        def work(begin: int, end: int) -> None:
+            part = slice(begin, end)
+            for arena, out in ((self.cache.weights, weights), (self.cache.state, state)):
+                np.take(arena, slots[part], axis=0, out=out[part], mode="clip")
+
+        self._over_threads(work, len(slots))
 
     def put(self, keys: Any, weights: Any, state: Any) -> None:
         """Overwrite whole rows, state included, with newer ones from a tier above; nothing is read for it.
@@ -286,19 +293,36 @@ class Pool:
 
     def _put_admitted(self, admission: Admission, weights: Any, state: Any) -> None:
         """The caller holds ``fill_lock``."""
-        cache, slots, missing = self.cache, admission.slots, admission.missing[: admission.num_missing]
+        cache, slots = self.cache, admission.slots
         with self.lock:
-            # Whole before anybody else can see them: waiting for the outbox lets others in.
-            cache.weights[slots[missing]] = weights[missing]
-            cache.state[slots[missing]] = state[missing]
-            cache.filled(slots[missing])
+            is_missing = np.zeros(len(slots), np.bool_)
+            is_missing[admission.missing[: admission.num_missing]] = True
             try:
+                # Whole before anybody else can see them: waiting for the outbox lets others in.
+                self._put_some(is_missing, slots, weights, state)
+                cache.filled(slots[is_missing])
                 self.writeback.begin_update(slots)
-                cache.weights[slots] = weights[: len(slots)]
-                cache.state[slots] = state[: len(slots)]
+                self._put_some(~is_missing, slots, weights, state)
             finally:
                 cache.unpin(slots)
                 self.lock.notify_all()
+
+    def _put_some(self, chosen: Any, slots: Any, weights: Any, state: Any) -> None:
+        """Copy the chosen rows (bool [n]) into their slots."""
+        places = np.flatnonzero(chosen)
+        if len(places) == len(slots):
+            self._put_all(slots, weights, state)
+        elif len(places):
+            self._put_all(slots[places], weights[places], state[places])
+
+    def _put_all(self, slots: Any, weights: Any, state: Any) -> None:
+        def work(begin: int, end: int) -> None:
+            kernels.put_rows(begin, end, slots, self.cache.weights, self.cache.state, weights, state)
+
+        self._over_threads(work, len(slots))
+
+    def _over_threads(self, work: Callable[[int, int], Any], count: int) -> None:
+        self.workers.run(work, self.workers.split(np.arange(count + 1)))
 
     @shielded
     def flush(self) -> None:

@@ -1,7 +1,7 @@
 """Overflow slots: for rows all of whose set is in use. Any row may take any slot; the host keeps which one does."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -10,12 +10,19 @@ from torch import Tensor
 from ..cache import Admission, AdmitStatus, DdrCache
 from ..cache.ddr import size_bytes_of
 
-__all__ = ["Overflow", "overflow_bytes"]
+__all__ = ["OVERFLOW_INDEX_BYTES", "Overflow", "overflow_bytes", "present"]
+
+OVERFLOW_INDEX_BYTES: Final = 3 * 8
+"""Device memory for each slot: its key, once as it is and once sorted, and the slot of the sorted one."""
 
 
 def overflow_bytes(rows: int) -> int:
     """Host memory that ``rows`` overflow slots take."""
     return size_bytes_of(rows, weight_words=0, state_words=0, policy="lru") + rows * np.dtype(np.int32).itemsize
+
+
+_NOBODY: Final = -1
+"""No key of a row is negative."""
 
 
 class Overflow:
@@ -24,9 +31,12 @@ class Overflow:
     Slots are numpy int32 [n], distinct within a call.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, device: torch.device) -> None:
         self._rows = DdrCache(capacity, weight_words=0, state_words=0, policy="lru")
         self._pins = np.zeros(capacity, np.int32)
+        self._keys = torch.full((capacity,), _NOBODY, dtype=torch.int64, device=device)
+        self._ordered: tuple[Tensor, Tensor] | None = None
+        """``_keys`` sorted, and the slot of each; None after a change."""
 
     @property
     def capacity(self) -> int:
@@ -38,12 +48,13 @@ class Overflow:
 
     def find(self, keys: Tensor) -> Tensor | None:
         """int32 [n], on the keys' device: each key's slot or -1, the slots pinned. None if no key can have one."""
-        slots = self._rows.resident_slots()
-        if not len(slots):
+        if not self._rows.num_resident:
             return None
-        ordered, order = torch.sort(torch.from_numpy(self._rows.keys_of(slots)).to(keys.device))
-        place = torch.searchsorted(ordered, keys).clamp(max=len(slots) - 1)
-        found = torch.where(ordered[place] == keys, torch.from_numpy(slots).to(keys.device)[order[place]], -1)
+        if self._ordered is None:
+            self._ordered = torch.sort(self._keys)
+        ordered, order = self._ordered
+        place = torch.searchsorted(ordered, keys).clamp(max=self.capacity - 1)
+        found = torch.where(ordered[place] == keys, order[place], -1).to(torch.int32)
         self._pin(present(found), 1)
         return found
 
@@ -66,13 +77,20 @@ class Overflow:
                 make_room(idle)
                 self._rows.clean(idle)
         except BaseException:
-            self._rows.abandon(admission)
+            self._drop(admission)
             raise
         if status is AdmitStatus.ALL_PINNED:
-            self._rows.abandon(admission)
+            self._drop(admission)
             return None
         self._pins[admission.slots] += 1
+        self._note(admission)
         return admission
+
+    def _note(self, admission: Admission) -> None:
+        """Tell the device whose slots these are now."""
+        slots = torch.from_numpy(admission.slots).to(self._keys.device)
+        self._keys[slots] = torch.from_numpy(admission.keys).to(self._keys.device)
+        self._ordered = None
 
     def filled(self, admission: Admission) -> None:
         """The rows of admitted keys are in place."""
@@ -81,7 +99,15 @@ class Overflow:
     def abandon(self, admission: Admission) -> None:
         """Undo ``admit``."""
         self._pins[admission.slots] -= 1
+        self._drop(admission)
+
+    def _drop(self, admission: Admission) -> None:
+        """Undo an admission that may be half done; rows that left for it are gone, so its slots are nobody's."""
+        slots, keys = admission.slots, admission.keys[: admission.num_unique]
         self._rows.abandon(admission)
+        gone = slots[self._rows.find(keys) < 0]
+        self._keys[torch.from_numpy(gone).to(self._keys.device)] = _NOBODY
+        self._ordered = None
 
     def touch(self, slots: Any) -> None:
         """Count one access of each slot."""
@@ -112,6 +138,8 @@ class Overflow:
     def forget(self) -> None:
         """Forget every row; none is pinned or newer."""
         self._rows.evict(self._rows.resident_slots())
+        self._keys.fill_(_NOBODY)
+        self._ordered = None
 
     def check_integrity(self) -> None:
         """AssertionError unless the books are whole, nothing is loading, and pins agree."""
@@ -119,6 +147,11 @@ class Overflow:
         assert not self._rows.is_loading(self._rows.resident_slots()), "an overflow slot is loading with nobody at it"
         pinned = int((self._pins != 0).sum())
         assert pinned == self._rows.num_pinned, f"{pinned} slots pinned, {self._rows.num_pinned} in the books"
+        keys = self._keys.cpu().numpy()
+        slots = self.resident_slots
+        known = int((keys != _NOBODY).sum())
+        assert known == len(slots), f"{known} slots taken on the device, {len(slots)} in the books"
+        assert np.array_equal(keys[slots], self.keys_of(slots)), "the device's keys are not those of the books"
 
     @property
     def num_pinned(self) -> int:

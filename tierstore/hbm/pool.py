@@ -37,7 +37,7 @@ from . import rows_twin
 from .grouping import Grouping, group
 from .lanes import Lane
 from .lease import HbmLease, Part, Released, Retained
-from .overflow import Overflow, overflow_bytes, present
+from .overflow import OVERFLOW_INDEX_BYTES, Overflow, overflow_bytes, present
 from .staging import NUM_BUFFERS, Staging
 
 __all__ = ["HbmPool", "HbmSize", "host_bytes_of"]
@@ -99,9 +99,9 @@ class HbmPool:
                 device=device,
                 extra_rows=size.overflow_rows,
             )
+            self.overflow = Overflow(size.overflow_rows, device)
             self._sketch = FrequencySketch(size.cached_rows, device) if policy == "lfu" else None
             self._staging = Staging(layout, size.staging_rows, (self.cache.weights, self.cache.state), lane)
-        self.overflow = Overflow(size.overflow_rows)
         self.weights = self.cache.weights.view(layout.torch_dtype)
         self.state = self.cache.state.view(torch.float32)
         self.fill_lock = threading.RLock()
@@ -414,7 +414,8 @@ class HbmPool:
     def size_bytes(self) -> int:
         """Bytes of device memory: arenas, index, policy, staging."""
         sketch = 0 if self._sketch is None else self._sketch.size_bytes
-        return self.cache.size_bytes + sketch + self._staging.device_bytes
+        overflow = self.overflow.capacity * OVERFLOW_INDEX_BYTES
+        return self.cache.size_bytes + overflow + sketch + self._staging.device_bytes
 
     @property
     def host_bytes(self) -> int:
