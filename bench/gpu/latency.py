@@ -1,0 +1,131 @@
+"""Latency of lookups: a tenth of the rows in device memory, the rest in host memory, nothing prefetched."""
+
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding_bag
+
+import tierstore
+from tierstore.rows import KEY_ROW_BITS
+
+from ..common import Table
+from .ids import Zipf
+from .part import Part
+from .rig import Rig
+from .stores import hbm_bytes, make_tables, open_fresh, table_name
+
+__all__ = ["run"]
+
+_CHUNK_ROWS: Final = 100_000
+_QUANTILES: Final = (50, 95, 99)
+
+
+def run(rig: Rig, config: dict[str, Any], folder: Path) -> Part:
+    sizes = [config["rows"]] * config["tables"]
+    zipf = Zipf(rig, config["rows"], config["exponent"])
+    budget = hbm_bytes(config["hbm_share"] * sum(sizes), 4 * config["dim"])
+    with open_fresh(folder / "gpu-latency", ddr=config["ddr"], hbm=budget, device=str(rig.device)) as store:
+        make_tables(store, sizes, config["dim"], tierstore.optim.SGD(lr=0.1))
+        _fill_host_memory(store)
+        collection = tierstore.TieredEmbeddingBagCollection(store)
+        weights = torch.rand((sum(sizes), config["dim"]), generator=rig.generator, device=rig.device)
+        cases = [_measure(rig, collection, weights, zipf, case, config) for case in config["cases"]]
+    return _report(cases, config)
+
+
+def _fill_host_memory(store: tierstore.Store) -> None:
+    """Every row into host memory, past the device's."""
+    for table in store.tables.values():
+        for start in range(0, table.config.num_embeddings, _CHUNK_ROWS):
+            rows = np.arange(start, min(start + _CHUNK_ROWS, table.config.num_embeddings))
+            for _, lease in table.pool.leases(table.index << KEY_ROW_BITS | rows):
+                lease.release()
+
+
+def _requests(zipf: Zipf, batch: int, count: int, tables: int) -> list[tierstore.KeyedJaggedTensor]:
+    names = [table_name(number) for number in range(tables)]
+    offsets = torch.arange(tables * batch + 1)
+    return [tierstore.KeyedJaggedTensor(names, zipf.draw(tables * batch).cpu(), offsets=offsets) for _ in range(count)]
+
+
+def _measure(
+    rig: Rig, collection: tierstore.TieredEmbeddingBagCollection, weights: Tensor, zipf: Zipf, case: dict[str, Any],
+    config: dict[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    batch, store = case["batch"], collection.store
+    first = torch.arange(config["tables"]).repeat_interleave(batch) * config["rows"]
+    bags = torch.arange(config["tables"] * batch + 1, device=rig.device)
+
+    def own(request: tierstore.KeyedJaggedTensor) -> Tensor:
+        pooled: Tensor = collection(request).values()
+        return pooled
+
+    def in_device_memory(request: tierstore.KeyedJaggedTensor) -> Tensor:
+        ids = (request.values() + first).to(rig.device)
+        return embedding_bag(ids, weights, bags, mode="sum", include_last_offset=True)
+
+    with torch.no_grad():
+        for request in _requests(zipf, batch, case["warm_up"], config["tables"]):
+            own(request)
+            in_device_memory(request)
+        before = store.stats().hbm
+        requests = _requests(zipf, batch, case["requests"], config["tables"])
+        taken: dict[str, list[float]] = {"tierstore": [], "torch": []}
+        for request in requests:
+            taken["tierstore"].append(_seconds(rig, lambda: own(request)))  # noqa: B023
+            taken["torch"].append(_seconds(rig, lambda: in_device_memory(request)))  # noqa: B023
+    after = store.stats().hbm
+    return {
+        "batch": batch,
+        "requests": len(requests),
+        "hit_rate": (after.hits - before.hits) / (after.unique - before.unique),
+        "capacity_rows": after.capacity_rows,
+        "published_us": case["published_us"],
+        "latency_us": {
+            name: {f"p{quantile}": float(np.percentile(seconds, quantile)) * 1e6 for quantile in _QUANTILES}
+            for name, seconds in taken.items()
+        },
+    }
+
+
+def _seconds(rig: Rig, action: Any) -> float:
+    """From ids on the host to pooled rows on the device."""
+    rig.wait()
+    start = time.perf_counter()
+    action()
+    rig.wait()
+    return time.perf_counter() - start
+
+
+def _report(cases: list[dict[str, Any]], config: dict[str, Any]) -> Part:
+    names = {"tierstore": "tierstore", "torch": "torch EmbeddingBag, all rows in device memory"}
+    rows = []
+    for case in cases:
+        for name, shown in names.items():
+            latency = case["latency_us"][name]
+            hits = f"{case['hit_rate']:.1%}" if name == "tierstore" else ""
+            cells = [f"{latency[f'p{quantile}']:,.0f}" for quantile in _QUANTILES]
+            rows.append([f"{case['batch']:,} samples: {shown}", hits, *cells])
+        published = f"{case['batch']:,} samples: {config['published_by']}"
+        rows.append([published, "", f"{case['published_us']:,.0f}", "", ""])
+    total = config["tables"] * config["rows"]
+    return Part(
+        tables=[
+            Table(
+                title=f"lookups of {config['tables']} features of dim {config['dim']}, {total:,} rows, "
+                f"{config['hbm_share']:.0%} of them in device memory, the rest in host memory",
+                columns=["", "hits", "p50 us", "p95 us", "p99 us"],
+                rows=rows,
+            )
+        ],
+        figures={"cases": cases, "published_by": config["published_by"]},
+        notes=[
+            f"Lookups: from ids on the host to pooled rows on the device, one id a feature, Zipf {config['exponent']}, "
+            f"one request at a time, none seen before ({', '.join(str(case['requests']) for case in cases)} of them); "
+            f"hits: of distinct ids. {config['published_note']}"
+        ],
+    )

@@ -1,0 +1,122 @@
+"""Peers of the kernels over rows, on the same ids: torch's EmbeddingBag, and FBGEMM's table-batched embeddings."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding_bag
+
+from .rig import Action, Rig
+
+__all__ = ["FbgemmPeer", "TorchPeer", "fbgemm_missing"]
+
+
+class TorchPeer:
+    """One ``embedding_bag`` call over the rows of all tables; backward gives a sparse gradient, torch's SGD applies it.
+
+    Args:
+        weights: float32 [S, D], which it trains.
+        rows, offsets, gradients: of each batch: int64 [N], int64 [K + 1], float32 [K, D].
+    """
+
+    def __init__(self, weights: Tensor, rows: list[Tensor], offsets: list[Tensor], gradients: list[Tensor]) -> None:
+        self._leaf = weights.detach().requires_grad_()
+        self._batches = list(zip(rows, offsets, gradients, strict=True))
+        self._optimizer = torch.optim.SGD([self._leaf], lr=1e-6)
+        self._out: Tensor | None = None
+
+    def forward(self, number: int) -> Tensor:
+        """float32 [K, D]."""
+        rows, offsets, _ = self._batches[number % len(self._batches)]
+        out = embedding_bag(rows, self._leaf, offsets, mode="sum", sparse=True, include_last_offset=True)
+        self._out = out
+        return out
+
+    def backward(self, number: int) -> None:
+        """Backward of the forward before it, and an SGD step."""
+        out, self._out = self._out, None
+        assert out is not None
+        out.backward(self._batches[number % len(self._batches)][2])  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        self._leaf.grad = None
+
+    @property
+    def actions(self) -> dict[str, Action]:
+        return {"forward": self.forward, "backward": self.backward}
+
+
+def fbgemm_missing(rig: Rig) -> str:
+    """Why FBGEMM cannot be measured on this device, or "": found out by a small lookup."""
+    if not rig.is_cuda:
+        return "there is no CUDA device"
+    ids, offsets = torch.arange(4, device=rig.device), torch.arange(5, device=rig.device)
+    # Whatever is wrong with it, the rest is measured.
+    try:
+        for optimizer in ("sgd", "rowwise_adagrad"):
+            peer = FbgemmPeer(rig, 2, 4, 8, optimizer, [ids], [offsets], [torch.ones((2, 16), device=rig.device)])
+            if peer.forward(0).shape != (2, 16):
+                return "its result has another shape than expected"
+            peer.backward(0)
+        rig.wait()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return ""
+
+
+def _fbgemm() -> tuple[Any, Any]:
+    common, training = (
+        importlib.import_module(f"fbgemm_gpu.split_table_batched_embeddings_ops_{name}")
+        for name in ("common", "training")
+    )
+    return common, training
+
+
+class FbgemmPeer:
+    """``SplitTableBatchedEmbeddingBagsCodegen``, all rows in device memory, optimizer fused.
+
+    Args:
+        optimizer: "sgd" or "rowwise_adagrad".
+        ids, offsets: of each batch: int64 [N] within their table, int64 [K + 1], both feature-major.
+        gradients: float32 [B, tables * D], of each batch.
+    """
+
+    def __init__(
+        self, rig: Rig, tables: int, rows: int, dim: int, optimizer: str, ids: list[Tensor], offsets: list[Tensor],
+        gradients: list[Tensor],
+    ) -> None:  # fmt: skip
+        common, training = _fbgemm()
+        spec = (rows, dim, common.EmbeddingLocation.DEVICE, training.ComputeDevice.CUDA)
+        self._module = training.SplitTableBatchedEmbeddingBagsCodegen(
+            [spec] * tables,
+            optimizer={
+                "sgd": training.OptimType.EXACT_SGD,
+                "rowwise_adagrad": training.OptimType.EXACT_ROWWISE_ADAGRAD,
+            }[optimizer],
+            learning_rate=1e-6,
+            eps=1e-8,
+            pooling_mode=common.PoolingMode.SUM,
+            bounds_check_mode=common.BoundsCheckMode.NONE,
+            device=rig.device,
+        )
+        self._module.init_embedding_weights_uniform(-1.0, 1.0)
+        self._batches = list(zip(ids, offsets, gradients, strict=True))
+        self._out: Tensor | None = None
+
+    def forward(self, number: int) -> Tensor:
+        """float32 [B, tables * D]."""
+        ids, offsets, _ = self._batches[number % len(self._batches)]
+        out: Tensor = self._module(ids, offsets)
+        self._out = out
+        return out
+
+    def backward(self, number: int) -> None:
+        """Backward of the forward before it, with its update."""
+        out, self._out = self._out, None
+        assert out is not None
+        out.backward(self._batches[number % len(self._batches)][2])  # type: ignore[no-untyped-call]
+
+    @property
+    def actions(self) -> dict[str, Callable[[int], object]]:
+        return {"forward": self.forward, "backward": self.backward}

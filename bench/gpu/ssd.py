@@ -1,0 +1,155 @@
+"""Training with a twentieth of the rows in host memory and the rest on SSD: a step against its roofline.
+
+The roofline is the longer of two: the step with all rows in device memory, and its page reads at the rate of the
+device's own random reads.
+"""
+
+import contextlib
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+import tierstore
+from tierstore.io import ROW_FILE_NAME
+
+from .. import oscache
+from ..common import Spread, Table
+from ..device import READ_BYTES, direct_reader
+from .part import Part
+from .rig import Rig
+from .stores import Batch, Trainer, draw_batches, hbm_bytes, make_tables, open_fresh
+
+__all__ = ["run"]
+
+_CHUNK_ROWS: Final = 200_000
+_SPARE: Final = 1.6
+
+
+def run(rig: Rig, config: dict[str, Any], folder: Path) -> Part:
+    sizes = [max(3, int(rows * config["scale"])) for rows in config["table_sizes"]]
+    row_bytes = 4 * config["dim"] + 8
+    built = folder / "gpu-ssd"
+    _build(built, sizes, config)
+    rounds = config["repetitions"] + 1
+    batches = draw_batches(rig, sizes, config["exponent"], config["batch"], rounds * config["steps"])
+    parts = [batches[number * config["steps"] : (number + 1) * config["steps"]] for number in range(rounds)]
+    compute = _compute_seconds(rig, folder / "gpu-ssd-none", sizes, parts, config)
+    ddr = int(config["ddr_share"] * sum(sizes) * (row_bytes + 44)) + config["ddr_fixed_bytes"]
+    hbm = hbm_bytes(config["hbm_share"] * sum(sizes), row_bytes)
+    with tierstore.open(built, ddr=ddr, hbm=hbm, device=str(rig.device)) as store:
+        trainer = Trainer(rig, store, config, depth=config["depth"])
+        trainer.take_steps(parts[0])
+        measured = [_cold_round(trainer, built / ROW_FILE_NAME, part) for part in parts[1:]]
+        _put_out(trainer, built / ROW_FILE_NAME)
+        waited = trainer.waited_share(parts[0])
+    reads_per_s = _device_reads(built / ROW_FILE_NAME, config)
+    return _report(measured, compute, waited, reads_per_s, sum(sizes), config)
+
+
+def _build(folder: Path, sizes: list[int], config: dict[str, Any]) -> None:
+    """Every row written, so that all of them are on SSD."""
+    generator = torch.Generator().manual_seed(1)
+    with open_fresh(folder, ddr=config["build_ddr"]) as store:
+        make_tables(store, sizes, config["dim"], tierstore.optim.RowWiseAdagrad(lr=0.02))
+        for table in store.tables.values():
+            for start in range(0, table.config.num_embeddings, _CHUNK_ROWS):
+                ids = torch.arange(start, min(start + _CHUNK_ROWS, table.config.num_embeddings))
+                table.write(ids, torch.rand((len(ids), config["dim"]), generator=generator) / 10 - 0.05)
+        store.commit()
+
+
+def _compute_seconds(
+    rig: Rig, folder: Path, sizes: list[int], parts: list[list[Batch]], config: dict[str, Any]
+) -> float:
+    """Seconds of a step with all rows in device memory."""
+    budget = hbm_bytes(_SPARE * sum(sizes), 4 * config["dim"] + 8)
+    with open_fresh(folder, ddr=config["build_ddr"], hbm=budget, device=str(rig.device)) as store:
+        make_tables(store, sizes, config["dim"], tierstore.optim.RowWiseAdagrad(lr=0.02))
+        trainer = Trainer(rig, store, config, depth=config["depth"])
+        for part in parts:
+            trainer.take_steps(part)
+        return Spread.of([trainer.take_steps(part) / len(part) for part in parts[1:]]).median
+
+
+def _cold_round(trainer: Trainer, path: Path, batches: list[Batch]) -> dict[str, float]:
+    """A step's seconds and bytes, the row file out of the page cache at first."""
+    stayed = _put_out(trainer, path)
+    before = trainer.store.stats().ssd
+    seconds = trainer.take_steps(batches)
+    after = trainer.store.stats().ssd
+    return {
+        "step_s": seconds / len(batches),
+        "stayed_share": stayed,
+        "read_bytes": (after.bytes_read - before.bytes_read) / len(batches),
+        "written_bytes": (after.bytes_written - before.bytes_written) / len(batches),
+    }
+
+
+def _put_out(trainer: Trainer, path: Path) -> float:
+    """Put the row file out of the page cache; the share of it that stayed."""
+    trainer.store.commit()
+    oscache.drop(path)
+    return oscache.resident_share(path)
+
+
+def _device_reads(path: Path, config: dict[str, Any]) -> float:
+    """Direct random reads of READ_BYTES a second; 0 where the file system has none."""
+    with contextlib.suppress(OSError), direct_reader(path, config["queue_depth"]) as reader:
+        generator = np.random.default_rng(1)
+        seconds = []
+        for _ in range(3):
+            offsets = reader.random_offsets(generator, config["limit_reads"])
+            start = time.perf_counter()
+            reader.read(offsets)
+            seconds.append(time.perf_counter() - start)
+        return float(config["limit_reads"] / Spread.of(seconds).median)
+    return 0.0
+
+
+def _report(
+    measured: list[dict[str, float]],
+    compute: float,
+    waited: float,
+    reads_per_s: float,
+    rows: int,
+    config: dict[str, Any],
+) -> Part:
+    step, read, written = (
+        Spread.of([each[name] for each in measured]).median for name in ("step_s", "read_bytes", "written_bytes")
+    )
+    reading = read / READ_BYTES / reads_per_s if reads_per_s else 0.0
+    roofline = max(compute, reading)
+    limit = f"{reads_per_s:,.0f} reads/s" if reads_per_s else "the file system has no direct reads"
+    return Part(
+        tables=[
+            Table(
+                title=f"DLRM, {rows:,} rows of {config['dim']}, all on SSD; {config['ddr_share']:.0%} of them in host "
+                f"memory, {config['hbm_share']:.0%} in device memory",
+                columns=["", "ms/step"],
+                rows=[
+                    ["a step", f"{step * 1e3:.2f}"],
+                    ["limit: with all rows in device memory", f"{compute * 1e3:.2f}"],
+                    [f"limit: {read / READ_BYTES:,.0f} page reads, {limit}", f"{reading * 1e3:.2f}"],
+                    ["a step over the longer of the two", f"{step / roofline:.2f}"],
+                ],
+            )
+        ],
+        figures={
+            "rounds": measured,
+            "compute_step_s": compute,
+            "reads_per_s": reads_per_s,
+            "over_roofline": step / roofline,
+            "waited_share": waited,
+            "written_bytes_a_step": written,
+        },
+        notes=[
+            f"From SSD: {len(measured)} rounds of {config['steps']} steps on batches never seen, the row file put out "
+            f"of the page cache before each, but for {max(each['stayed_share'] for each in measured):.0%} of it (pages "
+            f"read twice in a round come from it the second time); a step also wrote "
+            f"{written / 2**20:.1f} MiB of evicted rows. The model's stream stood still for {waited:.0%} of the time, "
+            "in a further round."
+        ],
+    )

@@ -1,0 +1,214 @@
+"""Stores of many tables whose rows are divided among the tiers, a model over them, and steps of training."""
+
+import hashlib
+import math
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+import tierstore
+from tierstore.budget import HBM_STAGING_SHARE, MAX_STAGING_BYTES, MIN_OVERFLOW_ROWS, OVERFLOW_SHARE
+from tierstore.cache.hbm import INDEX_BYTES
+from tierstore.cache.hbm_books import WAYS
+from tierstore.hbm import build, lanes
+from tierstore.hbm.lanes import Lane, Mark
+from tierstore.hbm.staging import NUM_BUFFERS
+from tierstore.models import DLRM
+
+from .ids import Zipf
+from .rig import Rig
+
+__all__ = ["Batch", "Trainer", "WaitLane", "draw_batches", "hbm_bytes", "make_tables", "open_fresh", "table_name"]
+
+_NUM_DENSE: Final = 13
+_LR: Final = 0.01
+
+
+class Batch(NamedTuple):
+    """One batch of training; ids on the host, the rest on the device."""
+
+    dense: Tensor
+    labels: Tensor
+    sparse: tierstore.KeyedJaggedTensor
+
+
+def table_name(number: int) -> str:
+    return f"t{number}"
+
+
+def hbm_bytes(rows: float, row_bytes: int) -> int:
+    """A budget of device memory that has so many cached rows beside their overflow slots and staging."""
+    slots = (rows + WAYS + 1) * (row_bytes * (1 + OVERFLOW_SHARE) + INDEX_BYTES) + MIN_OVERFLOW_ROWS * row_bytes
+    with_staging = slots / (1 - NUM_BUFFERS * HBM_STAGING_SHARE)
+    return math.ceil(min(with_staging, slots + NUM_BUFFERS * MAX_STAGING_BYTES)) + NUM_BUFFERS * 16 * row_bytes
+
+
+def open_fresh(folder: Path, **settings: Any) -> tierstore.Store:
+    """A new store there, whatever there was."""
+    shutil.rmtree(folder, ignore_errors=True)
+    return tierstore.open(folder, **settings)
+
+
+def make_tables(store: tierstore.Store, sizes: Sequence[int], dim: int, optimizer: tierstore.optim.Optimizer) -> int:
+    """Create the tables; bytes of a row in memory."""
+    for number, rows in enumerate(sizes):
+        store.create_table(
+            tierstore.TableConfig(
+                name=table_name(number),
+                num_embeddings=rows,
+                embedding_dim=dim,
+                optimizer=optimizer,
+                init=tierstore.init.Uniform(-0.05, 0.05, seed=number),
+            )
+        )
+    return store[table_name(0)].layout.row_bytes
+
+
+def draw_batches(rig: Rig, sizes: Sequence[int], exponent: float, batch: int, count: int) -> list[Batch]:
+    """One id a feature, Zipf in each table."""
+    zipfs = [Zipf(rig, rows, exponent) for rows in sizes]
+    names = [table_name(number) for number in range(len(sizes))]
+    offsets = torch.arange(len(sizes) * batch + 1)
+    made = []
+    for _ in range(count):
+        ids = torch.cat([zipf.draw(batch) for zipf in zipfs]).cpu()
+        dense = torch.rand((batch, _NUM_DENSE), generator=rig.generator, device=rig.device)
+        labels = torch.randint(2, (batch,), generator=rig.generator, device=rig.device).float()
+        made.append(Batch(dense, labels, tierstore.KeyedJaggedTensor(names, ids, offsets=offsets)))
+    return made
+
+
+class WaitLane:
+    """A lane that can tell for how long a model's stream stood still for rows that were not there yet."""
+
+    def __init__(self, inner: Lane, rig: Rig) -> None:
+        self.pin_memory = inner.pin_memory
+        self.recording = False
+        self._inner = inner
+        self._rig = rig
+        self._inside = threading.local()
+        self._waits: list[tuple[Any, Any]] = []
+
+    @contextmanager
+    def _side(self) -> Iterator[None]:
+        depth = getattr(self._inside, "depth", 0)
+        self._inside.depth = depth + 1
+        try:
+            with self._inner.side():
+                yield
+        finally:
+            self._inside.depth = depth
+
+    def side(self) -> AbstractContextManager[Any]:
+        return self._side()
+
+    def mark(self) -> Mark:
+        return self._inner.mark()
+
+    def follow(self, mark: Mark) -> None:
+        timed = self.recording and self._rig.is_cuda and not getattr(self._inside, "depth", 0)
+        events = [self._rig.event(), self._rig.event()] if timed else []
+        if timed:
+            events[0].record()
+        self._inner.follow(mark)
+        if timed:
+            events[1].record()
+            self._waits.append((events[0], events[1]))
+
+    def waited_seconds(self) -> float:
+        """Sum of the waits that were recorded, and forget them; the device must be done with them."""
+        waits, self._waits = self._waits, []
+        return sum(float(begin.elapsed_time(end)) for begin, end in waits) / 1e3
+
+
+class Trainer:
+    """A DLRM over all tables of a store.
+
+    Args:
+        depth: batches prefetched.
+    """
+
+    def __init__(self, rig: Rig, store: tierstore.Store, config: dict[str, Any], *, depth: int) -> None:
+        self.store = store
+        self.lanes: list[WaitLane] = []
+        self._rig = rig
+        self._depth = depth
+        self.collection = tierstore.TieredEmbeddingBagCollection(store)
+        torch.manual_seed(rig.seed)
+        self.model = DLRM(
+            self.collection,
+            num_features=len(store.tables),
+            embedding_dim=config["dim"],
+            num_dense=_NUM_DENSE,
+            bottom_mlp=config["bottom_mlp"],
+            top_mlp=config["top_mlp"],
+        ).to(rig.device)
+        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=_LR)
+        with mock.patch.object(build, "open_lane", self._watched(lanes.open_lane)):
+            # Pools are made when they are first asked for.
+            assert store[table_name(0)].pool.hot is not None, "the store has no rows in device memory"
+
+    def _watched(self, open_lane: Callable[[torch.device], Lane]) -> Callable[[torch.device], Lane]:
+        def opened(device: torch.device) -> Lane:
+            self.lanes.append(WaitLane(open_lane(device), self._rig))
+            return self.lanes[-1]
+
+        return opened
+
+    def take_steps(self, batches: Sequence[Batch]) -> float:
+        """Train on the batches; seconds until the device is done."""
+        self._rig.wait()
+        start = time.perf_counter()
+        ahead = tierstore.prefetch(batches, self.collection, depth=self._depth, features=lambda batch: batch.sparse)
+        for batch in ahead:
+            self._step(self.model(batch.dense, batch.sparse), batch)
+        self._rig.wait()
+        return time.perf_counter() - start
+
+    def _step(self, logits: Tensor, batch: Batch) -> None:
+        loss = binary_cross_entropy_with_logits(logits, batch.labels)
+        self._optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+
+    def dense_seconds(self, batches: Sequence[Batch], dim: int) -> float:
+        """Seconds of as many steps of the dense part alone. It changes the dense weights."""
+        pooled = torch.rand((len(batches[0].labels), len(self.store.tables) * dim), device=self._rig.device)
+        pooled.requires_grad_()
+        for batch in batches[:3]:
+            self._step(self.model.dense_part(batch.dense, pooled), batch)
+        self._rig.wait()
+        start = time.perf_counter()
+        for batch in batches:
+            self._step(self.model.dense_part(batch.dense, pooled), batch)
+        self._rig.wait()
+        return time.perf_counter() - start
+
+    def waited_share(self, batches: Sequence[Batch]) -> float:
+        """Train on the batches; the share of the time for which the model's stream stood still for rows."""
+        for lane in self.lanes:
+            lane.recording = True
+        seconds = self.take_steps(batches)
+        for lane in self.lanes:
+            lane.recording = False
+        return sum(lane.waited_seconds() for lane in self.lanes) / seconds
+
+    def digest(self, batches: Sequence[Batch]) -> str:
+        """SHA-256 of the dense weights and of every row that the batches name."""
+        state = hashlib.sha256()
+        for parameter in self.model.parameters():
+            state.update(parameter.detach().cpu().numpy().tobytes())
+        ids = torch.stack([batch.sparse.values() for batch in batches])
+        for number, own in enumerate(ids.chunk(len(self.store.tables), dim=1)):
+            rows = self.store[table_name(number)].read(torch.unique(own))
+            state.update(rows.cpu().numpy().tobytes())
+        return state.hexdigest()
