@@ -1,0 +1,168 @@
+"""Training on a device, small enough to run many times; and lanes whose work comes late."""
+
+import contextlib
+import random
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import tierstore
+from tierstore import optim
+from tierstore.hbm.lanes import Lane, Mark, open_lane
+from tierstore.pool import Pool
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+ROWS, DIM, BAGS = 600, 8, 32
+DDR = "2MiB"
+WHOLE, TINY = "1MiB", "30KiB"
+"""Of device memory: for every row, and for about as many as a batch needs."""
+FEATURES = ["a", "b", "c", "d"]
+
+
+class Ended(NamedTuple):
+    """What training ended in, on the CPU."""
+
+    rows: Tensor
+    """int32, the bits of every row."""
+    outs: list[Tensor]
+    """int32, the bits of what each step's forward gave."""
+    stats: Any
+
+
+def make_batches(steps: int, *, device: str = "cpu", scaled: bool = True, seed: int = 0) -> list[Any]:
+    """Skewed ids, some bags empty."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for _ in range(steps):
+        lengths = torch.randint(0, 5, (len(FEATURES) * BAGS,), generator=generator)
+        count = int(lengths.sum())
+        ids = (torch.rand(count, generator=generator) ** 2 * ROWS).long()
+        scale = torch.rand(count, generator=generator).to(device) if scaled else None
+        made.append(tierstore.KeyedJaggedTensor(FEATURES, ids.to(device), weights=scale, lengths=lengths.to(device)))
+    return made
+
+
+def make_tables(store: tierstore.Store, *, optimizer: optim.Optimizer | None = None, **config: Any) -> None:
+    for seed, names in enumerate((("a", "b"), ("c", "d"))):
+        store.create_table(
+            tierstore.TableConfig(
+                name=f"table {seed}", num_embeddings=ROWS, embedding_dim=DIM, feature_names=names,
+                init=tierstore.init.Uniform(-1, 1, seed=seed), optimizer=optimizer or optim.RowWiseAdagrad(lr=0.1),
+                **config,
+            )
+        )  # fmt: skip
+
+
+def train_on(store: tierstore.Store, batches: list[Any], *, depth: int) -> list[Tensor]:
+    """Every step's forward, bits on the CPU. The gradients of the results are the same numbers on every device."""
+    collection = tierstore.TieredEmbeddingBagCollection(store)
+    gradient = torch.linspace(-1, 1, BAGS * len(FEATURES) * DIM).view(BAGS, -1).to(store.device)
+    outs = []
+    for features in tierstore.prefetch(batches, collection, depth=depth):
+        out = collection(features).values()
+        outs.append(out.detach().clone())
+        out.backward(gradient)
+    return [bits(out) for out in outs]
+
+
+def bits(values: Tensor) -> Tensor:
+    return values.detach().cpu().contiguous().view(torch.int32)
+
+
+def read_all(store: tierstore.Store) -> Tensor:
+    """int32, the bits of every row of every table."""
+    return torch.cat([bits(table.read(torch.arange(ROWS))) for table in store.tables.values()])
+
+
+def train(
+    directory: Path, batches: list[Any], *, depth: int = 0, optimizer: optim.Optimizer | None = None,
+    pooling: str = "sum", **settings: Any,
+) -> Ended:  # fmt: skip
+    """Train, commit, and find in the store what training ended in."""
+    with tierstore.open(directory, **({"ddr": DDR} | settings)) as store:
+        make_tables(store, optimizer=optimizer, pooling=pooling)
+        outs = train_on(store, batches, depth=depth)
+        for pool in {table.pool for table in store.tables.values()}:
+            if pool.hot is not None:
+                pool.hot.check_integrity()
+            assert not pool.in_use
+        rows, stats = read_all(store), store.stats()
+        store.commit()
+    with tierstore.open(directory, mode="r", ddr=DDR) as store:
+        assert torch.equal(read_all(store), rows)
+    return Ended(rows, outs, stats)
+
+
+def assert_same(ended: Ended, expected: Ended, told: object = None) -> None:
+    for step, (out, wanted) in enumerate(zip(ended.outs, expected.outs, strict=True)):
+        assert torch.equal(out, wanted), f"{told}: forward of step {step}"
+    assert torch.equal(ended.rows, expected.rows), told
+
+
+class LateLane:
+    """A lane whose streams are idle for random times before and after every step; on the CPU, the thread is."""
+
+    def __init__(self, inner: Lane, delays: "Delays", *, waits: bool = True) -> None:
+        self.pin_memory = inner.pin_memory
+        self._inner = inner
+        self._delays = delays
+        self._waits = waits
+
+    @contextlib.contextmanager
+    def _side(self) -> Iterator[None]:
+        with self._inner.side():
+            self._delays.insert()
+            yield
+
+    def side(self) -> AbstractContextManager[Any]:
+        return self._side()
+
+    def mark(self) -> Mark:
+        self._delays.insert()
+        return self._inner.mark()
+
+    def follow(self, mark: Mark) -> None:
+        if self._waits:
+            self._inner.follow(mark)
+        self._delays.insert()
+
+
+class Delays:
+    """Delays of the calling thread's current stream, of up to about ``longest_us``."""
+
+    def __init__(self, device: str, *, longest_us: int, share: float = 0.5, seed: int = 0) -> None:
+        self.inserted = 0
+        self._is_cuda = device != "cpu"
+        self._longest_us = longest_us
+        self._share = share
+        self._random = random.Random(seed)
+
+    def insert(self) -> None:
+        if self._random.random() >= self._share:
+            return
+        self.inserted += 1
+        delay_us = self._random.randrange(self._longest_us // 2, self._longest_us)
+        if self._is_cuda:
+            torch.cuda._sleep(2000 * delay_us)
+        else:
+            time.sleep(delay_us / 1e6)
+
+
+def make_late(monkeypatch: pytest.MonkeyPatch, delays: Delays, *, waits: bool = True) -> None:
+    """Have the lanes of stores that are opened from now on be late, and every copy of rows to the device too."""
+    take = Pool.take
+
+    def late_take(self: Pool, *given: Any) -> None:
+        take(self, *given)
+        delays.insert()
+
+    monkeypatch.setattr(Pool, "take", late_take)
+    monkeypatch.setattr(
+        "tierstore.hbm.build.open_lane", lambda device: LateLane(open_lane(device), delays, waits=waits)
+    )

@@ -1,0 +1,175 @@
+"""Training with rows in device memory ends in the bits of training on the CPU without: on a GPU, and by the twins."""
+
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierstore
+from tierstore import optim
+
+from .support import (
+    DEVICES,
+    ROWS,
+    TINY,
+    WHOLE,
+    Delays,
+    assert_same,
+    make_batches,
+    make_late,
+    make_tables,
+    read_all,
+    train,
+    train_on,
+)
+
+STEPS = 6
+OPTIMIZERS = [
+    optim.SGD(lr=0.1, weight_decay=0.01),
+    optim.RowWiseAdagrad(lr=0.1),
+    optim.Adagrad(lr=0.1),
+    optim.Adam(lr=0.1),
+]
+SETTINGS: list[dict[str, Any]] = [
+    {"hbm": WHOLE if depth % 2 else TINY, "depth": depth, "policy": "lfu" if depth % 3 == 2 else "lru"}
+    for depth in range(9)
+]
+SETTINGS_ON_CPU = SETTINGS[:3]
+CASES_ON_CPU = [("rowwise_adagrad", "sum"), ("adam", "max")]
+"""Enough of them to see that the test works; ``tests/test_exact.py`` has the others."""
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("pooling", ["sum", "mean", "max"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda rule: rule.kind)
+def test_every_size_policy_and_depth(tmp_path: Path, optimizer: optim.Optimizer, pooling: str, device: str) -> None:
+    if device == "cpu" and (optimizer.kind, pooling) not in CASES_ON_CPU:
+        pytest.skip("tests/test_exact.py has it")
+    config: dict[str, Any] = {"optimizer": optimizer, "pooling": pooling}
+    batches = make_batches(STEPS, scaled=pooling == "sum")
+    expected = train(tmp_path / "plain", batches, **config)
+    for number, setting in enumerate(SETTINGS_ON_CPU if device == "cpu" else SETTINGS):
+        ended = train(tmp_path / str(number), batches, device=device, **setting, **config)
+        assert_same(ended, expected, setting)
+        if setting["hbm"] == TINY:
+            assert ended.stats.hbm.evictions > ROWS
+        else:
+            assert ended.stats.hbm.split_batches == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision(tmp_path: Path, dtype: str) -> None:
+    ended = []
+    for name, setting in {"plain": {}, "gpu": {"device": "cuda", "hbm": TINY}}.items():
+        with tierstore.open(tmp_path / name, ddr="2MiB", **setting) as store:
+            make_tables(store, dtype=dtype)
+            outs = train_on(store, make_batches(STEPS), depth=2)
+            rows = [table.read(torch.arange(ROWS)).cpu().view(torch.int16) for table in store.tables.values()]
+            ended.append((*outs, *rows))
+    assert all(torch.equal(*pair) for pair in zip(*ended, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("hbm", "depth"), [(TINY, 0), (TINY, 3), (WHOLE, 2)])
+def test_whatever_comes_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hbm: str, depth: int, device: str
+) -> None:
+    batches = make_batches(STEPS)
+    expected = train(tmp_path / "plain", batches)
+    for seed in range(1 if device == "cpu" else 4):
+        delays = Delays(device, longest_us=200 if device == "cpu" else 2000, seed=seed)
+        with monkeypatch.context() as patch:
+            make_late(patch, delays)
+            ended = train(tmp_path / f"{seed}", batches, device=device, hbm=hbm, depth=depth)
+        assert delays.inserted > STEPS
+        assert_same(ended, expected, seed)
+
+
+@pytest.mark.gpu
+def test_a_lane_that_does_not_wait_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What shows that the test above could fail."""
+    batches = make_batches(2)
+    expected = train(tmp_path / "plain", batches)
+    train(tmp_path / "compiles", batches, device="cuda", hbm=WHOLE)
+    make_late(monkeypatch, Delays("cuda", longest_us=20_000, share=1.0), waits=False)
+    with tierstore.open(tmp_path / "late", ddr="2MiB", hbm=WHOLE, device="cuda") as store:
+        make_tables(store)
+        outs = train_on(store, batches, depth=0)
+    assert not torch.equal(outs[0], expected.outs[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("depth", [0, 2])
+def test_ids_on_the_device(tmp_path: Path, depth: int, device: str) -> None:
+    expected = train(tmp_path / "plain", make_batches(STEPS))
+    ended = train(tmp_path / "there", make_batches(STEPS, device=device), device=device, hbm=TINY, depth=depth)
+    assert_same(ended, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_inference_mode_before_training(tmp_path: Path, device: str) -> None:
+    """What inference makes, training can write to; and inference changes nothing."""
+    batches = make_batches(STEPS)
+    expected = train(tmp_path / "plain", batches)
+    with tierstore.open(tmp_path / "store", ddr="2MiB", hbm=TINY, device=device) as store:
+        make_tables(store)
+        collection = tierstore.TieredEmbeddingBagCollection(store)
+        with torch.inference_mode():
+            first = collection(batches[0]).values().cpu()
+        assert torch.equal(first.view(torch.int32), expected.outs[0])
+        train_on(store, batches[:3], depth=1)
+        with torch.inference_mode():
+            for features in batches:
+                collection(features)
+        train_on(store, batches[3:], depth=1)
+        assert torch.equal(read_all(store), expected.rows)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("depth", [0, 2])
+def test_on_a_stream_of_the_user(tmp_path: Path, depth: int, device: str) -> None:
+    batches = make_batches(STEPS)
+    expected = train(tmp_path / "plain", batches)
+    stream = contextlib.nullcontext() if device == "cpu" else torch.cuda.stream(torch.cuda.Stream())
+    with stream:
+        ended = train(tmp_path / "own", batches, device=device, hbm=TINY, depth=depth)
+    assert_same(ended, expected)
+
+
+@pytest.mark.gpu
+def test_streams_that_change_from_step_to_step(tmp_path: Path) -> None:
+    """Ordered by the user, as torch asks of whoever uses several streams."""
+    batches = make_batches(STEPS)
+    expected = train(tmp_path / "plain", batches)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    with tierstore.open(tmp_path / "store", ddr="2MiB", hbm=TINY, device="cuda") as store:
+        make_tables(store)
+        before = torch.cuda.current_stream()
+        outs = []
+        for step, features in enumerate(batches):
+            stream = streams[step % 3]
+            stream.wait_stream(before)
+            with torch.cuda.stream(stream):
+                outs += train_on(store, [features], depth=0)
+            before = stream
+        torch.cuda.current_stream().wait_stream(before)
+        assert torch.equal(read_all(store), expected.rows)
+    assert all(torch.equal(*pair) for pair in zip(outs, expected.outs, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_two_stores_on_one_device(tmp_path: Path, device: str) -> None:
+    """In a thread each, at the same time."""
+    batches = [make_batches(STEPS, seed=seed) for seed in range(2)]
+    expected = [train(tmp_path / f"plain {seed}", batches[seed]) for seed in range(2)]
+
+    def work(seed: int) -> Any:
+        return train(tmp_path / f"both {seed}", batches[seed], device=device, hbm=(TINY, WHOLE)[seed], depth=2)
+
+    with ThreadPoolExecutor(2) as threads:
+        for ended, wanted in zip(threads.map(work, range(2)), expected, strict=True):
+            assert_same(ended, wanted)

@@ -1,0 +1,193 @@
+"""The GPU benchmarks run on the CPU, at tiny sizes: whether they work, not how fast anything is."""
+
+import importlib
+import json
+import time
+import tomllib
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierstore
+from bench.common import Goal, Run, Table
+from bench.data import ROOT
+from bench.gpu import __main__ as program
+from bench.gpu import run
+from bench.gpu.ids import Zipf
+from bench.gpu.part import PARTS, Part, run_apart
+from bench.gpu.rig import Rig
+from bench.gpu.rows import _median, _shown
+from bench.gpu.stores import WaitLane, hbm_bytes
+from tierstore.hbm.lanes import open_lane
+
+from .support import DEVICES
+
+CONFIG = tomllib.loads((ROOT / "bench" / "gpu.toml").read_text())
+QUICK = CONFIG.pop("quick")
+
+
+@pytest.fixture(scope="module")
+def rig() -> Rig:
+    return Rig("cpu")
+
+
+def test_quick_sizes_have_the_keys_of_the_whole_ones() -> None:
+    assert set(QUICK) == set(PARTS)
+    for name in PARTS:
+        assert set(QUICK[name]) == set(CONFIG[name]), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", PARTS)
+def test_each_part_works(tmp_path: Path, name: str, device: str) -> None:
+    part: Part = importlib.import_module(f"bench.gpu.{name}").run(Rig(device), QUICK[name], tmp_path)
+    assert part.tables
+    for table in part.tables:
+        assert all(len(row) == len(table.columns) for row in table.rows)
+    assert Part.from_json(json.dumps(asdict(part), allow_nan=False)) == part
+    if name == "training":
+        bits = {case["bits"] for case in part.figures["cases"].values()}
+        assert [goal.met for goal in part.goals if goal.exactly is not None] == [True]
+        assert len(bits) == 1
+    if name == "rows":
+        assert len(part.goals) == 3
+    if name == "ssd":
+        assert all(found["read_bytes"] > 0 for found in part.figures["rounds"])
+
+
+def test_zipf_is_as_skewed_as_it_says(rig: Rig) -> None:
+    zipf = Zipf(rig, 1000, 1.05)
+    counts = torch.bincount(zipf.ranks(200_000), minlength=1000).double()
+    wanted = torch.arange(1, 1001, dtype=torch.float64) ** -1.05
+    assert torch.allclose(counts[:10] / counts.sum(), (wanted / wanted.sum())[:10], rtol=0.05)
+    drawn = torch.bincount(zipf.draw(200_000), minlength=1000)
+    assert sorted(drawn.tolist())[-1] == pytest.approx(float(counts.max()), rel=0.05)
+    for rows in (1, 2, 3, 10, 1000):
+        ranks = torch.arange(rows)
+        assert sorted((ranks * Zipf(rig, rows, 0.0)._step % rows).tolist()) == ranks.tolist()
+    uniform = torch.bincount(Zipf(rig, 10, 0.0).draw(100_000), minlength=10)
+    assert uniform.min() > 9000
+
+
+def test_actions_take_turns_and_are_made_ready(rig: Rig) -> None:
+    happened: list[tuple[str, int]] = []
+    seconds = rig.times(
+        {"a": lambda number: happened.append(("a", number)), "b": lambda number: happened.append(("b", number))},
+        repetitions=2,
+        before={"b": lambda number: happened.append(("before b", number))},
+    )
+    assert happened[-6:] == [(name, number) for number in (0, 1) for name in ("a", "before b", "b")]
+    assert [len(each) for each in seconds.values()] == [2, 2]
+
+
+@pytest.mark.gpu
+def test_events_time_the_work_and_not_its_launch() -> None:
+    rig = Rig("cuda")
+    value = torch.zeros(2**28, dtype=torch.uint8, device=rig.device)
+    cycles = 5_000_000
+    slept = rig.times({"sleep": lambda _: torch.cuda._sleep(cycles)}, repetitions=3)["sleep"]
+    assert 1e-3 < min(slept) <= max(slept) < 1e-1
+    copied = rig.times({"copy": lambda _: value.add_(1)}, repetitions=5)["copy"]
+    assert max(copied) < min(slept)
+    assert rig.copy_bytes_per_s() > 1e11
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3])
+def test_a_budget_has_the_rows_that_were_asked_for(store_dir: Path, share: float) -> None:
+    rows = 40_000
+    with tierstore.open(store_dir, ddr="32MiB", hbm=hbm_bytes(share * rows, 16 * 4)) as store:
+        store.create_table(
+            tierstore.TableConfig(name="t", num_embeddings=rows, embedding_dim=16, optimizer=tierstore.optim.SGD())
+        )
+        hot = store["t"].pool.hot
+        assert hot is not None
+        assert hot.cache.capacity == pytest.approx(share * rows, rel=0.03, abs=70)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_lane_that_is_watched_is_a_lane(device: str) -> None:
+    lane = WaitLane(open_lane(torch.device(device)), Rig(device))
+    lane.recording = True
+    with lane.side(), lane.side():
+        mark = lane.mark()
+        lane.follow(mark)
+    assert lane.waited_seconds() == 0
+    lane.follow(mark)
+    mark.synchronize()
+    assert lane.waited_seconds() >= 0
+    assert lane._waits == []
+
+
+def test_what_was_not_measured_is_shown_as_nothing() -> None:
+    case = {"seconds": {"a": {"median": 2.0}, "b": {"median": 3.0}}}
+    assert _shown(_median(case, "a", "b"), ".1f") == "5.0"
+    assert _shown(_median(case, "a", "c"), ".1f") == ""
+
+
+def make_request(folder: Path, **config: Any) -> Run:
+    return Run(config={"seed": 1, "part_seconds": 100, "total_seconds": 100} | config, quick=True, folder=folder)
+
+
+def test_a_part_that_fails_does_not_take_the_others_along(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    request = make_request(tmp_path, limits=QUICK["limits"], find={})
+    report = run(request, device="cpu", parts=["find", "limits"])
+    assert "status 1" in report.figures["failed"]["find"]
+    assert list(report.figures["failed"]) == ["find"]
+    assert report.figures["limits"]["bytes_per_s"]
+    assert any("find failed" in note for note in report.notes)
+    assert "KeyError" in capfd.readouterr().err
+
+
+def test_a_part_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.gpu.part._LEAST_SECONDS", 0.0)
+    request = make_request(tmp_path, part_seconds=0.5)
+    assert "was ended" in run_apart("limits", request, "cpu", time.monotonic() + 100).failed
+    monkeypatch.undo()
+    assert "no time" in run_apart("limits", request, "cpu", time.monotonic() + 1).failed
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_without_a_gpu_nothing_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "gpu.json"
+    assert program.main(["--json", str(target), "--dir", str(tmp_path / "work")]) == 0
+    assert capsys.readouterr().out == "no CUDA device: nothing measured\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--device", "cpu"], "goes with --quick"),
+        (["--parts", "limits,fin"], "no part fin"),
+        (["--device", "tpu"], "tpu"),
+    ],
+)
+def test_wrong_flags(flags: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        program.main(flags)
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_the_program_writes_what_its_parts_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = Table(title="some table", columns=["a"], rows=[["1"]])
+    found = {
+        "find": Part(tables=[table], figures={"x": 1}, goals=[Goal(name="g", value=1, at_least=0)], notes=["noted"]),
+        "rows": Part(failed="why"),
+    }
+    monkeypatch.setattr("bench.gpu.run_apart", lambda name, *_: found[name])
+    target = tmp_path / "gpu.json"
+    flags = ["--device", "cpu", "--quick", "--json", str(target), "--dir", str(tmp_path / "work")]
+    assert program.main([*flags, "--parts", "find"]) == 0
+    assert json.loads(target.read_text())["figures"]["find"] == {"x": 1}
+    assert program.main([*flags, "--parts", "find,rows"]) == 1
+    written = json.loads(target.read_text())
+    assert written["figures"]["failed"] == {"rows": "why"}
+    assert written["tables"] == [asdict(table)]
+    assert written["quick"]
+    assert "NO RESULTS" in capsys.readouterr().out
