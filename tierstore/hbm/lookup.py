@@ -4,7 +4,8 @@ The ids are joined and checked on the host and sent ahead on the side stream, to
 device groups them. Forward and backward are given to the caller's current stream, and wait for nothing on the host.
 """
 
-from typing import Any
+import math
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -20,6 +21,9 @@ from .lease import HbmLease, Part
 from .pool import HbmPool
 
 __all__ = ["HbmLookup"]
+
+_WIDE: Final = 4
+"""float32 that a thread of a GPU moves at a time, 16 bytes."""
 
 
 class HbmLookup:
@@ -51,7 +55,8 @@ class HbmLookup:
             starts = pool.send(joined.bag_starts)
             bag_of = np.repeat(np.arange(len(joined.bag_starts) - 1, dtype=np.int32), np.diff(joined.bag_starts))
             scale = pool.send(joined.scale) if len(joined.scale) else None
-            self._bags = Bags(starts, pool.send(bag_of), pool.send(joined.columns), joined.batch, scale)
+            columns = pool.send(joined.columns)
+            self._bags = Bags(starts, pool.send(bag_of), columns, joined.batch, scale, _step_of(joined.columns))
             self._grouping = pool.group(self._keys)
             self._table_of = self._tables_of(pool, self._grouping.keys)
         return pool
@@ -165,3 +170,8 @@ class HbmLookup:
             part.lease.release(changed=True)
         self._lease = None
         self._retain(pool)
+
+
+def _step_of(columns: Any) -> int:
+    """See ``Bags.column_step``."""
+    return math.gcd(_WIDE, *columns.tolist())

@@ -1,0 +1,27 @@
+"""The whole tier with its Triton kernels, on the CPU under Triton's interpreter: the bits of the plain CPU path.
+
+Without prefetching: the interpreter runs one kernel at a time, whatever the threads.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.hbm import test_order
+from tierstore.cache import hbm, hbm_triton
+from tierstore.hbm import pool, rows_triton
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 when kernels are defined"
+)
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_training_with_triton_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    expected = test_order.train(tmp_path / "plain", depth=0)
+    monkeypatch.setattr(hbm, "_kernels_for", lambda _: hbm_triton)
+    monkeypatch.setattr(pool, "_kernels_for", lambda _: rows_triton)
+    ended = test_order.train(tmp_path / policy, depth=0, hbm="24KiB", policy=policy)
+    assert torch.equal(ended, expected)
