@@ -1,5 +1,6 @@
 """Pooling and fused updates, rows in device memory: bytes moved, against the rate of a device copy, and peers."""
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -90,7 +91,7 @@ def _lookup(rig: Rig, zipf: Zipf, place: Tensor, dim: int, batch: int, config: d
         torch.arange(tables * batch, dtype=torch.int32, device=rig.device).repeat_interleave(pooling),
         torch.arange(0, tables * dim, dim, dtype=torch.int32, device=rig.device),
         batch,
-        column_step=dim & -dim,
+        column_step=math.gcd(4, dim),
     )
     keys = table << KEY_ROW_BITS | ids
     grouping = group(keys, -(-len(place) // 32))

@@ -16,11 +16,18 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import tierstore
-from tierstore.budget import HBM_STAGING_SHARE, MAX_STAGING_BYTES, MIN_OVERFLOW_ROWS, OVERFLOW_SHARE
+from tierstore.budget import (
+    HBM_STAGING_SHARE,
+    MAX_STAGING_BYTES,
+    MIN_OVERFLOW_ROWS,
+    MIN_STAGING_ROWS,
+    OVERFLOW_SHARE,
+)
 from tierstore.cache.hbm import INDEX_BYTES
 from tierstore.cache.hbm_books import WAYS
 from tierstore.hbm import build, lanes
 from tierstore.hbm.lanes import Lane, Mark
+from tierstore.hbm.overflow import OVERFLOW_INDEX_BYTES
 from tierstore.hbm.staging import NUM_BUFFERS
 from tierstore.models import DLRM
 
@@ -47,9 +54,11 @@ def table_name(number: int) -> str:
 
 def hbm_bytes(rows: float, row_bytes: int) -> int:
     """A budget of device memory that has so many cached rows beside their overflow slots and staging."""
-    slots = (rows + WAYS + 1) * (row_bytes * (1 + OVERFLOW_SHARE) + INDEX_BYTES) + MIN_OVERFLOW_ROWS * row_bytes
+    outside = row_bytes + OVERFLOW_INDEX_BYTES
+    slots = (rows + WAYS + 1) * (row_bytes + INDEX_BYTES + outside * OVERFLOW_SHARE) + MIN_OVERFLOW_ROWS * outside
     with_staging = slots / (1 - NUM_BUFFERS * HBM_STAGING_SHARE)
-    return math.ceil(min(with_staging, slots + NUM_BUFFERS * MAX_STAGING_BYTES)) + NUM_BUFFERS * 16 * row_bytes
+    least_staging = NUM_BUFFERS * MIN_STAGING_ROWS * row_bytes
+    return math.ceil(min(with_staging, slots + NUM_BUFFERS * MAX_STAGING_BYTES)) + least_staging
 
 
 def open_fresh(folder: Path, **settings: Any) -> tierstore.Store:

@@ -54,7 +54,10 @@ def test_memory_does_not_grow(store_dir: Path, hbm: str, depth: int, device: str
         before = in_use(store)
         assert before["released"] == before["retained"] == 0
         train_on(store, batches, depth=depth)
-        assert in_use(store) == before
+        after = in_use(store)
+        # The sorted keys of overflow slots are there or not. One leaked batch takes more than 4 KiB, 200 of them 800.
+        assert after.pop("device", 0) <= before.pop("device", 0) + 32 * 2**10
+        assert after == before
 
 
 @contextmanager
