@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from . import cache
-from .cache.hbm import INDEX_BYTES
+from .cache.hbm import CAPACITY_MAX, INDEX_BYTES
 from .cache.hbm_books import WAYS
 from .cache.hbm_sketch import SKETCH_BYTES
 from .errors import BudgetError
@@ -111,7 +111,8 @@ def _hbm_size(layout: RowLayout, count: int, share: int, policy: str) -> HbmSize
     outside = layout.row_bytes + OVERFLOW_INDEX_BYTES
     whole = layout.row_bytes + _hbm_index_bytes(policy) + outside * OVERFLOW_SHARE
     fitting = int((left - MIN_OVERFLOW_ROWS * outside) / whole)
-    cached = min(fitting - WAYS, math.ceil(count * (1 + SPARE_SHARE)) + WAYS)
+    most = int((CAPACITY_MAX - MIN_OVERFLOW_ROWS) / (1 + OVERFLOW_SHARE))
+    cached = min(fitting - WAYS, math.ceil(count * (1 + SPARE_SHARE)) + WAYS, most)
     return HbmSize(cached, MIN_OVERFLOW_ROWS + int(cached * OVERFLOW_SHARE), staging_rows)
 
 

@@ -27,12 +27,13 @@ from . import hbm_twin
 from .base import Admission, AdmitStatus, CacheCounters, Int32s, Int64s
 from .hbm_books import DIRTY, FROZEN, LOADING, NO_SUCH_SLOT, PIN, RESIDENT, STAMP_BITS, WAYS, Books, Plan, Status, mixed, sets_of
 
-__all__ = ["INDEX_BYTES", "HbmCache", "HbmPolicyName"]
+__all__ = ["CAPACITY_MAX", "INDEX_BYTES", "HbmCache", "HbmPolicyName"]
 
 HbmPolicyName = Literal["lru", "lfu"]
 INDEX_BYTES: Final = 20
 """Key, rank and flags of a slot."""
-_MAX_CAPACITY: Final = 2**31 - 2 * WAYS
+CAPACITY_MAX: Final = 2**31 - 2 * WAYS
+"""Slots are int32, those behind the cache's included."""
 _FLAG_NAMES: Final = {RESIDENT: "resident", DIRTY: "dirty", FROZEN: "frozen", LOADING: "loading"}
 
 
@@ -79,8 +80,8 @@ class HbmCache:
         device: torch.device,
         extra_rows: int = 0,
     ) -> None:
-        if not 1 <= capacity <= _MAX_CAPACITY:
-            raise ValueError(f"capacity={capacity} is not from 1 to {_MAX_CAPACITY}")
+        if not 1 <= capacity <= CAPACITY_MAX - extra_rows:
+            raise ValueError(f"capacity={capacity} is not from 1 to {CAPACITY_MAX - extra_rows}")
         if weight_words < 0 or state_words < 0:
             raise ValueError(f"weight_words={weight_words}, state_words={state_words}: neither may be negative")
         if policy not in get_args(HbmPolicyName):

@@ -41,7 +41,7 @@ _FIND_BLOCK: Final = 32
 _COMMIT_BLOCK: Final = 256
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def find_keys(book_keys, flags, keys, sets, slots, count, BLOCK: tl.constexpr) -> None:
     """A tile of BLOCK keys by the ways of their sets; flags are read only where the key is the same."""
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -57,7 +57,7 @@ def find_keys(book_keys, flags, keys, sets, slots, count, BLOCK: tl.constexpr) -
     tl.store(slots + number, found.to(tl.int32), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def plan_sets(
     book_keys, ranks, flags, keys, sets, members, taken, counts, slots, statuses, count,
     HAS_TAKEN: tl.constexpr, HAS_COUNTS: tl.constexpr,
@@ -98,7 +98,7 @@ def plan_sets(
             at = tl.where(following == own, at + 1, count)
 
 
-@triton.jit(do_not_specialize=["clock"])
+@triton.jit(do_not_specialize=["count", "clock"])
 def commit_slots(
     book_keys, ranks, flags, keys, slots, statuses, counts, count, clock,
     LFU: tl.constexpr, HAS_COUNTS: tl.constexpr, BLOCK: tl.constexpr,

@@ -51,23 +51,19 @@ class HbmLookup:
         if pool is not self._pool:
             joined = self._joined
             self._pool = pool
-            self._keys = pool.send(joined.keys)
-            starts = pool.send(joined.bag_starts)
-            bag_of = np.repeat(np.arange(len(joined.bag_starts) - 1, dtype=np.int32), np.diff(joined.bag_starts))
-            scale = pool.send(joined.scale) if len(joined.scale) else None
-            columns = pool.send(joined.columns)
-            self._bags = Bags(starts, pool.send(bag_of), columns, joined.batch, scale, _step_of(joined.columns))
+            owners = np.repeat(np.arange(len(joined.bag_starts) - 1, dtype=np.int32), np.diff(joined.bag_starts))
+            indices = np.array([table.index for table in joined.tables], np.int64)
+            order = np.argsort(indices)
+            self._keys, starts, known, bag_of, columns, ordinals, scale = pool.send(
+                joined.keys, joined.bag_starts, indices[order], owners, joined.columns, order.astype(np.int32),
+                joined.scale,
+            )  # fmt: skip
+            given_scale = scale if len(scale) else None
+            self._bags = Bags(starts, bag_of, columns, joined.batch, given_scale, _step_of(joined.columns))
             self._grouping = pool.group(self._keys)
-            self._table_of = self._tables_of(pool, self._grouping.keys)
+            with pool.lane.side():
+                self._table_of = ordinals[torch.searchsorted(known, self._grouping.keys >> KEY_ROW_BITS)]
         return pool
-
-    def _tables_of(self, pool: HbmPool, keys: Tensor) -> Tensor:
-        """int32 [U]: which of the lookup's tables each key is of."""
-        indices = np.array([table.index for table in self._joined.tables], np.int64)
-        order = np.argsort(indices)
-        known, ordinals = pool.send(indices[order]), pool.send(order.astype(np.int32))
-        with pool.lane.side():
-            return ordinals[torch.searchsorted(known, keys >> KEY_ROW_BITS)]
 
     @shielded
     def stage(self) -> None:

@@ -42,7 +42,7 @@ from .staging import NUM_BUFFERS, Staging
 
 __all__ = ["HbmPool", "HbmSize", "host_bytes_of"]
 
-_NO_SLOTS: Final = np.empty(0, np.int32)
+_ALIGNMENT_BYTES: Final = 16
 _ENTERING: Final = (Status.FREE_SLOT, Status.CLEAN_VICTIM, Status.DIRTY_VICTIM)
 
 
@@ -101,9 +101,9 @@ class HbmPool:
             )
             self.overflow = Overflow(size.overflow_rows, device)
             self._sketch = FrequencySketch(size.cached_rows, device) if policy == "lfu" else None
+            self.weights = self.cache.weights.view(layout.torch_dtype)
+            self.state = self.cache.state.view(torch.float32)
             self._staging = Staging(layout, size.staging_rows, (self.cache.weights, self.cache.state), lane)
-        self.weights = self.cache.weights.view(layout.torch_dtype)
-        self.state = self.cache.state.view(torch.float32)
         self.fill_lock = threading.RLock()
         self.released: deque[Released] = deque()
         self._retained: deque[Retained] = deque()
@@ -377,7 +377,7 @@ class HbmPool:
 
     def read(self, keys: Any) -> Tensor:
         """[n, dim] of the table's dtype: weights of the rows ``keys`` (numpy int64 [n], n > 0)."""
-        sent = self.send(keys)
+        sent = self.send(keys)[0]
         out = torch.empty((len(keys), self.layout.dim), dtype=self.layout.torch_dtype, device=self.device)
         for part in self.parts(sent):
             part.lease.use()
@@ -387,7 +387,7 @@ class HbmPool:
 
     def write(self, keys: Any, rows: Tensor) -> None:
         """Overwrite weights with ``rows`` [n, dim]; of equal keys the last wins; optimizer state is kept."""
-        sent, rows = self.send(keys), rows.to(self.device)
+        sent, rows = self.send(keys)[0], rows.to(self.device)
         for part in self.parts(sent):
             part.lease.use()
             groups = part.grouping.groups
@@ -396,10 +396,16 @@ class HbmPool:
             part.lease.release(changed=True)
             self.retain(part.grouping, sent)
 
-    def send(self, array: Any) -> Tensor:
-        """A numpy array on the device, for work on any stream."""
+    def send(self, *arrays: Any) -> list[Tensor]:
+        """Numpy arrays on the device, by one copy on the side stream; whoever uses a lease taken later finds them."""
+        starts = np.cumsum([0, *(-(-array.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for array in arrays)])
+        packed = torch.empty(int(starts[-1]), dtype=torch.uint8, pin_memory=self.lane.pin_memory)
+        places = [slice(start, start + array.nbytes) for start, array in zip(starts.tolist(), arrays, strict=False)]
+        for place, array in zip(places, arrays, strict=True):
+            packed[place].numpy()[:] = array.view(np.uint8)
         with self.lane.side():
-            return torch.from_numpy(array).to(self.device)
+            sent = packed.to(self.device, non_blocking=True)
+        return [sent[place].view(torch.from_numpy(array).dtype) for place, array in zip(places, arrays, strict=True)]
 
     # State
 
