@@ -205,7 +205,7 @@ class Lookup:
 
     @shielded
     def update(self, grad_out: Tensor) -> None:
-        """Backward and optimizer in one: merge each row's gradients in id-list order, mark it dirty, update it.
+        """Backward and optimizer in one: merge each row's gradients in their fixed order, mark it dirty, update it.
 
         If a batch is worked off in parts and reading a later part fails, the rows of earlier parts are updated: go
         back to the last commit (open the store again) rather than repeat the step.
