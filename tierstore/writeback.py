@@ -186,23 +186,27 @@ class WriteBack:
             keys = cache.keys_of(taken)
         written = 0
         try:
-            for stop in self._block_bounds(keys):
-                self._write(keys[written:stop], taken[written:stop], cache.weights, cache.state, self._epoch)
-                written = stop
+            for written in self._write_runs(keys, taken, cache, self._epoch):  # noqa: B007 - the last is what counts
+                pass
         finally:
             with self._lock:
                 cache.mark_dirty(taken[written:])
                 cache.unpin(taken)
                 self._lock.notify_all()
 
-    def _write(self, keys: Any, slots: Any, weights: Any, state: Any, epoch: int) -> None:
-        if self._is_busy:
-            raise RuntimeError("a signal handler may not write while a write-back is under way")
-        self._is_busy = True
-        try:
-            self._cold.write(keys, slots, weights, state, epoch=epoch)
-        finally:
-            self._is_busy = False
+    def _write_runs(self, keys: Any, slots: Any, rows: "RowCache | _Outbox", epoch: int) -> Iterator[int]:
+        """Write rows, ascending by key, in transactions of whole blocks; yields how many are written after each."""
+        first = 0
+        for stop in self._block_bounds(keys):
+            if self._is_busy:
+                raise RuntimeError("a signal handler may not write while a write-back is under way")
+            self._is_busy = True
+            try:
+                self._cold.write(keys[first:stop], slots[first:stop], rows.weights, rows.state, epoch=epoch)
+            finally:
+                self._is_busy = False
+            first = stop
+            yield stop
 
     def _block_bounds(self, keys: Any, limit: int | None = None) -> list[int]:
         """Ends of runs of sorted keys that lie in at most ``limit`` blocks, no block in two runs."""
@@ -269,14 +273,13 @@ class WriteBack:
             taken = cache.frozen_of(slots)
             cache.pin(taken)
             keys = cache.keys_of(taken)
-        first = 0
+        written = 0
         try:
-            for stop in self._block_bounds(keys):
-                self._write(keys[first:stop], taken[first:stop], cache.weights, cache.state, self._epoch - 1)
-                first = stop
+            for written in self._write_runs(keys, taken, cache, self._epoch - 1):  # noqa: B007 - as above
+                pass
         finally:
             with self._lock:
-                cache.thaw(taken[:first])
+                cache.thaw(taken[:written])
                 cache.unpin(taken)
                 self._lock.notify_all()
 
@@ -292,11 +295,8 @@ class WriteBack:
         """Write these copies, and forget them. The caller holds the gate."""
         outbox = self._outbox
         places = places[np.argsort(outbox.keys[places])]
-        keys = outbox.keys[places]
-        first = 0
-        for stop in self._block_bounds(keys):
-            self._write(keys[first:stop], places[first:stop], outbox.weights, outbox.state, self._epoch - 1)
-            first = stop
+        for _ in self._write_runs(outbox.keys[places], places, outbox, self._epoch - 1):
+            pass
         with self._lock:
             outbox.drop(places)
             self._lock.notify_all()
