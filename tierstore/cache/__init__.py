@@ -8,6 +8,8 @@ policy           cache
 "reference-lru"  the same on cachetools: some fifty times as slow, obviously right
 "reference-lfu"  likewise
 ===============  =================================================================
+
+These are in host memory. ``hbm.HbmCache`` is the same contract in device memory, on tensors, 32-way set-associative.
 """
 
 import difflib

@@ -110,10 +110,11 @@ class HbmLookup:
         for part in self._parts(pool):
             part.lease.use()
             slots = part.lease.slots[part.grouping.inverse]
-            pool.kernels.pool_rows(
-                self._bags, slots, part.first, part.last, mode=self._mode, weights=pool.weights, dim=pool.layout.dim,
-                out=out, arg_max=self._arg_max,
-            )  # fmt: skip
+            with pool.rows_lock:
+                pool.kernels.pool_rows(
+                    self._bags, slots, part.first, part.last, mode=self._mode, weights=pool.weights,
+                    dim=pool.layout.dim, out=out, arg_max=self._arg_max,
+                )  # fmt: skip
             part.lease.used()
             if keep and not part.lease.held and part.last - part.first == len(self._joined.keys):
                 self._keep(pool, part.lease)
@@ -136,10 +137,11 @@ class HbmLookup:
         for part in self._parts(pool):
             part.lease.use()
             slots = part.lease.slots[part.grouping.inverse]
-            pool.kernels.dot_rows(
-                self._bags, slots, part.first, part.last, weights=pool.weights, dim=pool.layout.dim,
-                grad_out=grad_out, grad_scale=own,
-            )  # fmt: skip
+            with pool.rows_lock:
+                pool.kernels.dot_rows(
+                    self._bags, slots, part.first, part.last, weights=pool.weights, dim=pool.layout.dim,
+                    grad_out=grad_out, grad_scale=own,
+                )  # fmt: skip
         self._retain(pool)
         self._joined.scatter(own.cpu().numpy(), grad_scale)
 
@@ -158,11 +160,12 @@ class HbmLookup:
         parts = pool.unique_parts(grouping) if held is None else [Part(0, len(grouping.keys), grouping, held)]
         for part in parts:
             part.lease.use()
-            pool.kernels.update_rows(
-                self._bags, grouping.groups, part.lease.slots, part.first, grad_out=grad_out, arg_max=self._arg_max,
-                mean=self._mode == kernels.MEAN, table_of=self._table_of, codes=codes, hyper=hyper,
-                weights=pool.weights, state=pool.state, dim=pool.layout.dim,
-            )  # fmt: skip
+            with pool.rows_lock:
+                pool.kernels.update_rows(
+                    self._bags, grouping.groups, part.lease.slots, part.first, grad_out=grad_out, arg_max=self._arg_max,
+                    mean=self._mode == kernels.MEAN, table_of=self._table_of, codes=codes, hyper=hyper,
+                    weights=pool.weights, state=pool.state, dim=pool.layout.dim,
+                )  # fmt: skip
             part.lease.release(changed=True)
         self._lease = None
         self._retain(pool)

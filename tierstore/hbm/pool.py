@@ -14,8 +14,11 @@ are unpinned when rows are next brought in and the mark has passed. So nothing i
 and no thread waits for a kernel unless every slot is taken.
 
 Locks: ``fill_lock`` serialises whoever brings rows in or writes them down, and is taken before those of the pool below.
+``rows_lock`` keeps threads from reading a row while another changes it where no stream orders them: on the CPU. It is
+held over work on rows in place, and no other lock is taken under it.
 """
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -33,6 +36,7 @@ from ..cache.hbm_sketch import FrequencySketch
 from ..errors import BudgetError, ClosedError, TableError
 from ..pool import HELD_SHARE, PIN_POLL_SECONDS, PIN_WAIT_SECONDS, Pool
 from ..rows import RowLayout
+from ..signals import shielded
 from . import rows_twin
 from .grouping import Grouping, group
 from .lanes import Lane
@@ -105,6 +109,7 @@ class HbmPool:
             self.state = self.cache.state.view(torch.float32)
             self._staging = Staging(layout, size.staging_rows, (self.cache.weights, self.cache.state), lane)
         self.fill_lock = threading.RLock()
+        self.rows_lock: Any = threading.RLock() if device.type == "cpu" else contextlib.nullcontext()
         self.released: deque[Released] = deque()
         self._retained: deque[Retained] = deque()
         self.split_batches = self.conflict_misses = 0
@@ -350,6 +355,7 @@ class HbmPool:
         places = torch.from_numpy(slots + np.int32(self.cache.capacity)).to(self.device)
         self._staging.take(self.overflow.keys_of(slots), places, self._below.put)
 
+    @shielded
     def flush(self) -> None:
         """Copy every newer row to the pool below, as the work given to any stream so far leaves it. The rows stay."""
         with self.fill_lock, self.lane.side():
@@ -360,6 +366,7 @@ class HbmPool:
             self._write_down_overflow(dirty)
             self.overflow.clean(dirty)
 
+    @shielded
     def forget(self) -> None:
         """Copy every newer row down and forget all rows: those below are about to change.
 
@@ -375,6 +382,7 @@ class HbmPool:
 
     # Whole rows, for their owner
 
+    @shielded
     def read(self, keys: Any) -> Tensor:
         """[n, dim] of the table's dtype: weights of the rows ``keys`` (numpy int64 [n], n > 0)."""
         sent = self.send(keys)[0]
@@ -382,9 +390,11 @@ class HbmPool:
         for part in self.parts(sent):
             part.lease.use()
             slots = part.lease.slots[part.grouping.inverse]
-            out[part.first : part.last] = self.weights[slots][:, : self.layout.dim]
+            with self.rows_lock:
+                out[part.first : part.last] = self.weights[slots][:, : self.layout.dim]
         return out
 
+    @shielded
     def write(self, keys: Any, rows: Tensor) -> None:
         """Overwrite weights with ``rows`` [n, dim]; of equal keys the last wins; optimizer state is kept."""
         sent, rows = self.send(keys)[0], rows.to(self.device)
@@ -392,7 +402,8 @@ class HbmPool:
             part.lease.use()
             groups = part.grouping.groups
             last = part.first + groups.order[groups.starts[1:] - 1].long()
-            self.weights[part.lease.slots, : self.layout.dim] = rows[last]
+            with self.rows_lock:
+                self.weights[part.lease.slots, : self.layout.dim] = rows[last]
             part.lease.release(changed=True)
             self.retain(part.grouping, sent)
 
