@@ -25,6 +25,7 @@ ORDER: Final = (
     "warm",
     "device",
     "policies",
+    "associative",
     "commit",
     "verify",
     "crashes",
