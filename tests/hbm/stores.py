@@ -1,0 +1,107 @@
+"""Stores whose device memory holds few of their rows, and what is done with them."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import tierstore
+from tierstore import optim
+from tierstore.errors import BudgetError
+from tierstore.hbm.pool import HbmPool
+
+__all__ = [
+    "ALL",
+    "LEAST",
+    "MODES",
+    "ROWS",
+    "bits",
+    "config",
+    "hot",
+    "jagged",
+    "open_store",
+    "put",
+    "same",
+    "shown",
+    "simple",
+    "step",
+]
+
+ROWS = 600
+ALL = torch.arange(ROWS)
+LEAST = -1
+"""Stands for the smallest budget of device memory that the tables allow: room for about 130 rows."""
+MODES: Any = ("sum", "mean", "max")
+
+
+def config(name: str = "t", **fields: Any) -> tierstore.TableConfig:
+    given: dict[str, Any] = {"embedding_dim": 4, "init": tierstore.init.Uniform(-1, 1), "num_embeddings": ROWS}
+    return tierstore.TableConfig(name=name, **(given | fields))
+
+
+def simple(**fields: Any) -> tierstore.TableConfig:
+    """Rows that count down by one each time they are trained."""
+    return config(init=tierstore.init.Constant(0.0), optimizer=optim.SGD(lr=1.0), **fields)
+
+
+def least(directory: Path, configs: tuple[tierstore.TableConfig, ...], policy: str) -> str:
+    with tierstore.open(directory, hbm=1, ddr="8MiB", policy=policy) as store:
+        for each in configs:
+            store.create_table(each)
+        with pytest.raises(BudgetError) as caught:
+            store.pool_of(next(iter(store.tables.values())).layout)
+    found = re.search(r"give at least (\d+KiB)", str(caught.value))
+    assert found is not None
+    return found[1]
+
+
+def open_store(directory: Path, *configs: tierstore.TableConfig, hbm: int = LEAST, **settings: Any) -> tierstore.Store:
+    if hbm == LEAST:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        settings["hbm"] = least(Path(f"{directory}-least"), configs or (simple(),), settings.get("policy", "lru"))
+    else:
+        settings["hbm"] = hbm
+    store = tierstore.open(directory, **({"ddr": "2MiB", "threads": 1} | settings))
+    for each in configs or (simple(),):
+        if not store.readonly:
+            store.create_table(each)
+    return store
+
+
+def hot(store: tierstore.Store, name: str = "t") -> HbmPool:
+    found = store[name].pool.hot
+    assert found is not None
+    return found
+
+
+def same(ids: Tensor) -> Tensor:
+    return ids
+
+
+def put(store: tierstore.Store, rows: Tensor, value: float) -> None:
+    store["t"].write(rows, torch.full((len(rows), 4), value))
+
+
+def step(bag: Any, ids: Tensor) -> None:
+    bag(ids, torch.arange(0, len(ids), 3)).sum().backward()
+
+
+def shown(directory: Path, version: int | None = None, name: str = "t") -> Tensor:
+    with tierstore.open(directory, mode="r", version=version, ddr="2MiB") as store:
+        store.verify()
+        return store[name].read(ALL)
+
+
+def bits(tensor: Any) -> bytes:
+    values = torch.as_tensor(tensor).detach().contiguous()
+    return values.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def jagged(order: np.random.Generator, bags: int, longest: int) -> tuple[Tensor, Tensor]:
+    """Skewed ids and the offsets of bags, some empty."""
+    offsets = np.cumsum([0, *order.integers(0, longest + 1, bags)])
+    return torch.from_numpy((order.random(offsets[-1]) ** 2 * ROWS).astype(np.int64)), torch.from_numpy(offsets)

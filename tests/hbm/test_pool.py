@@ -1,0 +1,558 @@
+"""The HBM tier over a pool that is slow, or fails: what goes up and down, what is pinned, and that nothing is lost."""
+
+import itertools
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tierstore import cache, init, optim
+from tierstore.cache.hbm import HbmCache
+from tierstore.config import TableConfig
+from tierstore.errors import BudgetError, ChecksumError, ClosedError, DiskFullError, TableError
+from tierstore.hbm import pool as hbm_pool
+from tierstore.hbm.lanes import HostLane
+from tierstore.hbm.lease import HbmLease
+from tierstore.hbm.pool import HbmPool, HbmSize
+from tierstore.hbm.staging import Staging
+from tierstore.io import MemoryColdTier
+from tierstore.pool import Pool
+from tierstore.threads import Workers
+
+CACHED, OVERFLOW, STAGED, BELOW, ROWS, DIM = 32, 8, 4, 64, 600, 3
+"""One set, so that more than 32 rows at once overflow; and three columns, so that rows have padding."""
+ROOM = CACHED + OVERFLOW
+CONFIG = TableConfig(
+    name="t", num_embeddings=ROWS, embedding_dim=DIM, init=init.Constant(1.0), optimizer=optim.RowWiseAdagrad()
+)
+
+
+def nothing() -> None:
+    pass
+
+
+class Below:
+    """Passes on to a pool in host memory, after ``before``, and notes which rows went up and down."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self.layout = pool.layout
+        self.before_take: Callable[[], None] = nothing
+        self.before_put: Callable[[], None] = nothing
+        self.up: list[int] = []
+        self.down: list[int] = []
+
+    def take(self, keys: Any, weights: Any, state: Any) -> None:
+        self.before_take()
+        self._pool.take(keys, weights, state)
+        self.up += keys.tolist()
+
+    def put(self, keys: Any, weights: Any, state: Any) -> None:
+        self.before_put()
+        self._pool.put(keys, weights, state)
+        self.down += keys.tolist()
+
+
+class TroubledTier(MemoryColdTier):
+    before_write: Callable[[], None] = staticmethod(nothing)
+
+    def write(self, *arguments: Any, **named: Any) -> None:
+        self.before_write()
+        super().write(*arguments, **named)
+
+
+@pytest.fixture
+def cold() -> TroubledTier:
+    return TroubledTier()
+
+
+@pytest.fixture
+def below(cold: TroubledTier) -> Below:
+    layout = CONFIG.layout(4096)
+    cold.add_table(0, layout, ROWS)
+    rows = cache.make_cache("lru", BELOW, weight_words=layout.weight_words, state_words=layout.state_words)
+    pool = Pool(layout, rows, cold, Workers(1), transaction_bytes=1 << 16, outbox_rows=8, epoch=1, readonly=False)
+    pool.add_table(0, CONFIG)
+    return Below(pool)
+
+
+def make(below: Any, policy: Any = "lru") -> HbmPool:
+    size = HbmSize(cached_rows=CACHED, overflow_rows=OVERFLOW, staging_rows=STAGED)
+    return HbmPool(below, size, HostLane(), torch.device("cpu"), policy)
+
+
+@pytest.fixture
+def hot(below: Below) -> Iterator[HbmPool]:
+    made = make(below)
+    yield made
+    made.check_integrity()
+    assert made.num_leased == 0
+
+
+def keys(rows: Any) -> Any:
+    return np.array(list(rows), np.int64)
+
+
+def read(hot: HbmPool, rows: Any) -> list[float]:
+    found = hot.read(keys(rows))
+    assert torch.equal(found, found[:, :1].expand(-1, DIM))
+    return found[:, 0].tolist()
+
+
+def write(hot: HbmPool, rows: Any, value: float) -> None:
+    hot.write(keys(rows), torch.full((len(keys(rows)), DIM), value))
+
+
+def acquire(hot: HbmPool, rows: Any) -> HbmLease:
+    lease = hot.acquire(hot.group(torch.from_numpy(keys(rows))), len(keys(rows)))
+    assert lease is not None
+    return lease
+
+
+# What goes up and down
+
+
+def test_rows_that_fit_go_up_once(hot: HbmPool, below: Below) -> None:
+    for _ in range(3):
+        assert read(hot, [*range(ROOM), *range(ROOM)]) == [1.0] * 2 * ROOM
+    assert sorted(below.up) == list(range(ROOM))
+    assert hot.conflict_misses == OVERFLOW
+    assert (hot.split_batches, below.down) == (0, [])
+    counted = hot.cache.counters()
+    assert (counted.lookups, counted.misses, counted.hits) == (6 * ROOM, ROOM, 2 * ROOM)
+
+
+def test_one_row_more_than_there_is_room_for_splits_the_batch(hot: HbmPool) -> None:
+    assert read(hot, range(ROOM + 1)) == [1.0] * (ROOM + 1)
+    assert hot.split_batches == 1
+
+
+def test_clean_victims_do_not_go_down(hot: HbmPool, below: Below) -> None:
+    order = random.Random(0)
+    for _ in range(10):
+        read(hot, order.sample(range(ROWS), 60))
+    assert hot.cache.counters().evictions > ROWS / 2
+    assert below.down == []
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_a_newer_row_goes_down_once(below: Below, policy: str) -> None:
+    hot = make(below, policy)
+    for value in (2.0, 3.0):
+        below.down.clear()
+        write(hot, range(ROOM), value)
+        for first in (100, 200):
+            read(hot, range(first, first + ROOM))
+        hot.flush()
+        assert sorted(below.down) == list(range(ROOM))
+        assert read(hot, range(ROOM)) == [value] * ROOM
+    hot.check_integrity()
+
+
+def test_a_row_that_was_flushed_goes_down_again_only_if_it_changes(hot: HbmPool, below: Below) -> None:
+    write(hot, range(ROOM), 2.0)
+    hot.flush()
+    assert sorted(below.down) == list(range(ROOM))
+    write(hot, [5, 39], 3.0)
+    for rows in (range(ROOM), range(100, 180)):
+        read(hot, rows)
+    hot.flush()
+    assert sorted(below.down[ROOM:]) == [5, 39]
+
+
+def test_a_row_changed_under_one_of_two_leases_stays_newer(hot: HbmPool, below: Below) -> None:
+    first, second = acquire(hot, range(ROOM)), acquire(hot, range(ROOM))
+    hot.weights[first.slots.long()] = 7.0
+    first.release(changed=True)
+    second.release(changed=False)
+    assert read(hot, range(200, 200 + ROOM)) == [1.0] * ROOM
+    assert sorted(below.down) == list(range(ROOM))
+    assert read(hot, range(ROOM)) == [7.0] * ROOM
+
+
+def test_flushing_under_a_lease_does_not_lose_what_changes_later(hot: HbmPool, below: Below) -> None:
+    write(hot, range(ROOM), 2.0)
+    lease = acquire(hot, range(ROOM))
+    hot.flush()
+    hot.weights[lease.slots.long()] = 4.0
+    lease.release(changed=True)
+    hot.flush()
+    assert sorted(below.down) == sorted([*range(ROOM)] * 2)
+    hot.forget()
+    assert read(hot, range(ROOM)) == [4.0] * ROOM
+
+
+def test_state_and_padding_go_along(hot: HbmPool) -> None:
+    """The words of a row, whatever they stand for."""
+    lease = acquire(hot, range(ROOM))
+    generator = torch.Generator().manual_seed(0)
+    places = lease.slots.long()
+    for arena in (hot.cache.weights, hot.cache.state):
+        arena[places] = torch.randint(-(2**62), 2**62, arena[places].shape, generator=generator)
+    expected = [arena[places].clone() for arena in (hot.cache.weights, hot.cache.state)]
+    lease.release(changed=True)
+    hot.read(keys(range(100, 180)))
+    lease = acquire(hot, range(ROOM))
+    for arena, words in zip((hot.cache.weights, hot.cache.state), expected, strict=True):
+        assert torch.equal(arena[lease.slots.long()], words)
+    lease.release()
+
+
+def test_of_equal_keys_the_last_is_written(hot: HbmPool) -> None:
+    order = random.Random(1)
+    rows = [order.randrange(60) for _ in range(500)]
+    hot.write(keys(rows), torch.arange(500.0)[:, None].expand(-1, DIM))
+    assert hot.split_batches == 1
+    last = {row: float(place) for place, row in enumerate(rows)}
+    assert read(hot, range(60)) == [last.get(row, 1.0) for row in range(60)]
+
+
+def test_forgetting(hot: HbmPool, below: Below) -> None:
+    write(hot, range(ROOM), 2.0)
+    lease = acquire(hot, [3])
+    with pytest.raises(TableError, match="rows are in use by a batch under way"):
+        hot.forget()
+    lease.release()
+    hot.forget()
+    assert hot.cache.num_resident == len(hot.overflow.resident_slots) == 0
+    below.up.clear()
+    assert read(hot, range(ROOM)) == [2.0] * ROOM
+    assert sorted(below.up) == list(range(ROOM))
+
+
+# Trouble below
+
+
+class Trouble:
+    """Raises on calls from number ``first`` (0 is the next) on."""
+
+    def __init__(self, first: int, error: BaseException) -> None:
+        self._left, self._error = first, error
+        self.raised = False
+
+    def __call__(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            self.raised = True
+            raise self._error
+
+
+ERRORS = [ChecksumError("trouble"), MemoryError("trouble"), KeyboardInterrupt("trouble")]
+
+
+@pytest.mark.parametrize("place", range(ROOM // STAGED))
+def test_trouble_while_rows_are_brought_in(hot: HbmPool, below: Below, place: int) -> None:
+    error = ERRORS[place % len(ERRORS)]
+    write(hot, range(ROOM), 2.0)
+    below.before_take = Trouble(place, error)
+    with pytest.raises(type(error), match="trouble"):
+        hot.read(keys(range(100, 100 + ROOM)))
+    hot.check_integrity()
+    assert (hot.num_leased, hot.cache.num_pinned, hot.overflow.num_pinned) == (0, 0, 0)
+    below.before_take = nothing
+    assert read(hot, range(ROOM)) == [2.0] * ROOM
+    assert read(hot, range(100, 100 + ROOM)) == [1.0] * ROOM
+    assert sorted(below.down) == list(range(ROOM))
+
+
+@pytest.mark.parametrize("place", range(ROOM // STAGED))
+def test_trouble_while_rows_are_written_down(hot: HbmPool, below: Below, place: int) -> None:
+    error = ERRORS[place % len(ERRORS)]
+    write(hot, range(ROOM), 2.0)
+    below.up.clear()
+    for action in (lambda: hot.read(keys(range(100, 100 + ROOM))), hot.flush, hot.forget):
+        below.before_put = trouble = Trouble(place, error)
+        try:
+            with pytest.raises(type(error), match="trouble"):
+                action()
+        finally:
+            below.before_put = nothing
+        assert trouble.raised
+        hot.check_integrity()
+        assert (hot.num_leased, hot.cache.num_pinned, hot.overflow.num_pinned) == (0, 0, 0)
+        assert below.up == []
+        write(hot, range(ROOM), 2.0)  # what went down is newer once more
+    below.before_put = nothing
+    assert read(hot, range(100, 180)) == [1.0] * 80
+    assert read(hot, range(ROOM)) == [2.0] * ROOM
+
+
+def test_a_full_disk_loses_no_row(hot: HbmPool, cold: TroubledTier) -> None:
+    """All tiers are full of newer rows, and the last one takes none."""
+    for first in range(0, 400, 10):
+        write(hot, range(first, first + 10), 2.0 + first)
+    cold.before_write = Trouble(0, DiskFullError("no room"))
+    for _ in range(3):
+        with pytest.raises(DiskFullError, match="no room"):
+            read(hot, range(500, 600))
+        hot.check_integrity()
+    assert read(hot, range(380, 400)) == [2.0 + first for first in (380, 390) for _ in range(10)]
+    cold.before_write = nothing
+    assert read(hot, range(500, 600)) == [1.0] * 100
+    assert read(hot, range(400)) == [2.0 + row // 10 * 10 for row in range(400)]
+
+
+def test_rows_in_use_survive_trouble_of_others(hot: HbmPool, below: Below) -> None:
+    """Half of the batch is pinned by another lease, in the cache and in overflow slots, and not brought in again."""
+    write(hot, range(ROOM), 2.0)
+    lease = acquire(hot, range(20, ROOM))
+    below.before_take = Trouble(2, ChecksumError("trouble"))
+    with pytest.raises(ChecksumError):
+        acquire(hot, range(20, ROOM + 20))
+    hot.check_integrity()
+    below.before_take = nothing
+    assert hot.num_leased == 1
+    assert torch.equal(hot.weights[lease.slots.long(), :DIM], torch.full((20, DIM), 2.0))
+    both = acquire(hot, range(20, ROOM + 20))
+    assert set(lease.slots.tolist()) < set(both.slots.tolist())
+    lease.release()
+    both.release()
+    assert hot.num_leased == 0
+    assert (hot.cache.num_pinned, hot.overflow.num_pinned) == (0, 0)
+
+
+@pytest.mark.parametrize("name", ["plan", "commit", "release"])
+@pytest.mark.parametrize("action", ["read", "write", "flush", "forget"])
+def test_ctrl_c_waits_until_the_books_are_whole(
+    hot: HbmPool, monkeypatch: pytest.MonkeyPatch, name: str, action: str
+) -> None:
+    write(hot, range(ROOM), 2.0)
+    real, calls = getattr(HbmCache, name), []
+
+    def interrupted(*arguments: Any, **named: Any) -> Any:
+        done = real(*arguments, **named)
+        calls.append(name)
+        os.kill(os.getpid(), signal.SIGINT)
+        return done
+
+    def run() -> None:
+        if action in ("read", "write"):
+            hot.read(keys(range(100, 130))) if action == "read" else write(hot, range(100, 130), 3.0)
+        else:
+            getattr(hot, action)()
+
+    lease = acquire(hot, range(3))
+    lease.release(changed=True)
+    monkeypatch.setattr(HbmCache, name, interrupted)
+    try:
+        run()
+    except KeyboardInterrupt:
+        assert calls
+    monkeypatch.undo()
+    hot.check_integrity()
+    assert hot.num_leased == 0
+    assert read(hot, range(ROOM)) == [2.0] * ROOM
+    assert read(hot, range(100, 130)) == [3.0 if action == "write" else 1.0] * 30
+
+
+# Leases
+
+
+def test_pins_come_back_when_leases_are_released_or_dropped(hot: HbmPool) -> None:
+    leases = [acquire(hot, range(first, first + 10)) for first in range(0, ROOM, 10)]
+    assert hot.num_leased == 4
+    assert hot.cache.num_pinned + hot.overflow.num_pinned == ROOM
+    leases[0].release()
+    leases[0].release()
+    leases[1].use()
+    del leases[1:3]
+    assert hot.num_leased == 1
+    assert hot.cache.num_pinned + hot.overflow.num_pinned == 10
+    leases.clear()
+    assert (hot.num_leased, hot.cache.num_pinned, hot.overflow.num_pinned) == (0, 0, 0)
+
+
+def test_what_is_not_changed_by_a_dropped_lease_stays_newer(hot: HbmPool, below: Below) -> None:
+    write(hot, range(ROOM), 2.0)
+    lease = acquire(hot, range(ROOM))
+    del lease
+    read(hot, range(100, 180))
+    assert sorted(below.down) == list(range(ROOM))
+
+
+def test_held_leases_leave_room_for_others(hot: HbmPool) -> None:
+    leases = []
+    while True:
+        lease = acquire(hot, range(5 * len(leases), 5 * len(leases) + 5))
+        if not hot.hold(lease):
+            assert not lease.held
+            lease.release()
+            break
+        leases.append(lease)
+    assert 5 * len(leases) == 0.75 * ROOM
+    assert read(hot, range(300, 350)) == [1.0] * 50
+    for lease in leases:
+        lease.release()
+    lease = acquire(hot, range(30))
+    assert hot.hold(lease)
+    lease.release()
+
+
+def test_held_overflow_slots_leave_half_of_them(hot: HbmPool) -> None:
+    outer = acquire(hot, range(CACHED))
+    leases = [acquire(hot, [100 + number]) for number in range(OVERFLOW)]
+    assert [hot.hold(lease) for lease in leases] == [True] * (OVERFLOW // 2) + [False] * (OVERFLOW // 2)
+    del leases[OVERFLOW // 2 :]
+    assert read(hot, range(200, 250)) == [1.0] * 50
+    outer.release()
+    leases.clear()
+
+
+def test_waiting_for_room_ends_in_an_error(hot: HbmPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hbm_pool, "PIN_WAIT_SECONDS", 0.1)
+    lease = acquire(hot, range(ROOM))
+    for action in (lambda: read(hot, [300]), lambda: write(hot, [300], 2.0)):
+        with pytest.raises(BudgetError, match="open the store with a larger hbm="):
+            action()
+    assert read(hot, range(ROOM)) == [1.0] * ROOM
+    lease.release()
+    assert read(hot, [300]) == [1.0]
+
+
+def waiting(action: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    """A thread that has not come back from ``action`` after a while, and what it will have got."""
+    got: list[Any] = []
+
+    def run() -> None:
+        try:
+            got.append(action())
+        except Exception as error:
+            got.append(type(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(0.15)
+    assert thread.is_alive()
+    return thread, got
+
+
+@pytest.mark.parametrize("end", ["release", "drop", "close"])
+def test_whoever_waits_goes_on(hot: HbmPool, end: str) -> None:
+    lease = acquire(hot, range(ROOM))
+    thread, got = waiting(lambda: read(hot, [300, 301]))
+    if end == "release":
+        lease.release()
+    elif end == "close":
+        hot.close()
+    del lease
+    thread.join(30)
+    assert got == [ClosedError if end == "close" else [1.0, 1.0]]
+
+
+def test_a_reader_of_cached_rows_waits_for_whoever_changes_them(hot: HbmPool) -> None:
+    read(hot, range(10))
+    with hot.rows_lock:
+        thread, got = waiting(lambda: read(hot, range(10)))
+        lease = acquire(hot, range(10))
+        hot.weights[lease.slots.long()] = 5.0
+        lease.release(changed=True)
+    thread.join(30)
+    assert got == [[5.0] * 10]
+
+
+def test_staging_takes_as_much_as_it_says(hot: HbmPool) -> None:
+    layout = CONFIG.layout(4096)
+    size = HbmSize(cached_rows=CACHED, overflow_rows=OVERFLOW, staging_rows=STAGED)
+    assert hot.host_bytes == hbm_pool.host_bytes_of(layout, size)
+    assert isinstance(hot._staging, Staging)
+    assert hot._staging.host_bytes == 3 * STAGED * layout.row_bytes
+
+
+# At random
+
+
+class Chaos:
+    """Random work on a pool, some of which fails, beside a model of plain numbers."""
+
+    def __init__(self, hot: HbmPool, below: Below, cold: TroubledTier, seed: int) -> None:
+        self.hot, self.below, self.cold = hot, below, cold
+        self.random = random.Random(seed)
+        self.shown = dict.fromkeys(range(ROWS), 1.0)
+        self.leases: list[HbmLease] = []
+        self.values = itertools.count(2)
+        self.failures = 0
+
+    def rows(self) -> list[int]:
+        count = self.random.choice([1, 5, 20, 60])
+        return [int(self.random.random() ** 2 * ROWS) for _ in range(count)]
+
+    def step(self) -> None:
+        trouble = Trouble(self.random.randrange(5), ChecksumError("trouble"))
+        where = self.random.choice([None, (self.below, "before_take"), (self.below, "before_put"),
+                                    (self.cold, "before_write")])  # fmt: skip
+        if where is not None:
+            setattr(*where, trouble)
+        action = self.random.choice([self.read, self.read, self.write, self.train, self.hold, self.drop, self.tidy])
+        try:
+            action()
+        except ChecksumError:
+            assert trouble.raised
+            self.failures += 1
+        finally:
+            self.below.before_take = self.below.before_put = self.cold.before_write = nothing
+        self.hot.check_integrity()
+        assert self.hot.num_leased == len(self.leases)
+
+    def read(self) -> None:
+        rows = self.rows()
+        assert read(self.hot, rows) == [self.shown[row] for row in rows]
+
+    def write(self) -> None:
+        """If it fails, rows of parts before were written."""
+        rows, value = self.rows(), float(next(self.values))
+        try:
+            write(self.hot, rows, value)
+        except ChecksumError:
+            self.below.before_take = self.below.before_put = self.cold.before_write = nothing
+            for row, found in zip(rows, read(self.hot, rows), strict=True):
+                assert found in (self.shown[row], value)
+                self.shown[row] = found
+            raise
+        self.shown |= dict.fromkeys(rows, value)
+
+    def train(self) -> None:
+        """Change rows under a lease."""
+        rows, value = sorted(set(self.rows())), float(next(self.values))
+        grouping = self.hot.group(torch.from_numpy(keys(rows)))
+        lease = self.hot.acquire(grouping, len(rows))
+        if lease is not None:
+            self.hot.weights[lease.slots.long()] = value
+            lease.release(changed=True)
+            self.shown |= dict.fromkeys(rows, value)
+
+    def hold(self) -> None:
+        lease = self.hot.acquire(self.hot.group(torch.from_numpy(keys(self.rows()[:10]))), 10)
+        if lease is not None and self.hot.hold(lease):
+            self.leases.append(lease)
+
+    def drop(self) -> None:
+        if self.leases:
+            lease = self.leases.pop(self.random.randrange(len(self.leases)))
+            if self.random.random() < 0.5:
+                lease.release()
+
+    def tidy(self) -> None:
+        if self.leases:
+            self.hot.flush()
+        else:
+            self.hot.forget()
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+@pytest.mark.parametrize("seed", range(2))
+def test_random_work_and_trouble(below: Below, cold: TroubledTier, policy: str, seed: int) -> None:
+    chaos = Chaos(make(below, policy), below, cold, seed)
+    for _ in range(100):
+        chaos.step()
+    assert chaos.failures > 5
+    chaos.leases.clear()
+    assert read(chaos.hot, range(ROWS)) == list(chaos.shown.values())
+    chaos.hot.forget()
+    assert read(chaos.hot, range(ROWS)) == list(chaos.shown.values())
+    assert (chaos.hot.num_leased, chaos.hot.cache.num_pinned, chaos.hot.overflow.num_pinned) == (0, 0, 0)
