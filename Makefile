@@ -4,6 +4,9 @@ VENV ?= .venv
 # Any requirement pip takes, with options: TORCH="torch" for the newest, or TORCH="torch --index-url URL" for another build.
 TORCH ?= torch==2.13.0
 
+# Flags for tierstore demo.
+DEMO ?=
+
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
@@ -11,7 +14,8 @@ READY := $(VENV)/.ready
 .NOTPARALLEL:
 .PHONY: help demo test pytest kernels-without-jit lint format docs bench-quick clean distclean
 help:
-	@echo "make demo         train a model on tables that do not fit in the memory budget (under 3 minutes)"
+	@echo "make demo         train a model on tables that do not fit in the memory budget (under 3 minutes);"
+	@echo "                  on a GPU: make demo DEMO='--device cuda --hbm 64MiB'"
 	@echo "make test         the whole test suite, the kernels again as plain Python, ruff and mypy"
 	@echo "make lint         ruff and mypy only"
 	@echo "make bench-quick  every benchmark at small size, into .bench/quick"
@@ -28,7 +32,7 @@ $(READY): pyproject.toml Makefile
 	@touch $@
 
 demo: $(READY)
-	$(BIN)/tierstore demo
+	$(BIN)/tierstore demo $(DEMO)
 
 # pytest comes last so that its closing line ends the output.
 test: lint kernels-without-jit pytest

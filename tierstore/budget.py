@@ -1,5 +1,6 @@
 """How a budget of host memory is divided: among the pools, and within a pool between cache and outbox."""
 
+import bisect
 import math
 from collections.abc import Mapping
 from typing import Final, NamedTuple
@@ -35,10 +36,11 @@ OVERFLOW_SHARE: Final = 1 / 16
 MIN_OVERFLOW_ROWS: Final = 64
 SPARE_SHARE: Final = 1 / 2
 """Slots beyond the rows there are, so that rows that all fit do not crowd each other out of their sets."""
+_MOST_SLOTS: Final = int((CAPACITY_MAX - MIN_OVERFLOW_ROWS) / (1 + OVERFLOW_SHARE))
 HBM_STAGING_SHARE: Final = 1 / 32
 MIN_STAGING_ROWS: Final = 16
 MAX_STAGING_BYTES: Final = 8 * 2**20
-"""Of each buffer that rows are moved through."""
+"""Of each buffer that rows are moved through; below, a share of the cached rows."""
 
 
 class PoolSize(NamedTuple):
@@ -82,51 +84,50 @@ def divide(budget: int, rows: Mapping[RowLayout, int], *, policy: str, given: ob
 
 
 def divide_hbm(budget: int, rows: Mapping[RowLayout, int], *, policy: str, given: object) -> dict[RowLayout, HbmSize]:
-    """A share of device memory for each layout, by what it would take whole.
+    """Device memory: for each layout the fewest rows it must hold, and of the rest a share by what it would take whole.
 
     Args: as for ``divide``.
 
     Raises:
         BudgetError: too little for the fewest rows of each layout; names what is enough.
     """
-    most = {layout: count * layout.row_bytes for layout, count in rows.items()}
-    sizes = {
-        layout: _hbm_size(layout, count, int(budget * most[layout] / sum(most.values())), policy)
-        for layout, count in rows.items()
-    }
-    if any(size.cached_rows < MIN_CACHED_ROWS for size in sizes.values()):
-        least = max(
-            _least_hbm_bytes(layout, policy) * sum(most.values()) / most[layout] for layout in sizes if most[layout]
-        )
+    wanted = {layout: min(_slots_for(count), _MOST_SLOTS) for layout, count in rows.items()}
+    fewest = {layout: min(MIN_CACHED_ROWS, count) for layout, count in wanted.items()}
+    least = {layout: _hbm_bytes(layout, count, policy) for layout, count in fewest.items()}
+    most = {layout: _hbm_bytes(layout, count, policy) for layout, count in wanted.items()}
+    left = budget - sum(least.values())
+    if left < 0:
         raise BudgetError(
             f"hbm={given!r} is {format_size(budget)}: too little for {MIN_CACHED_ROWS} rows of each row layout; "
-            f"give at least {math.ceil(least / 1024) + 1}KiB"
+            f"give at least {math.ceil(sum(least.values()) / 1024)}KiB"
         )
+    part = min(1.0, left / max(1, sum(most.values()) - sum(least.values())))
+    sizes = {}
+    for layout in rows:
+        share = least[layout] + int(part * (most[layout] - least[layout]))
+        places = range(fewest[layout], wanted[layout] + 1)
+        fitting = bisect.bisect_right(places, share, key=lambda count, own=layout: _hbm_bytes(own, count, policy))  # type: ignore[misc]
+        sizes[layout] = _hbm_size(layout, places[max(fitting, 1) - 1])
     return sizes
 
 
-def _hbm_size(layout: RowLayout, count: int, share: int, policy: str) -> HbmSize:
-    staging_rows = max(MIN_STAGING_ROWS, int(min(share * HBM_STAGING_SHARE, MAX_STAGING_BYTES)) // layout.row_bytes)
-    left = share - NUM_BUFFERS * staging_rows * layout.row_bytes
-    outside = layout.row_bytes + OVERFLOW_INDEX_BYTES
-    whole = layout.row_bytes + _hbm_index_bytes(policy) + outside * OVERFLOW_SHARE
-    fitting = int((left - MIN_OVERFLOW_ROWS * outside) / whole)
-    most = int((CAPACITY_MAX - MIN_OVERFLOW_ROWS) / (1 + OVERFLOW_SHARE))
-    cached = min(fitting - WAYS, math.ceil(count * (1 + SPARE_SHARE)) + WAYS, most)
-    return HbmSize(cached, MIN_OVERFLOW_ROWS + int(cached * OVERFLOW_SHARE), staging_rows)
+def _slots_for(count: int) -> int:
+    """Slots in which rows that all fit do not crowd each other out of their sets."""
+    return math.ceil(count * (1 + SPARE_SHARE)) + WAYS
 
 
-def _hbm_index_bytes(policy: str) -> int:
-    return INDEX_BYTES + (SKETCH_BYTES if policy.endswith("lfu") else 0)
+def _hbm_size(layout: RowLayout, cached: int) -> HbmSize:
+    staging = min(int(cached * HBM_STAGING_SHARE), MAX_STAGING_BYTES // layout.row_bytes)
+    return HbmSize(cached, MIN_OVERFLOW_ROWS + int(cached * OVERFLOW_SHARE), max(MIN_STAGING_ROWS, staging))
 
 
-def _least_hbm_bytes(layout: RowLayout, policy: str) -> float:
-    """Bytes of which ``_hbm_size`` makes the fewest rows."""
-    rows = MIN_CACHED_ROWS + WAYS + 1
-    outside = (rows * OVERFLOW_SHARE + MIN_OVERFLOW_ROWS) * (layout.row_bytes + OVERFLOW_INDEX_BYTES)
-    cached = rows * (layout.row_bytes + _hbm_index_bytes(policy))
-    staging = NUM_BUFFERS * MIN_STAGING_ROWS * layout.row_bytes
-    return (cached + outside + staging) / (1 - NUM_BUFFERS * HBM_STAGING_SHARE)
+def _hbm_bytes(layout: RowLayout, cached: int, policy: str) -> int:
+    """Device memory of a pool with so many cached rows; what ``HbmPool.size_bytes`` says."""
+    size = _hbm_size(layout, cached)
+    moving = (size.overflow_rows + NUM_BUFFERS * size.staging_rows) * layout.row_bytes
+    index = -(-cached // WAYS) * WAYS * INDEX_BYTES + size.overflow_rows * OVERFLOW_INDEX_BYTES
+    sketch = cached * SKETCH_BYTES if policy.endswith("lfu") else 0
+    return cached * layout.row_bytes + moving + index + sketch
 
 
 def _pool_bytes(layout: RowLayout, count: int, policy: str) -> int:

@@ -17,12 +17,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from . import kernels
-from .cache import Admission, AdmitStatus, RowCache
+from .cache import Admission, AdmitStatus, CacheCounters, RowCache
 from .config import TableConfig
 from .errors import BudgetError, ClosedError
 from .floats import half_code
@@ -121,6 +122,7 @@ class Pool:
         self.split_batches = 0
         self.fill_seconds = 0.0
         self.hot: HbmPool | None = None
+        self._put = CacheCounters(lookups=0, hits=0, misses=0, evictions=0)
         self._cold = cold
         self.writeback = WriteBack(
             layout,
@@ -331,6 +333,10 @@ class Pool:
         with self.fill_lock:
             self.writeback.write_all()
 
+    def exclusive(self) -> AbstractContextManager[Any]:
+        """Within it, this tier has the newest value of every row, and the tier above, if there is one, has none."""
+        return contextlib.nullcontext() if self.hot is None else self.hot.emptied()
+
     def settle(self) -> None:
         """Have the tier above, if there is one, copy its newer rows into this one."""
         if self.hot is not None:
@@ -352,8 +358,9 @@ class Pool:
         with self.lock:
             self._closed = True
             self.lock.notify_all()
-        if self.hot is not None:
-            self.hot.close()
+        hot, self.hot = self.hot, None  # each knows the other: memory is freed when the last one lets go, not later
+        if hot is not None:
+            hot.close()
 
     def require_open(self) -> None:
         """ClosedError after ``close``."""
@@ -371,7 +378,10 @@ class Pool:
                 with self.lock:
                     self.require_open()
                     self._release_dropped()
+                    before = self.cache.counters()
                     status = self.cache.admit(admission)
+                    if not read:
+                        self._note_put(before)
                 if status is not AdmitStatus.DIRTY_VICTIM:
                     break
                 started = time.perf_counter()
@@ -384,6 +394,26 @@ class Pool:
                 self.cache.abandon(admission)
                 self.lock.notify_all()
             raise
+
+    def _note_put(self, before: CacheCounters) -> None:
+        """What was counted since is no lookup: a row came down."""
+        after = self.cache.counters()
+        self._put = CacheCounters(
+            lookups=self._put.lookups + after.lookups - before.lookups,
+            hits=self._put.hits + after.hits - before.hits,
+            misses=self._put.misses + after.misses - before.misses,
+            evictions=0,
+        )
+
+    def counters(self) -> CacheCounters:
+        """What was looked up in the cache, and what was evicted from it for that or for rows that came down."""
+        every, put = self.cache.counters(), self._put
+        return CacheCounters(
+            lookups=every.lookups - put.lookups,
+            hits=every.hits - put.hits,
+            misses=every.misses - put.misses,
+            evictions=every.evictions,
+        )
 
     def _load(self, slots: Any) -> None:
         """Read rows into their reserved slots; rows never written get their first value."""

@@ -19,6 +19,7 @@ class TierStats(NamedTuple):
     hits: int = 0
     misses: int = 0
     evictions: int = 0
+    """Rows that left for others; of hbm, those of the cache, not of overflow slots."""
     capacity_rows: int = 0
     bytes: int = 0
     """Memory the tier holds: arenas, index, policy and staging; for ssd, the block directory and staging."""

@@ -295,7 +295,8 @@ class Store:
         for table in self._tables.values():
             rows[table.layout] = rows.get(table.layout, 0) + table.config.num_embeddings
         hbm = parse_size(self._hbm, name="hbm", table_bytes=table_bytes, memory_bytes=memory_bytes(self.device))
-        hbm_sizes = divide_hbm(hbm, rows, policy=self.policy, given=self._hbm) if hbm else {}
+        has_hbm = hbm > 0 or self.device.type != "cpu"
+        hbm_sizes = divide_hbm(hbm, rows, policy=self.policy, given=self._hbm) if has_hbm else {}
         budget = parse_size(self._ddr, name="ddr", table_bytes=table_bytes)
         staging = sum(host_bytes_of(layout, size) for layout, size in hbm_sizes.items())
         division = divide(budget, rows, policy=self.policy, given=self._ddr, hbm_staging=staging)
@@ -478,7 +479,7 @@ class Store:
         """Running totals of each tier since the store was opened."""
         self.require_open()
         pools = list(self._pools.values())
-        counters = [pool.cache.counters() for pool in pools]
+        counters = [pool.counters() for pool in pools]
         cold = self._cold.counters()
         hits, misses = sum(c.hits for c in counters), sum(c.misses for c in counters)
         ddr = TierStats(

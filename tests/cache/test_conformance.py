@@ -43,6 +43,7 @@ class TestReferenceLfu(Lfu):
 
 class HbmLru(Lru):
     num_accesses = 2000
+    device = "cpu"
 
     def make(self, capacity: int, *, weight_words: int = 2, state_words: int = 1) -> RowCache:
         return HbmCache(
@@ -50,7 +51,7 @@ class HbmLru(Lru):
             weight_words=weight_words,
             state_words=state_words,
             policy=self.policy,  # type: ignore[arg-type]
-            device=torch.device("cpu"),
+            device=torch.device(self.device),
         )
 
 
@@ -61,3 +62,23 @@ class TestHbmLru(HbmLru):
 class TestHbmLfu(HbmLru):
     oracle_class = cachetools.LFUCache
     policy = "lfu"
+
+
+class OnGpu:
+    """What the suite does to arenas in host memory, it cannot do here; tests/gpu checks the rows."""
+
+    device = "cuda"
+    num_accesses = 500
+
+    test_arenas_are_aligned_words = None
+    test_rows_stay_in_place_until_they_are_evicted = None
+
+
+@pytest.mark.gpu
+class TestHbmLruOnGpu(OnGpu, HbmLru):
+    pass
+
+
+@pytest.mark.gpu
+class TestHbmLfuOnGpu(OnGpu, TestHbmLfu):
+    pass

@@ -171,14 +171,12 @@ def test_a_share_of_the_tables(store_dir: Path) -> None:
         assert stats.capacity_rows > 0.75 * 5000
 
 
-@pytest.mark.xfail(raises=BudgetError, reason="slots are limited to those the rows need, and then found too few")
 @pytest.mark.parametrize("rows", [1, FEWEST_ROWS - 2])
 def test_tables_of_a_few_rows(store_dir: Path, rows: int) -> None:
     with make(store_dir, [{"num_embeddings": rows, "embedding_dim": 4}], ddr="8MiB", hbm="1MiB") as store:
         store["table 0"].read(torch.arange(rows))
 
 
-@pytest.mark.xfail(raises=BudgetError, reason="a layout gets a share by size, though it be too small")
 def test_a_small_table_of_another_layout_beside_a_large_one(store_dir: Path) -> None:
     shapes = [(100, 4), (10**8, 64)]
     tables: list[dict[str, Any]] = [{"num_embeddings": rows, "embedding_dim": dim} for rows, dim in shapes]
@@ -186,7 +184,6 @@ def test_a_small_table_of_another_layout_beside_a_large_one(store_dir: Path) -> 
         use(store)
 
 
-@pytest.mark.xfail(raises=BudgetError, reason="staging is a share of the budget, not of what the tables can fill")
 def test_a_large_budget_over_small_tables_does_no_harm(store_dir: Path) -> None:
     with make(store_dir, [{"num_embeddings": 1000, "embedding_dim": 64}], ddr="4MiB", hbm="1GiB") as store:
         use(store)

@@ -176,6 +176,11 @@ def test_a_row_changed_under_one_of_two_leases_stays_newer(hot: HbmPool, below: 
     assert read(hot, range(ROOM)) == [7.0] * ROOM
 
 
+def forget(hot: HbmPool) -> None:
+    with hot.emptied():
+        pass
+
+
 def test_flushing_under_a_lease_does_not_lose_what_changes_later(hot: HbmPool, below: Below) -> None:
     write(hot, range(ROOM), 2.0)
     lease = acquire(hot, range(ROOM))
@@ -184,7 +189,7 @@ def test_flushing_under_a_lease_does_not_lose_what_changes_later(hot: HbmPool, b
     lease.release(changed=True)
     hot.flush()
     assert sorted(below.down) == sorted([*range(ROOM)] * 2)
-    hot.forget()
+    forget(hot)
     assert read(hot, range(ROOM)) == [4.0] * ROOM
 
 
@@ -217,9 +222,9 @@ def test_forgetting(hot: HbmPool, below: Below) -> None:
     write(hot, range(ROOM), 2.0)
     lease = acquire(hot, [3])
     with pytest.raises(TableError, match="rows are in use by a batch under way"):
-        hot.forget()
+        forget(hot)
     lease.release()
-    hot.forget()
+    forget(hot)
     assert hot.cache.num_resident == len(hot.overflow.resident_slots) == 0
     below.up.clear()
     assert read(hot, range(ROOM)) == [2.0] * ROOM
@@ -266,7 +271,7 @@ def test_trouble_while_rows_are_written_down(hot: HbmPool, below: Below, place: 
     error = ERRORS[place % len(ERRORS)]
     write(hot, range(ROOM), 2.0)
     below.up.clear()
-    for action in (lambda: hot.read(keys(range(100, 100 + ROOM))), hot.flush, hot.forget):
+    for action in (lambda: hot.read(keys(range(100, 100 + ROOM))), hot.flush, lambda: forget(hot)):
         below.before_put = trouble = Trouble(place, error)
         try:
             with pytest.raises(type(error), match="trouble"):
@@ -334,8 +339,10 @@ def test_ctrl_c_waits_until_the_books_are_whole(
     def run() -> None:
         if action in ("read", "write"):
             hot.read(keys(range(100, 130))) if action == "read" else write(hot, range(100, 130), 3.0)
+        elif action == "flush":
+            hot.flush()
         else:
-            getattr(hot, action)()
+            forget(hot)
 
     lease = acquire(hot, range(3))
     lease.release(changed=True)
@@ -541,7 +548,7 @@ class Chaos:
         if self.leases:
             self.hot.flush()
         else:
-            self.hot.forget()
+            forget(self.hot)
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
@@ -553,6 +560,6 @@ def test_random_work_and_trouble(below: Below, cold: TroubledTier, policy: str, 
     assert chaos.failures > 5
     chaos.leases.clear()
     assert read(chaos.hot, range(ROWS)) == list(chaos.shown.values())
-    chaos.hot.forget()
+    forget(chaos.hot)
     assert read(chaos.hot, range(ROWS)) == list(chaos.shown.values())
     assert (chaos.hot.num_leased, chaos.hot.cache.num_pinned, chaos.hot.overflow.num_pinned) == (0, 0, 0)

@@ -227,7 +227,7 @@ class HbmCache:
         self.count(lookups=len(slots), hits=len(slots), misses=0, evictions=0)
 
     def _rank_after_access(self, rank: int) -> int:
-        return int(hbm_twin.touched(torch.tensor(rank), self._clock, self.policy == "lfu"))
+        return int(hbm_twin.touched(torch.tensor(rank, device="cpu"), self._clock, self.policy == "lfu"))
 
     def admit(self, admission: Admission) -> AdmitStatus:
         if admission.stamp < 0:

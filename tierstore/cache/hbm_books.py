@@ -70,7 +70,8 @@ class Books(NamedTuple):
     """int64 [sets * WAYS]."""
     ranks: Tensor
     """int64 [sets * WAYS]: the victim is the unpinned row of least rank. Least recently used: the number of the last
-    access. Least frequently used: ``accesses << STAMP_BITS | number of the last access``."""
+    access. Least frequently used: ``accesses << STAMP_BITS | number of the last access`` (after 2**40 accesses the
+    least used is no longer told well)."""
     flags: Tensor
     """int32 [sets * WAYS]: the flags above, plus ``PIN`` for each pin; 0 is a free slot."""
 

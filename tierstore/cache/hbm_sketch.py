@@ -45,8 +45,8 @@ class FrequencySketch:
         self._accesses += len(keys)
 
     def estimate(self, keys: Tensor) -> Tensor:
-        """int32 [n]: accesses of each key, at least 1."""
-        return self._counts[self._places(keys)].view(_ROWS, -1).amin(0).clamp(min=1).to(torch.int32)
+        """int32 [n]: accesses of each key, one that is under way included."""
+        return self._counts[self._places(keys)].view(_ROWS, -1).amin(0).to(torch.int32) + 1
 
     def age(self) -> bool:
         """Halve the counts if it is time; whoever compares them with counts of his own then halves those too."""

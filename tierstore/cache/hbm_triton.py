@@ -108,7 +108,7 @@ def commit_slots(
     slot = tl.load(slots + number, mask=number < count, other=-1).to(tl.int64)
     fits = slot >= 0
     is_hit = fits & (tl.load(statuses + number, mask=fits, other=_CONFLICT) == _HIT)
-    rank = clock + 1 + number.to(tl.int64)
+    rank = number.to(tl.int64) + 1 + clock
     if LFU:
         accesses = tl.minimum((tl.load(ranks + slot, mask=is_hit, other=0) >> _STAMP_BITS) + 1, _MAX_COUNT)
         if HAS_COUNTS:

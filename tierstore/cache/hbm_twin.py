@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .hbm_books import DIRTY, FROZEN, LOADING, PIN, RESIDENT, STAMP_BITS, WAYS, Books, Plan, Status
 
-__all__ = ["STAMP_MASK", "commit", "find", "plan", "touched"]
+__all__ = ["MAX_COUNT", "STAMP_MASK", "commit", "find", "plan", "touched"]
 
 STAMP_MASK: Final = (1 << STAMP_BITS) - 1
 MAX_COUNT: Final = (1 << 22) - 1

@@ -69,6 +69,11 @@ def write_rows(table: Table, start: int, weights: Any, state: Any) -> int:
         ReadOnlyError, ClosedError, DiskFullError. ChecksumError: a row on SSD is damaged.
     """
     table.store.require_writable()
+    with table.pool.exclusive():
+        return _write_rows(table, start, weights, state)
+
+
+def _write_rows(table: Table, start: int, weights: Any, state: Any) -> int:
     stop = start + len(weights)
     before = read_rows(table, start, stop)
     state = before.state if state is None else state
@@ -76,8 +81,6 @@ def write_rows(table: Table, start: int, weights: Any, state: Any) -> int:
     if not len(changed):
         return 0
     pool, layout = table.pool, table.layout
-    if pool.hot is not None:
-        pool.hot.forget()
     weights, state = weights[changed], state[changed]
     for first, lease in pool.leases(_keys(table, start, stop)[changed]):
         part = slice(first, first + lease.consumed)

@@ -1,5 +1,7 @@
 """Pinned rows in device memory, and what is kept until a stream is done with it."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -45,22 +47,28 @@ class HbmLease:
         if self._pool is not None:
             self._last_use = self._pool.lane.mark()
 
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """What the calling thread's current stream is given within uses the rows."""
+        self.use()
+        try:
+            yield
+        finally:
+            self.used()
+
     def release(self, *, changed: bool = False) -> None:
-        """The work given to the current stream so far is the last that uses the rows; a second call does nothing.
+        """Nobody will use the rows any more, beside the work that does by now; a second call does nothing.
 
         Args:
-            changed: it makes the rows newer than those below.
+            changed: that work makes the rows newer than those below.
         """
-        self.used()
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.released.append(Released(self, self._last_use, changed))
 
     def __del__(self) -> None:
-        # In any thread, under any lock: it may neither wait nor ask which stream is current.
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.released.append(Released(self, self._last_use, False))
+        # In any thread, under any lock: ``release`` neither waits nor asks which stream is current.
+        self.release()
 
 
 class Released(NamedTuple):

@@ -1,7 +1,8 @@
 """One pooled lookup in device memory: what ``lookup.Lookup`` is for rows in host memory, with the same results.
 
 The ids are joined and checked on the host and sent ahead on the side stream, together with where the bags begin; the
-device groups them. Forward and backward are given to the caller's current stream, and wait for nothing on the host.
+device groups them. Forward and backward are given to the caller's current stream; the host waits for nothing if the
+rows were brought in ahead, else for the side stream that brings them.
 """
 
 import math
@@ -108,14 +109,12 @@ class HbmLookup:
             shape = len(self._joined.bag_starts) - 1, pool.layout.dim
             self._arg_max = torch.full(shape, -1, dtype=torch.int32, device=pool.device)
         for part in self._parts(pool):
-            part.lease.use()
-            slots = part.lease.slots[part.grouping.inverse]
-            with pool.rows_lock:
+            with part.lease.in_use(), pool.rows_lock:
+                slots = part.lease.slots[part.grouping.inverse]
                 pool.kernels.pool_rows(
                     self._bags, slots, part.first, part.last, mode=self._mode, weights=pool.weights,
                     dim=pool.layout.dim, out=out, arg_max=self._arg_max,
                 )  # fmt: skip
-            part.lease.used()
             if keep and not part.lease.held and part.last - part.first == len(self._joined.keys):
                 self._keep(pool, part.lease)
         if not keep:
@@ -135,9 +134,8 @@ class HbmLookup:
         assert self._bags is not None
         own = torch.zeros(len(self._joined.keys), dtype=torch.float32, device=pool.device)
         for part in self._parts(pool):
-            part.lease.use()
-            slots = part.lease.slots[part.grouping.inverse]
-            with pool.rows_lock:
+            with part.lease.in_use(), pool.rows_lock:
+                slots = part.lease.slots[part.grouping.inverse]
                 pool.kernels.dot_rows(
                     self._bags, slots, part.first, part.last, weights=pool.weights, dim=pool.layout.dim,
                     grad_out=grad_out, grad_scale=own,
@@ -154,20 +152,23 @@ class HbmLookup:
         pool = self._send()
         grouping = self._grouping
         assert grouping is not None
-        hyper = hyper.to(pool.device, non_blocking=True)
+        if pool.lane.pin_memory:
+            # The copy is on the compute stream, which nobody may wait for.
+            hyper = hyper.pin_memory().to(pool.device, non_blocking=True)
         codes = tuple(table.config.optimizer.code for table in self._joined.tables)
-        held = self._lease
+        held, self._lease = self._lease, None
         parts = pool.unique_parts(grouping) if held is None else [Part(0, len(grouping.keys), grouping, held)]
         for part in parts:
-            part.lease.use()
-            with pool.rows_lock:
-                pool.kernels.update_rows(
-                    self._bags, grouping.groups, part.lease.slots, part.first, grad_out=grad_out, arg_max=self._arg_max,
-                    mean=self._mode == kernels.MEAN, table_of=self._table_of, codes=codes, hyper=hyper,
-                    weights=pool.weights, state=pool.state, dim=pool.layout.dim,
-                )  # fmt: skip
-            part.lease.release(changed=True)
-        self._lease = None
+            try:
+                with part.lease.in_use(), pool.rows_lock:
+                    pool.kernels.update_rows(
+                        self._bags, grouping.groups, part.lease.slots, part.first, grad_out=grad_out,
+                        arg_max=self._arg_max, mean=self._mode == kernels.MEAN, table_of=self._table_of, codes=codes,
+                        hyper=hyper, weights=pool.weights, state=pool.state, dim=pool.layout.dim,
+                    )  # fmt: skip
+            finally:
+                # Also where it failed half way: some rows may have changed.
+                part.lease.release(changed=True)
         self._retain(pool)
 
 

@@ -11,7 +11,7 @@ All of it on the side stream; forward waits, on its stream, for the mark of the 
 
 A lease pins its slots. ``release`` only notes it, together with a mark of the stream that used the rows: the slots
 are unpinned when rows are next brought in and the mark has passed. So nothing is evicted that a queued kernel needs,
-and no thread waits for a kernel unless every slot is taken.
+and no thread waits for a model's kernels; whoever brings rows in waits for the side stream's.
 
 Locks: ``fill_lock`` serialises whoever brings rows in or writes them down, and is taken before those of the pool below.
 ``rows_lock`` keeps threads from reading a row while another changes it where no stream orders them: on the CPU. It is
@@ -42,10 +42,13 @@ from .grouping import Grouping, group
 from .lanes import Lane
 from .lease import HbmLease, Part, Released, Retained
 from .overflow import OVERFLOW_INDEX_BYTES, Overflow, overflow_bytes, present
-from .staging import NUM_BUFFERS, Staging
+from .staging import Staging, staging_bytes
 
 __all__ = ["HbmPool", "HbmSize", "host_bytes_of"]
 
+_NO_SLOTS: Final = np.empty(0, np.int32)
+_TRANSIENT_SECONDS: Final = 1.0
+"""No read or write of rows takes longer."""
 _ALIGNMENT_BYTES: Final = 16
 _ENTERING: Final = (Status.FREE_SLOT, Status.CLEAN_VICTIM, Status.DIRTY_VICTIM)
 
@@ -61,7 +64,7 @@ class HbmSize(NamedTuple):
 
 def host_bytes_of(layout: RowLayout, size: HbmSize) -> int:
     """Host memory that a pool of this size takes: staging, and what says which row has which overflow slot."""
-    return NUM_BUFFERS * size.staging_rows * layout.row_bytes + overflow_bytes(size.overflow_rows)
+    return staging_bytes(layout, size.staging_rows) + overflow_bytes(size.overflow_rows)
 
 
 class _Planned(NamedTuple):
@@ -167,8 +170,8 @@ class HbmPool:
             part = acquire(first, last)
             if part is not None:
                 first = last
-                deadline = time.monotonic() + PIN_WAIT_SECONDS
                 yield part
+                deadline = time.monotonic() + PIN_WAIT_SECONDS
             elif last - first > self._least_part:
                 self.split_batches += size == count
                 size = max((last - first) // 2, self._least_part)
@@ -218,6 +221,10 @@ class HbmPool:
             if lease is None and self.released:
                 self._reclaim(wait=True)
                 lease = self._admit(grouping, lookups)
+            if lease is not None and lookups and self._sketch is not None:
+                self._sketch.count(grouping.keys)
+                if self._sketch.age():
+                    self.cache.age()
             self.fill_seconds += time.perf_counter() - started
             return lease
 
@@ -239,12 +246,18 @@ class HbmPool:
             if not (entry.mark.query() or wait):
                 self.released.append(entry)
                 continue
-            self.lane.follow(entry.mark)
-            self._unpin(entry.lease, changed=entry.changed)
+            try:
+                self.lane.follow(entry.mark)
+                self._unpin(entry.lease, changed=entry.changed)
+            except BaseException:
+                # It still is to be done: what changed must go down some day.
+                self.released.appendleft(entry)
+                raise
         while self._retained and self._retained[0].mark.query():
             self._retained.popleft()
 
     def _unpin(self, lease: HbmLease, *, changed: bool) -> None:
+        # First what may fail, for want of memory on the device; it then did nothing.
         self.cache.release(lease.cached, changed=changed)
         self.overflow.unpin(lease.overflow, changed=changed)
         self._num_leased -= 1
@@ -256,19 +269,23 @@ class HbmPool:
     # Bringing rows in; the caller holds ``fill_lock`` and is on the side stream
 
     def _admit(self, grouping: Grouping, lookups: int) -> HbmLease | None:
-        counts = self._counts_of(grouping.keys, is_access=lookups > 0)
+        counts = None if self._sketch is None else self._sketch.estimate(grouping.keys)
         lying = self.overflow.find(grouping.keys)
-        try:
+        with contextlib.ExitStack() as undo:
+            own = _NO_SLOTS if lying is None else present(lying)
+            undo.callback(self.overflow.unpin, own)
             planned = self._plan(grouping, lying, counts)
             if planned is None and counts is not None:
                 planned = self._plan(grouping, lying, None)
-        except BaseException:
-            self._unpin_overflow(lying)
-            raise
-        if planned is None:
-            self._unpin_overflow(lying)
-            return None
-        return self._load(grouping, lookups, planned, lying)
+            if planned is None:
+                return None
+            undo.callback(self.overflow.abandon, planned.admission)
+            lease = self._load(grouping, planned, lying, own, undo)
+            undo.pop_all()
+        self._num_leased += 1
+        self.overflow.touch(own)
+        self._count(lookups, planned.statuses)
+        return lease
 
     def _plan(self, grouping: Grouping, lying: Tensor | None, counts: Tensor | None) -> "_Planned | None":
         """A plan whose victims are clean, and overflow slots for whoever gets no slot by it; None if there are too
@@ -283,51 +300,34 @@ class HbmPool:
         admission = self.overflow.admit(self._to_host(keys, outside), self._write_down_overflow)
         return None if admission is None else _Planned(plan, statuses, outside, admission)
 
-    def _counts_of(self, keys: Tensor, *, is_access: bool) -> Tensor | None:
-        """How often keys are asked for, if the policy wants to know."""
-        if self._sketch is None:
-            return None
-        if is_access:
-            self._sketch.count(keys)
-            if self._sketch.age():
-                self.cache.age()
-        return self._sketch.estimate(keys)
+    def _load(
+        self, grouping: Grouping, planned: "_Planned", lying: Tensor | None, own: Any, undo: contextlib.ExitStack
+    ) -> HbmLease:
+        """Carry out the plan and copy the missing rows in.
 
-    def _unpin_overflow(self, lying: Tensor | None) -> None:
-        if lying is not None:
-            self.overflow.unpin(present(lying))
-
-    def _load(self, grouping: Grouping, lookups: int, planned: "_Planned", lying: Tensor | None) -> HbmLease:
-        """Carry out the plan and copy the missing rows in."""
+        Args:
+            own: overflow slots that rows of the batch had before.
+            undo: told how to undo what was done, should it fail.
+        """
         keys, cache = grouping.keys, self.cache
         plan, statuses, outside, admission = planned
-        cache.commit(keys, plan, len(keys))
         slots, extra = plan.slots, admission.slots
         cached = slots if lying is None and not len(outside) else slots[slots >= 0]
-        try:
-            missing = np.flatnonzero(np.isin(statuses, _ENTERING))
-            if len(missing):
-                entered = slots[torch.from_numpy(missing).to(self.device)]
-                self._staging.bring(self._to_host(keys, missing), entered, self._below.take)
-                cache.settle(entered)
-            if len(outside):
-                places = torch.from_numpy(extra + np.int32(cache.capacity)).to(self.device)
-                slots = slots.index_copy(0, torch.from_numpy(outside).to(self.device), places)
-                self._staging.bring(admission.keys, places, self._below.take)
-                self.overflow.filled(admission)
-        except BaseException:
-            cache.drop_loading(cached)
-            self.overflow.abandon(admission)
-            self._unpin_overflow(lying)
-            raise
+        missing = np.flatnonzero(np.isin(statuses, _ENTERING))
+        cache.commit(keys, plan, len(keys))
+        undo.callback(cache.drop_loading, cached)
+        if len(missing):
+            entered = slots[torch.from_numpy(missing).to(self.device)]
+            self._staging.bring(self._to_host(keys, missing), entered, self._below.take)
+            cache.settle(entered)
+        if len(outside):
+            places = torch.from_numpy(extra + np.int32(cache.capacity)).to(self.device)
+            slots = slots.index_copy(0, torch.from_numpy(outside).to(self.device), places)
+            self._staging.bring(admission.keys, places, self._below.take)
+            self.overflow.filled(admission)
         if lying is not None:
             slots = torch.where(lying >= 0, lying + cache.capacity, slots)
-            own = present(lying)
-            self.overflow.touch(own)
-            extra = np.concatenate([extra, own])
-        self._count(lookups, statuses)
-        self._num_leased += 1
-        return HbmLease(self, slots, cached, extra, self.lane.mark())
+        return HbmLease(self, slots, cached, np.concatenate([extra, own]), self.lane.mark())
 
     def _count(self, lookups: int, statuses: Any) -> None:
         hits = int(np.isin(statuses, (Status.HIT, Status.TAKEN)).sum())
@@ -347,17 +347,24 @@ class HbmPool:
         """Copy the rows of dirty slots down; they are then clean."""
         if len(chosen):
             taken = slots[torch.from_numpy(chosen).to(self.device)]
-            self._staging.take(self.cache.keys_at(taken).cpu().numpy(), taken, self._below.put)
+            self._write_down(self.cache.keys_at(taken).cpu().numpy(), taken)
             self.cache.clear_flag(taken, DIRTY)
 
     def _write_down_overflow(self, slots: Any) -> None:
         """Copy the rows of these overflow slots down."""
         places = torch.from_numpy(slots + np.int32(self.cache.capacity)).to(self.device)
-        self._staging.take(self.overflow.keys_of(slots), places, self._below.put)
+        self._write_down(self.overflow.keys_of(slots), places)
+
+    def _write_down(self, keys: Any, slots: Tensor) -> None:
+        with self.rows_lock:
+            self._staging.take(keys, slots, self._below.put)
 
     @shielded
     def flush(self) -> None:
-        """Copy every newer row to the pool below, as the work given to any stream so far leaves it. The rows stay."""
+        """Copy every newer row to the pool below, as the work given to any stream so far leaves it. The rows stay.
+
+        On a GPU, a row that another thread is about to change may be copied half changed; it then is newer again.
+        """
         with self.fill_lock, self.lane.side():
             self._reclaim(wait=True)
             slots = self.cache.slots_with(DIRTY)
@@ -366,17 +373,26 @@ class HbmPool:
             self._write_down_overflow(dirty)
             self.overflow.clean(dirty)
 
-    @shielded
-    def forget(self) -> None:
-        """Copy every newer row down and forget all rows: those below are about to change.
+    @contextlib.contextmanager
+    def emptied(self) -> Iterator[None]:
+        """Copy every newer row down, forget all rows, and bring none in until the end: those below will change.
 
         Raises:
-            TableError: rows are in use.
+            TableError: rows are in use, and still after a second.
         """
-        with self.fill_lock, self.lane.side():
-            self.flush()
-            if self._num_leased:
-                raise TableError("rows are in use by a batch under way (prefetched, or its backward still to come)")
+        with self.fill_lock:
+            self._empty()
+            yield
+
+    @shielded
+    def _empty(self) -> None:
+        deadline = time.monotonic() + _TRANSIENT_SECONDS
+        while self.num_leased and time.monotonic() < deadline:
+            time.sleep(PIN_POLL_SECONDS / 10)
+        if self.num_leased:
+            raise TableError("rows are in use by a batch under way (prefetched, or its backward still to come)")
+        self.flush()
+        with self.lane.side():
             self.cache.clear()
             self.overflow.forget()
 
@@ -388,9 +404,8 @@ class HbmPool:
         sent = self.send(keys)[0]
         out = torch.empty((len(keys), self.layout.dim), dtype=self.layout.torch_dtype, device=self.device)
         for part in self.parts(sent):
-            part.lease.use()
-            slots = part.lease.slots[part.grouping.inverse]
-            with self.rows_lock:
+            with part.lease.in_use(), self.rows_lock:
+                slots = part.lease.slots[part.grouping.inverse]
                 out[part.first : part.last] = self.weights[slots][:, : self.layout.dim]
         return out
 
@@ -399,18 +414,18 @@ class HbmPool:
         """Overwrite weights with ``rows`` [n, dim]; of equal keys the last wins; optimizer state is kept."""
         sent, rows = self.send(keys)[0], rows.to(self.device)
         for part in self.parts(sent):
-            part.lease.use()
             groups = part.grouping.groups
-            last = part.first + groups.order[groups.starts[1:] - 1].long()
-            with self.rows_lock:
-                self.weights[part.lease.slots, : self.layout.dim] = rows[last]
-            part.lease.release(changed=True)
-            self.retain(part.grouping, sent)
+            try:
+                with part.lease.in_use(), self.rows_lock:
+                    last = part.first + groups.order[groups.starts[1:] - 1].long()
+                    self.weights[part.lease.slots, : self.layout.dim] = rows[last]
+            finally:
+                part.lease.release(changed=True)
 
     def send(self, *arrays: Any) -> list[Tensor]:
         """Numpy arrays on the device, by one copy on the side stream; whoever uses a lease taken later finds them."""
         starts = np.cumsum([0, *(-(-array.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for array in arrays)])
-        packed = torch.empty(int(starts[-1]), dtype=torch.uint8, pin_memory=self.lane.pin_memory)
+        packed = torch.empty(int(starts[-1]), dtype=torch.uint8, device="cpu", pin_memory=self.lane.pin_memory)
         places = [slice(start, start + array.nbytes) for start, array in zip(starts.tolist(), arrays, strict=False)]
         for place, array in zip(places, arrays, strict=True):
             packed[place].numpy()[:] = array.view(np.uint8)
@@ -456,8 +471,13 @@ class HbmPool:
             )
 
     def close(self) -> None:
-        """Refuse further use."""
+        """Refuse further use, and wait until no work that was given to the device uses the rows."""
         self._closed = True
+        with self.fill_lock, self.lane.side():
+            self._reclaim(wait=True)
+            while self._retained:
+                self.lane.follow(self._retained.popleft().mark)
+            self.lane.mark().synchronize()
 
     def require_open(self) -> None:
         """ClosedError after ``close``."""

@@ -23,8 +23,10 @@ Shape legend: N positions (ids of the batch), U unique rows, K = F * B bags, C o
 # Triton takes an annotation for a type of its own.
 # mypy: disable-error-code="no-untyped-def"
 
+import functools
 import math
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, ParamSpec
 
 import torch
 import triton
@@ -37,6 +39,8 @@ from ..optim.kernels import RUN
 from .batch import Bags, Groups
 
 __all__ = ["dot_rows", "pool_rows", "update_rows"]
+
+P = ParamSpec("P")
 
 TILE: Final = 256
 UNROLL: Final = tl.constexpr(4)
@@ -310,6 +314,19 @@ def update_tile(
     store_rows(targets, value - step, lanes, BFLOAT16)
 
 
+def _on_its_device(launch: Callable[P, None]) -> Callable[P, None]:
+    """Triton launches on the current device: make it that of the rows."""
+
+    @functools.wraps(launch)
+    def launched(*arguments: P.args, **named: P.kwargs) -> None:
+        rows: Any = named["weights"]
+        with torch.cuda.device_of(rows):  # type: ignore[no-untyped-call]
+            launch(*arguments, **named)
+
+    return launched
+
+
+@_on_its_device
 def pool_rows(
     bags: Bags, slots: Tensor, first: int, last: int, *, mode: int, weights: Tensor, dim: int, out: Tensor,
     arg_max: Tensor | None,
@@ -325,6 +342,7 @@ def pool_rows(
     )  # fmt: skip
 
 
+@_on_its_device
 def dot_rows(
     bags: Bags, slots: Tensor, first: int, last: int, *, weights: Tensor, dim: int, grad_out: Tensor, grad_scale: Tensor
 ) -> None:
@@ -338,6 +356,7 @@ def dot_rows(
     )  # fmt: skip
 
 
+@_on_its_device
 def update_rows(
     bags: Bags, groups: Groups, slots: Tensor, first_unique: int, *, grad_out: Tensor, arg_max: Tensor | None,
     mean: bool, table_of: Tensor, codes: tuple[int, ...], hyper: Tensor, weights: Tensor, state: Tensor, dim: int,
@@ -397,4 +416,5 @@ def _or_any(tensor: Tensor | None, other: Tensor) -> Tensor:
 
 def _to_device(codes: tuple[int, ...], device: torch.device) -> Tensor:
     """int32; from pinned memory, so that the copy waits for nothing that runs on the device."""
-    return torch.tensor(codes, dtype=torch.int32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    pinned = torch.tensor(codes, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+    return pinned.to(device, non_blocking=True)

@@ -106,7 +106,7 @@ def _steps(low: Tensor, high: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _sum_ranges(low: Tensor, high: Tensor, dim: int, term: Callable[[Tensor], Tensor]) -> Tensor:
     """float32 [ranges, dim]: from zero, ``term`` of each index of the range added one after another."""
-    total = torch.zeros(len(low), dim, device=low.device)
+    total = torch.zeros(len(low), dim, dtype=torch.float32, device=low.device)
     for which, index in _steps(low, high):
         total[which] = total[which] + term(index)
     return total

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..rows import RowLayout
 from .lanes import Lane, Mark
 
-__all__ = ["NUM_BUFFERS", "Staging"]
+__all__ = ["NUM_BUFFERS", "Staging", "staging_bytes"]
 
 NUM_BUFFERS: Final = 3
 """Each takes ``rows`` rows of host memory, and as much on the device."""
@@ -23,7 +23,9 @@ class _Buffer:
 
     def __init__(self, layout: RowLayout, rows: int, device: torch.device, *, pin_memory: bool) -> None:
         words = layout.weight_words, layout.state_words
-        self.host = [torch.empty((rows, width), dtype=torch.int64, pin_memory=pin_memory) for width in words]
+        self.host = [
+            torch.empty((rows, width), dtype=torch.int64, device="cpu", pin_memory=pin_memory) for width in words
+        ]
         self.device = [torch.empty((rows, width), dtype=torch.int64, device=device) for width in words]
         self.free: Mark | None = None
 
@@ -84,4 +86,14 @@ class Staging:
 
     @property
     def host_bytes(self) -> int:
-        return sum(part.nbytes for buffer in (*self._up, self._down) for part in buffer.host)
+        return sum(_pinned_bytes(part.nbytes) for buffer in (*self._up, self._down) for part in buffer.host)
+
+
+def staging_bytes(layout: RowLayout, rows: int) -> int:
+    """Host memory of all buffers of so many rows."""
+    return NUM_BUFFERS * sum(_pinned_bytes(rows * words * 8) for words in (layout.weight_words, layout.state_words))
+
+
+def _pinned_bytes(size_bytes: int) -> int:
+    """What page-locked memory of that size takes: torch rounds it up to a power of two."""
+    return 1 << (size_bytes - 1).bit_length() if size_bytes else 0
