@@ -14,8 +14,8 @@ are unpinned when rows are next brought in and the mark has passed. So nothing i
 and no thread waits for a model's kernels; whoever brings rows in waits for the side stream's.
 
 Locks: ``fill_lock`` serialises whoever brings rows in or writes them down, and is taken before those of the pool below.
-``rows_lock`` keeps threads from reading a row while another changes it where no stream orders them: on the CPU. It is
-held over work on rows in place, and no other lock is taken under it.
+``rows_lock``, after it, keeps threads from reading a row while another changes it where no stream orders them: on the
+CPU. It is held over work on rows in place.
 """
 
 import contextlib
