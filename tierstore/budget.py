@@ -17,7 +17,7 @@ from .rows import RowLayout
 from .sizes import format_size
 from .writeback import MIN_OUTBOX_ROWS, outbox_bytes
 
-__all__ = ["MIN_CACHED_ROWS", "STAGING_BYTES", "Division", "PoolSize", "divide", "divide_hbm"]
+__all__ = ["MIN_CACHED_ROWS", "STAGING_BYTES", "Division", "PoolSize", "divide", "divide_hbm", "hbm_bytes_of"]
 
 MIN_CACHED_ROWS: Final = 64
 """Fewest rows a layout's cache must hold (all its rows, if there are fewer)."""
@@ -93,8 +93,8 @@ def divide_hbm(budget: int, rows: Mapping[RowLayout, int], *, policy: str, given
     """
     wanted = {layout: min(_slots_for(count), _MOST_SLOTS) for layout, count in rows.items()}
     fewest = {layout: min(MIN_CACHED_ROWS, count) for layout, count in wanted.items()}
-    least = {layout: _hbm_bytes(layout, count, policy) for layout, count in fewest.items()}
-    most = {layout: _hbm_bytes(layout, count, policy) for layout, count in wanted.items()}
+    least = {layout: hbm_bytes_of(layout, count, policy) for layout, count in fewest.items()}
+    most = {layout: hbm_bytes_of(layout, count, policy) for layout, count in wanted.items()}
     left = budget - sum(least.values())
     if left < 0:
         raise BudgetError(
@@ -106,7 +106,7 @@ def divide_hbm(budget: int, rows: Mapping[RowLayout, int], *, policy: str, given
     for layout in rows:
         share = least[layout] + int(part * (most[layout] - least[layout]))
         places = range(fewest[layout], wanted[layout] + 1)
-        fitting = bisect.bisect_right(places, share, key=lambda count, own=layout: _hbm_bytes(own, count, policy))  # type: ignore[misc]
+        fitting = bisect.bisect_right(places, share, key=lambda count, own=layout: hbm_bytes_of(own, count, policy))  # type: ignore[misc]
         sizes[layout] = _hbm_size(layout, places[max(fitting, 1) - 1])
     return sizes
 
@@ -121,7 +121,7 @@ def _hbm_size(layout: RowLayout, cached: int) -> HbmSize:
     return HbmSize(cached, MIN_OVERFLOW_ROWS + int(cached * OVERFLOW_SHARE), max(MIN_STAGING_ROWS, staging))
 
 
-def _hbm_bytes(layout: RowLayout, cached: int, policy: str) -> int:
+def hbm_bytes_of(layout: RowLayout, cached: int, policy: str) -> int:
     """Device memory of a pool with so many cached rows; what ``HbmPool.size_bytes`` says."""
     size = _hbm_size(layout, cached)
     moving = (size.overflow_rows + NUM_BUFFERS * size.staging_rows) * layout.row_bytes

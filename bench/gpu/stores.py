@@ -16,20 +16,11 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import tierstore
-from tierstore.budget import (
-    HBM_STAGING_SHARE,
-    MAX_STAGING_BYTES,
-    MIN_OVERFLOW_ROWS,
-    MIN_STAGING_ROWS,
-    OVERFLOW_SHARE,
-)
-from tierstore.cache.hbm import INDEX_BYTES
-from tierstore.cache.hbm_books import WAYS
+from tierstore.budget import hbm_bytes_of
 from tierstore.hbm import build, lanes
 from tierstore.hbm.lanes import Lane, Mark
-from tierstore.hbm.overflow import OVERFLOW_INDEX_BYTES
-from tierstore.hbm.staging import NUM_BUFFERS
 from tierstore.models import DLRM
+from tierstore.rows import RowLayout
 
 from .ids import Zipf
 from .rig import Rig
@@ -54,11 +45,7 @@ def table_name(number: int) -> str:
 
 def hbm_bytes(rows: float, row_bytes: int) -> int:
     """A budget of device memory that has so many cached rows beside their overflow slots and staging."""
-    outside = row_bytes + OVERFLOW_INDEX_BYTES
-    slots = (rows + WAYS + 1) * (row_bytes + INDEX_BYTES + outside * OVERFLOW_SHARE) + MIN_OVERFLOW_ROWS * outside
-    with_staging = slots / (1 - NUM_BUFFERS * HBM_STAGING_SHARE)
-    least_staging = NUM_BUFFERS * MIN_STAGING_ROWS * row_bytes
-    return math.ceil(min(with_staging, slots + NUM_BUFFERS * MAX_STAGING_BYTES)) + least_staging
+    return hbm_bytes_of(RowLayout(dim=row_bytes // 4), math.ceil(rows), "lru")
 
 
 def open_fresh(folder: Path, **settings: Any) -> tierstore.Store:
