@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from tierstore import optim
 from tierstore.cache import Admission, make_cache
-from tierstore.cache.hbm import INDEX_BYTES, HbmPolicyName
+from tierstore.cache.ddr import PolicyName
+from tierstore.cache.hbm import INDEX_BYTES
 from tierstore.cache.hbm_sketch import SKETCH_BYTES
 from tierstore.config import TableConfig
 from tierstore.hbm.lanes import HostLane
@@ -56,7 +57,7 @@ def _exact_hit_rate(policy: str, capacity: int, keys: NDArray[np.int64], size: i
     return 1 - cache.counters().misses / len(keys)
 
 
-def _hbm(policy: HbmPolicyName, capacity: int, keys: NDArray[np.int64], size: int, overflow_share: float) -> HbmPool:
+def _hbm(policy: PolicyName, capacity: int, keys: NDArray[np.int64], size: int, overflow_share: float) -> HbmPool:
     """The tier after all lookups; it and its overflow have ``capacity`` rows together."""
     rows = int(keys.max()) + 1
     config = TableConfig(name="t", num_embeddings=rows, embedding_dim=2, optimizer=optim.SGD())
@@ -76,7 +77,7 @@ def _hbm(policy: HbmPolicyName, capacity: int, keys: NDArray[np.int64], size: in
     return hot
 
 
-def _compare(policy: HbmPolicyName, capacity: int, keys: NDArray[np.int64], config: dict[str, Any]) -> Outcome:
+def _compare(policy: PolicyName, capacity: int, keys: NDArray[np.int64], config: dict[str, Any]) -> Outcome:
     size = config["batch_lookups"]
     hot = _hbm(policy, capacity, keys, size, config["overflow_share"])
     return Outcome(
@@ -114,7 +115,7 @@ def run(request: Run) -> Report:
     keys = np.unique(criteo_keys(require_criteo()), return_inverse=True)[1].astype(np.int64)
     if config["lookups"]:
         keys = keys[: config["lookups"]]
-    policies: tuple[HbmPolicyName, ...] = ("lru", "lfu")
+    policies: tuple[PolicyName, ...] = ("lru", "lfu")
     outcomes = [_compare(policy, capacity, keys, config) for policy in policies for capacity in config["capacities"]]
     worst = min(each.hit_rate - each.exact_hit_rate for each in outcomes)
     return Report(

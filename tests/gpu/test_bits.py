@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tierstore
+from tests.test_exact import OPTIMIZERS
 from tierstore import optim
 
 from .support import (
@@ -27,12 +28,6 @@ from .support import (
 )
 
 STEPS = 6
-OPTIMIZERS = [
-    optim.SGD(lr=0.1, weight_decay=0.01),
-    optim.RowWiseAdagrad(lr=0.1),
-    optim.Adagrad(lr=0.1),
-    optim.Adam(lr=0.1),
-]
 SETTINGS: list[dict[str, Any]] = [
     {"hbm": WHOLE if depth % 2 else TINY, "depth": depth, "policy": "lfu" if depth % 3 == 2 else "lru"}
     for depth in range(9)

@@ -16,7 +16,7 @@ calls on tensors, which wait for nothing. The kernels are Triton's on CUDA (``hb
 """
 
 from collections.abc import Callable
-from typing import Any, Final, Literal, NamedTuple, get_args
+from typing import Any, Final, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -25,11 +25,11 @@ from torch import Tensor
 
 from . import hbm_twin
 from .base import Admission, AdmitStatus, CacheCounters, Int32s, Int64s
+from .ddr import PolicyName
 from .hbm_books import DIRTY, FROZEN, LOADING, NO_SUCH_SLOT, PIN, RESIDENT, STAMP_BITS, WAYS, Books, Plan, Status, mixed, sets_of
 
-__all__ = ["CAPACITY_MAX", "INDEX_BYTES", "HbmCache", "HbmPolicyName"]
+__all__ = ["CAPACITY_MAX", "INDEX_BYTES", "HbmCache"]
 
-HbmPolicyName = Literal["lru", "lfu"]
 INDEX_BYTES: Final = 20
 """Key, rank and flags of a slot."""
 CAPACITY_MAX: Final = 2**31 - 2 * WAYS
@@ -76,7 +76,7 @@ class HbmCache:
         *,
         weight_words: int,
         state_words: int,
-        policy: HbmPolicyName,
+        policy: PolicyName,
         device: torch.device,
         extra_rows: int = 0,
     ) -> None:
@@ -84,7 +84,7 @@ class HbmCache:
             raise ValueError(f"capacity={capacity} is not from 1 to {CAPACITY_MAX - extra_rows}")
         if weight_words < 0 or state_words < 0:
             raise ValueError(f"weight_words={weight_words}, state_words={state_words}: neither may be negative")
-        if policy not in get_args(HbmPolicyName):
+        if policy not in get_args(PolicyName):
             raise ValueError(f'policy={policy!r} is neither "lru" nor "lfu"')
         self.policy: Final = policy
         self.device: Final = device

@@ -38,15 +38,14 @@ class FrequencySketch:
         self._counts = torch.zeros(_ROWS * self._width, dtype=torch.int16, device=device)
         self._accesses = 0
 
-    def count(self, keys: Tensor) -> None:
-        """Count one access of each key (int64 [n], distinct)."""
-        places = self._places(keys)
+    def count(self, places: Tensor) -> None:
+        """Count one access of each key of these ``places``; the keys are distinct."""
         self._counts.index_add_(0, places, (self._counts[places] < MAX_ESTIMATE).to(torch.int16))
-        self._accesses += len(keys)
+        self._accesses += len(places) // _ROWS
 
-    def estimate(self, keys: Tensor) -> Tensor:
-        """int32 [n]: accesses of each key, one that is under way included."""
-        return self._counts[self._places(keys)].view(_ROWS, -1).amin(0).to(torch.int32) + 1
+    def estimate(self, places: Tensor) -> Tensor:
+        """int32 [n]: accesses of each key of these ``places``, one that is under way included."""
+        return self._counts[places].view(_ROWS, -1).amin(0).to(torch.int32) + 1
 
     def age(self) -> bool:
         """Halve the counts if it is time; whoever compares them with counts of his own then halves those too."""
@@ -56,7 +55,8 @@ class FrequencySketch:
         self._counts >>= 1
         return True
 
-    def _places(self, keys: Tensor) -> Tensor:
+    def places(self, keys: Tensor) -> Tensor:
+        """int64 [_ROWS * n]: the counters of keys (int64 [n])."""
         mix = mixed(keys)
         halves = (mix >> 32) + (1 << 31), mix & 0xFFFFFFFF
         return torch.cat([((half * self._width) >> 32) + row * self._width for row, half in enumerate(halves)])

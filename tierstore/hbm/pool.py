@@ -30,7 +30,8 @@ import torch
 from torch import Tensor
 
 from ..cache import Admission
-from ..cache.hbm import HbmCache, HbmPolicyName
+from ..cache.ddr import PolicyName
+from ..cache.hbm import HbmCache
 from ..cache.hbm_books import DIRTY, LOADING, Plan, Status
 from ..cache.hbm_sketch import FrequencySketch
 from ..errors import BudgetError, ClosedError, TableError
@@ -89,7 +90,7 @@ class HbmPool:
         fill_seconds: time spent bringing rows in and writing them down.
     """
 
-    def __init__(self, below: Pool, size: HbmSize, lane: Lane, device: torch.device, policy: HbmPolicyName) -> None:
+    def __init__(self, below: Pool, size: HbmSize, lane: Lane, device: torch.device, policy: PolicyName) -> None:
         layout = below.layout
         self.lane = lane
         self.device = device
@@ -217,13 +218,16 @@ class HbmPool:
             self.require_open()
             started = time.perf_counter()
             self._reclaim(wait=False)
-            lease = self._admit(grouping, lookups)
+            sketch = self._sketch
+            counters = None if sketch is None else sketch.places(grouping.keys)
+            counts = None if sketch is None or counters is None else sketch.estimate(counters)
+            lease = self._admit(grouping, lookups, counts)
             if lease is None and self.released:
                 self._reclaim(wait=True)
-                lease = self._admit(grouping, lookups)
-            if lease is not None and lookups and self._sketch is not None:
-                self._sketch.count(grouping.keys)
-                if self._sketch.age():
+                lease = self._admit(grouping, lookups, counts)
+            if lease is not None and lookups and sketch is not None and counters is not None:
+                sketch.count(counters)
+                if sketch.age():
                     self.cache.age()
             self.fill_seconds += time.perf_counter() - started
             return lease
@@ -268,8 +272,7 @@ class HbmPool:
 
     # Bringing rows in; the caller holds ``fill_lock`` and is on the side stream
 
-    def _admit(self, grouping: Grouping, lookups: int) -> HbmLease | None:
-        counts = None if self._sketch is None else self._sketch.estimate(grouping.keys)
+    def _admit(self, grouping: Grouping, lookups: int, counts: Tensor | None) -> HbmLease | None:
         lying = self.overflow.find(grouping.keys)
         with contextlib.ExitStack() as undo:
             own = _NO_SLOTS if lying is None else present(lying)
