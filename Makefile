@@ -12,13 +12,14 @@ READY := $(VENV)/.ready
 
 # Parts of a target run one after another, also under make -j: they share two cores and one terminal.
 .NOTPARALLEL:
-.PHONY: help demo test pytest kernels-without-jit lint format docs bench-quick clean distclean
+.PHONY: help demo test pytest kernels-without-jit lint format docs peers bench-quick clean distclean
 help:
 	@echo "make demo         train a model on tables that do not fit in the memory budget (under 3 minutes);"
 	@echo "                  on a GPU: make demo DEMO='--device cuda --hbm 64MiB'"
 	@echo "make test         the whole test suite, the kernels again as plain Python, ruff and mypy"
 	@echo "make lint         ruff and mypy only"
 	@echo "make bench-quick  every benchmark at small size, into .bench/quick"
+	@echo "make peers        other systems that benchmarks compare with, into .peers"
 	@echo "make docs         write the tables of README.md and docs from bench/results"
 	@echo "make clean        remove what was built; make distclean also removes $(VENV)"
 
@@ -52,6 +53,11 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Beside the environment, not in it: what they say they need is not what tierstore may need.
+PEERS ?= fbgemm-gpu-cpu==1.8.0 rocksdict==0.3.29
+peers: $(READY)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .peers $(PEERS)
+
 docs: $(READY)
 	$(BIN)/python -m docs.generate
 
@@ -63,4 +69,4 @@ clean:
 	find tierstore bench docs tests -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) .peers

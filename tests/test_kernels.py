@@ -31,33 +31,59 @@ def test_unique_in_order(keys: list[int]) -> None:
 
 
 class Grouped(NamedTuple):
-    """Bags of row numbers, as ``group_positions`` lays them out."""
+    """Bags of row numbers, as ``group_rows`` lays them out; ``numbers`` are the rows, in order of first use."""
 
-    flat: list[int]
     numbers: list[int]
+    bag_starts: Any
+    slots: Any
     inverse: Any
+    counts: Any
     starts: Any
-    order: Any
-    bag_of: Any
+    sources: Any
+    factors: Any
+    positions: Any
+    bags: Any
 
 
-def grouped(bags: list[list[int]]) -> Grouped:
+def grouped(bags: list[list[int]], scale: Any = NONE, *, dim: int = 3, by_slot: bool = True) -> Grouped:
+    """One table, one feature; a row's slot is its number."""
     flat = [row for bag in bags for row in bag]
     numbers = list(dict.fromkeys(flat))
+    slots = np.array(flat, np.int32)
     inverse = np.array([numbers.index(row) for row in flat], np.int32)
-    starts = np.empty(len(numbers) + 1, np.int64)
-    order, bag_of = np.empty(len(flat), np.int32), np.empty(len(flat), np.int32)
-    kernels.group_positions(inverse, len(numbers), starts_of(bags), starts, order, bag_of)
-    return Grouped(flat, numbers, inverse, starts, order, bag_of)
+    counts, number = np.array([len(numbers)], np.int64), np.full(10 if by_slot else 0, 3, np.int32)
+    if by_slot:
+        inverse[:], counts[:] = -7, -7
+    made = Grouped(
+        numbers, starts_of(bags), np.empty(len(flat), np.int32), inverse, counts, np.empty(len(flat) + 2, np.int64),
+        np.empty(len(flat), np.int64), np.empty(len(scale), np.float32), *np.empty((2, len(flat)), np.int32),
+    )  # fmt: skip
+    kernels.group_rows(
+        0, 1, np.array([0, len(bags)]), made.bag_starts, np.zeros(1, np.int32), len(bags), dim, slots, number,
+        made.slots, made.inverse, scale, False, made.counts, made.starts, made.sources,
+        made.factors, made.positions, made.bags,
+    )  # fmt: skip
+    return made
 
 
+@pytest.mark.parametrize("by_slot", [True, False])
 @given(bags=jagged)
-def test_group_positions(bags: list[list[int]]) -> None:
-    made = grouped(bags)
-    for number in range(len(made.numbers)):
-        group = made.order[made.starts[number] : made.starts[number + 1]].tolist()
-        assert group == [position for position, value in enumerate(made.inverse) if value == number]
-    assert made.bag_of.tolist() == [number for number, bag in enumerate(bags) for _ in bag]
+def test_group_rows(by_slot: bool, bags: list[list[int]]) -> None:
+    flat = [row for bag in bags for row in bag]
+    bag_of = [number for number, bag in enumerate(bags) for _ in bag]
+    scale = np.arange(len(flat), dtype=np.float32)
+    made = grouped(bags, scale, by_slot=by_slot)
+    assert made.counts.tolist() == [len(made.numbers)]
+    assert made.inverse.tolist() == [made.numbers.index(row) for row in flat]
+    if by_slot:
+        assert made.slots[: len(made.numbers)].tolist() == made.numbers
+    for number, row in enumerate(made.numbers):
+        group = slice(made.starts[number], made.starts[number + 1])
+        expected = [position for position, value in enumerate(flat) if value == row]
+        assert made.positions[group].tolist() == expected
+        assert made.bags[group].tolist() == [bag_of[position] for position in expected]
+        assert made.sources[group].tolist() == [3 * bag_of[position] for position in expected]
+        assert made.factors[group].tolist() == expected
 
 
 @pytest.mark.parametrize("cut", [0.0, 0.3, 1.0])
@@ -65,19 +91,16 @@ def test_group_positions(bags: list[list[int]]) -> None:
 @given(bags=jagged)
 def test_pool_rows_in_one_part_or_two(mode: int, cut: float, bags: list[list[int]]) -> None:
     weights = np.random.default_rng(0).standard_normal((10, 3)).astype(np.float32)
-    inverse = np.array([row for bag in bags for row in bag], np.int32)
-    slots = np.arange(10, dtype=np.int32)
-    out = np.zeros((len(bags), 4), np.float32)
+    slots = np.array([row for bag in bags for row in bag], np.int32)
+    out = np.full((len(bags), 4), 7, np.float32)
     arg_max = np.full((len(bags), 3), -1, np.int32) if mode == kernels.MAX else NO_MAX
-    sample_of = np.arange(len(bags), dtype=np.int32)
-    column_of = np.ones(len(bags), np.int32)
-    middle = int(len(inverse) * cut)
-    for first, last in ((0, middle), (middle, len(inverse))):
+    middle = int(len(slots) * cut)
+    for first, last in ((0, middle), (middle, len(slots))):
         kernels.pool_rows(
-            0, len(bags), first, last, starts_of(bags), inverse[first:last], slots, NONE, mode,
-            weights, 3, 0, sample_of, column_of, out, arg_max,
+            0, len(bags), first, last, starts_of(bags), slots[first:last], NONE, mode, weights, 3, 0,
+            np.ones(1, np.int32), len(bags), out, arg_max,
         )  # fmt: skip
-    assert not out[:, 0].any()
+    assert (out[:, 0] == 7).all()
     for number, bag in enumerate(bags):
         rows = weights[bag]
         if mode == kernels.MAX:
@@ -92,17 +115,20 @@ def test_pool_rows_in_one_part_or_two(mode: int, cut: float, bags: list[list[int
 
 def merged(bags: list[list[int]], gradient: Any, scale: Any, cut: int) -> Any:
     """-(gradient of each of ten rows), from an update by SGD at rate 1 of rows of zeros, in two parts."""
-    made = grouped(bags)
-    numbers, dim = made.numbers, gradient.shape[1]
+    dim = gradient.shape[1]
+    made = grouped(bags, scale, dim=dim)
     weights = np.zeros((10, dim), np.float32)
     hyper = optim.SGD(lr=1.0).hyper(1.0, 1)[None]
-    for begin, end in ((0, cut), (cut, len(numbers))):
-        merge_and_update(
-            begin, end, np.array(numbers[begin:end], np.int32), begin, made.starts, made.order, made.bag_of, scale,
-            NO_MAX, np.arange(len(bags), dtype=np.int32), np.zeros(len(bags), np.int32), gradient,
-            np.zeros(len(numbers), np.int32), np.zeros(1, np.int64), hyper, weights, np.empty((10, 0), np.float32),
-            dim, 0,
+    flags = np.zeros(10, np.uint8)
+    newly_dirty = 0
+    for begin, end in ((0, cut), (cut, len(made.numbers))):
+        newly_dirty += merge_and_update(
+            0, begin, 0, end, np.zeros(1, np.int64), np.zeros(1, np.int64), made.slots, made.counts, made.starts,
+            made.sources, made.factors, made.positions, made.bags, NO_MAX, gradient.reshape(1, -1),
+            np.zeros(1, np.int64), hyper, weights, np.empty((10, 0), np.float32), dim, 0, flags, 4,
         )  # fmt: skip
+    assert newly_dirty == len(made.numbers)
+    assert np.flatnonzero(flags == 4).tolist() == sorted(made.numbers)
     return weights
 
 
@@ -148,17 +174,18 @@ def test_sums_over_columns_are_halving_trees(dim: int) -> None:
     padding = np.zeros((1 << (dim - 1).bit_length()) - dim, np.float32)
     place = np.arange(4, dtype=np.int32)
     scale = np.empty(4, np.float32)
-    kernels.dot_rows(
-        0, 4, 0, 4, np.arange(5), place, place, weights, dim, 0, place, np.zeros(4, np.int32), gradient, scale
-    )
+    kernels.dot_rows(0, 4, 0, 4, np.arange(5), place, weights, dim, 0, np.zeros(1, np.int32), 4, gradient, scale)
     for row in range(4):
         assert scale[row] == tree_sum(np.concatenate([weights[row] * gradient[row], padding]))
 
     state = np.zeros((4, 1), np.float32)
     rule = optim.RowWiseAdagrad()
+    made = grouped([[0], [1], [2], [3]], dim=dim)
+    zero = np.zeros(1, np.int64)
     merge_and_update(
-        0, 4, place, 0, np.arange(5), place, place, NONE, NO_MAX, place, np.zeros(4, np.int32), gradient,
-        np.zeros(4, np.int32), np.array([rule.code]), rule.hyper(1.0, 1)[None], weights, state, dim, 0,
+        0, 0, 0, 4, zero, zero, made.slots, made.counts, made.starts, made.sources, made.factors, made.positions,
+        made.bags, NO_MAX, gradient.reshape(1, -1), np.array([rule.code]), rule.hyper(1.0, 1)[None], weights, state,
+        dim, 0, np.empty(0, np.uint8), 0,
     )  # fmt: skip
     for row in range(4):
         squares = np.concatenate([gradient[row] * gradient[row], padding])
@@ -177,15 +204,15 @@ def test_copies_in_and_out() -> None:
     assert np.array_equal(out, rows[[2, 1, 2]])
 
 
-def test_join_keys_finds_the_first_wrong_id() -> None:
-    ids = np.array([3, 4, 9, 10, 1], np.int64)
-    lists = np.array([[0, 1, 2], [2, 4, 5]], np.int64)
-    keys, bag_starts = np.empty(5, np.int64), np.empty(5, np.int64)
-    arguments = ids, lists[:, 0].copy(), lists[:, 2].copy(), np.array([0, 7 << 40], np.int64)
-    assert kernels.join_keys(*arguments, np.array([10, 10], np.int64), lists, 2, keys, bag_starts) == 3
-    assert kernels.join_keys(*arguments, np.array([10, 11], np.int64), lists, 2, keys, bag_starts) == -1
+def test_join_ids_finds_the_first_wrong_id() -> None:
+    ids = np.array([9, 10, 1, 5, 3, 4], np.int64)
+    # Feature 0 owns ids[4:6], feature 1 owns ids[0:3].
+    starts, firsts = np.array([4, 0], np.int64), np.array([0, 7 << 40], np.int64)
+    bag_starts, keys = np.array([0, 1, 2, 4, 5], np.int64), np.empty(5, np.int64)
+    assert kernels.join_ids(0, 4, ids, starts, firsts, np.array([10, 10], np.int64), 2, bag_starts, keys) == 1
+    assert kernels.join_ids(0, 4, ids, starts, firsts, np.array([4, 11], np.int64), 2, bag_starts, keys) == 5
+    assert kernels.join_ids(0, 4, ids, starts, firsts, np.array([10, 11], np.int64), 2, bag_starts, keys) == -1
     assert keys.tolist() == [3, 4, *((7 << 40) + row for row in (9, 10, 1))]
-    assert bag_starts.tolist() == [0, 1, 2, 4, 5]
 
 
 def test_put_rows() -> None:

@@ -44,8 +44,13 @@ MAX_STAGING_BYTES: Final = 8 * 2**20
 
 
 class PoolSize(NamedTuple):
+    """Attributes:
+    is_full: every row has a slot of its own (``cache.FullCache``).
+    """
+
     cached_rows: int
     outbox_rows: int
+    is_full: bool
 
 
 class Division(NamedTuple):
@@ -58,12 +63,15 @@ class Division(NamedTuple):
         return STAGING_BYTES + self.transaction_bytes
 
 
-def divide(budget: int, rows: Mapping[RowLayout, int], *, policy: str, given: object, hbm_staging: int = 0) -> Division:
+def divide(
+    budget: int, rows: Mapping[RowLayout, int], *, num_tables: int, policy: str, given: object, hbm_staging: int = 0
+) -> Division:
     """For each layout the fewest rows it must hold, and of the rest a share by what it would take whole.
 
     Args:
         budget: bytes.
         rows: of all tables of a layout together.
+        num_tables: of the store.
         given: the budget as its owner wrote it, for messages.
         hbm_staging: bytes of it that the tier above needs.
 
@@ -72,14 +80,21 @@ def divide(budget: int, rows: Mapping[RowLayout, int], *, policy: str, given: ob
     """
     transaction = min(max(int(budget * TRANSACTION_SHARE), MIN_TRANSACTION_BYTES), MAX_TRANSACTION_BYTES)
     least = {layout: _pool_bytes(layout, min(count, MIN_CACHED_ROWS), policy) for layout, count in rows.items()}
-    most = {layout: _pool_bytes(layout, count, policy) for layout, count in rows.items()}
+    full = {layout: _full_pool_bytes(layout, count, num_tables, policy) for layout, count in rows.items()}
+    most = {layout: max(least[layout], full[layout]) for layout in rows}
     left = budget - hbm_staging - STAGING_BYTES - transaction - sum(least.values())
     if left < 0:
         raise _too_little(budget, sum(least.values()), hbm_staging, given)
     part = min(1.0, left / max(1, sum(most.values()) - sum(least.values())))
     shares = {layout: least[layout] + int(part * (most[layout] - least[layout])) for layout in rows}
     return Division(
-        transaction, {layout: _pool_size(layout, count, shares[layout], policy) for layout, count in rows.items()}
+        transaction,
+        {
+            layout: _full_pool_size(count)
+            if shares[layout] >= full[layout] and not policy.startswith(cache.REFERENCE_PREFIX)
+            else _pool_size(layout, count, shares[layout], policy)
+            for layout, count in rows.items()
+        },
     )
 
 
@@ -132,8 +147,20 @@ def hbm_bytes_of(layout: RowLayout, cached: int, policy: str) -> int:
 
 def _pool_bytes(layout: RowLayout, count: int, policy: str) -> int:
     """What a pool with so many rows in its cache takes, slightly overestimated."""
-    outbox_rows = max(MIN_OUTBOX_ROWS, math.ceil(count * OUTBOX_SHARE))
-    return count * _cached_row_bytes(layout, policy) + CACHE_BYTES + outbox_bytes(layout, outbox_rows)
+    return count * _cached_row_bytes(layout, policy) + CACHE_BYTES + outbox_bytes(layout, _full_pool_size(count)[1])
+
+
+def _full_pool_bytes(layout: RowLayout, count: int, num_tables: int, policy: str) -> int:
+    """What a pool takes in which every row has a slot of its own."""
+    if policy.startswith(cache.REFERENCE_PREFIX):
+        return _pool_bytes(layout, count, policy)
+    words = {"weight_words": layout.weight_words, "state_words": layout.state_words}
+    outbox = outbox_bytes(layout, _full_pool_size(count).outbox_rows)
+    return cache.full_size_bytes(count, **words) + num_tables * cache.TABLE_BYTES + outbox
+
+
+def _full_pool_size(count: int) -> PoolSize:
+    return PoolSize(count, max(MIN_OUTBOX_ROWS, math.ceil(count * OUTBOX_SHARE)), is_full=True)
 
 
 def _cached_row_bytes(layout: RowLayout, policy: str) -> int:
@@ -146,7 +173,7 @@ def _pool_size(layout: RowLayout, count: int, share: int, policy: str) -> PoolSi
     outbox_rows = max(MIN_OUTBOX_ROWS, int(min(count, share / whole) * OUTBOX_SHARE))
     cache_bytes = share - outbox_bytes(layout, outbox_rows)
     fitting = cache.capacity_for(policy, cache_bytes, weight_words=layout.weight_words, state_words=layout.state_words)
-    return PoolSize(min(fitting, count), outbox_rows)
+    return PoolSize(min(fitting, count), outbox_rows, is_full=False)
 
 
 def _too_little(budget: int, least: int, hbm_staging: int, given: object) -> BudgetError:

@@ -1,6 +1,7 @@
 """Kernels over rows in slots: pooled lookup, copies in and out, grouping of duplicate ids.
 
-Shape legend: N positions (ids of the batch), U unique rows, K bags, B samples, C output columns, S slots, D = dim.
+Shape legend: N positions (ids of the batch), U unique rows, F features, T tables, K = F * B bags, B samples, C output
+columns, S slots, D = dim.
 """
 
 from typing import Any, Final
@@ -8,20 +9,40 @@ from typing import Any, Final
 import numpy as np
 
 from . import floats
-from ._jit import kernel
-from ._jit import uncounted_kernel as inline
+from ._jit import inlined as inline
+from ._jit import kernel, prefetch_item, uncounted_kernel
+from .floats import FLOAT32
 from .init import mix64
+from .simd import (
+    WIDE,
+    add4,
+    add16,
+    divide4,
+    divide16,
+    fill4,
+    fill16,
+    load4,
+    load16,
+    multiply4,
+    multiply16,
+    prefetch_line,
+    store4,
+    store16,
+)
 
 __all__ = [
+    "ABSENT",
+    "DONE",
     "MAX",
     "MEAN",
     "SUM",
     "copy_rows_in",
     "copy_rows_out",
     "dot_rows",
-    "group_positions",
+    "group_rows",
     "halving_sum",
-    "join_keys",
+    "join_ids",
+    "look_up",
     "padded_width",
     "pool_rows",
     "put_rows",
@@ -32,139 +53,290 @@ SUM: Final = 0
 MEAN: Final = 1
 MAX: Final = 2
 
+DONE: Final = -1
+ABSENT: Final = -2
+"""What ``look_up`` returns."""
 
-@kernel
-def join_keys(
-    ids: Any,
-    starts: Any,
-    stops: Any,
-    table_keys: Any,
-    num_rows: Any,
-    lists: Any,
-    batch: int,
-    keys: Any,
-    bag_starts: Any,
+AHEAD: Final = 16
+"""Positions: rows are fetched from memory so long before they are used."""
+
+
+@uncounted_kernel
+def join_ids(
+    begin: int, end: int, ids: Any, starts: Any, firsts: Any, num_rows: Any, batch: int, bag_starts: Any, joined: Any
 ) -> Any:
-    """Lay the ids of some features end to end as row keys, feature by feature.
+    """Lay the ids of the bags ``[begin, end)`` end to end, each plus its feature's ``firsts``.
 
     Args:
         ids: int64 or int32, the ids of all features.
-        starts, stops: int64 [features], the range of ``ids`` each chosen feature owns.
-        table_keys, num_rows: int64 [features], ``table_index << KEY_ROW_BITS`` and the table's rows.
-        lists: int64 [features, batch], where each bag of each chosen feature begins in ``ids``.
+        starts: int64 [features], where each chosen feature begins in ``ids``.
+        firsts: int64 [features], what its row 0 becomes: a row key, or a slot.
+        num_rows: int64 [features], the table's rows.
         batch: bags of a feature.
-        keys: int64 [N], out.
-        bag_starts: int64 [features * batch + 1], out: where each bag begins in ``keys``.
+        bag_starts: int64 [features * batch + 1], where each bag begins in ``joined``.
+        joined: int64 or int32 [N], out.
 
     Returns:
         -1, or the position in ``ids`` of the first id outside its table.
     """
-    out = 0
-    for feature in range(starts.shape[0]):
-        for bag in range(batch):
-            bag_starts[feature * batch + bag] = out + lists[feature, bag] - starts[feature]
-        for i in range(starts[feature], stops[feature]):
-            row = np.int64(ids[i])
-            if row < 0 or row >= num_rows[feature]:
-                return i
-            keys[out] = table_keys[feature] | row
-            out += 1
-    bag_starts[starts.shape[0] * batch] = out
+    for bag in range(begin, end):
+        feature = bag // batch
+        first, limit = firsts[feature], num_rows[feature]
+        shift = starts[feature] - bag_starts[feature * batch]
+        for position in range(bag_starts[bag], bag_starts[bag + 1]):
+            row = np.int64(ids[position + shift])
+            if row < 0 or row >= limit:
+                return position + shift
+            joined[position] = first + row
     return np.int64(-1)
 
 
-@kernel
+@inline
+def _pool_64(
+    low: int, high: int, stop: int, first: int, fresh: bool, slots: Any, scale: Any, weights: Any, half: int,
+    column: int, divisor: Any, out: Any, sample: int, target: int,
+) -> None:  # fmt: skip
+    """The columns ``[column, column + 64)`` of one bag; its positions are ``[low, high)``."""
+    if fresh:
+        a = b = c = d = fill16(np.float32(0))
+    else:
+        a, b = load16(out, sample, target, FLOAT32), load16(out, sample, target + 16, FLOAT32)
+        c, d = load16(out, sample, target + 32, FLOAT32), load16(out, sample, target + 48, FLOAT32)
+    is_scaled = scale.shape[0] > 0
+    for position in range(low, high):
+        if position + AHEAD < stop:
+            ahead = np.int64(slots[position + AHEAD - first])
+            prefetch_line(weights, ahead, column)
+            prefetch_line(weights, ahead, column + 16)
+            prefetch_line(weights, ahead, column + 32)
+            prefetch_line(weights, ahead, column + 48)
+        slot = np.int64(slots[position - first])
+        u, v = load16(weights, slot, column, half), load16(weights, slot, column + 16, half)
+        w, x = load16(weights, slot, column + 32, half), load16(weights, slot, column + 48, half)
+        if is_scaled:
+            factor = fill16(scale[position])
+            u, v, w, x = multiply16(factor, u), multiply16(factor, v), multiply16(factor, w), multiply16(factor, x)
+        a, b, c, d = add16(a, u), add16(b, v), add16(c, w), add16(d, x)
+    if divisor > 0:
+        by = fill16(divisor)
+        a, b, c, d = divide16(a, by), divide16(b, by), divide16(c, by), divide16(d, by)
+    store16(out, sample, target, a, FLOAT32)
+    store16(out, sample, target + 16, b, FLOAT32)
+    store16(out, sample, target + 32, c, FLOAT32)
+    store16(out, sample, target + 48, d, FLOAT32)
+
+
+@inline
+def _pool_16(
+    low: int, high: int, stop: int, first: int, fresh: bool, slots: Any, scale: Any, weights: Any, half: int,
+    column: int, divisor: Any, out: Any, sample: int, target: int,
+) -> None:  # fmt: skip
+    """As ``_pool_64``."""
+    a = fill16(np.float32(0)) if fresh else load16(out, sample, target, FLOAT32)
+    is_scaled = scale.shape[0] > 0
+    for position in range(low, high):
+        if position + AHEAD < stop:
+            prefetch_line(weights, np.int64(slots[position + AHEAD - first]), column)
+        u = load16(weights, np.int64(slots[position - first]), column, half)
+        a = add16(a, multiply16(fill16(scale[position]), u) if is_scaled else u)
+    store16(out, sample, target, divide16(a, fill16(divisor)) if divisor > 0 else a, FLOAT32)
+
+
+@inline
+def _pool_4(
+    low: int, high: int, stop: int, first: int, fresh: bool, slots: Any, scale: Any, weights: Any, half: int,
+    column: int, divisor: Any, out: Any, sample: int, target: int,
+) -> None:  # fmt: skip
+    """As ``_pool_64``."""
+    a = fill4(np.float32(0)) if fresh else load4(out, sample, target, FLOAT32)
+    is_scaled = scale.shape[0] > 0
+    for position in range(low, high):
+        if position + AHEAD < stop:
+            prefetch_line(weights, np.int64(slots[position + AHEAD - first]), column)
+        u = load4(weights, np.int64(slots[position - first]), column, half)
+        a = add4(a, multiply4(fill4(scale[position]), u) if is_scaled else u)
+    store4(out, sample, target, divide4(a, fill4(divisor)) if divisor > 0 else a, FLOAT32)
+
+
+@inline
+def _pool_1(
+    low: int, high: int, first: int, fresh: bool, slots: Any, scale: Any, weights: Any, half: int,
+    column: int, divisor: Any, out: Any, sample: int, target: int,
+) -> None:  # fmt: skip
+    """As ``_pool_64``; the cache line was fetched with the column before."""
+    pooled = np.float32(0) if fresh else out[sample, target]
+    for position in range(low, high):
+        value = floats.load(weights[slots[position - first]], column, half)
+        pooled += scale[position] * value if scale.shape[0] else value
+    out[sample, target] = pooled / divisor if divisor > 0 else pooled
+
+
+@uncounted_kernel
 def pool_rows(
-    begin: int, end: int, first: int, last: int, bag_starts: Any, inverse: Any, unique_slots: Any, scale: Any,
-    mode: int, weights: Any, dim: int, half: int, sample_of: Any, column_of: Any, out: Any, arg_max: Any,
+    begin: int, end: int, first: int, last: int, bag_starts: Any, slots: Any, scale: Any, mode: int, weights: Any,
+    dim: int, half: int, columns: Any, batch: int, out: Any, arg_max: Any,
 ) -> None:  # fmt: skip
     """Add the rows at positions ``[first, last)`` to the bags ``[begin, end)`` of ``out``.
 
     A bag is summed in id-list order, one row after another, so neither the split over threads (by bags) nor over
-    calls (by positions) changes a bit.
+    calls (by positions) changes a bit. A bag that begins in the range of a call is set by it, whatever ``out`` held.
 
     Args:
         bag_starts: int64 [K + 1].
-        inverse: int32 [last - first], unique number of each position; unique_slots: int32, its slot.
+        slots: int32 [last - first], slot of each position.
         scale: float32 [N], per-sample weights, or empty.
         mode: SUM, MEAN or MAX; a mean is divided when its last position was added.
         weights: float32 or uint16 [S, >= D].
-        sample_of, column_of: int32 [K], where a bag lies in ``out``.
-        out: float32 [B, C], zero before the first call.
-        arg_max: int32 [K, D], -1 before the first call (MAX), or empty: the first position of each maximum.
+        columns: int32 [F], where a feature's results begin; bag k is of feature ``k // batch``, sample ``k % batch``.
+        out: float32 [B, C].
+        arg_max: int32 [K, D], out (MAX), or empty: the first position of each maximum, or -1.
     """
+    feature, sample = begin // batch, begin % batch
+    stop = min(last, bag_starts[end])
     for bag in range(begin, end):
+        fresh = bag_starts[bag] >= first
         low, high = max(bag_starts[bag], first), min(bag_starts[bag + 1], last)
-        pooled = out[sample_of[bag], column_of[bag] : column_of[bag] + dim]
+        target: Any = np.int64(columns[feature])
         if mode == MAX:
-            for position in range(low, high):
-                row = weights[unique_slots[inverse[position - first]]]
-                best = arg_max[bag]
-                for column in range(dim):
-                    value = floats.load(row, column, half)
-                    if best[column] < 0 or value > pooled[column]:
-                        pooled[column] = value
-                        best[column] = position
-            continue
-        if scale.shape[0]:
-            for position in range(low, high):
-                row, factor = weights[unique_slots[inverse[position - first]]], scale[position]
-                for column in range(dim):
-                    pooled[column] += factor * floats.load(row, column, half)
-        else:
-            for position in range(low, high):
-                row = weights[unique_slots[inverse[position - first]]]
-                for column in range(dim):
-                    pooled[column] += floats.load(row, column, half)
-        if mode == MEAN and low < high and high == bag_starts[bag + 1]:
-            count = np.float32(high - bag_starts[bag])
-            for column in range(dim):
-                pooled[column] /= count
+            pooled = out[sample, target : target + dim]
+            if fresh:
+                pooled[:] = np.float32(0)
+                arg_max[bag, :] = -1
+            _pool_max(low, high, first, slots, weights, half, pooled, arg_max[bag])
+        elif fresh or low < high:
+            divisor = np.float32(0)
+            if mode == MEAN and low < high and high == bag_starts[bag + 1]:
+                divisor = np.float32(high - bag_starts[bag])
+            column = 0
+            while column + 64 <= dim:
+                _pool_64(low, high, stop, first, fresh, slots, scale, weights, half, column, divisor, out, sample,
+                         target + column)  # fmt: skip
+                column += 64
+            while column + 16 <= dim:
+                _pool_16(low, high, stop, first, fresh, slots, scale, weights, half, column, divisor, out, sample,
+                         target + column)  # fmt: skip
+                column += 16
+            while column + 4 <= dim:
+                _pool_4(low, high, stop, first, fresh, slots, scale, weights, half, column, divisor, out, sample,
+                        target + column)  # fmt: skip
+                column += 4
+            while column < dim:
+                _pool_1(low, high, first, fresh, slots, scale, weights, half, column, divisor, out, sample,
+                        target + column)  # fmt: skip
+                column += 1
+        sample += 1
+        if sample == batch:
+            feature, sample = feature + 1, 0
+
+
+@uncounted_kernel
+def look_up(
+    begin: int, end: int, ids: Any, starts: Any, firsts: Any, num_rows: Any, batch: int, bag_starts: Any, slots: Any,
+    flags: Any, asked: int, wanted: int, scale: Any, mode: int, weights: Any, dim: int, half: int, columns: Any,
+    out: Any, arg_max: Any,
+) -> Any:  # fmt: skip
+    """``join_ids`` into slots, and ``pool_rows``, in one call: for rows that have slots of their own.
+
+    Args:
+        flags: uint8 [S], or empty: every row must have ``flags[slot] & asked == wanted``.
+
+    Returns:
+        ``DONE``; or, and then ``out`` holds anything, the position in ``ids`` of the first id outside its table, or
+        ``ABSENT`` if the flags of a row are others.
+    """
+    bad = join_ids(begin, end, ids, starts, firsts, num_rows, batch, bag_starts, slots)
+    if bad >= 0:
+        return bad
+    first, last = bag_starts[begin], bag_starts[end]
+    if flags.shape[0]:
+        for position in range(first, last):
+            if position + AHEAD < last:
+                prefetch_item(flags, np.int64(slots[position + AHEAD]))
+            if flags[slots[position]] & asked != wanted:
+                return np.int64(ABSENT)
+    pool_rows(
+        begin, end, 0, bag_starts[-1], bag_starts, slots, scale, mode, weights, dim, half, columns, batch, out, arg_max
+    )
+    return np.int64(DONE)
+
+
+@inline
+def _pool_max(low: int, high: int, first: int, slots: Any, weights: Any, half: int, pooled: Any, best: Any) -> None:
+    """Maxima of one bag, and their positions."""
+    for position in range(low, high):
+        row = weights[slots[position - first]]
+        for column in range(pooled.shape[0]):
+            value = floats.load(row, column, half)
+            if best[column] < 0 or value > pooled[column]:
+                pooled[column] = value
+                best[column] = position
 
 
 @inline
 def padded_width(dim: int) -> int:
-    """Columns that ``halving_sum`` wants for ``dim`` terms: a power of two, and enough for its closing line."""
-    width = 8
+    """Columns that ``halving_sum`` wants for ``dim`` terms: a power of two, whole vectors."""
+    width = WIDE
     while width < dim:
         width *= 2
     return width
 
 
 @inline
-def halving_sum(terms: Any) -> Any:
-    """Sum of float32 [a power of two >= 8], in the order of a halving tree; the lower half of ``terms`` is used up.
+def halving_sum(work: Any, row: int) -> Any:
+    """Sum of the float32 in a row of ``work`` ([rows, a power of two >= 16]), in the order of a halving tree; the lower
+    half of the row is used up.
 
     The upper half is added to the lower one, element by element, until one element is left, and that to +0.0. More
     zeros behind the terms change no bit, and a CPU's vector unit can follow this order as well as a GPU's threads.
     """
-    width = terms.shape[0]
-    while width > 8:
+    width = work.shape[1]
+    while width > WIDE:
         width //= 2
-        for i in range(width):
-            terms[i] += terms[width + i]
-    even, odd = (terms[0] + terms[4]) + (terms[2] + terms[6]), (terms[1] + terms[5]) + (terms[3] + terms[7])
+        for column in range(0, width, WIDE):
+            lower, upper = load16(work, row, column, FLOAT32), load16(work, row, width + column, FLOAT32)
+            store16(work, row, column, add16(lower, upper), FLOAT32)
+    store4(work, row, 0, add4(load4(work, row, 0, FLOAT32), load4(work, row, 8, FLOAT32)), FLOAT32)
+    store4(work, row, 4, add4(load4(work, row, 4, FLOAT32), load4(work, row, 12, FLOAT32)), FLOAT32)
+    store4(work, row, 0, add4(load4(work, row, 0, FLOAT32), load4(work, row, 4, FLOAT32)), FLOAT32)
+    even, odd = work[row, 0] + work[row, 2], work[row, 1] + work[row, 3]
     return np.float32(np.float32(0) + (even + odd))
 
 
 @kernel
 def dot_rows(
-    begin: int, end: int, first: int, last: int, bag_starts: Any, inverse: Any, unique_slots: Any, weights: Any,
-    dim: int, half: int, sample_of: Any, column_of: Any, grad_out: Any, grad_scale: Any,
+    begin: int, end: int, first: int, last: int, bag_starts: Any, slots: Any, weights: Any, dim: int, half: int,
+    columns: Any, batch: int, grad_out: Any, grad_scale: Any,
 ) -> None:  # fmt: skip
     """Gradient of per-sample weights: ``grad_scale[p] = row(p) . grad_out[bag of p]``, positions ``[first, last)``.
 
     The products are summed as ``halving_sum`` does.
     """
-    products = np.zeros(padded_width(dim), np.float32)
+    work = np.zeros((1, padded_width(dim)), np.float32)
+    _dot_range(
+        begin, end, first, last, bag_starts, slots, weights, dim, half, columns, batch, grad_out, grad_scale, work
+    )
+
+
+@inline
+def _dot_range(
+    begin: int, end: int, first: int, last: int, bag_starts: Any, slots: Any, weights: Any, dim: int, half: int,
+    columns: Any, batch: int, grad_out: Any, grad_scale: Any, work: Any,
+) -> None:  # fmt: skip
+    """``dot_rows`` on given scratch."""
     for bag in range(begin, end):
         low, high = max(bag_starts[bag], first), min(bag_starts[bag + 1], last)
-        gradient = grad_out[sample_of[bag], column_of[bag] : column_of[bag] + dim]
+        sample, target = bag % batch, np.int64(columns[bag // batch])
         for position in range(low, high):
-            row = weights[unique_slots[inverse[position - first]]]
-            for column in range(dim):
-                products[column] = floats.load(row, column, half) * gradient[column]
-            grad_scale[position] = halving_sum(products)
+            slot = np.int64(slots[position - first])
+            column = 0
+            while column + WIDE <= dim:
+                row, gradient = load16(weights, slot, column, half), load16(grad_out, sample, target + column, FLOAT32)
+                store16(work, 0, column, multiply16(row, gradient), FLOAT32)
+                column += WIDE
+            while column < dim:
+                work[0, column] = floats.load(weights[slot], column, half) * grad_out[sample, target + column]
+                column += 1
+            grad_scale[position] = halving_sum(work, 0)
 
 
 @kernel
@@ -200,30 +372,77 @@ def put_rows(begin: int, end: int, slots: Any, weights: Any, state: Any, new_wei
             row[word] = source[word]
 
 
-@kernel
-def group_positions(inverse: Any, num_unique: int, bag_starts: Any, group_start: Any, order: Any, bag_of: Any) -> None:
-    """Positions grouped by unique row, each group in id-list order (a counting sort), and the bag of each position.
+@uncounted_kernel
+def group_rows(
+    begin: int, end: int, table_bags: Any, bag_starts: Any, columns: Any, batch: int, num_columns: int, slots: Any,
+    number: Any, unique_slots: Any, inverse: Any, scale: Any, is_mean: bool, counts: Any, starts: Any, sources: Any,
+    factors: Any, positions: Any, bags: Any,
+) -> None:  # fmt: skip
+    """Group the positions of the tables ``[begin, end)`` by row, each group in id-list order (a counting sort).
+
+    Rows of a table are numbered from 0 in order of first use. With p the table's first position, what belongs to its
+    row u lies at ``p + starts[p + 2 * table + u]`` and the places behind it, up to that of row u + 1.
 
     Args:
-        inverse: int32 [N], values in [0, num_unique).
-        bag_starts: int64 [K + 1].
-        group_start: int64 [U + 1], out; order, bag_of: int32 [N], out.
+        table_bags: int64 [T + 1], the bags of each table.
+        bag_starts: int64 [K + 1]; columns: int32 [F]; batch: bags of a feature.
+        num_columns: C.
+        slots: int32 [N], slot of each position.
+        number: int32 [S], scratch of any content, by which rows are numbered (a sparse set: P. Briggs, L. Torczon, An
+            efficient representation for sparse sets, 1993); or empty, for numbers that are given.
+        unique_slots: int32 [N], out: row u of the table is in slot ``unique_slots[p + u]``.
+        inverse: int32 [N], out, number of each position's row; or given, then numbers go on from table to table.
+        scale: float32 [N], per-sample weights, or empty; is_mean: gradients are divided by the sizes of the bags.
+        counts: int64 [T], out, or given: rows of each table.
+        starts: int64 [N + 2 * T], out.
+        sources: int64 [N], out: where the position's gradient begins in ``grad_out``, as one run of float32.
+        factors: float32 [N], out, or empty: what the gradient is multiplied by.
+        positions, bags: int32 [N], out, or empty: the positions themselves, and their bags.
     """
-    group_start[:] = 0
-    for position in range(inverse.shape[0]):
-        group_start[inverse[position] + 1] += 1
-    for unique in range(num_unique):
-        group_start[unique + 1] += group_start[unique]
-    for position in range(inverse.shape[0]):
-        unique = inverse[position]
-        order[group_start[unique]] = position
-        group_start[unique] += 1
-    for unique in range(num_unique, 0, -1):
-        group_start[unique] = group_start[unique - 1]
-    group_start[0] = 0
-    for bag in range(bag_starts.shape[0] - 1):
-        for position in range(bag_starts[bag], bag_starts[bag + 1]):
-            bag_of[position] = bag
+    for table in range(begin, end):
+        first, last = bag_starts[table_bags[table]], bag_starts[table_bags[table + 1]]
+        start = starts[first + 2 * table : last + 2 * table + 2]
+        if number.shape[0]:
+            count = _number_rows(first, last, slots, number, unique_slots, inverse)
+            counts[table] = count
+        else:
+            count = counts[table]
+        shift = inverse[first] if first < last and not number.shape[0] else 0
+        start[: count + 2] = 0
+        for position in range(first, last):
+            start[inverse[position] - shift + 2] += 1
+        for row in range(count):
+            start[row + 2] += start[row + 1]
+        for bag in range(table_bags[table], table_bags[table + 1]):
+            source = np.int64(bag % batch) * num_columns + columns[bag // batch]
+            size = bag_starts[bag + 1] - bag_starts[bag]
+            for position in range(bag_starts[bag], bag_starts[bag + 1]):
+                row = inverse[position] - shift
+                place = first + start[row + 1]
+                start[row + 1] += 1
+                sources[place] = source
+                if factors.shape[0]:
+                    factors[place] = np.float32(1) / np.float32(size) if is_mean else scale[position]
+                if positions.shape[0]:
+                    positions[place] = position
+                    bags[place] = bag
+
+
+@inline
+def _number_rows(first: int, last: int, slots: Any, number: Any, unique_slots: Any, inverse: Any) -> int:
+    count = 0
+    for position in range(first, last):
+        if position + AHEAD < last:
+            prefetch_item(number, np.int64(slots[position + AHEAD]))
+        slot = slots[position]
+        known = number[slot]
+        if known < 0 or known >= count or unique_slots[first + known] != slot:
+            known = np.int32(count)
+            number[slot] = known
+            unique_slots[first + known] = slot
+            count += 1
+        inverse[position] = known
+    return count
 
 
 @kernel

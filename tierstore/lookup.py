@@ -5,22 +5,27 @@ ahead, by the prefetch pipeline), run forward, and, if gradients are wanted, run
 """
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from . import kernels
+from .backward import Bags, Groups
+from .cache import FullCache
+from .cache.admission import DIRTY, LOADING, RESIDENT
 from .optim.configs import NUM_HYPER
-from .optim.kernels import merge_and_update
-from .pool import Lease, Pool
+from .pool import Lease, Pool, Use
 from .rows import KEY_ROW_BITS
 from .signals import shielded
 
 if TYPE_CHECKING:
+    from .hbm.lookup import HbmLookup
     from .table import Table
 
-__all__ = ["MODES", "Jagged", "Joined", "Lookup"]
+__all__ = ["MODES", "Jagged", "Joined", "Lookup", "new_output"]
 
 MODES: Final = {"sum": kernels.SUM, "mean": kernels.MEAN, "max": kernels.MAX}
 _NO_FLOATS: Final = np.empty(0, np.float32)
@@ -44,7 +49,7 @@ class Jagged(NamedTuple):
 
 
 class Joined:
-    """The ids of some features laid end to end as row keys.
+    """The ids of some features laid end to end, as row keys or as slots.
 
     Args:
         tables: the table of each feature; all in one pool.
@@ -53,44 +58,87 @@ class Joined:
 
     Attributes:
         tables: distinct, in order of first use.
-        keys: int64 [N].
-        bag_starts: int64 [features * batch + 1], where each bag begins in ``keys``.
+        table_bags: int64 [tables + 1], the bags of each.
+        bag_starts: int64 [features * batch + 1], where each bag begins in what is laid end to end.
         scale: float32 [N], per-sample weights, or empty.
         columns: int32 [features].
         batch: bags of each feature.
-
-    Raises:
-        ValueError: an id outside its table; names the table and the id.
     """
 
     def __init__(self, tables: "Sequence[Table]", jagged: Jagged, features: Any, columns: Any) -> None:
         self.tables = list(dict.fromkeys(tables))
         self.columns = np.asarray(columns, np.int32)
         self.batch = batch = jagged.batch
-        offsets = jagged.offsets
-        lists = np.lib.stride_tricks.sliding_window_view(offsets, batch + 1)[::batch] if batch else offsets[None, :1]
-        lists = np.ascontiguousarray(lists[features] if batch else np.repeat(lists, len(features), 0))
-        self._sources = list(zip(lists[:, 0].tolist(), lists[:, -1].tolist(), strict=True))
-        self.keys = np.empty(sum(stop - start for start, stop in self._sources), np.int64)
-        self.bag_starts = np.empty(len(features) * batch + 1, np.int64)
-        bad = kernels.join_keys(
-            jagged.ids,
-            lists[:, 0].copy(),
-            lists[:, -1].copy(),
-            np.array([table.index << KEY_ROW_BITS for table in tables], np.int64),
-            np.array([table.config.num_embeddings for table in tables], np.int64),
-            lists,
-            batch,
-            self.keys,
-            self.bag_starts,
-        )
-        if bad >= 0:
-            owner = next(t for t, (start, stop) in zip(tables, self._sources, strict=True) if start <= bad < stop)
-            raise owner.id_error(int(jagged.ids[bad]))
+        self._owners = tables
+        self._ids = jagged.ids
+        if list(features) == list(range((len(jagged.offsets) - 1) // max(batch, 1))):
+            self.bag_starts = jagged.offsets.copy()
+            ends = self.bag_starts[np.arange(len(tables) + 1) * batch]
+            self._starts, self._stops = ends[:-1], ends[1:]
+        else:
+            self._choose(jagged.offsets, np.asarray(features))
+        bounds = [i for i, table in enumerate(tables) if not i or table is not tables[i - 1]]
+        self.table_bags = np.array([*bounds, len(tables)], np.int64) * batch
         self.scale = _NO_FLOATS if jagged.scale is None else self._gather(jagged.scale)
+
+    def _choose(self, offsets: Any, features: Any) -> None:
+        """Lay the chosen features end to end."""
+        lists = offsets[np.add.outer(features * self.batch, np.arange(self.batch + 1))]
+        self._starts, self._stops = lists[:, 0].copy(), lists[:, -1].copy()
+        sizes = self._stops - self._starts
+        shifts = np.cumsum(sizes) - sizes - self._starts
+        self.bag_starts = np.append((lists[:, :-1] + shifts[:, None]).ravel(), sizes.sum())
+
+    def __len__(self) -> int:
+        return int(self.bag_starts[-1])
+
+    @cached_property
+    def keys(self) -> Any:
+        """int64 [N], row keys.
+
+        Raises:
+            ValueError: an id outside its table; names the table and the id.
+        """
+        return self._join([table.index << KEY_ROW_BITS for table in self._owners], np.int64)
+
+    def slots(self, cache: FullCache) -> Any:
+        """int32 [N], slots of a full cache; errors as ``keys``."""
+        return self._join(self.first_slots(cache), np.int32)
+
+    def first_slots(self, cache: FullCache) -> list[int]:
+        """The slot of row 0 of each feature's table."""
+        return [cache.first_slot(table.index) for table in self._owners]
+
+    def plan(self, firsts: list[int]) -> Any:
+        """What ``kernels.join_ids`` takes, between the range of bags and what is laid out."""
+        rows = np.array([table.config.num_embeddings for table in self._owners], np.int64)
+        return self._ids, self._starts, np.array(firsts, np.int64), rows, self.batch, self.bag_starts
+
+    def _join(self, firsts: list[int], dtype: Any) -> Any:
+        joined = np.empty(len(self), dtype)
+        plan = self.plan(firsts)
+        bad: list[int] = []
+        join: Any = kernels.join_ids
+        workers = self.tables[0].store.workers
+        workers.run(lambda begin, end: bad.append(join(begin, end, *plan, joined)), workers.split(self.bag_starts))
+        self.check(bad)
+        return joined
+
+    def check(self, positions: list[int]) -> None:
+        """Raise ValueError if one of them is the position of an id outside its table."""
+        bad = [position for position in positions if position >= 0]
+        for table, (start, stop) in zip(self._owners, self._sources, strict=True) if bad else ():
+            own = [position for position in bad if start <= position < stop]
+            if own:
+                raise table.id_error(int(self._ids[min(own)]))
 
     def _gather(self, scale: Any) -> Any:
         return np.concatenate([scale[start:stop] for start, stop in self._sources] or [_NO_FLOATS])
+
+    @property
+    def _sources(self) -> list[tuple[int, int]]:
+        """Where each feature's ids lie in the batch."""
+        return list(zip(self._starts.tolist(), self._stops.tolist(), strict=True))
 
     def scatter(self, values: Any, out: Any) -> None:
         """Add a value of each position to ``out``, float32 [ids of the batch], where its id came from."""
@@ -107,46 +155,75 @@ class Joined:
         return hyper
 
 
+def new_output(lookups: "Sequence[Lookup | HbmLookup]", batch: int, columns: int, device: torch.device) -> Tensor:
+    """float32 [batch, columns], of such content as the lookups that will fill it ask for."""
+    make = torch.zeros if any(lookup.wants_zeros for lookup in lookups) else torch.empty
+    return make((batch, columns), dtype=torch.float32, device=device)
+
+
 class Lookup:
     """A lookup in host memory.
+
+    Where every row has a slot of its own, ids lead to slots at once and no row is ever pinned; else rows are leased.
 
     Args:
         joined: its ids.
         mode: "sum", "mean" or "max", for all features.
+
+    Attributes:
+        wants_zeros: ``forward`` adds to what it is given, and so wants zeros.
+
+    Raises:
+        ValueError: an id outside its table; names the table and the id.
     """
 
     def __init__(self, joined: Joined, *, mode: str) -> None:
+        self.wants_zeros = False
         self._joined = joined
         self._tables = joined.tables
         self._mode = MODES[mode]
         self._lease: Lease | None = None
-        self._keys, self._bag_starts, self._scale = joined.keys, joined.bag_starts, joined.scale
-        self._sample_of = np.tile(np.arange(joined.batch, dtype=np.int32), len(joined.columns))
-        self._column_of = np.repeat(joined.columns, joined.batch)
+        self._use: Use | None = None
+        self._bag_starts, self._scale = joined.bag_starts, joined.scale
         self._arg_max = _NO_ARG_MAX
+        self._slots: Any = None
+        self._slots_in: FullCache | None = None
+        self._rows_in: FullCache | None = None
+        if self._pool.full is None:
+            joined.keys  # noqa: B018 - checks the ids
 
     @property
     def _pool(self) -> Pool:
         """The tables' pool as it is now: unless rows are pinned, a new table may have replaced it."""
         return self._tables[0].pool
 
+    def _slots_of(self, cache: FullCache) -> Any:
+        """int32 [N]: the slot of each position."""
+        if self._slots_in is not cache:
+            self._slots, self._slots_in = self._joined.slots(cache), cache
+        return self._slots
+
     @shielded
     def stage(self) -> None:
         """Bring the rows in and keep them pinned until they are used, as far as the pool has room to keep them."""
-        if len(self._keys):
-            pool = self._pool
-            lease = pool.acquire(self._keys)
+        pool = self._pool
+        if pool.full is not None:
+            self._bring_in(pool, pool.full)
+            self._use = self._use or Use(pool)
+        elif len(self._joined):
+            lease = pool.acquire(self._joined.keys)
             if not self._keep(pool, lease):
                 lease.release()
 
     def release(self) -> None:
         """Unpin whatever is pinned; the lookup still works, it only has to bring its rows in again."""
-        if self._lease is not None:
-            self._lease.release()
-            self._lease = None
+        for held in (self._lease, self._use):
+            if held is not None:
+                held.release()
+        self._lease = self._use = None
 
     def _keep(self, pool: Pool, lease: Lease) -> bool:
-        if lease.consumed < len(self._keys) or not pool.hold(lease):
+        if lease.consumed < len(self._joined) or not pool.hold(lease):
             return False
         self._lease = lease
         return True
@@ -158,32 +235,92 @@ class Lookup:
         else:
             yield from pool.leases(keys)
 
-    @shielded
+    def _bring_in(self, pool: Pool, cache: FullCache) -> Any:
+        """int32 [N]: the slot of each position, its row in. It stays in: the cache evicts nothing."""
+        slots = self._slots_of(cache)
+        if self._rows_in is not cache:
+            pool.bring_in(slots)
+            self._rows_in = cache
+        return slots
+
+    def _parts(self, pool: Pool, *, keep: bool) -> Iterator[tuple[int, Any]]:
+        """(first position, int32 slot of each from there on): parts of the batch whose rows are in, in order.
+
+        Args:
+            keep: leave the rows pinned if they are all in and there is room.
+        """
+        if pool.full is not None:
+            yield 0, self._bring_in(pool, pool.full)
+            return
+        for first, lease in self._leases(pool, self._joined.keys):
+            yield first, lease.slots[lease.inverse]
+            if keep and not lease.held:
+                self._keep(pool, lease)
+
     def forward(self, out: Tensor, *, keep: bool) -> None:
-        """Pool every bag into ``out`` (float32 [batch, columns], zero on entry, where the rows are).
+        """Pool every bag into ``out`` (float32 [batch, columns], of any content, where the rows are).
 
         Args:
             keep: a backward is to come: remember arg-maxima, and keep the rows pinned if there is room.
         """
-        pool, pooled = self._pool, out.numpy()
+        pool: Pool = self._pool
+        pooled = out.numpy()
         if self._mode == kernels.MAX:
-            self._arg_max = np.full((len(self._sample_of), pool.layout.dim), -1, np.int32)
-        for first, lease in self._leases(pool, self._keys):
+            self._arg_max = np.empty((len(self._bag_starts) - 1, pool.layout.dim), np.int32)
+        if pool.full is not None:
             with pool.rows_lock:
-                self._pool_part(pool, first, lease, pooled)
-            if keep and not lease.held:
-                self._keep(pool, lease)
+                is_done = self._rows_in is not pool.full and self._look_up(pool, pool.full, pooled)
+            if not is_done:
+                slots = self._bring_in(pool, pool.full)
+                with pool.rows_lock:
+                    self._pool_part(pool, 0, slots, pooled)
+            if keep:
+                self._use = self._use or Use(pool)
+            else:
+                self.release()
+        elif not len(self._joined):
+            self._pool_part(pool, 0, np.empty(0, np.int32), pooled)
+        else:
+            self._forward_leased(pool, pooled, keep=keep)
+
+    def _look_up(self, pool: Pool, cache: FullCache, out: Any) -> bool:
+        """Find slots and pool rows in one go; False, and nothing done, if some row is not in."""
+        slots = np.empty(len(self._joined), np.int32)
+        plan = self._joined.plan(self._joined.first_slots(cache))
+        flags = cache.flags[:0] if cache.is_complete else cache.flags
+        found: list[int] = []
+        look_up: Any = kernels.look_up
+
+        def work(begin: int, end: int) -> None:
+            status = look_up(
+                begin, end, *plan, slots, flags, RESIDENT | LOADING, RESIDENT, self._scale, self._mode, pool.weights,
+                pool.layout.dim, pool.half, self._joined.columns, out, self._arg_max,
+            )  # fmt: skip
+            found.append(status)
+
+        pool.require_open()
+        pool.workers.run(work, pool.workers.split(self._bag_starts))
+        self._joined.check(found)
+        self._slots, self._slots_in = slots, cache
+        if kernels.ABSENT in found:
+            return False
+        self._rows_in = cache
+        pool.note_hits(len(slots))
+        return True
+
+    @shielded
+    def _forward_leased(self, pool: Pool, pooled: Any, *, keep: bool) -> None:
+        for first, slots in self._parts(pool, keep=keep):
+            with pool.rows_lock:
+                self._pool_part(pool, first, slots, pooled)
         if not keep:
             self.release()
 
-    def _pool_part(self, pool: Pool, first: int, lease: Lease, out: Any) -> None:
-        last = first + lease.consumed
-        inverse, slots = lease.inverse, lease.slots
-
+    def _pool_part(self, pool: Pool, first: int, slots: Any, out: Any) -> None:
         def work(begin: int, end: int) -> None:
             kernels.pool_rows(
-                begin, end, first, last, self._bag_starts, inverse, slots, self._scale, self._mode,
-                pool.weights, pool.layout.dim, pool.half, self._sample_of, self._column_of, out, self._arg_max,
+                begin, end, first, first + len(slots), self._bag_starts, slots, self._scale, self._mode, pool.weights,
+                pool.layout.dim, pool.half, self._joined.columns, self._joined.batch, out, self._arg_max,
             )  # fmt: skip
 
         pool.workers.run(work, pool.workers.split(self._bag_starts))
@@ -192,14 +329,15 @@ class Lookup:
     def scale_gradient(self, grad_out: Tensor, grad_scale: Any) -> None:
         """Gradient of the per-sample weights into ``grad_scale`` (numpy, float32 [ids of the batch]); before
         ``update``."""
-        own = np.zeros(len(self._keys), np.float32)
+        own = np.zeros(len(self._joined), np.float32)
         pool = self._pool
-        for first, lease in self._leases(pool, self._keys):
+        if not len(own):
+            return
+        for first, slots in self._parts(pool, keep=False):
             with pool.rows_lock:
                 kernels.dot_rows(
-                    0, len(self._sample_of), first, first + lease.consumed, self._bag_starts, lease.inverse,
-                    lease.slots, pool.weights, pool.layout.dim, pool.half, self._sample_of, self._column_of,
-                    grad_out.numpy(), own,
+                    0, len(self._bag_starts) - 1, first, first + len(slots), self._bag_starts, slots, pool.weights,
+                    pool.layout.dim, pool.half, self._joined.columns, self._joined.batch, grad_out.numpy(), own,
                 )  # fmt: skip
         self._joined.scatter(own, grad_scale)
 
@@ -213,58 +351,46 @@ class Lookup:
         Args:
             grad_out: float32 [batch, columns], C-contiguous.
         """
-        pool = self._pool
-        hyper = self._joined.next_hyper()
-        if not len(self._keys):
+        pool, joined = self._pool, self._joined
+        hyper = joined.next_hyper()
+        if not len(joined):
+            return
+        codes = np.array([table.config.optimizer.code for table in self._tables], np.int64)
+        is_mean = self._mode == kernels.MEAN
+        bags = Bags(
+            joined.table_bags, joined.bag_starts, joined.columns, joined.batch, self._scale, is_mean, self._arg_max
+        )
+        groups = Groups(bags, grad_out.shape[1], pool.workers)
+        if pool.full is not None:
+            self._update_full(pool, pool.full, groups, codes, hyper, grad_out.numpy())
+            self.release()
             return
         inverse, unique_keys = self._unique(pool)
-        groups = _Groups(inverse, len(unique_keys), self._bag_starts)
-        ordinal = {table.index: row for row, table in enumerate(self._tables)}
-        indices, places = np.unique(unique_keys >> KEY_ROW_BITS, return_inverse=True)
-        table_of = np.array([ordinal[int(index)] for index in indices], np.int32)[places]
-        codes = np.array([table.config.optimizer.code for table in self._tables], np.int64)
-        scale = self._backward_scale()
+        groups.by_number(inverse, len(unique_keys))
         for first, lease in self._leases(pool, unique_keys):
-            self._update_part(pool, first, lease.slots, groups, scale, table_of, codes, hyper, grad_out.numpy())
+            with pool.lock:
+                pool.writeback.begin_update(lease.slots)
+                groups.update(pool, first, lease.slots, codes, hyper, grad_out.numpy())
         self.release()
+
+    def _update_full(self, pool: Pool, cache: FullCache, groups: Groups, codes: Any, hyper: Any, grad_out: Any) -> None:
+        slots = self._bring_in(pool, cache)
+        with pool.lock:
+            pool.require_open()
+            row_slots = groups.by_slot(slots, cache)
+            flags = cache.flags
+            if cache.num_frozen:
+                pool.writeback.begin_update(groups.used(row_slots))
+                flags = flags[:0]
+            cache.note_dirty(groups.update(pool, 0, row_slots, codes, hyper, grad_out, flags=flags, dirty=DIRTY))
 
     def _unique(self, pool: Pool) -> tuple[Any, Any]:
         """(inverse, unique keys in order of first use)."""
         if self._lease is not None:
             return self._lease.inverse, pool.cache.keys_of(self._lease.slots)
-        unique_keys = np.empty_like(self._keys)
-        inverse = np.empty(len(self._keys), np.int32)
-        scratch = np.full(1 << (2 * len(self._keys) - 1).bit_length(), -1, np.int32)
-        count = kernels.unique_in_order(self._keys, scratch, unique_keys, inverse)
+        keys = self._joined.keys
+        unique_keys = np.empty_like(keys)
+        inverse = np.empty(len(keys), np.int32)
+        scratch = np.full(1 << (2 * len(keys) - 1).bit_length(), -1, np.int32)
+        count = kernels.unique_in_order(keys, scratch, unique_keys, inverse)
         return inverse, unique_keys[:count]
-
-    def _backward_scale(self) -> Any:
-        if self._mode != kernels.MEAN:
-            return self._scale
-        counts = np.diff(self._bag_starts)
-        return np.repeat((np.float32(1) / np.maximum(counts, 1).astype(np.float32)), counts)
-
-    def _update_part(
-        self, pool: Pool, first: int, slots: Any, groups: "_Groups", scale: Any, table_of: Any, codes: Any,
-        hyper: Any, grad_out: Any,
-    ) -> None:  # fmt: skip
-        def work(begin: int, end: int) -> None:
-            merge_and_update(
-                first + begin, first + end, slots, first, groups.starts, groups.order, groups.bag_of, scale,
-                self._arg_max, self._sample_of, self._column_of, grad_out, table_of, codes, hyper,
-                pool.weights, pool.state, pool.layout.dim, pool.half,
-            )  # fmt: skip
-
-        with pool.lock:
-            pool.writeback.begin_update(slots)
-            pool.workers.run(work, pool.workers.split(groups.starts[first : first + len(slots) + 1]))
-
-
-class _Groups:
-    """Positions by unique row; see ``kernels.group_positions``."""
-
-    def __init__(self, inverse: Any, num_unique: int, bag_starts: Any) -> None:
-        self.starts = np.empty(num_unique + 1, np.int64)
-        self.order = np.empty(len(inverse), np.int32)
-        self.bag_of = np.empty(len(inverse), np.int32)
-        kernels.group_positions(inverse, num_unique, bag_starts, self.starts, self.order, self.bag_of)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from . import kernels
-from .cache import Admission, AdmitStatus, CacheCounters, RowCache
+from .cache import Admission, AdmitStatus, CacheCounters, FullCache, RowCache
 from .config import TableConfig
 from .errors import BudgetError, ClosedError
 from .floats import half_code
@@ -36,7 +36,7 @@ from .writeback import WriteBack
 if TYPE_CHECKING:
     from .hbm.pool import HbmPool
 
-__all__ = ["HELD_SHARE", "PIN_POLL_SECONDS", "PIN_WAIT_SECONDS", "Lease", "Pool"]
+__all__ = ["HELD_SHARE", "PIN_POLL_SECONDS", "PIN_WAIT_SECONDS", "Lease", "Pool", "Use"]
 
 HELD_SHARE: Final = 0.75
 PIN_WAIT_SECONDS: Final = 60.0
@@ -87,6 +87,28 @@ class Lease:
             self._pool.release_later(self._admission.slots, self.held)
 
 
+class Use:
+    """A batch between its lookup and its backward, or prefetched, in a full cache, where no pin tells of it."""
+
+    __slots__ = ("_pool",)
+
+    def __init__(self, pool: "Pool") -> None:
+        self._pool: Pool | None = pool
+        with pool.lock:
+            pool.uses += 1
+
+    def release(self) -> None:
+        """The batch is done; a second call does nothing."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            with pool.lock:
+                pool.uses -= 1
+
+    def __del__(self) -> None:
+        if self._pool is not None:
+            self._pool.dropped_uses.append(None)
+
+
 class Pool:
     """See the module's docstring.
 
@@ -95,6 +117,8 @@ class Pool:
         state: float32 [capacity, >= state_dim].
         split_batches: batches whose rows did not fit at once and were worked off in parts.
         fill_seconds: time spent bringing rows in and writing rows back.
+        full: the cache, if every row has a slot of its own in it; then lookups may go by slots, with ``bring_in``.
+        uses: batches that use rows of a full cache; less ``dropped_uses``, of batches that were given up.
         hot: the tier above, in device memory, or None. It may hold newer rows.
     """
 
@@ -112,6 +136,7 @@ class Pool:
     ) -> None:
         self.layout = layout
         self.cache = cache
+        self.full = cache if isinstance(cache, FullCache) else None
         self.workers = workers
         self.half = half_code(layout.dtype)
         self.weights: Any = cache.weights.view(layout.numpy_dtype)
@@ -135,6 +160,8 @@ class Pool:
         )
         self._tables: dict[int, TableConfig] = {}
         self._held_slots = 0
+        self.uses = 0
+        self.dropped_uses: deque[None] = deque()
         self._dropped: deque[tuple[Any, bool]] = deque()
         self._closed = False
 
@@ -174,6 +201,30 @@ class Pool:
                         f"all {self.cache.capacity} rows of the DDR cache stayed pinned for {PIN_WAIT_SECONDS:.0f} s; "
                         "open the store with a larger ddr="
                     )
+
+    def bring_in(self, slots: Any) -> None:
+        """Have the rows of these slots (int32 [n], duplicates allowed) of a full cache in; they never leave it.
+
+        Raises: as for ``acquire``.
+        """
+        cache = self.full
+        assert cache is not None, "rows of a cache that evicts are leased"
+        self.require_open()
+        num_absent = 0 if cache.are_in(slots) else self._bring_absent(cache, slots)
+        self.note_hits(len(slots) - num_absent)
+
+    def note_hits(self, count: int) -> None:
+        """Count lookups of rows of a full cache that were in."""
+        assert self.full is not None, "of a cache that evicts, admissions are counted"
+        with self.lock:
+            self.full.note_hits(count)
+
+    @shielded
+    def _bring_absent(self, cache: FullCache, slots: Any) -> int:
+        absent = cache.absent(slots)
+        if len(absent):
+            self.acquire(cache.keys_at(absent)).release()
+        return len(absent)
 
     def leases(self, keys: Any) -> Iterator[tuple[int, Lease]]:
         """Leases that together cover ``keys`` in order: (first position, lease); one if the rows fit.
@@ -344,8 +395,12 @@ class Pool:
 
     @property
     def in_use(self) -> bool:
-        """Whether leases pin rows, here or in the tier above."""
-        return self.num_pinned > 0 or (self.hot is not None and self.hot.num_leased > 0)
+        """Whether batches under way use rows, here or in the tier above."""
+        return (
+            self.num_pinned > 0
+            or self.uses > len(self.dropped_uses)
+            or (self.hot is not None and self.hot.num_leased > 0)
+        )
 
     @property
     def size_bytes(self) -> int:

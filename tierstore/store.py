@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import cache
-from .budget import STAGING_BYTES, divide, divide_hbm
+from .budget import STAGING_BYTES, PoolSize, divide, divide_hbm
 from .config import MAX_KEPT_VERSIONS, TableConfig, require_choice, require_int
 from .device import memory_bytes, resolve_device
 from .durable import make_directory
@@ -299,13 +299,19 @@ class Store:
         hbm_sizes = divide_hbm(hbm, rows, policy=self.policy, given=self._hbm) if has_hbm else {}
         budget = parse_size(self._ddr, name="ddr", table_bytes=table_bytes)
         staging = sum(host_bytes_of(layout, size) for layout, size in hbm_sizes.items())
-        division = divide(budget, rows, policy=self.policy, given=self._ddr, hbm_staging=staging)
+        division = divide(
+            budget,
+            rows,
+            num_tables=len(self._tables),
+            policy=self.policy,
+            given=self._ddr,
+            hbm_staging=staging,
+        )
         pools = {}
         for layout, size in division.pools.items():
-            words = {"weight_words": layout.weight_words, "state_words": layout.state_words}
             pools[layout] = Pool(
                 layout,
-                cache.make_cache(self.policy, size.cached_rows, **words),
+                self._make_cache(layout, size),
                 self._cold,
                 self._workers,
                 transaction_bytes=division.transaction_bytes,
@@ -322,6 +328,13 @@ class Store:
         taken = self._reserved_bytes + sum(pool.size_bytes for pool in pools.values())
         require_memory(taken, f"ddr={self._ddr!r}")
         return pools
+
+    def _make_cache(self, layout: RowLayout, size: PoolSize) -> cache.RowCache:
+        words = {"weight_words": layout.weight_words, "state_words": layout.state_words}
+        if not size.is_full:
+            return cache.make_cache(self.policy, size.cached_rows, **words)
+        tables = [table for table in self._tables.values() if table.layout == layout]
+        return cache.FullCache({table.index: table.config.num_embeddings for table in tables}, **words)
 
     def _retire_pools(self) -> None:
         """Write dirty rows back and forget the caches; the next use makes new ones."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from .config import TableConfig, require_choice
 from .errors import ClosedError
 from .hbm.lookup import HbmLookup
-from .lookup import MODES, Jagged, Joined, Lookup
+from .lookup import MODES, Jagged, Joined, Lookup, new_output
 from .pool import Pool
 from .rows import KEY_ROW_BITS, RowLayout
 from .version import TableState
@@ -43,13 +43,15 @@ def check_ids(ids: Tensor, name: str = "ids", *, device: torch.device = _HOST) -
 def _to_host(values: Tensor, name: str, device: torch.device) -> Any:
     if values.device.type != "cpu" and values.device != device:
         raise ValueError(f"{name} is on {values.device}; this store works on {device}")
-    return values.detach().cpu().contiguous().numpy()
+    if values.requires_grad:
+        values = values.detach()
+    return (values.cpu() if values.device.type != "cpu" else values).contiguous().numpy()
 
 
 def check_offsets(offsets: Tensor, num_ids: int, name: str = "offsets", *, device: torch.device = _HOST) -> Any:
     """int64 numpy offsets that start at 0, do not descend and end at ``num_ids``; ValueError otherwise."""
     array = np.ascontiguousarray(check_ids(offsets, name, device=device), np.int64)
-    if len(array) == 0 or array[0] != 0 or array[-1] != num_ids or (np.diff(array) < 0).any():
+    if len(array) == 0 or array[0] != 0 or array[-1] != num_ids or (array[1:] < array[:-1]).any():
         raise ValueError(f"{name} must start at 0, never descend and end at the number of ids, {num_ids}")
     return array
 
@@ -235,8 +237,9 @@ class Table:
         """
         require_choice(mode, tuple(MODES), "mode")
         jagged = self.jagged(ids, offsets, mode=mode, per_sample_weights=per_sample_weights)
-        out = torch.zeros((jagged.batch, self.layout.dim), dtype=torch.float32, device=self._store.device)
-        self.lookup(jagged, mode=mode).forward(out, keep=False)
+        lookup = self.lookup(jagged, mode=mode)
+        out = new_output([lookup], jagged.batch, self.layout.dim, self._store.device)
+        lookup.forward(out, keep=False)
         return out
 
     def jagged(self, ids: Tensor, offsets: Tensor, *, mode: str, per_sample_weights: Tensor | None = None) -> Jagged:

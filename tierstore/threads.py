@@ -44,6 +44,10 @@ class Workers:
             if error is not None:
                 raise error
 
+    def parts(self, work: int) -> int:
+        """Into how many ranges so many row operations are best split."""
+        return min(self.threads, max(1, work // MIN_WORK))
+
     def split(self, starts: NDArray[np.int64]) -> list[int]:
         """Bounds of at most ``threads`` ranges of items of about equal work.
 
@@ -51,7 +55,9 @@ class Workers:
             starts: int64 [items + 1], ascending: work before each item, as offsets give it.
         """
         items, total = len(starts) - 1, int(starts[-1] - starts[0])
-        parts = min(self.threads, max(1, total // MIN_WORK), max(1, items))
+        parts = min(self.parts(total), max(1, items))
+        if parts == 1:
+            return [0, items]
         targets = starts[0] + np.arange(1, parts) * (total / parts)
         return [0, *np.searchsorted(starts, targets).tolist(), items]
 

@@ -39,13 +39,17 @@ def test_all_is_exact() -> None:
     assert tierstore.cache.__all__ == [
         "OVERHEAD_BYTES",
         "POLICIES",
+        "REFERENCE_PREFIX",
+        "TABLE_BYTES",
         "Admission",
         "AdmitStatus",
         "CacheCounters",
         "DdrCache",
+        "FullCache",
         "ReferenceCache",
         "RowCache",
         "capacity_for",
+        "full_size_bytes",
         "make_cache",
     ]
 

@@ -2,15 +2,16 @@
 
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tierstore import floats, kernels
+from tierstore import backward, floats, kernels
 from tierstore.hbm.batch import Bags, Groups
-from tierstore.optim.kernels import merge_and_update
+from tierstore.threads import Workers
 
 __all__ = ["Batch", "Updated", "bits", "make_batch", "numba_dot", "numba_pool", "numba_update"]
 
@@ -25,7 +26,6 @@ class Batch:
     Attributes:
         inverse: int32 [N], the unique row of each position; slots: int32 [U], its slot.
         weights: [S, > D], of the storage type.
-        sample_of, column_of: int32 [K], where a bag's result lies.
         grad_out: float32 [B, C].
     """
 
@@ -38,8 +38,6 @@ class Batch:
     starts: Any
     scale: Any
     weights: Tensor
-    sample_of: Any
-    column_of: Any
     columns: Any
     samples: int
     grad_out: Any
@@ -69,17 +67,16 @@ def make_batch(dim: int, dtype: torch.dtype, *, longest: int = 4, hot: tuple[int
     flat = np.concatenate(bags)
     numbers, inverse = np.unique(flat, return_inverse=True)
     bag_starts = np.cumsum([0, *(len(bag) for bag in bags)])
-    order, bag_of = np.empty((2, len(flat)), np.int32)
-    starts = np.empty(len(numbers) + 1, np.int64)
     inverse = inverse.astype(np.int32)
-    kernels.group_positions(inverse, len(numbers), bag_starts, starts, order, bag_of)
+    order = np.argsort(inverse, kind="stable").astype(np.int32)
+    starts = np.concatenate([[0], np.cumsum(np.bincount(inverse, minlength=len(numbers)))])
+    bag_of = np.repeat(np.arange(len(bags), dtype=np.int32), np.diff(bag_starts))
     # Two features side by side, a gap before and behind.
     columns = np.array([dim + 4, 4], np.int32)
     weights = torch.from_numpy(rng.standard_normal((64, dim + 3)).astype(np.float32)).to(dtype)
     return Batch(
         dim, bag_starts, bag_of, inverse, rng.permutation(64)[: len(numbers)].astype(np.int32), order, starts,
-        rng.standard_normal(len(flat)).astype(np.float32), weights, np.tile(np.arange(samples, dtype=np.int32), 2),
-        np.repeat(columns, samples), columns, samples,
+        rng.standard_normal(len(flat)).astype(np.float32), weights, columns, samples,
         rng.standard_normal((samples, 2 * dim + 8)).astype(np.float32),
     )  # fmt: skip
 
@@ -101,12 +98,12 @@ def bits(values: Any) -> Any:
 def numba_pool(batch: Batch, mode: int, *, scaled: bool) -> tuple[Any, Any]:
     """(pooled, arg-maxima or None)."""
     out = np.zeros_like(batch.grad_out)
-    num_bags = len(batch.sample_of)
+    num_bags = len(batch.bag_starts) - 1
     arg_max = np.full((num_bags, batch.dim), -1, np.int32) if mode == kernels.MAX else NO_ARG_MAX
     kernels.pool_rows(
-        0, num_bags, 0, len(batch.inverse), batch.bag_starts, batch.inverse, batch.slots,
+        0, num_bags, 0, len(batch.inverse), batch.bag_starts, batch.slots[batch.inverse],
         batch.scale if scaled else NO_FLOATS, mode, storage(batch.weights), batch.dim, batch.half,
-        batch.sample_of, batch.column_of, out, arg_max,
+        batch.columns, batch.samples, out, arg_max,
     )  # fmt: skip
     return out, arg_max if mode == kernels.MAX else None
 
@@ -115,8 +112,8 @@ def numba_dot(batch: Batch) -> Any:
     """float32 [N], the gradient of per-sample weights."""
     out = np.empty(len(batch.inverse), np.float32)
     kernels.dot_rows(
-        0, len(batch.sample_of), 0, len(batch.inverse), batch.bag_starts, batch.inverse, batch.slots,
-        storage(batch.weights), batch.dim, batch.half, batch.sample_of, batch.column_of, batch.grad_out, out,
+        0, len(batch.bag_starts) - 1, 0, len(batch.inverse), batch.bag_starts, batch.slots[batch.inverse],
+        storage(batch.weights), batch.dim, batch.half, batch.columns, batch.samples, batch.grad_out, out,
     )  # fmt: skip
     return out
 
@@ -134,12 +131,23 @@ def numba_update(
     """The batch's rows and state after an update."""
     changed = Updated(batch.weights.clone(), state.clone())
     scale = batch.scale if scaled else NO_FLOATS
-    if mean:
-        counts = np.diff(batch.bag_starts)
-        scale = np.repeat(np.float32(1) / np.maximum(counts, 1).astype(np.float32), counts)
-    merge_and_update(
-        0, len(batch.slots), batch.slots, 0, batch.starts, batch.order, batch.bag_of, scale,
-        NO_ARG_MAX if arg_max is None else arg_max, batch.sample_of, batch.column_of, batch.grad_out, table_of,
-        np.array(codes, np.int64), hyper, storage(changed.weights), changed.state.numpy(), batch.dim, batch.half,
+    arg_max = NO_ARG_MAX if arg_max is None else arg_max
+    bags = backward.Bags(
+        np.array([0, len(batch.bag_starts) - 1]), batch.bag_starts, batch.columns, batch.samples, scale, mean, arg_max
+    )
+    pool: Any = SimpleNamespace(
+        weights=storage(changed.weights), state=changed.state.numpy(), layout=SimpleNamespace(dim=batch.dim),
+        half=batch.half,
     )  # fmt: skip
+    # Row by row, since here rows of any two tables may follow each other.
+    in_order = list(dict.fromkeys(batch.inverse.tolist()))
+    number_of = {number: place for place, number in enumerate(in_order)}
+    groups = backward.Groups(bags, batch.grad_out.shape[1], Workers(1))
+    groups.by_number(np.array([number_of[number] for number in batch.inverse.tolist()], np.int32), len(in_order))
+    for place, number in enumerate(in_order):
+        table = table_of[number]
+        groups.update(
+            pool, place, batch.slots[number : number + 1], np.array(codes[table : table + 1], np.int64),
+            hyper[table : table + 1], batch.grad_out,
+        )  # fmt: skip
     return changed

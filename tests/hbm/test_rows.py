@@ -55,7 +55,7 @@ def rows(request: pytest.FixtureRequest) -> Rows:
 def pool(rows: Rows, batch: Batch, mode: int, cuts: list[int], *, scaled: bool) -> tuple[Tensor, Tensor | None]:
     """(pooled, arg-maxima or None), in parts that end at each of ``cuts``."""
     out = torch.zeros(batch.grad_out.shape, device=rows.device)
-    shape = len(batch.sample_of), batch.dim
+    shape = len(batch.bag_starts) - 1, batch.dim
     arg_max = torch.full(shape, -1, dtype=torch.int32, device=rows.device) if mode == kernels.MAX else None
     slots = torch.from_numpy(batch.slots[batch.inverse]).to(rows.device)
     for first, last in zip([0, *cuts], [*cuts, len(slots)], strict=True):

@@ -9,7 +9,8 @@ policy           cache
 "reference-lfu"  likewise
 ===============  =================================================================
 
-These are in host memory. ``hbm.HbmCache`` is the same contract in device memory, on tensors, 32-way set-associative.
+These are in host memory. Where there is room for every row, ``FullCache`` takes their place: it evicts nothing, so it
+needs no policy.  ``hbm.HbmCache`` is the same contract in device memory, on tensors, 32-way set-associative.
 """
 
 import difflib
@@ -19,22 +20,27 @@ from typing import Any, Final
 from .base import Admission, AdmitStatus, CacheCounters, RowCache
 from .ddr import OVERHEAD_BYTES, DdrCache
 from .ddr import capacity_for as _ddr_capacity_for
+from .full import TABLE_BYTES, FullCache, full_size_bytes
 from .reference import ReferenceCache
 
 __all__ = [
     "OVERHEAD_BYTES",
     "POLICIES",
+    "REFERENCE_PREFIX",
+    "TABLE_BYTES",
     "Admission",
     "AdmitStatus",
     "CacheCounters",
     "DdrCache",
+    "FullCache",
     "ReferenceCache",
     "RowCache",
     "capacity_for",
+    "full_size_bytes",
     "make_cache",
 ]
 
-_REFERENCE_PREFIX: Final = "reference-"
+REFERENCE_PREFIX: Final = "reference-"
 _CLASSES: Final[dict[str, Callable[..., RowCache]]] = {
     "lru": DdrCache,
     "lfu": DdrCache,
@@ -79,5 +85,5 @@ def capacity_for(policy: str, budget_bytes: int, *, weight_words: int, state_wor
         ValueError: unknown policy (names the nearest).
     """
     _check_policy(policy)
-    twin: Any = policy.removeprefix(_REFERENCE_PREFIX)
+    twin: Any = policy.removeprefix(REFERENCE_PREFIX)
     return _ddr_capacity_for(budget_bytes, weight_words=weight_words, state_words=state_words, policy=twin)

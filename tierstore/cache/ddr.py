@@ -16,7 +16,18 @@ from .index import SLOT_DTYPE, index_places
 from .integrity import check_state
 from .policies import BUCKET_BYTES, NUM_TALLIES, CacheState, Tally
 
-__all__ = ["CAPACITY_MAX", "OVERHEAD_BYTES", "DdrCache", "PolicyName", "capacity_for", "size_bytes_of"]
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "CAPACITY_MAX",
+    "OVERHEAD_BYTES",
+    "DdrCache",
+    "PolicyName",
+    "aligned_arena",
+    "capacity_for",
+    "checked_keys",
+    "checked_slots",
+    "size_bytes_of",
+]
 
 PolicyName = Literal["lru", "lfu"]
 
@@ -30,12 +41,12 @@ OVERHEAD_BYTES: Final[dict[str, int]] = {
 CAPACITY_MAX: Final = 2**31 - 2
 """Slots are int32, and the list's root takes one number."""
 
-_ALIGNMENT_BYTES: Final = 64
+ALIGNMENT_BYTES: Final = 64
 _STAMP_MAX: Final = 2**31 - 1
 
 
 def _arena_bytes(capacity: int, words: int) -> int:
-    return capacity * words * 8 + _ALIGNMENT_BYTES if words else 0
+    return capacity * words * 8 + ALIGNMENT_BYTES if words else 0
 
 
 def size_bytes_of(capacity: int, *, weight_words: int, state_words: int, policy: PolicyName) -> int:
@@ -60,13 +71,13 @@ def capacity_for(budget_bytes: int, *, weight_words: int, state_words: int, poli
     return low
 
 
-def _arena(capacity: int, words: int) -> tuple[Words, int]:
+def aligned_arena(capacity: int, words: int) -> tuple[Words, int]:
     """An arena that starts on a cache line, untouched; and the bytes allocated for it."""
     size_bytes = _arena_bytes(capacity, words)
     if not size_bytes:
         return np.empty((capacity, 0), np.uint64), 0
     raw = np.empty(size_bytes, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT_BYTES
+    start = -raw.ctypes.data % ALIGNMENT_BYTES
     arena: Words = raw[start : start + capacity * words * 8].view(np.uint64).reshape(capacity, words)
     return arena, raw.nbytes
 
@@ -92,13 +103,13 @@ def _check(array: object, dtype: str, name: str) -> None:
         raise TypeError(f"{name} must be a numpy array, {dtype} [n], not {found}")
 
 
-def _slots(array: Int32s) -> Int32s:
+def checked_slots(array: Int32s) -> Int32s:
     """Checked, and contiguous: another layout would compile the kernels again."""
     _check(array, "int32", "slots")
     return np.ascontiguousarray(array)
 
 
-def _keys(array: Int64s) -> Int64s:
+def checked_keys(array: Int64s) -> Int64s:
     _check(array, "int64", "keys")
     return np.ascontiguousarray(array)
 
@@ -124,8 +135,8 @@ class DdrCache:
         if policy not in get_args(PolicyName):
             raise ValueError(f'policy={policy!r} is neither "lru" nor "lfu"')
         self.policy: Final = policy
-        self.weights, weights_bytes = _arena(capacity, weight_words)
-        self.state, state_bytes = _arena(capacity, state_words)
+        self.weights, weights_bytes = aligned_arena(capacity, weight_words)
+        self.state, state_bytes = aligned_arena(capacity, state_words)
         self._books = _new_state(capacity, policy)
         self._arena_bytes = weights_bytes + state_bytes
 
@@ -163,16 +174,16 @@ class DdrCache:
         return CacheCounters(lookups=lookups, hits=hits, misses=misses, evictions=evictions)
 
     def find(self, keys: Int64s) -> Int32s:
-        keys = _keys(keys)
+        keys = checked_keys(keys)
         found: Int32s = np.empty(len(keys), np.int32)
         kernels.find_keys(self._books, keys, found)
         return found
 
     def is_loading(self, slots: Int32s) -> bool:
-        return bool((self._books.slots["flags"][_slots(slots)] & kernels.LOADING).any())
+        return bool((self._books.slots["flags"][checked_slots(slots)] & kernels.LOADING).any())
 
     def touch(self, slots: Int32s) -> None:
-        slots = _slots(slots)
+        slots = checked_slots(slots)
         self._require(kernels.touch_slots(self._books, slots), slots, "touch", "resident")
 
     def admit(self, admission: Admission) -> AdmitStatus:
@@ -182,7 +193,7 @@ class DdrCache:
         progress = np.array([admission.consumed, admission.num_unique, admission.num_missing], np.int64)
         status = kernels.admit_keys(
             self._books,
-            _keys(admission.keys),
+            checked_keys(admission.keys),
             admission.stamp,
             admission.inverse,
             admission.unique_slots,
@@ -201,7 +212,7 @@ class DdrCache:
         return int(tallies[Tally.STAMP])
 
     def filled(self, slots: Int32s) -> None:
-        slots = _slots(slots)
+        slots = checked_slots(slots)
         self._require(kernels.fill_slots(self._books, slots), slots, "fill", "loading")
 
     def abandon(self, admission: Admission) -> None:
@@ -211,15 +222,15 @@ class DdrCache:
         admission.stamp = -1
 
     def pin(self, slots: Int32s) -> None:
-        slots = _slots(slots)
+        slots = checked_slots(slots)
         self._require(kernels.pin_slots(self._books, slots), slots, "pin", "resident")
 
     def unpin(self, slots: Int32s) -> None:
-        slots = _slots(slots)
+        slots = checked_slots(slots)
         self._require(kernels.unpin_slots(self._books, slots), slots, "unpin", "pinned, and filled by its last unpin")
 
     def mark_dirty(self, slots: Int32s) -> None:
-        slots = _slots(slots)
+        slots = checked_slots(slots)
         self._require(kernels.mark_slots(self._books, slots), slots, "mark dirty", "resident, not loading, not frozen")
 
     def victims(self, limit: int) -> Int32s:
@@ -233,7 +244,7 @@ class DdrCache:
         return self._clear(slots, kernels.DIRTY, Tally.DIRTY)
 
     def frozen_of(self, slots: Int32s) -> Int32s:
-        slots = _slots(slots)
+        slots = checked_slots(slots)
         frozen: Int32s = slots[(self._books.slots["flags"][slots] & kernels.FROZEN) != 0]
         return frozen
 
@@ -241,7 +252,7 @@ class DdrCache:
         return self._clear(slots, kernels.FROZEN, Tally.FROZEN)
 
     def _clear(self, slots: Int32s, flag: int, tally: Tally) -> Int32s:
-        slots = _slots(slots)
+        slots = checked_slots(slots)
         cleared: Int32s = np.empty(len(slots), np.int32)
         return cleared[: kernels.clear_slots(self._books, slots, flag, int(tally), cleared)]
 
@@ -259,7 +270,7 @@ class DdrCache:
         return found
 
     def keys_of(self, slots: Int32s) -> Int64s:
-        slots = _slots(slots)
+        slots = checked_slots(slots)
         keys: Int64s = np.empty(len(slots), np.int64)
         self._require(kernels.keys_of_slots(self._books, slots, keys), slots, "give the key of", "resident")
         return keys
@@ -271,13 +282,13 @@ class DdrCache:
         return listed
 
     def evict(self, slots: Int32s) -> None:
-        slots = _slots(slots)
+        slots = checked_slots(slots)
         self._require(kernels.evict_slots(self._books, slots), slots, "evict", "resident, clean and unpinned")
 
     def access(self, keys: Int64s) -> NDArray[np.bool_]:
         unclean = self.num_dirty + self.num_frozen
         assert self.num_pinned == unclean == 0, f"replay with {self.num_pinned} pinned, {unclean} dirty"
-        keys = _keys(keys)
+        keys = checked_keys(keys)
         is_hit = np.empty(len(keys), np.bool_)
         kernels.replay_keys(self._books, keys, is_hit)
         return is_hit

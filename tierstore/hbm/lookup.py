@@ -31,6 +31,7 @@ class HbmLookup:
     """See the module's docstring; arguments as for ``lookup.Lookup``."""
 
     def __init__(self, joined: Joined, *, mode: str) -> None:
+        self.wants_zeros = True
         self._joined = joined
         self._mode = MODES[mode]
         self._lease: HbmLease | None = None
@@ -40,6 +41,7 @@ class HbmLookup:
         self._grouping: Grouping | None = None
         self._table_of: Tensor | None = None
         self._arg_max: Tensor | None = None
+        joined.keys  # noqa: B018 - checks the ids
 
     @property
     def _is_empty(self) -> bool:
@@ -100,7 +102,7 @@ class HbmLookup:
 
     @shielded
     def forward(self, out: Tensor, *, keep: bool) -> None:
-        """See ``Lookup.forward``."""
+        """See ``Lookup.forward``; ``out`` is zero on entry."""
         if self._is_empty:
             return
         pool = self._send()

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..hbm.lookup import HbmLookup
-from ..lookup import Lookup
+from ..lookup import Lookup, new_output
 
 __all__ = ["Prepared", "PreparedLookups", "run_lookups"]
 
@@ -118,7 +118,7 @@ def run_lookups(prepared: Prepared, anchor: Tensor, columns: int, *, trainable: 
 
 
 def _forward(prepared: Prepared, columns: int, *, keep: bool) -> Tensor:
-    out = torch.zeros((prepared.batch, columns), dtype=torch.float32, device=prepared.device)
+    out = new_output(prepared.lookups, prepared.batch, columns, prepared.device)
     try:
         for lookup in prepared.lookups:
             lookup.forward(out, keep=keep)

@@ -9,155 +9,291 @@ from typing import Any, Final
 import numpy as np
 
 from .. import floats
-from .._jit import kernel
-from .._jit import uncounted_kernel as inline
+from .._jit import inlined as inline
+from .._jit import kernel, prefetch_item
+from ..floats import FLOAT32
 from ..kernels import halving_sum, padded_width
+from ..simd import WIDE, add16, divide16, fill16, load16, multiply16, prefetch_line, sqrt16, store16, subtract16
 
 __all__ = ["RUN", "merge_and_update"]
 
 RUN: Final = 64
 """Positions of one row that are summed one after another, from zero, before the sum joins those of the runs before."""
 
+_ROWS_AHEAD: Final = 4
+"""Rows are fetched from memory so long before they are updated."""
+
+_GRADIENT, _SQUARES, _TAIL, _FIRST_TAIL, _SECOND_TAIL = range(5)
+_WORK_ROWS: Final = 5
+"""Rows of scratch: a gradient, its squares, and what lies behind the last whole vector of a row and its state."""
 _SGD, _ROWWISE_ADAGRAD, _ADAGRAD = 0, 1, 2
 
 
 @inline
-def _merge(
-    gradient: Any, earlier: Any, order: Any, first: int, last: int, bag_of: Any, scale: Any, arg_max: Any,
-    sample_of: Any, column_of: Any, grad_out: Any,
+def _merge_64(begin: int, end: int, column: int, sources: Any, factors: Any, grad_out: Any, work: Any) -> None:
+    """Columns ``[column, column + 64)`` of the sum of the gradients ``[begin, end)``, into the gradient of ``work``."""
+    zero = fill16(np.float32(0))
+    a, b, c, d = zero, zero, zero, zero
+    e, f, g, h = zero, zero, zero, zero
+    run_stop = begin + RUN
+    for i in range(begin, end):
+        if i == run_stop:
+            e, f, g, h = add16(e, a), add16(f, b), add16(g, c), add16(h, d)
+            a, b, c, d = zero, zero, zero, zero
+            run_stop += RUN
+        source = sources[i] + column
+        u, v = load16(grad_out, 0, source, FLOAT32), load16(grad_out, 0, source + 16, FLOAT32)
+        w, x = load16(grad_out, 0, source + 32, FLOAT32), load16(grad_out, 0, source + 48, FLOAT32)
+        if factors.shape[0]:
+            factor = fill16(factors[i])
+            u, v, w, x = multiply16(factor, u), multiply16(factor, v), multiply16(factor, w), multiply16(factor, x)
+        a, b, c, d = add16(a, u), add16(b, v), add16(c, w), add16(d, x)
+    if end - begin > RUN:
+        a, b, c, d = add16(a, e), add16(b, f), add16(c, g), add16(d, h)
+    store16(work, _GRADIENT, column, a, FLOAT32)
+    store16(work, _GRADIENT, column + 16, b, FLOAT32)
+    store16(work, _GRADIENT, column + 32, c, FLOAT32)
+    store16(work, _GRADIENT, column + 48, d, FLOAT32)
+
+
+@inline
+def _merge_16(begin: int, end: int, column: int, sources: Any, factors: Any, grad_out: Any, work: Any) -> None:
+    """As ``_merge_64``."""
+    total, earlier, zero = fill16(np.float32(0)), fill16(np.float32(0)), fill16(np.float32(0))
+    run_stop = begin + RUN
+    for i in range(begin, end):
+        if i == run_stop:
+            earlier, total = add16(earlier, total), zero
+            run_stop += RUN
+        term = load16(grad_out, 0, sources[i] + column, FLOAT32)
+        total = add16(total, multiply16(fill16(factors[i]), term) if factors.shape[0] else term)
+    store16(work, _GRADIENT, column, add16(total, earlier) if end - begin > RUN else total, FLOAT32)
+
+
+@inline
+def _merge_1(begin: int, end: int, column: int, sources: Any, factors: Any, grad_out: Any, work: Any) -> None:
+    """As ``_merge_64``."""
+    total, earlier = np.float32(0), np.float32(0)
+    run_stop = begin + RUN
+    for i in range(begin, end):
+        if i == run_stop:
+            earlier, total = np.float32(earlier + total), np.float32(0)
+            run_stop += RUN
+        term = grad_out[0, sources[i] + column]
+        total += factors[i] * term if factors.shape[0] else term
+    work[_GRADIENT, column] = total + earlier if end - begin > RUN else total
+
+
+@inline
+def _merge_max(
+    begin: int, end: int, dim: int, sources: Any, positions: Any, bags: Any, arg_max: Any, grad_out: Any, work: Any
+) -> None:
+    """The same for maxima: of each gradient the columns that its position won."""
+    for column in range(dim):
+        total, earlier = np.float32(0), np.float32(0)
+        run_stop = begin + RUN
+        for i in range(begin, end):
+            if i == run_stop:
+                earlier, total = np.float32(earlier + total), np.float32(0)
+                run_stop += RUN
+            if arg_max[bags[i], column] == positions[i]:
+                total += grad_out[0, sources[i] + column]
+        work[_GRADIENT, column] = total + earlier if end - begin > RUN else total
+
+
+@inline
+def _mean_square(dim: int, work: Any) -> Any:
+    """Mean of the squares of the gradient, summed as ``halving_sum`` does."""
+    for column in range(0, work.shape[1], WIDE):
+        gradient = load16(work, _GRADIENT, column, FLOAT32)
+        store16(work, _SQUARES, column, multiply16(gradient, gradient), FLOAT32)
+    return np.float32(halving_sum(work, _SQUARES) / np.float32(dim))
+
+
+@inline
+def _decay(weight_decay: Any, work: Any, weights: Any, slot: int, dim: int, half: int) -> None:
+    """Add ``weight_decay`` times the row to the gradient, whose columns behind ``dim`` stay zero."""
+    for column in range(dim):
+        work[_GRADIENT, column] += weight_decay * floats.load(weights[slot], column, half)
+
+
+@inline
+def _descend(rate: Any, work: Any, gradient_column: int, weights: Any, slot: int, column: int, half: int) -> None:
+    """Subtract ``rate`` times the gradient from 16 columns of a row."""
+    step = multiply16(fill16(rate), load16(work, _GRADIENT, gradient_column, FLOAT32))
+    store16(weights, slot, column, subtract16(load16(weights, slot, column, half), step), half)
+
+
+@inline
+def _adagrad(
+    hyper: Any, work: Any, gradient_column: int, weights: Any, slot: int, column: int, half: int, state: Any,
+    state_row: int, state_column: int,
 ) -> None:  # fmt: skip
-    """Sum the gradients of positions ``order[first:last]`` into ``gradient``: run by run, each in id-list order.
+    """16 columns of a row, and of its accumulators."""
+    g = load16(work, _GRADIENT, gradient_column, FLOAT32)
+    accumulator = add16(load16(state, state_row, state_column, FLOAT32), multiply16(g, g))
+    store16(state, state_row, state_column, accumulator, FLOAT32)
+    step = divide16(multiply16(fill16(hyper[0]), g), add16(sqrt16(accumulator), fill16(hyper[2])))
+    store16(weights, slot, column, subtract16(load16(weights, slot, column, half), step), half)
+
+
+@inline
+def _adam(
+    hyper: Any, work: Any, gradient_column: int, weights: Any, slot: int, column: int, half: int, state: Any,
+    first_row: int, first_column: int, second_row: int, second_column: int,
+) -> None:  # fmt: skip
+    """16 columns of a row, and of its first and second moments."""
+    g = load16(work, _GRADIENT, gradient_column, FLOAT32)
+    beta1, rest1 = fill16(hyper[3]), fill16(np.float32(np.float32(1) - hyper[3]))
+    beta2, rest2 = fill16(hyper[4]), fill16(np.float32(np.float32(1) - hyper[4]))
+    first = add16(multiply16(beta1, load16(state, first_row, first_column, FLOAT32)), multiply16(rest1, g))
+    second = multiply16(beta2, load16(state, second_row, second_column, FLOAT32))
+    second = add16(second, multiply16(multiply16(rest2, g), g))
+    store16(state, first_row, first_column, first, FLOAT32)
+    store16(state, second_row, second_column, second, FLOAT32)
+    root = add16(divide16(sqrt16(second), fill16(hyper[6])), fill16(hyper[2]))
+    step = divide16(multiply16(fill16(hyper[5]), first), root)
+    store16(weights, slot, column, subtract16(load16(weights, slot, column, half), step), half)
+
+
+@inline
+def _step(
+    code: int, rate: Any, hyper: Any, work: Any, weights: Any, slot: int, state: Any, dim: int, half: int
+) -> None:
+    """One step of a row; the columns behind the last whole vector are put into vectors of their own meanwhile."""
+    whole = dim - dim % WIDE
+    for column in range(0, whole, WIDE):
+        if code <= _ROWWISE_ADAGRAD:
+            _descend(rate, work, column, weights, slot, column, half)
+        elif code == _ADAGRAD:
+            _adagrad(hyper, work, column, weights, slot, column, half, state, slot, column)
+        else:
+            _adam(hyper, work, column, weights, slot, column, half, state, slot, column, slot, dim + column)
+    if whole == dim:
+        return
+    for i in range(dim - whole):
+        work[_TAIL, i] = floats.load(weights[slot], whole + i, half)
+        if code >= _ADAGRAD:
+            work[_FIRST_TAIL, i] = state[slot, whole + i]
+        if code > _ADAGRAD:
+            work[_SECOND_TAIL, i] = state[slot, dim + whole + i]
+    if code <= _ROWWISE_ADAGRAD:
+        _descend(rate, work, whole, work, _TAIL, 0, FLOAT32)
+    elif code == _ADAGRAD:
+        _adagrad(hyper, work, whole, work, _TAIL, 0, FLOAT32, work, _FIRST_TAIL, 0)
+    else:
+        _adam(hyper, work, whole, work, _TAIL, 0, FLOAT32, work, _FIRST_TAIL, 0, _SECOND_TAIL, 0)
+    for i in range(dim - whole):
+        floats.store(weights[slot], whole + i, work[_TAIL, i], half)
+        if code >= _ADAGRAD:
+            state[slot, whole + i] = work[_FIRST_TAIL, i]
+        if code > _ADAGRAD:
+            state[slot, dim + whole + i] = work[_SECOND_TAIL, i]
+
+
+@inline
+def _update_row(code: int, hyper: Any, work: Any, weights: Any, slot: int, state: Any, dim: int, half: int) -> None:
+    """Apply one optimizer step to a row and its state; the formulas are those of ``optim.configs``.
+
+    Args:
+        work: float32 [_WORK_ROWS, padded width]: the gradient, zero behind column ``dim``, and scratch.
+    """
+    rate = hyper[0]
+    if hyper[1] != np.float32(0):
+        _decay(hyper[1], work, weights, slot, dim, half)
+    if code == _ROWWISE_ADAGRAD:
+        accumulator = np.float32(state[slot, 0] + _mean_square(dim, work))
+        state[slot, 0] = accumulator
+        rate = np.float32(rate / np.float32(np.float32(math.sqrt(accumulator)) + hyper[2]))
+    _step(code, rate, hyper, work, weights, slot, state, dim, half)
+
+
+@inline
+def _merge(
+    begin: int, end: int, dim: int, sources: Any, factors: Any, positions: Any, bags: Any, arg_max: Any,
+    grad_out: Any, work: Any,
+) -> None:  # fmt: skip
+    """Sum the gradients ``[begin, end)`` of one row into the gradient of ``work``: run by run, each in id-list order.
 
     A run's sum does not depend on the runs before, so that those of a hot row may be summed apart from each other.
     """
-    dim = gradient.shape[0]
-    gradient[:] = np.float32(0)
-    run_stop = first + RUN
-    for i in range(first, last):
-        if i == run_stop:
-            _close_run(gradient, earlier, i - first == RUN)
-            run_stop += RUN
-        position = order[i]
-        bag = bag_of[position]
-        source = grad_out[sample_of[bag], column_of[bag] : column_of[bag] + dim]
-        if arg_max.shape[0]:
-            best = arg_max[bag]
-            for column in range(dim):
-                if best[column] == position:
-                    gradient[column] += source[column]
-        elif scale.shape[0]:
-            factor = scale[position]
-            for column in range(dim):
-                gradient[column] += factor * source[column]
-        else:
-            for column in range(dim):
-                gradient[column] += source[column]
-    if last - first > RUN:
-        for column in range(dim):
-            gradient[column] += earlier[column]
-
-
-@inline
-def _close_run(gradient: Any, earlier: Any, first: bool) -> None:
-    """Add a run's sum to those of the ``earlier`` ones (``first``: there are none), and begin the next at zero."""
-    if first:
-        earlier[:] = np.float32(0)
-    for column in range(gradient.shape[0]):
-        earlier[column] += gradient[column]
-    gradient[:] = np.float32(0)
-
-
-@inline
-def _mean_square(gradient: Any, squares: Any) -> Any:
-    """Mean of squares, summed as ``halving_sum`` does; ``squares`` is its scratch, zero from ``dim`` on."""
-    dim = gradient.shape[0]
-    for column in range(dim):
-        squares[column] = gradient[column] * gradient[column]
-    return np.float32(halving_sum(squares) / np.float32(dim))
-
-
-@inline
-def _update_row(code: int, hyper: Any, gradient: Any, squares: Any, row: Any, state: Any, half: int) -> None:
-    """Apply one optimizer step to ``row`` and its ``state``; the formulas are those of ``optim.configs``."""
-    dim = gradient.shape[0]
-    lr, weight_decay, eps = hyper[0], hyper[1], hyper[2]
-    if weight_decay != np.float32(0):
-        for column in range(dim):
-            gradient[column] += weight_decay * floats.load(row, column, half)
-    if code == _SGD:
-        for column in range(dim):
-            value = floats.load(row, column, half)
-            floats.store(row, column, np.float32(value - lr * gradient[column]), half)
-    elif code == _ROWWISE_ADAGRAD:
-        accumulator = np.float32(state[0] + _mean_square(gradient, squares))
-        state[0] = accumulator
-        step = np.float32(lr / np.float32(np.float32(math.sqrt(accumulator)) + eps))
-        for column in range(dim):
-            value = floats.load(row, column, half)
-            floats.store(row, column, np.float32(value - step * gradient[column]), half)
-    elif code == _ADAGRAD:
-        for column in range(dim):
-            g = gradient[column]
-            accumulator = np.float32(state[column] + g * g)
-            state[column] = accumulator
-            value = floats.load(row, column, half)
-            root = np.float32(np.float32(math.sqrt(accumulator)) + eps)
-            floats.store(row, column, np.float32(value - np.float32(lr * g) / root), half)
-    else:
-        beta1, beta2, step_size, root_correction = hyper[3], hyper[4], hyper[5], hyper[6]
-        for column in range(dim):
-            g = gradient[column]
-            first = np.float32(beta1 * state[column] + (np.float32(1) - beta1) * g)
-            second = np.float32(beta2 * state[dim + column] + (np.float32(1) - beta2) * g * g)
-            state[column] = first
-            state[dim + column] = second
-            root = np.float32(np.float32(math.sqrt(second)) / root_correction + eps)
-            value = floats.load(row, column, half)
-            floats.store(row, column, np.float32(value - step_size * first / root), half)
-
-
-@inline
-def _update_range(
-    begin: int, end: int, unique_slots: Any, first_unique: int, group_start: Any, order: Any, bag_of: Any, scale: Any,
-    arg_max: Any, sample_of: Any, column_of: Any, grad_out: Any, table_of: Any, codes: Any, hyper: Any,
-    weights: Any, state: Any, half: int, gradient: Any, earlier: Any, squares: Any,
-) -> None:  # fmt: skip
-    """``merge_and_update`` on given scratch; whoever allocates counts references, and counting took half the time."""
-    for unique in range(begin, end):
-        _merge(
-            gradient, earlier, order, group_start[unique], group_start[unique + 1], bag_of, scale, arg_max,
-            sample_of, column_of, grad_out,
-        )  # fmt: skip
-        table = table_of[unique]
-        slot = unique_slots[unique - first_unique]
-        _update_row(codes[table], hyper[table], gradient, squares, weights[slot], state[slot], half)
+    if arg_max.shape[0]:
+        _merge_max(begin, end, dim, sources, positions, bags, arg_max, grad_out, work)
+        return
+    column = 0
+    while column + 64 <= dim:
+        _merge_64(begin, end, column, sources, factors, grad_out, work)
+        column += 64
+    while column + 16 <= dim:
+        _merge_16(begin, end, column, sources, factors, grad_out, work)
+        column += 16
+    while column < dim:
+        _merge_1(begin, end, column, sources, factors, grad_out, work)
+        column += 1
 
 
 @kernel
 def merge_and_update(
-    begin: int, end: int, unique_slots: Any, first_unique: int, group_start: Any, order: Any, bag_of: Any, scale: Any,
-    arg_max: Any, sample_of: Any, column_of: Any, grad_out: Any, table_of: Any, codes: Any, hyper: Any,
-    weights: Any, state: Any, dim: int, half: int,
-) -> None:  # fmt: skip
-    """Update the unique rows ``[begin, end)``; rows of distinct ranges may be updated by different threads.
+    begin_table: int, begin_row: int, end_table: int, end_row: int, table_firsts: Any, unique_firsts: Any,
+    unique_slots: Any, counts: Any, starts: Any, sources: Any, factors: Any, positions: Any, bags: Any, arg_max: Any,
+    grad_out: Any, codes: Any, hyper: Any, weights: Any, state: Any, dim: int, half: int, flags: Any, dirty: int,
+) -> int:  # fmt: skip
+    """Update rows from number ``begin_row`` of ``begin_table`` up to, not including, ``end_row`` of ``end_table``.
+
+    Disjoint ranges may be updated by different threads.
 
     Args:
-        unique_slots: int32; slot of unique row ``u`` is ``unique_slots[u - first_unique]``.
-        group_start: int64 [U + 1]; positions of unique row ``u`` are ``order[group_start[u]:group_start[u + 1]]``.
-        order: int32 [N].
-        bag_of: int32 [N], the bag of each position.
-        scale: float32 [N], the factor of each position's gradient, or empty for 1.
+        table_firsts: int64 [T], first position of each table.
+        unique_firsts: int64 [T]; row u of table t is in slot ``unique_slots[unique_firsts[t] + u]``.
+        unique_slots: int32.
+        counts, starts, sources, factors, positions, bags: what ``kernels.group_rows`` made.
         arg_max: int32 [K, dim], the position that gave each maximum (max pooling), or empty.
-        sample_of, column_of: int32 [K], where a bag's gradient lies in ``grad_out``.
-        grad_out: float32 [B, C].
-        table_of: int32 [U], which row of ``codes`` and ``hyper`` rules unique row ``u``.
+        grad_out: float32 [1, B * C].
         codes: int64 [T], optimizer of each table.
         hyper: float32 [T, NUM_HYPER].
         weights: float32 or uint16 [S, >= dim]; state: float32 [S, >= state_dim]. Both are changed.
+        flags: uint8 [S], or empty: ``dirty`` is set in those of the rows.
+
+    Returns:
+        how many flags did not have it.
     """
-    gradient, earlier = np.empty(dim, np.float32), np.empty(dim, np.float32)
-    squares = np.zeros(padded_width(dim), np.float32)
-    _update_range(
-        begin, end, unique_slots, first_unique, group_start, order, bag_of, scale, arg_max, sample_of, column_of,
-        grad_out, table_of, codes, hyper, weights, state, half, gradient, earlier, squares,
+    work = np.zeros((_WORK_ROWS, padded_width(dim)), np.float32)
+    return _update_range(
+        begin_table, begin_row, end_table, end_row, table_firsts, unique_firsts, unique_slots, counts, starts, sources,
+        factors, positions, bags, arg_max, grad_out, codes, hyper, weights, state, dim, half, flags, dirty, work,
     )  # fmt: skip
+
+
+@inline
+def _update_range(
+    begin_table: int, begin_row: int, end_table: int, end_row: int, table_firsts: Any, unique_firsts: Any,
+    unique_slots: Any, counts: Any, starts: Any, sources: Any, factors: Any, positions: Any, bags: Any, arg_max: Any,
+    grad_out: Any, codes: Any, hyper: Any, weights: Any, state: Any, dim: int, half: int, flags: Any, dirty: int,
+    work: Any,
+) -> int:  # fmt: skip
+    """``merge_and_update`` on given scratch; whoever allocates counts references, and counting took half the time."""
+    newly_dirty = 0
+    for table in range(begin_table, min(end_table + 1, counts.shape[0])):
+        first = table_firsts[table]
+        low = begin_row if table == begin_table else 0
+        high = end_row if table == end_table else counts[table]
+        for row in range(low, high):
+            if row + _ROWS_AHEAD < high:
+                ahead = np.int64(unique_slots[unique_firsts[table] + row + _ROWS_AHEAD])
+                for column in range(0, dim, 16):
+                    prefetch_line(weights, ahead, column)
+                if state.shape[1]:
+                    prefetch_line(state, ahead, 0)
+                if flags.shape[0]:
+                    prefetch_item(flags, ahead)
+            place = first + 2 * table + row
+            _merge(
+                first + starts[place], first + starts[place + 1], dim, sources, factors, positions, bags, arg_max,
+                grad_out, work,
+            )  # fmt: skip
+            slot: Any = np.int64(unique_slots[unique_firsts[table] + row])
+            _update_row(codes[table], hyper[table], work, weights, slot, state, dim, half)
+            if flags.shape[0]:
+                newly_dirty += 0 if flags[slot] & dirty else 1
+                flags[slot] |= dirty
+    return newly_dirty

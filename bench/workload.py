@@ -1,0 +1,90 @@
+"""Ids and stores that several benchmarks share."""
+
+import resource
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+import tierstore
+
+__all__ = ["Batches", "ids_of", "make_store", "peak_mib", "seeded_init"]
+
+_MIB: Final = 2**20
+
+
+def ids_of(generator: np.random.Generator, rows: int, count: int, exponent: float) -> NDArray[np.int64]:
+    """Ids of ``rows`` rows whose frequencies follow Zipf's law with the given exponent; 0 for uniform.
+
+    Which rows are the frequent ones is random, but the same for every generator.
+    """
+    if not exponent:
+        return generator.integers(0, rows, count)
+    weights = np.arange(1, rows + 1, dtype=np.float64) ** -exponent
+    cumulated = np.cumsum(weights)
+    ranks = np.searchsorted(cumulated, generator.random(count) * cumulated[-1])
+    scattered = np.random.default_rng(rows).permutation(rows)
+    found: NDArray[np.int64] = scattered[np.minimum(ranks, rows - 1)]
+    return found
+
+
+class Batches:
+    """Batches of bags of one size for some tables of one size.
+
+    Attributes:
+        values: int64 [tables * batch * pooling_factor] of each batch, table by table.
+        offsets: int64 [tables * batch + 1].
+    """
+
+    def __init__(
+        self, *, tables: int, rows: int, batch: int, pooling_factor: int, exponent: float, count: int, seed: int
+    ) -> None:
+        generator = np.random.default_rng(seed)
+        total = batch * pooling_factor
+        drawn = [ids_of(generator, rows, count * total, exponent).reshape(count, total) for _ in range(tables)]
+        self.values = [torch.from_numpy(np.concatenate([each[i] for each in drawn])) for i in range(count)]
+        self.offsets = torch.arange(0, tables * total + 1, pooling_factor)
+        self.tables, self.batch, self.count = tables, batch, count
+        self.lookups = tables * total
+
+    def of_table(self, index: int, table: int) -> tuple[Tensor, Tensor]:
+        """(ids, offsets without the last) of one table in a batch, as ``torch.nn.EmbeddingBag`` takes them."""
+        size = self.lookups // self.tables
+        return self.values[index][table * size : (table + 1) * size], self.offsets[: self.batch]
+
+    def unique(self, index: int) -> int:
+        """Distinct rows in a batch."""
+        return sum(len(np.unique(self.of_table(index, table)[0].numpy())) for table in range(self.tables))
+
+
+def seeded_init() -> tierstore.init.Uniform:
+    return tierstore.init.Uniform(-0.05, 0.05, seed=1)
+
+
+def make_store(
+    path: Path, *, tables: int, rows: int, dim: int, optimizer: Any, ddr: str, dtype: str = "float32", **settings: Any
+) -> tierstore.Store:
+    """A new store of tables t0, t1, ... with a feature f0, f1, ... each."""
+    store = tierstore.open(path, mode="w", ddr=ddr, **settings)
+    for number in range(tables):
+        store.create_table(
+            tierstore.TableConfig(
+                name=f"t{number}",
+                num_embeddings=rows,
+                embedding_dim=dim,
+                dtype=dtype,  # type: ignore[arg-type]
+                feature_names=(f"f{number}",),
+                pooling="sum",
+                init=seeded_init(),
+                optimizer=optimizer,
+            )
+        )
+    return store
+
+
+def peak_mib() -> float:
+    """The most memory that this process has held so far, in MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _MIB

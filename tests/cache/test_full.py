@@ -1,0 +1,144 @@
+"""The cache in which every row has a slot of its own, against the reference cache with as many slots."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tierstore.cache import Admission, AdmitStatus, FullCache, ReferenceCache, RowCache, full_size_bytes
+from tierstore.cache.full import TABLE_BYTES
+from tierstore.rows import KEY_ROW_BITS
+
+pytestmark = pytest.mark.kernel
+TABLES = {4: 5, 1: 3, 7: 4}
+KEYS = np.array([table << KEY_ROW_BITS | row for table, rows in TABLES.items() for row in range(rows)], np.int64)
+CHANGES = ["pin", "unpin", "mark_dirty", "touch", "evict", "filled", "clean", "thaw"]
+
+
+def full_cache() -> FullCache:
+    return FullCache(TABLES, weight_words=2, state_words=1)
+
+
+def slots_of(cache: RowCache, keys: Any) -> Any:
+    return cache.find(keys)
+
+
+def outcome(cache: RowCache, action: str, keys: Any) -> Any:
+    """Keys that a call gives back, or that it was refused."""
+    try:
+        given = getattr(cache, action)(*([] if keys is None else [slots_of(cache, keys)]))
+    except AssertionError:
+        return "refused"
+    return None if given is None else sorted(cache.keys_of(given).tolist())
+
+
+def seen(cache: RowCache) -> Any:
+    """What anybody can see of a cache, by key."""
+    unclean = cache.victims(len(KEYS))
+    return (
+        cache.num_resident, cache.num_dirty, cache.num_frozen, cache.num_pinned, cache.counters(),
+        (cache.find(KEYS) >= 0).tolist(), sorted(cache.keys_of(unclean).tolist()),
+        sorted(cache.keys_of(cache.frozen_slots()).tolist()), sorted(cache.keys_of(cache.resident_slots()).tolist()),
+        cache.is_loading(cache.resident_slots()),
+    )  # fmt: skip
+
+
+some_keys = st.lists(st.sampled_from(KEYS.tolist()), max_size=8).map(lambda keys: np.array(keys, np.int64))
+distinct_keys = some_keys.map(np.unique)
+steps = st.one_of(
+    st.tuples(st.sampled_from(["admit", "abandon", "reserve"]), some_keys),
+    st.tuples(st.sampled_from(CHANGES), distinct_keys),
+    st.tuples(st.sampled_from(["freeze", "unfreeze"]), st.none()),
+)
+
+
+@settings(max_examples=200)
+@given(script=st.lists(steps, max_size=30))
+def test_it_does_as_the_reference_cache_does(script: list[tuple[str, Any]]) -> None:
+    caches: list[RowCache] = [
+        full_cache(),
+        ReferenceCache(len(KEYS), weight_words=2, state_words=1, policy="reference-lru"),
+    ]
+    for action, keys in script:
+        if action in {"admit", "abandon", "reserve"}:
+            admissions = [Admission(keys), Admission(keys)]
+            for cache, admission in zip(caches, admissions, strict=True):
+                assert cache.admit(admission) == AdmitStatus.COMPLETE
+                if action == "admit":
+                    cache.filled(admission.missing_slots)
+                    cache.unpin(admission.slots)
+                elif action == "abandon":
+                    cache.abandon(admission)
+            one, other = admissions
+            assert one.consumed == other.consumed
+            assert one.inverse[: one.consumed].tolist() == other.inverse[: other.consumed].tolist()
+            assert one.missing[: one.num_missing].tolist() == other.missing[: other.num_missing].tolist()
+        elif keys is not None and (caches[1].find(keys) < 0).any():
+            continue
+        elif action == "freeze" and caches[1].num_frozen:
+            assert outcome(caches[0], action, keys) == "refused"
+            continue
+        else:
+            found = [outcome(cache, action, keys) for cache in caches]
+            assert found[0] == found[1], (action, keys)
+            if found[0] == "refused":
+                return  # what was done before the slot that forbids it may differ
+        assert seen(caches[0]) == seen(caches[1])
+        for cache in caches:
+            cache.check_integrity()
+
+
+def test_rows_lie_table_by_table() -> None:
+    cache = full_cache()
+    slots = np.arange(12, dtype=np.int32)
+    keys = cache.keys_at(slots)
+    assert keys.tolist() == [table << KEY_ROW_BITS | row for table in (1, 4, 7) for row in range(TABLES[table])]
+    assert [cache.first_slot(table) for table in (1, 4, 7)] == [0, 3, 8]
+    cache.access(keys)
+    assert cache.find(keys).tolist() == slots.tolist()
+    assert cache.is_complete
+
+
+def test_keys_of_no_row_are_not_found_and_not_admitted() -> None:
+    cache = full_cache()
+    cache.access(KEYS)
+    strangers = np.array([1 << KEY_ROW_BITS | 3, 2 << KEY_ROW_BITS, 8 << KEY_ROW_BITS, -1], np.int64)
+    assert cache.find(strangers).tolist() == [-1] * 4
+    assert cache.find(np.array([*strangers, 1 << KEY_ROW_BITS], np.int64)).tolist() == [-1] * 4 + [0]
+    with pytest.raises(AssertionError, match="no row"):
+        cache.admit(Admission(strangers[:1]))
+
+
+def test_absent_rows_are_told_from_those_that_are_in() -> None:
+    cache = full_cache()
+    admission = Admission(cache.keys_at(np.array([5, 2], np.int32)))
+    cache.admit(admission)
+    asked = np.array([2, 5, 7, 7, 5], np.int32)
+    assert not cache.are_in(asked)
+    assert cache.absent(asked).tolist() == [2, 5, 7], "a row that is loading is not in"
+    cache.filled(admission.missing_slots)
+    assert cache.are_in(asked[:2])
+    assert cache.absent(asked).tolist() == [7]
+
+
+def test_replay_counts_each_access() -> None:
+    cache = full_cache()
+    assert cache.access(KEYS[[0, 1, 0, 2, 1]]).tolist() == [False, False, True, False, True]
+    assert cache.counters()[:3] == (5, 2, 3)
+
+
+def test_its_size_is_what_it_says() -> None:
+    cache = full_cache()
+    size = full_size_bytes(12, weight_words=2, state_words=1) + (max(TABLES) + 1) * TABLE_BYTES
+    assert cache.size_bytes <= size <= cache.size_bytes + 8 * TABLE_BYTES
+    assert cache.weights.shape == (12, 2)
+    assert cache.state.shape == (12, 1)
+    assert cache.weights.ctypes.data % 64 == cache.state.ctypes.data % 64 == 0
+
+
+@pytest.mark.parametrize("tables", [{}, {0: 0}, {0: 2**31}])
+def test_a_capacity_out_of_range_is_refused(tables: dict[int, int]) -> None:
+    with pytest.raises(ValueError, match="capacity="):
+        FullCache(tables, weight_words=1, state_words=0)
