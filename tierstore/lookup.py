@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from . import kernels
+from . import kernels, quantized
 from .optim.configs import NUM_HYPER
 from .optim.kernels import merge_and_update
 from .pool import Lease, Pool
@@ -99,8 +99,14 @@ class Joined:
             out[start:stop] += values[place : place + stop - start]
             place += stop - start
 
+    def require_trainable(self) -> None:
+        """ReadOnlyError for a table of quantized rows."""
+        for table in self.tables:
+            table.require_float()
+
     def next_hyper(self) -> Any:
         """Count one more update of each table: its hyper-parameters, float32 [tables, NUM_HYPER]."""
+        self.require_trainable()
         hyper = np.zeros((len(self.tables), NUM_HYPER), np.float32)
         for row, table in enumerate(self.tables):
             hyper[row] = table.next_hyper()
@@ -179,9 +185,10 @@ class Lookup:
     def _pool_part(self, pool: Pool, first: int, lease: Lease, out: Any) -> None:
         last = first + lease.consumed
         inverse, slots = lease.inverse, lease.slots
+        pool_rows = quantized.pool_rows if pool.layout.is_quantized else kernels.pool_rows
 
         def work(begin: int, end: int) -> None:
-            kernels.pool_rows(
+            pool_rows(
                 begin, end, first, last, self._bag_starts, inverse, slots, self._scale, self._mode,
                 pool.weights, pool.layout.dim, pool.half, self._sample_of, self._column_of, out, self._arg_max,
             )  # fmt: skip
@@ -194,14 +201,19 @@ class Lookup:
         ``update``."""
         own = np.zeros(len(self._keys), np.float32)
         pool = self._pool
+        dot_rows = quantized.dot_rows if pool.layout.is_quantized else kernels.dot_rows
         for first, lease in self._leases(pool, self._keys):
             with pool.rows_lock:
-                kernels.dot_rows(
+                dot_rows(
                     0, len(self._sample_of), first, first + lease.consumed, self._bag_starts, lease.inverse,
                     lease.slots, pool.weights, pool.layout.dim, pool.half, self._sample_of, self._column_of,
                     grad_out.numpy(), own,
                 )  # fmt: skip
         self._joined.scatter(own, grad_scale)
+
+    def require_trainable(self) -> None:
+        """ReadOnlyError if ``update`` would meet quantized rows."""
+        self._joined.require_trainable()
 
     @shielded
     def update(self, grad_out: Tensor) -> None:
