@@ -18,7 +18,7 @@ from ._jit import kernel as counted_kernel
 from ._jit import uncounted_kernel as inline
 from ._jit import uncounted_kernel as kernel
 from .kernels import MAX, MEAN, halving_sum, padded_width
-from .vectors import LANES, add_bytes, add_nibbles
+from .vectors import LANES, add_bytes, add_nibbles, float_at, half_bits_at
 
 if TYPE_CHECKING:
     from .init import Initializer
@@ -35,25 +35,17 @@ _CHUNK_ROWS: Final = 1024
 @inline
 def _half_at(row: Any, place: int) -> Any:
     """float32 value of the float16 whose bytes begin at ``place``."""
-    return floats.bits_to_float(np.uint16(row[place] | (np.uint16(row[place + 1]) << np.uint16(8))), floats.FLOAT16)
-
-
-@inline
-def _float_at(row: Any, place: int) -> Any:
-    """The float32 whose bytes begin at ``place``."""
-    low = np.uint32(row[place]) | (np.uint32(row[place + 1]) << np.uint32(8))
-    high = np.uint32(row[place + 2]) | (np.uint32(row[place + 3]) << np.uint32(8))
-    return np.uint32(low | (high << np.uint32(16))).view(np.float32)
+    return floats.bits_to_float(half_bits_at(row, place), floats.FLOAT16)
 
 
 @inline
 def _scale_of(row: Any, dim: int, half: int) -> Any:
-    return _float_at(row, dim) if half == floats.INT8 else _half_at(row, (dim + 1) // 2)
+    return float_at(row, dim) if half == floats.INT8 else _half_at(row, (dim + 1) // 2)
 
 
 @inline
 def _bias_of(row: Any, dim: int, half: int) -> Any:
-    return _float_at(row, dim + 4) if half == floats.INT8 else _half_at(row, (dim + 1) // 2 + 2)
+    return float_at(row, dim + 4) if half == floats.INT8 else _half_at(row, (dim + 1) // 2 + 2)
 
 
 @inline

@@ -1,7 +1,8 @@
-"""Sixteen columns of a quantized row at once, as vector instructions.
+"""Several bytes of a quantized row in one instruction: sixteen columns, a scale.
 
 The compiler would make vectors of a loop over columns too, but only behind a check that row and result do not overlap,
-made anew for each row, and for no fewer columns than four of its vectors hold: twice the time for rows of 16 to 64.
+made anew for each row, and for no fewer columns than four of its vectors hold: twice the time for rows of 16 to 64. A
+float that it is to put together from single bytes takes a load, and a test for a negative index, for each of them.
 """
 
 from typing import Any, Final
@@ -10,7 +11,7 @@ import numpy as np
 
 from ._jit import JIT_ENABLED, fused_multiply_add
 
-__all__ = ["LANES", "add_bytes", "add_nibbles"]
+__all__ = ["LANES", "add_bytes", "add_nibbles", "float_at", "half_bits_at"]
 
 LANES: Final = 16
 
@@ -23,16 +24,36 @@ if JIT_ENABLED:
     _INT32: Final = ir.IntType(32)
     _FLOATS: Final = ir.VectorType(ir.FloatType(), LANES)
 
-    def _pointer(context: Any, builder: Any, array_type: Any, array: Any, place: Any, vector: Any) -> Any:
+    def _pointer(context: Any, builder: Any, array_type: Any, array: Any, place: Any, what: Any) -> Any:
         data = context.make_array(array_type)(context, builder, array).data
-        return builder.bitcast(builder.gep(data, [place]), vector.as_pointer())
+        return builder.bitcast(builder.gep(data, [place]), what.as_pointer())
+
+    def _read(context: Any, builder: Any, signature: Any, args: Any, what: Any) -> Any:
+        """What lies in the row from ``place`` on; it need not be aligned."""
+        value = builder.load(_pointer(context, builder, signature.args[0], args[0], args[1], what))
+        value.align = 1
+        return value
+
+    @intrinsic
+    def float_at(typing_context: Any, row: Any, place: Any) -> Any:  # noqa: ARG001
+        """The float32 whose bytes begin at ``row[place]``; no bounds check."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return _read(context, builder, signature, args, ir.FloatType())
+
+        return types.float32(row, types.intp), generate
+
+    @intrinsic
+    def half_bits_at(typing_context: Any, row: Any, place: Any) -> Any:  # noqa: ARG001
+        """The uint16 whose bytes begin at ``row[place]``; no bounds check."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return _read(context, builder, signature, args, ir.IntType(16))
+
+        return types.uint16(row, types.intp), generate
 
     def _read_bytes(context: Any, builder: Any, signature: Any, args: Any, count: int) -> Any:
-        """``row[place : place + count]``."""
-        vector = ir.VectorType(ir.IntType(8), count)
-        values = builder.load(_pointer(context, builder, signature.args[0], args[0], args[1], vector))
-        values.align = 1
-        return values
+        return _read(context, builder, signature, args, ir.VectorType(ir.IntType(8), count))
 
     def _shuffled(builder: Any, one: Any, other: Any, places: list[int]) -> Any:
         return builder.shuffle_vector(one, other, ir.Constant(ir.VectorType(_INT32, LANES), places))
@@ -84,6 +105,14 @@ if JIT_ENABLED:
         return _signature(row, out), generate
 
 else:
+
+    def float_at(row: Any, place: int) -> Any:
+        """The float32 whose bytes begin at ``row[place]``."""
+        return row[place : place + 4].copy().view(np.float32)[0]
+
+    def half_bits_at(row: Any, place: int) -> Any:
+        """The uint16 whose bytes begin at ``row[place]``."""
+        return row[place : place + 2].copy().view(np.uint16)[0]
 
     def add_bytes(row: Any, place: int, scale: Any, bias: Any, out: Any, column: int) -> None:
         """``out[column + i] = fma(row[place + i], scale, out[column + i] + bias)`` for 16 columns."""
