@@ -31,6 +31,7 @@ ORDER: Final = (
     "crashes",
     "damage",
     "criteo",
+    "quantized",
     "demo",
     "import_time",
 )

@@ -29,6 +29,7 @@ HELP = {
             compact   copy a store without the room it no longer needs
             export    write tables to a safetensors file or torch checkpoint
             import    take tables from safetensors files or torch checkpoints
+            quantize  make a store for inference, its rows in fewer bytes
     """,
     "train": """
         usage: tierstore train [-h] [--data PATH] [--store DIR] [--ddr SIZE] [--hbm SIZE] [--device NAME]
@@ -176,6 +177,23 @@ HELP = {
           tierstore import shop shop.safetensors
           tierstore import shop item.pt --map weight=item --optimizer rowwise_adagrad --lr 0.05
           tierstore import shop part-1.safetensors part-2.safetensors --dtype bfloat16
+    """,
+    "quantize": """
+        usage: tierstore quantize [-h] --dtype NAME [--table NAME] [--at VERSION] [--traceback] DIR NEW_DIR
+        Copy a store's tables in another dtype, without optimizer state, into a new store; then verify it. int8 and
+        int4 rows are looked up, not trained. DIR is not changed.
+        positional arguments:
+          DIR           folder of the trained store
+          NEW_DIR       folder of the new store; must not exist, or be empty
+        options:
+          -h, --help    show this help message and exit
+          --dtype NAME  int8, int4, float16 or bfloat16
+          --table NAME  a table to convert; default: all. The others stay as they are
+          --at VERSION  a version that the store keeps; default: the last
+          --traceback   show where in the code an error arose
+        examples:
+          tierstore quantize shop shop-int8 --dtype int8
+          tierstore quantize shop shop-mixed --dtype int4 --table item --table user
     """,
 }
 

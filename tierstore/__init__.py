@@ -8,6 +8,7 @@ from . import errors, init, optim
 from .config import TableConfig
 from .io.prefetch import prefetch
 from .nn import KeyedJaggedTensor, KeyedTensor, TieredEmbeddingBag, TieredEmbeddingBagCollection
+from .quantization import QuantizedTable, QuantizeReport, quantize
 from .stats import Stats, TierStats
 from .store import Store
 from .store import open_store as open  # noqa: A004 - tierstore.open, as gzip.open
@@ -16,6 +17,8 @@ from .table import Table
 __all__ = [
     "KeyedJaggedTensor",
     "KeyedTensor",
+    "QuantizeReport",
+    "QuantizedTable",
     "Stats",
     "Store",
     "Table",
@@ -29,6 +32,7 @@ __all__ = [
     "open",
     "optim",
     "prefetch",
+    "quantize",
 ]
 
 __version__ = "0.1.0"

@@ -4,14 +4,24 @@
 """
 
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import numba
+import numpy as np
 from numba.core import event
 
-__all__ = ["JIT_ENABLED", "inline", "inlined", "kernel", "prefetch_item", "uncounted_kernel"]
+__all__ = [
+    "JIT_ENABLED",
+    "fused_multiply_add",
+    "inline",
+    "inlined",
+    "kernel",
+    "prefetch_item",
+    "uncounted_kernel",
+]
 
 JIT_ENABLED: Final = not numba.config.DISABLE_JIT
 _LOG: Final = logging.getLogger("tierstore")
@@ -108,7 +118,30 @@ if JIT_ENABLED:
 
         return types.void(array, index), generate
 
+    @intrinsic
+    def fused_multiply_add(typing_context: Any, one: Any, other: Any, term: Any) -> Any:  # noqa: ARG001
+        """``one * other + term`` of float32, rounded once."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+            return builder.fma(*args)
+
+        return types.float32(types.float32, types.float32, types.float32), generate
+
 else:
 
     def prefetch_item(array: Any, index: Any) -> None:
         """Nothing: a hint to the processor."""
+
+    def fused_multiply_add(one: Any, other: Any, term: Any) -> Any:
+        """``one * other + term`` of float32, rounded once.
+
+        The product is exact in float64. Their sum is rounded to odd there, and that to nearest in float32 (Boldo and
+        Melquiond: Emulation of a FMA and Correctly Rounded Sums, IEEE Transactions on Computers 57, 2008).
+        """
+        product, addend = float(one) * float(other), float(term)
+        total = product + addend
+        back = total - product
+        lost = (product - (total - back)) + (addend - back)
+        if lost and not np.float64(total).view(np.uint64) & np.uint64(1):
+            total = math.nextafter(total, math.copysign(math.inf, lost))
+        return np.float32(total)

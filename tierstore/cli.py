@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from . import __version__
-from .commands import COMPACT, EXPORT, IMPORT, Command
+from .commands import COMPACT, EXPORT, IMPORT, QUANTIZE, Command
 
 if TYPE_CHECKING:
     from .train.config_file import Override
@@ -272,4 +272,5 @@ _COMMANDS: Final = {
     "compact": COMPACT,
     "export": EXPORT,
     "import": IMPORT,
+    "quantize": QUANTIZE,
 }

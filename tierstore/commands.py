@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .exchange import ImportReport
     from .optim import Optimizer
 
-__all__ = ["COMPACT", "EXPORT", "IMPORT", "Command", "byte_bar"]
+__all__ = ["COMPACT", "EXPORT", "IMPORT", "QUANTIZE", "Command", "byte_bar"]
 
 _DDR: Final = "256MiB"
 _SHOWN: Final = 10
@@ -116,11 +116,11 @@ def _import(options: argparse.Namespace) -> int:
 
     from .config import Pooling
     from .exchange import import_files
-    from .rows import DtypeName
+    from .rows import FloatName
 
     mapping = _mapping(options.map)
     for value, choices, flag in (
-        (options.dtype, get_args(DtypeName), "--dtype"),
+        (options.dtype, get_args(FloatName), "--dtype"),
         (options.pooling, get_args(Pooling), "--pooling"),
     ):
         if value is not None:
@@ -250,4 +250,48 @@ COMPACT: Final = Command(
     "DIR is not changed.",
     """example:
   tierstore compact shop shop-compact""",
+)
+
+
+def _add_quantize_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", help="folder of the trained store")
+    parser.add_argument("target", metavar="NEW_DIR", help="folder of the new store; must not exist, or be empty")
+    parser.add_argument("--dtype", required=True, metavar="NAME", help="int8, int4, float16 or bfloat16")
+    parser.add_argument(
+        "--table", action="append", metavar="NAME", help="a table to convert; default: all. The others stay as they are"
+    )
+    parser.add_argument("--at", type=int, metavar="VERSION", help="a version that the store keeps; default: the last")
+
+
+def _quantize(options: argparse.Namespace) -> int:
+    from .quantization import TARGET_DTYPES, quantize
+    from .sizes import format_size
+
+    _require_near(options.dtype, TARGET_DTYPES, "--dtype")
+    with byte_bar("quantize") as show:
+        report = quantize(
+            options.directory,
+            options.target,
+            dtype=options.dtype,
+            tables=options.table,
+            version=options.at,
+            progress=show,
+        )
+    print(
+        f"{report.target}: version {report.version}, verified; "
+        f"{format_size(report.bytes_before)} before, {format_size(report.bytes_after)} after"
+    )
+    _print_some("", tuple(f"{table.name}: {table.dtype}, {table.rows:,} rows written" for table in report.tables))
+    return 0
+
+
+QUANTIZE: Final = Command(
+    _quantize,
+    _add_quantize_arguments,
+    "make a store for inference, its rows in fewer bytes",
+    "Copy a store's tables in another dtype, without optimizer state, into a new store; then verify it. int8 and int4 "
+    "rows are looked up, not trained. DIR is not changed.",
+    """examples:
+  tierstore quantize shop shop-int8 --dtype int8
+  tierstore quantize shop shop-mixed --dtype int4 --table item --table user""",
 )

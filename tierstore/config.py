@@ -6,7 +6,7 @@ from typing import Any, Final, Literal, get_args
 from . import init as initializers
 from . import optim
 from .excerpt import excerpt
-from .rows import MAX_ROWS, DtypeName, RowLayout
+from .rows import MAX_ROWS, DtypeName, QuantizedName, RowLayout
 
 __all__ = ["MAX_KEPT_VERSIONS", "Pooling", "TableConfig", "require_choice", "require_int"]
 
@@ -37,8 +37,8 @@ class TableConfig:
         name: unique in the store.
         num_embeddings: rows; ids are in [0, num_embeddings).
         embedding_dim: columns.
-        dtype: storage type of the weights: "float32", "float16" or "bfloat16". Arithmetic and
-            pooled results are float32.
+        dtype: storage type of the weights: "float32", "float16" or "bfloat16", or "int8" or "int4" for quantized rows,
+            which ``tierstore.quantize`` makes of trained ones. Arithmetic and pooled results are float32.
         feature_names: features looked up in this table by a collection; default: the table's name.
         pooling: how a collection pools a bag: "sum", "mean" or "max".
         init: first value of rows never written; default: Uniform(-0.01, 0.01, seed=0).
@@ -71,6 +71,10 @@ class TableConfig:
             raise TypeError(f"init must be a tierstore.init.Initializer, not {type(self.init).__name__}")
         if not isinstance(self.optimizer, optim.Optimizer):
             raise TypeError(f"optimizer must be a tierstore.optim.Optimizer, not {type(self.optimizer).__name__}")
+        if self.dtype in get_args(QuantizedName) and self.optimizer.state_dim(self.embedding_dim):
+            raise ValueError(
+                f"dtype={self.dtype!r} goes without optimizer state, as such rows are not trained; leave optimizer out"
+            )
 
     def layout(self, page_bytes: int) -> RowLayout:
         """How this table's rows lie in memory and on disk."""

@@ -6,7 +6,7 @@
     ├── StoreNotFoundError     no store in the directory (mode "r")
     ├── StoreLockedError       another writer has the store open
     ├── ClosedError            the store was closed
-    ├── ReadOnlyError          a write to a store opened with mode="r"
+    ├── ReadOnlyError          a write to a store opened with mode="r", or to quantized rows
     ├── BudgetError            the memory budget cannot hold what was asked
     ├── TableError             unknown table, or a table created again with another configuration
     ├── DiskFullError          the file system has no room left; nothing committed was lost
@@ -51,7 +51,7 @@ class ClosedError(TierstoreError):
 
 
 class ReadOnlyError(TierstoreError):
-    """The store was opened with mode="r"."""
+    """The store was opened with mode="r", or the rows are quantized."""
 
 
 class BudgetError(TierstoreError):

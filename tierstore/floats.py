@@ -16,16 +16,32 @@ from numba.extending import overload
 
 from ._jit import inline
 
-__all__ = ["BFLOAT16", "FLOAT16", "FLOAT32", "bits_to_float", "float_to_bits", "half_code", "load", "store"]
+__all__ = [
+    "BFLOAT16",
+    "FLOAT16",
+    "FLOAT32",
+    "INT4",
+    "INT8",
+    "bits_to_float",
+    "float_to_bits",
+    "half_code",
+    "load",
+    "store",
+]
 
 FLOAT32: Final = 0
 FLOAT16: Final = 1
 BFLOAT16: Final = 2
+INT8: Final = 3
+INT4: Final = 4
+"""The last two are quantized rows, which ``quantized`` has kernels for; ``load`` and ``store`` do not know them."""
+
+_CODES: Final = {"float32": FLOAT32, "float16": FLOAT16, "bfloat16": BFLOAT16, "int8": INT8, "int4": INT4}
 
 
 def half_code(dtype: str) -> int:
     """The ``half`` argument for a layout's dtype."""
-    return {"float32": FLOAT32, "float16": FLOAT16, "bfloat16": BFLOAT16}[dtype]
+    return _CODES[dtype]
 
 
 @inline

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import kernels
+from . import kernels, quantized
 from .backward import Bags, Groups
 from .cache import FullCache
 from .cache.admission import DIRTY, LOADING, RESIDENT
@@ -147,8 +147,14 @@ class Joined:
             out[start:stop] += values[place : place + stop - start]
             place += stop - start
 
+    def require_trainable(self) -> None:
+        """ReadOnlyError for a table of quantized rows."""
+        for table in self.tables:
+            table.require_float()
+
     def next_hyper(self) -> Any:
         """Count one more update of each table: its hyper-parameters, float32 [tables, NUM_HYPER]."""
+        self.require_trainable()
         hyper = np.zeros((len(self.tables), NUM_HYPER), np.float32)
         for row, table in enumerate(self.tables):
             hyper[row] = table.next_hyper()
@@ -269,7 +275,8 @@ class Lookup:
             self._arg_max = np.empty((len(self._bag_starts) - 1, pool.layout.dim), np.int32)
         if pool.full is not None:
             with pool.rows_lock:
-                is_done = self._rows_in is not pool.full and self._look_up(pool, pool.full, pooled)
+                is_fused = self._rows_in is not pool.full and not pool.layout.is_quantized
+                is_done = is_fused and self._look_up(pool, pool.full, pooled)
             if not is_done:
                 slots = self._bring_in(pool, pool.full)
                 with pool.rows_lock:
@@ -317,8 +324,10 @@ class Lookup:
             self.release()
 
     def _pool_part(self, pool: Pool, first: int, slots: Any, out: Any) -> None:
+        pool_rows: Any = quantized.pool_rows if pool.layout.is_quantized else kernels.pool_rows
+
         def work(begin: int, end: int) -> None:
-            kernels.pool_rows(
+            pool_rows(
                 begin, end, first, first + len(slots), self._bag_starts, slots, self._scale, self._mode, pool.weights,
                 pool.layout.dim, pool.half, self._joined.columns, self._joined.batch, out, self._arg_max,
             )  # fmt: skip
@@ -333,13 +342,18 @@ class Lookup:
         pool = self._pool
         if not len(own):
             return
+        dot_rows: Any = quantized.dot_rows if pool.layout.is_quantized else kernels.dot_rows
         for first, slots in self._parts(pool, keep=False):
             with pool.rows_lock:
-                kernels.dot_rows(
+                dot_rows(
                     0, len(self._bag_starts) - 1, first, first + len(slots), self._bag_starts, slots, pool.weights,
                     pool.layout.dim, pool.half, self._joined.columns, self._joined.batch, grad_out.numpy(), own,
                 )  # fmt: skip
         self._joined.scatter(own, grad_scale)
+
+    def require_trainable(self) -> None:
+        """ReadOnlyError if ``update`` would meet quantized rows."""
+        self._joined.require_trainable()
 
     @shielded
     def update(self, grad_out: Tensor) -> None:

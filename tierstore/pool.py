@@ -18,11 +18,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from . import kernels
+from . import kernels, quantized
 from .cache import Admission, AdmitStatus, CacheCounters, FullCache, RowCache
 from .config import TableConfig
 from .errors import BudgetError, ClosedError
@@ -113,7 +114,7 @@ class Pool:
     """See the module's docstring.
 
     Attributes:
-        weights: float32 or uint16 [capacity, >= dim], the DDR arena as kernels read it.
+        weights: float32, uint16 or uint8 [capacity, >= stored columns], the DDR arena as kernels read it.
         state: float32 [capacity, >= state_dim].
         split_batches: batches whose rows did not fit at once and were worked off in parts.
         fill_seconds: time spent bringing rows in and writing rows back.
@@ -286,19 +287,26 @@ class Pool:
 
     @shielded
     def read(self, keys: Any, out: Any) -> None:
-        """Copy rows into ``out`` [n, dim], bits unchanged. Rows in cache are copied without waiting for any device."""
+        """Copy rows into ``out`` [n, dim], bits unchanged, quantized ones as float32.
+
+        Rows in cache are copied without waiting for any device.
+        """
         with self.lock:
             self.require_open()
             slots = self.cache.find(keys)
             if (slots >= 0).all() and not self.cache.is_loading(slots):
                 self.cache.touch(slots)
-                kernels.copy_rows_out(np.arange(len(keys), dtype=np.int32), slots, self.weights, self.layout.dim, out)
+                self._copy_out(np.arange(len(keys), dtype=np.int32), slots, out)
                 return
         for start, lease in self.leases(keys):
             with self.lock:
-                kernels.copy_rows_out(
-                    lease.inverse, lease.slots, self.weights, self.layout.dim, out[start : start + lease.consumed]
-                )
+                self._copy_out(lease.inverse, lease.slots, out[start : start + lease.consumed])
+
+    def _copy_out(self, inverse: Any, slots: Any, out: Any) -> None:
+        if self.layout.is_quantized:
+            quantized.unpack_rows(inverse, slots, self.weights, self.layout.dim, self.half, out)
+        else:
+            kernels.copy_rows_out(inverse, slots, self.weights, self.layout.dim, out)
 
     @shielded
     def write(self, keys: Any, rows: Any) -> None:
@@ -488,6 +496,7 @@ class Pool:
         for table_index in np.unique(table_indices):
             config = self._tables[int(table_index)]
             chosen = table_indices == table_index
-            config.init.fill(keys[chosen], slots[chosen], self.weights, self.layout.dim, self.half)
+            fill = partial(quantized.fill_first_values, config.init) if self.layout.is_quantized else config.init.fill
+            fill(keys[chosen], slots[chosen], self.weights, self.layout.dim, self.half)
             self.state[slots[chosen]] = 0
             self.state[slots[chosen], : self.layout.state_dim] = config.optimizer.initial_state

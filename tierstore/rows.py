@@ -1,5 +1,10 @@
 """The row: one embedding vector and its optimizer state, in memory and on disk.
 
+Weights are float32, float16 or bfloat16, or, for inference, quantized row by row as torch's operators take them:
+``int8`` is one byte a column, then scale and bias as float32 (``torch.ops.quantized.embedding_bag_byte_prepack``);
+``int4`` is two columns a byte, the lower four bits first, then scale and bias as float16
+(``embedding_bag_4bit_prepack``). Such rows have no optimizer state.
+
 In a cache a row is two runs of 64-bit words: ``weight_words`` of weights and ``state_words`` of float32 optimizer
 state, each zero-padded to a whole word. On disk the two runs are followed by one checksum word, and
 ``rows_per_block`` neighbouring rows are packed behind a two-word header into one LMDB value that fills whole
@@ -8,14 +13,16 @@ overflow pages. docs/format.md draws it.
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 import numpy as np
 import torch
 
-__all__ = ["KEY_ROW_BITS", "MAX_ROWS", "MAX_TABLES", "DtypeName", "RowLayout"]
+__all__ = ["KEY_ROW_BITS", "MAX_ROWS", "MAX_TABLES", "DtypeName", "FloatName", "QuantizedName", "RowLayout"]
 
-DtypeName = Literal["float32", "float16", "bfloat16"]
+FloatName = Literal["float32", "float16", "bfloat16"]
+QuantizedName = Literal["int8", "int4"]
+DtypeName = Literal[FloatName, QuantizedName]
 
 KEY_ROW_BITS: Final = 40
 """A row key is ``table_index << KEY_ROW_BITS | row``: unique over all tables of a store."""
@@ -34,7 +41,12 @@ _TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
+    "int8": torch.float32,
+    "int4": torch.float32,
 }
+_BYTE_SCALE_BYTES: Final = 8
+_NIBBLE_SCALE_BYTES: Final = 4
+"""Scale and bias of a quantized row: two float32 with int8, two float16 with int4."""
 
 
 def _words(size_bytes: int) -> int:
@@ -48,7 +60,7 @@ class RowLayout:
     Attributes:
         dim: columns of the embedding vector.
         dtype: type of the weights; optimizer state is always float32.
-        state_dim: float32 columns of optimizer state (0 for SGD).
+        state_dim: float32 columns of optimizer state (0 for SGD and for quantized rows).
         page_bytes: page size of the LMDB file the rows go to.
     """
 
@@ -58,17 +70,32 @@ class RowLayout:
     page_bytes: int = 4096
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether weights are int8 or int4 with a scale and a bias a row; such rows are looked up, not trained."""
+        return self.dtype in get_args(QuantizedName)
+
+    @property
     def torch_dtype(self) -> torch.dtype:
+        """Of the weights as they are read and written; quantized ones are read as float32."""
         return _TORCH_DTYPES[self.dtype]
 
     @property
-    def numpy_dtype(self) -> "np.dtype[np.float32] | np.dtype[np.uint16]":
-        """What kernels see: float32, or the bit patterns of a 16-bit type as uint16."""
+    def numpy_dtype(self) -> "np.dtype[np.float32] | np.dtype[np.uint16] | np.dtype[np.uint8]":
+        """What kernels see: float32, the bit patterns of a 16-bit type as uint16, the bytes of a quantized row."""
+        if self.is_quantized:
+            return np.dtype(np.uint8)
         return np.dtype(np.float32) if self.dtype == "float32" else np.dtype(np.uint16)
 
     @property
+    def stored_columns(self) -> int:
+        """Elements of ``numpy_dtype`` that the weights of one row are."""
+        if self.dtype == "int8":
+            return self.dim + _BYTE_SCALE_BYTES
+        return -(-self.dim // 2) + _NIBBLE_SCALE_BYTES if self.dtype == "int4" else self.dim
+
+    @property
     def weight_words(self) -> int:
-        return _words(self.dim * self.numpy_dtype.itemsize)
+        return _words(self.stored_columns * self.numpy_dtype.itemsize)
 
     @property
     def state_words(self) -> int:

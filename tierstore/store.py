@@ -21,7 +21,7 @@ from .config import MAX_KEPT_VERSIONS, TableConfig, require_choice, require_int
 from .device import memory_bytes, resolve_device
 from .durable import make_directory
 from .errors import BudgetError, ClosedError, FormatError, ReadOnlyError, TableError, TruncatedError
-from .hbm.build import add_hbm, hbm_stats
+from .hbm.build import add_hbm, hbm_stats, require_float
 from .hbm.pool import host_bytes_of
 from .io import MAX_PAGE_BYTES, ROW_FILE_NAME, LmdbColdTier, VerifyReport, require_plain_files
 from .killpoints import reach
@@ -296,6 +296,8 @@ class Store:
             rows[table.layout] = rows.get(table.layout, 0) + table.config.num_embeddings
         hbm = parse_size(self._hbm, name="hbm", table_bytes=table_bytes, memory_bytes=memory_bytes(self.device))
         has_hbm = hbm > 0 or self.device.type != "cpu"
+        if has_hbm:
+            require_float(self._tables.values())
         hbm_sizes = divide_hbm(hbm, rows, policy=self.policy, given=self._hbm) if has_hbm else {}
         budget = parse_size(self._ddr, name="ddr", table_bytes=table_bytes)
         staging = sum(host_bytes_of(layout, size) for layout, size in hbm_sizes.items())

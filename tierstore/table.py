@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .config import TableConfig, require_choice
-from .errors import ClosedError
+from .errors import ClosedError, ReadOnlyError
 from .hbm.lookup import HbmLookup
 from .lookup import MODES, Jagged, Joined, Lookup, new_output
 from .pool import Pool
@@ -153,6 +153,15 @@ class Table:
         """The error for an id that is not a row."""
         return ValueError(f"id {row} is not a row of table {self.name!r}: ids are in [0, {self.config.num_embeddings})")
 
+    def require_float(self) -> None:
+        """ReadOnlyError if its rows are quantized."""
+        if self.layout.is_quantized:
+            raise ReadOnlyError(
+                f"table {self.name!r} has {self.config.dtype} rows, which are looked up, not trained or written: "
+                "change the rows it was quantized from, and quantize them again. Where only results are wanted, use "
+                'torch.no_grad() or open the store with mode="r"'
+            )
+
     def _keys(self, ids: Tensor) -> Any:
         rows = check_ids(ids, device=self._store.device).astype(np.int64)
         outside = (rows < 0) | (rows >= self.config.num_embeddings)
@@ -167,7 +176,7 @@ class Table:
             ids: int64 or int32 [n], any order, duplicates allowed.
 
         Returns:
-            [n, embedding_dim] of the table's dtype, a copy, on the store's device.
+            [n, embedding_dim] of the table's dtype (float32 where rows are quantized), a copy, on the store's device.
 
         Raises:
             ValueError, TypeError: wrong ids. ChecksumError: a row on SSD is damaged. ClosedError.
@@ -198,9 +207,11 @@ class Table:
             rows: [n, embedding_dim] of the table's dtype.
 
         Raises:
-            ValueError, TypeError: wrong ids or rows; nothing was written. ReadOnlyError, ClosedError, DiskFullError.
+            ValueError, TypeError: wrong ids or rows; nothing was written. ReadOnlyError: the store was opened for
+                reading, or the rows are quantized. ClosedError, DiskFullError.
         """
         self._store.require_writable()
+        self.require_float()
         keys = self._keys(ids)
         if not isinstance(rows, Tensor) or rows.dtype != self.layout.torch_dtype:
             found = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
@@ -219,7 +230,7 @@ class Table:
 
     def _raw(self, rows: Tensor) -> Any:
         """Numpy view of weights as kernels see them."""
-        return rows.view(torch.float32 if self.config.dtype == "float32" else torch.uint16).numpy()
+        return (rows if rows.dtype == torch.float32 else rows.view(torch.uint16)).numpy()
 
     def pooled(
         self, ids: Tensor, offsets: Tensor, *, mode: str = "sum", per_sample_weights: Tensor | None = None

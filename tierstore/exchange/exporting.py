@@ -71,6 +71,7 @@ def export_store(
 ) -> ExportReport:
     """Write every row of some tables, as of one version, to one file; rows never written have their first values.
 
+    Quantized rows are written as they are, uint8 [rows, stored columns]: what ``torch.ops.quantized`` looks up in.
     The store is opened read-only and may be trained on meanwhile. Memory: ``ddr``, the block directory and at most
     64 MiB, however large the tables are.
 
@@ -122,9 +123,15 @@ def _plan(table: Table, key: str, with_state: bool) -> _TablePlan:
     states = state_tensors(config.optimizer, dim) if with_state else ()
     return _TablePlan(
         table,
-        TensorSpec(key, table.layout.torch_dtype, (rows, dim)),
+        _weight_spec(table, key),
         tuple((each, TensorSpec(state_key(key, each.name), torch.float32, each.shape(rows))) for each in states),
     )
+
+
+def _weight_spec(table: Table, key: str) -> TensorSpec:
+    layout = table.layout
+    dtype = torch.uint8 if layout.is_quantized else layout.torch_dtype
+    return TensorSpec(key, dtype, (table.config.num_embeddings, layout.stored_columns))
 
 
 def _require_distinct(specs: Sequence[TensorSpec]) -> None:

@@ -4,7 +4,7 @@ import difflib
 import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 
@@ -13,6 +13,7 @@ from ..errors import TableError
 from ..excerpt import excerpt, excerpt_names
 from ..io import MAX_PAGE_BYTES
 from ..optim import Optimizer
+from ..rows import QuantizedName
 from ..version import TableState
 from .keys import state_key, table_of
 from .sources import Source, TensorInfo
@@ -153,7 +154,10 @@ def _match(
 
 def _require_table(info: TensorInfo, place: str) -> None:
     if info.dtype is None:
-        raise ValueError(f"{place} is not of float64, float32, float16 or bfloat16, stored row by row; it is no table")
+        raise ValueError(
+            f"{place} is not of float64, float32, float16 or bfloat16, stored row by row; it is no table. If its rows "
+            "are quantized, import what they were made from, and quantize that"
+        )
     if len(info.shape) != 2 or not all(info.shape):
         raise ValueError(f"{place} has shape {list(info.shape)}; a table is [rows, columns]")
 
@@ -182,6 +186,11 @@ def _new_config(info: TensorInfo, table: str, settings: Settings, told: TableCon
 
 def require_fits(match: Match, config: TableConfig, settings: Settings) -> None:
     """TableError, naming both, unless the tensor is of the table's shape and dtype (or is to be converted to it)."""
+    if config.dtype in get_args(QuantizedName):
+        raise TableError(
+            f"{match.place} cannot be taken as table {config.name!r}, whose rows are {config.dtype}: import it as "
+            "float32 into another store, and quantize that"
+        )
     shape, dtype = match.info.shape, str(match.info.dtype).removeprefix("torch.")
     have = f"table {config.name!r} is {config.num_embeddings} x {config.embedding_dim} {config.dtype}"
     if shape != (config.num_embeddings, config.embedding_dim):

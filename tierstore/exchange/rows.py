@@ -20,7 +20,7 @@ class Rows(NamedTuple):
     """Neighbouring rows.
 
     Attributes:
-        weights: float32 or uint16 (the bits of a 16-bit type) [n, dim].
+        weights: float32 or uint16 (the bits of a 16-bit type) [n, dim], or uint8 (quantized) [n, stored columns].
         state: float32 [n, state_dim].
     """
 
@@ -46,12 +46,12 @@ def read_rows(table: Table, start: int, stop: int) -> Rows:
     table.store.require_open()
     pool, layout = table.pool, table.layout
     pool.settle()
-    weights = np.empty((stop - start, layout.dim), layout.numpy_dtype)
+    weights = np.empty((stop - start, layout.stored_columns), layout.numpy_dtype)
     state = np.empty((stop - start, layout.state_dim), np.float32)
     for first, lease in pool.leases(_keys(table, start, stop)):
         part = slice(first, first + lease.consumed)
         with pool.lock:
-            kernels.copy_rows_out(lease.inverse, lease.slots, pool.weights, layout.dim, weights[part])
+            kernels.copy_rows_out(lease.inverse, lease.slots, pool.weights, layout.stored_columns, weights[part])
             kernels.copy_rows_out(lease.inverse, lease.slots, pool.state, layout.state_dim, state[part])
     return Rows(weights, state)
 

@@ -1,11 +1,11 @@
 """The device tier over all pools of a store: one budget, one side stream, one account."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import BudgetError
+from ..errors import BudgetError, TableError
 from ..pool import Pool
 from ..rows import RowLayout
 from ..sizes import format_size
@@ -13,7 +13,10 @@ from ..stats import TierStats
 from .lanes import open_lane
 from .pool import HbmPool, HbmSize
 
-__all__ = ["add_hbm", "hbm_stats"]
+if TYPE_CHECKING:
+    from ..table import Table
+
+__all__ = ["add_hbm", "hbm_stats", "require_float"]
 
 
 def add_hbm(
@@ -38,6 +41,16 @@ def add_hbm(
         raise BudgetError(
             f"hbm={given!r}: {device} has {format_size(free)} free of {format_size(total)}; give less"
         ) from error
+
+
+def require_float(tables: "Iterable[Table]") -> None:
+    """TableError for a table whose rows the device tier has no kernels for."""
+    for table in tables:
+        if table.layout.is_quantized:
+            raise TableError(
+                f"table {table.name!r} has {table.config.dtype} rows, which are not supported with hbm; open the store "
+                'with hbm=0 and device="cpu", or quantize to float16 or bfloat16'
+            )
 
 
 def hbm_stats(pools: Iterable[Pool]) -> TierStats:

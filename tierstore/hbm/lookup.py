@@ -145,6 +145,10 @@ class HbmLookup:
         self._retain(pool)
         self._joined.scatter(own.cpu().numpy(), grad_scale)
 
+    def require_trainable(self) -> None:
+        """As ``lookup.Lookup.require_trainable``."""
+        self._joined.require_trainable()
+
     @shielded
     def update(self, grad_out: Tensor) -> None:
         """See ``Lookup.update``."""

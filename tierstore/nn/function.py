@@ -145,6 +145,9 @@ class _PooledLookups(torch.autograd.Function):
         gradient = grad_out.detach().to(torch.float32).contiguous()
         prepared: Prepared = ctx.prepared
         grad_scale = None
+        if ctx.trainable:
+            for lookup in prepared.lookups:
+                lookup.require_trainable()  # before any table changes
         if ctx.needs_input_grad[1] and prepared.scale is not None:
             grad_scale = torch.zeros(prepared.scale.shape, dtype=torch.float32, device="cpu")
             for lookup in prepared.lookups:

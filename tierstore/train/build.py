@@ -12,7 +12,7 @@ from ..store import Store, open_store
 from .config import DataSection, OptimizerSection, RunConfig
 from .readers import FeatureHasher, Reader, Schema, open_reader
 
-__all__ = ["Run", "build_run", "open_data", "open_run_store", "table_configs"]
+__all__ = ["Run", "build_model", "build_run", "open_data", "open_run_store", "table_configs"]
 
 
 class Run(NamedTuple):
@@ -71,9 +71,16 @@ def build_run(config: RunConfig, store: Store) -> Run:
         store.create_table(table_config)
     torch.manual_seed(config.train.seed)
     embeddings = TieredEmbeddingBagCollection(store, tables=[table_config.name for table_config in configs])
-    model = DLRM(
+    model = build_model(config, embeddings)
+    model.to(store.device)
+    return Run(store, model, embeddings, _dense_optimizer(config.optimizer, model))
+
+
+def build_model(config: RunConfig, embeddings: TieredEmbeddingBagCollection) -> DLRM:
+    """The model over these tables, its weights drawn from torch's random numbers, on the CPU."""
+    return DLRM(
         embeddings,
-        num_features=len(configs),
+        num_features=len(config.data.sparse_columns),
         embedding_dim=config.embedding.dim,
         num_dense=len(config.data.dense_columns),
         bottom_mlp=config.model.bottom_mlp,
@@ -82,8 +89,6 @@ def build_run(config: RunConfig, store: Store) -> Run:
         cross_layers=config.model.cross_layers,
         cross_rank=config.model.cross_rank,
     )
-    model.to(store.device)
-    return Run(store, model, embeddings, _dense_optimizer(config.optimizer, model))
 
 
 def table_configs(config: RunConfig) -> list[TableConfig]:

@@ -1,0 +1,268 @@
+"""An inference store from a trained one: rows in fewer bytes, without optimizer state.
+
+Rows go from one cold tier to another, block by block, past any cache. The new store is made in a directory beside its
+own, ``TARGET.partial``, verified there, and renamed: it is there whole, or not at all. It keeps the version's number,
+extra and tensors.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, NamedTuple, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import optim
+from .config import TableConfig, require_choice
+from .durable import sync_directory
+from .errors import DamagedError, TableError, TierstoreError
+from .exchange.output import full_disk_errors
+from .floats import half_code
+from .io import LmdbColdTier
+from .io.files import rows_path
+from .manifest import Manifest
+from .quantized import pack_rows
+from .rows import KEY_ROW_BITS, DtypeName, RowLayout
+from .store import open_store
+from .version import TableState, pack, unpack, unpack_tensors
+
+__all__ = ["TARGET_DTYPES", "QuantizeReport", "QuantizedTable", "quantize"]
+
+TARGET_DTYPES: Final[tuple[str, ...]] = tuple(name for name in get_args(DtypeName) if name != "float32")
+_STAGING_BYTES: Final = 1 << 20
+_CHUNK_BYTES: Final = 8 << 20
+"""Rows and optimizer state that are read at a time."""
+_DDR: Final = "64MiB"
+
+
+class QuantizedTable(NamedTuple):
+    """One table. ``rows`` are those that were ever written; the others keep their first values, quantized."""
+
+    name: str
+    dtype_before: DtypeName
+    dtype: DtypeName
+    rows: int
+
+
+class QuantizeReport(NamedTuple):
+    """What was made.
+
+    Attributes:
+        version: whose rows these are; the new store has the same number.
+        bytes_before, bytes_after: of the two row files, as they take room on the device.
+    """
+
+    target: Path
+    version: int
+    tables: tuple[QuantizedTable, ...]
+    bytes_before: int
+    bytes_after: int
+
+
+def quantize(
+    directory: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    dtype: DtypeName,
+    tables: Sequence[str] | None = None,
+    version: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> QuantizeReport:
+    """Make a store for inference: the same tables in another dtype, without optimizer state; then verify it.
+
+    int8 and int4 rows have the bits that ``torch.ops.quantized.embedding_bag_byte_prepack`` and
+    ``embedding_bag_4bit_prepack`` give for each row (but for the sign of a bias of zero, where both zeros are in the
+    row). Rows never written stay so; their first values are quantized when they are read, from float32 whatever dtype
+    the source has. The source is opened read-only and may be trained on meanwhile. Memory: some 32 MiB and the block
+    directories. Time: each row of the tables is asked for, also those never written (some 20 ns each).
+
+    Args:
+        directory: the source.
+        target: the new store's directory; must not exist, or be empty.
+        dtype: "int8", "int4", "float16" or "bfloat16".
+        tables: names of the tables to convert; default: all. The others are there too, in the dtype they have.
+        version: which of the source's kept versions; default: the last.
+        progress: called as ``progress(done_bytes, total_bytes)`` of the source's tables.
+
+    Raises:
+        ValueError: a wrong argument; a table is quantized already; a row holds NaN or infinity, or numbers too large
+            for the dtype: names table and row.
+        TableError: no such table. FileExistsError: the target holds something. DiskFullError.
+        StoreNotFoundError, DamagedError: the source is none, or not sound. Nothing is left of the target then.
+    """
+    require_choice(dtype, TARGET_DTYPES, "dtype")
+    source, target = Path(directory).absolute(), Path(target).absolute()
+    known = Manifest.read(source)
+    with _partial(target) as work, full_disk_errors(target), _open(source, known, version) as before:
+        # Read once more, after the version was chosen: a writer makes a table before it commits rows of it.
+        known = Manifest.read(source)
+        configs = _configs(known, dtype, tables)
+        made = replace(Manifest.new(known.page_bytes), tables=configs, has_rows=True)
+        with _open(work, made, None, readonly=False) as after:
+            rows = _Copy(known, made, before, after, progress).run()
+        made.write(work)
+        _verify(work, sum(rows))
+        files = rows_path(source), rows_path(work)
+        sizes = [path.stat().st_blocks * 512 for path in files]
+        os.rename(work, target)
+    sync_directory(target.parent)
+    done = tuple(
+        QuantizedTable(new.name, old.dtype, new.dtype, count)
+        for old, new, count in zip(known.tables, configs, rows, strict=True)
+    )
+    return QuantizeReport(target, before.version, done, *sizes)
+
+
+@contextlib.contextmanager
+def _partial(target: Path) -> Iterator[Path]:
+    """``TARGET.partial``, a new directory of this process's own; removed unless it was renamed."""
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise FileExistsError(f"{target} exists and is not an empty directory; choose another name")
+    partial = target.with_name(target.name + ".partial")
+    partial.mkdir(exist_ok=True)
+    descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise TierstoreError(f"{partial} is being written by another process; wait for it to end") from None
+        try:
+            for path in partial.iterdir():  # what a run that was cut short left
+                path.unlink()
+            yield partial
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _open(directory: Path, manifest: Manifest, version: int | None, *, readonly: bool = True) -> Iterator[LmdbColdTier]:
+    tier = LmdbColdTier(
+        directory,
+        store_id=bytes.fromhex(manifest.store_id),
+        readonly=readonly,
+        version=version,
+        staging_bytes=_STAGING_BYTES,
+    )
+    with contextlib.closing(tier):
+        yield tier
+
+
+def _configs(known: Manifest, dtype: DtypeName, tables: Sequence[str] | None) -> tuple[TableConfig, ...]:
+    """The new store's tables, in the source's order: a table's place decides about the first values of its rows."""
+    names = [config.name for config in known.tables]
+    for name in tables or ():
+        if name not in names:
+            raise TableError(f"no table {name!r}; there are {', '.join(sorted(names)) or 'none'}")
+    configs = []
+    for config in known.tables:
+        is_chosen = tables is None or config.name in tables
+        if is_chosen and config.layout(known.page_bytes).is_quantized:
+            raise ValueError(f"table {config.name!r} is {config.dtype} already; name the others with tables=, --table")
+        configs.append(replace(config, dtype=dtype if is_chosen else config.dtype, optimizer=optim.SGD()))
+    return tuple(configs)
+
+
+class _Copy:
+    """Reads every row of one tier, and writes those that are there to the other."""
+
+    def __init__(
+        self,
+        known: Manifest,
+        made: Manifest,
+        before: LmdbColdTier,
+        after: LmdbColdTier,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self._known, self._made = known, made
+        self._before, self._after = before, after
+        self._progress = progress
+        self._done = 0
+        self._total = sum(config.size_bytes(known.page_bytes) for config in known.tables)
+
+    def run(self) -> list[int]:
+        """Rows that were ever written, table by table."""
+        for config, new in zip(self._known.tables, self._made.tables, strict=True):
+            index = self._known.tables.index(config)
+            self._before.add_table(index, config.layout(self._known.page_bytes), config.num_embeddings)
+            self._after.add_table(index, new.layout(self._made.page_bytes), new.num_embeddings)
+        version = self._before.version
+        if not version:
+            return [0] * len(self._known.tables)
+        rows = [self._copy(index) for index in range(len(self._known.tables))]
+        kept = unpack(version, self._before.payload)
+        states = {config.name: TableState(0, config.optimizer.lr) for config in self._made.tables}
+        self._after.commit(pack(states, kept.extra, unpack_tensors(kept)), version)
+        return rows
+
+    def _copy(self, index: int) -> int:
+        """One table; returns how many rows of it there are."""
+        config, new = self._known.tables[index], self._made.tables[index]
+        old_layout, layout = config.layout(self._known.page_bytes), new.layout(self._made.page_bytes)
+        blocks = max(1, _CHUNK_BYTES // (old_layout.row_bytes * layout.rows_per_block))
+        step, count = blocks * layout.rows_per_block, 0
+        for start in range(0, config.num_embeddings, step):
+            stop = min(start + step, config.num_embeddings)
+            rows, weights = self._read(old_layout, index, start, stop)
+            if len(rows):
+                words = _converted(config.name, rows, weights, old_layout, layout)
+                keys, state = rows | (index << KEY_ROW_BITS), np.zeros((len(rows), layout.state_words), np.uint64)
+                slots = np.arange(len(rows), dtype=np.int32)
+                self._after.write(keys, slots, words, state, epoch=self._before.version)
+                count += len(rows)
+            self._done += (stop - start) * old_layout.row_bytes
+            if self._progress is not None:
+                self._progress(self._done, self._total)
+        return count
+
+    def _read(self, layout: RowLayout, index: int, start: int, stop: int) -> tuple[Any, Any]:
+        """Numbers of the rows of ``[start, stop)`` that were ever written, and their weights, uint64 [n, words]."""
+        rows = np.arange(start, stop, dtype=np.int64)
+        slots = np.arange(len(rows), dtype=np.int32)
+        weights = np.empty((len(rows), layout.weight_words), np.uint64)
+        state = np.empty((len(rows), layout.state_words), np.uint64)
+        present = np.empty(len(rows), np.bool_)
+        self._before.read(rows | (index << KEY_ROW_BITS), slots, weights, state, present)
+        return rows[present], weights[present]
+
+
+def _converted(table: str, rows: Any, weights: Any, before: RowLayout, after: RowLayout) -> Any:
+    """Weights of another dtype, uint64 [n, words]; ValueError for a row that does not fit it."""
+    if before.dtype == after.dtype:
+        return weights
+    values = _floats(weights, before)
+    words = np.zeros((len(rows), after.weight_words), np.uint64)
+    if after.is_quantized:
+        slots = np.arange(len(rows), dtype=np.int32)
+        bad = int(pack_rows(values.numpy(), slots, words.view(np.uint8), after.dim, half_code(after.dtype)))
+    else:
+        rounded = values.to(after.torch_dtype)
+        words.view(after.numpy_dtype)[:, : after.dim] = rounded.view(torch.uint16).numpy()
+        unfit = torch.nonzero(~rounded.isfinite().all(1))
+        bad = int(unfit[0]) if len(unfit) else -1
+    if bad >= 0:
+        raise ValueError(
+            f"row {rows[bad]} of table {table!r} holds NaN, infinity or numbers too large for {after.dtype}; leave the "
+            "table as it is (name the others with tables=, --table) or choose another dtype"
+        )
+    return words
+
+
+def _floats(weights: Any, layout: RowLayout) -> Tensor:
+    """float32 [n, dim]."""
+    own = torch.from_numpy(weights.view(layout.numpy_dtype)[:, : layout.dim])
+    return own.view(layout.torch_dtype).to(torch.float32).contiguous()
+
+
+def _verify(work: Path, rows: int) -> None:
+    with open_store(work, mode="r", ddr=_DDR) as store:
+        found = store.verify()
+    if found.rows != rows:
+        raise DamagedError(f"{work}: {found.rows} rows are there and {rows} were written; try again")
