@@ -263,6 +263,7 @@ class Lookup:
             if keep and not lease.held:
                 self._keep(pool, lease)
 
+    @shielded
     def forward(self, out: Tensor, *, keep: bool) -> None:
         """Pool every bag into ``out`` (float32 [batch, columns], of any content, where the rows are).
 
@@ -315,7 +316,6 @@ class Lookup:
         pool.note_hits(len(slots))
         return True
 
-    @shielded
     def _forward_leased(self, pool: Pool, pooled: Any, *, keep: bool) -> None:
         for first, slots in self._parts(pool, keep=keep):
             with pool.rows_lock:

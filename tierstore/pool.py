@@ -220,7 +220,6 @@ class Pool:
         with self.lock:
             self.full.note_hits(count)
 
-    @shielded
     def _bring_absent(self, cache: FullCache, slots: Any) -> int:
         absent = cache.absent(slots)
         if len(absent):

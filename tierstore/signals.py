@@ -1,10 +1,12 @@
 """Putting Ctrl-C off while bookkeeping is half done.
 
 Python raises KeyboardInterrupt between any two bytecodes of the main thread: after a kernel reserved slots and before
-anyone noted which, say. Operations that must be whole run shielded: the signal's handler runs when they end.
+anyone noted which, say, or while numba compiles one, whose lock then stays taken. Operations that must be whole run
+shielded: the signal's handler runs when they end.
 """
 
 import functools
+import importlib
 import signal
 import threading
 from collections.abc import Callable
@@ -13,7 +15,10 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 __all__ = ["Shield", "shielded"]
 
-SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+SIGNALS: Final = (int(signal.SIGINT), int(signal.SIGTERM))
+
+# What the module signal wraps, which turns numbers into enum members and back: 20 us a shield.
+_RAW: Final[Any] = importlib.import_module("_signal")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -29,15 +34,15 @@ class Shield:
     def __enter__(self) -> "Shield":
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
-                handler = signal.getsignal(number)
+                handler = _RAW.getsignal(number)
                 if callable(handler):  # the system's own default, or one set outside Python, stays
                     self._handlers[number] = handler
-                    signal.signal(number, self._note)
+                    _RAW.signal(number, self._note)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+            _RAW.signal(number, handler)
         for number, frame in self._arrived:
             self._handlers[number](number, frame)
 
