@@ -114,6 +114,7 @@ class Joined:
         rows = np.array([table.config.num_embeddings for table in self._owners], np.int64)
         return self._ids, self._starts, np.array(firsts, np.int64), rows, self.batch, self.bag_starts
 
+    @shielded
     def _join(self, firsts: list[int], dtype: Any) -> Any:
         joined = np.empty(len(self), dtype)
         plan = self.plan(firsts)
