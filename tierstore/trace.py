@@ -108,21 +108,27 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
     Raises:
         ValueError: it is no trace; says why. FileNotFoundError.
     """
-    with _naming(path), np.load(path, allow_pickle=False) as file:
+    with _naming(path), open(path, "rb") as raw:
+        file = np.load(raw, allow_pickle=False)
         if not isinstance(file, np.lib.npyio.NpzFile):
             raise ValueError("a single array; a trace is a .npz file")
-        names = [name.removesuffix(_IDS) for name in file.files if name.endswith(_IDS)]
-        wanted = {BATCH_SAMPLES, *(name + end for name in names for end in (_IDS, _OFFSETS))}
-        if wanted != set(file.files):
-            raise ValueError(
-                f"it has {excerpt(min(wanted ^ set(file.files)))} alone; wanted are NAME.ids and NAME.offsets for each "
-                f"table, and {BATCH_SAMPLES}"
-            )
-        size = file[BATCH_SAMPLES]
-        if size.dtype != np.int64 or size.ndim:
-            raise ValueError(f"{BATCH_SAMPLES} must be one int64")
-        tables = {name: TableTrace(file[name + _IDS], file[name + _OFFSETS]) for name in names}
-        return Trace(tables=tables, batch_samples=int(size))
+        with file:
+            return _parse(file)
+
+
+def _parse(file: "np.lib.npyio.NpzFile") -> Trace:
+    names = [name.removesuffix(_IDS) for name in file.files if name.endswith(_IDS)]
+    wanted = {BATCH_SAMPLES, *(name + end for name in names for end in (_IDS, _OFFSETS))}
+    if wanted != set(file.files):
+        raise ValueError(
+            f"it has {excerpt(min(wanted ^ set(file.files)))} alone; wanted are NAME.ids and NAME.offsets for each "
+            f"table, and {BATCH_SAMPLES}"
+        )
+    size = file[BATCH_SAMPLES]
+    if size.dtype != np.int64 or size.ndim:
+        raise ValueError(f"{BATCH_SAMPLES} must be one int64")
+    tables = {name: TableTrace(file[name + _IDS], file[name + _OFFSETS]) for name in names}
+    return Trace(tables=tables, batch_samples=int(size))
 
 
 @contextlib.contextmanager
