@@ -305,7 +305,8 @@ def _page_entry(seen: NDArray[np.uint32], in_bits: bool, page: int) -> int:
 @inline
 def _has_page(seen: NDArray[np.uint32], in_bits: bool, page: int) -> bool:
     entry = seen[_page_entry(seen, in_bits, page)]
-    return (entry >> np.uint32(page & 31)) & np.uint32(1) != np.uint32(0) if in_bits else entry != np.uint32(0)
+    found: bool = (entry >> np.uint32(page & 31)) & np.uint32(1) != np.uint32(0) if in_bits else entry != np.uint32(0)
+    return found
 
 
 @inline

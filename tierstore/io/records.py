@@ -195,7 +195,7 @@ def _pack_placement_chunk(chunk: int, data: bytes) -> bytes:
 
 def placement_chunk_bytes(data: bytes) -> int:
     """Length of a chunk of the placement, of which these are the first bytes."""
-    _, _, size = struct.unpack_from("<8sQQ", data)
+    size: int = struct.unpack_from("<8sQQ", data)[2]
     return max(_MIN_PLACEMENT_BYTES, _PLACEMENT_HEAD_BYTES + min(size, PLACEMENT_CHUNK_BYTES)) + 8
 
 
