@@ -88,8 +88,7 @@ def _by_first_use(values: Int64s) -> Int64s:
     first[distinct < 0] = -1
     rank = np.empty(len(distinct), np.int64)
     rank[np.argsort(first)] = np.arange(len(distinct)) - int((distinct < 0).any())
-    numbered: Int64s = rank[number.reshape(values.shape)]
-    return numbered
+    return np.asarray(rank[number.reshape(values.shape)], np.int64)
 
 
 def _criteo_reads(config: dict[str, Any], path: Path) -> list[Reads]:
@@ -149,16 +148,18 @@ def _zipf_reads(config: dict[str, Any], seed: int) -> Reads:
 
 def _build(folder: Path, reads: Reads, dim: int, seed: int) -> dict[str, Path]:
     """The store as its rows are numbered, and its packed copy; what an earlier run built of it is kept."""
-    parent = folder / f"packing-{reads.name.replace(' ', '-')}-{sum(reads.sizes.values())}x{dim}"
+    name = reads.name.replace(" ", "-").replace(",", "")
+    parent = folder / f"packing-{name}-{sum(reads.sizes.values())}x{dim}-{reads.trace.num_lookups}"
     plain, packed, trace = parent / "plain", parent / "packed", parent / "trace.npz"
     if not plain.exists():
         shutil.rmtree(parent, ignore_errors=True)
         (parent / "partial").mkdir(parents=True)
         _write_rows(parent / "partial", reads.sizes, dim, seed)
         (parent / "partial").rename(plain)
-    shutil.rmtree(packed, ignore_errors=True)
-    write_trace(reads.trace, trace, force=True)
-    compact_store(plain, packed, trace=trace)
+    if not packed.exists():
+        write_trace(reads.trace, trace, force=True)
+        compact_store(plain, packed, trace=trace)
+        trace.unlink()
     return {PLAIN: plain, PACKED: packed}
 
 

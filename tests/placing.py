@@ -29,12 +29,12 @@ def random_trace(rows: Mapping[str, int], seed: int, samples: int = 60) -> Trace
     return Trace(tables=tables, batch_samples=16)
 
 
-def place_store(folder: Path, seed: int = 0) -> Path:
+def place_store(folder: Path, seed: int = 0, samples: int = 60) -> Path:
     """Put a packed copy in the place of a store that no process has open."""
     manifest = Manifest.read(folder)
     trace, copy = folder.with_name(f"{folder.name}-{seed}.npz"), folder.with_name(f"{folder.name}-packed")
     sizes = {config.name: config.num_embeddings for config in manifest.tables}
-    write_trace(random_trace(sizes, seed), trace, force=True)
+    write_trace(random_trace(sizes, seed, samples), trace, force=True)
     compact_store(folder, copy, trace=trace)
     shutil.rmtree(folder)
     os.rename(copy, folder)

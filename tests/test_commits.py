@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tierstore
+from tests.placing import place_store
 from tierstore import killpoints, optim, writeback
 from tierstore.errors import DiskFullError, ReadOnlyError, StoreNotFoundError, TableError
 from tierstore.pending import PendingCommit
@@ -18,8 +19,11 @@ ALL = torch.arange(ROWS)
 POLICIES = ["lru", "lfu", "reference-lru"]
 
 
-def open_store(directory: Path, **settings: Any) -> tierstore.Store:
+def open_store(directory: Path, *, placed: bool = False, **settings: Any) -> tierstore.Store:
     settings = {"ddr": "600KiB", "threads": 1} | settings
+    if placed:
+        open_store(directory).close()
+        place_store(directory, samples=20_000)
     store = tierstore.open(directory, **settings)
     if store.readonly:
         return store
@@ -71,17 +75,18 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate.open()
 
 
+@pytest.mark.parametrize("placed", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     "point",
     ["write-back: blocks put", "write-back: blocks published", "commit: frozen rows written", "commit: record put"],
 )
 def test_a_version_shows_what_was_there_when_it_was_asked_for(
-    store_dir: Path, gate: Gate, policy: str, point: str
+    store_dir: Path, gate: Gate, policy: str, point: str, placed: bool
 ) -> None:
     """Rows change before and after they were written, are evicted, and are read while the writer stands still."""
     generator = torch.Generator().manual_seed(POLICIES.index(policy))
-    with open_store(store_dir, policy=policy, keep=3) as store:
+    with open_store(store_dir, policy=policy, keep=3, placed=placed) as store:
         capacity = store["t"].pool.cache.capacity
         assert capacity < ROWS / 2
         put(store, ALL, 1.0)
