@@ -88,7 +88,8 @@ def _by_first_use(values: Int64s) -> Int64s:
     first[distinct < 0] = -1
     rank = np.empty(len(distinct), np.int64)
     rank[np.argsort(first)] = np.arange(len(distinct)) - int((distinct < 0).any())
-    return np.asarray(rank[number.reshape(values.shape)], np.int64)
+    numbered: Int64s = np.take(rank, number.reshape(values.shape))
+    return numbered
 
 
 def _criteo_reads(config: dict[str, Any], path: Path) -> list[Reads]:

@@ -377,3 +377,28 @@ def test_what_a_version_dropped_is_used_again(store_dir: Path) -> None:
         data = store.verify().bytes
     assert max(sizes) < 2.5 * data, f"{max(sizes) / data:.2f}"
     assert max(sizes[10:]) == max(sizes[:10])
+
+
+def test_rows_moved_into_one_block_go_down_version_by_version(store_dir: Path) -> None:
+    """A row that changed since the freeze, and one beside it in its new block that did not, in one write-back."""
+    with open_store(store_dir, placed=True) as store:
+        cold, pool = store._cold, store["t"].pool
+        assert cold.placement is not None
+        per_block = store["t"].layout.rows_per_block
+        rows = cold.placement.areas[0].keys[:per_block].tolist()
+        changed = torch.tensor(rows[:1])
+        kept = torch.tensor([next(row for row in rows if row // per_block != rows[0] // per_block)])
+        put(store, changed, 1.0)
+        put(store, kept, 1.0)
+        store.commit()
+        put(store, changed, 2.0)
+        put(store, kept, 2.0)
+        writeback_ = pool.writeback
+        with writeback_.gate, pool.lock:
+            writeback_.freeze()
+        put(store, changed, 3.0)
+        store["t"].read(kept)  # so that the other is the next victim
+        writeback_.write_victims(1)
+        writeback_.write_frozen()
+        assert cold.verify().rows >= 2
+        assert store["t"].read(torch.cat([changed, kept]))[:, 0].tolist() == [3.0, 2.0]
