@@ -205,7 +205,7 @@ def first_records(store_id: bytes, placement: bytes = b"") -> dict[bytes, bytes]
     return {item_key(item): record for item, record in items.items()}
 
 
-def unpack_placement_chunk(data: bytes, chunk: int) -> bytes:
+def unpack_placement_chunk(data: bytes, chunk: int = 0) -> bytes:
     """ValueError or struct.error say what is wrong."""
     body = _unsealed(data)
     magic, number, size = struct.unpack_from("<8sQQ", body)
