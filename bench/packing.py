@@ -135,7 +135,8 @@ def _zipf_reads(config: dict[str, Any], seed: int) -> Reads:
     hot = row_of[: int(config["cached_share"] * num_rows)]
 
     def draw(batches: int) -> Int64s:
-        return np.take(row_of, np.searchsorted(shares, generator.random(batches * batch)))
+        drawn: Int64s = np.take(row_of, np.searchsorted(shares, generator.random(batches * batch)))
+        return drawn
 
     ids = draw(config["trace_batches"])
     offsets = np.arange(0, len(ids) + 1, dtype=np.int64)
