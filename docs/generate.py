@@ -26,6 +26,7 @@ ORDER: Final = (
     "device",
     "policies",
     "associative",
+    "packing",
     "commit",
     "verify",
     "crashes",

@@ -27,6 +27,7 @@ HELP = {
             rollback  go back to a version that the store kept
             repair    save what is sound of a damaged store
             compact   copy a store without the room it no longer needs
+            trace     write down which rows a run looks up
             export    write tables to a safetensors file or torch checkpoint
             import    take tables from safetensors files or torch checkpoints
             quantize  make a store for inference, its rows in fewer bytes
@@ -115,17 +116,35 @@ HELP = {
           tierstore repair shop shop-repaired
     """,
     "compact": """
-        usage: tierstore compact [-h] [--traceback] DIR NEW_DIR
+        usage: tierstore compact [-h] [--trace FILE.npz] [--traceback] DIR NEW_DIR
         Copy all versions kept, blocks in order of their rows, without free pages; then verify the copy. DIR is not
         changed.
         positional arguments:
-          DIR          folder of the store
-          NEW_DIR      folder of the copy; must not exist, or be empty
+          DIR               folder of the store
+          NEW_DIR           folder of the copy; must not exist, or be empty
+        options:
+          -h, --help        show this help message and exit
+          --trace FILE.npz  put rows side by side that this trace, of tierstore trace, reads together
+          --traceback       show where in the code an error arose
+        examples:
+          tierstore compact shop shop-compact
+          tierstore compact shop shop-packed --trace shop.npz
+    """,
+    "trace": """
+        usage: tierstore trace [-h] [--data PATH] [--rows N] [--force] [--traceback] FILE.toml OUT.npz
+        Read the training rows of a run file and write which rows of which table they look up, for tierstore compact.
+        positional arguments:
+          FILE.toml    the run file
+          OUT.npz      file to write; it appears when it is complete
         options:
           -h, --help   show this help message and exit
+          --data PATH  file or folder to read (data.path)
+          --rows N     of the data, from the start (default: data.train_rows)
+          --force      replace OUT if it exists
           --traceback  show where in the code an error arose
         example:
-          tierstore compact shop shop-compact
+          tierstore trace shop.toml shop.npz
+          tierstore compact shop shop-packed --trace shop.npz
     """,
     "export": """
         usage: tierstore export [-h] [--format NAME] [--table NAME] [--key TEXT] [--state] [--dense]

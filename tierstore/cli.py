@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from . import __version__
-from .commands import COMPACT, EXPORT, IMPORT, QUANTIZE, Command
+from .commands import COMPACT, EXPORT, IMPORT, QUANTIZE, TRACE, Command
 
 if TYPE_CHECKING:
     from .train.config_file import Override
@@ -270,6 +270,7 @@ _COMMANDS: Final = {
   tierstore repair shop shop-repaired""",
     ),
     "compact": COMPACT,
+    "trace": TRACE,
     "export": EXPORT,
     "import": IMPORT,
     "quantize": QUANTIZE,

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .exchange import ImportReport
     from .optim import Optimizer
 
-__all__ = ["COMPACT", "EXPORT", "IMPORT", "QUANTIZE", "Command", "byte_bar"]
+__all__ = ["COMPACT", "EXPORT", "IMPORT", "QUANTIZE", "TRACE", "Command", "byte_bar"]
 
 _DDR: Final = "256MiB"
 _SHOWN: Final = 10
@@ -227,6 +227,9 @@ IMPORT: Final = Command(
 def _add_compact_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", help="folder of the store")
     parser.add_argument("target", metavar="NEW_DIR", help="folder of the copy; must not exist, or be empty")
+    parser.add_argument(
+        "--trace", metavar="FILE.npz", help="put rows side by side that this trace, of tierstore trace, reads together"
+    )
 
 
 def _compact(options: argparse.Namespace) -> int:
@@ -234,7 +237,7 @@ def _compact(options: argparse.Namespace) -> int:
     from .sizes import format_size
 
     with byte_bar("compact") as show:
-        report = compact_store(options.directory, options.target, progress=show)
+        report = compact_store(options.directory, options.target, trace=options.trace, progress=show)
     print(
         f"{report.target}: version {report.version}, {report.rows:,} rows in {report.blocks:,} blocks, verified; "
         f"{format_size(report.bytes_before)} before, {format_size(report.bytes_after)} after"
@@ -248,8 +251,42 @@ COMPACT: Final = Command(
     "copy a store without the room it no longer needs",
     "Copy all versions kept, blocks in order of their rows, without free pages; then verify the copy. "
     "DIR is not changed.",
+    """examples:
+  tierstore compact shop shop-compact
+  tierstore compact shop shop-packed --trace shop.npz""",
+)
+
+
+def _add_trace_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_file", metavar="FILE.toml", help="the run file")
+    parser.add_argument("out", metavar="OUT.npz", help="file to write; it appears when it is complete")
+    parser.add_argument("--data", metavar="PATH", help="file or folder to read (data.path)")
+    parser.add_argument("--rows", type=int, metavar="N", help="of the data, from the start (default: data.train_rows)")
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+
+
+def _trace(options: argparse.Namespace) -> int:
+    from .trace import write_trace
+    from .train.config_file import Override, load
+    from .train.tracing import trace_run
+
+    data = [] if options.data is None else [Override("data", "path", options.data, f"--data {options.data}")]
+    trace = trace_run(load(options.run_file, data), rows=options.rows)
+    write_trace(trace, options.out, force=options.force)
+    print(
+        f"{options.out}: {trace.num_lookups:,} lookups of {len(trace.tables)} tables in {trace.num_samples:,} samples"
+    )
+    return 0
+
+
+TRACE: Final = Command(
+    _trace,
+    _add_trace_arguments,
+    "write down which rows a run looks up",
+    "Read the training rows of a run file and write which rows of which table they look up, for tierstore compact.",
     """example:
-  tierstore compact shop shop-compact""",
+  tierstore trace shop.toml shop.npz
+  tierstore compact shop shop-packed --trace shop.npz""",
 )
 
 

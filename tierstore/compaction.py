@@ -14,6 +14,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -26,14 +27,16 @@ from .exchange.output import full_disk_errors, require_room
 from .io import ROW_FILE_NAME
 from .io.anchor import ANCHOR_NAME, require_sound, stamp_rows_file
 from .io.blocks import BlockStatus, check_page_headers
-from .io.census import check_store, read_head
+from .io.census import check_store, read_head, read_placement
 from .io.files import RESTORE, check_rows_file, map_bytes, open_environment, rows_path, translate
 from .io.mapped import FileMap
 from .io.snapshot import Snapshot
 from .io.versions import garbage, stale_items
 from .manifest import MANIFEST_NAME, Manifest
+from .placing import plan_placement, write_placed
 from .signals import Shield
 from .store import open_store
+from .trace import Trace, read_trace
 
 __all__ = ["WORK_NAME", "CompactReport", "compact_store"]
 
@@ -64,9 +67,14 @@ def compact_store(
     directory: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
+    trace: str | os.PathLike[str] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> CompactReport:
     """Copy a store, all versions that it keeps, without free pages and with blocks in key order; then verify the copy.
+
+    With a trace, rows that it has read often and together lie side by side in the copy, whatever table they are of, so
+    that one page brings in several of a batch's. Rows that are not in the trace lie where they did in a plain copy. The
+    copy keeps to this order, and plain copies of it do.
 
     The source is opened read-only and may be trained on meanwhile; what it has not committed is not in the copy. The
     copy is a store of the same identity, to put in the source's place.
@@ -74,16 +82,19 @@ def compact_store(
     Args:
         directory: the source.
         target: the copy's directory; must not exist, or be empty, or hold what a copy that was cut short left.
+        trace: a file as trace.py describes it, of tables of the store.
         progress: called as ``progress(done_bytes, total_bytes)`` while pages are copied.
 
     Raises:
+        ValueError: the trace is none, or of other tables or rows than the store has.
         FileExistsError: the target holds something. DiskFullError: no room for the copy.
         StoreNotFoundError, DamagedError: the source is none, or not sound; nothing is left of the copy.
     """
     source, target = Path(directory).absolute(), Path(target).absolute()
     Manifest.read(source)
+    lookups = None if trace is None else read_trace(trace)
     with _held(target) as work, full_disk_errors(target):
-        report = _make(source, work, progress)
+        report = _make(source, work, lookups, progress)
         _move(work, target)
     sync_directory(target)
     sync_directory(target.parent)
@@ -143,13 +154,16 @@ def _move(work: Path, target: Path) -> None:
     shutil.rmtree(work)
 
 
-def _make(source: Path, work: Path, progress: Callable[[int, int], None] | None) -> CompactReport:
+def _make(source: Path, work: Path, trace: Trace | None, progress: Callable[[int, int], None] | None) -> CompactReport:
     """Make the copy in its working directory and verify it."""
     steps = _Steps(progress)
-    _copy_rows(source, rows_path(work), steps.copied)
-    # Read after the rows: a writer makes a table before it commits rows of it.
-    Manifest.read(source).write(work)
-    if _has_loose(work):
+    if trace is None:
+        _copy_rows(source, rows_path(work), steps.copied)
+        # Read after the rows: a writer makes a table before it commits rows of it.
+        Manifest.read(source).write(work)
+    else:
+        _place_rows(source, work, trace, steps.copied)
+    if trace is not None or _has_loose(work):
         _drop_loose(work)
         again = work / WORK_NAME
         again.mkdir()
@@ -183,6 +197,19 @@ class _Steps:
     def verified(self, done: int, total: int) -> None:
         if self._show is not None:
             self._show(self._total + self._total * done // max(1, total), 2 * self._total)
+
+
+def _place_rows(source: Path, work: Path, trace: Trace, progress: Callable[[int, int], None]) -> None:
+    """Make a copy in which rows lie as the trace asks, and its manifest."""
+    with _snapshot(source) as (_, snapshot, _):
+        manifest = Manifest.read(source)
+        placement = plan_placement(manifest.tables, manifest.page_bytes, trace)
+        if placement is None:
+            raise ValueError("the trace has no lookup; without --trace the copy has rows in order of their numbers")
+        require_room(rows_path(work), snapshot.limit_pages() * snapshot.page_bytes)
+        old = read_placement(snapshot, check_store(snapshot, bytes.fromhex(manifest.store_id)))
+        write_placed(snapshot, manifest, old, placement, work, progress)
+    replace(manifest, is_placed=True).write(work)
 
 
 def _drop_loose(work: Path) -> None:

@@ -22,6 +22,8 @@ from .rows import MAX_TABLES
 __all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "Manifest"]
 
 FORMAT_VERSION: Final = 1
+PLACED_FORMAT_VERSION: Final = 2
+"""Of a store whose rows lie as a placement says, which releases before it cannot read."""
 MANIFEST_NAME: Final = "manifest.json"
 _MAX_BYTES: Final = 16 * 2**20
 """Some 30,000 tables. Read as JSON, a hostile file of this size takes 20 times as much memory."""
@@ -39,12 +41,14 @@ class Manifest:
         page_bytes: page size of the row file.
         tables: configurations; a table's index is its place.
         has_rows: the row file was made; from then on its absence is damage.
+        is_placed: the row file says where rows lie; without it, they lie at their own places.
     """
 
     store_id: str
     page_bytes: int
     tables: tuple[TableConfig, ...] = ()
     has_rows: bool = False
+    is_placed: bool = False
 
     @classmethod
     def new(cls, page_bytes: int) -> "Manifest":
@@ -101,7 +105,7 @@ class Manifest:
 
     def _text(self) -> str:
         body = {
-            "format_version": FORMAT_VERSION,
+            "format_version": PLACED_FORMAT_VERSION if self.is_placed else FORMAT_VERSION,
             "store_id": self.store_id,
             "page_bytes": self.page_bytes,
             "has_rows": self.has_rows,
@@ -142,10 +146,10 @@ class Manifest:
             raise ChecksumError(f"{path} is not a complete manifest; restore it from a copy of the store") from None
         if not intact:
             raise ChecksumError(f"{path} does not match its checksum; restore it from a copy of the store")
-        if version != FORMAT_VERSION:
+        if version not in (FORMAT_VERSION, PLACED_FORMAT_VERSION):
             raise FormatError(
-                f"{path} is of format version {excerpt(version)}; this release reads version {FORMAT_VERSION}. "
-                "Open it with the release that wrote it"
+                f"{path} is of format version {excerpt(version)}; this release reads versions {FORMAT_VERSION} and "
+                f"{PLACED_FORMAT_VERSION}. Open it with the release that wrote it"
             )
         try:
             return cls._from_body(body)
@@ -172,7 +176,8 @@ class Manifest:
             raise ValueError("two tables have one name")
         for layout in {table.layout(page_bytes) for table in tables}:
             _ = layout.pages_per_block  # ValueError for rows too wide
-        return cls(store_id=store_id, page_bytes=page_bytes, has_rows=has_rows, tables=tables)
+        is_placed = body["format_version"] == PLACED_FORMAT_VERSION
+        return cls(store_id=store_id, page_bytes=page_bytes, has_rows=has_rows, tables=tables, is_placed=is_placed)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import fcntl
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -25,15 +25,18 @@ from .excerpt import excerpt
 from .exchange.output import full_disk_errors
 from .io import ROW_FILE_NAME, LmdbColdTier
 from .io.anchor import ANCHOR_NAME, read_stamp
+from .io.census import num_places
 from .io.files import LOCK_NAME, require_plain_files
 from .io.gather import Geometry, geometry
 from .io.mapped import FileMap
+from .io.placement import Placement
 from .io.remains import Remains, read_remains
 from .io.scrub import TableShapes, table_shapes
 from .io.survivors import Survivors, choose_tree, list_entries, surviving_blocks
 from .io.wreck import take_rows
 from .manifest import MANIFEST_NAME, Manifest
 from .plainfile import read_plain_file
+from .rows import KEY_ROW_BITS, MAX_ROWS
 from .store import open_store
 from .version import TableState, pack, unpack
 
@@ -145,7 +148,7 @@ def salvage(
     report = SalvageReport(directory=source, target=target)
     with _not_written(source), _work_folder(target) as work, full_disk_errors(target):
         known = _manifest(source, manifest)
-        made = replace(known, store_id=uuid.uuid4().hex, has_rows=True)
+        made = replace(known, store_id=uuid.uuid4().hex, has_rows=True, is_placed=False)
         _save(source / ROW_FILE_NAME, known, work, made, report, stale_ok, progress)
         (work / LOST_NAME).write_text("".join(f"{line}\n" for line in report.lines()))
         made.write(work)
@@ -236,19 +239,24 @@ def _save(
         store_id = bytes.fromhex(known.store_id)
         meta = choose_tree(path, file_map, known.page_bytes, store_id, report.doubts)
         listed = list_entries(file_map, meta)
-        remains = read_remains(path, file_map, known.page_bytes, listed, report.doubts)
+        remains = read_remains(path, file_map, known.page_bytes, listed, known.is_placed, report.doubts)
         _require_same_store(path, known, remains)
         report.version = remains.record.version
-        shapes, geometries = _shapes(known)
+        shapes, geometries = _shapes(path, known, remains.placement)
         survivors = surviving_blocks(file_map, meta, listed, remains.record, shapes)
         tier = LmdbColdTier(work, store_id=bytes.fromhex(made.store_id), readonly=False, staging_bytes=_STAGING_BYTES)
         try:
-            taker = _Taker(file_map, tier, report, stale_ok, progress, sum(len(s.pages) for s in survivors.values()))
+            total = sum(len(s.pages) for s in survivors.values())
+            taker = _Taker(file_map, tier, remains.placement, report, stale_ok, progress, total)
             for index, config in enumerate(known.tables):
                 tier.add_table(index, config.layout(known.page_bytes), config.num_embeddings)
-                if report.version:
-                    taker.take(config, geometries[index], survivors[index], remains.has_totals)
+            for index, config in enumerate(known.tables if report.version else ()):
+                places = num_places(
+                    path, remains.placement, index, config.layout(known.page_bytes), config.num_embeddings
+                )
+                taker.take(config, geometries[index], survivors[index], places, remains.has_totals)
             if report.version:
+                report.lost = list(taker.losses(known.tables))
                 tier.commit(_payload(known, remains, report), report.version)
         finally:
             tier.close()
@@ -265,10 +273,13 @@ def _require_same_store(path: Path, known: Manifest, remains: Remains) -> None:
         )
 
 
-def _shapes(known: Manifest) -> tuple[TableShapes, list[Geometry]]:
+def _shapes(path: Path, known: Manifest, placement: Placement | None) -> tuple[TableShapes, list[Geometry]]:
     layouts = [config.layout(known.page_bytes) for config in known.tables]
     geometries = [geometry(layout, 0) for layout in layouts]
-    blocks = [layout.num_blocks(config.num_embeddings) for layout, config in zip(layouts, known.tables, strict=True)]
+    blocks = [
+        layout.num_blocks(num_places(path, placement, index, layout, config.num_embeddings))
+        for index, (layout, config) in enumerate(zip(layouts, known.tables, strict=True))
+    ]
     return table_shapes(dict(enumerate(zip(geometries, blocks, strict=True)))), geometries
 
 
@@ -289,6 +300,7 @@ class _Taker:
         self,
         file_map: FileMap,
         tier: LmdbColdTier,
+        placement: Placement | None,
         report: SalvageReport,
         stale_ok: bool,
         progress: Callable[[int, int], None] | None,
@@ -296,29 +308,37 @@ class _Taker:
     ) -> None:
         self._file_map = file_map
         self._tier = tier
+        self._placement = placement
+        self._lost: list[NDArray[np.int64]] = []
         self._report = report
         self._stale_ok = stale_ok
         self._progress = progress
         self._done, self._total = 0, total
 
-    def take(self, config: TableConfig, geo: Geometry, blocks: Survivors, has_totals: bool) -> None:
-        """Save the rows of one table."""
-        lost: list[NDArray[np.int64]] = []
+    def take(self, config: TableConfig, geo: Geometry, blocks: Survivors, num_places: int, has_totals: bool) -> None:
+        """Save the rows in the blocks of one table."""
         taken = np.ones(len(blocks.pages), np.bool_) if self._stale_ok else blocks.proven
         self._report.unproven += int((taken & ~blocks.proven).sum())
-        numbers = (blocks.block_keys[~taken] & np.uint64((1 << 40) - 1)).astype(np.int64)
-        if len(numbers):
-            rows = (numbers[:, None] * geo.rows_per_block + np.arange(geo.rows_per_block)).ravel()
-            lost.append(rows[rows < config.num_embeddings])
+        if not taken.all():
+            keys = blocks.block_keys[~taken].astype(np.int64)
+            firsts = (keys & -MAX_ROWS) + (keys & (MAX_ROWS - 1)) * geo.rows_per_block
+            self._lost.append(self._rows_at((firsts[:, None] + np.arange(geo.rows_per_block)).ravel()))
         if blocks.missing or not has_totals:
             self._report.missing[config.name] = blocks.missing if has_totals else -1
-        lost += self._copy(config, geo, blocks.block_keys[taken], blocks.pages[taken])
-        self._report.lost += _ranges(config.name, np.unique(np.concatenate(lost)) if lost else np.empty(0, np.int64))
+        self._copy(geo, num_places, blocks.block_keys[taken], blocks.pages[taken])
 
-    def _copy(
-        self, config: TableConfig, geo: Geometry, block_keys: NDArray[np.uint64], pages: NDArray[np.int64]
-    ) -> Iterator[NDArray[np.int64]]:
-        """Rows of the table that are damaged, in parts; the others are written to the new store."""
+    def losses(self, configs: Sequence[TableConfig]) -> Iterator[Loss]:
+        """What was lost of each table, in order."""
+        keys = np.unique(np.concatenate([np.empty(0, np.int64), *self._lost]))
+        for index, config in enumerate(configs):
+            rows = keys[keys >> KEY_ROW_BITS == index] & (MAX_ROWS - 1)
+            yield from _ranges(config.name, rows[rows < config.num_embeddings])
+
+    def _rows_at(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        return places if self._placement is None else self._placement.rows_at(places)
+
+    def _copy(self, geo: Geometry, num_places: int, block_keys: NDArray[np.uint64], pages: NDArray[np.int64]) -> None:
+        """Write the sound rows of these blocks to the new store, and note the others."""
         row_bytes = 8 * geo.row_words
         room = max(geo.rows_per_block, min(_BATCH_BYTES // row_bytes, geo.rows_per_block * max(1, len(pages))))
         keys, lost = np.empty((2, room), np.int64)
@@ -329,14 +349,15 @@ class _Taker:
         while start < len(pages):
             result = np.zeros(3, np.int64)
             words = self._file_map.words
-            take_rows(
-                geo, words, limit, config.num_embeddings, block_keys, pages, start, keys, weights, state, lost, result
-            )
+            take_rows(geo, words, limit, num_places, block_keys, pages, start, keys, weights, state, lost, result)
             stop, count, num_lost = result.tolist()
             if count:
-                self._tier.write(keys[:count], slots[:count], weights, state, epoch=self._report.version)
+                rows = self._rows_at(keys[:count])
+                if len(rows) < count:
+                    raise DamagedError("rows lie where none can be: is the manifest another store's?")
+                self._tier.write(rows, slots[:count], weights, state, epoch=self._report.version)
             self._report.rows += count
-            yield lost[:num_lost] & ((1 << 40) - 1)
+            self._lost.append(self._rows_at(lost[:num_lost]))
             self._done += stop - start
             start = stop
             if self._progress is not None:

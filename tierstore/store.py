@@ -186,6 +186,11 @@ class Store:
                 f"{self.directory / ROW_FILE_NAME} has pages of {self._cold.page_bytes} bytes and its manifest says "
                 f"{self._manifest.page_bytes}; restore both from one copy of the store"
             )
+        if (self._cold.placement is not None) != self._manifest.is_placed:
+            raise FormatError(
+                f"{self.directory / ROW_FILE_NAME} {'says' if self._cold.placement else 'does not say'} where rows lie "
+                "and its manifest is of a store of the other kind; restore both from one copy of the store"
+            )
         if not self.readonly:
             # Another writer may have made tables before the lock was ours.
             self._manifest = Manifest.read(self.directory)

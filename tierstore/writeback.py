@@ -159,15 +159,16 @@ class WriteBack:
         with self.gate:
             with self._lock:
                 victims = self._cache.victims(self._cache.num_dirty)
-                slots = victims[np.argsort(self._cache.keys_of(victims))]
+                slots = victims[np.argsort(self._cold.place(self._cache.keys_of(victims)))]
             self._write_dirty(slots)
 
     def _neighbours(self, keys: Any) -> Any:
-        """Slots of all cached rows that lie in the blocks of these rows, by key."""
+        """Slots of all cached rows that lie in the blocks of these rows, by place."""
         rows_per_block = self._layout.rows_per_block
-        rows = keys & _ROW_MASK
-        first = np.unique((keys & ~_ROW_MASK) | (rows - rows % rows_per_block))
-        slots = self._cache.find((first[:, None] + np.arange(rows_per_block)).ravel())
+        places = self._cold.place(keys)
+        rows = places & _ROW_MASK
+        first = np.unique((places & ~_ROW_MASK) | (rows - rows % rows_per_block))
+        slots = self._cache.find(self._cold.rows_at((first[:, None] + np.arange(rows_per_block)).ravel()))
         return slots[slots >= 0]
 
     def _copies_beside(self, slots: Any) -> Any:
@@ -178,7 +179,7 @@ class WriteBack:
             return places[np.isin(self._blocks_of(self._outbox.keys[places]), blocks)]
 
     def _write_dirty(self, slots: Any) -> None:
-        """Write the dirty ones of these rows, ascending by key, for the version that is open."""
+        """Write the dirty ones of these rows, ascending by place, for the version that is open."""
         cache = self._cache
         with self._lock:
             taken = cache.clean(slots)
@@ -195,7 +196,7 @@ class WriteBack:
                 self._lock.notify_all()
 
     def _write_runs(self, keys: Any, slots: Any, rows: "RowCache | _Outbox", epoch: int) -> Iterator[int]:
-        """Write rows, ascending by key, in transactions of whole blocks; yields how many are written after each."""
+        """Write rows, ascending by place, in transactions of whole blocks; yields how many are written after each."""
         first = 0
         for stop in self._block_bounds(keys):
             if self._is_busy:
@@ -209,7 +210,7 @@ class WriteBack:
             yield stop
 
     def _block_bounds(self, keys: Any, limit: int | None = None) -> list[int]:
-        """Ends of runs of sorted keys that lie in at most ``limit`` blocks, no block in two runs."""
+        """Ends of runs of keys, sorted by place, that lie in at most ``limit`` blocks, no block in two runs."""
         if not len(keys):
             return []
         step = min(self._blocks_a_write, limit or self._blocks_a_write)
@@ -217,7 +218,8 @@ class WriteBack:
         return [*new_block[step::step].tolist(), len(keys)]
 
     def _blocks_of(self, keys: Any) -> Any:
-        return (keys & _ROW_MASK) // self._layout.rows_per_block + (keys & ~_ROW_MASK)
+        places = self._cold.place(keys)
+        return (places & _ROW_MASK) // self._layout.rows_per_block + (places & ~_ROW_MASK)
 
     # Commits
 
@@ -237,7 +239,7 @@ class WriteBack:
         with self._lock:
             slots = self._cache.frozen_slots()
             keys = self._cache.keys_of(slots)
-        order = np.argsort(keys)
+        order = np.argsort(self._cold.place(keys))
         slots, keys = slots[order], keys[order]
         first = 0
         for stop in self._block_bounds(keys, BLOCKS_A_TURN):
@@ -266,8 +268,8 @@ class WriteBack:
             raise
 
     def _write_frozen(self, slots: Any) -> None:
-        """Write the frozen ones of these rows, ascending by key. One that changes meanwhile has its copy in the outbox,
-        which is written after it. The caller holds the gate."""
+        """Write the frozen ones of these rows, ascending by place. One that changes meanwhile has its copy in the
+        outbox, which is written after it. The caller holds the gate."""
         cache = self._cache
         with self._lock:
             taken = cache.frozen_of(slots)
@@ -287,14 +289,14 @@ class WriteBack:
         """Write one turn's worth of the outbox. The caller holds the gate."""
         with self._lock:
             places = self._outbox.places
-            places = places[np.argsort(self._outbox.keys[places])]
+            places = places[np.argsort(self._cold.place(self._outbox.keys[places]))]
             stops = self._block_bounds(self._outbox.keys[places], BLOCKS_A_TURN)
         self._write_copies(places[: stops[0]] if stops else places)
 
     def _write_copies(self, places: Any) -> None:
         """Write these copies, and forget them. The caller holds the gate."""
         outbox = self._outbox
-        places = places[np.argsort(outbox.keys[places])]
+        places = places[np.argsort(self._cold.place(outbox.keys[places]))]
         for _ in self._write_runs(outbox.keys[places], places, outbox, self._epoch - 1):
             pass
         with self._lock:

@@ -48,6 +48,7 @@ def seeds() -> list[bytes]:
     totals = {0: records.TableTotals(num_blocks=3, hash=7), 5: records.TableTotals(num_blocks=1, hash=2**63)}
     record = records.CommitRecord(version=3, payload_bytes=100, payload_checksum=1, tables=totals)
     whole = [records.pack_store(b"0123456789abcdef"), records.pack_commit(record)]
+    whole += records.first_records(b"0123456789abcdef", bytes(range(200))).values()
     found = [bytes([choice]) + packed[:-8] for packed in whole for choice in range(len(_UNPACKERS))]
     return [*found, bytes([len(_UNPACKERS)]) + payload]
 

@@ -43,6 +43,15 @@ class ColdTier(Protocol):
     def add_table(self, table_index: int, layout: RowLayout, num_rows: int) -> None:
         """Make a table known. Nothing is written: a table without rows takes no room."""
 
+    def place(self, keys: Int64s) -> Int64s:
+        """Where rows lie: rows whose places, shifted to the row's part, fall in one ``rows_per_block`` share a block.
+
+        A row lies at its own key unless it was moved. What is no row gets a place that is none.
+        """
+
+    def rows_at(self, places: Int64s) -> Int64s:
+        """The keys of the rows that lie at these places, in their order; places without a row may be left out."""
+
     def read(
         self, keys: Int64s, slots: NDArray[np.int32], weights: Words, state: Words, present: NDArray[np.bool_]
     ) -> None:

@@ -5,29 +5,45 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..errors import ChecksumError, DamagedError, FormatError
+from ..errors import ChecksumError, DamagedError, FormatError, StoreNotFoundError
+from ..rows import RowLayout
 from .checksum import bytes_checksum
 from .files import RESTORE
+from .placement import Placement, unpack_placement
 from .records import (
     HEAD_ITEM,
+    PLACEMENT_COPIES,
     STORE_ITEM,
     CommitRecord,
     Head,
+    StoreRecord,
     TableTotals,
     commit_item,
     item_key,
     payload_item,
+    placement_item,
     unpack_commit,
     unpack_head,
+    unpack_placement_chunk,
     unpack_store,
 )
 from .snapshot import Snapshot
 from .versions import totals_of
 
-__all__ = ["check_census", "check_store", "read_head", "read_payload", "read_record"]
+__all__ = [
+    "check_census",
+    "check_placement",
+    "check_store",
+    "chosen_version",
+    "num_places",
+    "read_head",
+    "read_payload",
+    "read_placement",
+    "read_record",
+]
 
 
-def check_store(snapshot: Snapshot, store_id: bytes) -> None:
+def check_store(snapshot: Snapshot, store_id: bytes) -> StoreRecord:
     """Walk the whole tree, after which LMDB's own code may follow it, then see whose file it is.
 
     Raises:
@@ -41,11 +57,74 @@ def check_store(snapshot: Snapshot, store_id: bytes) -> None:
         raise FormatError(f"{snapshot.path}: not a tierstore file (it has no store record). {RESTORE}")
     with _naming(snapshot.path, "its store record"):
         found = unpack_store(stored)
-    if found != store_id:
+    if found.store_id != store_id:
         raise FormatError(
-            f"{snapshot.path}: belongs to store {found.hex()}, not to {store_id.hex()}: files of two stores were "
-            f"mixed. {RESTORE}"
+            f"{snapshot.path}: belongs to store {found.store_id.hex()}, not to {store_id.hex()}: files of two stores "
+            f"were mixed. {RESTORE}"
         )
+    return found
+
+
+def read_placement(snapshot: Snapshot, stored: StoreRecord) -> Placement | None:
+    """Where the file's rows lie; None if they lie at their own places.
+
+    Raises:
+        ChecksumError, FormatError: a part of it is missing, or not what was written.
+    """
+    if not stored.placement_bytes:
+        return None
+    return _placement(snapshot, stored, 0)
+
+
+def check_placement(snapshot: Snapshot) -> None:
+    """Read every copy of the placement; raises as ``read_placement`` does."""
+    with _naming(snapshot.path, "its store record"):
+        stored = unpack_store(snapshot.get(item_key(STORE_ITEM)) or b"")
+    for copy in range(PLACEMENT_COPIES if stored.placement_bytes else 0):
+        _placement(snapshot, stored, copy)
+
+
+def _placement(snapshot: Snapshot, stored: StoreRecord, copy: int) -> Placement:
+    parts = []
+    for number in range(stored.num_placement_chunks):
+        part = snapshot.get(item_key(placement_item(number, copy)))
+        try:
+            parts.append(unpack_placement_chunk(part or b"", number))
+        except (ValueError, struct.error) as error:
+            what = "missing" if part is None else f"damaged: {error}"
+            raise ChecksumError(
+                f"{snapshot.path}: part {number} of the record of where its rows lie is {what}. {RESTORE}"
+            ) from error
+    data = b"".join(parts)
+    with _naming(snapshot.path, "its record of where rows lie"):
+        if len(data) != stored.placement_bytes or bytes_checksum(data) != stored.placement_checksum:
+            raise ValueError("it is not the one that the store record names")
+        return unpack_placement(data)
+
+
+def num_places(path: Path, placement: Placement | None, table_index: int, layout: RowLayout, num_rows: int) -> int:
+    """Places of a table with its rows, and an area behind it included.
+
+    Raises:
+        FormatError: the placement is not one of such a table.
+    """
+    try:
+        return num_rows if placement is None else placement.stored_rows(table_index, layout, num_rows)
+    except ValueError as error:
+        raise FormatError(
+            f"{path}: its record of where rows lie does not fit its tables (is the manifest another store's?): "
+            f"{error}. {RESTORE}"
+        ) from error
+
+
+def chosen_version(path: Path, head: Head, wanted: int | None) -> int:
+    """The version to show: the current one, or a kept one that is wanted."""
+    if wanted is None:
+        return head.current
+    if wanted not in head.kept:
+        kept = ", ".join(map(str, head.kept)) or "none"
+        raise StoreNotFoundError(f"{path}: version {wanted} is not kept; there are {kept}.")
+    return wanted
 
 
 def read_head(snapshot: Snapshot) -> Head:

@@ -54,10 +54,11 @@ _HEADER_WORDS: Final = 4
 """Words before a block's first row: LMDB's page header, then the block's own."""
 
 QUEUE_DEPTH: Final = 512
-"""Rows whose pages are queued ahead of the copy."""
+"""Rows whose pages are queued ahead of the copy; as many times more as there are rows to a page."""
 SAMPLE_EVERY: Final = 512
 SAMPLE_ROWS: Final = 16
-"""After every SAMPLE_EVERY rows queued, the next SAMPLE_ROWS are looked at: if all are in memory, queueing ends."""
+"""After every SAMPLE_EVERY rows queued, the next SAMPLE_ROWS on pages not queued yet are looked at: if all are in memory,
+queueing ends."""
 BLIND_ROWS: Final = 4096
 """Where the kernel does not tell what is in memory, queueing ends after so many rows, to begin anew if need be."""
 PREFETCH_ROWS: Final = 8
@@ -290,21 +291,59 @@ def _first_bad(
 
 
 @inline
-def _queue_row(address: int, page_words: int, stored_words: int, offset: int) -> None:
+def _page_entry(seen: NDArray[np.uint32], in_bits: bool, page: int) -> int:
+    """Where ``seen``, bits or a hash table as in ``count_pages``, says whether it has a page."""
+    if in_bits:
+        return page >> 5
+    mask = len(seen) - 1
+    at = (page ^ (page >> 17)) & mask
+    while seen[at] != 0 and seen[at] != np.uint32(page):
+        at = (at + 1) & mask
+    return at
+
+
+@inline
+def _has_page(seen: NDArray[np.uint32], in_bits: bool, page: int) -> bool:
+    entry = seen[_page_entry(seen, in_bits, page)]
+    found: bool = (entry >> np.uint32(page & 31)) & np.uint32(1) != np.uint32(0) if in_bits else entry != np.uint32(0)
+    return found
+
+
+@inline
+def _queue_row(
+    address: int, page_words: int, stored_words: int, offset: int, seen: NDArray[np.uint32], in_bits: bool
+) -> None:
+    """Start reading a row's pages, unless they are in ``seen``, where they are then."""
     if offset == 0:
         return
     first = offset // page_words
     last = (offset + stored_words - 1) // page_words
-    queue_read(address + first * page_words * 8, (last + 1 - first) * page_words * 8)
+    is_new = False
+    for page in range(first, last + 1):
+        if not _has_page(seen, in_bits, page):
+            is_new = True
+            at = _page_entry(seen, in_bits, page)
+            seen[at] = seen[at] | (np.uint32(1) << np.uint32(page & 31)) if in_bits else np.uint32(page)
+    if is_new:
+        queue_read(address + first * page_words * 8, (last + 1 - first) * page_words * 8)
 
 
 @inline
-def _all_resident(page_words: int, address: int, start: int, offsets: Int64s, flag: NDArray[np.uint8]) -> bool:
-    """Whether the next ``SAMPLE_ROWS`` rows are in memory, by their first pages."""
-    for i in range(start, min(len(offsets), start + SAMPLE_ROWS)):
-        if offsets[i] != 0 and not is_resident(address + offsets[i] // page_words * page_words * 8, flag):
-            return False
-    return True
+def _all_resident(
+    page_words: int, address: int, start: int, offsets: Int64s, flag: NDArray[np.uint8], seen: NDArray[np.uint32],
+    in_bits: bool,
+) -> bool:  # fmt: skip
+    """Whether the next ``SAMPLE_ROWS`` rows on pages that are not in ``seen`` are in memory, by their first pages."""
+    looked = 0
+    for i in range(start, min(len(offsets), start + SAMPLE_EVERY)):
+        page = offsets[i] // page_words
+        if offsets[i] != 0 and not _has_page(seen, in_bits, page):
+            if not is_resident(address + page * page_words * 8, flag):
+                return False
+            looked += 1
+            if looked == SAMPLE_ROWS:
+                return True
+    return start + SAMPLE_EVERY >= len(offsets)
 
 
 @kernel
@@ -336,7 +375,11 @@ def gather(
     stored_words = row_words + 1
     header_words = geo.page_words if geo.pages_per_block == 1 else 0
     result[2] = count_pages(geo.page_words, stored_words, limit, offsets, seen)
+    for i in range(len(seen)):
+        seen[i] = np.uint32(0)  # from here on, the pages that were queued
+    in_bits = len(seen) >= (limit + 31) // 32
     num = len(keys)
+    depth = QUEUE_DEPTH * num // max(1, result[2])
     group = 2
     position = 0  # rows before it are copied
     queued = 0  # rows before it are queued
@@ -344,12 +387,14 @@ def gather(
     started = clock_ns(timespec)
     while position < num:
         queued = max(queued, position)
-        while cold and queued < min(num, position + QUEUE_DEPTH):
+        while cold and queued < min(num, position + depth):
             if queued >= next_sample:
                 next_sample = queued + SAMPLE_EVERY
-                cold = can_sample and not _all_resident(geo.page_words, address, queued, offsets, flag)
+                cold = can_sample and not _all_resident(
+                    geo.page_words, address, queued, offsets, flag, seen, in_bits
+                )
             if cold:
-                _queue_row(address, geo.page_words, stored_words, offsets[queued])
+                _queue_row(address, geo.page_words, stored_words, offsets[queued], seen, in_bits)
                 queued += 1
         end = min(num, position + (COLD_GROUP if cold else group))
         rows, bad = end - position, -1

@@ -21,18 +21,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..durable import sync_directory
-from ..errors import (
-    ClosedError,
-    ReadOnlyError,
-    StoreNotFoundError,
-    TierstoreError,
-)
+from ..errors import ClosedError, ReadOnlyError, StoreNotFoundError, TierstoreError
 from ..killpoints import reach
 from ..rows import KEY_ROW_BITS, MAX_ROWS, MAX_TABLES, RowLayout
 from .anchor import AnchorKeeper, recover, require_sound
 from .base import ColdCounters, VerifyReport
 from .btree import Entries
-from .census import check_census, check_store, read_head, read_payload, read_record
+from .census import (
+    check_census,
+    check_store,
+    chosen_version,
+    num_places,
+    read_head,
+    read_payload,
+    read_placement,
+    read_record,
+)
 from .checksum import bytes_checksum
 from .directory import Directory
 from .files import (
@@ -49,7 +53,7 @@ from .files import (
 from .gather import GatherStatus, Geometry, gather_error, geometry
 from .mapped import FileMap
 from .reads import RowReader
-from .records import HEAD_ITEM, MAX_VERSION, STORE_ITEM, CommitRecord, Head, item_key, pack_head, pack_store
+from .records import HEAD_ITEM, MAX_VERSION, CommitRecord, Head, first_records, item_key, pack_head
 from .snapshot import Snapshot
 from .verify import verify_blocks
 from .versions import garbage, next_totals, selected, stale_items, superseded
@@ -138,8 +142,7 @@ class LmdbColdTier:
         if not self.path.exists():
             if self.readonly or not create:
                 raise StoreNotFoundError(f"{self.path}: no such file. {RESTORE}")
-            records = {item_key(STORE_ITEM): pack_store(store_id), item_key(HEAD_ITEM): pack_head(Head())}
-            create_rows_file(self.path, records, store_id)
+            create_rows_file(self.path, first_records(store_id), store_id)
         if self.readonly:
             require_sound(self.path, store_id)
         else:
@@ -151,9 +154,9 @@ class LmdbColdTier:
         self._rows = RowReader(self._map, verify=self._verify_reads)
         self._shown = View(snapshot := self._new_snapshot(), is_complete=False)
         snapshot.check_free_pages()
-        check_store(snapshot, store_id)
+        self.placement = self._staging.placement = read_placement(snapshot, check_store(snapshot, store_id))
         self._head = read_head(snapshot)
-        self._record = read_record(snapshot, self._chosen(self._head))
+        self._record = read_record(snapshot, chosen_version(self.path, self._head, self._wanted))
         check_census(snapshot, self._record)
         self._unlisted = self._head.last
         self._view.is_complete = not self._record.tables
@@ -161,15 +164,6 @@ class LmdbColdTier:
             self._anchors = AnchorKeeper(self.path, store_id, self.page_bytes, sync=self._sync, pin=self._new_snapshot)
             self._anchors.set()
             self._drop_loose()
-
-    def _chosen(self, head: Head) -> int:
-        """The version to show."""
-        if self._wanted is None:
-            return head.current
-        if self._wanted not in head.kept:
-            kept = ", ".join(map(str, head.kept)) or "none"
-            raise StoreNotFoundError(f"{self.path}: version {self._wanted} is not kept; there are {kept}.")
-        return self._wanted
 
     def _sync(self) -> None:
         try:
@@ -297,7 +291,7 @@ class LmdbColdTier:
                 for _ in snapshot.walk():
                     pass
                 head = read_head(snapshot)
-                record = read_record(snapshot, self._chosen(head))
+                record = read_record(snapshot, chosen_version(self.path, head, self._wanted))
                 check_census(snapshot, record)
                 if record.version == self._record.version:
                     snapshot.close()
@@ -329,12 +323,21 @@ class LmdbColdTier:
             self._check_open()
             if table_index in self._directory.layouts:
                 raise ValueError(f"table {table_index} was added before")
-            directory = self._directory.with_table(table_index, layout, num_rows)
+            stored_rows = num_places(self.path, self.placement, table_index, layout, num_rows)
+            directory = self._directory.with_table(table_index, layout, stored_rows)
             if self._view.is_complete and not self._snapshot.is_empty:
                 fill_directory(directory, self._snapshot, self._epoch_limit, table_index)
             with self._view.lock:
                 self._geometries[layout] = geometry(layout, directory.layout_id(layout))
                 self._view.directory = directory
+
+    def place(self, keys: Int64s) -> Int64s:
+        """See ``ColdTier.place``."""
+        return keys if self.placement is None else self.placement.places(keys)
+
+    def rows_at(self, places: Int64s) -> Int64s:
+        """See ``ColdTier.rows_at``."""
+        return places if self.placement is None else self.placement.rows_at(places)
 
     def _geometry_of(self, directory: Directory, keys: Int64s) -> tuple[RowLayout, Geometry]:
         layout = directory.layouts.get(int(keys[0]) >> KEY_ROW_BITS)
@@ -355,19 +358,19 @@ class LmdbColdTier:
         with self._lease() as (snapshot, directory):
             layout, geo = self._geometry_of(directory, keys)
             check_widths(layout, weights, state)
-            result = self._rows.gather(snapshot, directory, geo, keys, slots, weights, state, present)
+            places = self.place(keys)
+            result = self._rows.gather(snapshot, directory, geo, places, slots, weights, state, present)
             if result[0] != GatherStatus.DONE:
                 raise gather_error(self.path, result, keys)
         absent = len(keys) - int(np.count_nonzero(present))
-        elapsed = time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        self._count(rows_read=len(keys), rows_absent=absent, pages_read=int(result[2]), read_seconds=seconds)
+
+    def _count(self, **added: float) -> None:
+        """Add to the counters."""
         with self._counting:
-            c = self._counters
-            self._counters = c._replace(
-                rows_read=c.rows_read + len(keys),
-                rows_absent=c.rows_absent + absent,
-                pages_read=c.pages_read + int(result[2]),
-                read_seconds=c.read_seconds + elapsed,
-            )
+            sums = {name: getattr(self._counters, name) + more for name, more in added.items()}
+            self._counters = self._counters._replace(**sums)
 
     # -- writing
 
@@ -407,14 +410,15 @@ class LmdbColdTier:
             snapshot, directory = self._snapshot, self._directory
             layout, geo = self._geometry_of(directory, keys)
             check_widths(layout, weights, state)
-            rows = BlockRows(directory, geo, keys)
+            places = self.place(keys)
+            rows = BlockRows(directory, geo, places, keys)
             block_keys = rows.block_keys
             positions = directory.positions(block_keys)
             if not self._head.last < epoch <= MAX_VERSION:
                 raise ValueError(f"epoch={epoch} must be above {self._head.last}, the last version")
             old_pages = directory.pages[positions].astype(np.int64)
             with self._transaction() as txn:
-                self._staging.put(txn, snapshot, layout, geo, epoch, rows, old_pages, (keys, slots, weights, state))
+                self._staging.put(txn, snapshot, layout, geo, epoch, rows, old_pages, (places, slots, weights, state))
                 reach("write-back: blocks put")
             reach("write-back: transaction committed")
             with self._must_succeed():
@@ -429,15 +433,8 @@ class LmdbColdTier:
             bytes_written = len(block_keys) * layout.pages_per_block * self.page_bytes
             with self._must_succeed():  # a device that failed to sync once may have dropped what it was to keep
                 self._keeper.wrote(bytes_written, snapshot.num_entries * self.page_bytes)
-            elapsed = time.perf_counter() - started
-            with self._counting:
-                c = self._counters
-                self._counters = c._replace(
-                    rows_written=c.rows_written + len(keys),
-                    blocks_written=c.blocks_written + len(block_keys),
-                    bytes_written=c.bytes_written + bytes_written,
-                    write_seconds=c.write_seconds + elapsed,
-                )
+            self._count(rows_written=len(keys), blocks_written=len(block_keys), bytes_written=bytes_written)
+            self._count(write_seconds=time.perf_counter() - started)
 
     # -- versions
 
@@ -518,8 +515,7 @@ class LmdbColdTier:
 
     def _delete_items(self) -> bool:
         """Delete the records and payloads of versions that are not kept; whether there were any."""
-        items = stale_items(self._snapshot, self._head)
-        if items:
+        if items := stale_items(self._snapshot, self._head):
             with self._transaction() as txn:
                 for item in items:
                     txn.delete(item_key(item))
@@ -586,7 +582,7 @@ class LmdbColdTier:
                 record = self._record
                 snapshot, directory = stack.enter_context(self._lease())
             check_census(snapshot, record)
-            return verify_blocks(snapshot, directory, self._geometries, self._epoch_limit, progress)
+            return verify_blocks(snapshot, directory, self._geometries, self._epoch_limit, progress, self.placement)
 
     def counters(self) -> ColdCounters:
         return self._counters
@@ -597,4 +593,4 @@ class LmdbColdTier:
 
     @property
     def directory_bytes(self) -> int:
-        return self._directory.size_bytes
+        return self._directory.size_bytes + (0 if self.placement is None else self.placement.size_bytes)

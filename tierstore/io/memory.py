@@ -51,6 +51,14 @@ class MemoryColdTier:
                 raise ValueError(f"table {table_index} was added before")
             self._layouts[table_index] = (layout, num_rows)
 
+    def place(self, keys: Int64s) -> Int64s:
+        """See ``ColdTier.place``: no row was moved."""
+        return keys
+
+    def rows_at(self, places: Int64s) -> Int64s:
+        """See ``ColdTier.rows_at``."""
+        return places
+
     def _check_keys(self, keys: Int64s, weights: Words, state: Words) -> RowLayout:
         layouts = set()
         for key in keys.tolist():

@@ -17,19 +17,26 @@ __all__ = [
     "HEAD_ITEM",
     "MAX_VERSION",
     "PAYLOAD_CHUNK_BYTES",
+    "PLACEMENT_COPIES",
+    "PLACEMENT_MAGIC",
     "STORE_ITEM",
     "CommitRecord",
     "Head",
+    "StoreRecord",
     "TableTotals",
     "block_key_bytes",
     "commit_item",
+    "first_records",
     "item_key",
     "pack_commit",
     "pack_head",
     "pack_store",
     "payload_item",
+    "placement_chunk_bytes",
+    "placement_item",
     "unpack_commit",
     "unpack_head",
+    "unpack_placement_chunk",
     "unpack_store",
     "version_of_item",
 ]
@@ -44,8 +51,32 @@ PAYLOAD_CHUNK_BYTES: Final = (1 << 20) - 16
 
 MAX_PAYLOAD_BYTES: Final = ((1 << _ITEM_BITS) - 1) * PAYLOAD_CHUNK_BYTES
 
+PLACEMENT_COPIES: Final = 2
+_FIRST_PLACEMENT_ITEM: Final = 2
+PLACEMENT_MAGIC: Final = b"tierplac"
+_PLACEMENT_HEAD_BYTES: Final = 24
+PLACEMENT_CHUNK_BYTES: Final = PAYLOAD_CHUNK_BYTES - _PLACEMENT_HEAD_BYTES - 8
+_MIN_PLACEMENT_BYTES: Final = 1 << 14
+"""So long that LMDB gives it pages of its own, where it can be found without the tree."""
+_MAX_PLACEMENT_BYTES: Final = ((1 << _ITEM_BITS) - _FIRST_PLACEMENT_ITEM) // PLACEMENT_COPIES * PLACEMENT_CHUNK_BYTES
+
 _MAGIC: Final = b"tierrows"
 _FORMAT: Final = 2
+_PLACED_FORMAT: Final = 3
+"""Of a file whose rows lie as a placement says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreRecord:
+    """Which store the file is of, and how long its placement is; 0 bytes: rows lie at their own places."""
+
+    store_id: bytes
+    placement_bytes: int = 0
+    placement_checksum: int = 0
+
+    @property
+    def num_placement_chunks(self) -> int:
+        return -(-self.placement_bytes // PLACEMENT_CHUNK_BYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +134,11 @@ def payload_item(version: int, chunk: int) -> int:
     return (version << _ITEM_BITS) + 1 + chunk
 
 
+def placement_item(chunk: int, copy: int) -> int:
+    """Number of a chunk of the placement."""
+    return _FIRST_PLACEMENT_ITEM + PLACEMENT_COPIES * chunk + copy
+
+
 def block_key_bytes(block_keys: NDArray[np.uint64], epochs: NDArray[np.uint64]) -> bytes:
     """The LMDB keys of blocks, 16 bytes each, end to end."""
     pairs = np.empty((len(block_keys), 2), ">u8")
@@ -127,18 +163,55 @@ def _unsealed(data: bytes) -> bytes:
     return data[:-8]
 
 
-def pack_store(store_id: bytes) -> bytes:
-    return _sealed(struct.pack("<8sQ16s", _MAGIC, _FORMAT, store_id))
+def pack_store(store_id: bytes, placement: bytes = b"") -> bytes:
+    head = struct.pack("<8sQ16s", _MAGIC, _PLACED_FORMAT if placement else _FORMAT, store_id)
+    return _sealed(head + struct.pack("<QQ", len(placement), bytes_checksum(placement)) if placement else head)
 
 
-def unpack_store(data: bytes) -> bytes:
-    """The store's id; ValueError says what is wrong."""
-    magic, version, store_id = struct.unpack("<8sQ16s", _unsealed(data))
+def unpack_store(data: bytes) -> StoreRecord:
+    """ValueError or struct.error say what is wrong."""
+    body = _unsealed(data)
+    magic, version, store_id = struct.unpack_from("<8sQ16s", body)
     if magic != _MAGIC:
         raise ValueError("the record is not a tierstore record")
-    if version != _FORMAT:
-        raise ValueError(f"format version {version}; this release reads version {_FORMAT}")
-    return bytes(store_id)
+    if version not in (_FORMAT, _PLACED_FORMAT):
+        raise ValueError(f"format version {version}; this release reads versions {_FORMAT} and {_PLACED_FORMAT}")
+    size, checksum = struct.unpack("<QQ", body[32:]) if version == _PLACED_FORMAT else (0, 0)
+    if (version == _PLACED_FORMAT) != bool(size) or size > _MAX_PLACEMENT_BYTES:
+        raise ValueError(f"a placement of {size} bytes")
+    return StoreRecord(store_id=bytes(store_id), placement_bytes=size, placement_checksum=checksum)
+
+
+def _placement_items(placement: bytes) -> dict[int, bytes]:
+    """The items that hold a placement, each copy of each chunk."""
+    starts = range(0, len(placement), PLACEMENT_CHUNK_BYTES)
+    chunks = [_pack_placement_chunk(i, placement[at : at + PLACEMENT_CHUNK_BYTES]) for i, at in enumerate(starts)]
+    return {placement_item(i, copy): chunk for i, chunk in enumerate(chunks) for copy in range(PLACEMENT_COPIES)}
+
+
+def _pack_placement_chunk(chunk: int, data: bytes) -> bytes:
+    return _sealed((struct.pack("<8sQQ", PLACEMENT_MAGIC, chunk, len(data)) + data).ljust(_MIN_PLACEMENT_BYTES, b"\0"))
+
+
+def placement_chunk_bytes(data: bytes) -> int:
+    """Length of a chunk of the placement, of which these are the first bytes."""
+    size: int = struct.unpack_from("<8sQQ", data)[2]
+    return max(_MIN_PLACEMENT_BYTES, _PLACEMENT_HEAD_BYTES + min(size, PLACEMENT_CHUNK_BYTES)) + 8
+
+
+def first_records(store_id: bytes, placement: bytes = b"") -> dict[bytes, bytes]:
+    """The records of a new file, by LMDB key."""
+    items = {STORE_ITEM: pack_store(store_id, placement), HEAD_ITEM: pack_head(Head())} | _placement_items(placement)
+    return {item_key(item): record for item, record in items.items()}
+
+
+def unpack_placement_chunk(data: bytes, chunk: int = 0) -> bytes:
+    """ValueError or struct.error say what is wrong."""
+    body = _unsealed(data)
+    magic, number, size = struct.unpack_from("<8sQQ", body)
+    if magic != PLACEMENT_MAGIC or number != chunk:
+        raise ValueError(f"it is chunk {number}")
+    return body[_PLACEMENT_HEAD_BYTES : _PLACEMENT_HEAD_BYTES + size]
 
 
 def pack_head(head: Head) -> bytes:

@@ -13,9 +13,11 @@ from ..errors import ChecksumError, DamagedError, TruncatedError
 from ..rows import KEY_ROW_BITS, MAX_ROWS, RowLayout
 from .base import VerifyReport
 from .blocks import BlockStatus
+from .census import check_placement
 from .directory import Directory
 from .files import RESTORE
 from .gather import Geometry
+from .placement import Placement
 from .scrub import (
     Found,
     PageRange,
@@ -67,10 +69,20 @@ class Findings(NamedTuple):
     num_places: int
 
 
-def block_error(path: Path, block_key: int, geo: Geometry, result: NDArray[np.int64]) -> DamagedError:
+def block_error(
+    path: Path, block_key: int, geo: Geometry, result: NDArray[np.int64], placement: Placement | None = None
+) -> DamagedError:
     """What a kernel of blocks.py found wrong: a BlockStatus in ``result[0]``, the row's place in ``result[2]``."""
     row = int(result[2]) if result[0] == BlockStatus.BAD_ROW else -1
-    return _error(path, [_place(block_key, geo.rows_per_block, int(result[0]), row)], 1)
+    return _error(path, [_named(_place(block_key, geo.rows_per_block, int(result[0]), row), placement)], 1)
+
+
+def _named(place: Place, placement: Placement | None) -> Place:
+    """The place, with the row that lies there."""
+    if placement is None or place.row < 0:
+        return place
+    key = placement.row_at((place.table << KEY_ROW_BITS) + place.row)
+    return place._replace(table=key >> KEY_ROW_BITS, row=key % MAX_ROWS)
 
 
 def _place(block_key: int, rows_per_block: int, status: int, row: int) -> Place:
@@ -91,6 +103,7 @@ def verify_blocks(
     geometries: Mapping[RowLayout, Geometry],
     epoch_limit: int,
     progress: Callable[[int, int], None] | None,
+    placement: Placement | None,
 ) -> VerifyReport:
     """Check each block of known tables with an epoch up to ``epoch_limit``; see ``ColdTier.verify``.
 
@@ -98,9 +111,10 @@ def verify_blocks(
         DamagedError: when all was read; names the first places and says how many there are.
     """
     snapshot.check_free_pages()
+    check_placement(snapshot)
     found = find_damage(snapshot, directory, geometries, epoch_limit, progress)
     if found.num_places:
-        raise _error(snapshot.path, found.places, found.num_places)
+        raise _error(snapshot.path, [_named(place, placement) for place in found.places[:_NAMED]], found.num_places)
     return found.report
 
 

@@ -48,7 +48,7 @@ class Walk(NamedTuple):
 def new_walk(root: int, depth: int, limit: int) -> Walk:
     """The beginning of a tree; ``limit``: pages in the file."""
     pages, indexes, counts = np.zeros((3, MAX_DEPTH + 1), np.int64)
-    pages[0] = root
+    pages[0] = root if depth else 0
     return Walk(pages, indexes, counts, np.array([0 if depth else -1], np.int64), np.zeros(limit, np.bool_))
 
 

@@ -11,6 +11,7 @@ from .btree import Entries
 from .directory import Directory
 from .files import RESTORE
 from .gather import Geometry, queue_pages
+from .placement import Placement
 from .records import (
     PAYLOAD_CHUNK_BYTES,
     CommitRecord,
@@ -57,29 +58,33 @@ def check_widths(layout: RowLayout, weights: Words, state: Words) -> None:
 class BlockRows:
     """Rows of one layout grouped by block.
 
+    Args:
+        places: where the rows lie.
+        keys: the rows, to be named in errors.
+
     Attributes:
-        order: int64 [rows], positions by ascending key.
+        order: int64 [rows], positions by ascending place.
         block_keys: uint64 [blocks], ascending.
         starts: int64 [blocks + 1], into ``order``.
     """
 
-    def __init__(self, directory: Directory, geo: Geometry, keys: Int64s) -> None:
-        self.order = np.argsort(keys, kind="stable")
-        ordered = keys[self.order]
+    def __init__(self, directory: Directory, geo: Geometry, places: Int64s, keys: Int64s) -> None:
+        self.order = np.argsort(places, kind="stable")
+        ordered = places[self.order]
         tables, rows = ordered >> KEY_ROW_BITS, ordered & (MAX_ROWS - 1)
         known = directory.tables
         in_range = (tables >= 0) & (tables < len(known.bases))
         safe = np.where(in_range, tables, 0)
         good = in_range & (known.layout_ids[safe] == geo.layout_id) & (rows < known.num_rows[safe])
         if not good.all():
-            key = int(ordered[int(np.argmin(good))])
+            key = int(keys[self.order[int(np.argmin(good))]])
             raise ValueError(
                 f"keys has {key}, row {key % MAX_ROWS} of table {key >> KEY_ROW_BITS}: not a row of a table that was "
                 f"added, or of a table with another layout than keys[0]'s"
             )
         twice = ordered[1:] == ordered[:-1]
         if twice.any():
-            key = int(ordered[int(np.argmax(twice))])
+            key = int(keys[self.order[int(np.argmax(twice))]])
             raise ValueError(f"keys has row {key % MAX_ROWS} of table {key >> KEY_ROW_BITS} twice")
         blocks = (tables << KEY_ROW_BITS) | (rows // geo.rows_per_block)
         first = np.flatnonzero(np.diff(blocks, prepend=-1))
@@ -88,7 +93,13 @@ class BlockRows:
 
 
 class Staging:
-    """The buffer in which blocks are built, made at first use."""
+    """The buffer in which blocks are built, made at first use.
+
+    Attributes:
+        placement: of the file, by which errors name rows.
+    """
+
+    placement: Placement | None = None
 
     def __init__(self, size_bytes: int) -> None:
         self._limit_bytes = size_bytes
@@ -116,9 +127,9 @@ class Staging:
 
         Args:
             old_pages: int64 [blocks], where each block's stored version is, or 0.
-            source: keys, slots, weights, state, as given to ``ColdTier.write``.
+            source: places, slots, weights, state, as given to ``ColdTier.write`` but for places in place of keys.
         """
-        keys, slots, weights, state = source
+        places, slots, weights, state = source
         file_map = snapshot.file_map
         block_words = layout.block_bytes // 8
         num_blocks = len(rows.block_keys)
@@ -141,7 +152,7 @@ class Staging:
                 old_pages[start:stop],
                 rows.starts[start : stop + 1],
                 rows.order,
-                keys,
+                places,
                 slots,
                 weights.reshape(-1),
                 state.reshape(-1),
@@ -149,7 +160,8 @@ class Staging:
                 result,
             )
             if result[0] != BlockStatus.DONE:
-                raise block_error(snapshot.path, int(rows.block_keys[start + int(result[1])]), geo, result)
+                block_key = int(rows.block_keys[start + int(result[1])])
+                raise block_error(snapshot.path, block_key, geo, result, self.placement)
             _put_images(txn, rows.block_keys[start:stop], epoch, images)
 
 

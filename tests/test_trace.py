@@ -1,0 +1,101 @@
+"""The file of a trace, and what makes one."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.placing import random_trace
+from tierstore.cli import main
+from tierstore.trace import TableTrace, Trace, read_trace, write_trace
+
+
+def same(one: Trace, other: Trace) -> bool:
+    return (one.batch_samples, one.tables.keys()) == (other.batch_samples, other.tables.keys()) and all(
+        np.array_equal(a, b) for name in one.tables for a, b in zip(one.tables[name], other.tables[name], strict=True)
+    )
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    trace = random_trace({"a": 100, "b/c.ids": 50}, seed=1)
+    write_trace(trace, tmp_path / "trace.npz")
+    assert same(read_trace(tmp_path / "trace.npz"), trace)
+    with np.load(tmp_path / "trace.npz") as file:
+        assert set(file.files) == {"a.ids", "a.offsets", "b/c.ids.ids", "b/c.ids.offsets", "batch_samples"}
+    with pytest.raises(FileExistsError, match="--force"):
+        write_trace(trace, tmp_path / "trace.npz")
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.npz"]
+
+
+def table(ids: list[int], offsets: list[int]) -> TableTrace:
+    return TableTrace(np.array(ids, np.int64), np.array(offsets, np.int64))
+
+
+@pytest.mark.parametrize(
+    ("tables", "reason"),
+    [
+        ({}, "no table"),
+        ({"a": table([1, 2], [0, 1])}, "offsets of table 'a' must ascend from 0 to the number of its ids, 2"),
+        ({"a": table([1, 2], [0, 2, 1, 2])}, "must ascend"),
+        ({"a": table([1], [])}, "must ascend"),
+        ({"a": table([-1], [0, 1])}, "ids of table 'a' are no rows"),
+        ({"a": table([1 << 40], [0, 1])}, "no rows"),
+        ({"a": table([1], [0, 1]), "b": table([1], [0, 0, 1])}, "'a' has 1 samples, table 'b' has 2"),
+        ({"a": TableTrace(np.zeros(1, np.int32), np.array([0, 1]))}, "int64, 1-d wanted"),
+    ],
+)
+def test_traces_that_cannot_be(tables: dict[str, TableTrace], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        Trace(tables=tables, batch_samples=1)
+
+
+def test_files_that_are_no_trace(tmp_path: Path) -> None:
+    path = tmp_path / "file.npz"
+    write_trace(random_trace({"a": 100}, seed=1), path)
+    whole = path.read_bytes()
+    with np.load(path) as file:
+        arrays = dict(file)
+    cases = {"text": b"no zip", "empty": b"", "cut": whole[:-30], "flipped": whole[:100] + b"\xff" + whole[101:]}
+    for content in cases.values():
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"file\.npz is no trace: .*tierstore trace RUN\.toml OUT\.npz makes one"):
+            read_trace(path)
+    for name in arrays:
+        np.savez(path, **{key: value for key, value in arrays.items() if key != name})  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="alone"):
+            read_trace(path)
+    np.savez(path, **(arrays | {"batch_samples": np.array([1, 2])}))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="must be one int64"):
+        read_trace(path)
+    np.save(tmp_path / "one.npy", np.zeros(3))
+    with pytest.raises(ValueError, match="a single array"):
+        read_trace(tmp_path / "one.npy")
+    with pytest.raises(FileNotFoundError):
+        read_trace(tmp_path / "nosuch.npz")
+
+
+def test_a_run_is_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Against the data itself: with hashing "mod" a value is its row."""
+    generator = np.random.default_rng(0)
+    values = generator.integers(0, 50, (25, 26))
+    missing = generator.random((25, 26)) < 0.2
+    lines = [
+        "\t".join(["0", *["1"] * 13, *("" if gone else f"{value:08x}" for value, gone in zip(*row, strict=True))])
+        for row in zip(values, missing, strict=True)
+    ]
+    (tmp_path / "data.tsv").write_text("\n".join(lines) + "\n")
+    run = '[data]\nhashing = "mod"\n[embedding]\nnum_embeddings = 50\n[train]\nbatch_size = 8\n'
+    (tmp_path / "run.toml").write_text(run)
+    arguments = ["trace", str(tmp_path / "run.toml"), str(tmp_path / "t.npz"), "--data", str(tmp_path / "data.tsv")]
+    assert main([*arguments, "--rows", "20"]) == 0
+    assert f"{(~missing[:20]).sum()} lookups of 26 tables in 20 samples" in capsys.readouterr().out
+    trace = read_trace(tmp_path / "t.npz")
+    assert trace.batch_samples == 8
+    for column in range(26):
+        found = trace.tables[f"C{column + 1}"]
+        assert found.ids.tolist() == values[:20, column][~missing[:20, column]].tolist()
+        assert np.diff(found.offsets).tolist() == (~missing[:20, column]).astype(int).tolist()
+    assert main([*arguments, "--force"]) == 0
+    assert read_trace(tmp_path / "t.npz").num_samples == 25
+    assert main([*arguments, "--force", "--rows", "0"]) == 2
+    assert main(arguments) == 1

@@ -1,0 +1,142 @@
+"""A trace: which rows of which table were looked up, sample by sample. Packing goes by it.
+
+The file is a numpy ``.npz``. For each table it has ``NAME.ids``, int64 [n], the rows in the order of access, and
+``NAME.offsets``, int64 [samples + 1]: what sample s looks up is ``ids[offsets[s]:offsets[s + 1]]``. All tables have the
+same samples. ``batch_samples``, one int64, says how many of them a batch had.
+"""
+
+import contextlib
+import os
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .excerpt import excerpt
+from .exchange.output import partial_file
+from .rows import MAX_ROWS
+
+__all__ = ["BATCH_SAMPLES", "TableTrace", "Trace", "read_trace", "write_trace"]
+
+Int64s = NDArray[np.int64]
+
+BATCH_SAMPLES: Final = "batch_samples"
+_IDS: Final = ".ids"
+_OFFSETS: Final = ".offsets"
+
+
+class TableTrace(NamedTuple):
+    """Of one table; see the module's docstring."""
+
+    ids: Int64s
+    offsets: Int64s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """What was looked up.
+
+    Attributes:
+        tables: by name.
+        batch_samples: samples in a batch.
+
+    Raises:
+        ValueError: ids or offsets cannot be; names the table.
+    """
+
+    tables: Mapping[str, TableTrace]
+    batch_samples: int
+
+    def __post_init__(self) -> None:
+        if not self.tables:
+            raise ValueError("the trace has no table")
+        if self.batch_samples < 1:
+            raise ValueError(f"batch_samples is {self.batch_samples}; a batch has a sample at least")
+        for name, table in self.tables.items():
+            _check(name, table)
+        counts = {name: len(table.offsets) - 1 for name, table in self.tables.items()}
+        if len(set(counts.values())) > 1:
+            fewest, most = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
+            raise ValueError(
+                f"table {excerpt(fewest)} has {counts[fewest]} samples, table {excerpt(most)} has {counts[most]}; "
+                "all have the same, a sample that looks up nothing being an empty one"
+            )
+
+    @property
+    def num_samples(self) -> int:
+        return len(next(iter(self.tables.values())).offsets) - 1
+
+    @property
+    def num_lookups(self) -> int:
+        return sum(len(table.ids) for table in self.tables.values())
+
+
+def _check(name: str, table: TableTrace) -> None:
+    for what, array in (("ids", table.ids), ("offsets", table.offsets)):
+        if array.dtype != np.int64 or array.ndim != 1:
+            raise ValueError(f"{what} of table {excerpt(name)} are {array.dtype}, {array.ndim}-d; int64, 1-d wanted")
+    offsets = table.offsets
+    if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(table.ids) or (np.diff(offsets) < 0).any():
+        raise ValueError(
+            f"offsets of table {excerpt(name)} must ascend from 0 to the number of its ids, {len(table.ids)}"
+        )
+    if len(table.ids) and not 0 <= int(table.ids.min()) <= int(table.ids.max()) < MAX_ROWS:
+        raise ValueError(f"ids of table {excerpt(name)} are no rows: they must be from 0 to 2^40 - 1")
+
+
+def write_trace(trace: Trace, path: str | os.PathLike[str], *, force: bool = False) -> None:
+    """Write the file, whole or not at all.
+
+    Raises:
+        FileExistsError: there is such a file, and ``force`` is not given. DiskFullError.
+    """
+    arrays: dict[str, Int64s] = {BATCH_SAMPLES: np.array(trace.batch_samples, np.int64)}
+    for name, table in trace.tables.items():
+        arrays |= {name + _IDS: table.ids, name + _OFFSETS: table.offsets}
+    with partial_file(Path(path), force=force) as descriptor, os.fdopen(os.dup(descriptor), "wb") as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+
+
+def read_trace(path: str | os.PathLike[str]) -> Trace:
+    """Read the whole file into memory.
+
+    Raises:
+        ValueError: it is no trace; says why. FileNotFoundError.
+    """
+    with _naming(path), open(path, "rb") as raw:
+        file = np.load(raw, allow_pickle=False)
+        if not isinstance(file, np.lib.npyio.NpzFile):
+            raise ValueError("a single array; a trace is a .npz file")
+        with file:
+            return _parse(file)
+
+
+def _parse(file: "np.lib.npyio.NpzFile") -> Trace:
+    names = [name.removesuffix(_IDS) for name in file.files if name.endswith(_IDS)]
+    wanted = {BATCH_SAMPLES, *(name + end for name in names for end in (_IDS, _OFFSETS))}
+    if wanted != set(file.files):
+        raise ValueError(
+            f"it has {excerpt(min(wanted ^ set(file.files)))} alone; wanted are NAME.ids and NAME.offsets for each "
+            f"table, and {BATCH_SAMPLES}"
+        )
+    size = file[BATCH_SAMPLES]
+    if size.dtype != np.int64 or size.ndim:
+        raise ValueError(f"{BATCH_SAMPLES} must be one int64")
+    tables = {name: TableTrace(file[name + _IDS], file[name + _OFFSETS]) for name in names}
+    return Trace(tables=tables, batch_samples=int(size))
+
+
+@contextlib.contextmanager
+def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn what numpy and zipfile say of a file that is no trace into a ValueError that names it."""
+    try:
+        yield
+    except (ValueError, EOFError, KeyError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(
+            f"{os.fspath(path)} is no trace: {error}. tierstore trace RUN.toml OUT.npz makes one"
+        ) from error
