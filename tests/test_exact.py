@@ -26,6 +26,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"ddr": TIGHT, "depth": 3, "threads": 3},
     {"ddr": "440KiB", "policy": "lfu", "depth": 1, "threads": 2},
     {"ddr": "440KiB", "policy": "reference-lru", "depth": 5},
+    {"ddr": "480KiB", "policy": "tinylfu", "depth": 3, "threads": 2},
     {"ddr": TIGHT, "policy": "reference-lfu"},
     {"ddr": "2MiB", "depth": 2, "threads": 4},
     {"ddr": "2MiB", "hbm": "1MiB", "depth": 2},

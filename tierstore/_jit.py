@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 import numba
 from numba.core import event
 
-__all__ = ["JIT_ENABLED", "inline", "kernel", "prefetch_item", "uncounted_kernel"]
+__all__ = ["JIT_ENABLED", "inline", "kernel", "prefetch_item", "uncounted_inline", "uncounted_kernel"]
 
 JIT_ENABLED: Final = not numba.config.DISABLE_JIT
 _LOG: Final = logging.getLogger("tierstore")
@@ -56,6 +56,14 @@ def uncounted_kernel(function: F) -> F:
     Kernels made of small helpers over one tuple of arrays are two to four times as fast without.
     """
     return _compile(function, _nrt=False)
+
+
+def uncounted_inline(function: F) -> F:
+    """A helper of uncounted kernels that takes a tuple of arrays, merged into its callers whatever its size.
+
+    A call would copy the tuple, seven words an array.
+    """
+    return _compile(function, _nrt=False, forceinline=True)
 
 
 class _CompileNotice(event.Listener):  # type: ignore[misc, unused-ignore]

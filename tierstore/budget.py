@@ -21,8 +21,6 @@ __all__ = ["MIN_CACHED_ROWS", "STAGING_BYTES", "Division", "PoolSize", "divide",
 
 MIN_CACHED_ROWS: Final = 64
 """Fewest rows a layout's cache must hold (all its rows, if there are fewer)."""
-CACHE_BYTES: Final = 1024
-"""More than what a cache takes beside its rows and their overhead."""
 STAGING_BYTES: Final = 256 * 2**10
 """Block images under construction."""
 TRANSACTION_SHARE: Final = 1 / 8
@@ -131,21 +129,20 @@ def hbm_bytes_of(layout: RowLayout, cached: int, policy: str) -> int:
 
 
 def _pool_bytes(layout: RowLayout, count: int, policy: str) -> int:
-    """What a pool with so many rows in its cache takes, slightly overestimated."""
+    """What a pool with so many rows in its cache takes."""
     outbox_rows = max(MIN_OUTBOX_ROWS, math.ceil(count * OUTBOX_SHARE))
-    return count * _cached_row_bytes(layout, policy) + CACHE_BYTES + outbox_bytes(layout, outbox_rows)
+    return cache.size_bytes_of(policy, count, **_words(layout)) + outbox_bytes(layout, outbox_rows)
 
 
-def _cached_row_bytes(layout: RowLayout, policy: str) -> int:
-    return layout.row_bytes + cache.OVERHEAD_BYTES[policy.removeprefix("reference-")]
+def _words(layout: RowLayout) -> dict[str, int]:
+    return {"weight_words": layout.weight_words, "state_words": layout.state_words}
 
 
 def _pool_size(layout: RowLayout, count: int, share: int, policy: str) -> PoolSize:
     """What fits into ``share`` bytes, of ``count`` rows."""
-    whole = _cached_row_bytes(layout, policy) + outbox_bytes(layout, 1) * OUTBOX_SHARE
-    outbox_rows = max(MIN_OUTBOX_ROWS, int(min(count, share / whole) * OUTBOX_SHARE))
-    cache_bytes = share - outbox_bytes(layout, outbox_rows)
-    fitting = cache.capacity_for(policy, cache_bytes, weight_words=layout.weight_words, state_words=layout.state_words)
+    rows = bisect.bisect_right(range(1, count + 1), share, key=lambda rows: _pool_bytes(layout, rows, policy))
+    outbox_rows = max(MIN_OUTBOX_ROWS, int(rows * OUTBOX_SHARE))
+    fitting = cache.capacity_for(policy, share - outbox_bytes(layout, outbox_rows), **_words(layout))
     return PoolSize(min(fitting, count), outbox_rows)
 
 

@@ -4,7 +4,7 @@ import cachetools
 import pytest
 import torch
 
-from tests.conformance.row_cache import RowCacheConformance
+from tests.conformance.row_cache import RowCacheConformance, SettledTinyLFU
 from tierstore._jit import JIT_ENABLED
 from tierstore.cache import RowCache, make_cache
 from tierstore.cache.hbm import HbmCache
@@ -23,6 +23,11 @@ class Lfu(Lru):
     policy = "lfu"
 
 
+class TinyLfu(Lru):
+    oracle_class = SettledTinyLFU
+    policy = "tinylfu"
+
+
 @pytest.mark.kernel
 class TestLru(Lru):
     num_accesses = 20_000 if JIT_ENABLED else 2000
@@ -33,12 +38,21 @@ class TestLfu(Lfu):
     num_accesses = 20_000 if JIT_ENABLED else 2000
 
 
+@pytest.mark.kernel
+class TestTinyLfu(TinyLfu):
+    num_accesses = 20_000 if JIT_ENABLED else 2000
+
+
 class TestReferenceLru(Lru):
     policy = "reference-lru"
 
 
 class TestReferenceLfu(Lfu):
     policy = "reference-lfu"
+
+
+class TestReferenceTinyLfu(TinyLfu):
+    policy = "reference-tinylfu"
 
 
 class HbmLru(Lru):

@@ -195,6 +195,10 @@ class LfuTwinMachine(TwinMachine):
     policy = "lfu"
 
 
+class TinyLfuTwinMachine(TwinMachine):
+    policy = "tinylfu"
+
+
 SETTINGS = settings(stateful_step_count=40, max_examples=3 * settings().max_examples)
 
 
@@ -205,4 +209,9 @@ class TestLruTwins(TwinMachine.TestCase):  # type: ignore[misc]
 
 @pytest.mark.kernel
 class TestLfuTwins(LfuTwinMachine.TestCase):  # type: ignore[misc]
+    settings = SETTINGS
+
+
+@pytest.mark.kernel
+class TestTinyLfuTwins(TinyLfuTwinMachine.TestCase):  # type: ignore[misc]
     settings = SETTINGS

@@ -10,7 +10,7 @@ from tierstore.cache import POLICIES, DdrCache, ReferenceCache, capacity_for, ma
 
 
 def test_policies() -> None:
-    assert POLICIES == ("lru", "lfu", "reference-lru", "reference-lfu")
+    assert POLICIES == ("lru", "lfu", "tinylfu", "reference-lru", "reference-lfu", "reference-tinylfu")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -29,7 +29,7 @@ def test_an_unknown_policy_names_the_nearest(policy: str, nearest: str) -> None:
         capacity_for(policy, 10**6, weight_words=2, state_words=1)
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu"])
+@pytest.mark.parametrize("policy", ["lru", "lfu", "tinylfu"])
 def test_twins_have_one_capacity(policy: str) -> None:
     fast = capacity_for(policy, 123_456, weight_words=16, state_words=2)
     assert fast == capacity_for(f"reference-{policy}", 123_456, weight_words=16, state_words=2) > 0
@@ -47,6 +47,7 @@ def test_all_is_exact() -> None:
         "RowCache",
         "capacity_for",
         "make_cache",
+        "size_bytes_of",
     ]
 
 
@@ -62,4 +63,5 @@ def test_the_reference_shares_no_code_with_the_fast_cache() -> None:
     """
     paths = tierstore.__path__[0], tierstore.cache.__path__[0]
     done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['tierstore.cache', 'tierstore.cache.base', 'tierstore.cache.reference']"
+    own = [f"tierstore.cache{name}" for name in ("", ".base", ".reference", ".reference_tinylfu")]
+    assert done.stdout.strip() == str(own)

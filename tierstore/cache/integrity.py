@@ -1,14 +1,15 @@
 """The conservation laws of a cache's bookkeeping, each term of them counted anew."""
 
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
 from .._jit import uncounted_kernel as kernel
 from .admission import DIRTY, FROZEN, LOADING, RESIDENT
 from .base import Int64s
+from .books import CacheState, Tally
 from .index import index_find
-from .policies import CacheState, Tally
+from .tinylfu import IN_WINDOW
 
 __all__ = ["check_state"]
 
@@ -19,6 +20,7 @@ _FAULTS: Final = (
     "wrong_back_links",
     "not_found_by_key",
     "bucket_faults",
+    "level_faults",
     "negative_pins",
     "loading_unpinned",
     "loading_dirty",
@@ -57,6 +59,37 @@ def _survey_list(state: CacheState, found: Int64s) -> None:
 
 
 @kernel
+def _survey_levels(state: CacheState, found: Int64s) -> None:
+    """Walk a TinyLFU list. ``found``: slots in the window; slots out of order, and wrong ends of levels and of main."""
+    slots, tails = state.slots, state.level_tail
+    root = np.int64(slots.size - 1)
+    before: Any
+    level: Any
+    before, level, in_window, listed = root, np.int64(-1), np.int64(0), 0
+    slot = np.int64(slots[root]["next"])
+    while slot != root and listed < root:
+        listed += 1
+        frequency = np.int64(slots[slot]["frequency"])
+        if frequency & IN_WINDOW:
+            if found[0] == 0:
+                found[1] += state.tallies[Tally.MAIN_LAST] != before
+            found[0] += 1
+        else:
+            found[1] += found[0] > 0 or frequency < level
+            for passed in range(max(level, 0), frequency):
+                found[1] += tails[passed] != (before if passed == level else root)
+            level = frequency
+        in_window = frequency & IN_WINDOW
+        before = slot
+        slot = np.int64(slots[slot]["next"])
+    if not in_window:
+        found[1] += state.tallies[Tally.MAIN_LAST] != before
+    last = state.tallies[Tally.MAIN_LAST]
+    for passed in range(max(level, 0), tails.size):
+        found[1] += tails[passed] != (last if passed == level else root)
+
+
+@kernel
 def _survey_free(state: CacheState, found: Int64s) -> None:
     """``found``: slots never used or freed; those of them that hold something; buckets never used or freed."""
     slots, tallies = state.slots, state.tallies
@@ -80,6 +113,9 @@ def _terms(state: CacheState) -> dict[str, int]:
     in_list, in_free = np.zeros(6, np.int64), np.zeros(3, np.int64)
     _survey_list(state, in_list)
     _survey_free(state, in_free)
+    in_levels = np.zeros(2, np.int64)
+    if state.level_tail.size:
+        _survey_levels(state, in_levels)
     flags, pins = state.slots["flags"][:-1], state.slots["pins"][:-1]
     tallies = state.tallies
     return {
@@ -97,6 +133,9 @@ def _terms(state: CacheState) -> dict[str, int]:
         "buckets": int(in_list[4]),
         "bucket_faults": int(in_list[5]),
         "free_buckets": int(in_free[2]),
+        "window": int(tallies[Tally.WINDOW_ROWS]),
+        "window_listed": int(in_levels[0]),
+        "level_faults": int(in_levels[1]),
         "dirty": int(tallies[Tally.DIRTY]),
         "dirty_flags": int(np.count_nonzero(flags & DIRTY)),
         "frozen": int(tallies[Tally.FROZEN]),
@@ -121,6 +160,7 @@ def check_state(state: CacheState) -> None:
         "resident == index_entries": t["resident"] == t["index_entries"],
         "resident == listed": t["resident"] == t["listed"],
         "buckets + free_buckets == bucket_capacity": t["buckets"] + t["free_buckets"] == t["bucket_capacity"],
+        "window == window_listed": t["window"] == t["window_listed"],
         "dirty == dirty_flags": t["dirty"] == t["dirty_flags"],
         "frozen == frozen_flags": t["frozen"] == t["frozen_flags"],
         "pinned == pinned_slots": t["pinned"] == t["pinned_slots"],

@@ -1,10 +1,11 @@
 """The device tier over all pools of a store: one budget, one side stream, one account."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Final
 
 import torch
 
+from ..cache.hbm import PolicyName
 from ..errors import BudgetError
 from ..pool import Pool
 from ..rows import RowLayout
@@ -13,7 +14,10 @@ from ..stats import TierStats
 from .lanes import open_lane
 from .pool import HbmPool, HbmSize
 
-__all__ = ["add_hbm", "hbm_stats"]
+__all__ = ["POLICIES", "add_hbm", "hbm_stats"]
+
+POLICIES: Final[dict[str, PolicyName]] = {"lru": "lru", "lfu": "lfu", "tinylfu": "lfu"}
+"""The device's policy for each of the host's. Its LFU asks a sketch before it lets a row in, as TinyLFU does."""
 
 
 def add_hbm(
@@ -22,14 +26,14 @@ def add_hbm(
     """Give each pool its part of device memory.
 
     Args:
-        policy: of the store; a reference policy's fast twin is used.
+        policy: of the store; the device's nearest is used (``POLICIES``).
         given: the budget as its owner wrote it, for messages.
 
     Raises:
         BudgetError: the device has less memory free.
     """
     lane = open_lane(device)
-    own: Any = policy.removeprefix("reference-")
+    own = POLICIES[policy.removeprefix("reference-")]
     try:
         for pool in pools:
             pool.hot = HbmPool(pool, sizes[pool.layout], lane, device, own)

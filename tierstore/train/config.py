@@ -70,7 +70,9 @@ class StoreSection:
         'where the model computes: "cpu", or "cuda" ("cuda:1", ...) beside hbm. A run may continue on another device; '
         "the last bits of a result depend on it, as the dense part is computed by other kernels",
     )
-    policy: str = _option("lru", 'which rows leave memory first: "lru", "lfu", or "reference-" and one of them')
+    policy: str = _option(
+        "lru", 'which rows leave memory first: "lru", "lfu", "tinylfu", or "reference-" and one of them'
+    )
     threads: int = _option(0, "threads of the store; 0 chooses")
     keep: int = _option(1, "commits to keep; tierstore rollback goes back to one")
 
