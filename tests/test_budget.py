@@ -25,7 +25,7 @@ def batch(rows: int, count: int, seed: int) -> tierstore.KeyedJaggedTensor:
     return tierstore.KeyedJaggedTensor(["t"], ids, lengths=torch.ones(count, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "tinylfu"])
+@pytest.mark.parametrize("policy", ["lru", "lfu", "tinylfu", "lookahead"])
 @pytest.mark.parametrize("ddr", ["500KiB", "2MiB", "16MiB"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"dim{layout['embedding_dim']}")
 def test_what_a_store_allocates_stays_within_its_budget(
@@ -42,7 +42,7 @@ def test_what_a_store_allocates_stays_within_its_budget(
         gc.collect()
         tracemalloc.start()
         try:
-            for features in tierstore.prefetch(batches, collection, depth=2):
+            for features in tierstore.prefetch(batches, collection, depth=2, lookahead=2):
                 collection(features).values().sum().backward()
             gc.collect()
             allocated = tracemalloc.get_traced_memory()[0]

@@ -130,6 +130,11 @@ class Lookup:
         """The tables' pool as it is now: unless rows are pinned, a new table may have replaced it."""
         return self._tables[0].pool
 
+    @property
+    def demand(self) -> tuple[Pool, Any]:
+        """The pool and the keys, int64 [N], of the rows it will use."""
+        return self._pool, self._keys
+
     @shielded
     def stage(self) -> None:
         """Bring the rows in and keep them pinned until they are used, as far as the pool has room to keep them."""

@@ -28,6 +28,12 @@ class TinyLfu(Lru):
     policy = "tinylfu"
 
 
+class LookaheadUnannounced(Lru):
+    """Without announcements it is LRU."""
+
+    policy = "lookahead"
+
+
 @pytest.mark.kernel
 class TestLru(Lru):
     num_accesses = 20_000 if JIT_ENABLED else 2000
@@ -43,6 +49,11 @@ class TestTinyLfu(TinyLfu):
     num_accesses = 20_000 if JIT_ENABLED else 2000
 
 
+@pytest.mark.kernel
+class TestLookahead(LookaheadUnannounced):
+    num_accesses = 20_000 if JIT_ENABLED else 2000
+
+
 class TestReferenceLru(Lru):
     policy = "reference-lru"
 
@@ -53,6 +64,10 @@ class TestReferenceLfu(Lfu):
 
 class TestReferenceTinyLfu(TinyLfu):
     policy = "reference-tinylfu"
+
+
+class TestReferenceLookahead(LookaheadUnannounced):
+    policy = "reference-lookahead"
 
 
 class HbmLru(Lru):

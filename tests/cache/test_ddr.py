@@ -1,5 +1,6 @@
 """What is the fast cache's own: its memory, its bounds, its arguments, and that check_integrity sees damage."""
 
+import re
 import tracemalloc
 from typing import Any, Literal
 
@@ -14,11 +15,11 @@ from tierstore.cache.admission import DIRTY, LOADING, RESIDENT
 from tierstore.cache.ddr import FIXED_BYTES, size_bytes_of
 from tierstore.cache.policies import Tally
 
-PolicyName = Literal["lru", "lfu", "tinylfu"]
-POLICY_NAMES: tuple[PolicyName, ...] = ("lru", "lfu", "tinylfu")
+PolicyName = Literal["lru", "lfu", "tinylfu", "lookahead"]
+POLICY_NAMES: tuple[PolicyName, ...] = ("lru", "lfu", "tinylfu", "lookahead")
 
 
-@pytest.mark.parametrize(("policy", "stated_bytes", "fixed_bytes"), [("lru", 44, 400), ("lfu", 60, 400), ("tinylfu", 60, 28_600)])
+@pytest.mark.parametrize(("policy", "stated_bytes", "fixed_bytes"), [("lru", 44, 500), ("lfu", 60, 500), ("tinylfu", 60, 28_600), ("lookahead", 212, 21_000)])
 def test_overhead_is_what_is_stated_and_what_is_allocated(
     policy: PolicyName, stated_bytes: int, fixed_bytes: int
 ) -> None:
@@ -242,10 +243,51 @@ LFU_DAMAGES: dict[str, tuple[Any, str]] = {
 TINYLFU_DAMAGES: dict[str, tuple[Any, str]] = {
     "level's last slot wrong": (_lose_level, "level_faults == 0"),
     "main's last slot wrong": (_lose_main, "level_faults == 0"),
-    "levels out of order": (_set_field(1, "frequency", 40), "level_faults == 0"),
-    "window's row in main": (_set_field(5, "frequency", 1), "level_faults == 0"),
+    "levels out of order": (_set_field(1, "rank", 40), "level_faults == 0"),
+    "window's row in main": (_set_field(5, "rank", 1), "level_faults == 0"),
     "window miscounted": (_add_tally(Tally.WINDOW_ROWS, 1), "window == window_listed"),
 }
+
+
+def books_with_announcements() -> DdrCache:
+    """Rows 1 and 3 of unknown use, 2 and 5 in two groups; a use that was retired out of turn."""
+    cache = DdrCache(6, weight_words=1, state_words=0, policy="lookahead")
+    visit(cache, 1, 2, 3, 5)
+    for keys in ((2, 7), (5, 2), (5,)):
+        cache.announce(keys_from(*keys))
+    cache.retire(2)
+    assert order_of(cache) == [1, 3, 5, 2]
+    cache.check_integrity()
+    return cache
+
+
+def _lose_group(cache: DdrCache) -> None:
+    cache._books.level_tail[1] = cache.capacity
+
+
+def _lose_use(cache: DdrCache) -> None:
+    entries = cache._books.last_uses
+    entries[:] = 0
+
+
+LOOKAHEAD_DAMAGES: dict[str, tuple[Any, str]] = {
+    "group's last slot wrong": (_lose_group, "group_faults == 0"),
+    "announced key lost": (_lose_use, "group_faults == 0"),
+    "row in another group": (_set_field(5, "rank", 1), "group_faults == 0"),
+    "row in no group": (_set_field(2, "rank", -1), "group_faults == 0"),
+    "last of unknown use wrong": (_add_tally(Tally.UNKNOWN_LAST, -1), "group_faults == 0"),
+    "use miscounted": (_add_tally(Tally.USES_END, 1), "uses == uses_of_batches"),
+}
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("name", LOOKAHEAD_DAMAGES)
+def test_check_integrity_sees_damage_to_announcements(name: str) -> None:
+    cache = books_with_announcements()
+    damage, law = LOOKAHEAD_DAMAGES[name]
+    damage(cache)
+    with pytest.raises(AssertionError, match=re.escape(law)):
+        cache.check_integrity()
 
 
 @pytest.mark.kernel

@@ -7,6 +7,8 @@ policy               cache
 "lfu"                host memory, exact least-frequently-used; array kernels
 "tinylfu"            host memory, least frequently used by counts that outlive
                      residence and age, or LRU where a sample says that it hits more
+"lookahead"          host memory, the row whose next announced use is farthest;
+                     before them those of no announced use, as "lru"
 "reference-lru"      the same on cachetools: some fifty times as slow, obviously right
 "reference-lfu"      likewise
 "reference-tinylfu"  likewise
@@ -19,7 +21,7 @@ import difflib
 from collections.abc import Callable
 from typing import Any, Final
 
-from .base import Admission, AdmitStatus, CacheCounters, RowCache
+from .base import Admission, AdmitStatus, Announceable, CacheCounters, RowCache
 from .ddr import OVERHEAD_BYTES, DdrCache
 from .ddr import capacity_for as _ddr_capacity_for
 from .ddr import size_bytes_of as _ddr_size_bytes_of
@@ -30,6 +32,7 @@ __all__ = [
     "POLICIES",
     "Admission",
     "AdmitStatus",
+    "Announceable",
     "CacheCounters",
     "DdrCache",
     "ReferenceCache",
@@ -44,9 +47,11 @@ _CLASSES: Final[dict[str, Callable[..., RowCache]]] = {
     "lru": DdrCache,
     "lfu": DdrCache,
     "tinylfu": DdrCache,
+    "lookahead": DdrCache,
     "reference-lru": ReferenceCache,
     "reference-lfu": ReferenceCache,
     "reference-tinylfu": ReferenceCache,
+    "reference-lookahead": ReferenceCache,
 }
 
 POLICIES: Final[tuple[str, ...]] = tuple(_CLASSES)

@@ -1,7 +1,8 @@
-"""The warm tier: rows in host memory, evicted by exact LRU, exact LFU or TinyLFU.
+"""The warm tier: rows in host memory, evicted by exact LRU, exact LFU, TinyLFU or what was announced.
 
 Beside its rows a cache needs, per row, 12 bytes of index, 32 bytes of slot record and, with LFU, 16 bytes of buckets or
-with TinyLFU 16 bytes of sketch: 44 bytes with LRU, 60 with the others (``OVERHEAD_BYTES``); and a cache, whatever its
+with TinyLFU 16 bytes of sketch: 44 bytes with LRU, 60 with these; with lookahead 28 bytes for each of 6 announced uses,
+212 bytes in all (``OVERHEAD_BYTES``). And a cache, whatever its
 size, up to ``FIXED_BYTES``. Nothing else grows with the capacity; memory is taken from the system as slots are first
 used.
 """
@@ -13,24 +14,41 @@ from numpy.typing import NDArray
 
 from . import admission as kernels
 from .base import Admission, AdmitStatus, CacheCounters, Int32s, Int64s, Words
-from .books import BUCKET_BYTES, CacheState, Tally, new_state, state_bytes_of
+from .books import (
+    BATCH_DTYPE,
+    BUCKET_BYTES,
+    MAX_BATCHES,
+    USE_DTYPE,
+    USES_PER_ROW,
+    CacheState,
+    Tally,
+    new_state,
+    state_bytes_of,
+)
 from .dueling import SAMPLED_ROWS, Duel, duel_bytes_of
 from .index import SLOT_DTYPE
 from .integrity import check_state
+from .lookahead import announce_keys, has_room, retire_batch
 from .sketch import sketch_width
 
 __all__ = ["CAPACITY_MAX", "FIXED_BYTES", "OVERHEAD_BYTES", "DdrCache", "PolicyName", "capacity_for", "size_bytes_of"]
 
-PolicyName = Literal["lru", "lfu", "tinylfu"]
+PolicyName = Literal["lru", "lfu", "tinylfu", "lookahead"]
 
 INDEX_BYTES: Final = 12
 OVERHEAD_BYTES: Final[dict[str, int]] = {
     "lru": INDEX_BYTES + SLOT_DTYPE.itemsize,
     "lfu": INDEX_BYTES + SLOT_DTYPE.itemsize + BUCKET_BYTES,
     "tinylfu": INDEX_BYTES + SLOT_DTYPE.itemsize + sketch_width(4) // 4,
+    "lookahead": INDEX_BYTES + SLOT_DTYPE.itemsize + USES_PER_ROW * (USE_DTYPE.itemsize + INDEX_BYTES),
 }
 """Index and policy, in bytes per cached row."""
-FIXED_BYTES: Final[dict[str, int]] = {"lru": 400, "lfu": 400, "tinylfu": 800 + duel_bytes_of(SAMPLED_ROWS)}
+FIXED_BYTES: Final[dict[str, int]] = {
+    "lru": 500,
+    "lfu": 500,
+    "tinylfu": 800 + duel_bytes_of(SAMPLED_ROWS),
+    "lookahead": 500 + MAX_BATCHES * (BATCH_DTYPE.itemsize + 4),
+}
 """The most that a cache takes beside its rows and their overhead."""
 
 CAPACITY_MAX: Final = 2**31 - 2
@@ -102,7 +120,7 @@ class DdrCache:
         capacity: slots, at least 1.
         weight_words: 64-bit words of weights a row; 0 for a cache without rows, to simulate.
         state_words: 64-bit words of optimizer state a row.
-        policy: "lru", "lfu" or "tinylfu".
+        policy: "lru", "lfu", "tinylfu" or "lookahead".
 
     Raises:
         ValueError: for any of them out of range.
@@ -287,6 +305,19 @@ class DdrCache:
                 self._duel.observe(keys[start:stop])
             start = stop
         return is_hit
+
+    def can_announce(self, num_keys: int) -> bool:
+        """See Announceable."""
+        return self.policy != "lookahead" or bool(has_room(self._books, num_keys))
+
+    def announce(self, keys: Int64s) -> int:
+        """See Announceable."""
+        return int(announce_keys(self._books, _keys(keys))) if self.policy == "lookahead" else 0
+
+    def retire(self, batch: int) -> None:
+        """See Announceable."""
+        if batch:
+            retire_batch(self._books, batch)
 
     def check_integrity(self) -> None:
         check_state(self._books)

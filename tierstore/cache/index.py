@@ -30,6 +30,7 @@ __all__ = [
     "index_insert",
     "index_places",
     "index_prefetch",
+    "index_replace",
     "mixed_key",
 ]
 
@@ -44,10 +45,10 @@ SLOT_DTYPE: Final = np.dtype(
         ("number", np.int32),
         ("pins", np.int32),
         ("flags", np.int16),
-        ("frequency", np.int16),
+        ("rank", np.int16),
     ]
 )
-"""All a hit needs to know of a slot, in half a cache line. ``previous``, ``next`` and ``frequency`` are the policy's;
+"""All a hit needs to know of a slot, in half a cache line. ``previous``, ``next`` and ``rank`` are the policy's;
 ``stamp`` and ``number`` are the admission that last resolved the slot and the row's unique number in it (ddr.py)."""
 
 ABSENT: Final = -1
@@ -143,6 +144,22 @@ def index_insert(index: Words, key: Any, slot: Any) -> None:
         if place == places:
             place = _EMPTY
     index[place] = (fingerprint << _HALF) | (np.uint64(slot) + _ONE)
+
+
+@inline
+def index_replace(index: Words, key: Any, slot: Any, other: Any) -> None:
+    """Let the entry of a key that leads to ``slot`` lead to another."""
+    places = np.uint64(index.size)
+    fingerprint = fingerprint_of(key)
+    entry = (fingerprint << _HALF) | (np.uint64(slot) + _ONE)
+    place = home_of(fingerprint, places)
+    for _ in range(index.size):
+        if index[place] == entry:
+            break
+        place += _ONE
+        if place == places:
+            place = _EMPTY
+    index[place] = (fingerprint << _HALF) | (np.uint64(other) + _ONE)
 
 
 @inline

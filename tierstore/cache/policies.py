@@ -1,9 +1,9 @@
-"""LRU, LFU and TinyLFU over arrays, O(1) a step: each keeps the resident slots in one list in eviction order.
+"""LRU, LFU, TinyLFU and lookahead over arrays, O(1) a step: each keeps the resident slots in one list in eviction order.
 
 LRU: a touched slot moves to the end. LFU: slots of equal count lie side by side, oldest first, and form a *bucket*;
 buckets lie in order of their counts. A bucket knows its count and its last slot; its neighbours are found through
 the list. Both evict exactly what cachetools (>= 8) evicts: a new row has count 1, and a row that returns starts anew.
-TinyLFU is in tinylfu.py.
+TinyLFU is in tinylfu.py, lookahead in lookahead.py.
 """
 
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 
 from .._jit import uncounted_inline as inline
 from .books import CacheState, Tally, link_after, unlink
+from .lookahead import lookahead_insert, lookahead_remove, lookahead_touch
 from .tinylfu import tinylfu_insert, tinylfu_remove, tinylfu_settle, tinylfu_touch
 
 __all__ = ["CacheState", "Tally", "policy_insert", "policy_remove", "policy_settle", "policy_touch"]
@@ -94,6 +95,8 @@ def policy_touch(state: CacheState, slot: Any) -> None:
         _lfu_touch(state, slot)
     elif state.sketch.size:
         tinylfu_touch(state, slot)
+    elif state.uses.size:
+        lookahead_touch(state, slot)
     else:
         slots = state.slots
         unlink(slots, slot)
@@ -107,6 +110,8 @@ def policy_insert(state: CacheState, slot: Any) -> None:
         _lfu_insert(state, slot)
     elif state.sketch.size:
         tinylfu_insert(state, slot)
+    elif state.uses.size:
+        lookahead_insert(state, slot)
     else:
         slots = state.slots
         link_after(slots, slot, slots[slots.size - 1]["previous"])
@@ -117,10 +122,12 @@ def policy_remove(state: CacheState, slot: Any) -> None:
     """Forget a resident slot, and its count as far as the policy does."""
     if state.sketch.size:
         tinylfu_remove(state, slot)
-        return
-    if state.bucket.size:
-        _leave_bucket(state, slot)
-    unlink(state.slots, slot)
+    elif state.uses.size:
+        lookahead_remove(state, slot)
+    else:
+        if state.bucket.size:
+            _leave_bucket(state, slot)
+        unlink(state.slots, slot)
 
 
 @inline

@@ -1,4 +1,4 @@
-"""The slow and obviously right row cache, on cachetools' LRUCache and LFUCache and a TinyLFU of that kind: oracle in
+"""The slow and obviously right row cache, on cachetools' LRUCache LFUCache and others of that kind: oracle in
 tests, off-switch in use.
 
 It shares nothing with the fast cache but the contract. Its rows take the same memory; its bookkeeping, Python objects
@@ -13,11 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .base import Admission, AdmitStatus, CacheCounters, Int32s, Int64s, Words
+from .reference_lookahead import Lookahead
 from .reference_tinylfu import TinyLFU
 
 __all__ = ["ReferenceCache", "ReferencePolicyName"]
 
-ReferencePolicyName = Literal["reference-lru", "reference-lfu", "reference-tinylfu"]
+ReferencePolicyName = Literal["reference-lru", "reference-lfu", "reference-tinylfu", "reference-lookahead"]
 
 
 class _Pinnable(cachetools.Cache[int, int]):
@@ -66,10 +67,11 @@ class _PinnableLFU(_Pinnable, cachetools.LFUCache[int, int]):
             link = link.next
 
 
-_CLASSES: Final[dict[str, type[_Pinnable | TinyLFU]]] = {
+_CLASSES: Final[dict[str, type[_Pinnable | TinyLFU | Lookahead]]] = {
     "reference-lru": _PinnableLRU,
     "reference-lfu": _PinnableLFU,
     "reference-tinylfu": TinyLFU,
+    "reference-lookahead": Lookahead,
 }
 
 
@@ -87,7 +89,7 @@ class ReferenceCache:
         capacity: slots, at least 1.
         weight_words: 64-bit words of weights a row.
         state_words: 64-bit words of optimizer state a row.
-        policy: "reference-lru", "reference-lfu" or "reference-tinylfu".
+        policy: "reference-" and one of "lru", "lfu", "tinylfu", "lookahead".
 
     Raises:
         ValueError: for any of them out of range.
@@ -334,6 +336,16 @@ class ReferenceCache:
                 self._insert(key)
             self._rows.settle([key])
         return is_hit
+
+    def can_announce(self, num_keys: int) -> bool:
+        return self._rows.can_announce(num_keys) if isinstance(self._rows, Lookahead) else True
+
+    def announce(self, keys: Int64s) -> int:
+        return self._rows.announce(keys.tolist()) if isinstance(self._rows, Lookahead) else 0
+
+    def retire(self, batch: int) -> None:
+        if isinstance(self._rows, Lookahead):
+            self._rows.retire(batch)
 
     def check_integrity(self) -> None:
         rows, pins = self._rows, self._rows.pins

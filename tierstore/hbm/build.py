@@ -16,7 +16,7 @@ from .pool import HbmPool, HbmSize
 
 __all__ = ["POLICIES", "add_hbm", "hbm_stats"]
 
-POLICIES: Final[dict[str, PolicyName]] = {"lru": "lru", "lfu": "lfu", "tinylfu": "lfu"}
+POLICIES: Final[dict[str, PolicyName]] = {"lru": "lru", "lfu": "lfu", "tinylfu": "lfu", "lookahead": "lru"}
 """The device's policy for each of the host's. Its LFU asks a sketch before it lets a row in, as TinyLFU does."""
 
 
