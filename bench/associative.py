@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from tierstore import optim
 from tierstore.cache import Admission, make_cache
-from tierstore.cache.ddr import PolicyName
-from tierstore.cache.hbm import INDEX_BYTES
+from tierstore.cache.hbm import INDEX_BYTES, PolicyName
 from tierstore.cache.hbm_sketch import SKETCH_BYTES
 from tierstore.config import TableConfig
 from tierstore.hbm.lanes import HostLane

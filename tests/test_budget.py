@@ -25,7 +25,7 @@ def batch(rows: int, count: int, seed: int) -> tierstore.KeyedJaggedTensor:
     return tierstore.KeyedJaggedTensor(["t"], ids, lengths=torch.ones(count, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu"])
+@pytest.mark.parametrize("policy", ["lru", "lfu", "tinylfu", "lookahead"])
 @pytest.mark.parametrize("ddr", ["500KiB", "2MiB", "16MiB"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"dim{layout['embedding_dim']}")
 def test_what_a_store_allocates_stays_within_its_budget(
@@ -37,13 +37,17 @@ def test_what_a_store_allocates_stays_within_its_budget(
         table = store.create_table(tierstore.TableConfig(name="t", num_embeddings=rows, **layout))
         collection = tierstore.TieredEmbeddingBagCollection(store)
         batches = [batch(rows, 500, seed) for seed in range(4)]
-        collection(batch(rows, 2, 99)).values().sum().backward()  # compiles kernels, outside the measurement
+
+        def train() -> None:
+            for features in tierstore.prefetch(batches, collection, depth=2, lookahead=2):
+                collection(features).values().sum().backward()
+
+        train()  # compiles kernels, outside the measurement
         store.create_table(tierstore.TableConfig(name="other", num_embeddings=1, **layout))  # drops the caches
         gc.collect()
         tracemalloc.start()
         try:
-            for features in tierstore.prefetch(batches, collection, depth=2):
-                collection(features).values().sum().backward()
+            train()
             gc.collect()
             allocated = tracemalloc.get_traced_memory()[0]
         finally:

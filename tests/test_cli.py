@@ -47,7 +47,8 @@ HELP = {
           --ddr SIZE            memory for rows, as "512MiB", "50%" or "5% of tables" (store.ddr)
           --hbm SIZE            GPU memory for rows, written as --ddr is; 0: none (store.hbm)
           --device NAME         where the model computes: cpu, or cuda beside --hbm (store.device)
-          --policy NAME         which rows leave memory first: lru or lfu (store.policy)
+          --policy NAME         which rows leave memory first: lru, lfu, tinylfu or lookahead
+                                (store.policy)
           --threads N           threads of the store (store.threads)
           --prefetch-depth N    batches whose rows are fetched ahead; 0: none (train.prefetch_depth)
           --epochs N            times through the training rows (train.epochs)

@@ -26,7 +26,11 @@ SETTINGS: list[dict[str, Any]] = [
     {"ddr": TIGHT, "depth": 3, "threads": 3},
     {"ddr": "440KiB", "policy": "lfu", "depth": 1, "threads": 2},
     {"ddr": "440KiB", "policy": "reference-lru", "depth": 5},
+    {"ddr": "480KiB", "policy": "tinylfu", "depth": 3, "threads": 2},
     {"ddr": TIGHT, "policy": "reference-lfu"},
+    {"ddr": "480KiB", "policy": "lookahead", "depth": 2, "lookahead": 5, "threads": 2},
+    {"ddr": "480KiB", "policy": "lookahead", "lookahead": 3},
+    {"ddr": "480KiB", "hbm": TINY, "policy": "lookahead", "depth": 1, "lookahead": 2},
     {"ddr": "2MiB", "depth": 2, "threads": 4},
     {"ddr": "2MiB", "hbm": "1MiB", "depth": 2},
     {"ddr": "2MiB", "hbm": TINY, "depth": 8, "policy": "lfu"},
@@ -52,7 +56,9 @@ def batches(pooling: str) -> list[tierstore.KeyedJaggedTensor]:
     return made
 
 
-def train(directory: Path, config: dict[str, Any], *, depth: int = 0, **settings: Any) -> tuple[torch.Tensor, Any]:
+def train(
+    directory: Path, config: dict[str, Any], *, depth: int = 0, lookahead: int = 0, **settings: Any
+) -> tuple[torch.Tensor, Any]:
     """(all rows after training and reopening, statistics of training)."""
     everything = torch.arange(ROWS)
     with tierstore.open(directory, **settings) as store:
@@ -69,7 +75,7 @@ def train(directory: Path, config: dict[str, Any], *, depth: int = 0, **settings
                 )
             )
         collection = tierstore.TieredEmbeddingBagCollection(store)
-        for features in tierstore.prefetch(batches(config["pooling"]), collection, depth=depth):
+        for features in tierstore.prefetch(batches(config["pooling"]), collection, depth=depth, lookahead=lookahead):
             out = collection(features).values()
             (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
             for pool in {table.pool for table in store.tables.values()}:

@@ -69,7 +69,7 @@ def tier() -> TroubledTier:
     return TroubledTier()
 
 
-@pytest.fixture(params=["lru", "lfu", "reference-lru"])
+@pytest.fixture(params=["lru", "lfu", "tinylfu", "lookahead", "reference-lru"])
 def made(tier: TroubledTier, request: pytest.FixtureRequest) -> Iterator[Pool]:
     made = make_pool(tier, request.param)
     yield made

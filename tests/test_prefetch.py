@@ -12,6 +12,10 @@ import tierstore
 from tierstore import errors
 
 
+MANY = 100_000
+"""Rows that do not all fit 1 MiB: where they do, none is ever evicted."""
+
+
 def make_collection(store: tierstore.Store, rows: int = 500) -> tierstore.TieredEmbeddingBagCollection:
     store.create_table(tierstore.TableConfig(name="a", num_embeddings=rows, embedding_dim=4))
     return tierstore.TieredEmbeddingBagCollection(store)
@@ -176,3 +180,97 @@ def test_closing_the_store_under_a_pipeline_is_a_clear_error(store_dir: Path) ->
     store.close()
     with pytest.raises(errors.ClosedError):
         list(pipeline)
+
+
+def in_eviction_order(store: tierstore.Store) -> list[int]:
+    cache = store["a"].pool.cache
+    return [int(key) & 2**40 - 1 for key in cache.keys_of(cache.resident_slots())]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("lookahead", [1, 3, 50])
+def test_announced_rows_stay_and_nothing_stays_announced(store_dir: Path, depth: int, lookahead: int) -> None:
+    with tierstore.open(store_dir, ddr="1MiB", policy="lookahead") as store:
+        collection = make_collection(store, MANY)
+        batches = [batch(i, i + 1, 499) for i in range(20)]
+        seen = []
+        for item in tierstore.prefetch(batches, collection, depth=depth, lookahead=lookahead):
+            collection(item).values().sum().backward()
+            seen.append(item)
+            store["a"].pool.cache.check_integrity()  # type: ignore[attr-defined]
+        assert [id(item) for item in seen] == [id(item) for item in batches]
+        assert pinned(store) == 0
+        assert store["a"].pool.cache.check_integrity() is None
+        assert announced_keys(store) == 0
+
+
+def announced_keys(store: tierstore.Store) -> int:
+    cache: Any = store["a"].pool.cache
+    return int((cache._books.last_uses != 0).sum())
+
+
+def test_the_row_used_last_is_evicted_first(store_dir: Path) -> None:
+    with tierstore.open(store_dir, ddr="1MiB", policy="lookahead") as store:
+        collection = make_collection(store, MANY)
+        store["a"].read(torch.tensor([4, 1, 2, 3, 9, 5]))
+        pipeline = tierstore.prefetch([batch(5), batch(3, 5), batch(1, 3), batch(2)], collection, depth=0, lookahead=3)
+        next(pipeline)
+        assert in_eviction_order(store) == [4, 9, 2, 1, 3, 5]
+        next(pipeline)
+        assert in_eviction_order(store) == [4, 9, 2, 1, 3, 5]
+        next(pipeline)
+        assert in_eviction_order(store) == [4, 9, 5, 2, 1, 3]
+        pipeline.close()
+        assert announced_keys(store) == 0
+        assert set(in_eviction_order(store)) == {1, 2, 3, 4, 5, 9}
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_announcements_of_an_abandoned_pipeline_are_dropped(store_dir: Path, depth: int) -> None:
+    with tierstore.open(store_dir, ddr="1MiB", policy="lookahead") as store:
+        collection = make_collection(store, MANY)
+        pipeline = tierstore.prefetch([batch(i, i + 1) for i in range(30)], collection, depth=depth, lookahead=10)
+        collection(next(pipeline)).values().sum().backward()
+        assert announced_keys(store) > 0
+        pipeline.close()
+        assert announced_keys(store) == pinned(store) == 0
+        store["a"].pool.cache.check_integrity()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_wrong_id_far_ahead_surfaces_in_its_turn(store_dir: Path, depth: int) -> None:
+    with tierstore.open(store_dir, ddr="1MiB", policy="lookahead") as store:
+        collection = make_collection(store)
+        items = [*(batch(i) for i in range(5)), batch(500), batch(2)]
+        pipeline = tierstore.prefetch(items, collection, depth=depth, lookahead=9)
+        for _ in range(5):
+            collection(next(pipeline)).values().sum().backward()
+        with pytest.raises(ValueError, match=r"id 500 is not a row of table 'a'"):
+            next(pipeline)
+        assert pinned(store) == announced_keys(store) == 0
+
+
+def test_the_reader_waits_for_room_to_announce(store_dir: Path) -> None:
+    """Each batch uses a third of the cache's rows; there is room for six uses a row."""
+    read = 0
+
+    def reader() -> Iterator[tierstore.KeyedJaggedTensor]:
+        nonlocal read
+        for i in range(60):
+            read = i + 1
+            yield batch(*range(i, i + rows // 3))
+
+    with tierstore.open(store_dir, ddr="480KiB", policy="lookahead") as store:
+        collection = make_collection(store, rows=5000)
+        rows = store["a"].pool.cache.capacity
+        for used, item in enumerate(tierstore.prefetch(reader(), collection, depth=0, lookahead=50), 1):
+            collection(item).values().sum().backward()
+            assert read <= used + 18
+        assert used == read == 60
+        assert announced_keys(store) == 0
+
+
+@pytest.mark.parametrize("lookahead", [-1, True, 1.5])
+def test_a_wrong_lookahead_is_refused(store_dir: Path, lookahead: Any) -> None:
+    with tierstore.open(store_dir, ddr="1MiB") as store, pytest.raises(ValueError, match="lookahead"):
+        tierstore.prefetch([], make_collection(store), lookahead=lookahead)

@@ -33,7 +33,9 @@ class StoreMachine(RuleBasedStateMachine):
     """``live`` is what reads must show, ``saved`` what each kept version must show, by its number."""
 
     @initialize(
-        policy=st.sampled_from(["lru", "lfu", "reference-lru", "reference-lfu"]), threads=st.integers(1, 3), hbm=hbms
+        policy=st.sampled_from(["lru", "lfu", "tinylfu", "lookahead", "reference-lru", "reference-tinylfu"]),
+        threads=st.integers(1, 3),
+        hbm=hbms,
     )
     def open(self, policy: str, threads: int, hbm: str) -> None:
         self.directory = Path(tempfile.mkdtemp())
@@ -117,7 +119,7 @@ class StoreMachine(RuleBasedStateMachine):
     def version(self) -> int:
         return max(self.saved)
 
-    @rule(policy=st.sampled_from(["lru", "lfu"]), ddr=st.sampled_from([DDR, "4MiB"]), hbm=hbms)
+    @rule(policy=st.sampled_from(["lru", "tinylfu"]), ddr=st.sampled_from([DDR, "4MiB"]), hbm=hbms)
     def reopen(self, policy: str, ddr: str, hbm: str) -> None:
         self.store.close()
         self.pending = None

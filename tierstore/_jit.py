@@ -17,9 +17,9 @@ __all__ = [
     "JIT_ENABLED",
     "fused_multiply_add",
     "inline",
-    "inlined",
     "kernel",
     "prefetch_item",
+    "uncounted_inline",
     "uncounted_kernel",
 ]
 
@@ -68,11 +68,11 @@ def uncounted_kernel(function: F) -> F:
     return _compile(function, _nrt=False)
 
 
-def inlined(function: F) -> F:
-    """A helper of kernels whose call must cost nothing: not reference-counted, and put into each of its callers.
+def uncounted_inline(function: F) -> F:
+    """A helper of uncounted kernels, merged into its callers whatever its size.
 
-    Left to itself the compiler calls helpers of some size, and arrays are passed by their seven parts each: a row's
-    update made of calls took four times as long.
+    Left to itself the compiler calls helpers of some size, and each array is passed by its seven words: a row's update
+    made of calls took four times as long.
     """
     return _compile(function, _nrt=False, forceinline=True)
 

@@ -21,8 +21,6 @@ __all__ = ["MIN_CACHED_ROWS", "STAGING_BYTES", "Division", "PoolSize", "divide",
 
 MIN_CACHED_ROWS: Final = 64
 """Fewest rows a layout's cache must hold (all its rows, if there are fewer)."""
-CACHE_BYTES: Final = 1024
-"""More than what a cache takes beside its rows and their overhead."""
 STAGING_BYTES: Final = 256 * 2**10
 """Block images under construction."""
 TRANSACTION_SHARE: Final = 1 / 8
@@ -81,21 +79,23 @@ def divide(
     transaction = min(max(int(budget * TRANSACTION_SHARE), MIN_TRANSACTION_BYTES), MAX_TRANSACTION_BYTES)
     least = {layout: _pool_bytes(layout, min(count, MIN_CACHED_ROWS), policy) for layout, count in rows.items()}
     full = {layout: _full_pool_bytes(layout, count, num_tables, policy) for layout, count in rows.items()}
-    most = {layout: max(least[layout], full[layout]) for layout in rows}
+    most = {layout: _pool_bytes(layout, count, policy) for layout, count in rows.items()}
     left = budget - hbm_staging - STAGING_BYTES - transaction - sum(least.values())
     if left < 0:
         raise _too_little(budget, sum(least.values()), hbm_staging, given)
-    part = min(1.0, left / max(1, sum(most.values()) - sum(least.values())))
-    shares = {layout: least[layout] + int(part * (most[layout] - least[layout])) for layout in rows}
-    return Division(
-        transaction,
-        {
-            layout: _full_pool_size(count)
-            if shares[layout] >= full[layout] and not policy.startswith(cache.REFERENCE_PREFIX)
-            else _pool_size(layout, count, shares[layout], policy)
-            for layout, count in rows.items()
-        },
-    )
+    if left + sum(least.values()) >= sum(full.values()):
+        shares = full
+    else:
+        part = min(1.0, left / max(1, sum(most.values()) - sum(least.values())))
+        shares = {layout: least[layout] + int(part * (most[layout] - least[layout])) for layout in rows}
+    can_be_full = not policy.startswith(cache.REFERENCE_PREFIX)
+    pools = {
+        layout: _full_pool_size(count)
+        if can_be_full and shares[layout] >= full[layout]
+        else _pool_size(layout, count, shares[layout], policy)
+        for layout, count in rows.items()
+    }
+    return Division(transaction, pools)
 
 
 def divide_hbm(budget: int, rows: Mapping[RowLayout, int], *, policy: str, given: object) -> dict[RowLayout, HbmSize]:
@@ -146,33 +146,32 @@ def hbm_bytes_of(layout: RowLayout, cached: int, policy: str) -> int:
 
 
 def _pool_bytes(layout: RowLayout, count: int, policy: str) -> int:
-    """What a pool with so many rows in its cache takes, slightly overestimated."""
-    return count * _cached_row_bytes(layout, policy) + CACHE_BYTES + outbox_bytes(layout, _full_pool_size(count)[1])
+    """What a pool with so many rows in its cache takes."""
+    outbox = outbox_bytes(layout, _full_pool_size(count).outbox_rows)
+    return cache.size_bytes_of(policy, count, **_words(layout)) + outbox
 
 
 def _full_pool_bytes(layout: RowLayout, count: int, num_tables: int, policy: str) -> int:
     """What a pool takes in which every row has a slot of its own."""
     if policy.startswith(cache.REFERENCE_PREFIX):
         return _pool_bytes(layout, count, policy)
-    words = {"weight_words": layout.weight_words, "state_words": layout.state_words}
     outbox = outbox_bytes(layout, _full_pool_size(count).outbox_rows)
-    return cache.full_size_bytes(count, **words) + num_tables * cache.TABLE_BYTES + outbox
+    return cache.full_size_bytes(count, **_words(layout)) + num_tables * cache.TABLE_BYTES + outbox
 
 
 def _full_pool_size(count: int) -> PoolSize:
     return PoolSize(count, max(MIN_OUTBOX_ROWS, math.ceil(count * OUTBOX_SHARE)), is_full=True)
 
 
-def _cached_row_bytes(layout: RowLayout, policy: str) -> int:
-    return layout.row_bytes + cache.OVERHEAD_BYTES[policy.removeprefix("reference-")]
+def _words(layout: RowLayout) -> dict[str, int]:
+    return {"weight_words": layout.weight_words, "state_words": layout.state_words}
 
 
 def _pool_size(layout: RowLayout, count: int, share: int, policy: str) -> PoolSize:
     """What fits into ``share`` bytes, of ``count`` rows."""
-    whole = _cached_row_bytes(layout, policy) + outbox_bytes(layout, 1) * OUTBOX_SHARE
-    outbox_rows = max(MIN_OUTBOX_ROWS, int(min(count, share / whole) * OUTBOX_SHARE))
-    cache_bytes = share - outbox_bytes(layout, outbox_rows)
-    fitting = cache.capacity_for(policy, cache_bytes, weight_words=layout.weight_words, state_words=layout.state_words)
+    rows = bisect.bisect_right(range(1, count + 1), share, key=lambda rows: _pool_bytes(layout, rows, policy))
+    outbox_rows = max(MIN_OUTBOX_ROWS, int(rows * OUTBOX_SHARE))
+    fitting = cache.capacity_for(policy, share - outbox_bytes(layout, outbox_rows), **_words(layout))
     return PoolSize(min(fitting, count), outbox_rows, is_full=False)
 
 

@@ -36,7 +36,7 @@ _TRAIN_FLAGS: Final = (
     _Flag("--ddr", "store.ddr", str, "SIZE", 'memory for rows, as "512MiB", "50%%" or "5%% of tables"'),
     _Flag("--hbm", "store.hbm", str, "SIZE", "GPU memory for rows, written as --ddr is; 0: none"),
     _Flag("--device", "store.device", str, "NAME", "where the model computes: cpu, or cuda beside --hbm"),
-    _Flag("--policy", "store.policy", str, "NAME", "which rows leave memory first: lru or lfu"),
+    _Flag("--policy", "store.policy", str, "NAME", "which rows leave memory first: lru, lfu, tinylfu or lookahead"),
     _Flag("--threads", "store.threads", int, "N", "threads of the store"),
     _Flag("--prefetch-depth", "train.prefetch_depth", int, "N", "batches whose rows are fetched ahead; 0: none"),
     _Flag("--epochs", "train.epochs", int, "N", "times through the training rows"),

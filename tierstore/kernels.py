@@ -9,8 +9,8 @@ from typing import Any, Final
 import numpy as np
 
 from . import floats
-from ._jit import inlined as inline
 from ._jit import kernel, prefetch_item, uncounted_kernel
+from ._jit import uncounted_inline as inline
 from .floats import FLOAT32
 from .init import mix64
 from .simd import (

@@ -210,6 +210,11 @@ class Lookup:
             self._slots, self._slots_in = self._joined.slots(cache), cache
         return self._slots
 
+    @property
+    def demand(self) -> tuple[Pool, Any]:
+        """The pool and the keys, int64 [N], of the rows it will use."""
+        return self._pool, self._joined.keys
+
     @shielded
     def stage(self) -> None:
         """Bring the rows in and keep them pinned until they are used, as far as the pool has room to keep them."""

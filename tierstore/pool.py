@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from . import kernels, quantized
-from .cache import Admission, AdmitStatus, CacheCounters, FullCache, RowCache
+from .cache import Admission, AdmitStatus, Announceable, CacheCounters, FullCache, RowCache
 from .config import TableConfig
 from .errors import BudgetError, ClosedError
 from .floats import half_code
@@ -144,6 +144,7 @@ class Pool:
         self.state: Any = cache.state.view(np.float32)
         self.fill_lock = threading.RLock()
         self.lock = threading.Condition(threading.RLock())
+        self._announceable = cache if isinstance(cache, Announceable) else None
         self.rows_lock: Any = contextlib.nullcontext() if readonly else self.lock
         self.split_batches = 0
         self.fill_seconds = 0.0
@@ -169,6 +170,25 @@ class Pool:
     def add_table(self, table_index: int, config: TableConfig) -> None:
         """Make the first values of a table's rows known."""
         self._tables[table_index] = config
+
+    def can_announce(self, num_keys: int) -> bool:
+        """See ``cache.Announceable``."""
+        with self.lock:
+            return self._announceable.can_announce(num_keys) if self._announceable else True
+
+    @shielded
+    def announce(self, keys: Any) -> int:
+        """See ``cache.Announceable``."""
+        with self.lock:
+            self.require_open()
+            return self._announceable.announce(keys) if self._announceable else 0
+
+    @shielded
+    def retire(self, batch: int) -> None:
+        """See ``cache.Announceable``."""
+        with self.lock:
+            if self._announceable and not self._closed:
+                self._announceable.retire(batch)
 
     def acquire(self, keys: Any) -> Lease:
         """Pin the rows of as many leading positions of ``keys`` as there is room for, at least one.

@@ -16,22 +16,22 @@ import torch
 from torch import Tensor
 
 from . import cache
-from .budget import STAGING_BYTES, PoolSize, divide, divide_hbm
+from .budget import STAGING_BYTES
 from .config import MAX_KEPT_VERSIONS, TableConfig, require_choice, require_int
-from .device import memory_bytes, resolve_device
+from .device import resolve_device
 from .durable import make_directory
 from .errors import BudgetError, ClosedError, FormatError, ReadOnlyError, TableError, TruncatedError
-from .hbm.build import add_hbm, hbm_stats, require_float
-from .hbm.pool import host_bytes_of
+from .hbm.build import hbm_stats
 from .io import MAX_PAGE_BYTES, ROW_FILE_NAME, LmdbColdTier, VerifyReport, require_plain_files
 from .killpoints import reach
 from .manifest import MANIFEST_NAME, Manifest
 from .oserrors import translate_os_error
 from .pending import PendingCommit
 from .pool import Pool
+from .pools import Memory, Pools
 from .rows import RowLayout
 from .signals import shielded
-from .sizes import format_size, parse_size, require_memory
+from .sizes import format_size, parse_size
 from .stats import Stats, TierStats
 from .table import Table
 from .threads import Workers, default_threads
@@ -67,7 +67,9 @@ def open_store(
             device's memory), "10% of tables"; 0 for none. With device="cpu" it is a tier of the same make in host
             memory: slow, and there to be tested.
         device: where the hottest rows and results live: "cpu", or "cuda", "cuda:1" with hbm= above 0.
-        policy: "lru" or "lfu"; "reference-lru" and "reference-lfu" are slow, independent implementations of the two.
+        policy: which rows leave memory first: "lru", "lfu", "tinylfu" (by counts that outlive residence and age) or
+            "lookahead" (by next use, as far as ``prefetch`` with ``lookahead=`` announced it). Each has a slow,
+            independent implementation, as "reference-lru".
         threads: threads for lookups and updates, the calling one included; default: the CPUs this process may use.
             Results do not depend on it.
 
@@ -129,11 +131,9 @@ class Store:
     ) -> None:
         self.directory = directory = directory.absolute()
         self.readonly = readonly
-        self.policy = policy
+        self._memory = Memory(ddr=ddr, hbm=hbm, device=device, policy=policy)
         self._keep = keep
         self.device = device
-        self._ddr = ddr
-        self._hbm = hbm
         self._closed = False
         self._pools: dict[RowLayout, Pool] = {}
         self._pools_lock = threading.RLock()
@@ -295,53 +295,17 @@ class Store:
             return self._pools[layout]
 
     def _build_pools(self) -> dict[RowLayout, Pool]:
-        table_bytes = sum(config.size_bytes(self._manifest.page_bytes) for config in self._manifest.tables)
-        rows: dict[RowLayout, int] = {}
-        for table in self._tables.values():
-            rows[table.layout] = rows.get(table.layout, 0) + table.config.num_embeddings
-        hbm = parse_size(self._hbm, name="hbm", table_bytes=table_bytes, memory_bytes=memory_bytes(self.device))
-        has_hbm = hbm > 0 or self.device.type != "cpu"
-        if has_hbm:
-            require_float(self._tables.values())
-        hbm_sizes = divide_hbm(hbm, rows, policy=self.policy, given=self._hbm) if has_hbm else {}
-        budget = parse_size(self._ddr, name="ddr", table_bytes=table_bytes)
-        staging = sum(host_bytes_of(layout, size) for layout, size in hbm_sizes.items())
-        division = divide(
-            budget,
-            rows,
-            num_tables=len(self._tables),
-            policy=self.policy,
-            given=self._ddr,
-            hbm_staging=staging,
+        made = Pools.build(
+            list(self._tables.values()),
+            sum(config.size_bytes(self._manifest.page_bytes) for config in self._manifest.tables),
+            self._memory,
+            self._cold,
+            self._workers,
+            epoch=self._epoch,
+            readonly=self.readonly,
         )
-        pools = {}
-        for layout, size in division.pools.items():
-            pools[layout] = Pool(
-                layout,
-                self._make_cache(layout, size),
-                self._cold,
-                self._workers,
-                transaction_bytes=division.transaction_bytes,
-                outbox_rows=size.outbox_rows,
-                epoch=self._epoch,
-                readonly=self.readonly,
-            )
-        for table in self._tables.values():
-            pools[table.layout].add_table(table.index, table.config)
-        if hbm_sizes:
-            add_hbm(pools.values(), hbm_sizes, device=self.device, policy=self.policy, given=self._hbm)
-        self._reserved_bytes = division.reserved_bytes
-        # Memory is taken as rows come in; better an error here than the end of the process then.
-        taken = self._reserved_bytes + sum(pool.size_bytes for pool in pools.values())
-        require_memory(taken, f"ddr={self._ddr!r}")
-        return pools
-
-    def _make_cache(self, layout: RowLayout, size: PoolSize) -> cache.RowCache:
-        words = {"weight_words": layout.weight_words, "state_words": layout.state_words}
-        if not size.is_full:
-            return cache.make_cache(self.policy, size.cached_rows, **words)
-        tables = [table for table in self._tables.values() if table.layout == layout]
-        return cache.FullCache({table.index: table.config.num_embeddings for table in tables}, **words)
+        self._reserved_bytes = made.reserved_bytes
+        return made.by_layout
 
     def _retire_pools(self) -> None:
         """Write dirty rows back and forget the caches; the next use makes new ones."""

@@ -4,7 +4,7 @@ import cachetools
 import pytest
 import torch
 
-from tests.conformance.row_cache import RowCacheConformance
+from tests.conformance.row_cache import RowCacheConformance, SettledTinyLFU
 from tierstore._jit import JIT_ENABLED
 from tierstore.cache import RowCache, make_cache
 from tierstore.cache.hbm import HbmCache
@@ -23,6 +23,17 @@ class Lfu(Lru):
     policy = "lfu"
 
 
+class TinyLfu(Lru):
+    oracle_class = SettledTinyLFU
+    policy = "tinylfu"
+
+
+class LookaheadUnannounced(Lru):
+    """Without announcements it is LRU."""
+
+    policy = "lookahead"
+
+
 @pytest.mark.kernel
 class TestLru(Lru):
     num_accesses = 20_000 if JIT_ENABLED else 2000
@@ -33,12 +44,30 @@ class TestLfu(Lfu):
     num_accesses = 20_000 if JIT_ENABLED else 2000
 
 
+@pytest.mark.kernel
+class TestTinyLfu(TinyLfu):
+    num_accesses = 20_000 if JIT_ENABLED else 2000
+
+
+@pytest.mark.kernel
+class TestLookahead(LookaheadUnannounced):
+    num_accesses = 20_000 if JIT_ENABLED else 2000
+
+
 class TestReferenceLru(Lru):
     policy = "reference-lru"
 
 
 class TestReferenceLfu(Lfu):
     policy = "reference-lfu"
+
+
+class TestReferenceTinyLfu(TinyLfu):
+    policy = "reference-tinylfu"
+
+
+class TestReferenceLookahead(LookaheadUnannounced):
+    policy = "reference-lookahead"
 
 
 class HbmLru(Lru):

@@ -195,6 +195,37 @@ class LfuTwinMachine(TwinMachine):
     policy = "lfu"
 
 
+class LookaheadTwinMachine(TwinMachine):
+    """Batches are announced in any number and retired in any order, beside the admissions."""
+
+    policy = "lookahead"
+
+    @initialize()
+    def announce_nothing(self) -> None:
+        self.announced: list[int] = []
+
+    @rule(keys=batches, times=st.integers(1, 3))
+    def announce(self, keys: Int64s, times: int) -> None:
+        for _ in range(times):
+            assert self.fast.can_announce(len(keys)) == self.slow.can_announce(len(keys))
+            number = self.fast.announce(keys)
+            assert number == self.slow.announce(keys)
+            self.announced.append(number)
+
+    @precondition(lambda self: self.announced)
+    @rule(place=st.one_of(st.just(0), places))
+    def retire(self, place: int) -> None:
+        number = self.announced[place % len(self.announced)]
+        if number % 2:
+            self.announced.remove(number)
+        self.fast.retire(number)
+        self.slow.retire(number)
+
+
+class TinyLfuTwinMachine(TwinMachine):
+    policy = "tinylfu"
+
+
 SETTINGS = settings(stateful_step_count=40, max_examples=3 * settings().max_examples)
 
 
@@ -205,4 +236,14 @@ class TestLruTwins(TwinMachine.TestCase):  # type: ignore[misc]
 
 @pytest.mark.kernel
 class TestLfuTwins(LfuTwinMachine.TestCase):  # type: ignore[misc]
+    settings = SETTINGS
+
+
+@pytest.mark.kernel
+class TestTinyLfuTwins(TinyLfuTwinMachine.TestCase):  # type: ignore[misc]
+    settings = SETTINGS
+
+
+@pytest.mark.kernel
+class TestLookaheadTwins(LookaheadTwinMachine.TestCase):  # type: ignore[misc]
     settings = SETTINGS

@@ -10,7 +10,10 @@ from tierstore.cache import POLICIES, DdrCache, ReferenceCache, capacity_for, ma
 
 
 def test_policies() -> None:
-    assert POLICIES == ("lru", "lfu", "reference-lru", "reference-lfu")
+    assert POLICIES == (
+        *("lru", "lfu", "tinylfu", "lookahead"),
+        *("reference-lru", "reference-lfu", "reference-tinylfu", "reference-lookahead"),
+    )
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -29,7 +32,7 @@ def test_an_unknown_policy_names_the_nearest(policy: str, nearest: str) -> None:
         capacity_for(policy, 10**6, weight_words=2, state_words=1)
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu"])
+@pytest.mark.parametrize("policy", ["lru", "lfu", "tinylfu", "lookahead"])
 def test_twins_have_one_capacity(policy: str) -> None:
     fast = capacity_for(policy, 123_456, weight_words=16, state_words=2)
     assert fast == capacity_for(f"reference-{policy}", 123_456, weight_words=16, state_words=2) > 0
@@ -43,6 +46,7 @@ def test_all_is_exact() -> None:
         "TABLE_BYTES",
         "Admission",
         "AdmitStatus",
+        "Announceable",
         "CacheCounters",
         "DdrCache",
         "FullCache",
@@ -51,6 +55,7 @@ def test_all_is_exact() -> None:
         "capacity_for",
         "full_size_bytes",
         "make_cache",
+        "size_bytes_of",
     ]
 
 
@@ -66,4 +71,5 @@ def test_the_reference_shares_no_code_with_the_fast_cache() -> None:
     """
     paths = tierstore.__path__[0], tierstore.cache.__path__[0]
     done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['tierstore.cache', 'tierstore.cache.base', 'tierstore.cache.reference']"
+    own = [f"tierstore.cache{name}" for name in ("", ".base", ".reference", ".reference_lookahead", ".reference_tinylfu")]
+    assert done.stdout.strip() == str(own)

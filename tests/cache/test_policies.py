@@ -1,4 +1,4 @@
-"""LRU and LFU against plain cachetools caches, access for access; and on real lookups."""
+"""LRU and LFU against plain cachetools caches, TinyLFU against its twin, access for access; and on real lookups."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -10,16 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.data import criteo_keys
-from tests.conformance.row_cache import oracle_access, oracle_order, order_of
+from bench.drift import drifting
+from tests.conformance.row_cache import SettledTinyLFU, oracle_access, oracle_order, order_of
 from tierstore._jit import JIT_ENABLED
 from tierstore.cache import DdrCache
 from tierstore.cache.base import Int64s
 from tierstore.cache.policies import Tally
 
-PolicyName = Literal["lru", "lfu"]
+PolicyName = Literal["lru", "lfu", "tinylfu"]
 ORACLES: "dict[PolicyName, type[cachetools.Cache[int, Any]]]" = {
     "lru": cachetools.LRUCache,
     "lfu": cachetools.LFUCache,
+    "tinylfu": SettledTinyLFU,
 }
 NUM_REAL_LOOKUPS = 1_852_505
 REAL_HIT_RATES: dict[tuple[PolicyName, int], float] = {
@@ -29,6 +31,9 @@ REAL_HIT_RATES: dict[tuple[PolicyName, int], float] = {
     ("lfu", 2_000): 0.6666,
     ("lfu", 10_000): 0.7909,
     ("lfu", 20_000): 0.8349,
+    ("tinylfu", 2_000): 0.6893,
+    ("tinylfu", 10_000): 0.8062,
+    ("tinylfu", 20_000): 0.8439,
 }
 
 
@@ -105,3 +110,42 @@ def test_real_lookups_access_for_access(real_keys: Int64s, policy: PolicyName) -
     cache, oracle = bare_cache(policy, 10_000), ORACLES[policy](10_000)
     assert cache.access(keys).tolist() == [oracle_access(oracle, key) for key in keys.tolist()]
     assert order_of(cache) == oracle_order(oracle)
+
+
+DRIFT_CAPACITY = 500
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_tinylfu_is_never_a_point_below_lru_on_drifting_ids(seed: int) -> None:
+    behind = {}
+    for name, keys in drifting(DRIFT_CAPACITY, 200 * DRIFT_CAPACITY, seed).items():
+        lru, tiny = (bare_cache(policy, DRIFT_CAPACITY).access(keys).mean() for policy in ("lru", "tinylfu"))
+        behind[name] = round(100 * float(lru - tiny), 2)
+    assert max(behind.values()) < 1, behind
+    assert behind["skewed, no drift"] < -5
+
+
+@pytest.mark.kernel
+def test_tinylfu_changes_its_window_and_halves_as_its_twin() -> None:
+    capacity = 300
+    turns = drifting(capacity, 60 * capacity)["skewed and sliding by turns of 10"]
+    cache, oracle = bare_cache("tinylfu", capacity), SettledTinyLFU(capacity)
+    limits, unhalved = set(), []
+    for keys in np.split(turns if JIT_ENABLED else turns[: 20 * capacity], 20):
+        assert cache.access(keys).tolist() == [oracle_access(oracle, key) for key in keys.tolist()]
+        limits.add(int(cache._books.tallies[Tally.WINDOW_LIMIT]))
+        unhalved.append(int(cache._books.tallies[Tally.UNHALVED]))
+        cache.check_integrity()
+    assert limits == {3, capacity}
+    assert not JIT_ENABLED or unhalved != sorted(unhalved)
+    assert order_of(cache) == oracle_order(oracle)
+
+
+@pytest.mark.kernel
+def test_tinylfu_remembers_what_left() -> None:
+    cache = bare_cache("tinylfu", 4)
+    cache.access(np.array([1] * 9 + [2, 3, 4, 5, 6, 7, 8, 9], np.int64))
+    cache.evict(cache.find(np.array([1], np.int64)))
+    cache.access(np.array([1, 10, 11, 12, 13, 14], np.int64))
+    assert cache.find(np.array([1], np.int64))[0] >= 0
+    cache.check_integrity()

@@ -1,6 +1,6 @@
 """What every row cache must do, whatever it is made of. A subclass names its cache and its oracle.
 
-The oracle of evictions is a plain cachetools cache, driven one access at a time.
+The oracle of evictions is a plain cachetools cache, or a TinyLFU of that kind, driven one access at a time.
 """
 
 from typing import Any
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tierstore.cache.base import Admission, AdmitStatus, CacheCounters, Int32s, Int64s, RowCache, Words
+from tierstore.cache.reference_tinylfu import TinyLFU
 
 
 def keys_from(*values: int) -> Int64s:
@@ -63,6 +64,19 @@ def oracle_access(oracle: "cachetools.Cache[int, int]", key: int) -> bool:
 def oracle_order(oracle: "cachetools.Cache[int, int]") -> list[int]:
     """Empties the oracle."""
     return [oracle.popitem()[0] for _ in range(len(oracle))]
+
+
+class SettledTinyLFU(TinyLFU):
+    """Each access is a call of its own."""
+
+    def __getitem__(self, key: int) -> int:
+        slot = super().__getitem__(key)
+        self.settle([key])
+        return slot
+
+    def __setitem__(self, key: int, slot: int) -> None:
+        super().__setitem__(key, slot)
+        self.settle([key])
 
 
 class RowCacheConformance:

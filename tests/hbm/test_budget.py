@@ -17,7 +17,7 @@ from tierstore.errors import BudgetError
 from tierstore.hbm.pool import HbmPool
 from tierstore.sizes import parse_size
 
-POLICIES = ["lru", "lfu"]
+POLICIES = ["lru", "lfu", "tinylfu", "lookahead"]
 OPTIMIZERS = [optim.SGD(), optim.RowWiseAdagrad(), optim.Adagrad(), optim.Adam()]
 FEWEST_ROWS = 22
 shapes = st.fixed_dictionaries(

@@ -85,7 +85,7 @@ RULES: dict[str, optim.Optimizer] = {
     ("rule", "dim", "dtype", "policy"),
     [
         ("sgd", 1, "float32", "lru"), ("sgd", 3, "bfloat16", "lfu"), ("rowwise", 64, "float32", "lru"),
-        ("rowwise", 3, "float16", "lru"), ("adagrad", 1, "bfloat16", "lru"),
+        ("rowwise", 3, "float16", "lru"), ("adagrad", 1, "bfloat16", "tinylfu"),
         ("adam", 64, "float16", "lru"), ("adam", 5, "float32", "reference-lfu"),
     ],
 )  # fmt: skip

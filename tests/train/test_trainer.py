@@ -64,6 +64,8 @@ def unbroken(folder):
         {"store__ddr": FITS_NOTHING},
         {"store__ddr": FITS_NOTHING, "store__policy": "lfu", "train__prefetch_depth": 5},
         {"store__ddr": FITS_NOTHING, "store__policy": "reference-lru", "train__prefetch_depth": 0},
+        {"store__ddr": "440KiB", "store__policy": "tinylfu", "train__prefetch_depth": 2},
+        {"store__ddr": "440KiB", "store__policy": "lookahead", "train__lookahead": 9},
         {"store__threads": 3, "train__prefetch_depth": 1},
         {"train__commit_every": 7, "store__ddr": FITS_NOTHING},
     ],

@@ -1,13 +1,18 @@
 """The tiers in memory: which rows are resident, in which slot, and who leaves next.
 
-===============  =================================================================
-policy           cache
-===============  =================================================================
-"lru"            host memory, exact least-recently-used; array kernels
-"lfu"            host memory, exact least-frequently-used; array kernels
-"reference-lru"  the same on cachetools: some fifty times as slow, obviously right
-"reference-lfu"  likewise
-===============  =================================================================
+===================  =============================================================
+policy               cache
+===================  =============================================================
+"lru"                host memory, exact least-recently-used; array kernels
+"lfu"                host memory, exact least-frequently-used; array kernels
+"tinylfu"            host memory, least frequently used by counts that outlive
+                     residence and age, or LRU where a sample says that it hits more
+"lookahead"          host memory, the row whose next announced use is farthest;
+                     before them those of no announced use, as "lru"
+"reference-lru"      the same on cachetools: some fifty times as slow, obviously right
+"reference-lfu"      likewise
+"reference-tinylfu"  likewise
+===================  =============================================================
 
 These are in host memory. Where there is room for every row, ``FullCache`` takes their place: it evicts nothing, so it
 needs no policy.  ``hbm.HbmCache`` is the same contract in device memory, on tensors, 32-way set-associative.
@@ -17,10 +22,11 @@ import difflib
 from collections.abc import Callable
 from typing import Any, Final
 
-from .base import Admission, AdmitStatus, CacheCounters, RowCache
+from .base import Admission, AdmitStatus, Announceable, CacheCounters, RowCache
 from .ddr import OVERHEAD_BYTES, DdrCache
 from .ddr import capacity_for as _ddr_capacity_for
 from .full import TABLE_BYTES, FullCache, full_size_bytes
+from .ddr import size_bytes_of as _ddr_size_bytes_of
 from .reference import ReferenceCache
 
 __all__ = [
@@ -30,6 +36,7 @@ __all__ = [
     "TABLE_BYTES",
     "Admission",
     "AdmitStatus",
+    "Announceable",
     "CacheCounters",
     "DdrCache",
     "FullCache",
@@ -38,14 +45,19 @@ __all__ = [
     "capacity_for",
     "full_size_bytes",
     "make_cache",
+    "size_bytes_of",
 ]
 
 REFERENCE_PREFIX: Final = "reference-"
 _CLASSES: Final[dict[str, Callable[..., RowCache]]] = {
     "lru": DdrCache,
     "lfu": DdrCache,
+    "tinylfu": DdrCache,
+    "lookahead": DdrCache,
     "reference-lru": ReferenceCache,
     "reference-lfu": ReferenceCache,
+    "reference-tinylfu": ReferenceCache,
+    "reference-lookahead": ReferenceCache,
 }
 
 POLICIES: Final[tuple[str, ...]] = tuple(_CLASSES)
@@ -84,6 +96,22 @@ def capacity_for(policy: str, budget_bytes: int, *, weight_words: int, state_wor
     Raises:
         ValueError: unknown policy (names the nearest).
     """
+    return _ddr_capacity_for(
+        budget_bytes, weight_words=weight_words, state_words=state_words, policy=_fast_twin(policy)
+    )
+
+
+def size_bytes_of(policy: str, capacity: int, *, weight_words: int, state_words: int) -> int:
+    """Bytes of a cache of this capacity: rows, index and policy; a reference policy's are those of its fast twin.
+
+    Raises:
+        ValueError: unknown policy (names the nearest).
+    """
+    return _ddr_size_bytes_of(
+        capacity, weight_words=weight_words, state_words=state_words, policy=_fast_twin(policy)
+    )
+
+
+def _fast_twin(policy: str) -> Any:
     _check_policy(policy)
-    twin: Any = policy.removeprefix(REFERENCE_PREFIX)
-    return _ddr_capacity_for(budget_bytes, weight_words=weight_words, state_words=state_words, policy=twin)
+    return policy.removeprefix(REFERENCE_PREFIX)

@@ -10,11 +10,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from .._jit import uncounted_kernel as inline
+from .._jit import uncounted_inline as inline
 from .._jit import uncounted_kernel as kernel
 from .base import AdmitStatus, Int32s, Int64s
 from .index import index_erase, index_find, index_insert, index_prefetch
-from .policies import CacheState, Tally, policy_insert, policy_remove, policy_touch
+from .policies import CacheState, Tally, policy_insert, policy_remove, policy_settle, policy_touch
 
 __all__ = [
     "DIRTY",
@@ -183,6 +183,7 @@ def admit_keys(
     tallies[Tally.MISSES] += num_missing - first_missing
     tallies[Tally.HITS] += (num_unique - first_unique) - (num_missing - first_missing)
     progress[0], progress[1], progress[2] = consumed, num_unique, num_missing
+    policy_settle(state, num_unique - first_unique)
     return status
 
 
@@ -198,14 +199,15 @@ def replay_keys(state: CacheState, keys: Int64s, is_hit: NDArray[np.bool_]) -> N
         is_hit[i] = slot >= 0
         if slot >= 0:
             policy_touch(state, slot)
-            continue
-        misses += 1
-        slot = _free_slot(state)
-        if slot < 0:
-            slot = np.int64(slots[root]["next"])
-            _drop(state, slot)
-            evictions += 1
-        _enter(state, key, slot, RESIDENT)
+        else:
+            misses += 1
+            slot = _free_slot(state)
+            if slot < 0:
+                slot = np.int64(slots[root]["next"])
+                _drop(state, slot)
+                evictions += 1
+            _enter(state, key, slot, RESIDENT)
+        policy_settle(state, 1)
     tallies[Tally.LOOKUPS] += keys.size
     tallies[Tally.HITS] += keys.size - misses
     tallies[Tally.MISSES] += misses
@@ -228,6 +230,7 @@ def touch_slots(state: CacheState, chosen: Int32s) -> int:
         policy_touch(state, slot)
         state.tallies[Tally.LOOKUPS] += 1
         state.tallies[Tally.HITS] += 1
+    policy_settle(state, chosen.size)
     return NOTHING_WRONG
 
 

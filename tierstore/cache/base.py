@@ -10,12 +10,12 @@ a version under way will show: it must be copied before it may change), or clean
 """
 
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Admission", "AdmitStatus", "CacheCounters", "Int32s", "Int64s", "RowCache", "Words"]
+__all__ = ["Admission", "AdmitStatus", "Announceable", "CacheCounters", "Int32s", "Int64s", "RowCache", "Words"]
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -80,6 +80,25 @@ class Admission:
         """int32 [num_missing]: the slots that await their rows."""
         slots: Int32s = self.unique_slots[self.missing[: self.num_missing]]
         return slots
+
+
+@runtime_checkable
+class Announceable(Protocol):
+    """A cache that may be told of accesses to come; it decides who leaves by them, and nothing else depends on them."""
+
+    def can_announce(self, num_keys: int) -> bool:
+        """Whether there is room for one more batch of so many keys; always, if the policy has no use for it."""
+
+    def announce(self, keys: Int64s) -> int:
+        """A batch that will be used: int64 [n], duplicates allowed, later than those announced before.
+
+        Returns:
+            the batch's number, for ``retire``; 0 if there is no room for one more, or the policy has no use for it.
+        """
+
+    def retire(self, batch: int) -> None:
+        """The batch of that number is in use, its rows admitted as far as there is room, or will never be used. Nothing
+        happens for 0, and for a batch retired before. Memory is given back in the order of announcing."""
 
 
 class RowCache(Protocol):

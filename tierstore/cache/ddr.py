@@ -1,8 +1,10 @@
-"""The warm tier: rows in host memory, evicted by exact LRU or LFU.
+"""The warm tier: rows in host memory, evicted by exact LRU, exact LFU, TinyLFU or what was announced.
 
-Beside its rows a cache needs, per row, 12 bytes of index, 32 bytes of slot record and, with LFU, 16 bytes of buckets:
-44 bytes with LRU, 60 with LFU (``OVERHEAD_BYTES``), and under 300 bytes a cache whatever its size. Nothing else grows
-with the capacity; memory is taken from the system as slots are first used.
+Beside its rows a cache needs, per row, 12 bytes of index, 32 bytes of slot record and, with LFU, 16 bytes of buckets or
+with TinyLFU 16 bytes of sketch: 44 bytes with LRU, 60 with these; with lookahead 28 bytes for each of 6 announced uses,
+212 bytes in all (``OVERHEAD_BYTES``). And a cache, whatever its
+size, up to ``FIXED_BYTES``. Nothing else grows with the capacity; memory is taken from the system as slots are first
+used.
 """
 
 from typing import Final, Literal, get_args
@@ -12,13 +14,27 @@ from numpy.typing import NDArray
 
 from . import admission as kernels
 from .base import Admission, AdmitStatus, CacheCounters, Int32s, Int64s, Words
-from .index import SLOT_DTYPE, index_places
+from .books import (
+    BATCH_DTYPE,
+    BUCKET_BYTES,
+    MAX_BATCHES,
+    USE_DTYPE,
+    USES_PER_ROW,
+    CacheState,
+    Tally,
+    new_state,
+    state_bytes_of,
+)
+from .dueling import SAMPLED_ROWS, Duel, duel_bytes_of
+from .index import SLOT_DTYPE
 from .integrity import check_state
-from .policies import BUCKET_BYTES, NUM_TALLIES, CacheState, Tally
+from .lookahead import announce_keys, has_room, retire_batch
+from .sketch import sketch_width
 
 __all__ = [
     "ALIGNMENT_BYTES",
     "CAPACITY_MAX",
+    "FIXED_BYTES",
     "OVERHEAD_BYTES",
     "DdrCache",
     "PolicyName",
@@ -29,14 +45,23 @@ __all__ = [
     "size_bytes_of",
 ]
 
-PolicyName = Literal["lru", "lfu"]
+PolicyName = Literal["lru", "lfu", "tinylfu", "lookahead"]
 
 INDEX_BYTES: Final = 12
 OVERHEAD_BYTES: Final[dict[str, int]] = {
     "lru": INDEX_BYTES + SLOT_DTYPE.itemsize,
     "lfu": INDEX_BYTES + SLOT_DTYPE.itemsize + BUCKET_BYTES,
+    "tinylfu": INDEX_BYTES + SLOT_DTYPE.itemsize + sketch_width(4) // 4,
+    "lookahead": INDEX_BYTES + SLOT_DTYPE.itemsize + USES_PER_ROW * (USE_DTYPE.itemsize + INDEX_BYTES),
 }
 """Index and policy, in bytes per cached row."""
+FIXED_BYTES: Final[dict[str, int]] = {
+    "lru": 500,
+    "lfu": 500,
+    "tinylfu": 800 + duel_bytes_of(SAMPLED_ROWS),
+    "lookahead": 500 + MAX_BATCHES * (BATCH_DTYPE.itemsize + 4),
+}
+"""The most that a cache takes beside its rows and their overhead."""
 
 CAPACITY_MAX: Final = 2**31 - 2
 """Slots are int32, and the list's root takes one number."""
@@ -52,10 +77,11 @@ def _arena_bytes(capacity: int, words: int) -> int:
 def size_bytes_of(capacity: int, *, weight_words: int, state_words: int, policy: PolicyName) -> int:
     """Bytes a ``DdrCache`` of this capacity allocates."""
     rows = _arena_bytes(capacity, weight_words) + _arena_bytes(capacity, state_words)
-    index = index_places(capacity) * 8
-    records = (capacity + 1) * SLOT_DTYPE.itemsize
-    buckets = capacity * BUCKET_BYTES if policy == "lfu" else 0
-    return rows + index + records + buckets + NUM_TALLIES * 8
+    return rows + _overhead_bytes_of(capacity, policy)
+
+
+def _overhead_bytes_of(capacity: int, policy: PolicyName) -> int:
+    return state_bytes_of(capacity, policy) + (duel_bytes_of(capacity) if policy == "tinylfu" else 0)
 
 
 def capacity_for(budget_bytes: int, *, weight_words: int, state_words: int, policy: PolicyName) -> int:
@@ -82,21 +108,6 @@ def aligned_arena(capacity: int, words: int) -> tuple[Words, int]:
     return arena, raw.nbytes
 
 
-def _new_state(capacity: int, policy: PolicyName) -> CacheState:
-    # Zeros mean empty everywhere but at the root, so fresh pages from the system need no writing.
-    slots = np.zeros(capacity + 1, SLOT_DTYPE)
-    slots[capacity]["previous"] = slots[capacity]["next"] = capacity
-    num_buckets = capacity if policy == "lfu" else 0
-    return CacheState(
-        entries=np.zeros(index_places(capacity), np.uint64),
-        slots=slots,
-        bucket=np.zeros(num_buckets, np.int32),
-        bucket_count=np.zeros(num_buckets, np.int64),
-        bucket_tail=np.zeros(num_buckets, np.int32),
-        tallies=np.zeros(NUM_TALLIES, np.int64),
-    )
-
-
 def _check(array: object, dtype: str, name: str) -> None:
     if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype != dtype:
         found = f"{array.dtype} {list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
@@ -121,7 +132,7 @@ class DdrCache:
         capacity: slots, at least 1.
         weight_words: 64-bit words of weights a row; 0 for a cache without rows, to simulate.
         state_words: 64-bit words of optimizer state a row.
-        policy: "lru" or "lfu".
+        policy: "lru", "lfu", "tinylfu" or "lookahead".
 
     Raises:
         ValueError: for any of them out of range.
@@ -133,11 +144,12 @@ class DdrCache:
         if weight_words < 0 or state_words < 0:
             raise ValueError(f"weight_words={weight_words}, state_words={state_words}: neither may be negative")
         if policy not in get_args(PolicyName):
-            raise ValueError(f'policy={policy!r} is neither "lru" nor "lfu"')
+            raise ValueError(f"policy={policy!r} is none of {', '.join(get_args(PolicyName))}")
         self.policy: Final = policy
         self.weights, weights_bytes = aligned_arena(capacity, weight_words)
         self.state, state_bytes = aligned_arena(capacity, state_words)
-        self._books = _new_state(capacity, policy)
+        self._books: CacheState = new_state(capacity, policy)
+        self._duel = Duel(self._books) if policy == "tinylfu" else None
         self._arena_bytes = weights_bytes + state_bytes
 
     @property
@@ -167,7 +179,7 @@ class DdrCache:
     @property
     def overhead_bytes(self) -> int:
         """Of ``size_bytes``, index and policy."""
-        return sum(array.nbytes for array in self._books)
+        return _overhead_bytes_of(self.capacity, self.policy)
 
     def counters(self) -> CacheCounters:
         lookups, hits, misses, evictions = self._books.tallies[Tally.LOOKUPS : Tally.EVICTIONS + 1].tolist()
@@ -185,11 +197,17 @@ class DdrCache:
     def touch(self, slots: Int32s) -> None:
         slots = checked_slots(slots)
         self._require(kernels.touch_slots(self._books, slots), slots, "touch", "resident")
+        self._observe(slots)
+
+    def _observe(self, slots: Int32s) -> None:
+        if self._duel:
+            self._duel.observe(self.keys_of(slots))
 
     def admit(self, admission: Admission) -> AdmitStatus:
         if admission.stamp < 0:
             admission.stamp = self._next_stamp()
         assert admission.stamp == self._books.tallies[Tally.STAMP], "another admission ran between the calls of one"
+        num_before = admission.num_unique
         progress = np.array([admission.consumed, admission.num_unique, admission.num_missing], np.int64)
         status = kernels.admit_keys(
             self._books,
@@ -201,6 +219,7 @@ class DdrCache:
             progress,
         )
         admission.consumed, admission.num_unique, admission.num_missing = progress.tolist()
+        self._observe(admission.slots[num_before:])
         return AdmitStatus(status)
 
     def _next_stamp(self) -> int:
@@ -290,8 +309,27 @@ class DdrCache:
         assert self.num_pinned == unclean == 0, f"replay with {self.num_pinned} pinned, {unclean} dirty"
         keys = checked_keys(keys)
         is_hit = np.empty(len(keys), np.bool_)
-        kernels.replay_keys(self._books, keys, is_hit)
+        start = 0
+        while start < len(keys):
+            stop = start + (self._duel.accesses_left if self._duel else len(keys))
+            kernels.replay_keys(self._books, keys[start:stop], is_hit[start:stop])
+            if self._duel:
+                self._duel.observe(keys[start:stop])
+            start = stop
         return is_hit
+
+    def can_announce(self, num_keys: int) -> bool:
+        """See Announceable."""
+        return self.policy != "lookahead" or bool(has_room(self._books, num_keys))
+
+    def announce(self, keys: Int64s) -> int:
+        """See Announceable."""
+        return int(announce_keys(self._books, checked_keys(keys))) if self.policy == "lookahead" else 0
+
+    def retire(self, batch: int) -> None:
+        """See Announceable."""
+        if batch:
+            retire_batch(self._books, batch)
 
     def check_integrity(self) -> None:
         check_state(self._books)

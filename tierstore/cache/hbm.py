@@ -16,7 +16,7 @@ calls on tensors, which wait for nothing. The kernels are Triton's on CUDA (``hb
 """
 
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple, get_args
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -25,10 +25,11 @@ from torch import Tensor
 
 from . import hbm_twin
 from .base import Admission, AdmitStatus, CacheCounters, Int32s, Int64s
-from .ddr import PolicyName
 from .hbm_books import DIRTY, FROZEN, LOADING, NO_SUCH_SLOT, PIN, RESIDENT, STAMP_BITS, WAYS, Books, Plan, Status, mixed, sets_of
 
-__all__ = ["CAPACITY_MAX", "INDEX_BYTES", "HbmCache"]
+__all__ = ["CAPACITY_MAX", "INDEX_BYTES", "HbmCache", "PolicyName"]
+
+PolicyName = Literal["lru", "lfu"]
 
 INDEX_BYTES: Final = 20
 """Key, rank and flags of a slot."""

@@ -16,12 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._jit import prefetch_item
-from .._jit import uncounted_kernel as inline
+from .._jit import uncounted_inline as inline
 from .base import Int64s, Words
 
 __all__ = [
     "ABSENT",
     "SLOT_DTYPE",
+    "SlotRecords",
     "fingerprint_of",
     "home_of",
     "index_erase",
@@ -29,6 +30,8 @@ __all__ = [
     "index_insert",
     "index_places",
     "index_prefetch",
+    "index_replace",
+    "mixed_key",
 ]
 
 SlotRecords = NDArray[Any]
@@ -41,10 +44,11 @@ SLOT_DTYPE: Final = np.dtype(
         ("stamp", np.int32),
         ("number", np.int32),
         ("pins", np.int32),
-        ("flags", np.int32),
+        ("flags", np.int16),
+        ("rank", np.int16),
     ]
 )
-"""All a hit needs to know of a slot, in half a cache line. ``previous`` and ``next`` are the policy's (policies.py);
+"""All a hit needs to know of a slot, in half a cache line. ``previous``, ``next`` and ``rank`` are the policy's;
 ``stamp`` and ``number`` are the admission that last resolved the slot and the row's unique number in it (ddr.py)."""
 
 ABSENT: Final = -1
@@ -57,6 +61,7 @@ _MIX_A: Final = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_B: Final = np.uint64(0x94D049BB133111EB)
 _SHIFT_A: Final = np.uint64(30)
 _SHIFT_B: Final = np.uint64(27)
+_SHIFT_C: Final = np.uint64(31)
 _HALF: Final = np.uint64(32)
 _SLOT_MASK: Final = np.uint64(0xFFFFFFFF)
 _EMPTY: Final = np.uint64(0)
@@ -66,6 +71,15 @@ _ONE: Final = np.uint64(1)
 def index_places(capacity: int) -> int:
     """Places of the index of a cache of ``capacity`` slots."""
     return capacity + (capacity + 1) // 2 + 1
+
+
+@inline
+def mixed_key(key: Any) -> Any:
+    """uint64: all of the mixed key."""
+    mixed = np.uint64(key)
+    mixed = (mixed ^ (mixed >> _SHIFT_A)) * _MIX_A
+    mixed = (mixed ^ (mixed >> _SHIFT_B)) * _MIX_B
+    return mixed ^ (mixed >> _SHIFT_C)
 
 
 @inline
@@ -130,6 +144,22 @@ def index_insert(index: Words, key: Any, slot: Any) -> None:
         if place == places:
             place = _EMPTY
     index[place] = (fingerprint << _HALF) | (np.uint64(slot) + _ONE)
+
+
+@inline
+def index_replace(index: Words, key: Any, slot: Any, other: Any) -> None:
+    """Let the entry of a key that leads to ``slot`` lead to another."""
+    places = np.uint64(index.size)
+    fingerprint = fingerprint_of(key)
+    entry = (fingerprint << _HALF) | (np.uint64(slot) + _ONE)
+    place = home_of(fingerprint, places)
+    for _ in range(index.size):
+        if index[place] == entry:
+            break
+        place += _ONE
+        if place == places:
+            place = _EMPTY
+    index[place] = (fingerprint << _HALF) | (np.uint64(other) + _ONE)
 
 
 @inline

@@ -1,92 +1,21 @@
-"""Exact LRU and LFU over arrays, O(1) a step: both keep the resident slots in one doubly linked list in eviction order.
+"""LRU, LFU, TinyLFU and lookahead over arrays, O(1) a step: each keeps the resident slots in one list in eviction order.
 
 LRU: a touched slot moves to the end. LFU: slots of equal count lie side by side, oldest first, and form a *bucket*;
 buckets lie in order of their counts. A bucket knows its count and its last slot; its neighbours are found through
 the list. Both evict exactly what cachetools (>= 8) evicts: a new row has count 1, and a row that returns starts anew.
-
-The list's ends are tied to a root: the record at ``len(slots) - 1``, which belongs to no row.
+TinyLFU is in tinylfu.py, lookahead in lookahead.py.
 """
 
-from enum import IntEnum
-from typing import Any, Final, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from .._jit import uncounted_kernel as inline
-from .base import Int32s, Int64s, Words
-from .index import SlotRecords
+from .._jit import uncounted_inline as inline
+from .books import CacheState, Tally, link_after, unlink
+from .lookahead import lookahead_insert, lookahead_remove, lookahead_touch
+from .tinylfu import tinylfu_insert, tinylfu_remove, tinylfu_settle, tinylfu_touch
 
-__all__ = [
-    "BUCKET_BYTES",
-    "NUM_TALLIES",
-    "CacheState",
-    "Tally",
-    "policy_insert",
-    "policy_remove",
-    "policy_touch",
-]
-
-BUCKET_BYTES: Final = 4 + 8 + 4
-"""Of LFU, per slot: the slot's bucket, and one bucket (there are never more than slots)."""
-
-
-class Tally(IntEnum):
-    """Places in ``CacheState.tallies``."""
-
-    RESIDENT = 0
-    DIRTY: Final = 1
-    PINNED: Final = 2
-    LOOKUPS: Final = 3
-    HITS: Final = 4
-    MISSES: Final = 5
-    EVICTIONS: Final = 6
-    STAMP: Final = 7
-    """The newest admission's number."""
-    USED_SLOTS: Final = 8
-    """Slots from here on were never used."""
-    FREE_SLOT: Final = 9
-    """First of the freed slots, linked by ``next``, plus 1; 0 for none."""
-    USED_BUCKETS: Final = 10
-    FREE_BUCKET: Final = 11
-    """First of the freed buckets, linked by ``bucket_tail``, plus 1; 0 for none."""
-    FROZEN: Final = 12
-
-
-NUM_TALLIES: Final = len(Tally)
-
-
-class CacheState(NamedTuple):
-    """The bookkeeping of a cache, as its kernels see it. With LRU the bucket arrays are empty."""
-
-    entries: Words
-    """uint64 [index_places(capacity)]: the index, see index.py."""
-    slots: SlotRecords
-    """SLOT_DTYPE [capacity + 1]; the last is the root of the list."""
-    bucket: Int32s
-    """int32 [capacity]: a resident slot's bucket."""
-    bucket_count: Int64s
-    """int64 [capacity]: accesses of each row in the bucket."""
-    bucket_tail: Int32s
-    """int32 [capacity]: the bucket's last slot."""
-    tallies: Int64s
-    """int64 [NUM_TALLIES]: see Tally."""
-
-
-@inline
-def _unlink(slots: SlotRecords, slot: Any) -> None:
-    before = slots[slot]["previous"]
-    after = slots[slot]["next"]
-    slots[before]["next"] = after
-    slots[after]["previous"] = before
-
-
-@inline
-def _link_after(slots: SlotRecords, slot: Any, before: Any) -> None:
-    after = slots[before]["next"]
-    slots[slot]["previous"] = before
-    slots[slot]["next"] = after
-    slots[before]["next"] = slot
-    slots[after]["previous"] = slot
+__all__ = ["CacheState", "Tally", "policy_insert", "policy_remove", "policy_settle", "policy_touch"]
 
 
 @inline
@@ -128,8 +57,8 @@ def _lfu_touch(state: CacheState, slot: Any) -> None:
     if after != root and state.bucket_count[buckets[after]] == count:
         target = buckets[after]
         _leave_bucket(state, slot)
-        _unlink(slots, slot)
-        _link_after(slots, slot, tails[target])
+        unlink(slots, slot)
+        link_after(slots, slot, tails[target])
     else:
         before = slots[slot]["previous"]
         if tail == slot and (before == root or buckets[before] != bucket):
@@ -138,10 +67,25 @@ def _lfu_touch(state: CacheState, slot: Any) -> None:
         target = _new_bucket(state, count)
         _leave_bucket(state, slot)
         if tail != slot:
-            _unlink(slots, slot)
-            _link_after(slots, slot, tail)
+            unlink(slots, slot)
+            link_after(slots, slot, tail)
     tails[target] = slot
     buckets[slot] = target
+
+
+@inline
+def _lfu_insert(state: CacheState, slot: Any) -> None:
+    slots = state.slots
+    root = slots.size - 1
+    first = slots[root]["next"]
+    if first != root and state.bucket_count[state.bucket[first]] == 1:
+        bucket = np.int64(state.bucket[first])
+        link_after(slots, slot, state.bucket_tail[bucket])
+    else:
+        bucket = _new_bucket(state, 1)
+        link_after(slots, slot, root)
+    state.bucket_tail[bucket] = slot
+    state.bucket[slot] = bucket
 
 
 @inline
@@ -149,35 +93,45 @@ def policy_touch(state: CacheState, slot: Any) -> None:
     """Count one access of a resident slot."""
     if state.bucket.size:
         _lfu_touch(state, slot)
+    elif state.sketch.size:
+        tinylfu_touch(state, slot)
+    elif state.uses.size:
+        lookahead_touch(state, slot)
     else:
         slots = state.slots
-        root = slots.size - 1
-        _unlink(slots, slot)
-        _link_after(slots, slot, slots[root]["previous"])
+        unlink(slots, slot)
+        link_after(slots, slot, slots[slots.size - 1]["previous"])
 
 
 @inline
 def policy_insert(state: CacheState, slot: Any) -> None:
     """Enter a new row's slot, with its first access."""
-    slots = state.slots
-    root = slots.size - 1
-    if state.bucket.size == 0:
-        _link_after(slots, slot, slots[root]["previous"])
-        return
-    first = slots[root]["next"]
-    if first != root and state.bucket_count[state.bucket[first]] == 1:
-        bucket = np.int64(state.bucket[first])
-        _link_after(slots, slot, state.bucket_tail[bucket])
+    if state.bucket.size:
+        _lfu_insert(state, slot)
+    elif state.sketch.size:
+        tinylfu_insert(state, slot)
+    elif state.uses.size:
+        lookahead_insert(state, slot)
     else:
-        bucket = _new_bucket(state, 1)
-        _link_after(slots, slot, root)
-    state.bucket_tail[bucket] = slot
-    state.bucket[slot] = bucket
+        slots = state.slots
+        link_after(slots, slot, slots[slots.size - 1]["previous"])
 
 
 @inline
 def policy_remove(state: CacheState, slot: Any) -> None:
-    """Forget a resident slot, and its count."""
-    if state.bucket.size:
-        _leave_bucket(state, slot)
-    _unlink(state.slots, slot)
+    """Forget a resident slot, and its count as far as the policy does."""
+    if state.sketch.size:
+        tinylfu_remove(state, slot)
+    elif state.uses.size:
+        lookahead_remove(state, slot)
+    else:
+        if state.bucket.size:
+            _leave_bucket(state, slot)
+        unlink(state.slots, slot)
+
+
+@inline
+def policy_settle(state: CacheState, num_accesses: Any) -> None:
+    """At the end of a call that counted so many accesses: what may move other slots than those accessed."""
+    if state.sketch.size:
+        tinylfu_settle(state, num_accesses)

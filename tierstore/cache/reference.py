@@ -1,4 +1,5 @@
-"""The slow and obviously right row cache, on cachetools' LRUCache and LFUCache: oracle in tests, off-switch in use.
+"""The slow and obviously right row cache, on cachetools' LRUCache LFUCache and others of that kind: oracle in
+tests, off-switch in use.
 
 It shares nothing with the fast cache but the contract. Its rows take the same memory; its bookkeeping, Python objects
 of some hundred bytes a row, is not counted in ``size_bytes``.
@@ -12,10 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .base import Admission, AdmitStatus, CacheCounters, Int32s, Int64s, Words
+from .reference_lookahead import Lookahead
+from .reference_tinylfu import TinyLFU
 
 __all__ = ["ReferenceCache", "ReferencePolicyName"]
 
-ReferencePolicyName = Literal["reference-lru", "reference-lfu"]
+ReferencePolicyName = Literal["reference-lru", "reference-lfu", "reference-tinylfu", "reference-lookahead"]
 
 
 class _Pinnable(cachetools.Cache[int, int]):
@@ -42,6 +45,10 @@ class _Pinnable(cachetools.Cache[int, int]):
         return key, slot
 
 
+    def settle(self, keys: list[int]) -> None:
+        """These keys were accessed by one call."""
+
+
 class _PinnableLRU(_Pinnable, cachetools.LRUCache[int, int]):
     """Least recently used first."""
 
@@ -60,7 +67,12 @@ class _PinnableLFU(_Pinnable, cachetools.LFUCache[int, int]):
             link = link.next
 
 
-_CLASSES: Final[dict[str, type[_Pinnable]]] = {"reference-lru": _PinnableLRU, "reference-lfu": _PinnableLFU}
+_CLASSES: Final[dict[str, type[_Pinnable | TinyLFU | Lookahead]]] = {
+    "reference-lru": _PinnableLRU,
+    "reference-lfu": _PinnableLFU,
+    "reference-tinylfu": TinyLFU,
+    "reference-lookahead": Lookahead,
+}
 
 
 def _aligned(capacity: int, words: int) -> Words:
@@ -77,7 +89,7 @@ class ReferenceCache:
         capacity: slots, at least 1.
         weight_words: 64-bit words of weights a row.
         state_words: 64-bit words of optimizer state a row.
-        policy: "reference-lru" or "reference-lfu".
+        policy: "reference-" and one of "lru", "lfu", "tinylfu", "lookahead".
 
     Raises:
         ValueError: for any of them out of range.
@@ -158,6 +170,7 @@ class ReferenceCache:
         for slot in slots.tolist():
             self._rows[self._key_of(slot)]
             self._count(lookups=1, hits=1)
+        self._rows.settle([self._key_of(slot) for slot in slots.tolist()])
 
     def admit(self, admission: Admission) -> AdmitStatus:
         if admission.stamp < 0:
@@ -165,6 +178,12 @@ class ReferenceCache:
             admission.stamp = self._stamp
             self._numbers = {}
         assert admission.stamp == self._stamp, "another admission ran between the calls of one"
+        num_before = admission.num_unique
+        status = self._admit(admission)
+        self._rows.settle([self._key_of(slot) for slot in admission.slots[num_before:].tolist()])
+        return status
+
+    def _admit(self, admission: Admission) -> AdmitStatus:
         for key in admission.keys[admission.consumed :].tolist():
             if key not in self._numbers:
                 status = self._resolve(admission, key)
@@ -315,7 +334,18 @@ class ReferenceCache:
             else:
                 self._make_room()
                 self._insert(key)
+            self._rows.settle([key])
         return is_hit
+
+    def can_announce(self, num_keys: int) -> bool:
+        return self._rows.can_announce(num_keys) if isinstance(self._rows, Lookahead) else True
+
+    def announce(self, keys: Int64s) -> int:
+        return self._rows.announce(keys.tolist()) if isinstance(self._rows, Lookahead) else 0
+
+    def retire(self, batch: int) -> None:
+        if isinstance(self._rows, Lookahead):
+            self._rows.retire(batch)
 
     def check_integrity(self) -> None:
         rows, pins = self._rows, self._rows.pins

@@ -1,10 +1,11 @@
 """The device tier over all pools of a store: one budget, one side stream, one account."""
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Final
 
 import torch
 
+from ..cache.hbm import PolicyName
 from ..errors import BudgetError, TableError
 from ..pool import Pool
 from ..rows import RowLayout
@@ -16,7 +17,10 @@ from .pool import HbmPool, HbmSize
 if TYPE_CHECKING:
     from ..table import Table
 
-__all__ = ["add_hbm", "hbm_stats", "require_float"]
+__all__ = ["POLICIES", "add_hbm", "hbm_stats", "require_float"]
+
+POLICIES: Final[dict[str, PolicyName]] = {"lru": "lru", "lfu": "lfu", "tinylfu": "lfu", "lookahead": "lru"}
+"""The device's policy for each of the host's. Its LFU asks a sketch before it lets a row in, as TinyLFU does."""
 
 
 def add_hbm(
@@ -25,14 +29,14 @@ def add_hbm(
     """Give each pool its part of device memory.
 
     Args:
-        policy: of the store; a reference policy's fast twin is used.
+        policy: of the store; the device's nearest is used (``POLICIES``).
         given: the budget as its owner wrote it, for messages.
 
     Raises:
         BudgetError: the device has less memory free.
     """
     lane = open_lane(device)
-    own: Any = policy.removeprefix("reference-")
+    own = POLICIES[policy.removeprefix("reference-")]
     try:
         for pool in pools:
             pool.hot = HbmPool(pool, sizes[pool.layout], lane, device, own)

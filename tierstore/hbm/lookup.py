@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..lookup import MODES, Joined
+from ..pool import Pool
 from ..rows import KEY_ROW_BITS
 from ..signals import shielded
 from .batch import Bags
@@ -46,6 +47,11 @@ class HbmLookup:
     @property
     def _is_empty(self) -> bool:
         return not len(self._joined.keys)
+
+    @property
+    def demand(self) -> tuple[Pool, Any]:
+        """The pool below and the keys, int64 [N], of the rows it will use."""
+        return self._joined.tables[0].pool, self._joined.keys
 
     def _send(self) -> HbmPool:
         """Send the ids to the tables' pool as it is now: unless rows are pinned, a new table may have replaced it."""

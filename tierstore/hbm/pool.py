@@ -30,8 +30,7 @@ import torch
 from torch import Tensor
 
 from ..cache import Admission
-from ..cache.ddr import PolicyName
-from ..cache.hbm import HbmCache
+from ..cache.hbm import HbmCache, PolicyName
 from ..cache.hbm_books import DIRTY, LOADING, Plan, Status
 from ..cache.hbm_sketch import FrequencySketch
 from ..errors import BudgetError, ClosedError, TableError

@@ -1,7 +1,9 @@
 """The prefetch pipeline: rows of later batches are read while this batch computes."""
 
+import contextlib
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
@@ -20,6 +22,17 @@ class Preparable(Protocol):
 
     def forget(self, ticket: Any) -> None:
         """Release what that ticket stands for, if no forward took it."""
+
+    def announce(self, features: Any) -> "Retirable | None":
+        """Tell the caches that the rows of ``features`` will be used, after those announced before; None if there is
+        no room for that yet."""
+
+
+class Retirable(Protocol):
+    """A batch that caches were told of."""
+
+    def retire(self) -> None:
+        """It is in use, or will never be."""
 
 
 class _Ready(NamedTuple):
@@ -52,6 +65,7 @@ def prefetch(
     module: Preparable,
     *,
     depth: int = 2,
+    lookahead: int = 0,
     features: Callable[[Batch], Any] | None = None,
 ) -> Generator[Batch, None, None]:
     """Iterate over ``batches`` while a thread reads ahead and brings the rows of up to ``depth`` later batches in.
@@ -60,35 +74,117 @@ def prefetch(
     Results are the same bits for every depth: rows are brought in early, but read and updated in the order of
     the steps. Rows that do not fit beside those in use are brought in when their batch comes.
 
+    With ``lookahead`` the reader is that many batches further ahead, and a store opened with policy="lookahead" learns
+    which rows they use, so that it evicts those whose next use is farthest. The batches wait in memory, those that the
+    store has no room to remember excepted: they are not read before it has. Other policies make nothing of it.
+
     Args:
-        batches: consumed by the thread (by the caller's with depth=0); never more than ``depth + 1`` ahead.
+        batches: consumed by the thread (by the caller's with depth=0); never more than ``depth + lookahead + 1`` ahead.
         module: its ``forward`` must be given the very object that ``features`` returned.
         depth: batches brought in ahead; 0 is a plain loop without a thread.
+        lookahead: batches announced ahead of those.
         features: how to get a batch's jagged ids.
 
     Raises:
-        ValueError: depth is negative. Whatever ``batches``, ``features`` or the reading of rows raised, when the
+        ValueError: depth or lookahead is negative. Whatever ``batches``, ``features`` or the reading of rows raised, when the
         batch that it happened to is asked for; batches before it are yielded first, and the store stays usable.
     """
-    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
-        raise ValueError(f"depth={depth!r} must be an int, 0 or more")
+    for name, value in (("depth", depth), ("lookahead", lookahead)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ValueError(f"{name}={value!r} must be an int, 0 or more")
     get_features = default_features if features is None else features
     if depth == 0:
-        return _plain(batches)
-    return _pipeline(batches, module, depth, get_features)
+        return _plain(batches, module, lookahead, get_features)
+    return _pipeline(batches, module, depth, lookahead, get_features)
 
 
-def _plain(batches: Iterable[Any]) -> Generator[Any, None, None]:
-    yield from batches
+def _plain(
+    batches: Iterable[Any], module: Preparable, lookahead: int, get_features: Callable[[Any], Any]
+) -> Generator[Any, None, None]:
+    if not lookahead:
+        yield from batches
+        return
+    with contextlib.closing(_look_ahead(batches, module, lookahead, get_features)) as ahead:
+        for item in ahead:
+            yield item.batch
+
+
+class _Ahead(NamedTuple):
+    batch: Any
+    features: Any
+    announced: "Retirable | None"
+
+
+class _Reader:
+    """Reads batches and announces each, in order.
+
+    What a batch raised, when it was read or announced, is kept for its turn: ``error``, after the batches before it.
+    """
+
+    def __init__(self, batches: Iterable[Any], module: Preparable, get_features: Callable[[Any], Any]) -> None:
+        self._batches = iter(batches)
+        self._module = module
+        self._get_features = get_features
+        self._waiting: list[_Ahead] = []
+        self.error: BaseException | None = None
+        self.ended = False
+
+    def next(self, *, must: bool) -> _Ahead | None:
+        """The next batch, announced; None at the end, and unless ``must`` if the caches have no room for it yet."""
+        try:
+            if not self._waiting:
+                batch = next(self._batches)
+                self._waiting.append(_Ahead(batch, self._get_features(batch), None))
+            item = self._waiting[0]
+            announced = self._module.announce(item.features)
+        except StopIteration:
+            self.ended = True
+            return None
+        except BaseException as error:
+            self.error, self.ended = error, True
+            return None
+        if announced is None and not must:
+            return None
+        self._waiting.clear()
+        return item._replace(announced=announced)
+
+
+def _look_ahead(
+    batches: Iterable[Any], module: Preparable, lookahead: int, get_features: Callable[[Any], Any]
+) -> Generator[_Ahead, None, None]:
+    """Yield each batch while up to ``lookahead`` after it are announced; it is retired when the next is asked for."""
+    reader = _Reader(batches, module, get_features)
+    window: deque[_Ahead] = deque()
+    try:
+        while True:
+            while not reader.ended and len(window) <= lookahead:
+                item = reader.next(must=not window)
+                if item is None:
+                    break
+                window.append(item)
+            if not window:
+                break
+            yield window[0]
+            _retire(window.popleft())
+        if reader.error is not None:
+            raise reader.error
+    finally:
+        for item in window:
+            _retire(item)
+
+
+def _retire(item: _Ahead) -> None:
+    if item.announced is not None:
+        item.announced.retire()
 
 
 def _pipeline(
-    batches: Iterable[Any], module: Preparable, depth: int, get_features: Callable[[Any], Any]
+    batches: Iterable[Any], module: Preparable, depth: int, lookahead: int, get_features: Callable[[Any], Any]
 ) -> Generator[Any, None, None]:
     ready: queue.Queue[_Ready | _Failed | _End] = queue.Queue(depth)
     stop = threading.Event()
     worker = threading.Thread(
-        target=_fill, args=(batches, module, get_features, ready, stop), name="tierstore-prefetch", daemon=True
+        target=_fill, args=(batches, module, lookahead, get_features, ready, stop), name="tierstore-prefetch", daemon=True
     )
     worker.start()
     ticket = None
@@ -127,22 +223,34 @@ def _take(ready: "queue.Queue[Any]", worker: threading.Thread) -> Any:
 def _fill(
     batches: Iterable[Any],
     module: Preparable,
+    lookahead: int,
     get_features: Callable[[Any], Any],
     ready: "queue.Queue[_Ready | _Failed | _End]",
     stop: threading.Event,
 ) -> None:
     """Body of the thread: read a batch, bring its rows in, hand it over; end with an error or the end."""
     try:
-        for batch in batches:
-            if stop.is_set():
-                return
-            ticket = module.prepare(get_features(batch))
-            if not _put(ready, _Ready(batch, ticket), stop):
-                module.forget(ticket)
-                return
+        with contextlib.closing(_with_features(batches, module, lookahead, get_features)) as ahead:
+            for item in ahead:
+                if stop.is_set():
+                    return
+                ticket = module.prepare(item.features)
+                if not _put(ready, _Ready(item.batch, ticket), stop):
+                    module.forget(ticket)
+                    return
         _put(ready, _End(), stop)
     except BaseException as error:
         _put(ready, _Failed(error), stop)
+
+
+def _with_features(
+    batches: Iterable[Any], module: Preparable, lookahead: int, get_features: Callable[[Any], Any]
+) -> Generator[_Ahead, None, None]:
+    if lookahead:
+        yield from _look_ahead(batches, module, lookahead, get_features)
+    else:
+        for batch in batches:
+            yield _Ahead(batch, get_features(batch), None)
 
 
 def _put(ready: "queue.Queue[_Ready | _Failed | _End]", item: _Ready | _Failed | _End, stop: threading.Event) -> bool:

@@ -13,7 +13,7 @@ from ..hbm.lookup import HbmLookup
 from ..lookup import Jagged, Lookup
 from ..store import Store
 from ..table import Table, check_ids, check_offsets, check_scale, make_lookup
-from .function import Prepared, PreparedLookups, run_lookups
+from .function import Announced, Prepared, PreparedLookups, run_lookups
 from .jagged import JaggedLike, KeyedTensor
 
 __all__ = ["TieredEmbeddingBagCollection"]
@@ -94,6 +94,13 @@ class TieredEmbeddingBagCollection(nn.Module):
     def forget(self, ticket: Prepared) -> None:
         """Release what ``prepare`` made ready, if it was not used."""
         self._prepared.drop(ticket)
+
+    def announce(self, features: JaggedLike) -> Announced | None:
+        """Tell the pools that these rows will be used, after those announced before; None if there is no room yet.
+
+        Called by ``tierstore.prefetch``. Whoever called retires what is returned.
+        """
+        return self._prepare(features).announce()
 
     def _prepare(self, features: JaggedLike) -> Prepared:
         keys = list(features.keys())

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ..config import require_choice
 from ..lookup import MODES
 from ..table import Table
-from .function import Prepared, PreparedLookups, run_lookups
+from .function import Announced, Prepared, PreparedLookups, run_lookups
 
 __all__ = ["TieredEmbeddingBag"]
 
@@ -76,6 +76,13 @@ class TieredEmbeddingBag(nn.Module):
     def forget(self, ticket: Prepared) -> None:
         """Release what ``prepare`` made ready, if it was not used."""
         self._prepared.drop(ticket)
+
+    def announce(self, features: Any) -> Announced | None:
+        """Tell the pool that these rows will be used, after those announced before; None if there is no room yet.
+
+        Called by ``tierstore.prefetch``. Whoever called retires what is returned.
+        """
+        return self._prepare(*(features if isinstance(features, tuple) else (features,))).announce()
 
     def _prepare(
         self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None

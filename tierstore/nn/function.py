@@ -9,8 +9,9 @@ from torch.autograd.function import once_differentiable
 
 from ..hbm.lookup import HbmLookup
 from ..lookup import Lookup, new_output
+from ..pool import Pool
 
-__all__ = ["Prepared", "PreparedLookups", "run_lookups"]
+__all__ = ["Announced", "Prepared", "PreparedLookups", "run_lookups"]
 
 
 class Prepared:
@@ -55,10 +56,33 @@ class Prepared:
             self.release()
             raise
 
+    def announce(self) -> "Announced | None":
+        """Tell the pools of the rows it will use; None, and nothing is told, if a pool has no room for it yet."""
+        demands = [lookup.demand for lookup in self.lookups]
+        if not all(pool.can_announce(len(keys)) for pool, keys in demands):
+            return None
+        return Announced([(pool, pool.announce(keys)) for pool, keys in demands])
+
     def release(self) -> None:
         """Unpin whatever is pinned."""
         for lookup in self.lookups:
             lookup.release()
+
+
+class Announced:
+    """A batch that pools were told of.
+
+    Args:
+        batches: each pool with the batch's number there.
+    """
+
+    def __init__(self, batches: Sequence[tuple[Pool, int]]) -> None:
+        self._batches = batches
+
+    def retire(self) -> None:
+        """It is in use, or will never be."""
+        for pool, batch in self._batches:
+            pool.retire(batch)
 
 
 class PreparedLookups:

@@ -9,8 +9,8 @@ from typing import Any, Final
 import numpy as np
 
 from .. import floats
-from .._jit import inlined as inline
 from .._jit import kernel, prefetch_item
+from .._jit import uncounted_inline as inline
 from ..floats import FLOAT32
 from ..kernels import halving_sum, padded_width
 from ..simd import WIDE, add16, divide16, fill16, load16, multiply16, prefetch_line, sqrt16, store16, subtract16

@@ -20,7 +20,7 @@ __all__ = ["Position", "commit_run", "require_resumable", "restore_run"]
 
 _EXTRA_KEY: Final = "tierstore.train"
 _FREE_KEYS: Final = frozenset(
-    {"data.path", "data.test_rows", "train.epochs", "train.prefetch_depth", "train.commit_every"}
+    {"data.path", "data.test_rows", "train.epochs", "train.prefetch_depth", "train.lookahead", "train.commit_every"}
 )
 """Keys that may differ when a run continues, beside [store]: they change no result, or (epochs) only its end."""
 

@@ -70,7 +70,11 @@ class StoreSection:
         'where the model computes: "cpu", or "cuda" ("cuda:1", ...) beside hbm. A run may continue on another device; '
         "the last bits of a result depend on it, as the dense part is computed by other kernels",
     )
-    policy: str = _option("lru", 'which rows leave memory first: "lru", "lfu", or "reference-" and one of them')
+    policy: str = _option(
+        "lru",
+        'which rows leave memory first: "lru", "lfu", "tinylfu", "lookahead" with train.lookahead, or "reference-" and '
+        "one of them",
+    )
     threads: int = _option(0, "threads of the store; 0 chooses")
     keep: int = _option(1, "commits to keep; tierstore rollback goes back to one")
 
@@ -172,6 +176,10 @@ class TrainSection:
     epochs: int = _option(1, "times through the training rows")
     seed: int = _option(0, "of the first weights")
     prefetch_depth: int = _option(2, "batches whose rows are fetched ahead; 0: none")
+    lookahead: int = _option(
+        0,
+        'batches after those whose ids are made known, so that rows used again soon stay; for store.policy "lookahead"',
+    )
     commit_every: int = _option(
         1000,
         "steps between commits; 0: only at the end. What is written back between commits is reclaimed only later, "
@@ -184,6 +192,7 @@ class TrainSection:
         _require_count("train.epochs", self.epochs, 1, _MAX_COUNT)
         _require_count("train.seed", self.seed, 0, _MAX_COUNT)
         _require_count("train.prefetch_depth", self.prefetch_depth, 0, _MAX_THREADS)
+        _require_count("train.lookahead", self.lookahead, 0, _MAX_COUNT)
         _require_count("train.commit_every", self.commit_every, 0, _MAX_COUNT)
         _require_count("train.torch_threads", self.torch_threads, 1, _MAX_THREADS)
 

@@ -14,13 +14,20 @@ from .readers import Batch
 __all__ = ["feed"]
 
 
-def feed(run: Run, batches: Iterator[Batch], *, depth: int) -> Generator[Batch, None, None]:
-    """The batches, on the store's device but for their ids; up to ``depth`` are made ready ahead.
+def feed(run: Run, batches: Iterator[Batch], *, depth: int, lookahead: int = 0) -> Generator[Batch, None, None]:
+    """The batches, on the store's device but for their ids; up to ``depth`` are made ready ahead, ``lookahead`` after
+    those made known.
 
     Closing it releases what was made ready and not used.
     """
     copies = _Copies(run.store.device)
-    ahead = prefetch(map(copies.begin, batches), run.embeddings, depth=depth, features=lambda batch: batch.sparse)
+    ahead = prefetch(
+        map(copies.begin, batches),
+        run.embeddings,
+        depth=depth,
+        lookahead=lookahead,
+        features=lambda batch: batch.sparse,
+    )
     with contextlib.closing(ahead):
         for batch in ahead:
             copies.end(batch)

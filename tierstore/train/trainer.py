@@ -177,7 +177,8 @@ def _train_epochs(run: Run, data: _Data, position: Position) -> _Outcome:
 def _epoch(run: Run, data: _Data, position: Position) -> Generator[tuple[Batch, Tensor], None, None]:
     """Train on the rest of the position's epoch; yields each batch after its step, with its loss."""
     batches = data.batches(position.row, data.config.data.train_rows or None)
-    with contextlib.closing(feed(run, batches, depth=data.config.train.prefetch_depth)) as ahead:
+    section = data.config.train
+    with contextlib.closing(feed(run, batches, depth=section.prefetch_depth, lookahead=section.lookahead)) as ahead:
         for batch in ahead:
             yield batch, train_step(run, batch)
 
@@ -189,7 +190,8 @@ def _evaluate(run: Run, data: _Data) -> Evaluation:
     predictions = Predictions()
     run.model.eval()
     batches = data.batches(section.train_rows, section.train_rows + section.test_rows)
-    with contextlib.closing(feed(run, batches, depth=data.config.train.prefetch_depth)) as ahead:
+    train = data.config.train
+    with contextlib.closing(feed(run, batches, depth=train.prefetch_depth, lookahead=train.lookahead)) as ahead:
         for batch in ahead:
             predictions.add(batch.labels, run.model(batch.dense, batch.sparse))
     return predictions.evaluate()

@@ -1,0 +1,180 @@
+"""TinyLFU, slow and obviously right, as a cachetools cache: dictionaries for the levels, whole numbers for the sketch.
+
+The rules are those of tinylfu.py, sketch.py and dueling.py, and so are their constants; code is shared with none.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Final
+
+import cachetools
+
+__all__ = ["TinyLFU"]
+
+LEVELS: Final = 64
+COUNTERS_PER_ROW: Final = 16
+BLOCK: Final = 64
+HALVING_PERIOD: Final = 50
+FILED_PER_ACCESS: Final = 4
+SAMPLED_ROWS: Final = 256
+KEPT: Final = 0.8
+WINDOW_SHARE: Final = 100
+WORD: Final = 2**64
+HALF: Final = 2**32
+
+
+def mixed(key: int) -> int:
+    """Mix13, all three steps."""
+    x = key % WORD
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % WORD
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % WORD
+    return x ^ (x >> 31)
+
+
+class Sketch:
+    """What rows had been accessed when they left."""
+
+    def __init__(self, capacity: int) -> None:
+        self._num_blocks = math.ceil(COUNTERS_PER_ROW * capacity / BLOCK)
+        self._counters: dict[tuple[int, int], int] = {}
+
+    def _places(self, key: int) -> list[tuple[int, int]]:
+        """Block and place in it, for both halves of the block."""
+        x = mixed(key)
+        block = x // HALF * self._num_blocks // HALF
+        return [(block, x % 32), (block, 32 + x // 32 % 32)]
+
+    def count(self, key: int) -> int:
+        return min(self._counters.get(place, 0) for place in self._places(key))
+
+    def leave(self, key: int, count: int) -> None:
+        for place in self._places(key):
+            self._counters[place] = max(self._counters.get(place, 0), count)
+
+    def halve(self) -> None:
+        self._counters = {place: count // 2 for place, count in self._counters.items()}
+
+
+class Duel:
+    """Two small caches replay a sample of the accesses; says whether recency did better lately."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._sampled_rows = min(capacity, SAMPLED_ROWS)
+        self._recency: cachetools.LRUCache[int, int] = cachetools.LRUCache(self._sampled_rows)
+        self._frequency = TinyLFU(self._sampled_rows, is_sample=True)
+        self._accesses = 0
+        self._ahead = 0
+        self._lead = 0.0
+
+    def observe(self, keys: list[int]) -> float | None:
+        """After a capacity of accesses by how many hits frequency leads, else None."""
+        for key in keys:
+            salted = mixed(key) * 0x9E3779B97F4A7C15 % WORD // HALF
+            if salted * self._capacity // HALF < self._sampled_rows:
+                self._ahead += (key in self._frequency) - (key in self._recency)
+                self._frequency.access(key)
+                if key in self._recency:
+                    self._recency[key]
+                else:
+                    self._recency[key] = 0
+        self._accesses += len(keys)
+        if self._accesses < self._capacity:
+            return None
+        self._lead = KEPT * self._lead + self._ahead
+        self._accesses = self._ahead = 0
+        return self._lead
+
+
+class TinyLFU(cachetools.Cache[int, int]):
+    """key -> slot. ``pins`` names keys that are not evicted; ``settle`` follows each call that accessed keys.
+
+    Args:
+        maxsize: keys.
+        is_sample: its window stays narrow.
+    """
+
+    def __init__(self, maxsize: int, is_sample: bool = False) -> None:
+        super().__init__(maxsize)
+        self.pins: dict[int, int] = {}
+        self._counts: dict[int, int] = {}
+        self._levels: list[dict[int, None]] = [{} for _ in range(LEVELS)]
+        self._window: dict[int, None] = {}
+        self._narrow = max(1, maxsize // WINDOW_SHARE)
+        self._limit = self._narrow
+        self._sketch = Sketch(maxsize)
+        self._unhalved = 0
+        self._duel = None if is_sample else Duel(maxsize)
+
+    def eviction_order(self) -> Iterator[int]:
+        for level in self._levels:
+            yield from level
+        yield from self._window
+
+    def first_unpinned(self) -> int | None:
+        return next((key for key in self.eviction_order() if key not in self.pins), None)
+
+    def popitem(self) -> tuple[int, int]:
+        key = self.first_unpinned()
+        if key is None:
+            raise KeyError("every key is pinned")
+        slot = cachetools.Cache.__getitem__(self, key)
+        del self[key]
+        return key, slot
+
+    def __getitem__(self, key: int) -> int:
+        count = min(self._counts[key] + 1, LEVELS - 1)
+        if key in self._window:
+            del self._window[key]
+            self._window[key] = None
+        else:
+            del self._levels[self._counts[key]][key]
+            into = self._window if len(self._window) < self._limit else self._levels[count]
+            into[key] = None
+        self._counts[key] = count
+        return super().__getitem__(key)
+
+    def __setitem__(self, key: int, slot: int) -> None:
+        super().__setitem__(key, slot)
+        self._counts[key] = min(self._sketch.count(key) + 1, LEVELS - 1)
+        self._window[key] = None
+
+    def __delitem__(self, key: int) -> None:
+        super().__delitem__(key)
+        count = self._counts.pop(key)
+        self._sketch.leave(key, count)
+        if key in self._window:
+            del self._window[key]
+        else:
+            del self._levels[count][key]
+
+    def access(self, key: int) -> None:
+        """A single access, settled at once."""
+        if key in self:
+            self[key]
+        else:
+            self[key] = 0
+        self.settle([key])
+
+    def settle(self, keys: list[int]) -> None:
+        """These keys were accessed by one call."""
+        for _ in range(FILED_PER_ACCESS * len(keys)):
+            if len(self._window) <= self._limit:
+                break
+            oldest = next(iter(self._window))
+            del self._window[oldest]
+            self._levels[self._counts[oldest]][oldest] = None
+        self._unhalved += len(keys)
+        if self._unhalved >= HALVING_PERIOD * self.maxsize:
+            self._unhalved = 0
+            self._halve()
+        lead = self._duel.observe(keys) if self._duel else None
+        if lead:
+            self._limit = int(self.maxsize) if lead < 0 else self._narrow
+
+    def _halve(self) -> None:
+        self._sketch.halve()
+        self._counts = {key: count // 2 for key, count in self._counts.items()}
+        pairs = zip(self._levels[::2], self._levels[1::2], strict=True)
+        merged = [lower | upper for lower, upper in pairs]
+        self._levels = merged + [{} for _ in range(LEVELS - len(merged))]

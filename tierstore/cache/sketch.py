@@ -1,0 +1,75 @@
+"""How often rows that left the cache had been accessed: a count-min sketch of bytes that forgets by halving.
+
+A row takes its count along when it leaves, and goes on from there when it returns. A counter is raised to the count
+it is given, never added to (conservative update), so what a row finds is at least what it left, but for halving, and
+more only if both its counters were raised by others.
+
+Sources: G. Cormode and S. Muthukrishnan, An improved data stream summary: the count-min sketch and its applications
+(2005); C. Estan and G. Varghese, New directions in traffic measurement and accounting (2002); halving, G. Einziger,
+R. Friedman and B. Manes, TinyLFU: a highly efficient cache admission policy (2017).
+"""
+
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .._jit import uncounted_inline as inline
+from .index import mixed_key
+
+__all__ = ["BLOCK_BYTES", "Counters", "sketch_count", "sketch_halve", "sketch_raise", "sketch_width"]
+
+Counters = NDArray[np.uint8]
+
+_COUNTERS_PER_ROW: Final = 16
+"""Half as many cost 0.2 to 0.35 points of hit rate on Criteo's lookups."""
+BLOCK_BYTES: Final = 64
+"""Both counters of a key lie in one block, a cache line; that costs under 0.03 points."""
+_BLOCK: Final = np.uint64(BLOCK_BYTES)
+_HALF_BLOCK: Final = np.uint64(BLOCK_BYTES // 2)
+_IN_HALF: Final = np.uint64(BLOCK_BYTES // 2 - 1)
+_HALF: Final = np.uint64(32)
+_FIVE: Final = np.uint64(5)
+
+
+def sketch_width(capacity: int) -> int:
+    """Counters, of a byte each, of the sketch of a cache of ``capacity`` slots: whole blocks."""
+    return -(-_COUNTERS_PER_ROW * capacity // BLOCK_BYTES) * BLOCK_BYTES
+
+
+@inline
+def _first(sketch: Counters, mixed: Any) -> Any:
+    """The key's counter in the first half of its block; the block is told by the mixed key's upper half."""
+    return ((mixed >> _HALF) * (np.uint64(sketch.size) // _BLOCK) >> _HALF) * _BLOCK + (mixed & _IN_HALF)
+
+
+@inline
+def _second(first: Any, mixed: Any) -> Any:
+    """The key's counter in the other half."""
+    return first - (mixed & _IN_HALF) + _HALF_BLOCK + ((mixed >> _FIVE) & _IN_HALF)
+
+
+@inline
+def sketch_count(sketch: Counters, key: Any) -> Any:
+    """int64: what the key's row was accessed when it left, 0 if it is not known."""
+    mixed = mixed_key(key)
+    first = _first(sketch, mixed)
+    return min(np.int64(sketch[first]), np.int64(sketch[_second(first, mixed)]))
+
+
+@inline
+def sketch_raise(sketch: Counters, key: Any, count: Any) -> None:
+    """The key's row leaves after so many accesses."""
+    mixed = mixed_key(key)
+    first = _first(sketch, mixed)
+    second = _second(first, mixed)
+    if sketch[first] < count:
+        sketch[first] = count
+    if sketch[second] < count:
+        sketch[second] = count
+
+
+@inline
+def sketch_halve(sketch: Counters) -> None:
+    for place in range(sketch.size):
+        sketch[place] >>= 1

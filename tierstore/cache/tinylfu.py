@@ -1,0 +1,147 @@
+"""TinyLFU as an order of eviction: rows by how often they were accessed, behind them a window of the newest, O(1) a step.
+
+A row that misses is about to be used, so it is always let in. It enters the *window*, the end of the list, in order of
+use. A row that leaves a full window is filed in the *main* part by its count of accesses: behind the rows accessed as
+often, before those accessed more. So a newcomer that loses against the rows in the cache is the next victim. A row
+accessed in main goes up one level; into the window only if that has room. Counts outlive residence in a sketch
+(sketch.py), and all counts are halved every ``HALVING_PERIOD`` accesses a slot, which leaves the list as it is.
+
+With a window of one hundredth of the slots this is LFU with nearly perfect counts; with a window of all slots it is
+exact LRU. dueling.py chooses.
+
+Sources: G. Einziger, R. Friedman and B. Manes, TinyLFU: a highly efficient cache admission policy (ACM TOS 2017),
+W-TinyLFU; its comparison of candidate and victim is here the place in one list.
+"""
+
+from typing import Any, Final
+
+import numpy as np
+
+from .._jit import uncounted_inline as inline
+from .books import MAX_FREQUENCY, CacheState, Tally, link_after, unlink
+from .sketch import sketch_count, sketch_halve, sketch_raise
+
+__all__ = [
+    "HALVING_PERIOD",
+    "IN_WINDOW",
+    "tinylfu_insert",
+    "tinylfu_remove",
+    "tinylfu_settle",
+    "tinylfu_touch",
+]
+
+IN_WINDOW: Final = MAX_FREQUENCY + 1
+"""Bit of a slot record's ``rank``; the bits below are the count."""
+HALVING_PERIOD: Final = 50
+"""Accesses, for each slot, between two halvings. A fifth costs 2 points of hit rate on Criteo's lookups, twice as many
+gain 0.1 to 0.2 and follow slow drift less well."""
+_FILED_PER_ACCESS: Final = 4
+"""Rows that leave the window for each access at most: a window that shrinks does so without a pause."""
+
+
+@inline
+def _file(state: CacheState, slot: Any, level: Any) -> None:
+    """Enter a slot into main, last of its level."""
+    slots, tails, tallies = state.slots, state.level_tail, state.tallies
+    root = np.int64(slots.size - 1)
+    below = level
+    while below >= 0 and tails[below] == root:
+        below -= 1
+    before = np.int64(tails[below]) if below >= 0 else root
+    link_after(slots, slot, before)
+    tails[level] = slot
+    slots[slot]["rank"] = level
+    if tallies[Tally.MAIN_LAST] == before:
+        tallies[Tally.MAIN_LAST] = slot
+
+
+@inline
+def _leave_main(state: CacheState, slot: Any) -> None:
+    slots, tails = state.slots, state.level_tail
+    root = slots.size - 1
+    level = slots[slot]["rank"]
+    before = slots[slot]["previous"]
+    if tails[level] == slot:
+        tails[level] = before if before != root and slots[before]["rank"] == level else root
+    if state.tallies[Tally.MAIN_LAST] == slot:
+        state.tallies[Tally.MAIN_LAST] = before
+    unlink(slots, slot)
+
+
+@inline
+def _enter_window(state: CacheState, slot: Any, count: Any) -> None:
+    slots = state.slots
+    link_after(slots, slot, slots[slots.size - 1]["previous"])
+    slots[slot]["rank"] = IN_WINDOW | count
+
+
+@inline
+def tinylfu_touch(state: CacheState, slot: Any) -> None:
+    """Count one access of a resident slot."""
+    slots, tallies = state.slots, state.tallies
+    frequency = np.int64(slots[slot]["rank"])
+    count = min((frequency & MAX_FREQUENCY) + 1, MAX_FREQUENCY)
+    if frequency & IN_WINDOW:
+        unlink(slots, slot)
+        _enter_window(state, slot, count)
+        return
+    _leave_main(state, slot)
+    if tallies[Tally.WINDOW_ROWS] < tallies[Tally.WINDOW_LIMIT]:
+        tallies[Tally.WINDOW_ROWS] += 1
+        _enter_window(state, slot, count)
+    else:
+        _file(state, slot, count)
+
+
+@inline
+def tinylfu_insert(state: CacheState, slot: Any) -> None:
+    """Enter a new row's slot, with its first access and those before it left."""
+    count = min(sketch_count(state.sketch, state.slots[slot]["key"]) + 1, MAX_FREQUENCY)
+    state.tallies[Tally.WINDOW_ROWS] += 1
+    _enter_window(state, slot, count)
+
+
+@inline
+def tinylfu_remove(state: CacheState, slot: Any) -> None:
+    """Forget a resident slot, and let its count go on in the sketch."""
+    slots = state.slots
+    frequency = np.int64(slots[slot]["rank"])
+    sketch_raise(state.sketch, slots[slot]["key"], frequency & MAX_FREQUENCY)
+    if frequency & IN_WINDOW:
+        state.tallies[Tally.WINDOW_ROWS] -= 1
+        unlink(slots, slot)
+    else:
+        _leave_main(state, slot)
+
+
+@inline
+def _halve(state: CacheState) -> None:
+    """Halve all counts. Two levels that become one are neighbours, so no slot moves."""
+    slots, tails = state.slots, state.level_tail
+    root = slots.size - 1
+    sketch_halve(state.sketch)
+    for slot in range(state.tallies[Tally.USED_SLOTS]):
+        frequency = slots[slot]["rank"]
+        slots[slot]["rank"] = (frequency & IN_WINDOW) | ((frequency & MAX_FREQUENCY) >> 1)
+    for level in range(tails.size // 2):
+        lower, upper = tails[2 * level], tails[2 * level + 1]
+        tails[level] = lower if upper == root else upper
+    for level in range(tails.size // 2, tails.size):
+        tails[level] = root
+
+
+@inline
+def tinylfu_settle(state: CacheState, num_accesses: Any) -> None:
+    """After so many accesses: rows beyond the window's limit go into main, oldest first; halve if it is time."""
+    slots, tallies = state.slots, state.tallies
+    left = _FILED_PER_ACCESS * num_accesses
+    while left > 0 and tallies[Tally.WINDOW_ROWS] > tallies[Tally.WINDOW_LIMIT]:
+        oldest = np.int64(slots[tallies[Tally.MAIN_LAST]]["next"])
+        unlink(slots, oldest)
+        tallies[Tally.WINDOW_ROWS] -= 1
+        _file(state, oldest, np.int64(slots[oldest]["rank"]) & MAX_FREQUENCY)
+        left -= 1
+    tallies[Tally.UNHALVED] += num_accesses
+    if tallies[Tally.UNHALVED] >= HALVING_PERIOD * (slots.size - 1):
+        tallies[Tally.UNHALVED] = 0
+        _halve(state)

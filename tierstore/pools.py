@@ -1,0 +1,116 @@
+"""Making the pools of a store: its budgets divided among row layouts, a cache for each, the device tier above."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from . import cache
+from .budget import PoolSize, divide, divide_hbm
+from .device import memory_bytes
+from .hbm.build import add_hbm, require_float
+from .hbm.pool import HbmSize, host_bytes_of
+from .io import ColdTier
+from .pool import Pool
+from .rows import RowLayout
+from .sizes import parse_size, require_memory
+from .table import Table
+from .threads import Workers
+
+__all__ = ["Memory", "Pools"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What a store may use, as its owner wrote it.
+
+    Attributes:
+        ddr, hbm: budgets, see ``open_store``.
+        device: of the tier above host memory.
+        policy: of the caches.
+    """
+
+    ddr: int | str
+    hbm: int | str
+    device: torch.device
+    policy: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pools:
+    """The pools of a store, and the bytes of the budget that are none of theirs."""
+
+    by_layout: dict[RowLayout, Pool]
+    reserved_bytes: int
+
+    @classmethod
+    def build(
+        cls,
+        tables: Sequence[Table],
+        table_bytes: int,
+        memory: Memory,
+        cold: ColdTier,
+        workers: Workers,
+        *,
+        epoch: int,
+        readonly: bool,
+    ) -> "Pools":
+        """One pool a row layout.
+
+        Args:
+            table_bytes: of all rows, what percentages in budgets are of.
+            epoch: the version that rows are written for.
+
+        Raises:
+            BudgetError: a budget is too small, or larger than what the machine has free.
+            TableError: a table that the device tier has no kernels for.
+        """
+        rows: dict[RowLayout, int] = {}
+        for table in tables:
+            rows[table.layout] = rows.get(table.layout, 0) + table.config.num_embeddings
+        hbm_sizes = _hbm_sizes(tables, rows, table_bytes, memory)
+        staging = sum(host_bytes_of(layout, size) for layout, size in hbm_sizes.items())
+        budget = parse_size(memory.ddr, name="ddr", table_bytes=table_bytes)
+        division = divide(
+            budget, rows, num_tables=len(tables), policy=memory.policy, given=memory.ddr, hbm_staging=staging
+        )
+        pools = {
+            layout: Pool(
+                layout,
+                _make_cache(tables, layout, size, memory.policy),
+                cold,
+                workers,
+                transaction_bytes=division.transaction_bytes,
+                outbox_rows=size.outbox_rows,
+                epoch=epoch,
+                readonly=readonly,
+            )
+            for layout, size in division.pools.items()
+        }
+        for table in tables:
+            pools[table.layout].add_table(table.index, table.config)
+        if hbm_sizes:
+            add_hbm(pools.values(), hbm_sizes, device=memory.device, policy=memory.policy, given=memory.hbm)
+        # Memory is taken as rows come in; better an error here than the end of the process then.
+        taken = division.reserved_bytes + sum(pool.size_bytes for pool in pools.values())
+        require_memory(taken, f"ddr={memory.ddr!r}")
+        return cls(by_layout=pools, reserved_bytes=division.reserved_bytes)
+
+
+def _hbm_sizes(
+    tables: Sequence[Table], rows: dict[RowLayout, int], table_bytes: int, memory: Memory
+) -> dict[RowLayout, HbmSize]:
+    """Empty without a device tier."""
+    budget = parse_size(memory.hbm, name="hbm", table_bytes=table_bytes, memory_bytes=memory_bytes(memory.device))
+    if not budget and memory.device.type == "cpu":
+        return {}
+    require_float(tables)
+    return divide_hbm(budget, rows, policy=memory.policy, given=memory.hbm)
+
+
+def _make_cache(tables: Sequence[Table], layout: RowLayout, size: PoolSize, policy: str) -> cache.RowCache:
+    words = {"weight_words": layout.weight_words, "state_words": layout.state_words}
+    if not size.is_full:
+        return cache.make_cache(policy, size.cached_rows, **words)
+    own = {table.index: table.config.num_embeddings for table in tables if table.layout == layout}
+    return cache.FullCache(own, **words)
