@@ -240,12 +240,12 @@ def test_announcements_of_an_abandoned_pipeline_are_dropped(store_dir: Path, dep
 @pytest.mark.parametrize("depth", [0, 2])
 def test_a_wrong_id_far_ahead_surfaces_in_its_turn(store_dir: Path, depth: int) -> None:
     with tierstore.open(store_dir, ddr="1MiB", policy="lookahead") as store:
-        collection = make_collection(store)
-        items = [*(batch(i) for i in range(5)), batch(500), batch(2)]
+        collection = make_collection(store, MANY)
+        items = [*(batch(i) for i in range(5)), batch(MANY), batch(2)]
         pipeline = tierstore.prefetch(items, collection, depth=depth, lookahead=9)
         for _ in range(5):
             collection(next(pipeline)).values().sum().backward()
-        with pytest.raises(ValueError, match=r"id 500 is not a row of table 'a'"):
+        with pytest.raises(ValueError, match=rf"id {MANY} is not a row of table 'a'"):
             next(pipeline)
         assert pinned(store) == announced_keys(store) == 0
 
