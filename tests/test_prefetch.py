@@ -11,7 +11,6 @@ import torch
 import tierstore
 from tierstore import errors
 
-
 MANY = 100_000
 """Rows that do not all fit 1 MiB: where they do, none is ever evicted."""
 

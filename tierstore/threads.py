@@ -1,9 +1,19 @@
-"""Splitting a kernel over threads: contiguous ranges, kernels without the GIL, results independent of the split."""
+"""Splitting a kernel over threads: contiguous ranges, kernels without the GIL, results independent of the split.
 
+The main thread borrows the threads that torch computes with. After an operation of torch they spin for a while, ready
+for the next one, and take the processors from any other threads: measured on two cores right after one, 0.65 ms of work
+for each of two threads took 1.35 ms in threads of our own and 0.70 ms in torch's. Other threads, such as the prefetch
+pipeline's, use a pool of our own, and so does everybody where torch's OpenMP is not GNU's.
+"""
+
+import ctypes
+import functools
 import itertools
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -20,8 +30,64 @@ def default_threads() -> int:
     return len(os.sched_getaffinity(0))
 
 
+Range = tuple[int, int]
+_BODY: Final = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+class _TorchTeam:
+    """The threads of GNU's OpenMP that this process has loaded, which are torch's; for the main thread.
+
+    Args:
+        library: the shared library.
+    """
+
+    def __init__(self, library: Path) -> None:
+        self._parallel = ctypes.CDLL(str(library)).GOMP_parallel
+        self._parallel.argtypes = (_BODY, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+        self._parallel.restype = None
+        self._body = _BODY(self._work_off)
+        self._ranges: Iterator[Range] = iter(())
+        self._work: Callable[[int, int], Any] = lambda _begin, _end: None
+        self._errors: list[BaseException] = []
+        self._is_busy = False
+
+    def run(self, work: Callable[[int, int], Any], ranges: Sequence[Range]) -> bool:
+        """As ``Workers.run``; False, and nothing done, if it is at work already or this is not the main thread."""
+        if self._is_busy or threading.current_thread() is not threading.main_thread():
+            return False
+        self._is_busy = True
+        try:
+            self._ranges, self._work, self._errors = iter(ranges), work, []
+            self._parallel(self._body, None, len(ranges), 0)
+            if self._errors:
+                raise self._errors[0]
+        finally:
+            self._is_busy = False
+            del self._work, self._errors
+        return True
+
+    def _work_off(self, _: int | None) -> None:
+        """In each thread: take ranges while there are any, however many threads there turn out to be."""
+        try:
+            for begin, end in self._ranges:
+                self._work(begin, end)
+        except BaseException as error:
+            self._errors.append(error)
+
+
+@functools.cache
+def _torch_team() -> _TorchTeam | None:
+    """None where another OpenMP, or another system, is in use."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+        libraries = {line.split(maxsplit=5)[-1] for line in maps.splitlines() if "libgomp" in line}
+        return _TorchTeam(Path(libraries.pop())) if len(libraries) == 1 else None
+    except (AttributeError, OSError):
+        return None
+
+
 class Workers:
-    """A pool of ``threads`` threads, the calling one included; threads are started when first needed."""
+    """``threads`` threads, the calling one included; threads are started when first needed."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
@@ -33,6 +99,9 @@ class Workers:
         if self._executor is None or len(pairs) < 2:
             for begin, end in pairs:
                 work(begin, end)
+            return
+        team = _torch_team()
+        if team is not None and team.run(work, pairs):
             return
         futures: list[Future[Any]] = []
         try:
