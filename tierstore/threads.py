@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 __all__ = ["MIN_WORK", "Workers", "default_threads"]
 
-MIN_WORK: Final = 8192
+MIN_WORK: Final = 4096
 """Row operations below which handing work to another thread costs more than it saves."""
 
 
