@@ -15,7 +15,7 @@ class TierStats(NamedTuple):
     lookups: int = 0
     """Ids asked for, duplicates counted."""
     unique: int = 0
-    """Ids asked for, duplicates within a batch counted once; by ddr, where every row has a slot of its own, each time."""
+    """Ids asked for, duplicates in a batch counted once; by ddr, where every row has a slot of its own, each time."""
     hits: int = 0
     misses: int = 0
     evictions: int = 0
