@@ -145,14 +145,15 @@ def test_merge_and_update_is_independent_of_the_split(bags: list[list[int]]) -> 
     assert np.array_equal(merged(bags, gradient, scale, len(set(flat)) // 2), -expected)
 
 
+@pytest.mark.parametrize("dim", [3, 16, 64, 83])
 @pytest.mark.parametrize("count", [1, RUN - 1, RUN, RUN + 1, 2 * RUN, 3 * RUN + 5])
-def test_a_hot_row_is_merged_in_runs(count: int) -> None:
+def test_a_hot_row_is_merged_in_runs(count: int, dim: int) -> None:
     """Two rows, one in each bag twice, so that neither's runs begin at a multiple of the run's length."""
-    gradient = np.random.default_rng(count).standard_normal((count, 3)).astype(np.float32)
-    expected = np.zeros((10, 3), np.float32)
+    gradient = np.random.default_rng(count).standard_normal((count, dim)).astype(np.float32)
+    expected = np.zeros((10, dim), np.float32)
     for row, each in ((7, gradient), (4, np.repeat(gradient, 2, axis=0))):
         for start in range(0, len(each), RUN):
-            total = np.zeros(3, np.float32)
+            total = np.zeros(dim, np.float32)
             for term in each[start : start + RUN]:
                 total += term
             expected[row] += total

@@ -46,22 +46,22 @@ def seen(cache: RowCache) -> Any:
 
 
 some_keys = st.lists(st.sampled_from(KEYS.tolist()), max_size=8).map(lambda keys: np.array(keys, np.int64))
-distinct_keys = some_keys.map(np.unique)
+one_key = st.sampled_from(KEYS.tolist()).map(lambda key: np.array([key], np.int64))
 steps = st.one_of(
     st.tuples(st.sampled_from(["admit", "abandon", "reserve"]), some_keys),
-    st.tuples(st.sampled_from(CHANGES), distinct_keys),
+    st.tuples(st.sampled_from(CHANGES), one_key),
     st.tuples(st.sampled_from(["freeze", "unfreeze"]), st.none()),
 )
 
 
 @settings(max_examples=200)
-@given(script=st.lists(steps, max_size=30))
-def test_it_does_as_the_reference_cache_does(script: list[tuple[str, Any]]) -> None:
+@given(script=st.lists(steps, max_size=15), again=st.lists(steps, min_size=15, max_size=40))
+def test_it_does_as_the_reference_cache_does(script: list[tuple[str, Any]], again: list[tuple[str, Any]]) -> None:
     caches: list[RowCache] = [
         full_cache(),
         ReferenceCache(len(KEYS), weight_words=2, state_words=1, policy="reference-lru"),
     ]
-    for action, keys in script:
+    for action, keys in [*script, ("admit", KEYS), ("mark_dirty", KEYS[3:4]), ("mark_dirty", KEYS[4:5]), *again]:
         if action in {"admit", "abandon", "reserve"}:
             admissions = [Admission(keys), Admission(keys)]
             for cache, admission in zip(caches, admissions, strict=True):
@@ -83,8 +83,6 @@ def test_it_does_as_the_reference_cache_does(script: list[tuple[str, Any]]) -> N
         else:
             found = [outcome(cache, action, keys) for cache in caches]
             assert found[0] == found[1], (action, keys)
-            if found[0] == "refused":
-                return  # what was done before the slot that forbids it may differ
         assert seen(caches[0]) == seen(caches[1])
         for cache in caches:
             cache.check_integrity()
