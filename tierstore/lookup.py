@@ -374,6 +374,7 @@ class Lookup:
         pool, joined = self._pool, self._joined
         hyper = joined.next_hyper()
         if not len(joined):
+            self.release()
             return
         codes = np.array([table.config.optimizer.code for table in self._tables], np.int64)
         is_mean = self._mode == kernels.MEAN
