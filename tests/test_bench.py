@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench import machine, oscache
+from bench import diskio, machine, oscache
 from bench.common import Goal, Report, Run, Table, measure, program
 from bench.data import ROOT, criteo_keys
 from bench.device import READ_BYTES, DirectReader, data_file
+from bench.peers import rocksdb_rows
 from bench.peers.lmdb_rows import LmdbRows
 from bench.rowdata import Rows, TierReader, build_flat, build_store, open_flat
 from tierstore._jit import JIT_ENABLED
@@ -41,6 +42,44 @@ def test_all_ways_read_the_same_rows(tmp_path: Path) -> None:
         reader.read(ids[300:], 300)
         assert np.array_equal(reader.rows(), expected[ids])
         reader.close()
+
+
+def test_several_tables_hold_the_same_rows(tmp_path: Path) -> None:
+    expected = np.concatenate([chunk for _, chunk in ROWS.chunks()])
+    ids = np.random.default_rng(0).permutation(ROWS.count)[:700]
+    reader = TierReader(build_store(tmp_path, ROWS, 4), ROWS, len(ids), verify=True, tables=4)
+    reader.read(ids)
+    assert np.array_equal(reader.rows(), expected[ids])
+    reader.read_by_table(ids)
+    table_of = ids // (ROWS.count // 4)
+    assert np.array_equal(reader.rows(), expected[np.concatenate([ids[table_of == table] for table in range(4)])])
+    reader.close()
+    with pytest.raises(ValueError, match="cannot be divided among 3 tables"):
+        build_store(tmp_path, ROWS, 3)
+
+
+@pytest.mark.skipif(not rocksdb_rows.is_there(), reason="make peers brings RocksDB")
+def test_rocksdb_reads_the_same_rows(tmp_path: Path) -> None:
+    expected = np.concatenate([chunk for _, chunk in ROWS.chunks()])
+    ids = np.random.default_rng(0).integers(0, ROWS.count, 700)
+    keyed = rocksdb_rows.RocksdbRows(tmp_path, ROWS, threads=3)
+    assert np.array_equal(keyed.read(ids), expected[ids])
+    keyed.close()
+
+
+def test_bytes_of_the_disk_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(40 * READ_BYTES))
+    oscache.drop(path)
+    if oscache.resident_share(path):
+        pytest.skip(f"{path} is on a file system that lives in memory")
+    before = diskio.of_process()
+    path.read_bytes()
+    oscache.drop(path)
+    path.write_bytes(bytes(50 * READ_BYTES))
+    found = diskio.of_process() - before
+    assert 40 * READ_BYTES <= found.read < 60 * READ_BYTES
+    assert 50 * READ_BYTES <= found.written < 70 * READ_BYTES
 
 
 def test_a_build_that_broke_off_is_made_again(tmp_path: Path) -> None:
