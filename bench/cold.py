@@ -176,7 +176,7 @@ def _rates(cases: list[Case]) -> Table:
             "rows or reads/s",
             "lowest - highest",
             "of the limit",
-            "bytes read, of those asked",
+            "bytes read, of asked",
         ],
         rows=rows,
     )
@@ -217,8 +217,8 @@ def run(request: Run) -> Report:
             f"Batches of {config['batch_rows']:,} random rows, one thread of tierstore; {config['repetitions']} "
             "repetitions in turns. Goals compare each batch with the limit right before it and count pages, as rows of "
             f"one batch may share a page: {sizes}. Before each batch the files were put out of every map "
-            f"and out of the page cache; at most {max(case.resident_share_max for case in cases):.2%} of one stayed (mincore). Bytes "
-            "read are the process's own (/proc/self/io).",
+            f"and out of the page cache; at most {max(case.resident_share_max for case in cases):.2%} of one stayed "
+            "(mincore). Bytes read are the process's own (/proc/self/io).",
             "RocksDB: compacted, blocks of 4 KiB, 8 MiB of block cache, Bloom filters of 10 bits a key, indexes and "
             f"filters in memory, direct reads, nothing compressed; {len(os.sched_getaffinity(0))} cores. More threads "
             "keep more reads in flight; tierstore does so from one."
