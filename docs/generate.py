@@ -33,7 +33,7 @@ ORDER: Final = (
     "criteo",
     "quantized",
     "demo",
-    "import_time",
+    "start",
 )
 """Sections of docs/benchmarks.md; results of other names follow by name."""
 
