@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from .common import Goal, Report, Run, Spread, Table, program
 from .data import ROOT
 
-__all__ = ["Compiled", "run"]
+__all__ = ["Compiled", "own_times", "run"]
 
 _STEPS = ("torch", "numba", "tierstore")
 
@@ -131,7 +131,7 @@ def use_every_kernel(folder: str) -> None:
         with tierstore.open(Path(folder) / "part", mode="r", ddr="1MiB") as store:
             _look_up(store)
         seconds = time.perf_counter() - began
-    print(json.dumps({"seconds": seconds, "kernels": [each._asdict() for each in _own_times(recorder.buffer)]}))
+    print(json.dumps({"seconds": seconds, "kernels": [each._asdict() for each in own_times(recorder.buffer)]}))
 
 
 def _work(folder: Path, ddr: str) -> None:
@@ -172,7 +172,7 @@ def _look_up(store: Any) -> None:
             table.pooled(ids, torch.tensor([0, 10, len(ids)]), mode=mode)
 
 
-def _own_times(events: list[Any]) -> list[Compiled]:
+def own_times(events: list[Any]) -> list[Compiled]:
     """Of each kernel, longest first. Compilations nest: a helper is compiled while its caller is."""
     own: dict[str, float] = defaultdict(float)
     signatures: dict[str, int] = defaultdict(int)

@@ -4,15 +4,17 @@ import errno
 import importlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from bench import diskio, machine, oscache
+from bench import diskio, machine, memory, oscache, start
 from bench.common import Goal, Report, Run, Table, measure, program
 from bench.data import ROOT, criteo_keys
 from bench.device import READ_BYTES, DirectReader, data_file
+from bench.growth import power_law_ids
 from bench.peers import rocksdb_rows
 from bench.peers.lmdb_rows import LmdbRows
 from bench.rowdata import Rows, TierReader, build_flat, build_store, open_flat
@@ -168,3 +170,46 @@ def test_unknown_quick_key_is_an_error(tmp_path: Path) -> None:
     config.write_text("size = 100\n[quick]\nsice = 1\n")
     with pytest.raises(ValueError, match="sice"):
         program("nothing", answer, ["--config", str(config), "--dir", str(tmp_path)])
+
+
+def _take(size_bytes: int) -> tuple[int, int]:
+    """What was seen of taking that much memory, and of taking none."""
+    with memory.watched() as some:
+        taken = np.ones(size_bytes, np.uint8)
+        del taken
+    with memory.watched() as none:
+        pass
+    return some.growth.anonymous, none.growth.anonymous
+
+
+def test_memory_that_was_taken_and_given_back_is_seen() -> None:
+    size_bytes = 64 << 20
+    some, none = memory.in_child(_take, size_bytes)
+    assert 0.9 * size_bytes <= some <= 1.1 * size_bytes
+    assert none < 0.1 * size_bytes
+
+
+def test_ids_of_a_power_law() -> None:
+    generator = np.random.default_rng(0)
+    for rows in (1000, 1_000_000_000):
+        ids = power_law_ids(generator, rows, 100_000, 1.05)
+        assert ids.min() >= 0
+        assert ids.max() < rows
+    counts = np.sort(np.bincount(power_law_ids(generator, 1000, 100_000, 1.05), minlength=1000))[::-1]
+    # Zipf's law summed up, from the 10th row on: the continuous law differs in the first few.
+    wanted = np.arange(1, 1001) ** -1.05
+    assert np.abs(counts[9:100].sum() / counts[9:].sum() - wanted[9:100].sum() / wanted[9:].sum()) < 0.02
+
+
+def test_nested_compilations_are_told_apart() -> None:
+    def event(name: str, *, is_start: bool) -> SimpleNamespace:
+        function = SimpleNamespace(__module__="m", __name__=name)
+        return SimpleNamespace(data={"dispatcher": SimpleNamespace(py_func=function)}, is_start=is_start)
+
+    events = [
+        (0.0, event("caller", is_start=True)),
+        (1.0, event("helper", is_start=True)),
+        (5.0, event("helper", is_start=False)),
+        (7.0, event("caller", is_start=False)),
+    ]
+    assert start.own_times(events) == [("m.helper", 4.0, 1), ("m.caller", 3.0, 1)]
