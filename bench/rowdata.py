@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.io import LmdbColdTier
-from tierstore.rows import RowLayout
+from tierstore.rows import KEY_ROW_BITS, RowLayout
 
 __all__ = ["Rows", "TierReader", "build_flat", "build_once", "build_store", "open_flat"]
 
@@ -83,35 +83,47 @@ def open_flat(path: Path, rows: Rows, advice: int = mmap.MADV_NORMAL) -> Floats:
     return np.frombuffer(mapped, np.float32).reshape(rows.count, rows.dim)
 
 
-def build_store(parent: Path, rows: Rows) -> Path:
-    """The rows in a cold tier, as table 0, committed."""
+def _keys(ids: Int64s, rows_a_table: int) -> Int64s:
+    return ids // rows_a_table << KEY_ROW_BITS | ids % rows_a_table
+
+
+def build_store(parent: Path, rows: Rows, tables: int = 1) -> Path:
+    """The rows in a cold tier, committed, one after another in so many tables of one size."""
+    rows_a_table = rows.count // tables
+    if rows_a_table * tables != rows.count:
+        raise ValueError(f"{rows.count} rows cannot be divided among {tables} tables")
 
     def build(target: Path) -> None:
         tier = LmdbColdTier(target, store_id=_STORE_ID, readonly=False, staging_bytes=_STAGING_BYTES)
         layout = rows.layout(tier.page_bytes)
-        tier.add_table(0, layout, rows.count)
+        for table in range(tables):
+            tier.add_table(table, layout, rows_a_table)
         state = np.zeros((_CHUNK_ROWS, layout.state_words), np.uint64)
         for start, chunk in rows.chunks():
             weights = np.zeros((len(chunk), layout.weight_words), np.uint64)
             weights.view(np.float32)[:, : rows.dim] = chunk
             slots = np.arange(len(chunk), dtype=np.int32)
-            tier.write(start + slots.astype(np.int64), slots, weights, state[: len(chunk)], epoch=1)
+            keys = _keys(start + slots.astype(np.int64), rows_a_table)
+            tier.write(keys, slots, weights, state[: len(chunk)], epoch=1)
         tier.commit(b"", 1)
         tier.close()
 
-    return build_once(parent, "store", rows, build)
+    return build_once(parent, "store" if tables == 1 else f"store{tables}", rows, build)
 
 
 class TierReader:
-    """A cold tier opened to read batches of table 0 into buffers of its own."""
+    """A cold tier opened to read batches of rows into buffers of its own; ``tables`` as it was built with."""
 
-    def __init__(self, folder: Path, rows: Rows, batch_rows: int, *, verify: bool) -> None:
+    def __init__(self, folder: Path, rows: Rows, batch_rows: int, *, verify: bool, tables: int = 1) -> None:
         self.tier = LmdbColdTier(
             folder, store_id=_STORE_ID, readonly=True, staging_bytes=_STAGING_BYTES, verify_reads=verify
         )
         self.path = self.tier.path
         layout = rows.layout(self.tier.page_bytes)
-        self.tier.add_table(0, layout, rows.count)
+        self._tables = tables
+        self._rows_a_table = rows.count // tables
+        for table in range(tables):
+            self.tier.add_table(table, layout, self._rows_a_table)
         self._slots = np.arange(batch_rows, dtype=np.int32)
         self._weights = np.zeros((batch_rows, layout.weight_words), np.uint64)
         self._state = np.zeros((batch_rows, layout.state_words), np.uint64)
@@ -121,7 +133,17 @@ class TierReader:
     def read(self, ids: Int64s, start: int = 0) -> None:
         """Read rows ``ids`` into the buffers from place ``start`` on. Threads may share the work, at places apart."""
         end = start + len(ids)
-        self.tier.read(ids, self._slots[start:end], self._weights, self._state, self._present[start:end])
+        keys = ids if self._tables == 1 else _keys(ids, self._rows_a_table)
+        self.tier.read(keys, self._slots[start:end], self._weights, self._state, self._present[start:end])
+
+    def read_by_table(self, ids: Int64s) -> None:
+        """Read rows ``ids`` in a call for each table, one after another; into the buffers in that order."""
+        table_of = ids // self._rows_a_table
+        start = 0
+        for table in range(self._tables):
+            mine = ids[table_of == table]
+            self.read(mine, start)
+            start += len(mine)
 
     def rows(self) -> Floats:
         """float32 [batch_rows, dim]: what the last reads brought; all must have been present."""

@@ -1,7 +1,8 @@
-"""Write the benchmark tables of README.md and docs/benchmarks.md from the JSON in bench/results.
+"""Write the benchmark tables of README.md, docs/benchmarks.md and docs/performance.md from the JSON in bench/results.
 
-``python -m docs.generate`` writes them, ``--check`` only says whether they are up to date. In README.md a table stands
-between ``<!-- bench:NAME -->`` and ``<!-- /bench -->``; what is between the two is replaced.
+``python -m docs.generate`` writes them, ``--check`` only says whether they are up to date. In README.md and
+docs/performance.md tables stand between ``<!-- bench:NAME -->`` and ``<!-- /bench -->``, a plot between
+``<!-- plot:FILE what it shows -->`` and ``<!-- /plot -->``; what is between the two is replaced.
 """
 
 import argparse
@@ -17,13 +18,18 @@ from bench.machine import summary
 
 from .plots import PLOTS, Plot, draw, is_current
 
-__all__ = ["benchmarks_page", "load_results", "main", "pages", "readme", "stale_plots"]
+__all__ = ["benchmarks_page", "load_results", "main", "pages", "renewed", "stale_plots"]
 
 RESULTS: Final = ROOT / "bench" / "results"
 ORDER: Final = (
     "cold",
     "warm",
+    "writeback",
     "device",
+    "lookup",
+    "train",
+    "memory",
+    "growth",
     "policies",
     "associative",
     "packing",
@@ -34,11 +40,13 @@ ORDER: Final = (
     "criteo",
     "quantized",
     "demo",
-    "import_time",
+    "start",
 )
 """Sections of docs/benchmarks.md; results of other names follow by name."""
 
 _BLOCK: Final = re.compile(r"<!-- bench:(\w+) -->\n.*?<!-- /bench -->", re.DOTALL)
+_PLOT: Final = re.compile(r"<!-- plot:(\S+) ([^\n]+) -->\n.*?<!-- /plot -->", re.DOTALL)
+_RENEWED: Final = ("README.md", "docs/performance.md")
 
 _HEAD: Final = """\
 # Benchmarks
@@ -110,22 +118,34 @@ def benchmarks_page(results: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
-def readme(text: str, results: dict[str, dict[str, Any]]) -> str:
-    """README's text with its tables renewed."""
+def _not_yet(name: str) -> list[str]:
+    """What stands for the results of a benchmark without any; nothing where there is no such benchmark."""
+    exists = (ROOT / "bench" / f"{name}.toml").exists()
+    return [f"Not measured yet: `python -m bench {name}`."] if exists else []
 
-    def renew(block: re.Match[str]) -> str:
+
+def renewed(text: str, results: dict[str, dict[str, Any]]) -> str:
+    """A page's text with its tables and plots renewed."""
+
+    def tables(block: re.Match[str]) -> str:
         name = block[1]
-        lines = _short(results[name]) if name in results else [f"Not measured yet: `python -m bench {name}`."]
+        lines = _short(results[name]) if name in results else _not_yet(name)
         return "\n".join([f"<!-- bench:{name} -->", *lines, "<!-- /bench -->"])
 
-    return _BLOCK.sub(renew, text)
+    def plot(block: re.Match[str]) -> str:
+        name, shows = block[1], block[2]
+        source = PLOTS[name][0]
+        lines = [f"![{shows}]({name})"] if source in results else []
+        return "\n".join([f"<!-- plot:{name} {shows} -->", *lines, "<!-- /plot -->"])
+
+    return _PLOT.sub(plot, _BLOCK.sub(tables, text))
 
 
 def pages() -> dict[Path, str]:
     """Each generated file and what it must hold."""
     results = load_results()
-    path = ROOT / "README.md"
-    return {ROOT / "docs" / "benchmarks.md": benchmarks_page(results), path: readme(path.read_text(), results)}
+    found = {ROOT / name: renewed((ROOT / name).read_text(), results) for name in _RENEWED}
+    return {ROOT / "docs" / "benchmarks.md": benchmarks_page(results), **found}
 
 
 def stale_plots() -> list[tuple[Path, Plot, dict[str, Any]]]:

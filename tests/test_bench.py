@@ -4,15 +4,18 @@ import errno
 import importlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from bench import machine, oscache
+from bench import diskio, machine, memory, oscache, start
 from bench.common import Goal, Report, Run, Table, measure, program
 from bench.data import ROOT, criteo_keys
 from bench.device import READ_BYTES, DirectReader, data_file
+from bench.growth import power_law_ids
+from bench.peers import rocksdb_rows
 from bench.peers.lmdb_rows import LmdbRows
 from bench.rowdata import Rows, TierReader, build_flat, build_store, open_flat
 from tierstore._jit import JIT_ENABLED
@@ -41,6 +44,44 @@ def test_all_ways_read_the_same_rows(tmp_path: Path) -> None:
         reader.read(ids[300:], 300)
         assert np.array_equal(reader.rows(), expected[ids])
         reader.close()
+
+
+def test_several_tables_hold_the_same_rows(tmp_path: Path) -> None:
+    expected = np.concatenate([chunk for _, chunk in ROWS.chunks()])
+    ids = np.random.default_rng(0).permutation(ROWS.count)[:700]
+    reader = TierReader(build_store(tmp_path, ROWS, 4), ROWS, len(ids), verify=True, tables=4)
+    reader.read(ids)
+    assert np.array_equal(reader.rows(), expected[ids])
+    reader.read_by_table(ids)
+    table_of = ids // (ROWS.count // 4)
+    assert np.array_equal(reader.rows(), expected[np.concatenate([ids[table_of == table] for table in range(4)])])
+    reader.close()
+    with pytest.raises(ValueError, match="cannot be divided among 3 tables"):
+        build_store(tmp_path, ROWS, 3)
+
+
+@pytest.mark.skipif(not rocksdb_rows.is_there(), reason="make peers brings RocksDB")
+def test_rocksdb_reads_the_same_rows(tmp_path: Path) -> None:
+    expected = np.concatenate([chunk for _, chunk in ROWS.chunks()])
+    ids = np.random.default_rng(0).integers(0, ROWS.count, 700)
+    keyed = rocksdb_rows.RocksdbRows(tmp_path, ROWS, threads=3)
+    assert np.array_equal(keyed.read(ids), expected[ids])
+    keyed.close()
+
+
+def test_bytes_of_the_disk_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(40 * READ_BYTES))
+    oscache.drop(path)
+    if oscache.resident_share(path):
+        pytest.skip(f"{path} is on a file system that lives in memory")
+    before = diskio.of_process()
+    path.read_bytes()
+    oscache.drop(path)
+    path.write_bytes(bytes(50 * READ_BYTES))
+    found = diskio.of_process() - before
+    assert 40 * READ_BYTES <= found.read < 60 * READ_BYTES
+    assert 50 * READ_BYTES <= found.written < 70 * READ_BYTES
 
 
 def test_a_build_that_broke_off_is_made_again(tmp_path: Path) -> None:
@@ -129,3 +170,46 @@ def test_unknown_quick_key_is_an_error(tmp_path: Path) -> None:
     config.write_text("size = 100\n[quick]\nsice = 1\n")
     with pytest.raises(ValueError, match="sice"):
         program("nothing", answer, ["--config", str(config), "--dir", str(tmp_path)])
+
+
+def _take(size_bytes: int) -> tuple[int, int]:
+    """What was seen of taking that much memory, and of taking none."""
+    with memory.watched() as some:
+        taken = np.ones(size_bytes, np.uint8)
+        del taken
+    with memory.watched() as none:
+        pass
+    return some.growth.anonymous, none.growth.anonymous
+
+
+def test_memory_that_was_taken_and_given_back_is_seen() -> None:
+    size_bytes = 64 << 20
+    some, none = memory.in_child(_take, size_bytes)
+    assert 0.9 * size_bytes <= some <= 1.1 * size_bytes
+    assert none < 0.1 * size_bytes
+
+
+def test_ids_of_a_power_law() -> None:
+    generator = np.random.default_rng(0)
+    for rows in (1000, 1_000_000_000):
+        ids = power_law_ids(generator, rows, 100_000, 1.05)
+        assert ids.min() >= 0
+        assert ids.max() < rows
+    counts = np.sort(np.bincount(power_law_ids(generator, 1000, 100_000, 1.05), minlength=1000))[::-1]
+    # Zipf's law summed up, from the 10th row on: the continuous law differs in the first few.
+    wanted = np.arange(1, 1001) ** -1.05
+    assert np.abs(counts[9:100].sum() / counts[9:].sum() - wanted[9:100].sum() / wanted[9:].sum()) < 0.02
+
+
+def test_nested_compilations_are_told_apart() -> None:
+    def event(name: str, *, is_start: bool) -> SimpleNamespace:
+        function = SimpleNamespace(__module__="m", __name__=name)
+        return SimpleNamespace(data={"dispatcher": SimpleNamespace(py_func=function)}, is_start=is_start)
+
+    events = [
+        (0.0, event("caller", is_start=True)),
+        (1.0, event("helper", is_start=True)),
+        (5.0, event("helper", is_start=False)),
+        (7.0, event("caller", is_start=False)),
+    ]
+    assert start.own_times(events) == [("m.helper", 4.0, 1), ("m.caller", 3.0, 1)]

@@ -10,7 +10,7 @@ import torch
 
 from bench.common import Goal, Spread, Table, aligned, per_second
 from bench.data import ROOT
-from docs.generate import benchmarks_page, load_results, pages, readme, stale_plots
+from docs.generate import benchmarks_page, load_results, pages, renewed, stale_plots
 from docs.plots import PLOTS, draw, is_current
 
 MACHINE = {
@@ -73,16 +73,38 @@ def test_page_shows_tables_goals_and_notes() -> None:
     assert "A note." in page
 
 
-def test_readme_keeps_everything_outside_the_markers() -> None:
+def test_a_page_keeps_everything_outside_the_markers() -> None:
     text = "before\n<!-- bench:cold -->\nstale\n<!-- /bench -->\nafter\n"
-    renewed = readme(text, {"cold": result()})
-    assert re.fullmatch(r"before\n<!-- bench:cold -->\n.*<!-- /bench -->\nafter\n", renewed, re.DOTALL)
-    assert "stale" not in renewed
-    assert readme(renewed, {"cold": result()}) == renewed
+    found = renewed(text, {"cold": result()})
+    assert re.fullmatch(r"before\n<!-- bench:cold -->\n.*<!-- /bench -->\nafter\n", found, re.DOTALL)
+    assert "stale" not in found
+    assert renewed(found, {"cold": result()}) == found
 
 
-def test_readme_says_what_was_not_measured() -> None:
-    assert "Not measured yet" in readme("<!-- bench:cold -->\n<!-- /bench -->", {})
+def test_a_page_says_what_was_not_measured() -> None:
+    assert "Not measured yet" in renewed("<!-- bench:cold -->\n<!-- /bench -->", {})
+    assert renewed("<!-- bench:nothing -->\n<!-- /bench -->", {}) == "<!-- bench:nothing -->\n<!-- /bench -->"
+
+
+def test_a_page_shows_a_plot_once_it_can_be_drawn() -> None:
+    empty = "a\n<!-- plot:growth_rows.svg lookups -->\n<!-- /plot -->\nb\n"
+    assert renewed(empty, {}) == empty
+    found = renewed(empty, {"growth": result()})
+    assert found == "a\n<!-- plot:growth_rows.svg lookups -->\n![lookups](growth_rows.svg)\n<!-- /plot -->\nb\n"
+    assert renewed(found, {}) == empty
+
+
+@pytest.mark.parametrize("name", [name for name, (source, _) in PLOTS.items() if source == "growth"])
+def test_plots_of_growth(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    points = [
+        {"sweep": sweep, "value": value, "exponent": exponent, "rate": {"median": 2e6, "lowest": 1e6, "highest": 3e6}}
+        for sweep, values in {"rows": [10, 100], "ddr": ["16MiB", "1GiB"], "bags": [1, 8], "threads": [1, 2]}.items()
+        for value in values
+        for exponent in (0.0, 1.05)
+    ]
+    draw(tmp_path / name, PLOTS[name][1], {"points": points})
+    assert "<svg" in (tmp_path / name).read_text()
 
 
 def test_quick_results_are_no_results(tmp_path: Path) -> None:

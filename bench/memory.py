@@ -1,0 +1,261 @@
+"""Is the memory budget kept: how much does a process grow beyond it while it trains and looks rows up?
+
+Each piece of work runs in a process of its own, which first does the same on a small store, so that modules are
+imported, kernels loaded and threads started. From there on its anonymous memory is watched: pages of the store's file
+that are mapped are the system's page cache, which it takes back when it needs them.
+"""
+
+import ctypes
+import gc
+import multiprocessing
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
+
+import torch
+
+import tierstore
+from tierstore.sizes import parse_size
+
+from .common import Goal, Report, Run, Table, program
+from .workload import Batches, make_store
+
+__all__ = ["Growth", "Watched", "in_child", "watched"]
+
+_MIB: Final = 2**20
+_PERIOD_SECONDS: Final = 0.002
+_SLACK_SHARE: Final = 0.05
+_SLACK_BYTES: Final = 64 * _MIB
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Growth(NamedTuple):
+    """Bytes by which a process grew at most."""
+
+    anonymous: int
+    """Memory of its own (RssAnon)."""
+    file: int
+    """Mapped files' pages that were present (RssFile): page cache."""
+
+
+class Watched:
+    """What ``watched`` found, once its block has ended."""
+
+    growth: Growth
+
+
+def _resident() -> Growth:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    return Growth(*(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile")))
+
+
+@contextmanager
+def watched() -> Iterator[Watched]:
+    """Watch this process's memory during the block, by looking every 2 ms.
+
+    Memory that was freed before but is kept by the allocator is given back first: else it would serve for nothing.
+    """
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    before = most = _resident()
+    ended = threading.Event()
+
+    def look() -> None:
+        nonlocal most
+        while not ended.wait(_PERIOD_SECONDS):
+            most = Growth(*map(max, most, _resident()))
+
+    watcher = threading.Thread(target=look, name="memory-watcher")
+    watcher.start()
+    found = Watched()
+    try:
+        yield found
+    finally:
+        ended.set()
+        watcher.join()
+    most = Growth(*map(max, most, _resident()))
+    found.growth = Growth(most.anonymous - before.anonymous, most.file - before.file)
+
+
+def in_child(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """``work(*args)`` in a fresh process; ``work`` is a function of a module, and all that goes over can be pickled."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as process:
+        return process.submit(work, *args, **kwargs).result()
+
+
+class Found(NamedTuple):
+    """What one piece of work came to."""
+
+    growth: Growth
+    held_bytes: int
+    """What ``stats().ddr.bytes`` says."""
+    directory_bytes: int
+    """The block directory's, outside the budget."""
+
+
+def _batches(config: dict[str, Any], rows: int) -> Batches:
+    names = ("tables", "batch", "pooling_factor", "exponent", "seed")
+    return Batches(rows=rows, count=config["batches"], **{name: config[name] for name in names})
+
+
+def _create(folder: Path, config: dict[str, Any], rows: int, ddr: str) -> tierstore.Store:
+    shutil.rmtree(folder, ignore_errors=True)
+    rule = tierstore.optim.RowWiseAdagrad(lr=0.05)
+    return make_store(folder, tables=config["tables"], rows=rows, dim=config["dim"], optimizer=rule, ddr=ddr)
+
+
+def _train(store: tierstore.Store, batches: Batches, steps: int) -> None:
+    """Steps over prefetched batches, a commit in the background halfway and one waited for."""
+    module = tierstore.TieredEmbeddingBagCollection(store)
+    names = [f"f{table}" for table in range(batches.tables)]
+    features = (
+        tierstore.KeyedJaggedTensor(names, batches.values[step % batches.count], offsets=batches.offsets)
+        for step in range(steps)
+    )
+    ahead = tierstore.prefetch(features, module, depth=2, features=lambda batch: batch)
+    for step, feature in enumerate(ahead):
+        out = module(feature).values()
+        out.backward(torch.ones_like(out))
+        if step == steps // 2:
+            store.commit_async()
+    store.commit()
+
+
+def _found(watch: Watched, stats: Any) -> Found:
+    return Found(watch.growth, stats.ddr.bytes, stats.ssd.bytes)
+
+
+def training(folder: Path, config: dict[str, Any], ddr: str) -> Found:
+    """Growth while a store is made, trained and committed."""
+    with _create(folder, config, config["warm_up_rows"], config["warm_up_ddr"]) as store:
+        _train(store, _batches(config, config["warm_up_rows"]), 4)
+    batches = _batches(config, config["rows"])
+    with watched() as watch, _create(folder, config, config["rows"], ddr) as store:
+        _train(store, batches, config["steps"])
+        stats = store.stats()
+    return _found(watch, stats)
+
+
+def _fill(folder: Path, config: dict[str, Any], rows: int) -> None:
+    """A committed store all of whose rows were written."""
+    step = 100_000
+    with _create(folder, config, rows, "64MiB") as store:
+        for table in store.tables.values():
+            for start in range(0, rows, step):
+                ids = torch.arange(start, min(start + step, rows))
+                table.write(ids, torch.ones(len(ids), config["dim"]))
+        store.commit()
+
+
+def _look_up(store: tierstore.Store, batches: Batches, steps: int) -> None:
+    for step in range(steps):
+        for number, table in enumerate(store.tables.values()):
+            ids, starts = batches.of_table(step % batches.count, number)
+            table.pooled(ids, torch.cat([starts, torch.tensor([len(ids)])]))
+
+
+def _read(store: tierstore.Store, batches: Batches, steps: int) -> None:
+    for step in range(steps):
+        for number, table in enumerate(store.tables.values()):
+            table.read(batches.of_table(step % batches.count, number)[0])
+
+
+def reading(folder: Path, config: dict[str, Any], ddr: str, is_pooled: bool) -> Found:
+    """Growth while a filled store is opened for reading, and its rows looked up in bags, or read one by one."""
+    work = _look_up if is_pooled else _read
+    small = folder.with_name(f"{folder.name}-small")
+    _fill(small, config, config["warm_up_rows"])
+    with tierstore.open(small, mode="r", ddr=config["warm_up_ddr"]) as store:
+        work(store, _batches(config, config["warm_up_rows"]), 2)
+    shutil.rmtree(small)
+    batches = _batches(config if is_pooled else config | {"exponent": 0.0}, config["rows"])
+    with watched() as watch, tierstore.open(folder, mode="r", ddr=ddr) as store:
+        work(store, batches, config["steps"])
+        stats = store.stats()
+    return _found(watch, stats)
+
+
+def _measure(request: Run) -> dict[str, tuple[str, Found]]:
+    config, folder = request.config, request.folder / "memory"
+    whole, part = config["ddr_whole"], config["ddr_part"]
+    try:
+        found = {
+            "training, everything in DDR": (whole, in_child(training, folder, config, whole)),
+            "training, 5 % in DDR": (part, in_child(training, folder, config, part)),
+        }
+        in_child(_fill, _emptied(folder), config, config["rows"])
+        found["pooled lookups, read-only"] = (part, in_child(reading, folder, config, part, True))
+        found["cold reads, read-only"] = (
+            config["ddr_cold"],
+            in_child(reading, folder, config, config["ddr_cold"], False),
+        )
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return found
+
+
+def _emptied(folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    return folder
+
+
+def run(request: Run) -> Report:
+    """Run it."""
+    start = time.perf_counter()
+    found = _measure(request)
+    rows, goals, figures = [], [], {"seconds": time.perf_counter() - start}
+    for name, (ddr, each) in found.items():
+        budget = parse_size(ddr, name="ddr")
+        over = each.growth.anonymous - budget
+        sizes = (budget, each.held_bytes, each.growth.anonymous, over, each.directory_bytes, each.growth.file)
+        rows.append([name, *(f"{size / _MIB:,.1f}" for size in sizes)])
+        allowed = _SLACK_SHARE * budget + _SLACK_BYTES
+        goals.append(
+            Goal(name=f"{name}: MiB over the budget", value=round(over / _MIB, 1), at_most=round(allowed / _MIB, 1))
+        )
+        figures[name] = each._asdict() | {"growth": each.growth._asdict(), "budget_bytes": budget}  # type: ignore[assignment]
+    config = request.config
+    return Report(
+        question="How much does a process grow beyond the memory budget while it trains and looks rows up?",
+        tables=[
+            Table(
+                title="MiB, of a process that had everything imported, compiled and warmed up",
+                columns=[
+                    "work",
+                    "budget",
+                    "held, by stats()",
+                    "grew at most",
+                    "over",
+                    "directory",
+                    "page cache mapped",
+                ],
+                rows=rows,
+            )
+        ],
+        figures=figures,
+        goals=goals,
+        notes=[
+            f"{config['tables']} tables of {config['rows']:,} rows of {config['dim']} float32 with row-wise Adagrad, "
+            f"batches of {config['batch']:,} samples with {config['pooling_factor']} ids a table, {config['steps']} "
+            "steps prefetched two deep, a commit in the background and one waited for. Growth is of anonymous memory, "
+            "so it has what a batch takes, results and gradients too, which are outside the budget; the directory is "
+            "also. Looked at every 2 ms."
+        ],
+    )
+
+
+if __name__ == "__main__":
+    # By its name, so that a child finds what it is to run.
+    from bench import memory
+
+    sys.exit(program("memory", memory.run))

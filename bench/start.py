@@ -1,0 +1,275 @@
+"""How long until a process works: importing, compiling every kernel for the first time, and the first batch of a run?
+
+Each time is of a fresh interpreter, its files in the page cache. First compilation has an empty folder for numba's
+cache and does what a training run (write, prefetch, train, write back, commit) and then a read-only lookup need. The
+warm start is of a training process that finds its kernels on disk, from its exec to the end of its first step over a
+store that is there.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .common import Goal, Report, Run, Spread, Table, program
+from .data import ROOT
+
+__all__ = ["Compiled", "own_times", "run"]
+
+_STEPS = ("torch", "numba", "tierstore")
+
+_IMPORT = """
+import importlib, sys, time
+for name in sys.argv[1:]:
+    start = time.perf_counter()
+    importlib.import_module(name)
+    print(time.perf_counter() - start)
+"""
+
+_TRAIN = """
+import sys
+from bench import start
+start.first_step(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+"""
+
+_COMPILE = """
+import sys
+from bench import start
+start.use_every_kernel(sys.argv[1])
+"""
+
+
+class Compiled(NamedTuple):
+    """A kernel that was compiled.
+
+    Attributes:
+        name: module and function.
+        seconds: its own, without those of the helpers that were compiled meanwhile.
+        signatures: for how many types of arguments.
+    """
+
+    name: str
+    seconds: float
+    signatures: int
+
+
+def _run(code: str, *arguments: object, **environment: str) -> str:
+    """What the code prints, in a fresh interpreter."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    # python -c puts the current folder on the path.
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | environment, stdout=subprocess.PIPE, check=True, text=True
+    )
+    return done.stdout
+
+
+def _import_seconds(*modules: str) -> list[float]:
+    """Seconds to import each module after those before it."""
+    return [float(line) for line in _run(_IMPORT, *modules).split()]
+
+
+def _open(folder: str, rows: int, dim: int) -> Any:
+    import tierstore
+
+    from .workload import make_store
+
+    if (Path(folder) / "manifest.json").exists():
+        return tierstore.open(folder, ddr="64MiB")
+    rule = tierstore.optim.RowWiseAdagrad(lr=0.05)
+    return make_store(Path(folder), tables=1, rows=rows, dim=dim, optimizer=rule, ddr="64MiB")
+
+
+def first_step(folder: str, rows: int, dim: int) -> None:
+    """Open the store and train one batch; in a child."""
+    import torch
+
+    import tierstore
+
+    with _open(folder, rows, dim) as store:
+        bag = tierstore.TieredEmbeddingBag(store["t0"], mode="sum")
+        model = torch.nn.Linear(dim, 1)
+        ids = torch.randint(rows, (20480,), generator=torch.Generator().manual_seed(1))
+        loss = model(bag(ids, torch.arange(0, len(ids), 10))).square().mean()
+        loss.backward()
+        print(loss.item(), flush=True)
+        # What follows the first step is no part of the start.
+        os._exit(0)
+
+
+def fill(folder: str, rows: int, dim: int) -> None:
+    """A committed store all of whose rows were written."""
+    import torch
+
+    step = 200_000
+    with _open(folder, rows, dim) as store:
+        for first in range(0, rows, step):
+            ids = torch.arange(first, min(first + step, rows))
+            store["t0"].write(ids, torch.ones(len(ids), dim))
+        store.commit()
+
+
+def use_every_kernel(folder: str) -> None:
+    """Train and commit in a store too large for its budget, and in one that fits, then look up read-only; in a child.
+
+    Prints as JSON the seconds in all, and of each kernel that was compiled.
+    """
+    from numba.core import event
+
+    import tierstore
+    from tierstore.train import config as _  # noqa: F401 - what a training run imports
+
+    with event.install_recorder("numba:compile") as recorder:
+        began = time.perf_counter()
+        for name, ddr in (("part", "1MiB"), ("whole", "64MiB")):
+            _work(Path(folder) / name, ddr)
+        with tierstore.open(Path(folder) / "part", mode="r", ddr="1MiB") as store:
+            _look_up(store)
+        seconds = time.perf_counter() - began
+    print(json.dumps({"seconds": seconds, "kernels": [each._asdict() for each in own_times(recorder.buffer)]}))
+
+
+def _work(folder: Path, ddr: str) -> None:
+    import torch
+
+    import tierstore
+
+    from .workload import make_store
+
+    rows, dim = 20_000, 16
+    rule = tierstore.optim.RowWiseAdagrad(lr=0.05)
+    with make_store(folder, tables=2, rows=rows, dim=dim, optimizer=rule, ddr=ddr) as store:
+        for table in store.tables.values():
+            table.write(torch.arange(rows), torch.ones(rows, dim))
+        module = tierstore.TieredEmbeddingBagCollection(store)
+        offsets = torch.arange(0, 4001, 10)
+        generator = torch.Generator().manual_seed(1)
+        batches = (
+            tierstore.KeyedJaggedTensor(
+                ["f0", "f1"], torch.randint(rows, (4000,), generator=generator), offsets=offsets
+            )
+            for _ in range(4)
+        )
+        for batch in tierstore.prefetch(batches, module, depth=2, features=lambda given: given):
+            out = module(batch).values()
+            out.backward(torch.ones_like(out))
+            store.commit_async()
+        store.commit()
+
+
+def _look_up(store: Any) -> None:
+    import torch
+
+    ids = torch.arange(0, 20_000, 7)
+    for table in store.tables.values():
+        table.read(ids)
+        for mode in ("sum", "mean"):
+            table.pooled(ids, torch.tensor([0, 10, len(ids)]), mode=mode)
+
+
+def own_times(events: list[Any]) -> list[Compiled]:
+    """Of each kernel, longest first. Compilations nest: a helper is compiled while its caller is."""
+    own: dict[str, float] = defaultdict(float)
+    signatures: dict[str, int] = defaultdict(int)
+    open_since: list[list[Any]] = []
+    for when, each in events:
+        function = each.data["dispatcher"].py_func
+        if each.is_start:
+            open_since.append([f"{function.__module__}.{function.__name__}", when, 0.0])
+            continue
+        name, start, inner = open_since.pop()
+        own[name] += when - start - inner
+        signatures[name] += 1
+        if open_since:
+            open_since[-1][2] += when - start
+    found = [Compiled(name, seconds, signatures[name]) for name, seconds in own.items()]
+    return sorted(found, key=lambda each: -each.seconds)
+
+
+def _compile() -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="first-compile-") as folder:
+        found: dict[str, Any] = json.loads(_run(_COMPILE, Path(folder) / "store", NUMBA_CACHE_DIR=f"{folder}/cache"))
+    return found
+
+
+def _first_steps(request: Run) -> list[float]:
+    """Seconds from exec to the end of the first step, over one store after another of the same rows."""
+    config, folder = request.config, request.folder / "start"
+    shutil.rmtree(folder, ignore_errors=True)
+    rows, dim = config["rows"], config["dim"]
+    try:
+        _run("import sys; from bench import start; start.fill(sys.argv[1], *map(int, sys.argv[2:]))", folder, rows, dim)
+        seconds = []
+        for _ in range(config["repetitions"] + 1):
+            began = time.perf_counter()
+            _run(_TRAIN, folder, rows, dim)
+            seconds.append(time.perf_counter() - began)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return seconds[1:]
+
+
+def _imports(repetitions: int) -> dict[str, Spread]:
+    _import_seconds(*_STEPS)
+    found = [(_import_seconds("torch", "tierstore"), _import_seconds(*_STEPS)) for _ in range(repetitions)]
+    return {
+        "import torch": Spread.of([plain[0] for plain, _ in found]),
+        "import tierstore, beyond torch": Spread.of([plain[1] for plain, _ in found]),
+        "of which numba": Spread.of([steps[1] for _, steps in found]),
+        "of which tierstore and the rest": Spread.of([steps[2] for _, steps in found]),
+    }
+
+
+def _kernels(compiled: dict[str, Any]) -> Table:
+    rows = [
+        [each["name"].removeprefix("tierstore."), f"{each['seconds']:.2f}", str(each["signatures"])]
+        for each in compiled["kernels"][:10]
+    ]
+    return Table(title="kernels that took longest to compile", columns=["kernel", "s", "signatures"], rows=rows)
+
+
+def run(request: Run) -> Report:
+    config = request.config
+    times = _imports(config["repetitions"])
+    compiled = [_compile() for _ in range(config["compilations"])]
+    times["first run: compiling every kernel of a training and a read-only lookup"] = Spread.of(
+        [each["seconds"] for each in compiled]
+    )
+    times["later runs: from exec to the end of the first step"] = Spread.of(_first_steps(request))
+    beyond, first, warm = (list(times.values())[place].median for place in (1, 4, 5))
+    kernels = compiled[-1]["kernels"]
+    return Report(
+        question="How long until a process works: importing, compiling for the first time, the first batch?",
+        tables=[
+            Table(
+                title="seconds, fresh interpreter, files in the page cache",
+                columns=["", "median s", "lowest", "highest"],
+                rows=[
+                    [name, f"{each.median:.2f}", f"{each.lowest:.2f}", f"{each.highest:.2f}"]
+                    for name, each in times.items()
+                ],
+            ),
+            _kernels(compiled[-1]),
+        ],
+        figures={"seconds": {name: each.median for name, each in times.items()}, "kernels": kernels},
+        goals=[
+            Goal(name="seconds of import beyond torch's own", value=round(beyond, 3), at_most=1.0),
+            Goal(name="seconds of the first run, with all its compiling", value=round(first, 2), at_most=20),
+            Goal(name="seconds to the first trained batch, later runs", value=round(warm, 2), at_most=3),
+        ],
+        notes=[
+            f"{sum(each['signatures'] for each in kernels)} signatures of {len(kernels)} kernels and helpers, "
+            f"{sum(each['seconds'] for each in kernels):.1f} s of compiling; a kernel's are without its helpers'. "
+            f"The store of the later runs has {config['rows']:,} rows of {config['dim']} float32, all written; the "
+            "step is of 2,048 bags of 10 random ids, with the imports, opening the store and reading rows from it."
+        ],
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(program("start", run))
