@@ -28,6 +28,7 @@ ORDER: Final = (
     "device",
     "lookup",
     "train",
+    "tiers",
     "memory",
     "growth",
     "policies",

@@ -50,6 +50,34 @@ def _lookups(sweep: str, label: str) -> Plot:
     return plot
 
 
+def _of_tiers(axes: Any, figures: dict[str, Any], quantity: str, scale: float) -> None:
+    """A line for each workload of bench.tiers, over the share of its tables in DDR."""
+    for name in dict.fromkeys(point["workload"] for point in figures["points"]):
+        mine = [point for point in figures["points"] if point["workload"] == name]
+        if len(mine) < 3:
+            continue
+        shares = [point["budget_percent"] for point in mine]
+        (line,) = axes.plot(shares, [scale * point[quantity] for point in mine], marker="o", label=name)
+        if quantity == "step_s":
+            roofline = [scale * point["roofline_s"] for point in mine]
+            axes.plot(shares, roofline, color=line.get_color(), linestyle="--", linewidth=1)
+    axes.set_xscale("log")
+    axes.set_xticks([1, 5, 10, 20, 50, 100], ["1", "5", "10", "20", "50", "100"])
+    axes.set_xticks([], minor=True)
+    axes.legend()
+
+
+def _step_time(axes: Any, figures: dict[str, Any]) -> None:
+    _of_tiers(axes, figures, "step_s", 1e3)
+    axes.set_yscale("log")
+    axes.set(xlabel="% of the tables in DDR; dashed: the roofline", ylabel="ms a step")
+
+
+def _hit_rate(axes: Any, figures: dict[str, Any]) -> None:
+    _of_tiers(axes, figures, "hit_rate", 100)
+    axes.set(xlabel="% of the tables in DDR", ylabel="% of lookups that hit", ylim=(0, 102))
+
+
 def _number(value: int | str) -> int:
     return parse_size(value, name="a size") if isinstance(value, str) else value
 
@@ -68,6 +96,8 @@ PLOTS: Final[dict[str, tuple[str, Plot]]] = {
     "growth_cache.svg": ("growth", _lookups("ddr", "DDR budget")),
     "growth_batch.svg": ("growth", _lookups("bags", "bags a call")),
     "growth_threads.svg": ("growth", _lookups("threads", "threads")),
+    "tiers_step.svg": ("tiers", _step_time),
+    "tiers_hits.svg": ("tiers", _hit_rate),
 }
 """By file: the result it is drawn from, and how."""
 
