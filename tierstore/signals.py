@@ -5,8 +5,8 @@ anyone noted which, say, or while numba compiles one, whose lock then stays take
 shielded: the signal's handler runs when they end.
 """
 
+import _signal
 import functools
-import importlib
 import signal
 import threading
 from collections.abc import Callable
@@ -18,7 +18,7 @@ __all__ = ["Shield", "shielded"]
 SIGNALS: Final = (int(signal.SIGINT), int(signal.SIGTERM))
 
 # What the module signal wraps, which turns numbers into enum members and back: 20 us a shield.
-_RAW: Final[Any] = importlib.import_module("_signal")
+_RAW: Final[Any] = _signal
 
 P = ParamSpec("P")
 R = TypeVar("R")
