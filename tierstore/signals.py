@@ -5,7 +5,7 @@ anyone noted which, say, or while numba compiles one, whose lock then stays take
 shielded: the signal's handler runs when they end.
 """
 
-import _signal
+import _signal  # type: ignore[import-not-found, unused-ignore]
 import functools
 import signal
 import threading
