@@ -4,6 +4,9 @@ VENV ?= .venv
 # Any requirement pip takes, with options: TORCH="torch" for the newest, or TORCH="torch --index-url URL" for another build.
 TORCH ?= torch==2.13.0
 
+# Processes that share the tests, file by file.
+JOBS ?= 2
+
 # Flags for tierstore demo.
 DEMO ?=
 
@@ -39,7 +42,7 @@ demo: $(READY)
 test: lint kernels-without-jit pytest
 
 pytest: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
 kernels-without-jit: $(READY)
 	NUMBA_DISABLE_JIT=1 $(BIN)/python -m pytest -m "kernel and not soak" --quiet --durations=3

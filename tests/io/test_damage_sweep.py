@@ -4,6 +4,7 @@ Here a sample of places; ``python -m bench.damage`` and the soak try them all.
 """
 
 import json
+import contextlib
 import os
 import socket
 import subprocess
@@ -182,8 +183,9 @@ def _spoil(place: Path, kind: str, outside: Path) -> None:
     elif kind == "folder":
         place.mkdir()
     else:
-        with socket.socket(socket.AF_UNIX) as server:
-            server.bind(str(place))
+        # From within the folder: a socket's path may have 107 characters.
+        with contextlib.chdir(place.parent), socket.socket(socket.AF_UNIX) as server:
+            server.bind(place.name)
 
 
 def test_what_is_no_plain_file_is_refused_and_left_alone(samples: list[Sample], tmp_path: Path) -> None:
