@@ -1,8 +1,7 @@
 """Ids and stores that several benchmarks share."""
 
-import resource
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,9 +10,7 @@ from torch import Tensor
 
 import tierstore
 
-__all__ = ["Batches", "ids_of", "make_store", "peak_mib", "seeded_init"]
-
-_MIB: Final = 2**20
+__all__ = ["Batches", "ids_of", "make_store", "seeded_init"]
 
 
 def ids_of(generator: np.random.Generator, rows: int, count: int, exponent: float) -> NDArray[np.int64]:
@@ -83,8 +80,3 @@ def make_store(
             )
         )
     return store
-
-
-def peak_mib() -> float:
-    """The most memory that this process has held so far, in MiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _MIB

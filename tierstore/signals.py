@@ -17,9 +17,6 @@ __all__ = ["Shield", "shielded"]
 
 SIGNALS: Final = (int(signal.SIGINT), int(signal.SIGTERM))
 
-# What the module signal wraps, which turns numbers into enum members and back: 20 us a shield.
-_RAW: Final[Any] = _signal
-
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -31,18 +28,20 @@ class Shield:
         self._handlers: dict[int, Any] = {}
         self._arrived: list[tuple[int, FrameType | None]] = []
 
+    # By what the module signal wraps: that turns numbers into enum members and back, 20 us a shield.
+
     def __enter__(self) -> "Shield":
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
-                handler = _RAW.getsignal(number)
+                handler = _signal.getsignal(number)
                 if callable(handler):  # the system's own default, or one set outside Python, stays
                     self._handlers[number] = handler
-                    _RAW.signal(number, self._note)
+                    _signal.signal(number, self._note)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for number, handler in self._handlers.items():
-            _RAW.signal(number, handler)
+            _signal.signal(number, handler)
         for number, frame in self._arrived:
             self._handlers[number](number, frame)
 

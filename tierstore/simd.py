@@ -13,7 +13,7 @@ two are contracted, so results have the same bits as the plain loop's. LLVM make
 ``fill16(value)``                16 times the same float32
 ===============================  ==========================================================
 
-and the same with 4. No bounds are checked.
+and the same with 4, but for roots and differences. No bounds are checked.
 """
 
 from collections.abc import Callable
@@ -38,11 +38,9 @@ __all__ = [
     "multiply4",
     "multiply16",
     "prefetch_line",
-    "sqrt4",
     "sqrt16",
     "store4",
     "store16",
-    "subtract4",
     "subtract16",
 ]
 
@@ -228,4 +226,4 @@ else:
 
 
 load16, store16, add16, subtract16, multiply16, divide16, sqrt16, fill16 = _operations(WIDE)
-load4, store4, add4, subtract4, multiply4, divide4, sqrt4, fill4 = _operations(NARROW)
+load4, store4, add4, _, multiply4, divide4, _, fill4 = _operations(NARROW)

@@ -71,5 +71,6 @@ def test_the_reference_shares_no_code_with_the_fast_cache() -> None:
     """
     paths = tierstore.__path__[0], tierstore.cache.__path__[0]
     done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, check=True)
-    own = [f"tierstore.cache{name}" for name in ("", ".base", ".reference", ".reference_lookahead", ".reference_tinylfu")]
+    parts = ("", "_lookahead", "_pinnable", "_tinylfu")
+    own = ["tierstore.cache", "tierstore.cache.base", *(f"tierstore.cache.reference{part}" for part in parts)]
     assert done.stdout.strip() == str(own)

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .base import Admission, AdmitStatus, CacheCounters, Int32s, Int64s, Words
+from .reference_pinnable import Pinnable
 from .reference_lookahead import Lookahead
 from .reference_tinylfu import TinyLFU
 
@@ -21,42 +22,16 @@ __all__ = ["ReferenceCache", "ReferencePolicyName"]
 ReferencePolicyName = Literal["reference-lru", "reference-lfu", "reference-tinylfu", "reference-lookahead"]
 
 
-class _Pinnable(cachetools.Cache[int, int]):
-    """key -> slot; evicts the first key in eviction order that is not pinned."""
-
-    def __init__(self, maxsize: int) -> None:
-        super().__init__(maxsize)
-        self.pins: dict[int, int] = {}
-
-    def eviction_order(self) -> Iterator[int]:
-        # cachetools shows its order only by evicting, so the subclasses read its private attributes; a test notices
-        # if a release moves them.
-        raise NotImplementedError
-
-    def first_unpinned(self) -> int | None:
-        return next((key for key in self.eviction_order() if key not in self.pins), None)
-
-    def popitem(self) -> tuple[int, int]:
-        key = self.first_unpinned()
-        if key is None:
-            raise KeyError("every key is pinned")
-        slot = cachetools.Cache.__getitem__(self, key)
-        del self[key]
-        return key, slot
-
-
-    def settle(self, keys: list[int]) -> None:
-        """These keys were accessed by one call."""
-
-
-class _PinnableLRU(_Pinnable, cachetools.LRUCache[int, int]):
+class _PinnableLRU(Pinnable, cachetools.LRUCache[int, int]):
     """Least recently used first."""
 
+    # cachetools shows its order only by evicting, so this and the next read private attributes; a test notices if a
+    # release moves them.
     def eviction_order(self) -> Iterator[int]:
         return iter(vars(self)["_LRUCache__order"])
 
 
-class _PinnableLFU(_Pinnable, cachetools.LFUCache[int, int]):
+class _PinnableLFU(Pinnable, cachetools.LFUCache[int, int]):
     """Least frequently used first; of several, the one that has been at that count for longest."""
 
     def eviction_order(self) -> Iterator[int]:
@@ -67,7 +42,7 @@ class _PinnableLFU(_Pinnable, cachetools.LFUCache[int, int]):
             link = link.next
 
 
-_CLASSES: Final[dict[str, type[_Pinnable | TinyLFU | Lookahead]]] = {
+_CLASSES: Final[dict[str, type[Pinnable]]] = {
     "reference-lru": _PinnableLRU,
     "reference-lfu": _PinnableLFU,
     "reference-tinylfu": TinyLFU,

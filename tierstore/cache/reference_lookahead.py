@@ -1,6 +1,6 @@
 """Lookahead, slow and obviously right, as a cachetools cache: a key's next use is looked for in batch after batch.
 
-The rules are those of lookahead.py, and so are its bounds; code is shared with none.
+The rules are those of lookahead.py, and so are its bounds; no code is shared with it.
 """
 
 from collections.abc import Iterator
@@ -8,22 +8,19 @@ from typing import Final
 
 import cachetools
 
+from .reference_pinnable import Pinnable
+
 __all__ = ["Lookahead"]
 
 MAX_BATCHES: Final = 1024
 USES_PER_ROW: Final = 6
 
 
-class Lookahead(cachetools.Cache[int, int]):
-    """key -> slot. ``pins`` names keys that are not evicted.
-
-    Args:
-        maxsize: keys.
-    """
+class Lookahead(Pinnable):
+    """See the module's docstring."""
 
     def __init__(self, maxsize: int) -> None:
         super().__init__(maxsize)
-        self.pins: dict[int, int] = {}
         self._batches: dict[int, dict[int, None]] = {}
         self._retired: set[int] = set()
         self._number = 0
@@ -34,20 +31,6 @@ class Lookahead(cachetools.Cache[int, int]):
         yield from self._unknown
         for batch in sorted(self._groups, reverse=True):
             yield from self._groups[batch]
-
-    def first_unpinned(self) -> int | None:
-        return next((key for key in self.eviction_order() if key not in self.pins), None)
-
-    def popitem(self) -> tuple[int, int]:
-        key = self.first_unpinned()
-        if key is None:
-            raise KeyError("every key is pinned")
-        slot = cachetools.Cache.__getitem__(self, key)
-        del self[key]
-        return key, slot
-
-    def settle(self, keys: list[int]) -> None:
-        """Nothing is put off."""
 
     def _file(self, key: int) -> None:
         """Where the key's next announced use puts it, last of its kind."""

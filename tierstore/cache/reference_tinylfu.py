@@ -1,6 +1,6 @@
 """TinyLFU, slow and obviously right, as a cachetools cache: dictionaries for the levels, whole numbers for the sketch.
 
-The rules are those of tinylfu.py, sketch.py and dueling.py, and so are their constants; code is shared with none.
+The rules are those of tinylfu.py, sketch.py and dueling.py, and so are their constants; no code is shared with them.
 """
 
 import math
@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from typing import Final
 
 import cachetools
+
+from .reference_pinnable import Pinnable
 
 __all__ = ["TinyLFU"]
 
@@ -86,8 +88,8 @@ class Duel:
         return self._lead
 
 
-class TinyLFU(cachetools.Cache[int, int]):
-    """key -> slot. ``pins`` names keys that are not evicted; ``settle`` follows each call that accessed keys.
+class TinyLFU(Pinnable):
+    """See ``Pinnable``; ``settle`` follows each call that accessed keys.
 
     Args:
         maxsize: keys.
@@ -96,7 +98,6 @@ class TinyLFU(cachetools.Cache[int, int]):
 
     def __init__(self, maxsize: int, is_sample: bool = False) -> None:
         super().__init__(maxsize)
-        self.pins: dict[int, int] = {}
         self._counts: dict[int, int] = {}
         self._levels: list[dict[int, None]] = [{} for _ in range(LEVELS)]
         self._window: dict[int, None] = {}
@@ -110,17 +111,6 @@ class TinyLFU(cachetools.Cache[int, int]):
         for level in self._levels:
             yield from level
         yield from self._window
-
-    def first_unpinned(self) -> int | None:
-        return next((key for key in self.eviction_order() if key not in self.pins), None)
-
-    def popitem(self) -> tuple[int, int]:
-        key = self.first_unpinned()
-        if key is None:
-            raise KeyError("every key is pinned")
-        slot = cachetools.Cache.__getitem__(self, key)
-        del self[key]
-        return key, slot
 
     def __getitem__(self, key: int) -> int:
         count = min(self._counts[key] + 1, LEVELS - 1)
