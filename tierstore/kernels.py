@@ -21,6 +21,7 @@ from .simd import (
     divide16,
     fill4,
     fill16,
+    item,
     load4,
     load16,
     multiply4,
@@ -36,6 +37,7 @@ __all__ = [
     "MAX",
     "MEAN",
     "SUM",
+    "are_offsets",
     "copy_rows_in",
     "copy_rows_out",
     "dot_rows",
@@ -59,6 +61,7 @@ ABSENT: Final = -2
 
 AHEAD: Final = 16
 """Positions: rows are fetched from memory so long before they are used."""
+CHECKED_BAGS: Final = 64
 
 
 @uncounted_kernel
@@ -93,10 +96,11 @@ def join_ids(
 
 @inline
 def _pool_64(
-    low: int, high: int, stop: int, first: int, fresh: bool, slots: Any, scale: Any, weights: Any, half: int,
+    low: int, high: int, last: int, shift: int, base: int, fresh: bool, slots: Any, scale: Any, weights: Any, half: int,
     column: int, divisor: Any, out: Any, sample: int, target: int,
 ) -> None:  # fmt: skip
-    """The columns ``[column, column + 64)`` of one bag; its positions are ``[low, high)``."""
+    """The columns ``[column, column + 64)`` of one bag, whose positions are ``[low, high)``; those of the call end at
+    ``last``."""
     if fresh:
         a = b = c = d = fill16(np.float32(0))
     else:
@@ -104,17 +108,17 @@ def _pool_64(
         c, d = load16(out, sample, target + 32, FLOAT32), load16(out, sample, target + 48, FLOAT32)
     is_scaled = scale.shape[0] > 0
     for position in range(low, high):
-        if position + AHEAD < stop:
-            ahead = np.int64(slots[position + AHEAD - first])
+        if position + AHEAD < last:
+            ahead = base + np.int64(item(slots, position + AHEAD + shift))
             prefetch_line(weights, ahead, column)
             prefetch_line(weights, ahead, column + 16)
             prefetch_line(weights, ahead, column + 32)
             prefetch_line(weights, ahead, column + 48)
-        slot = np.int64(slots[position - first])
+        slot = base + np.int64(item(slots, position + shift))
         u, v = load16(weights, slot, column, half), load16(weights, slot, column + 16, half)
         w, x = load16(weights, slot, column + 32, half), load16(weights, slot, column + 48, half)
         if is_scaled:
-            factor = fill16(scale[position])
+            factor = fill16(item(scale, position))
             u, v, w, x = multiply16(factor, u), multiply16(factor, v), multiply16(factor, w), multiply16(factor, x)
         a, b, c, d = add16(a, u), add16(b, v), add16(c, w), add16(d, x)
     if divisor > 0:
@@ -128,45 +132,45 @@ def _pool_64(
 
 @inline
 def _pool_16(
-    low: int, high: int, stop: int, first: int, fresh: bool, slots: Any, scale: Any, weights: Any, half: int,
+    low: int, high: int, last: int, shift: int, base: int, fresh: bool, slots: Any, scale: Any, weights: Any, half: int,
     column: int, divisor: Any, out: Any, sample: int, target: int,
 ) -> None:  # fmt: skip
     """As ``_pool_64``."""
     a = fill16(np.float32(0)) if fresh else load16(out, sample, target, FLOAT32)
     is_scaled = scale.shape[0] > 0
     for position in range(low, high):
-        if position + AHEAD < stop:
-            prefetch_line(weights, np.int64(slots[position + AHEAD - first]), column)
-        u = load16(weights, np.int64(slots[position - first]), column, half)
-        a = add16(a, multiply16(fill16(scale[position]), u) if is_scaled else u)
+        if position + AHEAD < last:
+            prefetch_line(weights, base + np.int64(item(slots, position + AHEAD + shift)), column)
+        u = load16(weights, base + np.int64(item(slots, position + shift)), column, half)
+        a = add16(a, multiply16(fill16(item(scale, position)), u) if is_scaled else u)
     store16(out, sample, target, divide16(a, fill16(divisor)) if divisor > 0 else a, FLOAT32)
 
 
 @inline
 def _pool_4(
-    low: int, high: int, stop: int, first: int, fresh: bool, slots: Any, scale: Any, weights: Any, half: int,
+    low: int, high: int, last: int, shift: int, base: int, fresh: bool, slots: Any, scale: Any, weights: Any, half: int,
     column: int, divisor: Any, out: Any, sample: int, target: int,
 ) -> None:  # fmt: skip
     """As ``_pool_64``."""
     a = fill4(np.float32(0)) if fresh else load4(out, sample, target, FLOAT32)
     is_scaled = scale.shape[0] > 0
     for position in range(low, high):
-        if position + AHEAD < stop:
-            prefetch_line(weights, np.int64(slots[position + AHEAD - first]), column)
-        u = load4(weights, np.int64(slots[position - first]), column, half)
-        a = add4(a, multiply4(fill4(scale[position]), u) if is_scaled else u)
+        if position + AHEAD < last:
+            prefetch_line(weights, base + np.int64(item(slots, position + AHEAD + shift)), column)
+        u = load4(weights, base + np.int64(item(slots, position + shift)), column, half)
+        a = add4(a, multiply4(fill4(item(scale, position)), u) if is_scaled else u)
     store4(out, sample, target, divide4(a, fill4(divisor)) if divisor > 0 else a, FLOAT32)
 
 
 @inline
 def _pool_1(
-    low: int, high: int, first: int, fresh: bool, slots: Any, scale: Any, weights: Any, half: int,
+    low: int, high: int, shift: int, base: int, fresh: bool, slots: Any, scale: Any, weights: Any, half: int,
     column: int, divisor: Any, out: Any, sample: int, target: int,
 ) -> None:  # fmt: skip
     """As ``_pool_64``; the cache line was fetched with the column before."""
     pooled = np.float32(0) if fresh else out[sample, target]
     for position in range(low, high):
-        value = floats.load(weights[slots[position - first]], column, half)
+        value = floats.load(weights[base + np.int64(item(slots, position + shift))], column, half)
         pooled += scale[position] * value if scale.shape[0] else value
     out[sample, target] = pooled / divisor if divisor > 0 else pooled
 
@@ -191,51 +195,66 @@ def pool_rows(
         out: float32 [B, C].
         arg_max: int32 [K, D], out (MAX), or empty: the first position of each maximum, or -1.
     """
-    feature, sample = begin // batch, begin % batch
-    stop = min(last, bag_starts[end])
+    bag = begin
+    while bag < end:
+        feature = bag // batch
+        stop = min(end, (feature + 1) * batch)
+        _pool_feature(
+            bag, stop, bag - feature * batch, np.int64(columns[feature]), first, last, -first, 0, bag_starts, slots,
+            scale, mode, weights, dim, half, out, arg_max,
+        )  # fmt: skip
+        bag = stop
+
+
+@inline
+def _pool_feature(
+    begin: int, end: int, sample: int, target: Any, first: int, last: int, shift: int, base: int, bag_starts: Any,
+    slots: Any, scale: Any, mode: int, weights: Any, dim: int, half: int, out: Any, arg_max: Any,
+) -> None:  # fmt: skip
+    """``pool_rows`` for bags of one feature: of ``sample`` and those that follow, from column ``target`` on.
+
+    The slot of a position is ``base + slots[position + shift]``.
+    """
     for bag in range(begin, end):
         fresh = bag_starts[bag] >= first
         low, high = max(bag_starts[bag], first), min(bag_starts[bag + 1], last)
-        target: Any = np.int64(columns[feature])
         if mode == MAX:
             pooled = out[sample, target : target + dim]
             if fresh:
                 pooled[:] = np.float32(0)
                 arg_max[bag, :] = -1
-            _pool_max(low, high, first, slots, weights, half, pooled, arg_max[bag])
+            _pool_max(low, high, shift, base, slots, weights, half, pooled, arg_max[bag])
         elif fresh or low < high:
             divisor = np.float32(0)
             if mode == MEAN and low < high and high == bag_starts[bag + 1]:
                 divisor = np.float32(high - bag_starts[bag])
             column = 0
             while column + 64 <= dim:
-                _pool_64(low, high, stop, first, fresh, slots, scale, weights, half, column, divisor, out, sample,
+                _pool_64(low, high, last, shift, base, fresh, slots, scale, weights, half, column, divisor, out, sample,
                          target + column)  # fmt: skip
                 column += 64
             while column + 16 <= dim:
-                _pool_16(low, high, stop, first, fresh, slots, scale, weights, half, column, divisor, out, sample,
+                _pool_16(low, high, last, shift, base, fresh, slots, scale, weights, half, column, divisor, out, sample,
                          target + column)  # fmt: skip
                 column += 16
             while column + 4 <= dim:
-                _pool_4(low, high, stop, first, fresh, slots, scale, weights, half, column, divisor, out, sample,
+                _pool_4(low, high, last, shift, base, fresh, slots, scale, weights, half, column, divisor, out, sample,
                         target + column)  # fmt: skip
                 column += 4
             while column < dim:
-                _pool_1(low, high, first, fresh, slots, scale, weights, half, column, divisor, out, sample,
+                _pool_1(low, high, shift, base, fresh, slots, scale, weights, half, column, divisor, out, sample,
                         target + column)  # fmt: skip
                 column += 1
         sample += 1
-        if sample == batch:
-            feature, sample = feature + 1, 0
 
 
 @uncounted_kernel
 def look_up(
-    begin: int, end: int, ids: Any, starts: Any, firsts: Any, num_rows: Any, batch: int, bag_starts: Any, slots: Any,
-    flags: Any, asked: int, wanted: int, scale: Any, mode: int, weights: Any, dim: int, half: int, columns: Any,
-    out: Any, arg_max: Any,
+    begin: int, end: int, ids: Any, starts: Any, firsts: Any, num_rows: Any, batch: int, bag_starts: Any, flags: Any,
+    asked: int, wanted: int, scale: Any, mode: int, weights: Any, dim: int, half: int, columns: Any, out: Any,
+    arg_max: Any,
 ) -> Any:  # fmt: skip
-    """``join_ids`` into slots, and ``pool_rows``, in one call: for rows that have slots of their own.
+    """``pool_rows`` straight from ids, of rows that have slots of their own; arguments as there and of ``join_ids``.
 
     Args:
         flags: uint8 [S], or empty: every row must have ``flags[slot] & asked == wanted``.
@@ -244,27 +263,74 @@ def look_up(
         ``DONE``; or, and then ``out`` holds anything, the position in ``ids`` of the first id outside its table, or
         ``ABSENT`` if the flags of a row are others.
     """
-    bad = join_ids(begin, end, ids, starts, firsts, num_rows, batch, bag_starts, slots)
-    if bad >= 0:
-        return bad
-    first, last = bag_starts[begin], bag_starts[end]
-    if flags.shape[0]:
-        for position in range(first, last):
-            if position + AHEAD < last:
-                prefetch_item(flags, np.int64(slots[position + AHEAD]))
-            if flags[slots[position]] & asked != wanted:
-                return np.int64(ABSENT)
-    pool_rows(
-        begin, end, 0, bag_starts[-1], bag_starts, slots, scale, mode, weights, dim, half, columns, batch, out, arg_max
-    )
+    bag = begin
+    while bag < end:
+        feature = bag // batch
+        stop = min(end, (feature + 1) * batch)
+        shift, base = starts[feature] - bag_starts[feature * batch], firsts[feature]
+        last = bag_starts[stop]
+        # So few that their ids are still in the innermost cache when they are read again.
+        stop = min(stop, bag + CHECKED_BAGS)
+        low, high = bag_starts[bag] + shift, bag_starts[stop] + shift
+        bad = _first_outside(ids, low, high, num_rows[feature])
+        if bad >= 0:
+            return bad
+        if flags.shape[0] and not _all_flagged(ids, low, high, base, flags, asked, wanted):
+            return np.int64(ABSENT)
+        _pool_feature(
+            bag, stop, bag - feature * batch, np.int64(columns[feature]), bag_starts[bag], last, shift, base,
+            bag_starts, ids, scale, mode, weights, dim, half, out, arg_max,
+        )  # fmt: skip
+        bag = stop
     return np.int64(DONE)
 
 
 @inline
-def _pool_max(low: int, high: int, first: int, slots: Any, weights: Any, half: int, pooled: Any, best: Any) -> None:
+def _first_outside(ids: Any, begin: int, end: int, num_rows: int) -> Any:
+    """The position in ``[begin, end)`` of the first id that is not in ``[0, num_rows)``, or -1."""
+    signs = np.int64(0)
+    for position in range(begin, end):  # without a way out, so that it is done in vectors
+        row = np.int64(item(ids, position))
+        signs |= row | (num_rows - 1 - row)
+    if signs < 0:
+        for position in range(begin, end):
+            if ids[position] < 0 or ids[position] >= num_rows:
+                return position
+    return np.int64(-1)
+
+
+@inline
+def _all_flagged(ids: Any, begin: int, end: int, base: int, flags: Any, asked: int, wanted: int) -> bool:
+    """Whether ``flags[base + id] & asked == wanted`` for all ids at positions ``[begin, end)``."""
+    for position in range(begin, end):
+        if position + AHEAD < end:
+            prefetch_item(flags, base + np.int64(item(ids, position + AHEAD)))
+        if item(flags, base + np.int64(item(ids, position))) & asked != wanted:
+            return False
+    return True
+
+
+@uncounted_kernel
+def are_offsets(offsets: Any, num_ids: int) -> bool:
+    """Whether they start at 0, never descend and end at ``num_ids``.
+
+    Args:
+        offsets: int64 [n], n > 0.
+    """
+    last = offsets.shape[0] - 1
+    descends = False
+    for bag in range(last):
+        descends |= offsets[bag + 1] < offsets[bag]
+    return offsets[0] == 0 and offsets[last] == num_ids and not descends
+
+
+@inline
+def _pool_max(
+    low: int, high: int, shift: int, base: int, slots: Any, weights: Any, half: int, pooled: Any, best: Any
+) -> None:
     """Maxima of one bag, and their positions."""
     for position in range(low, high):
-        row = weights[slots[position - first]]
+        row = weights[base + np.int64(item(slots, position + shift))]
         for column in range(pooled.shape[0]):
             value = floats.load(row, column, half)
             if best[column] < 0 or value > pooled[column]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import kernels, quantized
+from . import direct, kernels, quantized
 from .backward import Bags, Groups
 from .cache import FullCache
 from .cache.admission import DIRTY, LOADING, RESIDENT
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from .hbm.lookup import HbmLookup
     from .table import Table
 
-__all__ = ["MODES", "Jagged", "Joined", "Lookup", "new_output"]
+__all__ = ["MODES", "NO_ARG_MAX", "NO_FLOATS", "Jagged", "Joined", "Lookup", "look_up", "new_output"]
 
 MODES: Final = {"sum": kernels.SUM, "mean": kernels.MEAN, "max": kernels.MAX}
-_NO_FLOATS: Final = np.empty(0, np.float32)
-_NO_ARG_MAX: Final = np.empty((0, 0), np.int32)
+NO_FLOATS: Final = np.empty(0, np.float32)
+NO_ARG_MAX: Final = np.empty((0, 0), np.int32)
 
 
 class Jagged(NamedTuple):
@@ -79,7 +79,7 @@ class Joined:
             self._choose(jagged.offsets, np.asarray(features))
         bounds = [i for i, table in enumerate(tables) if not i or table is not tables[i - 1]]
         self.table_bags = np.array([*bounds, len(tables)], np.int64) * batch
-        self.scale = _NO_FLOATS if jagged.scale is None else self._gather(jagged.scale)
+        self.scale = NO_FLOATS if jagged.scale is None else self._gather(jagged.scale)
 
     def _choose(self, offsets: Any, features: Any) -> None:
         """Lay the chosen features end to end."""
@@ -110,7 +110,7 @@ class Joined:
         return [cache.first_slot(table.index) for table in self._owners]
 
     def plan(self, firsts: list[int]) -> Any:
-        """What ``kernels.join_ids`` takes, between the range of bags and what is laid out."""
+        """What ``kernels.join_ids`` and ``kernels.look_up`` take behind the range of bags."""
         rows = np.array([table.config.num_embeddings for table in self._owners], np.int64)
         return self._ids, self._starts, np.array(firsts, np.int64), rows, self.batch, self.bag_starts
 
@@ -134,7 +134,7 @@ class Joined:
                 raise table.id_error(int(self._ids[min(own)]))
 
     def _gather(self, scale: Any) -> Any:
-        return np.concatenate([scale[start:stop] for start, stop in self._sources] or [_NO_FLOATS])
+        return np.concatenate([scale[start:stop] for start, stop in self._sources] or [NO_FLOATS])
 
     @property
     def _sources(self) -> list[tuple[int, int]]:
@@ -168,6 +168,29 @@ def new_output(lookups: "Sequence[Lookup | HbmLookup]", batch: int, columns: int
     return make((batch, columns), dtype=torch.float32, device=device)
 
 
+def look_up(
+    pool: Pool, cache: FullCache, plan: Any, scale: Any, mode: int, columns: Any, out: Any, arg_max: Any
+) -> list[int]:
+    """Pool rows of a full cache straight from ids (see ``kernels.look_up``); the caller holds ``pool.rows_lock``.
+
+    Args:
+        plan: what ``Joined.plan`` gives.
+
+    Returns:
+        nothing if all is done; else what the kernel said, and ``out`` may hold anything.
+    """
+    pool.require_open()
+    flags = cache.flags[:0] if cache.is_complete else cache.flags
+    ids, *bags = plan
+    bad = direct.look_up(
+        pool.workers, pool.layout.dim, ids, bags, flags, RESIDENT | LOADING, RESIDENT, scale, mode, pool.weights,
+        pool.layout.dim, pool.half, columns, out, arg_max,
+    )  # fmt: skip
+    if not bad:
+        pool.note_hits(int(bags[-1][-1]))
+    return bad
+
+
 class Lookup:
     """A lookup in host memory.
 
@@ -192,7 +215,7 @@ class Lookup:
         self._lease: Lease | None = None
         self._use: Use | None = None
         self._bag_starts, self._scale = joined.bag_starts, joined.scale
-        self._arg_max = _NO_ARG_MAX
+        self._arg_max = NO_ARG_MAX
         self._slots: Any = None
         self._slots_in: FullCache | None = None
         self._rows_in: FullCache | None = None
@@ -298,28 +321,14 @@ class Lookup:
             self._forward_leased(pool, pooled, keep=keep)
 
     def _look_up(self, pool: Pool, cache: FullCache, out: Any) -> bool:
-        """Find slots and pool rows in one go; False, and nothing done, if some row is not in."""
-        slots = np.empty(len(self._joined), np.int32)
-        plan = self._joined.plan(self._joined.first_slots(cache))
-        flags = cache.flags[:0] if cache.is_complete else cache.flags
-        found: list[int] = []
-        look_up: Any = kernels.look_up
-
-        def work(begin: int, end: int) -> None:
-            status = look_up(
-                begin, end, *plan, slots, flags, RESIDENT | LOADING, RESIDENT, self._scale, self._mode, pool.weights,
-                pool.layout.dim, pool.half, self._joined.columns, out, self._arg_max,
-            )  # fmt: skip
-            found.append(status)
-
-        pool.require_open()
-        pool.workers.run(work, pool.workers.split(self._bag_starts))
-        self._joined.check(found)
-        self._slots, self._slots_in = slots, cache
-        if kernels.ABSENT in found:
+        """Pool rows straight from ids; False, and nothing done, if some row is not in."""
+        joined = self._joined
+        plan = joined.plan(joined.first_slots(cache))
+        bad = look_up(pool, cache, plan, self._scale, self._mode, joined.columns, out, self._arg_max)
+        joined.check(bad)
+        if bad:
             return False
         self._rows_in = cache
-        pool.note_hits(len(slots))
         return True
 
     def _forward_leased(self, pool: Pool, pooled: Any, *, keep: bool) -> None:

@@ -143,9 +143,12 @@ class Pool:
         self.weights: Any = cache.weights.view(layout.numpy_dtype)
         self.state: Any = cache.state.view(np.float32)
         self.fill_lock = threading.RLock()
-        self.lock = threading.Condition(threading.RLock())
+        # Ctrl-C can come when a Condition, which is Python, has its lock and has not told; not so with the lock itself.
+        plain_lock = threading.RLock()
+        self.lock = threading.Condition(plain_lock)
         self._announceable = cache if isinstance(cache, Announceable) else None
-        self.rows_lock: Any = contextlib.nullcontext() if readonly else self.lock
+        self.rows_lock: Any = contextlib.nullcontext() if readonly else plain_lock
+        self._plain_lock = plain_lock
         self.split_batches = 0
         self.fill_seconds = 0.0
         self.hot: HbmPool | None = None
@@ -237,7 +240,7 @@ class Pool:
     def note_hits(self, count: int) -> None:
         """Count lookups of rows of a full cache that were in."""
         assert self.full is not None, "of a cache that evicts, admissions are counted"
-        with self.lock:
+        with self._plain_lock:
             self.full.note_hits(count)
 
     def _bring_absent(self, cache: FullCache, slots: Any) -> int:
@@ -443,6 +446,10 @@ class Pool:
         hot, self.hot = self.hot, None  # each knows the other: memory is freed when the last one lets go, not later
         if hot is not None:
             hot.close()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
 
     def require_open(self) -> None:
         """ClosedError after ``close``."""

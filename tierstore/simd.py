@@ -33,6 +33,7 @@ __all__ = [
     "divide16",
     "fill4",
     "fill16",
+    "item",
     "load4",
     "load16",
     "multiply4",
@@ -192,6 +193,16 @@ if JIT_ENABLED:
         return _Operations(load, store, add, subtract, multiply, divide, sqrt, fill)
 
     @intrinsic
+    def item(typing_context: Any, array: Any, index: Any) -> Any:  # noqa: ARG001
+        """``array[index]``, index not negative: numba compiles a test for that into each access."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            data = context.make_array(signature.args[0])(context, builder, args[0]).data
+            return builder.load(builder.gep(data, [args[1]]))
+
+        return array.dtype(array, types.int64), generate
+
+    @intrinsic
     def prefetch_line(typing_context: Any, rows: Any, row: Any, column: Any) -> Any:  # noqa: ARG001
         """Bring the cache line of ``rows[row, column]`` nearer; never faults."""
 
@@ -220,6 +231,10 @@ else:
             return np.full(lanes, value, np.float32)
 
         return _Operations(load, store, np.add, np.subtract, np.multiply, np.divide, np.sqrt, fill)
+
+    def item(array: Any, index: int) -> Any:
+        """``array[index]``."""
+        return array[index]
 
     def prefetch_line(rows: Any, row: int, column: int) -> None:
         """Nothing: a hint to the processor."""

@@ -8,9 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from . import kernels
 from .config import TableConfig, require_choice
 from .errors import ClosedError, ReadOnlyError
 from .hbm.lookup import HbmLookup
+from .in_memory import InMemory
 from .lookup import MODES, Jagged, Joined, Lookup, new_output
 from .pool import Pool
 from .rows import KEY_ROW_BITS, RowLayout
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Table", "check_ids", "check_offsets", "check_scale", "make_lookup"]
 
 _HOST: Final = torch.device("cpu")
+_ID_TYPES: Final = (torch.int64, torch.int32)
 
 
 def check_ids(ids: Tensor, name: str = "ids", *, device: torch.device = _HOST) -> Any:
@@ -31,9 +34,11 @@ def check_ids(ids: Tensor, name: str = "ids", *, device: torch.device = _HOST) -
     Raises:
         TypeError: not a tensor, or not of an integer dtype. ValueError: not 1-D, or elsewhere.
     """
+    if isinstance(ids, Tensor) and ids.is_cpu and ids.dtype in _ID_TYPES and ids.dim() == 1:
+        return ids.contiguous().numpy()
     if not isinstance(ids, Tensor):
         raise TypeError(f"{name} must be a Tensor, not {type(ids).__name__}")
-    if ids.dtype not in (torch.int64, torch.int32):
+    if ids.dtype not in _ID_TYPES:
         raise TypeError(f"{name} must be int64 or int32, not {ids.dtype}")
     if ids.dim() != 1:
         raise ValueError(f"{name} must be 1-D, not of shape {tuple(ids.shape)}")
@@ -51,7 +56,7 @@ def _to_host(values: Tensor, name: str, device: torch.device) -> Any:
 def check_offsets(offsets: Tensor, num_ids: int, name: str = "offsets", *, device: torch.device = _HOST) -> Any:
     """int64 numpy offsets that start at 0, do not descend and end at ``num_ids``; ValueError otherwise."""
     array = np.ascontiguousarray(check_ids(offsets, name, device=device), np.int64)
-    if len(array) == 0 or array[0] != 0 or array[-1] != num_ids or (array[1:] < array[:-1]).any():
+    if not len(array) or not kernels.are_offsets(array, num_ids):
         raise ValueError(f"{name} must start at 0, never descend and end at the number of ids, {num_ids}")
     return array
 
@@ -109,6 +114,7 @@ class Table:
         self.config = config
         self.index = index
         self.layout = layout
+        self._in_memory: InMemory | None = None
         self._learning_rate = config.optimizer.lr
         self._step = 0
 
@@ -246,12 +252,25 @@ class Table:
         Returns:
             float32 [bags, embedding_dim], on the store's device.
         """
-        require_choice(mode, tuple(MODES), "mode")
+        if mode not in MODES:
+            require_choice(mode, tuple(MODES), "mode")
+        if per_sample_weights is None and mode != "max":
+            pooled = self._pooled_in_memory(ids, offsets, MODES[mode])
+            if pooled is not None:
+                return pooled
         jagged = self.jagged(ids, offsets, mode=mode, per_sample_weights=per_sample_weights)
         lookup = self.lookup(jagged, mode=mode)
         out = new_output([lookup], jagged.batch, self.layout.dim, self._store.device)
         lookup.forward(out, keep=False)
         return out
+
+    def _pooled_in_memory(self, ids: Tensor, offsets: Tensor, mode: int) -> Tensor | None:
+        """``pooled`` by one compiled call; None if arguments are wrong or not plain, rows not in, or without slots of
+        their own."""
+        memory = self._in_memory
+        if memory is None or memory.pool.is_closed:
+            memory = self._in_memory = InMemory.of(self)
+        return None if memory is None else memory.pooled(ids, offsets, mode)
 
     def jagged(self, ids: Tensor, offsets: Tensor, *, mode: str, per_sample_weights: Tensor | None = None) -> Jagged:
         """Checked ids of one feature."""

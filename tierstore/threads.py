@@ -39,12 +39,16 @@ class _TorchTeam:
 
     Args:
         library: the shared library.
+
+    Attributes:
+        address: of ``GOMP_parallel``.
     """
 
     def __init__(self, library: Path) -> None:
         self._parallel = ctypes.CDLL(str(library)).GOMP_parallel
         self._parallel.argtypes = (_BODY, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
         self._parallel.restype = None
+        self.address = ctypes.cast(self._parallel, ctypes.c_void_p).value or 0
         self._body = _BODY(self._work_off)
         self._ranges: Iterator[Range] = iter(())
         self._work: Callable[[int, int], Any] = lambda _begin, _end: None
@@ -112,6 +116,11 @@ class Workers:
         for error in errors:
             if error is not None:
                 raise error
+
+    def native_team(self) -> int:
+        """The address of ``GOMP_parallel``, if the calling thread may borrow torch's threads with it; else 0."""
+        team = _torch_team() if threading.current_thread() is threading.main_thread() else None
+        return team.address if team is not None else 0
 
     def parts(self, work: int) -> int:
         """Into how many ranges so many row operations are best split."""
