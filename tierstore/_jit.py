@@ -17,12 +17,13 @@ from numba.core import event
 __all__ = [
     "JIT_ENABLED",
     "fused_multiply_add",
-    "general_inline",
     "inline",
     "kernel",
     "prefetch_item",
+    "uncounted_helper",
     "uncounted_inline",
     "uncounted_kernel",
+    "uncounted_template",
 ]
 
 JIT_ENABLED: Final = not numba.config.DISABLE_JIT
@@ -41,8 +42,11 @@ def _stamp_of_sources() -> tuple[tuple[str, int, int], ...]:
 _STAMP: Final = _stamp_of_sources() if JIT_ENABLED else ()
 
 
-def _compile(function: F, **options: Any) -> F:
-    compiled: Any = numba.njit(nogil=True, cache=True, error_model="numpy", **options)(function)
+def _compile(function: F, *, from_python: bool = True, **options: Any) -> F:
+    # Nobody in C calls kernels by name, and nobody at all helpers but kernels, in whose machine code they are. Wrappers
+    # for such callers, and keeping helpers on disk, took a quarter of the time to compile everything.
+    wrappers = {"no_cfunc_wrapper": True, "no_cpython_wrapper": not from_python}
+    compiled: Any = numba.njit(nogil=True, cache=from_python, error_model="numpy", **wrappers, **options)(function)
     cache_file: Any = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
     if hasattr(cache_file, "_source_stamp"):
         # numba looks only at the kernel's own file when it decides whether cached code is fresh; helpers that were
@@ -57,17 +61,18 @@ def kernel(function: F) -> F:
     return _compile(function)
 
 
-inline: Final = kernel
-"""A helper of kernels, compiled into its callers."""
+def _helper(function: F, **options: Any) -> F:
+    compiled: Any = _compile(function, from_python=False, **options)
+    if JIT_ENABLED:
+        compiled.__class__ = _Helper
+    result: F = compiled
+    return result
 
 
-def general_inline(function: F) -> F:
-    """As ``inline``, but compiled once for a type of number, not again for each place that passes it a constant.
-
-    For helpers off the hot path: there the constant is worth less than the time to compile for it. The arithmetic of an
-    optimizer's update took half as long again without.
-    """
-    compiled: Any = _compile(function)
+def _by_type(function: F, **options: Any) -> F:
+    """A helper, compiled once for a type of number, not again for each place that passes it a constant, nor for the
+    constant that a loop's variable begins with: that took as long as all the rest."""
+    compiled: Any = _helper(function, **options)
     if JIT_ENABLED:
         resolve = compiled.get_call_template
 
@@ -80,6 +85,11 @@ def general_inline(function: F) -> F:
     return result
 
 
+def inline(function: F) -> F:
+    """A helper of kernels, compiled into its callers, which alone can call it."""
+    return _by_type(function)
+
+
 def uncounted_kernel(function: F) -> F:
     """As ``kernel``, without reference counting; the function must create no array, string or other counted object.
 
@@ -89,13 +99,24 @@ def uncounted_kernel(function: F) -> F:
     return _compile(function, _nrt=False)
 
 
+def uncounted_helper(function: F) -> F:
+    """A helper of uncounted kernels that the compiler may leave apart."""
+    return _by_type(function, _nrt=False)
+
+
 def uncounted_inline(function: F) -> F:
     """A helper of uncounted kernels, merged into its callers whatever its size.
 
     Left to itself the compiler calls helpers of some size, and each array is passed by its seven words: a row's update
     made of calls took four times as long.
     """
-    return _compile(function, _nrt=False, forceinline=True)
+    return _by_type(function, _nrt=False, forceinline=True)
+
+
+def uncounted_template(function: F) -> F:
+    """As ``uncounted_inline``, compiled again for each constant that it is passed; where arithmetic on vectors depends
+    on one, it took half as long again without."""
+    return _helper(function, _nrt=False, forceinline=True)
 
 
 class _CompileNotice(event.Listener):  # type: ignore[misc, unused-ignore]
@@ -118,7 +139,14 @@ class _CompileNotice(event.Listener):  # type: ignore[misc, unused-ignore]
 
 if JIT_ENABLED:
     from llvmlite import ir
+    from numba.core.registry import CPUDispatcher
     from numba.extending import intrinsic
+
+    class _Helper(CPUDispatcher):  # type: ignore[misc, unused-ignore]
+        """Without a wrapper there is nothing that Python could call: it would end the process."""
+
+        def __call__(self, *_args: object, **_kwargs: object) -> None:
+            raise TypeError(f"{self.py_func.__name__} is a helper: only kernels can call it")
 
     event.register("numba:compile", _CompileNotice())
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from . import kernels
 from .cache import FullCache
-from .optim.kernels import merge_and_update
+from .optim.kernels import merge_and_update, scratch
 from .pool import Pool
 from .threads import Workers
 
@@ -123,7 +123,7 @@ class Groups:
             newly_dirty[begin] = merge_and_update(
                 *cuts[begin], *cuts[end], self._table_starts, firsts, slots, self._counts, self._starts,
                 self._sources, self._factors, self._positions, self._bag_of, bags.arg_max, gradients, codes, hyper,
-                pool.weights, pool.state, pool.layout.dim, pool.half, flags, dirty,
+                pool.weights, pool.state, pool.layout.dim, pool.half, flags, dirty, scratch(pool.layout.dim),
             )  # fmt: skip
 
         self._workers.run(work, range(len(cuts)))

@@ -27,6 +27,7 @@ from .simd import (
     multiply4,
     multiply16,
     prefetch_line,
+    put,
     store4,
     store16,
 )
@@ -87,10 +88,10 @@ def join_ids(
         first, limit = firsts[feature], num_rows[feature]
         shift = starts[feature] - bag_starts[feature * batch]
         for position in range(bag_starts[bag], bag_starts[bag + 1]):
-            row = np.int64(ids[position + shift])
+            row = np.int64(item(ids, position + shift))
             if row < 0 or row >= limit:
                 return position + shift
-            joined[position] = first + row
+            put(joined, position, first + row)
     return np.int64(-1)
 
 
@@ -338,7 +339,7 @@ def _pool_max(
                 best[column] = position
 
 
-@inline
+@uncounted_kernel
 def padded_width(dim: int) -> int:
     """Columns that ``halving_sum`` wants for ``dim`` terms: a power of two, whole vectors."""
     width = WIDE
@@ -476,17 +477,18 @@ def group_rows(
         shift = inverse[first] if first < last and not number.shape[0] else 0
         start[: count + 2] = 0
         for position in range(first, last):
-            start[inverse[position] - shift + 2] += 1
+            row = np.int64(item(inverse, position)) - shift + 2
+            put(start, row, item(start, row) + 1)
         for row in range(count):
             start[row + 2] += start[row + 1]
         for bag in range(table_bags[table], table_bags[table + 1]):
             source = np.int64(bag % batch) * num_columns + columns[bag // batch]
             size = bag_starts[bag + 1] - bag_starts[bag]
             for position in range(bag_starts[bag], bag_starts[bag + 1]):
-                row = inverse[position] - shift
-                place = first + start[row + 1]
-                start[row + 1] += 1
-                sources[place] = source
+                row = np.int64(item(inverse, position)) - shift + 1
+                place = first + item(start, row)
+                put(start, row, place - first + 1)
+                put(sources, place, source)
                 if factors.shape[0]:
                     factors[place] = np.float32(1) / np.float32(size) if is_mean else scale[position]
                 if positions.shape[0]:
@@ -499,15 +501,15 @@ def _number_rows(first: int, last: int, slots: Any, number: Any, unique_slots: A
     count = 0
     for position in range(first, last):
         if position + AHEAD < last:
-            prefetch_item(number, np.int64(slots[position + AHEAD]))
-        slot = slots[position]
-        known = number[slot]
-        if known < 0 or known >= count or unique_slots[first + known] != slot:
+            prefetch_item(number, np.int64(item(slots, position + AHEAD)))
+        slot = item(slots, position)
+        known = item(number, slot)
+        if known < 0 or known >= count or item(unique_slots, first + known) != slot:
             known = np.int32(count)
-            number[slot] = known
-            unique_slots[first + known] = slot
+            put(number, slot, known)
+            put(unique_slots, first + known, slot)
             count += 1
-        inverse[position] = known
+        put(inverse, position, known)
     return count
 
 

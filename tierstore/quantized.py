@@ -15,7 +15,7 @@ import numpy as np
 from . import floats
 from ._jit import fused_multiply_add, prefetch_item
 from ._jit import kernel as counted_kernel
-from ._jit import uncounted_kernel as inline
+from ._jit import uncounted_helper as inline
 from ._jit import uncounted_kernel as kernel
 from .kernels import MAX, MEAN, halving_sum, padded_width
 from .vectors import LANES, add_bytes, add_nibbles, float_at, half_bits_at

@@ -39,6 +39,7 @@ __all__ = [
     "multiply4",
     "multiply16",
     "prefetch_line",
+    "put",
     "sqrt16",
     "store4",
     "store16",
@@ -203,6 +204,17 @@ if JIT_ENABLED:
         return array.dtype(array, types.int64), generate
 
     @intrinsic
+    def put(typing_context: Any, array: Any, index: Any, value: Any) -> Any:  # noqa: ARG001
+        """``array[index] = value``, index not negative."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            data = context.make_array(signature.args[0])(context, builder, args[0]).data
+            builder.store(args[2], builder.gep(data, [args[1]]))
+            return context.get_dummy_value()
+
+        return types.void(array, types.int64, array.dtype), generate
+
+    @intrinsic
     def prefetch_line(typing_context: Any, rows: Any, row: Any, column: Any) -> Any:  # noqa: ARG001
         """Bring the cache line of ``rows[row, column]`` nearer; never faults."""
 
@@ -235,6 +247,10 @@ else:
     def item(array: Any, index: int) -> Any:
         """``array[index]``."""
         return array[index]
+
+    def put(array: Any, index: int, value: Any) -> None:
+        """``array[index] = value``."""
+        array[index] = value
 
     def prefetch_line(rows: Any, row: int, column: int) -> None:
         """Nothing: a hint to the processor."""

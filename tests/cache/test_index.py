@@ -6,18 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore._jit import JIT_ENABLED
-from tierstore.cache.index import (
-    ABSENT,
-    SLOT_DTYPE,
-    fingerprint_of,
-    home_of,
-    index_erase,
-    index_find,
-    index_insert,
-    index_places,
-)
+from tests.kernels import from_python
+from tierstore.cache import index as kernels
+from tierstore.cache.index import ABSENT, SLOT_DTYPE, index_places
 
 pytestmark = pytest.mark.kernel
+
+fingerprint_of = from_python(kernels.fingerprint_of)
+home_of = from_python(kernels.home_of)
+index_erase = from_python(kernels.index_erase)
+index_find = from_python(kernels.index_find)
+index_insert = from_python(kernels.index_insert)
 
 MASK = 2**64 - 1
 MIX_A, MIX_B = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB

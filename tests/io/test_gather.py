@@ -7,6 +7,7 @@ import pytest
 
 from tests.conformance.cold_tier import NARROW, WIDE, check_rows, keys_of, read_rows, write_rows
 from tests.io.support import flip, open_tier, page_of
+from tests.kernels import from_python
 from tierstore._jit import JIT_ENABLED, kernel
 from tierstore.errors import ChecksumError
 from tierstore.io.gather import (
@@ -109,10 +110,11 @@ def test_pages_are_counted_alike_in_bits_and_in_a_table(layout: RowLayout) -> No
         pages = {
             page for at in offsets[offsets != 0].tolist() for page in range(at // 512, (at + words - 1) // 512 + 1)
         }
+        count = from_python(count_pages)
         bits, scratch = (num_pages + 31) // 32, seen_words(geo, num_pages, num_rows)
         assert scratch == (bits if num_pages == 1000 else seen_words(geo, 1 << 32, num_rows))
         for length in {bits, scratch}:
-            assert count_pages(geo.page_words, words, num_pages, offsets, np.zeros(length, np.uint32)) == len(pages)
+            assert count(geo.page_words, words, num_pages, offsets, np.zeros(length, np.uint32)) == len(pages)
 
 
 @pytest.mark.parametrize("verify", [True, False])

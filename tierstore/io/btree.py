@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .._jit import general_inline, kernel
+from .._jit import inline, kernel
 from .mapped import queue_read
 
 __all__ = [
@@ -155,12 +155,12 @@ def new_entries(capacity: int) -> Entries:
     )
 
 
-@general_inline
+@inline
 def half(halves: Halves, at: int) -> int:
     return np.int64(halves[at])  # type: ignore[return-value]
 
 
-@general_inline
+@inline
 def key_word(halves: Halves, at: int) -> np.uint64:
     """A big-endian 64-bit number."""
     word = np.uint64(0)
@@ -171,7 +171,7 @@ def key_word(halves: Halves, at: int) -> np.uint64:
     return word
 
 
-@general_inline
+@inline
 def number(halves: Halves, at: int) -> int:
     """A native 64-bit page number; -1 if it is beyond any file."""
     if halves[at + 3] != 0:
@@ -179,7 +179,7 @@ def number(halves: Halves, at: int) -> int:
     return half(halves, at) | (half(halves, at + 1) << 16) | (half(halves, at + 2) << 32)
 
 
-@general_inline
+@inline
 def count_keys(halves: Halves, page_halves: int, limit: int, page: int, flags: int) -> int:
     """Number of nodes of a page that looks as it should; else minus the WalkStatus."""
     if page < 2 or page >= limit:
@@ -194,7 +194,7 @@ def count_keys(halves: Halves, page_halves: int, limit: int, page: int, flags: i
     return (lower - _HEADER_BYTES) >> 1
 
 
-@general_inline
+@inline
 def _node(halves: Halves, page_halves: int, page: int, index: int, leaf: bool) -> int:
     """Position of a node's first half-word, or -1 if it is not a node of 16-byte keys inside its page."""
     at = page * page_halves
@@ -215,13 +215,13 @@ def _node(halves: Halves, page_halves: int, page: int, index: int, leaf: bool) -
     return node
 
 
-@general_inline
+@inline
 def child_of(halves: Halves, node: int) -> int:
     """The page that a branch's node leads to."""
     return half(halves, node) | (half(halves, node + 1) << 16) | (half(halves, node + 2) << 32)
 
 
-@general_inline
+@inline
 def _key_before(halves: Halves, node: int, first: np.uint64, second: np.uint64) -> bool | np.bool:
     """Whether the node's key is less than (first, second)."""
     word = key_word(halves, node + 4)
@@ -230,7 +230,7 @@ def _key_before(halves: Halves, node: int, first: np.uint64, second: np.uint64) 
     return key_word(halves, node + 8) < second
 
 
-@general_inline
+@inline
 def _search(
     halves: Halves, page_halves: int, page: int, num_keys: int, leaf: bool, first: np.uint64, second: np.uint64
 ) -> int:
@@ -249,7 +249,7 @@ def _search(
     return low
 
 
-@general_inline
+@inline
 def _queue_children(
     halves: Halves, page_halves: int, limit: int, page: int, start: int, num_keys: int, base: int
 ) -> None:
@@ -261,7 +261,7 @@ def _queue_children(
                 queue_read(base + child * page_halves * 2, page_halves * 2)
 
 
-@general_inline
+@inline
 def _descend(
     halves: Halves,
     page_halves: int,
@@ -310,7 +310,7 @@ def _descend(
         pages[level] = child_of(halves, node)
 
 
-@general_inline
+@inline
 def _next_leaf(
     halves: Halves,
     page_halves: int,
@@ -336,7 +336,7 @@ def _next_leaf(
     return _descend(halves, page_halves, limit, level + 1, depth, zero, zero, base, pages, indexes, counts)
 
 
-@general_inline
+@inline
 def _emit(halves: Halves, page_halves: int, node: int, limit: int, entries: Entries, out: int) -> bool:
     """Write one entry; False if its value's pages are not all in the file."""
     size = half(halves, node) | (half(halves, node + 1) << 16)

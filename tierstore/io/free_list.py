@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .._jit import general_inline, kernel
+from .._jit import inline, kernel
 from .btree import (
     MAX_DEPTH,
     META_KEY,
@@ -66,7 +66,7 @@ class PageUse(NamedTuple):
     free_pages: int
 
 
-@general_inline
+@inline
 def _word(halves: Halves, at: int) -> np.uint64:
     """A native 64-bit number at an even address."""
     word = np.uint64(0)
@@ -75,7 +75,7 @@ def _word(halves: Halves, at: int) -> np.uint64:
     return word
 
 
-@general_inline
+@inline
 def _claim(used: Words, page: int, count: int, end: int) -> int:
     """Mark pages as used; 0 or minus a WalkStatus."""
     if page < 2 or page + count > end:
@@ -88,7 +88,7 @@ def _claim(used: Words, page: int, count: int, end: int) -> int:
     return 0
 
 
-@general_inline
+@inline
 def _node_bytes(halves: Halves, node: int, leaf: bool, first: bool, key_bytes: int) -> int:
     """What a node takes in its page, or -1 if it is none."""
     has_key = halves[node + 3] == key_bytes
@@ -102,7 +102,7 @@ def _node_bytes(halves: Halves, node: int, leaf: bool, first: bool, key_bytes: i
     return (_NODE_HEADER + key_bytes + size + 1) & ~1
 
 
-@general_inline
+@inline
 def _nodes_tile(
     halves: Halves, page_halves: int, page: int, num_keys: int, leaf: bool, key_bytes: int, sizes: Int64s
 ) -> bool:
@@ -133,7 +133,7 @@ def _nodes_tile(
     return place == page_halves and count == num_keys
 
 
-@general_inline
+@inline
 def _key_in_order(halves: Halves, node: int, key_bytes: int, leaf: bool, least: Words) -> bool:
     """Whether the node's key is not below ``least``; then raises ``least`` to what may come next.
 
@@ -150,7 +150,7 @@ def _key_in_order(halves: Halves, node: int, key_bytes: int, leaf: bool, least: 
     return True
 
 
-@general_inline
+@inline
 def _claim_free(halves: Halves, base: int, size: int, last_page: int, used: Words, result: Int64s) -> int:
     """Mark the pages listed in a record of the free list, which starts at half-word ``base``."""
     if size < 8 or size & 7:
@@ -171,7 +171,7 @@ def _claim_free(halves: Halves, base: int, size: int, last_page: int, used: Word
     return 0
 
 
-@general_inline
+@inline
 def _claim_value(
     halves: Halves,
     page_halves: int,
@@ -211,7 +211,7 @@ def _claim_value(
     return _claim_free(halves, base, size, last_page, used, result)
 
 
-@general_inline
+@inline
 def _enter(
     halves: Halves,
     page_halves: int,

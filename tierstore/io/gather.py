@@ -31,7 +31,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .._jit import uncounted_kernel as inline
+from .._jit import uncounted_helper as inline
 from .._jit import uncounted_kernel as kernel
 from ..errors import ChecksumError, TruncatedError
 from ..rows import KEY_ROW_BITS, RowLayout

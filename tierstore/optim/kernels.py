@@ -9,13 +9,14 @@ from typing import Any, Final
 import numpy as np
 
 from .. import floats
-from .._jit import kernel, prefetch_item
+from .._jit import prefetch_item, uncounted_kernel
 from .._jit import uncounted_inline as inline
+from .._jit import uncounted_template as template
 from ..floats import FLOAT32
 from ..kernels import halving_sum, padded_width
-from ..simd import WIDE, add16, divide16, fill16, load16, multiply16, prefetch_line, sqrt16, store16, subtract16
+from ..simd import WIDE, add16, divide16, fill16, item, load16, multiply16, prefetch_line, sqrt16, store16, subtract16
 
-__all__ = ["RUN", "merge_and_update"]
+__all__ = ["RUN", "merge_and_update", "scratch"]
 
 RUN: Final = 64
 """Positions of one row that are summed one after another, from zero, before the sum joins those of the runs before."""
@@ -27,6 +28,11 @@ _GRADIENT, _SQUARES, _TAIL, _FIRST_TAIL, _SECOND_TAIL = range(5)
 _WORK_ROWS: Final = 5
 """Rows of scratch: a gradient, its squares, and what lies behind the last whole vector of a row and its state."""
 _SGD, _ROWWISE_ADAGRAD, _ADAGRAD = 0, 1, 2
+
+
+def scratch(dim: int) -> Any:
+    """float32, zeros: what one thread needs to update rows of ``dim`` columns."""
+    return np.zeros((_WORK_ROWS, padded_width(dim)), np.float32)
 
 
 @inline
@@ -41,11 +47,11 @@ def _merge_64(begin: int, end: int, column: int, sources: Any, factors: Any, gra
             e, f, g, h = add16(e, a), add16(f, b), add16(g, c), add16(h, d)
             a, b, c, d = zero, zero, zero, zero
             run_stop += RUN
-        source = sources[i] + column
+        source = item(sources, i) + column
         u, v = load16(grad_out, 0, source, FLOAT32), load16(grad_out, 0, source + 16, FLOAT32)
         w, x = load16(grad_out, 0, source + 32, FLOAT32), load16(grad_out, 0, source + 48, FLOAT32)
         if factors.shape[0]:
-            factor = fill16(factors[i])
+            factor = fill16(item(factors, i))
             u, v, w, x = multiply16(factor, u), multiply16(factor, v), multiply16(factor, w), multiply16(factor, x)
         a, b, c, d = add16(a, u), add16(b, v), add16(c, w), add16(d, x)
     if end - begin > RUN:
@@ -65,8 +71,8 @@ def _merge_16(begin: int, end: int, column: int, sources: Any, factors: Any, gra
         if i == run_stop:
             earlier, total = add16(earlier, total), zero
             run_stop += RUN
-        term = load16(grad_out, 0, sources[i] + column, FLOAT32)
-        total = add16(total, multiply16(fill16(factors[i]), term) if factors.shape[0] else term)
+        term = load16(grad_out, 0, item(sources, i) + column, FLOAT32)
+        total = add16(total, multiply16(fill16(item(factors, i)), term) if factors.shape[0] else term)
     store16(work, _GRADIENT, column, add16(total, earlier) if end - begin > RUN else total, FLOAT32)
 
 
@@ -117,14 +123,14 @@ def _decay(weight_decay: Any, work: Any, weights: Any, slot: int, dim: int, half
         work[_GRADIENT, column] += weight_decay * floats.load(weights[slot], column, half)
 
 
-@inline
+@template
 def _descend(rate: Any, work: Any, gradient_column: int, weights: Any, slot: int, column: int, half: int) -> None:
     """Subtract ``rate`` times the gradient from 16 columns of a row."""
     step = multiply16(fill16(rate), load16(work, _GRADIENT, gradient_column, FLOAT32))
     store16(weights, slot, column, subtract16(load16(weights, slot, column, half), step), half)
 
 
-@inline
+@template
 def _adagrad(
     hyper: Any, work: Any, gradient_column: int, weights: Any, slot: int, column: int, half: int, state: Any,
     state_row: int, state_column: int,
@@ -137,7 +143,7 @@ def _adagrad(
     store16(weights, slot, column, subtract16(load16(weights, slot, column, half), step), half)
 
 
-@inline
+@template
 def _adam(
     hyper: Any, work: Any, gradient_column: int, weights: Any, slot: int, column: int, half: int, state: Any,
     first_row: int, first_column: int, second_row: int, second_column: int,
@@ -232,11 +238,12 @@ def _merge(
         column += 1
 
 
-@kernel
+@uncounted_kernel
 def merge_and_update(
     begin_table: int, begin_row: int, end_table: int, end_row: int, table_firsts: Any, unique_firsts: Any,
     unique_slots: Any, counts: Any, starts: Any, sources: Any, factors: Any, positions: Any, bags: Any, arg_max: Any,
     grad_out: Any, codes: Any, hyper: Any, weights: Any, state: Any, dim: int, half: int, flags: Any, dirty: int,
+    work: Any,
 ) -> int:  # fmt: skip
     """Update rows from number ``begin_row`` of ``begin_table`` up to, not including, ``end_row`` of ``end_table``.
 
@@ -253,25 +260,11 @@ def merge_and_update(
         hyper: float32 [T, NUM_HYPER].
         weights: float32 or uint16 [S, >= dim]; state: float32 [S, >= state_dim]. Both are changed.
         flags: uint8 [S], or empty: ``dirty`` is set in those of the rows.
+        work: what ``scratch`` gave, for this thread; allocating it here, counting references would take half the time.
 
     Returns:
         how many flags did not have it.
     """
-    work = np.zeros((_WORK_ROWS, padded_width(dim)), np.float32)
-    return _update_range(
-        begin_table, begin_row, end_table, end_row, table_firsts, unique_firsts, unique_slots, counts, starts, sources,
-        factors, positions, bags, arg_max, grad_out, codes, hyper, weights, state, dim, half, flags, dirty, work,
-    )  # fmt: skip
-
-
-@inline
-def _update_range(
-    begin_table: int, begin_row: int, end_table: int, end_row: int, table_firsts: Any, unique_firsts: Any,
-    unique_slots: Any, counts: Any, starts: Any, sources: Any, factors: Any, positions: Any, bags: Any, arg_max: Any,
-    grad_out: Any, codes: Any, hyper: Any, weights: Any, state: Any, dim: int, half: int, flags: Any, dirty: int,
-    work: Any,
-) -> int:  # fmt: skip
-    """``merge_and_update`` on given scratch; whoever allocates counts references, and counting took half the time."""
     newly_dirty = 0
     for table in range(begin_table, min(end_table + 1, counts.shape[0])):
         first = table_firsts[table]
