@@ -1,7 +1,8 @@
 """Is a training step over tiers no slower than its compute, or than the device gives the blocks it reads?
 
-Steps of the tables alone (lookup, backward, optimizer), rows of later batches brought in ahead. Before the steps that
-count, the file of rows is put out of the page cache.
+Steps of the tables alone (lookup, backward, optimizer), rows of later batches brought in ahead; of the Criteo-Kaggle
+shape also of the whole model, with the MLPs of the published DLRM baseline. Steps that do not count go before, until
+the cache is full; then the file of rows is put out of the page cache.
 """
 
 import contextlib
@@ -10,7 +11,7 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 
 import tierstore
+from tierstore.models import DLRM
 
 from . import oscache
 from .common import Goal, Report, Run, Table, program
@@ -44,6 +46,8 @@ class Workload(NamedTuple):
     rows: Sequence[int]
     dim: int
     batches: list[tierstore.KeyedJaggedTensor]
+    is_model: bool = False
+    """With MLPs around the tables."""
 
     @property
     def table_bytes(self) -> int:
@@ -60,6 +64,7 @@ class Point(NamedTuple):
     hit_rate: float
     rows_read: float
     blocks_read: float
+    blocks_written: float
     device_read_bytes: float
     device_written_bytes: float
 
@@ -91,8 +96,8 @@ def _criteo(path: Path, config: dict[str, Any], count: int) -> Workload:
         rows.append(len(firsts))
     whole = int(samples[-1]) // batch
     batches = []
-    for step in range(count):
-        own = samples // batch == step % whole
+    for step in range(whole):
+        own = samples // batch == step
         values, places = ids[own], columns[own] * batch + samples[own] % batch
         order = np.argsort(places, kind="stable")
         lengths = np.bincount(places, minlength=26 * batch)
@@ -103,7 +108,7 @@ def _criteo(path: Path, config: dict[str, Any], count: int) -> Workload:
                 lengths=torch.from_numpy(lengths),
             )
         )
-    return Workload("Criteo's lookups", rows, config["dim"], batches)
+    return Workload("Criteo's lookups", rows, config["dim"], [batches[step % whole] for step in range(count)])
 
 
 def _kaggle(config: dict[str, Any], count: int) -> Workload:
@@ -138,12 +143,34 @@ def _device_bytes() -> tuple[int, int]:
     return int(lines["read_bytes"]), int(lines["write_bytes"])
 
 
-def _timed(module: Any, batches: list[Any], gradient: torch.Tensor, depth: int) -> Iterator[float]:
+def _step(module: Any, workload: Workload) -> Callable[[Any], None]:
+    """A training step, given its batch."""
+    samples, columns = workload.batches[0].stride(), len(workload.rows) * workload.dim
+    if not workload.is_model:
+        gradient = torch.full((samples, columns), 1e-3)
+        return lambda batch: module(batch).values().backward(gradient)
+    torch.manual_seed(1)
+    model = DLRM(
+        module, num_features=len(workload.rows), embedding_dim=workload.dim, bottom_mlp=(512, 256, 64),
+        top_mlp=(512, 256),
+    )  # fmt: skip
+    rule = torch.optim.SGD(model.parameters(), lr=0.1)
+    dense, labels = torch.randn(samples, 13), torch.rand(samples).round()
+
+    def step(batch: Any) -> None:
+        rule.zero_grad()
+        torch.nn.functional.binary_cross_entropy_with_logits(model(dense, batch), labels).backward()  # type: ignore[no-untyped-call]
+        rule.step()
+
+    return step
+
+
+def _timed(module: Any, step: Callable[[Any], None], batches: list[Any], depth: int) -> Generator[float, None, None]:
     """Seconds from step to step."""
     with contextlib.closing(tierstore.prefetch(batches, module, depth=depth)) as ahead:
         last = time.perf_counter()
         for batch in ahead:
-            module(batch).values().backward(gradient)
+            step(batch)
             now = time.perf_counter()
             yield now - last
             last = now
@@ -155,17 +182,19 @@ def _point(path: Path, workload: Workload, percent: float, config: dict[str, Any
     warm, steps = config["warm_steps"], config["steps"]
     with tierstore.open(path, mode="w", ddr=f"{max(budget, 2**22)}") as store:
         module = tierstore.TieredEmbeddingBagCollection(store)
-        columns = len(workload.rows) * workload.dim
-        gradient = torch.full((workload.batches[0].stride(), columns), 1e-3)
+        step = _step(module, workload)
         if percent >= 100:
             for table in store.tables.values():
                 for first in range(0, table.config.num_embeddings, _CHUNK):
                     table.read(torch.arange(first, min(first + _CHUNK, table.config.num_embeddings)))
-        for _ in _timed(module, workload.batches[:warm], gradient, config["depth"]):
-            pass
+        with contextlib.closing(_timed(module, step, workload.batches[:warm], config["depth"])) as steps_before:
+            for _ in steps_before:
+                ddr = store.stats().ddr
+                if percent >= 100 or ddr.misses > ddr.capacity_rows:
+                    break
         oscache.drop(path / ROWS_FILE)
         before, read_before, written_before = store.stats(), *_device_bytes()
-        seconds = list(_timed(module, workload.batches[warm : warm + steps], gradient, config["depth"]))
+        seconds = list(_timed(module, step, workload.batches[warm : warm + steps], config["depth"]))
         after, read_after, written_after = store.stats(), *_device_bytes()
         unique = after.ddr.unique - before.ddr.unique
         page = 4096
@@ -176,6 +205,7 @@ def _point(path: Path, workload: Workload, percent: float, config: dict[str, Any
             (after.ddr.hits - before.ddr.hits) / max(unique, 1),
             (after.ssd.lookups - before.ssd.lookups) / steps,
             (after.ssd.bytes_read - before.ssd.bytes_read) / page / steps,
+            (after.ssd.bytes_written - before.ssd.bytes_written) / page / steps,
             (read_after - read_before) / steps,
             (written_after - written_before) / steps,
         )
@@ -205,6 +235,11 @@ class Measured(NamedTuple):
         """The slower of compute, all rows in memory, and of reading the blocks that were asked for."""
         return max(self.compute_s(point.workload), point.blocks_read / self.blocks_per_s)
 
+    def both_ways_s(self, point: Point) -> float:
+        """The same, with the blocks written, as the device gives no more of both together."""
+        blocks = point.blocks_read + point.blocks_written
+        return max(self.compute_s(point.workload), blocks / self.blocks_per_s)
+
 
 def _measure(request: Run) -> Measured:
     config = request.config
@@ -226,7 +261,8 @@ def _measure(request: Run) -> Measured:
         limits.append(_limit(path))
     workload = _kaggle(config, count)
     _fill(path, workload, config)
-    points += [_point(path, workload, percent, config) for percent in (1, 100)]
+    model = workload._replace(name="Criteo-Kaggle's model, Zipf 1.05", is_model=True)
+    points += [_point(path, each, percent, config) for each in (workload, model) for percent in (1, 100)]
     shutil.rmtree(path)
     return Measured(points, statistics.median(limits))
 
@@ -241,11 +277,15 @@ def run(request: Run) -> Report:
         rows.append(
             [
                 point.workload, f"{point.budget_percent:g} %", f"{point.hit_rate:.1%}", f"{1e3 * point.step_s:.1f}",
-                f"{point.blocks_read:,.0f}", f"{point.device_read_bytes / 2**20:.1f}",
+                f"{point.blocks_read:,.0f}", f"{point.blocks_written:,.0f}", f"{point.device_read_bytes / 2**20:.1f}",
                 f"{point.device_written_bytes / 2**20:.1f}", f"{1e3 * roofline:.1f}", f"{ratio:.2f}",
+                f"{point.step_s / measured.both_ways_s(point):.2f}",
             ]
         )  # fmt: skip
-        figures.append(point._asdict() | {"roofline_s": roofline, "over_roofline": ratio})
+        figures.append(
+            point._asdict()
+            | {"roofline_s": roofline, "over_roofline": ratio, "both_ways_s": measured.both_ways_s(point)}
+        )
     for name in dict.fromkeys(point.workload for point in measured.points):
         own = [point for point in measured.points if point.workload == name and point.budget_percent < 100]
         if name.startswith("Criteo-Kaggle"):
@@ -267,10 +307,12 @@ def run(request: Run) -> Report:
                     "hits",
                     "step ms",
                     "blocks read",
+                    "written",
                     "device read MiB",
                     "device written MiB",
                     "roofline ms",
                     "step / roofline",
+                    "with writes",
                 ],
                 rows=rows,
             )
@@ -278,12 +320,13 @@ def run(request: Run) -> Report:
         figures={"points": figures, "device_blocks_per_s": measured.blocks_per_s},
         goals=goals,
         notes=[
-            f"Row-wise Adagrad, {config['steps']} steps after {config['warm_steps']} to warm up, {config['depth']} "
-            f"batches brought in ahead; Zipf: {config['tables']} tables of {config['rows']:,} rows of {config['dim']}, "
-            f"{config['batch']:,} samples of {config['pooling_factor']} ids a table. Roofline: the larger of a step "
-            "with every row in DDR, and of the blocks read over what the device gives at queue depth "
-            f"{LIMIT_DEPTH} ({measured.blocks_per_s:,.0f} blocks/s). Where all rows are in DDR every lookup is a hit, "
-            "and repeated ids are counted as often as they come; else once a batch."
+            f"Row-wise Adagrad, {config['steps']} steps after up to {config['warm_steps']} that fill the cache, "
+            f"{config['depth']} batches brought in ahead; Zipf: {config['tables']} tables of {config['rows']:,} rows "
+            f"of {config['dim']}, {config['batch']:,} samples of {config['pooling_factor']} ids a table. Roofline: the "
+            "larger of a step with every row in DDR, and of the blocks read over what the device gives at queue depth "
+            f"{LIMIT_DEPTH} ({measured.blocks_per_s:,.0f} blocks/s); with writes: those written back counted as well. "
+            "Where all rows are in DDR every lookup is a hit, and repeated ids are counted as often as they come; else "
+            "once a batch."
         ],
     )
 

@@ -402,3 +402,79 @@ def test_rows_moved_into_one_block_go_down_version_by_version(store_dir: Path) -
         writeback_.write_frozen()
         assert cold.verify().rows >= 2
         assert store["t"].read(torch.cat([changed, kept]))[:, 0].tolist() == [3.0, 2.0]
+
+
+def test_a_slot_that_another_row_took_is_not_written_for_the_one_before(
+    store_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows come in while victims are written. One of them is beside a frozen row: its block must wait."""
+    with open_store(store_dir, policy="lru") as store:
+        pool, table = store["t"].pool, store["t"]
+        per_block = table.layout.rows_per_block
+        victim, neighbour, frozen, beside = (torch.tensor([row]) for row in (0, 1, 5 * per_block, 5 * per_block + 1))
+        table.read(neighbour)
+        put(store, frozen, 1.0)
+        with pool.writeback.gate, pool.lock:
+            pool.writeback.freeze()
+        put(store, victim, 2.0)
+        table.read(torch.arange(10_000, 10_000 + pool.cache.capacity - 3))
+        table.read(frozen)
+        slot = int(pool.cache.find(neighbour.numpy())[0])
+
+        def take_the_slot(point: str) -> None:
+            if point == "write-back: rows chosen":
+                monkeypatch.setattr(killpoints, "hook", None)
+                put(store, beside, 3.0)
+                assert pool.cache.find(beside.numpy())[0] == slot
+
+        monkeypatch.setattr(killpoints, "hook", take_the_slot)
+        pool.writeback.write_victims(1)
+        assert pool.cache.num_dirty == 1
+        pool.writeback.write_frozen()
+        assert table.read(torch.cat([victim, frozen, beside]))[:, 0].tolist() == [2.0, 1.0, 3.0]
+
+
+def _steps(store: tierstore.Store, batches: int) -> None:
+    """Steps that change most of the rows, brought in ahead."""
+    bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
+    generator = torch.Generator().manual_seed(5)
+    given = [(torch.randint(ROWS, (1000,), generator=generator), torch.arange(0, 1000, 2)) for _ in range(batches)]
+    for ids, offsets in tierstore.prefetch(given, bag, depth=2, features=lambda batch: batch):
+        bag(ids, offsets).backward(torch.ones(500, DIM))
+
+
+def test_rows_that_will_leave_are_written_ahead(store_dir: Path) -> None:
+    with open_store(store_dir) as store:
+        writers: list[str] = []
+        pool = store["t"].pool
+        write = pool.writeback.write_victims
+
+        def noted(limit: int | None = None) -> None:
+            writers.append(threading.current_thread().name)
+            write(limit)
+
+        pool.writeback.write_victims = noted  # type: ignore[method-assign]
+        _steps(store, 60)
+        assert any(name.startswith("tierstore-write") for name in writers)
+        store.create_table(tierstore.TableConfig(name="u", num_embeddings=5, embedding_dim=DIM))  # no row is in use
+        store.commit()
+        after = store["t"].read(ALL)
+    with open_store(store_dir / "whole", ddr="64MiB") as whole:
+        _steps(whole, 60)
+        assert torch.equal(whole["t"].read(ALL), after)
+    assert torch.equal(shown(store_dir), after[:, 0])
+
+
+def test_what_cannot_be_written_ahead_is_told_to_who_needs_the_room(
+    store_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(store_dir) as store:
+        cold = store["t"].pool._cold
+        write = cold.write
+        monkeypatch.setattr(cold, "write", lambda *_, **__: (_ for _ in ()).throw(DiskFullError("no room")))
+        with pytest.raises(DiskFullError, match="no room"):
+            _steps(store, 60)
+        monkeypatch.setattr(cold, "write", write)
+        store.commit()
+        expected = store["t"].read(ALL)[:, 0]
+    assert torch.equal(shown(store_dir), expected)

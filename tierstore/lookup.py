@@ -249,6 +249,7 @@ class Lookup:
             lease = pool.acquire(self._joined.keys)
             if not self._keep(pool, lease):
                 lease.release()
+            pool.write_ahead()
 
     def release(self) -> None:
         """Unpin whatever is pinned; the lookup still works, it only has to bring its rows in again."""

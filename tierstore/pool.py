@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -32,7 +33,7 @@ from .io import ColdTier
 from .rows import KEY_ROW_BITS, RowLayout
 from .signals import shielded
 from .threads import Workers
-from .writeback import WriteBack
+from .writeback import BLOCKS_A_TURN, PAUSE_SECONDS, WriteBack
 
 if TYPE_CHECKING:
     from .hbm.pool import HbmPool
@@ -165,6 +166,9 @@ class Pool:
         )
         self._tables: dict[int, TableConfig] = {}
         self._held_slots = 0
+        self._leaving = 0  # dirty rows that the next batch will put out, or 0 while none has
+        self._writer: ThreadPoolExecutor | None = None
+        self._ahead: Future[None] | None = None
         self.uses = 0
         self.dropped_uses: deque[None] = deque()
         self._dropped: deque[tuple[Any, bool]] = deque()
@@ -249,6 +253,32 @@ class Pool:
             self.acquire(cache.keys_at(absent)).release()
         return len(absent)
 
+    def write_ahead(self) -> None:
+        """Have a thread write rows that will have to leave for the next batch, while that is read, if rows had to be
+        written before others could leave.
+
+        What it cannot write stays dirty, and whoever needs the slot meets the error.
+        """
+        with self.lock:
+            is_wanted = self._leaving > 0 and not self._closed and (self._ahead is None or self._ahead.done())
+            if is_wanted:
+                self._writer = self._writer or ThreadPoolExecutor(1, "tierstore-write")
+                self._ahead = self._writer.submit(self._write_ahead, self._leaving)
+
+    def _write_ahead(self, count: int) -> None:
+        with contextlib.suppress(Exception):
+            for first in range(0, count, BLOCKS_A_TURN):
+                if self._closed or not self.cache.num_dirty:
+                    return
+                self.writeback.write_victims(min(BLOCKS_A_TURN, count - first))
+                time.sleep(PAUSE_SECONDS)
+
+    def end_write_ahead(self) -> None:
+        """Wait until ``write_ahead`` writes nothing and pins no row for it."""
+        ahead = self._ahead
+        if ahead is not None:
+            ahead.result()
+
     def leases(self, keys: Any) -> Iterator[tuple[int, Lease]]:
         """Leases that together cover ``keys`` in order: (first position, lease); one if the rows fit.
 
@@ -293,7 +323,7 @@ class Pool:
 
     @property
     def num_pinned(self) -> int:
-        """Slots that leases pin."""
+        """Slots that leases pin, or that are being written."""
         with self.lock:
             self._release_dropped()
             return self.cache.num_pinned
@@ -443,6 +473,8 @@ class Pool:
         with self.lock:
             self._closed = True
             self.lock.notify_all()
+        if self._writer is not None:
+            self._writer.shutdown()
         hot, self.hot = self.hot, None  # each knows the other: memory is freed when the last one lets go, not later
         if hot is not None:
             hot.close()
@@ -476,6 +508,10 @@ class Pool:
                 started = time.perf_counter()
                 self.writeback.write_victims()
                 self.fill_seconds += time.perf_counter() - started
+                self._leaving = 1
+            if self._leaving:
+                share = self.cache.num_dirty / max(1, self.cache.num_resident)
+                self._leaving = max(1, int(admission.num_missing * share))
             if read and admission.num_missing:
                 self._load(admission.missing_slots)
         except BaseException:

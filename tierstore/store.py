@@ -316,6 +316,8 @@ class Store:
             self._close_pools()
 
     def _require_unused(self, action: str) -> None:
+        for pool in self._pools.values():
+            pool.end_write_ahead()
         if any(pool.in_use for pool in self._pools.values()):
             raise TableError(
                 f"rows are in use by a batch under way (prefetched, or its backward still to come); {action} before"

@@ -27,12 +27,12 @@ from .io import ColdTier
 from .killpoints import reach
 from .rows import KEY_ROW_BITS, RowLayout
 
-__all__ = ["MIN_OUTBOX_ROWS", "WriteBack", "outbox_bytes"]
+__all__ = ["BLOCKS_A_TURN", "MIN_OUTBOX_ROWS", "PAUSE_SECONDS", "WriteBack", "outbox_bytes"]
 
 MIN_OUTBOX_ROWS: Final = 32
 BLOCKS_A_TURN: Final = 256
-"""Of a commit: what its thread writes before it lets others write."""
-_PAUSE_SECONDS: Final = 5e-5
+"""What a thread that writes for a commit, or ahead, writes before it lets others write."""
+PAUSE_SECONDS: Final = 5e-5
 """Between two turns: a lock released and taken again at once is given to nobody else."""
 _ROW_MASK: Final = (1 << KEY_ROW_BITS) - 1
 _KEY_AND_PLACE_BYTES: Final = 12
@@ -138,8 +138,8 @@ class WriteBack:
     def write_victims(self, limit: int | None = None) -> None:
         """Write up to ``limit`` dirty or frozen rows, the next victims, and with each what is newer in its block.
 
-        The caller admits no rows meanwhile. Rows may be updated: an update marks its row dirty again, so what is
-        written of it here is never the last word.
+        Others may admit rows meanwhile, into slots whose rows have left, so what is chosen is known by its keys. They
+        may update rows: an update marks its row dirty again, so what is written of it here is never the last word.
         """
         started = time.perf_counter()
         with self.gate:
@@ -147,20 +147,21 @@ class WriteBack:
             with self._lock:
                 victims = self._cache.victims(self._blocks_a_write if limit is None else limit)
                 slots = self._neighbours(self._cache.keys_of(victims))
+                keys = self._cache.keys_of(slots)
             reach("write-back: rows chosen")
             if self._cache.num_frozen or self._outbox.count:
                 with self._giving_up():
-                    self._write_frozen(slots)
-                    self._write_copies(self._copies_beside(slots))
-            self._write_dirty(slots)
+                    self._write_frozen(slots)  # a row that comes in now is not frozen
+                    self._write_copies(self._copies_beside(keys))
+            self._write_dirty(keys)
 
     def write_all(self) -> None:
         """Write every dirty row; there is no version under way. The caller admits no rows meanwhile."""
         with self.gate:
             with self._lock:
                 victims = self._cache.victims(self._cache.num_dirty)
-                slots = victims[np.argsort(self._cold.place(self._cache.keys_of(victims)))]
-            self._write_dirty(slots)
+                keys = self._cache.keys_of(victims)
+            self._write_dirty(keys[np.argsort(self._cold.place(keys))])
 
     def _neighbours(self, keys: Any) -> Any:
         """Slots of all cached rows that lie in the blocks of these rows, by place."""
@@ -171,18 +172,19 @@ class WriteBack:
         slots = self._cache.find(self._cold.rows_at((first[:, None] + np.arange(rows_per_block)).ravel()))
         return slots[slots >= 0]
 
-    def _copies_beside(self, slots: Any) -> Any:
+    def _copies_beside(self, keys: Any) -> Any:
         """Places in the outbox of the copies that lie in the blocks of these rows."""
         with self._lock:
             places = self._outbox.places
-            blocks = self._blocks_of(self._cache.keys_of(slots))
+            blocks = self._blocks_of(keys)
             return places[np.isin(self._blocks_of(self._outbox.keys[places]), blocks)]
 
-    def _write_dirty(self, slots: Any) -> None:
+    def _write_dirty(self, keys: Any) -> None:
         """Write the dirty ones of these rows, ascending by place, for the version that is open."""
         cache = self._cache
         with self._lock:
-            taken = cache.clean(slots)
+            slots = cache.find(keys)
+            taken = cache.clean(slots[slots >= 0])
             cache.pin(taken)
             keys = cache.keys_of(taken)
         written = 0
@@ -255,7 +257,7 @@ class WriteBack:
     def _take_turn(self, write: Callable[[], None]) -> None:
         with self.gate, self._giving_up():
             write()
-        time.sleep(_PAUSE_SECONDS)
+        time.sleep(PAUSE_SECONDS)
 
     @contextlib.contextmanager
     def _giving_up(self) -> Iterator[None]:
