@@ -203,6 +203,7 @@ class Store:
             # A writer may have made tables, and committed, after the manifest was read.
             self._manifest = Manifest.read(self.directory)
         for config in self._manifest.tables:
+            self._require_supported(config)
             self._add(config)
         self._show(version)
 
@@ -221,7 +222,6 @@ class Store:
             require_supported(config, readonly=self.readonly)
 
     def _add(self, config: TableConfig) -> Table:
-        self._require_supported(config)
         index = len(self._tables)
         layout = config.layout(self._manifest.page_bytes)
         shape = layout, config.num_embeddings
