@@ -40,6 +40,7 @@ ORDER: Final = (
     "damage",
     "criteo",
     "quantized",
+    "rounding",
     "demo",
     "start",
 )

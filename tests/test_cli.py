@@ -174,7 +174,7 @@ HELP = {
     """,
     "import": """
         usage: tierstore import [-h] [--map KEY=TABLE] [--optimizer NAME] [--lr X] [--eps X] [--weight-decay X]
-                                [--pooling NAME] [--dtype NAME] [--ddr SIZE] [--traceback]
+                                [--pooling NAME] [--rounding NAME] [--dtype NAME] [--ddr SIZE] [--traceback]
                                 DIR FILE [FILE ...]
         Take tables from files, and commit once all rows are there. A run cut short changes nothing; repeat it.
         positional arguments:
@@ -193,6 +193,7 @@ HELP = {
           --eps X           its eps
           --weight-decay X  its L2 penalty
           --pooling NAME    sum, mean or max (default: sum)
+          --rounding NAME   of training: nearest or stochastic (default: nearest)
         examples:
           tierstore import shop shop.safetensors
           tierstore import shop item.pt --map weight=item --optimizer rowwise_adagrad --lr 0.05

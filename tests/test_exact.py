@@ -122,25 +122,43 @@ def test_half_tables_end_in_the_same_bits(tmp_path: Path, dtype: str) -> None:
     assert torch.equal(ended.view(torch.int16), expected.view(torch.int16))
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.kind)
+def test_stochastic_rounding_ends_in_the_same_bits(tmp_path: Path, optimizer: optim.Optimizer, dtype: str) -> None:
+    config = {"optimizer": optimizer, "pooling": "mean", "dtype": dtype, "rounding": "stochastic"}
+    expected, stats = train(tmp_path / "in memory", config, ddr="2MiB", threads=1)
+    assert stats.ddr.evictions == 0
+    to_nearest, _ = train(tmp_path / "nearest", config | {"rounding": "nearest"}, ddr="2MiB", threads=1)
+    assert not torch.equal(to_nearest, expected)
+    evictions = 0
+    for number, setting in enumerate(SETTINGS):
+        if "hbm" not in setting:
+            ended, stats = train(tmp_path / str(number), config, **setting)
+            assert torch.equal(ended.view(torch.int16), expected.view(torch.int16)), setting
+            evictions += stats.ddr.evictions
+    assert evictions > ROWS
+
+
 def test_large_batches_are_split_over_threads_without_changing_a_bit(tmp_path: Path) -> None:
     """Enough ids that ``Workers`` really splits the kernels."""
     ended = []
     ids = (torch.rand(40_000, generator=torch.Generator().manual_seed(0)) ** 3 * 5000).long()
     offsets = torch.arange(0, 40_000, 7)
-    for threads, mode in itertools.product((1, 2, 5), ("sum", "mean", "max")):
+    for threads, mode in itertools.product((1, 2, 5), ("sum", "mean", "max", "rounded")):
         with tierstore.open(tmp_path / f"{threads} {mode}", ddr="16MiB", threads=threads) as store:
             table = store.create_table(
                 tierstore.TableConfig(
                     name="t", num_embeddings=5000, embedding_dim=16,
                     init=tierstore.init.Uniform(-1, 1), optimizer=optim.RowWiseAdagrad(lr=0.1),
+                    **({"dtype": "bfloat16", "rounding": "stochastic"} if mode == "rounded" else {}),  # type: ignore[arg-type]
                 )
             )  # fmt: skip
-            bag = tierstore.TieredEmbeddingBag(table, mode=mode)  # type: ignore[arg-type]
+            bag = tierstore.TieredEmbeddingBag(table, mode="sum" if mode == "rounded" else mode)  # type: ignore[arg-type]
             out = bag(ids, offsets)
             (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
             ended.append((mode, torch.cat([out.detach(), table.read(torch.arange(5000))])))
-    for mode, bits in ended[3:]:
-        assert torch.equal(bits, dict(ended[:3])[mode])
+    for mode, bits in ended[4:]:
+        assert torch.equal(bits, dict(ended[:4])[mode])
 
 
 def test_an_untouched_row_is_a_pure_function_of_seed_and_id(tmp_path: Path) -> None:

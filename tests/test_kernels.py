@@ -126,7 +126,7 @@ def merged(bags: list[list[int]], gradient: Any, scale: Any, cut: int) -> Any:
             0, begin, 0, end, np.zeros(1, np.int64), np.zeros(1, np.int64), made.slots, made.counts, made.starts,
             made.sources, made.factors, made.positions, made.bags, NO_MAX, gradient.reshape(1, -1),
             np.zeros(1, np.int64), hyper, weights, np.empty((10, 0), np.float32), dim, 0, flags, 4,
-            scratch(dim),
+            None, None, scratch(dim),
         )  # fmt: skip
     assert newly_dirty == len(made.numbers)
     assert np.flatnonzero(flags == 4).tolist() == sorted(made.numbers)
@@ -187,7 +187,7 @@ def test_sums_over_columns_are_halving_trees(dim: int) -> None:
     merge_and_update(
         0, 0, 0, 4, zero, zero, made.slots, made.counts, made.starts, made.sources, made.factors, made.positions,
         made.bags, NO_MAX, gradient.reshape(1, -1), np.array([rule.code]), rule.hyper(1.0, 1)[None], weights, state,
-        dim, 0, np.empty(0, np.uint8), 0, scratch(dim),
+        dim, 0, np.empty(0, np.uint8), 0, None, None, scratch(dim),
     )  # fmt: skip
     for row in range(4):
         squares = np.concatenate([gradient[row] * gradient[row], padding])

@@ -211,11 +211,14 @@ def test_reads_are_float32(source: Path, tmp_path: Path, dtype: Any) -> None:
 @every_dtype
 def test_the_device_tier_says_that_it_cannot(source: Path, tmp_path: Path, dtype: Any) -> None:
     tierstore.quantize(source, tmp_path / "new", dtype=dtype, tables=["user"])
-    with (
-        tierstore.open(tmp_path / "new", hbm="1MiB", **SMALL) as store,
-        pytest.raises(errors.TableError, match=f"'user' has {dtype} rows, which are not supported with hbm; open"),
-    ):
-        store["item"].read(ALL)
+    refusal = f"'user' has {dtype} rows, which are not supported with hbm; open"
+    for mode in ("r", "w"):
+        with pytest.raises(errors.TableError, match=refusal):
+            tierstore.open(tmp_path / "new", mode=mode, hbm="1MiB", **SMALL)
+    with tierstore.open(tmp_path / "other", hbm="1MiB", **SMALL) as store:
+        with pytest.raises(errors.TableError, match=refusal):
+            store.create_table(table_config("user", dtype=dtype, optimizer=optim.SGD()))
+        assert not store.tables
 
 
 def test_optimizer_state_does_not_go_with_quantized_rows() -> None:

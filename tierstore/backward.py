@@ -95,6 +95,10 @@ class Groups:
 
         self._workers.run(work, self._workers.split(self._table_starts))
 
+    def by_table(self, values: Any) -> Any:
+        """Of an array over tables, by row number the element of its table, after ``by_slot``."""
+        return np.repeat(values, np.diff(self._table_starts))
+
     def used(self, by_number: Any) -> Any:
         """Of an array over row numbers, the elements that belong to a row."""
         pairs = zip(self._firsts.tolist(), self._counts.tolist(), strict=True)
@@ -102,7 +106,7 @@ class Groups:
 
     def update(
         self, pool: Pool, first: int, slots: Any, codes: Any, hyper: Any, grad_out: Any, *, flags: Any = _NO_FLAGS,
-        dirty: int = 0,
+        dirty: int = 0, seeds: Any = None, keys: Any = None,
     ) -> int:  # fmt: skip
         """Update the rows whose numbers begin at ``first``. The caller holds the pool's lock.
 
@@ -111,6 +115,8 @@ class Groups:
             codes: int64 [T], optimizer of each table; hyper: float32 [T, NUM_HYPER].
             grad_out: float32 [B, C], C-contiguous.
             flags: uint8 [S], or empty: ``dirty`` is set in those of the rows.
+            seeds: uint64 [T], what each table rounds with, or None if all round to nearest; see ``rounding``.
+            keys: int64, by number from ``first`` on; or None without ``seeds``.
 
         Returns:
             how many flags did not have it.
@@ -123,7 +129,8 @@ class Groups:
             newly_dirty[begin] = merge_and_update(
                 *cuts[begin], *cuts[end], self._table_starts, firsts, slots, self._counts, self._starts,
                 self._sources, self._factors, self._positions, self._bag_of, bags.arg_max, gradients, codes, hyper,
-                pool.weights, pool.state, pool.layout.dim, pool.half, flags, dirty, scratch(pool.layout.dim),
+                pool.weights, pool.state, pool.layout.dim, pool.half, flags, dirty, seeds, keys,
+                scratch(pool.layout.dim),
             )  # fmt: skip
 
         self._workers.run(work, range(len(cuts)))

@@ -105,6 +105,7 @@ def _add_import_arguments(parser: argparse.ArgumentParser) -> None:
     new.add_argument("--eps", type=float, metavar="X", help="its eps")
     new.add_argument("--weight-decay", type=float, metavar="X", help="its L2 penalty")
     new.add_argument("--pooling", metavar="NAME", help="sum, mean or max (default: sum)")
+    new.add_argument("--rounding", metavar="NAME", help="of training: nearest or stochastic (default: nearest)")
     parser.add_argument(
         "--dtype", metavar="NAME", help="convert weights to float32, float16 or bfloat16 (default: as in the file)"
     )
@@ -114,7 +115,7 @@ def _add_import_arguments(parser: argparse.ArgumentParser) -> None:
 def _import(options: argparse.Namespace) -> int:
     from typing import get_args
 
-    from .config import Pooling
+    from .config import Pooling, Rounding
     from .exchange import import_files
     from .rows import FloatName
 
@@ -122,6 +123,7 @@ def _import(options: argparse.Namespace) -> int:
     for value, choices, flag in (
         (options.dtype, get_args(FloatName), "--dtype"),
         (options.pooling, get_args(Pooling), "--pooling"),
+        (options.rounding, get_args(Rounding), "--rounding"),
     ):
         if value is not None:
             _require_near(value, choices, flag)
@@ -134,6 +136,7 @@ def _import(options: argparse.Namespace) -> int:
             optimizer=optimizer,
             dtype=options.dtype,
             pooling=options.pooling,
+            rounding=options.rounding,
             ddr=options.ddr,
             progress=show,
         )

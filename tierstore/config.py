@@ -8,9 +8,11 @@ from . import optim
 from .excerpt import excerpt
 from .rows import MAX_ROWS, DtypeName, QuantizedName, RowLayout
 
-__all__ = ["MAX_KEPT_VERSIONS", "Pooling", "TableConfig", "require_choice", "require_int"]
+__all__ = ["MAX_KEPT_VERSIONS", "Pooling", "Rounding", "TableConfig", "require_choice", "require_int"]
 
 Pooling = Literal["sum", "mean", "max"]
+Rounding = Literal["nearest", "stochastic"]
+_HALFS: Final = ("float16", "bfloat16")
 MAX_KEPT_VERSIONS: Final = 1000
 _MAX_NAME: Final = 200
 
@@ -39,6 +41,9 @@ class TableConfig:
         embedding_dim: columns.
         dtype: storage type of the weights: "float32", "float16" or "bfloat16", or "int8" or "int4" for quantized rows,
             which ``tierstore.quantize`` makes of trained ones. Arithmetic and pooled results are float32.
+        rounding: how training rounds an updated weight to dtype: "nearest", or, of "float16" and "bfloat16" without
+            hbm=, "stochastic": up or down by chance, so that on average small steps count in full. The random bits are
+            a function of ``init``'s seed, the update, the row and the column; see ``tierstore/rounding.py``.
         feature_names: features looked up in this table by a collection; default: the table's name.
         pooling: how a collection pools a bag: "sum", "mean" or "max".
         init: first value of rows never written; default: Uniform(-0.01, 0.01, seed=0).
@@ -49,6 +54,7 @@ class TableConfig:
     num_embeddings: int
     embedding_dim: int
     dtype: DtypeName = "float32"
+    rounding: Rounding = "nearest"
     feature_names: tuple[str, ...] = ()
     pooling: Pooling = "sum"
     init: initializers.Initializer = field(default_factory=initializers.Uniform)
@@ -60,6 +66,11 @@ class TableConfig:
         require_int(self.num_embeddings, "num_embeddings", 1, MAX_ROWS)
         require_int(self.embedding_dim, "embedding_dim", 1, 1 << 20)
         require_choice(self.dtype, get_args(DtypeName), "dtype")
+        require_choice(self.rounding, get_args(Rounding), "rounding")
+        if self.rounding != "nearest" and self.dtype not in _HALFS:
+            raise ValueError(
+                f"rounding={self.rounding!r} goes with dtype {' or '.join(_HALFS)}, not {self.dtype}; leave it out"
+            )
         require_choice(self.pooling, get_args(Pooling), "pooling")
         if isinstance(self.feature_names, str):
             raise TypeError(f"feature_names must be a tuple of names, not the str {excerpt(self.feature_names)}")
@@ -90,12 +101,17 @@ class TableConfig:
         return self.num_embeddings * self.layout(page_bytes).row_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able form; ``from_dict`` reads it back."""
+        """JSON-able form; ``from_dict`` reads it back.
+
+        ``rounding`` is left out where it is "nearest", so that releases that do not know it read all other tables.
+        """
+        rounding = {} if self.rounding == "nearest" else {"rounding": self.rounding}
         return {
             "name": self.name,
             "num_embeddings": self.num_embeddings,
             "embedding_dim": self.embedding_dim,
             "dtype": self.dtype,
+            **rounding,
             "feature_names": list(self.feature_names),
             "pooling": self.pooling,
             "init": self.init.to_dict(),

@@ -43,6 +43,11 @@ class Initializer:
         first, second, seed = self._parameters()
         fill_rows(self._code, first, second, np.uint64(seed % 2**64), keys, slots, weights, dim, half)
 
+    @property
+    def random_seed(self) -> int:
+        """Of its random numbers; 0 if it draws none."""
+        return self._parameters()[2]
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-able form; ``from_dict`` reads it back."""
         return {"kind": self.kind, **asdict(self)}
@@ -119,7 +124,7 @@ def from_dict(fields: dict[str, Any]) -> Initializer:
     return _KINDS[kind](**rest)
 
 
-@inline
+@kernel
 def mix64(value: Any) -> Any:
     """SplitMix64's output function."""
     value = np.uint64(value + np.uint64(0x9E3779B97F4A7C15))
@@ -129,7 +134,7 @@ def mix64(value: Any) -> Any:
 
 
 @inline
-def _unit(bits: Any) -> Any:
+def unit(bits: Any) -> Any:
     """float64 in [0, 1) from the top 53 bits."""
     return np.float64(np.uint64(bits >> np.uint64(11))) * (1.0 / 9007199254740992.0)
 
@@ -140,11 +145,11 @@ def _value(code: int, first: float, second: float, row_bits: Any, column: int) -
         return np.float32(first)
     bits = mix64(np.uint64(row_bits + np.uint64(column)))
     if code == _UNIFORM:
-        value = np.float32(first + (second - first) * _unit(bits))
+        value = np.float32(first + (second - first) * unit(bits))
         # Rounding to float32 may reach the open end; step back inside.
         return value if value < second or first == second else np.float32(first)
-    radius = math.sqrt(-2.0 * math.log(1.0 - _unit(bits)))
-    angle = 2.0 * math.pi * _unit(mix64(np.uint64(bits ^ np.uint64(0xD1B54A32D192ED03))))
+    radius = math.sqrt(-2.0 * math.log(1.0 - unit(bits)))
+    angle = 2.0 * math.pi * unit(mix64(np.uint64(bits ^ np.uint64(0xD1B54A32D192ED03))))
     return np.float32(first + second * radius * math.cos(angle))
 
 

@@ -50,8 +50,9 @@ def _describe_tables(store: Store) -> list[str]:
     for name, table in store.tables.items():
         config = table.config
         whole = format_size(config.size_bytes(mmap.PAGESIZE))
+        rounding = "" if config.rounding == "nearest" else f" rounded {config.rounding}ally"
         lines.append(
-            f"  {name:{width}}  {config.num_embeddings:,} x {config.embedding_dim} {config.dtype}, "
+            f"  {name:{width}}  {config.num_embeddings:,} x {config.embedding_dim} {config.dtype}{rounding}, "
             f"{config.optimizer.kind}, {whole} if all in memory"
         )
     return lines

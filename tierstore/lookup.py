@@ -18,6 +18,7 @@ from .cache import FullCache
 from .cache.admission import DIRTY, LOADING, RESIDENT
 from .optim.configs import NUM_HYPER
 from .pool import Lease, Pool, Use
+from .rounding import NEAREST
 from .rows import KEY_ROW_BITS
 from .signals import shielded
 
@@ -160,6 +161,11 @@ class Joined:
         for row, table in enumerate(self.tables):
             hyper[row] = table.next_hyper()
         return hyper
+
+    def rounding_seeds(self) -> Any:
+        """What the update counted last rounds with (``rounding``), uint64 [tables]; None if to nearest everywhere."""
+        seeds = [table.rounding_seed for table in self.tables]
+        return np.array(seeds, np.uint64) if any(seed != NEAREST for seed in seeds) else None
 
 
 def new_output(lookups: "Sequence[Lookup | HbmLookup]", batch: int, columns: int, device: torch.device) -> Tensor:
@@ -382,7 +388,7 @@ class Lookup:
             grad_out: float32 [batch, columns], C-contiguous.
         """
         pool, joined = self._pool, self._joined
-        hyper = joined.next_hyper()
+        hyper, seeds = joined.next_hyper(), joined.rounding_seeds()
         if not len(joined):
             self.release()
             return
@@ -393,7 +399,7 @@ class Lookup:
         )
         groups = Groups(bags, grad_out.shape[1], pool.workers)
         if pool.full is not None:
-            self._update_full(pool, pool.full, groups, codes, hyper, grad_out.numpy())
+            self._update_full(pool, pool.full, groups, codes, hyper, seeds, grad_out.numpy())
             self.release()
             return
         inverse, unique_keys = self._unique(pool)
@@ -401,10 +407,13 @@ class Lookup:
         for first, lease in self._leases(pool, unique_keys):
             with pool.lock:
                 pool.writeback.begin_update(lease.slots)
-                groups.update(pool, first, lease.slots, codes, hyper, grad_out.numpy())
+                keys = None if seeds is None else unique_keys[first:]
+                groups.update(pool, first, lease.slots, codes, hyper, grad_out.numpy(), seeds=seeds, keys=keys)
         self.release()
 
-    def _update_full(self, pool: Pool, cache: FullCache, groups: Groups, codes: Any, hyper: Any, grad_out: Any) -> None:
+    def _update_full(
+        self, pool: Pool, cache: FullCache, groups: Groups, codes: Any, hyper: Any, seeds: Any, grad_out: Any
+    ) -> None:
         slots = self._bring_in(pool, cache)
         with pool.lock:
             pool.require_open()
@@ -413,7 +422,16 @@ class Lookup:
             if cache.num_frozen:
                 pool.writeback.begin_update(groups.used(row_slots))
                 flags = flags[:0]
-            cache.note_dirty(groups.update(pool, 0, row_slots, codes, hyper, grad_out, flags=flags, dirty=DIRTY))
+            keys = None if seeds is None else self._keys_of(row_slots, groups, cache)
+            newly_dirty = groups.update(
+                pool, 0, row_slots, codes, hyper, grad_out, flags=flags, dirty=DIRTY, seeds=seeds, keys=keys
+            )
+            cache.note_dirty(newly_dirty)
+
+    def _keys_of(self, row_slots: Any, groups: Groups, cache: FullCache) -> Any:
+        """int64, by row number: keys, which in a full cache are slots shifted by the same for all rows of a table."""
+        shifts = [(table.index << KEY_ROW_BITS) - cache.first_slot(table.index) for table in self._tables]
+        return row_slots + groups.by_table(np.array(shifts, np.int64))
 
     def _unique(self, pool: Pool) -> tuple[Any, Any]:
         """(inverse, unique keys in order of first use)."""

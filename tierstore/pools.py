@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
 from . import cache
 from .budget import PoolSize, divide, divide_hbm
 from .device import memory_bytes
-from .hbm.build import add_hbm, require_float
+from .hbm.build import add_hbm
 from .hbm.pool import HbmSize, host_bytes_of
 from .io import ColdTier
 from .pool import Pool
@@ -18,6 +19,9 @@ from .table import Table
 from .threads import Workers
 
 __all__ = ["Memory", "Pools"]
+
+_MANY_BYTES: Final = 2**62
+"""Of which no percentage that is not zero is no byte."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +38,11 @@ class Memory:
     hbm: int | str
     device: torch.device
     policy: str
+
+    @property
+    def has_hbm(self) -> bool:
+        """Whether a tier in device memory is asked for."""
+        return self.device.type != "cpu" or parse_size(self.hbm, name="hbm", table_bytes=_MANY_BYTES) > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,12 +72,11 @@ class Pools:
 
         Raises:
             BudgetError: a budget is too small, or larger than what the machine has free.
-            TableError: a table that the device tier has no kernels for.
         """
         rows: dict[RowLayout, int] = {}
         for table in tables:
             rows[table.layout] = rows.get(table.layout, 0) + table.config.num_embeddings
-        hbm_sizes = _hbm_sizes(tables, rows, table_bytes, memory)
+        hbm_sizes = _hbm_sizes(rows, table_bytes, memory)
         staging = sum(host_bytes_of(layout, size) for layout, size in hbm_sizes.items())
         budget = parse_size(memory.ddr, name="ddr", table_bytes=table_bytes)
         division = divide(
@@ -97,14 +105,11 @@ class Pools:
         return cls(by_layout=pools, reserved_bytes=division.reserved_bytes)
 
 
-def _hbm_sizes(
-    tables: Sequence[Table], rows: dict[RowLayout, int], table_bytes: int, memory: Memory
-) -> dict[RowLayout, HbmSize]:
+def _hbm_sizes(rows: dict[RowLayout, int], table_bytes: int, memory: Memory) -> dict[RowLayout, HbmSize]:
     """Empty without a device tier."""
     budget = parse_size(memory.hbm, name="hbm", table_bytes=table_bytes, memory_bytes=memory_bytes(memory.device))
     if not budget and memory.device.type == "cpu":
         return {}
-    require_float(tables)
     return divide_hbm(budget, rows, policy=memory.policy, given=memory.hbm)
 
 

@@ -86,7 +86,8 @@ def quantize(
         directory: the source.
         target: the new store's directory; must not exist, or be empty.
         dtype: "int8", "int4", "float16" or "bfloat16".
-        tables: names of the tables to convert; default: all. The others are there too, in the dtype they have.
+        tables: names of the tables to convert; default: all. The others are there too, in the dtype they have. What is
+            converted is rounded to nearest, and so would training on it be.
         version: which of the source's kept versions; default: the last.
         progress: called as ``progress(done_bytes, total_bytes)`` of the source's tables.
 
@@ -166,7 +167,8 @@ def _configs(known: Manifest, dtype: DtypeName, tables: Sequence[str] | None) ->
         is_chosen = tables is None or config.name in tables
         if is_chosen and config.layout(known.page_bytes).is_quantized:
             raise ValueError(f"table {config.name!r} is {config.dtype} already; name the others with tables=, --table")
-        configs.append(replace(config, dtype=dtype if is_chosen else config.dtype, optimizer=optim.SGD()))
+        changes: dict[str, Any] = {"dtype": dtype, "rounding": "nearest"} if is_chosen else {}
+        configs.append(replace(config, optimizer=optim.SGD(), **changes))
     return tuple(configs)
 
 

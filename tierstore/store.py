@@ -21,7 +21,7 @@ from .config import MAX_KEPT_VERSIONS, TableConfig, require_choice, require_int
 from .device import resolve_device
 from .durable import make_directory
 from .errors import BudgetError, ClosedError, FormatError, ReadOnlyError, TableError, TruncatedError
-from .hbm.build import hbm_stats
+from .hbm.build import hbm_stats, require_supported
 from .io import MAX_PAGE_BYTES, ROW_FILE_NAME, LmdbColdTier, VerifyReport, require_plain_files
 from .killpoints import reach
 from .manifest import MANIFEST_NAME, Manifest
@@ -75,6 +75,7 @@ def open_store(
 
     Raises:
         ValueError, TypeError: a wrong argument.
+        TableError: with hbm= above 0, a table of int8 or int4 rows, or, unless mode="r", of rounding="stochastic".
         StoreNotFoundError: mode="r" and there is no store, or no such version.
         StoreLockedError: another writer has it open.
         DamagedError: a file is not what was written.
@@ -202,6 +203,7 @@ class Store:
             # A writer may have made tables, and committed, after the manifest was read.
             self._manifest = Manifest.read(self.directory)
         for config in self._manifest.tables:
+            self._require_supported(config)
             self._add(config)
         self._show(version)
 
@@ -213,6 +215,11 @@ class Store:
         for name, table in self._tables.items():
             table.restore(version.tables.get(name, TableState(0, table.config.optimizer.lr)))
         self._version = version
+
+    def _require_supported(self, config: TableConfig) -> None:
+        """TableError for a table that the tier in device memory, if there is one, cannot have."""
+        if self._memory.has_hbm:
+            require_supported(config, readonly=self.readonly)
 
     def _add(self, config: TableConfig) -> Table:
         index = len(self._tables)
@@ -241,7 +248,8 @@ class Store:
         Creating a table is not part of a version: it is there, empty, whatever is committed.
 
         Raises:
-            TableError: the name is taken by another configuration, or rows are pinned by batches under way.
+            TableError: the name is taken by another configuration, rows are pinned by batches under way, or the tier
+                in device memory cannot have the table.
             BudgetError: the system refuses memory for the table's block directory.
             ReadOnlyError, ClosedError.
         """
@@ -255,6 +263,7 @@ class Store:
             raise TableError(
                 f"table {config.name!r} exists as {known.config}; choose another name or the same configuration"
             )
+        self._require_supported(config)
         config.layout(self._manifest.page_bytes).pages_per_block  # noqa: B018 - ValueError for rows too wide
         self._end_pending()
         self._retire_pools()

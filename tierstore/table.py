@@ -15,6 +15,7 @@ from .hbm.lookup import HbmLookup
 from .in_memory import InMemory
 from .lookup import MODES, Jagged, Joined, Lookup, new_output
 from .pool import Pool
+from .rounding import NEAREST, update_seed
 from .rows import KEY_ROW_BITS, RowLayout
 from .version import TableState
 
@@ -154,6 +155,13 @@ class Table:
         """Count one more update and give its hyper-parameters (float32 [NUM_HYPER])."""
         self._step += 1
         return self.config.optimizer.hyper(self.learning_rate, self._step)
+
+    @property
+    def rounding_seed(self) -> int:
+        """What the update counted last rounds with; see ``rounding``."""
+        if self.config.rounding == "nearest":
+            return NEAREST
+        return update_seed(self.config.init.random_seed, self._step)
 
     def id_error(self, row: int) -> ValueError:
         """The error for an id that is not a row."""

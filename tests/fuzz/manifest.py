@@ -40,7 +40,8 @@ def seeds() -> list[bytes]:
     tables = [
         TableConfig(name="t", num_embeddings=5, embedding_dim=4),
         TableConfig(
-            name="u", num_embeddings=9, embedding_dim=8, dtype="bfloat16", feature_names=("a", "b"), pooling="max",
+            name="u", num_embeddings=9, embedding_dim=8, dtype="bfloat16", rounding="stochastic",
+            feature_names=("a", "b"), pooling="max",
             init=init.Normal(std=0.5, seed=3), optimizer=optim.Adam(betas=(0.8, 0.9)),
         ),
     ]  # fmt: skip

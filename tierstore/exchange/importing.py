@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..config import MAX_KEPT_VERSIONS, Pooling, TableConfig
+from ..config import MAX_KEPT_VERSIONS, Pooling, Rounding, TableConfig
 from ..io.files import rows_path
 from ..manifest import MANIFEST_NAME
 from ..optim import Optimizer
@@ -65,6 +65,7 @@ def import_files(
     optimizer: Optimizer | None = None,
     dtype: DtypeName | None = None,
     pooling: Pooling | None = None,
+    rounding: Rounding | None = None,
     ddr: int | str = "256MiB",
     progress: Callable[[int, int], None] | None = None,
 ) -> ImportReport:
@@ -86,6 +87,7 @@ def import_files(
         optimizer: of new tables; default: what the file says, else SGD(lr=0.01).
         dtype: of the weights in the store; they are converted to it, rounded to nearest. Default: as in the file.
         pooling: of new tables; default: what the file says, else "sum".
+        rounding: of training of new tables; default: what the file says, else "nearest".
         progress: called as ``progress(done_bytes, total_bytes)``.
 
     Raises:
@@ -94,7 +96,7 @@ def import_files(
         DiskFullError, DamagedError, BudgetError: as ``tierstore.open`` and ``commit``.
     """
     paths = list(dict.fromkeys(Path(path).absolute() for path in files))
-    settings = Settings(optimizer, dtype, pooling)
+    settings = Settings(optimizer, dtype, pooling, rounding)
     with contextlib.ExitStack() as stack:
         sources = [stack.enter_context(contextlib.closing(open_source(path))) for path in paths]
         if not (Path(directory) / MANIFEST_NAME).exists():

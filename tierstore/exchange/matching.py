@@ -28,12 +28,14 @@ class Settings(NamedTuple):
     Attributes:
         optimizer: None: as the file says, else the default.
         dtype: of the weights in the store; None: as in the file.
+        rounding: of training; None: as the file says where the dtype allows it, else "nearest".
         pooling: None: as the file says, else "sum".
     """
 
     optimizer: Optimizer | None = None
     dtype: str | None = None
     pooling: str | None = None
+    rounding: str | None = None
 
 
 class StatePart(NamedTuple):
@@ -171,6 +173,10 @@ def _new_config(info: TensorInfo, table: str, settings: Settings, told: TableCon
         changes["optimizer"] = settings.optimizer
     if settings.pooling is not None:
         changes["pooling"] = settings.pooling
+    if settings.rounding is not None:
+        changes["rounding"] = settings.rounding
+    elif changes["dtype"] == "float32":
+        changes["rounding"] = "nearest"
     try:
         if told is None:
             config = TableConfig(name=table, **changes)
@@ -201,6 +207,8 @@ def require_fits(match: Match, config: TableConfig, settings: Settings) -> None:
         )
     if settings.optimizer not in (None, config.optimizer):
         raise TableError(f"{have} with {config.optimizer}, not {settings.optimizer}; leave the optimizer as it is")
+    if settings.rounding not in (None, config.rounding):
+        raise TableError(f"{have}, rounding={config.rounding!r}, not {settings.rounding!r}; leave rounding as it is")
 
 
 def _states(places: Mapping[str, Source], key: str, config: TableConfig) -> tuple[StatePart, ...]:

@@ -1,23 +1,21 @@
 """The device tier over all pools of a store: one budget, one side stream, one account."""
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Final
+from typing import Final, get_args
 
 import torch
 
 from ..cache.hbm import PolicyName
+from ..config import TableConfig
 from ..errors import BudgetError, TableError
 from ..pool import Pool
-from ..rows import RowLayout
+from ..rows import QuantizedName, RowLayout
 from ..sizes import format_size
 from ..stats import TierStats
 from .lanes import open_lane
 from .pool import HbmPool, HbmSize
 
-if TYPE_CHECKING:
-    from ..table import Table
-
-__all__ = ["POLICIES", "add_hbm", "hbm_stats", "require_float"]
+__all__ = ["POLICIES", "add_hbm", "hbm_stats", "require_supported"]
 
 POLICIES: Final[dict[str, PolicyName]] = {"lru": "lru", "lfu": "lfu", "tinylfu": "lfu", "lookahead": "lru"}
 """The device's policy for each of the host's. Its LFU asks a sketch before it lets a row in, as TinyLFU does."""
@@ -47,14 +45,22 @@ def add_hbm(
         ) from error
 
 
-def require_float(tables: "Iterable[Table]") -> None:
-    """TableError for a table whose rows the device tier has no kernels for."""
-    for table in tables:
-        if table.layout.is_quantized:
-            raise TableError(
-                f"table {table.name!r} has {table.config.dtype} rows, which are not supported with hbm; open the store "
-                'with hbm=0 and device="cpu", or quantize to float16 or bfloat16'
-            )
+def require_supported(config: TableConfig, *, readonly: bool) -> None:
+    """TableError for a table that the device tier has no kernels for.
+
+    Args:
+        readonly: nothing will be trained.
+    """
+    if config.dtype in get_args(QuantizedName):
+        raise TableError(
+            f"table {config.name!r} has {config.dtype} rows, which are not supported with hbm; open the store "
+            'with hbm=0 and device="cpu", or quantize to float16 or bfloat16'
+        )
+    if config.rounding != "nearest" and not readonly:
+        raise TableError(
+            f"table {config.name!r} has rounding={config.rounding!r}, which is not supported with hbm; open the store "
+            'with hbm=0 and device="cpu", or with mode="r" for lookups alone, or make a table with rounding="nearest"'
+        )
 
 
 def hbm_stats(pools: Iterable[Pool]) -> TierStats:

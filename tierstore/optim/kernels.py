@@ -14,6 +14,7 @@ from .._jit import uncounted_inline as inline
 from .._jit import uncounted_template as template
 from ..floats import FLOAT32
 from ..kernels import halving_sum, padded_width
+from ..rounding import store_row
 from ..simd import WIDE, add16, divide16, fill16, item, load16, multiply16, prefetch_line, sqrt16, store16, subtract16
 
 __all__ = ["RUN", "merge_and_update", "scratch"]
@@ -24,9 +25,10 @@ RUN: Final = 64
 _ROWS_AHEAD: Final = 4
 """Rows are fetched from memory so long before they are updated."""
 
-_GRADIENT, _SQUARES, _TAIL, _FIRST_TAIL, _SECOND_TAIL = range(5)
-_WORK_ROWS: Final = 5
-"""Rows of scratch: a gradient, its squares, and what lies behind the last whole vector of a row and its state."""
+_GRADIENT, _SQUARES, _TAIL, _FIRST_TAIL, _SECOND_TAIL, _ROW = range(6)
+_WORK_ROWS: Final = 6
+"""Rows of scratch: a gradient, its squares, what lies behind the last whole vector of a row and its state, and a row
+in float32 before it is rounded."""
 _SGD, _ROWWISE_ADAGRAD, _ADAGRAD = 0, 1, 2
 
 
@@ -164,25 +166,28 @@ def _adam(
 
 @inline
 def _step(
-    code: int, rate: Any, hyper: Any, work: Any, weights: Any, slot: int, state: Any, dim: int, half: int
-) -> None:
+    code: int, rate: Any, hyper: Any, work: Any, weights: Any, slot: int, state: Any, state_row: int, dim: int,
+    half: int,
+) -> None:  # fmt: skip
     """One step of a row; the columns behind the last whole vector are put into vectors of their own meanwhile."""
     whole = dim - dim % WIDE
     for column in range(0, whole, WIDE):
         if code <= _ROWWISE_ADAGRAD:
             _descend(rate, work, column, weights, slot, column, half)
         elif code == _ADAGRAD:
-            _adagrad(hyper, work, column, weights, slot, column, half, state, slot, column)
+            _adagrad(hyper, work, column, weights, slot, column, half, state, state_row, column)
         else:
-            _adam(hyper, work, column, weights, slot, column, half, state, slot, column, slot, dim + column)
+            _adam(
+                hyper, work, column, weights, slot, column, half, state, state_row, column, state_row, dim + column
+            )  # fmt: skip
     if whole == dim:
         return
     for i in range(dim - whole):
         work[_TAIL, i] = floats.load(weights[slot], whole + i, half)
         if code >= _ADAGRAD:
-            work[_FIRST_TAIL, i] = state[slot, whole + i]
+            work[_FIRST_TAIL, i] = state[state_row, whole + i]
         if code > _ADAGRAD:
-            work[_SECOND_TAIL, i] = state[slot, dim + whole + i]
+            work[_SECOND_TAIL, i] = state[state_row, dim + whole + i]
     if code <= _ROWWISE_ADAGRAD:
         _descend(rate, work, whole, work, _TAIL, 0, FLOAT32)
     elif code == _ADAGRAD:
@@ -192,13 +197,15 @@ def _step(
     for i in range(dim - whole):
         floats.store(weights[slot], whole + i, work[_TAIL, i], half)
         if code >= _ADAGRAD:
-            state[slot, whole + i] = work[_FIRST_TAIL, i]
+            state[state_row, whole + i] = work[_FIRST_TAIL, i]
         if code > _ADAGRAD:
-            state[slot, dim + whole + i] = work[_SECOND_TAIL, i]
+            state[state_row, dim + whole + i] = work[_SECOND_TAIL, i]
 
 
 @inline
-def _update_row(code: int, hyper: Any, work: Any, weights: Any, slot: int, state: Any, dim: int, half: int) -> None:
+def _update_row(
+    code: int, hyper: Any, work: Any, weights: Any, slot: int, state: Any, state_row: int, dim: int, half: int
+) -> None:
     """Apply one optimizer step to a row and its state; the formulas are those of ``optim.configs``.
 
     Args:
@@ -208,10 +215,21 @@ def _update_row(code: int, hyper: Any, work: Any, weights: Any, slot: int, state
     if hyper[1] != np.float32(0):
         _decay(hyper[1], work, weights, slot, dim, half)
     if code == _ROWWISE_ADAGRAD:
-        accumulator = np.float32(state[slot, 0] + _mean_square(dim, work))
-        state[slot, 0] = accumulator
+        accumulator = np.float32(state[state_row, 0] + _mean_square(dim, work))
+        state[state_row, 0] = accumulator
         rate = np.float32(rate / np.float32(np.float32(math.sqrt(accumulator)) + hyper[2]))
-    _step(code, rate, hyper, work, weights, slot, state, dim, half)
+    _step(code, rate, hyper, work, weights, slot, state, state_row, dim, half)
+
+
+@inline
+def _update_and_round(
+    code: int, hyper: Any, work: Any, weights: Any, slot: int, state: Any, dim: int, half: int, seed: Any, key: Any
+) -> None:
+    """``_update_row`` of a row of halfs in float32, then rounded as ``rounding.store_row`` does."""
+    for column in range(dim):
+        work[_ROW, column] = floats.load(weights[slot], column, half)
+    _update_row(code, hyper, work, work, _ROW, state, slot, dim, FLOAT32)
+    store_row(work[_ROW], weights[slot], dim, half, seed, key)
 
 
 @inline
@@ -243,7 +261,7 @@ def merge_and_update(
     begin_table: int, begin_row: int, end_table: int, end_row: int, table_firsts: Any, unique_firsts: Any,
     unique_slots: Any, counts: Any, starts: Any, sources: Any, factors: Any, positions: Any, bags: Any, arg_max: Any,
     grad_out: Any, codes: Any, hyper: Any, weights: Any, state: Any, dim: int, half: int, flags: Any, dirty: int,
-    work: Any,
+    seeds: Any, keys: Any, work: Any,
 ) -> int:  # fmt: skip
     """Update rows from number ``begin_row`` of ``begin_table`` up to, not including, ``end_row`` of ``end_table``.
 
@@ -260,6 +278,9 @@ def merge_and_update(
         hyper: float32 [T, NUM_HYPER].
         weights: float32 or uint16 [S, >= dim]; state: float32 [S, >= state_dim]. Both are changed.
         flags: uint8 [S], or empty: ``dirty`` is set in those of the rows.
+        seeds: uint64 [T], what each table's update rounds with, see ``rounding``; or None, which compiles to a kernel
+            that rounds to nearest and is the faster one.
+        keys: int64, of the rows, by place as ``unique_slots``; or None without ``seeds``.
         work: what ``scratch`` gave, for this thread; allocating it here, counting references would take half the time.
 
     Returns:
@@ -285,7 +306,13 @@ def merge_and_update(
                 grad_out, work,
             )  # fmt: skip
             slot: Any = np.int64(unique_slots[unique_firsts[table] + row])
-            _update_row(codes[table], hyper[table], work, weights, slot, state, dim, half)
+            if seeds is None:
+                _update_row(codes[table], hyper[table], work, weights, slot, state, slot, dim, half)
+            else:
+                _update_and_round(
+                    codes[table], hyper[table], work, weights, slot, state, dim, half, seeds[table],
+                    keys[unique_firsts[table] + row],
+                )  # fmt: skip
             if flags.shape[0]:
                 newly_dirty += 0 if flags[slot] & dirty else 1
                 flags[slot] |= dirty

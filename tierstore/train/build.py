@@ -102,6 +102,7 @@ def table_configs(config: RunConfig) -> list[TableConfig]:
             num_embeddings=size,
             embedding_dim=section.dim,
             dtype=section.dtype,
+            rounding=section.rounding,
             feature_names=(name,),
             pooling="sum",
             init=first,

@@ -119,6 +119,11 @@ class EmbeddingSection:
     dim: int = _option(16, "columns of an embedding vector")
     num_embeddings: int | tuple[int, ...] = _option(100_000, "rows of every table, or a list with one number for each")
     dtype: Literal["float32", "float16", "bfloat16"] = _option("float32", "type the vectors are stored in")
+    rounding: Literal["nearest", "stochastic"] = _option(
+        "nearest",
+        'how training rounds a vector to float16 or bfloat16: "stochastic" keeps, on average, steps that are too small '
+        'for "nearest"; not with store.hbm',
+    )
     init_range: float = _option(0.01, "untrained rows are uniform in [-init_range, init_range)")
 
     def __post_init__(self) -> None:
@@ -128,6 +133,9 @@ class EmbeddingSection:
         for size in sizes:
             _require_count("embedding.num_embeddings", size, 1, MAX_ROWS)
         _require_rate("embedding.init_range", self.init_range)
+        is_known = self.rounding == "nearest" or self.dtype != "float32"
+        expected = '"nearest" with embedding.dtype "float32", "stochastic" with "float16" and "bfloat16"'
+        _require(is_known, "embedding.rounding", self.rounding, expected)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
