@@ -25,7 +25,9 @@ def batch(*ids: int) -> tierstore.KeyedJaggedTensor:
 
 
 def pinned(store: tierstore.Store) -> int:
-    return store["a"].pool.num_pinned
+    pool = store["a"].pool
+    pool.end_write_ahead()
+    return pool.num_pinned
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 8])
@@ -201,6 +203,17 @@ def test_announced_rows_stay_and_nothing_stays_announced(store_dir: Path, depth:
         assert pinned(store) == 0
         assert store["a"].pool.cache.check_integrity() is None
         assert announced_keys(store) == 0
+
+
+def test_lookahead_under_another_policy_is_said_to_change_nothing(
+    store_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with tierstore.open(store_dir, ddr="1MiB", policy="lru") as store:
+        collection = make_collection(store, MANY)
+        for _ in tierstore.prefetch([batch(1), batch(2)], collection, lookahead=2):
+            pass
+    said = [record.message for record in caplog.records if "lookahead" in record.message]
+    assert said == ['lookahead= changes nothing under this policy; open the store with policy="lookahead"']
 
 
 def announced_keys(store: tierstore.Store) -> int:

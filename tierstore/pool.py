@@ -13,6 +13,7 @@ while it keeps a transient one, so a caller that finds every slot pinned waits f
 """
 
 import contextlib
+import logging
 import threading
 import time
 from collections import deque
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HELD_SHARE", "PIN_POLL_SECONDS", "PIN_WAIT_SECONDS", "Lease", "Pool", "Use"]
 
+_LOG: Final = logging.getLogger("tierstore")
 HELD_SHARE: Final = 0.75
 PIN_WAIT_SECONDS: Final = 60.0
 PIN_POLL_SECONDS: Final = 0.1
@@ -166,6 +168,7 @@ class Pool:
         )
         self._tables: dict[int, TableConfig] = {}
         self._held_slots = 0
+        self._said_lookahead = False
         self._leaving = 0  # dirty rows that the next batch will put out, or 0 while none has
         self._writer: ThreadPoolExecutor | None = None
         self._ahead: Future[None] | None = None
@@ -188,7 +191,12 @@ class Pool:
         """See ``cache.Announceable``."""
         with self.lock:
             self.require_open()
-            return self._announceable.announce(keys) if self._announceable else 0
+            if self._announceable:
+                return self._announceable.announce(keys)
+            if self.full is None and not self._said_lookahead:
+                self._said_lookahead = True
+                _LOG.warning('lookahead= changes nothing under this policy; open the store with policy="lookahead"')
+            return 0
 
     @shielded
     def retire(self, batch: int) -> None:
