@@ -17,11 +17,13 @@ from . import kernels
 from ._jit import JIT_ENABLED, kernel, uncounted_kernel
 from .threads import Workers
 
-__all__ = ["NOT_OFFSETS", "Split", "look_up", "look_up_at", "split"]
+__all__ = ["NOT_OFFSETS", "WHOLE", "Split", "few", "look_up", "look_up_at", "split"]
 
 NOT_OFFSETS: Final = -3
 """What a function of ``look_up_at`` returns beside what ``kernels.look_up`` does."""
 
+_FINDING: Final = 32
+"""Columns: finding a row takes as long as adding so many."""
 _PART_WORK: Final = 80_000
 """Some 10 us, in units of ``split``; waking a thread takes 1 or 2."""
 _PARTS_MAX: Final = 256
@@ -51,15 +53,19 @@ class Split(NamedTuple):
     threads: int
 
 
-_WHOLE: Final = Split(0, 0, _WORDS, 1, 1)
+WHOLE: Final = Split(0, 0, _WORDS, 1, 1)
+
+
+def few(dim: int) -> int:
+    """Of so many ids and more, in rows of ``dim`` columns, a lookup is worth two threads."""
+    return -(-2 * _PART_WORK // (_FINDING + dim))
 
 
 def split(workers: Workers, num_ids: int, dim: int, id_type: Any, weight_type: Any) -> Split:
     """How best to split a lookup of so many ids in rows of ``dim`` columns, types being numpy's."""
-    # Finding a row takes as long as adding 32 of its columns.
-    parts = num_ids * (32 + dim) // _PART_WORK
-    if parts < 2 or workers.threads == 1:
-        return _WHOLE
+    if num_ids < few(dim) or workers.threads == 1:
+        return WHOLE
+    parts = num_ids * (_FINDING + dim) // _PART_WORK
     parts = min(parts, workers.threads * _PARTS_A_THREAD, _PARTS_MAX)
     team = workers.native_team() if JIT_ENABLED else 0
     return Split(team, _body(id_type, weight_type) if team else 0, _WORDS, parts, min(parts, workers.threads))

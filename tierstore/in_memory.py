@@ -44,7 +44,8 @@ class InMemory:
         self._plan = np.zeros(1, np.int64), np.array([first], np.int64), np.array([num_rows], np.int64)
         self._column = np.zeros(1, np.int32)
         self._no_flags = cache.flags[:0]
-        self._compiled: set[tuple[torch.dtype, bool]] = set()
+        self._few = direct.few(self._dim)
+        self._runs: dict[torch.dtype, Any] = {}
 
     @classmethod
     def of(cls, table: "Table") -> Optional["InMemory"]:
@@ -72,24 +73,26 @@ class InMemory:
             and offsets.is_contiguous()
         ):
             return None
-        how = direct.split(
-            self.pool.workers, ids.numel(), self._dim, _NUMPY_TYPES.get(ids.dtype), self.pool.weights.dtype.type
-        )
-        kind = ids.dtype, how.parts > 1
-        if offsets.numel() == 0 or ids.dtype not in _NUMPY_TYPES or (how.parts > 1 and not how.team):
+        run = self._runs.get(ids.dtype)
+        if run is not None and ids.numel() < self._few and offsets.numel():
+            return self._run(run, direct.WHOLE, ids, offsets, mode)
+        id_type = _NUMPY_TYPES.get(ids.dtype)
+        if id_type is None or not offsets.numel():
             return None
-        if kind in self._compiled:
-            return self._run(how, ids, offsets, mode)
-        with Shield():
-            pooled = self._run(how, ids, offsets, mode)
-        self._compiled.add(kind)
+        with Shield():  # while it is compiled
+            how = direct.split(self.pool.workers, ids.numel(), self._dim, id_type, self.pool.weights.dtype.type)
+            if how.parts > 1 and not how.team:
+                return None
+            run = direct.look_up_at(id_type)
+            pooled = self._run(run, how, ids, offsets, mode)
+        if how.parts == 1:
+            self._runs[ids.dtype] = run
         return pooled
 
-    def _run(self, how: direct.Split, ids: Tensor, offsets: Tensor, mode: int) -> Tensor | None:
+    def _run(self, run: Any, how: direct.Split, ids: Tensor, offsets: Tensor, mode: int) -> Tensor | None:
         pool, cache = self.pool, self._cache
         num_ids, bags = ids.numel(), offsets.numel() - 1
         pooled = np.empty((bags, self._dim), np.float32)
-        run = direct.look_up_at(_NUMPY_TYPES[ids.dtype])
         with pool.rows_lock:
             pool.require_open()
             status = run(
