@@ -208,7 +208,7 @@ def test_announced_rows_stay_and_nothing_stays_announced(store_dir: Path, depth:
 def test_lookahead_under_another_policy_is_said_to_change_nothing(
     store_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with tierstore.open(store_dir, ddr="1MiB", policy="lru") as store:
+    with tierstore.open(store_dir, ddr="1MiB", policy="reference-lru") as store:
         collection = make_collection(store, MANY)
         for _ in tierstore.prefetch([batch(1), batch(2)], collection, lookahead=2):
             pass
