@@ -198,7 +198,8 @@ def test_announced_rows_stay_and_nothing_stays_announced(store_dir: Path, depth:
         for item in tierstore.prefetch(batches, collection, depth=depth, lookahead=lookahead):
             collection(item).values().sum().backward()
             seen.append(item)
-            store["a"].pool.cache.check_integrity()  # type: ignore[attr-defined]
+            with store["a"].pool.lock:
+                store["a"].pool.cache.check_integrity()  # type: ignore[attr-defined]
         assert [id(item) for item in seen] == [id(item) for item in batches]
         assert pinned(store) == 0
         assert store["a"].pool.cache.check_integrity() is None
@@ -208,7 +209,7 @@ def test_announced_rows_stay_and_nothing_stays_announced(store_dir: Path, depth:
 def test_lookahead_under_another_policy_is_said_to_change_nothing(
     store_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with tierstore.open(store_dir, ddr="1MiB", policy="reference-lru") as store:
+    with tierstore.open(store_dir, ddr="1MiB", policy="lru") as store:
         collection = make_collection(store, MANY)
         for _ in tierstore.prefetch([batch(1), batch(2)], collection, lookahead=2):
             pass

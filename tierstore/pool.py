@@ -191,12 +191,12 @@ class Pool:
         """See ``cache.Announceable``."""
         with self.lock:
             self.require_open()
-            if self._announceable:
-                return self._announceable.announce(keys)
-            if self.full is None and not self._said_lookahead:
+            number = self._announceable.announce(keys) if self._announceable else 0
+            has_no_use = not number and self.full is None and self.can_announce(len(keys))
+            if has_no_use and not self._said_lookahead:
                 self._said_lookahead = True
                 _LOG.warning('lookahead= changes nothing under this policy; open the store with policy="lookahead"')
-            return 0
+            return number
 
     @shielded
     def retire(self, batch: int) -> None:
