@@ -1,6 +1,7 @@
 """Commits in the background: a version shows what was there when it was asked for, whatever happens meanwhile."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -478,3 +479,41 @@ def test_what_cannot_be_written_ahead_is_told_to_who_needs_the_room(
         store.commit()
         expected = store["t"].read(ALL)[:, 0]
     assert torch.equal(shown(store_dir), expected)
+
+
+def test_a_row_frozen_again_while_its_update_waits_is_kept_for_both_versions(store_dir: Path) -> None:
+    """An update waits for room in the outbox, another takes one of its rows, and the next version begins."""
+    with open_store(store_dir, ddr="8MiB") as store:
+        rows = torch.arange(400)
+        put(store, rows, 1.0)
+        pool = store["t"].pool
+        writeback_, cache = pool.writeback, pool.cache
+        slots = cache.find(rows.numpy())
+        cache.pin(slots)
+        with writeback_.gate, pool.lock:
+            writeback_.freeze()
+        errors = []
+
+        def update() -> None:
+            try:
+                with pool.lock:
+                    writeback_.begin_update(slots)
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=update)
+        thread.start()
+        while writeback_._outbox.room:
+            time.sleep(0.001)
+        with pool.lock:
+            writeback_._outbox.drop(writeback_._outbox.places)  # as if written
+            writeback_.begin_update(slots[:1])
+            cache.thaw(cache.frozen_slots())
+            writeback_.freeze()
+            pool.lock.notify_all()
+        thread.join()
+        assert not errors
+        assert writeback_._outbox.keys[writeback_._outbox.places].tolist() == [0]
+        assert cache.num_dirty == len(rows)
+        cache.unpin(slots)
+        writeback_.abandon()

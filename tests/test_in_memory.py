@@ -1,5 +1,9 @@
 """``Table.pooled`` where all rows are in memory: the same bits and errors as by ``Lookup``, by one compiled call."""
 
+import contextlib
+import gc
+import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +12,9 @@ import pytest
 import torch
 
 import tierstore
-from tierstore import direct, threads
+from tierstore import _jit, direct, threads
 from tierstore._jit import JIT_ENABLED
-from tierstore.errors import ClosedError
+from tierstore.errors import ClosedError, TableError
 from tierstore.in_memory import InMemory
 
 ROWS = 500
@@ -71,6 +75,7 @@ def test_a_large_lookup_is_split_over_torchs_threads(tmp_path: Path, monkeypatch
         ids, offsets = _bags(np.random.default_rng(1), 900, 40)
         expected = table.pooled(ids, offsets)
         how = direct.split(table.pool.workers, len(ids), 20, np.int64, np.float32)
+        assert how is not None
         assert how.team
         assert how.parts > how.threads == 2
         assert torch.equal(table.pooled(ids, offsets), expected)
@@ -135,8 +140,10 @@ def test_other_arguments_take_the_long_way(tmp_path: Path) -> None:
         expected = table.pooled(ids[::2].contiguous(), offsets)
         assert torch.equal(table.pooled(ids[::2], offsets), expected)
         assert torch.equal(table.pooled(ids[::2], offsets.to(torch.int32)), expected)
-        with pytest.raises(TypeError, match="ids must be int64 or int32"):
-            table.pooled(ids.to(torch.float32), offsets)
+        for dtype in (torch.float32, torch.int16):
+            for wrong in (ids.to(dtype), torch.zeros(20_000, dtype=dtype)):
+                with pytest.raises(TypeError, match="ids must be int64 or int32"):
+                    table.pooled(wrong, offsets)
         with pytest.raises(TypeError, match="offsets must be a Tensor"):
             table.pooled(ids, [0, 8])  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="mode"):
@@ -155,3 +162,69 @@ def test_a_new_table_or_a_closed_store_is_noticed(tmp_path: Path) -> None:
     store.close()
     with pytest.raises(ClosedError):
         table.pooled(ids, offsets)
+
+
+@pytest.mark.parametrize("count", [8, 9000])
+def test_a_tensor_without_memory_is_refused(tmp_path: Path, count: int) -> None:
+    with _open(tmp_path) as store:
+        table = store["a"]
+        ids, offsets = torch.zeros(count, dtype=torch.int64), torch.tensor([0, count])
+        table.pooled(ids, offsets)
+        for name in ("ids", "offsets"):
+            given = {"ids": ids.clone(), "offsets": offsets.clone()}
+            given[name].untyped_storage().resize_(0)
+            with pytest.raises(ValueError, match=f"{name} has no elements in memory"):
+                table.pooled(**given)
+        freed = ids.clone()
+        freed.untyped_storage().resize_(0)
+        with pytest.raises(ValueError, match="ids has no elements in memory"):
+            table.read(freed)
+
+
+def test_a_table_keeps_no_pool_alive(tmp_path: Path) -> None:
+    store = _open(tmp_path)
+    table = store["b"]
+    table.pooled(torch.arange(9), torch.tensor([0, 9]))
+    pools = [weakref.ref(table.pool)]
+    store.create_table(tierstore.TableConfig(name="c", num_embeddings=70, embedding_dim=20))
+    pools.append(weakref.ref(table.pool))
+    store.close()
+    gc.collect()
+    assert [pool() for pool in pools] == [None, None]
+
+
+def test_what_is_compiled_for_c_is_compiled_again_when_any_source_changed() -> None:
+    made = direct._body(np.int64, np.float32)
+    assert made._cache._cache_file._source_stamp == _jit._STAMP
+
+
+def test_lookups_and_writes_beside_new_tables(tmp_path: Path) -> None:
+    """A new table brings a new pool: whoever works in the old one goes on in the new one, and loses nothing."""
+    with _open(tmp_path) as store:
+        table = store["a"]
+        ids, offsets, done = torch.arange(4), torch.tensor([0, 4]), threading.Event()
+        written, errors = [0.0], []
+
+        def work() -> None:
+            try:
+                while not done.is_set():
+                    table.write(ids, torch.full((4, 20), written[0] + 1))
+                    written[0] += 1
+                    assert table.pooled(ids, offsets)[0, 0] == 4 * written[0]
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        made = 0
+        for number in range(2000):
+            with contextlib.suppress(TableError):  # rows are in use
+                store.create_table(tierstore.TableConfig(name=f"c{number}", num_embeddings=9, embedding_dim=8))
+                made += 1
+            if made == 20 or errors:
+                break
+        done.set()
+        thread.join()
+        assert not errors
+        assert made
+        assert table.read(ids)[0, 0] == written[0]

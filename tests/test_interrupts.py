@@ -101,12 +101,23 @@ store = tierstore.open({str(store_dir)!r}, ddr="1MiB", threads=2)
 table = store.create_table(tierstore.TableConfig(name="t", num_embeddings=100, embedding_dim=4))
 table.write(torch.arange(100), torch.full((100, 4), 7.0))
 store.commit()
+few, many = torch.arange(3), torch.zeros(100_000, dtype=torch.int64)
+uses = [
+    lambda: table.read(few),
+    lambda: table.pooled(few, torch.tensor([0, 3])),
+    lambda: table.pooled(many, torch.arange(0, 100_001, 10)),
+]
+for use in uses:
+    use()
 child = os.fork()
 if child == 0:
-    try:
-        table.read(torch.arange(3))
-    except errors.ClosedError as error:
-        assert "fork" in str(error)
+    told = 0
+    for use in uses:
+        try:
+            use()
+        except errors.ClosedError as error:
+            told += "fork" in str(error)
+    if told == len(uses):
         store.close()
         del store, table
         sys.exit(3)
@@ -120,6 +131,22 @@ store.close()
     subprocess.run([sys.executable, "-W", "ignore::DeprecationWarning", "-c", code], check=True, timeout=120)
     with tierstore.open(store_dir, mode="r") as store:
         assert store["t"].read(torch.arange(100))[:, 0].tolist() == [8.0] * 50 + [7.0] * 50
+
+
+def test_a_store_that_is_open_when_the_interpreter_ends_is_closed_without_a_word(store_dir: Path) -> None:
+    code = f"""
+import torch, tierstore
+store = tierstore.open({str(store_dir)!r}, ddr="1MiB", threads=1)
+table = store.create_table(tierstore.TableConfig(name="t", num_embeddings=20_000, embedding_dim=16))
+table.write(torch.arange(20_000), torch.ones(20_000, 16))
+store.commit()
+table.write(torch.arange(20_000), torch.zeros(20_000, 16))
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr
+    with tierstore.open(store_dir) as store:
+        assert store.verify().rows == 20_000
+        assert store["t"].read(torch.tensor([7])).tolist() == [[1.0] * 16]
 
 
 def test_a_store_that_is_dropped_gives_its_lock_back(store_dir: Path) -> None:

@@ -16,10 +16,12 @@ from numba.core import event
 
 __all__ = [
     "JIT_ENABLED",
+    "callback",
     "fused_multiply_add",
     "inline",
     "kernel",
     "prefetch_item",
+    "require_contiguous",
     "uncounted_helper",
     "uncounted_inline",
     "uncounted_kernel",
@@ -47,13 +49,17 @@ def _compile(function: F, *, from_python: bool = True, **options: Any) -> F:
     # for such callers, and keeping helpers on disk, took a quarter of the time to compile everything.
     wrappers = {"no_cfunc_wrapper": True, "no_cpython_wrapper": not from_python}
     compiled: Any = numba.njit(nogil=True, cache=from_python, error_model="numpy", **wrappers, **options)(function)
-    cache_file: Any = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
-    if hasattr(cache_file, "_source_stamp"):
-        # numba looks only at the kernel's own file when it decides whether cached code is fresh; helpers that were
-        # compiled into it may lie in others. Stamping with all sources keeps stale helpers out of a changed package.
-        cache_file._source_stamp = _STAMP
+    _stamp(compiled)
     result: F = compiled
     return result
+
+
+def _stamp(compiled: Any) -> None:
+    # numba looks only at the kernel's own file when it decides whether cached code is fresh; helpers that were compiled
+    # into it may lie in others. Stamping with all sources keeps stale helpers out of a changed package.
+    cache_file: Any = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
+    if hasattr(cache_file, "_source_stamp"):
+        cache_file._source_stamp = _STAMP
 
 
 def kernel(function: F) -> F:
@@ -139,6 +145,8 @@ class _CompileNotice(event.Listener):  # type: ignore[misc, unused-ignore]
 
 if JIT_ENABLED:
     from llvmlite import ir
+    from numba.core import errors
+    from numba.core.ccallback import CFunc
     from numba.core.registry import CPUDispatcher
     from numba.extending import intrinsic
 
@@ -149,6 +157,19 @@ if JIT_ENABLED:
             raise TypeError(f"{self.py_func.__name__} is a helper: only kernels can call it")
 
     event.register("numba:compile", _CompileNotice())
+
+    def callback(function: Callable[..., None], *arguments: Any) -> Any:
+        """A kernel for C, given numba's types of its arguments; its ``address`` is good as long as the object lives."""
+        made = CFunc(function, (arguments, types.void), locals={}, options={"error_model": "numpy"})
+        made.enable_caching()
+        _stamp(made)
+        made.compile()
+        return made
+
+    def require_contiguous(array: Any) -> None:
+        """TypingError, where a kernel is compiled, for arrays that have gaps between elements."""
+        if array.layout != "C":
+            raise errors.TypingError(f"an array of layout {array.layout!r} where a contiguous one is needed")
 
     @intrinsic
     def prefetch_item(typing_context: Any, array: Any, index: Any) -> Any:  # noqa: ARG001

@@ -1,14 +1,14 @@
 """Lookups of rows that all have slots of their own, by one call of compiled code.
 
-``look_up`` splits itself over torch's threads, none of which needs the GIL: handing ranges to them from Python takes 25
-to 80 us, as long as looking up 20,000 rows. Here compiled code calls ``GOMP_parallel``, and the threads that this wakes
-find the kernel's arguments in an array of words.
+It splits itself over torch's threads, none of which needs the GIL: handing ranges to them from Python takes 25 to 80
+us, as long as looking up 20,000 rows. Here compiled code calls ``GOMP_parallel``, and the threads that this wakes find
+the arguments of ``kernels.look_up`` in an array of words on the caller's stack. Ids and offsets are given by their
+addresses: making arrays of tensors takes as long as adding 100 rows.
 
-``look_up_at`` takes addresses of tensors' elements: making an array of a tensor takes as long as adding 100 rows.
+Ids and offsets must not change meanwhile: they are checked, then used.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -17,10 +17,10 @@ from . import kernels
 from ._jit import JIT_ENABLED, kernel, uncounted_kernel
 from .threads import Workers
 
-__all__ = ["NOT_OFFSETS", "WHOLE", "Split", "few", "look_up", "look_up_at", "split"]
+__all__ = ["NOT_OFFSETS", "Split", "few", "look_up", "look_up_at", "split", "whole"]
 
 NOT_OFFSETS: Final = -3
-"""What a function of ``look_up_at`` returns beside what ``kernels.look_up`` does."""
+"""What ``look_up_at`` returns beside what ``kernels.look_up`` does."""
 
 _FINDING: Final = 32
 """Columns: finding a row takes as long as adding so many."""
@@ -31,29 +31,23 @@ _PARTS_A_THREAD: Final = 8
 _WEIGHTS: Final = 5
 """Where they are among the arguments of ``kernels.look_up`` behind ``bag_starts``."""
 _NEXT, _STATUS, _ARGUMENTS = 0, 1, 1 + _PARTS_MAX
-_WORDS: Final = np.zeros(_ARGUMENTS + 28, np.int64)
-"""Shared by the threads of one lookup; only the main thread has a team."""
+_NUM_WORDS: Final = _ARGUMENTS + 28
 
 
 class Split(NamedTuple):
     """How threads share a lookup.
 
     Attributes:
-        team: the address of ``GOMP_parallel``, or 0: then it is for ``Workers.run``, or for one thread.
         body: the address of what each thread runs.
-        words: int64, what the threads share.
+        team: the address of ``GOMP_parallel``, or 0: the calling thread is alone.
         parts: ranges of bags; more than threads, as one may be held up by the system, or by rows that are far away.
         threads: how many.
     """
 
-    team: int
     body: int
-    words: Any
+    team: int
     parts: int
     threads: int
-
-
-WHOLE: Final = Split(0, 0, _WORDS, 1, 1)
 
 
 def few(dim: int) -> int:
@@ -61,14 +55,19 @@ def few(dim: int) -> int:
     return -(-2 * _PART_WORK // (_FINDING + dim))
 
 
-def split(workers: Workers, num_ids: int, dim: int, id_type: Any, weight_type: Any) -> Split:
-    """How best to split a lookup of so many ids in rows of ``dim`` columns, types being numpy's."""
+def whole(id_type: Any, weight_type: Any) -> Split:
+    """A lookup by the calling thread alone; types are numpy's."""
+    return Split(_body(id_type, weight_type).address, 0, 1, 1)
+
+
+def split(workers: Workers, num_ids: int, dim: int, id_type: Any, weight_type: Any) -> Split | None:
+    """How best to split a lookup of so many ids in rows of ``dim`` columns; None if it is for ``Workers.run``."""
     if num_ids < few(dim) or workers.threads == 1:
-        return WHOLE
-    parts = num_ids * (_FINDING + dim) // _PART_WORK
-    parts = min(parts, workers.threads * _PARTS_A_THREAD, _PARTS_MAX)
-    team = workers.native_team() if JIT_ENABLED else 0
-    return Split(team, _body(id_type, weight_type) if team else 0, _WORDS, parts, min(parts, workers.threads))
+        return whole(id_type, weight_type)
+    team = workers.native_team()
+    parts = min(num_ids * (_FINDING + dim) // _PART_WORK, workers.threads * _PARTS_A_THREAD, _PARTS_MAX)
+    body = _body(id_type, weight_type).address
+    return Split(body, team, parts, min(parts, workers.threads)) if team else None
 
 
 def look_up(workers: Workers, dim: int, ids: Any, plan: Any, *arguments: Any) -> list[int]:
@@ -80,19 +79,17 @@ def look_up(workers: Workers, dim: int, ids: Any, plan: Any, *arguments: Any) ->
         arguments: those behind.
 
     Returns:
-        what ranges of bags returned, if that was not ``DONE``.
+        what went wrong: nothing, or what ranges of bags returned in place of ``DONE``.
     """
-    bag_starts = plan[-1]
-    by = split(workers, int(bag_starts[-1]), dim, ids.dtype.type, arguments[_WEIGHTS].dtype.type)
-    run: Any = kernels.look_up
-    if by.parts == 1:
-        said = [run(0, len(bag_starts) - 1, ids, *plan, *arguments)]
-    elif by.team:
-        run_by_team: Any = _look_up_by_team
-        run_by_team(*by, ids, *plan, *arguments)
-        said = _WORDS[_STATUS : _STATUS + by.parts].tolist()
+    *before, bag_starts = plan
+    num_ids, id_type = int(bag_starts[-1]), ids.dtype.type
+    how = split(workers, num_ids, dim, id_type, arguments[_WEIGHTS].dtype.type) if JIT_ENABLED else None
+    said: list[int] = []
+    if how is not None:
+        ids_at, starts_at = ids.ctypes.data, bag_starts.ctypes.data
+        said.append(look_up_at(ids_at, num_ids, starts_at, len(bag_starts) - 1, *how, *before, *arguments))
     else:
-        said = []
+        run: Any = kernels.look_up
         workers.run(lambda begin, end: said.append(run(begin, end, ids, *plan, *arguments)), workers.split(bag_starts))
     return [status for status in said if status != kernels.DONE]
 
@@ -114,26 +111,44 @@ def cut(bag_starts: Any, part: int, parts: int) -> Any:
 
 
 if JIT_ENABLED:
-    import numba
     from llvmlite import ir
     from numba import carray, types
+    from numba.core import cgutils
     from numba.extending import intrinsic
 
-    @intrinsic
-    def _fork(typing_context: Any, team: Any, body: Any, words: Any, threads: Any) -> Any:  # noqa: ARG001
-        """``GOMP_parallel(body, words, threads, 0)``."""
+    from ._jit import callback, require_contiguous
 
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            pointer, unsigned = ir.IntType(8).as_pointer(), ir.IntType(32)
-            shape = ir.FunctionType(ir.VoidType(), [pointer, pointer, unsigned, unsigned])
-            data = context.make_array(signature.args[2])(context, builder, args[2]).data
-            function, work = builder.inttoptr(args[0], shape.as_pointer()), builder.inttoptr(args[1], pointer)
-            builder.call(
-                function, [work, builder.bitcast(data, pointer), builder.trunc(args[3], unsigned), unsigned(0)]
-            )
+    _WORD, _BYTES = ir.IntType(64), ir.IntType(8).as_pointer()
+
+    @intrinsic
+    def _stack_words(typing_context: Any) -> Any:  # noqa: ARG001
+        """The address of ``_NUM_WORDS`` words that last until the caller returns."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+            return builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(_WORD, _NUM_WORDS)), _WORD)
+
+        return types.int64(), generate
+
+    @intrinsic
+    def _run_body(typing_context: Any, team: Any, body: Any, words: Any, threads: Any) -> Any:  # noqa: ARG001
+        """``body(words)`` in each thread of the team, or, if there is none, in this."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+            team, body, words, threads = args
+            data = builder.inttoptr(words, _BYTES)
+            work_type = ir.FunctionType(ir.VoidType(), [_BYTES]).as_pointer()
+            work, unsigned = builder.inttoptr(body, work_type), ir.IntType(32)
+            fork_type = ir.FunctionType(ir.VoidType(), [work_type, _BYTES, unsigned, unsigned]).as_pointer()
+            is_alone = builder.icmp_signed("==", team, ir.Constant(_WORD, 0))
+            with builder.if_else(is_alone) as (alone, together):
+                with alone:
+                    builder.call(work, [data])
+                with together:
+                    fork = builder.inttoptr(team, fork_type)
+                    builder.call(fork, [work, data, builder.trunc(threads, unsigned), unsigned(0)])
             return context.get_dummy_value()
 
-        return types.void(types.int64, types.int64, words, types.int64), generate
+        return types.void(types.int64, types.int64, types.int64, types.int64), generate
 
     @intrinsic
     def _take_next(typing_context: Any, words: Any, index: Any) -> Any:  # noqa: ARG001
@@ -141,7 +156,7 @@ if JIT_ENABLED:
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             data = context.make_array(signature.args[0])(context, builder, args[0]).data
-            return builder.atomic_rmw("add", builder.gep(data, [args[1]]), ir.IntType(64)(1), "acq_rel")
+            return builder.atomic_rmw("add", builder.gep(data, [args[1]]), ir.Constant(_WORD, 1), "acq_rel")
 
         return types.int64(words, types.int64), generate
 
@@ -149,8 +164,9 @@ if JIT_ENABLED:
     def _address(typing_context: Any, array: Any) -> Any:  # noqa: ARG001
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             data = context.make_array(signature.args[0])(context, builder, args[0]).data
-            return builder.ptrtoint(data, ir.IntType(64))
+            return builder.ptrtoint(data, _WORD)
 
+        require_contiguous(array)
         return types.int64(array), generate
 
     @intrinsic
@@ -160,67 +176,47 @@ if JIT_ENABLED:
 
         return types.voidptr(types.int64), generate
 
-    @uncounted_kernel
-    def _look_up_by_team(
-        team: int, body: int, words: Any, parts: int, threads: int, ids: Any, starts: Any, firsts: Any, num_rows: Any,
-        batch: int, bag_starts: Any, flags: Any, asked: int, wanted: int, scale: Any, mode: int, weights: Any, dim: int,
-        half: int, columns: Any, out: Any, arg_max: Any,
-    ) -> None:  # fmt: skip
-        words[_NEXT] = 0
-        arguments = words[_ARGUMENTS:]
-        arguments[0], arguments[1], arguments[2] = parts, _address(ids), ids.shape[0]
-        arguments[3], arguments[4], arguments[5] = _address(starts), _address(firsts), _address(num_rows)
-        arguments[6], arguments[7], arguments[8] = starts.shape[0], batch, _address(bag_starts)
-        arguments[9], arguments[10], arguments[11] = bag_starts.shape[0], _address(flags), flags.shape[0]
-        arguments[12], arguments[13], arguments[14] = asked, wanted, _address(scale)
-        arguments[15], arguments[16], arguments[17] = scale.shape[0], mode, _address(weights)
-        arguments[18], arguments[19], arguments[20] = weights.shape[0], weights.shape[1], dim
-        arguments[21], arguments[22], arguments[23] = half, _address(columns), _address(out)
-        arguments[24], arguments[25], arguments[26] = out.shape[0], out.shape[1], _address(arg_max)
-        arguments[27] = arg_max.shape[0]
-        _fork(team, body, words, threads)
+    @kernel
+    def look_up_at(
+        ids: int, num_ids: int, bag_starts: int, bags: int, body: int, team: int, parts: int, threads: int, starts: Any,
+        firsts: Any, num_rows: Any, batch: int, flags: Any, asked: int, wanted: int, scale: Any, mode: int,
+        weights: Any, dim: int, half: int, columns: Any, out: Any, arg_max: Any,
+    ) -> Any:  # fmt: skip
+        """``kernels.look_up`` of all bags, after a look at where they begin.
 
-    @functools.cache
-    def look_up_at(id_type: Any) -> Callable[..., Any]:
-        """A function that is ``kernels.look_up`` of all bags of one feature, for ids of that type, and checks offsets.
-
-        Its arguments are the address and number of the ids, the address of the int64 offsets and the number of bags; a
-        ``Split``; and those of ``kernels.look_up``: ``starts``, ``firsts``, ``num_rows``, and from ``flags`` on.
+        Args:
+            ids: address of ids of the type that ``body`` is for; num_ids: how many.
+            bag_starts: address; bags: how many.
+            body, team, parts, threads: a ``Split``.
+            starts: and the arguments behind it, as for ``kernels.look_up``.
         """
-
-        def work(
-            ids_address: int, num_ids: int, offsets_address: int, bags: int, team: int, body: int, words: Any,
-            parts: int, threads: int, starts: Any, firsts: Any, num_rows: Any, flags: Any, asked: int, wanted: int,
-            scale: Any, mode: int, weights: Any, dim: int, half: int, columns: Any, out: Any, arg_max: Any,
-        ) -> Any:  # fmt: skip
-            ids = carray(_pointer(ids_address), (num_ids,), id_type)
-            offsets = carray(_pointer(offsets_address), (bags + 1,), np.int64)
-            if not kernels.are_offsets(offsets, num_ids):
-                return np.int64(NOT_OFFSETS)
-            if parts == 1:
-                return kernels.look_up(
-                    0, bags, ids, starts, firsts, num_rows, bags, offsets, flags, asked, wanted, scale, mode, weights,
-                    dim, half, columns, out, arg_max,
-                )  # fmt: skip
-            _look_up_by_team(
-                team, body, words, parts, threads, ids, starts, firsts, num_rows, bags, offsets, flags, asked, wanted,
-                scale, mode, weights, dim, half, columns, out, arg_max,
-            )  # fmt: skip
-            for part in range(parts):
-                if words[_STATUS + part] != kernels.DONE:
-                    return words[_STATUS + part]
-            return np.int64(kernels.DONE)
-
-        return kernel(work)
+        if not kernels.are_offsets(carray(_pointer(bag_starts), (bags + 1,), np.int64), num_ids):
+            return np.int64(NOT_OFFSETS)
+        place = _stack_words()
+        words = carray(_pointer(place), (_NUM_WORDS,), np.int64)
+        words[_NEXT] = 0
+        a = words[_ARGUMENTS:]
+        a[0], a[1], a[2], a[3] = parts, ids, num_ids, _address(starts)
+        a[4], a[5] = _address(firsts), _address(num_rows)
+        a[6], a[7], a[8], a[9], a[10] = starts.shape[0], batch, bag_starts, bags + 1, _address(flags)
+        a[11], a[12], a[13], a[14], a[15] = flags.shape[0], asked, wanted, _address(scale), scale.shape[0]
+        a[16], a[17], a[18], a[19] = mode, _address(weights), weights.shape[0], weights.shape[1]
+        a[20], a[21], a[22], a[23] = dim, half, _address(columns), _address(out)
+        a[24], a[25], a[26], a[27] = out.shape[0], out.shape[1], _address(arg_max), arg_max.shape[0]
+        _run_body(team, body, place, threads)
+        for part in range(parts):
+            if words[_STATUS + part] != kernels.DONE:
+                return words[_STATUS + part]
+        return np.int64(kernels.DONE)
 
     @functools.cache
-    def _body(id_type: Any, weight_type: Any) -> int:
-        """The address of what each thread runs."""
+    def _body(id_type: Any, weight_type: Any) -> Any:
+        """What each thread runs, as a function that C can call."""
 
         def work(data: Any) -> None:
-            words = carray(data, (_ARGUMENTS + 28,), np.int64)
+            words = carray(data, (_NUM_WORDS,), np.int64)
             a = words[_ARGUMENTS:]
-            parts, dim, batch = a[0], a[20], a[7]
+            parts, batch, dim = a[0], a[7], a[20]
             ids = carray(_pointer(a[1]), (a[2],), id_type)
             starts = carray(_pointer(a[3]), (a[6],), np.int64)
             firsts = carray(_pointer(a[4]), (a[6],), np.int64)
@@ -240,6 +236,4 @@ if JIT_ENABLED:
                 )  # fmt: skip
                 part = _take_next(words, _NEXT)
 
-        compile_it: Callable[..., Any] = numba.cfunc(types.void(types.voidptr), cache=True)
-        address: int = compile_it(work).address
-        return address
+        return callback(work, types.voidptr)

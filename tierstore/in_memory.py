@@ -3,6 +3,7 @@
 A lookup of a bag by ``Lookup`` takes 20 us, nearly all of it Python's; this takes 4.
 """
 
+import weakref
 from typing import TYPE_CHECKING, Any, Final, Optional
 
 import numpy as np
@@ -22,30 +23,26 @@ if TYPE_CHECKING:
 
 __all__ = ["InMemory"]
 
+_NO_FLAGS: Final = np.empty(0, np.uint8)
 _NUMPY_TYPES: Final[dict[Any, Any]] = {torch.int64: np.int64, torch.int32: np.int32}
 
 
 class InMemory:
-    """A table in a pool where every row has a slot.
+    """A table in a pool where every row has a slot. The pool is not kept alive.
 
     Args:
         table: it.
         cache: the pool's.
-
-    Attributes:
-        pool: the pool.
     """
 
     def __init__(self, table: "Table", pool: Pool, cache: FullCache) -> None:
-        self.pool = pool
-        self._cache = cache
+        self._pool = weakref.ref(pool)
         self._dim = pool.layout.dim
+        self._few = direct.few(self._dim)
         first, num_rows = cache.first_slot(table.index), table.config.num_embeddings
         self._plan = np.zeros(1, np.int64), np.array([first], np.int64), np.array([num_rows], np.int64)
         self._column = np.zeros(1, np.int32)
-        self._no_flags = cache.flags[:0]
-        self._few = direct.few(self._dim)
-        self._runs: dict[torch.dtype, Any] = {}
+        self._alone: dict[torch.dtype, direct.Split] = {}
 
     @classmethod
     def of(cls, table: "Table") -> Optional["InMemory"]:
@@ -55,6 +52,12 @@ class InMemory:
             return None
         return cls(table, pool, pool.full)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the pool was closed, as when a new table brought a new one."""
+        pool = self._pool()
+        return pool is None or pool.is_closed
+
     def pooled(self, ids: Tensor, offsets: Tensor, mode: int) -> Tensor | None:
         """As ``Table.pooled``, or None if that must do it: for rows not in, and arguments that are wrong or not plain
         tensors in memory.
@@ -62,42 +65,47 @@ class InMemory:
         Args:
             mode: ``kernels.SUM`` or ``kernels.MEAN``.
         """
+        pool = self._pool()
         if not (
-            isinstance(ids, Tensor)
-            and isinstance(offsets, Tensor)
+            pool is not None
+            and type(ids) is Tensor
+            and type(offsets) is Tensor
             and ids.is_cpu
             and offsets.is_cpu
             and offsets.dtype is torch.int64
             and ids.dim() == offsets.dim() == 1
             and ids.is_contiguous()
             and offsets.is_contiguous()
+            and offsets.data_ptr()
         ):
             return None
-        run = self._runs.get(ids.dtype)
-        if run is not None and ids.numel() < self._few and offsets.numel():
-            return self._run(run, direct.WHOLE, ids, offsets, mode)
-        id_type = _NUMPY_TYPES.get(ids.dtype)
-        if id_type is None or not offsets.numel():
+        alone = self._alone.get(ids.dtype)
+        if alone is not None and ids.numel() < self._few:
+            return self._run(pool, alone, ids, offsets, mode)
+        id_type, weight_type = _NUMPY_TYPES.get(ids.dtype), pool.weights.dtype.type
+        if id_type is None:
             return None
         with Shield():  # while it is compiled
-            how = direct.split(self.pool.workers, ids.numel(), self._dim, id_type, self.pool.weights.dtype.type)
-            if how.parts > 1 and not how.team:
+            how = direct.split(pool.workers, ids.numel(), self._dim, id_type, weight_type)
+            if how is None:
                 return None
-            run = direct.look_up_at(id_type)
-            pooled = self._run(run, how, ids, offsets, mode)
-        if how.parts == 1:
-            self._runs[ids.dtype] = run
+            pooled = self._run(pool, how, ids, offsets, mode)
+            self._alone[ids.dtype] = direct.whole(id_type, weight_type)
         return pooled
 
-    def _run(self, run: Any, how: direct.Split, ids: Tensor, offsets: Tensor, mode: int) -> Tensor | None:
-        pool, cache = self.pool, self._cache
-        num_ids, bags = ids.numel(), offsets.numel() - 1
+    def _run(self, pool: Pool, how: direct.Split, ids: Tensor, offsets: Tensor, mode: int) -> Tensor | None:
+        num_ids, bags, address = ids.numel(), offsets.numel() - 1, ids.data_ptr()
+        if num_ids and not address:
+            return None
         pooled = np.empty((bags, self._dim), np.float32)
+        run: Any = direct.look_up_at
         with pool.rows_lock:
-            pool.require_open()
+            cache = pool.full
+            if pool.is_closed or cache is None:
+                return None
             status = run(
-                ids.data_ptr(), num_ids, offsets.data_ptr(), bags, *how, *self._plan,
-                self._no_flags if cache.is_complete else cache.flags, RESIDENT | LOADING, RESIDENT, NO_FLOATS, mode,
+                address, num_ids, offsets.data_ptr(), bags, *how, *self._plan, bags,
+                _NO_FLAGS if cache.is_complete else cache.flags, RESIDENT | LOADING, RESIDENT, NO_FLOATS, mode,
                 pool.weights, self._dim, pool.half, self._column, pooled, NO_ARG_MAX,
             )  # fmt: skip
         if status != kernels.DONE:

@@ -16,6 +16,7 @@ from . import direct, kernels, quantized
 from .backward import Bags, Groups
 from .cache import FullCache
 from .cache.admission import DIRTY, LOADING, RESIDENT
+from .errors import ClosedError
 from .optim.configs import NUM_HYPER
 from .pool import Lease, Pool, Use
 from .rounding import NEAREST
@@ -255,7 +256,7 @@ class Lookup:
             lease = pool.acquire(self._joined.keys)
             if not self._keep(pool, lease):
                 lease.release()
-            pool.write_ahead()
+            pool.write_ahead(self._tables[0].store)
 
     def release(self) -> None:
         """Unpin whatever is pinned; the lookup still works, it only has to bring its rows in again."""
@@ -306,8 +307,17 @@ class Lookup:
         Args:
             keep: a backward is to come: remember arg-maxima, and keep the rows pinned if there is room.
         """
-        pool: Pool = self._pool
-        pooled = out.numpy()
+        while True:
+            pool: Pool = self._pool
+            try:
+                self._forward(pool, out.numpy(), keep=keep)
+            except ClosedError:
+                if pool is self._pool:  # which fails in a closed store; else a new table brought a new pool
+                    raise
+            else:
+                return
+
+    def _forward(self, pool: Pool, pooled: Any, *, keep: bool) -> None:
         if self._mode == kernels.MAX:
             self._arg_max = np.empty((len(self._bag_starts) - 1, pool.layout.dim), np.int32)
         if pool.full is not None:

@@ -171,6 +171,7 @@ class Pool:
         self._said_lookahead = False
         self._leaving = 0  # dirty rows that the next batch will put out, or 0 while none has
         self._writer: ThreadPoolExecutor | None = None
+        self._writer_thread = 0
         self._ahead: Future[None] | None = None
         self.uses = 0
         self.dropped_uses: deque[None] = deque()
@@ -261,19 +262,24 @@ class Pool:
             self.acquire(cache.keys_at(absent)).release()
         return len(absent)
 
-    def write_ahead(self) -> None:
+    def write_ahead(self, store: object) -> None:
         """Have a thread write rows that will have to leave for the next batch, while that is read, if rows had to be
         written before others could leave.
 
         What it cannot write stays dirty, and whoever needs the slot meets the error.
+
+        Args:
+            store: kept alive meanwhile; dropped, it would be closed, maybe by this very thread.
         """
         with self.lock:
             is_wanted = self._leaving > 0 and not self._closed and (self._ahead is None or self._ahead.done())
             if is_wanted:
                 self._writer = self._writer or ThreadPoolExecutor(1, "tierstore-write")
-                self._ahead = self._writer.submit(self._write_ahead, self._leaving)
+                with contextlib.suppress(RuntimeError):  # no thread is to be had, or the interpreter ends
+                    self._ahead = self._writer.submit(self._write_ahead, self._leaving, store)
 
-    def _write_ahead(self, count: int) -> None:
+    def _write_ahead(self, count: int, _store: object) -> None:
+        self._writer_thread = threading.get_ident()
         with contextlib.suppress(Exception):
             for first in range(0, count, BLOCKS_A_TURN):
                 if self._closed or not self.cache.num_dirty:
@@ -476,16 +482,25 @@ class Pool:
         staging = 0 if self.hot is None else self.hot.host_bytes
         return self.cache.size_bytes + self.writeback.size_bytes + staging
 
-    def close(self) -> None:
+    def refuse(self) -> None:
         """Refuse further use; waiters are told."""
         with self.lock:
             self._closed = True
             self.lock.notify_all()
+
+    def close(self) -> None:
+        """Refuse further use, and end the thread that writes ahead."""
+        self.refuse()
         if self._writer is not None:
-            self._writer.shutdown()
+            self._writer.shutdown(wait=threading.get_ident() != self._writer_thread)
         hot, self.hot = self.hot, None  # each knows the other: memory is freed when the last one lets go, not later
         if hot is not None:
             hot.close()
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing is to be written, neither from here nor from the tier above."""
+        return not self.cache.num_dirty and (self.hot is None or not self.hot.cache.num_dirty)
 
     @property
     def is_closed(self) -> bool:
@@ -519,7 +534,7 @@ class Pool:
                 self._leaving = 1
             if self._leaving:
                 share = self.cache.num_dirty / max(1, self.cache.num_resident)
-                self._leaving = max(1, int(admission.num_missing * share))
+                self._leaving = int(admission.num_missing * share)
             if read and admission.num_missing:
                 self._load(admission.missing_slots)
         except BaseException:

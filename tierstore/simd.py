@@ -68,6 +68,8 @@ if JIT_ENABLED:
     from numba.core import cgutils
     from numba.extending import intrinsic, models, register_model
 
+    from ._jit import require_contiguous
+
     class _Vector(types.Type):  # type: ignore[misc, unused-ignore]
         def __init__(self, lanes: int) -> None:
             self.lanes = lanes
@@ -201,6 +203,7 @@ if JIT_ENABLED:
             data = context.make_array(signature.args[0])(context, builder, args[0]).data
             return builder.load(builder.gep(data, [args[1]]))
 
+        require_contiguous(array)
         return array.dtype(array, types.int64), generate
 
     @intrinsic
@@ -212,6 +215,7 @@ if JIT_ENABLED:
             builder.store(args[2], builder.gep(data, [args[1]]))
             return context.get_dummy_value()
 
+        require_contiguous(array)
         return types.void(array, types.int64, array.dtype), generate
 
     @intrinsic

@@ -319,10 +319,24 @@ class Store:
     def _retire_pools(self) -> None:
         """Write dirty rows back and forget the caches; the next use makes new ones."""
         with self._pools_lock:
-            self._require_unused("create tables")
-            for pool in self._pools.values():
-                pool.flush()
+            while not self._refuse_if_clean():
+                self._require_unused("create tables")
+                for pool in self._pools.values():
+                    pool.flush()
             self._close_pools()
+
+    def _refuse_if_clean(self) -> bool:
+        """Have all pools refuse further use, if no row is in use or to be written: another thread may have written one
+        since they were flushed."""
+        pools = self._pools.values()
+        with contextlib.ExitStack() as stack:
+            for pool in pools:
+                stack.enter_context(pool.lock)
+            if any(pool.in_use or not pool.is_clean for pool in pools):
+                return False
+            for pool in pools:
+                pool.refuse()
+            return True
 
     def _require_unused(self, action: str) -> None:
         for pool in self._pools.values():
@@ -535,6 +549,7 @@ class Store:
                 f'the store at {self.directory} was opened with mode="r"; open it with mode="w" to change it'
             )
 
+    @shielded
     def close(self) -> None:
         """End the commit under way, then release files, memory and threads. What was not committed is dropped.
 
@@ -553,11 +568,12 @@ class Store:
             self._end_pending()
         finally:
             self._closed = True
-            if self._committer is not None:
-                self._committer.shutdown()
-            self._close_pools()
-            self._workers.close()
-            self._cold.close()
+            with contextlib.ExitStack() as stack:  # each, also if one before it fails; the last first
+                stack.callback(self._cold.close)
+                stack.callback(self._workers.close)
+                stack.callback(self._close_pools)
+                if self._committer is not None:
+                    stack.callback(self._committer.shutdown)
 
     def __del__(self) -> None:
         if hasattr(self, "_workers"):

@@ -1,8 +1,8 @@
 """A table of a store: read, write and pooled lookup by id."""
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Table", "check_ids", "check_offsets", "check_scale", "make_lookup"]
 
+_T = TypeVar("_T")
 _HOST: Final = torch.device("cpu")
 _ID_TYPES: Final = (torch.int64, torch.int32)
 
@@ -35,7 +36,7 @@ def check_ids(ids: Tensor, name: str = "ids", *, device: torch.device = _HOST) -
     Raises:
         TypeError: not a tensor, or not of an integer dtype. ValueError: not 1-D, or elsewhere.
     """
-    if isinstance(ids, Tensor) and ids.is_cpu and ids.dtype in _ID_TYPES and ids.dim() == 1:
+    if type(ids) is Tensor and ids.is_cpu and ids.dtype in _ID_TYPES and ids.dim() == 1 and ids.data_ptr():
         return ids.contiguous().numpy()
     if not isinstance(ids, Tensor):
         raise TypeError(f"{name} must be a Tensor, not {type(ids).__name__}")
@@ -51,6 +52,8 @@ def _to_host(values: Tensor, name: str, device: torch.device) -> Any:
         raise ValueError(f"{name} is on {values.device}; this store works on {device}")
     if values.requires_grad:
         values = values.detach()
+    if values.is_cpu and values.numel() and not values.data_ptr():
+        raise ValueError(f"{name} has no elements in memory: a fake tensor, or one whose storage was freed")
     return (values.cpu() if values.device.type != "cpu" else values).contiguous().numpy()
 
 
@@ -197,14 +200,19 @@ class Table:
         """
         keys = self._keys(ids)
         self._store.require_open()
-        while len(keys):
+        if not len(keys):
+            return torch.empty((0, self.layout.dim), dtype=self.layout.torch_dtype, device=self._store.device)
+        return self._in_pool(lambda pool: self._read(pool, keys))
+
+    def _in_pool(self, work: Callable[[Pool], _T]) -> _T:
+        """Do it in the pool of now, and again if a new table brought a new pool meanwhile."""
+        while True:
             pool = self.pool
             try:
-                return self._read(pool, keys)
+                return work(pool)
             except ClosedError:
-                if pool is self.pool:  # which fails in a closed store; else a new table brought a new pool
+                if pool is self.pool:  # which fails in a closed store
                     raise
-        return torch.empty((0, self.layout.dim), dtype=self.layout.torch_dtype, device=self._store.device)
 
     def _read(self, pool: Pool, keys: Any) -> Tensor:
         if pool.hot is not None:
@@ -236,11 +244,14 @@ class Table:
             raise ValueError(f"rows must be [{len(keys)}, {self.layout.dim}], not {list(rows.shape)}")
         if not len(keys):
             return
-        pool = self.pool
+        new = rows.detach()
+        self._in_pool(lambda pool: self._write(pool, keys, new))
+
+    def _write(self, pool: Pool, keys: Any, rows: Tensor) -> None:
         if pool.hot is not None:
-            pool.hot.write(keys, rows.detach())
+            pool.hot.write(keys, rows)
         else:
-            pool.write(keys, self._raw(rows.detach().cpu().contiguous()))
+            pool.write(keys, self._raw(rows.cpu().contiguous()))
 
     def _raw(self, rows: Tensor) -> Any:
         """Numpy view of weights as kernels see them."""
@@ -275,8 +286,9 @@ class Table:
     def _pooled_in_memory(self, ids: Tensor, offsets: Tensor, mode: int) -> Tensor | None:
         """``pooled`` by one compiled call; None if arguments are wrong or not plain, rows not in, or without slots of
         their own."""
+        self._store.require_open()
         memory = self._in_memory
-        if memory is None or memory.pool.is_closed:
+        if memory is None or memory.is_over:
             memory = self._in_memory = InMemory.of(self)
         return None if memory is None else memory.pooled(ids, offsets, mode)
 

@@ -127,6 +127,7 @@ class WriteBack:
                 started = time.perf_counter()
                 self._lock.wait()
                 self.waited_seconds += time.perf_counter() - started
+                first = 0  # others may have changed any of them meanwhile, and a commit may have frozen them again
                 continue
             part = slots[first : first + room]
             self._outbox.put(self._cache, self._cache.thaw(part))

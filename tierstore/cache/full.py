@@ -175,8 +175,8 @@ class FullCache:
         self._lookups += len(slots)
         self._misses += missing - admission.num_missing
         self._hits += unique - admission.num_unique - (missing - admission.num_missing)
+        self._loading += missing - admission.num_missing  # first: others ask whether all rows are in, without a lock
         self._resident += missing - admission.num_missing
-        self._loading += missing - admission.num_missing
         self._pinned += pinned
         admission.consumed, admission.num_unique, admission.num_missing = len(admission.keys), unique, missing
         return AdmitStatus.COMPLETE

@@ -141,13 +141,22 @@ class AnchorKeeper:
         pinned = self._pin()
         try:
             self._metas = metas = _read_metas(self._path, self._page_bytes)
-            future = self._executor.submit(self._make, metas)
+            future = self._submit(metas)
         except BaseException:
             pinned.close()
             raise
         self._written_bytes = 0
         self._pending = pinned, future
         return future
+
+    def _submit(self, metas: tuple[bytes, bytes]) -> Future[None]:
+        try:
+            return self._executor.submit(self._make, metas)
+        except RuntimeError:  # the interpreter ends, and nothing begins in a thread any more
+            self._make(metas)
+            done: Future[None] = Future()
+            done.set_result(None)
+            return done
 
     def _make(self, metas: tuple[bytes, bytes]) -> None:
         self._sync()
