@@ -483,8 +483,8 @@ def test_what_cannot_be_written_ahead_is_told_to_who_needs_the_room(
 
 def test_a_row_frozen_again_while_its_update_waits_is_kept_for_both_versions(store_dir: Path) -> None:
     """An update waits for room in the outbox, another takes one of its rows, and the next version begins."""
-    with open_store(store_dir, ddr="8MiB") as store:
-        rows = torch.arange(400)
+    with open_store(store_dir, ddr="64MiB") as store:
+        rows = ALL
         put(store, rows, 1.0)
         pool = store["t"].pool
         writeback_, cache = pool.writeback, pool.cache
@@ -503,8 +503,9 @@ def test_a_row_frozen_again_while_its_update_waits_is_kept_for_both_versions(sto
 
         thread = threading.Thread(target=update)
         thread.start()
-        while writeback_._outbox.room:
+        while writeback_._outbox.room and thread.is_alive():
             time.sleep(0.001)
+        assert not writeback_._outbox.room
         with pool.lock:
             writeback_._outbox.drop(writeback_._outbox.places)  # as if written
             writeback_.begin_update(slots[:1])
