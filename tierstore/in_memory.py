@@ -3,6 +3,7 @@
 A lookup of a bag by ``Lookup`` takes 20 us, nearly all of it Python's; this takes 4.
 """
 
+import os
 import weakref
 from typing import TYPE_CHECKING, Any, Final, Optional
 
@@ -37,6 +38,7 @@ class InMemory:
 
     def __init__(self, table: "Table", pool: Pool, cache: FullCache) -> None:
         self._pool = weakref.ref(pool)
+        self._process_id = os.getpid()
         self._dim = pool.layout.dim
         self._few = direct.few(self._dim)
         first, num_rows = cache.first_slot(table.index), table.config.num_embeddings
@@ -68,6 +70,7 @@ class InMemory:
         pool = self._pool()
         if not (
             pool is not None
+            and os.getpid() == self._process_id  # else this is a fork, without the store's threads
             and type(ids) is Tensor
             and type(offsets) is Tensor
             and ids.is_cpu

@@ -274,7 +274,10 @@ class Table:
         if mode not in MODES:
             require_choice(mode, tuple(MODES), "mode")
         if per_sample_weights is None and mode != "max":
-            pooled = self._pooled_in_memory(ids, offsets, MODES[mode])
+            memory = self._in_memory
+            pooled = None if memory is None else memory.pooled(ids, offsets, MODES[mode])
+            if pooled is None:
+                pooled = self._pooled_in_memory(ids, offsets, MODES[mode])
             if pooled is not None:
                 return pooled
         jagged = self.jagged(ids, offsets, mode=mode, per_sample_weights=per_sample_weights)
@@ -287,10 +290,10 @@ class Table:
         """``pooled`` by one compiled call; None if arguments are wrong or not plain, rows not in, or without slots of
         their own."""
         self._store.require_open()
-        memory = self._in_memory
-        if memory is None or memory.is_over:
-            memory = self._in_memory = InMemory.of(self)
-        return None if memory is None else memory.pooled(ids, offsets, mode)
+        if self._in_memory is not None and not self._in_memory.is_over:
+            return None
+        self._in_memory = InMemory.of(self)
+        return None if self._in_memory is None else self._in_memory.pooled(ids, offsets, mode)
 
     def jagged(self, ids: Tensor, offsets: Tensor, *, mode: str, per_sample_weights: Tensor | None = None) -> Jagged:
         """Checked ids of one feature."""
