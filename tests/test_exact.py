@@ -83,7 +83,9 @@ def train(
                     pool.cache.check_integrity()
                 if pool.hot is not None:
                     pool.hot.check_integrity()
-        assert not any(table.pool.in_use for table in store.tables.values())
+        for table in store.tables.values():
+            table.pool.end_write_ahead()
+            assert not table.pool.in_use
         live = torch.cat([table.read(everything) for table in store.tables.values()])
         store.commit()
         stats = store.stats()

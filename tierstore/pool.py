@@ -469,7 +469,7 @@ class Pool:
 
     @property
     def in_use(self) -> bool:
-        """Whether batches under way use rows, here or in the tier above."""
+        """Whether batches under way use rows, here or in the tier above, or rows are being written just now."""
         return (
             self.num_pinned > 0
             or self.uses > len(self.dropped_uses)
