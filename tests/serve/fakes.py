@@ -1,0 +1,92 @@
+"""An engine without a store, to test what speaks to one."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tierstore.serve.messages import (
+    DATATYPES,
+    InferRequest,
+    InferResponse,
+    InferTensor,
+    ModelMetadata,
+    ServeError,
+    Status,
+    TensorSpec,
+)
+
+VERSION = "7"
+
+
+class FakeEngine:
+    """Models "echo" (each input comes back as an output of its name), "double" (x FP32 [-1, 3] as y, twice it), "slow"
+    (waits until ``let_go``), "full", "late", "broken" (each fails in its way).
+
+    Attributes:
+        seen: the requests, in order of arrival.
+        refused: what ``note_refused`` was told.
+        cancelled: requests whose task was cancelled while "slow" held them.
+    """
+
+    def __init__(self) -> None:
+        self.is_live = True
+        self.is_ready = True
+        self.seen: list[InferRequest] = []
+        self.refused: list[tuple[str, Exception]] = []
+        self.cancelled: list[InferRequest] = []
+        self.let_go = asyncio.Event()
+        self._models = {
+            name: ModelMetadata(
+                name=name,
+                versions=(VERSION,),
+                platform="tierstore",
+                inputs=(TensorSpec("x", "FP32", (-1, 3)),),
+                outputs=(TensorSpec("y", "FP32", (-1, 3)),),
+                parameters={"features": "a,b"},
+            )
+            for name in ("broken", "double", "echo", "full", "late", "slow")
+        }
+
+    def models(self) -> tuple[ModelMetadata, ...]:
+        return tuple(self._models.values())
+
+    def model(self, name: str, version: str = "") -> ModelMetadata:
+        if name not in self._models:
+            raise ServeError(Status.NOT_FOUND, f"no model {name!r}; did you mean 'echo'?")
+        if version not in ("", VERSION):
+            raise ServeError(Status.NOT_FOUND, f"version {version!r} is not served; {VERSION} is")
+        return self._models[name]
+
+    async def infer(self, request: InferRequest) -> InferResponse:
+        self.seen.append(request)
+        self.model(request.model, request.version)
+        for name, tensor in request.inputs.items():
+            assert tensor.data.dtype == DATATYPES[tensor.datatype], name
+        outputs = await self._outputs(request)
+        return InferResponse(model=request.model, version=VERSION, id=request.id, outputs=outputs)
+
+    async def _outputs(self, request: InferRequest) -> Mapping[str, InferTensor]:
+        failures: dict[str, Any] = {
+            "full": ServeError(Status.OVERLOADED, "the queue is full"),
+            "late": ServeError(Status.DEADLINE, "the deadline passed in the queue"),
+            "broken": ServeError(Status.INTERNAL, "the model failed"),
+        }
+        if request.model in failures:
+            raise failures[request.model]
+        if request.model == "slow":
+            try:
+                await self.let_go.wait()
+            except asyncio.CancelledError:
+                self.cancelled.append(request)
+                raise
+        if request.model in ("echo", "slow"):
+            return dict(request.inputs)
+        x = request.inputs.get("x")
+        if x is None or x.datatype != "FP32" or x.data.ndim != 2:
+            raise ServeError(Status.INVALID, "input 'x' must be FP32 [-1, 3]")
+        return {"y": InferTensor("FP32", np.ascontiguousarray(x.data * 2))}
+
+    def note_refused(self, protocol: str, error: Exception) -> None:
+        self.refused.append((protocol, error))

@@ -1,0 +1,65 @@
+"""The server's two contracts: what a model is to the batcher, and what the engine is to REST and gRPC."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from .messages import InferRequest, InferResponse, InferTensor, ModelMetadata
+
+__all__ = ["Engine", "Model", "Outputs", "Query"]
+
+Outputs = dict[str, InferTensor]
+
+
+class Query(Protocol):
+    """A request's inputs, checked, as its model wants them."""
+
+    @property
+    def num_samples(self) -> int:
+        """What it counts for in a batch, at least 1."""
+
+
+class Model(Protocol):
+    """One model. ``parse`` may run in any thread, ``run`` in one thread at a time."""
+
+    @property
+    def name(self) -> str: ...
+
+    def metadata(self, version: str) -> ModelMetadata: ...
+
+    def parse(self, inputs: Mapping[str, InferTensor]) -> Query:
+        """Check a request's inputs.
+
+        Raises:
+            ServeError: INVALID; names the input and what is wrong with it.
+        """
+
+    def run(self, queries: Sequence[Any]) -> list[Outputs]:
+        """The outputs of each query; all are computed as one batch, and each as if it were alone in it."""
+
+
+class Engine(Protocol):
+    """Everything that is served, at one version of the store at a time. Its methods are for the event loop."""
+
+    @property
+    def is_live(self) -> bool:
+        """False once it cannot recover by itself."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are taken: warmed up, and not draining."""
+
+    def models(self) -> tuple[ModelMetadata, ...]:
+        """All of them, by name."""
+
+    def model(self, name: str, version: str = "") -> ModelMetadata:
+        """ServeError NOT_FOUND, with the nearest name or the version that is served."""
+
+    async def infer(self, request: InferRequest) -> InferResponse:
+        """Answer; to cancel the task takes the request back.
+
+        Raises:
+            ServeError: for all that can go wrong; nothing else.
+        """
+
+    def note_refused(self, protocol: str, error: Exception) -> None:
+        """Count a request ("http" or "grpc") that was refused before it could be asked here."""

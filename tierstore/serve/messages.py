@@ -1,0 +1,151 @@
+"""What the server is asked and answers, whichever protocol carries it: the Open Inference Protocol's terms, as numpy.
+
+https://github.com/kserve/open-inference-protocol (v2). Both fronts, REST and gRPC, turn what arrives into these and
+these into what leaves; models know nothing else.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import TierstoreError
+
+__all__ = [
+    "DATATYPES",
+    "EXTENSIONS",
+    "InferRequest",
+    "InferResponse",
+    "InferTensor",
+    "ModelMetadata",
+    "Parameters",
+    "ServeError",
+    "Status",
+    "TensorSpec",
+]
+
+Parameters: TypeAlias = Mapping[str, "bool | int | float | str"]
+
+DATATYPES: Final[Mapping[str, "np.dtype[Any]"]] = {
+    "BOOL": np.dtype(np.bool_),
+    "UINT8": np.dtype(np.uint8),
+    "UINT16": np.dtype(np.uint16),
+    "UINT32": np.dtype(np.uint32),
+    "UINT64": np.dtype(np.uint64),
+    "INT8": np.dtype(np.int8),
+    "INT16": np.dtype(np.int16),
+    "INT32": np.dtype(np.int32),
+    "INT64": np.dtype(np.int64),
+    "FP16": np.dtype(np.float16),
+    "BF16": np.dtype(np.uint16),
+    "FP32": np.dtype(np.float32),
+    "FP64": np.dtype(np.float64),
+    "BYTES": np.dtype(np.object_),
+}
+"""The protocol's datatypes and what they are in numpy, little-endian; BF16 as its bit patterns."""
+
+EXTENSIONS: Final = ("binary_tensor_data", "statistics")
+
+
+class Status(Enum):
+    """What became of a request that failed: (HTTP status, name of the gRPC status)."""
+
+    INVALID = (400, "INVALID_ARGUMENT")
+    UNAUTHENTICATED = (401, "UNAUTHENTICATED")
+    NOT_FOUND = (404, "NOT_FOUND")
+    TOO_LARGE = (413, "RESOURCE_EXHAUSTED")
+    INTERNAL = (500, "INTERNAL")
+    OVERLOADED = (503, "RESOURCE_EXHAUSTED")
+    UNAVAILABLE = (503, "UNAVAILABLE")
+    DEADLINE = (504, "DEADLINE_EXCEEDED")
+
+    @property
+    def http(self) -> int:
+        return self.value[0]
+
+    @property
+    def grpc(self) -> str:
+        return self.value[1]
+
+
+class ServeError(TierstoreError):
+    """A request that is refused or failed; the message names the field and the way out, and is the client's to read."""
+
+    def __init__(self, status: Status, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class InferTensor(NamedTuple):
+    """One tensor.
+
+    Attributes:
+        datatype: a key of ``DATATYPES``.
+        data: C-contiguous array of the tensor's shape and the datatype's dtype; not to be written to.
+    """
+
+    datatype: str
+    data: NDArray[Any]
+
+
+class TensorSpec(NamedTuple):
+    """What a model takes or gives under a name; -1 stands for a length that varies."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelMetadata:
+    """Attributes:
+    versions: what may be asked for: the store's version that is served, and no other.
+    parameters: what else a client may want to know, as the order of features.
+    """
+
+    name: str
+    versions: tuple[str, ...]
+    platform: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    parameters: Parameters = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferRequest:
+    """Attributes:
+    model: its name.
+    version: "" for whichever is served.
+    id: the client's, given back with the response; "" if it gave none.
+    inputs: by name.
+    outputs: names of the wanted outputs; empty for all.
+    deadline: ``time.monotonic()`` seconds after which nobody waits for the answer, or None.
+    parameters: the request's own.
+    protocol: that it came by, "http" or "grpc"; for metrics and logs.
+    """
+
+    model: str
+    version: str = ""
+    id: str = ""
+    inputs: Mapping[str, InferTensor]
+    outputs: tuple[str, ...] = ()
+    deadline: float | None = None
+    parameters: Parameters = field(default_factory=dict)
+    protocol: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferResponse:
+    """Attributes:
+    version: of the store, whose rows and weights all outputs are of.
+    outputs: by name, in the model's order.
+    """
+
+    model: str
+    version: str
+    id: str
+    outputs: Mapping[str, InferTensor]
+    parameters: Parameters = field(default_factory=dict)
