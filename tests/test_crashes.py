@@ -93,7 +93,8 @@ def test_a_process_is_killed_when_its_time_comes_and_a_hang_is_a_failure(tmp_pat
         endings.append(fork(sleepy, stacks))
         for ending in endings:
             said = (ending.last("said") or {}).get("word")
-            print(ending.how, said, *(word for word in ("so wrong", "-6", "hung", "in sleepy") if word in ending.words))
+            words = ("so wrong", "status -6", "hung", "in sleepy")
+            print(ending.how, said, *(word for word in words if word in ending.words))
         """
     lines = run(code, tmp_path / "stacks", changes=ALONE).splitlines()
     assert lines == [
@@ -101,7 +102,7 @@ def test_a_process_is_killed_when_its_time_comes_and_a_hang_is_a_failure(tmp_pat
         "killed None",
         "killed None",
         "failed None so wrong",
-        "failed None -6",
+        "failed None status -6",
         "failed None hung in sleepy",
     ]
 
