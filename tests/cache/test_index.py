@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore._jit import JIT_ENABLED
 from tests.kernels import from_python
+from tierstore._jit import JIT_ENABLED
 from tierstore.cache import index as kernels
 from tierstore.cache.index import ABSENT, SLOT_DTYPE, index_places
 

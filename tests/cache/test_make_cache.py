@@ -10,10 +10,10 @@ from tierstore.cache import POLICIES, DdrCache, ReferenceCache, capacity_for, ma
 
 
 def test_policies() -> None:
-    assert POLICIES == (
+    assert (
         *("lru", "lfu", "tinylfu", "lookahead"),
         *("reference-lru", "reference-lfu", "reference-tinylfu", "reference-lookahead"),
-    )
+    ) == POLICIES
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -3,8 +3,8 @@
 Here a sample of places; ``python -m bench.damage`` and the soak try them all.
 """
 
-import json
 import contextlib
+import json
 import os
 import socket
 import subprocess

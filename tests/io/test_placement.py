@@ -22,9 +22,7 @@ def known() -> Placement:
 @pytest.mark.kernel
 def test_every_row_has_one_place_and_every_place_one_row() -> None:
     placement = known()
-    moved = {
-        key: area.start + position for area in placement.areas for position, key in enumerate(area.keys.tolist())
-    }
+    moved = {key: area.start + position for area in placement.areas for position, key in enumerate(area.keys.tolist())}
     keys = np.concatenate([keys_of(table, np.arange(num_rows)) for table, (_, num_rows) in TABLES.items()])
     keys = np.random.default_rng(1).permutation(keys)
     places = placement.places(keys)
@@ -63,7 +61,7 @@ def test_a_placement_is_what_was_packed() -> None:
         assert np.array_equal(one.keys, other.keys)
     data = placement.pack()
     for broken in (data[:-8], data + bytes(8), data[:8]):
-        with pytest.raises((ValueError, struct.error), match="cut short|wrong length|unpack_from"):
+        with pytest.raises((ValueError, struct.error), match=r"cut short|wrong length|unpack_from"):
             unpack_placement(broken)
 
 

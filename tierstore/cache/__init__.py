@@ -25,8 +25,8 @@ from typing import Any, Final
 from .base import Admission, AdmitStatus, Announceable, CacheCounters, RowCache
 from .ddr import OVERHEAD_BYTES, DdrCache
 from .ddr import capacity_for as _ddr_capacity_for
-from .full import TABLE_BYTES, FullCache, full_size_bytes
 from .ddr import size_bytes_of as _ddr_size_bytes_of
+from .full import TABLE_BYTES, FullCache, full_size_bytes
 from .reference import ReferenceCache
 
 __all__ = [
@@ -107,9 +107,7 @@ def size_bytes_of(policy: str, capacity: int, *, weight_words: int, state_words:
     Raises:
         ValueError: unknown policy (names the nearest).
     """
-    return _ddr_size_bytes_of(
-        capacity, weight_words=weight_words, state_words=state_words, policy=_fast_twin(policy)
-    )
+    return _ddr_size_bytes_of(capacity, weight_words=weight_words, state_words=state_words, policy=_fast_twin(policy))
 
 
 def _fast_twin(policy: str) -> Any:

@@ -17,12 +17,12 @@ from .sketch import BLOCK_BYTES, sketch_width
 
 __all__ = [
     "BATCH_DTYPE",
-    "MAX_BATCHES",
-    "USES_PER_ROW",
-    "USE_DTYPE",
     "BUCKET_BYTES",
+    "MAX_BATCHES",
     "MAX_FREQUENCY",
     "NUM_TALLIES",
+    "USES_PER_ROW",
+    "USE_DTYPE",
     "CacheState",
     "Tally",
     "link_after",

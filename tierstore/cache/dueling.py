@@ -4,9 +4,9 @@ The sample is by key: a row is in it or not, in proportion to what the small cac
 hits about the share of its accesses that the real cache would hit under its policy. Once a capacity of accesses the
 window is set to one of two sizes, by which of the two had more hits lately.
 
-Sources: C. Waldspurger, T. Saemundson, I. Ahmad and N. Park, Cache modeling and optimization using miniature simulations
-(USENIX ATC 2017); choosing by a sample of either policy, M. Qureshi, A. Jaleel, Y. Patt, S. Steely and J. Emer,
-Adaptive insertion policies for high performance caching (ISCA 2007), set dueling.
+Sources: C. Waldspurger, T. Saemundson, I. Ahmad and N. Park, Cache modeling and optimization using miniature
+simulations (USENIX ATC 2017); choosing by a sample of either policy, M. Qureshi, A. Jaleel, Y. Patt, S. Steely
+and J. Emer, Adaptive insertion policies for high performance caching (ISCA 2007), set dueling.
 """
 
 from typing import Any, Final

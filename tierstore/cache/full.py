@@ -16,8 +16,8 @@ from .._jit import uncounted_kernel as kernel
 from ..rows import KEY_ROW_BITS
 from .admission import DIRTY, FLAGS, FROZEN, LOADING, RESIDENT, UNCLEAN
 from .base import Admission, AdmitStatus, CacheCounters, Int32s, Int64s
-from .index import ABSENT
 from .ddr import ALIGNMENT_BYTES, CAPACITY_MAX, aligned_arena, checked_keys, checked_slots
+from .index import ABSENT
 
 __all__ = ["FULL_OVERHEAD_BYTES", "TABLE_BYTES", "FullCache", "full_size_bytes"]
 

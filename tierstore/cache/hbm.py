@@ -7,8 +7,8 @@ used row. The index takes 20 bytes a cached row (``INDEX_BYTES``), whatever the 
 A batch's rows are admitted in two steps, ``plan`` and ``commit``: the plan says which slot each row would take and
 whose row would leave, changing nothing, so that dirty victims can be written back first. The rows of one set are
 treated one after another in the order given, sets independently; so a plan depends on nothing but the cache and the
-batch. A row all of whose set is pinned is a *conflict miss*: it gets no slot. Nor does one that is asked for less often than
-the row that would leave, if the caller says how often rows are (``hbm_sketch``).
+batch. A row all of whose set is pinned is a *conflict miss*: it gets no slot. Nor does one that is asked for less often
+than the row that would leave, if the caller says how often rows are (``hbm_sketch``).
 
 ``HbmCache`` is the contract of ``base`` (numpy in, numpy out, waiting for the device) over the steps that the pipeline
 calls on tensors, which wait for nothing. The kernels are Triton's on CUDA (``hbm_triton``), torch's elsewhere
@@ -25,7 +25,21 @@ from torch import Tensor
 
 from . import hbm_twin
 from .base import Admission, AdmitStatus, CacheCounters, Int32s, Int64s
-from .hbm_books import DIRTY, FROZEN, LOADING, NO_SUCH_SLOT, PIN, RESIDENT, STAMP_BITS, WAYS, Books, Plan, Status, mixed, sets_of
+from .hbm_books import (
+    DIRTY,
+    FROZEN,
+    LOADING,
+    NO_SUCH_SLOT,
+    PIN,
+    RESIDENT,
+    STAMP_BITS,
+    WAYS,
+    Books,
+    Plan,
+    Status,
+    mixed,
+    sets_of,
+)
 
 __all__ = ["CAPACITY_MAX", "INDEX_BYTES", "HbmCache", "PolicyName"]
 

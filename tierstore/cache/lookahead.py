@@ -2,8 +2,8 @@
 
 Batches are announced as lists of keys, and *retired* as they come into use. A resident slot lies, in the one list of
 eviction, among the rows of no known use, least recently used first, or behind them in the *group* of the batch that
-uses it next; groups lie farthest batch first. So the next victim is a row that nobody announced, else the row whose next
-use is farthest away, as precisely as batches go: all rows of a batch are used at once.
+uses it next; groups lie farthest batch first. So the next victim is a row that nobody announced, else the row whose
+next use is farthest away, as precisely as batches go: all rows of a batch are used at once.
 
 The uses of a key that are still to come form a ring, oldest to newest and back, and the index of announced keys leads
 to the newest: both ends are one step away. A use of a batch that was retired out of turn stays in its ring until the

@@ -1,4 +1,4 @@
-"""LRU, LFU, TinyLFU and lookahead over arrays, O(1) a step: each keeps the resident slots in one list in eviction order.
+"""LRU, LFU, TinyLFU and lookahead over arrays, O(1) a step: each keeps resident slots in one list in eviction order.
 
 LRU: a touched slot moves to the end. LFU: slots of equal count lie side by side, oldest first, and form a *bucket*;
 buckets lie in order of their counts. A bucket knows its count and its last slot; its neighbours are found through

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .base import Admission, AdmitStatus, CacheCounters, Int32s, Int64s, Words
-from .reference_pinnable import Pinnable
 from .reference_lookahead import Lookahead
+from .reference_pinnable import Pinnable
 from .reference_tinylfu import TinyLFU
 
 __all__ = ["ReferenceCache", "ReferencePolicyName"]

@@ -6,8 +6,6 @@ The rules are those of lookahead.py, and so are its bounds; no code is shared wi
 from collections.abc import Iterator
 from typing import Final
 
-import cachetools
-
 from .reference_pinnable import Pinnable
 
 __all__ = ["Lookahead"]

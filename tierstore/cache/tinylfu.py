@@ -1,4 +1,6 @@
-"""TinyLFU as an order of eviction: rows by how often they were accessed, behind them a window of the newest, O(1) a step.
+"""TinyLFU as an order of eviction: rows by how often they were accessed, behind them a window of the newest.
+
+A step is O(1).
 
 A row that misses is about to be used, so it is always let in. It enters the *window*, the end of the list, in order of
 use. A row that leaves a full window is filed in the *main* part by its count of accesses: behind the rows accessed as

@@ -337,7 +337,7 @@ def require_sound(path: Path, store_id: bytes) -> None:
 def _is_sound(path: Path, anchor: _Anchor) -> bool:
     """Whether the file is as the anchor says, or as a writer left it that the machine has not stopped since.
 
-    LMDB leaves a mixture in a meta page whose write failed, which is no meta page but matters to nobody: the other counts.
+    LMDB leaves a mixture in a meta page whose write failed; it is no meta page but matters to nobody: the other counts.
     """
     metas = _read_metas(path, anchor.page_bytes)
     current = boot_id()

@@ -92,8 +92,8 @@ def translate(error: lmdb.Error, path: Path) -> TierstoreError:
         return DamagedError(f"{path}: LMDB reports {error}. {RESTORE}")
     if code == errno.EIO:
         return TierstoreError(
-            f"{path}: {error}; the last commit is intact. The system's log says what the device reports; if later calls "
-            "fail too, close the store and open it again."
+            f"{path}: {error}; the last commit is intact. The system's log says what the device reports; if later "
+            "calls fail too, close the store and open it again."
         )
     return TierstoreError(f"{path}: {error}")
 

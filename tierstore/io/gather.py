@@ -57,8 +57,8 @@ QUEUE_DEPTH: Final = 512
 """Rows whose pages are queued ahead of the copy; as many times more as there are rows to a page."""
 SAMPLE_EVERY: Final = 512
 SAMPLE_ROWS: Final = 16
-"""After every SAMPLE_EVERY rows queued, the next SAMPLE_ROWS on pages not queued yet are looked at: if all are in memory,
-queueing ends."""
+"""After every SAMPLE_EVERY rows queued, the next SAMPLE_ROWS on pages not queued yet are looked at: if all are in
+memory, queueing ends."""
 BLIND_ROWS: Final = 4096
 """Where the kernel does not tell what is in memory, queueing ends after so many rows, to begin anew if need be."""
 PREFETCH_ROWS: Final = 8
@@ -263,8 +263,8 @@ def _first_bad(
     lanes: Words,
     header_words: int,
 ) -> int:
-    """-1, or the position of the first present row of ``[start, end)`` that does not match its checksum, or whose page is
-    another's: a row of an earlier epoch has a good checksum too.
+    """-1, or the position of the first present row of ``[start, end)`` that does not match its checksum, or whose page
+    is another's: a row of an earlier epoch has a good checksum too.
 
     ``header_words``: words of a page if each begins with a header, which holds its number; else 0.
     """
@@ -390,9 +390,7 @@ def gather(
         while cold and queued < min(num, position + depth):
             if queued >= next_sample:
                 next_sample = queued + SAMPLE_EVERY
-                cold = can_sample and not _all_resident(
-                    geo.page_words, address, queued, offsets, flag, seen, in_bits
-                )
+                cold = can_sample and not _all_resident(geo.page_words, address, queued, offsets, flag, seen, in_bits)
             if cold:
                 _queue_row(address, geo.page_words, stored_words, offsets[queued], seen, in_bits)
                 queued += 1

@@ -86,8 +86,9 @@ def prefetch(
         features: how to get a batch's jagged ids.
 
     Raises:
-        ValueError: depth or lookahead is negative. Whatever ``batches``, ``features`` or the reading of rows raised, when the
-        batch that it happened to is asked for; batches before it are yielded first, and the store stays usable.
+        ValueError: depth or lookahead is negative. Whatever ``batches``, ``features`` or the reading of rows raised,
+        when the batch that it happened to is asked for; batches before it are yielded first, and the store stays
+            usable.
     """
     for name, value in (("depth", depth), ("lookahead", lookahead)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -184,7 +185,10 @@ def _pipeline(
     ready: queue.Queue[_Ready | _Failed | _End] = queue.Queue(depth)
     stop = threading.Event()
     worker = threading.Thread(
-        target=_fill, args=(batches, module, lookahead, get_features, ready, stop), name="tierstore-prefetch", daemon=True
+        target=_fill,
+        args=(batches, module, lookahead, get_features, ready, stop),
+        name="tierstore-prefetch",
+        daemon=True,
     )
     worker.start()
     ticket = None
