@@ -8,10 +8,10 @@ from . import errors, init, optim
 from .config import TableConfig
 from .io.prefetch import prefetch
 from .nn import KeyedJaggedTensor, KeyedTensor, TieredEmbeddingBag, TieredEmbeddingBagCollection
+from .opening import open_store as open  # noqa: A004 - tierstore.open, as gzip.open
 from .quantization import QuantizedTable, QuantizeReport, quantize
 from .stats import Stats, TierStats
 from .store import Store
-from .store import open_store as open  # noqa: A004 - tierstore.open, as gzip.open
 from .table import Table
 
 __all__ = [

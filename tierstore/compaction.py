@@ -33,9 +33,9 @@ from .io.mapped import FileMap
 from .io.snapshot import Snapshot
 from .io.versions import garbage, stale_items
 from .manifest import MANIFEST_NAME, Manifest
+from .opening import open_store
 from .placing import plan_placement, write_placed
 from .signals import Shield
-from .store import open_store
 from .trace import Trace, read_trace
 
 __all__ = ["WORK_NAME", "CompactReport", "compact_store"]

@@ -8,8 +8,9 @@ from tqdm import tqdm
 
 from .config import MAX_KEPT_VERSIONS
 from .manifest import Manifest
+from .opening import open_store
 from .sizes import format_size
-from .store import Store, open_store
+from .store import Store
 
 __all__ = ["describe_store", "roll_back_store", "verify_store"]
 

@@ -28,6 +28,7 @@ import numpy as np
 from . import kernels, quantized
 from .cache import Admission, AdmitStatus, Announceable, CacheCounters, FullCache, RowCache
 from .config import TableConfig
+from .converting import RowSource
 from .errors import BudgetError, ClosedError
 from .floats import half_code
 from .io import ColdTier
@@ -124,6 +125,10 @@ class Pool:
         full: the cache, if every row has a slot of its own in it; then lookups may go by slots, with ``bring_in``.
         uses: batches that use rows of a full cache; less ``dropped_uses``, of batches that were given up.
         hot: the tier above, in device memory, or None. It may hold newer rows.
+        arrivals: if not None, the keys of rows that are read in are added to it.
+
+    Args:
+        read: brings rows in; default: as ``cold`` has them.
     """
 
     def __init__(
@@ -137,6 +142,7 @@ class Pool:
         outbox_rows: int,
         epoch: int,
         readonly: bool,
+        read: RowSource | None = None,
     ) -> None:
         self.layout = layout
         self.cache = cache
@@ -155,8 +161,9 @@ class Pool:
         self.split_batches = 0
         self.fill_seconds = 0.0
         self.hot: HbmPool | None = None
+        self.arrivals: list[Any] | None = None
         self._put = CacheCounters(lookups=0, hits=0, misses=0, evictions=0)
-        self._cold = cold
+        self._read_rows: RowSource = read or cold.read
         self.writeback = WriteBack(
             layout,
             cache,
@@ -569,11 +576,13 @@ class Pool:
         cache = self.cache
         keys = cache.keys_of(slots)
         present = np.empty(len(keys), np.bool_)
-        self._cold.read(keys, slots, cache.weights, cache.state, present)
+        self._read_rows(keys, slots, cache.weights, cache.state, present)
         if not present.all():
             self._fill_first_values(keys[~present], slots[~present])
         with self.lock:
             cache.filled(slots)
+            if self.arrivals is not None:
+                self.arrivals.append(keys)
         self.fill_seconds += time.perf_counter() - started
 
     def _fill_first_values(self, keys: Any, slots: Any) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from . import cache
 from .budget import PoolSize, divide, divide_hbm
+from .converting import RowSource
 from .device import memory_bytes
 from .hbm.build import add_hbm
 from .hbm.pool import HbmSize, host_bytes_of
@@ -56,23 +57,24 @@ class Pools:
     def build(
         cls,
         tables: Sequence[Table],
-        table_bytes: int,
         memory: Memory,
         cold: ColdTier,
         workers: Workers,
         *,
         epoch: int,
         readonly: bool,
+        read: RowSource,
     ) -> "Pools":
         """One pool a row layout.
 
         Args:
-            table_bytes: of all rows, what percentages in budgets are of.
             epoch: the version that rows are written for.
+            read: brings rows in, as their tables' layouts have them.
 
         Raises:
             BudgetError: a budget is too small, or larger than what the machine has free.
         """
+        table_bytes = sum(table.config.num_embeddings * table.layout.row_bytes for table in tables)
         rows: dict[RowLayout, int] = {}
         for table in tables:
             rows[table.layout] = rows.get(table.layout, 0) + table.config.num_embeddings
@@ -92,6 +94,7 @@ class Pools:
                 outbox_rows=size.outbox_rows,
                 epoch=epoch,
                 readonly=readonly,
+                read=read,
             )
             for layout, size in division.pools.items()
         }

@@ -15,21 +15,18 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, get_args
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from . import optim
 from .config import TableConfig, require_choice
+from .converting import converted
 from .durable import sync_directory
 from .errors import DamagedError, TableError, TierstoreError
 from .exchange.output import full_disk_errors
-from .floats import half_code
 from .io import LmdbColdTier
 from .io.files import rows_path
 from .manifest import Manifest
-from .quantized import pack_rows
+from .opening import open_store
 from .rows import KEY_ROW_BITS, DtypeName, RowLayout
-from .store import open_store
 from .version import TableState, pack, unpack, unpack_tensors
 
 __all__ = ["TARGET_DTYPES", "QuantizeReport", "QuantizedTable", "quantize"]
@@ -214,7 +211,7 @@ class _Copy:
             stop = min(start + step, config.num_embeddings)
             rows, weights = self._read(old_layout, index, start, stop)
             if len(rows):
-                words = _converted(config.name, rows, weights, old_layout, layout)
+                words = self._converted(config.name, rows, weights, old_layout, layout)
                 keys, state = rows | (index << KEY_ROW_BITS), np.zeros((len(rows), layout.state_words), np.uint64)
                 slots = np.arange(len(rows), dtype=np.int32)
                 self._after.write(keys, slots, words, state, epoch=self._before.version)
@@ -223,6 +220,15 @@ class _Copy:
             if self._progress is not None:
                 self._progress(self._done, self._total)
         return count
+
+    def _converted(self, table: str, rows: Any, weights: Any, before: RowLayout, after: RowLayout) -> Any:
+        words, bad = converted(weights, before, after)
+        if bad >= 0:
+            raise ValueError(
+                f"row {rows[bad]} of table {table!r} holds NaN, infinity or numbers too large for {after.dtype}; leave "
+                "the table as it is (name the others with tables=, --table) or choose another dtype"
+            )
+        return words
 
     def _read(self, layout: RowLayout, index: int, start: int, stop: int) -> tuple[Any, Any]:
         """Numbers of the rows of ``[start, stop)`` that were ever written, and their weights, uint64 [n, words]."""
@@ -233,34 +239,6 @@ class _Copy:
         present = np.empty(len(rows), np.bool_)
         self._before.read(rows | (index << KEY_ROW_BITS), slots, weights, state, present)
         return rows[present], weights[present]
-
-
-def _converted(table: str, rows: Any, weights: Any, before: RowLayout, after: RowLayout) -> Any:
-    """Weights of another dtype, uint64 [n, words]; ValueError for a row that does not fit it."""
-    if before.dtype == after.dtype:
-        return weights
-    values = _floats(weights, before)
-    words = np.zeros((len(rows), after.weight_words), np.uint64)
-    if after.is_quantized:
-        slots = np.arange(len(rows), dtype=np.int32)
-        bad = int(pack_rows(values.numpy(), slots, words.view(np.uint8), after.dim, half_code(after.dtype)))
-    else:
-        rounded = values.to(after.torch_dtype)
-        words.view(after.numpy_dtype)[:, : after.dim] = rounded.view(torch.uint16).numpy()
-        unfit = torch.nonzero(~rounded.isfinite().all(1))
-        bad = int(unfit[0]) if len(unfit) else -1
-    if bad >= 0:
-        raise ValueError(
-            f"row {rows[bad]} of table {table!r} holds NaN, infinity or numbers too large for {after.dtype}; leave the "
-            "table as it is (name the others with tables=, --table) or choose another dtype"
-        )
-    return words
-
-
-def _floats(weights: Any, layout: RowLayout) -> Tensor:
-    """float32 [n, dim]."""
-    own = torch.from_numpy(weights.view(layout.numpy_dtype)[:, : layout.dim])
-    return own.view(layout.torch_dtype).to(torch.float32).contiguous()
 
 
 def _verify(work: Path, rows: int) -> None:

@@ -35,9 +35,9 @@ from .io.scrub import TableShapes, table_shapes
 from .io.survivors import Survivors, choose_tree, list_entries, surviving_blocks
 from .io.wreck import take_rows
 from .manifest import MANIFEST_NAME, Manifest
+from .opening import open_store
 from .plainfile import read_plain_file
 from .rows import KEY_ROW_BITS, MAX_ROWS
-from .store import open_store
 from .version import TableState, pack, unpack
 
 __all__ = ["LOST_NAME", "WORK_NAME", "Loss", "SalvageReport", "salvage"]

@@ -15,99 +15,30 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from . import cache
 from .budget import STAGING_BYTES
-from .config import MAX_KEPT_VERSIONS, TableConfig, require_choice, require_int
-from .device import resolve_device
+from .config import TableConfig
+from .converting import Converter, RowSource, layout_as
 from .durable import make_directory
 from .errors import BudgetError, ClosedError, FormatError, ReadOnlyError, TableError, TruncatedError
-from .hbm.build import hbm_stats, require_supported
+from .hbm.build import require_supported
 from .io import MAX_PAGE_BYTES, ROW_FILE_NAME, LmdbColdTier, VerifyReport, require_plain_files
 from .killpoints import reach
 from .manifest import MANIFEST_NAME, Manifest
-from .oserrors import translate_os_error
+from .newer import CachedRows, Newer
+from .optim import SGD
 from .pending import PendingCommit
 from .pool import Pool
 from .pools import Memory, Pools
-from .rows import RowLayout
+from .rows import DtypeName, RowLayout
 from .signals import shielded
-from .sizes import format_size, parse_size
-from .stats import Stats, TierStats
+from .sizes import format_size
+from .stats import Stats
 from .table import Table
-from .threads import Workers, default_threads
+from .threads import Workers
+from .tiers import store_stats
 from .version import TableState, Version, pack, unpack, unpack_tensors
 
-__all__ = ["Store", "open_store"]
-
-
-def open_store(
-    directory: str | os.PathLike[str],
-    *,
-    mode: Literal["r", "w"] = "w",
-    version: int | None = None,
-    keep: int = 1,
-    ddr: int | str = "50%",
-    hbm: int | str = 0,
-    device: str = "cpu",
-    policy: str = "lru",
-    threads: int | None = None,
-) -> "Store":
-    """Open the store in ``directory``, or create it.
-
-    Args:
-        directory: where manifest.json and the row file lie.
-        mode: "w" opens for reading and writing, or creates; "r" opens what is there, read-only.
-        version: with mode="r", which of the kept versions to open; default: the last.
-        keep: how many of the last versions each commit keeps, to be opened with ``version=`` or gone back to with
-            ``Store.rollback``. Each takes the blocks that changed after it.
-        ddr: budget of host memory for caches, indexes and write staging together (the block directory, 4 bytes a block
-            where blocks exist, comes on top): bytes, "512MiB", "50%" (of the
-            machine's memory) or "5% of tables" (of all tables' rows and optimizer state).
-        hbm: budget of device memory for the hottest rows, their index and staging: bytes, "2GiB", "50%" (of the
-            device's memory), "10% of tables"; 0 for none. With device="cpu" it is a tier of the same make in host
-            memory: slow, and there to be tested.
-        device: where the hottest rows and results live: "cpu", or "cuda", "cuda:1" with hbm= above 0.
-        policy: which rows leave memory first: "lru", "lfu", "tinylfu" (by counts that outlive residence and age) or
-            "lookahead" (by next use, as far as ``prefetch`` with ``lookahead=`` announced it). Each has a slow,
-            independent implementation, as "reference-lru".
-        threads: threads for lookups and updates, the calling one included; default: the CPUs this process may use.
-            Results do not depend on it.
-
-    Raises:
-        ValueError, TypeError: a wrong argument.
-        TableError: with hbm= above 0, a table of int8 or int4 rows, or, unless mode="r", of rounding="stochastic".
-        StoreNotFoundError: mode="r" and there is no store, or no such version.
-        StoreLockedError: another writer has it open.
-        DamagedError: a file is not what was written.
-    """
-    require_choice(mode, ("r", "w"), "mode")
-    require_choice(policy, cache.POLICIES, "policy")
-    parse_size(ddr, name="ddr")
-    parse_size(hbm, name="hbm")
-    require_int(keep, "keep", 1, MAX_KEPT_VERSIONS)
-    if version is not None:
-        require_int(version, "version", 1, 2**40)
-        if mode != "r":
-            raise ValueError(
-                f'version={version} goes with mode="r"; to write from there on: open(..., mode="w").rollback({version})'
-            )
-    if threads is None:
-        threads = default_threads()
-    require_int(threads, "threads", 1, 1024)
-    try:
-        return Store(
-            Path(directory),
-            readonly=mode == "r",
-            version=version,
-            keep=keep,
-            ddr=ddr,
-            hbm=hbm,
-            device=resolve_device(device, hbm),
-            policy=policy,
-            threads=threads,
-        )
-    except OSError as error:
-        raise translate_os_error(error, error.filename or directory) from error
+__all__ = ["Store"]
 
 
 class Store:
@@ -129,11 +60,14 @@ class Store:
         device: torch.device,
         policy: str,
         threads: int,
+        dtype: DtypeName | Literal["stored"] | None,
     ) -> None:
         self.directory = directory = directory.absolute()
         self.readonly = readonly
         self._memory = Memory(ddr=ddr, hbm=hbm, device=device, policy=policy)
         self._keep = keep
+        self._dtype = dtype
+        self._converter = Converter()
         self.device = device
         self._closed = False
         self._pools: dict[RowLayout, Pool] = {}
@@ -219,6 +153,8 @@ class Store:
     def _require_supported(self, config: TableConfig) -> None:
         """TableError for a table that the tier in device memory, if there is one, cannot have."""
         if self._memory.has_hbm:
+            if self._dtype is not None and self._dtype != "stored":
+                config = replace(config, dtype=self._dtype, optimizer=SGD())
             require_supported(config, readonly=self.readonly)
 
     def _add(self, config: TableConfig) -> Table:
@@ -235,9 +171,18 @@ class Store:
                     f"its block directory ({error}); make the table smaller, or let the system overcommit memory"
                 ) from error
             self._added[index] = shape
-        table = Table(self, config, index, layout)
+        table = Table(self, config, index, layout if self._dtype is None else self._kept_layout(config, index, layout))
         self._tables[config.name] = table
         return table
+
+    def _kept_layout(self, config: TableConfig, index: int, stored: RowLayout) -> RowLayout:
+        """How a table's rows lie in memory, if not as they are stored."""
+        try:
+            kept = layout_as(stored, None if self._dtype == "stored" else self._dtype)
+        except ValueError as error:
+            raise TableError(f"table {config.name!r}: {error}") from None
+        self._converter.add(index, config.name, stored, kept)
+        return kept
 
     # Tables
 
@@ -306,15 +251,21 @@ class Store:
     def _build_pools(self) -> dict[RowLayout, Pool]:
         made = Pools.build(
             list(self._tables.values()),
-            sum(config.size_bytes(self._manifest.page_bytes) for config in self._manifest.tables),
             self._memory,
             self._cold,
             self._workers,
             epoch=self._epoch,
             readonly=self.readonly,
+            read=self._source(self._cold.read),
         )
         self._reserved_bytes = made.reserved_bytes
         return made.by_layout
+
+    def _source(self, read: RowSource) -> RowSource:
+        """What reads rows as they are kept in memory, by what reads them as they are stored."""
+        if self._dtype is None:
+            return read
+        return lambda keys, slots, weights, _state, present: self._converter.read(read, keys, slots, weights, present)
 
     def _retire_pools(self) -> None:
         """Write dirty rows back and forget the caches; the next use makes new ones."""
@@ -463,6 +414,64 @@ class Store:
             self._show(unpack(version, self._cold.payload))
             self._epoch = self._cold.last_version + 1
 
+    def refresh(self) -> int:
+        """Have a store opened with mode="r" show the newest commit of whoever writes it; returns its number.
+
+        No lookup may be under way in this store meanwhile. What the caches hold stays, read anew where it changed. With
+        ``version=``, or in a store open for writing, nothing happens.
+
+        Raises: as ``find_newer`` and ``Newer.show``.
+        """
+        newer = self.find_newer()
+        return self.version if newer is None else newer.show()
+
+    @shielded
+    def find_newer(self) -> Newer | None:
+        """The first part of ``refresh``: make a newer commit ready; None if there is none. Lookups go on meanwhile.
+
+        Of several calls only the last one's result can be shown. Memory: at most the part of ``ddr`` that write staging
+        has in a store open for writing, and 4 bytes a block for a second directory.
+
+        Raises:
+            DamagedError: what is there is not what was written; the store goes on to show what it showed.
+            TableError: a new table cannot be kept as ``dtype``. ClosedError.
+        """
+        self.require_open()
+        found = self._cold.find_newer()
+        if found is None:
+            return None
+        version, manifest = unpack(found.version, found.payload), Manifest.read(self.directory)
+        pools = list(self._pools.values())
+        if manifest.tables != self._manifest.tables or any(pool.hot is not None for pool in pools):
+            return Newer(self, version, manifest, None)
+        rows, room, read = [], self._reserved_bytes, self._source(self._cold.read_newer)
+        for pool in pools:
+            rows.append(CachedRows.read(pool, lambda keys: found.is_changed(self._cold.place(keys)), read, room))
+            room -= rows[-1].size_bytes
+        return Newer(self, version, manifest, rows)
+
+    @shielded
+    def show_newer(self, newer: Newer) -> int:
+        """See ``Newer.show``."""
+        with self._pools_lock:
+            self.require_open()
+            self._require_unused("move to a newer version")
+            try:
+                for rows in newer.rows or ():
+                    rows.show()
+                self._cold.show_newer()
+            except BaseException:
+                self._close_pools()
+                raise
+            if newer.rows is None:
+                self._close_pools()
+            for config in newer.manifest.tables[len(self._tables) :]:
+                self._require_supported(config)
+                self._add(config)
+            self._manifest = newer.manifest
+            self._show(newer.version)
+            return self.version
+
     @property
     def version(self) -> int:
         """Number of the last commit; 0 before the first."""
@@ -488,34 +497,8 @@ class Store:
         """Running totals of each tier since the store was opened."""
         self.require_open()
         pools = list(self._pools.values())
-        counters = [pool.counters() for pool in pools]
-        cold = self._cold.counters()
-        hits, misses = sum(c.hits for c in counters), sum(c.misses for c in counters)
-        ddr = TierStats(
-            lookups=sum(c.lookups for c in counters),
-            unique=hits + misses,
-            hits=hits,
-            misses=misses,
-            evictions=sum(c.evictions for c in counters),
-            capacity_rows=sum(pool.cache.capacity for pool in pools),
-            bytes=sum(pool.size_bytes for pool in pools) + (self._reserved_bytes if pools else 0),
-            seconds=sum(pool.fill_seconds for pool in pools),
-            split_batches=sum(pool.split_batches for pool in pools),
-            waited_seconds=sum(pool.writeback.waited_seconds for pool in pools),
-        )
-        ssd = TierStats(
-            lookups=cold.rows_read,
-            unique=cold.rows_read,
-            hits=cold.rows_read - cold.rows_absent,
-            misses=cold.rows_absent,
-            capacity_rows=sum(table.config.num_embeddings for table in self._tables.values()),
-            bytes=self._cold.directory_bytes,
-            seconds=cold.read_seconds + cold.write_seconds,
-            bytes_read=cold.pages_read * self._manifest.page_bytes,
-            bytes_written=cold.bytes_written,
-            rows_written=cold.rows_written,
-        )
-        return Stats(hbm_stats(pools), ddr, ssd)
+        num_rows = sum(table.config.num_embeddings for table in self._tables.values())
+        return store_stats(pools, self._cold, num_rows, self._reserved_bytes if pools else 0)
 
     def verify(self, *, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
         """Read and check every row on SSD, the directory and the counts; ``progress(done_bytes, total_bytes)``.

@@ -227,7 +227,9 @@ def test_a_reader_moves_to_the_newest_commit(tmp_path: Path) -> None:
         add_tables(tier)
         for line in sys.stdin:
             generation, version = map(int, line.split())
-            assert tier.refresh() == version == tier.version, (tier.version, version)
+            if tier.find_newer():
+                tier.show_newer()
+            assert tier.version == version, (tier.version, version)
             check_rows(tier, WIDE, keys_of(0, [1]), generation)
             print("ok", flush=True)
         """,

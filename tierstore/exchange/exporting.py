@@ -8,7 +8,8 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ..config import require_choice
-from ..store import Store, open_store
+from ..opening import open_store
+from ..store import Store
 from ..table import Table
 from .keys import DEFAULT_KEY, state_key, weight_keys
 from .metadata import Metadata, TableMetadata

@@ -13,9 +13,10 @@ from torch import Tensor
 from ..config import MAX_KEPT_VERSIONS, Pooling, Rounding, TableConfig
 from ..io.files import rows_path
 from ..manifest import MANIFEST_NAME
+from ..opening import open_store
 from ..optim import Optimizer
 from ..rows import DtypeName
-from ..store import Store, open_store
+from ..store import Store
 from ..table import Table
 from ..version import TableState
 from .matching import Match, Settings, match_tables

@@ -52,6 +52,7 @@ from .files import (
 )
 from .gather import GatherStatus, Geometry, gather_error, geometry
 from .mapped import FileMap
+from .newer import Lookout, NewerVersion
 from .reads import RowReader
 from .records import HEAD_ITEM, MAX_VERSION, CommitRecord, Head, first_records, item_key, pack_head
 from .snapshot import Snapshot
@@ -125,6 +126,7 @@ class LmdbColdTier:
         self._environment: lmdb.Environment | None = None
         self._map: FileMap | None = None
         self._shown: View | None = None
+        self.lookout = Lookout()
         self._anchors: AnchorKeeper | None = None
         try:
             self._open(path, store_id, create)
@@ -218,9 +220,10 @@ class LmdbColdTier:
         if self._lock_file >= 0:
             os.close(self._lock_file)
             self._lock_file = -1
-        inherited = self._environment, self._shown, self._anchors
+        inherited = self._environment, self._shown, self._anchors, self.lookout
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(inherited))  # never finalised, not even when the interpreter ends
         self._environment = self._shown = self._anchors = None
+        self.lookout = Lookout()
         self._state = "closed"
 
     def _release(self) -> None:
@@ -228,6 +231,7 @@ class LmdbColdTier:
         try:
             with ExitStack() as stack:
                 stack.callback(self._staging.release)
+                stack.callback(self.lookout.close)
                 if self._lock_file >= 0:
                     stack.callback(os.close, self._lock_file)
                 for part in (self._map, self._environment, self._shown, self._anchors):
@@ -275,35 +279,25 @@ class LmdbColdTier:
                 fill_directory(directory, self._snapshot, self._epoch_limit)
                 self._view.show(directory)
 
-    def refresh(self) -> int:
-        """Move a read-only tier to the newest commit; returns its version. Reads in progress finish where they are.
+    def find_newer(self) -> NewerVersion | None:
+        """Make ready what a read-only tier can move to, for ``read_newer`` and ``show_newer``; None if there is
+        nothing newer, or the tier was opened at one version.
 
-        Costs next to nothing if nothing was written, else three walks of the index. A tier that never moves keeps the
-        pages of its snapshot from being reused: the writer's file grows.
+        A tier that never moves keeps the pages of its snapshot from being reused: the writer's file grows.
         """
         with self._writer:
             self._check_open()
-            newest = self._env.info()["last_txnid"] == self._snapshot.txn_id
-            if not self.readonly or self._wanted is not None or newest:
-                return self._record.version
-            snapshot = self._new_snapshot()
-            try:
-                for _ in snapshot.walk():
-                    pass
-                head = read_head(snapshot)
-                record = read_record(snapshot, chosen_version(self.path, head, self._wanted))
-                check_census(snapshot, record)
-                if record.version == self._record.version:
-                    snapshot.close()
-                    return record.version
-                directory = self._directory.emptied()
-                fill_directory(directory, snapshot, record.version)
-            except BaseException:
-                snapshot.close()
-                raise
-            self._head, self._record = head, record
-            self._view.show(directory, snapshot)
-            return record.version
+            if not self.readonly or self._wanted is not None:
+                return None
+            last = self._env.info()["last_txnid"]
+            return self.lookout.look(last, self._new_snapshot, self._directory, self._record.version)
+
+    def show_newer(self) -> None:
+        """Move to what ``find_newer`` found. Reads in progress finish where they are."""
+        with self._writer:
+            newer = self.lookout.take()
+            self._head, self._record = newer.head, newer.record
+            self._view.show(newer.directory, newer.snapshot)
 
     # -- tables
 
@@ -349,19 +343,30 @@ class LmdbColdTier:
 
     def read(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: NDArray[np.bool_]) -> None:
         """See ``ColdTier.read``; ValueError for keys of no row or of several layouts, and slots out of range."""
+        with self._lease() as (snapshot, directory):
+            self._read_from(snapshot, directory, keys, slots, weights, state, present)
+
+    def read_newer(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: NDArray[np.bool_]) -> None:
+        """``read``, of what ``find_newer`` found."""
+        newer = self.lookout.required()
+        self._read_from(newer.snapshot, newer.directory, keys, slots, weights, state, present)
+
+    def _read_from(
+        self, snapshot: Snapshot, directory: Directory, keys: Int64s, slots: Int32s, weights: Words, state: Words,
+        present: NDArray[np.bool_],
+    ) -> None:  # fmt: skip
         check_arrays(keys, slots, weights, state)
         if present.dtype != np.bool_ or present.shape != keys.shape or not present.flags.c_contiguous:
             raise ValueError("present must be a contiguous bool array as long as keys")
         if not len(keys):
             return
         started = time.perf_counter()
-        with self._lease() as (snapshot, directory):
-            layout, geo = self._geometry_of(directory, keys)
-            check_widths(layout, weights, state)
-            places = self.place(keys)
-            result = self._rows.gather(snapshot, directory, geo, places, slots, weights, state, present)
-            if result[0] != GatherStatus.DONE:
-                raise gather_error(self.path, result, keys)
+        layout, geo = self._geometry_of(directory, keys)
+        check_widths(layout, weights, state)
+        places = self.place(keys)
+        result = self._rows.gather(snapshot, directory, geo, places, slots, weights, state, present)
+        if result[0] != GatherStatus.DONE:
+            raise gather_error(self.path, result, keys)
         absent = len(keys) - int(np.count_nonzero(present))
         seconds = time.perf_counter() - started
         self._count(rows_read=len(keys), rows_absent=absent, pages_read=int(result[2]), read_seconds=seconds)

@@ -1,0 +1,271 @@
+"""A store open for reading follows the commits of another process; rows kept in another dtype than stored."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tierstore
+
+ROWS, DIM = 3000, 8
+EVERY = torch.arange(ROWS)
+
+WRITER = """
+import json, sys
+import torch, tierstore
+store = None
+for line in sys.stdin:
+    order = json.loads(line)
+    if store is not None and order[0] in ("open", "close"):
+        store.close()
+        store = None
+    if order[0] == "open":
+        store = tierstore.open(order[1], ddr="1MiB", keep=3)
+    elif order[0] == "create":
+        store.create_table(tierstore.TableConfig(name=order[1], num_embeddings=order[2], embedding_dim=order[3],
+            init=tierstore.init.Uniform(-1, 1, seed=4), optimizer=tierstore.optim.RowWiseAdagrad(lr=0.1)))
+    elif order[0] == "write":
+        ids = torch.tensor(order[2])
+        rows = torch.full((len(ids), store[order[1]].config.embedding_dim), float(order[3]))
+        store[order[1]].write(ids, rows)
+    elif order[0] == "commit":
+        store.commit(extra={"step": order[1]}, tensors={"w": torch.tensor([float(order[1])])})
+    elif order[0] == "rollback":
+        store.rollback(order[1])
+    print(json.dumps(store.version if store else 0), flush=True)
+"""
+
+
+class Writer:
+    """Another process, which opens stores for writing."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", WRITER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def __call__(self, *order: Any) -> int:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+    def end(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        assert self._process.wait(60) == 0
+        self._process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Writer]:
+    made = Writer()
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def writer(process: Writer, store_dir: Path) -> Iterator[Writer]:
+    process("open", str(store_dir))
+    process("create", "t", ROWS, DIM)
+    process("write", "t", list(range(0, ROWS, 2)), 1)
+    process("commit", 1)
+    yield process
+    process("close")
+
+
+def first_values() -> torch.Tensor:
+    """What rows hold that nobody wrote, by the definition of the initializer."""
+    out = np.empty((ROWS, DIM), np.float32)
+    tierstore.init.Uniform(-1, 1, seed=4).fill(np.arange(ROWS), np.arange(ROWS, dtype=np.int32), out, DIM, 0)
+    return torch.from_numpy(out)
+
+
+def expected(**written: list[int]) -> torch.Tensor:
+    """Rows after writes, given as ``_VALUE=ids``, in order."""
+    rows = first_values()
+    rows[::2] = 1
+    for value, ids in written.items():
+        rows[ids] = float(value.removeprefix("_"))
+    return rows
+
+
+# All rows have slots of their own; rows leave; the staging memory is too small for what changed.
+@pytest.mark.parametrize("ddr", ["4MiB", "440KiB"])
+@pytest.mark.parametrize("policy", ["lru", "tinylfu", "reference-lru"])
+def test_a_reader_shows_the_newest_commit_once_it_moves(writer: Writer, store_dir: Path, ddr: str, policy: str) -> None:
+    with tierstore.open(store_dir, mode="r", ddr=ddr, policy=policy) as store:
+        table = store["t"]
+        assert torch.equal(table.read(EVERY), expected())
+        assert store.refresh() == 1
+        changed = list(range(0, ROWS, 7))
+        writer("write", "t", changed, 2)
+        assert store.refresh() == 1
+        assert torch.equal(table.read(EVERY), expected())
+        writer("commit", 2)
+        assert torch.equal(table.read(EVERY), expected())
+        newer = store.find_newer()
+        assert newer is not None
+        assert newer.version.number == 2
+        assert torch.equal(table.read(EVERY.flip(0)), expected().flip(0))  # rows come in and go while it is ready
+        assert (store.version, store.extra) == (1, {"step": 1})
+        assert newer.show() == 2
+        assert torch.equal(table.read(EVERY), expected(_2=changed))
+        assert torch.equal(table.pooled(EVERY, torch.arange(ROWS + 1)), expected(_2=changed))
+        assert (store.version, store.extra) == (2, {"step": 2})
+        assert store.tensors()["w"].tolist() == [2.0]
+        for pool in {table.pool for table in store.tables.values()}:
+            pool.cache.check_integrity()
+            assert pool.arrivals is None
+        store.verify()
+
+
+def test_rows_that_did_not_change_stay_in_memory(writer: Writer, store_dir: Path) -> None:
+    with tierstore.open(store_dir, mode="r", ddr="4MiB") as store:
+        store["t"].read(EVERY)
+        before = store.stats()
+        writer("write", "t", [5], 3)
+        writer("commit", 2)
+        store.refresh()
+        assert torch.equal(store["t"].read(EVERY), expected(_3=[5]))
+        after = store.stats()
+        # Rows of the block that nobody ever wrote have no place there, and their first values are computed again.
+        in_block = store["t"].layout.rows_per_block
+        unwritten = in_block // 2 - 1
+        assert after.ddr.misses - before.ddr.misses == after.ddr.evictions == unwritten
+        assert after.ssd.lookups - before.ssd.lookups == in_block + unwritten
+
+
+def test_a_reader_goes_back_with_the_writer(writer: Writer, store_dir: Path) -> None:
+    with tierstore.open(store_dir, mode="r", ddr="4MiB") as store:
+        writer("write", "t", [1, 2, 3], 5)
+        writer("commit", 2)
+        assert store.refresh() == 2
+        assert torch.equal(store["t"].read(EVERY), expected(_5=[1, 2, 3]))
+        writer("rollback", 1)
+        assert store.refresh() == 1
+        assert torch.equal(store["t"].read(EVERY), expected())
+        writer("write", "t", [4], 6)
+        assert writer("commit", 3) == 3
+        assert store.refresh() == 3
+        assert torch.equal(store["t"].read(EVERY), expected(_6=[4]))
+
+
+def test_new_tables_come_along(writer: Writer, store_dir: Path) -> None:
+    with tierstore.open(store_dir, mode="r", ddr="4MiB", dtype="float16") as store:
+        held = store["t"]
+        held.read(EVERY)
+        writer("create", "u", 50, 16)
+        writer("write", "u", [7], 9)
+        writer("write", "t", [0], 9)
+        writer("commit", 2)
+        assert store.refresh() == 2
+        assert store["u"].read(torch.tensor([7])).tolist() == [[9.0] * 16]
+        assert held is store["t"]
+        assert torch.equal(held.read(EVERY), expected(_9=[0]).half())
+
+
+def test_every_commit_of_many_is_whole(writer: Writer, store_dir: Path) -> None:
+    with tierstore.open(store_dir, mode="r", ddr="440KiB") as store:
+        for step in range(2, 30):
+            writer("write", "t", list(range(0, ROWS, 3)), step)
+            writer("commit", step)
+            assert store.refresh() == step
+            rows = store["t"].read(EVERY)
+            assert rows[::3].unique().tolist() == [float(step)]
+            assert torch.equal(rows[1::3], expected()[1::3])
+
+
+def test_batches_that_hold_rows_are_waited_for_by_nobody(writer: Writer, store_dir: Path) -> None:
+    with tierstore.open(store_dir, mode="r", ddr="440KiB") as store:
+        bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
+        ids = torch.arange(10).reshape(-1, 1)
+        prepared = bag.prepare(ids)
+        writer("write", "t", [0], 2)
+        writer("commit", 2)
+        newer = store.find_newer()
+        assert newer is not None
+        with pytest.raises(tierstore.errors.TableError, match="in use by a batch under way"):
+            newer.show()
+        assert store.version == 1
+        assert torch.equal(bag(ids), expected()[:10])
+        bag.forget(prepared)
+        assert newer.show() == 2
+        assert torch.equal(bag(ids), expected(_2=[0])[:10])
+
+
+def test_a_store_at_one_version_and_a_writer_stay(writer: Writer, store_dir: Path, tmp_path: Path) -> None:
+    with tierstore.open(store_dir, mode="r", version=1, ddr="4MiB") as store:
+        writer("commit", 2)
+        assert store.refresh() == 1
+    with tierstore.open(tmp_path / "other", ddr="4MiB") as store:
+        assert store.find_newer() is None
+
+
+def test_with_a_device_tier_all_is_read_anew(writer: Writer, store_dir: Path) -> None:
+    with tierstore.open(store_dir, mode="r", ddr="1MiB", hbm="1MiB") as store:
+        assert torch.equal(store["t"].read(EVERY), expected())
+        writer("write", "t", [8], 2)
+        writer("commit", 2)
+        assert store.refresh() == 2
+        assert torch.equal(store["t"].read(EVERY), expected(_2=[8]))
+
+
+@pytest.mark.parametrize("ddr", ["4MiB", "440KiB"])
+@pytest.mark.parametrize("dtype", ["float32", "stored", "float16", "bfloat16", "int8", "int4"])
+def test_rows_in_memory_are_those_of_a_store_of_that_dtype(
+    writer: Writer, store_dir: Path, tmp_path: Path, dtype: Any, ddr: str
+) -> None:
+    target = tmp_path / "other"
+    if dtype in ("float32", "stored"):
+        target = store_dir
+        want = expected()
+    else:
+        tierstore.quantize(store_dir, target, dtype=dtype)
+        with tierstore.open(target, mode="r", ddr="4MiB") as store:
+            want = store["t"].read(EVERY)
+    with tierstore.open(store_dir, mode="r", ddr=ddr, dtype=dtype) as store:
+        table = store["t"]
+        assert table.layout.state_dim == 0
+        assert torch.equal(table.read(EVERY), want)
+        if not table.layout.is_quantized:
+            assert torch.equal(table.pooled(EVERY, torch.arange(ROWS + 1)), want.float())
+        writer("write", "t", [0, 1, 2], 3)
+        writer("commit", 2)
+        store.refresh()
+        assert torch.equal(table.read(torch.tensor([0, 1, 2])), torch.full((3, DIM), 3.0, dtype=want.dtype))
+        assert torch.equal(table.read(EVERY[3:]), want[3:])
+        assert store.stats().ddr.bytes <= (4 << 20 if ddr == "4MiB" else 440 << 10)
+
+
+def test_more_rows_fit_in_fewer_bits(writer: Writer, store_dir: Path) -> None:
+    capacity = {}
+    for dtype in (None, "stored", "float16", "int4"):
+        with tierstore.open(store_dir, mode="r", ddr="430KiB", dtype=dtype) as store:
+            store["t"].read(EVERY)
+            capacity[dtype] = store.stats().ddr.capacity_rows
+    assert capacity[None] < capacity["stored"] < capacity["float16"] <= capacity["int4"]
+
+
+def test_wrong_dtypes(writer: Writer, store_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="dtype='int3' is not one of"):
+        tierstore.open(store_dir, mode="r", dtype="int3")
+    with pytest.raises(ValueError, match='goes with mode="r"'):
+        tierstore.open(tmp_path / "new", dtype="int8")
+    tierstore.quantize(store_dir, tmp_path / "half", dtype="float16")
+    with pytest.raises(tierstore.errors.TableError, match="'t': rows stored as float16 cannot be kept as float32"):
+        tierstore.open(tmp_path / "half", mode="r", dtype="float32")
+    writer("write", "t", [11], 1e30)
+    writer("commit", 2)
+    with tierstore.open(store_dir, mode="r", dtype="float16") as store:
+        with pytest.raises(tierstore.errors.DamagedError, match="row 11 of table 't' holds NaN, infinity or numbers"):
+            store["t"].read(EVERY)
+        assert torch.equal(store["t"].read(EVERY[:11]), expected()[:11].half())

@@ -1,0 +1,142 @@
+"""A commit that a read-only tier does not show yet, with a directory of its own beside the tier's."""
+
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .._jit import kernel
+from ..rows import KEY_ROW_BITS
+from .btree import META_KEY
+from .census import check_census, chosen_version, read_head, read_payload, read_record
+from .directory import Directory
+from .records import CommitRecord, Head
+from .snapshot import Snapshot
+from .view import fill_directory
+
+__all__ = ["Lookout", "NewerVersion"]
+
+_ROW_MASK: Final = (1 << KEY_ROW_BITS) - 1
+
+
+class NewerVersion(NamedTuple):
+    """What a tier can move to.
+
+    Attributes:
+        before: the directory of what the tier shows.
+    """
+
+    snapshot: Snapshot
+    head: Head
+    record: CommitRecord
+    directory: Directory
+    before: Directory
+
+    @property
+    def version(self) -> int:
+        return self.record.version
+
+    @property
+    def payload(self) -> bytes:
+        """See ``ColdTier.payload``."""
+        return read_payload(self.snapshot, self.record)
+
+    def is_changed(self, places: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """bool [n]: whether the rows at these places (``ColdTier.place``) are in another block than the tier shows.
+
+        A block that is written is written to another page, and pages of a tree that is still shown are not reused.
+        """
+        rows_per_block = np.ones(len(self.directory.tables.bases), np.int64)
+        for table, layout in self.directory.layouts.items():
+            rows_per_block[table] = layout.rows_per_block
+        changed = np.empty(len(places), np.bool_)
+        bases = self.directory.tables.bases
+        _compare(places, bases, rows_per_block, self.before.pages, self.directory.pages, changed)
+        return changed
+
+
+@kernel
+def _compare(
+    places: NDArray[np.int64],
+    bases: NDArray[np.int64],
+    rows_per_block: NDArray[np.int64],
+    before: NDArray[np.uint32],
+    after: NDArray[np.uint32],
+    changed: NDArray[np.bool_],
+) -> None:
+    """``changed[i]``: whether the block of ``places[i]`` has another page after than before."""
+    for i in range(places.size):
+        table = places[i] >> KEY_ROW_BITS
+        position = bases[table] + (places[i] & _ROW_MASK) // rows_per_block[table]
+        changed[i] = before[position] != after[position]
+
+
+def _find(snapshot: Snapshot, before: Directory, shown: int) -> NewerVersion | None:
+    """The newest version in a snapshot; None if it is the one that is shown. Closes the snapshot unless it is in use.
+
+    Costs a walk to the records of versions, and three of the whole index if there is another version.
+
+    Raises:
+        DamagedError: what is there is not what was written.
+    """
+    try:
+        for _ in snapshot.walk(int(META_KEY)):  # LMDB's own code follows it then
+            pass
+        head = read_head(snapshot)
+        if chosen_version(snapshot.path, head, None) == shown:
+            snapshot.close()
+            return None
+        for _ in snapshot.walk():
+            pass
+        record = read_record(snapshot, head.current)
+        check_census(snapshot, record)
+        directory = before.emptied()
+        fill_directory(directory, snapshot, record.version)
+    except BaseException:
+        snapshot.close()
+        raise
+    return NewerVersion(snapshot, head, record, directory, before)
+
+
+class Lookout:
+    """Looks for a newer version, and holds the one it found until that is taken.
+
+    Attributes:
+        found: it, or None.
+    """
+
+    def __init__(self) -> None:
+        self.found: NewerVersion | None = None
+        self._last = -1
+
+    def look(
+        self, last_txn: int, new_snapshot: Callable[[], Snapshot], before: Directory, shown: int
+    ) -> NewerVersion | None:
+        """What is newer than the version ``shown``, whose directory is ``before``.
+
+        Args:
+            last_txn: of the file; after one in which nothing newer was found, nothing is done.
+        """
+        self.close()
+        if last_txn != self._last:
+            self.found = _find(new_snapshot(), before, shown)
+            if self.found is None:
+                self._last = last_txn
+        return self.found
+
+    def take(self) -> NewerVersion:
+        """What was found, whose snapshot is the caller's then."""
+        found, self.found = self.required(), None
+        return found
+
+    def required(self) -> NewerVersion:
+        """What was found; AssertionError if that is nothing."""
+        assert self.found is not None, "nothing newer was found"
+        return self.found
+
+    def close(self) -> None:
+        """Drop what was found."""
+        found, self.found = self.found, None
+        if found is not None:
+            found.snapshot.close()

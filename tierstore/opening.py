@@ -1,0 +1,95 @@
+"""``tierstore.open``: its arguments, checked."""
+
+import os
+from pathlib import Path
+from typing import Literal, get_args
+
+from . import cache
+from .config import MAX_KEPT_VERSIONS, require_choice, require_int
+from .device import resolve_device
+from .oserrors import translate_os_error
+from .rows import DtypeName, FloatName, QuantizedName
+from .sizes import parse_size
+from .store import Store
+from .threads import default_threads
+
+__all__ = ["open_store"]
+
+
+def open_store(
+    directory: str | os.PathLike[str],
+    *,
+    mode: Literal["r", "w"] = "w",
+    version: int | None = None,
+    keep: int = 1,
+    ddr: int | str = "50%",
+    hbm: int | str = 0,
+    device: str = "cpu",
+    policy: str = "lru",
+    threads: int | None = None,
+    dtype: DtypeName | Literal["stored"] | None = None,
+) -> Store:
+    """Open the store in ``directory``, or create it.
+
+    Args:
+        directory: where manifest.json and the row file lie.
+        mode: "w" opens for reading and writing, or creates; "r" opens what is there, read-only.
+        version: with mode="r", which of the kept versions to open; default: the last.
+        keep: how many of the last versions each commit keeps, to be opened with ``version=`` or gone back to with
+            ``Store.rollback``. Each takes the blocks that changed after it.
+        ddr: budget of host memory for caches, indexes and write staging together (the block directory, 4 bytes a block
+            where blocks exist, comes on top): bytes, "512MiB", "50%" (of the
+            machine's memory) or "5% of tables" (of all tables' rows and optimizer state).
+        hbm: budget of device memory for the hottest rows, their index and staging: bytes, "2GiB", "50%" (of the
+            device's memory), "10% of tables"; 0 for none. With device="cpu" it is a tier of the same make in host
+            memory: slow, and there to be tested.
+        device: where the hottest rows and results live: "cpu", or "cuda", "cuda:1" with hbm= above 0.
+        policy: which rows leave memory first: "lru", "lfu", "tinylfu" (by counts that outlive residence and age) or
+            "lookahead" (by next use, as far as ``prefetch`` with ``lookahead=`` announced it). Each has a slow,
+            independent implementation, as "reference-lru".
+        threads: threads for lookups and updates, the calling one included; default: the CPUs this process may use.
+            Results do not depend on it.
+        dtype: with mode="r", what rows are kept in memory as, without their optimizer state: "float16", "bfloat16",
+            "int8" or "int4" (quantized row by row), where they are stored in more bits; "stored" for what they are
+            stored as. Default: as stored, state included.
+
+    Raises:
+        ValueError, TypeError: a wrong argument.
+        TableError: with hbm= above 0, a table of int8 or int4 rows, or, unless mode="r", of rounding="stochastic".
+        StoreNotFoundError: mode="r" and there is no store, or no such version.
+        StoreLockedError: another writer has it open.
+        DamagedError: a file is not what was written.
+    """
+    require_choice(mode, ("r", "w"), "mode")
+    require_choice(policy, cache.POLICIES, "policy")
+    parse_size(ddr, name="ddr")
+    parse_size(hbm, name="hbm")
+    require_int(keep, "keep", 1, MAX_KEPT_VERSIONS)
+    if version is not None:
+        require_int(version, "version", 1, 2**40)
+        if mode != "r":
+            raise ValueError(
+                f'version={version} goes with mode="r"; to write from there on: open(..., mode="w").rollback({version})'
+            )
+    if dtype is not None:
+        require_choice(dtype, ("stored", *get_args(FloatName), *get_args(QuantizedName)), "dtype")
+        if mode != "r":
+            raise ValueError(f'dtype={dtype!r} goes with mode="r": rows that are trained are kept as they are stored')
+    if threads is None:
+        threads = default_threads()
+    require_int(threads, "threads", 1, 1024)
+    try:
+        return Store(
+            Path(directory),
+            readonly=mode == "r",
+            version=version,
+            keep=keep,
+            ddr=ddr,
+            hbm=hbm,
+            device=resolve_device(device, hbm),
+            policy=policy,
+            threads=threads,
+            dtype=dtype,
+        )
+    except OSError as error:
+        raise translate_os_error(error, error.filename or directory) from error

@@ -1,0 +1,53 @@
+"""The statistics of a store's tiers, from what its parts count."""
+
+from collections.abc import Sequence
+
+from .hbm.build import hbm_stats
+from .io import LmdbColdTier
+from .pool import Pool
+from .stats import Stats, TierStats
+
+__all__ = ["store_stats"]
+
+
+def store_stats(pools: Sequence[Pool], cold: LmdbColdTier, num_rows: int, reserved_bytes: int) -> Stats:
+    """Running totals.
+
+    Args:
+        num_rows: of all tables.
+        reserved_bytes: of the memory budget that is no pool's.
+    """
+    return Stats(hbm_stats(pools), _ddr_stats(pools, reserved_bytes), _ssd_stats(cold, num_rows))
+
+
+def _ddr_stats(pools: Sequence[Pool], reserved_bytes: int) -> TierStats:
+    counters = [pool.counters() for pool in pools]
+    hits, misses = sum(c.hits for c in counters), sum(c.misses for c in counters)
+    return TierStats(
+        lookups=sum(c.lookups for c in counters),
+        unique=hits + misses,
+        hits=hits,
+        misses=misses,
+        evictions=sum(c.evictions for c in counters),
+        capacity_rows=sum(pool.cache.capacity for pool in pools),
+        bytes=sum(pool.size_bytes for pool in pools) + reserved_bytes,
+        seconds=sum(pool.fill_seconds for pool in pools),
+        split_batches=sum(pool.split_batches for pool in pools),
+        waited_seconds=sum(pool.writeback.waited_seconds for pool in pools),
+    )
+
+
+def _ssd_stats(cold: LmdbColdTier, num_rows: int) -> TierStats:
+    counters = cold.counters()
+    return TierStats(
+        lookups=counters.rows_read,
+        unique=counters.rows_read,
+        hits=counters.rows_read - counters.rows_absent,
+        misses=counters.rows_absent,
+        capacity_rows=num_rows,
+        bytes=cold.directory_bytes,
+        seconds=counters.read_seconds + counters.write_seconds,
+        bytes_read=counters.pages_read * cold.page_bytes,
+        bytes_written=counters.bytes_written,
+        rows_written=counters.rows_written,
+    )
