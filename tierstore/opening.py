@@ -60,21 +60,11 @@ def open_store(
         StoreLockedError: another writer has it open.
         DamagedError: a file is not what was written.
     """
-    require_choice(mode, ("r", "w"), "mode")
+    _require_mode(mode, version, dtype)
     require_choice(policy, cache.POLICIES, "policy")
     parse_size(ddr, name="ddr")
     parse_size(hbm, name="hbm")
     require_int(keep, "keep", 1, MAX_KEPT_VERSIONS)
-    if version is not None:
-        require_int(version, "version", 1, 2**40)
-        if mode != "r":
-            raise ValueError(
-                f'version={version} goes with mode="r"; to write from there on: open(..., mode="w").rollback({version})'
-            )
-    if dtype is not None:
-        require_choice(dtype, ("stored", *get_args(FloatName), *get_args(QuantizedName)), "dtype")
-        if mode != "r":
-            raise ValueError(f'dtype={dtype!r} goes with mode="r": rows that are trained are kept as they are stored')
     if threads is None:
         threads = default_threads()
     require_int(threads, "threads", 1, 1024)
@@ -93,3 +83,18 @@ def open_store(
         )
     except OSError as error:
         raise translate_os_error(error, error.filename or directory) from error
+
+
+def _require_mode(mode: str, version: int | None, dtype: str | None) -> None:
+    """ValueError, TypeError for a wrong mode, or for what goes with the other."""
+    require_choice(mode, ("r", "w"), "mode")
+    if version is not None:
+        require_int(version, "version", 1, 2**40)
+        if mode != "r":
+            raise ValueError(
+                f'version={version} goes with mode="r"; to write from there on: open(..., mode="w").rollback({version})'
+            )
+    if dtype is not None:
+        require_choice(dtype, ("stored", *get_args(FloatName), *get_args(QuantizedName)), "dtype")
+        if mode != "r":
+            raise ValueError(f'dtype={dtype!r} goes with mode="r": rows that are trained are kept as they are stored')

@@ -367,8 +367,7 @@ class LmdbColdTier:
         result = self._rows.gather(snapshot, directory, geo, places, slots, weights, state, present)
         if result[0] != GatherStatus.DONE:
             raise gather_error(self.path, result, keys)
-        absent = len(keys) - int(np.count_nonzero(present))
-        seconds = time.perf_counter() - started
+        absent, seconds = len(keys) - int(np.count_nonzero(present)), time.perf_counter() - started
         self._count(rows_read=len(keys), rows_absent=absent, pages_read=int(result[2]), read_seconds=seconds)
 
     def _count(self, **added: float) -> None:
@@ -438,8 +437,10 @@ class LmdbColdTier:
             bytes_written = len(block_keys) * layout.pages_per_block * self.page_bytes
             with self._must_succeed():  # a device that failed to sync once may have dropped what it was to keep
                 self._keeper.wrote(bytes_written, snapshot.num_entries * self.page_bytes)
-            self._count(rows_written=len(keys), blocks_written=len(block_keys), bytes_written=bytes_written)
-            self._count(write_seconds=time.perf_counter() - started)
+            seconds, blocks = time.perf_counter() - started, len(block_keys)
+            self._count(
+                rows_written=len(keys), blocks_written=blocks, bytes_written=bytes_written, write_seconds=seconds
+            )
 
     # -- versions
 
