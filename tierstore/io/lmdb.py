@@ -295,9 +295,8 @@ class LmdbColdTier:
     def show_newer(self) -> None:
         """Move to what ``find_newer`` found. Reads in progress finish where they are."""
         with self._writer:
-            newer = self.lookout.take()
-            self._head, self._record = newer.head, newer.record
-            self._view.show(newer.directory, newer.snapshot)
+            snapshot, self._head, self._record, directory, _ = self.lookout.take()
+            self._view.show(directory, snapshot)
 
     # -- tables
 
@@ -437,10 +436,8 @@ class LmdbColdTier:
             bytes_written = len(block_keys) * layout.pages_per_block * self.page_bytes
             with self._must_succeed():  # a device that failed to sync once may have dropped what it was to keep
                 self._keeper.wrote(bytes_written, snapshot.num_entries * self.page_bytes)
-            seconds, blocks = time.perf_counter() - started, len(block_keys)
-            self._count(
-                rows_written=len(keys), blocks_written=blocks, bytes_written=bytes_written, write_seconds=seconds
-            )
+            self._count(rows_written=len(keys), blocks_written=len(block_keys), bytes_written=bytes_written)
+            self._count(write_seconds=time.perf_counter() - started)
 
     # -- versions
 
