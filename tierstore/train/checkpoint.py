@@ -4,6 +4,7 @@ Together with the rows of the same version they are all that the next step depen
 a commit ends in the bits of one that never stopped. Tensors only, no pickle.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -14,9 +15,9 @@ from ..pending import PendingCommit
 from ..store import Store
 from .build import Run
 from .config import RunConfig
-from .config_file import to_dict
+from .config_file import from_dict, to_dict
 
-__all__ = ["Position", "commit_run", "require_resumable", "restore_run"]
+__all__ = ["Position", "commit_run", "load_model", "require_resumable", "restore_run", "saved_config"]
 
 _EXTRA_KEY: Final = "tierstore.train"
 _FREE_KEYS: Final = frozenset(
@@ -71,10 +72,20 @@ def restore_run(run: Run) -> Position:
         return Position()
     saved = _saved(run.store)
     tensors = run.store.tensors()
-    _restore_model(run.model, tensors)
+    load_model(run.model, tensors)
     _restore_optimizer(run, tensors)
     torch.set_rng_state(tensors["rng"])
     return Position(**saved["position"])
+
+
+def saved_config(extra: Mapping[str, Any], origin: str) -> RunConfig | None:
+    """The run whose commit has this ``extra``; None if no run committed it.
+
+    Raises:
+        ConfigError: it is of another release; names ``origin``.
+    """
+    saved = extra.get(_EXTRA_KEY)
+    return None if saved is None else from_dict(saved["config"], origin)
 
 
 def _saved(store: Store) -> dict[str, Any]:
@@ -95,7 +106,8 @@ def _differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
 
 
 @torch.no_grad()
-def _restore_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+def load_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Set the model's weights to those that a run's commit keeps."""
     for name, parameter in model.named_parameters():
         parameter.copy_(tensors[f"model.{name}"])
 

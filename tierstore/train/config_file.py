@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, NamedTuple, Union, get_args, get_origin,
 from ..excerpt import excerpt
 from .config import ConfigError, RunConfig
 
-__all__ = ["Override", "load", "parse_override", "to_dict", "to_toml"]
+__all__ = ["Override", "from_dict", "load", "parse_override", "to_dict", "to_toml"]
 
 _MAX_BYTES: Final = 1 << 18
 _MAX_DOTS: Final = 200
@@ -70,6 +70,16 @@ def load(path: str | Path, overrides: Iterable[Override] = ()) -> RunConfig:
         return RunConfig(**sections)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+
+
+def from_dict(document: Mapping[str, Mapping[str, Any]], origin: str) -> RunConfig:
+    """What ``to_dict`` gave, as a configuration; ConfigError names ``origin`` where it is of another release."""
+    sections = {}
+    for name, keys in document.items():
+        if name not in _SECTIONS:
+            raise ConfigError(f"{origin}: unknown section [{_plain(name)}]{_nearest(name, _SECTIONS)}")
+        sections[name] = _section(name, keys, dict.fromkeys(keys, origin))
+    return RunConfig(**sections)
 
 
 def to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:

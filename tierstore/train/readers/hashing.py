@@ -1,7 +1,7 @@
 """Categories of any size into tables of a fixed size."""
 
 from collections.abc import Sequence
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +58,14 @@ class FeatureHasher:
         total = _hash_columns(categories, self._num_embeddings, self._mix, values, offsets)
         return HashedIds(values[:total], offsets)
 
+    def jagged(self, categories: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Row ids [N] of jagged categories [N] from 0 on, of features as ``lengths`` [F, B] says."""
+        if len(lengths) != len(self._num_embeddings):
+            raise ValueError(f"lengths of {len(lengths)} features for {len(self._num_embeddings)} tables")
+        ids = np.empty_like(categories)
+        _hash_jagged(categories, lengths, self._num_embeddings, self._mix, ids)
+        return ids
+
 
 @inline
 def splitmix64(seed: np.uint64) -> np.uint64:
@@ -65,6 +73,29 @@ def splitmix64(seed: np.uint64) -> np.uint64:
     mixed = (seed ^ (seed >> _SHIFT_1)) * _MULTIPLY_1
     mixed = (mixed ^ (mixed >> _SHIFT_2)) * _MULTIPLY_2
     return mixed ^ (mixed >> _SHIFT_3)
+
+
+@inline
+def _row_of(category: Any, offset: Any, modulus: Any, mix: bool) -> Any:
+    hashed = np.uint64(category)
+    if mix:
+        hashed = splitmix64(hashed + offset)
+    return np.int64(hashed % modulus)
+
+
+@kernel
+def _hash_jagged(categories: Any, lengths: Any, num_embeddings: Any, mix: bool, ids: Any) -> None:
+    """``ids[i]`` is the row of ``categories[i]`` in its feature's table."""
+    position = 0
+    for column in range(lengths.shape[0]):
+        modulus = np.uint64(num_embeddings[column])
+        offset = np.uint64(column + 1) * GOLDEN
+        end = position
+        for sample in range(lengths.shape[1]):
+            end += lengths[column, sample]
+        for i in range(position, end):
+            ids[i] = _row_of(categories[i], offset, modulus, mix)
+        position = end
 
 
 @kernel
@@ -85,10 +116,7 @@ def _hash_columns(
         for row in range(rows):
             category = categories[row, column]
             if category >= 0:
-                hashed = np.uint64(category)
-                if mix:
-                    hashed = splitmix64(hashed + offset)
-                values[total] = np.int64(hashed % modulus)
+                values[total] = _row_of(category, offset, modulus, mix)
                 total += 1
             offsets[column * rows + row + 1] = total
     return total

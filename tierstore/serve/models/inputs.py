@@ -1,0 +1,77 @@
+"""A request's inputs against what a model takes: names, datatypes, shapes, and numbers that are numbers."""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from ...excerpt import excerpt
+from ..messages import InferTensor, ServeError, Status, TensorSpec
+
+__all__ = ["check_inputs", "invalid", "lengths_of", "require_finite", "values_of"]
+
+_INTEGERS: Final = ("INT64", "INT32")
+
+
+def invalid(name: str, what: str) -> ServeError:
+    """The error for an input that cannot be."""
+    return ServeError(Status.INVALID, f"input {name!r} {what}")
+
+
+def check_inputs(
+    inputs: Mapping[str, InferTensor], required: Sequence[TensorSpec], optional: Sequence[TensorSpec] = ()
+) -> None:
+    """ServeError unless all required inputs are there, and no others than these and the optional ones, as specified.
+
+    Where a spec says INT64, INT32 is taken too.
+    """
+    known = {spec.name: spec for spec in (*required, *optional)}
+    for name in inputs:
+        if name not in known:
+            near = difflib.get_close_matches(name[:100], known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"the model takes {', '.join(known)}"
+            raise ServeError(Status.INVALID, f"there is no input {excerpt(name)}; {hint}")
+    for spec in required:
+        if spec.name not in inputs:
+            raise invalid(spec.name, f"is missing: {spec.datatype} {list(spec.shape)}")
+    for name, tensor in inputs.items():
+        _check(known[name], tensor)
+
+
+def _check(spec: TensorSpec, tensor: InferTensor) -> None:
+    allowed = _INTEGERS if spec.datatype in _INTEGERS else (spec.datatype,)
+    if tensor.datatype not in allowed:
+        raise invalid(spec.name, f"is {tensor.datatype}; the model takes {' or '.join(allowed)}")
+    shape = tensor.data.shape
+    fits = len(shape) == len(spec.shape) and all(
+        want in (-1, have) for have, want in zip(shape, spec.shape, strict=True)
+    )
+    if not fits:
+        raise invalid(spec.name, f"has shape {list(shape)}; the model takes {list(spec.shape)}, -1 being any length")
+
+
+def values_of(inputs: Mapping[str, InferTensor], name: str) -> Any:
+    """int64 [n], a copy: what came in may be read-only, and torch wants no such array."""
+    return np.array(inputs[name].data, np.int64)
+
+
+def lengths_of(inputs: Mapping[str, InferTensor], name: str, num_values: int, values_name: str) -> Any:
+    """int64, of the input's shape: lengths of bags that together take ``num_values`` values."""
+    lengths = np.ascontiguousarray(inputs[name].data, np.int64)
+    flat = lengths.reshape(-1)
+    if len(flat) and int(flat.min()) < 0:
+        raise invalid(name, f"has the length {int(flat.min())} at position {int(flat.argmin())}; lengths are 0 or more")
+    if len(flat) and int(flat.max()) > num_values:  # so that the sum cannot overflow
+        raise invalid(name, f"has the length {int(flat.max())}; {values_name!r} has {num_values} values in all")
+    if int(flat.sum()) != num_values:
+        raise invalid(name, f"adds up to {int(flat.sum())}; {values_name!r} has {num_values} values")
+    return lengths
+
+
+def require_finite(name: str, array: Any) -> None:
+    """ServeError, with the position, if an element is NaN or infinite."""
+    is_finite = np.isfinite(array)
+    if not is_finite.all():
+        position = np.unravel_index(int(is_finite.argmin()), array.shape)
+        raise invalid(name, f"is {array[position]} at {[int(place) for place in position]}; send finite numbers")
