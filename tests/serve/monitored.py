@@ -34,10 +34,22 @@ class FakeSource:
         self.tiers = Stats(
             hbm=TierStats(),
             ddr=TierStats(
-                lookups=50_000, unique=20_000, hits=15_000, misses=5_000, evictions=1_234, capacity_rows=8_000, bytes=3 << 20
+                lookups=50_000,
+                unique=20_000,
+                hits=15_000,
+                misses=5_000,
+                evictions=1_234,
+                capacity_rows=8_000,
+                bytes=3 << 20,
             ),
             ssd=TierStats(
-                lookups=5_000, unique=5_000, hits=4_000, misses=1_000, capacity_rows=1_000_000, bytes=40_960, bytes_read=777
+                lookups=5_000,
+                unique=5_000,
+                hits=4_000,
+                misses=1_000,
+                capacity_rows=1_000_000,
+                bytes=40_960,
+                bytes_read=777,
             ),
         )
         self.cached: PooledStats | None = PooledStats(300, 100, 1 << 19)
