@@ -5,7 +5,9 @@ import base64
 import hashlib
 import http.client
 import re
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -13,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.routing import Route
 
-from tests.serve.monitored import FakeSource, Served, serving
+from tests.serve.monitored import WAIT_SECONDS, FakeSource, Served, serving
 from tierstore.errors import TierstoreError
 from tierstore.serve.admin import ADMIN_HEADER, admin_app, admin_routes
 from tierstore.serve.messages import ServeError, Status
@@ -324,3 +326,22 @@ def test_other_parts_add_routes(client: httpx.Client, exchanged: Exchanged, port
     exchanged.app = admin_app([*admin_routes(port.admin), Route("/admin/updates", hello)])
     answer = client.get("/admin/updates")
     assert (answer.status_code, answer.json()) == (404, {"error": "no such update"})
+
+
+def test_requests_are_answered_while_metrics_are_made(client: httpx.Client, served: Served, port: Port) -> None:
+    made, let_go = threading.Event(), threading.Event()
+
+    def wait() -> float:
+        made.set()
+        assert let_go.wait(WAIT_SECONDS)
+        return 1.0
+
+    port.metrics.watch("slow", "Waits.", wait)
+    with ThreadPoolExecutor(1) as pool:
+        scrape = pool.submit(httpx.get, f"{served.url}/metrics", timeout=WAIT_SECONDS)
+        try:
+            assert made.wait(WAIT_SECONDS)
+            assert client.get("/status.json").status_code == 200
+        finally:
+            let_go.set()
+        assert "tierstore_slow" in scrape.result().text

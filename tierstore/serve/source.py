@@ -28,7 +28,7 @@ class TableInfo(NamedTuple):
 
 
 class Source(Protocol):
-    """The server as it is now. Asked in the event loop, at each scrape and each second that a status page is open: an
+    """The server as it is now. Asked in any thread, at each scrape and each second that a status page is open: an
     answer waits for no batch and raises nothing, also while the store moves to another version or is closed."""
 
     @property
