@@ -127,8 +127,8 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path, project: dict[str
     metadata = f"tierstore-{project['version']}.dist-info/"
     own = {name for name in names if not name.startswith(metadata)}
     package = [path.relative_to(ROOT) for path in sources() if path.is_relative_to(ROOT / "tierstore")]
-    assert own == {path.as_posix() for path in package if path.suffix == ".py" or path.name == "py.typed"}
-    assert "tierstore/py.typed" in own
+    assert own == {path.as_posix() for path in package if path.suffix in (".py", ".html") or path.name == "py.typed"}
+    assert {"tierstore/py.typed", "tierstore/serve/page.html"} <= own
     assert {metadata + "licenses/LICENSE", metadata + "entry_points.txt"} <= names
 
 
