@@ -231,4 +231,5 @@ class PooledFeatures:
         """float32 [B, sum of D] of a batch."""
         weights = None if batch.weights is None else torch.from_numpy(batch.weights)
         values, offsets = torch.from_numpy(batch.values), torch.from_numpy(batch.offsets)
-        return self.collection(KeyedJaggedTensor(self.features, values, weights, offsets=offsets)).values()
+        pooled: Tensor = self.collection(KeyedJaggedTensor(self.features, values, weights, offsets=offsets)).values()
+        return pooled

@@ -1,6 +1,6 @@
 """Readers: rows of click data as batches, from Criteo's text format, Parquet or npy arrays."""
 
-from .base import CRITEO_SCHEMA, Batch, DataError, RawRows, Reader, Schema
+from .base import CRITEO_SCHEMA, Batch, DataError, RawRows, Reader, Schema, dense_features
 from .criteo import CriteoReader
 from .hashing import FeatureHasher, HashedIds
 from .npy import NpyReader
@@ -19,5 +19,6 @@ __all__ = [
     "RawRows",
     "Reader",
     "Schema",
+    "dense_features",
     "open_reader",
 ]

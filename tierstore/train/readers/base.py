@@ -28,6 +28,7 @@ __all__ = [
     "RawRows",
     "Reader",
     "Schema",
+    "dense_features",
     "fits_float32",
     "require_data_file",
 ]
