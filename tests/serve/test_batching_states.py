@@ -237,7 +237,7 @@ class BatcherMachine(RuleBasedStateMachine):
                 self.end(asked, "DEADLINE" if late else "INTERNAL" if asked.is_poison else "ANSWERED")
 
     # Late, as little can happen after it.
-    @precondition(lambda self: self.drain is None and len(self.asked) >= 40)
+    @precondition(lambda self: self.drain is None and len(self.asked) >= 20)
     @rule(seconds=st.integers(0, 3))
     def begin_to_drain(self, seconds: int) -> None:
         self.is_closed = True
@@ -292,4 +292,4 @@ class BatcherMachine(RuleBasedStateMachine):
 
 
 class TestBatcherStates(BatcherMachine.TestCase):
-    settings = settings(stateful_step_count=30, max_examples=max(80, settings.default.max_examples))
+    settings = settings(stateful_step_count=30, max_examples=max(120, settings.default.max_examples))

@@ -254,9 +254,6 @@ class Batcher:
         with self._lock:
             self._line.leave(waiter)
         self._present.discard(waiter)
-        if waiter.future.done() and not waiter.future.cancelled():
-            # A caller that is cancelled as its query fails does not look; asyncio would complain.
-            waiter.future.exception()
         self._note_idle()
 
     def _note_idle(self) -> None:
