@@ -1,0 +1,170 @@
+"""Pooled rows of whole bags, by the bag's list of ids: where the same bag is asked for again, its rows are not.
+
+A bag of 8 ids that is found costs 0.8 us, one that is not 0.4 us and 1.0 us to enter; of 32 ids 2.5, 0.7 and 1.5 us (64
+columns, 20,000 bags, one thread). A lookup costs 0.02 to 0.1 us an id whose row is in memory and some 12 us one on SSD. So
+this pays where bags come back whose rows do not stay in memory, or that have many dozens of ids; else leave it off.
+"""
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import cachetools
+import numpy as np
+from numpy.typing import NDArray
+
+from .base import Int64s
+
+__all__ = ["ENTRY_OVERHEAD_BYTES", "PooledCache", "PooledSplit"]
+
+ENTRY_OVERHEAD_BYTES: Final = 420
+"""What Python needs for an entry beside its ids and columns: two byte strings, and places in three dictionaries just
+after they grew."""
+
+
+class PooledSplit(NamedTuple):
+    """Bags of a batch that are known and that are not.
+
+    Attributes:
+        hits: int64 [H], positions of known bags, ascending.
+        rows: float32 [H, columns], their pooled rows, read-only.
+        misses: int64 [M], positions of the others, ascending.
+        keys: of the others, to ``add`` them by; None for a bag that is not to be kept.
+    """
+
+    hits: Int64s
+    rows: NDArray[np.float32]
+    misses: Int64s
+    keys: Sequence[bytes | None]
+
+
+class PooledCache:
+    """Pooled rows of the bags used most recently. For one thread.
+
+    A bag's key is its table, its ids in order and its weights, whole, so no two bags are mistaken for one another; a
+    row is a copy of what was added, to the bit. Rows are those of one version of the tables: ``clear`` at the next.
+
+    Args:
+        budget_bytes: memory for keys, rows and what Python needs for them, at least 1.
+        columns: float32 values of a pooled row, at least 1.
+        min_ids: bags of fewer ids are not kept: to look them up is as quick, if their rows are in memory. At least 1.
+
+    Raises:
+        ValueError: for any of them out of range.
+    """
+
+    def __init__(self, budget_bytes: int, columns: int, *, min_ids: int = 8) -> None:
+        for name, value in (("budget_bytes", budget_bytes), ("columns", columns), ("min_ids", min_ids)):
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        self._columns: Final = columns
+        self._min_ids: Final = min_ids
+        self._entry_bytes = 0
+        # cachetools asks for the size of a row alone; that of the entry lies in _entry_bytes while it is entered.
+        self._rows: Final = cachetools.LRUCache[bytes, bytes](budget_bytes, getsizeof=lambda _: self._entry_bytes)
+        self._hits = 0
+        self._misses = 0
+
+    @property
+    def budget_bytes(self) -> int:
+        return int(self._rows.maxsize)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of what is kept now, at most ``budget_bytes``."""
+        return int(self._rows.currsize)
+
+    @property
+    def hits(self) -> int:
+        """Bags found, since the start; ``clear`` leaves it."""
+        return self._hits
+
+    @property
+    def misses(self) -> int:
+        """Bags of at least ``min_ids`` ids that were not found, since the start."""
+        return self._misses
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def split(
+        self, values: Int64s, offsets: Int64s, *, table: int = 0, weights: NDArray[np.float32] | None = None
+    ) -> PooledSplit:
+        """Find a batch's bags.
+
+        Args:
+            values: int64 [N], ids.
+            offsets: int64 [B + 1], where each bag begins, from 0 to N, ascending.
+            table: what tells tables, and ways of pooling one, apart; from 0, below 2**62.
+            weights: float32 [N], per id, or None.
+
+        Raises:
+            ValueError: offsets that do not fit values, or weights of another length.
+        """
+        if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(values) or (np.diff(offsets) < 0).any():
+            raise ValueError(f"offsets must ascend from 0 to the number of values, {len(values)}")
+        if weights is not None and len(weights) != len(values):
+            raise ValueError(f"{len(weights)} weights for {len(values)} values")
+        found, hits, misses, keys = [], [], [], []
+        rows = self._rows
+        for position, key in enumerate(self._keys(values, offsets, table, weights)):
+            if key is not None and key in rows:
+                hits.append(position)
+                found.append(rows[key])
+            else:
+                misses.append(position)
+                keys.append(key)
+        self._hits += len(hits)
+        self._misses += len(keys) - keys.count(None)
+        flat = np.frombuffer(b"".join(found), np.float32)
+        return PooledSplit(
+            np.array(hits, np.int64), flat.reshape(-1, self._columns), np.array(misses, np.int64), keys
+        )
+
+    def _keys(
+        self, values: Int64s, offsets: Int64s, table: int, weights: NDArray[np.float32] | None
+    ) -> list[bytes | None]:
+        # The last bit tells weights behind the ids from more ids.
+        head = (table << 1 | (weights is not None)).to_bytes(8, "little")
+        ids = np.ascontiguousarray(values, np.int64).tobytes()
+        bounds: list[int] = offsets.tolist()
+        pairs = zip(bounds, bounds[1:], strict=False)
+        least = self._min_ids
+        if weights is None:
+            return [head + ids[8 * low : 8 * high] if high - low >= least else None for low, high in pairs]
+        tail = np.ascontiguousarray(weights, np.float32).tobytes()
+        return [
+            head + ids[8 * low : 8 * high] + tail[4 * low : 4 * high] if high - low >= least else None
+            for low, high in pairs
+        ]
+
+    def add(self, keys: Sequence[bytes | None], rows: NDArray[np.float32]) -> None:
+        """Keep the pooled rows of bags that were missed; evicts those used least recently.
+
+        Args:
+            keys: ``PooledSplit.keys``.
+            rows: float32 [M, columns], of ``PooledSplit.misses``; copied.
+
+        Raises:
+            ValueError: rows of another shape or dtype.
+        """
+        if rows.shape != (len(keys), self._columns) or rows.dtype != np.float32:
+            raise ValueError(f"rows {rows.dtype} {list(rows.shape)}: expected float32 [{len(keys)}, {self._columns}]")
+        row_bytes = 4 * self._columns
+        flat = np.ascontiguousarray(rows).tobytes()
+        for position, key in enumerate(keys):
+            if key is None:
+                continue
+            self._entry_bytes = len(key) + row_bytes + ENTRY_OVERHEAD_BYTES
+            if self._entry_bytes <= self._rows.maxsize:
+                self._rows[key] = flat[position * row_bytes : (position + 1) * row_bytes]
+
+    def clear(self) -> None:
+        """Forget all rows: the tables have changed."""
+        self._rows.clear()
+
+    def check_integrity(self) -> None:
+        """AssertionError if the books do not balance."""
+        overhead_bytes = 4 * self._columns + ENTRY_OVERHEAD_BYTES
+        counted = sum(len(key) + overhead_bytes for key in self._rows)
+        assert counted == self.size_bytes, f"entries take {counted} bytes, {self.size_bytes} are counted"
+        assert counted <= self.budget_bytes, f"entries take {counted} bytes of {self.budget_bytes}"

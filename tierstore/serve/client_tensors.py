@@ -1,0 +1,93 @@
+"""Tensors as the client sends and gets them: the protocol's binary tensor data extension."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from .messages import DATATYPES
+
+__all__ = ["HEADER_LENGTH", "Answer", "Tensor", "decode_answer", "encode_request"]
+
+Tensor: TypeAlias = "NDArray[Any] | torch.Tensor"
+
+HEADER_LENGTH: Final = "Inference-Header-Content-Length"
+"""The HTTP header that says how many bytes of a body are JSON; tensors follow."""
+
+_NAMES: Final = {dtype: name for name, dtype in DATATYPES.items() if name not in ("BF16", "BYTES")}
+
+
+class Answer(NamedTuple):
+    """What a model answered.
+
+    Attributes:
+        outputs: by name, read-only; BF16 as uint16 bit patterns.
+        version: of the store, that all outputs are of.
+    """
+
+    outputs: dict[str, NDArray[Any]]
+    version: str
+
+
+def _as_wire(name: str, tensor: Tensor) -> tuple[str, NDArray[Any]]:
+    if isinstance(tensor, torch.Tensor):
+        tensor = tensor.detach().cpu().contiguous()
+        if tensor.dtype == torch.bfloat16:
+            return "BF16", tensor.view(torch.int16).numpy()
+        tensor = tensor.numpy()
+    array = np.asarray(tensor)
+    # Little-endian and C-contiguous, whatever came.
+    array = np.asarray(array, array.dtype.newbyteorder("<"), order="C")
+    if array.dtype not in _NAMES:
+        raise ValueError(f"input {name!r}: dtype {array.dtype} is none of {', '.join(map(str, _NAMES))}, bfloat16")
+    return _NAMES[array.dtype], array
+
+
+def encode_request(inputs: Mapping[str, Tensor], parameters: Mapping[str, Any]) -> tuple[bytes, dict[str, str]]:
+    """A request's body and headers.
+
+    Raises:
+        ValueError: a dtype that the protocol does not have; names the input.
+    """
+    described, parts = [], []
+    for name, tensor in inputs.items():
+        datatype, array = _as_wire(name, tensor)
+        binary = {"binary_data_size": array.nbytes}
+        described.append({"name": name, "datatype": datatype, "shape": list(array.shape), "parameters": binary})
+        parts.append(array.tobytes())
+    request = {"inputs": described, "parameters": {"binary_data_output": True, **parameters}}
+    header = json.dumps(request).encode()
+    headers = {HEADER_LENGTH: str(len(header)), "Content-Type": "application/octet-stream"}
+    return b"".join([header, *parts]), headers
+
+
+def decode_answer(body: bytes, header_length: str | None) -> Answer:
+    """What a body says. ValueError, whatever is wrong with it."""
+    try:
+        return _decode(body, header_length)
+    except (AttributeError, KeyError, OverflowError, TypeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def _decode(body: bytes, header_length: str | None) -> Answer:
+    length = len(body) if header_length is None else int(header_length)
+    if not 0 <= length <= len(body):
+        raise ValueError(f"{HEADER_LENGTH} is {length} of {len(body)} bytes")
+    header = json.loads(body[:length])
+    outputs = {}
+    for each in header["outputs"]:
+        dtype, shape = DATATYPES[each["datatype"]], tuple(each["shape"])
+        size_bytes = each.get("parameters", {}).get("binary_data_size")
+        if size_bytes is None:
+            array = np.array(each["data"], dtype)
+        else:
+            array = np.frombuffer(body[length : length + size_bytes], dtype)
+            length += size_bytes
+        outputs[each["name"]] = array.reshape(shape)
+        outputs[each["name"]].flags.writeable = False
+    if length > len(body) or (header_length is not None and length < len(body)):
+        raise ValueError(f"outputs of {length} bytes in a body of {len(body)}")
+    return Answer(outputs, str(header.get("model_version", "")))
