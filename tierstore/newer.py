@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from .converting import RowSource
 from .manifest import Manifest
 from .pool import Pool
-from .version import Version
+from .version import Version, unpack_tensors
 
 if TYPE_CHECKING:
     from .store import Store
@@ -95,6 +96,10 @@ class Newer:
         self.version = version
         self.manifest = manifest
         self.rows = rows
+
+    def tensors(self) -> dict[str, Tensor]:
+        """``tensors`` of the commit, on the CPU; DamagedError if they cannot be read."""
+        return unpack_tensors(self.version)
 
     def show(self) -> int:
         """Have the store show this version from now on; returns its number.

@@ -68,13 +68,14 @@ class Metrics:
         self.worker = worker
         self.clock = clock
         self.started = clock()
-        self.models = tuple(dict.fromkeys((*models, OTHER)))
-        self.window = Window(len(self.models), clock=clock)
+        self.models: tuple[str, ...] = (OTHER,)
+        self.window = Window(1, clock=clock)
         self.last_update: LastUpdate | None = None
-        self._series = {name: index for index, name in enumerate(self.models)}
+        self._series = {OTHER: 0}
         self._registry = CollectorRegistry()
         self._make_histograms()
         self._make_counters()
+        self.know(models)
         ProcessCollector(registry=self._registry)
 
     def _make_histograms(self) -> None:
@@ -96,11 +97,6 @@ class Metrics:
             "update_seconds", "That moving to another version took.", [], _UPDATE_SECONDS
         )
         self._update_seconds.child()
-        for model in self.models[:-1]:
-            # A series that starts at 0 has a rate from its first request on.
-            self.batches(model)
-            for protocol in _PROTOCOLS:
-                self._requests.child(model, protocol, OK)
 
     def _make_counters(self) -> None:
         self._refused = self._counter(
@@ -108,8 +104,19 @@ class Metrics:
         )
         self._out_of_range = self._counter("ids_out_of_range", "Ids that no row of their table has.", ["model"])
         self._update_failures = self._counter("update_failures", "Updates that failed; the old version stayed.", [])
-        for model in self.models[:-1]:
-            self._out_of_range.labels(model)
+
+    def know(self, models: Iterable[str]) -> None:
+        """Give these models series of their own, if they have none; in order of ``models`` they are numbered."""
+        new = [name for name in dict.fromkeys(models) if name not in self._series]
+        self.window.widen(len(new))
+        for name in new:
+            self._series[name] = len(self._series)
+            # A series that starts at 0 has a rate from its first request on.
+            self.batches(name)
+            for protocol in _PROTOCOLS:
+                self._requests.child(name, protocol, OK)
+            self._out_of_range.labels(name)
+        self.models = tuple(self._series)
 
     def _histograms(self, name: str, documentation: str, labels: Sequence[str], bounds: Sequence[float]) -> Histograms:
         made = Histograms(f"tierstore_{name}", documentation, labels, bounds)

@@ -68,6 +68,14 @@ class Window:
         with self._lock:
             self._cells[self._advance() * self._stride + series * _WIDTH + column] += 1
 
+    def widen(self, num_series: int) -> None:
+        """Add series behind those there are."""
+        with self._lock:
+            added = np.zeros((_SLOTS, num_series, _WIDTH), np.int32)
+            self._counts = np.concatenate([self._counts, added], axis=1)
+            self._cells = self._counts.reshape(-1).data
+            self._stride = self._counts.shape[1] * _WIDTH
+
     def counts(self) -> NDArray[np.int32]:
         """[seconds, series, columns] of the whole seconds that have passed, oldest first; a copy."""
         with self._lock:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...train.build import build_model
-from ...train.checkpoint import load_model
+from ...train.checkpoint import load_model, saved_config
 from ...train.config import RunConfig
 from ...train.readers import FeatureHasher, dense_features
 from ..base import Outputs
@@ -58,6 +58,13 @@ class Ranking:
         self._drops = out_of_range == "zero"
         self._count = count
         self._inputs = (TensorSpec("dense", "FP32", (-1, len(config.data.dense_columns))), *pooled.inputs)
+
+    def is_of(self, extra: Mapping[str, Any]) -> bool:
+        """Whether a commit with this ``extra`` is of the same run, so that ``load`` takes its weights."""
+        found = saved_config(extra, "the newest commit")
+        return found is not None and all(
+            getattr(found, part) == getattr(self.config, part) for part in ("data", "embedding", "model")
+        )
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over the dense weights of a commit. Not beside ``run``."""

@@ -1,0 +1,114 @@
+"""What ``tierstore serve`` is told: one frozen description, each field with its help, a flag for each field."""
+
+# ruff: noqa: RUF009 (_option makes dataclass fields)
+
+import math
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
+
+from ..cache import POLICIES
+from ..config import require_choice, require_int
+from ..sizes import parse_size
+from .models.jagged import OutOfRange
+
+__all__ = ["ServeConfig", "ServedDtype"]
+
+ServedDtype = Literal["stored", "float32", "float16", "bfloat16", "int8", "int4"]
+_MAX_PORT: Final = 65_535
+_MAX_SECONDS: Final = 86_400.0
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """Raises:
+    ValueError, TypeError: a value that cannot be; names it and what is accepted.
+    """
+
+    store: str = _option("", "folder of the store; with --updates it need not exist yet")
+    ddr: int | str = _option("50%", 'memory for rows: bytes, "2GiB", "50%" of the machine\'s or "5% of tables"')
+    dtype: ServedDtype = _option(
+        "stored", 'what rows are kept in memory as: "stored", or fewer bits: "float16", "bfloat16", "int8", "int4"'
+    )
+    policy: str = _option("lru", "which rows leave memory first: lru, lfu or tinylfu")
+    threads: int = _option(0, "threads of a lookup and of the model; 0: the CPUs this process may use")
+    host: str = _option("127.0.0.1", "address that REST and gRPC listen on; 0.0.0.0 for all")
+    port: int = _option(8000, "port of REST; 0: any that is free")
+    grpc_port: int = _option(8001, "port of gRPC; 0: any that is free, -1: no gRPC")
+    admin_host: str = _option("127.0.0.1", "address of status page, metrics and admin calls; others need --token-file")
+    admin_port: int = _option(8002, "their port; 0: any that is free, -1: none. With workers, worker i takes port + i")
+    workers: int = _option(1, "processes that share the ports; each takes its part of --ddr")
+    max_batch_samples: int = _option(4096, "samples of a batch, and of a request")
+    max_delay_us: int = _option(0, "microseconds a request may wait for company while nothing runs")
+    max_queue_samples: int = _option(65_536, "samples that may wait for a model; more are refused (503)")
+    max_queue_requests: int = _option(4096, "requests that may wait for a model; more are refused (503)")
+    request_seconds: float = _option(10.0, "a request that gives no deadline has this one")
+    body_bytes: int = _option(64 << 20, "longest request")
+    connections: int = _option(1000, "REST connections at a time")
+    receive_seconds: float = _option(30.0, "time for a request to arrive whole")
+    out_of_range: OutOfRange = _option(
+        "reject", '"reject": ids that are no rows are an error; "zero": they count as rows of zeros, and are counted'
+    )
+    pooled_cache: int | str = _option(0, "memory, beside --ddr, for pooled rows of bags asked for again; 0: none")
+    warm_up: str = _option(
+        "auto",
+        'rows to have in memory before the server is ready: "auto": those of its last run, "none", or a trace of '
+        "tierstore trace",
+    )
+    follow_seconds: float = _option(0.05, "how often to look for a newer commit; 0: never")
+    updates: bool = _option(False, "take updates of tierstore publish on the admin port; the store is then a replica")
+    grace_seconds: float = _option(30.0, "on SIGTERM, time for requests under way to finish")
+    token_file: str = _option("", "file with the bearer token that requests must carry; health stays open")
+    tls_certificate: str = _option("", "certificate chain in PEM, for TLS on all ports")
+    tls_key: str = _option("", "its key")
+    log_level: Literal["debug", "info", "warning", "error"] = _option("info", "what to log: debug, info, warning, error")
+    log_text: bool = _option(False, "log plain lines instead of JSON")
+
+    def __post_init__(self) -> None:
+        if not self.store:
+            raise ValueError("no store is named: tierstore serve --store DIR")
+        parse_size(self.ddr, name="ddr")
+        parse_size(self.pooled_cache, name="pooled_cache")
+        require_choice(self.dtype, get_args(ServedDtype), "dtype")
+        require_choice(self.policy, POLICIES, "policy")
+        require_choice(self.out_of_range, get_args(OutOfRange), "out_of_range")
+        require_choice(self.log_level, ("debug", "info", "warning", "error"), "log_level")
+        require_int(self.threads, "threads", 0, 1024)
+        require_int(self.workers, "workers", 1, 1024)
+        require_int(self.port, "port", 0, _MAX_PORT)
+        for name in ("grpc_port", "admin_port"):
+            require_int(getattr(self, name), name, -1, _MAX_PORT)
+        for name in ("follow_seconds", "request_seconds", "grace_seconds", "receive_seconds"):
+            value = getattr(self, name)
+            if not (isinstance(value, int | float) and math.isfinite(value) and 0 <= value <= _MAX_SECONDS):
+                raise ValueError(f"{name}={value!r}: expected seconds from 0 to {_MAX_SECONDS:.0f}")
+        if bool(self.tls_certificate) != bool(self.tls_key):
+            raise ValueError("TLS wants both tls_certificate and tls_key")
+        if self.admin_host not in ("127.0.0.1", "::1", "localhost") and self.admin_port >= 0 and not self.token_file:
+            raise ValueError(
+                f"admin_host={self.admin_host!r} lets other machines in: give a token_file, or leave it at 127.0.0.1"
+            )
+        if self.workers > 1 and (self.updates or 0 in (self.port, self.grpc_port, self.admin_port)):
+            raise ValueError("several workers share given ports and one store: not with updates, nor with a port of 0")
+
+    @property
+    def token(self) -> str | None:
+        """What the token file holds; ValueError if it cannot be read or is empty."""
+        if not self.token_file:
+            return None
+        try:
+            text = Path(self.token_file).read_text(encoding="ascii").strip()
+        except (OSError, ValueError) as error:
+            raise ValueError(f"token_file={self.token_file!r} cannot be read: {error}") from None
+        if not text:
+            raise ValueError(f"token_file={self.token_file!r} is empty")
+        return text
+
+    @classmethod
+    def help_of(cls, name: str) -> str:
+        """The help of a field."""
+        return next(str(each.metadata["help"]) for each in fields(cls) if each.name == name)
