@@ -7,10 +7,9 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from tests.serve.fakes import FakeEngine
 from tierstore.serve.grpc_limits import GrpcLimits
 from tierstore.serve.grpc_server import GrpcServer
-
-from .fakes import FakeEngine
 
 WAIT_SECONDS = 20
 
