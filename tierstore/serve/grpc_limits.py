@@ -30,7 +30,12 @@ class GrpcLimits:
     max_concurrent_rpcs: int = _option(
         256, "inference calls under way, over all connections; a stream counts as one", low=1
     )
-    max_concurrent_streams: int = _option(256, "calls under way on one connection; more of them wait", low=1)
+    max_concurrent_streams: int = _option(
+        1024,
+        "calls under way on one connection; more of them wait in the client, or fail as UNAVAILABLE where it has just "
+        "connected and does not know of the limit",
+        low=1,
+    )
     max_stream_requests: int = _option(8, "requests of one ModelStreamInfer call that are computed at a time", low=1)
     keepalive_seconds: float = _seconds(60.0, "a silent connection is pinged after so long")
     keepalive_timeout_seconds: float = _seconds(20.0, "and closed if it has not answered after so long")
