@@ -32,8 +32,8 @@ class GrpcLimits:
     )
     max_concurrent_streams: int = _option(
         1024,
-        "calls under way on one connection; more of them wait in the client, or fail as UNAVAILABLE where it has just "
-        "connected and does not know of the limit",
+        "calls under way on one connection; more of them wait in the client, or fail as UNAVAILABLE if it sends them "
+        "before it knows of the limit or while the server is still putting away an earlier one",
         low=1,
     )
     max_stream_requests: int = _option(8, "requests of one ModelStreamInfer call that are computed at a time", low=1)
