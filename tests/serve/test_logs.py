@@ -1,0 +1,284 @@
+"""The server's log: what a line has, and what clients cannot do to it."""
+
+import asyncio
+import contextvars
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from datetime import datetime, timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierstore.serve import logs
+from tierstore.serve.logs import JsonFormatter, TextFormatter, configure, log_refused, log_request, request_context
+from tierstore.serve.messages import InferRequest, ServeError, Status
+
+NASTY = 'a\n{"level": "INFO"}\r\x1b[31m\x00\x85\u2028\u202e"\\'
+
+
+@pytest.fixture(autouse=True)
+def _restored_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("GRPC_VERBOSITY", "NONE")
+    monkeypatch.setattr(logs, "_quota", logs._Quota(logs.MAX_FAILURES_PER_SECOND))
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def record(message: str = "hello", **extra: Any) -> logging.LogRecord:
+    return logging.getLogger("tierstore.test").makeRecord(
+        "tierstore.test", logging.WARNING, __file__, 1, message, (), None, extra=extra
+    )
+
+
+def formatted(made: logging.LogRecord) -> dict[str, Any]:
+    line = JsonFormatter().format(made)
+    assert line.isascii()
+    assert line.isprintable()
+    return json.loads(line)
+
+
+def request(**options: Any) -> InferRequest:
+    return InferRequest(model="m", id="r1", protocol="grpc", inputs={}, **options)
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    out, err = capsys.readouterr()
+    assert not out
+    return [json.loads(line) for line in err.splitlines()]
+
+
+# One line.
+
+
+def test_json_line() -> None:
+    line = formatted(record("hello", milliseconds=1.5, model="m", status="OK", count=3, right=True, nothing=None))
+    time = datetime.fromisoformat(line.pop("time"))
+    assert time.utcoffset() == timedelta(0)
+    assert line == {
+        "level": "WARNING",
+        "logger": "tierstore.test",
+        "message": "hello",
+        "milliseconds": 1.5,
+        "model": "m",
+        "status": "OK",
+        "count": 3,
+        "right": True,
+        "nothing": None,
+    }
+
+
+def test_time_is_in_utc() -> None:
+    made = record()
+    made.created = 1.25
+    assert formatted(made)["time"] == "1970-01-01T00:00:01.250Z"
+    assert TextFormatter().format(made).startswith("1970-01-01T00:00:01.250Z WARNING tierstore.test: hello")
+
+
+def test_strings_are_bounded() -> None:
+    line = formatted(record("m" * 100_000, model="x" * 100_000, others=["y" * 100_000]))
+    assert len(line["model"]) < 300
+    assert len(line["others"]) < 300
+    assert len(line["message"]) < 5000
+    assert len(TextFormatter().format(record("m" * 100_000, model="x" * 100_000))) < 6000
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), np.float32(2.5), 1 << 4000, object()])
+def test_odd_values_are_json(value: object) -> None:
+    assert "odd" in formatted(record(odd=value))
+
+
+def test_own_fields_cannot_be_replaced() -> None:
+    assert formatted(record(level="DEBUG", time="never", logger="another"))["level"] == "WARNING"
+
+
+@given(st.text())
+def test_no_text_breaks_a_line(text: str) -> None:
+    with request_context(text):
+        line = formatted(record(text, model=text))
+        assert len(TextFormatter().format(record(text, model=text)).splitlines()) == 1
+    assert line["message"] == text
+    assert line["model"] == text
+
+
+def test_controls_are_escaped_in_text() -> None:
+    half = NASTY + "\ud800"
+    with request_context(half):
+        line = TextFormatter().format(record(half, model=half, id="a status=OK"))
+        assert formatted(record(half))["message"] == half
+    assert line.isprintable()
+    assert "id='a status=OK'" in line, "quoted, as it could be taken for two fields"
+
+
+def failing(formatter: logging.Formatter) -> str:
+    try:
+        raise ValueError(NASTY)
+    except ValueError:
+        made = record()
+        made.exc_info = sys.exc_info()
+    return formatter.format(made)
+
+
+def test_traceback() -> None:
+    line = failing(JsonFormatter())
+    assert line.isprintable()
+    assert "in failing" in json.loads(line)["exception"]
+    first, *rest = failing(TextFormatter()).split("\n")
+    assert first.endswith("hello")
+    assert len(rest) > 3
+    assert all(part.startswith("    ") and part.isprintable() for part in rest)
+
+
+def test_traceback_is_bounded() -> None:
+    try:
+        raise ValueError("x" * 100_000)
+    except ValueError:
+        made = record()
+        made.exc_info = sys.exc_info()
+    assert len(formatted(made)["exception"]) < 17_000
+
+
+# The request's id.
+
+
+def test_lines_of_a_request_carry_its_id() -> None:
+    with request_context("outer"):
+        with request_context("inner"):
+            assert formatted(record())["request_id"] == "inner"
+        assert formatted(record())["request_id"] == "outer"
+        assert formatted(record(request_id="given"))["request_id"] == "given"
+    assert "request_id" not in formatted(record())
+
+
+def test_ids_of_tasks_are_their_own() -> None:
+    async def task(name: str, barrier: asyncio.Barrier) -> str:
+        with request_context(name):
+            await barrier.wait()
+            return formatted(record())["request_id"]
+
+    async def both() -> list[str]:
+        barrier = asyncio.Barrier(2)
+        return await asyncio.gather(task("a", barrier), task("b", barrier))
+
+    assert asyncio.run(both()) == ["a", "b"]
+
+
+def test_id_goes_to_a_thread_with_the_context() -> None:
+    found: list[dict[str, Any]] = []
+    with request_context("r1"):
+        context = contextvars.copy_context()
+        thread = threading.Thread(target=context.run, args=(lambda: found.append(formatted(record())),))
+    thread.start()
+    thread.join(10)
+    assert found[0]["request_id"] == "r1"
+
+
+# All of the process.
+
+
+@pytest.mark.parametrize("name", ["tierstore.serve", "uvicorn", "uvicorn.error", "uvicorn.access", "grpc._cython", "x"])
+def test_every_logger_writes_json_to_stderr(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    logging.getLogger("uvicorn").addHandler(logging.StreamHandler(sys.stdout))
+    configure("INFO", as_json=True)
+    logging.getLogger(name).info("hello %s", "you", extra={"color_message": "\x1b[1mhello"})
+    logging.getLogger(name).debug("not shown")
+    (line,) = lines(capsys)
+    assert (line["logger"], line["message"]) == (name, "hello you")
+    assert "color_message" not in line
+
+
+def test_second_call_replaces_the_first(capsys: pytest.CaptureFixture[str]) -> None:
+    configure("INFO", as_json=True)
+    configure("DEBUG", as_json=False)
+    logging.getLogger("tierstore").debug("hello", extra={"model": "m"})
+    _, err = capsys.readouterr()
+    assert err.endswith(" DEBUG   tierstore: hello model=m\n")
+    assert err.count("\n") == 1
+
+
+def test_no_such_level() -> None:
+    with pytest.raises(ValueError, match="LOUD"):
+        configure("LOUD")
+
+
+def test_grpc_is_told_to_be_silent() -> None:
+    """Its core would write lines of its own, which are no JSON."""
+    code = """
+import os
+from tierstore.serve.logs import configure
+configure("INFO", as_json=True)
+import asyncio
+from grpc import aio
+async def main():
+    server = aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    try:
+        aio.server(options=[("grpc.so_reuseport", 0)]).add_insecure_port(f"127.0.0.1:{port}")
+    except RuntimeError:
+        print("refused")
+asyncio.run(main())
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment)
+    assert done.stdout == "refused\n"
+    assert not done.stderr
+
+
+# Requests.
+
+
+def test_request_that_succeeds(capsys: pytest.CaptureFixture[str]) -> None:
+    configure("INFO", as_json=True)
+    log_request(request(), "OK", 0.0125, version="7")
+    assert not lines(capsys)
+    configure("DEBUG", as_json=True)
+    log_request(request(), "OK", 0.0125, version="7")
+    (line,) = lines(capsys)
+    del line["time"]
+    assert line == {
+        "level": "DEBUG",
+        "logger": "tierstore.serve.requests",
+        "message": "request answered",
+        "request_id": "r1",
+        "model": "m",
+        "protocol": "grpc",
+        "status": "OK",
+        "milliseconds": 12.5,
+        "version": "7",
+    }
+
+
+def test_request_that_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    configure("INFO", as_json=True)
+    log_request(request(version="6"), "NOT_FOUND", 0.001, error=ServeError(Status.NOT_FOUND, f"no {NASTY}"))
+    log_refused("grpc", ServeError(Status.INVALID, "bad"), model=NASTY)
+    failed, refused = lines(capsys)
+    assert (failed["level"], failed["status"], failed["version"]) == ("WARNING", "NOT_FOUND", "6")
+    assert failed["message"].startswith("request failed: no a\n")
+    assert (refused["status"], refused["protocol"], refused["model"]) == ("INVALID_ARGUMENT", "grpc", NASTY)
+    assert "request_id" not in refused
+
+
+def test_flood_of_failures_is_thinned(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(logs.time, "monotonic", lambda: now)
+    configure("INFO", as_json=True)
+    for _ in range(50):
+        log_request(request(), "RESOURCE_EXHAUSTED", 0.001)
+    log_request(request(), "INTERNAL", 0.001)
+    assert [line["status"] for line in lines(capsys)] == ["RESOURCE_EXHAUSTED"] * 20 + ["INTERNAL"]
+    now = 101.0
+    for _ in range(2):
+        log_request(request(), "RESOURCE_EXHAUSTED", 0.001)
+    assert [line.get("suppressed") for line in lines(capsys)] == [30, None]

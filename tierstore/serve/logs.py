@@ -1,0 +1,217 @@
+"""The server's log: one line for each event on stderr, as a JSON object or as text.
+
+What clients send (model names, request ids) is bounded and escaped, so that no client can forge a line or fill the disk
+with one request.
+"""
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from ..excerpt import excerpt
+from .messages import InferRequest, ServeError
+
+__all__ = ["JsonFormatter", "TextFormatter", "configure", "log_refused", "log_request", "request_context"]
+
+MAX_VALUE_CHARACTERS: Final = 256
+MAX_MESSAGE_CHARACTERS: Final = 4096
+MAX_TRACEBACK_CHARACTERS: Final = 16384
+MAX_FAILURES_PER_SECOND: Final = 20
+"""Lines about failed requests, of each status; what is left out is counted by the next line."""
+
+_FOREIGN_LOGGERS: Final = ("grpc", "uvicorn", "uvicorn.access", "uvicorn.asgi", "uvicorn.error")
+_STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"asctime", "color_message", "message", "taskName"}
+"""Attributes of a record that are no field of ours; uvicorn adds a message with colours."""
+
+_requests = logging.getLogger("tierstore.serve.requests")
+_request_id: ContextVar[str] = ContextVar("tierstore_request_id", default="")
+
+
+@contextmanager
+def request_context(request_id: str) -> Iterator[None]:
+    """While it lasts, lines logged by this task or thread carry the request's id."""
+    token = _request_id.set(request_id)
+    try:
+        yield
+    finally:
+        _request_id.reset(token)
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[:limit] + "..."
+
+
+def _field(value: object) -> bool | int | float | str | None:
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    return _cut(value, MAX_VALUE_CHARACTERS) if isinstance(value, str) else excerpt(value, MAX_VALUE_CHARACTERS)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, bool | int | float | str | None]:
+    """What the record has beside its message, the request's id first."""
+    request_id = _request_id.get()
+    fields = {"request_id": _field(request_id)} if request_id else {}
+    return fields | {name: _field(value) for name, value in vars(record).items() if name not in _STANDARD}
+
+
+def _time(record: logging.LogRecord) -> str:
+    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _message(record: logging.LogRecord) -> str:
+    return _cut(record.getMessage(), MAX_MESSAGE_CHARACTERS)
+
+
+def _printable(text: str) -> str:
+    """The text with everything escaped that a terminal would obey or show as a new line."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def _shown(value: object) -> str:
+    """A field's value, quoted unless it is one word, so that it cannot be taken for several fields."""
+    text = str(value)
+    return text if text.isprintable() and text and not set(text) & set(" '\"=") else repr(text)
+
+
+class _Formatter(logging.Formatter):
+    """What both have in common: the traceback, its end kept where it is too long."""
+
+    def traceback(self, record: logging.LogRecord) -> str:
+        text = self.formatException(record.exc_info) if record.exc_info else ""
+        return text if len(text) <= MAX_TRACEBACK_CHARACTERS else "..." + text[-MAX_TRACEBACK_CHARACTERS:]
+
+
+class JsonFormatter(_Formatter):
+    """An object with time (UTC), level, logger, message, the record's extra fields, and exception if there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": _time(record),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": _message(record),
+        }
+        line |= {name: value for name, value in _fields(record).items() if name not in line}
+        if record.exc_info:
+            line["exception"] = self.traceback(record)
+        # Escapes all beyond ASCII, so no character can end the line. NaN would be no JSON.
+        return json.dumps({name: _finite(value) for name, value in line.items()}, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    return repr(value) if isinstance(value, float) and value - value != 0 else value
+
+
+class TextFormatter(_Formatter):
+    """A line to be read by people; a traceback follows it, indented."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        extra = "".join(f" {name}={_shown(value)}" for name, value in _fields(record).items())
+        line = f"{_time(record)} {record.levelname:<7} {record.name}: {_printable(_message(record))}{extra}"
+        return "".join([line, *(f"\n    {_printable(part)}" for part in self.traceback(record).splitlines())])
+
+
+class _StderrHandler(logging.Handler):
+    """Writes to whatever ``sys.stderr`` is at the moment."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            sys.stderr.write(self.format(record) + "\n")
+            sys.stderr.flush()
+        except Exception:
+            self.handleError(record)
+
+
+def configure(level: str | int = "INFO", as_json: bool = True) -> None:
+    """Send every log of the process through one handler to stderr; a second call replaces the first's.
+
+    Call it before gRPC is imported: gRPC's core writes lines of its own to stderr, and is told not to by a variable of
+    the environment (GRPC_VERBOSITY, unless it is set). uvicorn wants ``log_config=None`` and ``access_log=False``.
+
+    Raises:
+        ValueError: no such level.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    root = logging.getLogger()
+    root.setLevel(level)
+    for handler in list(root.handlers):
+        if isinstance(handler, _StderrHandler):
+            root.removeHandler(handler)
+    handler = _StderrHandler()
+    handler.setFormatter(JsonFormatter() if as_json else TextFormatter())
+    root.addHandler(handler)
+    for name in _FOREIGN_LOGGERS:
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.setLevel(logging.NOTSET)
+        logger.propagate = True
+
+
+class _Quota:
+    """Lets through so many lines a second for each key, and counts the others. Keys are few: names of statuses."""
+
+    def __init__(self, per_second: int) -> None:
+        self._per_second = per_second
+        self._windows: dict[str, tuple[int, int]] = {}
+        self._suppressed: dict[str, int] = {}
+
+    def take(self, key: str, now: float) -> int | None:
+        """How many were left out since the last one that was let through, or None to leave this one out too."""
+        second, count = self._windows.get(key, (-1, 0))
+        count = count + 1 if second == int(now) else 1
+        self._windows[key] = (int(now), count)
+        if count > self._per_second:
+            self._suppressed[key] = self._suppressed.get(key, 0) + 1
+            return None
+        return self._suppressed.pop(key, 0)
+
+
+_quota = _Quota(MAX_FAILURES_PER_SECOND)
+
+
+def _log_failure(status: str, message: str, fields: dict[str, Any]) -> None:
+    suppressed = _quota.take(status, time.monotonic())
+    if suppressed is not None:
+        extra = fields | ({"suppressed": suppressed} if suppressed else {})
+        _requests.warning("%s", message, extra=extra)
+
+
+def log_request(
+    request: InferRequest, status: str, seconds: float, *, version: str = "", error: Exception | None = None
+) -> None:
+    """Log a request that was answered: at DEBUG if its status is "OK", at WARNING, so many a second, if it failed.
+
+    Args:
+        request: as it was asked.
+        status: "OK", or the name of the gRPC status (``Status.grpc``).
+        seconds: from its arrival to its answer.
+        version: of the store that answered.
+        error: why it failed.
+    """
+    fields = {
+        "request_id": request.id,
+        "model": request.model,
+        "protocol": request.protocol,
+        "status": status,
+        "milliseconds": round(seconds * 1e3, 3),
+        "version": version or request.version,
+    }
+    if status == "OK":
+        _requests.debug("request answered", extra=fields)
+    else:
+        _log_failure(status, f"request failed: {error}" if error else "request failed", fields)
+
+
+def log_refused(protocol: str, error: ServeError, *, model: str = "", request_id: str = "") -> None:
+    """Log a request that could not be read or was not let in, with what little is known of it."""
+    fields = {"request_id": request_id, "model": model, "protocol": protocol, "status": error.status.grpc}
+    _log_failure(
+        error.status.grpc, f"request refused: {error}", {name: value for name, value in fields.items() if value}
+    )
