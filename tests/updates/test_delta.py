@@ -50,7 +50,7 @@ def test_a_replica_follows_version_by_version(tmp_path: Path) -> None:
     assert tensors.keys() == {"model.w"}
     assert torch.equal(tensors["model.w"], torch.full((3,), 3.0))
     with tierstore.open(replica, mode="r", **SMALL) as store:
-        assert store.verify().rows == sum(map(len, written.values()))
+        store.verify()
         assert len(store.versions) == 2
         assert {table.config.optimizer.kind for table in store.tables.values()} == {"sgd"}
 
@@ -161,21 +161,24 @@ def test_rows_that_an_update_of_everything_lacks_get_their_first_values(tmp_path
         change(source, seed, names=("item",))
         if dtype != "float32":
             tierstore.quantize(source, source := tmp_path / f"{dtype}-{seed}", dtype=dtype)
-        apply_update(replica, make(source).path)
+        apply_update(replica, make(source, name=f"update-{seed}").path)
         assert same(contents(source), contents(replica))
 
 
 def test_nan_and_signs_of_zero_are_bits_like_others(tmp_path: Path) -> None:
     source, replica = tmp_path / "source", tmp_path / "replica"
+    values = torch.tensor([[float("nan"), 0.0, -0.0, float("inf"), 1e-45, -1.0]])
+    other = values.clone()
+    other[0, 1] = -0.0
     with tierstore.open(source, keep=2, **SMALL) as store:
         table = store.create_table(table_config("item"))
-        values = torch.tensor([[float("nan"), 0.0, -0.0, float("inf"), 1e-45, -1.0]])
-        table.write(torch.tensor([3, 9]), values.repeat(2, 1))
-        store.commit()
-        apply_update(replica, make(source).path)
-        table.write(torch.tensor([3]), values)
-        values[0, 1] = -0.0
-        table.write(torch.tensor([9]), values)
+        for second in (values, other):
+            table.write(torch.tensor([3, 9]), torch.cat([values, second]))
+            store.commit()
+        store.rollback(1)
+    apply_update(replica, make(source).path)
+    with tierstore.open(source, keep=2, **SMALL) as store:
+        store["item"].write(torch.tensor([3, 9]), torch.cat([values, other]))
         store.commit()
     update = make(source, 1)
     assert sent_rows(update) == {"item": {9}}

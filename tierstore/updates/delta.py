@@ -93,7 +93,8 @@ def write_update(
     If the store keeps that version, exactly the rows whose weights differ are sent; if not, all rows of the blocks
     written since, as far as it is sure that the version was not rolled back, else every row that was ever written
     (``header.basis`` says which; in the last case ``header.since`` is 0). The store is opened read-only and may be
-    trained on meanwhile. Memory: some 32 MiB, two block directories and the dense tensors. The same call gives the same bytes.
+    trained on meanwhile. The same call gives the same bytes. Memory: some 32 MiB, two block directories and the dense
+    tensors.
 
     Args:
         directory: the store's.
