@@ -31,6 +31,7 @@ HELP = {
             export    write tables to a safetensors file or torch checkpoint
             import    take tables from safetensors files or torch checkpoints
             quantize  make a store for inference, its rows in fewer bytes
+            publish   send what changed in a store to servers
     """,
     "train": """
         usage: tierstore train [-h] [--data PATH] [--store DIR] [--ddr SIZE] [--hbm SIZE] [--device NAME]
@@ -215,6 +216,26 @@ HELP = {
         examples:
           tierstore quantize shop shop-int8 --dtype int8
           tierstore quantize shop shop-mixed --dtype int4 --table item --table user
+    """,
+    "publish": """
+        usage: tierstore publish [-h] [--to URL] [--since VERSION] [--token-file PATH] [--dry-run] [--keep-file PATH]
+                                 [--traceback] DIR
+        Send the rows that changed since a version, and the dense weights, to the admin ports of servers. Each applies
+        them as one version. An upload that was cut short goes on where it stopped: publish again. The exit status is 1
+        if any server failed.
+        positional arguments:
+          DIR                folder of the store; may be trained on meanwhile
+        options:
+          -h, --help         show this help message and exit
+          --to URL           admin port of a server, as http://HOST:8002; repeatable
+          --since VERSION    send what changed since it (default: since what each server has)
+          --token-file PATH  file with the servers' admin token
+          --dry-run          say what would be sent, and send nothing
+          --keep-file PATH   keep the file that is sent under this name
+          --traceback        show where in the code an error arose
+        examples:
+          tierstore publish shop --to http://replica-1:8002 --to http://replica-2:8002
+          tierstore publish shop --since 12 --dry-run
     """,
 }
 

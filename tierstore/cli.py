@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from . import __version__
-from .commands import COMPACT, EXPORT, IMPORT, QUANTIZE, TRACE, Command
+from .commands import COMPACT, EXPORT, IMPORT, PUBLISH, QUANTIZE, TRACE, Command
 
 if TYPE_CHECKING:
     from .train.config_file import Override
@@ -274,4 +274,5 @@ _COMMANDS: Final = {
     "export": EXPORT,
     "import": IMPORT,
     "quantize": QUANTIZE,
+    "publish": PUBLISH,
 }

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 if TYPE_CHECKING:
     from .exchange import ImportReport
     from .optim import Optimizer
+    from .updates.publish import Published
 
-__all__ = ["COMPACT", "EXPORT", "IMPORT", "QUANTIZE", "TRACE", "Command", "byte_bar"]
+__all__ = ["COMPACT", "EXPORT", "IMPORT", "PUBLISH", "QUANTIZE", "TRACE", "Command", "byte_bar"]
 
 _DDR: Final = "256MiB"
 _SHOWN: Final = 10
@@ -334,4 +335,67 @@ QUANTIZE: Final = Command(
     """examples:
   tierstore quantize shop shop-int8 --dtype int8
   tierstore quantize shop shop-mixed --dtype int4 --table item --table user""",
+)
+
+
+def _add_publish_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", help="folder of the store; may be trained on meanwhile")
+    parser.add_argument(
+        "--to",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="admin port of a server, as http://HOST:8002; repeatable",
+    )
+    parser.add_argument(
+        "--since", type=int, metavar="VERSION", help="send what changed since it (default: since what each server has)"
+    )
+    parser.add_argument("--token-file", metavar="PATH", help="file with the servers' admin token")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be sent, and send nothing")
+    parser.add_argument("--keep-file", metavar="PATH", help="keep the file that is sent under this name")
+
+
+def _publish(options: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from .updates.publish import plan, publish
+
+    token = None if options.token_file is None else Path(options.token_file).read_text().strip()
+    settings: dict[str, Any] = {"since": options.since, "token": token, "keep_file": options.keep_file, "bar": byte_bar}
+    if options.dry_run:
+        for line in plan(options.directory, options.to, **settings):
+            print(line)
+        return 0
+    if not options.to:
+        raise ValueError("give --to URL, or --dry-run to see what would be sent")
+    done = publish(options.directory, options.to, **settings)
+    for each in done:
+        _describe_published(each)
+    return 1 if any(each.error for each in done) else 0
+
+
+def _describe_published(each: "Published") -> None:
+    from .sizes import format_size
+
+    if each.error:
+        print(f"{each.url}: failed: {each.error}")
+    elif not each.size_bytes:
+        print(f"{each.url}: has version {each.version} already")
+    else:
+        print(
+            f"{each.url}: version {each.version}, {each.rows:,} rows, {format_size(each.size_bytes)}, "
+            f"{each.seconds:.1f} s"
+        )
+
+
+PUBLISH: Final = Command(
+    _publish,
+    _add_publish_arguments,
+    "send what changed in a store to servers",
+    "Send the rows that changed since a version, and the dense weights, to the admin ports of servers. Each applies "
+    "them as one version. An upload that was cut short goes on where it stopped: publish again. "
+    "The exit status is 1 if any server failed.",
+    """examples:
+  tierstore publish shop --to http://replica-1:8002 --to http://replica-2:8002
+  tierstore publish shop --since 12 --dry-run""",
 )

@@ -1,0 +1,409 @@
+"""An update becomes the replica's version whole or not at all: wrong and damaged ones, and a process that is killed."""
+
+import json
+import os
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import save
+
+import tierstore
+from tests.children import run
+from tests.updates.support import ROWS, SMALL, change, contents, extra_of, same, table_config
+from tierstore import errors
+from tierstore._jit import JIT_ENABLED
+from tierstore.exchange.safetensors_file import METADATA_KEY
+from tierstore.updates import Update, apply_update, origin_of, roll_back_replica, write_update
+from tierstore.updates.child import main as child
+from tierstore.updates.chunks import MAX_CHUNK_BYTES, decompress, pack_chunk, unpack_chunk
+from tierstore.updates.header import MAX_PAYLOAD_BYTES
+from tierstore.updates.update_file import UpdateFile, file_checksum
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three versions, all kept."""
+    directory = tmp_path_factory.mktemp("source") / "store"
+    for seed in (1, 2, 3):
+        change(directory, seed, keep=3)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def updates(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Update]:
+    """To version 3, by the version that they begin at."""
+    folder = tmp_path_factory.mktemp("updates")
+    return {since: write_update(source, folder / str(since), since=since) for since in (0, 1, 2)}
+
+
+@pytest.fixture(scope="module")
+def first(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A replica of version 1, to be copied."""
+    folder = tmp_path_factory.mktemp("first")
+    shutil.copytree(source, folder / "source")
+    with tierstore.open(folder / "source", **SMALL) as store:
+        store.rollback(1)
+    apply_update(folder / "replica", write_update(folder / "source", folder / "update").path)
+    return folder / "replica"
+
+
+@pytest.fixture
+def replica(first: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(first, tmp_path / "replica"))
+
+
+def version_of(directory: Path) -> int:
+    origin = origin_of(extra_of(directory)[0])
+    assert origin is not None
+    return origin.version
+
+
+def test_the_same_update_again_does_nothing(replica: Path, updates: dict[int, Update], source: Path) -> None:
+    assert apply_update(replica, updates[1].path) == (3, updates[1].header.num_rows, False)
+    for since in (1, 0, 2):
+        assert apply_update(replica, updates[since].path) == (3, 0, True)
+    with tierstore.open(replica, mode="r", **SMALL) as store:
+        assert store.version == 2
+    assert same(contents(replica), contents(source))
+
+
+def test_an_update_from_another_version_says_what_to_send(replica: Path, updates: dict[int, Update]) -> None:
+    before = contents(replica)
+    with pytest.raises(
+        errors.TierstoreError, match=r"has version 1 of store .* goes from version 2 .* publish without"
+    ):
+        apply_update(replica, updates[2].path)
+    assert version_of(replica) == 1
+    assert same(contents(replica), before)
+
+
+def test_a_change_needs_a_replica_and_everything_needs_none(tmp_path: Path, updates: dict[int, Update]) -> None:
+    with pytest.raises(errors.StoreNotFoundError, match="is empty, and the update goes from version 1"):
+        apply_update(tmp_path / "new", updates[1].path)
+    assert not (tmp_path / "new").exists()
+    assert apply_update(tmp_path / "new", updates[0].path).version == 3
+
+
+def test_a_change_of_another_store_is_refused(tmp_path: Path, replica: Path) -> None:
+    other = tmp_path / "other"
+    change(other, 1, keep=2)
+    change(other, 2, keep=2)
+    with pytest.raises(errors.TierstoreError, match="has version 1 of store"):
+        apply_update(replica, write_update(other, tmp_path / "update", since=1).path)
+
+
+def test_what_others_wrote_is_left_alone(tmp_path: Path, updates: dict[int, Update]) -> None:
+    change(tmp_path / "own", 5)
+    with pytest.raises(errors.TierstoreError, match="written by others than updates"):
+        apply_update(tmp_path / "own", updates[0].path)
+    with pytest.raises(errors.TierstoreError, match="is no replica"):
+        roll_back_replica(tmp_path / "own")
+    with pytest.raises(errors.StoreNotFoundError):
+        roll_back_replica(tmp_path / "none")
+
+
+def test_other_tables_are_refused(tmp_path: Path, replica: Path) -> None:
+    other = tmp_path / "other"
+    with tierstore.open(other, **SMALL) as store:
+        store.create_table(table_config("item", num_embeddings=ROWS + 1))
+        store.commit()
+    with pytest.raises(errors.TableError, match="table 0 of"):
+        apply_update(replica, write_update(other, tmp_path / "update").path)
+    assert version_of(replica) == 1
+
+
+def test_back_and_forth(replica: Path, updates: dict[int, Update], source: Path) -> None:
+    before = contents(replica)
+    apply_update(replica, updates[1].path)
+    assert roll_back_replica(replica).version == 1
+    assert same(contents(replica), before)
+    with pytest.raises(errors.TierstoreError, match="keeps no version before"):
+        roll_back_replica(replica)
+    assert apply_update(replica, updates[1].path).version == 3
+    assert same(contents(replica), contents(source))
+    with tierstore.open(replica, mode="r", **SMALL) as store:
+        store.verify()
+
+
+def test_a_bit_that_flips_is_found_wherever_it_is(replica: Path, updates: dict[int, Update], tmp_path: Path) -> None:
+    """By the name of the whole; and in the chunks also by their own checksums."""
+    data = updates[1].path.read_bytes()
+    damaged = tmp_path / "damaged"
+    for place in range(0, len(data), len(data) // 60):
+        damaged.write_bytes(data[:place] + bytes([data[place] ^ 16]) + data[place + 1 :])
+        with pytest.raises(errors.ChecksumError, match="damaged on its way"):
+            apply_update(replica, damaged, id=updates[1].id)
+        if place > len(data) * 0.6:
+            with pytest.raises(errors.ChecksumError, match="send the update again"):
+                apply_update(replica, damaged)
+    for length in (0, 7, 8, 100, len(data) - 1):
+        damaged.write_bytes(data[:length])
+        with pytest.raises(errors.DamagedError):
+            apply_update(replica, damaged)
+    assert version_of(replica) == 1
+
+
+def edited(update: Update, path: Path, edit: Any) -> Path:
+    """The update with another header; its chunks have the checksums that they should have."""
+    data = update.path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    own = json.loads(header["__metadata__"][METADATA_KEY])
+    places = [header[f"chunk.{number}"]["data_offsets"] for number in range(len(own["chunks"]))]
+    parts = [data[8 + length :][slice(*place)] for place in places]
+    edit(own, parts)
+    tensors = {f"chunk.{number:03}": np.frombuffer(part, np.uint8) for number, part in enumerate(parts)}
+    made = save(tensors, {METADATA_KEY: json.dumps(own)})
+    length = int.from_bytes(made[:8], "little")
+    fixed = made[8 : 8 + length].decode()
+    for number in range(len(parts)):
+        fixed = fixed.replace(f'"chunk.{number:03}"', f'"chunk.{number}"')
+    path.write_bytes(len(fixed.encode()).to_bytes(8, "little") + fixed.encode() + made[8 + length :])
+    return path
+
+
+def replace_chunk(own: Any, parts: list[bytes], number: int, raw: bytes, rows: int) -> None:
+    import xxhash
+
+    parts[number] = zlib.compress(raw)
+    own["chunks"][number][1:] = [rows, len(raw), xxhash.xxh64_hexdigest(parts[number])]
+
+
+def with_ids(ids: list[int]) -> Any:
+    """Of table ``item``."""
+
+    def edit(own: Any, parts: list[bytes]) -> None:
+        layout = table_config("item").layout(4096)
+        rows = np.zeros((len(ids), layout.weight_words), np.uint64)
+        replace_chunk(own, parts, 1, pack_chunk(np.array(ids, np.int64), rows, layout), len(ids))
+
+    return edit
+
+
+def assign(*path: Any, value: Any) -> Any:
+    def edit(own: Any, _parts: list[bytes]) -> None:
+        for key in path[:-1]:
+            own = own[key]
+        own[path[-1]] = value
+
+    return edit
+
+
+def twice(own: Any, parts: list[bytes]) -> None:
+    """The same rows in two chunks."""
+    own["chunks"].insert(1, own["chunks"][1])
+    parts.insert(1, parts[1])
+
+
+def bomb(own: Any, parts: list[bytes]) -> None:
+    replace_chunk(own, parts, 0, bytes(MAX_CHUNK_BYTES), 0)
+    own["chunks"][0][2] = 100
+
+
+def many_payloads(own: Any, parts: list[bytes]) -> None:
+    for _ in range(MAX_PAYLOAD_BYTES // MAX_CHUNK_BYTES + 1):
+        own["chunks"].insert(0, [-1, 0, MAX_CHUNK_BYTES, "0" * 16])
+        parts.insert(0, b"x")
+
+
+HOSTILE = {
+    "descending": with_ids([5, 3]),
+    "equal": with_ids([5, 5]),
+    "outside": with_ids([5, ROWS]),
+    "negative": with_ids([-1, 3]),
+    "wrapped": with_ids([2**63 - 1, -(2**63), 7]),
+    "twice": twice,
+    "bomb": bomb,
+    "payloads": many_payloads,
+    "huge chunk": assign("chunks", 1, 2, value=2**40),
+    "huge rows": assign("chunks", 1, 1, value=2**39),
+    "true rows": assign("chunks", 1, 1, value=True),
+    "no rows": assign("chunks", 1, 1, value=0),
+    "another table": assign("chunks", 1, 0, value=7),
+    "no order": assign("chunks", 0, 0, value=1),
+    "short chunk": assign("chunks", 1, value=[0, 1]),
+    "checksum": assign("chunks", 1, 3, value="x"),
+    "source": assign("source", value="../../x"),
+    "since": assign("since", value=3),
+    "since -1": assign("since", value=-1),
+    "basis": assign("basis", value="rumour"),
+    "all since": assign("basis", value="nothing"),
+    "version": assign("version", value="3"),
+    "format": assign("update_format_version", value=2),
+    "table": assign("tables", 0, value={"name": 3}),
+    "two names": assign("tables", 0, "name", value="user"),
+    "wide": assign("tables", 0, "embedding_dim", value=1 << 20),
+    "deep": lambda own, parts: replace_chunk(own, parts, 0, b"[" * 100000, 0),
+    "payload": lambda own, parts: replace_chunk(own, parts, 0, b"\x02\0\0\0\0\0\0\0{}", 0),
+    "tensors": lambda own, parts: replace_chunk(
+        own, parts, 0, (28).to_bytes(8, "little") + b'{"tables": {}, "extra": {} }' + b"x" * 50, 0
+    ),
+    "more": lambda own, parts: parts.append(b"more"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_changes_nothing(name: str, replica: Path, updates: dict[int, Update], tmp_path: Path) -> None:
+    file = edited(updates[1], tmp_path / "hostile", HOSTILE[name])
+    with pytest.raises(errors.DamagedError):
+        apply_update(replica, file, id=file_checksum(file))
+    with tierstore.open(replica, mode="r", **SMALL) as store:
+        assert store.version == 1
+        assert list(store.tables) == ["item", "user"]
+
+
+def test_the_edited_file_is_taken_where_nothing_was_edited(
+    replica: Path, updates: dict[int, Update], tmp_path: Path, source: Path
+) -> None:
+    """The test of the tests above."""
+    assert apply_update(replica, edited(updates[1], tmp_path / "same", lambda own, parts: None)).version == 3
+    assert same(contents(replica), contents(source))
+
+
+@given(st.data())
+def test_any_bytes_are_refused_in_the_same_way(data: st.DataObject) -> None:
+    raw = data.draw(st.binary(max_size=200))
+    num_rows = data.draw(st.integers(0, 4))
+    layout = table_config("item", embedding_dim=data.draw(st.integers(1, 5))).layout(4096)
+    try:
+        ids, weights = unpack_chunk(raw, num_rows, layout)
+    except errors.FormatError:
+        assert len(raw) != num_rows * (8 + 4 * layout.dim)
+    else:
+        assert (len(ids), weights.shape) == (num_rows, (num_rows, layout.weight_words))
+        assert pack_chunk(ids, weights, layout) == raw
+    with pytest.raises(errors.FormatError):
+        decompress(raw, 64)
+
+
+def test_a_link_or_a_pipe_is_not_followed(tmp_path: Path, updates: dict[int, Update]) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(updates[0].path)
+    for name in ("pipe", "link"):
+        with pytest.raises(errors.FormatError, match="not a plain file"), UpdateFile(tmp_path / name):
+            pass
+
+
+def test_the_child_says_what_became_of_it(
+    replica: Path, updates: dict[int, Update], capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = []
+    for arguments, status in [
+        (("apply", str(replica), str(updates[2].path), updates[2].id), 1),
+        (("apply", str(replica), str(updates[1].path), updates[1].id), 0),
+        (("rollback", str(replica)), 0),
+        (("apply", str(replica), str(updates[1].path), "0" * 16), 1),
+    ]:
+        assert child(arguments) == status
+        said.append(json.loads(capsys.readouterr().out))
+    assert said[0]["kind"] == "TierstoreError"
+    assert said[1] == {"version": 3, "rows": updates[1].header.num_rows, "was_there": False}
+    assert said[2]["version"] == 1
+    assert said[3]["kind"] == "ChecksumError"
+
+
+KILLED = """
+    import hashlib, shutil
+    from tierstore import killpoints
+    from tierstore.updates import apply_update, origin_of, roll_back_replica
+
+    first, file, work = map(Path, sys.argv[1:4])
+    replica = work / "replica"
+
+    def digest(directory):
+        with tierstore.open(directory, mode="r", ddr="4MiB", threads=1) as store:
+            tables = store.tables.values()
+            rows = [table.read(torch.arange(900)).view(torch.uint8).numpy().tobytes() for table in tables]
+            origin = origin_of(store.extra)
+            return 0 if origin is None else origin.version, hashlib.sha256(b"".join(rows)).hexdigest()[:8]
+
+    def act():
+        return roll_back_replica(replica) if sys.argv[4] == "rollback" else apply_update(replica, file)
+
+    def renew():
+        shutil.rmtree(replica, ignore_errors=True)
+        if first.exists():
+            shutil.copytree(first, replica)
+
+    def killed(stop):
+        reached = []
+        def hook(name):
+            reached.append(name)
+            if len(reached) == stop:
+                os.kill(os.getpid(), signal.SIGKILL)
+        killpoints.hook = hook
+        act()
+        return len(reached)
+
+    renew()
+    if first.exists():
+        print(*digest(replica))
+    act()
+    print(*digest(replica))
+    for stop in range(1, 200, int(sys.argv[5])):
+        renew()
+        sys.stdout.flush()
+        pid = os.fork()
+        if not pid:
+            try:
+                killed(stop)
+            finally:
+                os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        print(stop, "killed" if status == -signal.SIGKILL else status, end=" ")
+        if status == 0:
+            print()
+            break
+        try:
+            print(*digest(replica), end=" ")
+        except errors.TierstoreError as error:
+            print(0, type(error).__name__, end=" ")
+        try:
+            act()
+        except errors.TierstoreError as error:
+            assert "keeps no version before" in str(error), error
+        print(*digest(replica))
+    """
+
+
+@pytest.mark.skipif(not JIT_ENABLED, reason="a process under test has no time for plain Python")
+@pytest.mark.parametrize(("action", "stride"), [("apply", 1), ("rollback", 2), ("create", 4)])
+def test_a_process_that_is_killed_leaves_one_version_or_the_other(
+    first: Path, updates: dict[int, Update], tmp_path: Path, action: str, stride: int
+) -> None:
+    """At every named step in turn; what it was to do can then be done."""
+    begin, file = first, updates[0 if action == "create" else 1].path
+    if action == "create":
+        begin = tmp_path / "none"
+    if action == "rollback":
+        begin = Path(shutil.copytree(first, tmp_path / "both"))
+        apply_update(begin, file)
+    lines = run(KILLED, begin, file, tmp_path, action, stride).splitlines()
+    states = [lines.pop(0)] if action != "create" else ["0"]
+    states.append(lines.pop(0))
+    assert len(set(states)) == 2
+    assert lines.pop().split()[1] == "0"
+    assert len(lines) > 4
+    seen = set()
+    for line in lines:
+        _, how, *words = line.split()
+        assert how == "killed"
+        found = " ".join(words[:2]) if words[0] != "0" else "0"
+        assert found in states
+        assert " ".join(words[2:]) == states[1]
+        seen.add(found)
+    assert seen == set(states)
+
+
+def test_the_replica_builds_what_the_source_would(replica: Path, updates: dict[int, Update], source: Path) -> None:
+    apply_update(replica, updates[1].path)
+    (_, own), (_, kept) = extra_of(source), extra_of(replica)
+    assert kept.keys() == {"model.w"}
+    assert torch.equal(kept["model.w"], own["model.w"])

@@ -1,0 +1,217 @@
+"""An update holds the rows that changed and no others, and a replica that took it has the source's bits."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import tierstore
+from tests.placing import place_store
+from tests.updates.support import ROWS, SMALL, change, contents, extra_of, same, table_config
+from tierstore import errors
+from tierstore.exchange.rows import read_rows
+from tierstore.io.changes import Basis
+from tierstore.updates import ORIGIN_KEY, Origin, Update, apply_update, origin_of, write_update
+from tierstore.updates.update_file import UpdateFile
+
+
+def sent_rows(update: Update) -> dict[str, set[int]]:
+    """The rows in an update, each of them once."""
+    found: dict[str, set[int]] = {}
+    with UpdateFile(update.path) as file:
+        for index, config in enumerate(file.header.tables):
+            rows = [row for ids, _ in file.rows(index) for row in ids.tolist()]
+            assert rows == sorted(set(rows))
+            found[config.name] = set(rows)
+    return found
+
+
+def make(source: Path, since: int = 0, name: str = "update") -> Update:
+    return write_update(source, source.with_name(f"{name}-{since}"), since=since)
+
+
+def test_a_replica_follows_version_by_version(tmp_path: Path) -> None:
+    source, replica = tmp_path / "source", tmp_path / "replica"
+    written: dict[str, set[int]] = {"item": set(), "user": set()}
+    for version in (1, 2, 3):
+        changed = change(source, version, keep=2)
+        written = {name: written[name] | changed[name] for name in changed}
+        update = make(source, version - 1)
+        assert sent_rows(update) == changed
+        assert update.header.rows_of_tables() == {name: len(rows) for name, rows in changed.items()}
+        applied = apply_update(replica, update.path, id=update.id)
+        assert applied == (version, 120, False)
+        assert same(contents(source), contents(replica))
+    assert sent_rows(make(source, name="all")) == written
+    extra, tensors = extra_of(replica)
+    assert extra == {"step": 3, ORIGIN_KEY: {"source": update.header.origin.source, "version": 3}}
+    assert tensors.keys() == {"model.w"}
+    assert torch.equal(tensors["model.w"], torch.full((3,), 3.0))
+    with tierstore.open(replica, mode="r", **SMALL) as store:
+        store.verify()
+        assert len(store.versions) == 2
+        assert {table.config.optimizer.kind for table in store.tables.values()} == {"sgd"}
+
+
+def test_rows_written_with_the_bits_they_had_are_not_sent_unless_they_are_new(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    with tierstore.open(source, keep=2, **SMALL) as store:
+        table = store.create_table(table_config("item"))
+        first = table.read(torch.arange(ROWS))
+        table.write(torch.arange(800), first[:800])
+        store.commit()
+        first[[5, 700]] += 1.0
+        table.write(torch.arange(801), first[:801])
+        store.commit()
+    assert sent_rows(make(source, 1)) == {"item": {5, 700, 800}}
+
+
+@pytest.mark.parametrize("placed", [False, True], ids=["plain", "placed"])
+def test_a_version_that_is_not_kept_is_told_by_blocks_and_what_is_sent_is_enough(tmp_path: Path, placed: bool) -> None:
+    source, replica = tmp_path / "source", tmp_path / "replica"
+    changed = change(source, 1)
+    if placed:
+        place_store(source)
+    apply_update(replica, make(source).path)
+    changed = change(source, 2, names=("item",))
+    changed = {"item": changed["item"] | change(source, 3, names=("item",))["item"]}
+    update = make(source, 1)
+    assert update.header.basis is Basis.BLOCKS
+    sent = sent_rows(update)
+    assert changed["item"] <= sent["item"]
+    apply_update(replica, update.path)
+    assert same(contents(source), contents(replica))
+
+
+def test_only_rows_that_differ_are_sent_of_a_placed_store(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    change(source, 1, keep=2)
+    place_store(source)
+    changed = change(source, 2, keep=2)
+    assert sent_rows(make(source, 1)) == changed
+
+
+def test_a_version_that_was_rolled_back_is_no_basis(tmp_path: Path) -> None:
+    """Its rows went back without being written; only sending everything puts them right."""
+    source, replica = tmp_path / "source", tmp_path / "replica"
+    change(source, 1, keep=3)
+    change(source, 2, keep=3)
+    apply_update(replica, make(source).path)
+    with tierstore.open(source, keep=1, **SMALL) as store:
+        store.rollback(1)
+        store.create_table(table_config("new")).write(torch.tensor([4]), torch.ones(1, 6))
+        store.commit()
+    update = make(source, 2)
+    assert update.header.basis is Basis.NOTHING
+    assert update.header.since == 0
+    assert apply_update(replica, update.path) == (3, update.header.num_rows, False)
+    assert same(contents(source), contents(replica))
+
+
+def test_a_source_that_went_back_is_followed(tmp_path: Path) -> None:
+    source, replica = tmp_path / "source", tmp_path / "replica"
+    change(source, 1, keep=3)
+    before = contents(source)
+    change(source, 2, keep=3)
+    apply_update(replica, make(source).path)
+    with tierstore.open(source, keep=3, **SMALL) as store:
+        store.rollback(1)
+    with pytest.raises(ValueError, match="is at version 1"):
+        make(source, 2)
+    assert apply_update(replica, make(source, name="again").path).version == 1
+    assert same(contents(replica), before)
+
+
+def test_a_new_table_and_one_without_rows_come_along(tmp_path: Path) -> None:
+    source, replica = tmp_path / "source", tmp_path / "replica"
+    change(source, 1, keep=2, names=("item",))
+    apply_update(replica, make(source).path)
+    with tierstore.open(source, keep=2, **SMALL) as store:
+        store.create_table(table_config("empty"))
+    changed = change(source, 2, keep=2, names=("user",))
+    update = make(source, 1)
+    assert sent_rows(update) == {"item": set(), "empty": set(), "user": changed["user"]}
+    apply_update(replica, update.path)
+    assert same(contents(source), contents(replica))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8", "int4"])
+def test_every_dtype_keeps_its_bits(tmp_path: Path, dtype: Any) -> None:
+    source, replica = tmp_path / "source", tmp_path / "replica"
+    change(tmp_path / "trained", 1, names=("item",))
+    tierstore.quantize(tmp_path / "trained", source, dtype=dtype)
+    apply_update(replica, make(source).path)
+    raw = []
+    for directory in (source, replica):
+        with tierstore.open(directory, mode="r", **SMALL) as store:
+            assert store["item"].config.dtype == dtype
+            raw.append(torch.from_numpy(read_rows(store["item"], 0, ROWS).weights))
+    assert torch.equal(*raw)
+    assert same(contents(source), contents(replica))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8", "int4", "float16"])
+def test_rows_that_an_update_of_everything_lacks_get_their_first_values(tmp_path: Path, dtype: Any) -> None:
+    """As when another store of the same tables takes the place of the first."""
+    replica = tmp_path / "replica"
+    for seed in (1, 2):
+        source = tmp_path / f"source-{seed}"
+        change(source, seed, names=("item",))
+        if dtype != "float32":
+            tierstore.quantize(source, source := tmp_path / f"{dtype}-{seed}", dtype=dtype)
+        apply_update(replica, make(source, name=f"update-{seed}").path)
+        assert same(contents(source), contents(replica))
+
+
+def test_nan_and_signs_of_zero_are_bits_like_others(tmp_path: Path) -> None:
+    source, replica = tmp_path / "source", tmp_path / "replica"
+    values = torch.tensor([[float("nan"), 0.0, -0.0, float("inf"), 1e-45, -1.0]])
+    other = values.clone()
+    other[0, 1] = -0.0
+    with tierstore.open(source, keep=2, **SMALL) as store:
+        table = store.create_table(table_config("item"))
+        for second in (values, other):
+            table.write(torch.tensor([3, 9]), torch.cat([values, second]))
+            store.commit()
+        store.rollback(1)
+    apply_update(replica, make(source).path)
+    with tierstore.open(source, keep=2, **SMALL) as store:
+        store["item"].write(torch.tensor([3, 9]), torch.cat([values, other]))
+        store.commit()
+    update = make(source, 1)
+    assert sent_rows(update) == {"item": {9}}
+    apply_update(replica, update.path)
+    assert same(contents(source), contents(replica))
+
+
+def test_the_file_is_safetensors_and_the_same_each_time(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    change(source, 1)
+    one, other = make(source, name="one"), make(source, name="other")
+    assert one.id == other.id
+    assert one.path.read_bytes() == other.path.read_bytes()
+    with safe_open(one.path, framework="pt") as file:
+        sizes = [file.get_tensor(key).numel() for key in file.keys()]  # noqa: SIM118 - no mapping
+    assert len(sizes) == len(one.header.chunks) == 3
+    assert sum(sizes) < one.size_bytes
+
+
+def test_what_there_is_to_publish_is_said_when_there_is_nothing(tmp_path: Path) -> None:
+    with pytest.raises(errors.StoreNotFoundError):
+        make(tmp_path / "none")
+    tierstore.open(tmp_path / "new", **SMALL).close()
+    with pytest.raises(errors.StoreNotFoundError, match="nothing was committed"):
+        make(tmp_path / "new")
+    change(tmp_path / "source", 1)
+    with pytest.raises(ValueError, match="is at version 1"):
+        make(tmp_path / "source", 1)
+
+
+def test_where_a_commit_came_from_is_told_or_refused() -> None:
+    assert origin_of({"step": 1}) is None
+    assert origin_of({ORIGIN_KEY: {"source": "0" * 32, "version": 3}}) == Origin("0" * 32, 3)
+    for stored in (3, {}, {"source": "x", "version": 3}, {"source": "0" * 32, "version": True}):
+        with pytest.raises(errors.FormatError):
+            origin_of({ORIGIN_KEY: stored})

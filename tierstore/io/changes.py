@@ -1,0 +1,170 @@
+"""Which rows of a row file changed since a version, read from one snapshot that shows both.
+
+Two directories lie over the snapshot: one as the current version has it, one filled only up to the earlier version's
+number. A block whose pages differ was written in between.
+
+If the earlier version is kept, rows are compared with what it shows. If not, only blocks can be told: those with an epoch
+above its number. That is right only if the earlier version was never rolled back, as then rows went back to what
+they were without being written. A block with that very epoch proves it: a rollback deletes such blocks, and numbers are
+not used again. Without a proof every row counts as changed.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..rows import KEY_ROW_BITS, MAX_ROWS, RowLayout
+from .btree import META_KEY
+from .directory import Directory
+from .gather import GatherStatus, gather_error
+from .lmdb import LmdbColdTier
+from .snapshot import Snapshot
+from .view import fill_directory
+
+__all__ = ["Basis", "ChangedRows", "Changes", "ChangesTier"]
+
+Int64s = NDArray[np.int64]
+Words = NDArray[np.uint64]
+
+CHUNK_BYTES: Final = 8 << 20
+"""Rows with their state that are read at a time, of each version."""
+_LIST_STEP: Final = 1 << 20
+
+
+class Basis(Enum):
+    """What changes are told from."""
+
+    ROWS = "rows"
+    """The earlier version is kept: exactly the rows that differ."""
+    BLOCKS = "blocks"
+    """All rows of the blocks written since: the rows that differ, and neighbours."""
+    NOTHING = "nothing"
+    """Every row that was ever written."""
+
+
+class ChangedRows(NamedTuple):
+    """Some rows of a table, ascending.
+
+    Attributes:
+        rows: int64 [n].
+        weights: uint64 [n, weight words], as they are now.
+    """
+
+    rows: Int64s
+    weights: Words
+
+
+class ChangesTier(LmdbColdTier):
+    """A row file that tells what changed in it."""
+
+    def basis(self, since: int) -> Basis:
+        """What changes since a version, at most the current one, can be told from."""
+        if 0 < since <= self.version and since in self.versions:
+            return Basis.ROWS
+        return Basis.BLOCKS if 0 < since <= self.version and self._has_epoch(since) else Basis.NOTHING
+
+    def _has_epoch(self, epoch: int) -> bool:
+        with self._lease() as (snapshot, _):
+            for entries, count in snapshot.walk():
+                is_block = entries.block_keys[:count] != META_KEY
+                if (is_block & (entries.epochs[:count] == np.uint64(epoch))).any():
+                    return True
+        return False
+
+    @contextmanager
+    def changes(self, since: int) -> Iterator["Changes"]:
+        """What changed since a version, valid until the end of the block; all rows if nothing tells (``basis``)."""
+        basis = self.basis(since)
+        with self._lease() as (snapshot, directory):
+            earlier = directory.emptied()
+            if basis is not Basis.NOTHING:
+                fill_directory(earlier, snapshot, since)
+            yield Changes(self, snapshot, directory, earlier, basis)
+
+    def gather(self, snapshot: Snapshot, directory: Directory, keys: Int64s) -> tuple[Words, NDArray[np.bool_]]:
+        """Weights of rows as a directory shows them, and which of them are there; keys are not empty.
+
+        Raises:
+            ChecksumError, TruncatedError: a row is damaged.
+        """
+        layout, geo = self._geometry_of(directory, keys)
+        weights = np.empty((len(keys), layout.weight_words), np.uint64)
+        state = np.empty((len(keys), layout.state_words), np.uint64)
+        present = np.empty(len(keys), np.bool_)
+        slots = np.arange(len(keys), dtype=np.int32)
+        places = self.place(keys)
+        result = self._rows.gather(snapshot, directory, geo, places, slots, weights, state, present)
+        if result[0] != GatherStatus.DONE:
+            raise gather_error(self.path, result, keys)
+        return weights, present
+
+
+class Changes:
+    """What changed; made by ``ChangesTier.changes``.
+
+    Attributes:
+        basis: what it was told from.
+    """
+
+    def __init__(
+        self, tier: ChangesTier, snapshot: Snapshot, directory: Directory, earlier: Directory, basis: Basis
+    ) -> None:
+        self._tier = tier
+        self._snapshot = snapshot
+        self._directory = directory
+        self._earlier = earlier
+        self.basis = basis
+
+    def rows(self, table: int, num_rows: int) -> Iterator[ChangedRows]:
+        """The table's changed rows, in ascending chunks; none is empty.
+
+        Raises:
+            ChecksumError, TruncatedError: a row is damaged.
+        """
+        for candidates in self._candidates(table, num_rows):
+            if not len(candidates):
+                continue
+            keys = candidates | (table << KEY_ROW_BITS)
+            weights, changed = self._tier.gather(self._snapshot, self._directory, keys)
+            if self.basis is Basis.ROWS:
+                before, was_there = self._tier.gather(self._snapshot, self._earlier, keys)
+                changed &= ~was_there | (weights != before).any(axis=1)
+            if changed.any():
+                yield ChangedRows(candidates[changed], weights[changed])
+
+    def _candidates(self, table: int, num_rows: int) -> Iterator[Int64s]:
+        layout = self._directory.layouts[table]
+        if self._tier.placement is not None:
+            return self._moved_candidates(table, num_rows, layout)
+        return self._block_candidates(table, num_rows, layout)
+
+    def _block_candidates(self, table: int, num_rows: int, layout: RowLayout) -> Iterator[Int64s]:
+        """Rows of the blocks that differ."""
+        base, num_blocks = (int(column[table]) for column in self._block_columns)
+        rows_each = np.arange(layout.rows_per_block, dtype=np.int64)
+        step = max(1, CHUNK_BYTES // (layout.rows_per_block * layout.row_bytes))
+        for start in range(0, num_blocks, _LIST_STEP):
+            part = slice(base + start, base + min(start + _LIST_STEP, num_blocks))
+            differ = self._directory.pages[part] != self._earlier.pages[part]
+            blocks = np.flatnonzero(differ).astype(np.int64) + start
+            for first in range(0, len(blocks), step):
+                rows = (blocks[first : first + step, None] * layout.rows_per_block + rows_each).ravel()
+                yield rows[rows < num_rows]
+
+    @property
+    def _block_columns(self) -> tuple[Int64s, Int64s]:
+        return self._directory.tables.bases, self._directory.tables.num_blocks
+
+    def _moved_candidates(self, table: int, num_rows: int, layout: RowLayout) -> Iterator[Int64s]:
+        """Rows that lie in blocks that differ, where rows lie anywhere: each row's place is looked up."""
+        step = max(1, CHUNK_BYTES // layout.row_bytes)
+        for start in range(0, num_rows, step):
+            rows = np.arange(start, min(start + step, num_rows), dtype=np.int64)
+            places = self._tier.place(rows | (table << KEY_ROW_BITS))
+            blocks = (places & (MAX_ROWS - 1)) // layout.rows_per_block
+            positions = self._block_columns[0][places >> KEY_ROW_BITS] + blocks
+            yield rows[self._directory.pages[positions] != self._earlier.pages[positions]]

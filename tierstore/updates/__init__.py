@@ -1,0 +1,16 @@
+"""A store's versions on other machines: what changed is sent as one file and applied as one version."""
+
+from .apply import Applied, apply_update, roll_back_replica
+from .delta import Update, write_update
+from .origin import ORIGIN_KEY, Origin, origin_of
+
+__all__ = [
+    "ORIGIN_KEY",
+    "Applied",
+    "Origin",
+    "Update",
+    "apply_update",
+    "origin_of",
+    "roll_back_replica",
+    "write_update",
+]

@@ -1,0 +1,179 @@
+"""One server's side of an update, as its trainer sees it: HTTP by the standard library."""
+
+import http.client
+import json
+import time
+from collections.abc import Callable, Mapping
+from io import BufferedReader
+from types import TracebackType
+from typing import Any, Final, NamedTuple
+from urllib.parse import urlsplit
+
+from ..errors import TierstoreError
+from ..excerpt import excerpt
+from .delta import Update
+from .origin import Origin
+
+__all__ = ["DEFAULT_PORT", "AdminClient", "Outcome", "PublishError"]
+
+DEFAULT_PORT: Final = 8002
+PART_BYTES: Final = 16 << 20
+"""Sent by one request."""
+_TIMEOUT_SECONDS: Final = 60.0
+_APPLY_SECONDS: Final = 4 * 3600.0
+ATTEMPTS: Final = 6
+"""Of each request, where the connection breaks."""
+FIRST_PAUSE_SECONDS: Final = 0.5
+"""Before the second attempt; twice as long before each further one."""
+_MAX_ANSWER_BYTES: Final = 1 << 20
+
+
+class PublishError(TierstoreError):
+    """A server could not be reached, or refused."""
+
+
+class Outcome(NamedTuple):
+    """What a server did with an update; see ``updates.Applied``."""
+
+    version: int
+    rows: int
+    was_there: bool
+
+
+class AdminClient:
+    """The admin port of one server.
+
+    Args:
+        url: "http://HOST:PORT" or https; the port is 8002 unless given.
+        token: for the header Authorization, if the server wants one.
+
+    Raises:
+        ValueError: no such URL.
+    """
+
+    def __init__(self, url: str, *, token: str | None = None) -> None:
+        self.url = url
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise ValueError(f"--to {url}: write http://HOST:PORT or https://HOST:PORT")
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._connection = kind(parts.hostname, parts.port or DEFAULT_PORT, timeout=_TIMEOUT_SECONDS)
+        self._path = parts.path.rstrip("/")
+        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+
+    def origin(self) -> Origin | None:
+        """What the replica has; None if it is empty."""
+        answer = self._ask("GET", "/admin/updates")
+        try:
+            return None if answer["source"] is None else Origin(str(answer["source"]), int(answer["version"]))
+        except (KeyError, ValueError, TypeError) as error:
+            raise PublishError(f"{self.url} does not answer as a tierstore server: {excerpt(answer)}") from error
+
+    def send(self, update: Update, progress: Callable[[int, int], None] | None = None) -> None:
+        """Send the parts that the server has not; what has arrived stays there if this fails.
+
+        Args:
+            progress: called as ``progress(sent_bytes, total_bytes)``.
+        """
+        failures = 0
+        with update.path.open("rb") as file:
+            while (received := self._received(update)) < update.size_bytes:
+                try:
+                    self._send_from(file, received, update, progress)
+                    failures = 0
+                except _BrokenError as error:
+                    # Bytes that arrived before the connection broke are progress.
+                    failures = failures + 1 if self._received(update) == received else 0
+                    self._pause(failures, error)
+        if progress is not None:
+            progress(update.size_bytes, update.size_bytes)
+
+    def _received(self, update: Update) -> int:
+        uploads = self._ask("GET", "/admin/updates").get("uploads", {})
+        return int(uploads[update.id]["received_bytes"]) if update.id in uploads else 0
+
+    def _send_from(
+        self, file: BufferedReader, start: int, update: Update, progress: Callable[[int, int], None] | None
+    ) -> None:
+        while start < update.size_bytes:
+            file.seek(start)
+            part = file.read(PART_BYTES)
+            if not part:
+                raise PublishError(f"{update.path} became shorter while it was sent")
+            stop = start + len(part)
+            headers = {
+                "Content-Type": "application/octet-stream",
+                "Content-Range": f"bytes {start}-{stop - 1}/{update.size_bytes}",
+            }
+            self._try("PATCH", f"/admin/updates/{update.id}", part, headers)
+            start = stop
+            if progress is not None:
+                progress(start, update.size_bytes)
+
+    def apply(self, update: Update) -> Outcome:
+        """Have the server show the update; waits until it does."""
+        answer = self._ask("POST", f"/admin/updates/{update.id}/apply", timeout=_APPLY_SECONDS)
+        return Outcome(int(answer["version"]), int(answer["rows"]), bool(answer["was_there"]))
+
+    def _ask(self, method: str, path: str, *, timeout: float = _TIMEOUT_SECONDS) -> dict[str, Any]:
+        """A request without a body, tried again where the connection breaks: each may be asked twice."""
+        failures = 0
+        while True:
+            try:
+                body = b"{}" if method == "POST" else None
+                headers = {"Content-Type": "application/json"} if body is not None else {}
+                return self._try(method, path, body, headers, timeout)
+            except _BrokenError as error:
+                failures += 1
+                self._pause(failures, error)
+
+    def _pause(self, failures: int, error: Exception) -> None:
+        if failures >= ATTEMPTS:
+            raise PublishError(f"{self.url}: {error}; publish again, which goes on where this stopped")
+        time.sleep(FIRST_PAUSE_SECONDS * 2**failures / 2)
+
+    def _try(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        headers: Mapping[str, str],
+        timeout: float = _TIMEOUT_SECONDS,
+    ) -> dict[str, Any]:
+        self._connection.timeout = timeout
+        if self._connection.sock is not None:
+            self._connection.sock.settimeout(timeout)
+        try:
+            self._connection.request(method, self._path + path, body, {**self._headers, **headers})
+            response = self._connection.getresponse()
+            content = response.read(_MAX_ANSWER_BYTES)
+        except (OSError, http.client.HTTPException) as error:
+            self._connection.close()
+            raise _BrokenError(str(error) or type(error).__name__) from error
+        try:
+            answer = json.loads(content)
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict) or response.status != 200:
+            said = answer.get("error") if isinstance(answer, dict) else None
+            words = str(said or f"{response.status} {response.reason}")
+            # The server may not have noticed yet that an earlier connection broke.
+            raise _BrokenError(words) if method == "PATCH" and response.status == 409 else _refused(self.url, words)
+        return answer
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def __enter__(self) -> "AdminClient":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+class _BrokenError(Exception):
+    """The connection failed, or part of an update does not go on where the one before it ended."""
+
+
+def _refused(url: str, words: str) -> PublishError:
+    return PublishError(f"{url}: {words}")

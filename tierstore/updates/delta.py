@@ -1,0 +1,151 @@
+"""Making an update of a store: what changed in it since a version, read from its row file past any cache."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from .. import optim
+from ..config import TableConfig
+from ..errors import FormatError, StoreNotFoundError
+from ..io.changes import Basis, Changes, ChangesTier
+from ..manifest import Manifest
+from ..version import pack, unpack, unpack_tensors
+from .header import UpdateHeader
+from .origin import ORIGIN_KEY, Origin
+from .update_file import UpdateWriter, file_checksum
+
+__all__ = ["Update", "open_tier", "replica_config", "source_of", "write_update"]
+
+_STAGING_BYTES: Final = 1 << 20
+_OPTIMIZER_PREFIX: Final = "optimizer."
+"""Names of the tensors that only training needs."""
+
+
+class Update(NamedTuple):
+    """A file that was made.
+
+    Attributes:
+        id: its name, by its content.
+    """
+
+    path: Path
+    id: str
+    size_bytes: int
+    header: UpdateHeader
+
+
+def replica_config(config: TableConfig) -> TableConfig:
+    """The table as a replica has it: no optimizer state, as its rows are only looked up."""
+    return replace(config, optimizer=optim.SGD(), rounding="nearest")
+
+
+@contextlib.contextmanager
+def open_tier(directory: Path, manifest: Manifest, *, readonly: bool) -> Iterator[ChangesTier]:
+    """The row file of a store, with no table added."""
+    tier = ChangesTier(
+        directory,
+        store_id=bytes.fromhex(manifest.store_id),
+        readonly=readonly,
+        staging_bytes=_STAGING_BYTES,
+        create=False,
+    )
+    with contextlib.closing(tier):
+        if (tier.placement is not None) != manifest.is_placed:
+            raise FormatError(f"{directory}: row file and manifest are of two stores; restore both from one copy")
+        yield tier
+
+
+@contextlib.contextmanager
+def _open_source(directory: Path) -> Iterator[tuple[Manifest, ChangesTier]]:
+    """A store whose last version is published, with its tables added; it may be trained on meanwhile."""
+    with open_tier(directory, Manifest.read(directory), readonly=True) as tier:
+        # Read after the version was chosen: a writer makes a table before it commits rows of it.
+        manifest = Manifest.read(directory)
+        if not tier.version:
+            raise StoreNotFoundError(f"{directory}: nothing was committed yet, so there is nothing to publish")
+        for index, config in enumerate(manifest.tables):
+            tier.add_table(index, config.layout(manifest.page_bytes), config.num_embeddings)
+        yield manifest, tier
+
+
+def source_of(directory: str | os.PathLike[str]) -> Origin:
+    """Which version a store would publish.
+
+    Raises:
+        StoreNotFoundError: none, or nothing was committed. DamagedError.
+    """
+    with _open_source(Path(directory).absolute()) as (manifest, tier):
+        return Origin(manifest.store_id, tier.version)
+
+
+def write_update(
+    directory: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    since: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Update:
+    """Write what changed since a version to a file: rows, tables, ``extra`` and tensors but the optimizer's.
+
+    If the store keeps that version, exactly the rows whose weights differ are sent; if not, all rows of the blocks
+    written since, as far as it is sure that the version was not rolled back, else every row that was ever written
+    (``header.basis`` says which; in the last case ``header.since`` is 0). The store is opened read-only and may be
+    trained on meanwhile. The same call gives the same bytes. Memory: some 32 MiB, two block directories and the dense
+    tensors.
+
+    Args:
+        directory: the store's.
+        out: the file; must not exist.
+        since: the version that whoever gets the update has; 0 if it has none.
+        progress: called as ``progress(done_bytes, total_bytes)`` of the tables.
+
+    Raises:
+        StoreNotFoundError: no store, or nothing was committed. ValueError: ``since`` is not below the current version.
+        FileExistsError, DiskFullError. DamagedError: a row that would be sent is damaged.
+    """
+    directory, out = Path(directory).absolute(), Path(out).absolute()
+    if out.exists():
+        raise FileExistsError(f"{out} exists; choose another name")
+    with _open_source(directory) as (manifest, tier), contextlib.closing(UpdateWriter()) as writer:
+        if not 0 <= since < tier.version:
+            raise ValueError(
+                f"since={since}: {directory} is at version {tier.version}; give an earlier one, or 0 for all"
+            )
+        writer.add_payload(_payload(tier))
+        with tier.changes(since) as changes:
+            _write_rows(writer, changes, manifest, progress)
+        header = writer.finish(
+            out,
+            origin=Origin(manifest.store_id, tier.version),
+            since=0 if changes.basis is Basis.NOTHING else since,
+            basis=changes.basis,
+            tables=tuple(map(replica_config, manifest.tables)),
+        )
+    return Update(out, file_checksum(out), out.stat().st_size, header)
+
+
+def _payload(tier: ChangesTier) -> bytes:
+    """``extra`` and tensors of the version, without what only training needs."""
+    version = unpack(tier.version, tier.payload)
+    tensors = {name: each for name, each in unpack_tensors(version).items() if not name.startswith(_OPTIMIZER_PREFIX)}
+    extra: dict[str, Any] = {key: value for key, value in version.extra.items() if key != ORIGIN_KEY}
+    return pack({}, extra, tensors)
+
+
+def _write_rows(
+    writer: UpdateWriter, changes: Changes, manifest: Manifest, progress: Callable[[int, int], None] | None
+) -> None:
+    sizes = [config.size_bytes(manifest.page_bytes) for config in manifest.tables]
+    done, total = 0, sum(sizes)
+    for index, (config, size) in enumerate(zip(manifest.tables, sizes, strict=True)):
+        layout = config.layout(manifest.page_bytes)
+        for chunk in changes.rows(index, config.num_embeddings):
+            writer.add_rows(index, layout, chunk.rows, chunk.weights)
+            if progress is not None:
+                progress(done + int(chunk.rows[-1]) * layout.row_bytes, total)
+        done += size
+        if progress is not None:
+            progress(done, total)

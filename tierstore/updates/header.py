@@ -1,0 +1,133 @@
+"""What an update says of itself: JSON in the file's header, read without trusting a word of it."""
+
+import re
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from ..config import TableConfig, require_int
+from ..excerpt import excerpt
+from ..io.changes import Basis
+from ..rows import MAX_ROWS, MAX_TABLES
+from .chunks import MAX_CHUNK_BYTES
+from .origin import Origin, is_store_id
+
+__all__ = ["MAX_PAYLOAD_BYTES", "PAYLOAD", "Chunk", "UpdateHeader"]
+
+_FORMAT: Final = 1
+PAYLOAD: Final = -1
+"""Stands for a table's index in chunks of the version's own payload."""
+MAX_PAYLOAD_BYTES: Final = 4 << 30
+"""Dense tensors and ``extra`` of an update: whoever applies it holds them in memory."""
+_CHECKSUM: Final = re.compile("[0-9a-f]{16}")
+_MAX_VERSION: Final = 2**40
+
+
+class Chunk(NamedTuple):
+    """One chunk, in the order of the file.
+
+    Attributes:
+        table: index of its table, or ``PAYLOAD``.
+        rows: in it; 0 in the payload.
+        raw_bytes: before it was compressed.
+        checksum: XXH64 of the compressed bytes, hex.
+    """
+
+    table: int
+    rows: int
+    raw_bytes: int
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateHeader:
+    """Attributes:
+    origin: what the rows are of.
+    since: the version of the same store that they are changes of; 0 for none, when every row that is not in the update
+        has its first value.
+    basis: what the changes were told from.
+    tables: all tables of the store, in its order, as a replica has them.
+    chunks: those of one table neighbours, tables ascending, ids ascending; the payload's come first.
+    """
+
+    origin: Origin
+    since: int
+    basis: Basis
+    tables: tuple[TableConfig, ...]
+    chunks: tuple[Chunk, ...]
+
+    def __post_init__(self) -> None:
+        require_int(self.since, "since", 0, _MAX_VERSION)
+        require_int(self.origin.version, "version", 1, _MAX_VERSION)
+        if not is_store_id(self.origin.source):
+            raise ValueError(f"source={excerpt(self.origin.source)} is not the id of a store")
+        if (self.basis is Basis.NOTHING) != (self.since == 0) or self.since >= self.origin.version:
+            raise ValueError(
+                f"since={self.since} goes neither with {self.basis} nor with version {self.origin.version}"
+            )
+        if len({config.name for config in self.tables}) < len(self.tables) or len(self.tables) > MAX_TABLES:
+            raise ValueError("two tables have one name, or there are too many")
+        for chunk in self.chunks:
+            self._check_chunk(chunk)
+        order = [chunk.table for chunk in self.chunks]
+        if order != sorted(order) or PAYLOAD not in order:
+            raise ValueError("its chunks are in no order, or there is no payload")
+        if self.payload_bytes > MAX_PAYLOAD_BYTES:
+            raise ValueError(f"a payload of {self.payload_bytes} bytes; at most {MAX_PAYLOAD_BYTES} are taken")
+
+    def _check_chunk(self, chunk: Chunk) -> None:
+        require_int(chunk.table, "table", PAYLOAD, len(self.tables) - 1)
+        require_int(chunk.rows, "rows", 0 if chunk.table == PAYLOAD else 1, MAX_ROWS)
+        require_int(chunk.raw_bytes, "raw_bytes", 1, MAX_CHUNK_BYTES)
+        if not isinstance(chunk.checksum, str) or not _CHECKSUM.fullmatch(chunk.checksum):
+            raise ValueError(f"checksum={excerpt(chunk.checksum)}")
+
+    @property
+    def payload_bytes(self) -> int:
+        """Of the payload, before it was compressed."""
+        return sum(chunk.raw_bytes for chunk in self.chunks if chunk.table == PAYLOAD)
+
+    @property
+    def raw_bytes(self) -> int:
+        """Of everything, before it was compressed."""
+        return sum(chunk.raw_bytes for chunk in self.chunks)
+
+    @property
+    def num_rows(self) -> int:
+        return sum(chunk.rows for chunk in self.chunks)
+
+    def rows_of_tables(self) -> dict[str, int]:
+        """How many rows of each table are sent."""
+        counts = dict.fromkeys((config.name for config in self.tables), 0)
+        for chunk in self.chunks:
+            if chunk.table != PAYLOAD:
+                counts[self.tables[chunk.table].name] += chunk.rows
+        return counts
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form; ``from_dict`` reads it back."""
+        return {
+            "update_format_version": _FORMAT,
+            "source": self.origin.source,
+            "version": self.origin.version,
+            "since": self.since,
+            "basis": self.basis.value,
+            "tables": [config.to_dict() for config in self.tables],
+            "chunks": [list(chunk) for chunk in self.chunks],
+        }
+
+    @classmethod
+    def from_dict(cls, fields: Any) -> "UpdateHeader":
+        """Inverse of ``to_dict``. ValueError, TypeError, KeyError or OverflowError for anything it did not write."""
+        if fields["update_format_version"] != _FORMAT:
+            raise ValueError(
+                f"format version {excerpt(fields['update_format_version'])}; this release reads version {_FORMAT}"
+            )
+        if fields["basis"] not in [basis.value for basis in Basis]:
+            raise ValueError(f"basis={excerpt(fields['basis'])}")
+        return cls(
+            origin=Origin(fields["source"], fields["version"]),
+            since=fields["since"],
+            basis=Basis(fields["basis"]),
+            tables=tuple(TableConfig.from_dict(config) for config in fields["tables"]),
+            chunks=tuple(Chunk(*chunk) for chunk in fields["chunks"]),
+        )

@@ -1,0 +1,182 @@
+"""A store's changes to servers, each of which gets what it lacks."""
+
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import TierstoreError
+from ..io.changes import Basis
+from ..sizes import format_size
+from .client import AdminClient, PublishError
+from .delta import Update, source_of, write_update
+from .origin import Origin
+
+__all__ = ["Published", "Publisher", "plan", "publish"]
+
+Progress = Callable[[int, int], None]
+Bar = Callable[[str], AbstractContextManager[Progress]]
+
+
+class Published(NamedTuple):
+    """What became of one server.
+
+    Attributes:
+        version: that it shows, of the source; 0 if that is not known.
+        rows, size_bytes: sent; 0 if it had everything.
+        error: "" if all went well.
+    """
+
+    url: str
+    version: int
+    rows: int
+    size_bytes: int
+    seconds: float
+    error: str = ""
+
+
+@contextlib.contextmanager
+def _no_bar(_what: str) -> Iterator[Progress]:
+    yield lambda _done, _total: None
+
+
+class Publisher:
+    """The updates of one store, each made once, however many servers lack it.
+
+    Args:
+        bar: makes a progress bar for what it is told.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], work: Path, *, bar: Bar = _no_bar) -> None:
+        self._directory = directory
+        self._work = work
+        self._bar = bar
+        self._updates: dict[int, Update] = {}
+        self.source = source_of(directory)
+
+    @property
+    def updates(self) -> tuple[Update, ...]:
+        """Those made so far."""
+        return tuple(self._updates.values())
+
+    def update(self, since: int) -> Update:
+        """What changed since a version; see ``write_update``."""
+        if since not in self._updates:
+            with self._bar("compare") as show:
+                update = write_update(self._directory, self._work / f"update-{since}", since=since, progress=show)
+            self._updates[since] = self._updates.setdefault(update.header.since, update)
+        return self._updates[since]
+
+    def describe(self, since: int) -> list[str]:
+        """What changed since a version, in words."""
+        header = (update := self.update(since)).header
+        told = {
+            Basis.ROWS: f"changed since version {since}",
+            Basis.BLOCKS: f"in blocks written since version {since}, which is not kept any more",
+            Basis.NOTHING: "ever written" if not since else f"ever written: nothing tells what changed since {since}",
+        }[header.basis]
+        counts = [f"  {name}: {rows:,} rows" for name, rows in header.rows_of_tables().items()]
+        size = format_size(update.size_bytes)
+        return [f"  version {header.origin.version}, {header.num_rows:,} rows {told}, {size}", *counts]
+
+    def since(self, origin: Origin | None) -> int:
+        """The version that a server's replica can go on from; 0 for none."""
+        is_behind = origin is not None and origin.source == self.source.source and origin.version < self.source.version
+        return origin.version if is_behind and origin is not None else 0
+
+    def send(self, url: str, *, since: int | None, token: str | None) -> Published:
+        """Bring one server to the version; an error is part of the answer."""
+        started = time.monotonic()
+        try:
+            with AdminClient(url, token=token) as client:
+                return self._send(client, since, started)
+        except (TierstoreError, OSError) as error:
+            return Published(url, 0, 0, 0, time.monotonic() - started, str(error))
+
+    def _send(self, client: AdminClient, since: int | None, started: float) -> Published:
+        origin = client.origin()
+        if origin is not None and origin == self.source:
+            return Published(client.url, origin.version, 0, 0, time.monotonic() - started)
+        update = self.update(self.since(origin) if since is None else since)
+        if update.header.since and origin != Origin(self.source.source, update.header.since):
+            has = "nothing" if origin is None else f"version {origin.version} of store {origin.source}"
+            raise PublishError(f"{client.url} has {has}; publish without --since, which sends what is missing there")
+        with self._bar("send") as show:
+            client.send(update, show)
+        outcome = client.apply(update)
+        seconds = time.monotonic() - started
+        return Published(client.url, outcome.version, outcome.rows, update.size_bytes, seconds)
+
+
+def publish(
+    directory: str | os.PathLike[str],
+    to: Sequence[str],
+    *,
+    since: int | None = None,
+    token: str | None = None,
+    keep_file: str | os.PathLike[str] | None = None,
+    bar: Bar = _no_bar,
+) -> list[Published]:
+    """Bring servers to a store's last version, one after another; one that fails does not keep the others from it.
+
+    The update lies in the system's temporary directory (TMPDIR) meanwhile.
+
+    Args:
+        to: URLs of the servers' admin ports.
+        since: the version that the servers have; default: what each says.
+        token: for servers that want one.
+        keep_file: leave the (last) update there.
+        bar: makes a progress bar for what it is told.
+
+    Raises:
+        StoreNotFoundError, DamagedError: the store. ValueError: a URL. FileExistsError: ``keep_file``.
+    """
+    with _publisher(directory, to, keep_file, bar) as publisher:
+        return [publisher.send(url, since=since, token=token) for url in to]
+
+
+def plan(
+    directory: str | os.PathLike[str],
+    to: Sequence[str],
+    *,
+    since: int | None = None,
+    token: str | None = None,
+    keep_file: str | os.PathLike[str] | None = None,
+    bar: Bar = _no_bar,
+) -> list[str]:
+    """What ``publish`` would send, in words; without servers, to one that has ``since``, or nothing.
+
+    Raises:
+        PublishError: a server cannot be asked. Others as ``publish``.
+    """
+    with _publisher(directory, to, keep_file, bar) as publisher:
+        lines = []
+        for url in to:
+            with AdminClient(url, token=token) as client:
+                origin = client.origin()
+            if origin is not None and origin == publisher.source:
+                lines.append(f"{url}: has version {origin.version} already")
+                continue
+            lines += [f"{url}:", *publisher.describe(publisher.since(origin) if since is None else since)]
+        return lines if to else publisher.describe(since or 0)
+
+
+@contextlib.contextmanager
+def _publisher(
+    directory: str | os.PathLike[str], to: Sequence[str], keep_file: str | os.PathLike[str] | None, bar: Bar
+) -> Iterator[Publisher]:
+    """A publisher in a temporary directory, of whose updates the last one is kept."""
+    if keep_file is not None and Path(keep_file).exists():
+        raise FileExistsError(f"{keep_file} exists; choose another name")
+    for url in to:  # a wrong URL is told before anything is done
+        AdminClient(url).close()
+    with tempfile.TemporaryDirectory(prefix="tierstore-") as work:
+        publisher = Publisher(directory, Path(work), bar=bar)
+        yield publisher
+        if keep_file is not None and publisher.updates:
+            shutil.copyfile(publisher.updates[-1].path, keep_file)

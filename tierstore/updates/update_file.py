@@ -1,0 +1,194 @@
+"""An update as a file: safetensors, each chunk a tensor of compressed bytes. docs/updates.md draws it.
+
+A file is named by its XXH64, so one that is cut short or damaged on its way is told from the one that was sent.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+
+from ..config import TableConfig
+from ..errors import ChecksumError, FormatError, TruncatedError
+from ..excerpt import excerpt
+from ..exchange.output import partial_file
+from ..exchange.safetensors_file import METADATA_KEY, SafetensorsFile
+from ..exchange.tensor_file import TensorSpec
+from ..io.changes import Basis
+from ..plainfile import require_plain_file
+from ..rows import RowLayout
+from .chunks import MAX_CHUNK_BYTES, compress, decompress, pack_chunk, unpack_chunk
+from .header import PAYLOAD, Chunk, UpdateHeader
+from .origin import Origin
+
+__all__ = ["UpdateFile", "UpdateWriter", "file_checksum"]
+
+_PAYLOAD_CHUNK_BYTES: Final = 8 << 20
+_MAX_HEADER_BYTES: Final = 32 << 20
+"""Some 200,000 chunks; read as JSON, a hostile header of this size takes 20 times as much memory."""
+_LENGTH_BYTES: Final = 8
+_STEP_BYTES: Final = 1 << 20
+_PAGE_BYTES: Final = 4096
+"""Of the layouts by which rows are packed, which have nothing of a page in them."""
+
+
+def _checksum(data: bytes) -> str:
+    return str(xxhash.xxh64_hexdigest(data))
+
+
+def file_checksum(path: Path) -> str:
+    """XXH64 of a file, 16 hex digits: the name of the update in it."""
+    whole = xxhash.xxh64()
+    with path.open("rb") as file:
+        while part := file.read(_STEP_BYTES):
+            whole.update(part)
+    return str(whole.hexdigest())
+
+
+class UpdateWriter:
+    """Takes chunks into a temporary file, of the system's temporary directory; ``finish`` makes the update of them."""
+
+    def __init__(self) -> None:
+        self._spool = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close
+        self._chunks: list[Chunk] = []
+        self._sizes: list[int] = []
+
+    def add_payload(self, payload: bytes) -> None:
+        """Before any rows."""
+        for start in range(0, len(payload), _PAYLOAD_CHUNK_BYTES):
+            self._add(PAYLOAD, 0, payload[start : start + _PAYLOAD_CHUNK_BYTES])
+
+    def add_rows(self, table: int, layout: RowLayout, rows: NDArray[np.int64], weights: NDArray[np.uint64]) -> None:
+        """Rows of a table, above those added before; tables ascending."""
+        self._add(table, len(rows), pack_chunk(rows, weights, layout))
+
+    def _add(self, table: int, rows: int, raw: bytes) -> None:
+        data = compress(raw)
+        self._spool.write(data)
+        self._sizes.append(len(data))
+        self._chunks.append(Chunk(table, rows, len(raw), _checksum(data)))
+
+    def finish(
+        self, path: Path, *, origin: Origin, since: int, basis: Basis, tables: tuple[TableConfig, ...]
+    ) -> UpdateHeader:
+        """Write the file; the arguments are its header's.
+
+        Raises:
+            FileExistsError: there is one. DiskFullError: nothing is left of it.
+        """
+        header = UpdateHeader(origin=origin, since=since, basis=basis, tables=tables, chunks=tuple(self._chunks))
+        specs = [TensorSpec(f"chunk.{number}", torch.uint8, (size,)) for number, size in enumerate(self._sizes)]
+        head = b"".join(part for _, part in SafetensorsFile(specs, header.to_dict()).frame({}))
+        if len(head) > _MAX_HEADER_BYTES:
+            raise ValueError(f"{path}: a header of {len(head)} bytes; publish more often, or fewer rows at a time")
+        self._spool.seek(0)
+        with partial_file(path, force=False) as descriptor, os.fdopen(os.dup(descriptor), "wb") as file:
+            file.write(head)
+            shutil.copyfileobj(self._spool, file, _STEP_BYTES)
+        return header
+
+    def close(self) -> None:
+        self._spool.close()
+
+
+class UpdateFile:
+    """An update, open for reading.
+
+    Nothing in it is believed: a chunk is read whole, compared with its checksum and decompressed to the bytes that it
+    says, at most ``MAX_CHUNK_BYTES``. Memory: the header's, one chunk, and the payload where it is asked for.
+
+    Raises:
+        FileNotFoundError. FormatError, TruncatedError: no update, or damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        require_plain_file(path)
+        self._file = path.open("rb")
+        try:
+            self._read_header()
+        except BaseException:
+            self.close()
+            raise
+
+    def _read_header(self) -> None:
+        size = os.fstat(self._file.fileno()).st_size
+        length = int.from_bytes(self._file.read(_LENGTH_BYTES), "little")
+        if not 0 < length <= min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
+            raise TruncatedError(f"{self.path} is no update, or cut short: its header would have {length} bytes")
+        try:
+            fields = json.loads(self._file.read(length))
+            self.header = UpdateHeader.from_dict(json.loads(fields["__metadata__"][METADATA_KEY]))
+            sizes = [_size(fields[f"chunk.{number}"]) for number in range(len(self.header.chunks))]
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            raise FormatError(f"{self.path} is no update that can be read: {excerpt(str(error), 200)}") from error
+        self._starts = np.cumsum([_LENGTH_BYTES + length, *sizes]).tolist()
+        if self._starts[-1] != size:
+            raise TruncatedError(f"{self.path} has {size} bytes, and {self._starts[-1]} by its header")
+
+    def payload(self) -> bytes:
+        """See ``version.pack``."""
+        return b"".join(self._raw(number) for number, chunk in enumerate(self.header.chunks) if chunk.table == PAYLOAD)
+
+    def rows(self, table: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint64]]]:
+        """Row numbers of a table, ascending from chunk to chunk, and their weights, uint64 [n, weight words].
+
+        Raises:
+            FormatError, ChecksumError: it is not what ``UpdateWriter`` wrote.
+        """
+        config = self.header.tables[table]
+        layout, last = config.layout(_PAGE_BYTES), -1
+        for number, chunk in enumerate(self.header.chunks):
+            if chunk.table != table:
+                continue
+            ids, weights = unpack_chunk(self._raw(number), chunk.rows, layout)
+            # Differences, not only ends: a sum that wrapped around is found by them.
+            if ids[0] <= last or ids[-1] >= config.num_embeddings or (np.diff(ids) <= 0).any():
+                raise FormatError(f"{self.path}: chunk {number} has ids that are not rows of {excerpt(config.name)}")
+            last = int(ids[-1])
+            yield ids, weights
+
+    def check(self) -> None:
+        """Read all of it. Raises as ``rows`` does."""
+        self.payload()
+        for table in range(len(self.header.tables)):
+            for _ in self.rows(table):
+                pass
+
+    def _raw(self, number: int) -> bytes:
+        start, stop = self._starts[number], self._starts[number + 1]
+        self._file.seek(start)
+        data = self._file.read(stop - start)
+        chunk = self.header.chunks[number]
+        if len(data) != stop - start or _checksum(data) != chunk.checksum:
+            raise ChecksumError(f"{self.path}: chunk {number} does not match its checksum; send the update again")
+        try:
+            return decompress(data, chunk.raw_bytes)
+        except FormatError as error:
+            raise FormatError(f"{self.path}, chunk {number}: {error}") from error
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> "UpdateFile":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def _size(entry: Any) -> int:
+    """Bytes of a chunk in the file."""
+    (size,) = entry["shape"]
+    if entry["dtype"] != "U8" or type(size) is not int or not 0 < size <= 2 * MAX_CHUNK_BYTES:
+        raise ValueError(f"a chunk of shape {excerpt(entry['shape'])}")
+    return size
