@@ -213,12 +213,14 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refuse(self._refusal or RefusedError(400, "what was sent is not an HTTP/1.1 request"))
 
     def _refuse(self, refusal: RefusedError) -> None:
-        """Answer and close."""
+        """Answer, unless amid an earlier answer, and close."""
         self._on_refused(refusal)
         self._is_closing = True
+        is_amid_response = any(cycle.response_started for cycle in self._under_way)
         self._give_up()
         transport: Any = self.transport
-        transport.write(raw_error(refusal.http_status, str(refusal)))
+        if not is_amid_response:
+            transport.write(raw_error(refusal.http_status, str(refusal)))
         self.flow.resume_reading()
         if transport.can_write_eof():
             transport.write_eof()

@@ -5,6 +5,7 @@ JSON has no NaN and no infinity. In an input they cannot be written, and ``null`
 except that floating-point numbers are rounded to the nearest; BF16 is rounded by way of float32.
 """
 
+import math
 from itertools import chain
 from typing import Any, Final
 
@@ -45,11 +46,16 @@ def parse_json_data(head: TensorHead, data: object) -> InferTensor:
 
 
 def _flatten(head: TensorHead, data: list[Any]) -> list[Any]:
-    """The elements in order. Lists may nest as deep as the shape, no deeper, and each has its dimension's length."""
-    for length in head.shape[1:]:
-        if not data or type(data[0]) is not list:
+    """The elements in order. They are flat, or nested as deep as the shape."""
+    for depth, length in enumerate(head.shape[1:], 1):
+        is_nested = bool(data) and type(data[0]) is list
+        if not is_nested and (depth == 1 or not data):
             break
-        if not all(type(row) is list and len(row) == length for row in data):
+        if (
+            not is_nested
+            or len(data) != math.prod(head.shape[:depth])
+            or not all(type(row) is list and len(row) == length for row in data)
+        ):
             raise invalid_input(head.name, f"data is neither flat nor nested as shape {list(head.shape)} says")
         data = list(chain.from_iterable(data))
     return data
