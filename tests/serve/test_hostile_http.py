@@ -1,4 +1,4 @@
-"""Clients that are slow, greedy or speak nonsense, over raw sockets: each is told or cut off, and nobody else notices."""
+"""Clients that are slow, greedy or speak nonsense: each is told or cut off, and nobody else notices."""
 
 import socket
 import time

@@ -14,7 +14,7 @@ from .shapes import TensorHead, invalid_input
 
 __all__ = ["MAX_BYTES_ELEMENTS", "binary_data", "parse_binary_data"]
 
-MAX_BYTES_ELEMENTS: Final = 1 << 18
+MAX_BYTES_ELEMENTS: Final = 1 << 16
 """Of a request. They are read one by one, and nobody else is served meanwhile."""
 _LENGTH: Final = struct.Struct("<I")
 

@@ -19,6 +19,7 @@ from .shapes import TensorHead, invalid_input, parse_head
 
 __all__ = [
     "MAX_ID_CHARACTERS",
+    "MAX_JSON_LISTS",
     "MAX_PARAMETERS",
     "MAX_TENSORS",
     "MAX_TIMEOUT_MICROSECONDS",
@@ -32,6 +33,8 @@ __all__ = [
 MAX_TENSORS: Final = 4096
 """Inputs of a request, and outputs asked for."""
 MAX_ID_CHARACTERS: Final = 1000
+MAX_JSON_LISTS: Final = 1 << 16
+"""Lists and objects in the JSON. Each takes 25 times its two bytes, and far longer to parse than a number."""
 MAX_PARAMETERS: Final = 100
 MAX_TIMEOUT_MICROSECONDS: Final = 24 * 3600 * 10**6
 _UNSUPPORTED: Final = ("shared_memory_region", "classification")
@@ -124,7 +127,7 @@ def parse_infer(
         raise ServeError(
             Status.TOO_LARGE, f"JSON of {end} bytes is longer than {json_bytes_max}; send large tensors as binary data"
         )
-    message = _object(_parse_json(view[:end]), "the request")
+    message = _object(_parse_json(bytes(view[:end])), "the request")
     parameters = _parameters(message)
     binary = _BinaryData(view[end:])
     inputs = _inputs(message, binary)
@@ -145,7 +148,11 @@ def parse_infer(
     return InferCall(request, wanted)
 
 
-def _parse_json(text: memoryview) -> object:
+def _parse_json(text: bytes) -> object:
+    if text.count(b"[") + text.count(b"{") > MAX_JSON_LISTS:
+        raise ServeError(
+            Status.TOO_LARGE, f"more than {MAX_JSON_LISTS} lists in the JSON; send data flat, or as binary"
+        )
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError as error:
@@ -209,7 +216,7 @@ def _inputs(message: dict[str, Any], binary: _BinaryData) -> dict[str, InferTens
         raise ServeError(Status.INVALID, "the request has no inputs")
     inputs: dict[str, InferTensor] = {}
     for number, value in enumerate(_list(message, "inputs")):
-        entry = _object(value, f"inputs[{number}]")
+        entry = value if type(value) is dict else _object(value, f"inputs[{number}]")
         head = parse_head(entry.get("name"), entry.get("datatype"), entry.get("shape"))
         if head.name in inputs:
             raise invalid_input(head.name, "given twice")
@@ -218,8 +225,7 @@ def _inputs(message: dict[str, Any], binary: _BinaryData) -> dict[str, InferTens
 
 
 def _tensor(head: TensorHead, entry: dict[str, Any], binary: _BinaryData) -> InferTensor:
-    parameters = _object(entry.get("parameters", _EMPTY), f"parameters of input {excerpt(head.name)}")
-    _require_supported(parameters, f"input {excerpt(head.name)}")
+    parameters = _tensor_parameters(entry, "input", head.name)
     if ("data" in entry) == ("binary_data_size" in parameters):
         raise invalid_input(head.name, "needs either data or the parameter binary_data_size")
     if "data" in entry:
@@ -234,16 +240,22 @@ def _wanted(message: dict[str, Any], default: bool) -> dict[str, bool]:
         name = entry.get("name")
         if not isinstance(name, str) or name in wanted:
             raise ServeError(Status.INVALID, f"outputs[{number}] must have a name of its own, not {excerpt(name)}")
-        parameters = _object(entry.get("parameters", _EMPTY), f"parameters of output {excerpt(name)}")
-        _require_supported(parameters, f"output {excerpt(name)}")
+        parameters = _tensor_parameters(entry, "output", name)
         wanted[name] = _boolean(parameters.get("binary_data", default), f"binary_data of output {excerpt(name)}")
     return wanted
 
 
-def _require_supported(parameters: dict[str, Any], what: str) -> None:
-    for name in _UNSUPPORTED:
-        if name in parameters:
-            raise ServeError(Status.INVALID, f"{what}: {name} is not supported; leave it out")
+def _tensor_parameters(entry: dict[str, Any], kind: str, name: str) -> dict[str, Any]:
+    """The parameters of an input or an output."""
+    parameters = entry.get("parameters", _EMPTY)
+    # The text is made only where it is needed: there may be thousands of inputs.
+    parameters = (
+        parameters if type(parameters) is dict else _object(parameters, f"parameters of {kind} {excerpt(name)}")
+    )
+    for unsupported in _UNSUPPORTED:
+        if unsupported in parameters:
+            raise ServeError(Status.INVALID, f"{kind} {excerpt(name)}: {unsupported} is not supported; leave it out")
+    return parameters
 
 
 def write_infer(response: InferResponse, wanted: WantedOutputs) -> InferBody:

@@ -19,7 +19,7 @@ class HttpLimits:
 
     body_bytes: int = _limit(64 << 20, "longest body of a request, and of a compressed one once inflated")
     json_bytes: int = _limit(
-        4 << 20, "longest JSON in a request: while it is parsed nobody else is served; larger tensors go as binary data"
+        2 << 20, "longest JSON in a request: while it is parsed nobody else is served; larger tensors go as binary data"
     )
     bodies_bytes: int = _limit(1 << 30, "bodies of all requests under way; a request beyond that is answered 503")
     header_bytes: int = _limit(16 << 10, "longest request line and header fields, and what chunks add to a body")

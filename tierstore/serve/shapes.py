@@ -10,6 +10,7 @@ __all__ = ["MAX_DIMS", "MAX_NAME_CHARACTERS", "TensorHead", "invalid_input", "pa
 
 MAX_DIMS: Final = 16
 MAX_NAME_CHARACTERS: Final = 1000
+_INTEGER: Final = {int}
 _MAX_BYTES: Final = (1 << 63) - 1
 """Of an array, had it one element where a dimension is 0: numpy takes no larger shape."""
 
@@ -41,10 +42,11 @@ def parse_head(name: object, datatype: object, shape: object) -> TensorHead:
         )
     if not isinstance(datatype, str) or datatype not in DATATYPES:
         raise invalid_input(name, f"datatype {excerpt(datatype)} is not one of {', '.join(DATATYPES)}")
-    if not isinstance(shape, list) or not all(type(length) is int and length >= 0 for length in shape):
+    if not isinstance(shape, list) or not set(map(type, shape)) <= _INTEGER or min(shape, default=0) < 0:
         raise invalid_input(name, f"shape {excerpt(shape)} must be a list of integers from 0 on")
     if len(shape) > MAX_DIMS:
         raise invalid_input(name, f"shape has {len(shape)} dimensions, more than {MAX_DIMS}")
-    if math.prod(max(length, 1) for length in shape) * DATATYPES[datatype].itemsize > _MAX_BYTES:
+    num_elements = math.prod(shape)
+    if (num_elements or math.prod(filter(None, shape))) * DATATYPES[datatype].itemsize > _MAX_BYTES:
         raise invalid_input(name, f"shape {excerpt(shape)} is too large")
-    return TensorHead(name, datatype, tuple(shape), math.prod(shape))
+    return TensorHead(name, datatype, tuple(shape), num_elements)
