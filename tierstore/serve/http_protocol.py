@@ -79,11 +79,15 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > 2 * self._limits.connections:
-            self._is_closing = True
-            transport.abort()
-        elif len(self.connections) > self._limits.connections:
-            self._refuse(RefusedError(503, f"{self._limits.connections} connections are open; try again later"))
+        if len(self.connections) > self._limits.connections:
+            refusal = RefusedError(503, f"{self._limits.connections} connections are open; try again later")
+            # To tell one takes a connection for a while, too.
+            if len(self.connections) > 2 * self._limits.connections:
+                self._on_refused(refusal)
+                self._is_closing = True
+                transport.abort()
+            else:
+                self._refuse(refusal)
         else:
             self._wait(self._limits.idle_seconds, self.close)
 
