@@ -1,0 +1,38 @@
+"""What one client, and all of them together, may take of a REST server."""
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from ..excerpt import excerpt
+
+__all__ = ["HttpLimits"]
+
+
+def _limit(default: float, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpLimits:
+    """Each field's help is in its metadata; a ``_seconds`` may have a fraction, the rest are whole numbers."""
+
+    body_bytes: int = _limit(64 << 20, "longest body of a request, and of a compressed one once inflated")
+    json_bytes: int = _limit(
+        2 << 20, "longest JSON in a request: while it is parsed nobody else is served; larger tensors go as binary data"
+    )
+    bodies_bytes: int = _limit(1 << 30, "bodies of all requests under way; a request beyond that is answered 503")
+    header_bytes: int = _limit(16 << 10, "longest request line and header fields, and what chunks add to a body")
+    connections: int = _limit(1000, "connections at a time; one more is answered 503")
+    receive_seconds: float = _limit(30.0, "time for a request to arrive whole, and for a TLS handshake")
+    idle_seconds: float = _limit(60.0, "time a connection may stay open without a request")
+    send_seconds: float = _limit(60.0, "time a client may take to accept a response")
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            value = getattr(self, option.name)
+            whole = not option.name.endswith("_seconds")
+            if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+                raise TypeError(f"{option.name} must be {'an int' if whole else 'a number'}, not {excerpt(value)}")
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{option.name}={excerpt(value)} must be greater than 0")

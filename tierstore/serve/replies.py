@@ -1,0 +1,50 @@
+"""Whole HTTP answers, errors among them in the Open Inference Protocol's form: a JSON object with ``error``."""
+
+from http import HTTPStatus
+from typing import Any, Final, NamedTuple
+
+import orjson
+from starlette.types import Send
+
+__all__ = ["Header", "Reply", "error_reply", "json_reply", "raw_error", "send_reply"]
+
+Header = tuple[bytes, bytes]
+_JSON: Final[Header] = (b"content-type", b"application/json")
+
+
+class Reply(NamedTuple):
+    """``headers`` are all but content-length."""
+
+    status: int
+    body: bytes
+    headers: tuple[Header, ...] = (_JSON,)
+
+
+def json_reply(value: Any, status: int = 200) -> Reply:
+    return Reply(status, orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY))
+
+
+def error_reply(status: int, message: str, *headers: Header) -> Reply:
+    return Reply(status, _error_body(message), (_JSON, *headers))
+
+
+def _error_body(message: str) -> bytes:
+    return orjson.dumps({"error": message.encode(errors="replace").decode()})
+
+
+async def send_reply(send: Send, reply: Reply) -> None:
+    """As ASGI messages."""
+    length = (b"content-length", b"%d" % len(reply.body))
+    await send({"type": "http.response.start", "status": reply.status, "headers": [*reply.headers, length]})
+    await send({"type": "http.response.body", "body": reply.body})
+
+
+def raw_error(status: int, message: str) -> bytes:
+    """As it goes over the wire, last on its connection."""
+    body = _error_body(message)
+    return b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s" % (
+        status,
+        HTTPStatus(status).phrase.encode(),
+        len(body),
+        body,
+    )
