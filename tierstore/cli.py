@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from . import __version__
 from .commands import COMPACT, EXPORT, IMPORT, PUBLISH, QUANTIZE, TRACE, Command
+from .serve.command import add_arguments as add_serve_arguments
 
 if TYPE_CHECKING:
     from .train.config_file import Override
@@ -229,6 +230,12 @@ def _repair(options: argparse.Namespace) -> int:
     return 0 if report.is_whole else EXIT_FAILED
 
 
+def _serve(options: argparse.Namespace) -> int:
+    from .serve.command import serve
+
+    return serve(options)
+
+
 _COMMANDS: Final = {
     "train": Command(
         _train,
@@ -274,5 +281,17 @@ _COMMANDS: Final = {
     "export": EXPORT,
     "import": IMPORT,
     "quantize": QUANTIZE,
+    "serve": Command(
+        _serve,
+        add_serve_arguments,
+        "answer requests for rows and predictions",
+        "Serve the store's tables as lookups and, if tierstore train wrote it, its model, by the Open Inference "
+        "Protocol over REST and gRPC. The server follows the trainer's commits. SIGTERM ends it once requests are answered.",
+        """examples:
+  tierstore serve --store shop --ddr 2GiB
+  tierstore serve --store shop --dtype int8 --workers 2
+  tierstore serve --store replica --updates
+  tierstore serve serve.toml --port 9000""",
+    ),
     "publish": PUBLISH,
 }

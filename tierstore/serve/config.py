@@ -10,11 +10,13 @@ from typing import Any, Final, Literal, get_args
 from ..cache import POLICIES
 from ..config import require_choice, require_int
 from ..sizes import parse_size
-from .models.jagged import OutOfRange
 
-__all__ = ["ServeConfig", "ServedDtype"]
+__all__ = ["OutOfRange", "ServeConfig", "ServedDtype"]
 
 ServedDtype = Literal["stored", "float32", "float16", "bfloat16", "int8", "int4"]
+OutOfRange = Literal["reject", "zero"]
+"""What an id becomes that is no row: the request is refused, or the id counts as a row of zeros in a sum, and not at
+all in a mean or maximum."""
 _MAX_PORT: Final = 65_535
 _MAX_SECONDS: Final = 86_400.0
 
@@ -65,7 +67,9 @@ class ServeConfig:
     token_file: str = _option("", "file with the bearer token that requests must carry; health stays open")
     tls_certificate: str = _option("", "certificate chain in PEM, for TLS on all ports")
     tls_key: str = _option("", "its key")
-    log_level: Literal["debug", "info", "warning", "error"] = _option("info", "what to log: debug, info, warning, error")
+    log_level: Literal["debug", "info", "warning", "error"] = _option(
+        "info", "what to log: debug, info, warning, error"
+    )
     log_text: bool = _option(False, "log plain lines instead of JSON")
 
     def __post_init__(self) -> None:

@@ -1,14 +1,14 @@
 """All that a server serves, at one version of its store at a time.
 
 One thread, the *executor*, runs every batch of every model and, between two batches, has the store show a newer version.
-So no batch sees two versions, and no request is split over batches: an answer is of one version, the one it names. A
-second thread looks for newer commits and reads what changed, while batches run.
+So no batch sees two versions, and no request is split over batches: an answer is of one version, the one it names.
+A second thread looks for newer commits and reads what changed, while batches run.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -65,6 +65,7 @@ class StoreEngine:
         self._stale_since: float | None = None
         self._moving = asyncio.Lock()
         self._before = Stats(TierStats(), TierStats(), TierStats())
+        self._roll_back: Callable[[], Awaitable[int]] | None = None
         self._is_ready = False
         self._is_draining = False
         self.is_live = True
@@ -142,7 +143,7 @@ class StoreEngine:
         return lambda queries: BatchResult(str(self._version), model.run(queries))
 
     async def stop(self) -> None:
-        """Answer what came, within ``grace_seconds``, then close the store; its hot rows are kept for the next start."""
+        """Answer what came, within ``grace_seconds``, then close the store; its hot rows are kept for next time."""
         self._is_draining, self._is_ready = True, False
         batchers = self._batchers.values()
         await asyncio.gather(*(batcher.drain(self._config.grace_seconds) for batcher in batchers))
@@ -177,7 +178,9 @@ class StoreEngine:
     def _find(self, name: str, version: str) -> Model:
         model = self._models.by_name.get(name)
         if model is None:
-            raise ServeError(Status.NOT_FOUND, f"there is no model {excerpt(name)}; {nearest(name, self._models.by_name)}")
+            raise ServeError(
+                Status.NOT_FOUND, f"there is no model {excerpt(name)}; {nearest(name, self._models.by_name)}"
+            )
         if version not in ("", str(self._version)):
             raise ServeError(Status.NOT_FOUND, f"version {excerpt(version)} is not served; {self._version} is")
         return model
@@ -208,7 +211,9 @@ class StoreEngine:
         deadline = default if request.deadline is None else request.deadline
         ran = await self._batchers[request.model].submit(query, deadline)
         if request.version not in ("", ran.version):
-            raise ServeError(Status.NOT_FOUND, f"version {excerpt(request.version)} is not served any more; {ran.version} is")
+            raise ServeError(
+                Status.NOT_FOUND, f"version {excerpt(request.version)} is not served any more; {ran.version} is"
+            )
         outputs = ran.outputs
         for name in request.outputs:
             if name not in outputs:
@@ -280,10 +285,17 @@ class StoreEngine:
         return remade
 
     async def rollback(self) -> int:
-        """See ``Admin``; a replica that takes updates goes back by its receiver."""
-        raise ServeError(
-            Status.INVALID, "this server follows its trainer: go back there, with tierstore rollback, and it follows"
-        )
+        """See ``Admin``."""
+        if self._roll_back is None:
+            raise ServeError(
+                Status.INVALID,
+                "this server follows its trainer: go back there, with tierstore rollback, and it follows",
+            )
+        return await self._roll_back()
+
+    def set_rollback(self, roll_back: Callable[[], Awaitable[int]]) -> None:
+        """How a replica's version is gone back to."""
+        self._roll_back = roll_back
 
     async def drain(self) -> None:
         """See ``Admin``."""

@@ -18,9 +18,10 @@ from ..errors import ChecksumError, StoreNotFoundError, TableError, TierstoreErr
 from ..floats import half_code
 from ..io.changes import Basis, ChangesTier
 from ..manifest import MANIFEST_NAME, Manifest
+from ..opening import open_store
 from ..quantized import fill_first_values
 from ..rows import KEY_ROW_BITS, RowLayout
-from ..store import Store, open_store
+from ..store import Store
 from ..version import TableState, pack, unpack, unpack_tensors
 from .delta import open_tier
 from .header import UpdateHeader

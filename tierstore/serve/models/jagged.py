@@ -4,18 +4,15 @@ Shapes: F features, B samples, N ids; ids lie feature by feature, sample by samp
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from ..._jit import kernel
+from ..config import OutOfRange
 from .inputs import invalid
 
-__all__ = ["JaggedIds", "OutOfRange", "RowBounds", "merge"]
-
-OutOfRange = Literal["reject", "zero"]
-"""What an id becomes that is no row: the request is refused, or the id counts as a row of zeros in a sum, and not at
-all in a mean or maximum."""
+__all__ = ["JaggedIds", "Merged", "RowBounds", "merge"]
 
 
 class JaggedIds(NamedTuple):

@@ -11,9 +11,10 @@ from torch import Tensor
 from ...nn import KeyedJaggedTensor, TieredEmbeddingBagCollection
 from ...table import Table
 from ..base import Outputs
+from ..config import OutOfRange
 from ..messages import InferTensor, ModelMetadata, TensorSpec
 from .inputs import check_inputs, invalid, lengths_of, require_finite, values_of
-from .jagged import JaggedIds, Merged, OutOfRange, RowBounds, merge
+from .jagged import JaggedIds, Merged, RowBounds, merge
 
 __all__ = ["PLATFORM", "FeatureRows", "PooledFeatures", "PooledTable", "TableRows", "jagged_of"]
 

@@ -7,7 +7,7 @@ from ...nn import TieredEmbeddingBagCollection
 from ...store import Store
 from ...train.checkpoint import saved_config
 from ..base import Model
-from .jagged import OutOfRange
+from ..config import OutOfRange
 from .lookups import FeatureRows, PooledFeatures, PooledTable, TableRows
 from .ranking import Ranking
 

@@ -16,9 +16,10 @@ from ...train.checkpoint import load_model, saved_config
 from ...train.config import RunConfig
 from ...train.readers import FeatureHasher, dense_features
 from ..base import Outputs
+from ..config import OutOfRange
 from ..messages import InferTensor, ModelMetadata, ServeError, Status, TensorSpec
 from .inputs import check_inputs, invalid, require_finite
-from .jagged import JaggedIds, OutOfRange, merge
+from .jagged import JaggedIds, merge
 from .lookups import PLATFORM, PooledFeatures, jagged_of
 
 __all__ = ["Ranking"]

@@ -1,0 +1,177 @@
+"""A server's process: its ports, its signals, from start to end."""
+
+import asyncio
+import gc
+import logging
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+import uvloop
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from ..threads import default_threads
+from .admin import admin_app, admin_routes
+from .config import ServeConfig
+from .engine import StoreEngine
+from .grpc_limits import GrpcLimits
+from .grpc_server import GrpcServer
+from .http_server import HttpServer, TlsFiles, listen
+from .limits import HttpLimits
+from .logs import configure
+from .metrics import Metrics
+from .monitoring import monitoring_routes
+from .receiving import Receiver
+from .require_token import RequireToken
+from .rest import RestApp
+from .source import SourceCollector
+
+__all__ = ["Ports", "Server", "run"]
+
+_LOG: Final = logging.getLogger("tierstore.serve")
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+
+
+class Ports(NamedTuple):
+    """What a server listens on; -1 for what it does not."""
+
+    rest: int
+    grpc: int
+    admin: int
+
+
+class Server:
+    """Everything of one process, in one event loop.
+
+    Args:
+        config: see there.
+        worker: its number among processes that share the ports.
+    """
+
+    def __init__(self, config: ServeConfig, *, worker: int = 0) -> None:
+        self._config = config
+        self._worker = worker
+        self._token = config.token
+        tls = TlsFiles(Path(config.tls_certificate), Path(config.tls_key)) if config.tls_certificate else None
+        self.metrics = Metrics([], worker=worker)
+        self.engine = StoreEngine(config, self.metrics)
+        self.metrics.add(SourceCollector(self.engine))
+        limits = HttpLimits(
+            body_bytes=config.body_bytes,
+            bodies_bytes=max(HttpLimits().bodies_bytes, config.body_bytes),
+            connections=config.connections,
+            receive_seconds=config.receive_seconds,
+        )
+        self._http = HttpServer(self._public_app(limits), limits=limits, tls=tls, on_refused=self._note_refused)
+        self._admin = HttpServer(self._admin_app(), tls=tls)
+        self._grpc = GrpcServer(
+            self.engine,
+            GrpcLimits(max_request_bytes=config.body_bytes, reuse_port=config.workers > 1),
+            host=config.host,
+            port=max(config.grpc_port, 0),
+            token=self._token,
+            certificate=tls.certificate if tls else None,
+            key=tls.key if tls else None,
+        )
+        self._following: asyncio.Task[None] | None = None
+
+    def _note_refused(self, error: Exception) -> None:
+        self.engine.note_refused("http", error)
+
+    def _public_app(self, limits: HttpLimits) -> ASGIApp:
+        app: ASGIApp = RestApp(self.engine, limits=limits)
+        return app if self._token is None else RequireToken(app, self._token, on_refused=self._note_refused)
+
+    def _admin_app(self) -> ASGIApp:
+        routes: list[Route] = [*monitoring_routes(self.metrics, self.engine), *admin_routes(self.engine)]
+        if self._config.updates:
+            engine = self.engine
+            receiver = Receiver(Path(self._config.store), extra=lambda: engine.extra, refresh=engine.refresh)
+            engine.set_rollback(receiver.roll_back)
+            routes = [*receiver.routes(), *routes]
+        return admin_app(routes, token=self._token)
+
+    async def start(self) -> Ports:
+        """Listen, then open the store and be ready.
+
+        Raises:
+            OSError: a port is taken. TierstoreError, ValueError: as ``StoreEngine.start``. Nothing is left open then.
+        """
+        config = self._config
+        try:
+            shared = config.workers > 1
+            listener = listen(config.host, config.port, reuse_port=shared)
+            rest = await self._http.start(listener=listener)
+            grpc = await self._grpc.start() if config.grpc_port >= 0 else -1
+            admin = -1
+            if config.admin_port >= 0:
+                admin_port = config.admin_port + self._worker
+                admin = await self._admin.start(host=config.admin_host, port=admin_port)
+            ports = Ports(rest, grpc, admin)
+            _LOG.info("listening: REST on %s:%d, gRPC on %d, admin on %d", config.host, rest, grpc, admin)
+            await self.engine.start()
+        except BaseException:
+            await self.stop()
+            raise
+        # What is there now stays: the collector need not look at it again while requests wait.
+        gc.collect()
+        gc.freeze()
+        self._following = asyncio.create_task(self.engine.follow())
+        return ports
+
+    async def stop(self) -> None:
+        """Take no more requests, answer those that came, within the time that the configuration gives, and close."""
+        await self.engine.drain()
+        grace = self._config.grace_seconds
+        await asyncio.gather(self._http.stop(grace), self._grpc.stop(grace))
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
+        await self.engine.stop()
+        await self._admin.stop(1.0)
+        gc.unfreeze()
+
+
+def run(config: ServeConfig, *, worker: int = 0, on_ready: Callable[[Ports], Any] | None = None) -> int:
+    """Serve until SIGTERM or Ctrl-C; returns the exit status.
+
+    A second signal ends the process at once.
+
+    Args:
+        on_ready: told the ports, once requests are taken.
+    """
+    configure(config.log_level.upper(), as_json=not config.log_text)
+    torch.set_num_threads(config.threads or default_threads())
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(config, worker, on_ready))
+    return 0
+
+
+async def _serve(config: ServeConfig, worker: int, on_ready: Callable[[Ports], Any] | None) -> None:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for each in _SIGNALS:
+        loop.add_signal_handler(each, _stop, stopping, _SIGNALS)
+    server = Server(config, worker=worker)
+    starting = asyncio.create_task(server.start())
+    waiting = asyncio.create_task(stopping.wait())
+    await asyncio.wait((starting, waiting), return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        await server.engine.drain()  # the warm-up sees it and ends
+    ports = await starting
+    if on_ready is not None and not stopping.is_set():
+        on_ready(ports)
+    await waiting
+    _LOG.info("stopping: requests under way have %.0f s", config.grace_seconds)
+    await server.stop()
+
+
+def _stop(stopping: asyncio.Event, signals: Sequence[signal.Signals]) -> None:
+    stopping.set()
+    loop = asyncio.get_running_loop()
+    for each in signals:
+        loop.remove_signal_handler(each)
+        signal.signal(each, signal.SIG_DFL)

@@ -1,0 +1,91 @@
+"""Several processes that share the ports, each with its own part of the memory; one that ends is started again."""
+
+import contextlib
+import logging
+import multiprocessing
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from multiprocessing.process import BaseProcess
+from typing import Any, Final
+
+from .config import ServeConfig
+from .program import Ports, run
+
+__all__ = ["run_workers", "share_of"]
+
+_LOG: Final = logging.getLogger("tierstore.serve")
+_RESTART_SECONDS: Final = 1.0
+_POLL_SECONDS: Final = 0.2
+
+
+def share_of(size: int | str, workers: int) -> int | str:
+    """One worker's part of a budget, in the form it was given."""
+    if isinstance(size, int):
+        return size // workers
+    text = size.strip()
+    number = text[: len(text) - len(text.lstrip("0123456789._"))]
+    return f"{float(number) / workers:.6f}{text[len(number) :]}"
+
+
+def run_workers(config: ServeConfig, *, on_ready: Callable[[Ports], Any] | None = None) -> int:
+    """Serve with ``config.workers`` processes until SIGTERM or Ctrl-C; returns the exit status.
+
+    A worker that ends by itself is started again after a second; if the first start of one fails, all are stopped.
+    """
+    part = replace(config, ddr=share_of(config.ddr, config.workers))
+    context = multiprocessing.get_context("spawn")
+    stopping = threading.Event()
+    ready = [context.Event() for _ in range(config.workers)]
+    with _signals(stopping):
+        processes: list[BaseProcess] = [_start(context, part, index, ready[index]) for index in range(config.workers)]
+        told = False
+        while not stopping.wait(_POLL_SECONDS):
+            for index, process in enumerate(processes):
+                if process.is_alive():
+                    continue
+                if not ready[index].is_set():
+                    _LOG.error("worker %d could not start (exit status %s)", index, process.exitcode)
+                    _stop(processes, config.grace_seconds)
+                    return 1
+                _LOG.error("worker %d ended (exit status %s) and is started again", index, process.exitcode)
+                time.sleep(_RESTART_SECONDS)
+                processes[index] = _start(context, part, index, ready[index])
+            if not told and all(each.is_set() for each in ready) and on_ready is not None:
+                told = True
+                on_ready(Ports(config.port, config.grpc_port, config.admin_port))
+        _stop(processes, config.grace_seconds)
+    return 0
+
+
+def _start(context: Any, config: ServeConfig, index: int, ready: Any) -> BaseProcess:
+    process: BaseProcess = context.Process(target=_work, args=(config, index, ready), name=f"tierstore-worker-{index}")
+    process.start()
+    return process
+
+
+def _work(config: ServeConfig, index: int, ready: Any) -> None:
+    run(config, worker=index, on_ready=lambda _: ready.set())
+
+
+def _stop(processes: list[BaseProcess], grace_seconds: float) -> None:
+    for process in processes:
+        process.terminate()
+    deadline = time.monotonic() + grace_seconds + 10
+    for process in processes:
+        process.join(max(0.1, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+@contextlib.contextmanager
+def _signals(stopping: threading.Event) -> Iterator[None]:
+    before = {each: signal.signal(each, lambda *_: stopping.set()) for each in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
