@@ -156,7 +156,8 @@ def test_a_query_beyond_a_batch_is_invalid(make_bench: Callable[..., Bench]) -> 
 
 def test_a_deadline_is_kept_while_waiting_and_while_running(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench()
-    past = bench.submit(Ask(0), -1)
+    past = bench.submit(Ask(0), 0)
+    assert not bench.executor.jobs
     waiting = bench.submit(Ask(1), 1)
     bench.loop.advance(1)
     assert status_of(past) is status_of(waiting) is Status.DEADLINE

@@ -39,8 +39,7 @@ def _as_wire(name: str, tensor: Tensor) -> tuple[str, NDArray[Any]]:
             return "BF16", tensor.view(torch.int16).numpy()
         tensor = tensor.numpy()
     array = np.asarray(tensor)
-    # Little-endian and C-contiguous, whatever came.
-    array = np.asarray(array, array.dtype.newbyteorder("<"), order="C")
+    array = array.astype(array.dtype.newbyteorder("<"), copy=False)
     if array.dtype not in _NAMES:
         raise ValueError(f"input {name!r}: dtype {array.dtype} is none of {', '.join(map(str, _NAMES))}, bfloat16")
     return _NAMES[array.dtype], array
