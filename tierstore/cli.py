@@ -286,7 +286,7 @@ _COMMANDS: Final = {
         add_serve_arguments,
         "answer requests for rows and predictions",
         "Serve the store's tables as lookups and, if tierstore train wrote it, its model, by the Open Inference "
-        "Protocol over REST and gRPC. The server follows the trainer's commits. SIGTERM ends it once requests are answered.",
+        "Protocol over REST and gRPC. It follows the trainer's commits. SIGTERM ends it once requests are answered.",
         """examples:
   tierstore serve --store shop --ddr 2GiB
   tierstore serve --store shop --dtype int8 --workers 2

@@ -3,8 +3,8 @@
 Two directories lie over the snapshot: one as the current version has it, one filled only up to the earlier version's
 number. A block whose pages differ was written in between.
 
-If the earlier version is kept, rows are compared with what it shows. If not, only blocks can be told: those with an epoch
-above its number. That is right only if the earlier version was never rolled back, as then rows went back to what
+If the earlier version is kept, rows are compared with what it shows. If not, only blocks can be told: those with an
+epoch above its number. That is right only if the earlier version was never rolled back, as then rows went back to what
 they were without being written. A block with that very epoch proves it: a rollback deletes such blocks, and numbers are
 not used again. Without a proof every row counts as changed.
 """

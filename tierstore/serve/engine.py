@@ -1,8 +1,8 @@
 """All that a server serves, at one version of its store at a time.
 
-One thread, the *executor*, runs every batch of every model and, between two batches, has the store show a newer version.
-So no batch sees two versions, and no request is split over batches: an answer is of one version, the one it names.
-A second thread looks for newer commits and reads what changed, while batches run.
+One thread, the *executor*, runs every batch of every model and, between two batches, has the store show a newer
+version. So no batch sees two versions, and no request is split over batches: an answer is of one version, the one
+it names. A second thread looks for newer commits and reads what changed, while batches run.
 """
 
 import asyncio
