@@ -22,7 +22,7 @@ from tierstore.serve.messages import ServeError, Status
 from tierstore.serve.require_token import RequireToken
 
 from .fakes import VERSION, FakeEngine
-from .rest_server import SECONDS, RestServer, read_answer, serving
+from .rest_server import SECONDS, RestServer, read_answer, read_to_end, serving
 
 X = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [1, 2.5, -3]}]}
 DOUBLED = {"name": "y", "datatype": "FP32", "shape": [1, 3], "data": [2.0, 5.0, -6.0]}
@@ -331,17 +331,7 @@ def test_tls(tls: TlsFiles, use_uvloop: bool) -> None:
             assert read_answer(secured).status == 400
         with server.connect() as sock:
             sock.sendall(b"GET /v2 HTTP/1.1\r\nhost: a\r\n\r\n")
-            assert b"HTTP" not in read_all(sock)
-
-
-def read_all(sock: Any) -> bytes:
-    data = b""
-    try:
-        while piece := sock.recv(4096):
-            data += piece
-    except ConnectionError:
-        pass
-    return data
+            assert b"HTTP" not in read_to_end(sock)
 
 
 def test_tls_files_that_are_not_there(tmp_path: Path) -> None:
