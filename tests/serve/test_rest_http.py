@@ -170,6 +170,11 @@ def test_wrong_length_of_the_json(client: httpx.Client, length: str) -> None:
     assert "Inference-Header-Content-Length" in error_of(response, 400)
 
 
+def gzipped(data: bytes) -> bytes:
+    """Without the time: processes that share the tests must name them alike."""
+    return gzip.compress(data, mtime=0)
+
+
 def raw_deflate(data: bytes) -> bytes:
     compress = zlib.compressobj(wbits=-zlib.MAX_WBITS)
     return compress.compress(data) + compress.flush()
@@ -178,17 +183,17 @@ def raw_deflate(data: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("encoding", "body", "status"),
     [
-        ("gzip", gzip.compress(orjson.dumps(X)), 200),
-        ("GZIP", gzip.compress(orjson.dumps(X)), 200),
+        ("gzip", gzipped(orjson.dumps(X)), 200),
+        ("GZIP", gzipped(orjson.dumps(X)), 200),
         ("deflate", zlib.compress(orjson.dumps(X)), 200),
         ("identity", orjson.dumps(X), 200),
-        ("gzip", gzip.compress(b" " * 40_000 + orjson.dumps(X)), 200),
-        ("gzip", gzip.compress(bytes(10_000_000)), 413),
-        ("gzip", gzip.compress(gzip.compress(bytes(10_000_000))), 400),
+        ("gzip", gzipped(b" " * 40_000 + orjson.dumps(X)), 200),
+        ("gzip", gzipped(bytes(10_000_000)), 413),
+        ("gzip", gzipped(gzipped(bytes(10_000_000))), 400),
         ("deflate", zlib.compress(bytes(10_000_000)), 413),
-        ("gzip", gzip.compress(orjson.dumps(X))[:-1], 400),
-        ("gzip", gzip.compress(orjson.dumps(X)) + b"more", 400),
-        ("gzip", gzip.compress(orjson.dumps(X)) * 2, 400),
+        ("gzip", gzipped(orjson.dumps(X))[:-1], 400),
+        ("gzip", gzipped(orjson.dumps(X)) + b"more", 400),
+        ("gzip", gzipped(orjson.dumps(X)) * 2, 400),
         ("gzip", orjson.dumps(X), 400),
         ("gzip", b"", 400),
         ("deflate", raw_deflate(orjson.dumps(X)), 400),
