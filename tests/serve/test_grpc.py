@@ -1,6 +1,8 @@
 """The gRPC server through real sockets, by the protocol's independent client."""
 
 import asyncio
+import json
+import logging
 import queue
 import threading
 from collections.abc import Iterator
@@ -19,7 +21,8 @@ from tests.serve.fakes import VERSION, FakeEngine
 from tests.serve.grpc_harness import WAIT_SECONDS, Served, serving, wait_until
 from tierstore.serve.grpc_limits import GrpcLimits
 from tierstore.serve.grpc_server import GrpcServer
-from tierstore.serve.messages import DATATYPES, InferResponse, ServeError
+from tierstore.serve.logs import configure
+from tierstore.serve.messages import DATATYPES, InferResponse, ServeError, Status
 
 X = np.array([[1, 2, 3], [4, 5, 6]], dtype=np.float32)
 
@@ -252,6 +255,35 @@ def test_unexpected_failures_tell_nothing(
     assert "a secret" in caplog.text
 
 
+def test_log_of_a_request_carries_its_id(
+    served: Served,
+    client: triton.InferenceServerClient,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def infer(request: Any) -> InferResponse:
+        logging.getLogger("tierstore.model").warning("within")
+        raise ServeError(Status.OVERLOADED, "the queue is full")
+
+    served.engine.infer = infer
+    monkeypatch.setenv("GRPC_VERBOSITY", "NONE")
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    configure("INFO", as_json=True)
+    try:
+        with pytest.raises(InferenceServerException):
+            client.infer("echo", [x_input()], request_id="r1")
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
+    assert [(line["request_id"], line["message"]) for line in lines] == [
+        ("r1", "within"),
+        ("r1", "request failed: the queue is full"),
+    ]
+    assert (lines[1]["protocol"], lines[1]["status"]) == ("grpc", "RESOURCE_EXHAUSTED")
+
+
 def test_long_messages_are_cut(served: Served, client: triton.InferenceServerClient) -> None:
     with pytest.raises(InferenceServerException) as raised:
         client.get_model_metadata("\N{SNOWMAN}" * 100_000)
@@ -323,42 +355,49 @@ def test_client_that_vanishes_cancels_the_engine(served: Served) -> None:
 
 
 class Stream:
-    """What a stream answered, in order: (result, error)."""
+    """What a stream answered, in order: (result, error). Its end cancels it: the client would wait for it."""
 
     def __init__(self, client: triton.InferenceServerClient) -> None:
+        self._client = client
         self._answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
         client.start_stream(lambda result, error: self._answers.put((result, error)))
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._client.stop_stream(cancel_requests=True)
 
     def next(self) -> tuple[Any, Any]:
         return self._answers.get(timeout=WAIT_SECONDS)
 
 
 def test_stream_answers_in_order(served: Served, client: triton.InferenceServerClient) -> None:
-    stream = Stream(client)
-    client.async_stream_infer("slow", [x_input()], request_id="first")
-    for index in range(50):
-        client.async_stream_infer("double", [tensor("x", "FP32", X + index)], request_id=str(index))
-    wait_until(lambda: len(served.engine.seen) == 8, "as many as are computed at a time")
-    served.let_go()
-    assert stream.next()[0].get_response().id == "first"
-    for index in range(50):
-        result, error = stream.next()
-        assert error is None
-        assert result.get_response().id == str(index)
-        assert np.array_equal(result.as_numpy("y"), (X + index) * 2)
-    client.stop_stream()
+    with Stream(client) as stream:
+        client.async_stream_infer("slow", [x_input()], request_id="first")
+        for index in range(50):
+            client.async_stream_infer("double", [tensor("x", "FP32", X + index)], request_id=str(index))
+        wait_until(lambda: len(served.engine.seen) >= 8, "as many as are computed at a time")
+        client.is_server_live()
+        assert len(served.engine.seen) == 8
+        served.let_go()
+        assert stream.next()[0].get_response().id == "first"
+        for index in range(50):
+            result, error = stream.next()
+            assert error is None
+            assert result.get_response().id == str(index)
+            assert np.array_equal(result.as_numpy("y"), (X + index) * 2)
 
 
 def test_stream_goes_on_after_an_error(served: Served, client: triton.InferenceServerClient) -> None:
-    stream = Stream(client)
-    client.async_stream_infer("full", [x_input()], request_id="a")
-    client.async_stream_infer("echo", [x_input()], request_id="b")
-    result, error = stream.next()
-    assert result is None
-    assert "the queue is full" in str(error)
-    result, error = stream.next()
-    assert result.get_response().id == "b"
-    client.stop_stream()
+    with Stream(client) as stream:
+        client.async_stream_infer("full", [x_input()], request_id="a")
+        client.async_stream_infer("echo", [x_input()], request_id="b")
+        result, error = stream.next()
+        assert result is None
+        assert "the queue is full" in str(error)
+        result, error = stream.next()
+        assert result.get_response().id == "b"
 
 
 def test_stream_error_names_its_request(served: Served, stub: Any) -> None:
@@ -384,11 +423,10 @@ def test_malformed_message_in_a_stream(served: Served) -> None:
 def test_cancelled_stream_cancels_the_engine(
     served: Served, client: triton.InferenceServerClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    Stream(client)
-    for _ in range(3):
-        client.async_stream_infer("slow", [x_input()])
-    wait_until(lambda: len(served.engine.seen) == 3, "the requests to arrive")
-    client.stop_stream(cancel_requests=True)
+    with Stream(client):
+        for _ in range(3):
+            client.async_stream_infer("slow", [x_input()])
+        wait_until(lambda: len(served.engine.seen) == 3, "the requests to arrive")
     wait_until(lambda: len(served.engine.cancelled) == 3, "the engine to be told")
     assert client.is_server_live()
     assert not [record for record in caplog.records if record.levelname == "ERROR"]

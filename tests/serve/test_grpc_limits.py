@@ -41,6 +41,7 @@ def client_of(request: pytest.FixtureRequest) -> Any:
     def make(address: str, **options: Any) -> triton.InferenceServerClient:
         client = triton.InferenceServerClient(address, **options)
         request.addfinalizer(client.close)
+        request.addfinalizer(lambda: client.stop_stream(cancel_requests=True))
         return client
 
     return make
