@@ -106,7 +106,8 @@ def test_the_bag_used_least_recently_leaves_first() -> None:
         cache.add(split.keys, rows_for(split.misses, bag[0]))
         return bool(len(split.hits))
 
-    assert [use(1, 2), use(3, 4), use(1, 2), use(5, 6), use(1, 2), use(3, 4)] == [False, False, True, False, True, False]
+    found = [use(1, 2), use(3, 4), use(1, 2), use(5, 6), use(1, 2), use(3, 4)]
+    assert found == [False, False, True, False, True, False]
     cache.check_integrity()
 
 

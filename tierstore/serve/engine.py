@@ -193,7 +193,8 @@ class StoreEngine:
             return await self._infer(request, started)
         except ServeError as error:
             status = error.status
-            log_request(request, status.grpc, time.monotonic() - started, version=str(self._version), error=error)
+            if request.protocol != "grpc":  # whose front logs its requests itself
+                log_request(request, status.grpc, time.monotonic() - started, version=str(self._version), error=error)
             raise
         except Exception as error:
             status = Status.INTERNAL
@@ -226,7 +227,7 @@ class StoreEngine:
         """See ``Engine``."""
         status = error.status if isinstance(error, ServeError) else None
         self._metrics.refused(protocol, status)
-        if isinstance(error, ServeError):
+        if isinstance(error, ServeError) and protocol != "grpc":
             log_refused(protocol, error)
 
     # Versions

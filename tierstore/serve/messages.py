@@ -47,7 +47,7 @@ DATATYPES: Final[Mapping[str, "np.dtype[Any]"]] = {
 }
 """The protocol's datatypes and what they are in numpy, little-endian; BF16 as its bit patterns."""
 
-EXTENSIONS: Final = ("binary_tensor_data", "statistics")
+EXTENSIONS: Final = ("binary_tensor_data",)
 
 
 class Status(Enum):
