@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import tracemalloc
 import zlib
 from pathlib import Path
 from typing import Any
@@ -281,6 +282,18 @@ def test_any_bytes_are_refused_in_the_same_way(data: st.DataObject) -> None:
         assert pack_chunk(ids, weights, layout) == raw
     with pytest.raises(errors.FormatError):
         decompress(raw, 64)
+
+
+def test_a_bomb_takes_no_more_memory_than_it_says() -> None:
+    data = zlib.compress(bytes(MAX_CHUNK_BYTES))
+    tracemalloc.start()
+    try:
+        with pytest.raises(errors.FormatError, match="does not decompress to the 100 bytes"):
+            decompress(data, 100)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 20
 
 
 def test_a_link_or_a_pipe_is_not_followed(tmp_path: Path, updates: dict[int, Update]) -> None:

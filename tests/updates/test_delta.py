@@ -91,6 +91,11 @@ def test_only_rows_that_differ_are_sent_of_a_placed_store(tmp_path: Path) -> Non
     place_store(source)
     changed = change(source, 2, keep=2)
     assert sent_rows(make(source, 1)) == changed
+    for version, row in enumerate((0, 2, 4, 899), start=2):  # the first ones were moved, the last was not
+        with tierstore.open(source, keep=2, **SMALL) as store:
+            store["item"].write(torch.tensor([row]), torch.full((1, 6), float(version)))
+            store.commit()
+        assert sent_rows(make(source, version)) == {"item": {row}, "user": set()}
 
 
 def test_a_version_that_was_rolled_back_is_no_basis(tmp_path: Path) -> None:
