@@ -31,6 +31,7 @@ HELP = {
             export    write tables to a safetensors file or torch checkpoint
             import    take tables from safetensors files or torch checkpoints
             quantize  make a store for inference, its rows in fewer bytes
+            serve     answer requests for rows and predictions
             publish   send what changed in a store to servers
     """,
     "train": """
@@ -216,6 +217,73 @@ HELP = {
         examples:
           tierstore quantize shop shop-int8 --dtype int8
           tierstore quantize shop shop-mixed --dtype int4 --table item --table user
+    """,
+    "serve": """
+        usage: tierstore serve [-h] [--store DIR] [--ddr SIZE] [--dtype NAME] [--policy NAME] [--threads N]
+                               [--host TEXT] [--port N] [--grpc-port N] [--admin-host TEXT] [--admin-port N]
+                               [--workers N] [--max-batch-samples N] [--max-delay-us N] [--max-queue-samples N]
+                               [--max-queue-requests N] [--request-seconds SECONDS] [--body-bytes N]
+                               [--connections N] [--receive-seconds SECONDS] [--out-of-range TEXT]
+                               [--pooled-cache SIZE] [--warm-up TEXT] [--follow-seconds SECONDS] [--updates]
+                               [--grace-seconds SECONDS] [--token-file TEXT] [--tls-certificate TEXT]
+                               [--tls-key TEXT] [--log-level TEXT] [--log-text] [--traceback]
+                               [FILE.toml]
+        Serve the store's tables as lookups and, if tierstore train wrote it, its model, by the Open Inference
+          Protocol over REST and gRPC. It follows the trainer's commits. SIGTERM ends it once requests are answered.
+        positional arguments:
+          FILE.toml             settings; keys as the flags, with _ for -
+        options:
+          -h, --help            show this help message and exit
+          --store DIR           folder of the store; with --updates it need not exist yet
+          --ddr SIZE            memory for rows: bytes, "2GiB", "50%" of the machine's or "5% of tables" (default:
+                                50%)
+          --dtype NAME          what rows are kept in memory as: "stored", or fewer bits: "float16", "bfloat16",
+                                "int8", "int4" (default: stored)
+          --policy NAME         which rows leave memory first: lru, lfu or tinylfu (default: lru)
+          --threads N           threads of a lookup and of the model; 0: the CPUs this process may use
+          --host TEXT           address that REST and gRPC listen on; 0.0.0.0 for all (default: 127.0.0.1)
+          --port N              port of REST; 0: any that is free (default: 8000)
+          --grpc-port N         port of gRPC; 0: any that is free, -1: no gRPC (default: 8001)
+          --admin-host TEXT     address of status page, metrics and admin calls; others need --token-file
+                                (default: 127.0.0.1)
+          --admin-port N        their port; 0: any that is free, -1: none. With workers, worker i takes port + i
+                                (default: 8002)
+          --workers N           processes that share the ports; each takes its part of --ddr (default: 1)
+          --max-batch-samples N
+                                samples of a batch, and of a request (default: 4096)
+          --max-delay-us N      microseconds a request may wait for company while nothing runs
+          --max-queue-samples N
+                                samples that may wait for a model; more are refused (503) (default: 65536)
+          --max-queue-requests N
+                                requests that may wait for a model; more are refused (503) (default: 4096)
+          --request-seconds SECONDS
+                                a request that gives no deadline has this one (default: 10.0)
+          --body-bytes N        longest request (default: 67108864)
+          --connections N       REST connections at a time (default: 1000)
+          --receive-seconds SECONDS
+                                time for a request to arrive whole (default: 30.0)
+          --out-of-range TEXT   "reject": ids that are no rows are an error; "zero": they count as rows of zeros,
+                                and are counted (default: reject)
+          --pooled-cache SIZE   memory, beside --ddr, for pooled rows of bags asked for again; 0: none
+          --warm-up TEXT        rows to have in memory before the server is ready: "auto": those of its last run,
+                                "none", or a trace of tierstore trace (default: auto)
+          --follow-seconds SECONDS
+                                how often to look for a newer commit; 0: never (default: 0.05)
+          --updates             take updates of tierstore publish on the admin port; the store is then a replica
+          --grace-seconds SECONDS
+                                on SIGTERM, time for requests under way to finish (default: 30.0)
+          --token-file TEXT     file with the bearer token that requests must carry; health stays open
+          --tls-certificate TEXT
+                                certificate chain in PEM, for TLS on all ports
+          --tls-key TEXT        its key
+          --log-level TEXT      what to log: debug, info, warning, error (default: info)
+          --log-text            log plain lines instead of JSON
+          --traceback           show where in the code an error arose
+        examples:
+          tierstore serve --store shop --ddr 2GiB
+          tierstore serve --store shop --dtype int8 --workers 2
+          tierstore serve --store replica --updates
+          tierstore serve serve.toml --port 9000
     """,
     "publish": """
         usage: tierstore publish [-h] [--to URL] [--since VERSION] [--token-file PATH] [--dry-run] [--keep-file PATH]
@@ -501,7 +569,8 @@ tierstore.cli.build_parser()
 print(*sorted(name for name in set(sys.modules) - before if name.startswith(("tierstore", "tqdm"))))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["tierstore.cli", "tierstore.commands"]
+    of_serve = ["tierstore.serve" + name for name in ("", ".command", ".config", ".messages", ".names")]
+    assert done.stdout.split() == ["tierstore.cli", "tierstore.commands", *of_serve]
 
 
 def test_rollback_of_the_command_line(tmp_path, capsys):

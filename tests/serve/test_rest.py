@@ -99,10 +99,10 @@ def test_what_is_not_there_is_told_in_the_protocols_form(client: triton.Inferenc
     assert "absent" in raised.value.message()
 
 
-def test_the_repository_index_is_not_there(client: triton.InferenceServerClient) -> None:
-    with pytest.raises(InferenceServerException, match=r"openapi\.json") as raised:
-        client.get_model_repository_index()
-    assert raised.value.status() == "404"
+def test_the_repository_index_lists_all_models(client: triton.InferenceServerClient) -> None:
+    names = ["broken", "double", "echo", "full", "late", "slow"]
+    expected = [{"name": name, "version": "7", "state": "READY"} for name in names]
+    assert client.get_model_repository_index() == expected
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 A bag of 8 ids that is found costs 0.8 us, one that is not 0.4 us and 1.0 us to enter; of 32 ids 2.5, 0.7 and 1.5 us
 (64 columns, 20,000 bags, one thread). A lookup costs 0.02 to 0.1 us an id whose row is in memory, some 12 us one on
-SSD. So this pays where bags come back whose rows do not stay in memory, or that have many dozens of ids; else leave it off.
+SSD. So this pays where bags come back whose rows do not stay in memory, or that have many dozens of ids; else leave it
+off.
 """
 
 from collections.abc import Sequence

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
-from ..cache import POLICIES
 from ..config import require_choice, require_int
 from ..sizes import parse_size
 
@@ -73,6 +72,8 @@ class ServeConfig:
     log_text: bool = _option(False, "log plain lines instead of JSON")
 
     def __post_init__(self) -> None:
+        from ..cache import POLICIES  # which brings the compiler along
+
         if not self.store:
             raise ValueError("no store is named: tierstore serve --store DIR")
         parse_size(self.ddr, name="ddr")

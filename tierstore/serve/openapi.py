@@ -64,6 +64,10 @@ _SCHEMAS: Final[_Schema] = {
     ),
     "Live": _object(("live",), live=_BOOLEAN),
     "Ready": _object(("ready",), ready=_BOOLEAN),
+    "Index": {
+        "type": "array",
+        "items": _object(("name", "version", "state"), name=_STRING, version=_STRING, state=_STRING),
+    },
     "ModelReady": _object(("name", "ready"), name=_STRING, ready=_BOOLEAN),
     "Model": _object(
         ("name", "versions", "platform", "inputs", "outputs"),
@@ -155,6 +159,12 @@ DESCRIPTION: Final[_Schema] = {
         "/v2": _get("What is served", "Server"),
         "/v2/health/live": _health("Whether the server runs", "Live"),
         "/v2/health/ready": _health("Whether the server takes requests", "Ready"),
+        "/v2/repository/index": {
+            "post": {
+                "summary": "All models, as Triton lists them",
+                "responses": _answers(_reference("Index")),
+            }
+        },
         **_model_paths("/v2/models/{model}", "model"),
         **_model_paths("/v2/models/{model}/versions/{version}", "model", "version"),
     },

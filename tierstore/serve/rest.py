@@ -63,6 +63,8 @@ class RestApp:
                 return await self._infer(scope, receive, name, "")
             case ["", "v2", "models", name, "versions", version, "infer"] if version:
                 return await self._infer(scope, receive, name, version)
+            case ["", "v2", "repository", "index"]:
+                return self._index() if scope["method"] == "POST" else _not_allowed(scope, b"POST")
         value = self._look_up(path)
         if value is None:
             return error_reply(404, f"there is nothing at {excerpt(path)}; /v2/openapi.json lists what is served")
@@ -90,6 +92,13 @@ class RestApp:
             case ["", "v2", "models", name, "versions", version, "ready"] if version:
                 return self._model_ready(name, version)
         return None
+
+    def _index(self) -> Reply:
+        """All models, as Triton lists them; of the body, which may ask for ready ones only, nothing is read."""
+        state = "READY" if self._engine.is_ready else "UNAVAILABLE"
+        return json_reply(
+            [{"name": each.name, "version": each.versions[-1], "state": state} for each in self._engine.models()]
+        )
 
     def _model(self, name: str, version: str) -> Reply:
         try:

@@ -86,8 +86,8 @@ def _models(metrics: Metrics, source: Source, counts: NDArray[Any]) -> list[dict
             "queued_samples": queued.get(name, 0),
             "ids_out_of_range": out_of_range.get(name, 0),
         }
-        for index, (name, by_status) in enumerate(list(by_model.items())[: counts.shape[1]])
-        if name != OTHER or by_status or name in queued
+        for index, (name, by_status) in sorted(enumerate(by_model.items()), key=lambda each: each[1][0] == OTHER)
+        if index < counts.shape[1] and (name != OTHER or by_status or name in queued)
     ]
 
 
