@@ -270,7 +270,9 @@ def basic(user: str, password: str) -> str:
     return "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
 
 
-@pytest.mark.parametrize("shown", [f"Bearer {TOKEN}", f"bearer {TOKEN}", basic("admin", TOKEN), basic("", TOKEN)])
+@pytest.mark.parametrize(
+    "shown", [f"Bearer {TOKEN}", f"bearer  {TOKEN}", basic("admin", TOKEN), basic("", TOKEN), basic("", TOKEN) + " "]
+)
 def test_with_a_token_all_who_show_it_are_answered(shown: str) -> None:
     port = Port(TOKEN)
     assert ask_from(port.app, ("192.0.2.7", 5000), authorization=shown, host="server.example") == 200
@@ -282,7 +284,7 @@ def test_with_a_token_all_who_show_it_are_answered(shown: str) -> None:
         None,
         "",
         "Bearer",
-        f"Bearer  {TOKEN}",
+        f"Bearer {TOKEN} {TOKEN}",
         f"Bearer {TOKEN}x",
         f"Bearer {TOKEN[:-1]}",
         TOKEN,

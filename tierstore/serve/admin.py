@@ -1,8 +1,5 @@
 """The admin port: what an operator may do, and who is one."""
 
-import base64
-import binascii
-import hmac
 import ipaddress
 import re
 from collections.abc import Sequence
@@ -18,6 +15,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..errors import TierstoreError
+from .bearer_token import Token
 from .messages import ServeError
 
 __all__ = ["ADMIN_HEADER", "Admin", "admin_app", "admin_routes"]
@@ -67,11 +65,9 @@ def admin_app(routes: Sequence[BaseRoute], *, token: str | None = None) -> Starl
         token: that a client must show, as "Authorization: Bearer TOKEN" or as the password of any user. Without one
             only this machine is answered, and only where it asks for itself by a name of its own.
     """
-    if token is not None and not (token and token.isascii() and token.isprintable() and " " not in token):
-        raise ValueError("token must be printable ASCII without spaces, and not empty")
     return Starlette(
         routes=list(routes),
-        middleware=[Middleware(_Access, token=token)],
+        middleware=[Middleware(_Access, token=None if token is None else Token(token))],
         exception_handlers={
             HTTPException: _answer_http,
             ServeError: _answer_serve,
@@ -84,7 +80,7 @@ def admin_app(routes: Sequence[BaseRoute], *, token: str | None = None) -> Starl
 class _Access:
     """Lets through whom the rules of ``admin_app`` admit."""
 
-    def __init__(self, app: ASGIApp, token: str | None) -> None:
+    def __init__(self, app: ASGIApp, token: Token | None) -> None:
         self._app = app
         self._token = token
 
@@ -102,7 +98,7 @@ class _Access:
             why = _why_not_local(scope, headers)
             if why is not None:
                 return _error(403, why)
-        elif not _shows_token(headers.get("authorization", ""), self._token):
+        elif not self._token.is_shown(headers.getlist("authorization"), or_as_password=True):
             refused = _error(401, "the admin token is needed, as a bearer token or as a password")
             refused.headers.append("WWW-Authenticate", "Bearer")
             refused.headers.append("WWW-Authenticate", 'Basic realm="tierstore", charset="UTF-8"')
@@ -144,18 +140,6 @@ def _is_loopback_host(host: str) -> bool:
         return False
     name = matched["address"] or matched["name"]
     return name.lower() == "localhost" or _is_loopback_address(name)
-
-
-def _shows_token(authorization: str, token: str) -> bool:
-    scheme, _, shown = authorization.partition(" ")
-    if scheme.lower() == "basic":
-        try:
-            shown = base64.b64decode(shown, validate=True).decode(errors="replace").partition(":")[2]
-        except binascii.Error:
-            return False
-    elif scheme.lower() != "bearer":
-        return False
-    return hmac.compare_digest(shown.encode(errors="replace"), token.encode())
 
 
 def _is_meant(headers: Headers) -> bool:
