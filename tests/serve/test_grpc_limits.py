@@ -178,16 +178,15 @@ def test_options_of_grpc() -> None:
     [
         ("max_request_bytes", 0, "from 1,024 to"),
         ("max_request_bytes", 1 << 31, "from 1,024 to"),
-        ("max_request_bytes", 2048.0, "a number"),
+        ("max_request_bytes", 2048.0, "a whole number"),
         ("max_concurrent_rpcs", True, "from 1 to"),
         ("max_ping_strikes", -1, "from 0 to"),
         ("keepalive_seconds", float("nan"), "from 0.001 to"),
         ("max_age_seconds", 0, "from 0.001 to"),
-        ("reuse_port", 1, "True or False"),
     ],
 )
 def test_limits_are_checked(name: str, value: object, expected: str) -> None:
-    with pytest.raises(ValueError, match=f"^{name} = .*{expected}"):
+    with pytest.raises(ValueError, match=f"^{name}=.*{expected}"):
         GrpcLimits(**{name: value})
 
 

@@ -26,24 +26,18 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
 from .base import Outputs, Query
 from .isolation import Attempt, BatchResult, Run, run_isolated
 from .messages import ServeError, Status
+from .options import check_ranges, option
 from .waiting import Waiter, WaitingLine
 
 __all__ = ["BatchObserver", "BatchResult", "Batcher", "BatchingConfig", "Ran", "Run"]
 
 _MAX_DELAY_US: Final = 10_000_000
-_MAX_COUNT: Final = 1 << 31
-"""Bounds far above any use, so that a slip of the pen is told at once."""
-
-
-def _option(default: int, text: str) -> int:
-    made: int = field(default=default, metadata={"help": text})
-    return made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,17 +48,18 @@ class BatchingConfig:
         ValueError: a value out of range; names it and what is accepted.
     """
 
-    max_batch_samples: int = _option(4096, "samples of a batch, and of a query")
-    max_delay_us: int = _option(0, "microseconds that a query may wait for company while the executor is free; 0: none")
-    max_queue_samples: int = _option(65_536, "samples that may wait for a model; more are refused")
-    max_queue_requests: int = _option(4096, "queries that may wait for a model; more are refused")
+    max_batch_samples: int = option(4096, "samples of a batch, and of a query", low=1)
+    max_delay_us: int = option(
+        0,
+        "microseconds that a query may wait for company while the executor is free; 0: none",
+        low=0,
+        high=_MAX_DELAY_US,
+    )
+    max_queue_samples: int = option(65_536, "samples that may wait for a model; more are refused", low=1)
+    max_queue_requests: int = option(4096, "queries that may wait for a model; more are refused", low=1)
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            low, high = (0, _MAX_DELAY_US) if each.name == "max_delay_us" else (1, _MAX_COUNT)
-            value = getattr(self, each.name)
-            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-                raise ValueError(f"{each.name}={value!r}: expected a whole number from {low} to {high}")
+        check_ranges(self)
         if self.max_queue_samples < self.max_batch_samples:
             raise ValueError(
                 f"max_queue_samples={self.max_queue_samples} is below max_batch_samples={self.max_batch_samples}: "

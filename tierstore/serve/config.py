@@ -1,14 +1,15 @@
 """What ``tierstore serve`` is told: one frozen description, each field with its help, a flag for each field."""
 
-# ruff: noqa: RUF009 (_option makes dataclass fields)
+# ruff: noqa: RUF009 (option makes dataclass fields)
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Final, Literal, get_args
 
 from ..config import require_choice, require_int
 from ..sizes import parse_size
+from .options import option
 
 __all__ = ["OutOfRange", "ServeConfig", "ServedDtype"]
 
@@ -20,56 +21,50 @@ _MAX_PORT: Final = 65_535
 _MAX_SECONDS: Final = 86_400.0
 
 
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
     """Raises:
     ValueError, TypeError: a value that cannot be; names it and what is accepted.
     """
 
-    store: str = _option("", "folder of the store; with --updates it need not exist yet")
-    ddr: int | str = _option("50%", 'memory for rows: bytes, "2GiB", "50%" of the machine\'s or "5% of tables"')
-    dtype: ServedDtype = _option(
+    store: str = option("", "folder of the store; with --updates it need not exist yet")
+    ddr: int | str = option("50%", 'memory for rows: bytes, "2GiB", "50%" of the machine\'s or "5% of tables"')
+    dtype: ServedDtype = option(
         "stored", 'what rows are kept in memory as: "stored", or fewer bits: "float16", "bfloat16", "int8", "int4"'
     )
-    policy: str = _option("lru", "which rows leave memory first: lru, lfu or tinylfu")
-    threads: int = _option(0, "threads of a lookup and of the model; 0: the CPUs this process may use")
-    host: str = _option("127.0.0.1", "address that REST and gRPC listen on; 0.0.0.0 for all")
-    port: int = _option(8000, "port of REST; 0: any that is free")
-    grpc_port: int = _option(8001, "port of gRPC; 0: any that is free, -1: no gRPC")
-    admin_host: str = _option("127.0.0.1", "address of status page, metrics and admin calls; others need --token-file")
-    admin_port: int = _option(8002, "their port; 0: any that is free, -1: none. With workers, worker i takes port + i")
-    workers: int = _option(1, "processes that share the ports; each takes its part of --ddr")
-    max_batch_samples: int = _option(4096, "samples of a batch, and of a request")
-    max_delay_us: int = _option(0, "microseconds a request may wait for company while nothing runs")
-    max_queue_samples: int = _option(65_536, "samples that may wait for a model; more are refused (503)")
-    max_queue_requests: int = _option(4096, "requests that may wait for a model; more are refused (503)")
-    request_seconds: float = _option(10.0, "a request that gives no deadline has this one")
-    body_bytes: int = _option(64 << 20, "longest request")
-    connections: int = _option(1000, "REST connections at a time")
-    receive_seconds: float = _option(30.0, "time for a request to arrive whole")
-    out_of_range: OutOfRange = _option(
+    policy: str = option("lru", "which rows leave memory first: lru, lfu or tinylfu")
+    threads: int = option(0, "threads of a lookup and of the model; 0: the CPUs this process may use")
+    host: str = option("127.0.0.1", "address that REST and gRPC listen on; 0.0.0.0 for all")
+    port: int = option(8000, "port of REST; 0: any that is free")
+    grpc_port: int = option(8001, "port of gRPC; 0: any that is free, -1: no gRPC")
+    admin_host: str = option("127.0.0.1", "address of status page, metrics and admin calls; others need --token-file")
+    admin_port: int = option(8002, "their port; 0: any that is free, -1: none. With workers, worker i takes port + i")
+    workers: int = option(1, "processes that share the ports; each takes its part of --ddr")
+    max_batch_samples: int = option(4096, "samples of a batch, and of a request")
+    max_delay_us: int = option(0, "microseconds a request may wait for company while nothing runs")
+    max_queue_samples: int = option(65_536, "samples that may wait for a model; more are refused (503)")
+    max_queue_requests: int = option(4096, "requests that may wait for a model; more are refused (503)")
+    request_seconds: float = option(10.0, "a request that gives no deadline has this one")
+    body_bytes: int = option(64 << 20, "longest request")
+    connections: int = option(1000, "REST connections at a time")
+    receive_seconds: float = option(30.0, "time for a request to arrive whole")
+    out_of_range: OutOfRange = option(
         "reject", '"reject": ids that are no rows are an error; "zero": they count as rows of zeros, and are counted'
     )
-    pooled_cache: int | str = _option(0, "memory, beside --ddr, for pooled rows of bags asked for again; 0: none")
-    warm_up: str = _option(
+    pooled_cache: int | str = option(0, "memory, beside --ddr, for pooled rows of bags asked for again; 0: none")
+    warm_up: str = option(
         "auto",
         'rows to have in memory before the server is ready: "auto": those of its last run, "none", or a trace of '
         "tierstore trace",
     )
-    follow_seconds: float = _option(0.05, "how often to look for a newer commit; 0: never")
-    updates: bool = _option(False, "take updates of tierstore publish on the admin port; the store is then a replica")
-    grace_seconds: float = _option(30.0, "on SIGTERM, time for requests under way to finish")
-    token_file: str = _option("", "file with the bearer token that requests must carry; health stays open")
-    tls_certificate: str = _option("", "certificate chain in PEM, for TLS on all ports")
-    tls_key: str = _option("", "its key")
-    log_level: Literal["debug", "info", "warning", "error"] = _option(
-        "info", "what to log: debug, info, warning, error"
-    )
-    log_text: bool = _option(False, "log plain lines instead of JSON")
+    follow_seconds: float = option(0.05, "how often to look for a newer commit; 0: never")
+    updates: bool = option(False, "take updates of tierstore publish on the admin port; the store is then a replica")
+    grace_seconds: float = option(30.0, "on SIGTERM, time for requests under way to finish")
+    token_file: str = option("", "file with the bearer token that requests must carry; health stays open")
+    tls_certificate: str = option("", "certificate chain in PEM, for TLS on all ports")
+    tls_key: str = option("", "its key")
+    log_level: Literal["debug", "info", "warning", "error"] = option("info", "what to log: debug, info, warning, error")
+    log_text: bool = option(False, "log plain lines instead of JSON")
 
     def __post_init__(self) -> None:
         from ..cache import POLICIES  # which brings the compiler along

@@ -1,7 +1,9 @@
 """What a client may ask of the gRPC server: sizes, numbers and times, and how they are told to gRPC."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
+
+from .options import check_ranges, option
 
 __all__ = ["RESERVED_RPCS", "GrpcLimits"]
 
@@ -11,52 +13,43 @@ RESERVED_RPCS: Final = 64
 _MAX_INT32: Final = (1 << 31) - 1
 
 
-def _option(default: int | float | bool, text: str, *, low: float = 0, high: float = _MAX_INT32) -> Any:
-    return field(default=default, metadata={"help": text, "low": low, "high": high})
+def _count(default: int, text: str, *, low: int = 1) -> Any:
+    return option(default, text, low=low, high=_MAX_INT32)
 
 
 def _seconds(default: float, text: str) -> Any:
     # gRPC counts milliseconds in 32 bits.
-    return _option(default, text, low=0.001, high=_MAX_INT32 // 1000)
+    return option(default, text, low=0.001, high=_MAX_INT32 // 1000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpcLimits:
     """Limits of the gRPC server. A value out of range is a ValueError that names the field."""
 
-    max_request_bytes: int = _option(16 << 20, "bytes of a request's message", low=1024)
-    max_response_bytes: int = _option(64 << 20, "bytes of a response's message", low=1024)
-    max_metadata_bytes: int = _option(16 << 10, "bytes of a call's metadata", low=1024)
-    max_concurrent_rpcs: int = _option(
-        256, "inference calls under way, over all connections; a stream counts as one", low=1
-    )
-    max_concurrent_streams: int = _option(
+    max_request_bytes: int = _count(16 << 20, "bytes of a request's message", low=1024)
+    max_response_bytes: int = _count(64 << 20, "bytes of a response's message", low=1024)
+    max_metadata_bytes: int = _count(16 << 10, "bytes of a call's metadata", low=1024)
+    max_concurrent_rpcs: int = _count(256, "inference calls under way, over all connections; a stream counts as one")
+    max_concurrent_streams: int = _count(
         1024,
         "calls under way on one connection; more of them wait in the client, or fail as UNAVAILABLE if it sends them "
         "before it knows of the limit or while the server is still putting away an earlier one",
-        low=1,
     )
-    max_stream_requests: int = _option(8, "requests of one ModelStreamInfer call that are computed at a time", low=1)
+    max_stream_requests: int = _count(8, "requests of one ModelStreamInfer call that are computed at a time")
     keepalive_seconds: float = _seconds(60.0, "a silent connection is pinged after so long")
     keepalive_timeout_seconds: float = _seconds(20.0, "and closed if it has not answered after so long")
     min_ping_seconds: float = _seconds(10.0, "a client that pings more often, while no data flows, is in the wrong")
-    max_ping_strikes: int = _option(2, "so many times it may be, then it is disconnected; 0: any number of times")
+    max_ping_strikes: int = _count(2, "so many times it may be, then it is disconnected; 0: any number of times", low=0)
     handshake_seconds: float = _seconds(20.0, "a connection that has not shaken hands (HTTP/2, TLS) by then is closed")
     max_idle_seconds: float = _seconds(3600.0, "a connection without calls is closed after so long")
     max_age_seconds: float = _seconds(
         86400.0, "a connection is asked to leave after so long, so that clients spread over servers started later"
     )
     max_age_grace_seconds: float = _seconds(60.0, "and its calls are ended after so long again")
-    reuse_port: bool = _option(False, "SO_REUSEPORT: several processes may listen on one port")
+    reuse_port: bool = option(False, "SO_REUSEPORT: several processes may listen on one port")
 
     def __post_init__(self) -> None:
-        for name, spec in type(self).__dataclass_fields__.items():
-            value, low, high = getattr(self, name), spec.metadata["low"], spec.metadata["high"]
-            kind = type(spec.default)
-            accepted = (int, float) if kind is float else (kind,)
-            if type(value) not in accepted or not low <= value <= high:
-                expected = "True or False" if kind is bool else f"a number from {low:,} to {high:,}"
-                raise ValueError(f"{name} = {value!r}: expected {expected}")
+        check_ranges(self)
 
     def channel_options(self) -> list[tuple[str, int]]:
         """As gRPC takes them: https://grpc.github.io/grpc/core/group__grpc__arg__keys.html."""

@@ -1,21 +1,20 @@
 """What one client, and all of them together, may take of a REST server."""
 
-import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any
 
-from ..excerpt import excerpt
+from .options import check_ranges, option
 
 __all__ = ["HttpLimits"]
 
 
 def _limit(default: float, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
+    return option(default, text, low=0.001 if isinstance(default, float) else 1, high=1 << 40)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpLimits:
-    """Each field's help is in its metadata; a ``_seconds`` may have a fraction, the rest are whole numbers."""
+    """Limits of a REST server. A value out of range is a ValueError that names the field."""
 
     body_bytes: int = _limit(64 << 20, "longest body of a request, and of a compressed one once inflated")
     json_bytes: int = _limit(
@@ -29,10 +28,4 @@ class HttpLimits:
     send_seconds: float = _limit(60.0, "time a client may take to accept a response")
 
     def __post_init__(self) -> None:
-        for option in fields(self):
-            value = getattr(self, option.name)
-            whole = not option.name.endswith("_seconds")
-            if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
-                raise TypeError(f"{option.name} must be {'an int' if whole else 'a number'}, not {excerpt(value)}")
-            if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{option.name}={excerpt(value)} must be greater than 0")
+        check_ranges(self)
