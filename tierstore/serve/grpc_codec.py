@@ -7,10 +7,12 @@ from typing import Any, Final, NamedTuple
 from google.protobuf.message import DecodeError
 
 from ..excerpt import excerpt
+from .binary import binary_data
 from .grpc_messages import message_class
-from .grpc_tensors import MAX_TENSORS, RAW_ONLY, decode_tensors, fill_contents, raw_pieces
+from .grpc_tensors import RAW_ONLY, decode_tensors, fill_contents
 from .grpc_wire import join_fields, split_field
 from .messages import InferRequest, InferResponse, Parameters, ServeError, Status
+from .shapes import MAX_TENSORS, invalid_tensor, require_supported
 
 __all__ = [
     "RawRequest",
@@ -30,7 +32,6 @@ _STREAM_RESPONSE: Final = 2
 _TIMEOUT: Final = "timeout"
 """The request's parameter: microseconds from its arrival; 0 for no limit."""
 
-_UNSUPPORTED_OUTPUT_PARAMETERS: Final = ("classification", "shared_memory_region")
 _INT64_MAX: Final = (1 << 63) - 1
 
 
@@ -78,13 +79,10 @@ def _wanted_outputs(message: Any) -> tuple[str, ...]:
         raise ServeError(Status.INVALID, f"{len(message.outputs)} outputs; at most {MAX_TENSORS} are taken")
     names = tuple(output.name for output in message.outputs)
     for output in message.outputs:
-        for parameter in _UNSUPPORTED_OUTPUT_PARAMETERS:
-            if parameter in output.parameters:
-                text = f"output {excerpt(output.name)}: parameter {parameter!r} is not supported"
-                raise ServeError(Status.INVALID, text)
+        require_supported("output", output.name, output.parameters)
     if len(set(names)) != len(names):
         twice = next(name for index, name in enumerate(names) if name in names[:index])
-        raise ServeError(Status.INVALID, f"output {excerpt(twice)} is asked for twice")
+        raise invalid_tensor("output", twice, "asked for twice")
     return names
 
 
@@ -147,7 +145,7 @@ def encode_response(response: InferResponse, *, is_raw: bool) -> bytes:
         if not is_raw:
             fill_contents(output.contents, tensor)
     rest = message.SerializeToString()
-    return join_fields(rest, _RAW_OUTPUTS, map(raw_pieces, tensors)) if is_raw else rest
+    return join_fields(rest, _RAW_OUTPUTS, ([binary_data(tensor)] for tensor in tensors)) if is_raw else rest
 
 
 def encode_stream_response(response: bytes) -> bytes:

@@ -15,7 +15,7 @@ from .base import Engine
 from .grpc_limits import GrpcLimits
 from .grpc_messages import HEALTH_SERVICE, INFERENCE_SERVICE, message_class
 from .logs import log_refused, log_request, request_context
-from .messages import InferRequest, InferResponse, ServeError, Status
+from .messages import EXTENSIONS, InferRequest, InferResponse, ServeError, Status
 
 __all__ = ["InferenceService"]
 
@@ -23,9 +23,6 @@ _log = logging.getLogger(__name__)
 
 _MAX_DETAIL_CHARACTERS: Final = 512
 """A status message travels in metadata, which clients bound at 8 KiB, with up to 12 bytes for a character."""
-
-_EXTENSIONS: Final = ("binary_tensor_data",)
-"""Statistics are an extension of REST only."""
 
 _SERVING, _NOT_SERVING = 1, 2
 
@@ -128,7 +125,7 @@ class InferenceService:
 
     def _server_metadata(self, message: Any) -> Any:
         del message
-        return message_class("ServerMetadataResponse")(name="tierstore", version=__version__, extensions=_EXTENSIONS)
+        return message_class("ServerMetadataResponse")(name="tierstore", version=__version__, extensions=EXTENSIONS)
 
     def _model_metadata(self, message: Any) -> Any:
         metadata = self._engine.model(message.name, message.version)

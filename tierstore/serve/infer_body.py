@@ -12,16 +12,15 @@ from typing import Any, Final, NamedTuple
 import orjson
 
 from ..excerpt import excerpt
-from .binary import MAX_BYTES_ELEMENTS, binary_data, parse_binary_data
+from .binary import JSON_LENGTH_HEADER, MAX_BYTES_ELEMENTS, binary_data, parse_binary_data
 from .json_tensors import json_data, parse_json_data
 from .messages import InferRequest, InferResponse, InferTensor, Parameters, ServeError, Status
-from .shapes import TensorHead, invalid_input, parse_head
+from .shapes import MAX_TENSORS, TensorHead, parse_head, require_supported
 
 __all__ = [
     "MAX_ID_CHARACTERS",
     "MAX_JSON_LISTS",
     "MAX_PARAMETERS",
-    "MAX_TENSORS",
     "MAX_TIMEOUT_MICROSECONDS",
     "InferBody",
     "InferCall",
@@ -30,14 +29,11 @@ __all__ = [
     "write_infer",
 ]
 
-MAX_TENSORS: Final = 4096
-"""Inputs of a request, and outputs asked for."""
 MAX_ID_CHARACTERS: Final = 1000
 MAX_JSON_LISTS: Final = 1 << 16
 """Lists and objects in the JSON. Each takes 25 times its two bytes, and far longer to parse than a number."""
 MAX_PARAMETERS: Final = 100
 MAX_TIMEOUT_MICROSECONDS: Final = 24 * 3600 * 10**6
-_UNSUPPORTED: Final = ("shared_memory_region", "classification")
 _EMPTY: Final[dict[str, Any]] = {}
 
 
@@ -80,13 +76,13 @@ class _BinaryData:
 
     def take(self, head: TensorHead, size: object) -> InferTensor:
         if type(size) is not int or size < 0:
-            raise invalid_input(head.name, f"binary_data_size {excerpt(size)} must be an integer from 0 on")
+            raise head.invalid(f"binary_data_size {excerpt(size)} must be an integer from 0 on")
         if size > len(self._data):
-            raise invalid_input(head.name, f"binary_data_size is {size}, but only {len(self._data)} bytes are left")
+            raise head.invalid(f"binary_data_size is {size}, but only {len(self._data)} bytes are left")
         if head.datatype == "BYTES":
             self._bytes_elements += head.num_elements
             if self._bytes_elements > MAX_BYTES_ELEMENTS:
-                raise invalid_input(head.name, f"a request has at most {MAX_BYTES_ELEMENTS} BYTES elements")
+                raise head.invalid(f"a request has at most {MAX_BYTES_ELEMENTS} BYTES elements")
         taken, self._data = self._data[:size], self._data[size:]
         return parse_binary_data(head, taken)
 
@@ -107,7 +103,7 @@ def parse_infer(
     """The request in a body.
 
     Args:
-        json_bytes: length of the JSON, as the header Inference-Header-Content-Length gives it; None: all of the body.
+        json_bytes: length of the JSON, as ``JSON_LENGTH_HEADER`` gives it; None: all of the body.
         json_bytes_max: longest JSON that is parsed.
         default_id: the request's id where the body has none.
 
@@ -120,9 +116,7 @@ def parse_infer(
     view = memoryview(body).toreadonly()
     end = len(view) if json_bytes is None else json_bytes
     if not 0 <= end <= len(view):
-        raise ServeError(
-            Status.INVALID, f"Inference-Header-Content-Length is {end}, but the body has {len(view)} bytes"
-        )
+        raise ServeError(Status.INVALID, f"{JSON_LENGTH_HEADER} is {end}, but the body has {len(view)} bytes")
     if end > json_bytes_max:
         raise ServeError(
             Status.TOO_LARGE, f"JSON of {end} bytes is longer than {json_bytes_max}; send large tensors as binary data"
@@ -219,7 +213,7 @@ def _inputs(message: dict[str, Any], binary: _BinaryData) -> dict[str, InferTens
         entry = value if type(value) is dict else _object(value, f"inputs[{number}]")
         head = parse_head(entry.get("name"), entry.get("datatype"), entry.get("shape"))
         if head.name in inputs:
-            raise invalid_input(head.name, "given twice")
+            raise head.invalid("given twice")
         inputs[head.name] = _tensor(head, entry, binary)
     return inputs
 
@@ -227,7 +221,7 @@ def _inputs(message: dict[str, Any], binary: _BinaryData) -> dict[str, InferTens
 def _tensor(head: TensorHead, entry: dict[str, Any], binary: _BinaryData) -> InferTensor:
     parameters = _tensor_parameters(entry, "input", head.name)
     if ("data" in entry) == ("binary_data_size" in parameters):
-        raise invalid_input(head.name, "needs either data or the parameter binary_data_size")
+        raise head.invalid("needs either data or the parameter binary_data_size")
     if "data" in entry:
         return parse_json_data(head, entry["data"])
     return binary.take(head, parameters["binary_data_size"])
@@ -252,9 +246,7 @@ def _tensor_parameters(entry: dict[str, Any], kind: str, name: str) -> dict[str,
     parameters = (
         parameters if type(parameters) is dict else _object(parameters, f"parameters of {kind} {excerpt(name)}")
     )
-    for unsupported in _UNSUPPORTED:
-        if unsupported in parameters:
-            raise ServeError(Status.INVALID, f"{kind} {excerpt(name)}: {unsupported} is not supported; leave it out")
+    require_supported(kind, name, parameters)
     return parameters
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ..excerpt import excerpt
 from .messages import DATATYPES, InferTensor, ServeError, Status
-from .shapes import TensorHead, invalid_input
+from .shapes import TensorHead
 
 __all__ = ["json_data", "parse_json_data"]
 
@@ -36,12 +36,10 @@ def parse_json_data(head: TensorHead, data: object) -> InferTensor:
         ServeError: INVALID; names the input.
     """
     if not isinstance(data, list):
-        raise invalid_input(head.name, f"data must be a list, not {_JSON_NAMES[type(data)]}")
+        raise head.invalid(f"data must be a list, not {_JSON_NAMES[type(data)]}")
     flat = _flatten(head, data)
     if len(flat) != head.num_elements:
-        raise invalid_input(
-            head.name, f"shape {list(head.shape)} has {head.num_elements} elements, but data has {len(flat)}"
-        )
+        raise head.invalid(f"shape {list(head.shape)} has {head.num_elements} elements, but data has {len(flat)}")
     return InferTensor(head.datatype, _array(head, flat).reshape(head.shape))
 
 
@@ -56,7 +54,7 @@ def _flatten(head: TensorHead, data: list[Any]) -> list[Any]:
             or len(data) != math.prod(head.shape[:depth])
             or not all(type(row) is list and len(row) == length for row in data)
         ):
-            raise invalid_input(head.name, f"data is neither flat nor nested as shape {list(head.shape)} says")
+            raise head.invalid(f"data is neither flat nor nested as shape {list(head.shape)} says")
         data = list(chain.from_iterable(data))
     return data
 
@@ -79,14 +77,14 @@ def _array(head: TensorHead, flat: list[Any]) -> NDArray[Any]:
     try:
         return np.array(flat, dtype)
     except OverflowError:
-        raise invalid_input(head.name, f"data has an integer that {head.datatype} cannot hold") from None
+        raise head.invalid(f"data has an integer that {head.datatype} cannot hold") from None
 
 
 def _require_types(head: TensorHead, flat: list[Any], types: tuple[type, ...], what: str) -> None:
     wrong = set(map(type, flat)).difference(types)
     if wrong:
         found = sorted(_JSON_NAMES[each] for each in wrong)[0]
-        raise invalid_input(head.name, f"{head.datatype} takes {what}, but data has {found}")
+        raise head.invalid(f"{head.datatype} takes {what}, but data has {found}")
 
 
 def _floats(head: TensorHead, flat: list[Any]) -> NDArray[Any]:
@@ -103,7 +101,7 @@ def _floats(head: TensorHead, flat: list[Any]) -> NDArray[Any]:
     else:
         finite = np.isfinite(values)
     if not finite.all():
-        raise invalid_input(head.name, f"data has a number that {head.datatype} cannot hold")
+        raise head.invalid(f"data has a number that {head.datatype} cannot hold")
     return values
 
 

@@ -3,9 +3,10 @@
 from typing import Any, Final
 
 from .. import __version__
-from .infer_body import MAX_ID_CHARACTERS, MAX_PARAMETERS, MAX_TENSORS, MAX_TIMEOUT_MICROSECONDS
+from .binary import JSON_LENGTH_HEADER
+from .infer_body import MAX_ID_CHARACTERS, MAX_PARAMETERS, MAX_TIMEOUT_MICROSECONDS
 from .messages import DATATYPES
-from .shapes import MAX_DIMS, MAX_NAME_CHARACTERS
+from .shapes import MAX_DIMS, MAX_NAME_CHARACTERS, MAX_TENSORS
 
 __all__ = ["DESCRIPTION"]
 
@@ -131,7 +132,7 @@ def _infer() -> _Schema:
     answers = _answers(_reference("InferResponse"), 400, 404, 408, 413, 431, 500, 503, 504)
     answers["200"]["content"]["application/octet-stream"] = {}
     content = {**_json(_reference("InferRequest")), "application/octet-stream": {}}
-    summary = "Predictions; with binary tensor data, Inference-Header-Content-Length is the length of the JSON"
+    summary = f"Predictions; with binary tensor data, {JSON_LENGTH_HEADER} is the length of the JSON"
     return {"post": {"summary": summary, "requestBody": {"required": True, "content": content}, "responses": answers}}
 
 

@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from .. import __version__
 from ..excerpt import excerpt
 from .base import Engine
+from .binary import JSON_LENGTH_HEADER
 from .http_body import BodyReader
 from .infer_body import MAX_ID_CHARACTERS, InferCall, parse_infer, write_infer
 from .limits import HttpLimits
@@ -24,7 +25,7 @@ from .replies import Header, Reply, error_reply, json_reply, send_reply
 __all__ = ["RestApp"]
 
 _LOGGER: Final = logging.getLogger(__name__)
-_JSON_LENGTH: Final = b"inference-header-content-length"
+_JSON_LENGTH: Final = JSON_LENGTH_HEADER.lower().encode()
 
 
 class RestApp:
@@ -145,7 +146,7 @@ class RestApp:
         # More digits than that are beyond any body.
         if length is not None and not (length.isdigit() and len(length) < 20):
             raise ServeError(
-                Status.INVALID, f"Inference-Header-Content-Length {excerpt(length.decode('latin-1'))} is not a length"
+                Status.INVALID, f"{JSON_LENGTH_HEADER} {excerpt(length.decode('latin-1'))} is not a length"
             )
         return parse_infer(
             body,
