@@ -22,6 +22,7 @@ from tierstore.serve.messages import ServeError, Status
 from tierstore.serve.metrics import Metrics
 from tierstore.serve.monitoring import monitoring_routes
 from tierstore.serve.source import SourceCollector
+from tierstore.serve.writing import BusyError
 
 TOKEN = "correct-horse"
 JSON = {"content-type": "application/json"}
@@ -155,6 +156,7 @@ def test_calls(client: httpx.Client, port: Port, call: str, body: Any, headers: 
     [
         (ServeError(Status.UNAVAILABLE, "no version before 7"), 503, "no version before 7"),
         (TierstoreError("disk full"), 500, "disk full"),
+        (BusyError("another update is being applied"), 409, "another update is being applied"),
         (RuntimeError("secret"), 500, "internal error (RuntimeError); the server's log tells more"),
     ],
 )
@@ -166,7 +168,13 @@ def test_errors_are_told(client: httpx.Client, port: Port, error: Exception, sta
 
 @pytest.mark.parametrize(
     ("method", "path", "status_code"),
-    [("GET", "/nothing", 404), ("GET", "/admin/drain", 405), ("OPTIONS", "/admin/drain", 405), ("PUT", "/", 405)],
+    [
+        ("GET", "/nothing", 404),
+        ("GET", "/admin/drain", 405),
+        ("OPTIONS", "/admin/drain", 405),
+        ("PUT", "/", 405),
+        ("GET", "/metrics/", 404),
+    ],
 )
 def test_what_is_not_there_is_an_error_in_json(client: httpx.Client, method: str, path: str, status_code: int) -> None:
     answer = client.request(method, path)
@@ -235,7 +243,7 @@ def test_no_host_and_two_hosts_are_refused(client: httpx.Client, served: Served,
     connection.close()
 
 
-@pytest.mark.parametrize("header", ["X-Forwarded-For", "Forwarded", "X-Real-IP"])
+@pytest.mark.parametrize("header", ["X-Forwarded-For", "Forwarded", "X-Real-IP", "Via", "X-Forwarded-Host"])
 def test_what_a_proxy_forwards_is_refused(client: httpx.Client, header: str) -> None:
     assert client.get("/metrics", headers={header: "127.0.0.1"}).status_code == 403
 

@@ -1,11 +1,13 @@
 """Updates over real sockets: sent, cut off, resumed, applied by a process of their own, and taken back."""
 
+import contextlib
 import json
 import os
 import socket
 import threading
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -13,7 +15,8 @@ import pytest
 from tests.serve.replicas import WAIT_SECONDS, serving
 from tests.updates.support import change, contents, same
 from tierstore import cli, errors
-from tierstore.serve.uploads import MAX_UPLOADS, Uploads
+from tierstore.serve.receiving import MAX_BUSY
+from tierstore.serve.uploads import MAX_UPLOADS, Uploads, append
 from tierstore.updates import Update, client, write_update
 from tierstore.updates.client import AdminClient, PublishError
 from tierstore.updates.publish import plan, publish
@@ -242,6 +245,32 @@ def test_uploads_are_bounded_in_number_and_size(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(os, "statvfs", lambda _path: os.statvfs_result((1, 1, 9, 9, 9, 9, 9, 9, 0, 9)))
     with pytest.raises(errors.DiskFullError, match="nothing was written"):
         uploads.begin("f" * 16, 5)
+
+
+def test_uploads_leave_each_other_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free_bytes = (64 << 20) + 100
+    monkeypatch.setattr(os, "statvfs", lambda _path: os.statvfs_result((1, 1, 9, 9, free_bytes, 9, 9, 9, 0, 9)))
+    uploads = Uploads(tmp_path, max_bytes=1000)
+    append(uploads.begin("a" * 16, 60), b"1" * 10, 0)
+    with pytest.raises(errors.DiskFullError, match="others still need 50 B"):
+        uploads.begin("b" * 16, 51)
+    assert not uploads.find("b" * 16)
+    assert uploads.begin("b" * 16, 50).received_bytes == 0
+
+
+def test_updates_that_are_sent_at_a_time_are_bounded(replica_dir: Path) -> None:
+    with serving(replica_dir) as (url, _), contextlib.ExitStack() as opened:
+        address = urlsplit(url)
+        for number in range(MAX_BUSY):
+            sender = opened.enter_context(socket.create_connection((address.hostname, address.port)))
+            head = f"PATCH /admin/updates/{number:016x} HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n"
+            sender.sendall(f"{head}Content-Range: bytes 0-8/9\r\n\r\n12".encode())
+        wait_for(lambda: len(listed(url)["uploads"]) == MAX_BUSY)
+        one = f"{url}/admin/updates/{'f' * 16}"
+        answer = httpx.patch(one, content=b"1", headers={"Content-Range": "bytes 0-0/9"})
+        assert (answer.status_code, "wait for one" in answer.json()["error"]) == (409, True)
+        opened.close()
+        wait_for(lambda: httpx.patch(one, content=b"", headers={"Content-Range": "bytes 0-0/9"}).status_code == 200)
 
 
 def test_the_command_serves_all_that_can_be_reached(

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ..errors import TierstoreError
 from .bearer_token import Token
 from .messages import ServeError
+from .receiving import http_status
 
 __all__ = ["ADMIN_HEADER", "Admin", "admin_app", "admin_routes"]
 
@@ -25,7 +26,7 @@ ADMIN_HEADER: Final = "x-tierstore-admin"
 
 _HOST: Final = re.compile(r"(?:\[(?P<address>[0-9a-fA-F:.]+)\]|(?P<name>[\w.-]+))(?::\d+)?")
 """A Host header's value: a name or address, and a port."""
-_FORWARDED: Final = ("forwarded", "x-forwarded-for", "x-real-ip")
+_FORWARDED: Final = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip")
 
 
 class Admin(Protocol):
@@ -65,7 +66,7 @@ def admin_app(routes: Sequence[BaseRoute], *, token: str | None = None) -> Starl
         token: that a client must show, as "Authorization: Bearer TOKEN" or as the password of any user. Without one
             only this machine is answered, and only where it asks for itself by a name of its own.
     """
-    return Starlette(
+    app = Starlette(
         routes=list(routes),
         middleware=[Middleware(_Access, token=None if token is None else Token(token))],
         exception_handlers={
@@ -75,6 +76,9 @@ def admin_app(routes: Sequence[BaseRoute], *, token: str | None = None) -> Starl
             Exception: _answer_unexpected,
         },
     )
+    # Else a path with a "/" too many is answered with whatever name the request gave this machine.
+    app.router.redirect_slashes = False
+    return app
 
 
 class _Access:
@@ -164,7 +168,7 @@ async def _answer_serve(_: Request, error: Exception) -> Response:
 
 
 async def _answer_tierstore(_: Request, error: Exception) -> Response:
-    return _error(500, str(error))
+    return _error(http_status(error), str(error))
 
 
 async def _answer_unexpected(_: Request, error: Exception) -> Response:

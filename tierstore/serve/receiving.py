@@ -26,10 +26,12 @@ from ..updates.origin import origin_of
 from .uploads import Upload, UploadError, Uploads, append, is_update_id
 from .writing import BusyError, ReplicaWriter, WriteError
 
-__all__ = ["MAX_UPDATE_BYTES", "WRITE_LIMIT_SECONDS", "Receiver"]
+__all__ = ["MAX_BUSY", "MAX_UPDATE_BYTES", "WRITE_LIMIT_SECONDS", "Receiver", "http_status"]
 
 _LOG: Final = logging.getLogger("tierstore.serve")
 MAX_UPDATE_BYTES: Final = 1 << 40
+MAX_BUSY: Final = 4
+"""Updates that are being sent or applied; a trainer sends one."""
 WRITE_LIMIT_SECONDS: Final = 4 * 3600.0
 _BUFFER_BYTES: Final = 1 << 20
 _RANGE: Final = re.compile(r"bytes ([0-9]{1,16})-([0-9]{1,16})/([0-9]{1,16})")
@@ -103,6 +105,8 @@ class Receiver:
         first, last, size = _content_range(request)
         if update_id in self._busy:
             raise BusyError(f"update {update_id} is being sent or applied by another; wait for it to end")
+        if len(self._busy) >= MAX_BUSY:
+            raise BusyError(f"{MAX_BUSY} updates are being sent or applied; wait for one to end")
         self._busy.add(update_id)
         try:
             upload = self._uploads.begin(update_id, size, busy=self._busy)
@@ -190,7 +194,7 @@ def _answering(
         try:
             return JSONResponse(await work(request))
         except (TierstoreError, ValueError) as error:
-            status = _status(error)
+            status = http_status(error)
             if status >= 500:
                 _LOG.warning("%s %s: %s", request.method, request.url.path, error)
             return JSONResponse({"error": str(error)}, status_code=status)
@@ -198,7 +202,8 @@ def _answering(
     return answer
 
 
-def _status(error: Exception) -> int:
+def http_status(error: Exception) -> int:
+    """Of the answer to a call that failed so."""
     if isinstance(error, DiskFullError) or getattr(error, "kind", "") == "DiskFullError":
         return 507
     if isinstance(error, (BusyError, UploadError)):

@@ -75,7 +75,7 @@ class Uploads:
         return next((upload for upload in self.all() if upload.id == update_id), None)
 
     def begin(self, update_id: str, size_bytes: int, *, busy: Collection[str] = ()) -> Upload:
-        """The upload to add to; a new one, where there is room for the whole, drops the oldest ones.
+        """The upload to add to; a new one drops the oldest ones, and has room for all of it beside all of the others.
 
         Args:
             busy: ids that are not dropped.
@@ -98,20 +98,21 @@ class Uploads:
             others = [upload for upload in self.all() if upload.id not in busy]
             for upload in others[MAX_UPLOADS - 1 :]:
                 upload.path.unlink(missing_ok=True)
-            self._require_room(size_bytes)
+            to_come = sum(upload.size_bytes - upload.received_bytes for upload in self.all())
+            self._require_room(size_bytes, to_come)
             path = self._folder / f"{update_id}-{size_bytes}.partial"
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
         except OSError as error:
             raise translate_os_error(error, self._folder) from error
         return Upload(update_id, path, 0, size_bytes)
 
-    def _require_room(self, size_bytes: int) -> None:
+    def _require_room(self, size_bytes: int, others_bytes: int) -> None:
         status = os.statvfs(self._folder)
         free = status.f_bavail * status.f_frsize
-        if free < size_bytes + _ROOM_BYTES:
+        if free < size_bytes + others_bytes + _ROOM_BYTES:
             raise DiskFullError(
-                f"{self._folder}: an update of {format_size(size_bytes)} and {format_size(free)} free; nothing was "
-                "written. Free some space"
+                f"{self._folder}: an update of {format_size(size_bytes)} and {format_size(free)} free, of which others "
+                f"still need {format_size(others_bytes)}; nothing was written. Free some space"
             )
 
     def drop(self, update_id: str) -> None:
