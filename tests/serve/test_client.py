@@ -1,10 +1,13 @@
 """The client against a server that speaks the protocol by other means: the standard library's, and struct."""
 
 import json
+import re
 import socket
 import struct
+import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench.data import ROOT
 from tierstore.serve.client import Client
 from tierstore.serve.messages import ServeError, Status
 
@@ -323,3 +327,27 @@ def test_what_the_protocol_cannot_carry_is_named(client: Client) -> None:
         client.infer("m", {"x": np.array(["a"])})
     with pytest.raises(ValueError, match="timeout=-1: expected seconds"):
         client.infer("m", {}, timeout=-1)
+
+
+def test_the_client_needs_nothing_of_the_server() -> None:
+    code = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in sys.argv[1:]:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Absent())
+import numpy as np
+from tierstore.serve.client_tensors import decode_answer, encode_request
+from tierstore.serve.client import Client
+body, headers = encode_request({"x": np.zeros(2)}, {})
+(length,) = [value for name, value in headers.items() if name.startswith("Inference")]
+print(decode_answer(body.replace(b'"inputs"', b'"outputs"'), str(int(length) + 1)).outputs["x"].tolist())
+"""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = project["optional-dependencies"]["serve"]
+    extras = [re.split("[>=;]", each)[0] for each in needed]
+    names = [{"grpcio": "grpc", "protobuf": "google"}.get(each, each.replace("-", "_")) for each in extras]
+    assert {"grpc", "orjson", "starlette", "prometheus_client"} <= set(names)
+    done = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("[0.0, 0.0]\n", "")

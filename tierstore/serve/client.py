@@ -22,7 +22,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from ..excerpt import excerpt
-from .client_tensors import HEADER_LENGTH, Answer, Tensor, decode_answer, encode_request
+from .binary import JSON_LENGTH_HEADER
+from .client_tensors import Answer, Tensor, decode_answer, encode_request
 from .messages import ServeError, Status
 
 __all__ = ["Answer", "Client", "Tensor", "Values"]
@@ -224,7 +225,7 @@ class Client:
                 connection.sock.settimeout(seconds)
             connection.request(method, path, body, {**self._headers, **headers})
             response = connection.getresponse()
-            reply = _Reply(response.status, response.headers.get(HEADER_LENGTH), response.read())
+            reply = _Reply(response.status, response.headers.get(JSON_LENGTH_HEADER), response.read())
         except BaseException:
             # What is left of the answer must not be taken for the next one.
             connection.close()

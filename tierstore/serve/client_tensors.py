@@ -8,14 +8,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .messages import DATATYPES
+from .binary import JSON_LENGTH_HEADER, binary_data, parse_binary_data
+from .messages import DATATYPES, InferTensor, ServeError
+from .shapes import parse_head
 
-__all__ = ["HEADER_LENGTH", "Answer", "Tensor", "decode_answer", "encode_request"]
+__all__ = ["Answer", "Tensor", "decode_answer", "encode_request"]
 
 Tensor: TypeAlias = "NDArray[Any] | torch.Tensor"
-
-HEADER_LENGTH: Final = "Inference-Header-Content-Length"
-"""The HTTP header that says how many bytes of a body are JSON; tensors follow."""
 
 _NAMES: Final = {dtype: name for name, dtype in DATATYPES.items() if name not in ("BF16", "BYTES")}
 
@@ -32,17 +31,17 @@ class Answer(NamedTuple):
     version: str
 
 
-def _as_wire(name: str, tensor: Tensor) -> tuple[str, NDArray[Any]]:
+def _as_wire(name: str, tensor: Tensor) -> InferTensor:
     if isinstance(tensor, torch.Tensor):
         tensor = tensor.detach().cpu().contiguous()
         if tensor.dtype == torch.bfloat16:
-            return "BF16", tensor.view(torch.int16).numpy()
+            return InferTensor("BF16", tensor.view(torch.int16).numpy())
         tensor = tensor.numpy()
     array = np.asarray(tensor)
     array = array.astype(array.dtype.newbyteorder("<"), copy=False)
     if array.dtype not in _NAMES:
         raise ValueError(f"input {name!r}: dtype {array.dtype} is none of {', '.join(map(str, _NAMES))}, bfloat16")
-    return _NAMES[array.dtype], array
+    return InferTensor(_NAMES[array.dtype], array)
 
 
 def encode_request(inputs: Mapping[str, Tensor], parameters: Mapping[str, Any]) -> tuple[bytes, dict[str, str]]:
@@ -51,15 +50,16 @@ def encode_request(inputs: Mapping[str, Tensor], parameters: Mapping[str, Any]) 
     Raises:
         ValueError: a dtype that the protocol does not have; names the input.
     """
-    described, parts = [], []
+    described: list[dict[str, Any]] = []
+    parts: list[bytes | memoryview] = []
     for name, tensor in inputs.items():
-        datatype, array = _as_wire(name, tensor)
+        datatype, array = wire = _as_wire(name, tensor)
         binary = {"binary_data_size": array.nbytes}
         described.append({"name": name, "datatype": datatype, "shape": list(array.shape), "parameters": binary})
-        parts.append(array.tobytes())
+        parts.append(binary_data(wire))
     request = {"inputs": described, "parameters": {"binary_data_output": True, **parameters}}
     header = json.dumps(request).encode()
-    headers = {HEADER_LENGTH: str(len(header)), "Content-Type": "application/octet-stream"}
+    headers = {JSON_LENGTH_HEADER: str(len(header)), "Content-Type": "application/octet-stream"}
     return b"".join([header, *parts]), headers
 
 
@@ -67,6 +67,8 @@ def decode_answer(body: bytes, header_length: str | None) -> Answer:
     """What a body says. ValueError, whatever is wrong with it."""
     try:
         return _decode(body, header_length)
+    except ServeError as error:
+        raise ValueError(str(error)) from error
     except (AttributeError, KeyError, OverflowError, TypeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
@@ -74,19 +76,19 @@ def decode_answer(body: bytes, header_length: str | None) -> Answer:
 def _decode(body: bytes, header_length: str | None) -> Answer:
     length = len(body) if header_length is None else int(header_length)
     if not 0 <= length <= len(body):
-        raise ValueError(f"{HEADER_LENGTH} is {length} of {len(body)} bytes")
+        raise ValueError(f"{JSON_LENGTH_HEADER} is {length} of {len(body)} bytes")
     header = json.loads(body[:length])
     outputs = {}
     for each in header["outputs"]:
-        dtype, shape = DATATYPES[each["datatype"]], tuple(each["shape"])
+        head = parse_head(each["name"], each["datatype"], each["shape"], kind="output")
         size_bytes = each.get("parameters", {}).get("binary_data_size")
         if size_bytes is None:
-            array = np.array(each["data"], dtype)
+            array = np.array(each["data"], DATATYPES[head.datatype]).reshape(head.shape)
+            array.flags.writeable = False
         else:
-            array = np.frombuffer(body[length : length + size_bytes], dtype)
+            array = parse_binary_data(head, memoryview(body)[length : length + size_bytes]).data
             length += size_bytes
-        outputs[each["name"]] = array.reshape(shape)
-        outputs[each["name"]].flags.writeable = False
+        outputs[head.name] = array
     if length > len(body) or (header_length is not None and length < len(body)):
         raise ValueError(f"outputs of {length} bytes in a body of {len(body)}")
     return Answer(outputs, str(header.get("model_version", "")))
