@@ -17,8 +17,10 @@ from tritonclient.utils import InferenceServerException
 
 from tests.serve.fakes import FakeEngine
 from tests.serve.grpc_harness import WAIT_SECONDS, serving, wait_until
-from tierstore.serve.grpc_limits import GrpcLimits
+from tierstore.serve.grpc_limits import RESERVED_RPCS, GrpcLimits
+from tierstore.serve.grpc_messages import INFERENCE_SERVICE
 from tierstore.serve.grpc_server import GrpcServer
+from tierstore.serve.messages import ServeError
 
 MEBIBYTE = 1 << 20
 TOKEN = "a-token"
@@ -111,6 +113,67 @@ def test_too_many_calls_are_refused(client_of: Any) -> None:
         served.let_go()
         assert [answers.get(timeout=WAIT_SECONDS) for _ in range(2)] == [None, None]
         client.infer("echo", [x_input()])
+
+
+def test_streams_leave_room_for_other_calls(client_of: Any) -> None:
+    answers: queue.Queue[Any] = queue.Queue()
+    with serving(GrpcLimits(max_streams=1)) as served:
+        holder, other = client_of(served.address), client_of(served.address)
+        holder.start_stream(lambda result, error: answers.put(error))
+        holder.async_stream_infer("echo", [x_input()])
+        assert answers.get(timeout=WAIT_SECONDS) is None
+        other.start_stream(lambda result, error: answers.put(error))
+        assert "1 streams are open" in str(answers.get(timeout=WAIT_SECONDS))
+        assert other.infer("echo", [x_input()]).as_numpy("x").shape == (1, 3)
+        assert isinstance(served.engine.refused[0][1], ServeError)
+
+
+def test_idle_stream_is_ended(client_of: Any) -> None:
+    answers: queue.Queue[Any] = queue.Queue()
+    with serving(GrpcLimits(max_streams=1, max_stream_idle_seconds=0.2)) as served:
+        for _ in range(2):
+            client = client_of(served.address)
+            client.start_stream(lambda result, error: answers.put(error))
+            error = answers.get(timeout=WAIT_SECONDS)
+            assert code_of(error) == "DEADLINE_EXCEEDED"
+            assert "nothing came or went" in str(error)
+
+
+def large_request() -> Any:
+    message = service_pb2.ModelInferRequest(model_name="echo")
+    message.inputs.add(name="x", datatype="FP32", shape=[1 << 20])
+    message.raw_input_contents.append(bytes(4 << 20))
+    return message
+
+
+def test_responses_that_are_not_read_do_not_keep_others_out(client_of: Any) -> None:
+    limits = GrpcLimits(max_concurrent_rpcs=1, send_seconds=0.3)
+    with serving(limits) as served, grpc.insecure_channel(served.address) as channel:
+        # As streams, so that gRPC leaves the responses unread.
+        infer = channel.unary_stream(f"/{INFERENCE_SERVICE}/ModelInfer")
+        held = [infer(large_request().SerializeToString()) for _ in range(RESERVED_RPCS + 1)]
+        wait_until(lambda: len(served.engine.seen) == len(held), "all to be answered")
+        client = client_of(served.address)
+        wait_until(lambda: succeeds(client), "a call's place to be free")
+
+
+def test_stream_whose_answers_are_not_read_is_ended(client_of: Any) -> None:
+    go_on = threading.Event()
+
+    def requests() -> Iterator[Any]:
+        yield from [large_request()] * 40
+        go_on.wait(WAIT_SECONDS)
+
+    limits = GrpcLimits(max_concurrent_rpcs=1, max_stream_idle_seconds=0.5)
+    with serving(limits) as served, grpc.insecure_channel(served.address) as channel:
+        held = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer(requests())
+        wait_until(lambda: len(served.engine.seen) > 0, "the first to be asked")
+        client = client_of(served.address)
+        wait_until(lambda: succeeds(client), "the stream's place to be free")
+        go_on.set()
+        held.cancel()
+        assert succeeds(client)
+        assert len(served.engine.seen) < 40
 
 
 def test_stream_counts_as_a_call(client_of: Any) -> None:

@@ -1,5 +1,6 @@
 """Clients that are slow, greedy or speak nonsense: each is told or cut off, and nobody else notices."""
 
+import contextlib
 import socket
 import time
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ import pytest
 
 from tierstore.serve.http_protocol import MAX_PIPELINED, RefusedError
 from tierstore.serve.limits import HttpLimits
+from tierstore.serve.messages import Status
 
 from .rest_server import SECONDS, RestServer, read_answer, read_to_end, serving
 
@@ -139,6 +141,30 @@ def test_who_does_not_read_the_answer(server: RestServer) -> None:
         server.wait_until(lambda: server.server.num_connections == 0)
     server.wait_until(lambda: server.app.held_bytes == 0)
     assert_serves(server)
+
+
+def test_answers_that_nobody_reads_are_bounded() -> None:
+    """Who asks for more of them than there is room for is told; who asks for little is answered all the same."""
+    size = 4 << 20
+    shape = {"name": "x", "datatype": "UINT8", "shape": [size], "parameters": {"binary_data_size": size}}
+    body = orjson.dumps({"inputs": [shape], "parameters": {"binary_data_output": True}})
+    headers = b"inference-header-content-length: %d\r\n" % len(body)
+    large = post(b"echo", body + bytes(size), headers=headers)
+    with serving(limits=HttpLimits(responses_bytes=9 << 20)) as server, contextlib.ExitStack() as opened:
+        for count in (1, 2):
+            sock = opened.enter_context(socket.socket())
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.connect(("127.0.0.1", server.port))
+            sock.sendall(large)
+            server.wait_until(lambda count=count: server.app.unsent_bytes >= count * size)
+        with socket.create_connection(("127.0.0.1", server.port), SECONDS) as sock:
+            sock.sendall(large)
+            answer = read_answer(sock)
+            assert (answer.status, b"yet to accept" in answer.body) == (503, True)
+        assert server.engine.refused[0][1].status is Status.OVERLOADED
+        assert_serves(server)
+        opened.close()
+        server.wait_until(lambda: server.app.unsent_bytes == 0)
 
 
 def test_too_many_connections() -> None:

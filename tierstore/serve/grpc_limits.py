@@ -30,6 +30,11 @@ class GrpcLimits:
     max_response_bytes: int = _count(64 << 20, "bytes of a response's message", low=1024)
     max_metadata_bytes: int = _count(16 << 10, "bytes of a call's metadata", low=1024)
     max_concurrent_rpcs: int = _count(256, "inference calls under way, over all connections; a stream counts as one")
+    max_streams: int = _count(128, "ModelStreamInfer calls among them")
+    max_stream_idle_seconds: float = _seconds(
+        300.0, "a stream is ended that asks nothing, or accepts no answer, for so long"
+    )
+    send_seconds: float = _seconds(60.0, "time a client may take to accept the response of a call")
     max_concurrent_streams: int = _count(
         1024,
         "calls under way on one connection; more of them wait in the client, or fail as UNAVAILABLE if it sends them "

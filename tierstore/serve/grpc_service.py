@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import grpc
 
@@ -27,6 +27,7 @@ _MAX_DETAIL_CHARACTERS: Final = 512
 _SERVING, _NOT_SERVING = 1, 2
 
 _Answer = Callable[[Any], Any]
+_T = TypeVar("_T")
 
 
 def _details(error: ServeError) -> str:
@@ -46,6 +47,7 @@ class InferenceService:
         self._engine = engine
         self._limits = limits
         self._num_running = 0
+        self._num_streams = 0
 
     def handlers(self) -> tuple[Any, ...]:
         """For ``grpc.aio.Server.add_generic_rpc_handlers``."""
@@ -161,12 +163,37 @@ class InferenceService:
         finally:
             self._num_running -= 1
 
+    @contextmanager
+    def _stream_admission(self) -> Iterator[None]:
+        """Likewise of streams, so that those that are held open leave room for other calls."""
+        if self._num_streams >= self._limits.max_streams:
+            error = ServeError(Status.OVERLOADED, f"{self._num_streams} streams are open; try again later")
+            self.refuse(error)
+            raise error
+        self._num_streams += 1
+        try:
+            yield
+        finally:
+            self._num_streams -= 1
+
     async def _model_infer(self, data: bytes, context: Any) -> bytes:
         async def respond() -> bytes:
             with self._admission():
-                return await self._infer(self._read(data), context.time_remaining())
+                encoded = await self._infer(self._read(data), context.time_remaining())
+            self._limit_sending()
+            return encoded
 
         return await self._or_abort(respond(), context)
+
+    def _limit_sending(self) -> None:
+        """End the current task, which goes on to send a response, unless the client accepts that in time.
+
+        Else a client that never reads would hold its call, and so a part of all calls that there may be, without end.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        timer = asyncio.get_running_loop().call_later(self._limits.send_seconds, task.cancel)
+        task.add_done_callback(lambda _: timer.cancel())
 
     def _read(self, data: bytes) -> codec.RawRequest:
         try:
@@ -214,27 +241,41 @@ class InferenceService:
         """Answers in the order of requests, and computes some at a time; one that fails does not end the stream."""
 
         async def respond() -> bytes:
-            with self._admission():
-                await self._pump(requests, context)
+            with self._admission(), self._stream_admission():
+                try:
+                    await self._pump(requests, context)
+                except ExceptionGroup as failed:
+                    raise failed.exceptions[0] from None
             return b""
 
         await self._or_abort(respond(), context)
 
     async def _pump(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        arriving = aiter(requests)
         slots = asyncio.Semaphore(self._limits.max_stream_requests)
         answers: asyncio.Queue[asyncio.Task[bytes] | None] = asyncio.Queue()  # bounded by the slots
 
         async def write() -> None:
             while answer := await answers.get():
-                await context.write(await answer)
+                encoded = await answer
+                await self._unless_idle(context.write(encoded))
                 slots.release()
 
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(write())
-            async for data in requests:
+            while (data := await self._unless_idle(anext(arriving, None))) is not None:
                 await slots.acquire()
                 answers.put_nowait(tasks.create_task(self._stream_answer(data, context.time_remaining())))
             answers.put_nowait(None)
+
+    async def _unless_idle(self, step: Awaitable[_T]) -> _T:
+        """A step of a stream that the client lets happen; ServeError DEADLINE if it does not."""
+        seconds = self._limits.max_stream_idle_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                return await step
+        except TimeoutError:
+            raise ServeError(Status.DEADLINE, f"nothing came or went on the stream for {seconds:g} seconds") from None
 
     async def _stream_answer(self, data: bytes, seconds_left: float | None) -> bytes:
         request_id = ""

@@ -21,6 +21,9 @@ class HttpLimits:
         2 << 20, "longest JSON in a request: while it is parsed nobody else is served; larger tensors go as binary data"
     )
     bodies_bytes: int = _limit(1 << 30, "bodies of all requests under way; a request beyond that is answered 503")
+    responses_bytes: int = _limit(
+        1 << 30, "responses above 64 KiB that clients have not accepted yet; one beyond that is answered 503 instead"
+    )
     header_bytes: int = _limit(16 << 10, "longest request line and header fields, and what chunks add to a body")
     connections: int = _limit(1000, "connections at a time; one more is answered 503")
     receive_seconds: float = _limit(30.0, "time for a request to arrive whole, and for a TLS handshake")

@@ -6,9 +6,11 @@ from typing import Any, Final, NamedTuple
 import orjson
 from starlette.types import Send
 
-__all__ = ["Header", "Reply", "error_reply", "json_reply", "raw_error", "send_reply"]
+__all__ = ["SMALL_BYTES", "Header", "Reply", "error_reply", "json_reply", "raw_error", "send_reply"]
 
 Header = tuple[bytes, bytes]
+SMALL_BYTES: Final = 64 << 10
+"""Replies up to this are not waited for, nor counted: sockets and the transport hold as much for any connection."""
 _JSON: Final[Header] = (b"content-type", b"application/json")
 
 
@@ -33,10 +35,13 @@ def _error_body(message: str) -> bytes:
 
 
 async def send_reply(send: Send, reply: Reply) -> None:
-    """As ASGI messages."""
+    """As ASGI messages. Returns once a large reply has been accepted by the client, all but what sockets hold."""
     length = (b"content-length", b"%d" % len(reply.body))
+    is_large = len(reply.body) > SMALL_BYTES
     await send({"type": "http.response.start", "status": reply.status, "headers": [*reply.headers, length]})
-    await send({"type": "http.response.body", "body": reply.body})
+    await send({"type": "http.response.body", "body": reply.body, "more_body": is_large})
+    if is_large:  # a second message waits until the first has left
+        await send({"type": "http.response.body", "body": b""})
 
 
 def raw_error(status: int, message: str) -> bytes:

@@ -20,7 +20,7 @@ from .infer_body import MAX_ID_CHARACTERS, InferCall, parse_infer, write_infer
 from .limits import HttpLimits
 from .messages import EXTENSIONS, InferResponse, ModelMetadata, ServeError, Status, TensorSpec
 from .openapi import DESCRIPTION
-from .replies import Header, Reply, error_reply, json_reply, send_reply
+from .replies import SMALL_BYTES, Header, Reply, error_reply, json_reply, send_reply
 
 __all__ = ["RestApp"]
 
@@ -39,11 +39,17 @@ class RestApp:
         self._engine = engine
         self._limits = limits or HttpLimits()
         self._bodies = BodyReader(self._limits)
+        self._unsent_bytes = 0
 
     @property
     def held_bytes(self) -> int:
         """Bytes of the bodies of all requests under way."""
         return self._bodies.held_bytes
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes of large responses that clients have not accepted yet."""
+        return self._unsent_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -55,7 +61,20 @@ class RestApp:
         except Exception:
             _LOGGER.exception("a request failed")
             reply = error_reply(Status.INTERNAL.http, "internal error; the server's log has more")
-        await send_reply(send, reply)
+        await self._send(send, reply)
+
+    async def _send(self, send: Send, reply: Reply) -> None:
+        size = len(reply.body) if len(reply.body) > SMALL_BYTES else 0
+        limit = self._limits.responses_bytes
+        if self._unsent_bytes + size > limit:
+            error = ServeError(Status.OVERLOADED, f"clients have yet to accept {limit} bytes; try again later")
+            self._engine.note_refused("http", error)
+            reply, size = error_reply(error.status.http, str(error)), 0
+        self._unsent_bytes += size
+        try:
+            await send_reply(send, reply)
+        finally:
+            self._unsent_bytes -= size
 
     async def _answer(self, scope: Scope, receive: Receive) -> Reply:
         path = scope["path"]
