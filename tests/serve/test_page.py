@@ -179,6 +179,28 @@ def test_numbers_are_the_sources(watched: Watched, monitored: Monitored) -> None
     assert not watched.wrong
 
 
+def test_models_are_by_use_and_those_never_asked_for_are_folded_away(watched: Watched, monitored: Monitored) -> None:
+    names = [f"rows.C{number}" for number in range(60)]
+    monitored.metrics.know([*names, HOSTILE])
+    watched.open(monitored.served.url)
+    assert watched.texts("#models th") == ["dlrm", "items"]
+    assert watched.texts("#unused-count") == ["61 models"]
+    assert watched.texts("#unused-names") == [", ".join([*names, HOSTILE])]
+    assert not watched.page.locator("#unused-names").is_visible()
+    watched.page.locator("summary").click()
+    assert watched.page.locator("#unused-names").is_visible()
+    for _ in range(1000):
+        monitored.metrics.answered(names[7], "http", None, 0.001)
+    monitored.metrics.answered(HOSTILE, "http", None, 0.001)
+    monitored.clock.now += 2
+    watched.until("#unused-count", "59 models")
+    assert watched.texts("#models th") == [names[7], "dlrm", "items", HOSTILE]
+    assert watched.page.locator("#unused-names").is_visible(), "it stays open"
+    width = watched.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+    assert width == 0
+    assert not watched.wrong
+
+
 def test_numbers_follow_the_source(watched: Watched, monitored: Monitored) -> None:
     watched.open(monitored.served.url)
     source = monitored.source
