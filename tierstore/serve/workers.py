@@ -35,7 +35,11 @@ def run_workers(config: ServeConfig, *, on_ready: Callable[[Ports], Any] | None 
 
     A worker that ends by itself is started again after a second; if the first start of one fails, all are stopped.
     """
-    part = replace(config, ddr=share_of(config.ddr, config.workers))
+    part = replace(
+        config,
+        ddr=share_of(config.ddr, config.workers),
+        pooled_cache=share_of(config.pooled_cache, config.workers),
+    )
     context = multiprocessing.get_context("spawn")
     stopping = threading.Event()
     ready = [context.Event() for _ in range(config.workers)]
