@@ -38,7 +38,10 @@ def hot_rows(store: Store) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for pool in dict.fromkeys(table.pool for _, table in tables_by_name):
         with pool.lock:
-            keys = pool.cache.keys_of(pool.cache.resident_slots())
+            slots = pool.cache.resident_slots()
+            keys: Any = None if pool.full else pool.cache.keys_of(slots)
+        if pool.full:  # whose slots are never another row's: lookups need not wait
+            keys = pool.full.keys_at(slots)
         tables = keys >> KEY_ROW_BITS
         for index in np.unique(tables).tolist():
             found[names[index]] = keys[tables == index] & _ROW_MASK
