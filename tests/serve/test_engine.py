@@ -326,6 +326,7 @@ def test_a_damaged_version_is_not_served(
     assert (refused.status_code, "checksum" in refused.json()["error"]) == (500, True)
     (said,) = [line for line in caplog.messages if "version 1 goes on to be served; to move on failed" in line]
     assert "rows.lmdb" in said
+    writer("rollback", 1)
     number(writer, 3)
     wait_for(lambda: server.engine.version == 3)
     assert ask_rows(server, [5]).json()["outputs"][0]["data"] == [3.0] * DIM

@@ -88,22 +88,21 @@ class InThread:
         """The sum of the series of this name that have these labels."""
         total = 0.0
         for line in httpx.get(f"{self.admin}/metrics").raise_for_status().text.splitlines():
-            if line.startswith((f"{name}{{", f"{name} ")) and all(
-                f'{key}="{value}"' in line for key, value in labels.items()
-            ):
+            is_it = line.startswith((f"{name}{{", f"{name} "))
+            if is_it and all(f'{key}="{value}"' in line for key, value in labels.items()):
                 total += float(line.rsplit(" ", 1)[1])
         return total
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """No batch runs meanwhile."""
+    def held(self, executor: Any = None) -> Iterator[None]:
+        """No batch runs meanwhile, or nothing else of an executor."""
         begun, release = threading.Event(), threading.Event()
 
         def hold() -> None:
             begun.set()
             assert release.wait(WAIT_SECONDS)
 
-        job = self.engine._executor.submit(hold)
+        job = (executor or self.engine._executor).submit(hold)
         assert begun.wait(WAIT_SECONDS)
         try:
             yield

@@ -209,6 +209,8 @@ class StoreEngine:
 
     def _find(self, name: str, version: str) -> _Served:
         served = self._served.get(name)
+        if served is None and not self._served and not self._is_ready:
+            raise ServeError(Status.UNAVAILABLE, "the server is not ready: it has no models yet; try again")
         if served is None:
             raise ServeError(Status.NOT_FOUND, f"there is no model {excerpt(name)}; {nearest(name, self._served)}")
         if version not in ("", str(self._version)):
@@ -283,9 +285,6 @@ class StoreEngine:
                 await self.refresh()
                 said = ""
             except Exception as error:
-                self._metrics.update_failed()
-                if self._stale_since is None:
-                    self._stale_since = time.monotonic()
                 if str(error) != said:  # and not each second the same
                     said = str(error)
                     trace = None if isinstance(error, TierstoreError | ValueError | OSError) else error
@@ -296,23 +295,31 @@ class StoreEngine:
     async def refresh(self) -> int:
         """Move to the newest commit now; returns the version then served."""
         async with self._moving:
-            if self._is_draining:
-                return self._version
-            if self._store is None:
-                await self.start()
-                return self._version
-            found = await self._in(self._looker, self._look)
-            if found is None:
-                self._stale_since = None
-                return self._version
-            started = time.monotonic()
-            self._newest = _shown_version(found.version.number, found.version.extra)
-            self._stale_since = started
-            await self._in(self._executor, self._show, found)
-            self._serve_models()
-            self._stale_since = None
-            self._metrics.updated(self._version, time.monotonic() - started)
+            try:
+                return await self._move()
+            except Exception:
+                self._metrics.update_failed()
+                self._stale_since = self._stale_since or time.monotonic()
+                raise
+
+    async def _move(self) -> int:
+        if self._is_draining:
             return self._version
+        if self._store is None:
+            await self.start()
+            return self._version
+        found = await self._in(self._looker, self._look)
+        if found is None:
+            self._stale_since = None
+            return self._version
+        started = time.monotonic()
+        self._newest = _shown_version(found.version.number, found.version.extra)
+        self._stale_since = started
+        await self._in(self._executor, self._show, found)
+        self._serve_models()
+        self._stale_since = None
+        self._metrics.updated(self._version, time.monotonic() - started)
+        return self._version
 
     def _look(self) -> Newer | None:
         store = self._store

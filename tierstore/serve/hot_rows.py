@@ -63,7 +63,7 @@ def save_hot_rows(path: Path, rows: Mapping[str, Any]) -> None:
 def load_hot_rows(path: Path) -> dict[str, Any]:
     """What was saved; nothing, with a word in the log, if the file is of no use."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
             return {name.removeprefix(_PREFIX): np.asarray(file[name], np.int64).reshape(-1) for name in file.files}
     except FileNotFoundError:
         return {}
