@@ -1,12 +1,12 @@
 """A newer version of a store that is open for reading: made ready while lookups go on, then shown all at once.
 
-Of the rows in the caches, those whose blocks changed are read anew, beside the caches, as far as the store's staging
-memory goes; likely next victims are left out and evicted instead. What comes in meanwhile is noted by the pools. To
-show the version is then to copy rows in memory.
+Of the rows in the caches, those whose blocks changed are read anew, and those that are others kept beside the caches,
+as far as the store's staging memory goes; likely next victims are left out and evicted instead. What comes in meanwhile
+is noted by the pools. To show the version is then to copy rows in memory.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from .store import Store
 
 __all__ = ["CachedRows", "Newer"]
+
+_CHUNK_ROWS: Final = 1 << 15
+"""Lookups wait while so many rows are compared: some milliseconds."""
 
 
 class CachedRows(NamedTuple):
@@ -47,21 +50,23 @@ class CachedRows(NamedTuple):
             read: reads rows of the newer version.
             room_bytes: for the rows read.
         """
-        cache = pool.cache
         with pool.fill_lock, pool.lock:
             pool.arrivals = []
-            keys = cache.keys_of(cache.resident_slots())
-        changed = keys[is_changed(keys)]
-        count = min(len(changed), room_bytes // pool.layout.row_bytes)
-        stale, again = changed[: len(changed) - count], changed[len(changed) - count :]
-        weights = np.zeros((count, pool.layout.weight_words), np.uint64)
-        state = np.zeros((count, pool.layout.state_words), np.uint64)
-        present = np.empty(count, np.bool_)
-        read(again, np.arange(count, dtype=np.int32), weights, state, present)
-        if not present.all():  # rows that the newer version, after a rollback, has not
-            stale = np.concatenate([stale, again[~present]])
-            again, weights, state = again[present], weights[present], state[present]
-        return cls(pool, again, weights, state, stale, is_changed)
+            slots = pool.cache.resident_slots()
+            keys: Any = None if pool.full else pool.cache.keys_of(slots)
+        if pool.full:  # whose slots are never another row's: lookups need not wait
+            keys = pool.full.keys_at(slots)
+        room = room_bytes // pool.layout.row_bytes
+        parts, stale = [_read(pool, keys[:0], read)], [keys[:0]]
+        # The last first: what there is no room for are then likely next victims.
+        for stop in range(len(keys), 0, -_CHUNK_ROWS):
+            chunk = keys[max(0, stop - _CHUNK_ROWS) : stop]
+            part, gone = _read_changed(pool, chunk[is_changed(chunk)], read, room)
+            room -= len(part.keys)
+            parts.append(part)
+            stale.append(gone)
+        again, weights, state = (np.concatenate(each) for each in zip(*parts, strict=True))
+        return cls(pool, again, weights, state, np.concatenate(stale), is_changed)
 
     def show(self) -> None:
         """Put them into the cache. No row of the pool is in use."""
@@ -69,8 +74,9 @@ class CachedRows(NamedTuple):
         with pool.fill_lock, pool.lock:
             arrivals, pool.arrivals = pool.arrivals, None
             late = np.concatenate([self.keys[:0], *(arrivals or [])])
-            late = late[self.is_changed(late)]
-            gone = cache.find(np.unique(np.concatenate([self.stale, late[~np.isin(late, self.keys)]])))
+            late = late[self.is_changed(late)] if len(late) else late
+            late = late[~np.isin(late, self.keys)] if len(late) else late
+            gone = cache.find(np.unique(np.concatenate([self.stale, late])))
             cache.evict(gone[gone >= 0])
             slots = cache.find(self.keys)
             here = slots >= 0
@@ -80,6 +86,48 @@ class CachedRows(NamedTuple):
     @property
     def size_bytes(self) -> int:
         return int(self.weights.nbytes + self.state.nbytes)
+
+
+class _Rows(NamedTuple):
+    keys: Any
+    weights: Any
+    state: Any
+
+    def chosen(self, which: Any) -> "_Rows":
+        return _Rows(self.keys[which], self.weights[which], self.state[which])
+
+
+def _read_changed(pool: Pool, keys: Any, read: RowSource, room: int) -> tuple[_Rows, Any]:
+    """Of rows in changed blocks, those that are others, at most ``room`` of them, and the keys of those to evict."""
+    if not room:
+        return _read(pool, keys[:0], read), keys
+    rows = _read(pool, keys, read)
+    stale = keys[~np.isin(keys, rows.keys)]  # after a rollback the newer version may not have them
+    rows = rows.chosen(_are_others(pool, rows))
+    left_out = len(rows.keys) - min(len(rows.keys), room)
+    return rows.chosen(slice(left_out, None)), np.concatenate([stale, rows.keys[:left_out]])
+
+
+def _read(pool: Pool, keys: Any, read: RowSource) -> _Rows:
+    count = len(keys)
+    weights = np.zeros((count, pool.layout.weight_words), np.uint64)
+    state = np.zeros((count, pool.layout.state_words), np.uint64)
+    present = np.ones(count, np.bool_)
+    if count:
+        read(keys, np.arange(count, dtype=np.int32), weights, state, present)
+    rows = _Rows(keys, weights, state)
+    return rows if present.all() else rows.chosen(present)
+
+
+def _are_others(pool: Pool, rows: _Rows) -> Any:
+    """bool [n]: which differ from those in the cache, to the bit. Those that have left it do not: if they come again
+    they are among the arrivals."""
+    cache = pool.cache
+    with pool.lock:
+        slots = cache.find(rows.keys)
+        are_others = (cache.weights[slots] != rows.weights).any(axis=1)
+        are_others |= (cache.state[slots] != rows.state).any(axis=1)
+    return are_others & (slots >= 0)
 
 
 class Newer:

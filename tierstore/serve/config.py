@@ -19,6 +19,7 @@ OutOfRange = Literal["reject", "zero"]
 all in a mean or maximum."""
 _MAX_PORT: Final = 65_535
 _MAX_SECONDS: Final = 86_400.0
+_MAX_COUNT: Final = 1 << 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,7 @@ class ServeConfig:
     def __post_init__(self) -> None:
         from ..cache import POLICIES  # which brings the compiler along
 
+        self._require_types()
         if not self.store:
             raise ValueError("no store is named: tierstore serve --store DIR")
         parse_size(self.ddr, name="ddr")
@@ -82,9 +84,12 @@ class ServeConfig:
         require_int(self.port, "port", 0, _MAX_PORT)
         for name in ("grpc_port", "admin_port"):
             require_int(getattr(self, name), name, -1, _MAX_PORT)
+        for name in ("max_batch_samples", "max_queue_samples", "max_queue_requests", "body_bytes", "connections"):
+            require_int(getattr(self, name), name, 1, _MAX_COUNT)
+        require_int(self.max_delay_us, "max_delay_us", 0, _MAX_COUNT)
         for name in ("follow_seconds", "request_seconds", "grace_seconds", "receive_seconds"):
             value = getattr(self, name)
-            if not (isinstance(value, int | float) and math.isfinite(value) and 0 <= value <= _MAX_SECONDS):
+            if not (type(value) in (int, float) and math.isfinite(value) and 0 <= value <= _MAX_SECONDS):
                 raise ValueError(f"{name}={value!r}: expected seconds from 0 to {_MAX_SECONDS:.0f}")
         if bool(self.tls_certificate) != bool(self.tls_key):
             raise ValueError("TLS wants both tls_certificate and tls_key")
@@ -94,6 +99,15 @@ class ServeConfig:
             )
         if self.workers > 1 and (self.updates or 0 in (self.port, self.grpc_port, self.admin_port)):
             raise ValueError("several workers share given ports and one store: not with updates, nor with a port of 0")
+        if self.admin_port + self.workers - 1 > _MAX_PORT:
+            raise ValueError(f"admin_port={self.admin_port} + {self.workers - 1}, of the last worker, is no port")
+
+    def _require_types(self) -> None:
+        """TypeError for what a file of settings may hold and flags cannot."""
+        for each in fields(self):
+            value, kind = getattr(self, each.name), type(each.default)
+            if kind in (str, bool) and each.name != "ddr" and not isinstance(value, kind):
+                raise TypeError(f"{each.name}={value!r} must be a {kind.__name__}")
 
     @property
     def token(self) -> str | None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from ..errors import StoreNotFoundError, TierstoreError
 from ..excerpt import excerpt
@@ -22,13 +22,13 @@ from ..stats import Stats, TierStats
 from ..store import Store
 from ..updates.origin import origin_of
 from .base import Model
-from .batching import Batcher, BatchingConfig, BatchResult
+from .batching import Batcher, BatchingConfig, BatchResult, Ran
 from .config import ServeConfig
 from .hot_rows import hot_rows, hot_rows_path, load_hot_rows, rows_of_trace, save_hot_rows, warm_up
 from .logs import log_refused, log_request
 from .messages import InferRequest, InferResponse, ModelMetadata, ServeError, Status
 from .metrics import Metrics
-from .models import Models, make_models
+from .models import BagCaches, Models, make_models, renew_models
 from .names import nearest
 from .source import PooledStats, TableInfo
 
@@ -36,6 +36,14 @@ __all__ = ["StoreEngine"]
 
 _LOG: Final = logging.getLogger("tierstore.serve")
 _T = TypeVar("_T")
+_RETRY_SECONDS: Final = 1.0
+"""From one failure to move to a newer version to the next try."""
+_KEEP_HOT_SECONDS: Final = 60.0
+
+
+class _Served(NamedTuple):
+    model: Model
+    batcher: Batcher
 
 
 class StoreEngine:
@@ -58,12 +66,14 @@ class StoreEngine:
             max_queue_requests=config.max_queue_requests,
         )
         self._store: Store | None = None
-        self._models = Models({}, None)
-        self._batchers: dict[str, Batcher] = {}
+        self._bags: BagCaches | None = None
+        self._models = Models({}, None)  # the executor's
+        self._served: dict[str, _Served] = {}  # the event loop's
         self._version = 0
         self._newest = 0
         self._stale_since: float | None = None
         self._moving = asyncio.Lock()
+        self._has_said_waiting = False
         self._before = Stats(TierStats(), TierStats(), TierStats())
         self._roll_back: Callable[[], Awaitable[int]] | None = None
         self._is_ready = False
@@ -84,9 +94,11 @@ class StoreEngine:
         except StoreNotFoundError:
             if not self._config.updates:
                 raise
-            _LOG.info("there is no store at %s yet: waiting for the first update", self._config.store)
+            if not self._has_said_waiting:
+                _LOG.info("there is no store at %s yet: waiting for the first update", self._config.store)
+                self._has_said_waiting = True
             return
-        self._make_batchers()
+        self._serve_models()
         self._is_ready = not self._is_draining
 
     async def _in(self, executor: ThreadPoolExecutor, work: Callable[..., _T], *arguments: Any) -> _T:
@@ -107,18 +119,15 @@ class StoreEngine:
         try:
             if not store.version:
                 raise StoreNotFoundError(f"{store.directory} has no commit yet; train first, or commit once")
-            self._models = self._make_models(store)
+            self._bags = BagCaches.of(store, config.pooled_cache)
+            models = make_models(store, self._bags, out_of_range=config.out_of_range, count=self._metrics.out_of_range)
             self._warm_up(store)
         except BaseException:
             store.close()
             raise
-        self._store = store
+        self._store, self._models = store, models
         self._version = self._newest = _shown_version(store.version, store.extra)
         _LOG.info("serving version %d of %s: %s", self._version, store.directory, ", ".join(self._models.by_name))
-
-    def _make_models(self, store: Store) -> Models:
-        config = self._config
-        return make_models(store, out_of_range=config.out_of_range, count=self._metrics.out_of_range)
 
     def _warm_up(self, store: Store) -> None:
         if self._config.warm_up == "none":
@@ -129,36 +138,59 @@ class StoreEngine:
         count = warm_up(store, rows, lambda: self._is_draining)
         _LOG.info("%d rows are in memory after %.1f s of warm-up", count, time.perf_counter() - started)
 
-    def _make_batchers(self) -> None:
-        """Batchers for the models of now; who waits for others is told to ask again."""
-        for batcher in self._batchers.values():
-            batcher.close()
-        self._metrics.know(self._models.by_name)
-        self._batchers = {
-            name: Batcher(name, self._runner(model), self._executor, self._batching, observer=self._metrics)
-            for name, model in self._models.by_name.items()
-        }
+    def _serve_models(self) -> None:
+        """A batcher for each model of now; who waits for one that is gone is sent to the one in its place."""
+        before, models = self._served, self._models.by_name
+        self._metrics.know(models)
+        self._served = {name: self._serve(model, before.get(name)) for name, model in models.items()}
+        for name, served in before.items():
+            if self._served.get(name) is not served:
+                served.batcher.close()
+
+    def _serve(self, model: Model, before: _Served | None) -> _Served:
+        if before is not None and before.model is model:
+            return before
+        batcher = Batcher(model.name, self._runner(model), self._executor, self._batching, observer=self._metrics)
+        return _Served(model, batcher)
 
     def _runner(self, model: Model) -> Callable[[Sequence[Any]], BatchResult]:
-        return lambda queries: BatchResult(str(self._version), model.run(queries))
+        def run(queries: Sequence[Any]) -> BatchResult:
+            if self._models.by_name.get(model.name) is not model:  # the event loop has yet to hear of it
+                raise ServeError(Status.UNAVAILABLE, f"model {model.name!r} has changed with the version; ask again")
+            return BatchResult(str(self._version), model.run(queries))
+
+        return run
 
     async def stop(self) -> None:
         """Answer what came, within ``grace_seconds``, then close the store; its hot rows are kept for next time."""
         self._is_draining, self._is_ready = True, False
-        batchers = self._batchers.values()
+        batchers = [served.batcher for served in self._served.values()]
         await asyncio.gather(*(batcher.drain(self._config.grace_seconds) for batcher in batchers))
+        await asyncio.to_thread(self._looker.shutdown)  # it may be reading the store
         await self._in(self._executor, self._close)
-        self._looker.shutdown()
         self._executor.shutdown()
 
     def _close(self) -> None:
         store, self._store = self._store, None
         if store is None:
             return
-        self._before = store.stats()
+        try:
+            self._before = store.stats()
+            self._save_hot_rows(store)
+        finally:
+            store.close()
+
+    def _save_hot_rows(self, store: Store) -> None:
         if self._config.warm_up == "auto":
             save_hot_rows(hot_rows_path(store.directory), hot_rows(store))
-        store.close()
+
+    async def keep_hot_rows(self, seconds: float = _KEEP_HOT_SECONDS) -> None:
+        """Save the hot rows now and then, for after a crash, until cancelled."""
+        while self._config.warm_up == "auto":
+            await asyncio.sleep(seconds)
+            store = self._store
+            if store is not None:
+                await self._in(self._looker, self._save_hot_rows, store)
 
     # Engine
 
@@ -169,48 +201,49 @@ class StoreEngine:
 
     def models(self) -> tuple[ModelMetadata, ...]:
         """See ``Engine``."""
-        return tuple(model.metadata(str(self._version)) for model in self._models.by_name.values())
+        return tuple(served.model.metadata(str(self._version)) for served in self._served.values())
 
     def model(self, name: str, version: str = "") -> ModelMetadata:
         """See ``Engine``."""
-        return self._find(name, version).metadata(str(self._version))
+        return self._find(name, version).model.metadata(str(self._version))
 
-    def _find(self, name: str, version: str) -> Model:
-        model = self._models.by_name.get(name)
-        if model is None:
-            raise ServeError(
-                Status.NOT_FOUND, f"there is no model {excerpt(name)}; {nearest(name, self._models.by_name)}"
-            )
+    def _find(self, name: str, version: str) -> _Served:
+        served = self._served.get(name)
+        if served is None and not self._served and not self._is_ready:
+            raise ServeError(Status.UNAVAILABLE, "the server is not ready: it has no models yet; try again")
+        if served is None:
+            raise ServeError(Status.NOT_FOUND, f"there is no model {excerpt(name)}; {nearest(name, self._served)}")
         if version not in ("", str(self._version)):
             raise ServeError(Status.NOT_FOUND, f"version {excerpt(version)} is not served; {self._version} is")
-        return model
+        return served
 
     async def infer(self, request: InferRequest) -> InferResponse:
         """See ``Engine``."""
         started = time.monotonic()
-        status: Status | None = None
         try:
-            return await self._infer(request, started)
+            response = await self._infer(request, started)
         except ServeError as error:
-            status = error.status
+            self._note_answered(request, error.status, started)
             if request.protocol != "grpc":  # whose front logs its requests itself
-                log_request(request, status.grpc, time.monotonic() - started, version=str(self._version), error=error)
+                log_request(
+                    request, error.status.grpc, time.monotonic() - started, version=str(self._version), error=error
+                )
             raise
         except Exception as error:
-            status = Status.INTERNAL
+            self._note_answered(request, Status.INTERNAL, started)
             _LOG.exception("a request to model %s failed", excerpt(request.model))
-            raise ServeError(status, "the server failed; its log says why") from error
-        finally:
-            self._metrics.answered(request.model, request.protocol, status, time.monotonic() - started)
+            raise ServeError(Status.INTERNAL, "the server failed; its log says why") from error
+        self._note_answered(request, None, started)
+        return response
+
+    def _note_answered(self, request: InferRequest, status: Status | None, started: float) -> None:
+        self._metrics.answered(request.model, request.protocol, status, time.monotonic() - started)
 
     async def _infer(self, request: InferRequest, started: float) -> InferResponse:
         if not self._is_ready:
             raise ServeError(Status.UNAVAILABLE, "the server is not ready; try again, or another one")
-        model = self._find(request.model, request.version)
-        query = model.parse(request.inputs)
         default = started + self._config.request_seconds
-        deadline = default if request.deadline is None else request.deadline
-        ran = await self._batchers[request.model].submit(query, deadline)
+        ran = await self._run(request, default if request.deadline is None else request.deadline)
         if request.version not in ("", ran.version):
             raise ServeError(
                 Status.NOT_FOUND, f"version {excerpt(request.version)} is not served any more; {ran.version} is"
@@ -223,6 +256,17 @@ class StoreEngine:
             outputs = {name: outputs[name] for name in request.outputs}
         return InferResponse(model=request.model, version=ran.version, id=request.id, outputs=outputs)
 
+    async def _run(self, request: InferRequest, deadline: float) -> Ran:
+        while True:
+            served = self._find(request.model, request.version)
+            query = served.model.parse(request.inputs)
+            try:
+                return await served.batcher.submit(query, deadline)
+            except ServeError as error:
+                # Unless another model has taken this one's place, of which it has to be asked anew.
+                if error.status is not Status.UNAVAILABLE or self._served.get(request.model) is served:
+                    raise
+
     def note_refused(self, protocol: str, error: Exception) -> None:
         """See ``Engine``."""
         status = error.status if isinstance(error, ServeError) else None
@@ -234,56 +278,72 @@ class StoreEngine:
 
     async def follow(self) -> None:
         """Move to each newer commit as it comes, until cancelled."""
+        said = ""
         while self._config.follow_seconds:
             await asyncio.sleep(self._config.follow_seconds)
             try:
                 await self.refresh()
-            except (TierstoreError, ValueError, OSError) as error:
-                self._metrics.update_failed()
-                _LOG.error("version %d goes on to be served; to move on failed: %s", self._version, error)
-                await asyncio.sleep(1.0)
+                said = ""
+            except Exception as error:
+                if str(error) != said:  # and not each second the same
+                    said = str(error)
+                    trace = None if isinstance(error, TierstoreError | ValueError | OSError) else error
+                    message = "version %d goes on to be served; to move on failed: %s"
+                    _LOG.error(message, self._version, said, exc_info=trace)
+                await asyncio.sleep(_RETRY_SECONDS)
 
     async def refresh(self) -> int:
         """Move to the newest commit now; returns the version then served."""
         async with self._moving:
-            if self._store is None:
-                if not self._is_draining:
-                    await self.start()
-                return self._version
-            found = await self._in(self._looker, self._look)
-            if found is None:
-                return self._version
-            started = time.monotonic()
-            self._newest = _shown_version(found.version.number, found.version.extra)
-            self._stale_since = started
-            remade = await self._in(self._executor, self._show, found)
-            if remade:
-                self._make_batchers()
-            self._stale_since = None
-            self._metrics.updated(self._version, time.monotonic() - started)
+            try:
+                return await self._move()
+            except Exception:
+                self._metrics.update_failed()
+                self._stale_since = self._stale_since or time.monotonic()
+                raise
+
+    async def _move(self) -> int:
+        if self._is_draining:
             return self._version
+        if self._store is None:
+            await self.start()
+            return self._version
+        found = await self._in(self._looker, self._look)
+        if found is None:
+            self._stale_since = None
+            return self._version
+        started = time.monotonic()
+        self._newest = _shown_version(found.version.number, found.version.extra)
+        self._stale_since = started
+        await self._in(self._executor, self._show, found)
+        self._serve_models()
+        self._stale_since = None
+        self._metrics.updated(self._version, time.monotonic() - started)
+        return self._version
 
     def _look(self) -> Newer | None:
         store = self._store
         return None if store is None else store.find_newer()
 
-    def _show(self, newer: Newer) -> bool:
-        """Move the store, in the executor; whether there are other models then."""
+    def _show(self, newer: Newer) -> None:
+        """Move the store and the models, in the executor. If it cannot be, nothing has changed."""
         store = self._store
         if store is None:
             newer.close()
-            return False
-        tables, ranking = list(store.tables), self._models.ranking
-        weights = newer.tensors() if ranking is not None else {}
-        newer.show()
-        if list(store.tables) == tables and (ranking is None or ranking.is_of(store.extra)):
-            if ranking is not None:
-                ranking.load(weights)
-            remade = False
-        else:
-            self._models, remade = self._make_models(store), True
+            return
+        try:
+            renewal = renew_models(self._models, newer)
+            newer.show()
+        except BaseException:
+            newer.close()
+            raise
         self._version = _shown_version(store.version, store.extra)
-        return remade
+        if self._bags is not None:
+            self._bags.renew(store)
+        config = self._config
+        self._models = renewal.models(
+            store, self._bags, out_of_range=config.out_of_range, count=self._metrics.out_of_range
+        )
 
     async def rollback(self) -> int:
         """See ``Admin``."""
@@ -330,19 +390,19 @@ class StoreEngine:
 
     def pooled(self) -> PooledStats | None:
         """See ``Source``."""
-        return None
+        return None if self._bags is None else self._bags.stats()
 
     def tables(self) -> Sequence[TableInfo]:
         """See ``Source``."""
         store = self._store
         return [
             TableInfo(name, table.config.num_embeddings, table.config.embedding_dim, table.layout.dtype)
-            for name, table in (() if store is None else store.tables.items())
+            for name, table in ([] if store is None else list(store.tables.items()))
         ]
 
     def queued_samples(self) -> Mapping[str, int]:
         """See ``Source``."""
-        return {name: batcher.num_waiting_samples for name, batcher in self._batchers.items()}
+        return {name: served.batcher.num_waiting_samples for name, served in self._served.items()}
 
     @property
     def extra(self) -> Mapping[str, Any]:

@@ -114,7 +114,7 @@ class InferenceService:
         try:
             self._engine.model(message.name, message.version)
         except ServeError as error:
-            if error.status is not Status.NOT_FOUND:
+            if error.status not in (Status.NOT_FOUND, Status.UNAVAILABLE):
                 raise
             return message_class("ModelReadyResponse")(ready=False)
         return message_class("ModelReadyResponse")(ready=self._engine.is_ready)

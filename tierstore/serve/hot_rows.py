@@ -1,19 +1,18 @@
 """The rows that a server had in memory, for the next one to begin with.
 
-They lie beside the store, in ``STORE.hot.npz``: int64 ids of each table by the table's name, those that would leave
-first in front. The file is advice: one that is missing, damaged or of other tables costs time and no more.
+They lie beside the store, in ``STORE.hot.npz``: int64 ids of each table by "table." and its name, those that
+would leave first in front. The file is advice: one that is missing, damaged or of other tables costs time and no more.
 """
 
 import logging
 import os
-import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from ..errors import ClosedError
+from ..errors import ClosedError, DamagedError
 from ..rows import KEY_ROW_BITS
 from ..store import Store
 from ..trace import read_trace
@@ -22,6 +21,8 @@ __all__ = ["hot_rows", "hot_rows_path", "load_hot_rows", "rows_of_trace", "save_
 
 _LOG: Final = logging.getLogger("tierstore.serve")
 _ROW_MASK: Final = (1 << KEY_ROW_BITS) - 1
+_PREFIX: Final = "table."
+"""Before a table's name in the file: savez has arguments of its own that a table may be called like."""
 _CHUNK_ROWS: Final = 1 << 16
 
 
@@ -32,11 +33,15 @@ def hot_rows_path(store: Path) -> Path:
 
 def hot_rows(store: Store) -> dict[str, Any]:
     """int64 ids of the rows in host memory, by table, likely next victims first."""
-    names = {table.index: name for name, table in store.tables.items()}
+    tables_by_name = list(store.tables.items())  # there may be more of them at any time
+    names = {table.index: name for name, table in tables_by_name}
     found: dict[str, Any] = {}
-    for pool in dict.fromkeys(table.pool for table in store.tables.values()):
+    for pool in dict.fromkeys(table.pool for _, table in tables_by_name):
         with pool.lock:
-            keys = pool.cache.keys_of(pool.cache.resident_slots())
+            slots = pool.cache.resident_slots()
+            keys: Any = None if pool.full else pool.cache.keys_of(slots)
+        if pool.full:  # whose slots are never another row's: lookups need not wait
+            keys = pool.full.keys_at(slots)
         tables = keys >> KEY_ROW_BITS
         for index in np.unique(tables).tolist():
             found[names[index]] = keys[tables == index] & _ROW_MASK
@@ -48,7 +53,7 @@ def save_hot_rows(path: Path, rows: Mapping[str, Any]) -> None:
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         with open(partial, "wb") as file:
-            np.savez(file, **dict(rows))
+            np.savez(file, **{_PREFIX + name: ids for name, ids in rows.items()})
         os.replace(partial, path)
     except OSError as error:
         partial.unlink(missing_ok=True)
@@ -58,11 +63,11 @@ def save_hot_rows(path: Path, rows: Mapping[str, Any]) -> None:
 def load_hot_rows(path: Path) -> dict[str, Any]:
     """What was saved; nothing, with a word in the log, if the file is of no use."""
     try:
-        with np.load(path, allow_pickle=False) as file:
-            return {name: np.asarray(file[name], np.int64).reshape(-1) for name in file.files}
+        with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
+            return {name.removeprefix(_PREFIX): np.asarray(file[name], np.int64).reshape(-1) for name in file.files}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, zipfile.BadZipFile, EOFError, KeyError) as error:
+    except Exception as error:  # what damaged bytes are taken for, nobody can tell
         _LOG.warning("%s is not used: %s", path, error)
         return {}
 
@@ -100,6 +105,8 @@ def warm_up(store: Store, rows: Mapping[str, Any], stop: Callable[[], bool]) -> 
                     done += lease.num_unique
             except ClosedError:
                 return done
+            except DamagedError as error:  # whoever asks for such a row will be told
+                _LOG.warning("some rows are not brought in: %s", error)
     return done
 
 

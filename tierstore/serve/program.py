@@ -76,7 +76,7 @@ class Server:
             certificate=tls.certificate if tls else None,
             key=tls.key if tls else None,
         )
-        self._following: asyncio.Task[None] | None = None
+        self._background: list[asyncio.Task[None]] = []
 
     def _note_refused(self, error: Exception) -> None:
         self.engine.note_refused("http", error)
@@ -95,66 +95,84 @@ class Server:
         return admin_app(routes, token=self._token)
 
     async def start(self) -> Ports:
-        """Listen, then open the store and be ready.
+        """Listen, open the store, and be ready.
+
+        Workers open the store first: on a port that is shared, who is not ready would be asked like the others.
 
         Raises:
             OSError: a port is taken. TierstoreError, ValueError: as ``StoreEngine.start``. Nothing is left open then.
         """
-        config = self._config
+        is_shared = self._config.workers > 1
         try:
-            shared = config.workers > 1
-            listener = listen(config.host, config.port, reuse_port=shared)
-            rest = await self._http.start(listener=listener)
-            grpc = await self._grpc.start() if config.grpc_port >= 0 else -1
-            admin = -1
-            if config.admin_port >= 0:
-                admin_port = config.admin_port + self._worker
-                admin = await self._admin.start(host=config.admin_host, port=admin_port)
-            ports = Ports(rest, grpc, admin)
-            _LOG.info("listening: REST on %s:%d, gRPC on %d, admin on %d", config.host, rest, grpc, admin)
-            await self.engine.start()
+            admin = await self._start_admin()
+            if is_shared:
+                await self.engine.start()
+            ports = await self._start_public(admin)
+            if not is_shared:
+                await self.engine.start()
         except BaseException:
             await self.stop()
             raise
         # What is there now stays: the collector need not look at it again while requests wait.
         gc.collect()
         gc.freeze()
-        self._following = asyncio.create_task(self.engine.follow())
+        self._background = [asyncio.create_task(each) for each in (self.engine.follow(), self.engine.keep_hot_rows())]
         return ports
+
+    async def _start_admin(self) -> int:
+        config = self._config
+        if config.admin_port < 0:
+            return -1
+        return await self._admin.start(
+            host=config.admin_host, port=config.admin_port and config.admin_port + self._worker
+        )
+
+    async def _start_public(self, admin: int) -> Ports:
+        config = self._config
+        listener = listen(config.host, config.port, reuse_port=config.workers > 1)
+        rest = await self._http.start(listener=listener)
+        grpc = await self._grpc.start() if config.grpc_port >= 0 else -1
+        _LOG.info("listening: REST on %s:%d, gRPC on %d, admin on %d", config.host, rest, grpc, admin)
+        return Ports(rest, grpc, admin)
 
     async def stop(self) -> None:
         """Take no more requests, answer those that came, within the time that the configuration gives, and close."""
         await self.engine.drain()
         grace = self._config.grace_seconds
         await asyncio.gather(self._http.stop(grace), self._grpc.stop(grace))
-        if self._following is not None:
-            self._following.cancel()
-            await asyncio.gather(self._following, return_exceptions=True)
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
         await self.engine.stop()
         await self._admin.stop(1.0)
         gc.unfreeze()
 
 
-def run(config: ServeConfig, *, worker: int = 0, on_ready: Callable[[Ports], Any] | None = None) -> int:
+def run(
+    config: ServeConfig,
+    *,
+    worker: int = 0,
+    on_ready: Callable[[Ports], Any] | None = None,
+    is_patient: bool = False,
+) -> int:
     """Serve until SIGTERM or Ctrl-C; returns the exit status.
 
-    A second signal ends the process at once.
-
     Args:
-        on_ready: told the ports, once requests are taken.
+        on_ready: told the ports, once requests are taken, or once a replica waits for its first update.
+        is_patient: a second signal changes nothing; else it ends the process at once.
     """
     configure(config.log_level.upper(), as_json=not config.log_text)
     torch.set_num_threads(config.threads or default_threads())
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(config, worker, on_ready))
+        runner.run(_serve(config, worker, on_ready, is_patient))
     return 0
 
 
-async def _serve(config: ServeConfig, worker: int, on_ready: Callable[[Ports], Any] | None) -> None:
+async def _serve(config: ServeConfig, worker: int, on_ready: Callable[[Ports], Any] | None, is_patient: bool) -> None:
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for each in _SIGNALS:
-        loop.add_signal_handler(each, _stop, stopping, _SIGNALS)
+        loop.add_signal_handler(each, _stop, stopping, () if is_patient else _SIGNALS)
     server = Server(config, worker=worker)
     starting = asyncio.create_task(server.start())
     waiting = asyncio.create_task(stopping.wait())

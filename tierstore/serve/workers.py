@@ -3,7 +3,10 @@
 import contextlib
 import logging
 import multiprocessing
+import multiprocessing.connection
+import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +14,9 @@ from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from typing import Any, Final
 
+from ..errors import TierstoreError
 from .config import ServeConfig
+from .logs import configure
 from .program import Ports, run
 
 __all__ = ["run_workers", "share_of"]
@@ -26,6 +31,8 @@ def share_of(size: int | str, workers: int) -> int | str:
     if isinstance(size, int):
         return size // workers
     text = size.strip()
+    if text.isdecimal():
+        return int(text) // workers
     number = text[: len(text) - len(text.lstrip("0123456789._"))]
     return f"{float(number) / workers:.6f}{text[len(number) :]}"
 
@@ -35,7 +42,12 @@ def run_workers(config: ServeConfig, *, on_ready: Callable[[Ports], Any] | None 
 
     A worker that ends by itself is started again after a second; if the first start of one fails, all are stopped.
     """
-    part = replace(config, ddr=share_of(config.ddr, config.workers))
+    part = replace(
+        config,
+        ddr=share_of(config.ddr, config.workers),
+        pooled_cache=share_of(config.pooled_cache, config.workers),
+    )
+    configure(config.log_level.upper(), as_json=not config.log_text)
     context = multiprocessing.get_context("spawn")
     stopping = threading.Event()
     ready = [context.Event() for _ in range(config.workers)]
@@ -67,7 +79,21 @@ def _start(context: Any, config: ServeConfig, index: int, ready: Any) -> BasePro
 
 
 def _work(config: ServeConfig, index: int, ready: Any) -> None:
-    run(config, worker=index, on_ready=lambda _: ready.set())
+    """One worker. Ctrl-C in a terminal, and a service manager's signal, reach it beside its parent, which tells it
+    too: so a second signal is not taken for impatience."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        run(config, worker=index, on_ready=lambda _: ready.set(), is_patient=True)
+    except (TierstoreError, ValueError, OSError) as error:
+        _LOG.error("%s", error)
+        sys.exit(1)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _stop(processes: list[BaseProcess], grace_seconds: float) -> None:

@@ -13,6 +13,7 @@ from ...table import Table
 from ..base import Outputs
 from ..config import OutOfRange
 from ..messages import InferTensor, ModelMetadata, TensorSpec
+from .bags import BagCaches
 from .inputs import check_inputs, invalid, lengths_of, require_finite, values_of
 from .jagged import JaggedIds, Merged, RowBounds, merge
 
@@ -51,10 +52,23 @@ class PooledTable:
 
     Inputs: ids INT64 [N], lengths INT32 [B], of the bags, and optionally weights FP32 [N] where the pooling is "sum".
     Output: embeddings FP32 [B, D].
+
+    Args:
+        out_of_range: what becomes of ids that are no rows.
+        count: told the model and how many of them were dropped.
+        bags: keeps pooled rows, or None; used by ``run`` alone.
     """
 
-    def __init__(self, table: Table, *, out_of_range: OutOfRange, count: Callable[[str, int], None]) -> None:
+    def __init__(
+        self,
+        table: Table,
+        *,
+        out_of_range: OutOfRange,
+        count: Callable[[str, int], None],
+        bags: BagCaches | None = None,
+    ) -> None:
         self.name = f"pooled.{table.name}"
+        self._bags = bags
         self._table = table
         self._pooling = table.config.pooling
         self._inputs = (TensorSpec("ids", "INT64", (-1,)), TensorSpec("lengths", "INT32", (-1,)))
@@ -82,15 +96,17 @@ class PooledTable:
     def run(self, queries: Sequence[JaggedIds]) -> list[Outputs]:
         """See ``Model``."""
         batch = merge(queries)
-        weights = None if batch.weights is None else torch.from_numpy(batch.weights)
         with torch.inference_mode():
-            pooled = self._table.pooled(
-                torch.from_numpy(batch.values),
-                torch.from_numpy(batch.offsets),
-                mode=self._pooling,
-                per_sample_weights=weights,
-            )
-        return _split(pooled.numpy(), "embeddings", batch.samples)
+            if self._bags is None:
+                pooled = self._pooled(batch.values, batch.offsets, batch.weights)
+            else:
+                pooled = self._bags.pooled(self._table.index, self._table.config.embedding_dim, batch, self._pooled)
+        return _split(pooled, "embeddings", batch.samples)
+
+    def _pooled(self, values: Any, offsets: Any, weights: Any) -> Any:
+        scale = None if weights is None else torch.from_numpy(weights)
+        ids, starts = torch.from_numpy(values), torch.from_numpy(offsets)
+        return self._table.pooled(ids, starts, mode=self._pooling, per_sample_weights=scale).numpy()
 
 
 class _Ids:

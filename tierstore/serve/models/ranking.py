@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...errors import DamagedError
 from ...train.build import build_model
 from ...train.checkpoint import load_model, saved_config
 from ...train.config import RunConfig
@@ -66,6 +67,14 @@ class Ranking:
         return found is not None and all(
             getattr(found, part) == getattr(self.config, part) for part in ("data", "embedding", "model")
         )
+
+    def require(self, tensors: Mapping[str, Tensor]) -> None:
+        """DamagedError unless these are weights that ``load`` takes whole."""
+        for name, parameter in self._model.named_parameters():
+            found = tensors.get(f"model.{name}")
+            if found is None or found.shape != parameter.shape:
+                have = "is missing" if found is None else f"has shape {list(found.shape)}"
+                raise DamagedError(f"model.{name} of the newest commit {have}: expected {list(parameter.shape)}")
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over the dense weights of a commit. Not beside ``run``."""

@@ -1,0 +1,94 @@
+"""Stores with tables of every kind, and what they answer by plain torch."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import tierstore
+from tierstore.serve.messages import InferTensor
+from tierstore.serve.models import BagCaches, Models, make_models
+
+ROWS = {"sums": 40, "means": 30, "peaks": 20, "half": 25}
+DIMS = {"sums": 4, "means": 6, "peaks": 4, "half": 8}
+POOLINGS = {"sums": "sum", "means": "mean", "peaks": "max", "half": "sum"}
+
+
+def make_store(directory: Path, names: Sequence[str] = tuple(ROWS)) -> None:
+    """Tables of these names, some of their rows written, and one commit."""
+    generator = torch.Generator().manual_seed(3)
+    with tierstore.open(directory, ddr="4MiB") as store:
+        for name in names:
+            table = store.create_table(
+                tierstore.TableConfig(
+                    name=name,
+                    num_embeddings=ROWS[name],
+                    embedding_dim=DIMS[name],
+                    pooling=POOLINGS[name],
+                    dtype="float16" if name == "half" else "float32",
+                    feature_names=(name, f"{name}.again"),
+                    init=tierstore.init.Uniform(-1, 1, seed=5),
+                )
+            )
+            rows = torch.randn(ROWS[name] // 2, DIMS[name], generator=generator).to(table.layout.torch_dtype)
+            table.write(torch.arange(ROWS[name] // 2), rows)
+        store.commit()
+
+
+class Counted(dict[str, int]):
+    """What models told of ids that are no rows."""
+
+    def __call__(self, model: str, count: int) -> None:
+        self[model] = self.get(model, 0) + count
+
+
+def models_of(
+    store: tierstore.Store, *, out_of_range: Any = "reject", pooled_cache: str = "0", count: Counted | None = None
+) -> Models:
+    bags = BagCaches.of(store, pooled_cache)
+    return make_models(store, bags, out_of_range=out_of_range, count=Counted() if count is None else count)
+
+
+def tensor(datatype: str, values: Any, shape: Sequence[int] | None = None) -> InferTensor:
+    """As the fronts hand them over: not to be written to."""
+    dtype = {"INT64": np.int64, "INT32": np.int32, "FP32": np.float32, "FP64": np.float64}[datatype]
+    array = np.array(values, dtype)
+    array = array if shape is None else array.reshape(shape)
+    array.flags.writeable = False
+    return InferTensor(datatype, array)
+
+
+def asked(model: Any, *requests: Mapping[str, InferTensor]) -> list[dict[str, Any]]:
+    """The outputs of requests that are one batch, as arrays."""
+    found = model.run([model.parse(inputs) for inputs in requests])
+    assert len(found) == len(requests)
+    for outputs in found:
+        for each in outputs.values():
+            assert each.datatype == "FP32"
+            assert each.data.dtype == np.float32
+            assert each.data.flags.c_contiguous
+    return [{name: each.data for name, each in outputs.items()} for outputs in found]
+
+
+def plain_pooled(
+    rows: torch.Tensor, ids: Sequence[int], lengths: Sequence[int], mode: str, weights: Sequence[float] | None = None
+) -> Any:
+    """Bags pooled one id after another in float32: the order that the project promises; zeros where empty."""
+    out = torch.zeros(len(lengths), rows.shape[1])
+    scale = [1.0] * len(ids) if weights is None else weights
+    position = 0
+    for bag, length in enumerate(lengths):
+        part = rows[list(ids[position : position + length])].float()
+        if length and mode == "max":
+            out[bag] = part.max(0).values
+        elif length:
+            offsets = torch.tensor([0])
+            pooled = torch.nn.functional.embedding_bag(
+                torch.arange(length), part, offsets, mode=mode,
+                per_sample_weights=None if mode == "mean" else torch.tensor(scale[position : position + length]),
+            )  # fmt: skip
+            out[bag] = pooled[0]
+        position += length
+    return out.numpy()

@@ -1,0 +1,267 @@
+"""Tables as models, against plain torch over the rows that the store's own reads give."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tierstore
+from tests.serve.models.stores import DIMS, POOLINGS, ROWS, Counted, asked, make_store, models_of, plain_pooled, tensor
+from tierstore.serve.messages import ServeError, Status
+
+NAMES = tuple(ROWS)
+CACHES = ["0", "1MiB"]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tierstore.Store]:
+    directory = tmp_path_factory.mktemp("lookups") / "store"
+    make_store(directory)
+    with tierstore.open(directory, mode="r", ddr="4MiB", threads=1) as opened:
+        yield opened
+
+
+def rows_of(store: tierstore.Store, name: str) -> torch.Tensor:
+    return store[name].read(torch.arange(ROWS[name]))
+
+
+@st.composite
+def bags(draw: Any, name: str, low: int = 0, high: int | None = None) -> dict[str, Any]:
+    lengths = draw(st.lists(st.integers(0, 12), min_size=1, max_size=5))
+    high = ROWS[name] - 1 if high is None else high
+    total = sum(lengths)
+    ids = draw(st.lists(st.integers(low, high), min_size=total, max_size=total))
+    weights = None
+    if POOLINGS[name] == "sum" and draw(st.booleans()):
+        weights = draw(st.lists(st.floats(-4, 4, width=32), min_size=total, max_size=total))
+    return {"ids": ids, "lengths": lengths, "weights": weights, "kind": draw(st.sampled_from(["INT64", "INT32"]))}
+
+
+def inputs_of(query: dict[str, Any], ids: str = "ids", shape: Any = None) -> dict[str, Any]:
+    inputs = {ids: tensor(query["kind"], query["ids"]), "lengths": tensor("INT32", query["lengths"], shape)}
+    return inputs if query["weights"] is None else inputs | {"weights": tensor("FP32", query["weights"])}
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("name", NAMES)
+def test_pooled_bags_are_those_of_torch_alone_or_in_a_batch(store: tierstore.Store, name: str, cache: str) -> None:
+    models = models_of(store, pooled_cache=cache)
+    model: Any = models.by_name[f"pooled.{name}"]
+    rows = rows_of(store, name)
+
+    @given(st.lists(bags(name), min_size=1, max_size=4))
+    def check(queries: list[dict[str, Any]]) -> None:
+        together = asked(model, *map(inputs_of, queries))
+        for query, found in zip(queries, together, strict=True):
+            (alone,) = asked(model, inputs_of(query))
+            assert found["embeddings"].tobytes() == alone["embeddings"].tobytes()
+            assert found["embeddings"].shape == (len(query["lengths"]), DIMS[name])
+            ids = torch.tensor(query["ids"], dtype=torch.int64)
+            offsets = torch.tensor([0, *np.cumsum(query["lengths"])])
+            weights = None if query["weights"] is None else torch.tensor(query["weights"])
+            direct = store[name].pooled(ids, offsets, mode=POOLINGS[name], per_sample_weights=weights)
+            assert found["embeddings"].tobytes() == direct.numpy().tobytes()
+            plain = plain_pooled(rows, query["ids"], query["lengths"], POOLINGS[name], query["weights"])
+            np.testing.assert_allclose(found["embeddings"], plain, rtol=1e-5, atol=1e-5)
+
+    check()
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_a_bag_of_one_id_is_its_row_to_the_bit(store: tierstore.Store, mode: str) -> None:
+    name = next(name for name, pooling in POOLINGS.items() if pooling == mode)
+    model = models_of(store).by_name[f"pooled.{name}"]
+    ids = list(range(ROWS[name]))
+    (found,) = asked(model, {"ids": tensor("INT64", ids), "lengths": tensor("INT32", [1] * len(ids))})
+    assert found["embeddings"].tobytes() == rows_of(store, name).float().numpy().tobytes()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_are_those_of_a_read(store: tierstore.Store, name: str) -> None:
+    model: Any = models_of(store).by_name[f"rows.{name}"]
+    rows = rows_of(store, name).float().numpy()
+
+    @given(st.lists(st.lists(st.integers(0, ROWS[name] - 1), max_size=9), min_size=1, max_size=4))
+    def check(queries: list[list[int]]) -> None:
+        for ids, found in zip(queries, asked(model, *({"ids": tensor("INT64", ids)} for ids in queries)), strict=True):
+            assert found["rows"].shape == (len(ids), DIMS[name])
+            assert found["rows"].tobytes() == rows[ids].tobytes()
+
+    check()
+
+
+@st.composite
+def jagged(draw: Any, features: list[str]) -> dict[str, Any]:
+    batch = draw(st.integers(1, 4))
+    lengths = [draw(st.lists(st.integers(0, 3), min_size=batch, max_size=batch)) for _ in features]
+    ids = []
+    for feature, part in zip(features, lengths, strict=True):
+        most = ROWS[feature.removesuffix(".again")] - 1
+        ids += draw(st.lists(st.integers(0, most), min_size=sum(part), max_size=sum(part)))
+    return {"ids": ids, "lengths": lengths, "weights": None, "kind": draw(st.sampled_from(["INT64", "INT32"]))}
+
+
+def test_all_features_side_by_side(store: tierstore.Store) -> None:
+    model: Any = models_of(store).by_name["pooled"]
+    metadata = model.metadata("1")
+    features = metadata.parameters["features"].split(",")
+    assert sorted(features) == sorted(each for name in NAMES for each in (name, f"{name}.again"))
+    owners = [feature.removesuffix(".again") for feature in features]
+    assert metadata.outputs[0].shape == (-1, sum(DIMS[owner] for owner in owners))
+    assert [spec.name for spec in metadata.inputs] == ["values", "lengths"]
+
+    @given(st.lists(jagged(features), min_size=1, max_size=4))
+    def check(queries: list[dict[str, Any]]) -> None:
+        found = asked(model, *(inputs_of(query, "values") for query in queries))
+        for query, each in zip(queries, found, strict=True):
+            columns, position = [], 0
+            for owner, lengths in zip(owners, query["lengths"], strict=True):
+                ids = query["ids"][position : position + sum(lengths)]
+                position += len(ids)
+                offsets = torch.tensor([0, *np.cumsum(lengths)])
+                ids = torch.tensor(ids, dtype=torch.int64)
+                columns.append(store[owner].pooled(ids, offsets, mode=POOLINGS[owner]))
+            assert each["embeddings"].tobytes() == torch.cat(columns, 1).numpy().tobytes()
+
+    check()
+
+
+def test_rows_of_all_features_where_tables_are_of_one_width(tmp_path: Any, store: tierstore.Store) -> None:
+    assert "rows" not in models_of(store).by_name
+    make_store(tmp_path / "store", ["sums", "peaks"])
+    with tierstore.open(tmp_path / "store", mode="r", ddr="4MiB") as narrow:
+        model: Any = models_of(narrow, out_of_range="zero").by_name["rows"]
+        features = model.metadata("1").parameters["features"].split(",")
+        query = {"values": tensor("INT64", [3, 1, 2, 0]), "lengths": tensor("INT32", [1, 0, 2, 1], (4, 1))}
+        (found,) = asked(model, query)
+        owners = [feature.removesuffix(".again") for feature in features]
+        want = [narrow[owners[0]].read(torch.tensor([3])), narrow[owners[2]].read(torch.tensor([1, 2]))]
+        want.append(narrow[owners[3]].read(torch.tensor([0])))
+        assert found["rows"].tobytes() == torch.cat(want).numpy().tobytes()
+        with pytest.raises(ServeError, match=r"'values' has 99 at position 1 of feature"):
+            model.parse({"values": tensor("INT64", [3, 99, 2, 0]), "lengths": query["lengths"]})
+
+
+def test_ids_that_are_no_rows_are_named(store: tierstore.Store) -> None:
+    models: Any = models_of(store).by_name
+    with pytest.raises(ServeError, match=r"'ids' has 40 at position 2: ids are in \[0, 40\)") as caught:
+        models["pooled.sums"].parse({"ids": tensor("INT64", [1, 2, 40]), "lengths": tensor("INT32", [3])})
+    assert caught.value.status is Status.INVALID
+    with pytest.raises(ServeError, match=r"'ids' has -1 at position 0: ids are in \[0, 20\)"):
+        models["rows.peaks"].parse({"ids": tensor("INT64", [-1, 99])})
+    features = models["pooled"].metadata("1").parameters["features"].split(",")
+    lengths = tensor("INT32", [0] * 5 + [1] + [0] * (len(features) - 6), (len(features), 1))
+    with pytest.raises(ServeError, match=rf"'values' has {2**62} at position 0 of feature '{features[5]}'"):
+        models["pooled"].parse({"values": tensor("INT64", [2**62]), "lengths": lengths})
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("name", ["sums", "means", "peaks"])
+def test_ids_that_are_no_rows_count_as_zeros_and_are_counted(store: tierstore.Store, name: str, cache: str) -> None:
+    counted = Counted()
+    model: Any = models_of(store, out_of_range="zero", count=counted, pooled_cache=cache).by_name[f"pooled.{name}"]
+    rows = rows_of(store, name)
+    told = 0
+
+    @given(st.lists(bags(name, -3, ROWS[name] + 3), min_size=1, max_size=3))
+    def check(queries: list[dict[str, Any]]) -> None:
+        nonlocal told
+        found = asked(model, *map(inputs_of, queries))
+        for query, each in zip(queries, found, strict=True):
+            ids, lengths, weights, position = [], [], [], 0
+            for length in query["lengths"]:
+                good = [i for i in range(position, position + length) if 0 <= query["ids"][i] < ROWS[name]]
+                ids += [query["ids"][i] for i in good]
+                weights += [query["weights"][i] for i in good] if query["weights"] else []
+                lengths.append(len(good))
+                position += length
+            told += len(query["ids"]) - len(ids)
+            plain = plain_pooled(rows, ids, lengths, POOLINGS[name], weights if query["weights"] else None)
+            np.testing.assert_allclose(each["embeddings"], plain, rtol=1e-5, atol=1e-5)
+        assert counted.get(model.name, 0) == told
+
+    check()
+    assert told
+
+
+def test_rows_that_are_none_are_zeros(store: tierstore.Store) -> None:
+    counted = Counted()
+    model = models_of(store, out_of_range="zero", count=counted).by_name["rows.half"]
+    first, second = asked(model, {"ids": tensor("INT64", [2, -1, 25, 3])}, {"ids": tensor("INT32", [0])})
+    rows = rows_of(store, "half").float().numpy()
+    assert first["rows"][[0, 3]].tobytes() == rows[[2, 3]].tobytes()
+    assert not first["rows"][[1, 2]].any()
+    assert second["rows"].tobytes() == rows[[0]].tobytes()
+    assert counted == {"rows.half": 2}
+
+
+def test_kept_bags_are_found_and_forgotten_with_the_version(store: tierstore.Store) -> None:
+    from tierstore.serve.models import BagCaches, make_models
+
+    caches = BagCaches.of(store, "64KiB")
+    assert caches is not None
+    model: Any = make_models(store, caches, out_of_range="reject", count=Counted()).by_name["pooled.sums"]
+    query = {"ids": tensor("INT64", list(range(10)) * 2), "lengths": tensor("INT32", [10, 10])}
+    other = {"ids": tensor("INT64", list(range(11))), "lengths": tensor("INT32", [11])}
+    (first,) = asked(model, query)
+    assert caches.stats()[:2] == (0, 2)
+    again, new = asked(model, query, other)
+    assert caches.stats()[:2] == (2, 3)
+    assert again["embeddings"].tobytes() == first["embeddings"].tobytes()
+    direct = store["sums"].pooled(torch.arange(11), torch.tensor([0, 11]))
+    assert new["embeddings"].tobytes() == direct.numpy().tobytes()
+    assert 0 < caches.stats().bytes <= 64 << 10
+    caches.renew(store)
+    assert caches.stats() == (2, 3, 0)
+    asked(model, other)
+    assert caches.stats()[:2] == (2, 4)
+
+
+GOOD = {"ids": tensor("INT64", [1, 2, 3]), "lengths": tensor("INT32", [2, 1])}
+WRONG = {
+    "is missing: INT32": {"ids": GOOD["ids"]},
+    "there is no input 'id'; did you mean 'ids'": GOOD | {"id": GOOD["ids"]},
+    "there is no input 'zzzz'; the model takes ids, lengths": GOOD | {"zzzz": GOOD["ids"]},
+    "'ids' is FP32; the model takes INT64 or INT32": GOOD | {"ids": tensor("FP32", [1, 2, 3])},
+    "'ids' has shape [1, 3]; the model takes [-1]": GOOD | {"ids": tensor("INT64", [[1, 2, 3]])},
+    "'lengths' has the length -1 at position 1": GOOD | {"lengths": tensor("INT32", [4, -1])},
+    "'lengths' adds up to 2; 'ids' has 3": GOOD | {"lengths": tensor("INT32", [1, 1])},
+    "'lengths' adds up to 4; 'ids' has 3": GOOD | {"lengths": tensor("INT32", [2, 2])},
+    "'lengths' has the length 9223372036854775807": GOOD | {"lengths": tensor("INT64", [2**63 - 1, 2**63 - 1])},
+    "'lengths' is empty": {"ids": tensor("INT64", []), "lengths": tensor("INT32", [])},
+    "'weights' has 2 elements; 'ids' has 3": GOOD | {"weights": tensor("FP32", [1, 2])},
+    "'weights' is nan at [1]": GOOD | {"weights": tensor("FP32", [1, float("nan"), 2])},
+    "'weights' is -inf at [2]": GOOD | {"weights": tensor("FP32", [1, 0, -float("inf")])},
+    "'weights' is FP64; the model takes FP32": GOOD | {"weights": tensor("FP64", [1, 1, 1])},
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_inputs_are_named(store: tierstore.Store, message: str) -> None:
+    model: Any = models_of(store).by_name["pooled.sums"]
+    with pytest.raises(ServeError) as caught:
+        model.parse(WRONG[message])
+    assert caught.value.status is Status.INVALID
+    assert message in str(caught.value)
+
+
+def test_weights_only_for_sums(store: tierstore.Store) -> None:
+    models: Any = models_of(store).by_name
+    for name in ("pooled.means", "pooled.peaks"):
+        with pytest.raises(ServeError, match="there is no input 'weights'"):
+            models[name].parse(GOOD | {"weights": tensor("FP32", [1, 1, 1])})
+
+
+def test_metadata_names_what_is_taken_and_given(store: tierstore.Store) -> None:
+    models = models_of(store).by_name
+    assert list(models) == sorted([*(f"{kind}.{name}" for kind in ("pooled", "rows") for name in NAMES), "pooled"])
+    for name, model in models.items():
+        metadata = model.metadata("7")
+        assert (metadata.name, metadata.versions) == (name, ("7",))
+        if name.startswith("pooled."):
+            assert metadata.outputs[0].shape == (-1, DIMS[name.removeprefix("pooled.")])
+            assert metadata.parameters["rows"] == ROWS[name.removeprefix("pooled.")]

@@ -1,0 +1,191 @@
+"""The ranking model against the trainer's own evaluation of the same rows."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+import tierstore
+from tests.serve.models.stores import Counted, asked, models_of, tensor
+from tests.train.runs import TRAIN_ROWS, config_of
+from tierstore.serve.messages import InferTensor, ServeError, Status
+from tierstore.train import train
+from tierstore.train.build import build_run, open_data, open_run_store
+from tierstore.train.checkpoint import restore_run
+from tierstore.train.config import RunConfig
+
+BATCH = 48
+RUNS = {
+    "dlrm": {"train__epochs": 1},
+    "dcn": {"train__epochs": 1, "model__interaction": "dcn", "data__hashing": "mod", "data__log_dense": False},
+}
+
+
+class Trained(NamedTuple):
+    """A run; rows of its data as they were in the file, and what the trainer's model gives for them."""
+
+    config: RunConfig
+    dense: Any
+    categories: Any
+    probabilities: Any
+
+
+def evaluated(config: RunConfig) -> Trained:
+    reader, hasher = open_data(config)
+    stop = TRAIN_ROWS + BATCH
+    raw = next(iter(reader.read_chunks(TRAIN_ROWS, stop, BATCH)))
+    dense, categories = raw.dense.copy(), raw.categories.copy()
+    log = config.data.log_dense
+    batch = next(iter(reader.batches(hasher, batch_size=BATCH, start_row=TRAIN_ROWS, stop_row=stop, log_dense=log)))
+    with open_run_store(config) as store:
+        run = build_run(config, store)
+        restore_run(run)
+        run.model.eval()
+        with torch.no_grad():
+            probabilities = torch.sigmoid(run.model(batch.dense, batch.sparse)).numpy()
+    return Trained(config, dense, categories, probabilities)
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def trained(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    config = config_of(tmp_path_factory.mktemp("ranking"), "store", **RUNS[request.param])
+    train(config)
+    return evaluated(config)
+
+
+@pytest.fixture
+def store(trained: Trained) -> Iterator[tierstore.Store]:
+    with tierstore.open(trained.config.store.path, mode="r", ddr="8MiB") as opened:
+        yield opened
+
+
+def query(dense: Any, categories: Any) -> dict[str, InferTensor]:
+    """What a client sends: zeros for dense values that are missing, nothing for such categories."""
+    by_feature = categories.T
+    has = by_feature >= 0
+    return {
+        "dense": tensor("FP32", np.nan_to_num(dense, nan=0.0)),
+        "values": tensor("INT64", by_feature[has]),
+        "lengths": tensor("INT32", has.astype(np.int32)),
+    }
+
+
+def test_it_gives_the_bits_of_the_trainers_own_evaluation(trained: Trained, store: tierstore.Store) -> None:
+    model: Any = models_of(store).ranking
+    (found,) = asked(model, query(trained.dense, trained.categories))
+    assert (trained.categories < 0).any()
+    assert found["probabilities"].tobytes() == trained.probabilities.tobytes()
+    assert found["probabilities"].std() > 0.001
+
+
+def test_requests_of_one_batch_are_told_apart(trained: Trained, store: tierstore.Store) -> None:
+    model: Any = models_of(store).ranking
+    bounds = [0, 1, 20, 21, BATCH]
+    parts = [slice(*pair) for pair in itertools.pairwise(bounds)]
+    found = asked(model, *(query(trained.dense[part], trained.categories[part]) for part in parts))
+    together = np.concatenate([each["probabilities"] for each in found])
+    assert together.tobytes() == trained.probabilities.tobytes()  # the model's batch is the trainer's
+    for part, each in zip(parts, found, strict=True):
+        (alone,) = asked(model, query(trained.dense[part], trained.categories[part]))
+        np.testing.assert_allclose(alone["probabilities"], each["probabilities"], rtol=1e-5)
+
+
+def test_hashing_is_the_published_one(trained: Trained, store: tierstore.Store) -> None:
+    """By integers of Python, which do not overflow."""
+
+    def row_of(value: int, column: int) -> int:
+        if trained.config.data.hashing == "mod":
+            return value % 150
+        mixed = (value + (column + 1) * 0x9E3779B97F4A7C15) % 2**64
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) % 2**64
+        return (mixed ^ (mixed >> 31)) % 150
+
+    values = [2**63 - 1, 5, 0, 2**40, 77, 78]
+    lengths = np.zeros((26, 2), np.int32)
+    lengths[0], lengths[3], lengths[25] = (2, 1), (0, 1), (2, 0)
+    features = [0, 0, 0, 3, 25, 25]
+    parsed: Any = models_of(store).ranking.parse(
+        {
+            "dense": tensor("FP32", np.zeros((2, 13))),
+            "values": tensor("INT64", values),
+            "lengths": tensor("INT32", lengths),
+        }
+    )
+    assert parsed.jagged.values.tolist() == [row_of(*pair) for pair in zip(values, features, strict=True)]
+
+
+def test_metadata_tells_the_order_of_columns(trained: Trained, store: tierstore.Store) -> None:
+    metadata = models_of(store).ranking.metadata("3")
+    data = trained.config.data
+    assert metadata.parameters["dense"].split(",") == list(data.dense_columns)
+    assert metadata.parameters["features"].split(",") == list(data.sparse_columns)
+    assert [spec.shape for spec in metadata.inputs] == [(-1, 13), (-1,), (26, -1)]
+
+
+def wrong_queries(good: dict[str, InferTensor]) -> dict[str, dict[str, InferTensor]]:
+    nan = np.array(good["dense"].data)
+    nan[3, 2] = np.nan
+    negative = np.array(good["values"].data)
+    negative[7] = -5
+    lengths = np.array(good["lengths"].data)
+    return {
+        "'dense' is nan at [3, 2]": good | {"dense": tensor("FP32", nan)},
+        f"'dense' has {BATCH - 1} samples; 'lengths' has {BATCH}": good
+        | {"dense": tensor("FP32", good["dense"].data[1:])},
+        "'dense' has shape [48, 12]": good | {"dense": tensor("FP32", good["dense"].data[:, :12])},
+        "'values' has -5 at position 7: categories are 0 or more": good | {"values": tensor("INT64", negative)},
+        "'lengths' has shape [25, 48]": good | {"lengths": tensor("INT32", lengths[:25])},
+        "'lengths' is empty": {
+            "dense": tensor("FP32", np.zeros((0, 13))),
+            "values": tensor("INT64", []),
+            "lengths": tensor("INT32", np.zeros((26, 0))),
+        },
+        "there is no input 'weights'": good | {"weights": tensor("FP32", np.ones(len(negative)))},
+        "'dense' is missing": {name: each for name, each in good.items() if name != "dense"},
+    }
+
+
+def test_wrong_inputs_are_named(trained: Trained, store: tierstore.Store) -> None:
+    model: Any = models_of(store).ranking
+    for message, inputs in wrong_queries(query(trained.dense, trained.categories)).items():
+        with pytest.raises(ServeError) as caught:
+            model.parse(inputs)
+        assert caught.value.status is Status.INVALID
+        assert message in str(caught.value)
+
+
+def test_negative_categories_can_count_as_missing(trained: Trained, store: tierstore.Store) -> None:
+    counted = Counted()
+    model: Any = models_of(store, out_of_range="zero", count=counted).ranking
+    by_feature = trained.categories.T
+    inputs = query(trained.dense, trained.categories) | {
+        "values": tensor("INT64", by_feature.reshape(-1)),
+        "lengths": tensor("INT32", np.ones(by_feature.shape)),
+    }
+    (found,) = asked(model, inputs)
+    assert found["probabilities"].tobytes() == trained.probabilities.tobytes()
+    assert counted == {"ranking": int((trained.categories < 0).sum())}
+
+
+def test_weights_that_overflow_are_an_error_and_no_answer(trained: Trained, store: tierstore.Store) -> None:
+    model: Any = models_of(store).ranking
+    model.load({name: torch.full_like(each, torch.inf) if each.dtype == torch.float32 else each
+                for name, each in store.tensors().items()})  # fmt: skip
+    with pytest.raises(ServeError, match="no number") as caught:
+        asked(model, query(trained.dense, trained.categories))
+    assert caught.value.status is Status.INTERNAL
+
+
+def test_weights_are_required_whole(trained: Trained, store: tierstore.Store) -> None:
+    ranking: Any = models_of(store).ranking
+    tensors = store.tensors()
+    ranking.require(tensors)
+    name = next(name for name in tensors if name.startswith("model."))
+    with pytest.raises(tierstore.errors.DamagedError, match=f"{name} of the newest commit is missing"):
+        ranking.require({key: each for key, each in tensors.items() if key != name})
+    with pytest.raises(tierstore.errors.DamagedError, match="has shape"):
+        ranking.require(tensors | {name: tensors[name].reshape(-1)[:0]})

@@ -1,0 +1,398 @@
+"""The whole server over real sockets, asked by independent clients, while another process commits."""
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import numpy as np
+import pytest
+import torch
+import tritonclient.grpc
+import tritonclient.http
+from tritonclient.utils import InferenceServerException
+
+import tierstore
+from tests.serve.whole import ADMIN, InThread, serving, wait_for
+from tests.test_refresh import Writer
+from tierstore.serve.client import Client
+from tierstore.serve.messages import ServeError, Status
+
+ROWS, DIM = 500, 8
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Writer]:
+    made = Writer()
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def writer(process: Writer, store_dir: Path) -> Iterator[Writer]:
+    """Its store has a table "t" and one version, whose number is in every row."""
+    process("open", str(store_dir))
+    process("create", "t", ROWS, DIM)
+    number(process, 1)
+    yield process
+    process("close")
+
+
+def number(writer: Writer, version: int, *tables: str) -> None:
+    """Write the version's number into every row and commit it."""
+    for table in tables or ("t",):
+        writer("write", table, list(range(ROWS)), version)
+    assert writer("commit", version) == version
+
+
+@pytest.fixture
+def server(writer: Writer, store_dir: Path) -> Iterator[InThread]:
+    with serving(store_dir) as made:
+        yield made
+
+
+def bags_of(kind: Any, ids: list[int], lengths: list[int]) -> list[Any]:
+    inputs = [kind.InferInput("ids", [len(ids)], "INT64"), kind.InferInput("lengths", [len(lengths)], "INT32")]
+    inputs[0].set_data_from_numpy(np.array(ids, np.int64))
+    inputs[1].set_data_from_numpy(np.array(lengths, np.int32))
+    return inputs
+
+
+def test_all_clients_get_the_rows_of_the_store(server: InThread) -> None:
+    ids, lengths = [3, 4, 5, 6], [2, 0, 2]
+    want = np.array([[2.0] * DIM, [0.0] * DIM, [2.0] * DIM], np.float32)
+    names = ["pooled", "pooled.t", "rows", "rows.t"]
+    with tritonclient.http.InferenceServerClient(server.url.removeprefix("http://")) as http:
+        assert http.is_server_ready()
+        assert http.is_server_live()
+        assert [each["name"] for each in http.get_model_repository_index()] == names
+        assert http.get_model_metadata("pooled.t")["versions"] == ["1"]
+        found = http.infer("pooled.t", bags_of(tritonclient.http, ids, lengths), model_version="1", request_id="a")
+        assert np.array_equal(found.as_numpy("embeddings"), want)
+        assert (found.get_response()["model_version"], found.get_response()["id"]) == ("1", "a")
+        wanted = [tritonclient.http.InferRequestedOutput("embeddings", binary_data=False)]
+        found = http.infer("pooled.t", bags_of(tritonclient.http, ids, lengths), outputs=wanted)
+        assert np.array_equal(found.as_numpy("embeddings"), want)
+    with tritonclient.grpc.InferenceServerClient(server.grpc) as client:
+        assert client.is_server_ready()
+        assert [each.name for each in client.get_model_repository_index().models] == names
+        assert client.get_model_metadata("pooled.t").versions == ["1"]
+        found = client.infer("pooled.t", bags_of(tritonclient.grpc, ids, lengths), model_version="1")
+        assert np.array_equal(found.as_numpy("embeddings"), want)
+        assert found.get_response().model_version == "1"
+    with Client(server.url) as own:
+        assert own.ready()
+        assert own.models() == names
+        assert np.array_equal(own.pooled(ids, lengths, table="t"), want)
+        assert np.array_equal(own.rows([0, ROWS - 1], table="t"), np.ones((2, DIM), np.float32))
+
+
+WRONG_GRPC = {
+    "pooled.u": ("", "embeddings", "StatusCode.NOT_FOUND", "did you mean 'pooled.t'?"),
+    "pooled.t": ("7", "embeddings", "StatusCode.NOT_FOUND", "version '7' is not served; 1 is"),
+    "rows.t": ("", "row", "StatusCode.INVALID_ARGUMENT", "there is no output 'row'; did you mean 'rows'?"),
+}
+
+
+@pytest.mark.parametrize("model", WRONG_GRPC)
+def test_what_is_not_there_is_named(server: InThread, model: str) -> None:
+    version, output, status, message = WRONG_GRPC[model]
+    inputs = bags_of(tritonclient.grpc, [1], [1])[: 1 if model == "rows.t" else 2]
+    outputs = [tritonclient.grpc.InferRequestedOutput(output)]
+    with (
+        tritonclient.grpc.InferenceServerClient(server.grpc) as client,
+        pytest.raises(InferenceServerException) as caught,
+    ):
+        client.infer(model, inputs, model_version=version, outputs=outputs)
+    assert (caught.value.status(), message in caught.value.message()) == (status, True)
+    path = f"/v2/models/{model}" + (f"/versions/{version}" if version else "") + "/infer"
+    body: dict[str, Any] = {"inputs": [{"name": "ids", "datatype": "INT64", "shape": [1], "data": [1]}]}
+    if model != "rows.t":
+        body["inputs"].append({"name": "lengths", "datatype": "INT32", "shape": [1], "data": [1]})
+    answer = httpx.post(server.url + path, json=body | {"outputs": [{"name": output}]})
+    assert answer.status_code == (400 if model == "rows.t" else 404)
+    assert message in answer.json()["error"]
+
+
+def ask_rows(server: InThread, ids: list[int], **options: Any) -> httpx.Response:
+    """Rows of "t" as JSON."""
+    inputs = [{"name": "ids", "datatype": "INT64", "shape": [len(ids)], "data": ids}]
+    return httpx.post(f"{server.url}/v2/models/rows.t/infer", json={"inputs": inputs} | options, timeout=60)
+
+
+def test_a_full_queue_refuses(writer: Writer, store_dir: Path) -> None:
+    with serving(store_dir, max_batch_samples=4, max_queue_samples=4) as server, ThreadPoolExecutor(2) as pool:
+        with server.held():
+            waiting = pool.submit(ask_rows, server, [1, 2, 3])
+            wait_for(lambda: server.engine.queued_samples()["rows.t"] == 3)
+            refused = ask_rows(server, [4, 5])
+            assert refused.status_code == 503
+            assert "max_queue_samples is 4; try again later" in refused.json()["error"]
+            with (
+                tritonclient.grpc.InferenceServerClient(server.grpc) as client,
+                pytest.raises(InferenceServerException) as caught,
+            ):
+                client.infer("rows.t", bags_of(tritonclient.grpc, [4, 5], [])[:1])
+            assert caught.value.status() == "StatusCode.RESOURCE_EXHAUSTED"
+        assert waiting.result().status_code == 200
+        too_large = ask_rows(server, [1, 2, 3, 4, 5])
+        assert too_large.status_code == 400
+        assert "max_batch_samples" in too_large.json()["error"]
+        assert server.metric("tierstore_request_seconds_count", status="overloaded") == 2
+        assert server.metric("tierstore_request_seconds_count", status="invalid", model="rows.t") == 1
+
+
+def test_who_waits_too_long_is_told(server: InThread) -> None:
+    with server.held():
+        late = ask_rows(server, [1], parameters={"timeout": 20_000})
+        assert late.status_code == 504
+        assert "deadline" in late.json()["error"]
+        with (
+            tritonclient.grpc.InferenceServerClient(server.grpc) as client,
+            pytest.raises(InferenceServerException) as caught,
+        ):
+            client.infer("rows.t", bags_of(tritonclient.grpc, [1], [])[:1], client_timeout=0.05)
+        assert caught.value.status() == "StatusCode.DEADLINE_EXCEEDED"
+        wait_for(lambda: server.engine.queued_samples()["rows.t"] == 0)
+    assert ask_rows(server, [1]).status_code == 200
+
+
+def test_who_goes_away_is_waited_for_no_more_and_not_counted_as_answered(server: InThread) -> None:
+    body = json.dumps({"inputs": [{"name": "ids", "datatype": "INT64", "shape": [1], "data": [1]}]})
+    head = f"POST /v2/models/rows.t/infer HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
+    with server.held():
+        with socket.create_connection(("127.0.0.1", server.ports.rest)) as connection:
+            connection.sendall((head + body).encode())
+            wait_for(lambda: server.engine.queued_samples()["rows.t"] == 1)
+        wait_for(lambda: server.engine.queued_samples()["rows.t"] == 0)
+        stub = tritonclient.grpc.InferenceServerClient(server.grpc)
+        call = stub.async_infer("rows.t", bags_of(tritonclient.grpc, [1], [])[:1], callback=lambda *_, **__: None)
+        wait_for(lambda: server.engine.queued_samples()["rows.t"] == 1)
+        call.cancel()
+        wait_for(lambda: server.engine.queued_samples()["rows.t"] == 0)
+        stub.close()
+    assert server.metric("tierstore_request_seconds_count", status="ok") == 0
+    assert ask_rows(server, [1]).status_code == 200
+    assert server.metric("tierstore_request_seconds_count", status="ok", protocol="http", model="rows.t") == 1
+
+
+def test_answers_are_of_one_version_while_another_process_commits(
+    writer: Writer, store_dir: Path, server: InThread
+) -> None:
+    """The number of the version is in all its rows, so rows of two versions in one answer would show."""
+    committed, done = [1], threading.Event()
+
+    def ask(use_grpc: bool) -> list[int]:
+        seen = []
+        client: Any = tritonclient.grpc.InferenceServerClient(server.grpc) if use_grpc else Client(server.url)
+        with client:
+            generator = np.random.default_rng(use_grpc)
+            while not done.is_set():
+                ids = generator.integers(0, ROWS, 100)
+                if use_grpc:
+                    answer = client.infer("rows.t", bags_of(tritonclient.grpc, ids.tolist(), [])[:1])
+                    version, rows = answer.get_response().model_version, answer.as_numpy("rows")
+                else:
+                    answer = client.infer("rows.t", {"ids": ids})
+                    version, rows = answer.version, answer.outputs["rows"]
+                assert (rows == float(version)).all(), f"version {version} holds {np.unique(rows)}"
+                seen.append(int(version))
+        return seen
+
+    with ThreadPoolExecutor(3) as pool:
+        asking = [pool.submit(ask, use_grpc) for use_grpc in (True, False, False)]
+        try:
+            for version in range(2, 12):
+                number(writer, version)
+                committed.append(version)
+                wait_for(lambda version=version: server.engine.version == version)
+        finally:
+            done.set()
+        for each in asking:
+            seen = each.result()
+            assert set(seen) <= set(committed)
+            assert seen == sorted(seen)
+            assert len(set(seen)) > 3
+    status = server.status()["version"]
+    assert (status["served"], status["newest"], status["updates"], status["update_failures"]) == (11, 11, 10, 0)
+    assert status["staleness_seconds"] == 0
+    assert server.metric("tierstore_version") == 11
+
+
+def test_a_version_that_is_gone_is_not_answered(writer: Writer, server: InThread) -> None:
+    assert ask_rows(server, [1]).json()["model_version"] == "1"
+    number(writer, 2)
+    wait_for(lambda: server.engine.version == 2)
+    gone = httpx.get(f"{server.url}/v2/models/rows.t/versions/1")
+    assert (gone.status_code, "2 is" in gone.text) == (404, True)
+
+
+def test_rollback_by_the_trainer_is_followed(writer: Writer, server: InThread) -> None:
+    number(writer, 2)
+    wait_for(lambda: server.engine.version == 2)
+    assert writer("rollback", 1) == 1
+    wait_for(lambda: server.engine.version == 1)
+    assert ask_rows(server, [1]).json()["outputs"][0]["data"] == [1.0] * DIM
+    refused = httpx.post(f"{server.admin}/admin/rollback", headers=ADMIN)
+    assert refused.status_code == 400
+    assert "tierstore rollback" in refused.json()["error"]
+
+
+def test_new_tables_are_new_models_and_no_request_fails(writer: Writer, server: InThread) -> None:
+    done = threading.Event()
+
+    def ask() -> list[Status]:
+        refused, count = [], 0
+        with Client(server.url) as client:
+            while not done.is_set():
+                assert client.rows([1, 2], table="t").shape == (2, DIM)
+                lengths = [[1]] * len(client.metadata("pooled")["parameters"]["features"].split(","))
+                try:
+                    client.infer("pooled", {"values": np.zeros(len(lengths), np.int64), "lengths": np.int32(lengths)})
+                except ServeError as error:  # it takes one feature more since the metadata was given
+                    refused.append(error.status)
+                count += 1
+        assert count
+        return refused
+
+    with ThreadPoolExecutor(2) as pool:
+        asking = [pool.submit(ask) for _ in range(2)]
+        try:
+            for version, table in enumerate(("u", "v", "w"), 2):
+                writer("create", table, ROWS, DIM)
+                number(writer, version, "t", table)
+                wait_for(lambda version=version: server.engine.version == version)
+        finally:
+            done.set()
+        assert all(set(each.result()) <= {Status.INVALID} for each in asking)
+    with Client(server.url) as client:
+        assert "pooled.w" in client.models()
+        assert (client.rows([7], table="v") == 3.0).all()
+    assert server.metric("tierstore_request_seconds_count", status="unavailable") == 0
+
+
+def test_who_waits_while_the_models_change_is_answered(writer: Writer, server: InThread) -> None:
+    lengths = {"name": "lengths", "datatype": "INT32", "shape": [1, 1], "data": [1]}
+    values = {"name": "values", "datatype": "INT64", "shape": [1], "data": [7]}
+
+    def ask_all() -> httpx.Response:
+        return httpx.post(f"{server.url}/v2/models/pooled/infer", json={"inputs": [values, lengths]}, timeout=60)
+
+    with ThreadPoolExecutor(2) as pool:
+        with server.held():
+            writer("create", "u", ROWS, DIM)
+            number(writer, 2, "t", "u")
+            wait_for(lambda: server.engine.newest_version == 2)  # its move waits for the executor
+            waiting = [pool.submit(ask_rows, server, [1]), pool.submit(ask_all)]
+            wait_for(lambda: sum(server.engine.queued_samples().values()) == 2)
+        kept, changed = (each.result() for each in waiting)
+    assert kept.json()["outputs"][0]["data"] == [2.0] * DIM
+    assert changed.status_code == 400  # there is another feature now
+    assert "'lengths' has shape [1, 1]; the model takes [2, -1]" in changed.json()["error"]
+
+
+def damage(store_dir: Path, version: int) -> None:
+    """Flip a byte in each row that holds the version's number."""
+    row = np.full(DIM, version, np.float32).tobytes()
+    path = store_dir / "rows.lmdb"
+    data = path.read_bytes()
+    assert data.count(row) >= ROWS
+    with open(path, "r+b") as file:
+        position = data.find(row)
+        while position >= 0:
+            file.seek(position)
+            file.write(bytes([data[position] ^ 1]))
+            position = data.find(row, position + len(row))
+
+
+def test_a_damaged_version_is_not_served(
+    writer: Writer, store_dir: Path, server: InThread, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert ask_rows(server, list(range(ROWS))).status_code == 200
+    with server.held(server.engine._looker):
+        number(writer, 2)
+        damage(store_dir, 2)
+    wait_for(lambda: server.status()["version"]["update_failures"] >= 2)
+    status = server.status()["version"]
+    assert (status["served"], status["updates"], status["staleness_seconds"] > 0) == (1, 0, True)
+    answer = ask_rows(server, list(range(ROWS))).json()
+    assert (answer["model_version"], set(answer["outputs"][0]["data"])) == ("1", {1.0})
+    refused = httpx.post(f"{server.admin}/admin/refresh", headers=ADMIN, timeout=60)
+    assert (refused.status_code, "checksum" in refused.json()["error"]) == (500, True)
+    (said,) = [line for line in caplog.messages if "version 1 goes on to be served; to move on failed" in line]
+    assert "rows.lmdb" in said
+    writer("rollback", 1)
+    number(writer, 3)
+    wait_for(lambda: server.engine.version == 3)
+    assert ask_rows(server, [5]).json()["outputs"][0]["data"] == [3.0] * DIM
+    assert server.status()["version"]["staleness_seconds"] == 0
+
+
+def test_metrics_and_status_agree_with_what_was_asked(server: InThread) -> None:
+    with Client(server.url) as client:
+        for _ in range(3):
+            client.rows([1, 2, 3], table="t")
+        client.pooled([1, 2], [1, 1], table="t")
+        with pytest.raises(ServeError):
+            client.rows([ROWS], table="t")
+    with tritonclient.grpc.InferenceServerClient(server.grpc) as client:
+        client.infer("rows.t", bags_of(tritonclient.grpc, [4], [])[:1])
+    status = server.status()
+    by_name = {model["name"]: model for model in status["models"]}
+    assert (by_name["rows.t"]["total"], by_name["rows.t"]["failed"]) == (5, 1)
+    assert by_name["pooled.t"]["by_status"] == {"ok": 1}
+    assert by_name["pooled.t"]["batch_samples_mean"] == 2
+    assert status["requests"]["total"] == 6
+    name = "tierstore_request_seconds_count"
+    assert server.metric(name, model="rows.t", protocol="http", status="ok") == 3
+    assert server.metric(name, model="rows.t", protocol="grpc", status="ok") == 1
+    assert server.metric(name, status="invalid") == 1
+    assert [each["name"] for each in status["tables"]] == ["t"]
+    ddr = next(tier for tier in status["tiers"] if tier["name"] == "ddr")
+    assert ddr["unique"] == 3 * 3 + 2 + 1
+    assert 0 < ddr["bytes"] <= 4 << 20
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8", "int4"])
+def test_fewer_bits_are_those_of_a_quantized_store(writer: Writer, store_dir: Path, tmp_path: Path, dtype: Any) -> None:
+    tierstore.quantize(store_dir, tmp_path / "less", dtype=dtype)
+    every = torch.arange(ROWS)
+    with tierstore.open(tmp_path / "less", mode="r", ddr="4MiB") as less:
+        want = less["t"].read(every).float().numpy()
+        pooled = less["t"].pooled(every, torch.arange(0, ROWS + 1, 4)).numpy()
+    with serving(store_dir, dtype=dtype, ddr="400KiB") as server, Client(server.url) as client:
+        assert np.array_equal(client.rows(every, table="t"), want)
+        assert np.array_equal(client.pooled(every, [4] * (ROWS // 4), table="t"), pooled)
+        assert server.status()["tables"][0]["dtype"] == dtype
+        assert server.engine.stats().ddr.bytes <= 400 << 10
+
+
+def test_kept_bags_change_no_answer_and_leave_with_their_version(writer: Writer, store_dir: Path) -> None:
+    ids, lengths = list(range(20)) * 3, [20, 20, 20]
+    with serving(store_dir, pooled_cache="1MiB") as server, Client(server.url) as client:
+        for version in (1, 2, 3):
+            if version > 1:
+                number(writer, version)
+                wait_for(lambda version=version: server.engine.version == version)
+            for _ in range(2):
+                assert (client.pooled(ids, lengths, table="t") == 20.0 * version).all()
+        pooled = server.status()["pooled"]
+        assert (pooled["hits"], pooled["misses"]) == (9, 9)
+        assert 0 < pooled["bytes"] <= 1 << 20
+        assert server.metric("tierstore_pooled_hits_total") == 9
+
+
+def test_health_says_when_it_drains(server: InThread) -> None:
+    assert httpx.get(f"{server.url}/v2/health/ready").status_code == 200
+    assert httpx.post(f"{server.admin}/admin/drain", headers=ADMIN).json() == {"draining": True}
+    assert httpx.get(f"{server.url}/v2/health/ready").status_code == 503
+    assert httpx.get(f"{server.url}/v2/health/live").status_code == 200
+    assert ask_rows(server, [1]).status_code == 503
+    channel = grpc.insecure_channel(server.grpc)
+    with channel, tritonclient.grpc.InferenceServerClient(server.grpc) as client:
+        assert not client.is_server_ready()

@@ -1,0 +1,238 @@
+"""``tierstore serve`` as a process: how it starts, and how it ends."""
+
+import signal
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+import torch
+
+import tierstore
+from tests.serve.whole import FREE_PORTS, WAIT_SECONDS, command, wait_for
+from tests.updates.support import ROWS, change, contents, table_config
+from tierstore import cli
+from tierstore.serve.client import Client
+from tierstore.serve.config import ServeConfig
+from tierstore.serve.workers import share_of
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("served") / "store"
+    change(directory, 1)
+    return directory
+
+
+def test_sigterm_answers_what_came_and_ends_well_and_kill_leaves_nothing_in_the_way(
+    store: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    want = contents(store)["item"].view(torch.float32).numpy()
+    ids = np.arange(ROWS)
+    with command(log, "--store", str(store), *FREE_PORTS) as server:
+        with Client(server.url) as client:
+            assert np.array_equal(client.rows(ids, table="item"), want)
+        assert httpx.get(f"{server.admin}/status.json").json()["server"]["ready"]
+        server.end(signal.SIGKILL)
+    with (
+        # A query waits two seconds for company that does not come: unless the server is stopped meanwhile.
+        command(log, "--store", str(store), *FREE_PORTS, "--max-delay-us", "5000000") as server,
+        ThreadPoolExecutor(1) as pool,
+        Client(server.url) as client,
+    ):
+        waiting = pool.submit(client.rows, ids, table="item")
+        wait_for(lambda: queued(server.admin) == ROWS)
+        server.process.send_signal(signal.SIGTERM)
+        assert np.array_equal(waiting.result(WAIT_SECONDS), want)
+        assert server.wait() == 0
+        with pytest.raises(ConnectionError):
+            client.rows(ids, table="item")
+    assert "stopping" in log.read_text()
+    assert "Traceback" not in log.read_text()
+
+
+def queued(admin: str) -> int:
+    models = httpx.get(f"{admin}/status.json").json()["models"]
+    return int(sum(model["queued_samples"] for model in models))
+
+
+def test_sigterm_ends_a_start_that_takes_long(store: Path, tmp_path: Path) -> None:
+    """The trace is a pipe that nobody writes to, or rows of which there are many: the signal comes while it starts."""
+    big = tmp_path / "big"
+    with tierstore.open(big, ddr="16MiB") as opened:
+        table = opened.create_table(table_config("item", num_embeddings=2_000_000, embedding_dim=16))
+        table.write(torch.tensor([1]), torch.ones(1, 16))
+        opened.commit()
+    from tierstore.serve.hot_rows import hot_rows_path, save_hot_rows
+
+    save_hot_rows(hot_rows_path(big), {"item": np.arange(2_000_000)})
+    with command(tmp_path / "log", "--store", str(big), *FREE_PORTS[:-1], "1GiB", ready=False) as server:
+        wait_for(lambda: "listening" in (tmp_path / "log").read_text())
+        assert server.end() == 0
+        assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+def said(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What the command says, in one line, as it refuses to start."""
+    assert cli.main(["serve", *arguments]) not in (0, None)
+    error = capfd.readouterr().err
+    lines = [line for line in error.splitlines() if not line.startswith("{")]
+    assert len(lines) == 1, error
+    return lines[0]
+
+
+def test_what_cannot_be_served_is_told_in_a_line(
+    store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert "no store is named" in said(capfd)
+    assert str(tmp_path / "none") in said(capfd, "--store", str(tmp_path / "none"), *FREE_PORTS)
+    with tierstore.open(tmp_path / "empty", ddr="4MiB") as opened:
+        opened.create_table(table_config("item"))
+    assert "no commit yet" in said(capfd, "--store", str(tmp_path / "empty"), *FREE_PORTS)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        for flag in ("--port", "--grpc-port", "--admin-port"):
+            line = said(capfd, "--store", str(store), *FREE_PORTS, flag, port)
+            assert port in line, line
+
+
+def test_settings_in_a_file(store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text('stores = "x"\n')
+    assert "unknown key 'stores'; did you mean 'store'?" in said(capfd, str(file))
+    file.write_text('store = "x"\nport = "eight"\n')
+    assert "port" in said(capfd, str(file))
+    file.write_text("store = [\n")
+    assert "serve.toml is not valid TOML" in said(capfd, str(file))
+    assert "cannot be read" in said(capfd, str(tmp_path / "none.toml"))
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "dtype='int3' is not one of": {"dtype": "int3"},
+    "policy='lruu' is not one of": {"policy": "lruu"},
+    "port=70000": {"port": 70_000},
+    "workers=0": {"workers": 0},
+    "ddr='much' is not a size": {"ddr": "much"},
+    "pooled_cache='x' is not a size": {"pooled_cache": "x"},
+    "request_seconds=nan": {"request_seconds": float("nan")},
+    "grace_seconds=-1": {"grace_seconds": -1},
+    "request_seconds=True": {"request_seconds": True},
+    "TLS wants both": {"tls_key": "key.pem"},
+    "admin_host='0.0.0.0' lets other machines in": {"admin_host": "0.0.0.0"},
+    "several workers share given ports": {"workers": 2, "port": 0},
+    "host=5 must be a str": {"host": 5},
+    "store=5 must be a str": {"store": 5},
+    "updates='yes' must be a bool": {"updates": "yes"},
+    "body_bytes=0": {"body_bytes": 0},
+    "connections=-1": {"connections": -1},
+    "max_batch_samples=0": {"max_batch_samples": 0},
+    "admin_port=65535 + 1": {"workers": 2, "admin_port": 65_535},
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_settings_are_named(message: str) -> None:
+    with pytest.raises((ValueError, TypeError)) as caught:
+        ServeConfig(**({"store": "x"} | WRONG[message]))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "  \n", "größe"])
+def test_a_token_must_be_one(tmp_path: Path, text: str) -> None:
+    (tmp_path / "token").write_text(text)
+    with pytest.raises(ValueError, match="token_file="):
+        _ = ServeConfig(store="x", token_file=str(tmp_path / "token")).token
+
+
+def test_shares_of_budgets() -> None:
+    for size, share in {"2GiB": 1 << 30, "1000001": 500_000, "50%": None, 7: 3, "0": 0}.items():
+        part = share_of(size, 2)
+        parsed = tierstore.sizes.parse_size(part, name="ddr", memory_bytes=1000)
+        assert parsed == (250 if share is None else share)
+    assert share_of("5% of tables", 2) == "2.500000% of tables"
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that are free now, one after another."""
+    while True:
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            first = found.getsockname()[1]
+        try:
+            for port in range(first, first + count):
+                with socket.socket() as tried:
+                    tried.bind(("127.0.0.1", port))
+        except OSError:
+            continue
+        return list(range(first, first + count))
+
+
+def test_workers_share_the_ports_and_are_started_again(store: Path, tmp_path: Path) -> None:
+    rest, grpc, admin, second = free_ports(4)
+    ports = ["--port", str(rest), "--grpc-port", str(grpc), "--admin-port", str(admin), "--threads", "1"]
+    log = tmp_path / "log"
+    with command(log, "--store", str(store), *ports, "--workers", "2", "--ddr", "8MiB") as server:
+        admins = [f"http://127.0.0.1:{port}" for port in (admin, second)]
+
+        def served() -> list[int]:
+            statuses = [httpx.get(f"{each}/status.json").json() for each in admins]
+            return [status["requests"]["total"] for status in statuses]
+
+        def ask() -> bool:
+            with Client(server.url) as client:  # a new connection each time
+                assert client.rows([1, 2], table="item").shape == (2, 6)
+            return all(served())
+
+        wait_for(ask)
+        workers = psutil.Process(server.process.pid).children(recursive=True)
+        names = [each for each in workers if "spawn_main" in " ".join(each.cmdline())]
+        assert len(names) == 2
+        names[0].kill()
+        names[0].wait(WAIT_SECONDS)
+
+        def both() -> bool:
+            try:
+                return len(served()) == 2
+            except httpx.HTTPError:
+                return False
+
+        wait_for(both)
+        wait_for(ask)
+        # As a terminal does on Ctrl-C: all of them are told, and none twice as hard.
+        for each in [*psutil.Process(server.process.pid).children(recursive=True), server.process]:
+            each.send_signal(signal.SIGINT)
+        assert server.wait() == 0
+    assert "is started again" in log.read_text()
+    assert "Traceback" not in log.read_text()
+    for each in workers:
+        each.wait(WAIT_SECONDS)
+
+
+def test_workers_end_with_their_parent(store: Path, tmp_path: Path) -> None:
+    rest, grpc, admin, _ = free_ports(4)
+    ports = ["--port", str(rest), "--grpc-port", str(grpc), "--admin-port", str(admin), "--threads", "1"]
+    with command(tmp_path / "log", "--store", str(store), *ports, "--workers", "2", "--ddr", "8MiB") as server:
+        workers = psutil.Process(server.process.pid).children(recursive=True)
+        assert workers
+        server.end(signal.SIGKILL)
+        _, alive = psutil.wait_procs(workers, timeout=WAIT_SECONDS)
+        for each in alive:
+            each.kill()
+        assert not alive
+
+
+def test_workers_that_cannot_start_end_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    rest, grpc, admin, _ = free_ports(4)
+    ports = ["--port", str(rest), "--grpc-port", str(grpc), "--admin-port", str(admin)]
+    assert cli.main(["serve", "--store", str(tmp_path / "none"), "--workers", "2", *ports]) == 1
+    said = capfd.readouterr().err
+    assert "could not start" in said
+    assert str(tmp_path / "none") in said
+    assert "Traceback" not in said

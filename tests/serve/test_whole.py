@@ -1,0 +1,325 @@
+"""Whole servers: of a training run, as replicas, warming up, behind a token and with TLS."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+import tritonclient.grpc
+from tritonclient.utils import InferenceServerException
+
+import tierstore
+from tests.serve.test_engine import bags_of
+from tests.serve.whole import ADMIN, SMALL, InThread, serving, wait_for
+from tests.train.runs import TRAIN_ROWS, config_of
+from tests.updates.support import ROWS, change, table_config
+from tierstore import cli
+from tierstore.serve import hot_rows
+from tierstore.serve.client import Client
+from tierstore.serve.messages import ServeError, Status
+from tierstore.train import train
+from tierstore.train.config import RunConfig
+from tierstore.updates.publish import publish
+
+BATCH = 32
+
+TRAINER = """
+import json, sys
+from pathlib import Path
+import torch
+from tests.train.runs import TRAIN_ROWS, config_of
+from tierstore.train.build import build_run, open_data, open_run_store
+from tierstore.train.checkpoint import Position, commit_run, restore_run
+config = config_of(Path(sys.argv[1]), "store", store__keep=4, store__threads=1)
+reader, hasher = open_data(config)
+batch = next(iter(reader.batches(hasher, batch_size=32, start_row=TRAIN_ROWS, stop_row=TRAIN_ROWS + 32)))
+torch.set_num_threads(1)
+with open_run_store(config) as store:
+    run = build_run(config, store)
+    restore_run(run)
+    for line in sys.stdin:
+        if line == "step\\n":  # dense weights and rows change together
+            logits = run.model(batch.dense, batch.sparse)
+            loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
+            run.optimizer.zero_grad()
+            (loss * 100).backward()
+            run.optimizer.step()
+            commit_run(run, config, Position()).result()
+        else:
+            store.rollback(int(line))
+            restore_run(run)
+        with torch.no_grad():
+            answer = torch.sigmoid(run.model(batch.dense, batch.sparse)).tolist()
+        print(json.dumps([store.version, answer]), flush=True)
+"""
+
+
+class Trainer:
+    """Another process that trains the small run on, step by step."""
+
+    def __init__(self, folder: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", TRAINER, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def __call__(self, order: str = "step") -> tuple[str, Any]:
+        """The version then, and the trainer's own answer for the first rows of the test data."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(order + "\n")
+        self._process.stdin.flush()
+        version, answer = json.loads(self._process.stdout.readline())
+        return str(version), np.array(answer, np.float32)
+
+    def end(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        assert self._process.wait(60) == 0
+        self._process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunConfig]:
+    folder = tmp_path_factory.mktemp("run")
+    config = config_of(folder, "store", store__keep=4, store__threads=1)
+    train(config)
+    return folder, config
+
+
+@pytest.fixture(scope="module")
+def trainer(run: tuple[Path, RunConfig]) -> Iterator[Trainer]:
+    made = Trainer(run[0])
+    yield made
+    made.end()
+
+
+@pytest.fixture(scope="module")
+def question(run: tuple[Path, RunConfig]) -> dict[str, Any]:
+    """The first rows of the test data, as they are in the file."""
+    from tierstore.train.build import open_data
+
+    reader, _ = open_data(run[1])
+    raw = next(iter(reader.read_chunks(TRAIN_ROWS, TRAIN_ROWS + BATCH, BATCH)))
+    has = raw.categories.T >= 0
+    dense = np.nan_to_num(raw.dense, nan=0.0)
+    return {"dense": dense, "values": raw.categories.T[has], "lengths": has.astype(np.int32)}
+
+
+def test_dense_weights_and_rows_of_a_run_move_together(
+    run: tuple[Path, RunConfig], trainer: Trainer, question: dict[str, Any]
+) -> None:
+    expected = dict([trainer()])
+    with serving(Path(run[1].store.path)) as server, ThreadPoolExecutor(2) as pool:
+
+        def ask(last: str) -> list[tuple[str, Any]]:
+            answers = []
+            with Client(server.url) as client:
+                while not answers or answers[-1][0] != last:
+                    answer = client.infer("ranking", question)
+                    answers.append((answer.version, answer.outputs["probabilities"]))
+            return answers
+
+        first = int(next(iter(expected)))
+        asking = [pool.submit(ask, str(first + 6)) for _ in range(2)]
+        for _ in range(6):
+            version, answer = trainer()
+            expected[version] = answer
+            wait_for(lambda version=version: str(server.engine.version) == version)
+        for each in asking:
+            answers = each.result()
+            for version, probabilities in answers:
+                assert probabilities.tobytes() == expected[version].tobytes(), f"not that of version {version}"
+            assert len({version for version, _ in answers}) > 2
+        assert len({answer.tobytes() for answer in expected.values()}) == len(expected)
+        trainer(str(first + 4))
+        wait_for(lambda: server.engine.version == first + 4)
+        with Client(server.url) as client:
+            back = client.infer("ranking", question)
+        assert (back.version, back.outputs["probabilities"].tobytes()) == (
+            str(first + 4),
+            expected[str(first + 4)].tobytes(),
+        )
+
+
+def test_a_replica_of_a_run_ranks_as_its_source(
+    run: tuple[Path, RunConfig], trainer: Trainer, question: dict[str, Any], tmp_path: Path
+) -> None:
+    source = run[1].store.path
+    with serving(tmp_path / "replica", updates=True) as server, Client(server.url) as client:
+        assert not client.ready()
+        with pytest.raises(ServeError) as caught:
+            client.rank(**question)
+        assert caught.value.status is Status.UNAVAILABLE
+        expected = dict([trainer()])
+        for _ in range(2):
+            (published,) = publish(source, [server.admin])
+            assert published.error is None
+            assert client.ready()
+            version, wanted = list(expected.items())[-1]
+            answer = client.infer("ranking", question)
+            assert (answer.version, answer.outputs["probabilities"].tobytes()) == (version, wanted.tobytes())
+            expected |= dict([trainer()])
+        first, second, _ = expected
+        back = httpx.post(f"{server.admin}/admin/rollback", headers=ADMIN, timeout=60)
+        assert back.json() == {"version": int(first)}
+        answer = client.infer("ranking", question)
+        assert (answer.version, answer.outputs["probabilities"].tobytes()) == (first, expected[first].tobytes())
+        assert httpx.post(f"{server.admin}/admin/rollback", headers=ADMIN, timeout=60).status_code in (422, 500)
+        status = server.status()["version"]
+        assert (status["served"], status["update_failures"]) == (int(first), 0)
+        assert int(second) > int(first)
+
+
+def test_hot_rows_are_there_after_a_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = tmp_path / "store"
+    change(store, 1)
+    ids = list(range(0, ROWS, 3))
+    with serving(store, warm_up="auto") as server, Client(server.url) as client:
+        want = client.rows(ids, table="item")
+        client.rows(ids[:5], table="user")
+    with serving(store, warm_up="auto") as server, Client(server.url) as client:
+        before = server.engine.stats().ddr
+        assert before.misses == len(ids) + 5
+        assert np.array_equal(client.rows(ids, table="item"), want)
+        after = server.engine.stats().ddr
+        assert (after.misses - before.misses, after.hits - before.hits) == (0, len(ids))
+    saved = hot_rows.hot_rows_path(store)
+    for damaged in (b"", b"PK\x03\x04 no zip", saved.read_bytes()[:-30], np.lib.format.magic(1, 0) + b"x" * 40):
+        saved.write_bytes(damaged)
+        caplog.clear()
+        with serving(store, warm_up="auto") as server, Client(server.url) as client:
+            assert np.array_equal(client.rows(ids, table="item"), want)
+        assert [line for line in caplog.messages if "store.hot.npz is not used" in line]
+
+
+def test_hot_rows_are_kept_while_serving(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    change(store, 1)
+    with serving(store, warm_up="auto") as server, Client(server.url) as client:
+        client.rows([5, 8], table="user")
+        server.call(one_turn(server.engine))
+        assert hot_rows.load_hot_rows(hot_rows.hot_rows_path(store))["user"].tolist() == [5, 8]
+
+
+async def one_turn(engine: Any) -> None:
+    import asyncio
+
+    path = hot_rows.hot_rows_path(Path(engine._config.store))
+    keeping = asyncio.create_task(engine.keep_hot_rows(0.01))
+    async with asyncio.timeout(30):
+        while not path.exists():
+            await asyncio.sleep(0.005)
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+
+
+def test_tables_may_be_called_as_they_like_and_rows_may_be_gone(tmp_path: Path) -> None:
+    names = ["file", "allow_pickle", "arr_0", "args"]
+    with tierstore.open(tmp_path / "store", ddr="4MiB") as store:
+        for name in names:
+            store.create_table(table_config(name)).write(torch.tensor([3]), torch.ones(1, 6))
+        store.commit()
+    with tierstore.open(tmp_path / "store", mode="r", ddr="4MiB") as store:
+        for name in names:
+            store[name].read(torch.tensor([3, 4]))
+        hot_rows.save_hot_rows(tmp_path / "x.npz", hot_rows.hot_rows(store))
+    found = hot_rows.load_hot_rows(tmp_path / "x.npz")
+    assert {name: ids.tolist() for name, ids in found.items()} == {name: [3, 4] for name in names}
+    found |= {"gone": np.array([1]), "args": np.array([-1, ROWS, 7])}
+    with tierstore.open(tmp_path / "store", mode="r", ddr="4MiB") as store:
+        assert hot_rows.warm_up(store, found, lambda: False) == 3 * 2 + 1
+        assert hot_rows.warm_up(store, found, lambda: True) == 0
+
+
+def test_warm_up_from_a_trace(run: tuple[Path, RunConfig], tmp_path: Path) -> None:
+    trace = tmp_path / "run.npz"
+    run_file = tmp_path / "run.toml"
+    config = run[1]
+    run_file.write_text(
+        f'[data]\npath = "{config.data.path}"\ntrain_rows = 200\ntest_rows = 50\n'
+        "[embedding]\ndim = 4\nnum_embeddings = 150\n[train]\nbatch_size = 32\nepochs = 1\n"
+        f'[store]\npath = "{config.store.path}"\n'
+    )
+    assert cli.main(["trace", str(run_file), str(trace)]) == 0
+    with serving(Path(config.store.path), warm_up=str(trace), ddr="8MiB") as server:
+        ddr = server.engine.stats().ddr
+        assert ddr.misses > 500
+        with Client(server.url) as client:
+            ids = hot_rows.rows_of_trace(trace)["C1"]
+            client.rows(ids, table="C1")
+        assert server.engine.stats().ddr.misses == ddr.misses
+    with pytest.raises(ValueError, match=r"run\.toml"):
+        InThread(config_with(config.store.path, warm_up=str(run_file)))
+
+
+def config_with(store: Any, **settings: Any) -> Any:
+    from tierstore.serve.config import ServeConfig
+
+    return ServeConfig(**(SMALL | {"store": str(store)} | settings))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("plain") / "store"
+    change(directory, 1)
+    return directory
+
+
+def test_a_token_is_wanted_on_all_ports(plain: Path, tmp_path: Path) -> None:
+    token_file = tmp_path / "token"
+    token_file.write_text("s3cret\n")
+    bearer = {"Authorization": "Bearer s3cret"}
+    with serving(plain, token_file=str(token_file)) as server:
+        with Client(server.url) as client, pytest.raises(ServeError) as caught:
+            client.rows([1], table="item")
+        assert caught.value.status is Status.UNAUTHENTICATED
+        with Client(server.url, token="s3cret") as client:
+            assert client.rows([1], table="item").shape == (1, 6)
+        assert httpx.get(f"{server.url}/v2/health/ready").status_code == 200
+        with tritonclient.grpc.InferenceServerClient(server.grpc) as client:
+            inputs = bags_of(tritonclient.grpc, [1], [])[:1]
+            with pytest.raises(InferenceServerException) as refused:
+                client.infer("rows.item", inputs)
+            assert refused.value.status() == "StatusCode.UNAUTHENTICATED"
+            found = client.infer("rows.item", inputs, headers={"authorization": "Bearer s3cret"})
+            assert found.as_numpy("rows").shape == (1, 6)
+        for path in ("/", "/metrics", "/status.json"):
+            assert httpx.get(server.admin + path).status_code == 401
+            assert httpx.get(server.admin + path, headers=bearer).status_code == 200
+        refresh = f"{server.admin}/admin/refresh"
+        assert httpx.post(refresh, headers=ADMIN).status_code == 401
+        assert httpx.post(refresh, headers=ADMIN | bearer).json() == {"version": 1}
+
+
+def test_tls_on_all_ports(plain: Path, tmp_path: Path) -> None:
+    import shutil
+    import ssl
+
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl, to make a certificate")
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+         "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out",
+         str(certificate)],
+        check=True, capture_output=True, timeout=60,
+    )  # fmt: skip
+    context = ssl.create_default_context(cafile=str(certificate))
+    with serving(plain, tls_certificate=str(certificate), tls_key=str(key)) as server:
+        for port, path in ((server.ports.rest, "/v2/health/ready"), (server.ports.admin, "/status.json")):
+            assert httpx.get(f"https://127.0.0.1:{port}{path}", verify=context).status_code == 200
+            with pytest.raises(httpx.HTTPError):
+                httpx.get(f"http://127.0.0.1:{port}{path}")
+        with tritonclient.grpc.InferenceServerClient(
+            server.grpc, ssl=True, root_certificates=str(certificate)
+        ) as client:
+            found = client.infer("rows.item", bags_of(tritonclient.grpc, [1], [])[:1])
+            assert found.as_numpy("rows").shape == (1, 6)

@@ -1,0 +1,201 @@
+"""Whole servers for tests: in a thread of this process, or as the command that users start."""
+
+import asyncio
+import contextlib
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tierstore.serve.config import ServeConfig
+from tierstore.serve.program import Ports, Server
+
+WAIT_SECONDS = 60.0
+ADMIN = {"X-Tierstore-Admin": "1"}
+
+
+def wait_for(condition: Callable[[], Any], what: str = "") -> Any:
+    """What the condition gives, once that is true."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"waited in vain for {what or condition}"
+        time.sleep(0.005)
+    return found
+
+
+class InThread:
+    """A server whose event loop is a thread's."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        self.config = config
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self.server: Server = self.call(self._made())
+        self.stopped = False
+        try:
+            self.ports: Ports = self.call(self.server.start())
+        except BaseException:
+            self._end()
+            raise
+        self.engine: Any = self.server.engine
+
+    async def _made(self) -> Server:
+        return Server(self.config)
+
+    def call(self, coroutine: Any) -> Any:
+        """Its result, from the server's loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(WAIT_SECONDS)
+
+    def stop(self) -> None:
+        if not self.stopped:
+            self.stopped = True
+            try:
+                self.call(self.server.stop())
+            finally:
+                self._end()
+
+    def _end(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(WAIT_SECONDS)
+        self._loop.close()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.ports.rest}"
+
+    @property
+    def grpc(self) -> str:
+        return f"127.0.0.1:{self.ports.grpc}"
+
+    @property
+    def admin(self) -> str:
+        return f"http://127.0.0.1:{self.ports.admin}"
+
+    def status(self) -> Any:
+        return httpx.get(f"{self.admin}/status.json").raise_for_status().json()
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of the series of this name that have these labels."""
+        total = 0.0
+        for line in httpx.get(f"{self.admin}/metrics").raise_for_status().text.splitlines():
+            is_it = line.startswith((f"{name}{{", f"{name} "))
+            if is_it and all(f'{key}="{value}"' in line for key, value in labels.items()):
+                total += float(line.rsplit(" ", 1)[1])
+        return total
+
+    @contextlib.contextmanager
+    def held(self, executor: Any = None) -> Iterator[None]:
+        """No batch runs meanwhile, or nothing else of an executor."""
+        begun, release = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            begun.set()
+            assert release.wait(WAIT_SECONDS)
+
+        job = (executor or self.engine._executor).submit(hold)
+        assert begun.wait(WAIT_SECONDS)
+        try:
+            yield
+        finally:
+            release.set()
+            job.result(WAIT_SECONDS)
+
+
+SMALL: dict[str, Any] = {
+    "port": 0,
+    "grpc_port": 0,
+    "admin_port": 0,
+    "ddr": "4MiB",
+    "threads": 1,
+    "follow_seconds": 0.01,
+    "warm_up": "none",
+    "grace_seconds": 10.0,
+}
+
+
+@contextlib.contextmanager
+def serving(store: Path, **settings: Any) -> Iterator[InThread]:
+    """A small server of a store, in a thread."""
+    server = InThread(ServeConfig(**(SMALL | {"store": str(store)} | settings)))
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+class Command:
+    """``tierstore serve`` in a process of its own; its log goes to a file."""
+
+    def __init__(self, log: Path, *arguments: str) -> None:
+        self.log = log
+        with open(log, "ab") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tierstore", "serve", *arguments],
+                stdout=subprocess.PIPE,
+                stderr=file,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            )
+        self.line = ""
+
+    def wait_ready(self) -> None:
+        """Read where it listens."""
+        assert self.process.stdout is not None
+        has_line, _, _ = select.select([self.process.stdout], [], [], WAIT_SECONDS)
+        assert has_line, f"not ready: {self.log.read_text()}"
+        self.line = self.process.stdout.readline().decode()
+        assert self.line.startswith("ready: "), self.line + self.log.read_text()
+
+    def _found(self, pattern: str) -> str:
+        matched = re.search(pattern, self.line)
+        assert matched is not None, self.line
+        return matched[1]
+
+    @property
+    def url(self) -> str:
+        return self._found(r"REST (\S+?),")
+
+    @property
+    def grpc(self) -> str:
+        return self._found(r"gRPC (\S+?),")
+
+    @property
+    def admin(self) -> str:
+        return self._found(r"status (\S+?)/\s")
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        """Send the signal; the exit status."""
+        self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        status = self.process.wait(WAIT_SECONDS)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return status
+
+
+@contextlib.contextmanager
+def command(log: Path, *arguments: str, ready: bool = True) -> Iterator[Command]:
+    """The command, which is gone at the end."""
+    made = Command(log, *arguments)
+    try:
+        if ready:
+            made.wait_ready()
+        yield made
+    finally:
+        if made.process.poll() is None:
+            made.process.kill()
+            made.wait()
+
+
+FREE_PORTS = ("--port", "0", "--grpc-port", "0", "--admin-port", "0", "--threads", "1", "--ddr", "4MiB")

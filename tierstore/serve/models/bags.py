@@ -1,0 +1,91 @@
+"""Pooled rows of bags that were asked for before, for all tables of a store."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...cache.pooled import PooledCache
+from ...sizes import parse_size
+from ...store import Store
+from ..source import PooledStats
+from .jagged import Merged
+
+__all__ = ["BagCaches"]
+
+PoolBags = Callable[[Any, Any, Any], NDArray[np.float32]]
+"""Pooled rows, float32 [B, columns], of ids int64 [N], offsets int64 [B + 1] and weights float32 [N] or None."""
+
+
+class BagCaches:
+    """A ``PooledCache`` for each width of pooled rows; they share a budget evenly. For one thread, but for ``stats``.
+
+    Args:
+        budget_bytes: for all of them, at least 1.
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._budget_bytes: Final = budget_bytes
+        self._caches: dict[int, PooledCache] = {}
+        self._before = PooledStats()
+
+    @classmethod
+    def of(cls, store: Store, size: int | str) -> "BagCaches | None":
+        """Those of a store; None if the size is 0. ValueError if it is none."""
+        tables = store.tables.values()
+        table_bytes = sum(table.config.num_embeddings * table.layout.row_bytes for table in tables)
+        budget_bytes = parse_size(size, name="pooled_cache", table_bytes=table_bytes)
+        if not budget_bytes:
+            return None
+        caches = cls(budget_bytes)
+        caches.renew(store)
+        return caches
+
+    def renew(self, store: Store) -> None:
+        """Forget all rows: the store shows another version, maybe with more tables."""
+        widths = sorted({table.config.embedding_dim for table in store.tables.values()})
+        if widths == list(self._caches):
+            for cache in self._caches.values():
+                cache.clear()
+            return
+        self._before = self.stats()._replace(bytes=0)
+        share = max(1, self._budget_bytes // max(1, len(widths)))
+        self._caches = {width: PooledCache(share, width) for width in widths}
+
+    def pooled(self, table_index: int, columns: int, batch: Merged, pool: PoolBags) -> NDArray[np.float32]:
+        """Pooled rows, float32 [B, columns], of a batch's bags: those that are known, and of the others by ``pool``."""
+        cache = self._caches[columns]
+        split = cache.split(batch.values, batch.offsets, table=table_index, weights=batch.weights)
+        if not len(split.hits):
+            rows = pool(batch.values, batch.offsets, batch.weights)
+            cache.add(split.keys, rows)
+            return rows
+        rows = np.empty((len(batch.offsets) - 1, columns), np.float32)
+        rows[split.hits] = split.rows
+        if len(split.misses):
+            missed = pool(*_chosen(batch, split.misses))
+            cache.add(split.keys, missed)
+            rows[split.misses] = missed
+        return rows
+
+    def stats(self) -> PooledStats:
+        """Running totals, and the bytes of now; in any thread."""
+        hits, misses, _ = self._before
+        caches = list(self._caches.values())
+        return PooledStats(
+            hits + sum(cache.hits for cache in caches),
+            misses + sum(cache.misses for cache in caches),
+            sum(cache.size_bytes for cache in caches),
+        )
+
+
+def _chosen(batch: Merged, bags: Any) -> tuple[Any, Any, Any]:
+    """Ids, offsets and weights of some of a batch's bags (int64 [M], ascending)."""
+    lengths = np.diff(batch.offsets)
+    is_chosen = np.zeros(len(lengths), np.bool_)
+    is_chosen[bags] = True
+    ids = np.repeat(is_chosen, lengths)
+    offsets = np.zeros(len(bags) + 1, np.int64)
+    np.cumsum(lengths[bags], out=offsets[1:])
+    return batch.values[ids], offsets, None if batch.weights is None else batch.weights[ids]
