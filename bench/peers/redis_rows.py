@@ -13,7 +13,7 @@ import numpy as np
 
 from ..serving.clients import Answer, SocketClient
 
-__all__ = ["RedisClient", "RedisServer", "encoded_mget", "is_there"]
+__all__ = ["RedisClient", "RedisServer", "encoded_mget", "is_there", "rows_of"]
 
 _PROGRAM: Final = "redis-server"
 _HOST: Final = "127.0.0.1"
@@ -114,6 +114,23 @@ class RedisServer:
         self.close()
 
 
+def _reply(dim: int) -> Any:
+    """One row within the reply to an MGET."""
+    head = len(b"$%d\r\n" % (4 * dim))
+    return np.dtype([("head", f"S{head}"), ("row", f"V{4 * dim}"), ("end", "S2")])
+
+
+def rows_of(body: bytes, dim: int) -> bytes:
+    """float32 [n, dim] of the replies to one or more MGETs."""
+    found, position = b"", 0
+    while position < len(body):
+        end = body.index(b"\r\n", position)
+        rows = np.frombuffer(body, _reply(dim), int(body[position + 1 : end]), end + 2)
+        found += rows["row"].tobytes()
+        position = end + 2 + rows.nbytes
+    return found
+
+
 def _command(connection: socket.socket, request: bytes, expected: bytes) -> None:
     connection.sendall(request)
     answer = b""
@@ -127,28 +144,23 @@ def _command(connection: socket.socket, request: bytes, expected: bytes) -> None
 
 
 class RedisClient(SocketClient):
-    """Answers of so many MGETs for rows of one width, all of which are there; the body is float32 [n, dim]."""
+    """Takes the replies to so many MGETs of rows of one width, all of which are there; ``rows_of`` finds the rows."""
 
     def __init__(self, port: int, connections: int, *, commands: int, dim: int) -> None:
         super().__init__(_HOST, port, connections)
         self._commands = commands
-        self._head = b"$%d\r\n" % (4 * dim)
-        self._row = np.dtype([("head", f"S{len(self._head)}"), ("row", f"V{4 * dim}"), ("end", "S2")])
+        self._row_bytes = _reply(dim).itemsize
 
     def whole(self, buffer: bytearray) -> Answer | None:
         """See ``SocketClient``."""
-        position, parts = 0, []
+        position = 0
         for _ in range(self._commands):
             end = buffer.find(b"\r\n", position)
             if end < 0:
                 return None
             if buffer[position : position + 1] != b"*":
                 return Answer(b"", bytes(buffer[position : position + 200]).decode())
-            count, start = int(buffer[position + 1 : end]), end + 2
-            position = start + count * self._row.itemsize
-            parts.append((start, count))
+            position = end + 2 + int(buffer[position + 1 : end]) * self._row_bytes
         if len(buffer) < position:
             return None
-        rows = [np.frombuffer(bytes(buffer[start:start + count * self._row.itemsize]), self._row)
-                for start, count in parts]  # fmt: skip
-        return Answer(b"".join(part["row"].tobytes() for part in rows))
+        return Answer(bytes(buffer))

@@ -104,9 +104,7 @@ def _overhead(rig: Rig, server: ServerProcess, protocol: str) -> dict[str, Any]:
     finally:
         client.close()
     latency = statistics.median(latencies)
-    outside = statistics.median(
-        latency - compute for latency, compute in zip(latencies, computes, strict=True)
-    )
+    outside = statistics.median(latency - compute for latency, compute in zip(latencies, computes, strict=True))
     return {
         "protocol": protocol,
         "latency_us": 1e6 * latency,
@@ -122,7 +120,7 @@ def _compute(server: ServerProcess) -> tuple[int, float]:
     return model["batches"], model["batches"] * model["compute_seconds_mean"]
 
 
-def _measure(request: Run, _: dict[str, Any]) -> dict[str, Any]:
+def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
     rig = Rig(request)
     device = rig.device_reads_per_s()
     rig.prepare()
@@ -194,8 +192,8 @@ def _goals(highest: Sequence[dict[str, Any]], figures: dict[str, Any]) -> list[G
 def _note(figures: dict[str, Any]) -> str:
     late = max(step["late_p99"] for step in figures["steps"])
     return (
-        f"Load: {figures['ddr_bytes'] / 2**20:.0f} MiB for rows; queries of 100 to 700 samples, 270 on average, as MLPerf "
-        "Inference's DLRM has them, with one id a feature, drawn by Zipf's law for each query anew; one query a "
+        f"Load: {figures['ddr_bytes'] / 2**20:.0f} MiB for rows; queries of 100 to 700 samples, 270 on average, as "
+        "MLPerf Inference's DLRM has them, with one id a feature, drawn by Zipf's law for each query anew; one query a "
         "request, at the times of a Poisson process, however long the server takes (open loop). Latency counts from "
         f"the time a request was due, so a late generator counts against the server (it came at most {late:.1f} ms "
         "late, p99 of the worst step). Server and generator share the machine's cores; requests were made beforehand. "
@@ -209,8 +207,8 @@ def _about_pages(figures: dict[str, Any]) -> str:
     device = figures["device_reads_per_s"]
     gave = "" if device is None else f" The disk gave {device:,.0f} random reads of 4 KiB a second just before."
     return (
-        f"The file of rows was {begun} before the server started, and {figures['page_cache_share']:.0%} of it was there "
-        f"at the end: no memory was kept from it.{gave}"
+        f"The file of rows was {begun} before the server started, and {figures['page_cache_share']:.0%} of it was "
+        f"there at the end: no memory was kept from it.{gave}"
     )
 
 

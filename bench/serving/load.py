@@ -117,9 +117,7 @@ class _Record:
     async def send(self, start: float) -> None:
         self._start = start
         client, on_answer = self.stream.client, self.stream.on_answer
-        for index, (request, due) in enumerate(
-            zip(self.stream.requests, self.stream.intended.tolist(), strict=True)
-        ):
+        for index, (request, due) in enumerate(zip(self.stream.requests, self.stream.intended.tolist(), strict=True)):
             wait = start + due - time.perf_counter()
             if wait > 0:
                 await asyncio.sleep(wait)
@@ -144,7 +142,9 @@ class _Record:
 
     def load(self, seconds: float, cores: float) -> Load:
         failed = int(np.count_nonzero(np.isnan(self.latency)))
-        return Load(self.stream.intended, self.latency, self.late, seconds, cores, self._start, failed, tuple(self.errors[:5]))
+        return Load(
+            self.stream.intended, self.latency, self.late, seconds, cores, self._start, failed, tuple(self.errors[:5])
+        )
 
 
 def open_loop(streams: Sequence[Stream]) -> list[Load]:

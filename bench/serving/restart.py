@@ -125,8 +125,8 @@ def _tell(figures: dict[str, Any]) -> Told:
         ],
         notes=[
             "Restart: seconds count from the start of the new process. Hot rows are those which a server wrote beside "
-            "the store when it last stopped, one load before the kill. The page cache stayed, as it does when a process "
-            "dies."
+            "the store when it last stopped, one load before the kill. The page cache stayed, as it does when a "
+            "process dies."
         ],
     )  # fmt: skip
 

@@ -105,8 +105,9 @@ class _Soak:
         while (left := end - time.monotonic()) > 0:
             ranking, canary = self._slice(min(_SLICE_SECONDS, max(left, 0.2)))
             found.append((ranking, canary))
-            print(f"  {name}: {left:.0f} s left, p99 {Quantiles.of(ranking.since(0)).p99:.1f} ms, "
-                  f"{ranking.num_failed + canary.num_failed} failed, {self.canary.mixed} mixed", flush=True)  # fmt: skip
+            p99, failed = Quantiles.of(ranking.since(0)).p99, ranking.num_failed + canary.num_failed
+            counts = f"p99 {p99:.1f} ms, {failed} failed, {self.canary.mixed} mixed"
+            print(f"  {name}: {left:.0f} s left, {counts}", flush=True)
         return found
 
 
