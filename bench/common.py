@@ -26,11 +26,15 @@ class Run:
         config: the keys of ``bench/NAME.toml``, with those of its table ``quick`` laid over them under ``--quick``.
         quick: small sizes, to see that the program works; its figures are not results.
         folder: where stores and data files are built, and found again by the next run.
+        parts: of a benchmark that has parts, those to measure; none for all.
+        earlier: figures that the report's file holds already, for the parts that are not measured again.
     """
 
     config: dict[str, Any]
     quick: bool
     folder: Path
+    parts: tuple[str, ...] = ()
+    earlier: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,8 +182,33 @@ def _print(report: Report, described: dict[str, Any], quick: bool) -> None:
         print("A quick run: small sizes, not results.")
 
 
-def program(name: str, run: Callable[[Run], Report], arguments: Sequence[str] | None = None) -> int:
-    """The command line of ``python -m bench.NAME``; returns the exit status."""
+def _earlier(path: Path | None, quick: bool) -> dict[str, Any]:
+    """Figures of an earlier report of the same kind; none if there is none."""
+    if path is None or not path.exists():
+        return {}
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found["figures"] if found["quick"] == quick else {}
+
+
+def _parts_of(text: str, known: Sequence[str], parser: argparse.ArgumentParser) -> tuple[str, ...]:
+    chosen = tuple(filter(None, text.split(",")))
+    if unknown := set(chosen) - set(known):
+        parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    return chosen
+
+
+def program(
+    name: str,
+    run: Callable[[Run], Report],
+    arguments: Sequence[str] | None = None,
+    *,
+    parts: Sequence[str] = (),
+) -> int:
+    """The command line of ``python -m bench.NAME``; returns the exit status.
+
+    Args:
+        parts: what the benchmark consists of, if it can be measured part by part, into one file.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m bench.{name}", description=sys.modules[run.__module__].__doc__)
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the report there")
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it works")
@@ -187,9 +216,17 @@ def program(name: str, run: Callable[[Run], Report], arguments: Sequence[str] | 
     parser.add_argument(
         "--dir", type=Path, default=ROOT / ".bench", metavar="DIR", help="where stores are built and kept [.bench]"
     )
+    if parts:
+        parser.add_argument("--only", default="", metavar="PARTS", help=f"some of {','.join(parts)}; the rest stays")
     given = parser.parse_args(arguments)
     given.dir.mkdir(parents=True, exist_ok=True)
-    request = Run(config=_load_config(given.config, given.quick), quick=given.quick, folder=given.dir)
+    request = Run(
+        config=_load_config(given.config, given.quick),
+        quick=given.quick,
+        folder=given.dir,
+        parts=_parts_of(given.only, parts, parser) if parts else (),
+        earlier=_earlier(given.json, given.quick) if parts else {},
+    )
     described = machine.describe(given.dir)
     start = time.perf_counter()
     report = run(request)

@@ -43,6 +43,7 @@ ORDER: Final = (
     "rounding",
     "demo",
     "start",
+    "serve",
 )
 """Sections of docs/benchmarks.md; results of other names follow by name."""
 

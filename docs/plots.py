@@ -7,6 +7,7 @@ bytes.
 import hashlib
 import io
 import json
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -78,6 +79,21 @@ def _hit_rate(axes: Any, figures: dict[str, Any]) -> None:
     axes.set(xlabel="% of the tables in DDR", ylabel="% of lookups that hit", ylim=(0, 102))
 
 
+def _served(axes: Any, figures: dict[str, Any]) -> None:
+    """Latencies by load of bench.serve, the median of each load's repetitions."""
+    load = figures["load"]
+    for protocol in dict.fromkeys(step["protocol"] for step in load["steps"]):
+        own = [step for step in load["steps"] if step["protocol"] == protocol]
+        rates = sorted({step["rate"] for step in own})
+        for name, style in (("p99", "-"), ("p50", ":")):
+            values = [statistics.median(step[name] for step in own if step["rate"] == rate) for rate in rates]
+            axes.plot(rates, values, marker=".", linestyle=style, label=f"{protocol}, {name}")
+    axes.axhline(load["p99_ms"], color="0.6", linewidth=1, label="bound of p99")
+    axes.set_yscale("log")
+    axes.set(xlabel="queries/s of 270 samples on average", ylabel="ms")
+    axes.legend()
+
+
 def _number(value: int | str) -> int:
     return parse_size(value, name="a size") if isinstance(value, str) else value
 
@@ -98,6 +114,7 @@ PLOTS: Final[dict[str, tuple[str, Plot]]] = {
     "growth_threads.svg": ("growth", _lookups("threads", "threads")),
     "tiers_step.svg": ("tiers", _step_time),
     "tiers_hits.svg": ("tiers", _hit_rate),
+    "serve_load.svg": ("serve", _served),
 }
 """By file: the result it is drawn from, and how."""
 

@@ -1,0 +1,222 @@
+"""Clients that do as little as a client can: bytes that were made beforehand go out, and whole answers come back."""
+
+import asyncio
+import socket
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple, Protocol
+
+import grpc
+
+from tierstore.serve.grpc_messages import INFERENCE_SERVICE
+
+__all__ = ["Answer", "BlockingGrpc", "BlockingRest", "Client", "Done", "GrpcClient", "RestClient", "SocketClient"]
+
+_HEAD_END: Final = b"\r\n\r\n"
+_LENGTH: Final = b"content-length:"
+_MAX_MESSAGE_BYTES: Final = 64 << 20
+
+
+class Answer(NamedTuple):
+    """What came back: the body, or why there is none."""
+
+    body: bytes
+    error: str = ""
+
+
+Done = Callable[[Answer], None]
+
+
+class Client(Protocol):
+    """Connections to one server. Its methods are for one event loop."""
+
+    async def open(self) -> None: ...
+
+    def ask(self, request: bytes, done: Done) -> None:
+        """Send, at once if a connection is free, else when one is; ``done`` is called once, in the loop."""
+
+    async def close(self) -> None: ...
+
+
+class _Connection(asyncio.Protocol):
+    """One request at a time."""
+
+    def __init__(self, owner: "SocketClient") -> None:
+        self._owner = owner
+        self._buffer = bytearray()
+        self._done: Done | None = None
+        self._transport: Any = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def send(self, request: bytes, done: Done) -> None:
+        self._done = done
+        self._transport.write(request)
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        answer = self._owner.whole(self._buffer)
+        if answer is None:
+            return
+        self._buffer.clear()
+        done, self._done = self._done, None
+        if done is not None:
+            self._owner.freed(self)
+            done(answer)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        done, self._done = self._done, None
+        self._owner.lost(self)
+        if done is not None:
+            done(Answer(b"", f"the connection was lost: {exc}"))
+
+    def close(self) -> None:
+        self._transport.close()
+
+
+class SocketClient:
+    """Plain sockets; a subclass says when an answer is whole."""
+
+    def __init__(self, host: str, port: int, connections: int) -> None:
+        self._address = host, port
+        self._num_connections = connections
+        self._free: list[_Connection] = []
+        self._all: list[_Connection] = []
+        self._waiting: deque[tuple[bytes, Done]] = deque()
+
+    def whole(self, buffer: bytearray) -> Answer | None:
+        """The answer at the start of the buffer, which holds nothing else; None if more is to come."""
+        raise NotImplementedError
+
+    async def open(self) -> None:
+        loop = asyncio.get_running_loop()
+        for _ in range(self._num_connections):
+            _, connection = await loop.create_connection(lambda: _Connection(self), *self._address)
+            self._all.append(connection)
+            self._free.append(connection)
+
+    def ask(self, request: bytes, done: Done) -> None:
+        if self._free:
+            self._free.pop().send(request, done)
+        elif self._all:
+            self._waiting.append((request, done))
+        else:
+            done(Answer(b"", "all connections are lost"))
+
+    def freed(self, connection: _Connection) -> None:
+        if self._waiting:
+            connection.send(*self._waiting.popleft())
+        else:
+            self._free.append(connection)
+
+    def lost(self, connection: _Connection) -> None:
+        self._all.remove(connection)
+        if connection in self._free:
+            self._free.remove(connection)
+        while self._waiting and not self._all:
+            self._waiting.popleft()[1](Answer(b"", "all connections are lost"))
+
+    async def close(self) -> None:
+        for connection in list(self._all):
+            connection.close()
+        # A transport reports its end in the loop's next turns.
+        while self._all:
+            await asyncio.sleep(0)
+
+
+class RestClient(SocketClient):
+    """HTTP/1.1, of which it understands what the server sends: a status, headers, a body of a given length."""
+
+    def whole(self, buffer: bytearray) -> Answer | None:
+        """See ``SocketClient``."""
+        end = buffer.find(_HEAD_END)
+        if end < 0:
+            return None
+        head = bytes(buffer[:end]).lower()
+        place = head.index(_LENGTH) + len(_LENGTH)
+        length = int(head[place:].split(b"\r\n", 1)[0])
+        start = end + len(_HEAD_END)
+        if len(buffer) < start + length:
+            return None
+        body = bytes(buffer[start:])
+        status = head.split(b" ", 2)[1]
+        return Answer(body) if status == b"200" else Answer(b"", f"{status.decode()}: {body[:200].decode()}")
+
+
+class GrpcClient:
+    """Calls of ModelInfer, bytes in and bytes out, spread over channels that each have a connection of their own."""
+
+    def __init__(self, host: str, port: int, channels: int) -> None:
+        self._target = f"{host}:{port}"
+        self._num_channels = channels
+        self._channels: list[Any] = []
+        self._calls: list[Any] = []
+        self._next = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def open(self) -> None:
+        options = [
+            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+        ]
+        self._channels = [grpc.aio.insecure_channel(self._target, options) for _ in range(self._num_channels)]
+        self._calls = [each.unary_unary(f"/{INFERENCE_SERVICE}/ModelInfer") for each in self._channels]
+        for channel in self._channels:
+            await asyncio.wait_for(channel.channel_ready(), 30)
+
+    def ask(self, request: bytes, done: Done) -> None:
+        self._next = (self._next + 1) % len(self._calls)
+        task = asyncio.create_task(self._ask(self._calls[self._next], request, done))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _ask(self, call: Any, request: bytes, done: Done) -> None:
+        try:
+            answer = Answer(await call(request))
+        except grpc.aio.AioRpcError as error:
+            answer = Answer(b"", f"{error.code().name}: {error.details()}")
+        done(answer)
+
+    async def close(self) -> None:
+        for channel in self._channels:
+            await channel.close()
+
+
+class BlockingRest:
+    """One connection, one request at a time, no event loop: what is measured through it is nearly all the server's."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._framing = RestClient(host, port, 0)
+        self._socket = socket.create_connection((host, port), timeout=60)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def ask(self, request: bytes) -> Answer:
+        """OSError if the connection is lost, or nothing comes for a minute."""
+        self._socket.sendall(request)
+        buffer = bytearray()
+        while (answer := self._framing.whole(buffer)) is None:
+            data = self._socket.recv(1 << 18)
+            if not data:
+                raise ConnectionResetError("the server closed the connection")
+            buffer += data
+        return answer
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class BlockingGrpc:
+    """The same over gRPC."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._channel = grpc.insecure_channel(f"{host}:{port}", [("grpc.max_receive_message_length", -1)])
+        self._call = self._channel.unary_unary(f"/{INFERENCE_SERVICE}/ModelInfer")
+
+    def ask(self, request: bytes) -> Answer:
+        """grpc.RpcError if it fails."""
+        return Answer(self._call(request, timeout=60))
+
+    def close(self) -> None:
+        self._channel.close()

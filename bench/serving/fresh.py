@@ -1,0 +1,85 @@
+"""Part "fresh": how long after a commit its rows are served."""
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final
+
+import numpy as np
+
+from ..common import Goal, Run, Table
+from .clients import BlockingRest
+from .part import Part, Told
+from .rig import Rig, canary_request, version_of
+from .server import HOST
+from .trainer import Commit, TrainerProcess
+
+__all__ = ["PART"]
+
+_POLL_SECONDS: Final = 0.001
+_LIMIT_SECONDS: Final = 120.0
+_PUBLISHED_SECONDS: Final = 2.4
+"""From update to service, as published for a large production system."""
+
+
+def _seen(client: BlockingRest, request: bytes, pending: "Future[Commit]") -> tuple[Commit, float]:
+    """The commit, and the time of the first answer with its version."""
+    first: dict[int, float] = {}
+    end = time.monotonic() + _LIMIT_SECONDS
+    while time.monotonic() < end:
+        version = version_of(client.ask(request).body)
+        first.setdefault(version, time.monotonic())
+        if pending.done() and pending.result().version in first:
+            return pending.result(), first[pending.result().version]
+        time.sleep(_POLL_SECONDS)
+    raise TimeoutError(f"no answer of the newest commit within {_LIMIT_SECONDS:.0f} s; {version} is served")
+
+
+def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
+    rig = Rig(request)
+    rig.prepare()
+    generator = np.random.default_rng(rig.config["seed"])
+    commits: list[Commit] = []
+    seconds: list[float] = []
+    with (
+        rig.server("--warm-up", "none") as server,
+        TrainerProcess(rig.store, rig.config["update_rows"], log=rig.log) as trainer,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        rig.warm(server)
+        client = BlockingRest(HOST, server.rest_port)
+        for _ in range(rig.config["commits"]):
+            commit, served = _seen(client, canary_request(), threads.submit(trainer.commit))
+            commits.append(commit)
+            seconds.append(served - commit.committed)
+            # So that commits fall at any time between two looks of the server.
+            time.sleep(generator.random() * 0.1)
+        client.close()
+        failures = int(server.status()["version"]["update_failures"])
+    print(f"  commit to served: {1e3 * float(np.median(seconds)):.0f} ms", flush=True)
+    return {
+        "seconds": seconds,
+        "p50_s": float(np.quantile(seconds, 0.5)),
+        "p99_s": float(np.quantile(seconds, 0.99)),
+        "highest_s": max(seconds),
+        "commit_s": float(np.median([commit.seconds for commit in commits])),
+        "rows": int(np.median([commit.rows for commit in commits])),
+        "failures": failures,
+    }
+
+
+def _tell(figures: dict[str, Any]) -> Told:
+    row = [f"{len(figures['seconds'])}", f"{figures['rows']:,}", f"{1e3 * figures['commit_s']:.0f}"]
+    row += [f"{1e3 * figures[name]:.0f}" for name in ("p50_s", "p99_s", "highest_s")]
+    columns = ["commits", "rows changed", "the commit ms", "p50 ms", "p99 ms", "highest ms"]
+    return Told(
+        tables=[Table(title="from a commit to the first answer of it", columns=columns, rows=[row])],
+        goals=[Goal(name="p99 seconds from commit to served", value=figures["p99_s"], at_most=_PUBLISHED_SECONDS)],
+        notes=[
+            "Fresh: a trainer in a process of its own changes rows of all tables and the dense weights and commits; "
+            "from when its commit returned, on one clock, to the first answer that names the version, asked every "
+            "millisecond. The server looks for newer commits every 50 ms, and may see one before it has returned."
+        ],
+    )
+
+
+PART: Final = Part(_measure, _tell)

@@ -1,0 +1,88 @@
+"""Requests, made before the load that sends them: a ranking model's queries, lookups of rows, by each protocol."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from tierstore.serve.client_tensors import HEADER_LENGTH, encode_request
+from tierstore.serve.grpc_messages import message_class
+
+from .zipf import Zipf
+
+__all__ = ["QUERY_SIZES", "Query", "Ranking", "Rows", "encoded_grpc", "encoded_rest"]
+
+QUERY_SIZES: Final = (100,) * 2 + (200,) * 12 + (300,) * 2 + (400, 500, 600, 700)
+"""Samples of a query, each a twentieth of all: the distribution of MLPerf Inference's DLRM."""
+_NUM_DENSE: Final = 13
+_DATATYPES: Final = {"int32": "INT32", "int64": "INT64", "float32": "FP32"}
+
+
+class Query(NamedTuple):
+    """One request's model and inputs."""
+
+    model: str
+    inputs: Mapping[str, Any]
+
+
+def _sizes(generator: np.random.Generator, count: int) -> Any:
+    """Samples of each of ``count`` queries: every size as often as it is due, in random order."""
+    return generator.permutation(np.resize(QUERY_SIZES, count))
+
+
+class Ranking:
+    """Queries of model "ranking", one id a feature."""
+
+    def __init__(self, rows: Sequence[int], exponent: float) -> None:
+        self._laws = [Zipf(each, exponent) for each in rows]
+
+    def draw(self, generator: np.random.Generator, count: int) -> list[Query]:
+        """Of the sizes in ``QUERY_SIZES``; ids are drawn for each anew."""
+        sizes = _sizes(generator, count)
+        bounds = np.concatenate([[0], np.cumsum(sizes)])
+        ids = np.stack([law.draw(generator, int(bounds[-1])) for law in self._laws])
+        dense = generator.integers(0, 1000, (int(bounds[-1]), _NUM_DENSE)).astype(np.float32)
+        return [
+            Query(
+                "ranking",
+                {
+                    "dense": dense[first:last],
+                    "values": np.ascontiguousarray(ids[:, first:last]).reshape(-1),
+                    "lengths": np.ones((len(self._laws), last - first), np.int32),
+                },
+            )
+            for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)
+        ]
+
+
+class Rows:
+    """Lookups of one table's rows: as many ids as a query of the ranking model with so many features has."""
+
+    def __init__(self, table: str, rows: int, exponent: float, features: int) -> None:
+        self._model, self._law, self._features = f"rows.{table}", Zipf(rows, exponent), features
+
+    def draw(self, generator: np.random.Generator, count: int) -> list[Query]:
+        """``Ranking.draw``."""
+        sizes = _sizes(generator, count) * self._features
+        parts = np.split(self._law.draw(generator, int(sizes.sum())), np.cumsum(sizes)[:-1])
+        return [Query(self._model, {"ids": ids}) for ids in parts]
+
+
+def encoded_rest(query: Query) -> bytes:
+    """The whole HTTP request, tensors as binary data both ways."""
+    body, headers = encode_request(query.inputs, {})
+    head = (
+        f"POST /v2/models/{query.model}/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+        f"Content-Type: application/octet-stream\r\n{HEADER_LENGTH}: {headers[HEADER_LENGTH]}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+def encoded_grpc(query: Query) -> bytes:
+    """A ModelInferRequest, tensors as raw contents."""
+    message = message_class("ModelInferRequest")(model_name=query.model)
+    for name, array in query.inputs.items():
+        message.inputs.add(name=name, datatype=_DATATYPES[array.dtype.name], shape=array.shape)
+        message.raw_input_contents.append(array.tobytes())
+    found: bytes = message.SerializeToString()
+    return found

@@ -1,0 +1,130 @@
+"""A ranking server under load: what the parts of the benchmark share."""
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from .. import oscache
+from ..common import Run
+from ..device import direct_reader
+from . import queries
+from .clients import Answer, Client, GrpcClient, RestClient
+from .load import Load, Stream, closed_loop, open_loop, poisson
+from .server import HOST, ServerProcess
+from .shape import CANARY, CANARY_ROWS, kaggle_rows, kaggle_store, table_bytes
+
+__all__ = ["HitRate", "Rig", "canary_request", "highest_of", "version_of"]
+
+_VERSION: Final = re.compile(rb'"model_version":"(\d+)"')
+_ROWS_FILE: Final = "rows.lmdb"
+_DEVICE_READS: Final = 2000
+
+
+def version_of(body: bytes) -> int:
+    """The version that a REST answer names."""
+    found = _VERSION.search(body)
+    if found is None:
+        raise ValueError(f"an answer without a version: {body[:200]!r}")
+    return int(found[1])
+
+
+def canary_request() -> bytes:
+    """All rows of the canary table, over REST."""
+    return queries.encoded_rest(queries.Query(f"rows.{CANARY}", {"ids": np.arange(CANARY_ROWS)}))
+
+
+class HitRate(NamedTuple):
+    """Of host memory, at one time."""
+
+    hits: int
+    unique: int
+
+    @classmethod
+    def of(cls, server: ServerProcess) -> "HitRate":
+        tier = next(each for each in server.status()["tiers"] if each["name"] == "ddr")
+        return cls(tier["hits"], tier["unique"])
+
+    def since(self, earlier: "HitRate") -> float:
+        """NaN where nothing was asked."""
+        asked = self.unique - earlier.unique
+        return (self.hits - earlier.hits) / asked if asked else float("nan")
+
+
+class Rig:
+    """The store, servers of it, and queries for them."""
+
+    def __init__(self, request: Run) -> None:
+        self.config: Mapping[str, Any] = request.config
+        self.folder = request.folder
+        self.store: Path = kaggle_store(request.folder, request.config)
+        self.ddr_bytes = table_bytes(request.config) // int(request.config["ddr_divisor"])
+        self.log = request.folder / "serve.log"
+        self._queries = queries.Ranking(kaggle_rows(request.config), request.config["exponent"])
+        self.generator = np.random.default_rng(request.config["seed"])
+
+    @property
+    def rows_file(self) -> Path:
+        return self.store / _ROWS_FILE
+
+    def prepare(self) -> None:
+        """Put the file of rows into the page cache, or out of it, as the configuration says. Before a server starts."""
+        (oscache.drop if self.config["page_cache"] == "cold" else oscache.warm)(self.rows_file)
+
+    def device_reads_per_s(self) -> float | None:
+        """What the disk itself gives now, 4 KiB at random, queue depth 64; None where it cannot be asked."""
+        try:
+            with direct_reader(self.rows_file, 64) as reader:
+                offsets = reader.random_offsets(self.generator, _DEVICE_READS)
+                start = time.perf_counter()
+                reader.read(offsets)
+                return len(offsets) / (time.perf_counter() - start)
+        except OSError:
+            return None
+
+    def server(self, *flags: str) -> ServerProcess:
+        # A small store's tables need more than their own tenth.
+        ddr = max(self.ddr_bytes, 8 << 20)
+        return ServerProcess(self.store, str(ddr), log=self.log, flags=flags)
+
+    def client(self, server: ServerProcess, protocol: str) -> Client:
+        if protocol == "grpc":
+            return GrpcClient(HOST, server.grpc_port, self.config["channels"])
+        return RestClient(HOST, server.rest_port, self.config["connections"])
+
+    def requests(self, count: int, protocol: str) -> list[bytes]:
+        """So many ranking queries that were never asked before."""
+        encode = queries.encoded_grpc if protocol == "grpc" else queries.encoded_rest
+        return [encode(query) for query in self._queries.draw(self.generator, count)]
+
+    def stream(
+        self,
+        server: ServerProcess,
+        protocol: str,
+        rate: float,
+        seconds: float,
+        on_answer: Callable[[int, Answer], None] | None = None,
+    ) -> Stream:
+        intended = poisson(self.generator, rate, seconds)
+        return Stream(self.client(server, protocol), self.requests(len(intended), protocol), intended, on_answer)
+
+    def load(self, server: ServerProcess, protocol: str, rate: float, seconds: float) -> Load:
+        return open_loop([self.stream(server, protocol, rate, seconds)])[0]
+
+    def warm(self, server: ServerProcess) -> None:
+        """Ask until memory holds the hot rows and every kernel is compiled: as fast as the server answers."""
+        end = time.monotonic() + self.config["warm_seconds"]
+        while (left := end - time.monotonic()) > 0:
+            # Fresh requests every few seconds: asked again, the same ones would only hit.
+            requests = self.requests(400, "rest")
+            client = RestClient(HOST, server.rest_port, 4)
+            closed_loop(client, requests, at_once=4, seconds=max(0.1, min(left, 1.5)))
+
+
+def highest_of(figures: Mapping[str, Any], protocol: str) -> float | None:
+    """Queries a second that an earlier run of the part ``load`` found to be carried."""
+    found: Sequence[Mapping[str, Any]] = figures.get("load", {}).get("highest", [])
+    return next((float(each["rate"]) for each in found if each["protocol"] == protocol), None)

@@ -1,0 +1,218 @@
+"""The serving benchmark: whether its load, its checks and its search tell the truth, and that each part runs."""
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench import serve
+from bench.common import Report, Run, program
+from bench.peers import redis_rows
+from bench.serving import queries
+from bench.serving.clients import Answer, Done, RestClient
+from bench.serving.load import Quantiles, Stream, closed_loop, open_loop, poisson
+from bench.serving.search import highest_load
+from bench.serving.shape import CANARY_ROWS
+from bench.serving.soak import Canary
+from bench.serving.zipf import Zipf
+from tierstore.serve.infer_body import parse_infer
+
+
+class Echo:
+    """Answers each request after some seconds, or at once and holding the loop up all the while."""
+
+    def __init__(self, seconds: float = 0.0, *, is_blocking: bool = False, error: str = "") -> None:
+        self.seconds, self.is_blocking, self.error = seconds, is_blocking, error
+
+    async def open(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+    def ask(self, request: bytes, done: Done) -> None:
+        if self.is_blocking:
+            time.sleep(self.seconds)
+            done(Answer(request))
+        else:
+            asyncio.get_running_loop().call_later(self.seconds, done, Answer(request, self.error))
+
+
+def test_ids_follow_the_law() -> None:
+    for rows in (3, 1000, 500_000):
+        ids = Zipf(rows, 1.05).draw(np.random.default_rng(0), 200_000)
+        assert ids.min() >= 0
+        assert ids.max() < rows
+        counts = np.sort(np.bincount(ids, minlength=rows))[::-1]
+        weights = np.arange(1, rows + 1) ** -1.05
+        shares = weights / weights.sum()
+        assert np.abs(counts[:3] / len(ids) - shares[:3]).max() < 0.005
+        # Beyond the ranks that are summed up, too.
+        assert abs(np.count_nonzero(np.isin(ids, np.arange(65536, rows) * 2_654_435_761 % rows)) / len(ids)
+                   - shares[65536:].sum()) < 0.005  # fmt: skip
+
+
+def test_latency_counts_from_when_a_request_was_due() -> None:
+    held_up = Stream(Echo(0.05, is_blocking=True), [b"x"] * 5, np.zeros(5))
+    (load,) = open_loop([held_up])
+    assert (np.diff(load.latency) >= 0.05).all()
+    assert load.latency[-1] >= 0.25
+    assert load.late[-1] >= 0.2
+    assert load.num_failed == 0
+
+
+def test_loads_count_what_failed() -> None:
+    (load,) = open_loop([Stream(Echo(error="no"), [b"x"] * 3, np.zeros(3))])
+    assert load.num_failed == 3
+    assert load.errors == ("no",) * 3
+    assert not len(load.since(0))
+    assert np.isnan(Quantiles.of(load.since(0)).p99)
+    assert closed_loop(Echo(error="no"), [b"x"], at_once=2, seconds=5).num_failed == 2
+
+
+def test_load_keeps_so_many_under_way() -> None:
+    load = closed_loop(Echo(0.01), [b"x"], at_once=4, seconds=0.1)
+    assert 8 <= len(load.latency) <= 44
+    assert load.latency.min() >= 0.009
+
+
+def test_poisson_times() -> None:
+    times = poisson(np.random.default_rng(0), 1000, 20)
+    gaps = np.diff(times)
+    assert abs(len(times) - 20_000) < 600
+    assert times.max() < 20
+    assert abs(gaps.std() / gaps.mean() - 1) < 0.05
+
+
+@pytest.mark.parametrize("limit", [7.0, 100.0, 3000.0])
+def test_search_finds_the_highest_load(limit: float) -> None:
+    found = highest_load(lambda rate: rate <= limit, 100, 0.05, 10_000)
+    assert found.carried <= limit < found.too_much <= found.carried * 1.05
+
+
+def test_search_ends() -> None:
+    assert highest_load(lambda _: False, 100, 0.05, 10_000).carried == 0
+    assert highest_load(lambda _: True, 100, 0.05, 300) == (225, 0)
+
+
+def test_queries_are_what_the_server_reads() -> None:
+    law = queries.Ranking([3, 1000], 1.05)
+    drawn = law.draw(np.random.default_rng(0), 20)
+    assert sorted(len(query.inputs["dense"]) for query in drawn) == sorted(queries.QUERY_SIZES)
+    query = drawn[0]
+    head, _, body = queries.encoded_rest(query).partition(b"\r\n\r\n")
+    headers = dict(line.split(": ") for line in head.decode().splitlines()[1:])
+    assert len(body) == int(headers["Content-Length"])
+    call = parse_infer(
+        body, json_bytes=int(headers["Inference-Header-Content-Length"]), json_bytes_max=10_000, model="ranking"
+    )
+    assert {name: tensor.data.tolist() for name, tensor in call.request.inputs.items()} == {
+        name: array.tolist() for name, array in query.inputs.items()
+    }
+    samples = len(query.inputs["dense"])
+    assert query.inputs["values"][:samples].max() < 3
+    assert query.inputs["values"][samples:].max() >= 3
+
+
+def test_answers_are_whole_only_at_their_end() -> None:
+    client = RestClient("", 0, 0)
+    text = b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc"
+    assert [client.whole(bytearray(text[:size])) for size in range(len(text))] == [None] * len(text)
+    assert client.whole(bytearray(text)) == Answer(b"abc")
+    failed = client.whole(bytearray(text.replace(b"200 OK", b"503 No")))
+    assert failed is not None
+    assert failed.error == "503: abc"
+
+
+def test_redis_replies_are_cut_into_rows() -> None:
+    rows = np.arange(12, dtype=np.float32).reshape(3, 4)
+    client = redis_rows.RedisClient(0, 0, commands=2, dim=4)
+    bulks = [b"$16\r\n" + row.tobytes() + b"\r\n" for row in rows]
+    reply = b"*2\r\n" + bulks[0] + bulks[1] + b"*1\r\n" + bulks[2]
+    assert [client.whole(bytearray(reply[:size])) for size in range(len(reply))] == [None] * len(reply)
+    assert client.whole(bytearray(reply)) == Answer(reply)
+    assert redis_rows.rows_of(reply, 4) == rows.tobytes()
+    refused = client.whole(bytearray(b"-ERR no\r\n"))
+    assert refused is not None
+    assert "ERR" in refused.error
+    assert redis_rows.encoded_mget(np.array([1, 2, 3]), 2) == (
+        b"*3\r\n$4\r\nMGET\r\n$4\r\n\1\0\0\0\r\n$4\r\n\2\0\0\0\r\n*2\r\n$4\r\nMGET\r\n$4\r\n\3\0\0\0\r\n"
+    )
+
+
+def test_canary_tells_mixed_versions() -> None:
+    canary = Canary(2)
+    head = b'{"model_version":"7"}'
+    rows = np.full((CANARY_ROWS, 2), 7, np.float32)
+    canary.look(0, Answer(head + rows.tobytes()))
+    assert (canary.checked, canary.mixed, list(canary.first_seen)) == (1, 0, [7])
+    rows[3, 1] = 6
+    canary.look(1, Answer(head + rows.tobytes()))
+    canary.look(2, Answer(head + np.full_like(rows, 8).tobytes()))
+    canary.look(3, Answer(b"", "an error"))
+    assert (canary.checked, canary.mixed) == (3, 2)
+
+
+def test_parts_are_measured_into_one_file(tmp_path: Path) -> None:
+    def run(request: Run) -> Report:
+        figures = request.earlier | dict.fromkeys(request.parts or ("a", "b"), request.config["size"])
+        return Report(question="", tables=[], figures=figures)
+
+    config, target = tmp_path / "c.toml", tmp_path / "out.json"
+    given = ["--config", str(config), "--dir", str(tmp_path), "--json", str(target)]
+    for size, flags in ((1, []), (2, ["--only", "b"])):
+        config.write_text(f"size = {size}\n[quick]\nsize = 3\n")
+        program("c", run, [*given, *flags], parts=("a", "b"))
+    assert json.loads(target.read_text())["figures"] == {"a": 1, "b": 2}
+    program("c", run, [*given, "--quick", "--only", "b"], parts=("a", "b"))
+    assert json.loads(target.read_text())["figures"] == {"b": 3}
+    with pytest.raises(SystemExit):
+        program("c", run, [*given, "--only", "c"], parts=("a", "b"))
+
+
+def _quick(folder: Path, parts: str) -> dict[str, Any]:
+    target = folder / "serve.json"
+    program("serve", serve.run, ["--quick", "--dir", str(folder), "--json", str(target), "--only", parts],
+            parts=tuple(serve.PARTS))  # fmt: skip
+    found: dict[str, Any] = json.loads(target.read_text())
+    assert found["tables"]
+    assert found["notes"]
+    return found["figures"]
+
+
+def test_quick_run_of_what_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_rows, "is_there", lambda: False)
+    figures = _quick(tmp_path, "load,peers,fresh")
+    for step in figures["load"]["steps"]:
+        assert step["failed"] == 0
+        assert step["requests"] >= 1
+    assert {each["protocol"] for each in figures["load"]["overhead"]} == {"rest", "grpc"}
+    assert figures["peers"]["has_redis"] is False
+    assert len(figures["fresh"]["seconds"]) == 5
+    assert figures["fresh"]["failures"] == 0
+
+
+def test_quick_run_of_what_goes_wrong(tmp_path: Path) -> None:
+    figures = _quick(tmp_path, "soak,restart")
+    assert figures["soak"]["failed"] == figures["soak"]["mixed"] == 0
+    assert figures["soak"]["commits"] >= 1
+    assert figures["soak"]["canaries"] >= 1
+    (way,) = figures["restart"]["ways"]
+    assert way["lost"] >= 1
+    assert way["regained_s"] is not None
+
+
+@pytest.mark.skipif(not redis_rows.is_there(), reason="there is no redis-server")
+def test_redis_gives_the_rows_it_was_given(tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).random((5000, 16), np.float32)
+    ids = np.array([0, 4999, 17, 17])
+    answers: list[bytes] = []
+    with redis_rows.RedisServer([rows[:3000], rows[3000:]], log=tmp_path / "log") as server:
+        client = redis_rows.RedisClient(server.port, 2, commands=3, dim=16)
+        request = redis_rows.encoded_mget(ids, 3)
+        open_loop([Stream(client, [request], np.zeros(1), lambda _, answer: answers.append(answer.body))])
+    assert redis_rows.rows_of(answers[0], 16) == rows[ids].tobytes()
