@@ -63,6 +63,19 @@ class Manifest:
             raise ValueError(f"a store holds at most {MAX_TABLES} tables")
         return replace(self, tables=(*self.tables, config))
 
+    def require_row_file(self, path: Path, page_bytes: int, *, is_placed: bool) -> None:
+        """FormatError unless the row file at ``path`` can be the one that the manifest is about."""
+        if page_bytes != self.page_bytes:
+            raise FormatError(
+                f"{path} has pages of {page_bytes} bytes and its manifest says {self.page_bytes}; restore both from "
+                "one copy of the store"
+            )
+        if is_placed != self.is_placed:
+            raise FormatError(
+                f"{path} {'says' if is_placed else 'does not say'} where rows lie and its manifest is of a store of "
+                "the other kind; restore both from one copy of the store"
+            )
+
     def create(self, directory: Path) -> None:
         """Write the first manifest, unless another process was faster: then that one stands.
 

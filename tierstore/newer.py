@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from .cache import RowCache
 from .converting import RowSource
+from .errors import ClosedError
 from .manifest import Manifest
 from .pool import Pool
 from .version import Version, unpack_tensors
@@ -19,10 +21,46 @@ from .version import Version, unpack_tensors
 if TYPE_CHECKING:
     from .store import Store
 
-__all__ = ["CachedRows", "Newer"]
+__all__ = ["Arrivals", "CachedRows", "Newer", "changed_rows"]
 
+IsChanged = Callable[[Any], Any]
+"""Whether rows (int64 keys) are others in the newer version: bool [n]."""
+_STEP: Final = 1 << 20
 _CHUNK_ROWS: Final = 1 << 15
 """Lookups wait while so many rows are compared: some milliseconds."""
+_MAX_ARRIVALS: Final = 1 << 16
+
+
+class Arrivals:
+    """Rows that came into a cache from the version it shows, and are others in the newer one.
+
+    If they become too many to be noted, they are found by a look at the whole cache.
+    """
+
+    def __init__(self, is_changed: IsChanged) -> None:
+        self._is_changed = is_changed
+        self._parts: list[Any] | None = []
+        self._count = 0
+
+    def add(self, keys: Any) -> None:
+        """Note those of ``keys`` that are others."""
+        if self._parts is None:
+            return
+        changed = keys[self._is_changed(keys)]
+        self._count += len(changed)
+        if self._count > _MAX_ARRIVALS:
+            self._parts = None
+        elif len(changed):
+            self._parts.append(changed)
+
+    def keys(self, cache: RowCache) -> Any:
+        """int64: all of them, and maybe others that changed."""
+        parts = self._parts
+        if parts is None:
+            keys = cache.keys_of(cache.resident_slots())
+            steps = (keys[first : first + _STEP] for first in range(0, len(keys), _STEP))
+            parts = [step[self._is_changed(step)] for step in steps]
+        return np.concatenate([np.empty(0, np.int64), *parts])
 
 
 class CachedRows(NamedTuple):
@@ -32,7 +70,6 @@ class CachedRows(NamedTuple):
         keys: int64 [n], those that were read anew.
         weights, state: uint64 [n, words], as they are in the newer version.
         stale: int64, keys of the others, to be evicted.
-        is_changed: whether rows (int64 keys) are others in the newer version.
     """
 
     pool: Pool
@@ -40,10 +77,9 @@ class CachedRows(NamedTuple):
     weights: Any
     state: Any
     stale: Any
-    is_changed: Callable[[Any], Any]
 
     @classmethod
-    def read(cls, pool: Pool, is_changed: Callable[[Any], Any], read: RowSource, room_bytes: int) -> "CachedRows":
+    def read(cls, pool: Pool, is_changed: IsChanged, read: RowSource, room_bytes: int) -> "CachedRows":
         """Find and read them.
 
         Args:
@@ -51,7 +87,7 @@ class CachedRows(NamedTuple):
             room_bytes: for the rows read.
         """
         with pool.fill_lock, pool.lock:
-            pool.arrivals = []
+            pool.arrivals = Arrivals(is_changed)
             slots = pool.cache.resident_slots()
             keys: Any = None if pool.full else pool.cache.keys_of(slots)
         if pool.full:  # whose slots are never another row's: lookups need not wait
@@ -66,15 +102,15 @@ class CachedRows(NamedTuple):
             parts.append(part)
             stale.append(gone)
         again, weights, state = (np.concatenate(each) for each in zip(*parts, strict=True))
-        return cls(pool, again, weights, state, np.concatenate(stale), is_changed)
+        return cls(pool, again, weights, state, np.concatenate(stale))
 
     def show(self) -> None:
         """Put them into the cache. No row of the pool is in use."""
         pool, cache = self.pool, self.pool.cache
         with pool.fill_lock, pool.lock:
             arrivals, pool.arrivals = pool.arrivals, None
-            late = np.concatenate([self.keys[:0], *(arrivals or [])])
-            late = late[self.is_changed(late)] if len(late) else late
+            assert arrivals is not None, "rows came in that nobody noted"
+            late = arrivals.keys(cache)
             late = late[~np.isin(late, self.keys)] if len(late) else late
             gone = cache.find(np.unique(np.concatenate([self.stale, late])))
             cache.evict(gone[gone >= 0])
@@ -130,17 +166,38 @@ def _are_others(pool: Pool, rows: _Rows) -> Any:
     return are_others & (slots >= 0)
 
 
+def changed_rows(
+    pools: Sequence[Pool], is_changed: IsChanged, read: RowSource, room_bytes: int
+) -> Sequence[CachedRows] | None:
+    """``CachedRows.read`` of each pool, as far as there is room for all together.
+
+    None if all that the pools hold is to be dropped: with device memory above them, of which nothing is noted; and
+    where there are none yet, as nothing is noted of what comes into those that are made later.
+    """
+    if not pools or any(pool.hot is not None for pool in pools):
+        return None
+    rows = []
+    for pool in pools:
+        rows.append(CachedRows.read(pool, is_changed, read, room_bytes))
+        room_bytes -= rows[-1].size_bytes
+    return rows
+
+
 class Newer:
-    """What ``Store.find_newer`` found.
+    """What ``Store.find_newer`` found. It can be shown once, until it is closed or ``find_newer`` is called again.
 
     Attributes:
+        number: of the call of ``find_newer``.
         version: number, extra and tensors of the commit.
         manifest: of the store then.
         rows: what is to change in the caches; None if all that they hold is dropped.
     """
 
-    def __init__(self, store: "Store", version: Version, manifest: Manifest, rows: Sequence[CachedRows] | None) -> None:
+    def __init__(
+        self, store: "Store", number: int, version: Version, manifest: Manifest, rows: Sequence[CachedRows] | None
+    ) -> None:
         self._store = store
+        self.number = number
         self.version = version
         self.manifest = manifest
         self.rows = rows
@@ -149,6 +206,14 @@ class Newer:
         """``tensors`` of the commit, on the CPU; DamagedError if they cannot be read."""
         return unpack_tensors(self.version)
 
+    def require_of(self, number: int) -> None:
+        """ClosedError unless it is what the call of ``find_newer`` with this number gave."""
+        if self.number != number:
+            raise ClosedError(
+                f"version {self.version.number} was shown or given up, or find_newer was called again; show what the "
+                "last call gave"
+            )
+
     def show(self) -> int:
         """Have the store show this version from now on; returns its number.
 
@@ -156,11 +221,10 @@ class Newer:
 
         Raises:
             TableError: a prefetched batch, or one whose backward is to come, holds rows. Nothing changed.
-            ClosedError.
+            ClosedError: it was shown or closed, ``find_newer`` was called again, or the store is closed.
         """
         return self._store.show_newer(self)
 
     def close(self) -> None:
-        """Give it up."""
-        for rows in self.rows or ():
-            rows.pool.arrivals = None
+        """Give it up, if it was not shown: the pages that it keeps from being reused are free. Again is fine."""
+        self._store.give_up_newer(self.number)

@@ -39,6 +39,7 @@ from .writeback import BLOCKS_A_TURN, PAUSE_SECONDS, WriteBack
 
 if TYPE_CHECKING:
     from .hbm.pool import HbmPool
+    from .newer import Arrivals
 
 __all__ = ["HELD_SHARE", "PIN_POLL_SECONDS", "PIN_WAIT_SECONDS", "Lease", "Pool", "Use"]
 
@@ -125,7 +126,7 @@ class Pool:
         full: the cache, if every row has a slot of its own in it; then lookups may go by slots, with ``bring_in``.
         uses: batches that use rows of a full cache; less ``dropped_uses``, of batches that were given up.
         hot: the tier above, in device memory, or None. It may hold newer rows.
-        arrivals: if not None, the keys of rows that are read in are added to it.
+        arrivals: if not None, told the keys of rows that are read in, under ``lock``.
 
     Args:
         read: brings rows in; default: as ``cold`` has them.
@@ -161,7 +162,7 @@ class Pool:
         self.split_batches = 0
         self.fill_seconds = 0.0
         self.hot: HbmPool | None = None
-        self.arrivals: list[Any] | None = None
+        self.arrivals: Arrivals | None = None
         self._put = CacheCounters(lookups=0, hits=0, misses=0, evictions=0)
         self._read_rows: RowSource = read or cold.read
         self.writeback = WriteBack(
@@ -582,7 +583,7 @@ class Pool:
         with self.lock:
             cache.filled(slots)
             if self.arrivals is not None:
-                self.arrivals.append(keys)
+                self.arrivals.add(keys)
         self.fill_seconds += time.perf_counter() - started
 
     def _fill_first_values(self, keys: Any, slots: Any) -> None:

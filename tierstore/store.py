@@ -24,7 +24,7 @@ from .hbm.build import require_supported
 from .io import MAX_PAGE_BYTES, ROW_FILE_NAME, LmdbColdTier, VerifyReport, require_plain_files
 from .killpoints import reach
 from .manifest import MANIFEST_NAME, Manifest
-from .newer import CachedRows, Newer
+from .newer import Newer, changed_rows
 from .optim import SGD
 from .pending import PendingCommit
 from .pool import Pool
@@ -72,6 +72,8 @@ class Store:
         self._closed = False
         self._pools: dict[RowLayout, Pool] = {}
         self._pools_lock = threading.RLock()
+        self._moving = threading.RLock()  # taken before the other; held while a newer version is read or shown
+        self._num_finds = 0
         self._reserved_bytes = 0
         self._version = Version(0, {}, {}, b"")
         self._tables: dict[str, Table] = {}
@@ -116,16 +118,8 @@ class Store:
 
     def _load(self) -> None:
         """Check that the files belong together, make the tables known, read the last version."""
-        if self._cold.page_bytes != self._manifest.page_bytes:
-            raise FormatError(
-                f"{self.directory / ROW_FILE_NAME} has pages of {self._cold.page_bytes} bytes and its manifest says "
-                f"{self._manifest.page_bytes}; restore both from one copy of the store"
-            )
-        if (self._cold.placement is not None) != self._manifest.is_placed:
-            raise FormatError(
-                f"{self.directory / ROW_FILE_NAME} {'says' if self._cold.placement else 'does not say'} where rows lie "
-                "and its manifest is of a store of the other kind; restore both from one copy of the store"
-            )
+        cold = self._cold
+        self._manifest.require_row_file(cold.path, cold.page_bytes, is_placed=cold.placement is not None)
         if not self.readonly:
             # Another writer may have made tables before the lock was ours.
             self._manifest = Manifest.read(self.directory)
@@ -143,9 +137,7 @@ class Store:
 
     def _show(self, version: Version) -> None:
         """Take over what a version keeps beside rows."""
-        unknown = version.tables.keys() - self._tables.keys()
-        if unknown:
-            raise FormatError(f"version {version.number} has a table {min(unknown)!r} that the manifest does not know")
+        version.require_of(self._tables.keys())
         for name, table in self._tables.items():
             table.restore(version.tables.get(name, TableState(0, table.config.optimizer.lr)))
         self._version = version
@@ -159,21 +151,26 @@ class Store:
 
     def _add(self, config: TableConfig) -> Table:
         index = len(self._tables)
-        layout = config.layout(self._manifest.page_bytes)
-        shape = layout, config.num_embeddings
+        table = Table(self, config, index, self._enter(config, index))
+        self._tables[config.name] = table
+        return table
+
+    def _enter(self, config: TableConfig, index: int) -> RowLayout:
+        """Make a table known to the cold tier, unless it is; how its rows lie in memory."""
+        stored = config.layout(self._manifest.page_bytes)
+        kept = stored if self._dtype is None else self._kept_layout(config, index, stored)
+        shape = stored, config.num_embeddings
         if self._added.get(index) != shape:
             try:
                 self._cold.add_table(index, *shape)
             except (MemoryError, OSError) as error:
-                directory_bytes = 4 * layout.num_blocks(config.num_embeddings)
+                directory_bytes = 4 * stored.num_blocks(config.num_embeddings)
                 raise BudgetError(
                     f"table {config.name!r}: the system refuses {format_size(directory_bytes)} of address space for "
                     f"its block directory ({error}); make the table smaller, or let the system overcommit memory"
                 ) from error
             self._added[index] = shape
-        table = Table(self, config, index, layout if self._dtype is None else self._kept_layout(config, index, layout))
-        self._tables[config.name] = table
-        return table
+        return kept
 
     def _kept_layout(self, config: TableConfig, index: int, stored: RowLayout) -> RowLayout:
         """How a table's rows lie in memory, if not as they are stored."""
@@ -429,32 +426,60 @@ class Store:
     def find_newer(self) -> Newer | None:
         """The first part of ``refresh``: make a newer commit ready; None if there is none. Lookups go on meanwhile.
 
-        Of several calls only the last one's result can be shown. Memory: at most the part of ``ddr`` that write staging
-        has in a store open for writing, and 4 bytes a block for a second directory.
+        What an earlier call gave cannot be shown any more. Memory: for rows, at most the part of ``ddr`` that write
+        staging has in a store open for writing; 4 bytes a block for a second directory; 8 bytes for each row in
+        memory that changed, and, for a moment, 12 for each that is in memory.
 
         Raises:
             DamagedError: what is there is not what was written; the store goes on to show what it showed.
-            TableError: a new table cannot be kept as ``dtype``. ClosedError.
+            TableError: a new table cannot be kept as ``dtype``. BudgetError: nor its directory.
+            ClosedError.
         """
-        self.require_open()
-        found = self._cold.find_newer()
-        if found is None:
-            return None
-        version, manifest = unpack(found.version, found.payload), Manifest.read(self.directory)
-        pools = list(self._pools.values())
-        if manifest.tables != self._manifest.tables or any(pool.hot is not None for pool in pools):
-            return Newer(self, version, manifest, None)
-        rows, room, read = [], self._reserved_bytes, self._source(self._cold.read_newer)
-        for pool in pools:
-            rows.append(CachedRows.read(pool, lambda keys: found.is_changed(self._cold.place(keys)), read, room))
-            room -= rows[-1].size_bytes
-        return Newer(self, version, manifest, rows)
+        with self._moving:
+            self.require_open()
+            self.give_up_newer(self._num_finds)
+            try:
+                return self._find_newer()
+            except BaseException:
+                self.give_up_newer(self._num_finds)
+                raise
+
+    def _find_newer(self) -> Newer | None:
+        while True:
+            found, num_added = self._cold.find_newer(), len(self._added)
+            if found is None:
+                return None
+            manifest = Manifest.read(self.directory)
+            for index, config in enumerate(manifest.tables[len(self._tables) :], len(self._tables)):
+                self._require_supported(config)
+                self._enter(config, index)
+            if len(self._added) == num_added:  # else what was found lacks the blocks of a new table
+                break
+        version = unpack(found.version, found.payload)
+        version.require_of({config.name for config in manifest.tables})
+        rows = None
+        if manifest.tables == self._manifest.tables:
+            pools, room, read = list(self._pools.values()), self._reserved_bytes, self._source(self._cold.read_newer)
+            rows = changed_rows(pools, lambda keys: found.is_changed(self._cold.place(keys)), read, room)
+        return Newer(self, self._num_finds, version, manifest, rows)
+
+    def give_up_newer(self, number: int) -> None:
+        """Drop what the call of ``find_newer`` with this number made ready, if that is still there."""
+        if self._closed or self._process_id != os.getpid():
+            return
+        with self._moving:
+            if number == self._num_finds:
+                self._num_finds += 1
+                for pool in self._pools.values():
+                    pool.arrivals = None
+                self._cold.lookout.close()
 
     @shielded
     def show_newer(self, newer: Newer) -> int:
         """See ``Newer.show``."""
-        with self._pools_lock:
+        with self._moving, self._pools_lock:
             self.require_open()
+            newer.require_of(self._num_finds)
             self._require_unused("move to a newer version")
             try:
                 for rows in newer.rows or ():
@@ -463,10 +488,11 @@ class Store:
             except BaseException:
                 self._close_pools()
                 raise
+            finally:
+                self.give_up_newer(newer.number)
             if newer.rows is None:
                 self._close_pools()
             for config in newer.manifest.tables[len(self._tables) :]:
-                self._require_supported(config)
                 self._add(config)
             self._manifest = newer.manifest
             self._show(newer.version)
@@ -550,8 +576,8 @@ class Store:
         try:
             self._end_pending()
         finally:
-            self._closed = True
-            with contextlib.ExitStack() as stack:  # each, also if one before it fails; the last first
+            with self._moving, contextlib.ExitStack() as stack:  # each, also if one before it fails; the last first
+                self._closed = True
                 stack.callback(self._cold.close)
                 stack.callback(self._workers.close)
                 stack.callback(self._close_pools)

@@ -5,12 +5,13 @@ Layout: 8 bytes little-endian length of a JSON header, the header, then the name
 
 import json
 import math
+from collections.abc import Set
 from typing import Any, Final, NamedTuple
 
 import safetensors.torch
 from torch import Tensor
 
-from .errors import DamagedError
+from .errors import DamagedError, FormatError
 from .excerpt import excerpt
 
 __all__ = ["TableState", "Version", "pack", "unpack", "unpack_tensors"]
@@ -33,6 +34,11 @@ class Version(NamedTuple):
     tables: dict[str, TableState]
     extra: dict[str, Any]
     tensors: bytes
+
+    def require_of(self, names: Set[str]) -> None:
+        """FormatError unless all its tables are among a manifest's."""
+        if unknown := self.tables.keys() - names:
+            raise FormatError(f"version {self.number} has a table {min(unknown)!r} that the manifest does not know")
 
 
 def pack(tables: dict[str, TableState], extra: dict[str, Any], tensors: dict[str, Tensor]) -> bytes:

@@ -5,7 +5,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from tierstore.serve.client_tensors import HEADER_LENGTH, encode_request
+from tierstore.serve.binary import JSON_LENGTH_HEADER
+from tierstore.serve.client_tensors import encode_request
 from tierstore.serve.grpc_messages import message_class
 
 from .zipf import Zipf
@@ -73,7 +74,7 @@ def encoded_rest(query: Query) -> bytes:
     body, headers = encode_request(query.inputs, {})
     head = (
         f"POST /v2/models/{query.model}/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
-        f"Content-Type: application/octet-stream\r\n{HEADER_LENGTH}: {headers[HEADER_LENGTH]}\r\n\r\n"
+        f"Content-Type: application/octet-stream\r\n{JSON_LENGTH_HEADER}: {headers[JSON_LENGTH_HEADER]}\r\n\r\n"
     )
     return head.encode() + body
 

@@ -289,13 +289,14 @@ class LmdbColdTier:
             self._check_open()
             if not self.readonly or self._wanted is not None:
                 return None
+            self._build_directory()  # what the newer one is compared with
             last = self._env.info()["last_txnid"]
             return self.lookout.look(last, self._new_snapshot, self._directory, self._record.version)
 
     def show_newer(self) -> None:
         """Move to what ``find_newer`` found. Reads in progress finish where they are."""
         with self._writer:
-            snapshot, self._head, self._record, directory, _ = self.lookout.take()
+            snapshot, self._head, self._record, directory, *_ = self.lookout.take()
             self._view.show(directory, snapshot)
 
     # -- tables
@@ -582,10 +583,10 @@ class LmdbColdTier:
         with ExitStack() as stack:
             with self._writer:
                 self._check_open()
-                record = self._record
+                record, limit = self._record, self._epoch_limit
                 snapshot, directory = stack.enter_context(self._lease())
             check_census(snapshot, record)
-            return verify_blocks(snapshot, directory, self._geometries, self._epoch_limit, progress, self.placement)
+            return verify_blocks(snapshot, directory, self._geometries, limit, progress, self.placement)
 
     def counters(self) -> ColdCounters:
         return self._counters

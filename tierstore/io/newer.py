@@ -25,6 +25,7 @@ class NewerVersion(NamedTuple):
 
     Attributes:
         before: the directory of what the tier shows.
+        rows_per_block: int64, by table index.
     """
 
     snapshot: Snapshot
@@ -32,6 +33,7 @@ class NewerVersion(NamedTuple):
     record: CommitRecord
     directory: Directory
     before: Directory
+    rows_per_block: NDArray[np.int64]
 
     @property
     def version(self) -> int:
@@ -47,12 +49,9 @@ class NewerVersion(NamedTuple):
 
         A block that is written is written to another page, and pages of a tree that is still shown are not reused.
         """
-        rows_per_block = np.ones(len(self.directory.tables.bases), np.int64)
-        for table, layout in self.directory.layouts.items():
-            rows_per_block[table] = layout.rows_per_block
         changed = np.empty(len(places), np.bool_)
         bases = self.directory.tables.bases
-        _compare(places, bases, rows_per_block, self.before.pages, self.directory.pages, changed)
+        _compare(places, bases, self.rows_per_block, self.before.pages, self.directory.pages, changed)
         return changed
 
 
@@ -96,7 +95,14 @@ def _find(snapshot: Snapshot, before: Directory, shown: int) -> NewerVersion | N
     except BaseException:
         snapshot.close()
         raise
-    return NewerVersion(snapshot, head, record, directory, before)
+    return NewerVersion(snapshot, head, record, directory, before, _rows_per_block(directory))
+
+
+def _rows_per_block(directory: Directory) -> NDArray[np.int64]:
+    rows = np.ones(len(directory.tables.bases), np.int64)
+    for table, layout in directory.layouts.items():
+        rows[table] = layout.rows_per_block
+    return rows
 
 
 class Lookout:
