@@ -463,7 +463,9 @@ class Store:
             except BaseException:
                 self._close_pools()
                 raise
-            if newer.rows is None:
+            # A pool that was made since the search holds the old version's rows, and nobody noted which.
+            searched = [rows.pool for rows in newer.rows or ()]
+            if newer.rows is None or any(pool not in searched for pool in self._pools.values()):
                 self._close_pools()
             for config in newer.manifest.tables[len(self._tables) :]:
                 self._require_supported(config)
