@@ -144,6 +144,17 @@ def test_rows_that_did_not_change_stay_in_memory(writer: Writer, store_dir: Path
         assert after.ssd.lookups - before.ssd.lookups == in_block + unwritten
 
 
+def test_rows_first_asked_for_while_a_version_is_made_ready_are_not_kept(writer: Writer, store_dir: Path) -> None:
+    with tierstore.open(store_dir, mode="r", ddr="4MiB") as store:
+        writer("write", "t", [5], 3)
+        writer("commit", 2)
+        newer = store.find_newer()
+        assert newer is not None
+        assert torch.equal(store["t"].read(EVERY), expected())  # no row was in memory before, nor room for any
+        newer.show()
+        assert torch.equal(store["t"].read(EVERY), expected(_3=[5]))
+
+
 def test_a_reader_goes_back_with_the_writer(writer: Writer, store_dir: Path) -> None:
     with tierstore.open(store_dir, mode="r", ddr="4MiB") as store:
         writer("write", "t", [1, 2, 3], 5)

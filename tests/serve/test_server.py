@@ -81,7 +81,7 @@ def said(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
     """What the command says, in one line, as it refuses to start."""
     assert cli.main(["serve", *arguments]) not in (0, None)
     error = capfd.readouterr().err
-    lines = [line for line in error.splitlines() if not line.startswith("{")]
+    lines = [line for line in error.splitlines() if line.startswith("tierstore: ")]
     assert len(lines) == 1, error
     return lines[0]
 

@@ -136,7 +136,8 @@ def test_dense_weights_and_rows_of_a_run_move_together(
         for each in asking:
             answers = each.result()
             for version, probabilities in answers:
-                assert probabilities.tobytes() == expected[version].tobytes(), f"not that of version {version}"
+                same = [each for each, wanted in expected.items() if wanted.tobytes() == probabilities.tobytes()]
+                assert same == [version], f"{version}: {probabilities} {expected[version]}"
             assert len({version for version, _ in answers}) > 2
         assert len({answer.tobytes() for answer in expected.values()}) == len(expected)
         trainer(str(first + 4))
@@ -161,7 +162,7 @@ def test_a_replica_of_a_run_ranks_as_its_source(
         expected = dict([trainer()])
         for _ in range(2):
             (published,) = publish(source, [server.admin])
-            assert published.error is None
+            assert not published.error
             assert client.ready()
             version, wanted = list(expected.items())[-1]
             answer = client.infer("ranking", question)

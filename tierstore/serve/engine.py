@@ -73,7 +73,6 @@ class StoreEngine:
         self._newest = 0
         self._stale_since: float | None = None
         self._moving = asyncio.Lock()
-        self._has_said_waiting = False
         self._before = Stats(TierStats(), TierStats(), TierStats())
         self._roll_back: Callable[[], Awaitable[int]] | None = None
         self._is_ready = False
@@ -94,9 +93,7 @@ class StoreEngine:
         except StoreNotFoundError:
             if not self._config.updates:
                 raise
-            if not self._has_said_waiting:
-                _LOG.info("there is no store at %s yet: waiting for the first update", self._config.store)
-                self._has_said_waiting = True
+            _LOG.info("there is no store at %s yet: waiting for the first update", self._config.store)
             return
         self._serve_models()
         self._is_ready = not self._is_draining
@@ -281,6 +278,8 @@ class StoreEngine:
         said = ""
         while self._config.follow_seconds:
             await asyncio.sleep(self._config.follow_seconds)
+            if self._store is None:  # who makes a replica's first version says when it is whole
+                continue
             try:
                 await self.refresh()
                 said = ""

@@ -44,19 +44,21 @@ def listen(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
     Raises:
         OSError: the address is taken, or not this machine's.
     """
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    listener = socket.socket(family, kind, protocol)
+    listener = None
     try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if reuse_port:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
         listener.listen(_BACKLOG)
-    except BaseException:
-        listener.close()
-        raise
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        raise OSError(error.errno, f"cannot listen on {host} port {port}: {error.strerror}") from None
     listener.setblocking(False)
     return listener
 
