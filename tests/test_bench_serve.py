@@ -120,7 +120,7 @@ def test_queries_are_what_the_server_reads() -> None:
 
 def test_answers_are_whole_only_at_their_end() -> None:
     client = RestClient("", 0, 0)
-    text = b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc"
+    text = b"HTTP/1.1 200 OK\r\nInference-Header-Content-Length: 1\r\nContent-Length: 3\r\n\r\nabc"
     assert [client.whole(bytearray(text[:size])) for size in range(len(text))] == [None] * len(text)
     assert client.whole(bytearray(text)) == Answer(b"abc")
     failed = client.whole(bytearray(text.replace(b"200 OK", b"503 No")))
