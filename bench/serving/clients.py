@@ -13,7 +13,7 @@ from tierstore.serve.grpc_messages import INFERENCE_SERVICE
 __all__ = ["Answer", "BlockingGrpc", "BlockingRest", "Client", "Done", "GrpcClient", "RestClient", "SocketClient"]
 
 _HEAD_END: Final = b"\r\n\r\n"
-_LENGTH: Final = b"content-length:"
+_LENGTH: Final = b"\r\ncontent-length:"
 _MAX_MESSAGE_BYTES: Final = 64 << 20
 
 

@@ -1,5 +1,6 @@
 """Part "load": latencies by load, the highest load that is carried, and what the server adds to the model."""
 
+import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -137,6 +138,7 @@ def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
         "page_cache": rig.config["page_cache"],
         "page_cache_share": oscache.resident_share(rig.rows_file),
         "device_reads_per_s": device,
+        "server_environment": {name: os.environ[name] for name in os.environ if name.startswith(("OMP_", "GOMP_"))},
         "memory": memory._asdict(),
         "p99_ms": rig.config["p99_ms"],
         "p95_ms": rig.config["p95_ms"],

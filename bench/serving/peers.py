@@ -13,7 +13,7 @@ import tierstore
 from ..common import Goal, Run, Spread, Table
 from ..peers import redis_rows
 from . import queries
-from .clients import Client, GrpcClient, RestClient
+from .clients import Answer, Client, GrpcClient, RestClient
 from .load import Load, Quantiles, Stream, closed_loop, open_loop, poisson
 from .part import Part, Told
 from .server import HOST, ServerProcess
@@ -24,6 +24,8 @@ __all__ = ["PART"]
 _CHUNK: Final = 500_000
 _REDIS: Final = "Redis, pipelined MGET"
 _NUM_REQUESTS: Final = 600
+# In lookups of rows each id counts as a sample.
+_LARGE: Final = ("--max-batch-samples", "32768", "--max-queue-samples", "262144")
 
 
 class _Way(NamedTuple):
@@ -69,7 +71,7 @@ def _tierstore(request: Run, divisor: int, stack: contextlib.ExitStack) -> list[
     size_bytes = config["peer_rows"] * config["dim"] * 4
     ddr = max(size_bytes // divisor, 8 << 20) if divisor else 2 * size_bytes + (64 << 20)
     store = rows_store(request.folder, config)
-    flags = ("--warm-up", "none")
+    flags = ("--warm-up", "none", *_LARGE)
     server = stack.enter_context(ServerProcess(store, str(ddr), log=request.folder / "serve.log", flags=flags))
 
     def last(body: bytes, count: int) -> bytes:
@@ -112,11 +114,13 @@ class _Lookups:
         query = self._law.draw(self._generator, 1)[0]
         wanted = expected[query.inputs["ids"]].tobytes()
         for way in self._ways:
-            bodies: list[bytes] = []
+            answers: list[Answer] = []
             client, request = way.client(1, self._features), way.encode(query, self._features)
-            stream = Stream(client, [request], np.zeros(1), lambda _, answer, to=bodies: to.append(answer.body))  # type: ignore[misc]
+            stream = Stream(client, [request], np.zeros(1), lambda _, answer, to=answers: to.append(answer))  # type: ignore[misc]
             open_loop([stream])
-            if way.rows(bodies[0], len(query.inputs["ids"])) != wanted:
+            if answers[0].error:
+                raise RuntimeError(f"{way.name}: {answers[0].error}")
+            if way.rows(answers[0].body, len(query.inputs["ids"])) != wanted:
                 raise RuntimeError(f"{way.name}: other rows than those in the store")
 
     def warm(self) -> None:
