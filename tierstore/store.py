@@ -470,8 +470,9 @@ class Store:
         with self._moving:
             if number == self._num_finds:
                 self._num_finds += 1
-                for pool in self._pools.values():
-                    pool.arrivals = None
+                for pool in list(self._pools.values()):
+                    with pool.lock:
+                        pool.arrivals = None
                 self._cold.lookout.close()
 
     @shielded

@@ -21,7 +21,7 @@ from tests.updates.support import ROWS, SMALL, change, contents, extra_of, same,
 from tierstore import errors
 from tierstore._jit import JIT_ENABLED
 from tierstore.exchange.safetensors_file import METADATA_KEY
-from tierstore.updates import Update, apply_update, origin_of, roll_back_replica, write_update
+from tierstore.updates import Update, apply, apply_update, origin_of, roll_back_replica, write_update
 from tierstore.updates.child import main as child
 from tierstore.updates.chunks import MAX_CHUNK_BYTES, decompress, pack_chunk, unpack_chunk
 from tierstore.updates.header import MAX_PAYLOAD_BYTES
@@ -64,6 +64,23 @@ def version_of(directory: Path) -> int:
     origin = origin_of(extra_of(directory)[0])
     assert origin is not None
     return origin.version
+
+
+def test_another_process_that_writes_the_replica_in_between(
+    replica: Path, updates: dict[int, Update], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_tier = apply.open_tier
+
+    def open_late(*arguments: Any, **options: Any) -> Any:
+        monkeypatch.setattr(apply, "open_tier", open_tier)
+        apply_update(replica, updates[0].path)
+        return open_tier(*arguments, **options)
+
+    monkeypatch.setattr(apply, "open_tier", open_late)
+    with pytest.raises(errors.StoreLockedError, match="was written by another process meanwhile"):
+        apply_update(replica, updates[1].path)
+    assert version_of(replica) == 3
+    assert apply_update(replica, updates[1].path) == (3, 0, True)
 
 
 def test_the_same_update_again_does_nothing(replica: Path, updates: dict[int, Update], source: Path) -> None:

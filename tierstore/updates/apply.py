@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..config import TableConfig
-from ..errors import ChecksumError, StoreNotFoundError, TableError, TierstoreError
+from ..errors import ChecksumError, StoreLockedError, StoreNotFoundError, TableError, TierstoreError
 from ..floats import half_code
 from ..io.changes import Basis, ChangesTier
 from ..manifest import MANIFEST_NAME, Manifest
@@ -76,9 +76,12 @@ def apply_update(directory: str | os.PathLike[str], file: str | os.PathLike[str]
         update.check()
         payload = unpack(header.origin.version, update.payload())
         tensors = unpack_tensors(payload)
-        if not _prepare(directory, header):
+        before = _prepare(directory, header)
+        if before is None:
             return Applied(header.origin.version, 0, True)
         with open_tier(directory, Manifest.read(directory), readonly=False) as tier:
+            if tier.version != before:  # between the two opens nobody had it locked
+                raise StoreLockedError(f"{directory} was written by another process meanwhile; apply the update again")
             rows = _Writer(tier, update).run()
             states = {config.name: TableState(0, config.optimizer.lr) for config in header.tables}
             extra = with_origin(payload.extra, header.origin)
@@ -86,8 +89,8 @@ def apply_update(directory: str | os.PathLike[str], file: str | os.PathLike[str]
     return Applied(header.origin.version, rows, False)
 
 
-def _prepare(directory: Path, header: UpdateHeader) -> bool:
-    """Make the tables that are new; False if the replica has this very version."""
+def _prepare(directory: Path, header: UpdateHeader) -> int | None:
+    """Make the tables that are new; the replica's own number of its version, or None if it is this very one."""
     if header.since and not (directory / MANIFEST_NAME).exists():
         raise StoreNotFoundError(f"{directory} is empty, and the update {_wants(header)}")
     with open_store(directory, mode="w", keep=KEEP, ddr=_DDR, threads=1) as store:
@@ -97,13 +100,13 @@ def _prepare(directory: Path, header: UpdateHeader) -> bool:
                 f"{directory} was written by others than updates; choose another directory for a replica"
             )
         if origin == header.origin:
-            return False
+            return None
         if header.since and origin != Origin(header.origin.source, header.since):
             raise TierstoreError(f"{directory} {_describe(origin)}, and the update {_wants(header)}")
         _require_tables(store, header)
         for config in header.tables:
             store.create_table(config)
-    return True
+        return store.version
 
 
 def _wants(header: UpdateHeader) -> str:
