@@ -240,7 +240,8 @@ HELP = {
           --dtype NAME          what rows are kept in memory as: "stored", or fewer bits: "float16", "bfloat16",
                                 "int8", "int4" (default: stored)
           --policy NAME         which rows leave memory first: lru, lfu or tinylfu (default: lru)
-          --threads N           threads of a lookup and of the model; 0: the CPUs this process may use
+          --threads N           threads of a lookup and of the model; 0: the CPUs there are but one, shared by
+                                workers
           --host TEXT           address that REST and gRPC listen on; 0.0.0.0 for all (default: 127.0.0.1)
           --port N              port of REST; 0: any that is free (default: 8000)
           --grpc-port N         port of gRPC; 0: any that is free, -1: no gRPC (default: 8001)

@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from . import waiting_threads
 from .config import ServeConfig
 from .names import nearest
 
@@ -58,7 +59,12 @@ def serve(options: argparse.Namespace) -> int:
         places += [f"status {scheme}://{config.admin_host}:{ports.admin}/"] if ports.admin >= 0 else []
         print(f"ready: {', '.join(places)}", flush=True)
 
-    return run_workers(config, on_ready=tell) if config.workers > 1 else run(config, on_ready=tell)
+    if config.workers > 1:
+        waiting_threads.set_for_children()
+        return run_workers(config, on_ready=tell)
+    if config.num_threads > 1 and not waiting_threads.is_set():
+        waiting_threads.begin_anew(options.words)
+    return run(config, on_ready=tell)
 
 
 def _read(path: Path, names: list[str]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class ServeConfig:
         "stored", 'what rows are kept in memory as: "stored", or fewer bits: "float16", "bfloat16", "int8", "int4"'
     )
     policy: str = option("lru", "which rows leave memory first: lru, lfu or tinylfu")
-    threads: int = option(0, "threads of a lookup and of the model; 0: the CPUs this process may use")
+    threads: int = option(0, "threads of a lookup and of the model; 0: the CPUs there are but one, shared by workers")
     host: str = option("127.0.0.1", "address that REST and gRPC listen on; 0.0.0.0 for all")
     port: int = option(8000, "port of REST; 0: any that is free")
     grpc_port: int = option(8001, "port of gRPC; 0: any that is free, -1: no gRPC")
@@ -108,6 +108,13 @@ class ServeConfig:
             value, kind = getattr(self, each.name), type(each.default)
             if kind in (str, bool) and each.name != "ddr" and not isinstance(value, kind):
                 raise TypeError(f"{each.name}={value!r} must be a {kind.__name__}")
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of a lookup and of the model; one core is left to the event loop."""
+        from ..threads import default_threads
+
+        return self.threads or max(1, (default_threads() - 1) // self.workers)
 
     @property
     def token(self) -> str | None:

@@ -28,7 +28,7 @@ from .hot_rows import hot_rows, hot_rows_path, load_hot_rows, rows_of_trace, sav
 from .logs import log_refused, log_request
 from .messages import InferRequest, InferResponse, ModelMetadata, ServeError, Status
 from .metrics import Metrics
-from .models import BagCaches, Models, make_models, renew_models
+from .models import BagCaches, Models, make_models, rehearse, renew_models
 from .names import nearest
 from .source import PooledStats, TableInfo
 
@@ -110,7 +110,7 @@ class StoreEngine:
             mode="r",
             ddr=config.ddr,
             policy=config.policy,
-            threads=config.threads or None,
+            threads=config.num_threads,
             dtype=config.dtype,
         )
         try:
@@ -119,12 +119,13 @@ class StoreEngine:
             self._bags = BagCaches.of(store, config.pooled_cache)
             models = make_models(store, self._bags, out_of_range=config.out_of_range, count=self._metrics.out_of_range)
             self._warm_up(store)
+            rehearse(models.by_name.values())
         except BaseException:
             store.close()
             raise
         self._store, self._models = store, models
         self._version = self._newest = _shown_version(store.version, store.extra)
-        _LOG.info("serving version %d of %s: %s", self._version, store.directory, ", ".join(self._models.by_name))
+        _LOG.info("serving version %d of %s: %d models", self._version, store.directory, len(models.by_name))
 
     def _warm_up(self, store: Store) -> None:
         if self._config.warm_up == "none":

@@ -13,7 +13,6 @@ import uvloop
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from ..threads import default_threads
 from .admin import admin_app, admin_routes
 from .config import ServeConfig
 from .engine import StoreEngine
@@ -162,7 +161,7 @@ def run(
         is_patient: a second signal changes nothing; else it ends the process at once.
     """
     configure(config.log_level.upper(), as_json=not config.log_text)
-    torch.set_num_threads(config.threads or default_threads())
+    torch.set_num_threads(config.num_threads)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(config, worker, on_ready, is_patient))
     return 0

@@ -4,6 +4,7 @@ from .bags import BagCaches
 from .lookups import FeatureRows, PooledFeatures, PooledTable, TableRows
 from .make import Models, Renewal, make_models, renew_models
 from .ranking import Ranking
+from .rehearsal import rehearse
 
 __all__ = [
     "BagCaches",
@@ -15,5 +16,6 @@ __all__ = [
     "Renewal",
     "TableRows",
     "make_models",
+    "rehearse",
     "renew_models",
 ]
