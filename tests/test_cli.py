@@ -570,7 +570,8 @@ tierstore.cli.build_parser()
 print(*sorted(name for name in set(sys.modules) - before if name.startswith(("tierstore", "tqdm"))))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    of_serve = ["tierstore.serve" + name for name in ("", ".command", ".config", ".messages", ".names", ".options")]
+    light = ("", ".command", ".config", ".messages", ".names", ".options", ".waiting_threads")
+    of_serve = ["tierstore.serve" + name for name in light]
     assert done.stdout.split() == ["tierstore.cli", "tierstore.commands", *of_serve]
 
 
