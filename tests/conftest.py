@@ -1,6 +1,7 @@
 """Fixtures and settings of the whole suite."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -12,6 +13,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from bench.data import find_criteo
+from tests.following import DIM, ROWS, Writer
 from tierstore._jit import JIT_ENABLED
 
 hypothesis.settings.register_profile(
@@ -53,3 +55,21 @@ def criteo_path() -> Path:
 def store_dir(tmp_path: Path) -> Path:
     """A directory that does not exist yet, for a store."""
     return tmp_path / "store"
+
+
+@pytest.fixture(scope="session")
+def writer_process() -> Iterator[Writer]:
+    made = Writer()
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def writer(writer_process: Writer, store_dir: Path) -> Iterator[Writer]:
+    """It has ``store_dir`` open: table "t", every other row written, one version."""
+    writer_process("open", str(store_dir))
+    writer_process("create", "t", ROWS, DIM)
+    writer_process("write", "t", list(range(0, ROWS, 2)), 1)
+    writer_process("commit", 1)
+    yield writer_process
+    writer_process("close")

@@ -203,7 +203,7 @@ def test_quick_run_of_what_is_served(tmp_path: Path) -> None:
     assert figures["fresh"]["failures"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.usefixtures("patient")
 def test_quick_run_without_redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_rows, "is_there", lambda: False)
@@ -214,7 +214,7 @@ def test_quick_run_without_redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert all(each["failed"] == 0 for way in ("highest", "common") for each in measured[way].values())
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.usefixtures("patient")
 def test_quick_run_of_what_goes_wrong(tmp_path: Path) -> None:
     figures = _quick(tmp_path, "soak,restart")

@@ -2,7 +2,6 @@
 
 import random
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +16,6 @@ from tierstore.store import Store
 
 SECONDS = 60.0
 CHANGED = [1, 2, 3]
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[Writer]:
-    made = Writer()
-    yield made
-    made.end()
-
-
-@pytest.fixture
-def writer(process: Writer, store_dir: Path) -> Iterator[Writer]:
-    process("open", str(store_dir))
-    process("create", "t", ROWS, DIM)
-    process("write", "t", list(range(0, ROWS, 2)), 1)
-    process("commit", 1)
-    yield process
-    process("close")
 
 
 def commit_changed(writer: Writer) -> None:
@@ -270,8 +252,8 @@ class Lookups(threading.Thread):
     ("ddr", "dtype", "policy"),
     [("4MiB", None, "lru"), ("700KiB", "stored", "lfu"), ("600KiB", "float16", "tinylfu"), ("4MiB", "float16", "lru")],
 )
-def test_random_histories(process: Writer, store_dir: Path, ddr: str, dtype: Any, policy: str) -> None:
-    history, chance = History(process, store_dir, seed=3), random.Random(4)
+def test_random_histories(writer_process: Writer, store_dir: Path, ddr: str, dtype: Any, policy: str) -> None:
+    history, chance = History(writer_process, store_dir, seed=3), random.Random(4)
     shown = 0
     with tierstore.open(store_dir, mode="r", ddr=ddr, dtype=dtype, policy=policy) as store:
         for seed in range(60):
@@ -296,5 +278,5 @@ def test_random_histories(process: Writer, store_dir: Path, ddr: str, dtype: Any
                     )
             store["t"].pool.cache.check_integrity()
         store.verify()
-    process("close")
+    writer_process("close")
     assert shown > 10

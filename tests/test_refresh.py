@@ -1,6 +1,5 @@
 """A store open for reading follows the commits of another process; rows kept in another dtype than stored."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,23 +8,6 @@ import torch
 
 import tierstore
 from tests.following import DIM, EVERY, ROWS, Writer, expected
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[Writer]:
-    made = Writer()
-    yield made
-    made.end()
-
-
-@pytest.fixture
-def writer(process: Writer, store_dir: Path) -> Iterator[Writer]:
-    process("open", str(store_dir))
-    process("create", "t", ROWS, DIM)
-    process("write", "t", list(range(0, ROWS, 2)), 1)
-    process("commit", 1)
-    yield process
-    process("close")
 
 
 # All rows have slots of their own; rows leave; the staging memory is too small for what changed.

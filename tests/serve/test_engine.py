@@ -18,29 +18,22 @@ import tritonclient.http
 from tritonclient.utils import InferenceServerException
 
 import tierstore
+from tests.following import Writer
 from tests.serve.whole import ADMIN, InThread, serving, wait_for
-from tests.test_refresh import Writer
 from tierstore.serve.client import Client
 from tierstore.serve.messages import ServeError, Status
 
 ROWS, DIM = 500, 8
 
 
-@pytest.fixture(scope="module")
-def process() -> Iterator[Writer]:
-    made = Writer()
-    yield made
-    made.end()
-
-
 @pytest.fixture
-def writer(process: Writer, store_dir: Path) -> Iterator[Writer]:
+def writer(writer_process: Writer, store_dir: Path) -> Iterator[Writer]:
     """Its store has a table "t" and one version, whose number is in every row."""
-    process("open", str(store_dir))
-    process("create", "t", ROWS, DIM)
-    number(process, 1)
-    yield process
-    process("close")
+    writer_process("open", str(store_dir))
+    writer_process("create", "t", ROWS, DIM)
+    number(writer_process, 1)
+    yield writer_process
+    writer_process("close")
 
 
 def number(writer: Writer, version: int, *tables: str) -> None:

@@ -47,6 +47,17 @@ def _float_array(rows: Tensor) -> Any:
     return rows.to(torch.float32).numpy()
 
 
+def _of_table(name: str, version: str, table: Table, inputs: tuple[TensorSpec, ...], output: str) -> ModelMetadata:
+    return ModelMetadata(
+        name=name,
+        versions=(version,),
+        platform=PLATFORM,
+        inputs=inputs,
+        outputs=(TensorSpec(output, "FP32", (-1, table.config.embedding_dim)),),
+        parameters={"rows": table.config.num_embeddings},
+    )
+
+
 class PooledTable:
     """Model "pooled.TABLE": bags of ids of one table, pooled as its configuration says.
 
@@ -78,15 +89,8 @@ class PooledTable:
 
     def metadata(self, version: str) -> ModelMetadata:
         """See ``Model``."""
-        config = self._table.config
-        return ModelMetadata(
-            name=self.name,
-            versions=(version,),
-            platform=PLATFORM,
-            inputs=self._inputs,
-            outputs=(TensorSpec("embeddings", "FP32", (-1, config.embedding_dim)),),
-            parameters={"rows": config.num_embeddings, "pooling": self._pooling},
-        )
+        found = _of_table(self.name, version, self._table, self._inputs, "embeddings")
+        return replace(found, parameters={**found.parameters, "pooling": self._pooling})
 
     def parse(self, inputs: Mapping[str, InferTensor]) -> JaggedIds:
         """See ``Model``."""
@@ -130,15 +134,7 @@ class TableRows:
 
     def metadata(self, version: str) -> ModelMetadata:
         """See ``Model``."""
-        config = self._table.config
-        return ModelMetadata(
-            name=self.name,
-            versions=(version,),
-            platform=PLATFORM,
-            inputs=self._inputs,
-            outputs=(TensorSpec("rows", "FP32", (-1, config.embedding_dim)),),
-            parameters={"rows": config.num_embeddings},
-        )
+        return _of_table(self.name, version, self._table, self._inputs, "rows")
 
     def parse(self, inputs: Mapping[str, InferTensor]) -> _Ids:
         """See ``Model``."""
