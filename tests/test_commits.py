@@ -470,7 +470,7 @@ def test_what_cannot_be_written_ahead_is_told_to_who_needs_the_room(
     store_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_store(store_dir) as store:
-        cold = store["t"].pool._cold
+        cold = store._cold
         write = cold.write
         monkeypatch.setattr(cold, "write", lambda *_, **__: (_ for _ in ()).throw(DiskFullError("no room")))
         with pytest.raises(DiskFullError, match="no room"):

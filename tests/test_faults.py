@@ -265,10 +265,10 @@ def test_a_clock_that_jumps_changes_nothing(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_no_source_asks_for_the_time_of_day() -> None:
-    """Waits and rates go by clocks that never jump."""
+    """Waits and rates go by clocks that never jump. The server's log alone says when a line was written."""
     words = ("time.time(", "time_ns(", "datetime", "time import time", "CLOCK_REALTIME", "gettimeofday", "utcnow")
     allowed = ("time.monotonic_ns(",)
-    for path in sorted((ROOT / "tierstore").rglob("*.py")):
+    for path in sorted({*(ROOT / "tierstore").rglob("*.py")} - {ROOT / "tierstore" / "serve" / "logs.py"}):
         text = path.read_text()
         for word in allowed:
             text = text.replace(word, "")

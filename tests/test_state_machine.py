@@ -26,7 +26,7 @@ KEEP = 3
 ids = st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=150)
 names = st.sampled_from(["one", "two", "three"])
 hbms = st.sampled_from(["0", "0", "64KiB", "96KiB"])
-DDR = "480KiB"
+DDR = "560KiB"
 
 
 class StoreMachine(RuleBasedStateMachine):

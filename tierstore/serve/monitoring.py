@@ -3,7 +3,7 @@
 import base64
 import hashlib
 import re
-from importlib import resources
+from pathlib import Path
 from typing import Final
 
 import orjson
@@ -31,7 +31,7 @@ def monitoring_routes(metrics: Metrics, source: Source) -> list[Route]:
 
     The last two are made in a thread, as /metrics takes 1 to 2 ms for each model: requests are answered meanwhile.
     """
-    page = resources.files(__package__).joinpath("page.html").read_bytes()
+    page = Path(__file__).with_name("page.html").read_bytes()
     page_headers = {**_HEADERS, "Content-Security-Policy": _content_security_policy(page)}
 
     async def show_page(_: Request) -> Response:
