@@ -207,11 +207,8 @@ def test_hot_rows_are_kept_while_serving(tmp_path: Path) -> None:
     with serving(store, warm_up="auto") as server, Client(server.url) as client:
         client.rows([5, 8], table="user")
         server.call(one_turn(server.engine))
-        assert hot_rows.load_hot_rows(hot_rows.hot_rows_path(store))["user"].tolist() == [
-            0,
-            5,
-            8,
-        ]  # row 0 for the rehearsal
+        kept = hot_rows.load_hot_rows(hot_rows.hot_rows_path(store))["user"]
+        assert kept.tolist() == [0, 5, 8]  # row 0 of the rehearsal
 
 
 async def one_turn(engine: Any) -> None:
