@@ -10,7 +10,7 @@ import torch
 
 import tierstore
 
-__all__ = ["DIM", "EVERY", "ROWS", "Writer", "expected", "first_values"]
+__all__ = ["DIM", "EVERY", "ROWS", "Child", "Writer", "expected", "first_values"]
 
 ROWS, DIM = 3000, 8
 EVERY = torch.arange(ROWS)
@@ -43,20 +43,20 @@ for line in sys.stdin:
 """
 
 
-class Writer:
-    """Another process, which opens stores for writing."""
+class Child:
+    """Another process that runs some code, which answers each line with a line."""
 
-    def __init__(self) -> None:
+    def __init__(self, code: str, *arguments: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", WRITER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", code, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def __call__(self, *order: Any) -> int:
+    def ask(self, line: str) -> str:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
-        return int(self._process.stdout.readline())
+        return self._process.stdout.readline()
 
     def end(self) -> None:
         assert self._process.stdin is not None
@@ -64,6 +64,16 @@ class Writer:
         self._process.stdin.close()
         assert self._process.wait(60) == 0
         self._process.stdout.close()
+
+
+class Writer(Child):
+    """It opens stores for writing."""
+
+    def __init__(self) -> None:
+        super().__init__(WRITER)
+
+    def __call__(self, *order: Any) -> int:
+        return int(self.ask(json.dumps(order)))
 
 
 def first_values(table: int = 0) -> torch.Tensor:

@@ -74,7 +74,7 @@ class Pools:
         Raises:
             BudgetError: a budget is too small, or larger than what the machine has free.
         """
-        table_bytes = sum(table.config.num_embeddings * table.layout.row_bytes for table in tables)
+        table_bytes = sum(table.size_bytes for table in tables)
         rows: dict[RowLayout, int] = {}
         for table in tables:
             rows[table.layout] = rows.get(table.layout, 0) + table.config.num_embeddings

@@ -1,8 +1,11 @@
 """What the tiers did: running totals since the store was opened."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Stats", "TierStats"]
+from .cache import CacheCounters
+
+__all__ = ["Stats", "TierStats", "of_counters"]
 
 
 class TierStats(NamedTuple):
@@ -42,6 +45,18 @@ class TierStats(NamedTuple):
     def hit_rate(self) -> float:
         """hits / unique; 0 before the first lookup."""
         return self.hits / self.unique if self.unique else 0.0
+
+
+def of_counters(counters: Sequence[CacheCounters]) -> TierStats:
+    """What several caches of one tier counted, as one tier's."""
+    hits, misses = sum(c.hits for c in counters), sum(c.misses for c in counters)
+    return TierStats(
+        lookups=sum(c.lookups for c in counters),
+        unique=hits + misses,
+        hits=hits,
+        misses=misses,
+        evictions=sum(c.evictions for c in counters),
+    )
 
 
 class Stats(NamedTuple):

@@ -137,6 +137,11 @@ class Table:
         self._learning_rate = float(rate)
 
     @property
+    def size_bytes(self) -> int:
+        """Bytes of all rows, were they all in memory."""
+        return self.config.num_embeddings * self.layout.row_bytes
+
+    @property
     def store(self) -> "Store":
         return self._store
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from .hbm.build import hbm_stats
 from .io import LmdbColdTier
 from .pool import Pool
-from .stats import Stats, TierStats
+from .stats import Stats, TierStats, of_counters
 
 __all__ = ["store_stats"]
 
@@ -21,14 +21,7 @@ def store_stats(pools: Sequence[Pool], cold: LmdbColdTier, num_rows: int, reserv
 
 
 def _ddr_stats(pools: Sequence[Pool], reserved_bytes: int) -> TierStats:
-    counters = [pool.counters() for pool in pools]
-    hits, misses = sum(c.hits for c in counters), sum(c.misses for c in counters)
-    return TierStats(
-        lookups=sum(c.lookups for c in counters),
-        unique=hits + misses,
-        hits=hits,
-        misses=misses,
-        evictions=sum(c.evictions for c in counters),
+    return of_counters([pool.counters() for pool in pools])._replace(
         capacity_rows=sum(pool.cache.capacity for pool in pools),
         bytes=sum(pool.size_bytes for pool in pools) + reserved_bytes,
         seconds=sum(pool.fill_seconds for pool in pools),

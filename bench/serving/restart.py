@@ -9,7 +9,7 @@ import numpy as np
 from ..common import Run, Table
 from .load import Quantiles, open_loop
 from .part import Part, Told
-from .rig import HitRate, Rig, highest_of
+from .rig import HitRate, Rig, rate_of
 from .server import ServerProcess
 
 __all__ = ["PART"]
@@ -81,16 +81,8 @@ def _way(rig: Rig, warm_up: str, rate: float) -> dict[str, Any]:
     }
 
 
-def _rate(request: Run, figures: dict[str, Any]) -> float:
-    given = float(request.config["restart_rate"])
-    highest = highest_of(figures, "rest")
-    if not given and not highest:
-        raise SystemExit("restart: run the part load before, into the same file, or give restart_rate")
-    return given or float(request.config["restart_share"]) * float(highest or 0)
-
-
 def _measure(request: Run, figures: dict[str, Any]) -> dict[str, Any]:
-    rig, rate = Rig(request), _rate(request, figures)
+    rig, rate = Rig(request), rate_of(request, "restart", figures)
     rig.prepare()
     hot = rig.store.with_name(rig.store.name + ".hot.npz")
     found = []

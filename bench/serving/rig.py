@@ -17,7 +17,7 @@ from .load import Load, Stream, closed_loop, open_loop, poisson
 from .server import HOST, ServerProcess
 from .shape import CANARY, CANARY_ROWS, kaggle_rows, kaggle_store, table_bytes
 
-__all__ = ["HitRate", "Rig", "canary_request", "highest_of", "version_of"]
+__all__ = ["HitRate", "Rig", "canary_request", "rate_of", "version_of"]
 
 _VERSION: Final = re.compile(rb'"model_version":"(\d+)"')
 _ROWS_FILE: Final = "rows.lmdb"
@@ -124,7 +124,15 @@ class Rig:
             closed_loop(client, requests, at_once=4, seconds=max(0.1, min(left, 1.5)))
 
 
-def highest_of(figures: Mapping[str, Any], protocol: str) -> float | None:
-    """Queries a second that an earlier run of the part ``load`` found to be carried."""
+def rate_of(request: Run, part: str, figures: Mapping[str, Any]) -> float:
+    """Queries a second for a part: as the configuration gives, or a share of what the part load found to be carried.
+
+    Raises:
+        SystemExit: neither is there; says what to do.
+    """
+    given = float(request.config[f"{part}_rate"])
     found: Sequence[Mapping[str, Any]] = figures.get("load", {}).get("highest", [])
-    return next((float(each["rate"]) for each in found if each["protocol"] == protocol), None)
+    highest = next((float(each["rate"]) for each in found if each["protocol"] == "rest"), 0.0)
+    if not given and not highest:
+        raise SystemExit(f"{part}: run the part load before, into the same file, or give {part}_rate")
+    return given or float(request.config[f"{part}_share"]) * highest

@@ -10,7 +10,7 @@ from ..common import Goal, Run, Table
 from .clients import Answer, RestClient
 from .load import Load, Quantiles, Stream, open_loop, poisson
 from .part import Part, Told, ms
-from .rig import Rig, canary_request, highest_of, version_of
+from .rig import Rig, canary_request, rate_of, version_of
 from .server import HOST, Memory, ServerProcess
 from .shape import CANARY_ROWS
 from .trainer import Commit, TrainerProcess
@@ -121,18 +121,10 @@ def _is_beside_update(load: Load, commits: list[Commit], first_seen: dict[int, f
     return found
 
 
-def _rate(request: Run, figures: dict[str, Any]) -> float:
-    given = float(request.config["soak_rate"])
-    highest = highest_of(figures, "rest")
-    if not given and not highest:
-        raise SystemExit("soak: run the part load before, into the same file, or give soak_rate")
-    return given or float(request.config["soak_share"]) * float(highest or 0)
-
-
 def _measure(request: Run, figures: dict[str, Any]) -> dict[str, Any]:
     rig = Rig(request)
     rig.prepare()
-    config, rate = rig.config, _rate(request, figures)
+    config, rate = rig.config, rate_of(request, "soak", figures)
     with rig.server("--warm-up", "none") as server:
         rig.warm(server)
         soak = _Soak(rig, server, rate)

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +15,7 @@ import tritonclient.grpc
 from tritonclient.utils import InferenceServerException
 
 import tierstore
+from tests.following import Child
 from tests.serve.test_engine import bags_of
 from tests.serve.whole import ADMIN, SMALL, InThread, serving, wait_for
 from tests.train.runs import TRAIN_ROWS, config_of
@@ -61,29 +61,16 @@ with open_run_store(config) as store:
 """
 
 
-class Trainer:
+class Trainer(Child):
     """Another process that trains the small run on, step by step."""
 
     def __init__(self, folder: Path) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", TRAINER, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        super().__init__(TRAINER, str(folder))
 
     def __call__(self, order: str = "step") -> tuple[str, Any]:
         """The version then, and the trainer's own answer for the first rows of the test data."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(order + "\n")
-        self._process.stdin.flush()
-        version, answer = json.loads(self._process.stdout.readline())
+        version, answer = json.loads(self.ask(order))
         return str(version), np.array(answer, np.float32)
-
-    def end(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        assert self._process.wait(60) == 0
-        self._process.stdout.close()
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from ..errors import BudgetError, TableError
 from ..pool import Pool
 from ..rows import QuantizedName, RowLayout
 from ..sizes import format_size
-from ..stats import TierStats
+from ..stats import TierStats, of_counters
 from .lanes import open_lane
 from .pool import HbmPool, HbmSize
 
@@ -66,14 +66,7 @@ def require_supported(config: TableConfig, *, readonly: bool) -> None:
 def hbm_stats(pools: Iterable[Pool]) -> TierStats:
     """What the device tier over these pools did."""
     hot = [pool.hot for pool in pools if pool.hot is not None]
-    counters = [pool.cache.counters() for pool in hot]
-    hits, misses = sum(c.hits for c in counters), sum(c.misses for c in counters)
-    return TierStats(
-        lookups=sum(c.lookups for c in counters),
-        unique=hits + misses,
-        hits=hits,
-        misses=misses,
-        evictions=sum(c.evictions for c in counters),
+    return of_counters([pool.cache.counters() for pool in hot])._replace(
         capacity_rows=sum(pool.cache.capacity + pool.overflow.capacity for pool in hot),
         bytes=sum(pool.size_bytes for pool in hot),
         seconds=sum(pool.fill_seconds for pool in hot),

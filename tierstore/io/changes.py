@@ -17,10 +17,9 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..rows import KEY_ROW_BITS, MAX_ROWS, RowLayout
+from ..rows import KEY_ROW_BITS, RowLayout
 from .btree import META_KEY
 from .directory import Directory
-from .gather import GatherStatus, gather_error
 from .lmdb import LmdbColdTier
 from .snapshot import Snapshot
 from .view import fill_directory
@@ -91,15 +90,11 @@ class ChangesTier(LmdbColdTier):
         Raises:
             ChecksumError, TruncatedError: a row is damaged.
         """
-        layout, geo = self._geometry_of(directory, keys)
+        layout = directory.layouts[int(keys[0]) >> KEY_ROW_BITS]
         weights = np.empty((len(keys), layout.weight_words), np.uint64)
         state = np.empty((len(keys), layout.state_words), np.uint64)
         present = np.empty(len(keys), np.bool_)
-        slots = np.arange(len(keys), dtype=np.int32)
-        places = self.place(keys)
-        result = self._rows.gather(snapshot, directory, geo, places, slots, weights, state, present)
-        if result[0] != GatherStatus.DONE:
-            raise gather_error(self.path, result, keys)
+        self._read_from(snapshot, directory, keys, np.arange(len(keys), dtype=np.int32), weights, state, present)
         return weights, present
 
 
@@ -144,7 +139,8 @@ class Changes:
 
     def _block_candidates(self, table: int, num_rows: int, layout: RowLayout) -> Iterator[Int64s]:
         """Rows of the blocks that differ."""
-        base, num_blocks = (int(column[table]) for column in self._block_columns)
+        tables = self._directory.tables
+        base, num_blocks = int(tables.bases[table]), int(tables.num_blocks[table])
         rows_each = np.arange(layout.rows_per_block, dtype=np.int64)
         step = max(1, CHUNK_BYTES // (layout.rows_per_block * layout.row_bytes))
         for start in range(0, num_blocks, _LIST_STEP):
@@ -155,16 +151,9 @@ class Changes:
                 rows = (blocks[first : first + step, None] * layout.rows_per_block + rows_each).ravel()
                 yield rows[rows < num_rows]
 
-    @property
-    def _block_columns(self) -> tuple[Int64s, Int64s]:
-        return self._directory.tables.bases, self._directory.tables.num_blocks
-
     def _moved_candidates(self, table: int, num_rows: int, layout: RowLayout) -> Iterator[Int64s]:
         """Rows that lie in blocks that differ, where rows lie anywhere: each row's place is looked up."""
         step = max(1, CHUNK_BYTES // layout.row_bytes)
         for start in range(0, num_rows, step):
             rows = np.arange(start, min(start + step, num_rows), dtype=np.int64)
-            places = self._tier.place(rows | (table << KEY_ROW_BITS))
-            blocks = (places & (MAX_ROWS - 1)) // layout.rows_per_block
-            positions = self._block_columns[0][places >> KEY_ROW_BITS] + blocks
-            yield rows[self._directory.pages[positions] != self._earlier.pages[positions]]
+            yield rows[self._directory.differs(self._earlier, self._tier.place(rows | (table << KEY_ROW_BITS)))]

@@ -13,6 +13,7 @@ is. Entries are aligned 32-bit words, which no processor tears.
 """
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -117,6 +118,22 @@ def _copy_used(source: NDArray[np.uint32], target: NDArray[np.uint32]) -> None:
                 target[i] = source[i]
 
 
+@kernel
+def _compare(
+    places: Int64s,
+    bases: Int64s,
+    rows_per_block: Int64s,
+    pages: NDArray[np.uint32],
+    other_pages: NDArray[np.uint32],
+    differs: NDArray[np.bool_],
+) -> None:
+    """``differs[i]``: whether the block of ``places[i]`` has not the same page in both."""
+    for i in range(places.size):
+        table = places[i] >> _ROW_BITS
+        position = bases[table] + (places[i] & _ROW_MASK) // rows_per_block[table]
+        differs[i] = pages[position] != other_pages[position]
+
+
 class Directory:
     """The flat array, the tables' places in it, and which blocks were written at which epoch while it existed.
 
@@ -180,6 +197,21 @@ class Directory:
         keys = block_keys.astype(np.int64)
         positions: Int64s = self.tables.bases[keys >> _ROW_BITS] + (keys & _ROW_MASK)
         return positions
+
+    @cached_property
+    def _rows_per_block(self) -> Int64s:
+        """By table index."""
+        rows = np.ones(len(self.tables.bases), np.int64)
+        for table, layout in self.layouts.items():
+            rows[table] = layout.rows_per_block
+        return rows
+
+    def differs(self, other: "Directory", places: Int64s) -> NDArray[np.bool_]:
+        """bool [n]: whether the blocks of the rows at these places (``ColdTier.place``) are elsewhere in another
+        directory of the same tables."""
+        differs = np.empty(len(places), np.bool_)
+        _compare(places, self.tables.bases, self._rows_per_block, self.pages, other.pages, differs)
+        return differs
 
     def _marks(self, epoch: int) -> Words:
         """One bit a block: whether it was written at this epoch."""

@@ -1,13 +1,11 @@
 """A commit that a read-only tier does not show yet, with a directory of its own beside the tier's."""
 
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .._jit import kernel
-from ..rows import KEY_ROW_BITS
 from .btree import META_KEY
 from .census import check_census, chosen_version, read_head, read_payload, read_record
 from .directory import Directory
@@ -17,15 +15,12 @@ from .view import fill_directory
 
 __all__ = ["Lookout", "NewerVersion"]
 
-_ROW_MASK: Final = (1 << KEY_ROW_BITS) - 1
-
 
 class NewerVersion(NamedTuple):
     """What a tier can move to.
 
     Attributes:
         before: the directory of what the tier shows.
-        rows_per_block: int64, by table index.
     """
 
     snapshot: Snapshot
@@ -33,7 +28,6 @@ class NewerVersion(NamedTuple):
     record: CommitRecord
     directory: Directory
     before: Directory
-    rows_per_block: NDArray[np.int64]
 
     @property
     def version(self) -> int:
@@ -49,26 +43,7 @@ class NewerVersion(NamedTuple):
 
         A block that is written is written to another page, and pages of a tree that is still shown are not reused.
         """
-        changed = np.empty(len(places), np.bool_)
-        bases = self.directory.tables.bases
-        _compare(places, bases, self.rows_per_block, self.before.pages, self.directory.pages, changed)
-        return changed
-
-
-@kernel
-def _compare(
-    places: NDArray[np.int64],
-    bases: NDArray[np.int64],
-    rows_per_block: NDArray[np.int64],
-    before: NDArray[np.uint32],
-    after: NDArray[np.uint32],
-    changed: NDArray[np.bool_],
-) -> None:
-    """``changed[i]``: whether the block of ``places[i]`` has another page after than before."""
-    for i in range(places.size):
-        table = places[i] >> KEY_ROW_BITS
-        position = bases[table] + (places[i] & _ROW_MASK) // rows_per_block[table]
-        changed[i] = before[position] != after[position]
+        return self.directory.differs(self.before, places)
 
 
 def _find(snapshot: Snapshot, before: Directory, shown: int) -> NewerVersion | None:
@@ -95,14 +70,7 @@ def _find(snapshot: Snapshot, before: Directory, shown: int) -> NewerVersion | N
     except BaseException:
         snapshot.close()
         raise
-    return NewerVersion(snapshot, head, record, directory, before, _rows_per_block(directory))
-
-
-def _rows_per_block(directory: Directory) -> NDArray[np.int64]:
-    rows = np.ones(len(directory.tables.bases), np.int64)
-    for table, layout in directory.layouts.items():
-        rows[table] = layout.rows_per_block
-    return rows
+    return NewerVersion(snapshot, head, record, directory, before)
 
 
 class Lookout:

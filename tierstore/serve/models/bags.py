@@ -33,8 +33,7 @@ class BagCaches:
     @classmethod
     def of(cls, store: Store, size: int | str) -> "BagCaches | None":
         """Those of a store; None if the size is 0. ValueError if it is none."""
-        tables = store.tables.values()
-        table_bytes = sum(table.config.num_embeddings * table.layout.row_bytes for table in tables)
+        table_bytes = sum(table.size_bytes for table in store.tables.values())
         budget_bytes = parse_size(size, name="pooled_cache", table_bytes=table_bytes)
         if not budget_bytes:
             return None

@@ -1,6 +1,5 @@
 """A request's inputs against what a model takes: names, datatypes, shapes, and numbers that are numbers."""
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -8,6 +7,7 @@ import numpy as np
 
 from ...excerpt import excerpt
 from ..messages import InferTensor, ServeError, Status, TensorSpec
+from ..names import nearest
 
 __all__ = ["check_inputs", "invalid", "lengths_of", "require_finite", "values_of"]
 
@@ -29,8 +29,7 @@ def check_inputs(
     known = {spec.name: spec for spec in (*required, *optional)}
     for name in inputs:
         if name not in known:
-            near = difflib.get_close_matches(name[:100], known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"the model takes {', '.join(known)}"
+            hint = nearest(name, known, all_are="the model takes")
             raise ServeError(Status.INVALID, f"there is no input {excerpt(name)}; {hint}")
     for spec in required:
         if spec.name not in inputs:

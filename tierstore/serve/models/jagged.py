@@ -32,6 +32,16 @@ class JaggedIds(NamedTuple):
     def num_samples(self) -> int:
         return int(self.lengths.shape[1])
 
+    @property
+    def bags(self) -> Any:
+        """int64 [N]: the bag of each value, of F * B."""
+        return np.repeat(np.arange(self.lengths.size), self.lengths.reshape(-1))
+
+    def chosen(self, which: Any) -> "JaggedIds":
+        """Some of the values (bool [N]), in bags that are so much shorter."""
+        lengths = np.bincount(self.bags[which], minlength=self.lengths.size).reshape(self.lengths.shape)
+        return JaggedIds(self.values[which], lengths, None if self.weights is None else self.weights[which])
+
 
 class RowBounds:
     """Sees to it that ids are rows.
@@ -57,13 +67,11 @@ class RowBounds:
         Raises:
             ServeError: INVALID, naming the id and its feature, if those are to be rejected.
         """
-        if self._drops and _first_outside(jagged.values, jagged.lengths, self._num_rows) >= 0:
-            return self._without_outside(jagged)
-        return self.required(jagged, input_name)
+        return self._without_outside(jagged) if self._drops else self.required(jagged, input_name)
 
     def required(self, jagged: JaggedIds, input_name: str) -> JaggedIds:
         """The same ids; ServeError, INVALID, naming the first that is no row."""
-        bad = int(_first_outside(jagged.values, jagged.lengths, self._num_rows))
+        bad = self._first_outside(jagged)
         if bad < 0:
             return jagged
         ends = np.cumsum(jagged.lengths.sum(1))
@@ -74,14 +82,16 @@ class RowBounds:
             f"has {int(jagged.values[bad])} at position {bad}{of}: ids are in [0, {int(self._num_rows[feature])})",
         )
 
+    def _first_outside(self, jagged: JaggedIds) -> int:
+        return int(_first_outside(jagged.values, jagged.lengths, self._num_rows))
+
     def _without_outside(self, jagged: JaggedIds) -> JaggedIds:
-        bags = np.repeat(np.arange(jagged.lengths.size), jagged.lengths.reshape(-1))
-        most = self._num_rows[bags // max(1, jagged.num_samples)]
+        if self._first_outside(jagged) < 0:
+            return jagged
+        most = self._num_rows[jagged.bags // max(1, jagged.num_samples)]
         good = (jagged.values >= 0) & (jagged.values < most)
         self._count(int(len(good) - np.count_nonzero(good)))
-        lengths = np.bincount(bags[good], minlength=jagged.lengths.size).reshape(jagged.lengths.shape)
-        weights = None if jagged.weights is None else jagged.weights[good]
-        return JaggedIds(jagged.values[good], lengths, weights)
+        return jagged.chosen(good)
 
 
 @kernel

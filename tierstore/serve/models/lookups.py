@@ -17,7 +17,7 @@ from .bags import BagCaches
 from .inputs import check_inputs, invalid, lengths_of, require_finite, values_of
 from .jagged import JaggedIds, Merged, RowBounds, merge
 
-__all__ = ["PLATFORM", "FeatureRows", "PooledFeatures", "PooledTable", "TableRows", "jagged_of"]
+__all__ = ["PLATFORM", "FeatureRows", "PooledFeatures", "PooledTable", "TableRows", "jagged_of", "split_rows"]
 
 PLATFORM: Final = "tierstore"
 _WEIGHTS: Final = TensorSpec("weights", "FP32", (-1,))
@@ -38,7 +38,7 @@ def jagged_of(inputs: Mapping[str, InferTensor], values: str, lengths: str, num_
     return JaggedIds(ids, shaped, np.array(weights.data, np.float32))
 
 
-def _split(outputs: Any, name: str, bounds: Any) -> list[Outputs]:
+def split_rows(outputs: Any, name: str, bounds: Any) -> list[Outputs]:
     """Rows of a batch's output to its requests."""
     return [{name: InferTensor("FP32", outputs[bounds[part] : bounds[part + 1]])} for part in range(len(bounds) - 1)]
 
@@ -105,7 +105,7 @@ class PooledTable:
                 pooled = self._pooled(batch.values, batch.offsets, batch.weights)
             else:
                 pooled = self._bags.pooled(self._table.index, self._table.config.embedding_dim, batch, self._pooled)
-        return _split(pooled, "embeddings", batch.samples)
+        return split_rows(pooled, "embeddings", batch.samples)
 
     def _pooled(self, values: Any, offsets: Any, weights: Any) -> Any:
         scale = None if weights is None else torch.from_numpy(weights)
@@ -157,7 +157,7 @@ class TableRows:
         for first, query in zip(bounds, queries, strict=False):
             if query.outside is not None:
                 rows[first : first + len(query.values)][query.outside] = 0
-        return _split(rows, "rows", bounds)
+        return split_rows(rows, "rows", bounds)
 
 
 class FeatureRows:
@@ -238,7 +238,7 @@ class PooledFeatures:
         batch = merge(queries)
         with torch.inference_mode():
             pooled = self.pooled(batch)
-        return _split(pooled.numpy(), "embeddings", batch.samples)
+        return split_rows(pooled.numpy(), "embeddings", batch.samples)
 
     def pooled(self, batch: Merged) -> Tensor:
         """float32 [B, sum of D] of a batch."""

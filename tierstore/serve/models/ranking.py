@@ -21,7 +21,7 @@ from ..config import OutOfRange
 from ..messages import InferTensor, ModelMetadata, ServeError, Status, TensorSpec
 from .inputs import check_inputs, invalid, require_finite
 from .jagged import JaggedIds, merge
-from .lookups import PLATFORM, PooledFeatures, jagged_of
+from .lookups import PLATFORM, PooledFeatures, jagged_of, split_rows
 
 __all__ = ["Ranking"]
 
@@ -112,9 +112,7 @@ class Ranking:
             first = int(good.argmin())
             raise invalid("values", f"has {int(jagged.values[first])} at position {first}: categories are 0 or more")
         self._count(self.name, int(len(good) - np.count_nonzero(good)))
-        bags = np.repeat(np.arange(jagged.lengths.size), jagged.lengths.reshape(-1))
-        lengths = np.bincount(bags[good], minlength=jagged.lengths.size).reshape(jagged.lengths.shape)
-        return JaggedIds(jagged.values[good], lengths)
+        return jagged.chosen(good)
 
     def run(self, queries: Sequence[_Query]) -> list[Outputs]:
         """See ``Model``."""
@@ -125,8 +123,4 @@ class Ranking:
             probabilities = torch.sigmoid(logits).numpy()
         if not np.isfinite(probabilities).all():
             raise ServeError(Status.INTERNAL, "the model gave a probability that is no number; look at its weights")
-        bounds = batch.samples
-        return [
-            {"probabilities": InferTensor("FP32", probabilities[bounds[part] : bounds[part + 1]])}
-            for part in range(len(queries))
-        ]
+        return split_rows(probabilities, "probabilities", batch.samples)
