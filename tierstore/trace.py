@@ -2,7 +2,8 @@
 
 The file is a numpy ``.npz``. For each table it has ``NAME.ids``, int64 [n], the rows in the order of access, and
 ``NAME.offsets``, int64 [samples + 1]: what sample s looks up is ``ids[offsets[s]:offsets[s + 1]]``. All tables have the
-same samples. ``batch_samples``, one int64, says how many of them a batch had.
+same samples. ``batch_samples``, one int64, says how many of them a batch had; ``sampling_rate``, one float64 that may
+be missing, which share of all rows is in it.
 """
 
 import contextlib
@@ -12,7 +13,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,11 +22,12 @@ from .excerpt import excerpt
 from .exchange.output import partial_file
 from .rows import MAX_ROWS
 
-__all__ = ["BATCH_SAMPLES", "TableTrace", "Trace", "read_trace", "write_trace"]
+__all__ = ["BATCH_SAMPLES", "SAMPLING_RATE", "TableTrace", "Trace", "read_trace", "write_trace"]
 
 Int64s = NDArray[np.int64]
 
 BATCH_SAMPLES: Final = "batch_samples"
+SAMPLING_RATE: Final = "sampling_rate"
 _IDS: Final = ".ids"
 _OFFSETS: Final = ".offsets"
 
@@ -44,6 +46,7 @@ class Trace:
     Attributes:
         tables: by name.
         batch_samples: samples in a batch.
+        sampling_rate: the share of all rows that are in it, each with all its accesses; 1: every row.
 
     Raises:
         ValueError: ids or offsets cannot be; names the table.
@@ -51,12 +54,15 @@ class Trace:
 
     tables: Mapping[str, TableTrace]
     batch_samples: int
+    sampling_rate: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.tables:
             raise ValueError("the trace has no table")
         if self.batch_samples < 1:
             raise ValueError(f"batch_samples is {self.batch_samples}; a batch has a sample at least")
+        if not 0 < self.sampling_rate <= 1:
+            raise ValueError(f"sampling_rate is {self.sampling_rate}; it is more than 0, and at most 1")
         for name, table in self.tables.items():
             _check(name, table)
         counts = {name: len(table.offsets) - 1 for name, table in self.tables.items()}
@@ -95,7 +101,9 @@ def write_trace(trace: Trace, path: str | os.PathLike[str], *, force: bool = Fal
     Raises:
         FileExistsError: there is such a file, and ``force`` is not given. DiskFullError.
     """
-    arrays: dict[str, Int64s] = {BATCH_SAMPLES: np.array(trace.batch_samples, np.int64)}
+    arrays: dict[str, NDArray[Any]] = {BATCH_SAMPLES: np.array(trace.batch_samples, np.int64)}
+    if trace.sampling_rate < 1:
+        arrays[SAMPLING_RATE] = np.array(trace.sampling_rate)
     for name, table in trace.tables.items():
         arrays |= {name + _IDS: table.ids, name + _OFFSETS: table.offsets}
     with partial_file(Path(path), force=force) as descriptor, os.fdopen(os.dup(descriptor), "wb") as file:
@@ -119,16 +127,20 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
 def _parse(file: "np.lib.npyio.NpzFile") -> Trace:
     names = [name.removesuffix(_IDS) for name in file.files if name.endswith(_IDS)]
     wanted = {BATCH_SAMPLES, *(name + end for name in names for end in (_IDS, _OFFSETS))}
-    if wanted != set(file.files):
+    found = set(file.files) - {SAMPLING_RATE}
+    if wanted != found:
         raise ValueError(
-            f"it has {excerpt(min(wanted ^ set(file.files)))} alone; wanted are NAME.ids and NAME.offsets for each "
+            f"it has {excerpt(min(wanted ^ found))} alone; wanted are NAME.ids and NAME.offsets for each "
             f"table, and {BATCH_SAMPLES}"
         )
     size = file[BATCH_SAMPLES]
     if size.dtype != np.int64 or size.ndim:
         raise ValueError(f"{BATCH_SAMPLES} must be one int64")
+    rate = file[SAMPLING_RATE] if SAMPLING_RATE in file.files else np.float64(1)
+    if rate.dtype != np.float64 or rate.ndim:
+        raise ValueError(f"{SAMPLING_RATE} must be one float64")
     tables = {name: TableTrace(file[name + _IDS], file[name + _OFFSETS]) for name in names}
-    return Trace(tables=tables, batch_samples=int(size))
+    return Trace(tables=tables, batch_samples=int(size), sampling_rate=float(rate))
 
 
 @contextlib.contextmanager

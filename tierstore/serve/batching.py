@@ -29,10 +29,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
+from ..options import check_ranges, option
 from .base import Outputs, Query
 from .isolation import Attempt, BatchResult, Run, run_isolated
 from .messages import ServeError, Status
-from .options import check_ranges, option
 from .waiting import Waiter, WaitingLine
 
 __all__ = ["BatchObserver", "BatchResult", "Batcher", "BatchingConfig", "Ran", "Run"]

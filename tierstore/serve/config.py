@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Final, Literal, get_args
 
 from ..config import require_choice, require_int
+from ..options import option
 from ..sizes import parse_size
-from .options import option
 
 __all__ = ["OutOfRange", "ServeConfig", "ServedDtype"]
 

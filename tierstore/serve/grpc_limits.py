@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Final
 
-from .options import check_ranges, option
+from ..options import check_ranges, option
 
 __all__ = ["RESERVED_RPCS", "GrpcLimits"]
 

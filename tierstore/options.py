@@ -3,7 +3,7 @@
 from dataclasses import field, fields
 from typing import Any, Final
 
-from ..excerpt import excerpt
+from .excerpt import excerpt
 
 __all__ = ["check_ranges", "option"]
 
@@ -23,7 +23,7 @@ def check_ranges(description: Any) -> None:
         ValueError: names the field, its value and what is accepted.
     """
     for each in fields(description):
-        low, high = each.metadata["low"], each.metadata["high"]
+        low, high = each.metadata.get("low"), each.metadata.get("high", _MAX_COUNT)
         if low is None:
             continue
         value, kind = getattr(description, each.name), type(each.default)

@@ -1,0 +1,64 @@
+"""Accesses, against loops over lists."""
+
+import numpy as np
+
+from tierstore.plan import accesses_of, of_table, once_a_batch
+from tierstore.plan.accesses import numbered
+from tierstore.trace import TableTrace, Trace
+
+BATCH = 4
+
+
+def random_trace(seed: int, samples: int) -> Trace:
+    generator = np.random.default_rng(seed)
+
+    def table() -> TableTrace:
+        lengths = generator.integers(0, 4, samples)
+        return TableTrace(generator.integers(0, 5, lengths.sum()), np.append(0, np.cumsum(lengths)))
+
+    return Trace(tables={"a": table(), "b": table()}, batch_samples=BATCH, sampling_rate=0.5)
+
+
+def batches_of(trace: Trace) -> list[list[int]]:
+    samples = [
+        [
+            index << 40 | int(row)
+            for index, table in enumerate(trace.tables.values())
+            for row in table.ids[table.offsets[sample] : table.offsets[sample + 1]]
+        ]
+        for sample in range(trace.num_samples)
+    ]
+    return [sum(samples[first : first + BATCH], []) for first in range(0, len(samples), BATCH)]
+
+
+def listed(keys: np.ndarray, starts: np.ndarray) -> list[list[int]]:
+    return [keys[begin:end].tolist() for begin, end in zip(starts[:-1], starts[1:], strict=True)]
+
+
+def test_accesses_go_sample_by_sample() -> None:
+    for samples in (0, 1, 4, 10):
+        trace = random_trace(samples, samples)
+        found = accesses_of(trace)
+        assert listed(found.keys, found.starts) == batches_of(trace)
+        assert (found.tables, found.sampling_rate) == (("a", "b"), 0.5)
+
+
+def test_each_row_of_a_batch_once_in_order_of_first_use() -> None:
+    trace = random_trace(1, 30)
+    found = once_a_batch(accesses_of(trace))
+    assert listed(found.keys, found.starts) == [list(dict.fromkeys(batch)) for batch in batches_of(trace)]
+
+
+def test_accesses_of_one_table() -> None:
+    trace = random_trace(2, 30)
+    found = of_table(accesses_of(trace), 1)
+    assert listed(found.keys, found.starts) == [[key for key in batch if key >> 40] for batch in batches_of(trace)]
+
+
+def test_rows_are_numbered_in_order_of_first_use() -> None:
+    keys = np.random.default_rng(3).integers(0, 50, 400) << 37
+    order = {key: number for number, key in enumerate(dict.fromkeys(keys.tolist()))}
+    found = numbered(keys)
+    assert found.numbers.tolist() == [order[key] for key in keys.tolist()]
+    assert found.num_rows == len(order)
+    assert numbered(keys[:0]).num_rows == 0

@@ -1,0 +1,26 @@
+"""Capacity planning: from accesses and a host's parts to hit rates, speed, wear, power and money."""
+
+from .accesses import Accesses, accesses_of, of_table, once_a_batch
+from .curves import MissRatioCurve
+from .host import Accelerator, Host, Link, Memory, Processor, SoftwareCosts, Storage
+from .prediction import Prediction, Setup
+from .workload import TableShape, Workload
+
+__all__ = [
+    "Accelerator",
+    "Accesses",
+    "Host",
+    "Link",
+    "Memory",
+    "MissRatioCurve",
+    "Prediction",
+    "Processor",
+    "Setup",
+    "SoftwareCosts",
+    "Storage",
+    "TableShape",
+    "Workload",
+    "accesses_of",
+    "of_table",
+    "once_a_batch",
+]

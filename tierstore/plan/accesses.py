@@ -1,0 +1,96 @@
+"""Accesses: which rows are asked for, one after another, as a cache sees them. What miss-ratio curves are made of."""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .._jit import kernel
+from ..kernels import unique_in_order
+from ..rows import KEY_ROW_BITS
+from ..trace import Trace
+
+__all__ = ["Accesses", "Numbered", "accesses_of", "numbered", "of_table", "once_a_batch"]
+
+Int64s = NDArray[np.int64]
+
+
+class Accesses(NamedTuple):
+    """Rows in the order in which they are asked for.
+
+    Attributes:
+        keys: int64 [n], ``table index << 40 | row``.
+        starts: int64 [batches + 1], ascending from 0 to n: batch b asks for ``keys[starts[b]:starts[b + 1]]``.
+        tables: names, by table index.
+        sampling_rate: the share of all rows that are in it. Which ones a hash of the key decides
+            (``sampling.is_sampled``), so that a row that is in it is there with every access.
+    """
+
+    keys: Int64s
+    starts: Int64s
+    tables: tuple[str, ...]
+    sampling_rate: float = 1.0
+
+    @property
+    def num_batches(self) -> int:
+        return len(self.starts) - 1
+
+
+class Numbered(NamedTuple):
+    """Keys as small numbers.
+
+    Attributes:
+        numbers: int32 [n]; rows are numbered from 0 in order of first use.
+        num_rows: distinct rows.
+    """
+
+    numbers: NDArray[np.int32]
+    num_rows: int
+
+
+def numbered(keys: Int64s) -> Numbered:
+    """Number the distinct keys. 8 to 16 bytes a key of memory, besides the result's 4."""
+    scratch = np.full(1 << max(2, (2 * len(keys) - 1).bit_length()), -1, np.int32)
+    numbers = np.empty(len(keys), np.int32)
+    return Numbered(numbers, unique_in_order(keys, scratch, np.empty(len(keys), np.int64), numbers))
+
+
+def accesses_of(trace: Trace) -> Accesses:
+    """Sample by sample, and table by table within a sample, in batches as the trace was made in."""
+    lengths = np.stack([np.diff(table.offsets) for table in trace.tables.values()], axis=1)
+    begins = np.cumsum(lengths.ravel()) - lengths.ravel()
+    keys = np.empty(trace.num_lookups, np.int64)
+    for index, table in enumerate(trace.tables.values()):
+        own = begins.reshape(lengths.shape)[:, index]
+        places = np.repeat(own - table.offsets[:-1], lengths[:, index]) + np.arange(len(table.ids))
+        keys[places] = table.ids | (index << KEY_ROW_BITS)
+    ends = np.append(0, np.cumsum(lengths.sum(1)))
+    batch_ends = np.minimum(
+        np.arange(0, trace.num_samples + trace.batch_samples, trace.batch_samples), trace.num_samples
+    )
+    return Accesses(keys, ends[batch_ends], tuple(trace.tables), trace.sampling_rate)
+
+
+def once_a_batch(accesses: Accesses) -> Accesses:
+    """Each row of a batch once, in order of first use: what the tiers of a store count (``TierStats.unique``)."""
+    numbers, num_rows = numbered(accesses.keys)
+    is_first = np.empty(len(numbers), np.bool_)
+    _first_in_batch(numbers, accesses.starts, np.full(num_rows, -1, np.int64), is_first)
+    starts = np.append(0, np.cumsum(is_first))[accesses.starts]
+    return accesses._replace(keys=accesses.keys[is_first], starts=starts)
+
+
+@kernel
+def _first_in_batch(numbers: NDArray[np.int32], starts: Int64s, newest: Int64s, is_first: NDArray[np.bool_]) -> None:
+    """``newest``: the last batch that each row was in, -1 before."""
+    for batch in range(starts.size - 1):
+        for position in range(starts[batch], starts[batch + 1]):
+            is_first[position] = newest[numbers[position]] != batch
+            newest[numbers[position]] = batch
+
+
+def of_table(accesses: Accesses, index: int) -> Accesses:
+    """Those of one table."""
+    chosen = accesses.keys >> KEY_ROW_BITS == index
+    starts = np.append(0, np.cumsum(chosen))[accesses.starts]
+    return accesses._replace(keys=accesses.keys[chosen], starts=starts)

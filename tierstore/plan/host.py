@@ -1,0 +1,133 @@
+"""A host: what its parts can do, take and cost, and what tierstore's own work takes on it.
+
+``tierstore plan measure`` makes one of the machine it runs on; the parts that ship (``parts``) are data with sources.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from ..options import check_ranges, option
+
+__all__ = ["Accelerator", "Host", "Link", "Memory", "Processor", "SoftwareCosts", "Storage"]
+
+_MOST: Final = 1e18
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Memory of one kind, all of a host's (DDR) or of one accelerator (HBM)."""
+
+    capacity_bytes: float = option(0.0, "bytes", low=0, high=_MOST)
+    bytes_per_s: float = option(0.0, "read in order, by all cores", low=0, high=_MOST)
+    row_bytes_per_s: float = option(0.0, "read by rows of 256 bytes at random, by all cores", low=0, high=_MOST)
+    watts: float = option(0.0, "in use", low=0)
+    usd: float = option(0.0, "price", low=0)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """One SSD."""
+
+    capacity_bytes: float = option(0.0, "bytes", low=0, high=_MOST)
+    read_latency_us: float = option(100.0, "of one read of 4 KiB with no other under way", low=0)
+    reads_per_s: float = option(1.0, "of 4 KiB at random, many under way", low=1)
+    read_bytes_per_s: float = option(1.0, "of large reads", low=1, high=_MOST)
+    writes_per_s: float = option(1.0, "of 4 KiB at random, lasting", low=1)
+    write_bytes_per_s: float = option(1.0, "of large writes, lasting", low=1, high=_MOST)
+    drive_writes_a_day: float = option(1.0, "of its capacity, over the years of its warranty", low=0)
+    watts: float = option(0.0, "reading at random", low=0)
+    usd: float = option(0.0, "price", low=0)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A way for bytes, one direction: PCIe to an accelerator, or a network."""
+
+    bytes_per_s: float = option(1.0, "one direction", low=1, high=_MOST)
+    latency_us: float = option(0.0, "of a transfer of nothing, there", low=0)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processor:
+    """All cores of a host."""
+
+    cores: int = option(1, "that threads may use", low=1, high=1 << 16)
+    flops: float = option(1e9, "of float32 matrix products, by all cores, lasting", low=1, high=_MOST)
+    watts: float = option(0.0, "under load", low=0)
+    usd: float = option(0.0, "price", low=0)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accelerator:
+    """One GPU."""
+
+    hbm: Memory
+    pcie: Link
+    peer: Link
+    """To the others of the host."""
+    flops: float = option(1e9, "of matrix products in the precision of training, lasting", low=1, high=_MOST)
+    watts: float = option(0.0, "under load, its memory's included", low=0)
+    usd: float = option(0.0, "price", low=0)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftwareCosts:
+    """What tierstore's own work takes on one core of the host, beside what the parts are limited to.
+
+    Each cost a row grows with its bytes: ``ns + ns_per_byte * row_bytes``. ``tierstore plan measure`` fits them to
+    loops over small stores; none is a guess.
+    """
+
+    batch_us: float = option(0.0, "of a batch or a query, whatever its ids", low=0)
+    admit_ns: float = option(0.0, "of finding an id in a cache", low=0)
+    pool_ns: float = option(0.0, "of pooling an id's row", low=0)
+    pool_ns_per_byte: float = option(0.0, "the same, a byte of the row", low=0)
+    update_ns: float = option(0.0, "of backward and optimizer, an id", low=0)
+    update_ns_per_byte: float = option(0.0, "the same, a byte of the row", low=0)
+    miss_ns: float = option(0.0, "of bringing in a row from a block that the system has in memory", low=0)
+    miss_ns_per_byte: float = option(0.0, "the same, a byte of the row", low=0)
+    read_ns: float = option(0.0, "of asking the device for a block, beside the device's own time", low=0)
+    write_ns: float = option(0.0, "of writing back a block", low=0)
+    write_ns_per_byte: float = option(0.0, "the same, a byte of the block", low=0)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """One machine.
+
+    Attributes:
+        costs: measured, or those of a machine like it.
+        source: where the figures come from.
+    """
+
+    name: str
+    processor: Processor
+    ddr: Memory
+    network: Link
+    costs: SoftwareCosts
+    storage: tuple[Storage, ...] = ()
+    accelerators: tuple[Accelerator, ...] = ()
+    watts: float = option(0.0, "of what is not listed: board, fans, losses of the power supply", low=0)
+    usd: float = option(0.0, "price of what is not listed", low=0)
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)

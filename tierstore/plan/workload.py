@@ -1,0 +1,81 @@
+"""A workload: the tables of a model, what a sample looks up in them, and what is computed beside."""
+
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+from ..config import require_choice
+from ..excerpt import excerpt
+from ..optim import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
+from ..options import check_ranges, option
+from ..rows import MAX_ROWS, DtypeName, RowLayout
+
+__all__ = ["OPTIMIZERS", "OptimizerName", "TableShape", "Workload"]
+
+OptimizerName = Literal["none", "sgd", "rowwise_adagrad", "adagrad", "adam"]
+OPTIMIZERS: Final[dict[str, type[Optimizer]]] = {kind.kind: kind for kind in (SGD, RowWiseAdagrad, Adagrad, Adam)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableShape:
+    """One table, and how often and how unevenly its rows are looked up."""
+
+    name: str
+    num_embeddings: int = option(1, "rows", low=1, high=MAX_ROWS)
+    embedding_dim: int = option(1, "columns", low=1, high=1 << 16)
+    pooling_factor: float = option(1.0, "ids a sample, on average", low=0)
+    exponent: float = option(1.05, "of Zipf's law of the rows' popularity, where no trace says it; 0: uniform", low=0)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A model in use.
+
+    Attributes:
+        tables: their names differ.
+
+    Raises:
+        ValueError: names the field, its value and what is accepted.
+    """
+
+    name: str
+    tables: tuple[TableShape, ...]
+    batch_samples: int = option(2048, "samples of a training step, or of a query", low=1)
+    optimizer: OptimizerName = "none"
+    """Of training; "none": rows are looked up only."""
+    dtype: DtypeName = "float32"
+    """Of the weights, in memory and on SSD."""
+    dense_flops: float = option(0.0, "of the model beside its tables, forward, a sample", low=0, high=1e15)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if not self.tables:
+            raise ValueError("the workload has no table")
+        names = [table.name for table in self.tables]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"the workload has two tables {excerpt(twice)}")
+        require_choice(self.optimizer, get_args(OptimizerName), "optimizer")
+        require_choice(self.dtype, get_args(DtypeName), "dtype")
+
+    @property
+    def is_training(self) -> bool:
+        return self.optimizer != "none"
+
+    def layout(self, table: TableShape) -> RowLayout:
+        """How the rows of a table lie in a store."""
+        dim = table.embedding_dim
+        state = OPTIMIZERS[self.optimizer]().state_dim(dim) if self.is_training else 0
+        return RowLayout(dim=dim, dtype=self.dtype, state_dim=state)
+
+    @property
+    def table_bytes(self) -> int:
+        """Of all rows, were they all in memory."""
+        return sum(table.num_embeddings * self.layout(table).row_bytes for table in self.tables)
+
+    @property
+    def lookups(self) -> float:
+        """Ids of a batch."""
+        return self.batch_samples * sum(table.pooling_factor for table in self.tables)
