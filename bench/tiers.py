@@ -11,7 +11,6 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -19,41 +18,18 @@ import numpy as np
 import torch
 
 import tierstore
-from tierstore.models import DLRM
 
 from . import oscache
 from .common import Goal, Report, Run, Table, program
-from .data import criteo_keys, find_criteo
+from .data import find_criteo
 from .device import direct_reader
-from .workload import ids_of
+from .steps import CHUNK, StepWorkload, criteo, fill, kaggle, step_of, timed, zipf
 
 __all__ = ["run"]
 
 ROWS_FILE: Final = "rows.lmdb"
 LIMIT_DEPTH: Final = 64
 DEVICE_READ_BYTES: Final = 4096
-# Rows of the 26 tables of the Criteo-Kaggle set, as published with its DLRM baseline.
-KAGGLE_ROWS: Final = (
-    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10, 5652,
-    2173, 4, 7046547, 18, 15, 286181, 105, 142572,
-)  # fmt: skip
-_CHUNK: Final = 200_000
-
-
-class Workload(NamedTuple):
-    """Tables, and batches of ids for them: one bag a sample and table."""
-
-    name: str
-    rows: Sequence[int]
-    dim: int
-    batches: list[tierstore.KeyedJaggedTensor]
-    is_model: bool = False
-    """With MLPs around the tables."""
-
-    @property
-    def table_bytes(self) -> int:
-        """Of all rows, with the one accumulator that row-wise Adagrad keeps, in a cache."""
-        return sum(self.rows) * (self.dim * 4 + 8)
 
 
 class Point(NamedTuple):
@@ -71,132 +47,31 @@ class Point(NamedTuple):
     device_written_bytes: float
 
 
-def _jagged(ids: Sequence[Any], pooling_factor: int) -> tierstore.KeyedJaggedTensor:
-    values = torch.from_numpy(np.concatenate(ids))
-    keys = [f"f{table}" for table in range(len(ids))]
-    return tierstore.KeyedJaggedTensor(keys, values, offsets=torch.arange(0, len(values) + 1, pooling_factor))
-
-
-def _zipf(config: dict[str, Any], exponent: float, count: int) -> Workload:
-    generator = np.random.default_rng(config["seed"])
-    rows, size = [config["rows"]] * config["tables"], config["batch"] * config["pooling_factor"]
-    drawn = [ids_of(generator, each, size * count, exponent).reshape(count, size) for each in rows]
-    batches = [_jagged([each[step] for each in drawn], config["pooling_factor"]) for step in range(count)]
-    return Workload(f"Zipf {exponent}", rows, config["dim"], batches)
-
-
-def _criteo(path: Path, config: dict[str, Any], count: int) -> Workload:
-    """Criteo's lookups, each table's ids in order of first use, batch after batch, from the start again at the end."""
-    keys = criteo_keys(path)
-    columns, batch = keys >> 40, config["criteo_batch"]
-    # A row lists its columns in ascending order.
-    samples = np.cumsum(np.diff(columns, prepend=columns[0]) <= 0)
-    ids, rows = np.empty(len(keys), np.int64), []
-    for table in range(26):
-        _, firsts, inverse = np.unique(keys[columns == table], return_index=True, return_inverse=True)
-        ids[columns == table] = np.argsort(np.argsort(firsts))[inverse]
-        rows.append(len(firsts))
-    whole = int(samples[-1]) // batch
-    batches = []
-    for step in range(whole):
-        own = samples // batch == step
-        values, places = ids[own], columns[own] * batch + samples[own] % batch
-        order = np.argsort(places, kind="stable")
-        lengths = np.bincount(places, minlength=26 * batch)
-        batches.append(
-            tierstore.KeyedJaggedTensor(
-                [f"f{table}" for table in range(26)],
-                torch.from_numpy(values[order]),
-                lengths=torch.from_numpy(lengths),
-            )
-        )
-    return Workload("Criteo's lookups", rows, config["dim"], [batches[step % whole] for step in range(count)])
-
-
-def _kaggle(config: dict[str, Any], count: int) -> Workload:
-    generator = np.random.default_rng(config["seed"])
-    rows = [max(3, int(each * config["kaggle_scale"])) for each in KAGGLE_ROWS]
-    size = config["kaggle_batch"]
-    drawn = [ids_of(generator, each, size * count, 1.05).reshape(count, size) for each in rows]
-    batches = [_jagged([each[step] for each in drawn], 1) for step in range(count)]
-    return Workload("Criteo-Kaggle's tables, Zipf 1.05", rows, config["kaggle_dim"], batches)
-
-
-def _fill(path: Path, workload: Workload, config: dict[str, Any]) -> None:
-    """A store in which every row was written once, so that each has to be read."""
-    shutil.rmtree(path, ignore_errors=True)
-    with tierstore.open(path, mode="w", ddr="512MiB") as store:
-        for number, rows in enumerate(workload.rows):
-            rule = tierstore.optim.RowWiseAdagrad(lr=config["lr"])
-            config_of = {"name": f"t{number}", "feature_names": (f"f{number}",), "pooling": "sum", "optimizer": rule}
-            store.create_table(
-                tierstore.TableConfig(num_embeddings=rows, embedding_dim=workload.dim, **config_of)  # type: ignore[arg-type]
-            )
-        for table in store.tables.values():
-            for first in range(0, table.config.num_embeddings, _CHUNK):
-                ids = torch.arange(first, min(first + _CHUNK, table.config.num_embeddings))
-                table.write(ids, torch.full((len(ids), workload.dim), 0.01))
-        store.commit()
-
-
 def _device_bytes() -> tuple[int, int]:
     """(read, written) by this process from and to devices."""
     lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(lines["read_bytes"]), int(lines["write_bytes"])
 
 
-def _step(module: Any, workload: Workload) -> Callable[[Any], None]:
-    """A training step, given its batch."""
-    samples, columns = workload.batches[0].stride(), len(workload.rows) * workload.dim
-    if not workload.is_model:
-        gradient = torch.full((samples, columns), 1e-3)
-        return lambda batch: module(batch).values().backward(gradient)
-    torch.manual_seed(1)
-    model = DLRM(
-        module, num_features=len(workload.rows), embedding_dim=workload.dim, bottom_mlp=(512, 256, 64),
-        top_mlp=(512, 256),
-    )  # fmt: skip
-    rule = torch.optim.SGD(model.parameters(), lr=0.1)
-    dense, labels = torch.randn(samples, 13), torch.rand(samples).round()
-
-    def step(batch: Any) -> None:
-        rule.zero_grad()
-        torch.nn.functional.binary_cross_entropy_with_logits(model(dense, batch), labels).backward()  # type: ignore[no-untyped-call]
-        rule.step()
-
-    return step
-
-
-def _timed(module: Any, step: Callable[[Any], None], batches: list[Any], depth: int) -> Generator[float, None, None]:
-    """Seconds from step to step."""
-    with contextlib.closing(tierstore.prefetch(batches, module, depth=depth)) as ahead:
-        last = time.perf_counter()
-        for batch in ahead:
-            step(batch)
-            now = time.perf_counter()
-            yield now - last
-            last = now
-
-
-def _point(path: Path, workload: Workload, percent: float, config: dict[str, Any]) -> Point:
+def _point(path: Path, workload: StepWorkload, percent: float, config: dict[str, Any]) -> Point:
     # All in memory takes some bytes a row beside the rows.
     budget = workload.table_bytes * 3 // 2 if percent >= 100 else int(workload.table_bytes * percent / 100)
     warm, steps = config["warm_steps"], config["steps"]
     with tierstore.open(path, mode="w", ddr=f"{max(budget, 2**22)}") as store:
         module = tierstore.TieredEmbeddingBagCollection(store)
-        step = _step(module, workload)
+        step = step_of(module, workload)
         if percent >= 100:
             for table in store.tables.values():
-                for first in range(0, table.config.num_embeddings, _CHUNK):
-                    table.read(torch.arange(first, min(first + _CHUNK, table.config.num_embeddings)))
-        with contextlib.closing(_timed(module, step, workload.batches[:warm], config["depth"])) as steps_before:
+                for first in range(0, table.config.num_embeddings, CHUNK):
+                    table.read(torch.arange(first, min(first + CHUNK, table.config.num_embeddings)))
+        with contextlib.closing(timed(module, step, workload.batches[:warm], config["depth"])) as steps_before:
             for _ in steps_before:
                 ddr = store.stats().ddr
                 if percent >= 100 or ddr.misses > ddr.capacity_rows:
                     break
         oscache.drop(path / ROWS_FILE)
         before, read_before, written_before = store.stats(), *_device_bytes()
-        seconds = list(_timed(module, step, workload.batches[warm : warm + steps], config["depth"]))
+        seconds = list(timed(module, step, workload.batches[warm : warm + steps], config["depth"]))
         after, read_after, written_after = store.stats(), *_device_bytes()
         unique = after.ddr.unique - before.ddr.unique
         page = store["t0"].layout.page_bytes
@@ -247,10 +122,10 @@ class Measured(NamedTuple):
 def _measure(request: Run) -> Measured:
     config = request.config
     count = config["warm_steps"] + config["steps"]
-    workloads = [functools.partial(_zipf, config, exponent, count) for exponent in config["exponents"]]
-    criteo = find_criteo()
-    if criteo is not None:
-        workloads.append(functools.partial(_criteo, criteo, config, count))
+    workloads = [functools.partial(zipf, config, exponent, count) for exponent in config["exponents"]]
+    path_of_criteo = find_criteo()
+    if path_of_criteo is not None:
+        workloads.append(functools.partial(criteo, path_of_criteo, config, count))
     path = request.folder / "tiers_store"
     points: list[Point] = []
     limits: list[float] = []
@@ -258,12 +133,12 @@ def _measure(request: Run) -> Measured:
     for make in workloads:
         workload = make()
         if shape != (workload.rows, workload.dim):
-            _fill(path, workload, config)
+            fill(path, workload, config)
             shape = workload.rows, workload.dim
         points += [_point(path, workload, percent, config) for percent in config["budgets"]]
         limits.append(_limit(path))
-    workload = _kaggle(config, count)
-    _fill(path, workload, config)
+    workload = kaggle(config, count)
+    fill(path, workload, config)
     model = workload._replace(name="Criteo-Kaggle's model, Zipf 1.05", is_model=True)
     points += [_point(path, each, percent, config) for each in (workload, model) for percent in (1, 100)]
     shutil.rmtree(path)

@@ -22,7 +22,7 @@ from tierstore.train.config import (
     TrainSection,
 )
 
-from ..tiers import KAGGLE_ROWS
+from ..steps import KAGGLE_ROWS
 
 __all__ = [
     "CANARY",

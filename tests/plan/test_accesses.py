@@ -1,5 +1,7 @@
 """Accesses, against loops over lists."""
 
+import itertools
+
 import numpy as np
 
 from tierstore.plan import accesses_of, of_table, once_a_batch
@@ -28,11 +30,12 @@ def batches_of(trace: Trace) -> list[list[int]]:
         ]
         for sample in range(trace.num_samples)
     ]
-    return [sum(samples[first : first + BATCH], []) for first in range(0, len(samples), BATCH)]
+    batches = [samples[first : first + BATCH] for first in range(0, len(samples), BATCH)]
+    return [[key for sample in batch for key in sample] for batch in batches]
 
 
 def listed(keys: np.ndarray, starts: np.ndarray) -> list[list[int]]:
-    return [keys[begin:end].tolist() for begin, end in zip(starts[:-1], starts[1:], strict=True)]
+    return [keys[begin:end].tolist() for begin, end in itertools.pairwise(starts)]
 
 
 def test_accesses_go_sample_by_sample() -> None:

@@ -1,0 +1,143 @@
+"""What training is measured on: tables, batches of ids for them, and a store in which every row was written."""
+
+import contextlib
+import shutil
+import time
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+
+import tierstore
+from tierstore.models import DLRM
+
+from .data import criteo_keys
+from .workload import ids_of
+
+__all__ = ["CHUNK", "KAGGLE_ROWS", "StepWorkload", "criteo", "fill", "kaggle", "step_of", "timed", "zipf"]
+
+# Rows of the 26 tables of the Criteo-Kaggle set, as published with its DLRM baseline.
+KAGGLE_ROWS: Final = (
+    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10, 5652,
+    2173, 4, 7046547, 18, 15, 286181, 105, 142572,
+)  # fmt: skip
+CHUNK: Final = 200_000
+
+
+class StepWorkload(NamedTuple):
+    """Tables, and batches of ids for them: one bag a sample and table."""
+
+    name: str
+    rows: Sequence[int]
+    dim: int
+    batches: list[tierstore.KeyedJaggedTensor]
+    is_model: bool = False
+    """With MLPs around the tables."""
+
+    @property
+    def table_bytes(self) -> int:
+        """Of all rows, with the one accumulator that row-wise Adagrad keeps, in a cache."""
+        return sum(self.rows) * (self.dim * 4 + 8)
+
+
+def _jagged(ids: Sequence[Any], pooling_factor: int) -> tierstore.KeyedJaggedTensor:
+    values = torch.from_numpy(np.concatenate(ids))
+    keys = [f"f{table}" for table in range(len(ids))]
+    return tierstore.KeyedJaggedTensor(keys, values, offsets=torch.arange(0, len(values) + 1, pooling_factor))
+
+
+def zipf(config: dict[str, Any], exponent: float, count: int) -> StepWorkload:
+    generator = np.random.default_rng(config["seed"])
+    rows, size = [config["rows"]] * config["tables"], config["batch"] * config["pooling_factor"]
+    drawn = [ids_of(generator, each, size * count, exponent).reshape(count, size) for each in rows]
+    batches = [_jagged([each[step] for each in drawn], config["pooling_factor"]) for step in range(count)]
+    return StepWorkload(f"Zipf {exponent}", rows, config["dim"], batches)
+
+
+def criteo(path: Path, config: dict[str, Any], count: int) -> StepWorkload:
+    """Criteo's lookups, each table's ids in order of first use, batch after batch, from the start again at the end."""
+    keys = criteo_keys(path)
+    columns, batch = keys >> 40, config["criteo_batch"]
+    # A row lists its columns in ascending order.
+    samples = np.cumsum(np.diff(columns, prepend=columns[0]) <= 0)
+    ids, rows = np.empty(len(keys), np.int64), []
+    for table in range(26):
+        _, firsts, inverse = np.unique(keys[columns == table], return_index=True, return_inverse=True)
+        ids[columns == table] = np.argsort(np.argsort(firsts))[inverse]
+        rows.append(len(firsts))
+    whole = int(samples[-1]) // batch
+    batches = []
+    for step in range(whole):
+        own = samples // batch == step
+        values, places = ids[own], columns[own] * batch + samples[own] % batch
+        order = np.argsort(places, kind="stable")
+        lengths = np.bincount(places, minlength=26 * batch)
+        batches.append(
+            tierstore.KeyedJaggedTensor(
+                [f"f{table}" for table in range(26)],
+                torch.from_numpy(values[order]),
+                lengths=torch.from_numpy(lengths),
+            )
+        )
+    return StepWorkload("Criteo's lookups", rows, config["dim"], [batches[step % whole] for step in range(count)])
+
+
+def kaggle(config: dict[str, Any], count: int) -> StepWorkload:
+    generator = np.random.default_rng(config["seed"])
+    rows = [max(3, int(each * config["kaggle_scale"])) for each in KAGGLE_ROWS]
+    size = config["kaggle_batch"]
+    drawn = [ids_of(generator, each, size * count, 1.05).reshape(count, size) for each in rows]
+    batches = [_jagged([each[step] for each in drawn], 1) for step in range(count)]
+    return StepWorkload("Criteo-Kaggle's tables, Zipf 1.05", rows, config["kaggle_dim"], batches)
+
+
+def fill(path: Path, workload: StepWorkload, config: dict[str, Any]) -> None:
+    """A store in which every row was written once, so that each has to be read."""
+    shutil.rmtree(path, ignore_errors=True)
+    with tierstore.open(path, mode="w", ddr="512MiB") as store:
+        for number, rows in enumerate(workload.rows):
+            rule = tierstore.optim.RowWiseAdagrad(lr=config["lr"])
+            config_of = {"name": f"t{number}", "feature_names": (f"f{number}",), "pooling": "sum", "optimizer": rule}
+            store.create_table(
+                tierstore.TableConfig(num_embeddings=rows, embedding_dim=workload.dim, **config_of)  # type: ignore[arg-type]
+            )
+        for table in store.tables.values():
+            for first in range(0, table.config.num_embeddings, CHUNK):
+                ids = torch.arange(first, min(first + CHUNK, table.config.num_embeddings))
+                table.write(ids, torch.full((len(ids), workload.dim), 0.01))
+        store.commit()
+
+
+def step_of(module: Any, workload: StepWorkload) -> Callable[[Any], None]:
+    """A training step, given its batch."""
+    samples, columns = workload.batches[0].stride(), len(workload.rows) * workload.dim
+    if not workload.is_model:
+        gradient = torch.full((samples, columns), 1e-3)
+        return lambda batch: module(batch).values().backward(gradient)
+    torch.manual_seed(1)
+    model = DLRM(
+        module, num_features=len(workload.rows), embedding_dim=workload.dim, bottom_mlp=(512, 256, 64),
+        top_mlp=(512, 256),
+    )  # fmt: skip
+    rule = torch.optim.SGD(model.parameters(), lr=0.1)
+    dense, labels = torch.randn(samples, 13), torch.rand(samples).round()
+
+    def step(batch: Any) -> None:
+        rule.zero_grad()
+        torch.nn.functional.binary_cross_entropy_with_logits(model(dense, batch), labels).backward()  # type: ignore[no-untyped-call]
+        rule.step()
+
+    return step
+
+
+def timed(module: Any, step: Callable[[Any], None], batches: list[Any], depth: int) -> Generator[float, None, None]:
+    """Seconds from step to step."""
+    with contextlib.closing(tierstore.prefetch(batches, module, depth=depth)) as ahead:
+        last = time.perf_counter()
+        for batch in ahead:
+            step(batch)
+            now = time.perf_counter()
+            yield now - last
+            last = now
