@@ -19,7 +19,7 @@ from bench.serving.search import highest_load
 from bench.serving.shape import CANARY_ROWS
 from bench.serving.soak import Canary
 from bench.serving.zipf import Zipf
-from tierstore.serve.infer_body import parse_infer
+from tierstore.serve.rest.infer_body import parse_infer
 
 
 class Echo:

@@ -11,10 +11,10 @@ from typing import Any
 import httptools
 import uvloop
 
-from tierstore.serve.http_server import HttpServer, TlsFiles
-from tierstore.serve.limits import HttpLimits
-from tierstore.serve.require_token import RequireToken
-from tierstore.serve.rest import RestApp
+from tierstore.serve.rest.app import RestApp
+from tierstore.serve.rest.limits import HttpLimits
+from tierstore.serve.rest.require_token import RequireToken
+from tierstore.serve.rest.server import HttpServer, TlsFiles
 
 from .fakes import FakeEngine
 
