@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.serve.stepping import SteppedExecutor, SteppedLoop
 from tierstore.serve.batching.batcher import Batcher, BatchingConfig, BatchResult, Ran
 from tierstore.serve.batching.isolation import MAX_SPLIT_RUNS
 from tierstore.serve.messages import InferTensor, ServeError, Status
-
-from .stepping import SteppedExecutor, SteppedLoop
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,9 @@ import numpy as np
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.serve.stepping import SteppedExecutor, SteppedLoop
 from tierstore.serve.batching.batcher import Batcher, BatchingConfig, BatchResult
 from tierstore.serve.messages import InferTensor, ServeError
-
-from .stepping import SteppedExecutor, SteppedLoop
 
 NEVER = float("inf")
 

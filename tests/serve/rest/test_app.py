@@ -12,10 +12,9 @@ import tritonclient.http.aio as triton_aio
 from tritonclient.utils import InferenceServerException
 
 import tierstore
+from tests.serve.fakes import VERSION
+from tests.serve.rest_server import RestServer, serving
 from tierstore.serve.messages import DATATYPES
-
-from .fakes import VERSION
-from .rest_server import RestServer, serving
 
 RANDOM = np.random.default_rng(5)
 

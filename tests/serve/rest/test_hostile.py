@@ -8,11 +8,10 @@ from collections.abc import Iterator
 import orjson
 import pytest
 
+from tests.serve.rest_server import SECONDS, RestServer, read_answer, read_to_end, serving
 from tierstore.serve.messages import Status
 from tierstore.serve.rest.limits import HttpLimits
 from tierstore.serve.rest.protocol import MAX_PIPELINED, RefusedError
-
-from .rest_server import SECONDS, RestServer, read_answer, read_to_end, serving
 
 SHORT = 0.3
 QUICK = HttpLimits(

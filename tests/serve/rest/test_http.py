@@ -16,13 +16,12 @@ import numpy as np
 import orjson
 import pytest
 
+from tests.serve.fakes import VERSION, FakeEngine
+from tests.serve.rest_server import SECONDS, RestServer, read_answer, read_to_end, serving
 from tierstore.serve.messages import ServeError, Status
 from tierstore.serve.rest.limits import HttpLimits
 from tierstore.serve.rest.require_token import RequireToken
 from tierstore.serve.rest.server import TlsFiles, listen
-
-from .fakes import VERSION, FakeEngine
-from .rest_server import SECONDS, RestServer, read_answer, read_to_end, serving
 
 X = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [1, 2.5, -3]}]}
 DOUBLED = {"name": "y", "datatype": "FP32", "shape": [1, 3], "data": [2.0, 5.0, -6.0]}

@@ -14,9 +14,8 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
+from tests.serve.rest_server import RestServer, serving
 from tierstore.serve.rest.openapi import DESCRIPTION
-
-from .rest_server import RestServer, serving
 
 EXAMPLES = 15
 SCHEMA = schemathesis.openapi.from_dict(DESCRIPTION)
