@@ -11,7 +11,7 @@ import pytest
 
 from bench import serve
 from bench.common import Report, Run, program
-from bench.peers import redis_rows
+from bench.peers import loopback, redis_rows
 from bench.serving import queries
 from bench.serving.clients import Answer, Done, RestClient
 from bench.serving.load import Quantiles, Stream, closed_loop, open_loop, poisson
@@ -19,7 +19,7 @@ from bench.serving.search import highest_load
 from bench.serving.shape import CANARY_ROWS
 from bench.serving.soak import Canary
 from bench.serving.zipf import Zipf
-from tierstore.serve.infer_body import parse_infer
+from tierstore.serve.rest.infer_body import parse_infer
 
 
 class Echo:
@@ -210,7 +210,7 @@ def test_quick_run_without_redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     figures = _quick(tmp_path, "peers")
     assert figures["peers"]["has_redis"] is False
     (measured,) = figures["peers"]["lookups"]
-    assert len(measured["highest"]) == 2
+    assert len(measured["highest"]) == 3
     assert all(each["failed"] == 0 for way in ("highest", "common") for each in measured[way].values())
 
 
@@ -224,6 +224,15 @@ def test_quick_run_of_what_goes_wrong(tmp_path: Path) -> None:
     (way,) = figures["restart"]["ways"]
     assert way["lost"] >= 1
     assert way["regained_s"] is not None
+
+
+def test_loopback_gives_as_many_bytes_as_are_wanted() -> None:
+    answers: list[int] = []
+    with loopback.LoopbackServer() as server:
+        requests = [loopback.encoded(given, wanted) for given, wanted in ((0, 0), (8, 300_000), (300_000, 1))]
+        stream = Stream(server.client(1), requests, np.zeros(3), lambda _, answer: answers.append(len(answer.body)))
+        open_loop([stream])
+    assert answers == [0, 300_000, 1]
 
 
 @pytest.mark.skipif(not redis_rows.is_there(), reason="there is no redis-server")

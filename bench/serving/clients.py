@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import grpc
 
-from tierstore.serve.grpc_messages import INFERENCE_SERVICE
+from tierstore.serve.grpc.messages import INFERENCE_SERVICE
 
 __all__ = ["Answer", "BlockingGrpc", "BlockingRest", "Client", "Done", "GrpcClient", "RestClient", "SocketClient"]
 

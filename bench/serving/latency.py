@@ -69,11 +69,23 @@ def _search(rig: Rig, server: ServerProcess, protocol: str) -> tuple[dict[str, A
         rate = share * found.carried
         if rate:
             steps.append(_step(rig, server, protocol, rate))
-    at_highest = [step for step in steps if step["rate"] == found.carried]
-    middle = {name: statistics.median(step[name] for step in at_highest) for name in ("p50", "p95", "p99")}
-    cores = {name: statistics.median(step[name] for step in at_highest)
-             for name in ("generator_cores", "server_cores", "hit_rate")}  # fmt: skip
-    return {"protocol": protocol, "rate": found.carried, "too_much": found.too_much, **middle, **cores}, steps
+    highest = {"protocol": protocol, "rate": found.carried, "too_much": found.too_much}
+    return highest | _medians([step for step in steps if step["rate"] == found.carried]), steps
+
+
+def _by_turns(rig: Rig, server: ServerProcess, rate: float) -> list[dict[str, Any]]:
+    """Each protocol at one load, step by step in turn: what differs is not what the machine did meanwhile."""
+    protocols = rig.config["protocols"]
+    steps = [_step(rig, server, protocol, rate) for _ in range(rig.config["turns"]) for protocol in protocols]
+    return [
+        {"protocol": protocol, "rate": rate} | _medians([step for step in steps if step["protocol"] == protocol])
+        for protocol in protocols
+    ]
+
+
+def _medians(steps: Sequence[dict[str, Any]]) -> dict[str, float]:
+    names = ("p50", "p95", "p99", "generator_cores", "server_cores", "hit_rate")
+    return {name: statistics.median(step[name] for step in steps) for name in names}
 
 
 def _first_rate(rig: Rig, server: ServerProcess) -> float:
@@ -129,9 +141,12 @@ def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
         rig.warm(server)
         overheads = [_overhead(rig, server, protocol) for protocol in rig.config["protocols"]]
         searched = [_search(rig, server, protocol) for protocol in rig.config["protocols"]]
+        common = rig.config["turns_share"] * min(highest["rate"] for highest, _ in searched)
+        by_turns = _by_turns(rig, server, common) if common else []
         memory = server.memory()
     return {
         "highest": [highest for highest, _ in searched],
+        "by_turns": by_turns,
         "steps": [step for _, steps in searched for step in steps],
         "overhead": overheads,
         "ddr_bytes": rig.ddr_bytes,
@@ -169,6 +184,11 @@ def _tell(figures: dict[str, Any]) -> Told:
     title = "the ranking model under load, tables ten times the memory for rows; last of each: the highest load carried"
     tables = [
         Table(title=title, columns=columns, rows=[_row(step) for step in _at_shares(figures)]),
+        Table(
+            title="the protocols by turns, at one load",
+            columns=columns,
+            rows=[_row(each) for each in figures["by_turns"]],
+        ),
         Table(
             title="one request at a time: what is not the model",
             columns=["protocol", "latency us", "model and lookups us", "all else us", "all else, of the latency"],

@@ -11,7 +11,7 @@ import torch
 import tierstore
 
 from ..common import Goal, Run, Spread, Table
-from ..peers import redis_rows
+from ..peers import loopback, redis_rows
 from . import queries
 from .clients import Answer, Client, GrpcClient, RestClient
 from .load import Load, Quantiles, Stream, closed_loop, open_loop, poisson
@@ -23,6 +23,7 @@ __all__ = ["PART"]
 
 _CHUNK: Final = 500_000
 _REDIS: Final = "Redis, pipelined MGET"
+_LIMIT: Final = "the same bytes over loopback, nothing looked up"
 _NUM_REQUESTS: Final = 600
 # In lookups of rows each id counts as a sample.
 _LARGE: Final = ("--max-batch-samples", "32768", "--max-queue-samples", "262144")
@@ -35,14 +36,14 @@ class _Way(NamedTuple):
         client: given how many connections and ids a sample.
         encode: a query's request, given also ids a sample.
         cpu_seconds: of the server so far.
-        rows: an answer's rows, side by side, given the number of rows.
+        rows: an answer's rows, side by side, given the number of rows; None if there are none.
     """
 
     name: str
     client: Callable[[int, int], Client]
     encode: Callable[[queries.Query, int], bytes]
     cpu_seconds: Callable[[], float]
-    rows: Callable[[bytes, int], bytes]
+    rows: Callable[[bytes, int], bytes] | None
 
 
 def _chunks(request: Run) -> Iterator[Any]:
@@ -96,6 +97,17 @@ def _tierstore(request: Run, divisor: int, stack: contextlib.ExitStack) -> list[
     ]
 
 
+def _limit(request: Run, stack: contextlib.ExitStack) -> _Way:
+    server = stack.enter_context(loopback.LoopbackServer())
+    row_bytes = request.config["dim"] * 4
+
+    def encode(query: queries.Query, _: int) -> bytes:
+        ids = query.inputs["ids"]
+        return loopback.encoded(ids.nbytes, len(ids) * row_bytes)
+
+    return _Way(_LIMIT, lambda connections, _: server.client(connections), encode, server.cpu_seconds, None)
+
+
 class _Lookups:
     """Lookups of so many ids a sample, of every way the same."""
 
@@ -120,7 +132,7 @@ class _Lookups:
             open_loop([stream])
             if answers[0].error:
                 raise RuntimeError(f"{way.name}: {answers[0].error}")
-            if way.rows(answers[0].body, len(query.inputs["ids"])) != wanted:
+            if way.rows and way.rows(answers[0].body, len(query.inputs["ids"])) != wanted:
                 raise RuntimeError(f"{way.name}: other rows than those in the store")
 
     def warm(self) -> None:
@@ -196,6 +208,7 @@ def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
     rows_store(request.folder, config)
     with contextlib.ExitStack() as stack:
         ways = [way for divisor in config["peer_divisors"] for way in _tierstore(request, divisor, stack)]
+        ways.append(_limit(request, stack))
         has_redis = redis_rows.is_there()
         if has_redis:
             ways.append(_redis(request, stack))
@@ -268,7 +281,8 @@ def _tell(figures: dict[str, Any]) -> Told:
             "its bytes under a key of four bytes, nothing persistent, asked by MGETs of one feature's ids each, sent "
             "without waiting. The clients send bytes made beforehand over loopback and take the answer's bytes as "
             "they are; to gather Redis's rows from between their lengths is not counted. Before, every way's rows "
-            "were compared with the store's. The ways take turns; medians."
+            "were compared with the store's. The ways take turns; medians. The limit: a server on the same event loop "
+            "that takes as many bytes as ids have, and sends as many as rows have."
             if has_redis
             else "Peers: there was no redis-server on this machine."
         ],

@@ -3,8 +3,8 @@
 import numpy as np
 import orjson
 
-from tierstore.serve.infer_body import InferCall, parse_infer, write_infer
 from tierstore.serve.messages import DATATYPES, InferResponse, InferTensor, ServeError, Status
+from tierstore.serve.rest.infer_body import InferCall, parse_infer, write_infer
 
 from .target import FindingError, Target
 

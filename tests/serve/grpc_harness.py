@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from tests.serve.fakes import FakeEngine
-from tierstore.serve.grpc_limits import GrpcLimits
-from tierstore.serve.grpc_server import GrpcServer
+from tierstore.serve.grpc.limits import GrpcLimits
+from tierstore.serve.grpc.server import GrpcServer
 
 WAIT_SECONDS = 20
 

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse
 
 import tierstore
 from tests.updates.support import SMALL
-from tierstore.serve.receiving import Receiver
+from tierstore.serve.admin.receiving import Receiver
 
 WAIT_SECONDS = 30.0
 

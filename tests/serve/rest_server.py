@@ -11,12 +11,11 @@ from typing import Any
 import httptools
 import uvloop
 
-from tierstore.serve.http_server import HttpServer, TlsFiles
-from tierstore.serve.limits import HttpLimits
-from tierstore.serve.require_token import RequireToken
-from tierstore.serve.rest import RestApp
-
-from .fakes import FakeEngine
+from tests.serve.fakes import FakeEngine
+from tierstore.serve.rest.app import RestApp
+from tierstore.serve.rest.limits import HttpLimits
+from tierstore.serve.rest.require_token import RequireToken
+from tierstore.serve.rest.server import HttpServer, TlsFiles
 
 SECONDS = 20.0
 """Bound of every wait in these tests."""

@@ -16,7 +16,7 @@ import tierstore
 from tests.serve.whole import FREE_PORTS, WAIT_SECONDS, command, wait_for
 from tests.updates.support import ROWS, change, contents, table_config
 from tierstore import cli
-from tierstore.serve.client import Client
+from tierstore.serve.client.client import Client
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.workers import share_of
 

@@ -22,7 +22,7 @@ from tests.train.runs import TRAIN_ROWS, config_of
 from tests.updates.support import ROWS, change, table_config
 from tierstore import cli
 from tierstore.serve import hot_rows
-from tierstore.serve.client import Client
+from tierstore.serve.client.client import Client
 from tierstore.serve.messages import ServeError, Status
 from tierstore.train import train
 from tierstore.train.config import RunConfig

@@ -22,13 +22,13 @@ from ..stats import Stats, TierStats
 from ..store import Store
 from ..updates.origin import origin_of
 from .base import Model
-from .batching import Batcher, BatchingConfig, BatchResult, Ran
+from .batching.batcher import Batcher, BatchingConfig, BatchResult, Ran
 from .config import ServeConfig
 from .hot_rows import hot_rows, hot_rows_path, load_hot_rows, rows_of_trace, save_hot_rows, warm_up
 from .logs import log_refused, log_request
 from .messages import InferRequest, InferResponse, ModelMetadata, ServeError, Status
-from .metrics import Metrics
 from .models import BagCaches, Models, make_models, rehearse, renew_models
+from .monitoring.metrics import Metrics
 from .names import nearest
 from .source import PooledStats, TableInfo
 

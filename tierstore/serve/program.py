@@ -13,19 +13,19 @@ import uvloop
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from .admin import admin_app, admin_routes
+from .admin.app import admin_app, admin_routes
+from .admin.receiving import Receiver
 from .config import ServeConfig
 from .engine import StoreEngine
-from .grpc_limits import GrpcLimits
-from .grpc_server import GrpcServer
-from .http_server import HttpServer, TlsFiles, listen
-from .limits import HttpLimits
+from .grpc.limits import GrpcLimits
+from .grpc.server import GrpcServer
 from .logs import configure
-from .metrics import Metrics
-from .monitoring import monitoring_routes
-from .receiving import Receiver
-from .require_token import RequireToken
-from .rest import RestApp
+from .monitoring.app import monitoring_routes
+from .monitoring.metrics import Metrics
+from .rest.app import RestApp
+from .rest.limits import HttpLimits
+from .rest.require_token import RequireToken
+from .rest.server import HttpServer, TlsFiles, listen
 from .source import SourceCollector
 
 __all__ = ["Ports", "Server", "run"]

@@ -1,0 +1,326 @@
+"""Updates over real sockets: sent, cut off, resumed, applied by a process of their own, and taken back."""
+
+import contextlib
+import json
+import os
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from tests.serve.replicas import WAIT_SECONDS, serving
+from tests.updates.support import change, contents, same
+from tierstore import cli, errors
+from tierstore.serve.admin.receiving import MAX_BUSY
+from tierstore.serve.admin.uploads import MAX_UPLOADS, Uploads, append
+from tierstore.updates import Update, client, write_update
+from tierstore.updates.client import AdminClient, PublishError
+from tierstore.updates.publish import plan, publish
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two versions, both kept."""
+    directory = tmp_path_factory.mktemp("source") / "store"
+    change(directory, 1, keep=2)
+    change(directory, 2, keep=2)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def updates(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Update]:
+    """By the version that they begin at."""
+    folder = tmp_path_factory.mktemp("updates")
+    return {since: write_update(source, folder / str(since), since=since) for since in (0, 1)}
+
+
+@pytest.fixture
+def replica_dir(tmp_path: Path) -> Path:
+    return tmp_path / "replica"
+
+
+@pytest.fixture(autouse=True)
+def no_long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "FIRST_PAUSE_SECONDS", 0.02)
+
+
+def upload(url: str, update: Update, *, first: int = 0, data: bytes | None = None) -> httpx.Response:
+    """The bytes from ``first`` on, or others."""
+    data = update.path.read_bytes()[first:] if data is None else data
+    headers = {"Content-Range": f"bytes {first}-{first + len(data) - 1}/{update.size_bytes}"}
+    return httpx.patch(f"{url}/admin/updates/{update.id}", content=data, headers=headers)
+
+
+def listed(url: str) -> Any:
+    return httpx.get(f"{url}/admin/updates").raise_for_status().json()
+
+
+def apply(url: str, update_id: str) -> httpx.Response:
+    return httpx.post(f"{url}/admin/updates/{update_id}/apply", timeout=WAIT_SECONDS)
+
+
+def test_a_server_follows_its_trainer_and_goes_back_by_one_call(tmp_path: Path, replica_dir: Path) -> None:
+    trainer = tmp_path / "trainer"
+    change(trainer, 1, keep=2)
+    before = contents(trainer)
+    with serving(replica_dir) as (url, replica):
+        (first,) = publish(trainer, [url])
+        assert (first.version, first.rows, first.error) == (1, 120, "")
+        change(trainer, 2, keep=2)
+        (second,) = publish(trainer, [url])
+        assert (second.version, second.rows, second.error) == (2, 120, "")
+        assert second.size_bytes > 0
+        (again,) = publish(trainer, [url])
+        assert (again.version, again.rows, again.size_bytes, again.error) == (2, 0, 0, "")
+        assert listed(url) | {"source": ""} == {"source": "", "version": 2, "is_applying": False, "uploads": {}}
+        assert replica.refreshed == 2
+        answer = httpx.post(f"{url}/admin/updates/rollback", timeout=WAIT_SECONDS)
+        assert answer.json() == {"version": 1}
+        assert listed(url)["version"] == 1
+        replica.close()
+        assert same(contents(replica_dir), before)
+
+
+def test_an_upload_goes_on_where_the_connection_broke(replica_dir: Path, updates: dict[int, Update]) -> None:
+    """Also in a server that was started again meanwhile."""
+    update, cut = updates[0], 1000
+    with serving(replica_dir) as (url, _):
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as connection:
+            head = (
+                f"PATCH /admin/updates/{update.id} HTTP/1.1\r\nHost: x\r\nContent-Length: {update.size_bytes}\r\n"
+                f"Content-Range: bytes 0-{update.size_bytes - 1}/{update.size_bytes}\r\n\r\n"
+            )
+            connection.sendall(head.encode() + update.path.read_bytes()[:cut])
+        wait_for(lambda: listed(url)["uploads"].get(update.id, {}).get("received_bytes") == cut)
+    with serving(replica_dir) as (url, replica):
+        assert "1000 of" in apply(url, update.id).json()["error"]
+        shown: list[tuple[int, int]] = []
+        with AdminClient(url) as admin:
+            admin.send(update, lambda *pair: shown.append(pair))
+            assert listed(url)["uploads"][update.id]["received_bytes"] == update.size_bytes
+            assert admin.apply(update).version == 2
+        assert shown[-1] == (update.size_bytes, update.size_bytes)
+        assert replica.store.version == 1
+        assert list((replica_dir / "incoming").iterdir()) == []
+
+
+def wait_for(condition: Any) -> None:
+    """AssertionError unless it comes true in time."""
+    passed = threading.Event()
+    for _ in range(int(WAIT_SECONDS / 0.02)):
+        if condition():
+            return
+        passed.wait(0.02)
+    raise AssertionError("it did not come true")
+
+
+class Cutter:
+    """Between a client and a server: ends each of the first connections after some bytes."""
+
+    def __init__(self, url: str, cuts: list[int]) -> None:
+        host, port = url.removeprefix("http://").split(":")
+        self._target = host, int(port)
+        self._cuts = list(cuts)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._accept)
+        self._thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            budget = self._cuts.pop(0) if self._cuts else 1 << 30
+            with near, socket.create_connection(self._target) as far:
+                back = threading.Thread(target=self._pump, args=(far, near, 1 << 30))
+                back.start()
+                self._pump(near, far, budget)
+                for end in (near, far):
+                    try:
+                        end.shutdown(socket.SHUT_RDWR)
+                    except OSError:
+                        continue
+                back.join(WAIT_SECONDS)
+
+    @staticmethod
+    def _pump(source: socket.socket, target: socket.socket, budget: int) -> None:
+        try:
+            while budget and (data := source.recv(min(65536, budget))):
+                target.sendall(data)
+                budget -= len(data)
+        except OSError:
+            return
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join(WAIT_SECONDS)
+        assert not self._thread.is_alive()
+
+
+def test_a_publisher_goes_on_after_broken_connections(
+    replica_dir: Path, updates: dict[int, Update], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "PART_BYTES", 2048)
+    update = updates[0]
+    with serving(replica_dir) as (url, _):
+        cutter = Cutter(url, [150, 1500, 900, 2900, 40])
+        try:
+            with AdminClient(cutter.url) as admin:
+                admin.send(update)
+        finally:
+            cutter.close()
+        assert not cutter._cuts
+        (path,) = (replica_dir / "incoming").iterdir()
+        assert path.read_bytes() == update.path.read_bytes()
+
+
+def test_a_publisher_gives_up_on_a_server_that_is_not_there(source: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    (done,) = publish(source, [f"http://127.0.0.1:{port}"])
+    assert "refused" in done.error
+    assert "publish again" in done.error
+
+
+def test_a_damaged_upload_changes_nothing_and_is_sent_anew(replica_dir: Path, updates: dict[int, Update]) -> None:
+    update = updates[0]
+    data = bytearray(update.path.read_bytes())
+    data[len(data) // 2] ^= 1
+    with serving(replica_dir) as (url, replica):
+        assert upload(url, update, data=bytes(data)).json()["received_bytes"] == update.size_bytes
+        answer = apply(url, update.id)
+        assert answer.status_code == 422
+        assert "damaged on its way" in answer.json()["error"]
+        assert not (replica_dir / "manifest.json").exists()
+        assert listed(url)["uploads"] == {}
+        assert replica.refreshed == 0
+
+
+def test_an_update_that_the_server_cannot_take_is_not_sent(replica_dir: Path, source: Path) -> None:
+    with serving(replica_dir) as (url, _):
+        (done,) = publish(source, [url], since=1)
+        assert "has nothing" in done.error
+        assert "publish without --since" in done.error
+        assert listed(url)["uploads"] == {}
+
+
+def test_wrong_requests_are_refused_in_words(replica_dir: Path, updates: dict[int, Update]) -> None:
+    update = updates[0]
+    with serving(replica_dir, max_update_bytes=update.size_bytes) as (url, _):
+        one = f"{url}/admin/updates/{update.id}"
+        for answer, status, words in [
+            (httpx.patch(f"{url}/admin/updates/x", content=b"1"), 400, "16 hex digits"),
+            (httpx.patch(f"{url}/admin/updates/..%2Fx", content=b"1"), 404, ""),
+            (httpx.patch(one, content=b"1"), 400, "Content-Range"),
+            (httpx.patch(one, content=b"1", headers={"Content-Range": "bytes 5-4/9"}), 400, "no range"),
+            (httpx.patch(one, content=b"1", headers={"Content-Range": "bytes 0-0/99999999999"}), 409, "at most"),
+            (httpx.patch(one, content=b"1", headers={"Content-Range": "bytes 7-7/9"}), 409, "goes on at byte 0"),
+            (httpx.patch(one, content=b"123", headers={"Content-Range": "bytes 0-1/9"}), 400, "longer"),
+            (httpx.patch(one, content=b"12", headers={"Content-Range": "bytes 0-1/8"}), 409, "was to have 9 bytes"),
+            (apply(url, "0" * 16), 409, "nothing of update"),
+            (apply(url, "zz"), 400, "16 hex digits"),
+        ]:
+            assert answer.status_code == status, answer.text
+            assert words in (answer.json()["error"] if words else answer.text)
+        assert listed(url)["uploads"][update.id] == {"received_bytes": 0, "size_bytes": 9}
+
+
+def test_uploads_are_bounded_in_number_and_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uploads = Uploads(tmp_path, max_bytes=10)
+    ids = [f"{number:016x}" for number in range(5)]
+    for number, each in enumerate(ids):
+        path = uploads.begin(each, 5, busy={ids[0]}).path
+        os.utime(path, ns=(number, number))
+    assert {upload.id for upload in uploads.all()} == {ids[0], *ids[-(MAX_UPLOADS):]}
+    (tmp_path / "incoming" / "other").write_text("not ours")
+    assert len(uploads.all()) == MAX_UPLOADS + 1
+    monkeypatch.setattr(os, "statvfs", lambda _path: os.statvfs_result((1, 1, 9, 9, 9, 9, 9, 9, 0, 9)))
+    with pytest.raises(errors.DiskFullError, match="nothing was written"):
+        uploads.begin("f" * 16, 5)
+
+
+def test_uploads_leave_each_other_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free_bytes = (64 << 20) + 100
+    monkeypatch.setattr(os, "statvfs", lambda _path: os.statvfs_result((1, 1, 9, 9, free_bytes, 9, 9, 9, 0, 9)))
+    uploads = Uploads(tmp_path, max_bytes=1000)
+    append(uploads.begin("a" * 16, 60), b"1" * 10, 0)
+    with pytest.raises(errors.DiskFullError, match="others still need 50 B"):
+        uploads.begin("b" * 16, 51)
+    assert not uploads.find("b" * 16)
+    assert uploads.begin("b" * 16, 50).received_bytes == 0
+
+
+def test_updates_that_are_sent_at_a_time_are_bounded(replica_dir: Path) -> None:
+    with serving(replica_dir) as (url, _), contextlib.ExitStack() as opened:
+        address = urlsplit(url)
+        for number in range(MAX_BUSY):
+            sender = opened.enter_context(socket.create_connection((address.hostname, address.port)))
+            head = f"PATCH /admin/updates/{number:016x} HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n"
+            sender.sendall(f"{head}Content-Range: bytes 0-8/9\r\n\r\n12".encode())
+        wait_for(lambda: len(listed(url)["uploads"]) == MAX_BUSY)
+        one = f"{url}/admin/updates/{'f' * 16}"
+        answer = httpx.patch(one, content=b"1", headers={"Content-Range": "bytes 0-0/9"})
+        assert (answer.status_code, "wait for one" in answer.json()["error"]) == (409, True)
+        opened.close()
+        wait_for(lambda: httpx.patch(one, content=b"", headers={"Content-Range": "bytes 0-0/9"}).status_code == 200)
+
+
+def test_the_command_serves_all_that_can_be_reached(
+    source: Path, replica_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "token").write_text("secret\n")
+    arguments = ["publish", str(source), "--token-file", str(tmp_path / "token")]
+    with serving(replica_dir, token="secret") as (url, replica):
+        assert cli.main(["publish", str(source), "--to", url]) == 1
+        assert "no token" in capsys.readouterr().out
+        assert cli.main([*arguments, "--to", url, "--dry-run"]) == 0
+        assert "version 2," in capsys.readouterr().out
+        kept = tmp_path / "kept"
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            gone = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        assert cli.main([*arguments, "--to", gone, "--to", url, "--keep-file", str(kept)]) == 1
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].startswith(f"{gone}: failed: ")
+        assert lines[1].startswith(f"{url}: version 2, ")
+        assert kept.stat().st_size > 1000
+        assert cli.main([*arguments, "--to", url, "--dry-run"]) == 0
+        assert capsys.readouterr().out == f"{url}: has version 2 already\n"
+        assert cli.main([*arguments, "--to", url, "--keep-file", str(kept)]) == 1
+        replica.close()
+        assert same(contents(replica_dir), contents(source))
+
+
+def test_wrong_arguments_are_told_before_anything_is_done(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["publish", str(source)]) == 2
+    assert cli.main(["publish", str(source), "--to", "replica:8002"]) == 2
+    assert "write http://HOST:PORT" in capsys.readouterr().err
+    assert cli.main(["publish", str(source), "--since", "1", "--dry-run"]) == 0
+    assert "120 rows changed since version 1" in capsys.readouterr().out
+    assert "ever written" in plan(source, [])[0]
+
+
+def test_an_answer_of_another_server_is_told_as_such(source: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer_once, args=(listener, {"hello": 1}))
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with AdminClient(url) as admin, pytest.raises(PublishError, match="not answer as a tierstore server"):
+            admin.origin()
+        thread.join(WAIT_SECONDS)
+
+
+def answer_once(listener: socket.socket, body: Any) -> None:
+    connection, _ = listener.accept()
+    with connection:
+        connection.recv(65536)
+        text = json.dumps(body)
+        connection.sendall(f"HTTP/1.1 200 OK\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode())
+        connection.recv(65536)

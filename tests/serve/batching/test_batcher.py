@@ -1,0 +1,445 @@
+"""Dynamic batching, case by case; test_batching_states.py has the random interleavings."""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.serve.stepping import SteppedExecutor, SteppedLoop
+from tierstore.serve.batching.batcher import Batcher, BatchingConfig, BatchResult, Ran
+from tierstore.serve.batching.isolation import MAX_SPLIT_RUNS
+from tierstore.serve.messages import InferTensor, ServeError, Status
+
+
+@dataclass(frozen=True)
+class Ask:
+    number: int
+    num_samples: int = 1
+    is_poison: bool = False
+
+
+def answer(queries: Sequence[Ask]) -> BatchResult:
+    if any(each.is_poison for each in queries):
+        raise ArithmeticError("the secret of the model")
+    return BatchResult("5", [{"y": InferTensor("INT64", np.array([each.number]))} for each in queries])
+
+
+def number_of(ran: Ran) -> int:
+    return ran.outputs["y"].data.item()
+
+
+class Bench:
+    """A batcher that moves step by step, and the batches that it ran."""
+
+    def __init__(self, run: Callable[[Sequence[Ask]], BatchResult] = answer, **config: int) -> None:
+        self.loop, self.executor = SteppedLoop(), SteppedExecutor()
+        self.config = BatchingConfig(**config)
+        self.batches: list[list[int]] = []
+        self.run = run
+        self.batcher = self.another("m")
+
+    def another(self, name: str, observer: Any = None) -> Batcher:
+        return Batcher(name, self.note, self.executor, self.config, observer=observer, clock=self.loop.time)
+
+    def note(self, queries: Sequence[Ask]) -> BatchResult:
+        self.batches.append([each.number for each in queries])
+        return self.run(queries)
+
+    def submit(self, ask: Ask, seconds: float | None = None, *, to: Batcher | None = None) -> asyncio.Task[Ran]:
+        deadline = None if seconds is None else self.loop.now + seconds
+        task = self.loop.create_task((to or self.batcher).submit(ask, deadline))
+        self.loop.settle()
+        return task
+
+    def work(self) -> None:
+        while self.executor.jobs:
+            self.executor.run_next()
+        self.loop.settle()
+
+
+@pytest.fixture
+def make_bench() -> Iterator[Callable[..., Bench]]:
+    made: list[Bench] = []
+
+    def make(*arguments: Any, **config: int) -> Bench:
+        made.append(Bench(*arguments, **config))
+        return made[-1]
+
+    yield make
+    for bench in made:
+        bench.batcher.close()
+        bench.loop.settle()
+        bench.batcher.check_integrity()
+        assert bench.batcher.num_present == 0
+        assert not asyncio.all_tasks(bench.loop)
+        bench.loop.close()
+
+
+def status_of(task: asyncio.Task[Ran]) -> Status:
+    error = task.exception()
+    assert isinstance(error, ServeError)
+    return error.status
+
+
+def test_those_who_wait_run_together_and_learn_how(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+    tasks = [bench.submit(Ask(number, 2)) for number in range(3)]
+    bench.loop.advance(0.5)
+    bench.work()
+    assert bench.batches == [[0, 1, 2]]
+    assert [number_of(task.result()) for task in tasks] == [0, 1, 2]
+    assert tasks[0].result()[1:] == ("5", 0.5, 0.0, 3, 6)
+
+
+def test_a_batch_holds_who_came_before_the_job_began(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+    other = bench.executor.submit(lambda: bench.submit(Ask(2)))
+    first = bench.submit(Ask(1))
+    bench.work()
+    assert bench.batches == [[1, 2]]
+    assert number_of(first.result()) == 1
+    assert number_of(other.result().result()) == 2
+
+
+def test_models_take_turns(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(max_batch_samples=1)
+    second = bench.another("n")
+    for number in range(4):
+        bench.submit(Ask(number))
+    for number in range(10, 12):
+        bench.submit(Ask(number), to=second)
+    bench.executor.submit(lambda: bench.batches.append([-1]))
+    bench.work()
+    assert bench.batches == [[0], [10], [-1], [1], [11], [2], [3]]
+
+
+def test_a_large_query_is_not_overtaken(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(max_batch_samples=4)
+    for number, num_samples in enumerate([3, 4, 1]):
+        bench.submit(Ask(number, num_samples))
+    bench.work()
+    assert bench.batches == [[0], [1], [2]]
+
+
+@pytest.mark.parametrize(
+    ("config", "name"), [({"max_queue_requests": 2}, "max_queue_requests is 2"), ({}, "max_queue_samples is 5")]
+)
+def test_a_full_queue_refuses_at_once_and_names_its_bound(
+    make_bench: Callable[..., Bench], config: dict[str, int], name: str
+) -> None:
+    bench = make_bench(max_batch_samples=3, max_queue_samples=5, **config)
+    kept = [bench.submit(Ask(number, 2)) for number in range(2)]
+    refused = bench.submit(Ask(2, 2))
+    assert status_of(refused) is Status.OVERLOADED
+    assert name in str(refused.exception())
+    kept[0].cancel()
+    bench.loop.settle()
+    assert not bench.submit(Ask(3, 2)).done(), "who has gone does not count"
+    bench.batcher.check_integrity()
+
+
+def test_a_query_beyond_a_batch_is_invalid(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(max_batch_samples=4)
+    refused = bench.submit(Ask(0, 5))
+    assert status_of(refused) is Status.INVALID
+    assert "max_batch_samples, 4" in str(refused.exception())
+    assert not bench.executor.jobs
+
+
+def test_a_deadline_is_kept_while_waiting_and_while_running(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+    past = bench.submit(Ask(0), 0)
+    assert not bench.executor.jobs
+    waiting = bench.submit(Ask(1), 1)
+    bench.loop.advance(1)
+    assert status_of(past) is status_of(waiting) is Status.DEADLINE
+    bench.work()
+    assert not bench.batches, "nobody was left to run for"
+
+    bench.run = lambda queries: (bench.loop.advance(3), answer(queries))[1]
+    running, patient = bench.submit(Ask(2), 2), bench.submit(Ask(3), 4)
+    bench.work()
+    assert bench.batches == [[2, 3]]
+    assert status_of(running) is Status.DEADLINE
+    assert number_of(patient.result()) == 3
+
+
+def test_whose_deadline_the_loop_has_not_seen_pass_is_not_run(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+    late, good = bench.submit(Ask(0), 1), bench.submit(Ask(1), 3)
+    bench.loop.now += 2
+    bench.work()
+    assert bench.batches == [[1]]
+    assert status_of(late) is Status.DEADLINE
+    assert number_of(good.result()) == 1
+
+
+def test_company_is_waited_for_but_no_longer_than_said(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(max_delay_us=2_000_000, max_batch_samples=3)
+    bench.submit(Ask(0))
+    bench.loop.advance(1)
+    bench.submit(Ask(1))
+    assert not bench.executor.jobs
+    bench.loop.advance(1)
+    assert bench.executor.jobs, "the first has waited for long enough"
+    bench.work()
+    bench.submit(Ask(2, 3))
+    assert bench.executor.jobs, "a full batch waits for nobody"
+    bench.run = lambda queries: (bench.submit(Ask(3)), bench.loop.advance(1.5), answer(queries))[2]
+    bench.executor.run_next()
+    bench.run = answer
+    bench.loop.settle()
+    assert not bench.executor.jobs
+    bench.loop.advance(0.5)
+    bench.work()
+    assert bench.batches == [[0, 1], [2], [3]]
+
+
+def test_one_bad_query_fails_alone(make_bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture) -> None:
+    bench = make_bench()
+    tasks = [bench.submit(Ask(number, is_poison=number == 2777)) for number in range(4096)]
+    bench.work()
+    assert [number_of(task.result()) for task in tasks if task is not tasks[2777]] == [
+        number for number in range(4096) if number != 2777
+    ]
+    assert status_of(tasks[2777]) is Status.INTERNAL
+    assert "secret" not in str(tasks[2777].exception())
+    assert len(bench.batches) == 25
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+    assert "1 of 4096" in record.message
+    assert record.exc_info is not None
+    assert "secret" in str(record.exc_info[1])
+
+
+def test_a_model_that_always_fails_is_not_asked_forever(
+    make_bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = make_bench()
+    tasks = [bench.submit(Ask(number, is_poison=True)) for number in range(1000)]
+    bench.work()
+    assert {status_of(task) for task in tasks} == {Status.INTERNAL}
+    assert len(bench.batches) <= MAX_SPLIT_RUNS + 10
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("failure", ["short", "exit"])
+def test_whatever_run_does_its_queries_are_answered(
+    make_bench: Callable[..., Bench], failure: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(queries: Sequence[Ask]) -> BatchResult:
+        if failure == "exit":
+            raise SystemExit(3)
+        return BatchResult("5", [])
+
+    bench = make_bench(run)
+    bad = bench.submit(Ask(0))
+    bench.work()
+    assert status_of(bad) is Status.INTERNAL
+    bench.run = answer
+    good = bench.submit(Ask(1))
+    bench.work()
+    assert number_of(good.result()) == 1
+    assert len(caplog.records) == 1
+
+
+def test_what_run_says_about_one_query_is_passed_on(
+    make_bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(queries: Sequence[Ask]) -> BatchResult:
+        if any(each.number == 1 for each in queries):
+            raise ServeError(Status.INVALID, "input 'ids': 99 is out of range")
+        return answer(queries)
+
+    bench = make_bench(run)
+    tasks = [bench.submit(Ask(number)) for number in range(3)]
+    bench.work()
+    assert status_of(tasks[1]) is Status.INVALID
+    assert "99 is out of range" in str(tasks[1].exception())
+    assert number_of(tasks[2].result()) == 2
+    assert not caplog.records
+
+
+def test_the_observer_hears_of_each_batch(make_bench: Callable[..., Bench]) -> None:
+    heard: list[tuple[Any, ...]] = []
+
+    class Observer:
+        def batched(self, *what: Any) -> None:
+            heard.append(what)
+
+    bench = make_bench()
+    batcher = bench.another("n", Observer())
+    bench.submit(Ask(0, 2), to=batcher)
+    bench.loop.advance(0.5)
+    bench.submit(Ask(1, 3), to=batcher)
+    bench.run = lambda queries: (bench.loop.advance(0.25), answer(queries))[1]
+    bench.work()
+    assert heard == [("n", 2, 5, [0.5, 0.0], 0.25)]
+
+
+def test_a_caller_cancelled_as_its_query_fails_makes_no_complaint(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+    task = bench.submit(Ask(0, is_poison=True))
+    bench.executor.run_next()
+    # After the error is set, before the caller wakes.
+    bench.loop.call_soon(task.cancel)
+    bench.loop.settle()
+    assert task.cancelled()
+    del task
+    assert not bench.loop.complaints
+
+
+@pytest.mark.parametrize("cancel_jobs", [False, True])
+def test_an_executor_that_is_shut_down_first_leaves_nobody_waiting(
+    make_bench: Callable[..., Bench], cancel_jobs: bool
+) -> None:
+    bench = make_bench()
+    tasks = [bench.submit(Ask(0))] if cancel_jobs else []
+    bench.executor.shutdown(cancel_futures=cancel_jobs)
+    bench.loop.settle()
+    tasks.append(bench.submit(Ask(1)))
+    assert {status_of(task) for task in tasks} == {Status.UNAVAILABLE}
+    assert bench.loop.run_until_complete(bench.batcher.drain(0))
+
+
+@pytest.mark.parametrize("num_queries", [1, 3])
+def test_draining_finishes_what_waits_and_refuses_the_rest(make_bench: Callable[..., Bench], num_queries: int) -> None:
+    bench = make_bench(max_batch_samples=2, max_delay_us=5_000_000)
+    tasks = [bench.submit(Ask(number)) for number in range(num_queries)]
+    drain = bench.loop.create_task(bench.batcher.drain(10))
+    bench.loop.settle()
+    assert status_of(bench.submit(Ask(9))) is Status.UNAVAILABLE
+    assert not drain.done()
+    bench.work()
+    assert drain.result() is True
+    assert [number_of(task.result()) for task in tasks] == list(range(num_queries))
+    assert bench.batcher.num_present == 0
+
+
+# With a real thread.
+
+
+def test_a_batch_that_hangs_does_not_hold_up_the_end() -> None:
+    let_go = threading.Event()
+
+    def run(queries: Sequence[Ask]) -> BatchResult:
+        assert let_go.wait(30)
+        return answer(queries)
+
+    async def main() -> None:
+        batcher = Batcher("m", run, executor, BatchingConfig())
+        waiting = [asyncio.ensure_future(batcher.submit(Ask(number))) for number in range(2)]
+        await asyncio.sleep(0)
+        assert await batcher.drain(0.01) is False
+        ended = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 10)
+        assert [each.status for each in ended] == [Status.UNAVAILABLE] * 2
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        batcher.check_integrity()
+
+    with ThreadPoolExecutor(1) as executor:
+        try:
+            asyncio.run(main())
+        finally:
+            # The answer comes when the loop is closed: it must not fail in the thread either.
+            let_go.set()
+
+
+def test_many_callers_and_a_thread() -> None:
+    generator = np.random.default_rng(0)
+    successes: dict[int, int] = {}
+    threads: set[int] = set()
+
+    def run(queries: Sequence[Ask]) -> BatchResult:
+        threads.add(threading.get_ident())
+        result = answer(queries)
+        for each in queries:
+            successes[each.number] = successes.get(each.number, 0) + 1
+        return result
+
+    async def call(batcher: Batcher, number: int) -> str:
+        num_samples, kind = int(generator.integers(1, 20)), generator.integers(0, 10)
+        submitted = batcher.submit(Ask(number, num_samples, bool(kind == 0)), time.monotonic() + 60)
+        task = asyncio.ensure_future(submitted)
+        for _ in range(int(generator.integers(0, 4)) if kind == 1 else 0):
+            await asyncio.sleep(0)
+        if kind == 1:
+            task.cancel()
+        try:
+            assert number_of(await task) == number
+        except asyncio.CancelledError:
+            return "cancelled"
+        except ServeError as error:
+            return error.status.name
+        return "answered"
+
+    async def main() -> tuple[list[str], Batcher]:
+        config = BatchingConfig(max_batch_samples=64, max_queue_samples=1024, max_queue_requests=100)
+        batcher = Batcher("m", run, executor, config)
+
+        async def client(first: int) -> list[str]:
+            return [await call(batcher, number) for number in range(first, first + 50)]
+
+        ended = await asyncio.wait_for(asyncio.gather(*[client(50 * each) for each in range(40)]), 60)
+        assert await batcher.drain(10)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return [each for row in ended for each in row], batcher
+
+    with ThreadPoolExecutor(1) as executor:
+        ended, batcher = asyncio.run(main())
+    batcher.check_integrity()
+    assert batcher.num_present == batcher.num_waiting_queries == batcher.num_waiting_samples == 0
+    assert set(ended) == {"answered", "cancelled", "INTERNAL"}
+    assert set(successes.values()) == {1}
+    assert {number for number, each in enumerate(ended) if each == "answered"} <= successes.keys()
+    assert not any(ended[number] == "INTERNAL" for number in successes)
+    assert len(threads) == 1
+    assert threads != {threading.get_ident()}
+
+
+def test_cost_of_a_request() -> None:
+    """Prints what batching adds to a request; run with -s."""
+    num_clients, num_requests = 64, 50
+    results = [{"y": InferTensor("INT64", np.zeros(1, np.int64))}]
+
+    async def main() -> float:
+        batcher = Batcher("m", lambda queries: BatchResult("1", results * len(queries)), executor, BatchingConfig())
+
+        async def client() -> None:
+            for _ in range(num_requests):
+                await batcher.submit(Ask(0), time.monotonic() + 60)
+
+        started = time.perf_counter()
+        await asyncio.gather(*[client() for _ in range(num_clients)])
+        seconds = time.perf_counter() - started
+        assert await batcher.drain(10)
+        return seconds
+
+    with ThreadPoolExecutor(1) as executor:
+        seconds = asyncio.run(main())
+    print(f"{seconds / num_clients / num_requests * 1e6:.1f} microseconds a request, {num_clients} at a time")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"max_batch_samples": 0}, "max_batch_samples=0: expected a whole number from 1"),
+        ({"max_delay_us": -1}, "max_delay_us=-1"),
+        ({"max_queue_requests": True}, "max_queue_requests=True"),
+        ({"max_queue_samples": 1.5}, "max_queue_samples=1.5"),
+        ({"max_queue_samples": 100}, "max_queue_samples=100 is below max_batch_samples=4096"),
+    ],
+)
+def test_a_bad_setting_is_named(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        BatchingConfig(**changes)
+
+
+def test_each_setting_has_help() -> None:
+    assert all(each.metadata["help"] for each in fields(BatchingConfig))

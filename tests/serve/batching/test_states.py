@@ -1,0 +1,294 @@
+"""A batcher against a model of it: random submits, cancels, deadlines, failures and drains, in every interleaving."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import hypothesis.strategies as st
+import numpy as np
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.serve.stepping import SteppedExecutor, SteppedLoop
+from tierstore.serve.batching.batcher import Batcher, BatchingConfig, BatchResult
+from tierstore.serve.messages import InferTensor, ServeError
+
+NEVER = float("inf")
+
+
+@dataclass(eq=False)
+class Asked:
+    """A query, and what the model of the batcher says of it.
+
+    Attributes:
+        outcome: "" while it is waited for.
+        num_successes: runs that gave it an answer.
+    """
+
+    number: int
+    num_samples: int
+    deadline: float
+    is_poison: bool
+    outcome: str = ""
+    num_successes: int = 0
+    task: asyncio.Task | None = None
+
+    def seen(self) -> str:
+        """How it really ended, "" if it has not."""
+        if not self.task.done():
+            return ""
+        if self.task.cancelled():
+            return "CANCELLED"
+        error = self.task.exception()
+        if isinstance(error, ServeError):
+            return error.status.name
+        assert error is None
+        assert self.task.result().outputs["number"].data.item() == self.number
+        return "ANSWERED"
+
+
+ACTIONS = st.one_of(
+    st.tuples(st.just("cancel"), st.integers(0, 9)),
+    st.tuples(st.just("advance"), st.integers(1, 3)),
+    st.tuples(st.just("submit"), st.integers(1, 4)),
+)
+
+QUERIES = st.tuples(
+    st.sampled_from([1, 1, 1, 2, 2, 3, 4, 13]),
+    st.sampled_from([None, None, None, -1, 0, 1, 2, 3, 4, 6, 12]),
+    st.sampled_from([False, False, False, True]),
+)
+"""Samples; quarters of a second until the deadline; whether a batch fails that has it."""
+
+
+class BatcherMachine(RuleBasedStateMachine):
+    """The model knows who waits, who runs, and how each must end; times are multiples of 1/4 s, so they are exact."""
+
+    @initialize(
+        max_batch=st.integers(2, 12),
+        more_queue=st.integers(0, 12),
+        max_requests=st.integers(2, 10),
+        delay=st.sampled_from([0, 0, 500_000, 2_000_000]),
+    )
+    def start(self, max_batch: int, more_queue: int, max_requests: int, delay: int) -> None:
+        self.loop, self.executor = SteppedLoop(), SteppedExecutor()
+        self.config = BatchingConfig(
+            max_batch_samples=max_batch,
+            max_queue_samples=max_batch + more_queue,
+            max_queue_requests=max_requests,
+            max_delay_us=delay,
+        )
+        self.batcher = Batcher("m", self.run, self.executor, self.config, clock=self.loop.time)
+        self.asked: list[Asked] = []
+        self.entered: dict[Asked, float] = {}
+        self.waiting: list[Asked] = []
+        self.running: list[Asked] = []
+        self.is_closed = False
+        self.drain_until = NEVER
+        self.drain: asyncio.Task | None = None
+        self.actions: list[tuple[str, int]] = []
+        self.expected: list[Asked] | None = None
+        self.last_run = -1
+        self.faults: list[AssertionError] = []
+
+    # What happens, in the model and in fact.
+
+    def end(self, asked: Asked, outcome: str) -> None:
+        assert not asked.outcome
+        asked.outcome = outcome
+        if asked in self.waiting:
+            self.waiting.remove(asked)
+
+    def refusal(self, asked: Asked) -> str:
+        if self.is_closed:
+            return "UNAVAILABLE"
+        if asked.num_samples > self.config.max_batch_samples:
+            return "INVALID"
+        if asked.deadline <= self.loop.now:
+            return "DEADLINE"
+        num_waiting = sum(each.num_samples for each in self.waiting)
+        full = len(self.waiting) >= self.config.max_queue_requests
+        return "OVERLOADED" if full or num_waiting + asked.num_samples > self.config.max_queue_samples else ""
+
+    def ask(self, num_samples: int, seconds: float, is_poison: bool) -> None:
+        asked = Asked(len(self.asked), num_samples, self.loop.now + seconds, is_poison)
+        self.asked.append(asked)
+        asked.outcome = self.refusal(asked)
+        if not asked.outcome:
+            self.waiting.append(asked)
+            self.entered[asked] = self.loop.now
+        deadline = None if seconds == NEVER else asked.deadline
+        asked.task = self.loop.create_task(self.batcher.submit(asked, deadline))
+        self.loop.settle()
+
+    def live(self) -> list[Asked]:
+        return [each for each in self.waiting + self.running if not each.outcome]
+
+    def cancel_one(self, index: int) -> None:
+        if live := self.live():
+            asked = live[index % len(live)]
+            asked.task.cancel()
+            self.end(asked, "CANCELLED")
+
+    def let_time_pass(self) -> None:
+        """The model's side of a clock that has moved."""
+        for asked in self.live():
+            if asked.deadline <= self.loop.now:
+                self.end(asked, "DEADLINE")
+        if self.loop.now >= self.drain_until:
+            for asked in self.live():
+                self.end(asked, "UNAVAILABLE")
+
+    def act(self, what: str, number: int) -> None:
+        if what == "cancel":
+            self.cancel_one(number)
+        elif what == "submit":
+            self.ask(number, NEVER, False)
+        else:
+            self.loop.now += number / 2
+            self.let_time_pass()
+        self.loop.settle()
+
+    def run(self, queries: Sequence[Asked]) -> BatchResult:
+        """The model that is served; whatever it raises, the batcher takes for its failure."""
+        try:
+            self.check_batch(list(queries))
+        except AssertionError as error:
+            self.faults.append(error)
+        if any(each.is_poison for each in queries):
+            raise ArithmeticError("secret")
+        for each in queries:
+            each.num_successes += 1
+        return BatchResult("1", [{"number": InferTensor("INT64", np.array(each.number))} for each in queries])
+
+    def check_batch(self, queries: list[Asked]) -> None:
+        if self.expected is not None:
+            assert queries == self.expected, "first come, first served, as many as fit"
+            self.expected = None
+            while self.actions:
+                self.act(*self.actions.pop())
+        else:
+            assert queries == [each for each in self.running if each in queries], "in order"
+            assert not any(each.outcome for each in queries), "run again for nobody"
+            assert queries[0].number > self.last_run, "the halves in order"
+        self.last_run = queries[0].number if len(queries) == 1 else -1
+
+    # Rules.
+
+    @rule(queries=st.lists(QUERIES, min_size=1, max_size=8))
+    def submit(self, queries: list[tuple[int, int | None, bool]]) -> None:
+        for num_samples, quarters, is_poison in queries:
+            self.ask(num_samples, NEVER if quarters is None else quarters / 4, is_poison)
+
+    @rule(index=st.integers(0, 9))
+    def cancel(self, index: int) -> None:
+        self.cancel_one(index)
+        self.loop.settle()
+
+    @rule(quarters=st.integers(1, 9))
+    def advance(self, quarters: int) -> None:
+        self.loop.now += quarters / 4
+        self.let_time_pass()
+        self.loop.settle()
+
+    @precondition(lambda self: self.executor.jobs)
+    @rule(
+        actions=st.lists(ACTIONS, max_size=3),
+        lag_quarters=st.sampled_from([0, 0, 1, 3]),
+        cancels=st.sampled_from([None, None, None, 0, 1, 2]),
+    )
+    def work(self, actions: list[tuple[str, int]], lag_quarters: int, cancels: int | None) -> None:
+        """The executor gets to its next job, maybe before the loop sees that time has passed or a caller has gone."""
+        self.loop.now += lag_quarters / 4
+        if cancels is not None:
+            self.cancel_one(cancels)
+        is_at_end = self.loop.now >= self.drain_until
+        late = [each for each in self.waiting if each.deadline <= self.loop.now]
+        for asked in late:
+            self.end(asked, "DEADLINE")
+        room, batch = self.config.max_batch_samples, []
+        for asked in self.waiting:
+            if asked.num_samples > room:
+                break
+            room -= asked.num_samples
+            batch.append(asked)
+        del self.waiting[: len(batch)]
+        self.running, self.expected, self.actions = batch, batch or None, list(actions)
+        self.executor.run_next()
+        assert self.expected is None, "a batch that should have run has not"
+        if not is_at_end:
+            self.conclude()
+            self.let_time_pass()
+        self.loop.settle()
+        if is_at_end:
+            # Whether the answers or the end of the drain come first is the loop's to say.
+            for asked in self.running:
+                if not asked.outcome:
+                    asked.outcome = asked.seen()
+                    assert asked.outcome in ("ANSWERED", "INTERNAL", "UNAVAILABLE", "DEADLINE")
+            self.let_time_pass()
+        self.running = []
+
+    def conclude(self) -> None:
+        for asked in self.running:
+            if not asked.outcome:
+                late = asked.deadline <= self.loop.now
+                self.end(asked, "DEADLINE" if late else "INTERNAL" if asked.is_poison else "ANSWERED")
+
+    # Late, as little can happen after it.
+    @precondition(lambda self: self.drain is None and len(self.asked) >= 20)
+    @rule(seconds=st.integers(0, 3))
+    def begin_to_drain(self, seconds: int) -> None:
+        self.is_closed = True
+        self.drain_until = self.loop.now + seconds
+        self.drain = self.loop.create_task(self.batcher.drain(seconds))
+        if not seconds:
+            self.let_time_pass()
+        self.loop.settle()
+
+    @invariant()
+    def ends_as_the_model_says(self) -> None:
+        for asked in self.asked:
+            assert asked.seen() == asked.outcome, asked
+            assert asked.num_successes <= 1, asked
+            assert asked.num_successes or asked.outcome != "ANSWERED", asked
+
+    @invariant()
+    def counts_who_waits(self) -> None:
+        self.batcher.check_integrity()
+        assert self.batcher.num_waiting_queries == len(self.waiting)
+        assert self.batcher.num_waiting_samples == sum(each.num_samples for each in self.waiting)
+        assert self.batcher.num_present == len(self.waiting)
+
+    @invariant()
+    def work_is_asked_for_when_due(self) -> None:
+        assert len(self.executor.jobs) <= 1
+        if not self.waiting:
+            return
+        is_full = sum(each.num_samples for each in self.waiting) >= self.config.max_batch_samples
+        waited = self.loop.now - self.entered[self.waiting[0]]
+        if is_full or self.is_closed or waited * 1e6 >= self.config.max_delay_us:
+            assert self.executor.jobs
+
+    @invariant()
+    def nothing_is_complained_about(self) -> None:
+        assert not self.loop.complaints
+        assert not self.faults
+
+    def teardown(self) -> None:
+        if self.drain is None:
+            self.begin_to_drain(3)
+        while self.executor.jobs:
+            self.work([], 0, None)
+        self.loop.settle()
+        assert self.drain.done()
+        assert self.batcher.num_present == self.batcher.num_waiting_samples == 0
+        self.ends_as_the_model_says()
+        assert all(each.outcome for each in self.asked)
+        assert not asyncio.all_tasks(self.loop)
+        self.nothing_is_complained_about()
+        self.loop.close()
+
+
+class TestBatcherStates(BatcherMachine.TestCase):
+    settings = settings(stateful_step_count=30, max_examples=max(120, settings.default.max_examples))

@@ -1,0 +1,396 @@
+"""What the gRPC server lets a client do: sizes, numbers, tokens, TLS, ports."""
+
+import asyncio
+import queue
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.utils import InferenceServerException
+
+from tests.serve.fakes import FakeEngine
+from tests.serve.grpc_harness import WAIT_SECONDS, serving, wait_until
+from tierstore.serve.grpc.limits import RESERVED_RPCS, GrpcLimits
+from tierstore.serve.grpc.messages import INFERENCE_SERVICE
+from tierstore.serve.grpc.server import GrpcServer
+from tierstore.serve.messages import ServeError
+
+MEBIBYTE = 1 << 20
+TOKEN = "a-token"
+
+
+def x_input(num_rows: int = 1) -> triton.InferInput:
+    made = triton.InferInput("x", (num_rows, 3), "FP32")
+    made.set_data_from_numpy(np.zeros((num_rows, 3), dtype=np.float32))
+    return made
+
+
+def code_of(error: InferenceServerException) -> str:
+    return error.status().removeprefix("StatusCode.")
+
+
+@pytest.fixture
+def client_of(request: pytest.FixtureRequest) -> Any:
+    """Makes clients that are closed when the test is over."""
+
+    def make(address: str, **options: Any) -> triton.InferenceServerClient:
+        client = triton.InferenceServerClient(address, **options)
+        request.addfinalizer(client.close)
+        request.addfinalizer(lambda: client.stop_stream(cancel_requests=True))
+        return client
+
+    return make
+
+
+# Sizes.
+
+
+@pytest.mark.parametrize("compression", [None, "gzip", "deflate"])
+def test_large_request_is_refused(client_of: Any, compression: str | None) -> None:
+    """Compressed, a thousandth of it is on the wire: what counts is its size in memory."""
+    with serving(GrpcLimits(max_request_bytes=MEBIBYTE)) as served:
+        client = client_of(served.address)
+        client.infer("echo", [x_input(80_000)], compression_algorithm=compression)
+        with pytest.raises(InferenceServerException) as raised:
+            client.infer("echo", [x_input(1_000_000)], compression_algorithm=compression)
+        assert code_of(raised.value) == "RESOURCE_EXHAUSTED"
+        assert len(served.engine.seen) == 1
+        assert client.is_server_live()
+
+
+def test_large_response_is_refused(client_of: Any) -> None:
+    with serving(GrpcLimits(max_response_bytes=MEBIBYTE)) as served:
+        client = client_of(served.address)
+        assert client.infer("echo", [x_input(80_000)]).as_numpy("x").shape == (80_000, 3)
+        with pytest.raises(InferenceServerException, match="ask for less") as raised:
+            client.infer("echo", [x_input(100_000)])
+        assert code_of(raised.value) == "RESOURCE_EXHAUSTED"
+
+
+def test_large_response_in_a_stream_ends_only_its_request(client_of: Any) -> None:
+    answers: queue.Queue[Any] = queue.Queue()
+    with serving(GrpcLimits(max_response_bytes=MEBIBYTE)) as served:
+        client = client_of(served.address)
+        client.start_stream(lambda result, error: answers.put(error))
+        for num_rows in (100_000, 1):
+            client.async_stream_infer("echo", [x_input(num_rows)])
+        assert "ask for less" in str(answers.get(timeout=WAIT_SECONDS))
+        assert answers.get(timeout=WAIT_SECONDS) is None
+        client.stop_stream()
+
+
+def test_large_metadata_is_refused(client_of: Any) -> None:
+    with serving(GrpcLimits(max_metadata_bytes=2048)) as served:
+        client = client_of(served.address)
+        assert client.is_server_live(headers={"a": "b" * 100})
+        with pytest.raises(InferenceServerException) as raised:
+            client.is_server_live(headers={"a": "b" * 5000})
+        assert code_of(raised.value) == "RESOURCE_EXHAUSTED"
+
+
+# Numbers.
+
+
+def test_too_many_calls_are_refused(client_of: Any) -> None:
+    with serving(GrpcLimits(max_concurrent_rpcs=2)) as served:
+        client = client_of(served.address)
+        answers: queue.Queue[Any] = queue.Queue()
+        for _ in range(2):
+            client.async_infer("slow", [x_input()], callback=lambda result, error: answers.put(error))
+        wait_until(lambda: len(served.engine.seen) == 2, "the requests to arrive")
+        with pytest.raises(InferenceServerException, match="2 calls are under way") as raised:
+            client.infer("echo", [x_input()])
+        assert code_of(raised.value) == "RESOURCE_EXHAUSTED"
+        assert client.is_server_ready(), "health is answered all the same"
+        assert [protocol for protocol, _ in served.engine.refused] == ["grpc"]
+        served.let_go()
+        assert [answers.get(timeout=WAIT_SECONDS) for _ in range(2)] == [None, None]
+        client.infer("echo", [x_input()])
+
+
+def test_streams_leave_room_for_other_calls(client_of: Any) -> None:
+    answers: queue.Queue[Any] = queue.Queue()
+    with serving(GrpcLimits(max_streams=1)) as served:
+        holder, other = client_of(served.address), client_of(served.address)
+        holder.start_stream(lambda result, error: answers.put(error))
+        holder.async_stream_infer("echo", [x_input()])
+        assert answers.get(timeout=WAIT_SECONDS) is None
+        other.start_stream(lambda result, error: answers.put(error))
+        assert "1 streams are open" in str(answers.get(timeout=WAIT_SECONDS))
+        assert other.infer("echo", [x_input()]).as_numpy("x").shape == (1, 3)
+        assert isinstance(served.engine.refused[0][1], ServeError)
+
+
+def test_idle_stream_is_ended(client_of: Any) -> None:
+    answers: queue.Queue[Any] = queue.Queue()
+    with serving(GrpcLimits(max_streams=1, max_stream_idle_seconds=0.2)) as served:
+        for _ in range(2):
+            client = client_of(served.address)
+            client.start_stream(lambda result, error: answers.put(error))
+            error = answers.get(timeout=WAIT_SECONDS)
+            assert code_of(error) == "DEADLINE_EXCEEDED"
+            assert "nothing came or went" in str(error)
+
+
+def large_request() -> Any:
+    message = service_pb2.ModelInferRequest(model_name="echo")
+    message.inputs.add(name="x", datatype="FP32", shape=[1 << 20])
+    message.raw_input_contents.append(bytes(4 << 20))
+    return message
+
+
+def test_responses_that_are_not_read_do_not_keep_others_out(client_of: Any) -> None:
+    limits = GrpcLimits(max_concurrent_rpcs=1, send_seconds=0.3)
+    with serving(limits) as served, grpc.insecure_channel(served.address) as channel:
+        # As streams, so that gRPC leaves the responses unread.
+        infer = channel.unary_stream(f"/{INFERENCE_SERVICE}/ModelInfer")
+        held = [infer(large_request().SerializeToString()) for _ in range(RESERVED_RPCS + 1)]
+        wait_until(lambda: len(served.engine.seen) == len(held), "all to be answered")
+        client = client_of(served.address)
+        wait_until(lambda: succeeds(client), "a call's place to be free")
+
+
+def test_stream_whose_answers_are_not_read_is_ended(client_of: Any) -> None:
+    go_on = threading.Event()
+
+    def requests() -> Iterator[Any]:
+        yield from [large_request()] * 40
+        go_on.wait(WAIT_SECONDS)
+
+    limits = GrpcLimits(max_concurrent_rpcs=1, max_stream_idle_seconds=0.5)
+    with serving(limits) as served, grpc.insecure_channel(served.address) as channel:
+        held = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer(requests())
+        wait_until(lambda: len(served.engine.seen) > 0, "the first to be asked")
+        client = client_of(served.address)
+        wait_until(lambda: succeeds(client), "the stream's place to be free")
+        go_on.set()
+        held.cancel()
+        assert succeeds(client)
+        assert len(served.engine.seen) < 40
+
+
+def test_stream_counts_as_a_call(client_of: Any) -> None:
+    answers: queue.Queue[Any] = queue.Queue()
+    with serving(GrpcLimits(max_concurrent_rpcs=1)) as served:
+        client = client_of(served.address)
+        client.start_stream(lambda result, error: answers.put(error))
+        client.async_stream_infer("echo", [x_input()])
+        assert answers.get(timeout=WAIT_SECONDS) is None
+        with pytest.raises(InferenceServerException, match="1 calls are under way"):
+            client.infer("echo", [x_input()])
+        client.stop_stream()
+        wait_until(lambda: succeeds(client), "the stream's place to be free")
+
+
+def succeeds(client: triton.InferenceServerClient) -> bool:
+    try:
+        client.infer("echo", [x_input()])
+    except InferenceServerException:
+        return False
+    return True
+
+
+def test_calls_of_one_connection_are_bounded(client_of: Any) -> None:
+    with serving(GrpcLimits(max_concurrent_streams=2)) as served:
+        client = client_of(served.address)
+        answers: queue.Queue[Any] = queue.Queue()
+        for _ in range(5):
+            client.async_infer("slow", [x_input()], callback=lambda result, error: answers.put(error))
+        wait_until(lambda: len(served.engine.seen) == 2, "the first two")
+        with pytest.raises(InferenceServerException) as raised:
+            client.is_server_live(client_timeout=0.1)
+        assert code_of(raised.value) in ("DEADLINE_EXCEEDED", "UNAVAILABLE")
+        assert len(served.engine.seen) == 2
+        served.let_go()
+        errors = [answers.get(timeout=WAIT_SECONDS) for _ in range(5)]
+        assert errors.count(None) >= 2
+        assert {code_of(error) for error in errors if error} <= {"UNAVAILABLE"}
+
+
+def test_old_connections_are_asked_to_leave() -> None:
+    """They leave, and the next call makes another; calls under way are not disturbed."""
+    limits = GrpcLimits(max_age_seconds=0.05, max_age_grace_seconds=WAIT_SECONDS)
+    states: list[grpc.ChannelConnectivity] = []
+    with serving(limits) as served, grpc.insecure_channel(served.address) as channel:
+        channel.subscribe(states.append)
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        call = stub.ModelInfer.future(service_pb2.ModelInferRequest(model_name="slow"), timeout=WAIT_SECONDS)
+        wait_until(lambda: states[-1:] == [grpc.ChannelConnectivity.IDLE], "the connection to be left")
+        served.let_go()
+        assert call.result().model_name == "slow"
+        assert stub.ServerLive(service_pb2.ServerLiveRequest(), timeout=WAIT_SECONDS).live
+
+
+def test_options_of_grpc() -> None:
+    options = dict(GrpcLimits(keepalive_seconds=2.5, min_ping_seconds=7, reuse_port=True).channel_options())
+    assert options["grpc.keepalive_time_ms"] == 2500
+    assert options["grpc.http2.min_recv_ping_interval_without_data_ms"] == 7000
+    assert options["grpc.so_reuseport"] == 1
+    assert all(type(value) is int for value in options.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("max_request_bytes", 0, "from 1,024 to"),
+        ("max_request_bytes", 1 << 31, "from 1,024 to"),
+        ("max_request_bytes", 2048.0, "a whole number"),
+        ("max_concurrent_rpcs", True, "from 1 to"),
+        ("max_ping_strikes", -1, "from 0 to"),
+        ("keepalive_seconds", float("nan"), "from 0.001 to"),
+        ("max_age_seconds", 0, "from 0.001 to"),
+    ],
+)
+def test_limits_are_checked(name: str, value: object, expected: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name}=.*{expected}"):
+        GrpcLimits(**{name: value})
+
+
+def test_limits_have_help() -> None:
+    assert all(field.metadata["help"] for field in GrpcLimits.__dataclass_fields__.values())
+
+
+# Tokens.
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {token}"}
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        bearer("another"),
+        bearer(TOKEN + "x"),
+        bearer(TOKEN[:-1]),
+        bearer(""),
+        {"authorization": TOKEN},
+        {"authorization": f"Basic {TOKEN}"},
+    ],
+)
+def test_without_token(client_of: Any, headers: dict[str, str]) -> None:
+    with serving(token=TOKEN) as served:
+        client = client_of(served.address)
+        for call in (
+            lambda: client.infer("echo", [x_input()], headers=headers, client_timeout=WAIT_SECONDS),
+            lambda: client.get_server_metadata(headers=headers),
+            lambda: client.get_model_repository_index(headers=headers),
+        ):
+            with pytest.raises(InferenceServerException) as raised:
+                call()
+            assert code_of(raised.value) == "UNAUTHENTICATED"
+            assert TOKEN not in str(raised.value)
+        assert not served.engine.seen
+        assert len(served.engine.refused) == 3
+
+
+def test_stream_without_token_is_ended_before_it_speaks(client_of: Any) -> None:
+    answers: queue.Queue[Any] = queue.Queue()
+    with serving(token=TOKEN) as served:
+        client = client_of(served.address)
+        client.start_stream(lambda result, error: answers.put(error))
+        assert code_of(answers.get(timeout=WAIT_SECONDS)) == "UNAUTHENTICATED"
+        client.stop_stream()
+
+
+def test_with_token(client_of: Any) -> None:
+    with serving(token=TOKEN) as served:
+        client = client_of(served.address)
+        assert client.infer("echo", [x_input()], headers=bearer(TOKEN)).as_numpy("x").shape == (1, 3)
+        assert client.get_server_metadata(headers={"authorization": f"bearer {TOKEN}"}).name == "tierstore"
+        assert not served.engine.refused
+
+
+def test_health_needs_no_token(client_of: Any) -> None:
+    with serving(token=TOKEN) as served, grpc.insecure_channel(served.address) as channel:
+        client = client_of(served.address)
+        assert client.is_server_live()
+        assert client.is_server_ready()
+        assert client.is_model_ready("echo")
+        assert channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=WAIT_SECONDS) == b"\x08\x01"
+
+
+@pytest.mark.parametrize("token", ["", "two words", "\n", "\N{SNOWMAN}"])
+def test_token_that_cannot_be_sent(token: str) -> None:
+    with pytest.raises(ValueError, match="printable ASCII"):
+        GrpcServer(FakeEngine(), token=token)
+
+
+# TLS.
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For localhost, signed by its own key, which lies beside it as key.pem."""
+    folder = tmp_path_factory.mktemp("tls")
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-days", "30"]
+    command += ["-keyout", str(folder / "key.pem"), "-out", str(folder / "certificate.pem")]
+    try:
+        subprocess.run(command, check=True, capture_output=True, timeout=WAIT_SECONDS)
+    except FileNotFoundError:
+        pytest.skip("no openssl to make a certificate with")
+    return folder / "certificate.pem"
+
+
+def test_tls(client_of: Any, certificate: Path) -> None:
+    with serving(certificate=certificate, key=certificate.parent / "key.pem") as served:
+        client = client_of(served.address, ssl=True, root_certificates=str(certificate))
+        assert client.infer("echo", [x_input()]).as_numpy("x").shape == (1, 3)
+        with pytest.raises(InferenceServerException) as raised:
+            client_of(served.address).is_server_live(client_timeout=WAIT_SECONDS)
+        assert code_of(raised.value) == "UNAVAILABLE"
+
+
+def test_tls_files_are_checked(certificate: Path, tmp_path: Path) -> None:
+    (tmp_path / "other.pem").write_text("no key")
+    for key in ("absent.pem", "other.pem"):
+        with pytest.raises(ValueError, match=key):
+            GrpcServer(FakeEngine(), certificate=certificate, key=tmp_path / key)
+    with pytest.raises(ValueError, match="both certificate and key"):
+        GrpcServer(FakeEngine(), certificate=certificate)
+
+
+# Ports.
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with serving() as served:
+        yield served.port
+
+
+def test_port_that_is_taken(taken_port: int) -> None:
+    async def start() -> None:
+        await GrpcServer(FakeEngine(), port=taken_port).start()
+
+    with pytest.raises(OSError, match=f"gRPC cannot listen on 127.0.0.1:{taken_port}"):
+        asyncio.run(start())
+
+
+def test_port_is_shared_if_told() -> None:
+    limits = GrpcLimits(reuse_port=True)
+    with serving(limits) as first, serving(limits, port=first.port) as second:
+        assert second.port == first.port
+
+
+def test_ipv6() -> None:
+    with serving(host="::1") as served, grpc.insecure_channel(f"[::1]:{served.port}") as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        assert stub.ServerLive(service_pb2.ServerLiveRequest(), timeout=WAIT_SECONDS).live
+
+
+def test_stopped_server_leaves_its_port() -> None:
+    with serving() as served:
+        port = served.port
+    with serving(port=port) as served:
+        assert served.port == port
+    assert "grpc-server" not in [thread.name for thread in threading.enumerate()]

@@ -1,0 +1,357 @@
+"""The admin port through real sockets: what it shows, what it does, and for whom."""
+
+import asyncio
+import base64
+import hashlib
+import http.client
+import re
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.routing import Route
+
+from tests.serve.monitored import WAIT_SECONDS, FakeSource, Served, serving
+from tierstore.errors import TierstoreError
+from tierstore.serve.admin.app import ADMIN_HEADER, admin_app, admin_routes
+from tierstore.serve.admin.writing import BusyError
+from tierstore.serve.messages import ServeError, Status
+from tierstore.serve.monitoring.app import monitoring_routes
+from tierstore.serve.monitoring.metrics import Metrics
+from tierstore.serve.source import SourceCollector
+
+TOKEN = "correct-horse"
+JSON = {"content-type": "application/json"}
+
+
+class FakeAdmin:
+    """Notes what it is told to do; raises ``error`` if it has one."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.error: Exception | None = None
+
+    def _note(self, call: str) -> None:
+        self.calls.append(call)
+        if self.error is not None:
+            raise self.error
+
+    async def rollback(self) -> int:
+        self._note("rollback")
+        return 6
+
+    async def refresh(self) -> int:
+        self._note("refresh")
+        return 8
+
+    async def drain(self) -> None:
+        self._note("drain")
+
+
+class Port:
+    """An admin port's parts."""
+
+    def __init__(self, token: str | None = None) -> None:
+        self.metrics = Metrics(["dlrm"])
+        self.source = FakeSource()
+        self.admin = FakeAdmin()
+        self.metrics.add(SourceCollector(self.source))
+        self.app = admin_app([*monitoring_routes(self.metrics, self.source), *admin_routes(self.admin)], token=token)
+
+
+@pytest.fixture
+def port() -> Port:
+    return Port()
+
+
+class Exchanged:
+    """An app that can be exchanged for each test: one server for all."""
+
+    def __init__(self) -> None:
+        self.app: Any = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self.app(scope, receive, send)
+
+
+@pytest.fixture(scope="module")
+def exchanged() -> Exchanged:
+    return Exchanged()
+
+
+@pytest.fixture(scope="module")
+def served(exchanged: Exchanged) -> Iterator[Served]:
+    with serving(exchanged) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def connections(served: Served) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=served.url, timeout=10) as found:
+        yield found
+
+
+@pytest.fixture
+def client(exchanged: Exchanged, port: Port, connections: httpx.Client) -> httpx.Client:
+    exchanged.app = port.app
+    return connections
+
+
+# What it shows
+
+
+def test_status_is_the_sources(client: httpx.Client, port: Port) -> None:
+    port.metrics.answered("dlrm", "http", None, 0.1)
+    answer = client.get("/status.json")
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["cache-control"] == "no-store"
+    assert answer.json()["version"]["served"] == 7
+    assert answer.json()["requests"]["total"] == 1
+    assert answer.json()["tiers"][1]["hits"] == 15_000
+    port.source.version = 8
+    assert client.get("/status.json").json()["version"]["served"] == 8
+
+
+def test_metrics_are_prometheus_text(client: httpx.Client) -> None:
+    answer = client.get("/metrics")
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    families = {family.name for family in text_string_to_metric_families(answer.text)}
+    assert {"tierstore_request_seconds", "tierstore_tier_hits", "process_resident_memory_bytes"} <= families
+
+
+def test_page_runs_nothing_but_its_own_script(client: httpx.Client) -> None:
+    answer = client.get("/")
+    assert answer.headers["content-type"].startswith("text/html")
+    rules = dict(rule.split(" ", 1) for rule in answer.headers["content-security-policy"].split("; "))
+    assert rules["default-src"] == "'none'"
+    for element in ("script", "style"):
+        (text,) = re.findall(f"<{element}>(.*?)</{element}>", answer.text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert rules[f"{element}-src"] == f"'sha256-{digest}'"
+    assert rules["connect-src"] == "'self'"
+    assert rules["frame-ancestors"] == "'none'"
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b", answer.text)
+    assert not re.search(r"(?:src|href)=\"(?!data:)", answer.text), "an external resource"
+
+
+# What it does
+
+
+@pytest.mark.parametrize(
+    ("call", "body"), [("rollback", {"version": 6}), ("refresh", {"version": 8}), ("drain", {"draining": True})]
+)
+@pytest.mark.parametrize("headers", [JSON, {"content-type": "Application/JSON; charset=utf-8"}, {ADMIN_HEADER: "1"}])
+def test_calls(client: httpx.Client, port: Port, call: str, body: Any, headers: dict[str, str]) -> None:
+    answer = client.post(f"/admin/{call}", headers=headers)
+    assert (answer.status_code, answer.json()) == (200, body)
+    assert port.admin.calls == [call]
+
+
+@pytest.mark.parametrize(
+    ("error", "status_code", "message"),
+    [
+        (ServeError(Status.UNAVAILABLE, "no version before 7"), 503, "no version before 7"),
+        (TierstoreError("disk full"), 500, "disk full"),
+        (BusyError("another update is being applied"), 409, "another update is being applied"),
+        (RuntimeError("secret"), 500, "internal error (RuntimeError); the server's log tells more"),
+    ],
+)
+def test_errors_are_told(client: httpx.Client, port: Port, error: Exception, status_code: int, message: str) -> None:
+    port.admin.error = error
+    answer = client.post("/admin/rollback", headers=JSON)
+    assert (answer.status_code, answer.json()) == (status_code, {"error": message})
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status_code"),
+    [
+        ("GET", "/nothing", 404),
+        ("GET", "/admin/drain", 405),
+        ("OPTIONS", "/admin/drain", 405),
+        ("PUT", "/", 405),
+        ("GET", "/metrics/", 404),
+    ],
+)
+def test_what_is_not_there_is_an_error_in_json(client: httpx.Client, method: str, path: str, status_code: int) -> None:
+    answer = client.request(method, path)
+    assert answer.status_code == status_code
+    assert set(answer.json()) == {"error"}
+    assert "access-control-allow-origin" not in answer.headers
+
+
+# For whom
+
+
+@pytest.mark.parametrize(
+    "content_type", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"]
+)
+def test_what_a_form_elsewhere_can_send_does_nothing(
+    client: httpx.Client, port: Port, content_type: str | None
+) -> None:
+    headers = {"content-type": content_type} if content_type else {}
+    answer = client.post("/admin/drain", headers=headers, content=b"x=1")
+    assert answer.status_code == 403
+    assert ADMIN_HEADER in answer.json()["error"]
+    assert not port.admin.calls
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST:80", "127.0.0.1", "127.0.0.1:8002", "127.8.9.1", "[::1]", "[::1]:8002"]
+)
+def test_loopback_names_are_answered(client: httpx.Client, host: str) -> None:
+    assert client.get("/metrics", headers={"host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "evil.example:127",
+        "0.0.0.0",
+        "192.168.0.1",
+        "[::2]",
+        "[::1",
+        "[::1]evil.example",
+        "localhost:80:evil.example",
+        "localhost@evil.example",
+        "",
+    ],
+)
+@pytest.mark.parametrize("path", ["/", "/status.json", "/metrics", "/admin/drain"])
+def test_another_name_for_this_machine_is_refused(client: httpx.Client, port: Port, host: str, path: str) -> None:
+    method = "POST" if path.startswith("/admin") else "GET"
+    answer = client.request(method, path, headers={"host": host, **JSON})
+    assert answer.status_code == 403
+    assert "token" in answer.json()["error"]
+    assert not port.admin.calls
+
+
+@pytest.mark.parametrize("hosts", [(), ("localhost", "evil.example"), ("evil.example", "localhost")])
+def test_no_host_and_two_hosts_are_refused(client: httpx.Client, served: Served, hosts: tuple[str, ...]) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=10)
+    connection.putrequest("GET", "/metrics", skip_host=True)
+    for host in hosts:
+        connection.putheader("Host", host)
+    connection.endheaders()
+    assert connection.getresponse().status in (400, 403)
+    connection.close()
+
+
+@pytest.mark.parametrize("header", ["X-Forwarded-For", "Forwarded", "X-Real-IP", "Via", "X-Forwarded-Host"])
+def test_what_a_proxy_forwards_is_refused(client: httpx.Client, header: str) -> None:
+    assert client.get("/metrics", headers={header: "127.0.0.1"}).status_code == 403
+
+
+def ask_from(app: Any, peer: tuple[str, int], **headers: str) -> int:
+    async def ask() -> int:
+        transport = httpx.ASGITransport(app, client=peer)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return (await client.get("/metrics", headers=headers)).status_code
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    ("address", "status_code"),
+    [
+        ("127.0.0.1", 200),
+        ("127.3.2.1", 200),
+        ("::1", 200),
+        ("::ffff:127.0.0.1", 200),
+        ("192.0.2.7", 403),
+        ("::ffff:192.0.2.7", 403),
+        ("2001:db8::1", 403),
+        ("", 403),
+    ],
+)
+def test_without_a_token_only_this_machine_is_answered(port: Port, address: str, status_code: int) -> None:
+    assert ask_from(port.app, (address, 5000)) == status_code
+
+
+def basic(user: str, password: str) -> str:
+    return "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
+
+
+@pytest.mark.parametrize(
+    "shown", [f"Bearer {TOKEN}", f"bearer  {TOKEN}", basic("admin", TOKEN), basic("", TOKEN), basic("", TOKEN) + " "]
+)
+def test_with_a_token_all_who_show_it_are_answered(shown: str) -> None:
+    port = Port(TOKEN)
+    assert ask_from(port.app, ("192.0.2.7", 5000), authorization=shown, host="server.example") == 200
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        None,
+        "",
+        "Bearer",
+        f"Bearer {TOKEN} {TOKEN}",
+        f"Bearer {TOKEN}x",
+        f"Bearer {TOKEN[:-1]}",
+        TOKEN,
+        f"Token {TOKEN}",
+        basic(TOKEN, ""),
+        "Basic !!!",
+        "Basic /w==",
+        f"Basic {TOKEN}",
+        "Bearer caf\u00e9",
+    ],
+)
+def test_with_a_token_nobody_else_is_answered(client: httpx.Client, exchanged: Exchanged, shown: str | None) -> None:
+    port = Port(TOKEN)
+    exchanged.app = port.app
+    headers = {} if shown is None else {"authorization": shown.encode("latin-1")}
+    answer = client.get("/status.json", headers=headers)
+    assert answer.status_code == 401
+    assert set(answer.json()) == {"error"}
+    assert "Basic" in answer.headers["www-authenticate"]
+    assert client.post("/admin/drain", headers={**headers, **JSON}).status_code == 401
+    assert not port.admin.calls
+
+
+def test_a_token_does_not_make_a_form_meant(client: httpx.Client, exchanged: Exchanged) -> None:
+    exchanged.app = Port(TOKEN).app
+    headers = {"authorization": basic("admin", TOKEN), "content-type": "text/plain"}
+    assert client.post("/admin/drain", headers=headers).status_code == 403
+    assert client.post("/admin/drain", headers={**headers, **JSON}).status_code == 200
+
+
+@pytest.mark.parametrize("token", ["", " ", "two words", "caf\u00e9", "line\n"])
+def test_a_token_that_no_header_can_hold_is_refused(token: str) -> None:
+    with pytest.raises(ValueError, match="token"):
+        admin_app([], token=token)
+
+
+def test_other_parts_add_routes(client: httpx.Client, exchanged: Exchanged, port: Port) -> None:
+    async def hello(_: Any) -> Any:
+        raise ServeError(Status.NOT_FOUND, "no such update")
+
+    exchanged.app = admin_app([*admin_routes(port.admin), Route("/admin/updates", hello)])
+    answer = client.get("/admin/updates")
+    assert (answer.status_code, answer.json()) == (404, {"error": "no such update"})
+
+
+def test_requests_are_answered_while_metrics_are_made(client: httpx.Client, served: Served, port: Port) -> None:
+    made, let_go = threading.Event(), threading.Event()
+
+    def wait() -> float:
+        made.set()
+        assert let_go.wait(WAIT_SECONDS)
+        return 1.0
+
+    port.metrics.watch("slow", "Waits.", wait)
+    with ThreadPoolExecutor(1) as pool:
+        scrape = pool.submit(httpx.get, f"{served.url}/metrics", timeout=WAIT_SECONDS)
+        try:
+            assert made.wait(WAIT_SECONDS)
+            assert client.get("/status.json").status_code == 200
+        finally:
+            let_go.set()
+        assert "tierstore_slow" in scrape.result().text

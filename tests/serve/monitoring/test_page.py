@@ -1,0 +1,386 @@
+"""The status page as a browser shows it."""
+
+import re
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+from starlette.applications import Starlette
+from starlette.responses import HTMLResponse
+from starlette.routing import Route
+
+from tests.serve.monitored import WAIT_SECONDS, Clock, FakeSource, Served, serving
+from tierstore.serve.admin.app import admin_app, admin_routes
+from tierstore.serve.messages import Status
+from tierstore.serve.monitoring.app import monitoring_routes
+from tierstore.serve.monitoring.metrics import Metrics
+from tierstore.serve.source import PooledStats, TableInfo
+from tierstore.stats import TierStats
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+DESKTOP, PHONE = {"width": 1280, "height": 800}, {"width": 360, "height": 740}
+NOTHING = "\N{EN DASH}"
+HOSTILE = "<script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if path is None:
+        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is on the PATH")
+    with sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=path, args=FLAGS)
+        yield found
+        found.close()
+
+
+class FakeAdmin:
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    async def rollback(self) -> int:
+        self.num_calls += 1
+        return 1
+
+    async def refresh(self) -> int:
+        self.num_calls += 1
+        return 1
+
+    async def drain(self) -> None:
+        self.num_calls += 1
+
+
+class Monitored:
+    """A server with something to show."""
+
+    def __init__(self, token: str | None = None) -> None:
+        self.clock = Clock()
+        self.metrics = Metrics(["dlrm", "items"], clock=self.clock)
+        self.source = FakeSource()
+        self.admin = FakeAdmin()
+        for _ in range(300):
+            self.metrics.answered("dlrm", "http", None, 0.004)
+        for _ in range(15):
+            self.metrics.answered("items", "grpc", Status.DEADLINE, 0.2)
+        self.metrics.batched("dlrm", 4, 96, [0.0005], 0.02)
+        self.metrics.refused("http", Status.TOO_LARGE)
+        self.metrics.out_of_range("items", 6)
+        self.metrics.updated(7, 0.25)
+        self.clock.now += 3
+        routes = [*monitoring_routes(self.metrics, self.source), *admin_routes(self.admin)]
+        self.served = Served(admin_app(routes, token=token))
+
+    def stop(self) -> None:
+        self.served.stop()
+
+
+@pytest.fixture
+def monitored() -> Iterator[Monitored]:
+    found = Monitored()
+    yield found
+    found.stop()
+
+
+class Watched:
+    """A page in a new context, and all that went wrong in it."""
+
+    def __init__(self, browser: Browser, viewport: dict[str, int], **settings: Any) -> None:
+        self.context: BrowserContext = browser.new_context(viewport=viewport, locale="en-US", **settings)
+        self.page: Page = self.context.new_page()
+        self.page.set_default_timeout(WAIT_SECONDS * 1000)
+        self.wrong: list[str] = []
+        self.urls: list[str] = []
+        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
+        self.page.on("console", lambda said: self.wrong.append(said.text))
+        self.page.on("request", lambda request: self.urls.append(request.url))
+
+    def open(self, url: str) -> None:
+        self.page.goto(url)
+        self.until("#state-text", "Ready")
+
+    def until(self, selector: str, text: str) -> None:
+        """Wait until the element's text is ``text``."""
+        self.page.locator(selector).filter(has_text=re.compile(f"^{re.escape(text)}$")).wait_for(state="attached")
+
+    def texts(self, selector: str) -> list[str]:
+        return self.page.locator(selector).all_text_contents()
+
+    def tier(self, name: str) -> dict[str, str]:
+        fields = self.page.locator(f"[data-tier={name}] [data-field]")
+        return {field.get_attribute("data-field") or "": field.text_content() or "" for field in fields.all()}
+
+
+@pytest.fixture(params=[DESKTOP, PHONE], ids=["desktop", "phone"])
+def watched(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Watched]:
+    found = Watched(browser, request.param)
+    yield found
+    found.context.close()
+
+
+def test_numbers_are_the_sources(watched: Watched, monitored: Monitored) -> None:
+    watched.open(monitored.served.url)
+    texts = {name: watched.texts(f"#{name}") for name in ("version", "staleness", "rate", "total", "p50", "p99")}
+    assert texts == {
+        "version": ["7 of 9"],
+        "staleness": ["2.5 s behind"],
+        "rate": ["105/s"],
+        "total": ["315 since the start"],
+        "p50": watched.texts("#p95"),
+        "p99": [watched.texts("#p50")[0].replace(" ", "")],
+    }
+    assert float(texts["p50"][0].removesuffix(" ms")) == pytest.approx(4, rel=0.02)
+    assert watched.texts("#failed-rate") == ["5/s"]
+    assert watched.texts("#failed-total") == ["15 since the start"]
+    tier = watched.tier("ddr")
+    assert tier.pop("what").startswith("hit rate")
+    assert tier == {
+        "hit_rate": "75.00%",
+        "chart": "",
+        "hits": "15,000",
+        "misses": "5,000",
+        "lookups": "50,000",
+        "evictions": "1,234",
+        "capacity_rows": "8,000",
+        "bytes": "3 MiB",
+    }
+    assert watched.tier("ssd")["hit_rate"] == "80.00%"
+    assert (watched.tier("hbm")["hit_rate"], watched.tier("hbm")["what"]) == (NOTHING, "not in use")
+    assert watched.texts("#found b") == ["0.00 %", "75.00 %", "20.00 %", "5.00 %"]
+    assert watched.texts("#models th") == ["dlrm", "items"]
+    assert watched.texts("#models [data-field=rate]") == ["100 /s", "5 /s"]
+    assert watched.texts("#models [data-field=queued]") == ["17", "0"]
+    assert watched.texts("#models [data-field=batch]") == ["96", NOTHING]
+    assert watched.texts("#models [data-field=wait]") == ["500 µs", NOTHING]
+    assert watched.texts("#models [data-field=compute]") == ["20 ms", NOTHING]
+    assert watched.texts("#tables [data-field=rows]") == ["1,000,000"]
+    assert watched.texts("#memory b")[:3] == ["3 MiB", "40 KiB", "512 KiB"]
+    events = dict(zip(watched.texts("#events dt"), watched.texts("#events dd"), strict=True))
+    assert events == {
+        "Updates applied": "1",
+        "Last update": "version 7 in 250 ms, 3 s ago",
+        "Updates failed": "0",
+        "Ids out of range": "6",
+        "Cached outputs, hit rate": "75.00 %",
+        "Failed: deadline": "15",
+        "Refused, http: too_large": "1",
+    }
+    assert not watched.wrong
+
+
+def test_models_are_by_use_and_those_never_asked_for_are_folded_away(watched: Watched, monitored: Monitored) -> None:
+    names = [f"rows.C{number}" for number in range(60)]
+    monitored.metrics.know([*names, HOSTILE])
+    watched.open(monitored.served.url)
+    assert watched.texts("#models th") == ["dlrm", "items"]
+    assert watched.texts("#unused-count") == ["61 models"]
+    assert watched.texts("#unused-names") == [", ".join([*names, HOSTILE])]
+    assert not watched.page.locator("#unused-names").is_visible()
+    watched.page.locator("summary").click()
+    assert watched.page.locator("#unused-names").is_visible()
+    for _ in range(1000):
+        monitored.metrics.answered(names[7], "http", None, 0.001)
+    monitored.metrics.answered(HOSTILE, "http", None, 0.001)
+    monitored.clock.now += 2
+    watched.until("#unused-count", "59 models")
+    assert watched.texts("#models th") == [names[7], "dlrm", "items", HOSTILE]
+    assert watched.page.locator("#unused-names").is_visible(), "it stays open"
+    width = watched.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+    assert width == 0
+    assert not watched.wrong
+
+
+def test_numbers_follow_the_source(watched: Watched, monitored: Monitored) -> None:
+    watched.open(monitored.served.url)
+    source = monitored.source
+    ddr = source.tiers.ddr
+    source.tiers = source.tiers._replace(
+        hbm=TierStats(unique=100, hits=100, capacity_rows=10, bytes=5 << 30),
+        ddr=ddr._replace(unique=ddr.unique + 1000, hits=ddr.hits + 999, misses=ddr.misses + 1),
+    )
+    source.cached = PooledStats(1, 2, 3)
+    source.named_tables = [*source.named_tables, TableInfo("user", 5, 4, "int8")]
+    source.staleness_seconds = 0.0
+    source.version = 9  # last: who sees it sees all of this
+    watched.until("#version", "9")
+    assert watched.texts("#staleness") == ["up to date"]
+    assert watched.tier("hbm")["hit_rate"] == "100%"
+    assert watched.tier("hbm")["bytes"] == "5 GiB"
+    assert watched.tier("ddr")["hits"] == "15,999"
+    watched.page.locator("[data-tier=ddr] svg[aria-label$=', highest 99.9 %']").wait_for(state="attached")
+    assert watched.texts("#tables th") == ["item", "user"]
+    source.is_ready = False
+    watched.until("#state-text", "Not taking requests")
+    source.is_live = False
+    watched.until("#state-text", "Not working")
+    assert not watched.wrong
+    assert {url.split("/")[2] for url in watched.urls if not url.startswith("data:")} == {
+        monitored.served.url.removeprefix("http://")
+    }
+
+
+def test_charts_show_the_last_minute(watched: Watched, monitored: Monitored) -> None:
+    watched.open(monitored.served.url)
+    label = watched.page.locator("#rate-chart svg").get_attribute("aria-label")
+    assert label == "Requests each second, last minute: now 0, highest 315"
+    drawn = watched.page.locator("#rate-chart .line").get_attribute("d") or ""
+    heights = [float(point.split(" ")[1]) for point in drawn.removeprefix("M").split("L")]
+    assert heights == [2, 31, 31], "the highest at the top, none at the floor"
+    assert watched.page.locator("#latency-chart .line").count() == 2
+    assert not watched.wrong
+
+
+def test_nothing_is_wider_than_the_screen(watched: Watched, monitored: Monitored) -> None:
+    monitored.source.named_tables = [
+        TableInfo("a" * 200, 10**12, 4096, "float32"),
+        TableInfo("b c " * 50, 1, 1, "int4"),
+    ]
+    tiers = monitored.source.tiers
+    monitored.source.tiers = tiers._replace(ddr=tiers.ddr._replace(lookups=10**15, capacity_rows=10**12))
+    watched.open(monitored.served.url)
+    width = watched.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+    assert width == 0
+    cut_off = watched.page.evaluate("""[...document.querySelectorAll("dd, td, th, b, .big")]
+        .filter(({scrollWidth, clientWidth}) => clientWidth && scrollWidth > clientWidth + 1)
+        .map((element) => element.textContent)""")
+    assert cut_off == []
+
+
+def test_hostile_names_stay_text(watched: Watched, monitored: Monitored) -> None:
+    monitored.source.named_tables = [TableInfo(HOSTILE, 5, 4, HOSTILE)]
+    watched.open(monitored.served.url)
+    assert watched.texts("#tables th") == [HOSTILE]
+    assert watched.texts("#tables [data-field=type]") == [HOSTILE]
+    assert watched.page.locator("main img, main script").count() == 0
+    assert watched.page.title() == "tierstore"
+    assert not watched.wrong
+
+
+def test_a_script_that_is_not_the_pages_does_not_run(browser: Browser, monitored: Monitored) -> None:
+    watched = Watched(browser, DESKTOP)
+    watched.open(monitored.served.url)
+    watched.page.evaluate("""() => {
+        const script = document.createElement("script");
+        script.textContent = "document.title = 'taken'";
+        document.body.append(script);
+    }""")
+    assert watched.page.title() == "tierstore"
+    assert any("Content Security Policy" in said for said in watched.wrong)
+    watched.context.close()
+
+
+def test_the_page_says_when_the_server_is_gone(watched: Watched, monitored: Monitored) -> None:
+    watched.open(monitored.served.url)
+    assert not watched.page.locator("#alert").is_visible()
+    monitored.stop()
+    watched.page.locator("#alert").wait_for(state="visible")
+    assert watched.texts("#alert")[0].startswith("The server cannot be reached. The numbers are of ")
+    assert watched.texts("#state-text") == ["Unreachable"]
+    assert watched.texts("#total") == ["315 since the start"]
+    assert all("net::ERR_" in each for each in watched.wrong), watched.wrong
+
+
+def test_the_page_says_when_the_server_answers_with_errors_and_recovers(browser: Browser, monitored: Monitored) -> None:
+    watched = Watched(browser, DESKTOP)
+    watched.open(monitored.served.url)
+    watched.page.route("**/status.json", lambda route: route.fulfill(status=500, body="{}"))
+    watched.page.locator("#alert").wait_for(state="visible")
+    assert "error (500)" in watched.texts("#alert")[0]
+    watched.page.unroute("**/status.json")
+    watched.until("#state-text", "Ready")
+    assert not watched.page.locator("#alert").is_visible()
+    watched.context.close()
+
+
+CONTRASTS = """() => {
+  const canvas = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
+  const channels = (colors) => {
+    for (const color of colors) { canvas.fillStyle = color; canvas.fillRect(0, 0, 1, 1); }
+    return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
+  };
+  const luminance = (rgb) => rgb.map((c) => c / 255)
+    .map((c) => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+  const found = [];
+  for (const element of document.querySelectorAll("body *")) {
+    const own = [...element.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
+    if (!own || !element.getClientRects().length || element.closest("script, style, noscript")) continue;
+    const grounds = [];
+    for (let at = element; at; at = at.parentElement) grounds.unshift(getComputedStyle(at).backgroundColor);
+    const [dark, light] = [luminance(channels(grounds)), luminance(channels([getComputedStyle(element).color]))]
+      .sort((a, b) => a - b);
+    found.push([element.textContent, (light + 0.05) / (dark + 0.05)]);
+  }
+  return found;
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_stands_out_from_its_ground(browser: Browser, monitored: Monitored, scheme: Any) -> None:
+    watched = Watched(browser, DESKTOP, color_scheme=scheme)
+    watched.open(monitored.served.url)
+    contrasts = watched.page.evaluate(CONTRASTS)
+    assert len(contrasts) > 80
+    assert not [(text, contrast) for text, contrast in contrasts if contrast < 4.5]
+    ground = watched.page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
+    assert (int(re.findall(r"\d+", ground)[0]) > 128) == (scheme == "light")
+    watched.context.close()
+
+
+def test_everything_has_a_name(browser: Browser, monitored: Monitored) -> None:
+    watched = Watched(browser, DESKTOP)
+    watched.open(monitored.served.url)
+    assert watched.page.locator("svg:not([role=img][aria-label])").count() == 0
+    assert watched.page.locator("svg").count() >= 9
+    for section in watched.page.locator("section").all():
+        assert section.evaluate(
+            "e => e.ariaLabel || document.getElementById(e.getAttribute('aria-labelledby')).textContent"
+        )
+    assert watched.page.locator("html[lang=en]").count() == 1
+    assert watched.page.get_by_role("row", name="dlrm").count() == 1
+    watched.context.close()
+
+
+def test_a_page_elsewhere_can_neither_read_nor_act(browser: Browser, monitored: Monitored) -> None:
+    elsewhere = Starlette(routes=[Route("/", lambda _: HTMLResponse("<title>elsewhere</title>"))])
+    with serving(elsewhere) as other:
+        watched = Watched(browser, DESKTOP)
+        watched.page.goto(other.url.replace("127.0.0.1", "localhost"))
+        tried = watched.page.evaluate(
+            """async (url) => {
+                const tries = [
+                    ["/status.json", {}], ["/metrics", {mode: "no-cors"}],
+                    ["/admin/drain", {method: "POST", mode: "no-cors", body: "{}"}],
+                    ["/admin/drain", {method: "POST", headers: {"content-type": "application/json"}}],
+                    ["/admin/drain", {method: "POST", headers: {"x-tierstore-admin": "1"}}],
+                ];
+                return Promise.all(tries.map(([path, how]) => fetch(url + path, how).then(
+                    async (answer) => (await answer.text()).length, () => "refused")));
+            }""",
+            monitored.served.url,
+        )
+        assert all(each in ("refused", 0) for each in tried), tried
+        assert monitored.admin.num_calls == 0
+        watched.context.close()
+
+
+def test_with_a_token_a_browser_shows_it_as_a_password(browser: Browser) -> None:
+    monitored = Monitored(token="correct-horse")
+    watched = Watched(browser, DESKTOP, http_credentials={"username": "admin", "password": "correct-horse"})
+    try:
+        watched.open(monitored.served.url)
+        assert watched.texts("#version") == ["7 of 9"]
+    finally:
+        watched.context.close()
+        monitored.stop()

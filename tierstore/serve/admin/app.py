@@ -1,0 +1,176 @@
+"""The admin port: what an operator may do, and who is one."""
+
+import ipaddress
+import re
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ...errors import TierstoreError
+from ..bearer_token import Token
+from ..messages import ServeError
+from .receiving import http_status
+
+__all__ = ["ADMIN_HEADER", "Admin", "admin_app", "admin_routes"]
+
+ADMIN_HEADER: Final = "x-tierstore-admin"
+"""With any value it marks a POST as meant: a web page elsewhere cannot send it without asking first."""
+
+_HOST: Final = re.compile(r"(?:\[(?P<address>[0-9a-fA-F:.]+)\]|(?P<name>[\w.-]+))(?::\d+)?")
+"""A Host header's value: a name or address, and a port."""
+_FORWARDED: Final = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip")
+
+
+class Admin(Protocol):
+    """What can be asked of a running server; a ServeError or another TierstoreError where it cannot be done."""
+
+    async def rollback(self) -> int:
+        """Serve the version before; it."""
+
+    async def refresh(self) -> int:
+        """Serve the newest version now; it."""
+
+    async def drain(self) -> None:
+        """Take no more requests; those that came are answered."""
+
+
+def admin_routes(admin: Admin) -> list[Route]:
+    """POST /admin/rollback and /admin/refresh, answered {"version": ...}, and /admin/drain, {"draining": true}."""
+
+    async def rollback(_: Request) -> Response:
+        return JSONResponse({"version": await admin.rollback()})
+
+    async def refresh(_: Request) -> Response:
+        return JSONResponse({"version": await admin.refresh()})
+
+    async def drain(_: Request) -> Response:
+        await admin.drain()
+        return JSONResponse({"draining": True})
+
+    return [Route(f"/admin/{call.__name__}", call, methods=["POST"]) for call in (rollback, refresh, drain)]
+
+
+def admin_app(routes: Sequence[BaseRoute], *, token: str | None = None) -> Starlette:
+    """The app of the admin port. Errors are {"error": message}.
+
+    Args:
+        routes: of monitoring, and of whatever else an operator may do.
+        token: that a client must show, as "Authorization: Bearer TOKEN" or as the password of any user. Without one
+            only this machine is answered, and only where it asks for itself by a name of its own.
+    """
+    app = Starlette(
+        routes=list(routes),
+        middleware=[Middleware(_Access, token=None if token is None else Token(token))],
+        exception_handlers={
+            HTTPException: _answer_http,
+            ServeError: _answer_serve,
+            TierstoreError: _answer_tierstore,
+            Exception: _answer_unexpected,
+        },
+    )
+    # Else a path with a "/" too many is answered with whatever name the request gave this machine.
+    app.router.redirect_slashes = False
+    return app
+
+
+class _Access:
+    """Lets through whom the rules of ``admin_app`` admit."""
+
+    def __init__(self, app: ASGIApp, token: Token | None) -> None:
+        self._app = app
+        self._token = token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            refusal = self._refusal(scope)
+            if refusal is not None:
+                await refusal(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        headers = Headers(scope=scope)
+        if self._token is None:
+            why = _why_not_local(scope, headers)
+            if why is not None:
+                return _error(403, why)
+        elif not self._token.is_shown(headers.getlist("authorization"), or_as_password=True):
+            refused = _error(401, "the admin token is needed, as a bearer token or as a password")
+            refused.headers.append("WWW-Authenticate", "Bearer")
+            refused.headers.append("WWW-Authenticate", 'Basic realm="tierstore", charset="UTF-8"')
+            return refused
+        if scope["method"] == "POST" and not _is_meant(headers):
+            return _error(403, f"a POST needs the header {ADMIN_HEADER} or the content type application/json")
+        return None
+
+
+def _why_not_local(scope: Scope, headers: Headers) -> str | None:
+    """Why a request is not this machine's own, or None where it is.
+
+    The Host header guards against DNS rebinding: a web page elsewhere whose name leads here asks for that name.
+    """
+    way_out = "; set an admin token to serve others"
+    client = scope.get("client")
+    if client is None or not _is_loopback_address(client[0]):
+        return "only this machine is served" + way_out
+    if any(name in headers for name in _FORWARDED):
+        return "a request that a proxy forwards is not served" + way_out
+    hosts = headers.getlist("host")
+    if len(hosts) != 1 or not _is_loopback_host(hosts[0]):
+        return "the Host header must be localhost or a loopback address" + way_out
+    return None
+
+
+def _is_loopback_address(text: str) -> bool:
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback
+
+
+def _is_loopback_host(host: str) -> bool:
+    matched = _HOST.fullmatch(host)
+    if matched is None:
+        return False
+    name = matched["address"] or matched["name"]
+    return name.lower() == "localhost" or _is_loopback_address(name)
+
+
+def _is_meant(headers: Headers) -> bool:
+    content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+    return ADMIN_HEADER in headers or content_type == "application/json"
+
+
+def _error(status_code: int, message: str) -> JSONResponse:
+    return JSONResponse({"error": message}, status_code=status_code)
+
+
+async def _answer_http(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    answer = _error(error.status_code, error.detail)
+    answer.headers.update(error.headers or {})
+    return answer
+
+
+async def _answer_serve(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ServeError)
+    return _error(error.status.http, str(error))
+
+
+async def _answer_tierstore(_: Request, error: Exception) -> Response:
+    return _error(http_status(error), str(error))
+
+
+async def _answer_unexpected(_: Request, error: Exception) -> Response:
+    """The error itself goes on to the server, which logs it."""
+    return _error(500, f"internal error ({type(error).__name__}); the server's log tells more")

@@ -1,0 +1,363 @@
+"""Dynamic batching: queries that come while a batch runs are run together as the next one.
+
+What becomes of a query::
+
+    submit ──▶ waits ──take──▶ runs ──▶ answered, or INTERNAL
+       │         │              │
+       │         └──────┬───────┘
+       │                ▼
+       │              gone: deadline, caller cancelled, batcher closed
+       ▼
+    refused at once: INVALID, OVERLOADED, UNAVAILABLE, DEADLINE
+
+A batcher has at most one *job* in the executor, and a job runs one batch. The batch is taken from the line when the job
+starts, so it holds all who came by then. If more wait when it ends, the next job goes to the end of the executor's
+queue, behind the jobs of other batchers: models take turns, batch by batch, and whatever else is given to the same
+executor runs between two batches.
+
+The line and the job flag change under a lock, in the event loop and in the executor's thread. Futures and timers are
+touched in the event loop only.
+"""
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, Protocol
+
+from ...options import check_ranges, option
+from ..base import Outputs, Query
+from ..messages import ServeError, Status
+from .isolation import Attempt, BatchResult, Run, run_isolated
+from .waiting import Waiter, WaitingLine
+
+__all__ = ["BatchObserver", "BatchResult", "Batcher", "BatchingConfig", "Ran", "Run"]
+
+_MAX_DELAY_US: Final = 10_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchingConfig:
+    """How queries wait and are joined; the same for every model.
+
+    Raises:
+        ValueError: a value out of range; names it and what is accepted.
+    """
+
+    max_batch_samples: int = option(4096, "samples of a batch, and of a query", low=1)
+    max_delay_us: int = option(
+        0,
+        "microseconds that a query may wait for company while the executor is free; 0: none",
+        low=0,
+        high=_MAX_DELAY_US,
+    )
+    max_queue_samples: int = option(65_536, "samples that may wait for a model; more are refused", low=1)
+    max_queue_requests: int = option(4096, "queries that may wait for a model; more are refused", low=1)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if self.max_queue_samples < self.max_batch_samples:
+            raise ValueError(
+                f"max_queue_samples={self.max_queue_samples} is below max_batch_samples={self.max_batch_samples}: "
+                "a query of that many samples could never wait"
+            )
+
+
+class Ran(NamedTuple):
+    """A query's answer and how it came about.
+
+    Attributes:
+        version: of the store, that the query's batch ran at.
+        queue_seconds: from ``submit`` until its batch was taken.
+        compute_seconds: that the run took which gave the answer.
+        num_queries, num_samples: of that run.
+    """
+
+    outputs: Outputs
+    version: str
+    queue_seconds: float
+    compute_seconds: float
+    num_queries: int
+    num_samples: int
+
+
+class BatchObserver(Protocol):
+    """Who is told of each batch."""
+
+    def batched(
+        self, model: str, num_queries: int, num_samples: int, queue_seconds: Sequence[float], compute_seconds: float
+    ) -> None:
+        """A batch has run, in ``compute_seconds`` with all its repeats. Called in the event loop, after the answers."""
+
+
+class Batcher:
+    """One model's queries on their way through the executor. All methods are for one event loop.
+
+    Args:
+        model: its name, for messages.
+        run: runs a batch, in the executor.
+        executor: of one thread, shared by all models, outlives the batcher. ``run`` is called from nowhere else.
+        config: see there.
+        observer: told of each batch, or None.
+        clock: seconds, as deadlines are given in.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        run: Run,
+        executor: Executor,
+        config: BatchingConfig,
+        *,
+        observer: BatchObserver | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._model: Final = model
+        self._run: Final = run
+        self._executor: Final = executor
+        self._config: Final = config
+        self._observer: Final = observer
+        self._clock: Final = clock
+        self._delay_seconds: Final = config.max_delay_us / 1e6
+        self._lock: Final = threading.Lock()
+        self._line: Final = WaitingLine(
+            model, max_samples=config.max_queue_samples, max_requests=config.max_queue_requests
+        )
+        self._has_job = False
+        self._is_open = True
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._present: Final[set[Waiter]] = set()
+        self._idle: Final = asyncio.Event()
+
+    @property
+    def num_waiting_queries(self) -> int:
+        return len(self._line)
+
+    @property
+    def num_waiting_samples(self) -> int:
+        return self._line.num_samples
+
+    @property
+    def num_present(self) -> int:
+        """Queries that are waited for: those that wait, those that run, those whose answer is on its way."""
+        return len(self._present)
+
+    async def submit(self, query: Query, deadline: float | None = None) -> Ran:
+        """Wait for a query's answer. To cancel the caller takes the query back.
+
+        Args:
+            deadline: seconds on the clock after which the answer is of no use, or None.
+
+        Raises:
+            ServeError: INVALID, more samples than a batch may have; OVERLOADED, the queue is full; UNAVAILABLE,
+                draining or closed; DEADLINE, as soon as it passes; INTERNAL, ``run`` failed; or what ``run`` raised,
+                if that was a ``ServeError`` about this query alone.
+        """
+        waiter = self._enter(query, math.inf if deadline is None else deadline)
+        timer = None
+        if deadline is not None:
+            timer = waiter.future.get_loop().call_later(deadline - waiter.entered, self._expire, waiter)
+        try:
+            answer: Ran = await waiter.future
+            return answer
+        finally:
+            if timer is not None:
+                timer.cancel()
+            self._leave(waiter)
+
+    async def drain(self, seconds: float) -> bool:
+        """Take no more queries, finish those that came, and close; after ``seconds``, close all the same.
+
+        Returns:
+            Whether all were finished.
+        """
+        self._is_open = False
+        self._disarm()
+        # Nobody else comes, so there is no company to wait for.
+        self._claim_and_start(is_due=True)
+        self._note_idle()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+        self.close()
+        return self._idle.is_set()
+
+    def close(self) -> None:
+        """Take no more queries; those that came get UNAVAILABLE. A batch that runs goes on, for nobody."""
+        self._is_open = False
+        self._disarm()
+        for waiter in self._present:
+            self._fail(waiter, ServeError(Status.UNAVAILABLE, f"model {self._model!r}: the server stops"))
+        self._note_idle()
+
+    def check_integrity(self) -> None:
+        """AssertionError if the books do not balance."""
+        with self._lock:
+            self._line.check_integrity()
+            num_waiting, has_job = len(self._line), self._has_job
+        assert num_waiting <= len(self._present), f"{num_waiting} wait, but {len(self._present)} callers do"
+        is_served = has_job or self._timer is not None or all(waiter.future.done() for waiter in self._present)
+        assert not num_waiting or is_served, f"{num_waiting} wait for no job"
+
+    def _enter(self, query: Query, deadline: float) -> Waiter:
+        num_samples = query.num_samples
+        now = self._clock()
+        self._check(num_samples, deadline, now)
+        self._loop = asyncio.get_running_loop()
+        waiter = Waiter(query, num_samples, self._loop.create_future(), now, deadline)
+        with self._lock:
+            self._line.enter(waiter)
+            starts = self._claim_job()
+            is_served = self._has_job
+        self._present.add(waiter)
+        if starts:
+            self._disarm()
+            self._start_job()
+        elif not is_served:
+            self._arm()
+        return waiter
+
+    def _check(self, num_samples: int, deadline: float, now: float) -> None:
+        if not self._is_open:
+            raise ServeError(Status.UNAVAILABLE, f"model {self._model!r}: the server stops")
+        if num_samples > self._config.max_batch_samples:
+            raise ServeError(
+                Status.INVALID,
+                f"model {self._model!r}: {num_samples} samples are more than max_batch_samples, "
+                f"{self._config.max_batch_samples}; send them in several requests",
+            )
+        if deadline <= now:
+            raise self._late()
+
+    def _late(self) -> ServeError:
+        return ServeError(Status.DEADLINE, f"model {self._model!r}: the deadline passed before the answer was there")
+
+    def _expire(self, waiter: Waiter) -> None:
+        self._fail(waiter, self._late())
+
+    @staticmethod
+    def _fail(waiter: Waiter, error: ServeError) -> None:
+        if not waiter.future.done():
+            waiter.future.set_exception(error)
+
+    def _leave(self, waiter: Waiter) -> None:
+        with self._lock:
+            self._line.leave(waiter)
+        self._present.discard(waiter)
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        if not self._is_open and not self._present and not self._has_job:
+            self._idle.set()
+
+    def _arm(self) -> None:
+        """Start a job, by a timer, when the oldest has waited for long enough."""
+        with self._lock:
+            if self._timer is not None or self._has_job or not self._line or not self._is_open:
+                return
+            waited = self._clock() - self._line.oldest.entered
+        assert self._loop is not None
+        self._timer = self._loop.call_later(self._delay_seconds - waited, self._time_out)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _time_out(self) -> None:
+        self._timer = None
+        # Not asked again whether it is time: a loop's timers may be early by a millisecond.
+        self._claim_and_start(is_due=True)
+
+    def _claim_and_start(self, *, is_due: bool) -> None:
+        with self._lock:
+            starts = self._claim_job(is_due=is_due)
+        if starts:
+            self._start_job()
+
+    def _claim_job(self, *, is_due: bool = False) -> bool:
+        """Whether the caller is to start a job now. Under the lock."""
+        if self._has_job or not self._line or not (is_due or self._is_due()):
+            return False
+        self._has_job = True
+        return True
+
+    def _is_due(self) -> bool:
+        if not self._delay_seconds or self._line.num_samples >= self._config.max_batch_samples:
+            return True
+        return self._clock() - self._line.oldest.entered >= self._delay_seconds
+
+    def _start_job(self) -> None:
+        """In either thread, without the lock."""
+        try:
+            job = self._executor.submit(self._work)
+        except RuntimeError:
+            self._abandon()
+        else:
+            job.add_done_callback(self._note_cancelled)
+
+    def _note_cancelled(self, job: Future[None]) -> None:
+        if job.cancelled():
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """The executor was shut down first; nobody must wait for it."""
+        with self._lock:
+            self._has_job = False
+        self._post(self.close)
+
+    def _post(self, callback: Callable[..., None], *arguments: Any) -> None:
+        assert self._loop is not None
+        # A loop that is closed has nobody waiting.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(callback, *arguments)
+
+    def _work(self) -> None:
+        """A job: run one batch. In the executor's thread."""
+        with self._lock:
+            batch = self._line.take(self._config.max_batch_samples, self._clock())
+        taken = self._clock()
+        attempts = run_isolated(self._model, self._run, batch, self._clock)
+        with self._lock:
+            self._has_job = False
+            starts = self._claim_job(is_due=not self._is_open)
+        self._post(self._deliver, attempts, taken)
+        if starts:
+            self._start_job()
+
+    def _deliver(self, attempts: list[Attempt], taken: float) -> None:
+        for attempt in attempts:
+            self._answer(attempt, taken)
+        self._arm()
+        self._note_idle()
+        if self._observer is not None and attempts:
+            waiters = [waiter for attempt in attempts for waiter in attempt.waiters]
+            self._observer.batched(
+                self._model,
+                len(waiters),
+                sum(waiter.num_samples for waiter in waiters),
+                [taken - waiter.entered for waiter in waiters],
+                sum(attempt.seconds for attempt in attempts),
+            )
+
+    def _answer(self, attempt: Attempt, taken: float) -> None:
+        if attempt.result is None:
+            for waiter in attempt.waiters:
+                self._fail(waiter, self._as_answer(attempt))
+            return
+        version, outputs = attempt.result
+        num_queries, num_samples = len(attempt.waiters), sum(waiter.num_samples for waiter in attempt.waiters)
+        for waiter, each in zip(attempt.waiters, outputs, strict=True):
+            if not waiter.future.done():
+                queued = taken - waiter.entered
+                waiter.future.set_result(Ran(each, version, queued, attempt.seconds, num_queries, num_samples))
+
+    def _as_answer(self, attempt: Attempt) -> ServeError:
+        if isinstance(attempt.error, ServeError) and len(attempt.waiters) == 1:
+            return ServeError(attempt.error.status, str(attempt.error))
+        return ServeError(Status.INTERNAL, f"model {self._model!r} failed; the server's log says why")

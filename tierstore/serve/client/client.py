@@ -1,0 +1,252 @@
+"""A client of the server, on the standard library: tensors go and come in binary, over connections that are kept.
+
+::
+
+    with Client("http://localhost:8000") as client:
+        probabilities = client.rank(dense, values, lengths)
+        rows = client.rows([3, 5], table="item")
+
+Any client of the Open Inference Protocol does as well; this one needs nothing but numpy and torch.
+"""
+
+import http.client
+import json
+import ssl
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Final, NamedTuple, TypeAlias
+from urllib.parse import quote, urlsplit
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from ...excerpt import excerpt
+from ..messages import ServeError, Status
+from ..tensors.binary import JSON_LENGTH_HEADER
+from .tensors import Answer, Tensor, decode_answer, encode_request
+
+__all__ = ["Answer", "Client", "Tensor", "Values"]
+
+Values: TypeAlias = "ArrayLike | torch.Tensor"
+
+_STATUSES: Final = {
+    status.http: status
+    for status in (
+        Status.INVALID,
+        Status.UNAUTHENTICATED,
+        Status.NOT_FOUND,
+        Status.TOO_LARGE,
+        Status.INTERNAL,
+        Status.UNAVAILABLE,
+        Status.DEADLINE,
+    )
+}
+_MAX_ERROR_CHARS: Final = 2000
+
+
+class _Reply(NamedTuple):
+    status: int
+    header_length: str | None
+    body: bytes
+
+
+class Client:
+    """Speaks to one server. For any number of threads: each call takes a connection for itself, and leaves it idle.
+
+    Every method raises ``ServeError`` if the server refuses or fails (HTTP 503 is UNAVAILABLE, also where a queue is
+    full), ``TimeoutError`` if no answer comes in time, and ``ConnectionError`` if there is no server or it does not
+    speak the protocol; the last two name the address.
+
+    Args:
+        url: "http://host:port" or "https://host:port".
+        token: for servers that want one.
+        timeout: seconds for each step of an exchange, to connect, to send, to receive.
+
+    Raises:
+        ValueError: url or timeout is not of this form.
+    """
+
+    def __init__(self, url: str, *, token: str | None = None, timeout: float = 30.0) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/"):
+            raise ValueError(f"url={excerpt(url)}: expected http://host:port or https://host:port")
+        if not timeout > 0:
+            raise ValueError(f"timeout={timeout}: expected seconds, more than 0")
+        self._is_tls: Final = parts.scheme == "https"
+        self._host: Final = parts.hostname
+        self._port: Final = parts.port or (443 if self._is_tls else 80)
+        self._timeout: Final = timeout
+        self._headers: Final = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._idle: Final[list[http.client.HTTPConnection]] = []
+
+    @property
+    def address(self) -> str:
+        return f"{self._host}:{self._port}"
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close idle connections; a later call opens a new one."""
+        while self._idle:
+            self._idle.pop().close()
+
+    def ready(self) -> bool:
+        """Whether the server takes requests; False also while it warms up or drains."""
+        reply = self._exchange("GET", "/v2/health/ready", b"", {}, self._timeout)
+        if reply.status in (200, 400, 503):
+            return reply.status == 200
+        raise _error(reply)
+
+    def models(self) -> list[str]:
+        """Names of all models."""
+        listed = self._json("POST", "/v2/repository/index")
+        return [each["name"] for each in listed]
+
+    def metadata(self, model: str, *, version: str = "") -> dict[str, Any]:
+        """The protocol's metadata: name, versions, platform, inputs, outputs, parameters."""
+        found: dict[str, Any] = self._json("GET", _path(model, version))
+        return found
+
+    def infer(
+        self, model: str, inputs: Mapping[str, Tensor], *, version: str = "", timeout: float | None = None
+    ) -> Answer:
+        """Ask a model.
+
+        Args:
+            inputs: by name; on any device. They go as they are: no dtype is converted.
+            version: of the store, or "" for whichever is served.
+            timeout: seconds, instead of the client's. The server is told, and drops a request that is late.
+
+        Raises:
+            ValueError: a dtype that the protocol does not have; names the input.
+        """
+        seconds = self._timeout if timeout is None else timeout
+        if not seconds > 0:
+            raise ValueError(f"timeout={timeout}: expected seconds, more than 0")
+        body, headers = encode_request(inputs, {"timeout": max(1, int(seconds * 1e6))})
+        reply = self._exchange("POST", _path(model, version) + "/infer", body, headers, seconds)
+        if reply.status != 200:
+            raise _error(reply)
+        try:
+            return decode_answer(reply.body, reply.header_length)
+        except ValueError as error:
+            raise ConnectionError(f"{self.address}: not an answer of the protocol: {excerpt(str(error))}") from error
+
+    def rank(self, dense: Values, values: Values, lengths: Values) -> NDArray[np.float32]:
+        """Probabilities, float32 [B], of B samples.
+
+        Args:
+            dense: float32 [B, C], the dense features.
+            values: int64 [N], the ids of all bags: feature by feature, and in it sample by sample.
+            lengths: int32 [F, B], ids of each bag.
+        """
+        inputs: dict[str, Tensor] = {
+            "dense": _array(dense, np.float32),
+            "values": _array(values, np.int64),
+            "lengths": _array(lengths, np.int32),
+        }
+        return self._one("ranking", inputs, "probabilities")
+
+    def pooled(self, ids: Values, lengths: Values, *, table: str) -> NDArray[np.float32]:
+        """Pooled rows, float32 [B, dim], of B bags of a table.
+
+        Args:
+            ids: int64 [N], bag by bag.
+            lengths: int32 [B], ids of each bag.
+        """
+        inputs: dict[str, Tensor] = {"ids": _array(ids, np.int64), "lengths": _array(lengths, np.int32)}
+        return self._one(f"pooled.{table}", inputs, "embeddings")
+
+    def rows(self, ids: Values, *, table: str) -> NDArray[np.float32]:
+        """Rows, float32 [N, dim], of a table, by ids, int64 [N]."""
+        return self._one(f"rows.{table}", {"ids": _array(ids, np.int64)}, "rows")
+
+    def _one(self, model: str, inputs: Mapping[str, Tensor], output: str) -> NDArray[np.float32]:
+        answer = self.infer(model, inputs)
+        if output not in answer.outputs:
+            raise ConnectionError(f"{self.address}: model {model!r} answered without {output!r}")
+        return answer.outputs[output]
+
+    def _json(self, method: str, path: str) -> Any:
+        reply = self._exchange(method, path, b"", {}, self._timeout)
+        if reply.status != 200:
+            raise _error(reply)
+        try:
+            return json.loads(reply.body)
+        except ValueError as error:
+            raise ConnectionError(f"{self.address}: {path} did not answer in JSON") from error
+
+    def _exchange(self, method: str, path: str, body: bytes, headers: Mapping[str, str], seconds: float) -> _Reply:
+        """One request and its answer. A connection that the server closed while it was idle is replaced, once."""
+        try:
+            idle = self._take_idle()
+            if idle is not None:
+                try:
+                    return self._speak(idle, method, path, body, headers, seconds)
+                except (ConnectionError, http.client.BadStatusLine):
+                    # Whoever asks reads only, so that asking twice does no harm.
+                    self.close()
+            return self._speak(self._connection(seconds), method, path, body, headers, seconds)
+        except TimeoutError as error:
+            raise TimeoutError(f"{self.address}: no answer within {seconds} s") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise ConnectionError(f"{self.address}: {str(error) or type(error).__name__}") from error
+
+    def _take_idle(self) -> http.client.HTTPConnection | None:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return None
+
+    def _connection(self, seconds: float) -> http.client.HTTPConnection:
+        if self._is_tls:
+            context = ssl.create_default_context()
+            return http.client.HTTPSConnection(self._host, self._port, timeout=seconds, context=context)
+        return http.client.HTTPConnection(self._host, self._port, timeout=seconds)
+
+    def _speak(
+        self,
+        connection: http.client.HTTPConnection,
+        method: str,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        seconds: float,
+    ) -> _Reply:
+        try:
+            if connection.sock is not None:
+                connection.sock.settimeout(seconds)
+            connection.request(method, path, body, {**self._headers, **headers})
+            response = connection.getresponse()
+            reply = _Reply(response.status, response.headers.get(JSON_LENGTH_HEADER), response.read())
+        except BaseException:
+            # What is left of the answer must not be taken for the next one.
+            connection.close()
+            raise
+        self._idle.append(connection)
+        return reply
+
+
+def _array(values: Values, dtype: type[np.generic]) -> NDArray[Any]:
+    return np.asarray(values.detach().cpu() if isinstance(values, torch.Tensor) else values, dtype)
+
+
+def _path(model: str, version: str) -> str:
+    path = f"/v2/models/{quote(model, safe='')}"
+    return f"{path}/versions/{quote(version, safe='')}" if version else path
+
+
+def _error(reply: _Reply) -> ServeError:
+    try:
+        message = json.loads(reply.body)["error"]
+    except (ValueError, KeyError, TypeError):
+        message = reply.body.decode(errors="replace")
+    other = Status.INVALID if reply.status < 500 else Status.INTERNAL
+    return ServeError(_STATUSES.get(reply.status, other), f"{str(message)[:_MAX_ERROR_CHARS]} (HTTP {reply.status})")

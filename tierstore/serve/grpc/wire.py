@@ -1,0 +1,97 @@
+"""Large contents, in and out of messages without protobuf's copies of them.
+
+Protobuf's Python copies a bytes field when it parses a message and again when the field is read. Here the one
+large field of a request, and that of a response, are cut out of the bytes and put into them; the rest is protobuf's.
+https://protobuf.dev/programming-guides/encoding
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
+
+from ..messages import ServeError, Status
+
+__all__ = ["MAX_FIELDS", "Split", "join_fields", "split_field"]
+
+MAX_FIELDS: Final = 4096
+"""Top-level fields of a message: an empty one takes two bytes on the wire, and some hundred once it is parsed."""
+
+_LENGTH_DELIMITED: Final = 2
+_FIXED_BYTES: Final = {1: 8, 5: 4}
+_MAX_VARINT_BYTES: Final = 10
+_MAX_TAG: Final = 1 << 32
+
+
+class Split(NamedTuple):
+    """A message without a field, and the values of that field in their order: views of the bytes it was split from."""
+
+    rest: bytes
+    values: list[memoryview]
+
+
+def _malformed(what: str) -> ServeError:
+    return ServeError(Status.INVALID, f"the message is malformed: {what}")
+
+
+def _read_varint(data: memoryview, position: int) -> tuple[int, int]:
+    """A variable-length integer and the position after it."""
+    value = 0
+    for count, byte in enumerate(data[position : position + _MAX_VARINT_BYTES]):
+        value |= (byte & 0x7F) << (7 * count)
+        if byte < 0x80:
+            return value, position + count + 1
+    raise _malformed("an integer does not end")
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
+
+
+def _field_body(data: memoryview, wire_type: int, position: int) -> tuple[int, int]:
+    """Where a field's value is, [start, stop), given the position after its tag."""
+    if wire_type == _LENGTH_DELIMITED:
+        size_bytes, start = _read_varint(data, position)
+        return start, start + size_bytes
+    if wire_type == 0:
+        return position, _read_varint(data, position)[1]
+    if wire_type not in _FIXED_BYTES:
+        raise _malformed(f"wire type {wire_type}")
+    return position, position + _FIXED_BYTES[wire_type]
+
+
+def split_field(message: bytes, number: int) -> Split:
+    """Take a bytes field out of a message.
+
+    Raises:
+        ServeError: INVALID, if the bytes are no message or it has more than ``MAX_FIELDS`` fields at its top level.
+    """
+    data = memoryview(message)
+    rest, values = [], []
+    position = count = 0
+    while position < len(data):
+        count += 1
+        if count > MAX_FIELDS:
+            raise ServeError(Status.INVALID, f"the message has more than {MAX_FIELDS} fields at its top level")
+        tag, start = _read_varint(data, position)
+        start, stop = _field_body(data, tag & 7, start)
+        if stop > len(data) or not 8 <= tag < _MAX_TAG:
+            raise _malformed("a field is cut off or has no valid number")
+        if tag == number << 3 | _LENGTH_DELIMITED:
+            values.append(data[start:stop])
+        else:
+            rest.append(data[position:stop])
+        position = stop
+    return Split(b"".join(rest), values)
+
+
+def join_fields(rest: bytes, number: int, values: Iterable[Sequence[memoryview | bytes]]) -> bytes:
+    """The message with values of a length-delimited field appended to it, each given in pieces."""
+    parts: list[memoryview | bytes] = [rest]
+    tag = _varint(number << 3 | _LENGTH_DELIMITED)
+    for pieces in values:
+        parts += [tag, _varint(sum(memoryview(piece).nbytes for piece in pieces)), *pieces]
+    return b"".join(parts)

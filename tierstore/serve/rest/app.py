@@ -1,0 +1,247 @@
+"""The Open Inference Protocol over REST: an ASGI application over an engine.
+
+Plain ASGI: paths are few, and what a framework does around each request costs as much as a small one itself.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any, Final
+
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from ... import __version__
+from ...excerpt import excerpt
+from ..base import Engine
+from ..messages import EXTENSIONS, InferResponse, ModelMetadata, ServeError, Status, TensorSpec
+from ..tensors.binary import JSON_LENGTH_HEADER
+from .body import BodyReader
+from .infer_body import MAX_ID_CHARACTERS, InferCall, parse_infer, write_infer
+from .limits import HttpLimits
+from .openapi import DESCRIPTION
+from .replies import SMALL_BYTES, Header, Reply, error_reply, json_reply, send_reply
+
+__all__ = ["RestApp"]
+
+_LOGGER: Final = logging.getLogger(__name__)
+_JSON_LENGTH: Final = JSON_LENGTH_HEADER.lower().encode()
+
+
+class RestApp:
+    """Every path under /v2. It has no lifespan: the engine is ready or not by itself.
+
+    Args:
+        limits: what a body may take; connections are the server's to limit.
+    """
+
+    def __init__(self, engine: Engine, *, limits: HttpLimits | None = None) -> None:
+        self._engine = engine
+        self._limits = limits or HttpLimits()
+        self._bodies = BodyReader(self._limits)
+        self._unsent_bytes = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the bodies of all requests under way."""
+        return self._bodies.held_bytes
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes of large responses that clients have not accepted yet."""
+        return self._unsent_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise ValueError(f"only HTTP is spoken here, not {scope['type']}")
+        try:
+            reply = await self._answer(scope, receive)
+        except ClientDisconnect:
+            return
+        except Exception:
+            _LOGGER.exception("a request failed")
+            reply = error_reply(Status.INTERNAL.http, "internal error; the server's log has more")
+        await self._send(send, reply)
+
+    async def _send(self, send: Send, reply: Reply) -> None:
+        size = len(reply.body) if len(reply.body) > SMALL_BYTES else 0
+        limit = self._limits.responses_bytes
+        if self._unsent_bytes + size > limit:
+            error = ServeError(Status.OVERLOADED, f"clients have yet to accept {limit} bytes; try again later")
+            self._engine.note_refused("http", error)
+            reply, size = error_reply(error.status.http, str(error)), 0
+        self._unsent_bytes += size
+        try:
+            await send_reply(send, reply)
+        finally:
+            self._unsent_bytes -= size
+
+    async def _answer(self, scope: Scope, receive: Receive) -> Reply:
+        path = scope["path"]
+        match path.removesuffix("/").split("/"):
+            case ["", "v2", "models", name, "infer"]:
+                return await self._infer(scope, receive, name, "")
+            case ["", "v2", "models", name, "versions", version, "infer"] if version:
+                return await self._infer(scope, receive, name, version)
+            case ["", "v2", "repository", "index"]:
+                return self._index() if scope["method"] == "POST" else _not_allowed(scope, b"POST")
+        value = self._look_up(path)
+        if value is None:
+            return error_reply(404, f"there is nothing at {excerpt(path)}; /v2/openapi.json lists what is served")
+        if scope["method"] not in ("GET", "HEAD"):
+            return _not_allowed(scope, b"GET, HEAD")
+        return value
+
+    def _look_up(self, path: str) -> Reply | None:
+        """What a path shows; None if there is nothing."""
+        match path.removesuffix("/").split("/"):
+            case ["", "v2"]:
+                return json_reply({"name": "tierstore", "version": __version__, "extensions": EXTENSIONS})
+            case ["", "v2", "openapi.json"]:
+                return json_reply(DESCRIPTION)
+            case ["", "v2", "health", "live"]:
+                return _health("live", self._engine.is_live)
+            case ["", "v2", "health", "ready"]:
+                return _health("ready", self._engine.is_ready)
+            case ["", "v2", "models", name]:
+                return self._model(name, "")
+            case ["", "v2", "models", name, "ready"]:
+                return self._model_ready(name, "")
+            case ["", "v2", "models", name, "versions", version] if version:
+                return self._model(name, version)
+            case ["", "v2", "models", name, "versions", version, "ready"] if version:
+                return self._model_ready(name, version)
+        return None
+
+    def _index(self) -> Reply:
+        """All models, as Triton lists them; of the body, which may ask for ready ones only, nothing is read."""
+        state = "READY" if self._engine.is_ready else "UNAVAILABLE"
+        return json_reply(
+            [{"name": each.name, "version": each.versions[-1], "state": state} for each in self._engine.models()]
+        )
+
+    def _model(self, name: str, version: str) -> Reply:
+        try:
+            return json_reply(_metadata(self._engine.model(name, version)))
+        except ServeError as error:
+            return error_reply(error.status.http, str(error))
+
+    def _model_ready(self, name: str, version: str) -> Reply:
+        try:
+            self._engine.model(name, version)
+        except ServeError as error:
+            return error_reply(error.status.http, str(error))
+        ready = self._engine.is_ready
+        return json_reply({"name": name, "ready": ready}, 200 if ready else 503)
+
+    async def _infer(self, scope: Scope, receive: Receive, model: str, version: str) -> Reply:
+        if scope["method"] != "POST":
+            return _not_allowed(scope, b"POST")
+        headers = dict(scope["headers"])
+        given_id = headers.get(b"x-request-id", b"").decode("latin-1")
+        request_id = given_id
+        try:
+            with self._bodies.hold() as held:
+                try:
+                    self._engine.model(model, version)
+                    body = await self._bodies.read(held, headers, receive)
+                    call = self._parse(body, headers, model, version, given_id)
+                except ServeError as error:
+                    self._engine.note_refused("http", error)
+                    raise
+                request_id = call.request.id
+                del body
+                response = await _infer_while_connected(self._engine, call, receive)
+                return _infer_reply(response, call, request_id)
+        except ServeError as error:
+            return error_reply(error.status.http, str(error), *_id_header(request_id))
+
+    def _parse(
+        self, body: bytes, headers: Mapping[bytes, bytes], model: str, version: str, default_id: str
+    ) -> InferCall:
+        if len(default_id) > MAX_ID_CHARACTERS:
+            raise ServeError(Status.INVALID, f"X-Request-Id is longer than {MAX_ID_CHARACTERS} characters")
+        length = headers.get(_JSON_LENGTH)
+        # More digits than that are beyond any body.
+        if length is not None and not (length.isdigit() and len(length) < 20):
+            raise ServeError(
+                Status.INVALID, f"{JSON_LENGTH_HEADER} {excerpt(length.decode('latin-1'))} is not a length"
+            )
+        return parse_infer(
+            body,
+            json_bytes=None if length is None else int(length),
+            json_bytes_max=self._limits.json_bytes,
+            model=model,
+            version=version,
+            default_id=default_id,
+        )
+
+
+async def _infer_while_connected(engine: Engine, call: InferCall, receive: Receive) -> InferResponse:
+    """The engine's answer; if the client disconnects first, the engine's work is cancelled.
+
+    Raises:
+        ServeError: the engine's.
+        ClientDisconnect: nobody waits for an answer.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    gone = False
+
+    async def watch() -> None:
+        nonlocal gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone = True
+        task.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        return await engine.infer(call.request)
+    except asyncio.CancelledError:
+        if not gone:
+            raise
+        task.uncancel()
+        raise ClientDisconnect from None
+    finally:
+        watcher.cancel()
+
+
+def _infer_reply(response: InferResponse, call: InferCall, request_id: str) -> Reply:
+    body = write_infer(response, call.wanted)
+    if body.json_bytes is None:
+        headers: tuple[Header, ...] = ((b"content-type", b"application/json"),)
+    else:
+        headers = ((b"content-type", b"application/octet-stream"), (_JSON_LENGTH, b"%d" % body.json_bytes))
+    return Reply(200, body.data, headers + _id_header(request_id))
+
+
+def _id_header(request_id: str) -> tuple[Header, ...]:
+    """X-Request-Id; none where the id is empty, or holds what a header cannot."""
+    if not (request_id and len(request_id) <= MAX_ID_CHARACTERS and request_id.isascii() and request_id.isprintable()):
+        return ()
+    return ((b"x-request-id", request_id.encode()),)
+
+
+def _not_allowed(scope: Scope, methods: bytes) -> Reply:
+    message = f"{excerpt(scope['method'])} is not allowed here, but {methods.decode()}"
+    return error_reply(405, message, (b"allow", methods))
+
+
+def _health(name: str, good: bool) -> Reply:
+    return json_reply({name: good}, 200 if good else 503)
+
+
+def _metadata(model: ModelMetadata) -> dict[str, Any]:
+    return {
+        "name": model.name,
+        "versions": model.versions,
+        "platform": model.platform,
+        "inputs": [_spec(spec) for spec in model.inputs],
+        "outputs": [_spec(spec) for spec in model.outputs],
+        "parameters": dict(model.parameters),
+    }
+
+
+def _spec(spec: TensorSpec) -> dict[str, Any]:
+    return {"name": spec.name, "datatype": spec.datatype, "shape": spec.shape}

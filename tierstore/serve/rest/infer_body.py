@@ -1,0 +1,278 @@
+"""The body of an infer request and of its response: JSON, and behind it the tensors that travel as binary data.
+
+The Open Inference Protocol's REST form with the binary tensor data extension. Whatever bytes come in, what leaves the
+parser is a request or a ServeError, and it takes memory in proportion to the bytes.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import orjson
+
+from ...excerpt import excerpt
+from ..messages import InferRequest, InferResponse, InferTensor, Parameters, ServeError, Status
+from ..tensors.binary import JSON_LENGTH_HEADER, MAX_BYTES_ELEMENTS, binary_data, parse_binary_data
+from ..tensors.shapes import MAX_TENSORS, TensorHead, parse_head, require_supported
+from .json_tensors import json_data, parse_json_data
+
+__all__ = [
+    "MAX_ID_CHARACTERS",
+    "MAX_JSON_LISTS",
+    "MAX_PARAMETERS",
+    "MAX_TIMEOUT_MICROSECONDS",
+    "InferBody",
+    "InferCall",
+    "WantedOutputs",
+    "parse_infer",
+    "write_infer",
+]
+
+MAX_ID_CHARACTERS: Final = 1000
+MAX_JSON_LISTS: Final = 1 << 16
+"""Lists and objects in the JSON. Each takes 25 times its two bytes, and far longer to parse than a number."""
+MAX_PARAMETERS: Final = 100
+MAX_TIMEOUT_MICROSECONDS: Final = 24 * 3600 * 10**6
+_EMPTY: Final[dict[str, Any]] = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WantedOutputs:
+    """Which outputs the client wants as binary data.
+
+    Attributes:
+        by_name: of outputs for which the request says so.
+        default: of all others.
+    """
+
+    by_name: Mapping[str, bool]
+    default: bool
+
+    def is_binary(self, name: str) -> bool:
+        return self.by_name.get(name, self.default)
+
+
+class InferCall(NamedTuple):
+    """A request, and how its answer is to be written."""
+
+    request: InferRequest
+    wanted: WantedOutputs
+
+
+class InferBody(NamedTuple):
+    """A response's body; ``json_bytes`` is the length of the JSON at its start, None if it is all there is."""
+
+    data: bytes
+    json_bytes: int | None
+
+
+class _BinaryData:
+    """What stands behind the JSON, taken input by input."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self._bytes_elements = 0
+
+    def take(self, head: TensorHead, size: object) -> InferTensor:
+        if type(size) is not int or size < 0:
+            raise head.invalid(f"binary_data_size {excerpt(size)} must be an integer from 0 on")
+        if size > len(self._data):
+            raise head.invalid(f"binary_data_size is {size}, but only {len(self._data)} bytes are left")
+        if head.datatype == "BYTES":
+            self._bytes_elements += head.num_elements
+            if self._bytes_elements > MAX_BYTES_ELEMENTS:
+                raise head.invalid(f"a request has at most {MAX_BYTES_ELEMENTS} BYTES elements")
+        taken, self._data = self._data[:size], self._data[size:]
+        return parse_binary_data(head, taken)
+
+    def require_end(self) -> None:
+        if self._data:
+            raise ServeError(Status.INVALID, f"{len(self._data)} bytes of binary data belong to no input")
+
+
+def parse_infer(
+    body: bytes | bytearray | memoryview,
+    *,
+    json_bytes: int | None = None,
+    json_bytes_max: int,
+    model: str,
+    version: str = "",
+    default_id: str = "",
+) -> InferCall:
+    """The request in a body.
+
+    Args:
+        json_bytes: length of the JSON, as ``JSON_LENGTH_HEADER`` gives it; None: all of the body.
+        json_bytes_max: longest JSON that is parsed.
+        default_id: the request's id where the body has none.
+
+    Returns:
+        Tensors of binary data are read-only views of ``body``, which must not change.
+
+    Raises:
+        ServeError: INVALID, naming the input; TOO_LARGE.
+    """
+    view = memoryview(body).toreadonly()
+    end = len(view) if json_bytes is None else json_bytes
+    if not 0 <= end <= len(view):
+        raise ServeError(Status.INVALID, f"{JSON_LENGTH_HEADER} is {end}, but the body has {len(view)} bytes")
+    if end > json_bytes_max:
+        raise ServeError(
+            Status.TOO_LARGE, f"JSON of {end} bytes is longer than {json_bytes_max}; send large tensors as binary data"
+        )
+    message = _object(_parse_json(bytes(view[:end])), "the request")
+    parameters = _parameters(message)
+    binary = _BinaryData(view[end:])
+    inputs = _inputs(message, binary)
+    binary.require_end()
+    default = _boolean(parameters.pop("binary_data_output", False), "parameter binary_data_output")
+    deadline = _deadline(parameters.pop("timeout", 0))
+    wanted = WantedOutputs(by_name=_wanted(message, default), default=default)
+    request = InferRequest(
+        model=model,
+        version=version,
+        id=_id(message, default_id),
+        inputs=inputs,
+        outputs=tuple(wanted.by_name),
+        deadline=deadline,
+        parameters=parameters,
+        protocol="http",
+    )
+    return InferCall(request, wanted)
+
+
+def _parse_json(text: bytes) -> object:
+    if text.count(b"[") + text.count(b"{") > MAX_JSON_LISTS:
+        raise ServeError(
+            Status.TOO_LARGE, f"more than {MAX_JSON_LISTS} lists in the JSON; send data flat, or as binary"
+        )
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise ServeError(Status.INVALID, f"the request is not JSON: {error}") from None
+
+
+def _object(value: object, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ServeError(Status.INVALID, f"{what} must be a JSON object, not {excerpt(value)}")
+    return value
+
+
+def _list(message: dict[str, Any], key: str) -> list[Any]:
+    values = message[key]
+    if not isinstance(values, list):
+        raise ServeError(Status.INVALID, f"{key} must be a list, not {excerpt(values)}")
+    if len(values) > MAX_TENSORS:
+        raise ServeError(Status.INVALID, f"{len(values)} {key} are more than {MAX_TENSORS}")
+    return values
+
+
+def _boolean(value: object, what: str) -> bool:
+    if not isinstance(value, bool):
+        raise ServeError(Status.INVALID, f"{what} must be true or false, not {excerpt(value)}")
+    return value
+
+
+def _parameters(message: dict[str, Any]) -> dict[str, bool | int | float | str]:
+    parameters = _object(message.get("parameters", {}), "parameters")
+    if len(parameters) > MAX_PARAMETERS:
+        raise ServeError(Status.INVALID, f"{len(parameters)} parameters are more than {MAX_PARAMETERS}")
+    for name, value in parameters.items():
+        if not isinstance(value, bool | int | float | str):
+            raise ServeError(
+                Status.INVALID, f"parameter {excerpt(name)} must be a boolean, number or string, not {excerpt(value)}"
+            )
+    return parameters
+
+
+def _id(message: dict[str, Any], default: str) -> str:
+    given = message.get("id", default)
+    if not isinstance(given, str) or len(given) > MAX_ID_CHARACTERS:
+        raise ServeError(
+            Status.INVALID, f"id must be a string of at most {MAX_ID_CHARACTERS} characters, not {excerpt(given)}"
+        )
+    return given or default
+
+
+def _deadline(timeout: object) -> float | None:
+    """The time at which ``timeout`` microseconds from now are over; 0 means none."""
+    if type(timeout) is not int or not 0 <= timeout <= MAX_TIMEOUT_MICROSECONDS:
+        raise ServeError(
+            Status.INVALID,
+            f"parameter timeout must be microseconds from 0 to {MAX_TIMEOUT_MICROSECONDS}, not {excerpt(timeout)}",
+        )
+    return time.monotonic() + timeout / 1e6 if timeout else None
+
+
+def _inputs(message: dict[str, Any], binary: _BinaryData) -> dict[str, InferTensor]:
+    if "inputs" not in message:
+        raise ServeError(Status.INVALID, "the request has no inputs")
+    inputs: dict[str, InferTensor] = {}
+    for number, value in enumerate(_list(message, "inputs")):
+        entry = value if type(value) is dict else _object(value, f"inputs[{number}]")
+        head = parse_head(entry.get("name"), entry.get("datatype"), entry.get("shape"))
+        if head.name in inputs:
+            raise head.invalid("given twice")
+        inputs[head.name] = _tensor(head, entry, binary)
+    return inputs
+
+
+def _tensor(head: TensorHead, entry: dict[str, Any], binary: _BinaryData) -> InferTensor:
+    parameters = _tensor_parameters(entry, "input", head.name)
+    if ("data" in entry) == ("binary_data_size" in parameters):
+        raise head.invalid("needs either data or the parameter binary_data_size")
+    if "data" in entry:
+        return parse_json_data(head, entry["data"])
+    return binary.take(head, parameters["binary_data_size"])
+
+
+def _wanted(message: dict[str, Any], default: bool) -> dict[str, bool]:
+    wanted: dict[str, bool] = {}
+    for number, value in enumerate(_list(message, "outputs") if "outputs" in message else ()):
+        entry = _object(value, f"outputs[{number}]")
+        name = entry.get("name")
+        if not isinstance(name, str) or name in wanted:
+            raise ServeError(Status.INVALID, f"outputs[{number}] must have a name of its own, not {excerpt(name)}")
+        parameters = _tensor_parameters(entry, "output", name)
+        wanted[name] = _boolean(parameters.get("binary_data", default), f"binary_data of output {excerpt(name)}")
+    return wanted
+
+
+def _tensor_parameters(entry: dict[str, Any], kind: str, name: str) -> dict[str, Any]:
+    """The parameters of an input or an output."""
+    parameters = entry.get("parameters", _EMPTY)
+    # The text is made only where it is needed: there may be thousands of inputs.
+    parameters = (
+        parameters if type(parameters) is dict else _object(parameters, f"parameters of {kind} {excerpt(name)}")
+    )
+    require_supported(kind, name, parameters)
+    return parameters
+
+
+def write_infer(response: InferResponse, wanted: WantedOutputs) -> InferBody:
+    """The body of a response.
+
+    Raises:
+        ServeError: INVALID, if an output is wanted as JSON that JSON cannot carry.
+    """
+    outputs: list[dict[str, Any]] = []
+    parts: list[bytes | memoryview] = [b""]
+    for name, tensor in response.outputs.items():
+        output: dict[str, Any] = {"name": name, "datatype": tensor.datatype, "shape": tensor.data.shape}
+        if wanted.is_binary(name):
+            parts.append(binary_data(tensor))
+            output["parameters"] = {"binary_data_size": len(parts[-1])}
+        else:
+            output["data"] = json_data(name, tensor)
+        outputs.append(output)
+    parts[0] = orjson.dumps(_answer(response, outputs), option=orjson.OPT_SERIALIZE_NUMPY)
+    return InferBody(b"".join(parts), len(parts[0]) if len(parts) > 1 else None)
+
+
+def _answer(response: InferResponse, outputs: list[dict[str, Any]]) -> dict[str, Any]:
+    identity: dict[str, Any] = {"id": response.id} if response.id else {}
+    parameters: Parameters = response.parameters
+    if parameters:
+        identity["parameters"] = dict(parameters)
+    return {"model_name": response.model, "model_version": response.version, **identity, "outputs": outputs}

@@ -1,0 +1,241 @@
+"""One HTTP/1.1 connection within limits.
+
+uvicorn's protocol over httptools bounds neither the size of a header, nor the time a request may take to arrive or a
+response to leave, nor how many requests may be queued on a connection. This adds the four, and answers in the Open
+Inference Protocol's error form what cannot be passed to an application.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any, Final
+
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from ...errors import TierstoreError
+from .limits import HttpLimits
+from .replies import raw_error
+
+__all__ = ["LINGER_SECONDS", "MAX_PIPELINED", "BoundedProtocol", "RefusedError"]
+
+MAX_PIPELINED: Final = 16
+"""Requests that may wait on a connection while one is answered."""
+LINGER_SECONDS: Final = 2.0
+"""For which a client that was refused is still read from: closing at once would take the answer back."""
+
+_LOGGER: Final = logging.getLogger(__name__)
+# The protocol below it warns of each malformed request: whoever can send those could fill the log.
+_LOGGER.setLevel(logging.ERROR)
+
+
+class RefusedError(TierstoreError):
+    """What a connection sent that did not become a request, or not in time; ``http_status`` is what it was told."""
+
+    def __init__(self, http_status: int, message: str) -> None:
+        super().__init__(message)
+        self.http_status = http_status
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """At any time at most one timer runs beside that of a response that is not accepted.
+
+    A connection waits for a request (``idle_seconds``), receives one (``receive_seconds``), answers (the application
+    bounds that), or closes (``LINGER_SECONDS``, or ``send_seconds`` where a response may still be under way).
+
+    Args:
+        on_refused: told of each request that is answered here.
+        on_lost: called when the connection is closed.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        *,
+        limits: HttpLimits,
+        on_refused: Callable[[Exception], None],
+        on_lost: Callable[[], None],
+    ) -> None:
+        super().__init__(config, server_state, {}, asyncio.get_running_loop())
+        self.logger = _LOGGER
+        self._limits = limits
+        self._on_refused = on_refused
+        self._on_lost = on_lost
+        self._timer: asyncio.TimerHandle | None = None
+        self._send_timer: asyncio.TimerHandle | None = None
+        self._refusal: RefusedError | None = None
+        self._is_closing = False
+        self._under_way: list[RequestResponseCycle] = []
+        self._num_messages = 0
+        self._is_receiving = False
+        self._has_headers = False
+        self._header_bytes = 0
+        self._body_bytes = 0
+        self._framing_bytes = 0
+
+    # Connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self._limits.connections:
+            refusal = RefusedError(503, f"{self._limits.connections} connections are open; try again later")
+            # To tell one takes a connection for a while, too.
+            if len(self.connections) > 2 * self._limits.connections:
+                self._on_refused(refusal)
+                self._is_closing = True
+                transport.abort()
+            else:
+                self._refuse(refusal)
+        else:
+            self._wait(self._limits.idle_seconds, self.close)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._timer, self._send_timer):
+            if timer is not None:
+                timer.cancel()
+        self._give_up()
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        self._on_lost()
+
+    def close(self) -> None:
+        """Close once what was written has left, or the client had its time to accept it."""
+        self._is_closing = True
+        self.transport.close()
+        self._wait(self._limits.send_seconds, self.transport.abort)
+
+    def _wait(self, seconds: float, then: Callable[[], object] | None = None) -> None:
+        """Replace the timer; without ``then`` there is none."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if then is None else self.loop.call_later(seconds, then)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._send_timer = self.loop.call_later(self._limits.send_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
+
+    # What arrives
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_closing:
+            return
+        number, body_bytes = self._num_messages, self._body_bytes
+        super().data_received(data)
+        if self._is_receiving and self._num_messages == number and not self._is_closing:
+            # The parser keeps an unfinished header, however long. Of what chunks add, honest clients need less than
+            # the data itself.
+            self._framing_bytes += len(data) - (self._body_bytes - body_bytes)
+            if self._framing_bytes > self._limits.header_bytes + self._body_bytes:
+                self._refuse(self._headers_too_long())
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._num_messages += 1
+        self._is_receiving = True
+        self._has_headers = False
+        self._header_bytes = self._body_bytes = self._framing_bytes = 0
+        self._wait(self._limits.receive_seconds, self._receive_expired)
+
+    def on_url(self, url: bytes) -> None:
+        self._count_header(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count_header(len(name) + len(value) + len(b": \r\n"))
+        # Those after a body stay out of sight: the application has the headers already.
+        if not self._has_headers:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            self._stop_parsing(RefusedError(400, "only HTTP/1.1 is spoken here; leave out Upgrade"))
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._stop_parsing(RefusedError(503, f"more than {MAX_PIPELINED} requests wait on this connection"))
+        super().on_headers_complete()
+        self._has_headers = True
+        self._under_way.append(self.cycle)
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._is_receiving = False
+        self._wait_for_request_or_answer()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._under_way = [cycle for cycle in self._under_way if not cycle.response_complete]
+        if self.transport.is_closing():
+            if not self._is_closing:
+                self.close()
+        elif not self._is_receiving:
+            self._wait_for_request_or_answer()
+
+    def _wait_for_request_or_answer(self) -> None:
+        if self._under_way:
+            self._wait(0)
+        else:
+            self._wait(self._limits.idle_seconds, self.close)
+
+    def _count_header(self, size: int) -> None:
+        self._header_bytes += size
+        if self._header_bytes > self._limits.header_bytes:
+            self._stop_parsing(self._headers_too_long())
+
+    def _headers_too_long(self) -> RefusedError:
+        return RefusedError(431, f"the request's headers are longer than {self._limits.header_bytes} bytes")
+
+    # What is answered here
+
+    def _receive_expired(self) -> None:
+        current = self.cycle if self._has_headers else None
+        if self.flow.read_paused or any(cycle is not current for cycle in self._under_way):
+            # Whoever waits for an earlier answer, or is not being read from, is not to blame.
+            self._wait(self._limits.receive_seconds, self._receive_expired)
+        elif current is not None and current.response_started:
+            self.close()
+        else:
+            self._refuse(RefusedError(408, f"the request took longer than {self._limits.receive_seconds:g} seconds"))
+
+    def _stop_parsing(self, refusal: RefusedError) -> None:
+        """Raise out of the parser's callback; ``send_400_response`` follows."""
+        self._refusal = refusal
+        raise refusal
+
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002
+        """What is called when the parser failed."""
+        self._refuse(self._refusal or RefusedError(400, "what was sent is not an HTTP/1.1 request"))
+
+    def _refuse(self, refusal: RefusedError) -> None:
+        """Answer, unless amid an earlier answer, and close."""
+        self._on_refused(refusal)
+        self._is_closing = True
+        is_amid_response = any(cycle.response_started for cycle in self._under_way)
+        self._give_up()
+        transport: Any = self.transport
+        if not is_amid_response:
+            transport.write(raw_error(refusal.http_status, str(refusal)))
+        self.flow.resume_reading()
+        if transport.can_write_eof():
+            transport.write_eof()
+            self._wait(LINGER_SECONDS, transport.abort)
+        else:
+            self.close()
+
+    def _give_up(self) -> None:
+        """Let requests under way see the client as gone, and drop those that wait."""
+        self.pipeline.clear()
+        for cycle in self._under_way:
+            cycle.disconnected = True
+            cycle.waiting_for_100_continue = False
+            cycle.message_event.set()

@@ -1,0 +1,174 @@
+"""HTTP/1.1 for an ASGI application, within limits, in an event loop that runs already.
+
+uvicorn's connections without uvicorn's server: that one takes the process's signals, exits it when a port is taken, and
+waits for a client without end.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from starlette.types import ASGIApp
+from uvicorn.config import Config
+from uvicorn.server import ServerState
+
+from .limits import HttpLimits
+from .protocol import BoundedProtocol
+
+__all__ = ["HttpServer", "TlsFiles", "listen"]
+
+_BACKLOG: Final = 1024
+_CLEANUP_SECONDS: Final = 1.0
+"""For which requests that were cut off may still clean up before they are cancelled."""
+
+
+class TlsFiles(NamedTuple):
+    """PEM files: the certificate with its chain, and its key."""
+
+    certificate: Path
+    key: Path
+
+
+def listen(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
+    """A socket that listens on a host's first address.
+
+    Args:
+        port: 0 for one that is free.
+        reuse_port: let other processes' sockets listen on the same port; the system divides the connections.
+
+    Raises:
+        OSError: the address is taken, or not this machine's.
+    """
+    listener = None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        raise OSError(error.errno, f"cannot listen on {host} port {port}: {error.strerror}") from None
+    listener.setblocking(False)
+    return listener
+
+
+class HttpServer:
+    """Serves an application from ``start`` to ``stop``; an application's lifespan is not run.
+
+    Args:
+        on_refused: told of each request that is answered before the application sees it.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        limits: HttpLimits | None = None,
+        tls: TlsFiles | None = None,
+        on_refused: Callable[[Exception], None] | None = None,
+    ) -> None:
+        self._limits = limits or HttpLimits()
+        self._tls = tls
+        self._on_refused = on_refused or _ignore
+        self._config = Config(
+            app,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            proxy_headers=False,
+            ws="none",
+            # Its timer is restarted by any byte; the protocol has a stricter one.
+            timeout_keep_alive=2**31,
+        )
+        self._state = ServerState()
+        self._server: asyncio.Server | None = None
+        self._lost = asyncio.Event()
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._state.connections)
+
+    async def start(self, *, host: str = "127.0.0.1", port: int = 0, listener: socket.socket | None = None) -> int:
+        """Accept connections.
+
+        Args:
+            listener: a socket that is bound already, instead of host and port; closed by ``stop``.
+
+        Returns:
+            The port.
+
+        Raises:
+            OSError: the address is taken or not this machine's, or a TLS file cannot be read.
+        """
+        context = None if self._tls is None else _server_context(self._tls)
+        if not self._config.loaded:
+            self._config.load()
+        listener = listener or listen(host, port)
+        self._server = await asyncio.get_running_loop().create_server(
+            self._protocol,
+            sock=listener,
+            backlog=_BACKLOG,
+            ssl=context,
+            ssl_handshake_timeout=None if context is None else self._limits.receive_seconds,
+        )
+        bound: int = listener.getsockname()[1]
+        return bound
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Stop accepting, close connections that wait, let requests under way finish, and cut off those that do not."""
+        if self._server is None:
+            return
+        self._server.close()
+        for connection in tuple(self._state.connections):
+            connection.shutdown()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_seconds):
+                await self._all_lost()
+        for connection in tuple(self._state.connections):
+            connection.transport.abort()
+        await self._end_tasks()
+        self._server = None
+
+    def _protocol(self) -> BoundedProtocol:
+        return BoundedProtocol(
+            self._config, self._state, limits=self._limits, on_refused=self._on_refused, on_lost=self._lost.set
+        )
+
+    async def _all_lost(self) -> None:
+        while self._state.connections:
+            self._lost.clear()
+            await self._lost.wait()
+
+    async def _end_tasks(self) -> None:
+        if not self._state.tasks:
+            return
+        _, left = await asyncio.wait(tuple(self._state.tasks), timeout=_CLEANUP_SECONDS)
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=_CLEANUP_SECONDS)
+
+
+def _ignore(_: Exception) -> None:
+    pass
+
+
+def _server_context(files: TlsFiles) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    context.load_cert_chain(os.fspath(files.certificate), os.fspath(files.key))
+    return context
