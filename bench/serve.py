@@ -6,12 +6,11 @@ a commit to its answers), "restart" (killed under load). The figures of parts th
 """
 
 import sys
-import time
-from typing import Any, Final
+from typing import Final
 
 from .common import Report, Run, program
+from .parts import Part, run_parts
 from .serving import fresh, latency, peers, restart, soak
-from .serving.part import Part
 
 __all__ = ["PARTS", "run"]
 
@@ -25,21 +24,8 @@ PARTS: Final[dict[str, Part]] = {
 
 
 def run(request: Run) -> Report:
-    figures: dict[str, Any] = dict(request.earlier)
-    for name in request.parts or tuple(PARTS):
-        print(f"--- {name}", flush=True)
-        start = time.perf_counter()
-        found = PARTS[name].measure(request, figures)
-        figures[name] = found | {"measured_seconds": round(time.perf_counter() - start, 1)}
-    figures = {name: figures[name] for name in PARTS if name in figures}
-    told = [PARTS[name].tell(found) for name, found in figures.items()]
-    return Report(
-        question="Does the server answer within its bounds over tables ten times its memory, and keep doing so?",
-        tables=[table for each in told for table in each.tables],
-        figures=figures,
-        goals=[goal for each in told for goal in each.goals],
-        notes=[note for each in told for note in each.notes],
-    )
+    question = "Does the server answer within its bounds over tables ten times its memory, and keep doing so?"
+    return run_parts(request, question, PARTS)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ from typing import Any, Final
 import numpy as np
 
 from ..common import Goal, Run, Table
+from ..parts import Part, Told
 from .clients import BlockingRest
-from .part import Part, Told
 from .rig import Rig, canary_request, version_of
 from .server import HOST
 from .trainer import Commit, TrainerProcess

@@ -10,9 +10,9 @@ import numpy as np
 
 from .. import oscache
 from ..common import Goal, Run, Table
+from ..parts import Part, Told
 from .clients import BlockingGrpc, BlockingRest, RestClient
 from .load import Quantiles, closed_loop, open_loop
-from .part import Part, Told
 from .rig import HitRate, Rig
 from .search import highest_load
 from .server import HOST, ServerProcess

@@ -11,11 +11,11 @@ import torch
 import tierstore
 
 from ..common import Goal, Run, Spread, Table
+from ..parts import Part, Told
 from ..peers import loopback, redis_rows
 from . import queries
 from .clients import Answer, Client, GrpcClient, RestClient
 from .load import Load, Quantiles, Stream, closed_loop, open_loop, poisson
-from .part import Part, Told
 from .server import HOST, ServerProcess
 from .shape import ROWS_TABLE, rows_store
 

@@ -7,8 +7,8 @@ from typing import Any, Final
 import numpy as np
 
 from ..common import Run, Table
+from ..parts import Part, Told
 from .load import Quantiles, open_loop
-from .part import Part, Told
 from .rig import HitRate, Rig, rate_of
 from .server import ServerProcess
 

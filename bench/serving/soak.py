@@ -7,9 +7,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from ..common import Goal, Run, Table
+from ..parts import Part, Told
 from .clients import Answer, RestClient
 from .load import Load, Quantiles, Stream, open_loop, poisson
-from .part import Part, Told, ms
 from .rig import Rig, canary_request, rate_of, version_of
 from .server import HOST, Memory, ServerProcess
 from .shape import CANARY_ROWS
@@ -201,7 +201,7 @@ def _tell(figures: dict[str, Any]) -> Told:
     latencies = Table(
         title=f"a soak at {figures['rate']:.0f} queries/s, a commit every few seconds",
         columns=["requests", "p50 ms", "p95 ms", "p99 ms", "highest ms"],
-        rows=[[name, *(ms(figures[key], each) for each in ("p50", "p95", "p99", "highest"))]
+        rows=[[name, *(f"{figures[key][each]:.1f}" for each in ("p50", "p95", "p99", "highest"))]
               for name, key in parts.items()],
     )  # fmt: skip
     counts = Table(
