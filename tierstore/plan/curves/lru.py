@@ -4,9 +4,9 @@ Systems Journal 9, 1970).
 An access hits a cache of c rows if fewer than c other rows were accessed since the row's last access. So one histogram
 of these distances holds the curve. Times at which a row was last accessed are bits of a map, and a distance is how many
 are set behind a row's own (B. Bennett, V. Kruskal: LRU stack processing, IBM Journal of Research and Development 19,
-1975). Counters of 16 words of the map, of 16 such groups and so on are added from the bit on upwards and only towards the
-present, so near distances, which most are, cost a word or two. When the map is full the bits set move together at its
-start: it is a few bits for each distinct row, whatever the number of accesses, and stays in the processor's caches.
+1975). Counters of 16 words of the map, of 16 such groups and so on are added from the bit on upwards, and only towards
+the present; so near distances, which most are, cost a word or two. When the map is full the bits set move together at
+its start: it is a few bits for each distinct row, whatever the number of accesses, and stays in the processor's caches.
 """
 
 from typing import Any, Final, NamedTuple
@@ -14,21 +14,18 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._jit import prefetch_item
 from ..._jit import uncounted_inline as inline
 from ..._jit import uncounted_kernel as kernel
-from ...init import mix64
+from .entries import empty_entries, grown_entries, is_half_full, place_of, prefetch_place
 
 __all__ = ["StackDistances"]
 
 Int64s = NDArray[np.int64]
 
-AHEAD: Final = 12
-"""Accesses whose entries are on their way from memory."""
 FANOUT_BITS: Final = 4
 """A counter is the sum of so many, as a power of two, of the level below."""
 WORD_BITS: Final = 6
-_FEWEST_ENTRIES: Final = 1 << 6
+_FEWEST_ROWS: Final = 1 << 5
 _FEWEST_TIMES: Final = 1 << 10
 _TIMES_PER_ROW: Final = 4
 _TIME: Final = 0
@@ -56,7 +53,8 @@ def _packed_times(num_rows: int) -> _Times:
     words[: num_rows >> WORD_BITS] = np.uint64(2**64 - 1)
     if num_rows % 64:
         words[num_rows >> WORD_BITS] = np.uint64((1 << num_rows % 64) - 1)
-    levels, shift = [], WORD_BITS + FANOUT_BITS
+    levels: list[NDArray[np.int32]] = []
+    shift = WORD_BITS + FANOUT_BITS
     while not levels or len(levels[-1]) > 1 << FANOUT_BITS:
         group = 1 << shift
         levels.append(np.clip(num_rows - np.arange(-(-num_times // group)) * group, 0, group).astype(np.int32))
@@ -73,10 +71,10 @@ class StackDistances:
     """
 
     def __init__(self) -> None:
-        self._entries: Int64s = np.full(2 * _FEWEST_ENTRIES, -1, np.int64)
+        self._entries: Int64s = empty_entries(_FEWEST_ROWS)
         self._times = _packed_times(0)
         self._tally: Int64s = np.zeros(2, np.int64)
-        self.histogram: Int64s = np.zeros(_FEWEST_ENTRIES, np.int64)
+        self.histogram: Int64s = np.zeros(_FEWEST_ROWS, np.int64)
 
     @property
     def num_rows(self) -> int:
@@ -98,11 +96,9 @@ class StackDistances:
         return taken
 
     def _make_room(self) -> None:
-        if 4 * self.num_rows >= len(self._entries):
-            entries = np.full(4 * len(self._entries), -1, np.int64)
-            _move_entries(self._entries, entries)
-            self._entries = entries
-            self.histogram = np.concatenate([self.histogram, np.zeros(3 * len(self.histogram), np.int64)])
+        if 4 * self.num_rows == len(self._entries):
+            self._entries = grown_entries(self._entries)
+            self.histogram = np.concatenate([self.histogram, np.zeros_like(self.histogram)])
         if self._tally[_TIME] == len(self._times.words) << WORD_BITS:
             _move_times(self._entries, self._times.words, np.empty(len(self._times.words), np.int64))
             self._times = _packed_times(self.num_rows)
@@ -116,21 +112,6 @@ def _popcount(word: Any) -> Any:
     word = (word & np.uint64(0x3333333333333333)) + ((word >> np.uint64(2)) & np.uint64(0x3333333333333333))
     word = (word + (word >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
     return np.int64((word * np.uint64(0x0101010101010101)) >> np.uint64(56))
-
-
-@inline
-def _home(entries: Any, key: Any) -> Any:
-    """Where the search for a key begins."""
-    return np.int64(mix64(np.uint64(key)) & np.uint64(entries.shape[0] // 2 - 1)) << 1
-
-
-@inline
-def _place(entries: Any, key: Any) -> Any:
-    """Where the key is, or may be put. An entry is the key and, beside it, its last time, -1 where there is none."""
-    place = _home(entries, key)
-    while entries[place + 1] >= 0 and entries[place] != key:
-        place = (place + 2) & (entries.shape[0] - 1)
-    return place
 
 
 @inline
@@ -175,17 +156,14 @@ def _set_bit(words: Any, counts: Any, firsts: Any, time: Any) -> None:
 
 
 @kernel
-def _access_keys(
-    keys: Any, entries: Any, words: Any, counts: Any, firsts: Any, tally: Any, histogram: Any
-) -> Any:
+def _access_keys(keys: Any, entries: Any, words: Any, counts: Any, firsts: Any, tally: Any, histogram: Any) -> Any:
     """Count the distances of ``keys``; returns of how many, fewer than all where entries or times are full."""
     time, rows = tally[_TIME], tally[_ROWS]
-    num_times, most_rows = words.shape[0] << WORD_BITS, entries.shape[0] // 4
+    num_times = words.shape[0] << WORD_BITS
     position = 0
-    while position < keys.shape[0] and time < num_times and rows < most_rows:
-        if position + AHEAD < keys.shape[0]:
-            prefetch_item(entries, _home(entries, keys[position + AHEAD]))
-        place = _place(entries, keys[position])
+    while position < keys.shape[0] and time < num_times and not is_half_full(entries, rows):
+        prefetch_place(entries, keys, position)
+        place = place_of(entries, keys[position])
         last = entries[place + 1]
         if last >= 0:
             histogram[_set_after(words, counts, firsts, last, time)] += 1
@@ -199,14 +177,6 @@ def _access_keys(
         position += 1
     tally[_TIME], tally[_ROWS] = time, rows
     return position
-
-
-@kernel
-def _move_entries(old: Any, new: Any) -> None:
-    for place in range(0, old.shape[0], 2):
-        if old[place + 1] >= 0:
-            target = _place(new, old[place])
-            new[target], new[target + 1] = old[place], old[place + 1]
 
 
 @kernel
