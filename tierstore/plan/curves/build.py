@@ -127,14 +127,16 @@ def curves_of(
     progress: Progress | None = None,
 ) -> list[MissRatioCurve]:
     """One for each window of ``accesses`` between ``bounds``, by a sample of them; see ``curve``."""
+    lengths, sampled = np.diff(bounds), np.diff(sample.bounds)
+    if not sampled.all():
+        raise ValueError(
+            f"a window has no access in the sample of rate {sample.rate:.3g}; take fewer, or a higher rate"
+        )
     replay = replay_of(policy, sample.keys, sample.bounds, progress)
     rate = accesses.sampling_rate * sample.rate
     asked = default_sizes(policy, replay.num_rows, rate) if sizes is None else _checked(sizes)
-    lengths, sampled = np.diff(bounds), np.diff(sample.bounds)
-    shares = (
-        replay.misses(asked.astype(np.float64) * rate)
-        / np.maximum(lengths * sample.rate if correct else sampled, 1)[:, None]
-    )
+    expected = lengths * sample.rate if correct else sampled
+    shares = replay.misses(asked.astype(np.float64) * rate) / expected[:, None]
     return [
         MissRatioCurve(
             policy=policy,
