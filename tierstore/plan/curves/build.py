@@ -129,9 +129,7 @@ def curves_of(
     """One for each window of ``accesses`` between ``bounds``, by a sample of them; see ``curve``."""
     lengths, sampled = np.diff(bounds), np.diff(sample.bounds)
     if not sampled.all():
-        raise ValueError(
-            f"a window has no access in a sample of rate {sample.rate:.3g}; take fewer, or a higher rate"
-        )
+        raise ValueError(f"a window has no access in a sample of rate {sample.rate:.3g}; take fewer, or a higher rate")
     replay = replay_of(policy, sample.keys, sample.bounds, progress)
     rate = accesses.sampling_rate * sample.rate
     asked = default_sizes(policy, replay.num_rows, rate) if sizes is None else _checked(sizes)
