@@ -11,7 +11,7 @@ from tierstore.plan import MissRatioCurve, once_a_batch
 from tierstore.plan.curves import by_table, curve, windows
 from tierstore.plan.curves.command import add_curve_arguments, run_curve
 from tierstore.plan.traces import read_accesses
-from tierstore.trace import TableTrace, Trace, write_trace
+from tierstore.trace import TableTrace, Trace, read_trace, write_trace
 
 SAMPLES = 500
 
@@ -86,6 +86,18 @@ def test_tables_and_windows(path: Path, tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_sample_says_so(path: Path, tmp_path: Path) -> None:
     assert run(path, "--sampling-rate", 0.25, "--json", tmp_path / "out") == 0
     assert same(read_curves(tmp_path / "out")["lru"]["all"], curve(read_accesses(path), "lru", sampling_rate=0.25))
+
+
+def test_a_recorded_sample_is_better_read_once_a_batch(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = read_trace(path)
+    half = Trace(tables=trace.tables, batch_samples=20, sampling_rate=0.5)
+    write_trace(half, path, force=True)
+    assert run(path) == 0
+    said = capsys.readouterr().out
+    assert "a sample of 0.5 of the rows" in said
+    assert "use --once-a-batch" in said
+    assert run(path, "--once-a-batch") == 0
+    assert "use --once-a-batch" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
