@@ -12,17 +12,13 @@ import torch
 
 import tierstore
 from tierstore.models import DLRM
+from tierstore.plan.published import KAGGLE_ROWS
 
 from .data import criteo_keys
 from .workload import ids_of
 
-__all__ = ["CHUNK", "KAGGLE_ROWS", "StepWorkload", "criteo", "fill", "kaggle", "step_of", "timed", "zipf"]
+__all__ = ["CHUNK", "StepWorkload", "criteo", "fill", "kaggle", "step_of", "timed", "zipf"]
 
-# Rows of the 26 tables of the Criteo-Kaggle set, as published with its DLRM baseline.
-KAGGLE_ROWS: Final = (
-    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10, 5652,
-    2173, 4, 7046547, 18, 15, 286181, 105, 142572,
-)  # fmt: skip
 CHUNK: Final = 200_000
 
 

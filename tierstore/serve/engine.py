@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from ..errors import StoreNotFoundError, TierstoreError
 from ..excerpt import excerpt
 from ..manifest import MANIFEST_NAME
+from ..names import nearest
 from ..newer import Newer
 from ..opening import open_store
 from ..stats import Stats, TierStats
@@ -29,7 +30,6 @@ from .logs import log_refused, log_request
 from .messages import InferRequest, InferResponse, ModelMetadata, ServeError, Status
 from .models import BagCaches, Models, make_models, rehearse, renew_models
 from .monitoring.metrics import Metrics
-from .names import nearest
 from .source import PooledStats, TableInfo
 
 __all__ = ["StoreEngine"]
@@ -120,6 +120,8 @@ class StoreEngine:
             models = make_models(store, self._bags, out_of_range=config.out_of_range, count=self._metrics.out_of_range)
             self._warm_up(store)
             rehearse(models.by_name.values())
+            if config.record:
+                store.record(config.record, rate=config.record_rate)
         except BaseException:
             store.close()
             raise
@@ -175,8 +177,15 @@ class StoreEngine:
         try:
             self._before = store.stats()
             self._save_hot_rows(store)
+            self._stop_recording(store)
         finally:
             store.close()
+
+    def _stop_recording(self, store: Store) -> None:
+        recorder = store.recorder
+        if recorder is not None:
+            recorder.stop()
+            _LOG.info("recorded %s", recorder.describe())
 
     def _save_hot_rows(self, store: Store) -> None:
         if self._config.warm_up == "auto":

@@ -1,0 +1,90 @@
+"""Spatial sampling: whether a row is in a sample is a matter of its key alone, so it is there with all its accesses.
+
+A row is in the sample of rate r if the SplitMix64 output of its key, as a number of 64 bits, is below r * 2^64. So a
+sample of a lower rate is part of one of a higher rate, and samples of other machines and times agree. After
+C. Waldspurger, N. Park, A. Garthwaite, I. Ahmad: Efficient MRC Construction with SHARDS, FAST 2015.
+"""
+
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .._jit import kernel
+from ..init import mix64
+
+__all__ = ["ALL", "is_sampled", "last_hash", "select"]
+
+ALL: Final = np.uint64(2**64 - 1)
+"""``last_hash`` of a sample of all rows."""
+_BLOCK: Final = 16
+"""Rows that ``select`` looks at together, by vector instructions: at low rates none of them is in the sample."""
+
+
+def last_hash(rate: float) -> np.uint64:
+    """The largest hash that is in the sample.
+
+    Raises:
+        ValueError: the rate is not in (0, 1], or so low that no row would be in it.
+    """
+    size = int(rate * 2.0**64) if 0 < rate <= 1 else 0
+    if not size:
+        raise ValueError(f"sampling rate {rate!r}: expected a number above 0, and at most 1")
+    return np.uint64(size - 1)
+
+
+def is_sampled(keys: NDArray[np.int64], rate: float) -> NDArray[np.bool_]:
+    """Which rows are in the sample, bool [n]; errors as ``last_hash``.
+
+    Args:
+        keys: int64 [n], ``table index << 40 | row``.
+    """
+    chosen = np.empty(len(keys), np.bool_)
+    _mark(keys, last_hash(rate), chosen)
+    return chosen
+
+
+@kernel
+def _mark(keys: Any, last: Any, chosen: Any) -> None:
+    for position in range(keys.shape[0]):
+        chosen[position] = mix64(np.uint64(keys[position])) <= last
+
+
+@kernel
+def select(
+    ids: Any, starts: Any, firsts: Any, bag_starts: Any, batch: int, last: Any, keys: Any, positions: Any
+) -> int:
+    """The sampled rows of a lookup, features laid end to end; arguments in the order of ``Joined.plan``.
+
+    Args:
+        ids: int64 or int32 [N].
+        starts: int64 [features], where each feature's ids begin in ``ids``.
+        firsts: int64 [features], the key of row 0 of each feature's table.
+        bag_starts: int64 [features * batch + 1], where each bag begins in what is laid end to end.
+        last: of the sample, see ``last_hash``.
+        keys, positions: int64 [n], for all n ids: written to, the sampled rows' keys and their positions in what is
+            laid end to end, ascending.
+
+    Returns:
+        how many rows are sampled.
+    """
+    count = 0
+    for feature in range(starts.shape[0]):
+        position, end = bag_starts[feature * batch], bag_starts[(feature + 1) * batch]
+        first, shift = firsts[feature], starts[feature] - position
+        while position < end:
+            stop = min(position + _BLOCK, end)
+            if stop - position == _BLOCK:
+                hits = 0
+                for i in range(_BLOCK):
+                    hits += mix64(np.uint64(first + ids[position + shift + i])) <= last
+                if hits == 0:
+                    position = stop
+                    continue
+            for each in range(position, stop):
+                key = first + ids[each + shift]
+                if mix64(np.uint64(key)) <= last:
+                    keys[count], positions[count] = key, each
+                    count += 1
+            position = stop
+    return count
