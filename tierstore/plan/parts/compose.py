@@ -46,19 +46,20 @@ class _Some(NamedTuple):
     """Parts of one name.
 
     Attributes:
+        number: how many.
         figures: of one of them.
         channels: of memory: how many channels they are in.
         link: of an accelerator: its way to the host.
     """
 
     name: str
-    count: int
+    number: int
     channels: int
     link: str
     figures: dict[str, float]
 
     def total(self, figure: str) -> float:
-        return self.figures.get(figure, 0.0) * self.count
+        return self.figures.get(figure, 0.0) * self.number
 
 
 @contextmanager
@@ -101,11 +102,11 @@ def compose(host: Mapping[str, Any], costs_of: Callable[[str], SoftwareCosts]) -
         ddr=_memory(memory),
         network=_network(network),
         costs=costs,
-        storage=tuple(each for some in drives for each in [Storage(**some.figures)] * some.count),
-        accelerators=tuple(each for some in accelerators for each in [_accelerator(some)] * some.count),
+        storage=tuple(each for some in drives for each in [Storage(**some.figures)] * some.number),
+        accelerators=tuple(each for some in accelerators for each in [_accelerator(some)] * some.number),
         watts=_number(host.get("watts", 0.0), "watts"),
         usd=_number(host.get("usd", 0.0), "usd"),
-        source="parts: " + ", ".join(f"{some.count} x {some.name}" for some in listed),
+        source="parts: " + ", ".join(f"{some.number} x {some.name}" for some in listed),
     )
 
 

@@ -4,9 +4,9 @@ import dataclasses
 import json
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, get_args, get_origin, get_type_hints
+from typing import Any, Final, cast, get_args, get_origin, get_type_hints
 
 from ...excerpt import excerpt
 from ...exchange.output import partial_file
@@ -14,7 +14,7 @@ from ..host import Host, SoftwareCosts
 from .catalog import require_name
 from .compose import compose, naming
 
-__all__ = ["host_to_dict", "read_host", "require_host_path", "write_host"]
+__all__ = ["host_to_dict", "read_host", "require_host_path", "require_writable", "write_host"]
 
 _MAX_BYTES: Final = 1 << 20
 _MAX_REASON: Final = 200
@@ -40,7 +40,8 @@ def _host(document: Any, path: Path) -> Host:
     if not isinstance(document, Mapping):
         raise ValueError(f"expected a table, not {excerpt(document)}")
     if set(document) != {"host"}:
-        return _read(Host, document, "")
+        found: Host = _read(Host, document, "")
+        return found
     with naming("host"):
         if not isinstance(document["host"], Mapping):
             raise ValueError(f"expected a table, not {excerpt(document['host'])}")
@@ -80,6 +81,16 @@ def require_host_path(path: Path) -> None:
         raise ValueError("the name of a host's file ends in .json or .toml")
 
 
+def require_writable(path: Path, *, force: bool) -> None:
+    """Raise what ``write_host`` would, before there is anything to write."""
+    with naming(str(path)):
+        require_host_path(path)
+    if path.exists() and not force:
+        raise FileExistsError(f"{path} exists; choose another name, or overwrite it with --force")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path.parent} is not a directory; make it first")
+
+
 def _read(kind: Any, value: Any, key: str) -> Any:
     """A field of a host from what stands in a file; ``key`` is where."""
     if get_origin(kind) is tuple:
@@ -90,7 +101,7 @@ def _read(kind: Any, value: Any, key: str) -> Any:
         if isinstance(value, bool) or not isinstance(value, (str,) if kind is str else (int, float)):
             raise ValueError(f"{key}={excerpt(value)}: expected a {'text' if kind is str else 'number'}")
         return value
-    hints = get_type_hints(kind)
+    hints, made = get_type_hints(kind), cast(Callable[..., Any], kind)
     with naming(key):
         if not isinstance(value, Mapping):
             raise ValueError(f"expected a table, not {excerpt(value)}")
@@ -101,7 +112,7 @@ def _read(kind: Any, value: Any, key: str) -> Any:
             raise ValueError(f"key {missing!r} is missing")
     found = {name: _read(hints[name], each, f"{key}.{name}" if key else name) for name, each in value.items()}
     with naming(key):
-        return kind(**found)
+        return made(**found)
 
 
 def write_host(host: Host, path: str | os.PathLike[str], *, force: bool = False) -> None:
