@@ -1,5 +1,6 @@
 """Parts: every figure says where it is from, and follows from what it says."""
 
+import argparse
 import re
 import tomllib
 
@@ -7,6 +8,7 @@ import pytest
 
 from tierstore.plan.parts import Part, describe_parts, host_names, load_part, parts
 from tierstore.plan.parts.catalog import DATA, FIGURES, read_figure
+from tierstore.plan.parts.command import add_parts_arguments, run_parts
 from tierstore.plan.parts.hosts import example_hosts
 
 EVERY = parts()
@@ -119,3 +121,11 @@ def test_the_list_names_every_part_and_host() -> None:
             assert figure.source in long
             assert figure.assumption in long
     assert "All prices are assumptions" in short
+
+
+def test_the_command_prints_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_parts_arguments(parser)
+    for words, sources in (([], False), (["--sources"], True)):
+        assert run_parts(parser.parse_args(words)) == 0
+        assert capsys.readouterr().out == describe_parts(sources=sources) + "\n"

@@ -344,6 +344,4 @@ def _write_back(path: Path, dim: int, rows: int, miss_rows: int) -> Iterator[Loo
     blocks = statistics.mean(each.written for each in full[1:])
     beyond_ns = statistics.median(each.ns for each in full[1:]) - statistics.median(free[1:] or free)
     work = {"write_ns": blocks, "write_ns_per_byte": blocks * block_bytes}
-    yield Loop(
-        f"write-back beyond missed steps, blocks of {block_bytes:,} bytes", "write-back", max(beyond_ns, 1.0), work
-    )
+    yield Loop(f"write-back, {subject.name}", "write-back", max(beyond_ns, 1.0), work)

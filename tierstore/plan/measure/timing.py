@@ -9,6 +9,8 @@ __all__ = ["rate_of"]
 
 _REPETITIONS = 5
 _MOST_GROWTH = 16
+_ENOUGH = 1 / 16
+"""Of the time wanted: what tells how much work fills it."""
 
 
 def rate_of(
@@ -30,10 +32,12 @@ def rate_of(
     work(units)
     while True:
         taken = _seconds(work, units, clock)
-        if taken >= wanted / 2 or units >= most:
+        is_told = taken >= wanted * _ENOUGH
+        if units >= most and taken <= wanted:
             break
-        growth = min(wanted / taken, _MOST_GROWTH) if taken > 0 else _MOST_GROWTH
-        units = min(math.ceil(units * growth), most)
+        units = max(1, min(math.ceil(units * min(wanted / taken, _MOST_GROWTH)), most))
+        if is_told:
+            break
     return units / statistics.median(_seconds(work, units, clock) for _ in range(_REPETITIONS))
 
 
