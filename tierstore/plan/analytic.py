@@ -26,6 +26,10 @@ _TIMES: Final = 256
 _LONG: Final = 40.0
 """Accesses that a row has had, on average, when it is taken for certain that it had one: the odds are e^-40."""
 _SIZES: Final = 512
+_BATCHES: Final = 1_000_000
+"""Whose accesses a curve says it is of, so that curves of several tables have their weights."""
+_ALMOST_CERTAIN: Final = 1 - 1e-15
+_SMALL_RATE: Final = 1e-5
 
 
 class Popularity(NamedTuple):
@@ -102,41 +106,63 @@ def _in_batch(shares: Floats, lookups: float) -> Floats:
 def lru_curve(found: Popularity) -> MissRatioCurve:
     """Of least-recently-used, by Che's approximation.
 
-    A cache holds what was accessed in the last T batches; T follows from its size. A row that is accessed is in the
-    cache if one of the batches before had it. The window of T batches covers T - 1/2 of those on average, as it begins
-    in the middle of a batch: T^2 / 2 if T < 1.
+    A cache holds what was accessed in the last T batches, of which T follows from its size. A row that is accessed is
+    in it if it was within T before. Within a batch frequent rows come early: the time to a row's first use is
+    exponential, cut off at the batch's end. So the whole batches of T count but for the last, and that and the one
+    before it with the chance that the two first uses lie near enough; without this, caches of less than a batch would
+    seem to hit up to ten points more often than they do.
     """
-    rows, chances = found
-    used = chances > 0
-    rows, chances = rows[used], chances[used]
+    used = found.chances > 0
+    rows, chances = found.rows[used], np.minimum(found.chances[used], _ALMOST_CERTAIN)
     if not len(rows):
-        return _curve("lru", np.ones(1), np.zeros(1), 1)
-    never = np.log1p(-np.minimum(chances, 1 - 1e-15))
-    # From a window of less than one row to one by which every row was accessed.
-    times = np.geomspace(0.5 / found.unique, _LONG / float(np.abs(never).min()), _TIMES)
-    before = np.where(times < 1, times**2 / 2, times - 0.5)
-    sizes = np.array([rows @ -np.expm1(never * time) for time in times])
-    hits = np.array([(rows * chances) @ -np.expm1(never * time) for time in before]) / found.unique
-    return _curve("lru", sizes, 1 - hits, round(rows.sum()))
+        return _curve("lru", np.ones(1), np.zeros(1), found)
+    rates = -np.log1p(-chances)
+    weights = rows * chances / found.unique
+    sizes, hits = [0.0], [0.0]
+    # From a window of less than a row to one by which every row was accessed.
+    for time in np.geomspace(0.5 / found.unique, 1 + _LONG / float(rates.min()), _TIMES):
+        whole = np.floor(time)
+        part = time - whole
+        absent = np.exp(-rates * whole)
+        sizes.append(float(rows @ (1 - absent * (1 - part * chances))))
+        missed = 1 - chances * _behind(rates, 1 - part)
+        if whole:
+            missed *= np.exp(-rates * (whole - 1)) * (1 - chances * (1 - _behind(rates, part)))
+        hits.append(float(weights @ (1 - missed)))
+    return _curve("lru", np.array(sizes), 1 - np.array(hits), found)
+
+
+def _behind(rates: Floats, gap: float) -> Floats:
+    """The chance that the first use in a batch lies this part of a batch, or more, behind that in another one.
+
+    Args:
+        rates: uses a batch; times of first uses have the density ``rate * exp(-rate * t)``, scaled to [0, 1].
+    """
+    rates = np.maximum(rates, _SMALL_RATE)  # below, times are uniform, and differences would lose all digits
+    both = -np.exp(-rates * gap) * np.expm1(-2 * rates * (1 - gap)) / 2
+    beyond = -np.exp(-rates) * np.expm1(-rates * (1 - gap))
+    chance: Floats = (both - beyond) / np.expm1(-rates) ** 2
+    return chance
 
 
 def frequency_curve(found: Popularity, *, policy: str = "perfect-lfu") -> MissRatioCurve:
     """Of a cache of the rows that are accessed most: what counting every row's accesses for ever leads to."""
     order = np.argsort(-found.chances, kind="stable")
     rows, chances = found.rows[order], found.chances[order]
-    sizes = np.cumsum(rows)
-    hits = np.cumsum(rows * chances) / max(found.unique, 1e-300)
-    return _curve(policy, sizes, 1 - hits, round(found.num_rows))
+    sizes = np.append(0.0, np.cumsum(rows))
+    hits = np.append(0.0, np.cumsum(rows * chances)) / (found.unique or 1.0)
+    return _curve(policy, sizes, 1 - hits, found)
 
 
-def _curve(policy: str, sizes: Floats, miss_ratios: Floats, num_rows: int) -> MissRatioCurve:
-    """At whole sizes, log-spaced, by straight lines between those that are known; no access was simulated."""
+def _curve(policy: str, sizes: Floats, miss_ratios: Floats, found: Popularity) -> MissRatioCurve:
+    """At whole sizes, log-spaced, by straight lines between those that are known."""
+    num_rows = round(found.num_rows)
     wanted = np.unique(np.round(np.geomspace(1, max(num_rows, 1), _SIZES)).astype(np.int64))
-    found = np.interp(wanted, np.append(0.0, sizes), np.append(1.0, miss_ratios))
+    at_wanted = np.interp(wanted, sizes, miss_ratios)
     return MissRatioCurve(
         policy=policy,
         sizes=wanted,
-        miss_ratios=np.minimum.accumulate(np.clip(found, 0.0, 1.0)),
-        num_accesses=0,
+        miss_ratios=np.minimum.accumulate(np.clip(at_wanted, 0.0, 1.0)),
+        num_accesses=round(found.unique * _BATCHES),
         num_rows=num_rows,
     )

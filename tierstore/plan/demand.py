@@ -6,10 +6,11 @@ from typing import Final, Protocol
 import numpy as np
 
 from ..excerpt import excerpt
+from ..names import nearest
 from ..rows import KEY_ROW_BITS, RowLayout
 from .accesses import Accesses, numbered, once_a_batch
 from .analytic import Popularity, frequency_curve, lru_curve, popularity
-from .curves import MissRatioCurve
+from .curves import MissRatioCurve, curve
 from .workload import TableShape, Workload
 
 __all__ = ["ANALYTIC_POLICIES", "CurveMaker", "Demand", "PoolDemand"]
@@ -19,7 +20,7 @@ ANALYTIC_POLICIES: Final = ("lru", "lfu", "tinylfu", "perfect-lfu")
 
 
 class CurveMaker(Protocol):
-    """What makes curves of accesses: ``curves.curve``."""
+    """What makes curves of accesses, as ``curves.curve`` does."""
 
     def __call__(self, accesses: Accesses, policy: str, /, *, sampling_rate: float) -> MissRatioCurve: ...
 
@@ -104,7 +105,7 @@ class Demand:
         policy: str = "lru",
         *,
         sampling_rate: float = 1.0,
-        make_curve: CurveMaker,
+        make_curve: CurveMaker = curve,
     ) -> "Demand":
         """As a trace has it. Its batches are taken for those of the workload.
 
@@ -113,7 +114,7 @@ class Demand:
         Args:
             accesses: every access, not once a batch only; sampled or not.
             sampling_rate: of the rows, of which curves are made.
-            make_curve: ``curves.curve``.
+            make_curve: makes the curves.
 
         Raises:
             ValueError: it has no access, or a table that the workload has not, or a row beyond its table.
@@ -188,8 +189,8 @@ def _check(workload: Workload, accesses: Accesses) -> None:
     owners = accesses.keys >> KEY_ROW_BITS
     for index, name in enumerate(accesses.tables):
         if name not in rows:
-            known = ", ".join(list(rows)[:20])
-            raise ValueError(f"the trace has table {excerpt(name)}, the workload has not; it has {known}")
+            known = nearest(name, rows, all_are="its tables are")
+            raise ValueError(f"the trace has table {excerpt(name)}, the workload has not; {known}")
         own = accesses.keys[owners == index]
         highest = int(own.max() & ((1 << KEY_ROW_BITS) - 1)) if len(own) else 0
         if highest >= rows[name]:
