@@ -6,9 +6,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from ..names import nearest
 from . import waiting_threads
 from .config import ServeConfig
-from .names import nearest
 
 if TYPE_CHECKING:
     from .program import Ports

@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from ..errors import StoreNotFoundError, TierstoreError
 from ..excerpt import excerpt
 from ..manifest import MANIFEST_NAME
+from ..names import nearest
 from ..newer import Newer
 from ..opening import open_store
 from ..stats import Stats, TierStats
@@ -29,7 +30,6 @@ from .logs import log_refused, log_request
 from .messages import InferRequest, InferResponse, ModelMetadata, ServeError, Status
 from .metrics import Metrics
 from .models import BagCaches, Models, make_models, rehearse, renew_models
-from .names import nearest
 from .source import PooledStats, TableInfo
 
 __all__ = ["StoreEngine"]

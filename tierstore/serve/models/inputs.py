@@ -6,8 +6,8 @@ from typing import Any, Final
 import numpy as np
 
 from ...excerpt import excerpt
+from ...names import nearest
 from ..messages import InferTensor, ServeError, Status, TensorSpec
-from ..names import nearest
 
 __all__ = ["check_inputs", "invalid", "lengths_of", "require_finite", "values_of"]
 
