@@ -113,7 +113,14 @@ def alternatives_plot(result: PlanResult) -> Plot:
     )
     title = f"The best of {result.num_setups:,} setups, beside the next ones and the nearest of those that fail"
     table = Table(("setup", "samples", "USD", "bound by", "verdict"), (first, *rows))
-    return Plot("setups", title, "Prices are of all hosts; each setup has the fewest hosts that do.", {"data": data, "layout": layout}, table, is_open=True)
+    return Plot(
+        "setups",
+        title,
+        "Prices are of all hosts; each setup has the fewest hosts that do.",
+        {"data": data, "layout": layout},
+        table,
+        is_open=True,
+    )
 
 
 def _alternative_row(each: Alternative) -> tuple[str, ...]:

@@ -69,7 +69,7 @@ def _title_of_tables(curves: Sequence[ShownCurve]) -> str:
     most = max(curves, key=lambda each: each.curve.num_rows)
     tenth = most.curve.miss_ratio(most.curve.num_rows / 10)
     return (
-        f"{named(most.name)} has the most rows in use, {count(most.curve.num_rows)}; a tenth of them misses "
+        f"Most rows in use are of {named(most.name)}, {count(most.curve.num_rows)}; memory for a tenth of them misses "
         f"{share(tenth)} of its accesses"
     )
 

@@ -141,7 +141,9 @@ def _panel(plot: Plot) -> str:
         f'<div class="plot" data-plot="{name}" role="img" aria-label="{title}" style="height:{height}px"></div>'
         f'<p class="note">{html.escape(plot.note)}</p>'
     )
-    table = f"<details{' open' if plot.is_open else ''}><summary>Figures as a table</summary>{_table(plot.table)}</details>"
+    table = (
+        f"<details{' open' if plot.is_open else ''}><summary>Figures as a table</summary>{_table(plot.table)}</details>"
+    )
     if plot.folded:
         body = f'<details class="folded"><summary><h3>{title}</h3></summary>{drawing}{table}</details>'
     else:

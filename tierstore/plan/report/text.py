@@ -28,7 +28,7 @@ def describe(result: PlanResult, *, colours: bool = False) -> str:
     sections: list[tuple[str, list[str]]] = [
         ("Asked", [asked(result), *([f"target: {targets(result)}"] if targets(result) else [])]),
         ("Answer", [answer(result)]),
-        ("Warnings", [f"! {text}" for text in result.warnings]),
+        ("Warnings", [f"! {named_words(text)}" for text in result.warnings]),
         ("Tiers of a host, in one step" if _trains(result) else "Tiers of a host, in one query", _tiers(result)),
         ("Time, were all else infinitely fast", _loads(result)),
         ("What more would bring", _gains(result)),
@@ -36,7 +36,7 @@ def describe(result: PlanResult, *, colours: bool = False) -> str:
         ("Where tables could lie", _placements(result)),
         ("Price", _price(result)),
         ("Drives", _wear(result)),
-        ("Figures come from", [f"- {text}" for text in result.assumptions]),
+        ("Figures come from", [f"- {named_words(text)}" for text in result.assumptions]),
         ("Not modelled", [f"- {text}" for text in result.prediction.not_modelled]),
     ]
     lines: list[str] = []
