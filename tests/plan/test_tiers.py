@@ -65,7 +65,7 @@ def flat_pools(workload: Workload) -> Demand:
 
 
 def test_a_training_misses_and_writes_as_predicted(store_dir: Path) -> None:
-    """A store that is trained on drawn ids: the rows that are missing a batch within 4 %, blocks written within 25 %."""
+    """A store that is trained on drawn ids: rows that are missing a batch within 4 %, blocks written within 25 %."""
     workload = replace(WORKLOAD, tables=(replace(TABLES[0], exponent=0.9),), batch_samples=250)
     ddr, steps, warm = 2_500_000, 140, 60
     demand = Demand.analytic(workload)
