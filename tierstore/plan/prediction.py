@@ -29,6 +29,9 @@ class Setup:
         page_cache_bytes: of a host's memory, what the system has left for blocks of the stores' files.
         hosts: each holds an equal part of the rows; 1: no network.
         rows_per_read: useful rows a block read brings in; 1 unless a store is packed (``tierstore compact --trace``).
+        workers: of serving: processes of a host, each with its part of ``ddr_bytes`` and an executor of its own.
+        replicas: of serving: groups of ``hosts`` hosts, each with all rows, that share the queries.
+        batch_samples_max: of serving: most samples of a batch of several queries (``--max-batch-samples``).
     """
 
     workload: Workload
@@ -41,10 +44,18 @@ class Setup:
     prefetch_depth: int = 2
     threads: int = 1
     rows_per_read: float = 1.0
+    workers: int = 1
+    replicas: int = 1
+    batch_samples_max: int = 4096
+
+    @property
+    def num_hosts(self) -> int:
+        """Of all replicas."""
+        return self.hosts * self.replicas
 
 
 class TierLoad(NamedTuple):
-    """One tier of one host, in one step or query.
+    """One tier of one host, in one step or query; of all of its accelerators, workers or drives together.
 
     Attributes:
         rows: capacity, in rows.
@@ -75,7 +86,7 @@ class ResourceLoad(NamedTuple):
 
 
 class Latency(NamedTuple):
-    """Of queries at a rate, waiting included, in seconds."""
+    """Of queries at a rate, waiting included, in seconds; infinite where they come faster than they are answered."""
 
     queries_per_s: float
     p50_s: float

@@ -1,0 +1,123 @@
+"""Hosts and workloads with round figures, so that what a term comes to can be reckoned by hand."""
+
+from typing import Any
+
+import numpy as np
+
+from tierstore.plan import (
+    Accelerator,
+    Host,
+    Link,
+    Memory,
+    MissRatioCurve,
+    Processor,
+    Setup,
+    SoftwareCosts,
+    Storage,
+    TableShape,
+    Workload,
+)
+from tierstore.plan.demand import Demand, PoolDemand
+
+MIB, GIB = float(2**20), float(2**30)
+
+COSTS = SoftwareCosts(
+    batch_us=100.0,
+    admit_ns=40.0,
+    pool_ns=10.0,
+    pool_ns_per_byte=0.1,
+    update_ns=20.0,
+    update_ns_per_byte=0.2,
+    miss_ns=200.0,
+    miss_ns_per_byte=0.5,
+    read_ns=300.0,
+    write_ns=2000.0,
+    write_ns_per_byte=1.0,
+)
+DRIVE = Storage(
+    capacity_bytes=1e12,
+    read_latency_us=100.0,
+    reads_per_s=1e5,
+    read_bytes_per_s=2e9,
+    writes_per_s=5e4,
+    write_bytes_per_s=1e9,
+    drive_writes_a_day=1.0,
+    watts=10.0,
+    usd=100.0,
+)
+GPU = Accelerator(
+    hbm=Memory(capacity_bytes=8 * GIB, bytes_per_s=2e12, row_bytes_per_s=1e12),
+    pcie=Link(bytes_per_s=1e10, latency_us=10.0),
+    peer=Link(),
+    flops=1e13,
+    watts=300.0,
+    usd=10_000.0,
+)
+
+
+def make_host(*, drives: int = 1, gpus: int = 0, cores: int = 4, **changes: Any) -> Host:
+    fields: dict[str, Any] = {
+        "name": "box",
+        "processor": Processor(cores=cores, flops=1e11, watts=100.0, usd=1000.0),
+        "ddr": Memory(capacity_bytes=64 * GIB, bytes_per_s=1e11, row_bytes_per_s=1e10, watts=20.0, usd=640.0),
+        "network": Link(bytes_per_s=1e9, latency_us=20.0),
+        "costs": COSTS,
+        "storage": (DRIVE,) * drives,
+        "accelerators": (GPU,) * gpus,
+        "watts": 50.0,
+        "usd": 500.0,
+    }
+    return Host(**(fields | changes))
+
+
+def make_workload(*, rows: int = 1_000_000, tables: int = 1, training: bool = True, **changes: Any) -> Workload:
+    fields: dict[str, Any] = {
+        "name": "w",
+        "tables": tuple(
+            TableShape(name=f"t{number}", num_embeddings=rows, embedding_dim=64, pooling_factor=4.0)
+            for number in range(tables)
+        ),
+        "batch_samples": 1000,
+        "optimizer": "rowwise_adagrad" if training else "none",
+        "dense_flops": 1e5,
+    }
+    return Workload(**(fields | changes))
+
+
+def make_setup(workload: Workload | None = None, **changes: Any) -> Setup:
+    fields: dict[str, Any] = {
+        "workload": workload or make_workload(),
+        "host": make_host(),
+        "ddr_bytes": 64 * MIB,
+        "threads": 2,
+    }
+    return Setup(**(fields | changes))
+
+
+def flat_demand(workload: Workload, *, unique: float, miss_ratio: float) -> Demand:
+    """One pool, whose cache misses as often at every size."""
+    curve = MissRatioCurve(
+        policy="lru", sizes=np.ones(1, np.int64), miss_ratios=np.array([miss_ratio]), num_accesses=1, num_rows=1
+    )
+    pool = PoolDemand(
+        layout=workload.layout(workload.tables[0]),
+        tables=tuple(table.name for table in workload.tables),
+        num_rows=sum(table.num_embeddings for table in workload.tables),
+        lookups=workload.lookups,
+        unique=unique,
+        curve=curve,
+    )
+    return Demand(batch_samples=workload.batch_samples, policy="lru", pools=(pool,))
+
+
+def slow_lru(keys: np.ndarray, sizes: list[int]) -> list[int]:
+    """Hits of a cache of each size: rows between two accesses of the same are counted."""
+    recent: list[int] = []
+    hits = [0] * len(sizes)
+    for key in keys.tolist():
+        if key in recent:
+            depth = len(recent) - recent.index(key)
+            recent.remove(key)
+            hits = [hit + (depth <= size) for hit, size in zip(hits, sizes, strict=True)]
+        recent.append(key)
+    return hits

@@ -1,0 +1,115 @@
+"""Zipf's law by formula, against sums over every row and against caches that are fed generated ids."""
+
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+
+from bench.oracles import perfect_count_hits
+from bench.workload import ids_of
+from tierstore.plan.analytic import frequency_curve, lru_curve, popularity, zipf_bins
+
+SHAPES = [(2000, 1.05, 300), (2000, 0.6, 300), (1000, 0.0, 200), (20_000, 1.2, 1000)]
+BATCHES = 250
+
+
+def batches_of(rows: int, exponent: float, lookups: int) -> list[list[int]]:
+    """Distinct rows of each batch, in order of first use."""
+    generator = np.random.default_rng(7)
+    return [list(dict.fromkeys(ids_of(generator, rows, lookups, exponent).tolist())) for _ in range(BATCHES)]
+
+
+def lru_hit_rate(batches: list[list[int]], size: int) -> float:
+    """Of the second half."""
+    cache: OrderedDict[int, None] = OrderedDict()
+    hits = asked = 0
+    for number, batch in enumerate(batches):
+        for row in batch:
+            if number >= BATCHES // 2:
+                asked += 1
+                hits += row in cache
+            cache[row] = None
+            cache.move_to_end(row)
+            if len(cache) > size:
+                cache.popitem(last=False)
+    return hits / asked
+
+
+@pytest.mark.parametrize("exponent", [0.0, 0.5, 0.999999, 1.0, 1.05, 2.0])
+@pytest.mark.parametrize("rows", [1, 2, 255, 256, 257, 20_000])
+def test_bins_are_all_rows_with_the_shares_of_the_law(rows: int, exponent: float) -> None:
+    counts, shares = zipf_bins(rows, exponent)
+    weights = np.arange(1, rows + 1) ** -exponent
+    exact = weights / weights.sum()
+    assert counts.sum() == rows
+    assert counts @ shares == pytest.approx(1)
+    assert np.repeat(shares, counts.astype(int)) == pytest.approx(exact, rel=0.01 * max(exponent, 1e-9) + 1e-9)
+
+
+@pytest.mark.parametrize(("rows", "exponent", "lookups"), SHAPES)
+def test_distinct_rows_of_a_batch(rows: int, exponent: float, lookups: int) -> None:
+    weights = np.arange(1, rows + 1) ** -exponent
+    exact = (1 - (1 - weights / weights.sum()) ** lookups).sum()
+    found = popularity([(rows, exponent, float(lookups))]).unique
+    assert found == pytest.approx(exact, rel=1e-4)
+    assert found == pytest.approx(np.mean([len(each) for each in batches_of(rows, exponent, lookups)]), rel=0.02)
+
+
+@pytest.mark.parametrize(("rows", "exponent", "lookups"), SHAPES)
+def test_lru_is_as_simulated(rows: int, exponent: float, lookups: int) -> None:
+    """Within 1.5 points for caches of 1.15 batches' rows and more; within 3 where a batch flushes the one before."""
+    batches = batches_of(rows, exponent, lookups)
+    found = popularity([(rows, exponent, float(lookups))])
+    curve = lru_curve(found)
+    for share in (0.3, 0.6, 0.8, 1.0, 1.15, 1.3, 2.0, 3.0):
+        size = int(share * found.unique)
+        known = lru_hit_rate(batches, size)
+        assert curve.hit_rate(size) == pytest.approx(known, abs=0.015 if share >= 1.15 else 0.03), share
+
+
+@pytest.mark.parametrize(("rows", "exponent", "lookups"), SHAPES)
+def test_perfect_counts_are_as_simulated(rows: int, exponent: float, lookups: int) -> None:
+    batches = batches_of(rows, exponent, lookups)
+    found = popularity([(rows, exponent, float(lookups))])
+    curve = frequency_curve(found)
+    keys, half = np.concatenate(batches), np.concatenate(batches[: BATCHES // 2])
+    for share in (0.1, 0.3, 0.6):
+        size = int(share * rows)
+        hits = perfect_count_hits(keys, size) - perfect_count_hits(half, size)
+        # A simulated cache lets in whatever misses; so it has a row less, and counts of few accesses are noise.
+        assert curve.hit_rate(size) == pytest.approx(hits / (len(keys) - len(half)), abs=0.06)
+
+
+def test_the_hottest_rows_of_several_tables() -> None:
+    """By sorting all rows of all tables."""
+    tables = [(300, 1.1, 50.0), (100, 0.0, 20.0), (300, 1.1, 50.0)]
+    chances = []
+    for rows, exponent, lookups in tables:
+        weights = np.arange(1, rows + 1) ** -exponent
+        chances.append(1 - (1 - weights / weights.sum()) ** lookups)
+    ordered = np.sort(np.concatenate(chances))[::-1]
+    curve = frequency_curve(popularity(tables))
+    for size in (1, 10, 100, 699, 700):
+        assert curve.hit_rate(size) == pytest.approx(ordered[:size].sum() / ordered.sum(), abs=0.004), size
+
+
+def test_as_many_rows_as_there_can_be() -> None:
+    found = popularity([(1 << 40, 1.05, 1e6)] * 30)
+    assert len(found.rows) < 2000
+    assert found.num_rows == pytest.approx(30 * 2**40)
+    assert 0 < found.unique < 30e6
+    for curve in (lru_curve(found), frequency_curve(found)):
+        assert (np.diff(curve.miss_ratios) <= 0).all()
+        assert curve.sizes[-1] == 30 << 40
+        assert curve.hit_rate(1e9) > curve.hit_rate(1e6) > 0
+
+
+def test_few_rows_and_no_lookups() -> None:
+    alone = popularity([(1, 1.05, 10.0)])
+    assert alone.unique == 1
+    assert lru_curve(alone).hit_rate(1) == pytest.approx(1)
+    assert frequency_curve(alone).hit_rate(1) == 1
+    assert popularity([(1, 1.05, 0.25)]).unique == 0.25
+    nobody = popularity([(100, 1.05, 0.0)])
+    assert nobody.unique == 0
+    assert lru_curve(nobody).miss_ratio(1) == 0

@@ -1,0 +1,132 @@
+"""The demand of a trace, against counting by hand, and beside the formula's."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from bench.workload import ids_of
+from tests.plan.hosts import make_workload, slow_lru
+from tierstore.plan import TableShape, accesses_of
+from tierstore.plan.demand import Demand
+from tierstore.plan.workload import Workload
+from tierstore.trace import TableTrace, Trace
+
+BATCH, SAMPLES = 50, 1010
+WORKLOAD = Workload(
+    name="w",
+    tables=(
+        TableShape(name="a", num_embeddings=400, embedding_dim=16, pooling_factor=2.0, exponent=1.1),
+        TableShape(name="b", num_embeddings=300, embedding_dim=32, pooling_factor=1.0, exponent=0.7),
+        TableShape(name="c", num_embeddings=200, embedding_dim=16, pooling_factor=3.0, exponent=0.0),
+    ),
+    batch_samples=BATCH,
+    optimizer="rowwise_adagrad",
+)
+
+
+def drawn(workload: Workload, samples: int) -> Trace:
+    generator = np.random.default_rng(5)
+
+    def table(shape: TableShape) -> TableTrace:
+        each = int(shape.pooling_factor)
+        ids = ids_of(generator, shape.num_embeddings, samples * each, shape.exponent)
+        return TableTrace(ids, np.arange(samples + 1) * each)
+
+    return Trace(tables={each.name: table(each) for each in workload.tables}, batch_samples=workload.batch_samples)
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    return drawn(WORKLOAD, SAMPLES)
+
+
+def distinct_batches(trace: Trace, names: tuple[str, ...]) -> list[list[tuple[str, int]]]:
+    """Sample by sample, and table by table within a sample."""
+    batches = []
+    for first in range(0, SAMPLES, BATCH):
+        rows: dict[tuple[str, int], None] = {}
+        for sample in range(first, min(first + BATCH, SAMPLES)):
+            for name in names:
+                ids, offsets = trace.tables[name]
+                rows |= {(name, int(row)): None for row in ids[offsets[sample] : offsets[sample + 1]]}
+        batches.append(list(rows))
+    return batches
+
+
+def test_tables_of_a_layout_are_one_pool_whose_batches_are_counted(trace: Trace) -> None:
+    found = Demand.from_accesses(WORKLOAD, accesses_of(trace), "lru")
+    assert [pool.tables for pool in found.pools] == [("a", "c"), ("b",)]
+    for pool, rows, lookups in zip(found.pools, (600, 300), (5.0, 1.0), strict=True):
+        batches = distinct_batches(trace, pool.tables)
+        assert pool.num_rows == rows
+        assert pool.layout == WORKLOAD.layout(WORKLOAD.tables[0 if rows == 600 else 1])
+        assert pool.lookups == lookups * BATCH, "the last batch, of ten samples, is no measure"
+        assert pool.unique == np.mean([len(batch) for batch in batches[:-1]])
+        assert pool.new_rows == len(set().union(*batches)) / len(batches)
+
+
+def test_curves_are_of_each_row_once_a_batch(trace: Trace) -> None:
+    found = Demand.from_accesses(WORKLOAD, accesses_of(trace), "lru")
+    sizes = [1, 10, 60, 150, 250]
+    for pool in found.pools:
+        batches = distinct_batches(trace, pool.tables)
+        numbers: dict[tuple[str, int], int] = {}
+        keys = np.array([numbers.setdefault(row, len(numbers)) for batch in batches for row in batch])
+        known = np.array(slow_lru(keys, sizes)) / len(keys)
+        assert [pool.curve.hit_rate(size) for size in sizes] == pytest.approx(known.tolist())
+
+
+def test_the_formula_is_near_what_was_drawn() -> None:
+    """Within 3 points, of a trace that is long beside what the caches hold."""
+    workload = replace(WORKLOAD, batch_samples=40)
+    found = Demand.from_accesses(workload, accesses_of(drawn(workload, 12_000)), "lru")
+    formula = Demand.analytic(workload, "lru")
+    for drawn_pool, pool in zip(found.pools, formula.pools, strict=True):
+        assert pool.lookups == drawn_pool.lookups
+        assert pool.unique == pytest.approx(drawn_pool.unique, rel=0.03)
+        for size in (50, 100, 200):
+            assert pool.curve.hit_rate(size) == pytest.approx(drawn_pool.curve.hit_rate(size), abs=0.03)
+
+
+def test_a_sample_of_the_rows_stands_for_all(trace: Trace) -> None:
+    accesses = accesses_of(trace)
+    whole = Demand.from_accesses(WORKLOAD, accesses, "lru")
+    half = Demand.from_accesses(WORKLOAD, accesses._replace(sampling_rate=0.5), "lru")
+    for pool, twice in zip(whole.pools, half.pools, strict=True):
+        assert twice.lookups == 2 * pool.lookups
+        assert twice.unique == 2 * pool.unique
+        assert twice.new_rows == 2 * pool.new_rows
+
+
+def test_other_rows_of_the_same_tables(trace: Trace) -> None:
+    found = Demand.from_accesses(WORKLOAD, accesses_of(trace), "lru")
+    served = replace(WORKLOAD, optimizer="none", dtype="int8")
+    other = found.laid_out(served)
+    assert [pool.layout for pool in other.pools] == [served.layout(served.tables[0]), served.layout(served.tables[1])]
+    assert [pool.curve for pool in other.pools] == [pool.curve for pool in found.pools]
+    with pytest.raises(ValueError, match=r"batches of 50 samples, the workload has 51"):
+        found.laid_out(replace(WORKLOAD, batch_samples=51))
+    with pytest.raises(ValueError, match="other tables"):
+        found.laid_out(replace(WORKLOAD, tables=WORKLOAD.tables[:2]))
+
+
+def test_what_a_trace_may_not_be(trace: Trace) -> None:
+    accesses = accesses_of(trace)
+    with pytest.raises(ValueError, match="no access"):
+        Demand.from_accesses(WORKLOAD, accesses_of(Trace(tables={}.fromkeys("a", _no_ids()), batch_samples=1)))
+    with pytest.raises(ValueError, match="table 'z', the workload has not; its tables are a, b, c"):
+        Demand.from_accesses(WORKLOAD, accesses._replace(tables=("a", "b", "z")))
+    small = replace(WORKLOAD, tables=(replace(WORKLOAD.tables[0], num_embeddings=300), *WORKLOAD.tables[1:]))
+    with pytest.raises(ValueError, match=r"has row 397 of table 'a', which has 300 rows"):
+        Demand.from_accesses(small, accesses)
+
+
+def _no_ids() -> TableTrace:
+    return TableTrace(np.empty(0, np.int64), np.zeros(2, np.int64))
+
+
+def test_policies_with_a_formula() -> None:
+    assert Demand.analytic(make_workload(), "tinylfu").pools[0].curve.policy == "tinylfu"
+    with pytest.raises(ValueError, match=r"policy='opt' has no formula; a trace is needed, or one of lru, lfu"):
+        Demand.analytic(make_workload(), "opt")

@@ -1,0 +1,192 @@
+"""Curves of accesses: of all of them, window by window, and table by table."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...excerpt import excerpt
+from ...rows import KEY_ROW_BITS
+from ..accesses import Accesses, numbered
+from .base import MissRatioCurve
+from .replays import Progress, replay_of
+from .sampled import Sample, every_access, sample_of
+
+__all__ = ["Window", "by_table", "curve", "curves_of", "default_sizes", "windows"]
+
+Int64s = NDArray[np.int64]
+
+_EVERY_SIZE: Final = 4096
+_STEP: Final = 1.02
+"""Ratio of sizes beyond."""
+_NUM_SIMULATED: Final = 24
+_SMALLEST_SIMULATED: Final = 1 / 2000
+"""Of all rows."""
+_FEWEST_SAMPLED: Final = 1000
+
+
+class Window(NamedTuple):
+    """Accesses ``[start, stop)``, in a cache that those before have filled."""
+
+    start: int
+    stop: int
+    curve: MissRatioCurve
+
+
+def curve(
+    accesses: Accesses,
+    policy: str,
+    *,
+    sizes: Sequence[int] | Int64s | None = None,
+    sampling_rate: float = 1.0,
+    correct: bool = True,
+    progress: Progress | None = None,
+) -> MissRatioCurve:
+    """The miss-ratio curve of a cache that starts empty.
+
+    Args:
+        accesses: each counts. What the tiers of a store count is ``once_a_batch(accesses)``. Of a sample of the rows
+            (``accesses.sampling_rate``) the curve is that of all rows, by estimate.
+        policy: of ``POLICIES``.
+        sizes: rows. By default, lru: every size up to 4,096 and then each 2 % more; others, which are replayed once a
+            size: 24. Up to all rows there are.
+        sampling_rate: the share of the rows of ``accesses`` that stands for all (``sampled``); 1: every row.
+        correct: where a sample has more or fewer accesses than its share, they are taken to be hits too many or too
+            few, as SHARDS-adj does: the rows that make the difference are those that any cache has.
+        progress: told of accesses done, each once a replay.
+
+    Raises:
+        ValueError: there is no access, or no row in the sample; no such policy; a size or the rate is out of range.
+    """
+    bounds = [0, len(accesses.keys)]
+    return curves_of(accesses, policy, bounds, sizes, _sample(accesses, bounds, sampling_rate), correct, progress)[0]
+
+
+def windows(
+    accesses: Accesses,
+    policy: str,
+    num_windows: int,
+    *,
+    sizes: Sequence[int] | Int64s | None = None,
+    sampling_rate: float = 1.0,
+    correct: bool = True,
+    progress: Progress | None = None,
+) -> list[Window]:
+    """Equal parts of the accesses, one after another, each with its curve: they differ where popularity drifts.
+
+    A cache stays as the window before has left it. So the curves' misses add up to those of ``curve``, and the first
+    window alone begins with an empty cache. Arguments and errors are as of ``curve``.
+    """
+    if not 1 <= num_windows <= len(accesses.keys):
+        raise ValueError(f"num_windows={excerpt(num_windows)}: expected from 1 to the {len(accesses.keys):,} accesses")
+    bounds = [len(accesses.keys) * index // num_windows for index in range(num_windows + 1)]
+    sample = _sample(accesses, bounds, sampling_rate)
+    found = curves_of(accesses, policy, bounds, sizes, sample, correct, progress)
+    return [Window(*ends, each) for ends, each in zip(itertools.pairwise(bounds), found, strict=True)]
+
+
+def by_table(
+    accesses: Accesses,
+    policy: str,
+    *,
+    sizes: Sequence[int] | Int64s | None = None,
+    sampling_rate: float = 1.0,
+    correct: bool = True,
+    progress: Progress | None = None,
+) -> dict[str, MissRatioCurve]:
+    """Curves of the tables, each in a cache of its own; a table without accesses has none.
+
+    Of tables with few rows more are sampled than ``sampling_rate`` says: 1,000 of them, or all. Arguments and errors
+    are as of ``curve``.
+    """
+    _require_accesses(accesses)
+    indexes = accesses.keys >> KEY_ROW_BITS
+    order = np.argsort(indexes.astype(np.min_scalar_type(len(accesses.tables))), kind="stable")
+    ends = np.cumsum(np.bincount(indexes, minlength=len(accesses.tables))).tolist()
+    found = {}
+    for name, (begin, end) in zip(accesses.tables, itertools.pairwise([0, *ends]), strict=True):
+        if begin == end:
+            continue
+        keys = accesses.keys[order[begin:end]]
+        own = accesses._replace(keys=keys, starts=np.array([0, len(keys)]))
+        rate = max(sampling_rate, min(1.0, _FEWEST_SAMPLED / numbered(keys).num_rows)) if sampling_rate < 1 else 1.0
+        told = None if progress is None else _part(progress, begin, end, len(accesses.keys))
+        found[name] = curve(own, policy, sizes=sizes, sampling_rate=rate, correct=correct, progress=told)
+    return found
+
+
+def curves_of(
+    accesses: Accesses,
+    policy: str,
+    bounds: Sequence[int],
+    sizes: Sequence[int] | Int64s | None,
+    sample: Sample,
+    correct: bool,
+    progress: Progress | None = None,
+) -> list[MissRatioCurve]:
+    """One for each window of ``accesses`` between ``bounds``, by a sample of them; see ``curve``."""
+    replay = replay_of(policy, sample.keys, sample.bounds, progress)
+    rate = accesses.sampling_rate * sample.rate
+    asked = default_sizes(policy, replay.num_rows, rate) if sizes is None else _checked(sizes)
+    lengths, sampled = np.diff(bounds), np.diff(sample.bounds)
+    shares = (
+        replay.misses(asked.astype(np.float64) * rate)
+        / np.maximum(lengths * sample.rate if correct else sampled, 1)[:, None]
+    )
+    return [
+        MissRatioCurve(
+            policy=policy,
+            sizes=asked,
+            # The estimate of a sample may be a little more.
+            miss_ratios=np.minimum(ratios, 1.0),
+            num_accesses=round(length / accesses.sampling_rate),
+            num_rows=round(num_rows / rate),
+            sampling_rate=rate,
+        )
+        for ratios, length, num_rows in zip(shares, lengths.tolist(), _rows(sample, replay.num_rows), strict=True)
+    ]
+
+
+def default_sizes(policy: str, num_rows: int, rate: float) -> Int64s:
+    """Of caches for ``num_rows`` rows that are a sample of the rate."""
+    if policy == "lru":
+        last = min(num_rows, _EVERY_SIZE)
+        steps = int(np.log(num_rows / last) / np.log(_STEP)) + 2
+        small, large = np.arange(1, last), np.geomspace(last, num_rows, steps)
+    else:
+        smallest = min(num_rows, max(2.0, num_rows * _SMALLEST_SIMULATED))
+        small, large = np.array([1 / rate]), np.geomspace(smallest, num_rows, _NUM_SIMULATED - 1)
+    return np.unique(np.concatenate([[1], np.rint(np.concatenate([small, np.rint(large)]) / rate)])).astype(np.int64)
+
+
+def _sample(accesses: Accesses, bounds: Sequence[int], rate: float) -> Sample:
+    _require_accesses(accesses)
+    if not 0 < rate <= 1:
+        raise ValueError(f"sampling_rate={excerpt(rate)}: expected a number above 0, and at most 1")
+    return every_access(accesses.keys, bounds) if rate == 1 else sample_of(accesses.keys, bounds, rate)
+
+
+def _require_accesses(accesses: Accesses) -> None:
+    if not len(accesses.keys):
+        raise ValueError("there is no access: a curve needs one at least")
+
+
+def _rows(sample: Sample, num_rows: int) -> list[int]:
+    """Distinct rows of each window; the whole's are known."""
+    if len(sample.bounds) == 2:
+        return [num_rows]
+    return [numbered(sample.keys[begin:end]).num_rows for begin, end in itertools.pairwise(sample.bounds)]
+
+
+def _checked(sizes: Sequence[int] | Int64s) -> Int64s:
+    found = np.unique(np.asarray(sizes))
+    if not len(found) or not np.issubdtype(found.dtype, np.integer) or found[0] < 1:
+        raise ValueError(f"sizes={excerpt(sizes)}: expected whole numbers of rows, each 1 or more")
+    return found.astype(np.int64)
+
+
+def _part(progress: Progress, begin: int, end: int, total: int) -> Progress:
+    """Of one table's progress, that of all."""
+    return lambda done, of: progress(begin + (end - begin) * done // of, total)

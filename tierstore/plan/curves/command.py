@@ -1,0 +1,164 @@
+"""``tierstore plan curve``: what caches of every size would hit, of a trace."""
+
+import argparse
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from ..accesses import Accesses
+    from .base import MissRatioCurve
+    from .replays import Progress
+
+__all__ = ["add_curve_arguments", "run_curve"]
+
+_POLICY: Final = "lru"
+
+
+def add_curve_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of ``tierstore plan curve``."""
+    parser.add_argument("trace", metavar="TRACE", help="a trace, of tierstore trace or another that can be read")
+    parser.add_argument(
+        "--policy",
+        default=_POLICY,
+        metavar="NAMES",
+        help="some of lru, lfu, tinylfu, perfect-lfu, opt, with commas between (default: lru); "
+        "perfect-lfu and opt are bounds that no store reaches",
+    )
+    parser.add_argument("--sizes", metavar="ROWS", help="sizes of caches, with commas between, as 1000,20000,5%%")
+    parser.add_argument(
+        "--sampling-rate",
+        type=float,
+        default=1.0,
+        metavar="R",
+        help="let this share of the rows stand for all (default: 1, every row)",
+    )
+    parser.add_argument(
+        "--once-a-batch", action="store_true", help="count a row once a batch, as the tiers of a store do"
+    )
+    parser.add_argument("--by-table", action="store_true", help="a cache for each table, not one for all")
+    parser.add_argument("--windows", type=int, metavar="N", help="N parts of the trace, to see drift")
+    parser.add_argument("--json", metavar="PATH", help="also write the curves to a file")
+
+
+def run_curve(options: argparse.Namespace) -> int:
+    """The exit status.
+
+    Raises:
+        ValueError: options or the trace are no good; says why. OSError.
+    """
+    from ..accesses import once_a_batch
+    from .text import describe_curves
+
+    if options.by_table and options.windows is not None:
+        raise ValueError("--by-table and --windows: choose one")
+    policies = _policies(options.policy)
+    accesses = _read(options.trace)
+    if not len(accesses.keys):
+        raise ValueError(f"{options.trace} has no lookup: there is no curve of it")
+    if options.once_a_batch:
+        accesses = once_a_batch(accesses)
+    sizes = _sizes(options.sizes, accesses)
+    found: dict[str, dict[str, MissRatioCurve]] = {}
+    for policy in policies:
+        with _bar(policy) as show:
+            found[policy] = _curves(options, accesses, policy, sizes, show)
+    _say(options.trace, accesses, options.once_a_batch)
+    for group in _groups(found):
+        print("\n" + describe_curves(group, sizes))
+    if options.json is not None:
+        _write(Path(options.json), found)
+    return 0
+
+
+def _read(path: str) -> "Accesses":
+    from ...trace import read_trace
+    from ..accesses import accesses_of
+
+    return accesses_of(read_trace(path))
+
+
+def _policies(text: str) -> list[str]:
+    from ...names import nearest
+    from .base import POLICIES
+
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in POLICIES:
+            raise ValueError(f"--policy {name}: {nearest(name, POLICIES)}")
+    return list(dict.fromkeys(names))
+
+
+def _sizes(text: str | None, accesses: "Accesses") -> list[int] | None:
+    """Rows; a share is of the distinct rows."""
+    if text is None:
+        return None
+    from ..accesses import numbered
+
+    num_rows = numbered(accesses.keys).num_rows / accesses.sampling_rate if "%" in text else 0.0
+    return sorted({_size(part.strip(), num_rows) for part in text.split(",")})
+
+
+def _size(text: str, num_rows: float) -> int:
+    number = text.removesuffix("%")
+    try:
+        size = round(float(number) / 100 * num_rows) if number != text else int(number.replace("_", ""))
+    except (ValueError, OverflowError):
+        size = -1
+    if size < 0 or (size == 0 and number == text):
+        raise ValueError(f"--sizes {text}: write rows, 1 or more, or a share of the distinct rows, as 1000,20000,5%")
+    return max(1, size)
+
+
+def _curves(
+    options: argparse.Namespace, accesses: "Accesses", policy: str, sizes: list[int] | None, show: "Progress"
+) -> "dict[str, MissRatioCurve]":
+    """By table, by window, or the one of all."""
+    from .build import by_table, curve, windows
+
+    rate = options.sampling_rate
+    if options.by_table:
+        return by_table(accesses, policy, sizes=sizes, sampling_rate=rate, progress=show)
+    if options.windows is not None:
+        parts = windows(accesses, policy, options.windows, sizes=sizes, sampling_rate=rate, progress=show)
+        return {f"{part.start:,} - {part.stop:,}": part.curve for part in parts}
+    return {"all": curve(accesses, policy, sizes=sizes, sampling_rate=rate, progress=show)}
+
+
+def _groups(found: "Mapping[str, Mapping[str, MissRatioCurve]]") -> "list[dict[str, MissRatioCurve]]":
+    """What is shown together: all policies where each has one curve, else a policy's."""
+    if all(len(curves) == 1 for curves in found.values()):
+        return [{policy: each for policy, curves in found.items() for each in curves.values()}]
+    return [{f"{policy} {name}": each for name, each in curves.items()} for policy, curves in found.items()]
+
+
+def _say(path: str, accesses: "Accesses", once: bool) -> None:
+    what = "distinct rows of batches" if once else "lookups"
+    sampled = f", a sample of {accesses.sampling_rate:.3g} of the rows" if accesses.sampling_rate < 1 else ""
+    print(f"{path}: {len(accesses.keys):,} {what} of {len(accesses.tables)} tables{sampled}")
+
+
+def _write(path: Path, found: "Mapping[str, Mapping[str, MissRatioCurve]]") -> None:
+    from ...exchange.output import partial_file
+
+    listed = {policy: {name: each.to_dict() for name, each in curves.items()} for policy, curves in found.items()}
+    with partial_file(path, force=True) as descriptor, os.fdopen(os.dup(descriptor), "w") as file:
+        json.dump(listed, file)
+    print(f"\nWritten: {path}")
+
+
+@contextmanager
+def _bar(what: str) -> "Iterator[Progress]":
+    """A progress bar on stderr, if that is a terminal."""
+    from tqdm import tqdm
+
+    with tqdm(desc=what, unit=" accesses", unit_scale=True, disable=None, leave=False) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield show

@@ -1,0 +1,131 @@
+"""What each policy misses, at any sizes: accesses are replayed once for LRU, and once a size for the others."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...cache.ddr import DdrCache
+from ...names import nearest
+from ..accesses import Numbered, numbered
+from .base import POLICIES
+from .lru import StackDistances
+from .priority import perfect_counts, replay, times_of_next_use
+
+__all__ = ["Progress", "Replay", "replay_of"]
+
+Int64s = NDArray[np.int64]
+Float64s = NDArray[np.float64]
+Progress = Callable[[int, int], None]
+"""Told how much is done, and of how much; accesses, each once a replay."""
+
+_CHUNK: Final = 1 << 20
+"""Accesses between two calls of a ``Progress``."""
+_PRIORITIES: Final = {"perfect-lfu": perfect_counts, "opt": times_of_next_use}
+
+
+class Replay(Protocol):
+    """Accesses, ready to be asked what a cache misses."""
+
+    @property
+    def num_rows(self) -> int:
+        """Distinct rows."""
+
+    def misses(self, sizes: Float64s) -> Float64s:
+        """float64 [windows, k]: in each window, at sizes (float64 [k], rows, more than 0).
+
+        Between two whole sizes LRU's misses lie on a straight line, and below one row all policies' do; the others take
+        the nearest whole size.
+        """
+
+
+def replay_of(policy: str, keys: Int64s, bounds: Sequence[int], progress: Progress | None) -> Replay:
+    """Args:
+        keys: int64 [n].
+        bounds: of the windows, ascending from 0 to n; what is cached stays so from one to the next.
+
+    Raises:
+        ValueError: no such policy.
+    """
+    if policy not in POLICIES:
+        raise ValueError(f"policy={policy!r}: {nearest(policy, POLICIES)}")
+    told = progress or _tell_nobody
+    return _Distances(keys, bounds, told) if policy == "lru" else _Simulations(policy, keys, bounds, told)
+
+
+class _Histogram:
+    """Accesses by stack distance, without the distances that none has."""
+
+    def __init__(self, counts: Int64s) -> None:
+        self._distances = np.flatnonzero(counts)
+        self._up_to = np.append(0, np.cumsum(counts[self._distances]))
+
+    def below(self, distances: Int64s) -> Int64s:
+        """How many accesses are nearer."""
+        found: Int64s = self._up_to[np.searchsorted(self._distances, distances)]
+        return found
+
+
+class _Distances:
+    """LRU."""
+
+    def __init__(self, keys: Int64s, bounds: Sequence[int], progress: Progress) -> None:
+        stack, self._histograms = StackDistances(), []
+        for begin, end in itertools.pairwise(bounds):
+            for start in range(begin, end, _CHUNK):
+                stack.access(keys[start : min(end, start + _CHUNK)])
+                progress(min(end, start + _CHUNK), len(keys))
+            self._histograms.append(_Histogram(stack.take_histogram()))
+        self._lengths = np.diff(bounds)
+        self.num_rows: Final = stack.num_rows
+
+    def misses(self, sizes: Float64s) -> Float64s:
+        low = np.floor(sizes).astype(np.int64)
+        at_low = np.stack([each.below(low) for each in self._histograms])
+        at_high = np.stack([each.below(low + 1) for each in self._histograms])
+        hits = at_low + (at_high - at_low) * (sizes - low)
+        missed: Float64s = self._lengths[:, None] - hits
+        return missed
+
+
+class _Simulations:
+    """Any other policy. The store's own are replayed through the books of its DDR tier."""
+
+    def __init__(self, policy: Any, keys: Int64s, bounds: Sequence[int], progress: Progress) -> None:
+        self._policy, self._keys, self._bounds, self._progress = policy, keys, bounds, progress
+        self._accesses = numbered(keys)
+        self._priorities = _PRIORITIES[policy](self._accesses) if policy in _PRIORITIES else None
+
+    @property
+    def num_rows(self) -> int:
+        return self._accesses.num_rows
+
+    def misses(self, sizes: Float64s) -> Float64s:
+        capacities = np.clip(np.rint(sizes), 1, max(1, self.num_rows)).astype(np.int64)
+        wanted, places = np.unique(capacities, return_inverse=True)
+        missed = np.empty((len(self._bounds) - 1, len(wanted)))
+        for index, capacity in enumerate(wanted.tolist()):
+            missed[:, index] = self._misses_of(capacity)
+            self._progress((index + 1) * len(self._keys), len(wanted) * len(self._keys))
+        lengths = np.diff(self._bounds)[:, None]
+        found: Float64s = lengths + (missed[:, places] - lengths) * np.minimum(sizes, 1)
+        return found
+
+    def _misses_of(self, capacity: int) -> Int64s:
+        is_hit = self._hits(self._accesses, capacity)
+        hits = [
+            np.count_nonzero(is_hit[begin:end]) for begin, end in zip(self._bounds[:-1], self._bounds[1:], strict=True)
+        ]
+        missed: Int64s = np.diff(self._bounds) - hits
+        return missed
+
+    def _hits(self, accesses: Numbered, capacity: int) -> NDArray[np.bool_]:
+        if self._priorities is not None:
+            return replay(accesses, self._priorities, capacity)
+        return DdrCache(capacity, weight_words=0, state_words=0, policy=self._policy).access(self._keys)
+
+
+def _tell_nobody(done: int, total: int) -> None:
+    pass

@@ -1,0 +1,213 @@
+"""The demand: what a workload asks of the tiers, batch by batch, pool by pool. From a trace, or by formula."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Final, Protocol
+
+import numpy as np
+
+from ..excerpt import excerpt
+from ..names import nearest
+from ..rows import KEY_ROW_BITS, RowLayout
+from .accesses import Accesses, numbered, once_a_batch
+from .analytic import Popularity, frequency_curve, lru_curve, popularity
+from .curves import MissRatioCurve, curve
+from .workload import TableShape, Workload
+
+__all__ = ["ANALYTIC_POLICIES", "CurveMaker", "Demand", "PoolDemand"]
+
+ANALYTIC_POLICIES: Final = ("lru", "lfu", "tinylfu", "perfect-lfu")
+"""Of all but the first the curve is that of perfect-lfu."""
+
+
+class CurveMaker(Protocol):
+    """What makes curves of accesses, as ``curves.curve`` does."""
+
+    def __call__(self, accesses: Accesses, policy: str, /, *, sampling_rate: float) -> MissRatioCurve: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolDemand:
+    """Of the tables of one row layout, which share a cache.
+
+    Attributes:
+        tables: names.
+        num_rows: of all of them.
+        lookups: ids of a batch, on average.
+        unique: distinct rows of a batch, on average.
+        curve: of once-a-batch accesses, in rows of this pool.
+        new_rows: of ``unique``, those that no batch before had; 0 where no trace says it.
+    """
+
+    layout: RowLayout
+    tables: tuple[str, ...]
+    num_rows: int
+    lookups: float
+    unique: float
+    curve: MissRatioCurve
+    new_rows: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """Of all pools.
+
+    Attributes:
+        batch_samples: samples of the batches that it was found of.
+        policy: of the curves.
+        pools: in order of their first tables.
+    """
+
+    batch_samples: int
+    policy: str
+    pools: tuple[PoolDemand, ...]
+
+    @property
+    def unique(self) -> float:
+        """Distinct rows of a batch."""
+        return sum(pool.unique for pool in self.pools)
+
+    @classmethod
+    def analytic(cls, workload: Workload, policy: str = "lru") -> "Demand":
+        """By Zipf's law of each table (``TableShape.exponent``), ids drawn independently; see ``analytic``.
+
+        Of tinylfu, and of lfu, the curve is that of a cache of the rows that are accessed most.
+
+        Raises:
+            ValueError: there is no formula for the policy; names those that have one.
+        """
+        if policy not in ANALYTIC_POLICIES:
+            raise ValueError(
+                f"policy={excerpt(policy)} has no formula; a trace is needed, or one of {', '.join(ANALYTIC_POLICIES)}"
+            )
+
+        def pool(layout: RowLayout, tables: list[TableShape]) -> PoolDemand:
+            lookups = [workload.batch_samples * table.pooling_factor for table in tables]
+            found = popularity(
+                [(table.num_embeddings, table.exponent, own) for table, own in zip(tables, lookups, strict=True)]
+            )
+            return PoolDemand(
+                layout=layout,
+                tables=tuple(table.name for table in tables),
+                num_rows=sum(table.num_embeddings for table in tables),
+                lookups=sum(lookups),
+                unique=found.unique,
+                curve=_analytic_curve(found, policy),
+            )
+
+        pools = tuple(pool(layout, tables) for layout, tables in _by_layout(workload).items())
+        return cls(batch_samples=workload.batch_samples, policy=policy, pools=pools)
+
+    @classmethod
+    def from_accesses(
+        cls,
+        workload: Workload,
+        accesses: Accesses,
+        policy: str = "lru",
+        *,
+        sampling_rate: float = 1.0,
+        make_curve: CurveMaker = curve,
+    ) -> "Demand":
+        """As a trace has it. Its batches are taken for those of the workload.
+
+        The last batch may be a part of one; averages leave it out if there are others.
+
+        Args:
+            accesses: every access, not once a batch only; sampled or not.
+            sampling_rate: of the rows, of which curves are made.
+            make_curve: makes the curves.
+
+        Raises:
+            ValueError: it has no access, or a table that the workload has not, or a row beyond its table.
+        """
+        _check(workload, accesses)
+
+        def pool(layout: RowLayout, tables: list[TableShape]) -> PoolDemand:
+            names = {table.name for table in tables}
+            own = _chosen(accesses, np.array([name in names for name in accesses.tables]))
+            distinct = once_a_batch(own)
+            return PoolDemand(
+                layout=layout,
+                tables=tuple(table.name for table in tables),
+                num_rows=sum(table.num_embeddings for table in tables),
+                lookups=_a_batch(own),
+                unique=_a_batch(distinct),
+                curve=make_curve(distinct, policy, sampling_rate=sampling_rate)
+                if len(distinct.keys)
+                else _unused(policy),
+                new_rows=numbered(distinct.keys).num_rows / accesses.sampling_rate / max(accesses.num_batches, 1),
+            )
+
+        pools = tuple(pool(layout, tables) for layout, tables in _by_layout(workload).items())
+        return cls(batch_samples=workload.batch_samples, policy=policy, pools=pools)
+
+    def laid_out(self, workload: Workload) -> "Demand":
+        """The same demand of the same tables whose rows are of another type, or have another optimizer's state.
+
+        Raises:
+            ValueError: the tables, their rows or the batch are others than those that it was found of.
+        """
+        if workload.batch_samples != self.batch_samples:
+            raise ValueError(
+                f"the demand is of batches of {self.batch_samples:,} samples, the workload has "
+                f"{workload.batch_samples:,}; find the demand of that workload"
+            )
+        layouts = _by_layout(workload)
+        shapes = {layout: (tuple(each.name for each in tables), _rows(tables)) for layout, tables in layouts.items()}
+        own = [(pool.tables, pool.num_rows) for pool in self.pools]
+        if own != list(shapes.values()):
+            raise ValueError("the demand is of other tables than the workload's; find the demand of that workload")
+        pools = tuple(replace(pool, layout=layout) for pool, layout in zip(self.pools, layouts, strict=True))
+        return replace(self, pools=pools)
+
+
+@lru_cache(maxsize=256)
+def _by_layout(workload: Workload) -> Mapping[RowLayout, list[TableShape]]:
+    found: dict[RowLayout, list[TableShape]] = {}
+    for table in workload.tables:
+        found.setdefault(workload.layout(table), []).append(table)
+    return found
+
+
+def _rows(tables: list[TableShape]) -> int:
+    return sum(table.num_embeddings for table in tables)
+
+
+def _analytic_curve(found: Popularity, policy: str) -> MissRatioCurve:
+    return lru_curve(found) if policy == "lru" else frequency_curve(found, policy=policy)
+
+
+def _unused(policy: str) -> MissRatioCurve:
+    """Of tables that nobody looks anything up in."""
+    return MissRatioCurve(
+        policy=policy, sizes=np.ones(1, np.int64), miss_ratios=np.zeros(1), num_accesses=0, num_rows=0
+    )
+
+
+def _check(workload: Workload, accesses: Accesses) -> None:
+    if not len(accesses.keys):
+        raise ValueError("the trace has no access")
+    rows = {table.name: table.num_embeddings for table in workload.tables}
+    owners = accesses.keys >> KEY_ROW_BITS
+    for index, name in enumerate(accesses.tables):
+        if name not in rows:
+            known = nearest(name, rows, all_are="its tables are")
+            raise ValueError(f"the trace has table {excerpt(name)}, the workload has not; {known}")
+        own = accesses.keys[owners == index]
+        highest = int(own.max() & ((1 << KEY_ROW_BITS) - 1)) if len(own) else 0
+        if highest >= rows[name]:
+            raise ValueError(f"the trace has row {highest:,} of table {excerpt(name)}, which has {rows[name]:,} rows")
+
+
+def _chosen(accesses: Accesses, is_chosen: "np.ndarray[tuple[int], np.dtype[np.bool_]]") -> Accesses:
+    """Those of the tables that are chosen, by index."""
+    chosen = is_chosen[accesses.keys >> KEY_ROW_BITS]
+    starts = np.append(0, np.cumsum(chosen))[accesses.starts]
+    return accesses._replace(keys=accesses.keys[chosen], starts=starts)
+
+
+def _a_batch(accesses: Accesses) -> float:
+    """Accesses of a batch, on average, of all rows."""
+    starts = accesses.starts[:-1] if accesses.num_batches > 1 else accesses.starts
+    return float(starts[-1] - starts[0]) / (len(starts) - 1) / accesses.sampling_rate

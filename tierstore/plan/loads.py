@@ -1,0 +1,287 @@
+"""What one step or query keeps busy: a term for each resource, and how they make up a step.
+
+Everything is of one host. ``SERIAL`` resources work one after another, for the batch that is computed; ``AHEAD`` ones,
+and the drives, work for later batches meanwhile, if rows are brought in ahead; ``SHARED`` ones are limits on the sum of
+what all others take of them.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from .host import Host, Storage
+from .prediction import ResourceLoad, Setup
+from .tiers import PoolLoad
+from .workload import Workload
+
+__all__ = [
+    "AHEAD",
+    "DRIVES",
+    "SERIAL",
+    "SHARED",
+    "bottleneck_of",
+    "fixed_seconds",
+    "loads_of",
+    "step_seconds",
+    "written_bytes",
+]
+
+SERIAL: Final = ("batch", "lookups", "hbm", "model", "network")
+AHEAD: Final = ("cold rows", "write-back", "pcie")
+DRIVES: Final = ("ssd reads", "ssd writes")
+SHARED: Final = ("cores", "ddr")
+
+ID_BYTES: Final = 8
+FLOAT_BYTES: Final = 4
+TRAINING_FLOPS: Final = 3
+"""Of forward and backward, for each of forward: a layer's gradient has two products of the size of its own."""
+FLOPS_PER_WEIGHT: Final = 2
+"""Of a dense layer, forward, a sample: by which its weights are told from its work."""
+LEAF_PAGES: Final = 1
+"""Pages of the tree that a block that is written takes along: its leaf. Blocks that are far apart share none; measured
+where blocks are random: 1.9 times the bytes of the blocks (``python -m bench.writeback``)."""
+
+
+def loads_of(setup: Setup, pools: Sequence[PoolLoad]) -> tuple[ResourceLoad, ...]:
+    """Of all resources, idle ones too, in the order in which a batch meets them."""
+    work = [
+        _batch(setup),
+        _lookups(setup, pools),
+        _hbm(setup, pools),
+        _model(setup),
+        _network(setup, pools),
+        _cold_rows(setup, pools),
+        _write_back(setup, pools),
+        _pcie(setup, pools),
+        _ssd_reads(setup, pools),
+        _ssd_writes(setup, pools),
+        _ddr(setup, pools),
+    ]
+    return (*work, _cores(setup, {load.resource: load for load in work}))
+
+
+def step_seconds(seconds: Mapping[str, float], *, is_ahead: bool) -> float:
+    """Of a step, from what it keeps each resource busy.
+
+    Args:
+        is_ahead: rows of later batches come in while a batch is computed; else everything waits for everything.
+    """
+    serial = sum(seconds[name] for name in SERIAL)
+    ahead = [seconds[name] for name in AHEAD]
+    drives = sum(seconds[name] for name in DRIVES)
+    shared = [seconds[name] for name in SHARED]
+    if is_ahead:
+        return max(serial, *ahead, drives, *shared)
+    return max(serial + sum(ahead) + drives, *shared)
+
+
+def bottleneck_of(loads: Sequence[ResourceLoad], *, is_ahead: bool) -> str:
+    """The resource without which a step would be fastest; of equal ones that which is busy longest."""
+    seconds = {load.resource: load.seconds for load in loads}
+
+    def without(load: ResourceLoad) -> tuple[float, float]:
+        return step_seconds(seconds | {load.resource: 0.0}, is_ahead=is_ahead), -load.seconds
+
+    return min(loads, key=without).resource
+
+
+def fixed_seconds(setup: Setup, pools: Sequence[PoolLoad]) -> float:
+    """Of a query, whatever its samples."""
+    blocks = sum(pool.blocks_read for pool in pools)
+    latencies = _read_latency_s(setup.host, blocks) + _network_latency_s(setup)
+    return setup.host.costs.batch_us * 1e-6 + latencies + (_pcie_latency_s(setup) if setup.hbm_bytes else 0.0)
+
+
+# The batch that is computed
+
+
+def _batch(setup: Setup) -> ResourceLoad:
+    """What a batch takes whatever is in it."""
+    return ResourceLoad("batch", setup.host.costs.batch_us * 1e-6, 1.0, "batches")
+
+
+def _lookups(setup: Setup, pools: Sequence[PoolLoad]) -> ResourceLoad:
+    """Pooling, and in training backward and optimizer, by the main thread and those it has; on a GPU neither."""
+    ids = sum(pool.lookups for pool in pools)
+    nanoseconds = 0.0
+    if not setup.hbm_bytes:
+        nanoseconds = sum(pool.lookups * _id_ns(setup, pool.layout.row_bytes) for pool in pools)
+    threads = min(setup.threads, setup.host.processor.cores)
+    return ResourceLoad("lookups", nanoseconds * 1e-9 / threads, ids, "ids")
+
+
+def _id_ns(setup: Setup, row_bytes: int) -> float:
+    costs = setup.host.costs
+    pooling = costs.pool_ns + costs.pool_ns_per_byte * row_bytes
+    return pooling + (_update_ns(setup, row_bytes) if setup.workload.is_training else 0.0)
+
+
+def _update_ns(setup: Setup, row_bytes: int) -> float:
+    return setup.host.costs.update_ns + setup.host.costs.update_ns_per_byte * row_bytes
+
+
+def _hbm(setup: Setup, pools: Sequence[PoolLoad]) -> ResourceLoad:
+    """Rows that are read to be pooled, each id's; in training distinct ones are read and written again."""
+    again = 2 if setup.workload.is_training else 0
+    moved = (
+        sum((pool.lookups + again * pool.unique) * pool.layout.row_bytes for pool in pools) if setup.hbm_bytes else 0
+    )
+    speed = sum(each.hbm.row_bytes_per_s or each.hbm.bytes_per_s for each in setup.host.accelerators)
+    return ResourceLoad("hbm", moved / speed if moved else 0.0, moved, "bytes")
+
+
+def _model(setup: Setup) -> ResourceLoad:
+    """The dense part: on the accelerators where rows are there, else on the cores."""
+    workload, host = setup.workload, setup.host
+    flops = workload.dense_flops * workload.batch_samples / setup.hosts
+    flops *= TRAINING_FLOPS if workload.is_training else 1
+    speed = sum(each.flops for each in host.accelerators) if setup.hbm_bytes else host.processor.flops
+    return ResourceLoad("model", flops / speed, flops, "flops")
+
+
+def _network(setup: Setup, pools: Sequence[PoolLoad]) -> ResourceLoad:
+    """What a host sends: ids to the hosts that have their rows, pooled rows back, in training their gradients, and the
+    dense weights' in a ring."""
+    if setup.hosts == 1:
+        return ResourceLoad("network", 0.0, 0.0, "bytes")
+    sent = _sent_bytes(setup.workload, setup.hosts, sum(pool.lookups for pool in pools))
+    link = setup.host.network
+    return ResourceLoad("network", sent / link.bytes_per_s + _network_latency_s(setup), sent, "bytes")
+
+
+def _sent_bytes(workload: Workload, hosts: int, lookups: float) -> float:
+    """Of one host, one direction. ``lookups``: of its rows, as many as it asks others and itself for."""
+    others = (hosts - 1) / hosts
+    columns = sum(table.embedding_dim for table in workload.tables)
+    pooled = others * workload.batch_samples / hosts * columns * FLOAT_BYTES
+    ids = others * lookups * ID_BYTES
+    if not workload.is_training:
+        return ids + pooled
+    weights = workload.dense_flops / FLOPS_PER_WEIGHT
+    return ids + 2 * pooled + 2 * others * weights * FLOAT_BYTES
+
+
+def _network_latency_s(setup: Setup) -> float:
+    """Of the exchanges of a step: ids, pooled rows; gradients, and two for each other host of the ring."""
+    if setup.hosts == 1:
+        return 0.0
+    exchanges = 2 + (1 + 2 * (setup.hosts - 1) if setup.workload.is_training else 0)
+    return exchanges * setup.host.network.latency_us * 1e-6
+
+
+# Rows on their way
+
+
+def _cold_rows(setup: Setup, pools: Sequence[PoolLoad]) -> ResourceLoad:
+    """One thread: ids are looked for in the cache, rows brought in, and handed to the tier above if there is one."""
+    nanoseconds = sum(_admitting_ns(setup, pool) + _bringing_ns(setup, pool) for pool in pools)
+    return ResourceLoad("cold rows", nanoseconds * 1e-9, sum(pool.misses for pool in pools), "rows")
+
+
+def _admitting_ns(setup: Setup, pool: PoolLoad) -> float:
+    costs = setup.host.costs
+    if setup.hbm_bytes:
+        copying = costs.pool_ns + costs.pool_ns_per_byte * pool.layout.row_bytes
+        return pool.hbm_misses * _directions(setup) * (costs.admit_ns + copying)
+    if pool.is_full or not pool.lookups:
+        return 0.0
+    return pool.lookups * pool.asked / pool.unique * costs.admit_ns
+
+
+def _directions(setup: Setup) -> int:
+    """Each row that comes up makes another leave, which in training has to go down."""
+    return 2 if setup.workload.is_training else 1
+
+
+def _bringing_ns(setup: Setup, pool: PoolLoad) -> float:
+    costs = setup.host.costs
+    a_row = costs.miss_ns + costs.miss_ns_per_byte * pool.layout.row_bytes
+    return pool.misses * a_row + pool.blocks_read * costs.read_ns
+
+
+def _write_back(setup: Setup, pools: Sequence[PoolLoad]) -> ResourceLoad:
+    """One thread, as LMDB has one writer."""
+    costs = setup.host.costs
+    nanoseconds = sum(
+        pool.blocks_written * (costs.write_ns + costs.write_ns_per_byte * pool.layout.block_bytes) for pool in pools
+    )
+    return ResourceLoad("write-back", nanoseconds * 1e-9, sum(pool.blocks_written for pool in pools), "blocks")
+
+
+def _pcie(setup: Setup, pools: Sequence[PoolLoad]) -> ResourceLoad:
+    """The fuller direction: rows and ids up; as many rows down, in training. Accelerators share it equally."""
+    if not setup.hbm_bytes:
+        return ResourceLoad("pcie", 0.0, 0.0, "bytes")
+    moved = sum(pool.hbm_misses * pool.layout.row_bytes + pool.lookups * ID_BYTES for pool in pools)
+    speed = sum(each.pcie.bytes_per_s for each in setup.host.accelerators)
+    return ResourceLoad("pcie", moved / speed + _pcie_latency_s(setup), moved, "bytes")
+
+
+def _pcie_latency_s(setup: Setup) -> float:
+    return max(each.pcie.latency_us for each in setup.host.accelerators) * 1e-6
+
+
+# Drives
+
+
+def _ssd_reads(setup: Setup, pools: Sequence[PoolLoad]) -> ResourceLoad:
+    """Blocks, or bytes, whichever take longer; all drives together."""
+    blocks = sum(pool.blocks_read for pool in pools)
+    if not blocks:
+        return ResourceLoad("ssd reads", 0.0, 0.0, "reads")
+    size = sum(pool.blocks_read * _block_file_bytes(pool) for pool in pools)
+    drives = setup.host.storage
+    by_count = blocks / sum(drive.reads_per_s for drive in drives)
+    by_bytes = size / sum(drive.read_bytes_per_s for drive in drives)
+    return ResourceLoad("ssd reads", max(by_count, by_bytes) + _read_latency_s(setup.host, blocks), blocks, "reads")
+
+
+def _read_latency_s(host: Host, blocks: float) -> float:
+    """Of the last read, which nothing hides, if there is one."""
+    return min(1.0, blocks) * max((drive.read_latency_us for drive in host.storage), default=0.0) * 1e-6
+
+
+def _block_file_bytes(pool: PoolLoad) -> int:
+    return pool.layout.pages_per_block * pool.layout.page_bytes
+
+
+def _ssd_writes(setup: Setup, pools: Sequence[PoolLoad]) -> ResourceLoad:
+    """Blocks and the leaves of the tree above them, or their bytes, whichever take longer."""
+    blocks = sum(pool.blocks_written for pool in pools)
+    size = written_bytes(pools)
+    if not blocks:
+        return ResourceLoad("ssd writes", 0.0, 0.0, "bytes")
+    drives: tuple[Storage, ...] = setup.host.storage
+    by_count = blocks * (1 + LEAF_PAGES) / sum(drive.writes_per_s for drive in drives)
+    by_bytes = size / sum(drive.write_bytes_per_s for drive in drives)
+    return ResourceLoad("ssd writes", max(by_count, by_bytes), size, "bytes")
+
+
+def written_bytes(pools: Sequence[PoolLoad]) -> float:
+    """To the drives of a host."""
+    return sum(pool.blocks_written * (_block_file_bytes(pool) + LEAF_PAGES * pool.layout.page_bytes) for pool in pools)
+
+
+# What all share
+
+
+def _ddr(setup: Setup, pools: Sequence[PoolLoad]) -> ResourceLoad:
+    """Rows that the cores read and write, at random."""
+    memory = setup.host.ddr
+    moved = sum(_ddr_rows(setup, pool) * pool.layout.row_bytes for pool in pools)
+    speed = memory.row_bytes_per_s or memory.bytes_per_s
+    return ResourceLoad("ddr", moved / speed if speed else 0.0, moved, "bytes")
+
+
+def _ddr_rows(setup: Setup, pool: PoolLoad) -> float:
+    if setup.hbm_bytes:
+        return pool.hbm_misses * _directions(setup) + pool.misses
+    return pool.lookups + pool.misses + (2 * pool.unique if setup.workload.is_training else 0.0)
+
+
+def _cores(setup: Setup, work: Mapping[str, ResourceLoad]) -> ResourceLoad:
+    """The work of all threads, over the cores; a dense part without accelerator takes all of them."""
+    cores, threads = setup.host.processor.cores, min(setup.threads, setup.host.processor.cores)
+    lookups = work["batch"].seconds + work["lookups"].seconds * threads
+    dense = 0.0 if setup.hbm_bytes else work["model"].seconds * cores
+    busy = lookups + dense + work["cold rows"].seconds + work["write-back"].seconds
+    return ResourceLoad("cores", busy / cores, busy, "core-seconds")

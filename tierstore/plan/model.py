@@ -1,0 +1,183 @@
+"""The prediction: what a setup would do with a demand. docs/planning.md has the formulas."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from ..cache import POLICIES
+from ..excerpt import excerpt
+from ..sizes import format_size
+from .demand import Demand
+from .loads import DRIVES, SHARED, bottleneck_of, fixed_seconds, loads_of, step_seconds, written_bytes
+from .prediction import Latency, Prediction, Setup, TierLoad
+from .price import Pricing, drive_writes_a_day, price_of
+from .queueing import Queue, latency_at
+from .tiers import PoolLoad, pool_loads
+
+__all__ = ["misfit", "predict", "queue_of"]
+
+DIRECTORY_BYTES: Final = 4
+"""Of host memory, for each block on disk, outside the budget."""
+FILE_SHARE: Final = 1.05
+"""Of a file of blocks, over the bytes of its blocks: the tree above them, and free pages."""
+TRAINING_FILE_SHARE: Final = 2.1
+"""The same where all rows are written again between two commits, and both versions kept (``bench.commit``)."""
+
+
+def predict(
+    setup: Setup,
+    demand: Demand,
+    *,
+    query_sizes: Sequence[float] | None = None,
+    queries_per_s: float | None = None,
+    pricing: Pricing | None = None,
+) -> Prediction:
+    """What one host's parts do in a step or query, and what follows for all hosts.
+
+    Args:
+        demand: of the setup's workload; layouts are taken from there, so that another dtype needs no other demand.
+        query_sizes: of serving: samples of a query, each as likely as any other; default: the workload's batch.
+        queries_per_s: of serving, to all replicas: for the latency.
+        pricing: default: ``Pricing()``.
+
+    Raises:
+        ValueError: the setup cannot be: it does not fit its host, or a count is not what it should be; says why.
+    """
+    _check(setup, demand)
+    own = demand.laid_out(setup.workload)
+    reason = misfit(setup, own)
+    if reason:
+        raise ValueError(reason)
+    pools = pool_loads(setup, own)
+    loads = loads_of(setup, pools)
+    is_ahead = _is_ahead(setup, pools)
+    seconds = {load.resource: load.seconds for load in loads}
+    step_s = step_seconds(seconds, is_ahead=is_ahead)
+    queue = None if setup.workload.is_training else _queue(setup, pools, seconds, step_s, query_sizes)
+    batches_per_s = 1 / step_s if queue is None else setup.replicas * setup.workers / _busy_s(setup, seconds, step_s)
+    prices = pricing or Pricing()
+    return Prediction(
+        setup=setup,
+        step_s=step_s,
+        samples_per_s=batches_per_s * setup.workload.batch_samples,
+        tiers=_tiers(setup, pools),
+        loads=loads,
+        bottleneck=bottleneck_of(loads, is_ahead=is_ahead),
+        drive_writes_a_day=drive_writes_a_day(setup.host, written_bytes(pools) / step_s, prices),
+        price=price_of(setup.host, setup.num_hosts, prices),
+        latency=_latency(setup, queue, queries_per_s),
+    )
+
+
+def queue_of(prediction: Prediction, demand: Demand, query_sizes: Sequence[float] | None = None) -> Queue:
+    """The queue of one replica of a serving setup.
+
+    Raises:
+        ValueError: it trains.
+    """
+    setup = prediction.setup
+    if setup.workload.is_training:
+        raise ValueError("a setup that trains answers no queries")
+    pools = pool_loads(setup, demand.laid_out(setup.workload))
+    seconds = {load.resource: load.seconds for load in prediction.loads}
+    return _queue(setup, pools, seconds, prediction.step_s, query_sizes)
+
+
+def _check(setup: Setup, demand: Demand) -> None:
+    for name in ("hosts", "threads", "workers", "replicas", "batch_samples_max"):
+        value = getattr(setup, name)
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name}={excerpt(value)}: expected a whole number, 1 or more")
+    if setup.rows_per_read < 1:
+        raise ValueError(f"rows_per_read={setup.rows_per_read}: expected 1 or more")
+    for name in ("ddr_bytes", "hbm_bytes", "page_cache_bytes", "prefetch_depth"):
+        if not getattr(setup, name) >= 0:
+            raise ValueError(f"{name}={excerpt(getattr(setup, name))}: expected 0 or more")
+    if setup.policy not in POLICIES:
+        raise ValueError(f"policy={excerpt(setup.policy)} is not one of {', '.join(POLICIES)}")
+    if demand.policy in POLICIES and demand.policy != setup.policy:
+        raise ValueError(f"the demand's curves are of {demand.policy}, the setup's policy is {setup.policy}")
+    if setup.workload.is_training and (setup.workers > 1 or setup.replicas > 1):
+        raise ValueError("workers and replicas are for serving; training has hosts")
+
+
+def misfit(setup: Setup, demand: Demand) -> str:
+    """Why the setup does not fit its host; empty if it does. Bytes of rows that no budget can hold are told by
+    ``pool_loads``."""
+    host = setup.host
+    if setup.hbm_bytes and not host.accelerators:
+        return f"hbm_bytes is {format_size(int(setup.hbm_bytes))}, and host {excerpt(host.name)} has no accelerator"
+    least = min((each.hbm.capacity_bytes for each in host.accelerators), default=0.0)
+    if setup.hbm_bytes > least:
+        return _too_little("memory of an accelerator", setup.hbm_bytes, least)
+    blocks = [(pool.layout, pool.layout.num_blocks(-(-pool.num_rows // setup.hosts))) for pool in demand.pools]
+    memory = setup.ddr_bytes + setup.page_cache_bytes + DIRECTORY_BYTES * sum(count for _, count in blocks)
+    if memory > host.ddr.capacity_bytes:
+        return _too_little("memory", memory, host.ddr.capacity_bytes)
+    share = TRAINING_FILE_SHARE if setup.workload.is_training else FILE_SHARE
+    stored = share * sum(count * layout.pages_per_block * layout.page_bytes for layout, count in blocks)
+    capacity = sum(drive.capacity_bytes for drive in host.storage)
+    return _too_little("SSD", stored, capacity) if stored > capacity else ""
+
+
+def _too_little(what: str, wanted: float, found: float) -> str:
+    return f"{what}: {format_size(int(wanted))} of a host are wanted, {format_size(int(found))} are there"
+
+
+def _is_ahead(setup: Setup, pools: Sequence[PoolLoad]) -> bool:
+    """Whether rows of later batches come in meanwhile: where a batch cannot stay pinned they would leave again."""
+    return setup.workload.is_training and setup.prefetch_depth > 0 and all(pool.keeps_batch for pool in pools)
+
+
+def _queue(
+    setup: Setup,
+    pools: Sequence[PoolLoad],
+    seconds: dict[str, float],
+    step_s: float,
+    query_sizes: Sequence[float] | None,
+) -> Queue:
+    """Of one replica: what a query of the workload's size takes, in a part that is fixed and one for each sample."""
+    fixed = fixed_seconds(setup, pools)
+    samples = setup.workload.batch_samples
+    return Queue(
+        base_s=fixed,
+        sample_s=(_busy_s(setup, seconds, step_s) - fixed) / samples,
+        sizes=tuple(query_sizes) if query_sizes is not None else (float(samples),),
+        executors=setup.workers,
+        batch_samples=float(setup.batch_samples_max),
+    )
+
+
+def _busy_s(setup: Setup, seconds: dict[str, float], step_s: float) -> float:
+    """For which a query keeps its worker busy while all workers are, and wait for drives and cores that they share."""
+    drives = sum(seconds[name] for name in DRIVES)
+    shared = [drives, *(seconds[name] for name in SHARED)]
+    device = seconds["hbm"] + seconds["model"] if setup.hbm_bytes else 0.0
+    return max(step_s, setup.workers * max(*shared, device))
+
+
+def _latency(setup: Setup, queue: Queue | None, queries_per_s: float | None) -> Latency | None:
+    if queue is None or queries_per_s is None:
+        return None
+    own = latency_at(queue, queries_per_s / setup.replicas)
+    return own._replace(queries_per_s=queries_per_s)
+
+
+def _tiers(setup: Setup, pools: Sequence[PoolLoad]) -> tuple[TierLoad, ...]:
+    """From the highest down."""
+    accelerators = len(setup.host.accelerators)
+    asked, hbm_missed = sum(pool.asked for pool in pools), sum(pool.hbm_misses for pool in pools)
+    missed, from_device = sum(pool.misses for pool in pools), sum(pool.device_misses for pool in pools)
+    hbm_rows, ddr_rows = sum(pool.hbm_rows for pool in pools), sum(pool.ddr_rows for pool in pools)
+    stored = sum(drive.capacity_bytes for drive in setup.host.storage)
+    hbm = TierLoad("hbm", setup.hbm_bytes * accelerators, hbm_rows, asked, _hit_rate(asked, hbm_missed))
+    ddr_lookups = hbm_missed if setup.hbm_bytes else asked
+    return (
+        *((hbm,) if setup.hbm_bytes else ()),
+        TierLoad("ddr", setup.ddr_bytes, ddr_rows * setup.workers, ddr_lookups, _hit_rate(ddr_lookups, missed)),
+        TierLoad("ssd", stored, sum(pool.num_rows for pool in pools), missed, _hit_rate(missed, from_device)),
+    )
+
+
+def _hit_rate(lookups: float, missed: float) -> float:
+    """1 where nothing is asked for."""
+    return 1 - missed / lookups if lookups else 1.0

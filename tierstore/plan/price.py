@@ -1,0 +1,78 @@
+"""What hosts cost, and how fast their drives wear out."""
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from ..options import check_ranges, option
+from .host import Accelerator, Host, Memory, Processor, Storage
+from .prediction import Prediction, Price
+
+__all__ = ["Pricing", "drive_writes_a_day", "host_usd", "host_watts", "price_of", "years_of_life"]
+
+_SECONDS_A_DAY: Final = 86_400.0
+_DAYS_A_MONTH: Final = 365.25 / 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pricing:
+    """Assumptions of money and time.
+
+    Raises:
+        ValueError: names the field, its value and what is accepted.
+    """
+
+    usd_per_kwh: float = option(0.12, "dollars a kilowatt-hour", low=0)
+    pue: float = option(1.3, "watts of the building for each watt of a host (power usage effectiveness)", low=1)
+    years: float = option(4.0, "for which hosts are used, and over which their price is spread", low=0.01, high=100)
+    hours_a_day: float = option(24.0, "of use", low=0.01, high=24)
+    warranty_years: float = option(5.0, "of drives: those over which their writes a day are rated", low=0.01, high=100)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
+def host_watts(host: Host) -> float:
+    """Of a host in use; an accelerator's watts include its memory's."""
+    return host.watts + sum(part.watts for part in _parts(host))
+
+
+def host_usd(host: Host) -> float:
+    """To buy one; an accelerator's price includes its memory's."""
+    return host.usd + sum(part.usd for part in _parts(host))
+
+
+def _parts(host: Host) -> tuple[Processor | Memory | Storage | Accelerator, ...]:
+    return host.processor, host.ddr, *host.storage, *host.accelerators
+
+
+def price_of(host: Host, count: int, pricing: Pricing) -> Price:
+    """Of so many hosts: what they draw, what they cost, and both a month.
+
+    ``usd / months + watts / 1000 * PUE * hours a month * usd per kWh``.
+    """
+    watts, usd = count * host_watts(host), count * host_usd(host)
+    power = watts / 1000 * pricing.pue * pricing.hours_a_day * _DAYS_A_MONTH * pricing.usd_per_kwh
+    return Price(watts, usd, usd / (12 * pricing.years) + power)
+
+
+def drive_writes_a_day(host: Host, bytes_per_s: float, pricing: Pricing) -> float:
+    """How often the most worn drive is written over in a day; drives share what is written as they are fast.
+
+    Args:
+        bytes_per_s: written to all drives of the host.
+    """
+    if not bytes_per_s:
+        return 0.0
+    speed = sum(drive.writes_per_s for drive in host.storage)
+    a_day = bytes_per_s * _SECONDS_A_DAY * pricing.hours_a_day / 24
+    return max(a_day * drive.writes_per_s / speed / drive.capacity_bytes for drive in host.storage)
+
+
+def years_of_life(prediction: Prediction, pricing: Pricing) -> float:
+    """Until the most worn drive has been written as often as it is rated for; infinite if nothing is written."""
+    host, writes = prediction.setup.host, prediction.drive_writes_a_day
+    if not writes:
+        return math.inf
+    rating = min(drive.drive_writes_a_day for drive in host.storage)
+    return pricing.warranty_years * rating / writes

@@ -1,0 +1,180 @@
+"""Latency of queries that wait for others: by simulation of the queue, query by query.
+
+Queries come at random times (a Poisson process), wait in the order in which they came, and are answered by executors
+that each take what waits, as far as a batch may hold it, in a time that grows with its samples.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .._jit import kernel
+from ..excerpt import excerpt
+from .prediction import Latency
+
+__all__ = ["LatencyBound", "Queue", "highest_rate", "latencies", "latency_alone", "latency_at", "parse_query_sizes"]
+
+Floats = NDArray[np.float64]
+
+NUM_QUERIES: Final = 100_000
+_WARM_SHARE: Final = 0.1
+"""Of the queries, the first, which meet an emptier queue; they do not count."""
+_PRECISION: Final = 0.005
+_MAX_STEPS: Final = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class Queue:
+    """Executors, and the time that they need.
+
+    Attributes:
+        base_s: seconds of a batch, whatever its samples.
+        sample_s: seconds of each of its samples.
+        sizes: samples of a query, each entry as likely as any other.
+        executors: of one queue.
+        batch_samples: most samples of a batch of several queries; 1: every query is a batch of its own.
+
+    Raises:
+        ValueError: names the field, its value and what is accepted.
+    """
+
+    base_s: float
+    sample_s: float
+    sizes: tuple[float, ...] = (1.0,)
+    executors: int = 1
+    batch_samples: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("base_s", "sample_s"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name}={value!r}: expected seconds, 0 or more")
+        if not self.sizes or not all(math.isfinite(size) and size > 0 for size in self.sizes):
+            raise ValueError(f"sizes={self.sizes!r}: expected samples of a query, each more than 0")
+        if self.executors < 1:
+            raise ValueError(f"executors={self.executors!r}: expected 1 or more")
+
+    @property
+    def mean_s(self) -> float:
+        """Seconds of a query alone, on average."""
+        return self.base_s + self.sample_s * float(np.mean(self.sizes))
+
+    @property
+    def rate_max(self) -> float:
+        """Queries a second that could be answered were there always some waiting."""
+        size = float(np.mean(self.sizes))
+        company = max(1.0, self.batch_samples / size)
+        busy = self.base_s / company + self.sample_s * size
+        return self.executors / busy if busy else math.inf
+
+
+class LatencyBound(NamedTuple):
+    """In seconds; infinity where there is none."""
+
+    p95_s: float = math.inf
+    p99_s: float = math.inf
+
+    def allows(self, latency: Latency) -> bool:
+        return latency.p95_s <= self.p95_s and latency.p99_s <= self.p99_s
+
+
+def latencies(queue: Queue, queries_per_s: float, *, num_queries: int = NUM_QUERIES, seed: int = 0) -> Floats:
+    """Seconds from arrival to answer of simulated queries, float64 [num_queries], in order of arrival.
+
+    The same seed draws the same queries, and the same gaps between them but for their scale, at every rate.
+
+    Raises:
+        ValueError: the rate is not more than 0.
+    """
+    if not queries_per_s > 0 or not math.isfinite(queries_per_s):
+        raise ValueError(f"queries_per_s={queries_per_s!r}: expected more than 0")
+    generator = np.random.default_rng(seed)
+    arrivals = np.cumsum(generator.standard_exponential(num_queries)) / queries_per_s
+    sizes = np.array(queue.sizes, np.float64)[generator.integers(0, len(queue.sizes), num_queries)]
+    waited = np.empty(num_queries)
+    free = np.zeros(queue.executors)
+    _serve(arrivals, sizes, queue.base_s, queue.sample_s, float(queue.batch_samples), free, waited)
+    return waited
+
+
+@kernel
+def _serve(
+    arrivals: Any, sizes: Any, base_s: float, sample_s: float, batch_samples: float, free: Any, waited: Any
+) -> None:
+    """``free``: when each executor has done what it took."""
+    first = 0
+    while first < arrivals.size:
+        executor = np.argmin(free)
+        start = max(free[executor], arrivals[first])
+        samples = sizes[first]
+        stop = first + 1
+        while stop < arrivals.size and arrivals[stop] <= start and samples + sizes[stop] <= batch_samples:
+            samples += sizes[stop]
+            stop += 1
+        free[executor] = start + base_s + sample_s * samples
+        for query in range(first, stop):
+            waited[query] = free[executor] - arrivals[query]
+        first = stop
+
+
+def latency_at(queue: Queue, queries_per_s: float, *, num_queries: int = NUM_QUERIES, seed: int = 0) -> Latency:
+    """Percentiles, without the first tenth of the queries; all infinite at a rate that no queue can carry.
+
+    Raises: as ``latencies``.
+    """
+    if queries_per_s >= queue.rate_max:
+        return Latency(queries_per_s, math.inf, math.inf, math.inf)
+    found = latencies(queue, queries_per_s, num_queries=num_queries, seed=seed)
+    settled = found[int(len(found) * _WARM_SHARE) :]
+    p50, p95, p99 = np.quantile(settled, (0.5, 0.95, 0.99), method="higher").tolist()
+    return Latency(queries_per_s, p50, p95, p99)
+
+
+def highest_rate(
+    queue: Queue, bound: LatencyBound, *, num_queries: int = NUM_QUERIES, seed: int = 0, precision: float = _PRECISION
+) -> float:
+    """The highest queries a second whose latency stays within the bound, to a precision; 0 if no rate's does.
+
+    By bisection; the rate is at most what can be answered at all.
+    """
+    low, high = 0.0, queue.rate_max
+    if not math.isfinite(high):
+        return high
+    if not bound.allows(latency_alone(queue)):
+        return 0.0
+    for _ in range(_MAX_STEPS):
+        if high - low <= precision * high:
+            break
+        middle = (low + high) / 2
+        if bound.allows(latency_at(queue, middle, num_queries=num_queries, seed=seed)):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def latency_alone(queue: Queue) -> Latency:
+    """Of queries so rare that none waits."""
+    seconds = queue.base_s + queue.sample_s * np.array(queue.sizes)
+    p50, p95, p99 = np.quantile(seconds, (0.5, 0.95, 0.99), method="higher").tolist()
+    return Latency(0.0, p50, p95, p99)
+
+
+def parse_query_sizes(text: str) -> tuple[float, ...]:
+    """Samples of a query, each as likely as any other: numbers with commas or space between them.
+
+    Raises:
+        ValueError: there is none, or something that is no number above 0.
+    """
+    sizes = []
+    for word in text.replace(",", " ").split():
+        try:
+            sizes.append(float(word))
+        except ValueError:
+            raise ValueError(f"{excerpt(word)} is no number of samples; expected numbers with commas between") from None
+    if not sizes or not all(math.isfinite(size) and size > 0 for size in sizes):
+        raise ValueError(f"query sizes {excerpt(text)}: expected one at least, each more than 0")
+    return tuple(sizes)
