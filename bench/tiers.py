@@ -20,6 +20,7 @@ import torch
 
 import tierstore
 from tierstore.models import DLRM
+from tierstore.plan.published import KAGGLE_ROWS
 
 from . import oscache
 from .common import Goal, Report, Run, Table, program
@@ -32,11 +33,6 @@ __all__ = ["run"]
 ROWS_FILE: Final = "rows.lmdb"
 LIMIT_DEPTH: Final = 64
 DEVICE_READ_BYTES: Final = 4096
-# Rows of the 26 tables of the Criteo-Kaggle set, as published with its DLRM baseline.
-KAGGLE_ROWS: Final = (
-    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10, 5652,
-    2173, 4, 7046547, 18, 15, 286181, 105, 142572,
-)  # fmt: skip
 _CHUNK: Final = 200_000
 
 

@@ -11,7 +11,7 @@ from tierstore.trace import TableTrace, Trace, read_trace, write_trace
 
 
 def same(one: Trace, other: Trace) -> bool:
-    return (one.batch_samples, one.tables.keys()) == (other.batch_samples, other.tables.keys()) and all(
+    return _described(one) == _described(other) and all(
         np.array_equal(a, b) for name in one.tables for a, b in zip(one.tables[name], other.tables[name], strict=True)
     )
 
@@ -25,6 +25,49 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match="--force"):
         write_trace(trace, tmp_path / "trace.npz")
     assert [path.name for path in tmp_path.iterdir()] == ["trace.npz"]
+
+
+def _described(trace: Trace) -> tuple[int, list[str], list[int] | None]:
+    starts = trace.batch_starts
+    return trace.batch_samples, list(trace.tables), None if starts is None else starts.tolist()
+
+
+@pytest.mark.parametrize(
+    ("starts", "samples", "bounds"),
+    [
+        (None, 3, [0, 2, 3]),  # batches of two samples
+        ([0, 1, 3], 3, [0, 1, 3]),  # entries are samples
+        ([0, 4, 4, 9], 9, [0, 1, 2, 3]),  # entries are batches
+        ([0, 1, 2, 3], 3, [0, 1, 2, 3]),  # both
+    ],
+)
+def test_batches_of_a_trace(tmp_path: Path, starts: list[int] | None, samples: int, bounds: list[int]) -> None:
+    trace = Trace(
+        tables={"a": table([7, 8, 9, 7], [0, 1, 1, 4])},
+        batch_samples=2,
+        batch_starts=None if starts is None else np.array(starts),
+    )
+    write_trace(trace, tmp_path / "trace.npz")
+    found = read_trace(tmp_path / "trace.npz")
+    assert same(found, trace)
+    assert (found.num_entries, found.num_samples, found.batch_bounds.tolist()) == (3, samples, bounds)
+
+
+@pytest.mark.parametrize(
+    ("starts", "reason"),
+    [
+        ([], "must ascend from 0"),
+        ([1, 3], "must ascend from 0"),
+        ([0, 2, 1], "must ascend from 0"),
+        ([0, 5], "batch_starts are of 5 samples in 1 batches; there are 3 entries"),
+        ([[0, 3]], "batch_starts are int64, 2-d; int64, 1-d wanted"),
+        ([0.0, 3.0], "batch_starts are float64, 1-d; int64, 1-d wanted"),
+    ],
+)
+def test_batches_that_cannot_be(starts: list[object], reason: str) -> None:
+    array = np.array(starts) if starts else np.empty(0, np.int64)
+    with pytest.raises(ValueError, match=reason):
+        Trace(tables={"a": table([7], [0, 1, 1, 1])}, batch_samples=2, batch_starts=array)
 
 
 def table(ids: list[int], offsets: list[int]) -> TableTrace:

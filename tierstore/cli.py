@@ -41,6 +41,8 @@ _TRAIN_FLAGS: Final = (
     _Flag("--device", "store.device", str, "NAME", "where the model computes: cpu, or cuda beside --hbm"),
     _Flag("--policy", "store.policy", str, "NAME", "which rows leave memory first: lru, lfu, tinylfu or lookahead"),
     _Flag("--threads", "store.threads", int, "N", "threads of the store"),
+    _Flag("--record", "store.record", str, "FILE.npz", "record which rows are looked up, for tierstore plan"),
+    _Flag("--record-rate", "store.record_rate", float, "X", "share of the rows that is recorded"),
     _Flag("--prefetch-depth", "train.prefetch_depth", int, "N", "batches whose rows are fetched ahead; 0: none"),
     _Flag("--epochs", "train.epochs", int, "N", "times through the training rows"),
 )

@@ -4,12 +4,12 @@ A store opened for reading may keep its rows in memory in fewer bytes than on SS
 cold tier and the caches and converts what is read.
 """
 
-from typing import Any, Final, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 import torch
 
-from .errors import DamagedError
+from .errors import DamagedError, TableError
 from .floats import half_code
 from .quantized import pack_rows
 from .rows import KEY_ROW_BITS, DtypeName, RowLayout
@@ -82,9 +82,18 @@ class Converter:
         self._kept: dict[int, RowLayout] = {}
         self._names: dict[int, str] = {}
 
-    def add(self, table_index: int, name: str, stored: RowLayout, kept: RowLayout) -> None:
-        """Make a table known."""
+    def keep(self, table_index: int, name: str, stored: RowLayout, dtype: DtypeName | Literal["stored"]) -> RowLayout:
+        """Make a table known: how its rows lie in memory.
+
+        Raises:
+            TableError: they cannot be kept as ``dtype``.
+        """
+        try:
+            kept = layout_as(stored, None if dtype == "stored" else dtype)
+        except ValueError as error:
+            raise TableError(f"table {name!r}: {error}") from None
         self._stored[table_index], self._kept[table_index], self._names[table_index] = stored, kept, name
+        return kept
 
     def read(self, source: RowSource, keys: Any, slots: Any, weights: Any, present: Any) -> None:
         """What ``ColdTier.read`` does, by a source of stored rows; there is no state.

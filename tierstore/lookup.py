@@ -101,7 +101,17 @@ class Joined:
         Raises:
             ValueError: an id outside its table; names the table and the id.
         """
-        return self._join([table.index << KEY_ROW_BITS for table in self._owners], np.int64)
+        return self._join(self._first_keys, np.int64)
+
+    @property
+    def _first_keys(self) -> list[int]:
+        """The key of row 0 of each feature's table."""
+        return [table.index << KEY_ROW_BITS for table in self._owners]
+
+    @property
+    def key_plan(self) -> Any:
+        """What ``plan`` gives for row keys."""
+        return self.plan(self._first_keys)
 
     def slots(self, cache: FullCache) -> Any:
         """int32 [N], slots of a full cache; errors as ``keys``."""
@@ -208,6 +218,7 @@ class Lookup:
         mode: "sum", "mean" or "max", for all features.
 
     Attributes:
+        joined: its ids.
         wants_zeros: ``forward`` adds to what it is given, and so wants zeros.
 
     Raises:
@@ -216,7 +227,7 @@ class Lookup:
 
     def __init__(self, joined: Joined, *, mode: str) -> None:
         self.wants_zeros = False
-        self._joined = joined
+        self.joined = joined
         self._tables = joined.tables
         self._mode = MODES[mode]
         self._lease: Lease | None = None
@@ -237,13 +248,13 @@ class Lookup:
     def _slots_of(self, cache: FullCache) -> Any:
         """int32 [N]: the slot of each position."""
         if self._slots_in is not cache:
-            self._slots, self._slots_in = self._joined.slots(cache), cache
+            self._slots, self._slots_in = self.joined.slots(cache), cache
         return self._slots
 
     @property
     def demand(self) -> tuple[Pool, Any]:
         """The pool and the keys, int64 [N], of the rows it will use."""
-        return self._pool, self._joined.keys
+        return self._pool, self.joined.keys
 
     @shielded
     def stage(self) -> None:
@@ -252,8 +263,8 @@ class Lookup:
         if pool.full is not None:
             self._bring_in(pool, pool.full)
             self._use = self._use or Use(pool)
-        elif len(self._joined):
-            lease = pool.acquire(self._joined.keys)
+        elif len(self.joined):
+            lease = pool.acquire(self.joined.keys)
             if not self._keep(pool, lease):
                 lease.release()
             pool.write_ahead(self._tables[0].store)
@@ -266,7 +277,7 @@ class Lookup:
         self._lease = self._use = None
 
     def _keep(self, pool: Pool, lease: Lease) -> bool:
-        if lease.consumed < len(self._joined) or not pool.hold(lease):
+        if lease.consumed < len(self.joined) or not pool.hold(lease):
             return False
         self._lease = lease
         return True
@@ -295,7 +306,7 @@ class Lookup:
         if pool.full is not None:
             yield 0, self._bring_in(pool, pool.full)
             return
-        for first, lease in self._leases(pool, self._joined.keys):
+        for first, lease in self._leases(pool, self.joined.keys):
             yield first, lease.slots[lease.inverse]
             if keep and not lease.held:
                 self._keep(pool, lease)
@@ -332,14 +343,14 @@ class Lookup:
                 self._use = self._use or Use(pool)
             else:
                 self.release()
-        elif not len(self._joined):
+        elif not len(self.joined):
             self._pool_part(pool, 0, np.empty(0, np.int32), pooled)
         else:
             self._forward_leased(pool, pooled, keep=keep)
 
     def _look_up(self, pool: Pool, cache: FullCache, out: Any) -> bool:
         """Pool rows straight from ids; False, and nothing done, if some row is not in."""
-        joined = self._joined
+        joined = self.joined
         plan = joined.plan(joined.first_slots(cache))
         bad = look_up(pool, cache, plan, self._scale, self._mode, joined.columns, out, self._arg_max)
         joined.check(bad)
@@ -361,7 +372,7 @@ class Lookup:
         def work(begin: int, end: int) -> None:
             pool_rows(
                 begin, end, first, first + len(slots), self._bag_starts, slots, self._scale, self._mode, pool.weights,
-                pool.layout.dim, pool.half, self._joined.columns, self._joined.batch, out, self._arg_max,
+                pool.layout.dim, pool.half, self.joined.columns, self.joined.batch, out, self._arg_max,
             )  # fmt: skip
 
         pool.workers.run(work, pool.workers.split(self._bag_starts))
@@ -370,7 +381,7 @@ class Lookup:
     def scale_gradient(self, grad_out: Tensor, grad_scale: Any) -> None:
         """Gradient of the per-sample weights into ``grad_scale`` (numpy, float32 [ids of the batch]); before
         ``update``."""
-        own = np.zeros(len(self._joined), np.float32)
+        own = np.zeros(len(self.joined), np.float32)
         pool = self._pool
         if not len(own):
             return
@@ -379,13 +390,13 @@ class Lookup:
             with pool.rows_lock:
                 dot_rows(
                     0, len(self._bag_starts) - 1, first, first + len(slots), self._bag_starts, slots, pool.weights,
-                    pool.layout.dim, pool.half, self._joined.columns, self._joined.batch, grad_out.numpy(), own,
+                    pool.layout.dim, pool.half, self.joined.columns, self.joined.batch, grad_out.numpy(), own,
                 )  # fmt: skip
-        self._joined.scatter(own, grad_scale)
+        self.joined.scatter(own, grad_scale)
 
     def require_trainable(self) -> None:
         """ReadOnlyError if ``update`` would meet quantized rows."""
-        self._joined.require_trainable()
+        self.joined.require_trainable()
 
     @shielded
     def update(self, grad_out: Tensor) -> None:
@@ -397,7 +408,7 @@ class Lookup:
         Args:
             grad_out: float32 [batch, columns], C-contiguous.
         """
-        pool, joined = self._pool, self._joined
+        pool, joined = self._pool, self.joined
         hyper, seeds = joined.next_hyper(), joined.rounding_seeds()
         if not len(joined):
             self.release()
@@ -447,7 +458,7 @@ class Lookup:
         """(inverse, unique keys in order of first use)."""
         if self._lease is not None:
             return self._lease.inverse, pool.cache.keys_of(self._lease.slots)
-        keys = self._joined.keys
+        keys = self.joined.keys
         unique_keys = np.empty_like(keys)
         inverse = np.empty(len(keys), np.int32)
         scratch = np.full(1 << (2 * len(keys) - 1).bit_length(), -1, np.int32)

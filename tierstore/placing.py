@@ -61,13 +61,13 @@ def plan_placement(tables: tuple[TableConfig, ...], page_bytes: int, trace: Trac
 
 
 def _accesses(trace: Trace, indexes: dict[str, int]) -> Accesses:
-    """The lookups of some tables, sample by sample."""
+    """The lookups of some tables, entry by entry."""
     chosen = [(index, trace.tables[name]) for name, index in indexes.items() if name in trace.tables]
     keys = [np.empty(0, np.int64), *((index << KEY_ROW_BITS) + table.ids for index, table in chosen)]
     lengths = [np.diff(table.offsets) for _, table in chosen]
-    samples = [np.empty(0, np.int64), *(np.repeat(np.arange(trace.num_samples), length) for length in lengths)]
+    samples = [np.empty(0, np.int64), *(np.repeat(np.arange(trace.num_entries), length) for length in lengths)]
     order = np.argsort(np.concatenate(samples), kind="stable")
-    starts = np.zeros(trace.num_samples + 1, np.int64)
+    starts = np.zeros(trace.num_entries + 1, np.int64)
     for length in lengths:
         starts[1:] += np.cumsum(length)
     return Accesses(np.concatenate(keys)[order], starts)

@@ -2,7 +2,6 @@
 
 import contextlib
 import difflib
-import mmap
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -10,20 +9,21 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from .budget import STAGING_BYTES
 from .config import TableConfig
-from .converting import Converter, RowSource, layout_as
+from .converting import Converter, RowSource
 from .durable import make_directory
-from .errors import BudgetError, ClosedError, FormatError, ReadOnlyError, TableError, TruncatedError
+from .errors import BudgetError, ClosedError, ReadOnlyError, TableError
 from .hbm.build import require_supported
-from .io import MAX_PAGE_BYTES, ROW_FILE_NAME, LmdbColdTier, VerifyReport, require_plain_files
+from .identity import open_manifest
+from .io import LmdbColdTier, VerifyReport
 from .killpoints import reach
-from .manifest import MANIFEST_NAME, Manifest
+from .manifest import Manifest
 from .newer import Newer, changed_rows
 from .optim import SGD
 from .pending import PendingCommit
@@ -37,6 +37,9 @@ from .table import Table
 from .threads import Workers
 from .tiers import store_stats
 from .version import TableState, Version, pack, unpack, unpack_tensors
+
+if TYPE_CHECKING:
+    from .recording import Recorder
 
 __all__ = ["Store"]
 
@@ -77,13 +80,14 @@ class Store:
         self._reserved_bytes = 0
         self._version = Version(0, {}, {}, b"")
         self._tables: dict[str, Table] = {}
+        self.recorder: Recorder | None = None
         self._added: dict[int, tuple[RowLayout, int]] = {}
         self._process_id = os.getpid()
         self._pending: PendingCommit | None = None
         self._committer: ThreadPoolExecutor | None = None
         if not readonly:
             make_directory(directory)
-        self._manifest = self._open_manifest()
+        self._manifest = open_manifest(directory, readonly=readonly)
         self._cold = LmdbColdTier(
             directory,
             store_id=bytes.fromhex(self._manifest.store_id),
@@ -100,21 +104,6 @@ class Store:
             raise
 
     # Opening
-
-    def _open_manifest(self) -> Manifest:
-        """Read the manifest, or write the first one."""
-        require_plain_files(self.directory)
-        path, rows_path = self.directory / MANIFEST_NAME, self.directory / ROW_FILE_NAME
-        if not path.exists() and not self.readonly:
-            if rows_path.exists():
-                raise FormatError(
-                    f"{self.directory} holds {ROW_FILE_NAME} but no {MANIFEST_NAME}; restore it from a copy"
-                )
-            Manifest.new(min(mmap.PAGESIZE, MAX_PAGE_BYTES)).create(self.directory)
-        manifest = Manifest.read(self.directory)
-        if not rows_path.exists() and (manifest.has_rows or self.readonly):
-            raise TruncatedError(f"{rows_path} is missing; restore it from a copy of the store")
-        return manifest
 
     def _load(self) -> None:
         """Check that the files belong together, make the tables known, read the last version."""
@@ -153,12 +142,14 @@ class Store:
         index = len(self._tables)
         table = Table(self, config, index, self._enter(config, index))
         self._tables[config.name] = table
+        if self.recorder is not None:
+            self.recorder.add_table(config.name)
         return table
 
     def _enter(self, config: TableConfig, index: int) -> RowLayout:
         """Make a table known to the cold tier, unless it is; how its rows lie in memory."""
         stored = config.layout(self._manifest.page_bytes)
-        kept = stored if self._dtype is None else self._kept_layout(config, index, stored)
+        kept = stored if self._dtype is None else self._converter.keep(index, config.name, stored, self._dtype)
         shape = stored, config.num_embeddings
         if self._added.get(index) != shape:
             try:
@@ -170,15 +161,6 @@ class Store:
                     f"its block directory ({error}); make the table smaller, or let the system overcommit memory"
                 ) from error
             self._added[index] = shape
-        return kept
-
-    def _kept_layout(self, config: TableConfig, index: int, stored: RowLayout) -> RowLayout:
-        """How a table's rows lie in memory, if not as they are stored."""
-        try:
-            kept = layout_as(stored, None if self._dtype == "stored" else self._dtype)
-        except ValueError as error:
-            raise TableError(f"table {config.name!r}: {error}") from None
-        self._converter.add(index, config.name, stored, kept)
         return kept
 
     # Tables
@@ -527,6 +509,19 @@ class Store:
         num_rows = sum(table.config.num_embeddings for table in self._tables.values())
         return store_stats(pools, self._cold, num_rows, self._reserved_bytes if pools else 0)
 
+    def record(self, path: str | os.PathLike[str], *, rate: float = 0.01, max_bytes: int | str = "64MiB") -> "Recorder":
+        """Write down which rows are looked up from now on, as a trace; ``recording.Recorder`` says more, and errors.
+
+        Args:
+            path: the file, NAME.npz; there must be none yet.
+            rate: the share of all rows whose lookups are recorded; 1: every row.
+            max_bytes: bound on memory and file; the rate is halved whenever it is reached.
+        """
+        from .recording import Recorder
+
+        self.recorder = Recorder(self, path, rate=rate, max_bytes=max_bytes)
+        return self.recorder
+
     def verify(self, *, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
         """Read and check every row on SSD, the directory and the counts; ``progress(done_bytes, total_bytes)``.
 
@@ -561,12 +556,13 @@ class Store:
 
     @shielded
     def close(self) -> None:
-        """End the commit under way, then release files, memory and threads. What was not committed is dropped.
+        """End the commit under way, then release files, memory and threads; what was not committed is dropped. A
+        recorder is stopped.
 
         A second call does nothing.
 
         Raises:
-            the error of a commit, if nobody has seen it; everything is released all the same.
+            the error of a commit, if nobody has seen it, or of a recorder; everything is released all the same.
         """
         if self._closed:
             return
@@ -579,6 +575,8 @@ class Store:
         finally:
             with self._moving, contextlib.ExitStack() as stack:  # each, also if one before it fails; the last first
                 self._closed = True
+                if self.recorder is not None:
+                    stack.callback(self.recorder.stop)
                 stack.callback(self._cold.close)
                 stack.callback(self._workers.close)
                 stack.callback(self._close_pools)

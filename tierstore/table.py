@@ -207,7 +207,10 @@ class Table:
         self._store.require_open()
         if not len(keys):
             return torch.empty((0, self.layout.dim), dtype=self.layout.torch_dtype, device=self._store.device)
-        return self._in_pool(lambda pool: self._read(pool, keys))
+        rows = self._in_pool(lambda pool: self._read(pool, keys))
+        if self._store.recorder is not None:
+            self._store.recorder.note_rows(keys)
+        return rows
 
     def _in_pool(self, work: Callable[[Pool], _T]) -> _T:
         """Do it in the pool of now, and again if a new table brought a new pool meanwhile."""
@@ -284,11 +287,15 @@ class Table:
             if pooled is None:
                 pooled = self._pooled_in_memory(ids, offsets, MODES[mode])
             if pooled is not None:
+                if self._store.recorder is not None:
+                    self._store.recorder.note_bags(self.index, ids.numpy(), offsets.numpy())
                 return pooled
         jagged = self.jagged(ids, offsets, mode=mode, per_sample_weights=per_sample_weights)
         lookup = self.lookup(jagged, mode=mode)
         out = new_output([lookup], jagged.batch, self.layout.dim, self._store.device)
         lookup.forward(out, keep=False)
+        if self._store.recorder is not None:
+            self._store.recorder.note_bags(self.index, jagged.ids, jagged.offsets)
         return out
 
     def _pooled_in_memory(self, ids: Tensor, offsets: Tensor, mode: int) -> Tensor | None:

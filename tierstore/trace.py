@@ -1,9 +1,14 @@
 """A trace: which rows of which table were looked up, sample by sample. Packing goes by it.
 
 The file is a numpy ``.npz``. For each table it has ``NAME.ids``, int64 [n], the rows in the order of access, and
-``NAME.offsets``, int64 [samples + 1]: what sample s looks up is ``ids[offsets[s]:offsets[s + 1]]``. All tables have the
-same samples. ``batch_samples``, one int64, says how many of them a batch had; ``sampling_rate``, one float64 that may
-be missing, which share of all rows is in it.
+``NAME.offsets``, int64 [entries + 1]: what entry e looks up is ``ids[offsets[e]:offsets[e + 1]]``. An entry is a
+sample, and all tables have the same. ``batch_samples``, one int64, says how many samples a batch had;
+``sampling_rate``, one float64 that may be missing, which share of all rows is in it.
+
+``batch_starts``, int64 [batches + 1], may be missing too. It is there where batches differ in size: batch b has the
+samples from ``batch_starts[b]`` to ``batch_starts[b + 1]``, and ``batch_samples`` is their mean. With it, an entry may
+also be a whole batch, which one sees by the number of entries: of a sample next to nothing is left once one row in a
+hundred is.
 """
 
 import contextlib
@@ -22,11 +27,12 @@ from .excerpt import excerpt
 from .exchange.output import partial_file
 from .rows import MAX_ROWS
 
-__all__ = ["BATCH_SAMPLES", "SAMPLING_RATE", "TableTrace", "Trace", "read_trace", "write_trace"]
+__all__ = ["BATCH_SAMPLES", "BATCH_STARTS", "SAMPLING_RATE", "TableTrace", "Trace", "read_trace", "write_trace"]
 
 Int64s = NDArray[np.int64]
 
 BATCH_SAMPLES: Final = "batch_samples"
+BATCH_STARTS: Final = "batch_starts"
 SAMPLING_RATE: Final = "sampling_rate"
 _IDS: Final = ".ids"
 _OFFSETS: Final = ".offsets"
@@ -45,16 +51,18 @@ class Trace:
 
     Attributes:
         tables: by name.
-        batch_samples: samples in a batch.
+        batch_samples: samples in a batch, on average.
         sampling_rate: the share of all rows that are in it, each with all its accesses; 1: every row.
+        batch_starts: int64 [batches + 1], in samples; None where all batches are of one size, the last excepted.
 
     Raises:
-        ValueError: ids or offsets cannot be; names the table.
+        ValueError: ids, offsets or starts cannot be; names the table.
     """
 
     tables: Mapping[str, TableTrace]
     batch_samples: int
     sampling_rate: float = 1.0
+    batch_starts: Int64s | None = None
 
     def __post_init__(self) -> None:
         if not self.tables:
@@ -72,10 +80,25 @@ class Trace:
                 f"table {excerpt(fewest)} has {counts[fewest]} samples, table {excerpt(most)} has {counts[most]}; "
                 "all have the same, a sample that looks up nothing being an empty one"
             )
+        if self.batch_starts is not None:
+            _check_starts(self.batch_starts, self.num_entries)
+
+    @property
+    def num_entries(self) -> int:
+        """Of each table's offsets: samples or, in a sampled recording, batches."""
+        return len(next(iter(self.tables.values())).offsets) - 1
 
     @property
     def num_samples(self) -> int:
-        return len(next(iter(self.tables.values())).offsets) - 1
+        return self.num_entries if self.batch_starts is None else int(self.batch_starts[-1])
+
+    @property
+    def batch_bounds(self) -> Int64s:
+        """int64 [batches + 1]: batch b has the entries from ``[b]`` to ``[b + 1]``."""
+        if self.batch_starts is None:
+            starts = np.arange(0, self.num_entries + self.batch_samples, self.batch_samples)
+            return np.minimum(starts, self.num_entries)
+        return self.batch_starts if self.num_entries == self.num_samples else np.arange(len(self.batch_starts))
 
     @property
     def num_lookups(self) -> int:
@@ -95,6 +118,18 @@ def _check(name: str, table: TableTrace) -> None:
         raise ValueError(f"ids of table {excerpt(name)} are no rows: they must be from 0 to 2^40 - 1")
 
 
+def _check_starts(starts: Int64s, entries: int) -> None:
+    if starts.dtype != np.int64 or starts.ndim != 1:
+        raise ValueError(f"{BATCH_STARTS} are {starts.dtype}, {starts.ndim}-d; int64, 1-d wanted")
+    if not len(starts) or starts[0] != 0 or (np.diff(starts) < 0).any():
+        raise ValueError(f"{BATCH_STARTS} must ascend from 0 to the number of samples")
+    if entries not in (starts[-1], len(starts) - 1):
+        raise ValueError(
+            f"{BATCH_STARTS} are of {starts[-1]} samples in {len(starts) - 1} batches; there are {entries} entries, "
+            "neither one a sample nor one a batch"
+        )
+
+
 def write_trace(trace: Trace, path: str | os.PathLike[str], *, force: bool = False) -> None:
     """Write the file, whole or not at all.
 
@@ -104,6 +139,8 @@ def write_trace(trace: Trace, path: str | os.PathLike[str], *, force: bool = Fal
     arrays: dict[str, NDArray[Any]] = {BATCH_SAMPLES: np.array(trace.batch_samples, np.int64)}
     if trace.sampling_rate < 1:
         arrays[SAMPLING_RATE] = np.array(trace.sampling_rate)
+    if trace.batch_starts is not None:
+        arrays[BATCH_STARTS] = trace.batch_starts
     for name, table in trace.tables.items():
         arrays |= {name + _IDS: table.ids, name + _OFFSETS: table.offsets}
     with partial_file(Path(path), force=force) as descriptor, os.fdopen(os.dup(descriptor), "wb") as file:
@@ -127,7 +164,7 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
 def _parse(file: "np.lib.npyio.NpzFile") -> Trace:
     names = [name.removesuffix(_IDS) for name in file.files if name.endswith(_IDS)]
     wanted = {BATCH_SAMPLES, *(name + end for name in names for end in (_IDS, _OFFSETS))}
-    found = set(file.files) - {SAMPLING_RATE}
+    found = set(file.files) - {SAMPLING_RATE, BATCH_STARTS}
     if wanted != found:
         raise ValueError(
             f"it has {excerpt(min(wanted ^ found))} alone; wanted are NAME.ids and NAME.offsets for each "
@@ -140,7 +177,8 @@ def _parse(file: "np.lib.npyio.NpzFile") -> Trace:
     if rate.dtype != np.float64 or rate.ndim:
         raise ValueError(f"{SAMPLING_RATE} must be one float64")
     tables = {name: TableTrace(file[name + _IDS], file[name + _OFFSETS]) for name in names}
-    return Trace(tables=tables, batch_samples=int(size), sampling_rate=float(rate))
+    starts = file[BATCH_STARTS] if BATCH_STARTS in file.files else None
+    return Trace(tables=tables, batch_samples=int(size), sampling_rate=float(rate), batch_starts=starts)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 import tierstore
+from tierstore.plan.published import KAGGLE_ROWS
 from tierstore.train.build import Run, build_run
 from tierstore.train.checkpoint import Position, commit_run
 from tierstore.train.config import (
@@ -21,8 +22,6 @@ from tierstore.train.config import (
     StoreSection,
     TrainSection,
 )
-
-from ..tiers import KAGGLE_ROWS
 
 __all__ = [
     "CANARY",

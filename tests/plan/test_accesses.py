@@ -1,5 +1,8 @@
 """Accesses, against loops over lists."""
 
+from dataclasses import replace
+from itertools import pairwise
+
 import numpy as np
 
 from tierstore.plan import accesses_of, of_table, once_a_batch
@@ -28,11 +31,14 @@ def batches_of(trace: Trace) -> list[list[int]]:
         ]
         for sample in range(trace.num_samples)
     ]
-    return [sum(samples[first : first + BATCH], []) for first in range(0, len(samples), BATCH)]
+    step = trace.batch_samples
+    return [
+        [key for sample in samples[first : first + step] for key in sample] for first in range(0, len(samples), step)
+    ]
 
 
 def listed(keys: np.ndarray, starts: np.ndarray) -> list[list[int]]:
-    return [keys[begin:end].tolist() for begin, end in zip(starts[:-1], starts[1:], strict=True)]
+    return [keys[begin:end].tolist() for begin, end in pairwise(starts)]
 
 
 def test_accesses_go_sample_by_sample() -> None:
@@ -41,6 +47,19 @@ def test_accesses_go_sample_by_sample() -> None:
         found = accesses_of(trace)
         assert listed(found.keys, found.starts) == batches_of(trace)
         assert (found.tables, found.sampling_rate) == (("a", "b"), 0.5)
+
+
+def test_batches_of_a_recording() -> None:
+    """Of different sizes, an entry being a sample or a batch."""
+    trace = random_trace(4, 10)
+    own = [list(batch) for batch in batches_of(replace(trace, batch_samples=1))]
+    starts = np.array([0, 3, 3, 8, 10])
+    found = accesses_of(replace(trace, batch_starts=starts))
+    assert listed(found.keys, found.starts) == [
+        [key for sample in own[begin:end] for key in sample] for begin, end in pairwise(starts.tolist())
+    ]
+    found = accesses_of(replace(trace, batch_starts=np.arange(11) * 7))
+    assert listed(found.keys, found.starts) == own
 
 
 def test_each_row_of_a_batch_once_in_order_of_first_use() -> None:

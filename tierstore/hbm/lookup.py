@@ -33,7 +33,7 @@ class HbmLookup:
 
     def __init__(self, joined: Joined, *, mode: str) -> None:
         self.wants_zeros = True
-        self._joined = joined
+        self.joined = joined
         self._mode = MODES[mode]
         self._lease: HbmLease | None = None
         self._pool: HbmPool | None = None
@@ -46,19 +46,19 @@ class HbmLookup:
 
     @property
     def _is_empty(self) -> bool:
-        return not len(self._joined.keys)
+        return not len(self.joined.keys)
 
     @property
     def demand(self) -> tuple[Pool, Any]:
         """The pool below and the keys, int64 [N], of the rows it will use."""
-        return self._joined.tables[0].pool, self._joined.keys
+        return self.joined.tables[0].pool, self.joined.keys
 
     def _send(self) -> HbmPool:
         """Send the ids to the tables' pool as it is now: unless rows are pinned, a new table may have replaced it."""
-        pool = self._joined.tables[0].pool.hot
+        pool = self.joined.tables[0].pool.hot
         assert pool is not None, "a lookup in device memory over a pool without"
         if pool is not self._pool:
-            joined = self._joined
+            joined = self.joined
             self._pool = pool
             owners = np.repeat(np.arange(len(joined.bag_starts) - 1, dtype=np.int32), np.diff(joined.bag_starts))
             indices = np.array([table.index for table in joined.tables], np.int64)
@@ -81,7 +81,7 @@ class HbmLookup:
             return
         pool = self._send()
         assert self._grouping is not None
-        lease = pool.acquire(self._grouping, len(self._joined.keys))
+        lease = pool.acquire(self._grouping, len(self.joined.keys))
         if lease is not None and not self._keep(pool, lease):
             lease.release()
 
@@ -114,7 +114,7 @@ class HbmLookup:
         pool = self._send()
         assert self._bags is not None
         if self._mode == kernels.MAX:
-            shape = len(self._joined.bag_starts) - 1, pool.layout.dim
+            shape = len(self.joined.bag_starts) - 1, pool.layout.dim
             self._arg_max = torch.full(shape, -1, dtype=torch.int32, device=pool.device)
         for part in self._parts(pool):
             with part.lease.in_use(), pool.rows_lock:
@@ -123,7 +123,7 @@ class HbmLookup:
                     self._bags, slots, part.first, part.last, mode=self._mode, weights=pool.weights,
                     dim=pool.layout.dim, out=out, arg_max=self._arg_max,
                 )  # fmt: skip
-            if keep and not part.lease.held and part.last - part.first == len(self._joined.keys):
+            if keep and not part.lease.held and part.last - part.first == len(self.joined.keys):
                 self._keep(pool, part.lease)
         if not keep:
             self.release()
@@ -140,7 +140,7 @@ class HbmLookup:
             return
         pool = self._send()
         assert self._bags is not None
-        own = torch.zeros(len(self._joined.keys), dtype=torch.float32, device=pool.device)
+        own = torch.zeros(len(self.joined.keys), dtype=torch.float32, device=pool.device)
         for part in self._parts(pool):
             with part.lease.in_use(), pool.rows_lock:
                 slots = part.lease.slots[part.grouping.inverse]
@@ -149,16 +149,16 @@ class HbmLookup:
                     grad_out=grad_out, grad_scale=own,
                 )  # fmt: skip
         self._retain(pool)
-        self._joined.scatter(own.cpu().numpy(), grad_scale)
+        self.joined.scatter(own.cpu().numpy(), grad_scale)
 
     def require_trainable(self) -> None:
         """As ``lookup.Lookup.require_trainable``."""
-        self._joined.require_trainable()
+        self.joined.require_trainable()
 
     @shielded
     def update(self, grad_out: Tensor) -> None:
         """See ``Lookup.update``."""
-        hyper = torch.from_numpy(self._joined.next_hyper())
+        hyper = torch.from_numpy(self.joined.next_hyper())
         if self._is_empty:
             return
         pool = self._send()
@@ -167,7 +167,7 @@ class HbmLookup:
         if pool.lane.pin_memory:
             # The copy is on the compute stream, which nobody may wait for.
             hyper = hyper.pin_memory().to(pool.device, non_blocking=True)
-        codes = tuple(table.config.optimizer.code for table in self._joined.tables)
+        codes = tuple(table.config.optimizer.code for table in self.joined.tables)
         held, self._lease = self._lease, None
         parts = pool.unique_parts(grouping) if held is None else [Part(0, len(grouping.keys), grouping, held)]
         for part in parts:

@@ -122,7 +122,7 @@ class TieredEmbeddingBagCollection(nn.Module):
         scale_array = None if scale is None else check_scale(scale, len(ids), "sum", "weights", device=device)
         jagged = Jagged(ids, offsets, batch, scale_array)
         lookups = [self._lookup(group, jagged, place) for group in self._groups]
-        return Prepared(lookups, batch, scale, _sources(features), device)
+        return Prepared(lookups, batch, scale, _sources(features), self.store)
 
     def _group_features(self) -> list[list[_Feature]]:
         """Features that one lookup can serve: same layout, same pooling; those of one table are neighbours."""

@@ -107,7 +107,7 @@ class TieredEmbeddingBag(nn.Module):
                 offsets = torch.cat([offsets, offsets.new_full((1,), len(flat))])
         jagged = self.table.jagged(flat, offsets, mode=self.mode, per_sample_weights=scale)
         lookup = self.table.lookup(jagged, mode=self.mode)
-        return Prepared([lookup], jagged.batch, scale, sources, self.table.store.device)
+        return Prepared([lookup], jagged.batch, scale, sources, self.table.store)
 
     def extra_repr(self) -> str:
         return f"{self.table!r}, mode={self.mode!r}"

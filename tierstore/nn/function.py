@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from ..hbm.lookup import HbmLookup
 from ..lookup import Lookup, new_output
 from ..pool import Pool
+from ..store import Store
 
 __all__ = ["Announced", "Prepared", "PreparedLookups", "run_lookups"]
 
@@ -22,7 +23,7 @@ class Prepared:
         batch: rows of the output.
         scale: per-sample weights, or None.
         sources: tensors whose contents the lookups depend on.
-        device: where the output goes.
+        store: whose rows they are; the output goes to its device.
     """
 
     def __init__(
@@ -31,12 +32,12 @@ class Prepared:
         batch: int,
         scale: Tensor | None,
         sources: Sequence[Tensor | None],
-        device: torch.device,
+        store: Store,
     ) -> None:
         self.lookups = lookups
         self.batch = batch
         self.scale = scale
-        self.device = device
+        self.store = store
         self._sources = [(source, _changes(source)) for source in sources if source is not None]
 
     def is_current(self, sources: Sequence[Tensor | None]) -> bool:
@@ -142,13 +143,15 @@ def run_lookups(prepared: Prepared, anchor: Tensor, columns: int, *, trainable: 
 
 
 def _forward(prepared: Prepared, columns: int, *, keep: bool) -> Tensor:
-    out = new_output(prepared.lookups, prepared.batch, columns, prepared.device)
+    out = new_output(prepared.lookups, prepared.batch, columns, prepared.store.device)
     try:
         for lookup in prepared.lookups:
             lookup.forward(out, keep=keep)
     except BaseException:
         prepared.release()
         raise
+    if prepared.store.recorder is not None:
+        prepared.store.recorder.note_lookups([lookup.joined for lookup in prepared.lookups])
     return out
 
 

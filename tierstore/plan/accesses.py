@@ -56,7 +56,7 @@ def numbered(keys: Int64s) -> Numbered:
 
 
 def accesses_of(trace: Trace) -> Accesses:
-    """Sample by sample, and table by table within a sample, in batches as the trace was made in."""
+    """Entry by entry, and table by table within an entry, in batches as the trace was made in."""
     lengths = np.stack([np.diff(table.offsets) for table in trace.tables.values()], axis=1)
     begins = np.cumsum(lengths.ravel()) - lengths.ravel()
     keys = np.empty(trace.num_lookups, np.int64)
@@ -65,10 +65,7 @@ def accesses_of(trace: Trace) -> Accesses:
         places = np.repeat(own - table.offsets[:-1], lengths[:, index]) + np.arange(len(table.ids))
         keys[places] = table.ids | (index << KEY_ROW_BITS)
     ends = np.append(0, np.cumsum(lengths.sum(1)))
-    batch_ends = np.minimum(
-        np.arange(0, trace.num_samples + trace.batch_samples, trace.batch_samples), trace.num_samples
-    )
-    return Accesses(keys, ends[batch_ends], tuple(trace.tables), trace.sampling_rate)
+    return Accesses(keys, ends[trace.batch_bounds], tuple(trace.tables), trace.sampling_rate)
 
 
 def once_a_batch(accesses: Accesses) -> Accesses:

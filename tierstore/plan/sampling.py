@@ -5,7 +5,7 @@ sample of a lower rate is part of one of a higher rate, and samples of other mac
 C. Waldspurger, N. Park, A. Garthwaite, I. Ahmad: Efficient MRC Construction with SHARDS, FAST 2015.
 """
 
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,12 @@ from numpy.typing import NDArray
 from .._jit import kernel
 from ..init import mix64
 
-__all__ = ["is_sampled", "last_hash", "select"]
+__all__ = ["ALL", "is_sampled", "last_hash", "select"]
+
+ALL: Final = np.uint64(2**64 - 1)
+"""``last_hash`` of a sample of all rows."""
+_BLOCK: Final = 16
+"""Rows that ``select`` looks at together, by vector instructions: at low rates none of them is in the sample."""
 
 
 def last_hash(rate: float) -> np.uint64:
@@ -46,10 +51,40 @@ def _mark(keys: Any, last: Any, chosen: Any) -> None:
 
 
 @kernel
-def select(keys: Any, last: Any, positions: Any) -> int:
-    """Write the positions of sampled rows into ``positions``, int64 [n], ascending; returns how many there are."""
+def select(
+    ids: Any, starts: Any, firsts: Any, bag_starts: Any, batch: int, last: Any, keys: Any, positions: Any
+) -> int:
+    """The sampled rows of a lookup, features laid end to end; arguments in the order of ``Joined.plan``.
+
+    Args:
+        ids: int64 or int32 [N].
+        starts: int64 [features], where each feature's ids begin in ``ids``.
+        firsts: int64 [features], the key of row 0 of each feature's table.
+        bag_starts: int64 [features * batch + 1], where each bag begins in what is laid end to end.
+        last: of the sample, see ``last_hash``.
+        keys, positions: int64 [n], for all n ids: written to, the sampled rows' keys and their positions in what is
+            laid end to end, ascending.
+
+    Returns:
+        how many rows are sampled.
+    """
     count = 0
-    for position in range(keys.shape[0]):
-        positions[count] = position
-        count += mix64(np.uint64(keys[position])) <= last
+    for feature in range(starts.shape[0]):
+        position, end = bag_starts[feature * batch], bag_starts[(feature + 1) * batch]
+        first, shift = firsts[feature], starts[feature] - position
+        while position < end:
+            stop = min(position + _BLOCK, end)
+            if stop - position == _BLOCK:
+                hits = 0
+                for i in range(_BLOCK):
+                    hits += mix64(np.uint64(first + ids[position + shift + i])) <= last
+                if hits == 0:
+                    position = stop
+                    continue
+            for each in range(position, stop):
+                key = first + ids[each + shift]
+                if mix64(np.uint64(key)) <= last:
+                    keys[count], positions[count] = key, each
+                    count += 1
+            position = stop
     return count

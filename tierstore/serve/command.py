@@ -15,7 +15,15 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "serve"]
 
-_METAVARS: Final = {"store": "DIR", "ddr": "SIZE", "pooled_cache": "SIZE", "dtype": "NAME", "policy": "NAME"}
+_METAVARS: Final = {
+    "store": "DIR",
+    "ddr": "SIZE",
+    "pooled_cache": "SIZE",
+    "dtype": "NAME",
+    "policy": "NAME",
+    "record": "FILE.npz",
+    "record_rate": "X",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(flag, action="store_true", default=None, help=text)
             continue
         text += f" (default: {str(default).replace('%', '%%')})" if default not in ("", 0) else ""
-        kind = str if each.name in _METAVARS else type(default)
+        kind = str if each.name == "pooled_cache" else type(default)
         metavar = _METAVARS.get(each.name, {int: "N", float: "SECONDS"}.get(kind, "TEXT"))
         parser.add_argument(flag, type=kind, metavar=metavar, help=text)
 
@@ -40,8 +48,9 @@ def serve(options: argparse.Namespace) -> int:
         ImportError: what only servers need is not installed.
     """
     try:
+        from ..recording import require_recordable
         from .program import run
-        from .workers import run_workers
+        from .workers import recording_paths, run_workers
     except ImportError as error:
         raise ImportError(f"{error}; a server needs more packages: pip install 'tierstore[serve]'") from None
     names = [each.name for each in fields(ServeConfig)]
@@ -51,6 +60,9 @@ def serve(options: argparse.Namespace) -> int:
         config = ServeConfig(**given)
     except TypeError as error:
         raise ValueError(str(error)) from None
+
+    for path in recording_paths(config):
+        require_recordable(path)
 
     def tell(ports: "Ports") -> None:
         scheme = "https" if config.tls_certificate else "http"

@@ -58,6 +58,8 @@ class ServeConfig:
         'rows to have in memory before the server is ready: "auto": those of its last run, "none", or a trace of '
         "tierstore trace",
     )
+    record: str = option("", "file to record in which rows are looked up, for tierstore plan; workers add their number")
+    record_rate: float = option(0.01, "share of the rows that is recorded; less once the recording has 64 MiB")
     follow_seconds: float = option(0.05, "how often to look for a newer commit; 0: never")
     updates: bool = option(False, "take updates of tierstore publish on the admin port; the store is then a replica")
     grace_seconds: float = option(30.0, "on SIGTERM, time for requests under way to finish")
@@ -91,6 +93,8 @@ class ServeConfig:
             value = getattr(self, name)
             if not (type(value) in (int, float) and math.isfinite(value) and 0 <= value <= _MAX_SECONDS):
                 raise ValueError(f"{name}={value!r}: expected seconds from 0 to {_MAX_SECONDS:.0f}")
+        if not (type(self.record_rate) in (int, float) and 0 < self.record_rate <= 1):
+            raise ValueError(f"record_rate={self.record_rate!r}: expected a number above 0, and at most 1")
         if bool(self.tls_certificate) != bool(self.tls_key):
             raise ValueError("TLS wants both tls_certificate and tls_key")
         if self.admin_host not in ("127.0.0.1", "::1", "localhost") and self.admin_port >= 0 and not self.token_file:

@@ -120,6 +120,8 @@ class StoreEngine:
             models = make_models(store, self._bags, out_of_range=config.out_of_range, count=self._metrics.out_of_range)
             self._warm_up(store)
             rehearse(models.by_name.values())
+            if config.record:
+                store.record(config.record, rate=config.record_rate)
         except BaseException:
             store.close()
             raise
@@ -175,8 +177,15 @@ class StoreEngine:
         try:
             self._before = store.stats()
             self._save_hot_rows(store)
+            self._stop_recording(store)
         finally:
             store.close()
+
+    def _stop_recording(self, store: Store) -> None:
+        recorder = store.recorder
+        if recorder is not None:
+            recorder.stop()
+            _LOG.info("recorded %s", recorder.describe())
 
     def _save_hot_rows(self, store: Store) -> None:
         if self._config.warm_up == "auto":

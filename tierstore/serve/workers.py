@@ -19,7 +19,7 @@ from .config import ServeConfig
 from .logs import configure
 from .program import Ports, run
 
-__all__ = ["run_workers", "share_of"]
+__all__ = ["recording_paths", "run_workers", "share_of"]
 
 _LOG: Final = logging.getLogger("tierstore.serve")
 _RESTART_SECONDS: Final = 1.0
@@ -37,10 +37,21 @@ def share_of(size: int | str, workers: int) -> int | str:
     return f"{float(number) / workers:.6f}{text[len(number) :]}"
 
 
+def recording_paths(config: ServeConfig) -> list[str]:
+    """The file that each process records in: what is named, or, of several, NAME.0.npz and so on; none, if none is."""
+    if not config.record:
+        return []
+    if config.workers == 1:
+        return [config.record]
+    stem, suffix = os.path.splitext(config.record)
+    return [f"{stem}.{index}{suffix}" for index in range(config.workers)]
+
+
 def run_workers(config: ServeConfig, *, on_ready: Callable[[Ports], Any] | None = None) -> int:
     """Serve with ``config.workers`` processes until SIGTERM or Ctrl-C; returns the exit status.
 
     A worker that ends by itself is started again after a second; if the first start of one fails, all are stopped.
+    One that is started again records no more: what it recorded before stays.
     """
     part = replace(
         config,
@@ -52,7 +63,10 @@ def run_workers(config: ServeConfig, *, on_ready: Callable[[Ports], Any] | None 
     stopping = threading.Event()
     ready = [context.Event() for _ in range(config.workers)]
     with _signals(stopping):
-        processes: list[BaseProcess] = [_start(context, part, index, ready[index]) for index in range(config.workers)]
+        paths = recording_paths(config) or [""] * config.workers
+        processes: list[BaseProcess] = [
+            _start(context, replace(part, record=path), index, ready[index]) for index, path in enumerate(paths)
+        ]
         told = False
         while not stopping.wait(_POLL_SECONDS):
             for index, process in enumerate(processes):
@@ -64,7 +78,7 @@ def run_workers(config: ServeConfig, *, on_ready: Callable[[Ports], Any] | None 
                     return 1
                 _LOG.error("worker %d ended (exit status %s) and is started again", index, process.exitcode)
                 time.sleep(_RESTART_SECONDS)
-                processes[index] = _start(context, part, index, ready[index])
+                processes[index] = _start(context, replace(part, record=""), index, ready[index])
             if not told and all(each.is_set() for each in ready) and on_ready is not None:
                 told = True
                 on_ready(Ports(config.port, config.grpc_port, config.admin_port))

@@ -74,12 +74,17 @@ class StoreSection:
     )
     threads: int = _option(0, "threads of the store; 0 chooses")
     keep: int = _option(1, "commits to keep; tierstore rollback goes back to one")
+    record: str = _option(
+        "", 'file to record in which rows are looked up, as "trace.npz", for tierstore plan; "": none'
+    )
+    record_rate: float = _option(0.01, "share of the rows that is recorded; less once the recording has 64 MiB")
 
     def __post_init__(self) -> None:
         _require(bool(self.path), "store.path", self.path, "a path")
         _require(bool(self.device), "store.device", self.device, 'a device, as "cpu" or "cuda"')
         _require_count("store.threads", self.threads, 0, _MAX_THREADS)
         _require_count("store.keep", self.keep, 1, MAX_KEPT_VERSIONS)
+        _require(0 < self.record_rate <= 1, "store.record_rate", self.record_rate, "a number above 0, and at most 1")
 
     @property
     def has_hbm(self) -> bool:

@@ -58,6 +58,8 @@ class Summary:
     """The most memory the process had at any time, mapped pages counted."""
     bits: str | None
     """Digest of all rows of all tables and the dense weights: equal digests, equal bits."""
+    recorded: str | None = None
+    """What the run recorded of its lookups, and where."""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; an AUC that is not defined is null."""
@@ -96,6 +98,8 @@ class Summary:
             f"memory   {format_size(self.end_bytes)} of its own, {format_size(self.start_bytes)} after the first step",
             f"store    {self.store}, version {self.version}",
         ]
+        if self.recorded is not None:
+            lines.append(f"recorded {self.recorded}")
         if self.bits is not None:
             lines.append(f"bits     {self.bits}")
         return "\n".join(lines)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..pending import PendingCommit
+from ..recording import Recorder, require_recordable
 from .build import Run, build_run, open_data, open_run_store
 from .checkpoint import Position, commit_run, require_resumable, restore_run
 from .config import RunConfig
@@ -103,6 +104,8 @@ def train(config: RunConfig, *, resume: bool = False, bits: bool = False) -> Sum
         TierstoreError: what goes wrong with a store.
     """
     torch.set_num_threads(config.train.torch_threads)
+    if config.store.record:
+        require_recordable(config.store.record)
     data = _Data(*open_data(config), config)
     with open_run_store(config) as store:
         if store.version and not resume:
@@ -112,10 +115,12 @@ def train(config: RunConfig, *, resume: bool = False, bits: bool = False) -> Sum
         require_resumable(store, config)
         warm_up(config)
         run = build_run(config, store)
-        outcome = _train_epochs(run, data, restore_run(run))
-        tiers, end = store.stats(), own_bytes()
-        evaluate = config.data.test_rows > 0 and not outcome.interrupted
-        test = _evaluate(run, data) if evaluate else None
+        recorder = _recorder(run, config)
+        with recorder or contextlib.nullcontext():
+            outcome = _train_epochs(run, data, restore_run(run))
+            tiers, end = store.stats(), own_bytes()
+            evaluate = config.data.test_rows > 0 and not outcome.interrupted
+            test = _evaluate(run, data) if evaluate else None
         return Summary(
             store=str(store.directory),
             device=str(store.device),
@@ -133,7 +138,14 @@ def train(config: RunConfig, *, resume: bool = False, bits: bool = False) -> Sum
             end_bytes=end,
             peak_rss_bytes=peak_rss_bytes(),
             bits=digest_bits(store, run.model) if bits else None,
+            recorded=None if recorder is None else recorder.describe(),
         )
+
+
+def _recorder(run: Run, config: RunConfig) -> Recorder | None:
+    """Of what is looked up from now on, if the configuration wants it."""
+    section = config.store
+    return run.store.record(section.record, rate=section.record_rate) if section.record else None
 
 
 def _train_epochs(run: Run, data: _Data, position: Position) -> _Outcome:

@@ -55,7 +55,7 @@ def _small(config: RunConfig, folder: str) -> RunConfig:
     hbm = _HBM_ROWS * row_bytes if config.store.has_hbm else 0
     return dataclasses.replace(
         config,
-        store=dataclasses.replace(config.store, path=folder, ddr=ddr, hbm=hbm),
+        store=dataclasses.replace(config.store, path=folder, ddr=ddr, hbm=hbm, record=""),
         embedding=dataclasses.replace(
             config.embedding, num_embeddings=tuple(min(size, _MAX_TABLE_ROWS) for size in config.table_sizes)
         ),

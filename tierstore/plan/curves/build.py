@@ -12,7 +12,7 @@ from ...rows import KEY_ROW_BITS
 from ..accesses import Accesses, numbered
 from .base import MissRatioCurve
 from .replays import Progress, replay_of
-from .sampled import Sample, every_access, sample_of
+from .sampled import Sample, every_access, sample_of, sampled_sizes
 
 __all__ = ["Window", "by_table", "curve", "curves_of", "default_sizes", "windows"]
 
@@ -101,7 +101,7 @@ def by_table(
     Of tables with few rows more are sampled than ``sampling_rate`` says: 1,000 of them, or all. Arguments and errors
     are as of ``curve``.
     """
-    _require_accesses(accesses)
+    _check(accesses, sampling_rate)
     indexes = accesses.keys >> KEY_ROW_BITS
     order = np.argsort(indexes.astype(np.min_scalar_type(len(accesses.tables))), kind="stable")
     ends = np.cumsum(np.bincount(indexes, minlength=len(accesses.tables))).tolist()
@@ -127,14 +127,14 @@ def curves_of(
     progress: Progress | None = None,
 ) -> list[MissRatioCurve]:
     """One for each window of ``accesses`` between ``bounds``, by a sample of them; see ``curve``."""
+    lengths, sampled = np.diff(bounds), np.diff(sample.bounds)
+    if not sampled.all():
+        raise ValueError(f"a window has no access in a sample of rate {sample.rate:.3g}; take fewer, or a higher rate")
     replay = replay_of(policy, sample.keys, sample.bounds, progress)
     rate = accesses.sampling_rate * sample.rate
     asked = default_sizes(policy, replay.num_rows, rate) if sizes is None else _checked(sizes)
-    lengths, sampled = np.diff(bounds), np.diff(sample.bounds)
-    shares = (
-        replay.misses(asked.astype(np.float64) * rate)
-        / np.maximum(lengths * sample.rate if correct else sampled, 1)[:, None]
-    )
+    expected = lengths * sample.rate if correct else sampled
+    shares = replay.misses(sampled_sizes(policy, asked, rate)) / expected[:, None]
     return [
         MissRatioCurve(
             policy=policy,
@@ -157,20 +157,20 @@ def default_sizes(policy: str, num_rows: int, rate: float) -> Int64s:
         small, large = np.arange(1, last), np.geomspace(last, num_rows, steps)
     else:
         smallest = min(num_rows, max(2.0, num_rows * _SMALLEST_SIMULATED))
-        small, large = np.array([1 / rate]), np.geomspace(smallest, num_rows, _NUM_SIMULATED - 1)
+        small, large = np.array([1.0]), np.geomspace(smallest, num_rows, _NUM_SIMULATED - 1)
     return np.unique(np.concatenate([[1], np.rint(np.concatenate([small, np.rint(large)]) / rate)])).astype(np.int64)
 
 
 def _sample(accesses: Accesses, bounds: Sequence[int], rate: float) -> Sample:
-    _require_accesses(accesses)
-    if not 0 < rate <= 1:
-        raise ValueError(f"sampling_rate={excerpt(rate)}: expected a number above 0, and at most 1")
+    _check(accesses, rate)
     return every_access(accesses.keys, bounds) if rate == 1 else sample_of(accesses.keys, bounds, rate)
 
 
-def _require_accesses(accesses: Accesses) -> None:
+def _check(accesses: Accesses, rate: float) -> None:
     if not len(accesses.keys):
         raise ValueError("there is no access: a curve needs one at least")
+    if not 0 < rate <= 1:
+        raise ValueError(f"sampling_rate={excerpt(rate)}: expected a number above 0, and at most 1")
 
 
 def _rows(sample: Sample, num_rows: int) -> list[int]:

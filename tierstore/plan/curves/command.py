@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from ...rows import MAX_ROWS
+
 if TYPE_CHECKING:
     from ..accesses import Accesses
     from .base import MissRatioCurve
@@ -55,6 +57,8 @@ def run_curve(options: argparse.Namespace) -> int:
 
     if options.by_table and options.windows is not None:
         raise ValueError("--by-table and --windows: choose one")
+    if options.json is not None:
+        _require_place(Path(options.json))
     policies = _policies(options.policy)
     accesses = _read(options.trace)
     if not len(accesses.keys):
@@ -74,11 +78,18 @@ def run_curve(options: argparse.Namespace) -> int:
     return 0
 
 
-def _read(path: str) -> "Accesses":
-    from ...trace import read_trace
-    from ..accesses import accesses_of
+def _require_place(path: Path) -> None:
+    """Now rather than after minutes of work."""
+    if path.is_dir():
+        raise FileExistsError(f"--json {path} is a directory; choose the name of a file")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"--json {path}: {path.parent} is not a directory; make it first")
 
-    return accesses_of(read_trace(path))
+
+def _read(path: str) -> "Accesses":
+    from ..traces import read_accesses
+
+    return read_accesses(path)
 
 
 def _policies(text: str) -> list[str]:
@@ -105,12 +116,16 @@ def _sizes(text: str | None, accesses: "Accesses") -> list[int] | None:
 def _size(text: str, num_rows: float) -> int:
     number = text.removesuffix("%")
     try:
-        size = round(float(number) / 100 * num_rows) if number != text else int(number.replace("_", ""))
+        size = int(number) if number == text else _share(float(number), num_rows)
     except (ValueError, OverflowError):
-        size = -1
-    if size < 0 or (size == 0 and number == text):
+        size = 0
+    if not 1 <= size < MAX_ROWS:
         raise ValueError(f"--sizes {text}: write rows, 1 or more, or a share of the distinct rows, as 1000,20000,5%")
-    return max(1, size)
+    return size
+
+
+def _share(percent: float, num_rows: float) -> int:
+    return max(1, round(percent / 100 * num_rows)) if percent > 0 else 0
 
 
 def _curves(
@@ -139,6 +154,8 @@ def _say(path: str, accesses: "Accesses", once: bool) -> None:
     what = "distinct rows of batches" if once else "lookups"
     sampled = f", a sample of {accesses.sampling_rate:.3g} of the rows" if accesses.sampling_rate < 1 else ""
     print(f"{path}: {len(accesses.keys):,} {what} of {len(accesses.tables)} tables{sampled}")
+    if accesses.sampling_rate < 1 and not once:
+        print("of a sample, each lookup weighs by the popular rows that happen to be in it: use --once-a-batch")
 
 
 def _write(path: Path, found: "Mapping[str, Mapping[str, MissRatioCurve]]") -> None:

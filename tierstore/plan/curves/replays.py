@@ -21,6 +21,8 @@ Float64s = NDArray[np.float64]
 Progress = Callable[[int, int], None]
 """Told how much is done, and of how much; accesses, each once a replay."""
 
+_INTERPOLATED: Final = 16
+"""Rows. Below, a part of a row makes a difference."""
 _CHUNK: Final = 1 << 20
 """Accesses between two calls of a ``Progress``."""
 _PRIORITIES: Final = {"perfect-lfu": perfect_counts, "opt": times_of_next_use}
@@ -36,8 +38,8 @@ class Replay(Protocol):
     def misses(self, sizes: Float64s) -> Float64s:
         """float64 [windows, k]: in each window, at sizes (float64 [k], rows, more than 0).
 
-        Between two whole sizes LRU's misses lie on a straight line, and below one row all policies' do; the others take
-        the nearest whole size.
+        Between two whole sizes misses lie on a straight line; with policies that are replayed for each size only
+        between small ones, and from 16 rows on the nearest whole size is taken.
         """
 
 
@@ -103,14 +105,15 @@ class _Simulations:
         return self._accesses.num_rows
 
     def misses(self, sizes: Float64s) -> Float64s:
-        capacities = np.clip(np.rint(sizes), 1, max(1, self.num_rows)).astype(np.int64)
-        wanted, places = np.unique(capacities, return_inverse=True)
+        sizes = np.where(sizes < _INTERPOLATED, sizes, np.rint(sizes))
+        low, high = np.floor(sizes), np.ceil(sizes)
+        wanted = np.unique(np.minimum(np.concatenate([low, high]), self.num_rows)).astype(np.int64)
         missed = np.empty((len(self._bounds) - 1, len(wanted)))
         for index, capacity in enumerate(wanted.tolist()):
             missed[:, index] = self._misses_of(capacity)
             self._progress((index + 1) * len(self._keys), len(wanted) * len(self._keys))
-        lengths = np.diff(self._bounds)[:, None]
-        found: Float64s = lengths + (missed[:, places] - lengths) * np.minimum(sizes, 1)
+        at_low, at_high = (missed[:, np.searchsorted(wanted, np.minimum(ends, self.num_rows))] for ends in (low, high))
+        found: Float64s = at_low + (at_high - at_low) * (sizes - low)
         return found
 
     def _misses_of(self, capacity: int) -> Int64s:
@@ -122,6 +125,8 @@ class _Simulations:
         return missed
 
     def _hits(self, accesses: Numbered, capacity: int) -> NDArray[np.bool_]:
+        if not capacity:
+            return np.zeros(len(self._keys), np.bool_)
         if self._priorities is not None:
             return replay(accesses, self._priorities, capacity)
         return DdrCache(capacity, weight_words=0, state_words=0, policy=self._policy).access(self._keys)

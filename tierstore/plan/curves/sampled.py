@@ -18,9 +18,10 @@ from ...excerpt import excerpt
 from ...init import mix64
 from .entries import empty_entries, grown_entries, is_half_full, place_of, prefetch_place
 
-__all__ = ["Sample", "every_access", "sample_of"]
+__all__ = ["Sample", "every_access", "sample_of", "sampled_sizes"]
 
 Int64s = NDArray[np.int64]
+Float64s = NDArray[np.float64]
 
 _FEWEST_ROWS: Final = 1 << 10
 
@@ -69,6 +70,18 @@ def sample_of(keys: Int64s, bounds: Sequence[int], rate: float, seed: int = 0) -
         )
     positions = _positions(mixed, counts[::2][places[chosen]])
     return Sample(keys[positions], np.searchsorted(positions, bounds).tolist(), rate)
+
+
+def sampled_sizes(policy: str, sizes: Int64s, rate: float) -> Float64s:
+    """Of the caches that are to a sample what ``sizes`` (int64 [k], rows) are to all rows: float64 [k].
+
+    Of all rows, c - 1 are cached beside the newest, which these policies always let in. Of the sample, the newest is
+    there too, with a share of the others: so a small cache of sampled rows is larger than its share. For LRU, whose
+    distances are whole numbers that stand for some of both sides, half of that row.
+    """
+    newest = 0.5 if policy == "lru" else 1.0
+    found: Float64s = sizes.astype(np.float64) * rate + newest * (1 - rate)
+    return found
 
 
 def _by_popularity(counts: Int64s) -> Int64s:

@@ -1,0 +1,1 @@
+"""Measurements of capacity planning: curves, overheads, predictions against runs."""

@@ -1,0 +1,235 @@
+"""Miss-ratio curves: are they right, how far is a sample's from them, and what do they take?"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import cachetools
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstore.cache.reference_tinylfu import TinyLFU
+from tierstore.init import mix64
+from tierstore.plan import Accesses
+from tierstore.plan.curves import POLICIES, MissRatioCurve, curve
+from tierstore.plan.curves.build import curves_of
+from tierstore.plan.curves.sampled import Sample, sample_of
+from tierstore.plan.sampling import is_sampled
+
+from ..oracles import belady_hits, perfect_count_hits
+
+__all__ = [
+    "CRITEO_HIT_RATES",
+    "CurveSpeed",
+    "HitRate",
+    "SampledError",
+    "curve_speeds",
+    "exact_hit_rates",
+    "one_batch",
+    "sampled_errors",
+]
+
+Int64s = NDArray[np.int64]
+
+CRITEO_HIT_RATES: Final = {
+    ("lru", 2_000): 0.6033,
+    ("lru", 10_000): 0.7468,
+    ("lru", 20_000): 0.8033,
+    ("lfu", 2_000): 0.6666,
+    ("lfu", 10_000): 0.7909,
+    ("lfu", 20_000): 0.8349,
+    ("perfect-lfu", 2_000): 0.6931,
+    ("perfect-lfu", 10_000): 0.8076,
+    ("perfect-lfu", 20_000): 0.8452,
+    ("opt", 2_000): 0.7378,
+    ("opt", 10_000): 0.8423,
+    ("opt", 20_000): 0.8734,
+}
+"""Of the 26 tables in one cache, each lookup an access, by policy and rows."""
+_NUM_SIZES: Final = 20
+_SMALLEST: Final = 0.001
+"""Size of the smallest cache that is compared, as a share of the distinct rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HitRate:
+    """Of a curve at one size; ``expected`` is what an independent program found."""
+
+    policy: str
+    rows: int
+    hit_rate: float
+    expected: float
+
+    @property
+    def is_equal(self) -> bool:
+        return round(self.hit_rate, 4) == self.expected
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledError:
+    """Curves from samples of the rows, beside the exact one; in points of the hit rate, over 20 sizes from 0.1 % of
+    the rows to all.
+
+    Attributes:
+        points: mean error over the sizes, by seed. plain_points: the same where a hash alone chooses the rows, as
+            SHARDS-adj does.
+        size_points: mean over the seeds, by size.
+        exact_s, sampled_s: of processor time, the sampled curve's with what choosing the rows takes.
+    """
+
+    workload: str
+    policy: str
+    rate: float
+    sampled_rows: int
+    points: tuple[float, ...]
+    plain_points: tuple[float, ...]
+    sizes: tuple[int, ...]
+    size_points: tuple[float, ...]
+    exact_s: float
+    sampled_s: float
+
+    @property
+    def mean_points(self) -> float:
+        return float(np.mean(self.points))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurveSpeed:
+    """Accesses a second of processor time on one thread: of a curve of ``num_sizes`` sizes, each access counted once
+    however many replays it takes; of one replay; and of a cache in plain Python of one size."""
+
+    workload: str
+    policy: str
+    accesses: int
+    num_sizes: int
+    curve_per_s: float
+    replay_per_s: float
+    peer: str
+    peer_per_s: float
+
+
+class _Timed(NamedTuple):
+    result: Any
+    seconds: float
+
+
+def _timed(action: Callable[[], Any]) -> _Timed:
+    start = time.thread_time()
+    result = action()
+    return _Timed(result, time.thread_time() - start)
+
+
+def one_batch(keys: Int64s) -> Accesses:
+    """Every key an access of one table."""
+    return Accesses(keys, np.array([0, len(keys)]), ("all",))
+
+
+def exact_hit_rates(keys: Int64s) -> list[HitRate]:
+    """Of Criteo's lookups (``bench.data.criteo_keys``), at the sizes whose hit rates are known."""
+    accesses, found = one_batch(keys), []
+    for policy in dict.fromkeys(policy for policy, _ in CRITEO_HIT_RATES):
+        sizes = [rows for name, rows in CRITEO_HIT_RATES if name == policy]
+        made = curve(accesses, policy, sizes=sizes)
+        found += [
+            HitRate(policy=policy, rows=rows, hit_rate=made.hit_rate(rows), expected=CRITEO_HIT_RATES[policy, rows])
+            for rows in sizes
+        ]
+    return found
+
+
+def sampled_errors(
+    workload: str, accesses: Accesses, policies: Sequence[str] = POLICIES, *, rate: float = 0.01, num_seeds: int = 8
+) -> Iterator[SampledError]:
+    """Of each policy's curve."""
+    num_rows = len(np.unique(accesses.keys))
+    sizes = np.unique(np.rint(np.geomspace(_SMALLEST * num_rows, num_rows, _NUM_SIZES)).astype(np.int64))
+    for policy in policies:
+        yield _sampled_error(workload, accesses, policy, rate, num_seeds, sizes)
+
+
+def _sampled_error(
+    workload: str, accesses: Accesses, policy: str, rate: float, num_seeds: int, sizes: Int64s
+) -> SampledError:
+    bounds = [0, len(accesses.keys)]
+
+    def estimate(sample: Sample) -> MissRatioCurve:
+        return curves_of(accesses, policy, bounds, sizes, sample, correct=True)[0]
+
+    curve(one_batch(accesses.keys[:1000]), policy, sampling_rate=0.5)  # compiles
+    exact = _timed(lambda: curve(accesses, policy, sizes=sizes))
+    ours = [
+        _timed(lambda seed=seed: estimate(sample_of(accesses.keys, bounds, rate, seed)))  # type: ignore[misc]
+        for seed in range(num_seeds)
+    ]
+    plain = [estimate(_hashed(accesses.keys, rate, seed)) for seed in range(num_seeds)]
+    points = np.array([_points(each.result, exact.result) for each in ours])
+    return SampledError(
+        workload=workload,
+        policy=policy,
+        rate=rate,
+        sampled_rows=round(ours[0].result.num_rows * rate),
+        points=tuple(points.mean(1).tolist()),
+        plain_points=tuple(float(_points(each, exact.result).mean()) for each in plain),
+        sizes=tuple(sizes.tolist()),
+        size_points=tuple(points.mean(0).tolist()),
+        exact_s=exact.seconds,
+        sampled_s=float(np.median([each.seconds for each in ours])),
+    )
+
+
+def _points(estimate: MissRatioCurve, exact: MissRatioCurve) -> NDArray[np.float64]:
+    return 100 * np.abs(estimate.miss_ratios - exact.miss_ratios)
+
+
+def _hashed(keys: Int64s, rate: float, seed: int) -> Sample:
+    """The rows that a recording of this rate would have; other seeds are other hashes."""
+    chosen = keys[is_sampled(keys ^ (int(mix64(np.uint64(seed))) >> 1) if seed else keys, rate)]
+    return Sample(chosen, [0, len(chosen)], rate)
+
+
+def curve_speeds(workload: str, keys: Int64s, *, peer_rows: int, peer_accesses: int = 300_000) -> Iterator[CurveSpeed]:
+    """Of each policy, its default sizes; the peer's cache has ``peer_rows``, and sees the first ``peer_accesses``."""
+    accesses = one_batch(keys)
+    for policy in POLICIES:
+        curve(one_batch(keys[:1000]), policy)
+        whole = _timed(lambda policy=policy: curve(accesses, policy))  # type: ignore[misc]
+        single = _timed(lambda policy=policy: curve(accesses, policy, sizes=[peer_rows]))  # type: ignore[misc]
+        name, replay_peer = _PEERS[policy]
+        peer = _timed(lambda replay_peer=replay_peer: replay_peer(keys[:peer_accesses], peer_rows))  # type: ignore[misc]
+        yield CurveSpeed(
+            workload=workload,
+            policy=policy,
+            accesses=len(keys),
+            num_sizes=len(whole.result.sizes),
+            curve_per_s=len(keys) / whole.seconds,
+            replay_per_s=len(keys) / single.seconds,
+            peer=name,
+            peer_per_s=min(peer_accesses, len(keys)) / peer.seconds,
+        )
+
+
+def _replay_plain(kind: Callable[[int], Any]) -> Callable[[Int64s, int], int]:
+    def replay(keys: Int64s, rows: int) -> int:
+        cache, hits = kind(rows), 0
+        settle = getattr(cache, "settle", None)
+        for key in keys.tolist():
+            if key in cache:
+                cache[key]
+                hits += 1
+            else:
+                cache[key] = None
+            if settle:
+                settle([key])
+        return hits
+
+    return replay
+
+
+_PEERS: Final[dict[str, tuple[str, Callable[[Int64s, int], int]]]] = {
+    "lru": ("cachetools.LRUCache", _replay_plain(cachetools.LRUCache)),
+    "lfu": ("cachetools.LFUCache", _replay_plain(cachetools.LFUCache)),
+    "tinylfu": ("reference_tinylfu.TinyLFU", _replay_plain(TinyLFU)),
+    "perfect-lfu": ("a heap in plain Python", perfect_count_hits),
+    "opt": ("a heap in plain Python", belady_hits),
+}

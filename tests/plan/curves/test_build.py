@@ -1,0 +1,160 @@
+"""Curves of all accesses, of windows and of tables; from accesses that are a sample already; and on real lookups."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.data import criteo_keys
+from bench.oracles import belady_hits
+from bench.planning.curves import CRITEO_HIT_RATES, exact_hit_rates
+from tierstore.cache import DdrCache
+from tierstore.plan import Accesses, MissRatioCurve, of_table
+from tierstore.plan.curves import POLICIES, by_table, curve, windows
+from tierstore.plan.curves.build import default_sizes
+
+SHIFT = 40
+
+
+def accesses_of_keys(keys: np.ndarray, rate: float = 1.0) -> Accesses:
+    tables = ("a", "b", "c")
+    return Accesses(keys.astype(np.int64), np.array([0, len(keys)]), tables, rate)
+
+
+def random_accesses(seed: int, num: int = 4000) -> Accesses:
+    """Two of three tables, the second with few rows."""
+    rng = np.random.default_rng(seed)
+    second = rng.random(num) < 0.3
+    return accesses_of_keys(np.where(second, 2 << SHIFT | rng.integers(0, 20, num), rng.zipf(1.2, num) % 1000))
+
+
+def same(one: MissRatioCurve, other: MissRatioCurve) -> bool:
+    return one.to_dict() == other.to_dict()
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "tinylfu"])
+def test_a_curve_is_what_the_stores_cache_does(policy: str) -> None:
+    accesses = random_accesses(1)
+    made = curve(accesses, policy)
+    assert made.policy == policy
+    assert made.num_accesses == len(accesses.keys)
+    assert made.num_rows == len(np.unique(accesses.keys))
+    assert made.sampling_rate == 1
+    assert made.sizes[0] == 1
+    assert made.sizes[-1] == made.num_rows
+    for size in made.sizes[:: max(1, len(made.sizes) // 20)].tolist():
+        cache = DdrCache(size, weight_words=0, state_words=0, policy=policy)
+        assert made.hit_rate(size) == pytest.approx(cache.access(accesses.keys).mean(), abs=1e-12)
+
+
+def test_sizes_asked_for_come_sorted_and_once() -> None:
+    accesses = random_accesses(2)
+    made = curve(accesses, "opt", sizes=[300, 7, 300, 50_000])
+    assert made.sizes.tolist() == [7, 300, 50_000]
+    hits = [belady_hits(accesses.keys, size) for size in (7, 300, 50_000)]
+    assert np.rint(made.miss_ratios * 4000).tolist() == [4000 - hit for hit in hits]
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 100, 4095, 4096, 4097, 200_012, 10**8])
+@pytest.mark.parametrize("rate", [1.0, 0.01, 1 / 3])
+def test_default_sizes_go_from_one_row_to_all(num_rows: int, rate: float) -> None:
+    for policy in POLICIES:
+        sizes = default_sizes(policy, num_rows, rate)
+        assert (np.diff(sizes) > 0).all()
+        assert sizes[0] == 1
+        assert sizes[-1] == round(num_rows / rate)
+        assert len(sizes) <= (24 if policy != "lru" else 4096 + 600) + (rate < 1)
+    lru = default_sizes("lru", num_rows, 1.0)
+    assert lru[: min(num_rows, 4096)].tolist() == list(range(1, min(num_rows, 4096) + 1))
+    assert (lru[4096:] / lru[4095:-1] < 1.03).all()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_windows_add_up_to_the_whole(policy: str) -> None:
+    accesses, sizes = random_accesses(3), [1, 10, 100, 500]
+    parts = windows(accesses, policy, 7, sizes=sizes)
+    assert [part.start for part in parts[1:]] == [part.stop for part in parts[:-1]]
+    assert (parts[0].start, parts[-1].stop) == (0, len(accesses.keys))
+    misses = sum(part.curve.miss_ratios * part.curve.num_accesses for part in parts)
+    whole = curve(accesses, policy, sizes=sizes)
+    np.testing.assert_allclose(misses, whole.miss_ratios * whole.num_accesses, rtol=1e-12)
+    for part in parts:
+        assert part.curve.num_accesses == part.stop - part.start
+        assert part.curve.num_rows == len(np.unique(accesses.keys[part.start : part.stop]))
+
+
+def test_windows_show_when_the_popular_rows_change() -> None:
+    rng = np.random.default_rng(4)
+    before, after = rng.integers(0, 50, 3000), rng.integers(50, 100, 1000)
+    parts = windows(accesses_of_keys(np.concatenate([before, after])), "lru", 8, sizes=[50])
+    missed = [round(part.curve.miss_ratio(50) * part.curve.num_accesses) for part in parts]
+    assert missed == [50, 0, 0, 0, 0, 0, 50, 0]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_each_table_has_the_curve_of_its_own_accesses(policy: str) -> None:
+    accesses = random_accesses(5)
+    found = by_table(accesses, policy)
+    assert list(found) == ["a", "c"]
+    for index, name in ((0, "a"), (2, "c")):
+        assert same(found[name], curve(of_table(accesses, index), policy))
+
+
+def test_small_tables_are_not_sampled_to_nothing() -> None:
+    found = by_table(random_accesses(6, 60_000), "lru", sampling_rate=0.001)
+    assert found["c"].sampling_rate == 1
+    assert found["c"].num_rows == 20
+    assert found["a"].sampling_rate == 1
+
+
+def test_accesses_that_are_a_sample_give_the_curve_of_all() -> None:
+    rng = np.random.default_rng(7)
+    half = accesses_of_keys(rng.integers(0, 400, 20_000), 0.5)
+    made, whole = curve(half, "lru", sizes=[2, 200, 400, 800]), curve(half._replace(sampling_rate=1.0), "lru")
+    assert (made.num_accesses, made.num_rows, made.sampling_rate) == (40_000, 800, 0.5)
+    # 0.25 rows more than half of the size: half a row for the newest, of which half is in its share.
+    between = [0.75 * whole.miss_ratio(size) + 0.25 * whole.miss_ratio(size + 1) for size in (1, 100, 200)]
+    np.testing.assert_allclose(made.miss_ratios, [*between, 400 / 20_000], rtol=1e-12)
+    quarter = curve(half, "lru", sampling_rate=0.5)
+    assert (quarter.sampling_rate, quarter.num_rows) == (0.25, 800)
+
+
+def test_progress_of_tables_is_of_all_accesses() -> None:
+    told: list[tuple[int, int]] = []
+    by_table(random_accesses(8), "lfu", progress=lambda done, total: told.append((done, total)))
+    assert told == sorted(told)
+    assert {total for _, total in told} == {4000}
+    assert told[-1] == (4000, 4000)
+
+
+def test_what_cannot_be_is_said() -> None:
+    accesses, none = random_accesses(9), accesses_of_keys(np.empty(0))
+    for call in (curve, by_table):
+        with pytest.raises(ValueError, match="there is no access"):
+            call(none, "lru")
+        with pytest.raises(ValueError, match=r"policy='opd': did you mean 'opt'\?"):
+            call(accesses, "opd")
+        for rate in (0.0, -1.0, 1.5, float("nan")):
+            with pytest.raises(ValueError, match=f"sampling_rate={rate}: expected a number above 0, and at most 1"):
+                call(accesses, "lru", sampling_rate=rate)
+    for sizes in ([0, 3], [-1], [], [1.5]):
+        with pytest.raises(ValueError, match=r"sizes=\[.*whole numbers of rows"):
+            curve(accesses, "lru", sizes=sizes)
+    with pytest.raises(ValueError, match="none of 1 rows is in the sample; give 1 or more"):
+        curve(accesses_of_keys(np.zeros(5)), "lru", sampling_rate=1e-9)
+    for num_windows in (0, 4001):
+        with pytest.raises(ValueError, match=f"num_windows={num_windows}: expected from 1 to the 4,000"):
+            windows(accesses, "lru", num_windows)
+    with pytest.raises(ValueError, match=r"a window has no access in a sample of rate 0\.01"):
+        windows(accesses, "lru", 2000, sampling_rate=0.01)
+
+
+@pytest.fixture(scope="module")
+def real_keys(criteo_path: Path) -> np.ndarray:
+    return criteo_keys(criteo_path)
+
+
+def test_hit_rates_of_real_lookups(real_keys: np.ndarray) -> None:
+    found = exact_hit_rates(real_keys)
+    assert len(found) == len(CRITEO_HIT_RATES) == 12
+    assert [(each.policy, each.rows, round(each.hit_rate, 4)) for each in found if not each.is_equal] == []

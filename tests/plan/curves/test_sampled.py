@@ -1,0 +1,85 @@
+"""Samples of rows: what is in them, and how far their curves are from the exact ones."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.data import criteo_keys
+from bench.planning.curves import one_batch, sampled_errors
+from bench.workload import ids_of
+from tierstore.plan.curves import POLICIES
+from tierstore.plan.curves.sampled import every_access, sample_of
+
+
+@pytest.mark.kernel
+@given(
+    keys=st.lists(st.integers(0, 60), min_size=1, max_size=200),
+    rate=st.floats(0.02, 0.99),
+    seed=st.integers(0, 2**32),
+    cut=st.integers(0, 200),
+)
+def test_rows_are_in_a_sample_with_all_their_accesses(keys: list[int], rate: float, seed: int, cut: int) -> None:
+    array, bounds = np.array(keys, np.int64) << 35, [0, min(cut, len(keys)), len(keys)]
+    num_rows = len(set(keys))
+    try:
+        sample = sample_of(array, bounds, rate, seed)
+    except ValueError:
+        assert num_rows * rate < 1
+        return
+    chosen = set(sample.keys.tolist())
+    assert abs(len(chosen) - num_rows * rate) < 1
+    assert sample.keys.tolist() == [key for key in array.tolist() if key in chosen]
+    assert sample.bounds == [0, sum(key in chosen for key in array[: bounds[1]].tolist()), len(sample.keys)]
+    assert sample.rate == rate
+
+
+@pytest.mark.kernel
+def test_one_of_ten_is_taken_of_the_hot_the_warm_and_the_cold() -> None:
+    """Sixty rows of each of three counts: six of each, whatever the seed."""
+    keys = np.concatenate([np.repeat(np.arange(60) + 60 * i, 8**i) for i in range(3)])
+    taken = []
+    for seed in range(20):
+        chosen = np.unique(sample_of(keys, [0, len(keys)], 0.1, seed).keys)
+        assert np.bincount(chosen // 60).tolist() == [6, 6, 6]
+        taken.append(tuple(chosen.tolist()))
+    assert len(set(taken)) == 20
+
+
+def test_every_row_is_in_a_sample_with_the_same_probability() -> None:
+    keys = np.repeat(np.arange(40), np.arange(1, 41))
+    counts = np.zeros(40)
+    for seed in range(2000):
+        counts[np.unique(sample_of(keys, [0, len(keys)], 0.25, seed).keys)] += 1
+    # 500 expected; the standard deviation is below 19.4.
+    assert abs(counts - 500).max() < 4 * 19.4
+
+
+def test_popular_rows_whose_counts_have_more_than_sixteen_bits() -> None:
+    keys = np.repeat(np.arange(4), [200_000, 100_000, 3, 2])
+    chosen = {tuple(np.unique(sample_of(keys, [0, len(keys)], 0.5, seed).keys)) for seed in range(50)}
+    assert chosen <= {(0, 2), (0, 3), (1, 2), (1, 3)}
+
+
+def test_all_rows_are_no_sample() -> None:
+    keys = np.arange(5)
+    assert every_access(keys, [0, 2, 5]) == (keys, [0, 2, 5], 1.0)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_tenth_of_skewed_rows_is_within_a_point(policy: str) -> None:
+    """Mean over twenty sizes and over seeds; a hash alone is further off."""
+    keys = ids_of(np.random.default_rng(2), 20_000, 200_000, 1.05)
+    (error,) = sampled_errors("zipf", one_batch(keys), [policy], rate=0.1, num_seeds=3)
+    assert error.mean_points < 1
+    assert error.mean_points < np.mean(error.plain_points)
+
+
+def test_a_hundredth_of_real_rows_is_within_a_point(criteo_path: Path) -> None:
+    """Each seed, not the mean of seeds."""
+    (error,) = sampled_errors("criteo", one_batch(criteo_keys(criteo_path)), ["lru"], rate=0.01)
+    assert error.sampled_rows == 2000
+    assert max(error.points) < 1
+    assert np.mean(error.plain_points) > 2 * error.mean_points

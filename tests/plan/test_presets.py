@@ -1,0 +1,215 @@
+"""Published models, and workloads of one's own."""
+
+from dataclasses import fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from bench import tiers
+from tierstore.models import DLRM
+from tierstore.plan import TableShape, Workload
+from tierstore.plan.presets import PRESETS, load_workload, preset, scaled
+from tierstore.plan.published import KAGGLE_ROWS, mlp_flops
+
+SAMPLES = 4
+
+
+@pytest.mark.parametrize(
+    ("name", "tables", "rows", "dim", "ids"),
+    [
+        ("rmc1", 8, 32_000_000, 32, 640),
+        ("rmc2", 32, 16_000_000, 64, 3840),
+        ("rmc3", 10, 20_000_000, 32, 200),
+        ("criteo-kaggle", 26, 33_762_577, 16, 26),
+        ("mlperf-dlrm-v2", 26, 204_184_588, 128, 214),
+    ],
+)
+def test_published_totals(name: str, tables: int, rows: int, dim: int, ids: int) -> None:
+    workload = preset(name)
+    assert workload.name == name
+    assert len(workload.tables) == tables
+    assert sum(table.num_embeddings for table in workload.tables) == rows
+    assert {table.embedding_dim for table in workload.tables} == {dim}
+    assert workload.lookups == ids * workload.batch_samples
+    assert set(PRESETS) == {"rmc1", "rmc2", "rmc3", "criteo-kaggle", "mlperf-dlrm-v2"}
+
+
+def test_benchmarks_use_the_same_tables() -> None:
+    assert tiers.KAGGLE_ROWS is KAGGLE_ROWS
+    assert sum(KAGGLE_ROWS) == 33_762_577
+
+
+def counted(module: torch.nn.Module, *inputs: torch.Tensor) -> int:
+    """A sample's, by torch's own count."""
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        module(*inputs)
+    return int(counter.get_total_flops()) // SAMPLES
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("criteo-kaggle", {"bottom_mlp": (512, 256, 64), "top_mlp": (512, 256)}),
+        (
+            "mlperf-dlrm-v2",
+            {
+                "bottom_mlp": (512, 256),
+                "top_mlp": (1024, 1024, 512, 256),
+                "interaction": "dcn",
+                "cross_layers": 3,
+                "cross_rank": 512,
+            },
+        ),
+    ],
+)
+def test_flops_are_those_that_torch_counts(name: str, arguments: dict[str, Any]) -> None:
+    dim = preset(name).tables[0].embedding_dim
+    model = DLRM(torch.nn.Identity(), num_features=26, embedding_dim=dim, **arguments)
+
+    class Dense(torch.nn.Module):
+        def forward(self, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
+            return model.dense_part(dense, pooled)
+
+    assert preset(name).dense_flops == counted(Dense(), torch.zeros(SAMPLES, 13), torch.zeros(SAMPLES, 26 * dim))
+
+
+@pytest.mark.parametrize(
+    ("name", "bottom", "top"),
+    [
+        ("rmc1", (128, 64, 32), (9 * 32, 256, 64, 1)),
+        ("rmc2", (256, 128, 64), (33 * 64, 128, 64, 1)),
+        ("rmc3", (2560, 1024, 256, 32), (11 * 32, 512, 256, 1)),
+    ],
+)
+def test_flops_of_models_without_interaction(name: str, bottom: tuple[int, ...], top: tuple[int, ...]) -> None:
+    total = 0
+    for widths in (bottom, top):
+        layers = [torch.nn.Linear(one, other) for one, other in pairwise(widths)]
+        own = counted(torch.nn.Sequential(*layers), torch.zeros(SAMPLES, widths[0]))
+        assert mlp_flops(widths) == own
+        total += own
+    assert preset(name).dense_flops == total
+
+
+def test_names_in_any_case_and_unknown_ones() -> None:
+    assert preset("RMC1") is PRESETS["rmc1"]
+    assert load_workload("Criteo-Kaggle") is PRESETS["criteo-kaggle"]
+    with pytest.raises(ValueError, match=r"there is no preset 'rcm1'; did you mean 'rmc1'\?"):
+        preset("rcm1")
+    with pytest.raises(ValueError, match=r"'mlperf' is neither a preset nor .*; did you mean 'mlperf-dlrm-v2'\?"):
+        load_workload("mlperf")
+    with pytest.raises(ValueError, match="'unknown' is neither a preset nor a workload file; presets are rmc1, rmc2"):
+        load_workload("unknown")
+
+
+def test_scaled() -> None:
+    small = scaled(preset("criteo-kaggle"), 0.001)
+    assert small.name == "criteo-kaggle x 0.001"
+    assert [table.num_embeddings for table in small.tables] == [max(1, round(rows / 1000)) for rows in KAGGLE_ROWS]
+    for field in fields(Workload):
+        if field.name not in ("name", "tables"):
+            assert getattr(small, field.name) == getattr(preset("criteo-kaggle"), field.name)
+    for factor in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="expected a number above 0"):
+            scaled(small, factor)
+    with pytest.raises(ValueError, match="num_embeddings="):
+        scaled(small, 1e12)
+
+
+WHOLE = """
+[workload]
+name = "feed"
+batch_samples = 512
+optimizer = "rowwise_adagrad"
+dtype = "float16"
+dense_flops = 2_000_000
+
+[[table]]
+name = "user"
+num_embeddings = 1_000
+embedding_dim = 64
+
+[[table]]
+name = "tag"
+count = 3
+num_embeddings = 50
+embedding_dim = 8
+pooling_factor = 12.5
+exponent = 0.9
+"""
+
+
+def test_a_workload_file(tmp_path: Path) -> None:
+    path = tmp_path / "feed.toml"
+    path.write_text(WHOLE)
+    tags = tuple(
+        TableShape(name=f"tag{n}", num_embeddings=50, embedding_dim=8, pooling_factor=12.5, exponent=0.9)
+        for n in range(3)
+    )
+    assert load_workload(path) == Workload(
+        name="feed",
+        tables=(TableShape(name="user", num_embeddings=1000, embedding_dim=64), *tags),
+        batch_samples=512,
+        optimizer="rowwise_adagrad",
+        dtype="float16",
+        dense_flops=2_000_000,
+    )
+
+
+def test_a_workload_file_without_a_workload_section_is_named_as_itself(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(WHOLE[WHOLE.index("[[table]]") :])
+    assert load_workload(str(path)).name == "mine"
+    assert load_workload(path).optimizer == "none"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("batch_samples", "batch_sample", r"\[workload\]: unknown key 'batch_sample'; did you mean 'batch_samples'?"),
+        ("exponent", "zipf", r"\[\[table\]\] 2: unknown key 'zipf'; expected one of name, num_embeddings"),
+        ('[[table]]\nname = "tag"', '[[tables]]\nname = "tag"', "unknown key 'tables'; did you mean 'table'?"),
+        ("[workload]", "[work]", "unknown key 'work'"),
+        ("[[table]]", "[table]", "not valid TOML"),
+        ("512", "0", "batch_samples=0: expected a whole number from 1"),
+        ("512", '"many"', "batch_samples='many': expected a whole number"),
+        ("rowwise_adagrad", "adagard", "optimizer='adagard' is not one of none, sgd, rowwise_adagrad"),
+        ("12.5", "nan", r"\[\[table\]\] 2: pooling_factor=nan"),
+        ("12.5", "true", r"\[\[table\]\] 2: pooling_factor=True"),
+        ('"tag"', '"user"', ""),
+        ("count = 3", "count = 0", r"\[\[table\]\] 2: count=0 must be in"),
+        ("count = 3", "count = 1.5", r"\[\[table\]\] 2: count must be an int"),
+        ("num_embeddings = 50\n", "", r"\[\[table\]\] 2 has no num_embeddings"),
+        ("num_embeddings = 50\n", "num_embeddings = 0\n", "num_embeddings=0"),
+        ('"feed"', "7", "name = 7: expected a text"),
+        ('"tag"', '""', "name = '': expected a text"),
+        (WHOLE, "", "the workload has no table"),
+        (WHOLE, "workload = 3", r"workload = 3: expected a section"),
+        (WHOLE, "table = [1]", r"expected a \[\[table\]\] for each table"),
+        (WHOLE, "a" + ".a" * 300 + " = 1", "more than 200 dots"),
+        (WHOLE, "\x00", "not valid TOML"),
+    ],
+)
+def test_workload_files_that_cannot_be(tmp_path: Path, old: str, new: str, reason: str) -> None:
+    path = tmp_path / "feed.toml"
+    text = WHOLE.replace(old, new)
+    if not reason:
+        text, reason = text.replace("count = 3\n", ""), "the workload has two tables 'user'"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=reason) as raised:
+        load_workload(path)
+    assert str(raised.value).startswith(str(path))
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there is no such workload file"):
+        load_workload(tmp_path / "no.toml")
+    with pytest.raises(ValueError, match="is a folder; give a workload file"):
+        load_workload(tmp_path)
+    (tmp_path / "large.toml").write_bytes(b"#" * (2 << 20))
+    with pytest.raises(ValueError, match="which no workload file has"):
+        load_workload(tmp_path / "large.toml")

@@ -1,0 +1,86 @@
+"""What is in a trace, counted in plain Python."""
+
+import json
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from tests.placing import random_trace
+from tierstore.plan import Accesses, accesses_of
+from tierstore.plan.traces import describe
+
+TRACE = random_trace({"item": 300, "user": 40}, seed=5)
+
+
+def counted(ids: list[int]) -> tuple[int, int, float, int]:
+    """(accesses, rows, share of the top hundredth, used once)."""
+    uses = Counter(ids)
+    top = sum(count for _, count in uses.most_common(math.ceil(len(uses) / 100)))
+    return len(ids), len(uses), top / len(ids), sum(count == 1 for count in uses.values())
+
+
+@pytest.mark.parametrize("is_trace", [True, False])
+def test_each_table_is_counted(is_trace: bool) -> None:
+    found = describe(TRACE if is_trace else accesses_of(TRACE))
+    for table, name in zip(found.tables, TRACE.tables, strict=True):
+        ids = TRACE.tables[name].ids.tolist()
+        assert table.name == name
+        assert (table.accesses, table.rows, table.top_share, table.used_once) == counted(ids)
+        assert table.ids_a_sample == (len(ids) / TRACE.num_samples if is_trace else None)
+        assert table.ids_a_batch == len(ids) / found.batches
+        uses = list(Counter(ids).values())
+        for low, high, rows, accesses in table.reuse:
+            own = [count for count in uses if low < count <= (high or math.inf)]
+            assert rows == len(own) / len(uses)
+            assert accesses == sum(own) / len(ids)
+    assert found.batches == math.ceil(TRACE.num_samples / TRACE.batch_samples)
+    assert found.samples == (TRACE.num_samples if is_trace else None)
+
+
+def test_the_whole() -> None:
+    total = describe(TRACE).total
+    keys = [(name, row) for name, table in TRACE.tables.items() for row in table.ids.tolist()]
+    assert (total.accesses, total.rows, total.top_share, total.used_once) == counted(keys)
+
+
+def test_no_access() -> None:
+    found = describe(Accesses(np.empty(0, np.int64), np.zeros(1, np.int64), ("a", "b")))
+    assert (found.total.accesses, found.total.rows, found.total.top_share, len(found.tables)) == (0, 0, 0, 2)
+    assert "0 accesses of 0 rows of 2 tables" in found.text()
+
+
+def test_text() -> None:
+    keys = np.array([0, 0, 0, 1, 1 << 40])
+    lines = describe(Accesses(keys, np.array([0, 3, 5]), ("item", "\x1b[31muser"))).text().splitlines()
+    assert lines[0] == "5 accesses of 3 rows of 2 tables, 2 batches"
+    rows = {line.split()[0]: line.split()[1:] for line in lines[2:] if line}
+    assert rows["table"] == ["accesses", "rows", "ids/batch", "top", "1", "%", "used", "once"]
+    assert rows["item"] == ["4", "2", "2", "75.0", "%", "50.0", "%"]
+    assert rows["all"] == ["5", "3", "2.5", "60.0", "%", "66.7", "%"]
+    assert rows["1"] == ["66.7", "%", "40.0", "%"]
+    assert rows["3"] == ["to", "4", "33.3", "%", "60.0", "%"]
+    assert not any("\x1b" in line for line in lines)
+    assert max(map(len, lines)) <= 100
+
+
+def test_text_of_a_trace_and_of_a_sample() -> None:
+    assert f"{TRACE.num_samples} samples" in describe(TRACE).text()
+    assert "ids/sample" in describe(TRACE).text()
+    sampled = accesses_of(TRACE)._replace(sampling_rate=0.1)
+    rows = describe(sampled).total.rows
+    assert f"a sample: 10 % of the rows; all have about {10 * rows:,}" in describe(sampled).text()
+
+
+def test_text_of_many_tables() -> None:
+    keys = np.repeat(np.arange(60) << 40, np.arange(1, 61))
+    lines = describe(Accesses(keys, np.array([0, len(keys)]), tuple(f"t{n}" for n in range(60)))).text().splitlines()
+    assert sum(line.startswith("t") and line[1].isdigit() for line in lines) == 40
+    assert "... and 20 tables with fewer accesses" in lines
+
+
+def test_json() -> None:
+    found = json.loads(json.dumps(describe(TRACE).to_dict()))
+    assert found["tables"][1]["name"] == "user"
+    assert found["total"]["reuse"][0]["low"] == 0

@@ -1,0 +1,86 @@
+"""What a recording must hold, from a log of lookups that is kept apart."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tests.plan.test_sampling import hashed
+from tierstore.trace import Trace
+
+__all__ = ["Batch", "Feature", "check", "random_batch"]
+
+Entry = dict[str, list[int]]
+"""Rows by table, in order; no table without rows."""
+
+
+class Feature(NamedTuple):
+    table: str
+    ids: list[int]
+    lengths: list[int]
+
+
+class Batch(NamedTuple):
+    """Bags of some features, each with one a sample."""
+
+    samples: int
+    features: list[Feature]
+
+    def by_sample(self) -> list[Entry]:
+        found: list[Entry] = [{} for _ in range(self.samples)]
+        for table, ids, lengths in self.features:
+            rest = iter(ids)
+            for sample, length in zip(found, lengths, strict=True):
+                if length:
+                    sample.setdefault(table, []).extend(next(rest) for _ in range(length))
+            assert not list(rest)
+        return found
+
+    def whole(self, indexes: Mapping[str, int], rate: float) -> Entry:
+        """The sampled rows, feature by feature."""
+        found: Entry = {}
+        for table, ids, _ in self.features:
+            kept = [row for row in ids if hashed(indexes[table] << 40 | row) < rate * 2**64]
+            if kept:
+                found.setdefault(table, []).extend(kept)
+        return found
+
+
+def random_batch(generator: np.random.Generator, tables: Mapping[str, int], samples: int) -> Batch:
+    """A bag of up to three rows of each table (name to rows) a sample."""
+    features = []
+    for table, rows in tables.items():
+        lengths = generator.integers(0, 4, samples)
+        features.append(Feature(table, generator.integers(0, rows, lengths.sum()).tolist(), lengths.tolist()))
+    return Batch(samples, features)
+
+
+def entries_of(trace: Trace) -> list[Entry]:
+    return [
+        {
+            name: table.ids[table.offsets[entry] : table.offsets[entry + 1]].tolist()
+            for name, table in trace.tables.items()
+            if table.offsets[entry] < table.offsets[entry + 1]
+        }
+        for entry in range(trace.num_entries)
+    ]
+
+
+def check(trace: Trace, log: Sequence[Batch], indexes: Mapping[str, int]) -> None:
+    """That the trace holds just what the log says, at its sampling rate.
+
+    Below a rate of 1 a batch is one entry, and one without a sampled row counts to the next that has some.
+    """
+    assert list(trace.tables) == list(indexes)
+    assert trace.batch_starts is not None
+    sizes = [batch.samples for batch in log]
+    if trace.sampling_rate == 1:
+        assert entries_of(trace) == [sample for batch in log for sample in batch.by_sample()]
+        assert np.diff(trace.batch_starts).tolist() == sizes
+    else:
+        whole = [batch.whole(indexes, trace.sampling_rate) for batch in log]
+        assert entries_of(trace) == [entry for entry in whole if entry]
+        ends = [sum(sizes[: place + 1]) for place, entry in enumerate(whole) if entry]
+        assert trace.batch_starts.tolist() == [0, *ends[:-1], *([sum(sizes)] if ends else [])]
+    if log:
+        assert trace.batch_samples == round(sum(sizes) / len(sizes))

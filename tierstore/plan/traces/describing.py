@@ -1,0 +1,143 @@
+"""What is in a trace: sizes, how uneven its rows' popularity is, how often they are used again."""
+
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...excerpt import excerpt
+from ...rows import KEY_ROW_BITS
+from ...trace import Trace
+from ..accesses import Accesses, accesses_of
+from .histogram import ReuseBin, reuse_histogram
+
+__all__ = ["TableSummary", "TraceSummary", "describe"]
+
+_TOP_SHARE: Final = 100
+_MAX_SHOWN: Final = 40
+_MAX_NAME: Final = 24
+
+
+class TableSummary(NamedTuple):
+    """Of one table, or of all.
+
+    Attributes:
+        rows: distinct ones that are used.
+        ids_a_batch: on average.
+        ids_a_sample: the same; None where samples are not known.
+        top_share: of the accesses, by the hundredth of the used rows that is used most.
+        used_once: rows that are used once.
+        reuse: by how often rows are used.
+    """
+
+    name: str
+    accesses: int
+    rows: int
+    ids_a_batch: float
+    ids_a_sample: float | None
+    top_share: float
+    used_once: int
+    reuse: tuple[ReuseBin, ...]
+
+
+class TraceSummary(NamedTuple):
+    """Of a trace.
+
+    Attributes:
+        samples: None where they are not known.
+        sampling_rate: of the rows that are in the trace; all counts are of these alone.
+    """
+
+    total: TableSummary
+    tables: tuple[TableSummary, ...]
+    batches: int
+    samples: int | None
+    sampling_rate: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return self._asdict() | {"total": _plain(self.total), "tables": [_plain(table) for table in self.tables]}
+
+    def text(self) -> str:
+        """Lines for a terminal."""
+        total = self.total
+        samples = "" if self.samples is None else f", {self.samples:,} samples"
+        lines = [
+            f"{total.accesses:,} accesses of {total.rows:,} rows of {len(self.tables)} tables, "
+            f"{self.batches:,} batches{samples}"
+        ]
+        if self.sampling_rate < 1:
+            lines.append(
+                f"a sample: {100 * self.sampling_rate:g} % of the rows; all have about "
+                f"{round(total.rows / self.sampling_rate):,}"
+            )
+        return "\n".join([*lines, "", *self._table_lines(), "", *_reuse_lines(total)])
+
+    def _table_lines(self) -> list[str]:
+        per = "batch" if self.samples is None else "sample"
+        form = "{:<24} {:>15} {:>14} {:>12} {:>10} {:>14}"
+        lines = [form.format("table", "accesses", "rows", f"ids/{per}", "top 1 %", "used once")]
+        largest = sorted(self.tables, key=lambda table: table.accesses, reverse=True)
+        for table in [*(largest[:_MAX_SHOWN]), self.total]:
+            ids = table.ids_a_batch if table.ids_a_sample is None else table.ids_a_sample
+            figures = f"{100 * table.top_share:.1f} %", f"{100 * table.used_once / max(1, table.rows):.1f} %"
+            lines.append(
+                form.format(_shown(table.name), f"{table.accesses:,}", f"{table.rows:,}", f"{ids:,.4g}", *figures)
+            )
+        if len(largest) > _MAX_SHOWN:
+            lines.insert(-1, f"... and {len(largest) - _MAX_SHOWN} tables with fewer accesses")
+        lines.append("top 1 %: share of the accesses by the 1 % of its used rows that are used most")
+        return lines
+
+
+def _shown(name: str) -> str:
+    """Names come from files."""
+    return excerpt(name, _MAX_NAME - 3).replace("'", "")
+
+
+def _plain(table: TableSummary) -> dict[str, Any]:
+    return table._asdict() | {"reuse": [each._asdict() for each in table.reuse]}
+
+
+def _reuse_lines(total: TableSummary) -> list[str]:
+    form = "{:<24} {:>10} {:>10}"
+    lines = [form.format("uses of a row", "rows", "accesses")]
+    last = max((number for number, each in enumerate(total.reuse) if each.accesses), default=0)
+    for low, high, rows, accesses in total.reuse[: last + 1]:
+        name = f"more than {low:,}" if high is None else f"{high:,}" if high == low + 1 else f"{low + 1:,} to {high:,}"
+        lines.append(form.format(name, f"{100 * rows:.1f} %", f"{100 * accesses:.1f} %"))
+    return lines
+
+
+def describe(source: Accesses | Trace) -> TraceSummary:
+    """Count. Some 40 bytes of memory an access while it counts.
+
+    Samples are known of a ``Trace`` alone: accesses have batches.
+    """
+    samples = source.num_samples if isinstance(source, Trace) else None
+    accesses = accesses_of(source) if isinstance(source, Trace) else source
+    keys, uses = np.unique(accesses.keys, return_counts=True)
+    uses = uses.astype(np.int64)
+    ends = np.searchsorted(keys, (np.arange(len(accesses.tables) + 1) << KEY_ROW_BITS))
+    tables = tuple(
+        _summary(name, uses[ends[number] : ends[number + 1]], accesses.num_batches, samples)
+        for number, name in enumerate(accesses.tables)
+    )
+    total = _summary("all", uses, accesses.num_batches, samples)
+    return TraceSummary(total, tables, accesses.num_batches, samples, accesses.sampling_rate)
+
+
+def _summary(name: str, uses: NDArray[np.int64], batches: int, samples: int | None) -> TableSummary:
+    accesses = int(uses.sum())
+    top = -(-len(uses) // _TOP_SHARE)
+    top_uses = int(np.partition(uses, len(uses) - top)[len(uses) - top :].sum()) if top else 0
+    return TableSummary(
+        name=name,
+        accesses=accesses,
+        rows=len(uses),
+        ids_a_batch=accesses / max(1, batches),
+        ids_a_sample=None if samples is None else accesses / max(1, samples),
+        top_share=top_uses / max(1, accesses),
+        used_once=int(np.count_nonzero(uses == 1)),
+        reuse=reuse_histogram(uses),
+    )
