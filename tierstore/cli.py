@@ -2,13 +2,15 @@
 
 import argparse
 import difflib
+import functools
 import shlex
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from . import __version__
-from .commands import COMPACT, EXPORT, IMPORT, PUBLISH, QUANTIZE, TRACE, Command
+from .commands import COMPACT, EXPORT, IMPORT, PUBLISH, QUANTIZE, TRACE, Command, group, show_help
+from .excerpt import excerpt
 from .serve.command import add_arguments as add_serve_arguments
 
 if TYPE_CHECKING:
@@ -49,17 +51,25 @@ _TRAIN_FLAGS: Final = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    unknown = _unknown(arguments, _COMMANDS)
+    if unknown is not None:
+        return _fail(unknown, EXIT_USAGE)
     parser = build_parser()
-    if arguments and not arguments[0].startswith("-") and arguments[0] not in _COMMANDS:
-        close = difflib.get_close_matches(arguments[0], _COMMANDS, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"commands are {', '.join(_COMMANDS)}"
-        return _fail(f"unknown command {arguments[0]!r}; {hint}", EXIT_USAGE)
     options = parser.parse_args(arguments)
     options.words = arguments
-    if options.command is None:
-        parser.print_help()
-        return EXIT_USAGE
-    return _run(_COMMANDS[options.command].run, options)
+    return _run(options.run, options)
+
+
+def _unknown(words: Sequence[str], commands: "Mapping[str, Command]", kind: str = "command") -> str | None:
+    """What to say of the first word that should be a command and is none."""
+    if not words or words[0].startswith("-"):
+        return None
+    if words[0] not in commands:
+        close = difflib.get_close_matches(words[0], commands, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"{kind}s are {', '.join(commands)}"
+        return f"unknown {kind} {excerpt(words[0])}; {hint}"
+    nested = commands[words[0]].commands
+    return None if nested is None else _unknown(words[1:], nested(), f"{words[0]} command")
 
 
 def _run(command: "Callable[[argparse.Namespace], int]", options: argparse.Namespace) -> int:
@@ -95,18 +105,50 @@ def build_parser() -> argparse.ArgumentParser:
         description="Embedding tables larger than memory: train a model on them, look into them, check them.",
     )
     parser.add_argument("--version", action="version", version=f"tierstore {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    for name, command in _COMMANDS.items():
-        sub = commands.add_parser(
+    _add_commands(parser, _COMMANDS)
+    return parser
+
+
+class _LateParser(argparse.ArgumentParser):
+    """Gets its arguments when it is first asked for something, so that only what one command needs is loaded."""
+
+    later: Callable[[argparse.ArgumentParser], None] | None = None
+
+    def complete(self) -> None:
+        later, self.later = self.later, None
+        if later is not None:
+            later(self)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.complete()
+        return super().parse_known_args(args, namespace)
+
+    def format_help(self) -> str:
+        self.complete()
+        return super().format_help()
+
+
+def _add_commands(parser: argparse.ArgumentParser, commands: "Mapping[str, Command]") -> None:
+    parser.set_defaults(run=show_help, parser=parser)
+    children = parser.add_subparsers(metavar="COMMAND", title="commands", parser_class=_LateParser)
+    for name, command in commands.items():
+        child = children.add_parser(
             name,
             help=command.help,
             description=command.description,
             epilog=command.examples,
             formatter_class=argparse.RawDescriptionHelpFormatter if command.examples else argparse.HelpFormatter,
         )
-        command.add_arguments(sub)
-        sub.add_argument("--traceback", action="store_true", help="show where in the code an error arose")
-    return parser
+        child.later = functools.partial(_complete, command=command)
+
+
+def _complete(parser: argparse.ArgumentParser, command: Command) -> None:
+    if command.commands is not None:
+        _add_commands(parser, command.commands())
+        return
+    parser.set_defaults(run=command.run)
+    command.add_arguments(parser)
+    parser.add_argument("--traceback", action="store_true", help="show where in the code an error arose")
 
 
 def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
@@ -232,6 +274,12 @@ def _repair(options: argparse.Namespace) -> int:
     return 0 if report.is_whole else EXIT_FAILED
 
 
+def _plan_commands() -> "Mapping[str, Command]":
+    from .plan.command import COMMANDS
+
+    return COMMANDS
+
+
 def _serve(options: argparse.Namespace) -> int:
     from .serve.command import serve
 
@@ -296,4 +344,12 @@ _COMMANDS: Final = {
   tierstore serve serve.toml --port 9000""",
     ),
     "publish": PUBLISH,
+    "plan": group(
+        _plan_commands,
+        "say what machines a workload needs, before they are bought",
+        "Say what machines a workload needs, before they are bought: memory, drives, hosts, speed, latency and cost.",
+        """examples:
+  tierstore plan run plan.toml --html plan.html
+  tierstore plan COMMAND --help""",
+    ),
 }

@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 import difflib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 if TYPE_CHECKING:
@@ -11,20 +11,38 @@ if TYPE_CHECKING:
     from .optim import Optimizer
     from .updates.publish import Published
 
-__all__ = ["COMPACT", "EXPORT", "IMPORT", "PUBLISH", "QUANTIZE", "TRACE", "Command", "byte_bar"]
+__all__ = ["COMPACT", "EXPORT", "IMPORT", "PUBLISH", "QUANTIZE", "TRACE", "Command", "byte_bar", "group", "show_help"]
 
 _DDR: Final = "256MiB"
 _SHOWN: Final = 10
 
 
 class Command(NamedTuple):
-    """One command of ``tierstore``; ``run`` returns the exit status."""
+    """One command of ``tierstore``; ``run`` returns the exit status.
+
+    Attributes:
+        commands: of a group, which runs nothing itself: gives those in it, and loads what they need only then.
+    """
 
     run: Callable[[argparse.Namespace], int]
     add_arguments: Callable[[argparse.ArgumentParser], None]
     help: str
     description: str
     examples: str = ""
+    commands: "Callable[[], Mapping[str, Command]] | None" = None
+
+
+def show_help(options: argparse.Namespace) -> int:
+    """What runs where a command is missing."""
+    options.parser.print_help()
+    return 2
+
+
+def group(
+    commands: Callable[[], Mapping[str, Command]], help_text: str, description: str, examples: str = ""
+) -> Command:
+    """A command that is a group of commands."""
+    return Command(show_help, lambda _: None, help_text, description, examples, commands)
 
 
 @contextlib.contextmanager

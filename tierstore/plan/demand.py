@@ -1,6 +1,8 @@
 """The demand: what a workload asks of the tiers, batch by batch, pool by pool. From a trace, or by formula."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Final, Protocol
 
 import numpy as np
@@ -160,7 +162,8 @@ class Demand:
         return replace(self, pools=pools)
 
 
-def _by_layout(workload: Workload) -> dict[RowLayout, list[TableShape]]:
+@lru_cache(maxsize=256)
+def _by_layout(workload: Workload) -> Mapping[RowLayout, list[TableShape]]:
     found: dict[RowLayout, list[TableShape]] = {}
     for table in workload.tables:
         found.setdefault(workload.layout(table), []).append(table)

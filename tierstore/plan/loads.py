@@ -25,7 +25,7 @@ __all__ = [
     "written_bytes",
 ]
 
-SERIAL: Final = ("lookups", "hbm", "model", "network")
+SERIAL: Final = ("batch", "lookups", "hbm", "model", "network")
 AHEAD: Final = ("cold rows", "write-back", "pcie")
 DRIVES: Final = ("ssd reads", "ssd writes")
 SHARED: Final = ("cores", "ddr")
@@ -44,6 +44,7 @@ where blocks are random: 1.9 times the bytes of the blocks (``python -m bench.wr
 def loads_of(setup: Setup, pools: Sequence[PoolLoad]) -> tuple[ResourceLoad, ...]:
     """Of all resources, idle ones too, in the order in which a batch meets them."""
     work = [
+        _batch(setup),
         _lookups(setup, pools),
         _hbm(setup, pools),
         _model(setup),
@@ -93,15 +94,19 @@ def fixed_seconds(setup: Setup, pools: Sequence[PoolLoad]) -> float:
 # The batch that is computed
 
 
+def _batch(setup: Setup) -> ResourceLoad:
+    """What a batch takes whatever is in it."""
+    return ResourceLoad("batch", setup.host.costs.batch_us * 1e-6, 1.0, "batches")
+
+
 def _lookups(setup: Setup, pools: Sequence[PoolLoad]) -> ResourceLoad:
     """Pooling, and in training backward and optimizer, by the main thread and those it has; on a GPU neither."""
-    costs = setup.host.costs
     ids = sum(pool.lookups for pool in pools)
     nanoseconds = 0.0
     if not setup.hbm_bytes:
         nanoseconds = sum(pool.lookups * _id_ns(setup, pool.layout.row_bytes) for pool in pools)
     threads = min(setup.threads, setup.host.processor.cores)
-    return ResourceLoad("lookups", costs.batch_us * 1e-6 + nanoseconds * 1e-9 / threads, ids, "ids")
+    return ResourceLoad("lookups", nanoseconds * 1e-9 / threads, ids, "ids")
 
 
 def _id_ns(setup: Setup, row_bytes: int) -> float:
@@ -276,8 +281,7 @@ def _ddr_rows(setup: Setup, pool: PoolLoad) -> float:
 def _cores(setup: Setup, work: Mapping[str, ResourceLoad]) -> ResourceLoad:
     """The work of all threads, over the cores; a dense part without accelerator takes all of them."""
     cores, threads = setup.host.processor.cores, min(setup.threads, setup.host.processor.cores)
-    fixed = setup.host.costs.batch_us * 1e-6
-    lookups = fixed + (work["lookups"].seconds - fixed) * threads
+    lookups = work["batch"].seconds + work["lookups"].seconds * threads
     dense = 0.0 if setup.hbm_bytes else work["model"].seconds * cores
     busy = lookups + dense + work["cold rows"].seconds + work["write-back"].seconds
     return ResourceLoad("cores", busy / cores, busy, "core-seconds")

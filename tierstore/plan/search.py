@@ -1,7 +1,7 @@
 """The cheapest setup that meets a target: every one of a bounded grid is looked at."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
@@ -12,8 +12,8 @@ from ..rows import DtypeName
 from ..sizes import format_size
 from .demand import Demand
 from .host import Host
-from .model import misfit, predict, queue_of
-from .prediction import Prediction, Setup
+from .model import predict, queue_of
+from .prediction import Latency, Prediction, Setup
 from .price import Pricing, years_of_life
 from .queueing import LatencyBound, Queue, latency_alone
 from .workload import Workload
@@ -25,8 +25,6 @@ MAX_SETUPS: Final = 100_000
 MAX_FAILURES: Final = 200
 """That are told: the nearest to the target."""
 _RUNNERS_UP: Final = 10
-_GROWTH: Final = 1.05
-"""Of replicas, from one try to the next."""
 _QUANTIZED: Final = ("int8", "int4")
 _OVERLOAD: Final = 1.000001
 """So that a rate which is just what could be answered counts as too high."""
@@ -120,12 +118,14 @@ class Failure(NamedTuple):
         reason: what it fails by.
         shortfall: how many times what it has would do; infinite if it does not fit at all.
         prediction: None if it does not fit.
+        is_rate: more hosts would help.
     """
 
     setup: Setup
     reason: str
     shortfall: float
     prediction: Prediction | None = None
+    is_rate: bool = False
 
 
 class SearchResult(NamedTuple):
@@ -133,7 +133,7 @@ class SearchResult(NamedTuple):
     best: the cheapest that meets the target; the fastest if it names no rate.
     runners_up: the next ones, each of another host, memory, drives, accelerators or dtype.
     failures: nearest to the target first.
-    num_setups: looked at.
+    num_setups: of the grid; those that must cost more than all runners-up were passed over.
     """
 
     best: Prediction
@@ -170,14 +170,24 @@ def search(
         raise ValueError("queries_per_s is a target of serving; a workload that trains has samples_per_s")
     grid = [setup for host in hosts for setup in finder.grid(workload, host)]
     size = len(grid) * len(finder.space.hosts)
+    if not grid:
+        raise ValueError("the search space allows no setup of these hosts")
     if size > MAX_SETUPS:
         raise ValueError(f"the grid has {size:,} setups; at most {MAX_SETUPS:,} are looked at. Let less vary")
-    found = [finder.best_count(setup) for setup in grid]
-    met = sorted((each for each in found if isinstance(each, Prediction)), key=finder.rank)
-    failed = sorted((each for each in found if isinstance(each, Failure)), key=lambda each: each.shortfall)
+    met: list[Prediction] = []
+    failed: list[Failure] = []
+    for setup, least_usd in finder.by_least_price(grid):
+        if len(met) > _RUNNERS_UP and least_usd > met[-1].price.usd_a_month:
+            break
+        found = finder.best_count(setup)
+        if isinstance(found, Failure):
+            failed.append(found)
+        else:
+            met = _first_of_parts(sorted([*met, found], key=finder.rank))
+    failed.sort(key=lambda each: each.shortfall)
     if not met:
         raise ValueError(_impossible(failed))
-    return SearchResult(met[0], _distinct(met), tuple(failed[:MAX_FAILURES]), len(grid))
+    return SearchResult(met[0], tuple(met[1:]), tuple(failed[:MAX_FAILURES]), len(grid))
 
 
 def with_parts(host: Host, *, memory_bytes: float, drives: int, accelerators: int) -> Host:
@@ -237,6 +247,20 @@ class _Finder(NamedTuple):
                     workers=count,
                 )
 
+    def by_least_price(self, grid: Sequence[Setup]) -> list[tuple[Setup, float]]:
+        """Setups, and dollars a month below which none of them can be, cheapest first.
+
+        Only of serving at a rate, where looking at a setup takes simulations; else in their order, at no price.
+        """
+        if grid[0].workload.is_training or not self.target.has_rate:
+            return [(setup, 0.0) for setup in grid]
+        priced = [(setup, self._least_usd(setup)) for setup in grid]
+        return sorted(priced, key=lambda each: each[1])
+
+    def _least_usd(self, setup: Setup) -> float:
+        group = self.group(setup)
+        return 0.0 if isinstance(group, Failure) else self.least_replicas(group) * group.price.usd_a_month
+
     def rank(self, found: Prediction) -> tuple[float, ...]:
         """Cheaper first; of equal price less of everything, and then faster."""
         setup, price = found.setup, found.price
@@ -246,41 +270,60 @@ class _Finder(NamedTuple):
 
     def best_count(self, setup: Setup) -> "Prediction | Failure":
         """With the fewest hosts that meet the target, or why none does; without a rate, as fast as limits allow."""
-        tried = list(self._tries(setup))
-        met = [each for each in tried if isinstance(each, Prediction)]
-        if met:
-            return min(met, key=self.rank)
-        return min((each for each in tried if isinstance(each, Failure)), key=lambda each: each.shortfall)
+        if setup.workload.is_training:
+            return self._best(self._try(replace(setup, hosts=count)) for count in self.space.hosts)
+        group = self.group(setup)
+        if isinstance(group, Failure):
+            return group
+        most = self.space.hosts[-1] // group.setup.hosts
+        if self.target.has_rate:
+            return self._least_replicas(group, most)
+        counts = [count for count in self.space.hosts if count <= most]
+        return self._best(self._try(replace(group.setup, replicas=count)) for count in counts)
 
-    def _tries(self, setup: Setup) -> "Iterator[Prediction | Failure]":
-        """More and more hosts; of serving more and more replicas of the fewest hosts that can hold the rows."""
-        most = self.space.hosts[-1]
+    def _best(self, tries: "Iterable[Prediction | Failure]") -> "Prediction | Failure":
+        """The first that meets a target with a rate, as more hosts cost more; else the best, or what is nearest."""
+        failed, met = [], []
+        for tried in tries:
+            if isinstance(tried, Failure):
+                failed.append(tried)
+            elif self.target.has_rate:
+                return tried
+            else:
+                met.append(tried)
+        return min(met, key=self.rank) if met else min(failed, key=lambda each: each.shortfall)
+
+    def group(self, setup: Setup) -> "Prediction | Failure":
+        """The fewest hosts that can hold the rows, whatever the target; or why the most cannot."""
         for hosts in self.space.hosts:
-            tried = self._try(replace(setup, hosts=hosts))
-            yield tried
-            if isinstance(tried, Prediction) and self.target.has_rate:
-                return
-            if setup.workload.is_training or (isinstance(tried, Failure) and tried.prediction is None):
-                continue
-            for replicas in self._replicas(tried, most // hosts):
-                tried = self._try(replace(setup, hosts=hosts, replicas=replicas))
-                yield tried
-                if isinstance(tried, Prediction) and self.target.has_rate:
-                    return
-            return
+            found = self._predicted(replace(setup, hosts=hosts))
+            if isinstance(found, Prediction):
+                return found
+        return found
 
-    def _replicas(self, one: "Prediction | Failure", most: int) -> Iterator[int]:
-        """Counts worth a try, after one of which it is known how it does."""
-        prediction = one if isinstance(one, Prediction) else one.prediction
-        assert prediction is not None, "what does not fit has no replicas"
-        count = max(2, math.ceil(self._asked_of(prediction)))
-        if self.target.queries_per_s is not None and not self.target.bound.allows(
-            latency_alone(self._queue(prediction))
-        ):
-            return
-        while count <= most:
-            yield count
-            count = max(count + 1, int(count * _GROWTH))
+    def least_replicas(self, group: Prediction) -> int:
+        """Without so many the rate cannot be carried, however long queries may wait."""
+        return max(1, math.ceil(self._asked_of(group)))
+
+    def _least_replicas(self, group: Prediction, most: int) -> "Prediction | Failure":
+        """As many as meet the target: found by doubling what is added, and then by bisection."""
+        least = min(self.least_replicas(group), most)
+        low, count, step = least - 1, least, 1
+        while True:
+            tried = self._try(replace(group.setup, replicas=count))
+            if isinstance(tried, Prediction):
+                break
+            if count == most or not tried.is_rate:
+                return tried
+            low, count, step = count, min(count + step, most), 2 * step
+        best = tried
+        while best.setup.replicas - low > 1:
+            tried = self._try(replace(group.setup, replicas=(low + best.setup.replicas) // 2))
+            if isinstance(tried, Prediction):
+                best = tried
+            else:
+                low = tried.setup.replicas
+        return best
 
     def _queue(self, prediction: Prediction) -> Queue:
         return queue_of(prediction, self.demand, self.query_sizes)
@@ -292,34 +335,39 @@ class _Finder(NamedTuple):
             return target.queries_per_s / self._queue(prediction).rate_max
         return (target.samples_per_s or 0.0) / prediction.samples_per_s
 
-    def _try(self, setup: Setup) -> "Prediction | Failure":
-        reason = misfit(setup, self.demand.laid_out(setup.workload))
-        if reason:
-            return Failure(setup, f"does not fit: {reason}", math.inf)
+    def _predicted(self, setup: Setup, queries_per_s: float | None = None) -> "Prediction | Failure":
+        """A failure if it does not fit."""
         try:
-            found = predict(
-                setup,
-                self.demand,
-                query_sizes=self.query_sizes,
-                queries_per_s=self.target.queries_per_s,
-                pricing=self.pricing,
+            return predict(
+                setup, self.demand, query_sizes=self.query_sizes, queries_per_s=queries_per_s, pricing=self.pricing
             )
         except ValueError as error:
             return Failure(setup, f"does not fit: {error}", math.inf)
+
+    def _try(self, setup: Setup) -> "Prediction | Failure":
+        found = self._predicted(setup)
+        if isinstance(found, Prediction) and self.target.queries_per_s is not None:
+            alone = latency_alone(self._queue(found))
+            if not self.target.bound.allows(alone):
+                worst = max(self._over_bound(alone, "of queries that never wait "), key=lambda lack: lack.factor)
+                return Failure(setup, worst.text, worst.factor, found)
+            found = self._predicted(setup, self.target.queries_per_s)
+        if isinstance(found, Failure):
+            return found
         lacking = [lack for lack in self._lacks(found) if lack.factor > 1]
         if not lacking:
             return found
         worst = max(lacking, key=lambda lack: lack.factor)
-        return Failure(setup, worst.text, worst.factor, found)
+        return Failure(setup, worst.text, worst.factor, found, any(lack.is_rate for lack in lacking))
 
     def _lacks(self, found: Prediction) -> Iterator["_Lack"]:
         """Each thing asked for, and by how much it is missed."""
         target, price = self.target, found.price
         if target.samples_per_s is not None:
             factor = target.samples_per_s / found.samples_per_s
-            yield _Lack(factor, f"too slow by {factor:.3g}: {found.samples_per_s:,.4g} samples/s")
+            yield _Lack(factor, f"too slow by {factor:.3g}: {found.samples_per_s:,.4g} samples/s", is_rate=True)
         if found.latency is not None:
-            yield from self._late(found)
+            yield from self._late(found, found.latency)
         limits = (("usd", price.usd), ("usd_a_month", price.usd_a_month), ("watts", price.watts))
         for name, value in limits:
             limit = getattr(target, name)
@@ -328,21 +376,30 @@ class _Finder(NamedTuple):
         life = years_of_life(found, self.pricing)
         yield _Lack(self.pricing.years / life, f"its drives wear out in {12 * life:.3g} months")
 
-    def _late(self, found: Prediction) -> Iterator["_Lack"]:
-        latency, target = found.latency, self.target
-        assert latency is not None, "asked for with a rate"
+    def _late(self, found: Prediction, latency: Latency) -> Iterator["_Lack"]:
         if math.isinf(latency.p99_s):
             most = found.setup.replicas * self._queue(found).rate_max
-            yield _Lack(latency.queries_per_s / most * _OVERLOAD, f"too slow: at most {most:,.4g} queries/s")
-            return
+            factor = latency.queries_per_s / most * _OVERLOAD
+            yield _Lack(factor, f"too slow: at most {most:,.4g} queries/s", is_rate=True)
+        else:
+            yield from self._over_bound(latency, "")
+
+    def _over_bound(self, latency: Latency, which: str) -> Iterator["_Lack"]:
+        target = self.target
         for name, value, limit in (("p95", latency.p95_s, target.p95_s), ("p99", latency.p99_s, target.p99_s)):
             if limit is not None:
-                yield _Lack(value / limit, f"{name} is {1e3 * value:.3g} ms, {value / limit:.3g} times the limit")
+                text = f"{name} {which}is {1e3 * value:.3g} ms, {value / limit:.3g} times the limit"
+                yield _Lack(value / limit, text, is_rate=True)
 
 
 class _Lack(NamedTuple):
+    """Attributes:
+    is_rate: more hosts would help.
+    """
+
     factor: float
     text: str
+    is_rate: bool = False
 
 
 def _dtypes(workload: Workload) -> tuple[DtypeName, ...]:
@@ -354,14 +411,12 @@ def _counts(most: int) -> tuple[int, ...]:
     return tuple(sorted({*(1 << power for power in range(most.bit_length())), most} - {0}))
 
 
-def _distinct(met: Sequence[Prediction]) -> tuple[Prediction, ...]:
-    """The next ones that are built of other parts than those before them."""
-    seen, chosen = {_parts(met[0])}, []
-    for each in met[1:]:
-        if _parts(each) not in seen:
-            seen.add(_parts(each))
-            chosen.append(each)
-    return tuple(chosen[:_RUNNERS_UP])
+def _first_of_parts(ranked: Sequence[Prediction]) -> list[Prediction]:
+    """Of those built of the same parts the first; as many as are told."""
+    chosen: dict[tuple[object, ...], Prediction] = {}
+    for each in ranked:
+        chosen.setdefault(_parts(each), each)
+    return list(chosen.values())[: _RUNNERS_UP + 1]
 
 
 def _parts(found: Prediction) -> tuple[object, ...]:
@@ -370,8 +425,6 @@ def _parts(found: Prediction) -> tuple[object, ...]:
 
 
 def _impossible(failed: Sequence[Failure]) -> str:
-    if not failed:
-        return "the grid has no setup"
     nearest = failed[0]
     text = f"no setup meets the target; the nearest, {describe_setup(nearest.setup)}: {nearest.reason}"
     if nearest.prediction is None:

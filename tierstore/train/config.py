@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 from ..config import MAX_KEPT_VERSIONS
 from ..excerpt import excerpt
 from ..rows import MAX_ROWS
+from ..sections import ConfigError
 from ..sizes import parse_size
 from .readers.open import DataFormat
 
@@ -33,10 +34,6 @@ _MAX_LAYERS: Final = 1000
 _MAX_BATCH: Final = 1 << 24
 _MAX_COUNT: Final = (1 << 63) - 1
 """Bounds far above any use, so that a slip of the pen is told at once and not by what overflows later."""
-
-
-class ConfigError(ValueError):
-    """A run file or an override that cannot be used; names the file, the key and what is accepted."""
 
 
 def _option(default: Any, text: str) -> Any:

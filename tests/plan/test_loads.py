@@ -1,0 +1,162 @@
+"""What a step keeps each resource busy: every term by hand, and how they make a step."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.plan.hosts import COSTS, DRIVE, GIB, MIB, flat_demand, make_host, make_setup, make_workload
+from tierstore.plan import Link, Setup, Storage
+from tierstore.plan.demand import Demand
+from tierstore.plan.loads import AHEAD, DRIVES, SERIAL, SHARED, bottleneck_of, loads_of, step_seconds
+from tierstore.plan.prediction import ResourceLoad
+from tierstore.plan.tiers import PoolLoad, pool_loads
+
+IDS, UNIQUE, MISSES = 4000, 2000, 500
+ROW, BLOCK, PAGE = 264, 4080, 4096
+"""Bytes of a row of 64 float32 with one accumulator, of a block's value, of a page."""
+
+
+def loads(setup: Setup, *, miss_ratio: float = 0.25) -> tuple[dict[str, ResourceLoad], PoolLoad]:
+    demand = flat_demand(setup.workload, unique=UNIQUE, miss_ratio=miss_ratio)
+    pools = pool_loads(setup, demand)
+    return {load.resource: load for load in loads_of(setup, pools)}, pools[0]
+
+
+def test_every_resource_has_its_place() -> None:
+    found, _ = loads(make_setup())
+    assert sorted(found) == sorted((*SERIAL, *AHEAD, *DRIVES, *SHARED))
+
+
+def test_training_in_host_memory() -> None:
+    found, pool = loads(make_setup())
+    an_id = (10 + 0.1 * ROW) + (20 + 0.2 * ROW)
+    assert found["batch"] == ("batch", pytest.approx(100e-6), 1.0, "batches")
+    lookups = IDS * an_id * 1e-9 / 2
+    assert found["lookups"] == ("lookups", pytest.approx(lookups), IDS, "ids")
+    assert found["model"] == ("model", pytest.approx(3e5 * 1000 / 1e11), 3e8, "flops")
+    cold = (IDS * 40 + MISSES * (200 + 0.5 * ROW) + pool.blocks_read * 300) * 1e-9
+    assert found["cold rows"] == ("cold rows", pytest.approx(cold), MISSES, "rows")
+    back = pool.blocks_written * (2000 + 1.0 * BLOCK) * 1e-9
+    assert found["write-back"] == ("write-back", pytest.approx(back), pool.blocks_written, "blocks")
+    assert found["ssd reads"] == ("ssd reads", pytest.approx(pool.blocks_read / 1e5 + 1e-4), pool.blocks_read, "reads")
+    written = pool.blocks_written * 2 * PAGE
+    assert found["ssd writes"] == ("ssd writes", pytest.approx(pool.blocks_written * 2 / 5e4), written, "bytes")
+    moved = (IDS + MISSES + 2 * UNIQUE) * ROW
+    assert found["ddr"] == ("ddr", pytest.approx(moved / 1e10), moved, "bytes")
+    busy = 100e-6 + IDS * an_id * 1e-9 + 4 * 3e8 / 1e11 + cold + back
+    assert found["cores"] == ("cores", pytest.approx(busy / 4), pytest.approx(busy), "core-seconds")
+    for idle in ("hbm", "network", "pcie"):
+        assert found[idle].seconds == found[idle].amount == 0
+
+
+def test_serving_neither_updates_nor_writes() -> None:
+    found, _ = loads(make_setup(make_workload(training=False)))
+    row = 256
+    assert found["lookups"].seconds == pytest.approx(IDS * (10 + 0.1 * row) * 1e-9 / 2)
+    assert found["model"].amount == 1e5 * 1000
+    assert found["ddr"].amount == (IDS + MISSES) * row
+    assert found["write-back"].seconds == found["ssd writes"].seconds == 0
+
+
+def test_where_all_rows_have_a_slot_no_id_is_looked_for() -> None:
+    found, _ = loads(make_setup(ddr_bytes=GIB))
+    for idle in ("cold rows", "write-back", "ssd reads", "ssd writes"):
+        assert found[idle].seconds == 0
+
+
+def test_drives_share_reads_and_large_blocks_are_bytes() -> None:
+    one, _ = loads(make_setup())
+    three, _ = loads(make_setup(host=make_host(drives=3)))
+    latency = DRIVE.read_latency_us * 1e-6
+    assert three["ssd reads"].seconds - latency == pytest.approx((one["ssd reads"].seconds - latency) / 3)
+    assert three["ssd writes"].seconds == pytest.approx(one["ssd writes"].seconds / 3)
+    narrow = Storage(
+        capacity_bytes=1e12,
+        read_latency_us=0.0,
+        reads_per_s=1e9,
+        read_bytes_per_s=1e6,
+        writes_per_s=1e9,
+        write_bytes_per_s=1e6,
+    )
+    found, pool = loads(make_setup(host=make_host(storage=(narrow,))))
+    assert found["ssd reads"].seconds == pytest.approx(pool.blocks_read * PAGE / 1e6)
+    assert found["ssd writes"].seconds == pytest.approx(pool.blocks_written * 2 * PAGE / 1e6)
+
+
+def test_rows_in_device_memory() -> None:
+    setup = make_setup(host=make_host(gpus=2), hbm_bytes=16 * MIB)
+    found, pool = loads(setup)
+    assert pool.hbm_misses == pool.misses == MISSES
+    assert found["lookups"].seconds == 0, "the device does it"
+    moved = (IDS + 2 * UNIQUE) * ROW
+    assert found["hbm"] == ("hbm", pytest.approx(moved / 2e12), moved, "bytes")
+    assert found["model"].seconds == pytest.approx(3e8 / 2e13)
+    up = MISSES * ROW + IDS * 8
+    assert found["pcie"] == ("pcie", pytest.approx(up / 2e10 + 10e-6), up, "bytes")
+    copies = 2 * MISSES * (40 + 10 + 0.1 * ROW)
+    bringing = MISSES * (200 + 0.5 * ROW) + pool.blocks_read * 300
+    assert found["cold rows"].seconds == pytest.approx((copies + bringing) * 1e-9)
+    assert found["ddr"].amount == (2 * MISSES + MISSES) * ROW
+
+
+def test_hosts_send_ids_pooled_rows_and_gradients() -> None:
+    setup = make_setup(hosts=4)
+    found, _ = loads(setup)
+    ids = 3 / 4 * (IDS / 4) * 8
+    pooled = 3 / 4 * (1000 / 4) * 64 * 4
+    ring = 2 * 3 / 4 * (1e5 / 2) * 4
+    exchanges = 2 + 1 + 2 * 3
+    seconds = (ids + 2 * pooled + ring) / 1e9 + exchanges * 20e-6
+    assert found["network"] == ("network", pytest.approx(seconds), pytest.approx(ids + 2 * pooled + ring), "bytes")
+    assert found["model"].amount == 3e8 / 4
+    served, _ = loads(make_setup(make_workload(training=False), hosts=4))
+    assert served["network"].seconds == pytest.approx((ids + pooled) / 1e9 + 2 * 20e-6)
+    faster, _ = loads(replace(setup, host=make_host(network=Link(bytes_per_s=1e9))))
+    assert faster["network"].seconds == pytest.approx(seconds - exchanges * 20e-6)
+
+
+SECONDS = {
+    "batch": 0.25, "lookups": 0.75, "hbm": 2.0, "model": 3.0, "network": 4.0, "cold rows": 5.0, "write-back": 6.0,
+    "pcie": 7.0, "ssd reads": 8.0, "ssd writes": 9.0, "cores": 11.0, "ddr": 12.0,
+}  # fmt: skip
+
+
+def test_a_step_is_the_longest_of_what_goes_on_at_once() -> None:
+    assert step_seconds(SECONDS, is_ahead=True) == 17
+    assert step_seconds(SECONDS | {"ssd reads": 0.0}, is_ahead=True) == 12
+    assert step_seconds(SECONDS | {"ssd reads": 0.0, "ddr": 0.0, "cores": 0.0}, is_ahead=True) == 10
+    assert step_seconds(SECONDS, is_ahead=False) == 45
+    assert step_seconds(SECONDS | {"cores": 50.0}, is_ahead=False) == 50
+
+
+def test_the_bottleneck_is_that_without_which_a_step_is_fastest() -> None:
+    def named(seconds: dict[str, float], *, is_ahead: bool) -> str:
+        return bottleneck_of([ResourceLoad(*each, 0.0, "") for each in seconds.items()], is_ahead=is_ahead)
+
+    assert named(SECONDS, is_ahead=True) == "ssd writes"
+    assert named(SECONDS | {"ddr": 100.0}, is_ahead=True) == "ddr"
+    assert named(SECONDS | {"model": 100.0}, is_ahead=True) == "model"
+    assert named(SECONDS, is_ahead=False) == "ssd writes"
+    idle = dict.fromkeys(SECONDS, 0.0)
+    assert named(idle | {"lookups": 5.0, "cold rows": 5.0, "network": 1.0}, is_ahead=True) == "lookups"
+
+
+def test_costs_are_those_of_the_host() -> None:
+    """Each of them shows somewhere."""
+    setup = make_setup(host=make_host(gpus=1))
+    both = [setup, replace(setup, hbm_bytes=16 * MIB)]
+    for name in vars(COSTS):
+        slower = replace(COSTS, **{name: 2 * getattr(COSTS, name)})
+        changed = [replace(each, host=replace(each.host, costs=slower)) for each in both]
+        assert any(loads(each)[0] != loads(other)[0] for each, other in zip(both, changed, strict=True)), name
+
+
+def test_nothing_looked_up_takes_no_time_but_the_batch() -> None:
+    workload = make_workload()
+    still = replace(workload, tables=(replace(workload.tables[0], pooling_factor=0.0),), dense_flops=0.0)
+    setup = make_setup(still)
+    found = loads_of(setup, pool_loads(setup, Demand.analytic(still)))
+    assert {load.resource: load.seconds for load in found if load.seconds} == {
+        "batch": pytest.approx(100e-6),
+        "cores": pytest.approx(25e-6),
+    }

@@ -1,0 +1,108 @@
+"""Marginal values: differences of predictions, and consistent with the bottleneck."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+
+from tests.plan.hosts import COSTS, GIB, MIB, make_host, make_setup
+from tests.plan.test_model import DEMANDS, SERVED, TRAINED, plan, setups
+from tierstore.plan import Setup
+from tierstore.plan.marginal import BOUND_BY, compare_split, marginal_values
+
+
+def values(setup: Setup) -> dict[tuple[str, str], float]:
+    found = marginal_values(setup, DEMANDS[setup.workload])
+    assert [each.samples_per_s for each in found] == sorted((each.samples_per_s for each in found), reverse=True)
+    return {(each.resource, each.change): each.samples_per_s for each in found}
+
+
+def test_each_is_what_that_much_more_brings() -> None:
+    setup = make_setup(TRAINED, ddr_bytes=32 * MIB, page_cache_bytes=8 * MIB, hosts=2)
+    before = plan(setup).samples_per_s
+    found = values(setup)
+    more = plan(replace(setup, ddr_bytes=1.1 * setup.ddr_bytes)).samples_per_s
+    assert found["ddr", "+10 %"] == pytest.approx(more - before)
+    gib = plan(replace(setup, ddr_bytes=setup.ddr_bytes + GIB)).samples_per_s
+    assert found["ddr", "+1 GiB"] == pytest.approx(gib - before)
+    reads = replace(setup.host.storage[0], reads_per_s=1.1e5, read_bytes_per_s=2.2e9)
+    faster = plan(replace(setup, host=replace(setup.host, storage=(reads,)))).samples_per_s
+    assert found["ssd reads", "+10 %"] == pytest.approx(faster - before)
+    cores = plan(replace(setup, host=make_host(cores=5))).samples_per_s
+    assert found["cores", "+1"] == pytest.approx(cores - before)
+    assert ("network", "+10 %") in found
+    assert ("pcie", "+10 %") not in found
+
+
+def test_memory_beyond_what_the_host_has_is_bought_with_it() -> None:
+    setup = make_setup(TRAINED, ddr_bytes=63.9 * GIB)
+    assert values(setup)["ddr", "+1 GiB"] == 0
+
+
+def test_prices() -> None:
+    found = {
+        (each.resource, each.change): each for each in marginal_values(make_setup(TRAINED, hosts=3), DEMANDS[TRAINED])
+    }
+    assert found["ddr", "+1 GiB"].usd == pytest.approx(3 * 640 / 64)
+    assert found["ssd reads", "+10 %"].usd == pytest.approx(3 * 10)
+    assert found["cores", "+1"].usd == pytest.approx(3 * 250)
+    assert found["network", "+10 %"].usd is None
+    assert found["network", "+10 %"].samples_per_s_a_usd is None
+    ddr = found["ddr", "+1 GiB"]
+    assert ddr.samples_per_s_a_usd == ddr.samples_per_s / 30
+
+
+@settings(max_examples=60, deadline=None)
+@given(setups)
+def test_more_of_the_bottleneck_helps_and_of_what_is_idle_does_not(setup: Setup) -> None:
+    found = values(setup)
+    assert all(gain >= -1e-9 * plan(setup).samples_per_s for gain in found.values())
+    before = plan(setup)
+    idle = {BOUND_BY.get(load.resource) for load in before.loads if not load.seconds} - {
+        BOUND_BY.get(load.resource) for load in before.loads if load.seconds
+    }
+    for resource in idle & {name for name, _ in found}:
+        assert all(gain == 0 for (name, _), gain in found.items() if name == resource)
+    own = BOUND_BY.get(before.bottleneck)
+    uses_more_cores = setup.threads >= setup.host.processor.cores
+    if own == "cores" and before.bottleneck == "lookups" and not uses_more_cores:
+        return
+    speeds = {
+        name: gain for (name, change), gain in found.items() if change == "+10 %" and name not in ("ddr", "page cache")
+    }
+    if own is not None and own != "cores":
+        assert found[own, "+10 %"] > 0
+        if before.step_s == pytest.approx(max(load.seconds for load in before.loads)):
+            assert found[own, "+10 %"] == max(speeds.values())
+
+
+def test_a_slow_drive_is_what_more_reads_are_for() -> None:
+    slow = replace(make_host().storage[0], reads_per_s=100.0)
+    setup = make_setup(TRAINED, host=make_host(storage=(slow,)), ddr_bytes=16 * MIB)
+    assert plan(setup).bottleneck == "ssd reads"
+    found = values(setup)
+    speeds = {name: gain for (name, change), gain in found.items() if change == "+10 %" and "s" in name}
+    assert max(speeds, key=speeds.__getitem__) == "ssd reads"
+    assert found["ssd writes", "+10 %"] < found["ssd reads", "+10 %"] / 10
+
+
+def test_slow_cores_are_what_another_core_is_for() -> None:
+    slow = replace(COSTS, update_ns=1e5)
+    setup = make_setup(TRAINED, host=make_host(costs=slow, cores=2))
+    assert plan(setup).bottleneck in ("lookups", "cores")
+    found = values(setup)
+    assert found["cores", "+1"] == max(gain for (name, _), gain in found.items() if name != "ddr")
+    assert found["ssd reads", "+10 %"] == 0
+
+
+def test_budgets_by_table_against_one_cache() -> None:
+    setup = make_setup(SERVED, ddr_bytes=16 * MIB)
+    shared = plan(setup)
+    found = compare_split(setup, DEMANDS[SERVED], hit_rate=0.9)
+    assert found.shared == shared
+    assert found.split.tiers[0].hit_rate == pytest.approx(0.9)
+    assert found.split.step_s < shared.step_s
+    same = compare_split(setup, DEMANDS[SERVED], hit_rate=shared.tiers[0].hit_rate)
+    assert same.split.step_s == pytest.approx(shared.step_s)
+    with pytest.raises(ValueError, match=r"hit_rate=1.5: expected 0 to 1"):
+        compare_split(setup, DEMANDS[SERVED], hit_rate=1.5)

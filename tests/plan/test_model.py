@@ -1,0 +1,251 @@
+"""Predictions: what they are made of, what they may not do, and that more of anything is never worse."""
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.plan.hosts import COSTS, DRIVE, GIB, GPU, MIB, flat_demand, make_host, make_setup, make_workload
+from tierstore.plan import Host, Prediction, Setup, SoftwareCosts
+from tierstore.plan.demand import Demand
+from tierstore.plan.loads import step_seconds
+from tierstore.plan.model import misfit, predict, queue_of
+from tierstore.plan.queueing import latency_at
+
+TRAINED = make_workload(rows=300_000, tables=2)
+SERVED = make_workload(rows=300_000, tables=2, training=False)
+DEMANDS = {workload: Demand.analytic(workload) for workload in (TRAINED, SERVED)}
+
+
+def plan(setup: Setup, **options: Any) -> Prediction:
+    return predict(setup, DEMANDS[setup.workload], **options)
+
+
+def seconds(found: Prediction) -> dict[str, float]:
+    return {load.resource: load.seconds for load in found.loads}
+
+
+def test_a_training_step() -> None:
+    found = plan(make_setup(TRAINED))
+    assert found.step_s == step_seconds(seconds(found), is_ahead=True)
+    assert found.samples_per_s == pytest.approx(1000 / found.step_s)
+    assert found.latency is None
+    ddr, ssd = found.tiers
+    assert (ddr.tier, ssd.tier) == ("ddr", "ssd")
+    assert ddr.lookups * (1 - ddr.hit_rate) == pytest.approx(ssd.lookups)
+    assert ddr.hit_rate == pytest.approx(DEMANDS[TRAINED].pools[0].curve.hit_rate(ddr.rows))
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+def test_without_prefetching_everything_waits() -> None:
+    ahead, plain = plan(make_setup(TRAINED)), plan(make_setup(TRAINED, prefetch_depth=0))
+    assert plain.loads == ahead.loads
+    assert plain.step_s == step_seconds(seconds(plain), is_ahead=False) > ahead.step_s
+
+
+def test_a_batch_that_does_not_fit_cannot_be_brought_in_ahead() -> None:
+    found = plan(make_setup(TRAINED, ddr_bytes=MIB))
+    assert found.tiers[0].rows < DEMANDS[TRAINED].unique
+    assert found.step_s == step_seconds(seconds(found), is_ahead=False)
+
+
+def test_tiers_from_device_memory_down() -> None:
+    found = plan(make_setup(TRAINED, host=make_host(gpus=2), hbm_bytes=8 * MIB))
+    hbm, ddr, ssd = found.tiers
+    assert (hbm.tier, ddr.tier, ssd.tier) == ("hbm", "ddr", "ssd")
+    assert hbm.capacity_bytes == 16 * MIB
+    assert hbm.lookups * (1 - hbm.hit_rate) == pytest.approx(ddr.lookups)
+    assert ddr.lookups * (1 - ddr.hit_rate) == pytest.approx(ssd.lookups)
+
+
+def test_a_query_waits_for_everything_and_shares_the_host() -> None:
+    found = plan(make_setup(SERVED), queries_per_s=5.0)
+    assert found.step_s == step_seconds(seconds(found), is_ahead=False)
+    queue = queue_of(found, DEMANDS[SERVED])
+    assert queue.mean_s == pytest.approx(found.step_s)
+    assert queue.base_s == pytest.approx(100e-6 + 100e-6), "the batch, and one read"
+    assert found.latency == latency_at(queue, 5.0)
+    several = plan(make_setup(SERVED, workers=4))
+    busy = max(several.step_s, 4 * (seconds(several)["ssd reads"]), 4 * seconds(several)["cores"])
+    assert several.samples_per_s == pytest.approx(4 * 1000 / busy)
+
+
+def test_replicas_share_the_queries() -> None:
+    one, three = plan(make_setup(SERVED), queries_per_s=5.0), plan(make_setup(SERVED, replicas=3), queries_per_s=15.0)
+    assert three.samples_per_s == pytest.approx(3 * one.samples_per_s)
+    assert three.latency == one.latency._replace(queries_per_s=15.0)
+    assert three.price.usd == 3 * one.price.usd
+    assert three.step_s == one.step_s
+
+
+def test_more_queries_than_are_answered_wait_for_ever() -> None:
+    found = plan(make_setup(SERVED), queries_per_s=1e6)
+    assert found.latency == (1e6, math.inf, math.inf, math.inf)
+
+
+def test_query_sizes() -> None:
+    one, mixed = (
+        plan(make_setup(SERVED), queries_per_s=5.0),
+        plan(make_setup(SERVED), queries_per_s=5.0, query_sizes=(100.0, 100.0, 2000.0)),
+    )
+    assert mixed.latency.p50_s < one.latency.p50_s < mixed.latency.p99_s
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"ddr_bytes": 65 * GIB}, r"memory: 65.0 ?GiB of a host are wanted, 64.0 ?GiB are there"),
+        ({"page_cache_bytes": 64 * GIB}, r"memory: 64.1 ?GiB"),
+        ({"hbm_bytes": GIB}, "host 'box' has no accelerator"),
+        ({"hbm_bytes": 9 * GIB, "host": make_host(gpus=1)}, "memory of an accelerator: 9.0"),
+        ({"host": make_host(drives=0)}, r"SSD: .* are wanted, 0"),
+        ({"hosts": 0}, "hosts=0: expected a whole number, 1 or more"),
+        ({"threads": 1.5}, "threads=1.5"),
+        ({"rows_per_read": 0.5}, "rows_per_read=0.5: expected 1 or more"),
+        ({"ddr_bytes": -1.0}, "ddr_bytes=-1.0"),
+        ({"ddr_bytes": math.nan}, "ddr_bytes=nan"),
+        ({"ddr_bytes": 100.0}, r"too little for 64 rows"),
+        ({"policy": "lur"}, "policy='lur' is not one of lru"),
+        ({"policy": "lfu"}, "curves are of lru, the setup's policy is lfu"),
+        ({"replicas": 2}, "for serving; training has hosts"),
+    ],
+)  # fmt: skip
+def test_setups_that_cannot_be(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        plan(make_setup(TRAINED, **changes))
+
+
+def test_what_is_on_ssd_has_to_fit() -> None:
+    """Of a training twice, as rows of two versions are kept."""
+    blocks = math.ceil(600_000 / 14)
+    for workload, share, rows in ((TRAINED, 2.1, 14), (SERVED, 1.05, 15)):
+        wanted = share * math.ceil(600_000 / rows) * 4096
+        for capacity, fits in ((wanted * 1.0001, True), (wanted * 0.9999, False)):
+            drive = replace(DRIVE, capacity_bytes=capacity)
+            assert (not misfit(make_setup(workload, host=make_host(storage=(drive,))), DEMANDS[workload])) == fits
+    assert blocks > 0
+
+
+def test_no_queue_of_a_training() -> None:
+    with pytest.raises(ValueError, match="answers no queries"):
+        queue_of(plan(make_setup(TRAINED)), DEMANDS[TRAINED])
+
+
+# More of anything
+
+hosts = st.builds(
+    lambda drives, gpus, cores, costs: make_host(drives=drives, gpus=gpus, cores=cores, costs=costs),
+    st.integers(1, 4),
+    st.integers(0, 2),
+    st.integers(1, 16),
+    st.builds(
+        lambda scale, cold: SoftwareCosts(
+            **{
+                name: value * (cold if "miss" in name or "write" in name else scale)
+                for name, value in vars(COSTS).items()
+            }
+        ),
+        st.floats(0, 20),
+        st.floats(0, 20),
+    ),
+)
+setups = st.builds(
+    lambda workload, host, ddr, page_cache, count, depth, threads: Setup(
+        workload=workload, host=host, ddr_bytes=ddr * MIB, page_cache_bytes=page_cache * MIB, hosts=count,
+        prefetch_depth=depth, threads=threads,
+    ),
+    st.sampled_from([TRAINED, SERVED]),
+    hosts,
+    st.floats(2, 400),
+    st.floats(0, 400),
+    st.integers(1, 4),
+    st.integers(0, 2),
+    st.integers(1, 8),
+)  # fmt: skip
+
+
+def grown(host: Host, by: float) -> dict[str, Host]:
+    """The host with one thing more, by its name."""
+    drives = host.storage
+    faster_reads = tuple(
+        replace(each, reads_per_s=each.reads_per_s * by, read_bytes_per_s=each.read_bytes_per_s * by) for each in drives
+    )
+    faster_writes = tuple(
+        replace(each, writes_per_s=each.writes_per_s * by, write_bytes_per_s=each.write_bytes_per_s * by)
+        for each in drives
+    )
+    return {
+        "reads": replace(host, storage=faster_reads),
+        "writes": replace(host, storage=faster_writes),
+        "drives": replace(host, storage=(*drives, drives[0])),
+        "cores": replace(host, processor=replace(host.processor, cores=host.processor.cores + 1)),
+        "flops": replace(host, processor=replace(host.processor, flops=host.processor.flops * by)),
+        "memory speed": replace(host, ddr=replace(host.ddr, row_bytes_per_s=host.ddr.row_bytes_per_s * by)),
+        "network": replace(host, network=replace(host.network, bytes_per_s=host.network.bytes_per_s * by)),
+    }
+
+
+@settings(max_examples=60, deadline=None)
+@given(setups, st.floats(1.01, 4.0))
+def test_more_of_any_part_never_slows_a_step(setup: Setup, by: float) -> None:
+    before = plan(setup)
+    for name, host in grown(setup.host, by).items():
+        assert plan(replace(setup, host=host)).step_s <= before.step_s, name
+    for name in ("ddr_bytes", "page_cache_bytes"):
+        more = plan(replace(setup, **{name: by * getattr(setup, name)}))
+        assert more.step_s <= before.step_s * (1 + 1e-12), name
+    assert plan(replace(setup, threads=setup.threads + 1)).step_s <= before.step_s
+    assert plan(replace(setup, prefetch_depth=setup.prefetch_depth + 1)).step_s <= before.step_s
+    assert plan(replace(setup, rows_per_read=by)).step_s <= before.step_s
+
+
+@settings(max_examples=60, deadline=None)
+@given(setups, st.floats(1.01, 4.0))
+def test_more_memory_never_lowers_a_hit_rate(setup: Setup, by: float) -> None:
+    before, more = plan(setup), plan(replace(setup, ddr_bytes=by * setup.ddr_bytes))
+    assert more.tiers[0].rows >= before.tiers[0].rows
+    assert more.tiers[0].hit_rate >= before.tiers[0].hit_rate
+    cached = plan(replace(setup, page_cache_bytes=setup.page_cache_bytes + by * MIB))
+    assert cached.tiers[1].hit_rate >= before.tiers[1].hit_rate - 1e-12
+
+
+@settings(max_examples=60, deadline=None)
+@given(setups, st.floats(2, 200), st.floats(1.01, 4.0))
+def test_more_device_memory_never_lowers_its_hit_rate(setup: Setup, hbm: float, by: float) -> None:
+    """Its staging is in host memory; where that holds every row, a step is no slower."""
+    fast = replace(setup, host=replace(setup.host, accelerators=(GPU,)), hbm_bytes=hbm * MIB, ddr_bytes=2 * GIB)
+    before, more = plan(fast), plan(replace(fast, hbm_bytes=by * fast.hbm_bytes))
+    assert more.tiers[0].hit_rate >= before.tiers[0].hit_rate
+    assert more.step_s <= before.step_s
+
+
+@settings(max_examples=60, deadline=None)
+@given(setups)
+def test_predictions_are_sane(setup: Setup) -> None:
+    found = plan(setup)
+    names = [load.resource for load in found.loads]
+    assert found.bottleneck in names
+    assert all(load.seconds >= 0 and math.isfinite(load.seconds) for load in found.loads)
+    assert max(load.seconds for load in found.loads) <= found.step_s <= sum(load.seconds for load in found.loads)
+    assert all(0 <= tier.hit_rate <= 1 for tier in found.tiers)
+    assert found == plan(setup)
+
+
+def test_units_by_hand() -> None:
+    """10 of 100 rows a batch are missing, each a read of its own, at 1,000 reads a second: 10 ms."""
+    workload = make_workload(rows=10_000_000, batch_samples=25, dense_flops=0.0)
+    slow = replace(DRIVE, reads_per_s=1000.0, read_latency_us=0.0, writes_per_s=1e9, write_bytes_per_s=1e12)
+    host = make_host(storage=(slow,), costs=SoftwareCosts())
+    found = predict(
+        make_setup(workload, host=host, ddr_bytes=8 * MIB), flat_demand(workload, unique=100, miss_ratio=0.1)
+    )
+    reads = next(load for load in found.loads if load.resource == "ssd reads")
+    rewritten = next(load for load in found.loads if load.resource == "write-back").amount
+    assert reads.amount == pytest.approx(10 + rewritten, rel=1e-4)
+    assert found.step_s == pytest.approx(reads.amount / 1000, rel=1e-3)
+    assert found.samples_per_s == pytest.approx(25 / found.step_s)
+    assert found.bottleneck == "ssd reads"

@@ -1,0 +1,114 @@
+"""Plan files: what is read, what is refused, and what the errors say."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+from tierstore.plan import plan_file
+from tierstore.plan.plan_file import PlanFile, TableSpec
+from tierstore.sections import ConfigError
+
+Write = Callable[[str], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write_file(text: str) -> Path:
+        path = tmp_path / "plan.toml"
+        path.write_text(text)
+        return path
+
+    return write_file
+
+
+def load(path: Path, *overrides: str) -> PlanFile:
+    return plan_file.load(path, [plan_file.parse_override(text) for text in overrides])
+
+
+def test_an_empty_file_is_all_defaults_and_keys_print_one(write: Write) -> None:
+    assert load(write("")) == PlanFile()
+    assert load(write(plan_file.to_toml(PlanFile(), with_help=True))) == PlanFile()
+
+
+def test_keys_reach_their_fields(write: Write) -> None:
+    found = load(
+        write(
+            '[setup]\nddr = "64GiB"\nhbm = 1024\nhosts = 2\n[target]\nsamples_per_s = 5\n[pricing]\npue = 2\n'
+            '[search]\ndtypes = ["float16"]\nhosts = [1, 2]\n[curves]\npolicies = ["opt"]\n'
+        )
+    )
+    assert (found.setup.ddr, found.setup.hbm, found.setup.hosts) == ("64GiB", 1024, 2)
+    assert (found.target.samples_per_s, found.pricing.pue) == (5.0, 2.0)
+    assert (found.search.dtypes, found.search.hosts, found.curves.policies) == (("float16",), (1, 2), ("opt",))
+    assert found.is_fixed
+    assert not load(write("[setup]\nhosts = 2\n")).is_fixed
+
+
+def test_tables_are_written_one_by_one_or_many_alike(write: Write) -> None:
+    text = '[[workload.tables]]\nname = "item"\nnum_embeddings = 5\nexponent = 1\n[[workload.tables]]\ncount = 3\n'
+    found = load(write(text))
+    assert found.workload.tables == (TableSpec(name="item", num_embeddings=5, exponent=1.0), TableSpec(count=3))
+    assert load(write(plan_file.to_toml(found))) == found
+
+
+def test_overrides_win(write: Write) -> None:
+    found = load(write('[setup]\nddr = "1GiB"\n'), "setup.ddr=5% of tables", "target.usd=7")
+    assert (found.setup.ddr, found.target.usd) == ("5% of tables", 7.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "message"),
+    [
+        ("[setup]\ndrd = 1", [], r'plan\.toml: unknown key "drd" in \[setup\]; did you mean "ddr"\?'),
+        ("[sutep]\nddr = 1", [], r'unknown section \[sutep\]; did you mean "setup"\?'),
+        ("[setup]\npue = 1", [], r'unknown key "pue" in \[setup\]; it belongs to \[pricing\]'),
+        ("[setup]\nddr = '64 GG'", [], r"plan\.toml: setup\.ddr = '64 GG': expected a size, as \"512MiB\""),
+        ("[setup]\nddr = -1", [], r"setup\.ddr = -1: expected a size"),
+        ("[setup]\nhosts = -1", [], r"plan\.toml: setup\.hosts=-1: expected a whole number from 0 to 65,536"),
+        ("[setup]\npolicy = 'lur'", [], r"setup\.policy = 'lur': did you mean 'lru'\?"),
+        ("[setup]\npolicy = 'opt'", [], r"setup\.policy = 'opt': policies are lru, lfu, tinylfu"),
+        ("[curves]\npolicies = ['perfect']", [], r"curves\.policies = 'perfect': did you mean 'perfect-lfu'\?"),
+        ("[pricing]\npue = 0.5", [], r"plan\.toml: pricing\.pue=0\.5: expected a number from 1 to "),
+        ("[pricing]\nyears = nan", [], r"pricing\.years=nan: expected a number"),
+        ("[trace]\nsampling_rate = 0", [], r"trace\.sampling_rate = 0\.0: expected a number above 0, up to 1"),
+        ("[workload]\npreset = 'a'\nfile = 'b'", [], r"workload\.file = 'b': preset is given too"),
+        ("[host]\nname = 'a'\nfile = 'b'", [], r"host\.file = 'b': a name is given too"),
+        (
+            "[target]\nsamples_per_s = 1\nqueries_per_s = 1",
+            [],
+            r"target\.queries_per_s = 1\.0: samples_per_s is given too",
+        ),
+        ("[search]\ndtypes = ['float8']", [], r"search\.dtypes = \['float8'\]: expected \"float32\" or "),
+        ("[[workload.tables]]\nrows = 1", [], r'workload\.tables: unknown key "rows"; expected one of name, num_'),
+        ("[[workload.tables]]\ncount = 0", [], r"workload\.tables: count=0: expected a whole number from 1"),
+        ("[[workload.tables]]\nname = 1", [], r"workload\.tables: name = 1: expected a string"),
+        ("[workload]\ntables = [3]", [], r"workload\.tables = \[3\]: expected a table with name, "),
+        ("", ["setup.drd=1"], r'--set setup\.drd=1: unknown key "drd"'),
+        ("", ["ddr=1"], r"--set ddr=1: expected section\.key=value, as in setup\.ddr=64GiB"),
+        ("ddr = 1", [], r"key 'ddr' stands outside a section; sections are workload, trace, host"),
+        ("[setup", [], r"plan\.toml is not valid TOML"),
+    ],
+)
+def test_errors_name_the_file_the_key_and_the_nearest(
+    write: Write, text: str, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(write(text), *overrides)
+
+
+def test_a_missing_file_is_called_a_plan_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nosuch\.toml: there is no such plan file"):
+        load(tmp_path / "nosuch.toml")
+    with pytest.raises(ConfigError, match="is a folder; give a plan file"):
+        load(tmp_path)
+
+
+def test_every_field_has_help_and_every_section_is_frozen() -> None:
+    for name, section in get_type_hints(PlanFile).items():
+        for field in dataclasses.fields(section):
+            assert field.metadata["help"], f"{name}.{field.name}"
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(section(), dataclasses.fields(section)[0].name, None)

@@ -1,0 +1,167 @@
+"""Rows of budgets and hits of tiers, against stores that are opened and trained, and by hand."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import tierstore
+from tests.plan.hosts import GIB, MIB, flat_demand, make_host, make_setup, make_workload
+from tierstore.plan import TableShape, Workload
+from tierstore.plan.demand import Demand
+from tierstore.plan.tiers import pool_loads, rows_together
+
+TABLES = (
+    TableShape(name="a", num_embeddings=30_000, embedding_dim=64, pooling_factor=2.0, exponent=1.05),
+    TableShape(name="b", num_embeddings=50_000, embedding_dim=16, pooling_factor=1.0, exponent=0.9),
+    TableShape(name="c", num_embeddings=20_000, embedding_dim=64, pooling_factor=1.0, exponent=0.8),
+)
+WORKLOAD = Workload(name="w", tables=TABLES, batch_samples=200, optimizer="rowwise_adagrad")
+
+
+def make_store(folder: Path, workload: Workload, *, ddr: int, policy: str, hbm: int = 0) -> tierstore.Store:
+    store = tierstore.open(folder, ddr=ddr, hbm=hbm, policy=policy, threads=1)
+    for table in workload.tables:
+        store.create_table(
+            tierstore.TableConfig(
+                name=table.name,
+                num_embeddings=table.num_embeddings,
+                embedding_dim=table.embedding_dim,
+                pooling="sum",
+                optimizer=tierstore.optim.RowWiseAdagrad(),
+            )
+        )
+    return store
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "tinylfu", "lookahead"])
+@pytest.mark.parametrize("ddr", [1 << 20, 5_000_000, 15_000_000, 60_000_000])
+def test_a_budget_is_as_many_rows_as_the_store_makes_of_it(store_dir: Path, policy: str, ddr: int) -> None:
+    setup = make_setup(WORKLOAD, ddr_bytes=float(ddr), policy=policy)
+    loads = pool_loads(setup, flat_pools(WORKLOAD))
+    with make_store(store_dir, WORKLOAD, ddr=ddr, policy=policy) as store:
+        pools = {store["a"].layout: store["a"].pool, store["b"].layout: store["b"].pool}
+        assert {load.layout: load.ddr_rows for load in loads} == {
+            layout: pool.cache.capacity for layout, pool in pools.items()
+        }
+        assert [load.is_full for load in loads] == [pool.full is not None for pool in pools.values()]
+
+
+def test_a_budget_of_device_memory_too(store_dir: Path) -> None:
+    ddr, hbm = 12_000_000, 3_000_000
+    setup = make_setup(WORKLOAD, ddr_bytes=float(ddr), hbm_bytes=float(hbm), host=make_host(gpus=1))
+    loads = pool_loads(setup, flat_pools(WORKLOAD))
+    with make_store(store_dir, WORKLOAD, ddr=ddr, policy="lru", hbm=hbm) as store:
+        pools = [store["a"].pool, store["b"].pool]
+        assert [load.ddr_rows for load in loads] == [pool.cache.capacity for pool in pools]
+        assert [load.hbm_rows for load in loads] == [pool.hot.cache.capacity for pool in pools if pool.hot]
+
+
+def flat_pools(workload: Workload) -> Demand:
+    return Demand.analytic(workload)
+
+
+def test_a_training_misses_and_writes_as_predicted(store_dir: Path) -> None:
+    """A store that is trained on drawn ids: rows that are missing a batch within 4 %, blocks written within 25 %."""
+    workload = replace(WORKLOAD, tables=(replace(TABLES[0], exponent=0.9),), batch_samples=250)
+    ddr, steps, warm = 2_500_000, 140, 60
+    demand = Demand.analytic(workload)
+    (load,) = pool_loads(make_setup(workload, ddr_bytes=float(ddr)), demand)
+    with make_store(store_dir, workload, ddr=ddr, policy="lru") as store:
+        store["a"].write(torch.arange(30_000), torch.zeros(30_000, 64))
+        store.commit()
+        module = tierstore.TieredEmbeddingBagCollection(store)
+        generator = np.random.default_rng(0)
+        weights = np.arange(1, 30_001) ** -0.9
+        rows = generator.permutation(30_000)
+        for step in range(steps):
+            if step == warm:
+                before = store.stats()
+            ids = rows[generator.choice(30_000, 500, p=weights / weights.sum())]
+            features = tierstore.KeyedJaggedTensor(["a"], torch.from_numpy(ids), offsets=torch.arange(0, 501, 2))
+            module(features).values().sum().backward()
+        after = store.stats()
+    counted = steps - warm
+    assert load.unique == pytest.approx((after.ddr.unique - before.ddr.unique) / counted, rel=0.02)
+    assert load.misses == pytest.approx((after.ddr.misses - before.ddr.misses) / counted, rel=0.04)
+    written = (after.ssd.bytes_written - before.ssd.bytes_written) / counted / load.layout.page_bytes
+    assert load.blocks_written * load.layout.pages_per_block == pytest.approx(written, rel=0.25)
+
+
+def load_of(setup_changes: dict[str, object] | None = None, *, unique: float = 2000.0, miss_ratio: float = 0.25):
+    workload = make_workload(rows=1_000_000)
+    setup = make_setup(workload, **(setup_changes or {}))
+    (load,) = pool_loads(setup, flat_demand(workload, unique=unique, miss_ratio=miss_ratio))
+    return load
+
+
+def test_one_pool_by_hand() -> None:
+    load = load_of()
+    assert load.lookups == 4000
+    assert load.asked == load.hbm_misses == load.unique == 2000
+    assert load.misses == load.device_misses == 500
+    assert load.layout.rows_per_block == 14
+    blocks = math.ceil(1_000_000 / 14)
+    read = blocks * (1 - (1 - 1 / blocks) ** 500)
+    per_block = load.ddr_rows / blocks
+    written = load.blocks_written / 500
+    assert written == pytest.approx(math.exp(-written * per_block))
+    assert load.blocks_read == pytest.approx(read + load.blocks_written)
+
+
+def test_hosts_divide_rows_and_ids_and_a_packed_store_reads_less() -> None:
+    one, four = load_of(), load_of({"hosts": 4})
+    assert four.num_rows == 250_000
+    assert (four.lookups, four.unique, four.misses) == (one.lookups / 4, one.unique / 4, one.misses / 4)
+    packed = load_of({"rows_per_read": 4.0})
+    assert packed.blocks_read - packed.blocks_written == pytest.approx(500 / 4, rel=0.2)
+    assert packed.blocks_read < one.blocks_read
+
+
+def test_extremes() -> None:
+    everything = load_of({"ddr_bytes": GIB})
+    assert everything.is_full
+    assert everything.misses == everything.blocks_read == everything.blocks_written == 0
+    least = load_of({"ddr_bytes": 500 * 1024.0}, miss_ratio=0.0)
+    assert least.ddr_rows < least.unique
+    assert least.asked == 2 * least.unique, "backward has to bring the rows in again"
+    assert least.misses == least.unique
+    assert not least.keeps_batch
+    cached = load_of({"page_cache_bytes": GIB})
+    assert cached.misses == 500
+    assert cached.device_misses == cached.blocks_read == 0
+    assert cached.blocks_written > 0
+    with pytest.raises(ValueError, match=r"too little for 64 rows of each row layout.*give at least \d+KiB"):
+        load_of({"ddr_bytes": 1000.0})
+    with pytest.raises(ValueError, match=r"too little for 64 rows"):
+        load_of({"hbm_bytes": 1000.0, "host": make_host(gpus=1)})
+
+
+def test_tables_of_one_row() -> None:
+    tables = tuple(TableShape(name=f"t{number}", num_embeddings=1, embedding_dim=8) for number in range(5))
+    workload = Workload(name="w", tables=tables, batch_samples=10, optimizer="sgd")
+    (load,) = pool_loads(make_setup(workload), Demand.analytic(workload))
+    assert load.is_full
+    assert (load.lookups, load.unique, load.misses) == (50, 5, 0)
+
+
+def test_two_tiers_are_as_one() -> None:
+    for upper, lower in ((100, 50), (100, 150), (100, 1000), (0, 30)):
+        assert rows_together(upper, lower, is_training=False) == max(upper, lower)
+        assert max(upper, lower) <= rows_together(upper, lower, is_training=True) <= upper + lower
+
+
+def test_a_tier_in_device_memory_takes_what_the_curve_gives_it() -> None:
+    workload = make_workload(rows=1_000_000)
+    setup = make_setup(workload, host=make_host(gpus=2), hbm_bytes=16 * MIB, ddr_bytes=64 * MIB)
+    demand = Demand.analytic(workload)
+    (load,) = pool_loads(setup, demand)
+    curve = demand.pools[0].curve
+    assert load.hbm_misses == pytest.approx(load.unique * curve.miss_ratio(load.hbm_rows))
+    together = max(load.hbm_rows + load.ddr_rows / 2, load.ddr_rows)
+    assert load.misses == pytest.approx(load.unique * curve.miss_ratio(together))
+    (whole,) = pool_loads(replace(setup, hbm_bytes=2 * GIB), demand)
+    assert whole.hbm_misses == whole.misses == 0

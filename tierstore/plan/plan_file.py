@@ -1,0 +1,240 @@
+"""The plan file: one TOML file says what is to be planned. What is left out is left to the search.
+
+Each section is a dataclass; the help beside a field is what ``tierstore plan run --keys`` shows.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from .. import sections
+from ..excerpt import excerpt
+from ..names import nearest
+from ..options import check_ranges, option
+from ..rows import MAX_ROWS, DtypeName
+from ..sections import ConfigError, Override, to_dict, to_toml
+from ..sizes import parse_size
+from .curves import POLICIES
+from .price import Pricing
+
+__all__ = [
+    "CurvesSection",
+    "HostSection",
+    "PlanFile",
+    "SearchSection",
+    "SetupSection",
+    "TableSpec",
+    "TargetSection",
+    "TraceSection",
+    "WorkloadSection",
+    "load",
+    "parse_override",
+    "to_dict",
+    "to_toml",
+]
+
+_MAX_SCALE: Final = 1e6
+_MAX_RATE: Final = 1e12
+_MAX_HOSTS: Final = 1 << 16
+_MAX_PARTS: Final = 1 << 10
+_MODELLED: Final = ("lru", "lfu", "tinylfu")
+
+
+def _require_size(section: str, key: str, value: int | str) -> None:
+    if value == "":
+        return
+    try:
+        parse_size(value, name=key, memory_bytes=0)
+    except ValueError:
+        raise ConfigError(
+            f'{section}.{key} = {excerpt(value)}: expected a size, as "512MiB", "64GiB", "50%" of what the host has or '
+            '"5% of tables"'
+        ) from None
+
+
+def _require_policy(key: str, value: str, policies: Sequence[str]) -> None:
+    if value not in policies:
+        raise ConfigError(f"{key} = {excerpt(value)}: {nearest(value, policies, all_are='policies are')}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSpec:
+    """[[workload.tables]]: a table, or several alike."""
+
+    name: str = option("table", "its name; of several alike the beginning of theirs")
+    num_embeddings: int = option(1, "rows", low=1, high=MAX_ROWS)
+    embedding_dim: int = option(16, "columns", low=1, high=1 << 16)
+    pooling_factor: float = option(1.0, "ids a sample, on average", low=0)
+    exponent: float = option(1.05, "of Zipf's law of the rows' popularity, where no trace says it; 0: uniform", low=0)
+    count: int = option(1, "tables that are so", low=1, high=1 << 16)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadSection:
+    """[workload]: the model in use: a preset, a file, or tables written here."""
+
+    preset: str = option("", "one of tierstore plan presets")
+    file: str = option("", "a workload in TOML, as tierstore plan presets NAME prints one")
+    tables: tuple[TableSpec, ...] = option((), "tables, each as [[workload.tables]] with name, num_embeddings, ...")
+    name: str = option("", "what the report calls it")
+    scale: float = option(1.0, "of the rows of every table: 0.01 plans for a hundredth of them", low=0, high=_MAX_SCALE)
+    batch_samples: int = option(0, "samples of a training step, or of a query; 0: the workload's own", low=0)
+    optimizer: str = option("", 'of training: "sgd", "rowwise_adagrad", "adagrad", "adam"; "none": lookups only')
+    dtype: str = option("", 'of the rows: "float32", "float16", "bfloat16", "int8" or "int4"')
+    dense_flops: float = option(
+        0.0, "of the model beside its tables, forward, a sample; 0: the workload's own", low=0, high=1e15
+    )
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        given = [key for key in ("preset", "file", "tables") if getattr(self, key)]
+        if len(given) > 1:
+            raise ConfigError(f"workload.{given[1]} = {excerpt(getattr(self, given[1]))}: {given[0]} is given too")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceSection:
+    """[trace]: which rows are asked for. Without one the tables' exponents say it."""
+
+    path: str = option("", "a trace: .npz of tierstore trace, .npy, .oracleGeneral")
+    sampling_rate: float = option(1.0, "share of its rows that are looked at; 0.01 is enough for long traces")
+
+    def __post_init__(self) -> None:
+        if not 0 < self.sampling_rate <= 1:
+            raise ConfigError(f"trace.sampling_rate = {self.sampling_rate}: expected a number above 0, up to 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostSection:
+    """[host]: the machine."""
+
+    name: str = option("", "one of tierstore plan parts")
+    file: str = option("", "a host in TOML or JSON, as tierstore plan measure writes one")
+    ssds: int = option(-1, "drives of the host's kind; -1: as many as it has", low=-1, high=_MAX_PARTS)
+    accelerators: int = option(-1, "GPUs of the host's kind; -1: as many as it has", low=-1, high=_MAX_PARTS)
+    memory: int | str = option("", 'its DDR, as "512GiB"; "": what it has')
+    others: tuple[str, ...] = option((), "names or files of hosts that the search compares with it")
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        _require_size("host", "memory", self.memory)
+        if self.name and self.file:
+            raise ConfigError(f"host.file = {excerpt(self.file)}: a name is given too")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetupSection:
+    """[setup]: what is decided already. With ddr it is predicted as it is; without, the search finds the rest."""
+
+    ddr: int | str = option("", 'memory for rows, of a host: "64GiB", "50%" of its memory, "5% of tables"; "": search')
+    hbm: int | str = option("", 'memory for rows, of a GPU; written as ddr is; "": none, or what the search finds')
+    page_cache: int | str = option(0, "memory that the system has left for blocks of the stores' files")
+    hosts: int = option(
+        0, "each holds an equal part of the rows; 0: one, or what the search finds", low=0, high=_MAX_HOSTS
+    )
+    policy: str = option("lru", "which rows leave memory first: lru, lfu or tinylfu")
+    prefetch_depth: int = option(2, "batches whose rows are fetched ahead; 0: none", low=0, high=1024)
+    threads: int = option(0, "of the store; 0: the host's cores", low=0, high=1 << 16)
+    rows_per_read: float = option(1.0, "useful rows a block brings in: more for a packed store", low=1, high=4096)
+    workers: int = option(1, "of serving: processes of a host, each with its part of ddr", low=1, high=1024)
+    replicas: int = option(0, "of serving: groups of hosts that share the queries; 0: as hosts", low=0, high=_MAX_HOSTS)
+    batch_samples_max: int = option(4096, "of serving: most samples of a batch of several queries", low=1)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        for key in ("ddr", "hbm", "page_cache"):
+            _require_size("setup", key, getattr(self, key))
+        _require_policy("setup.policy", self.policy, _MODELLED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetSection:
+    """[target]: what the setup must reach. 0: not asked for."""
+
+    samples_per_s: float = option(0.0, "of training", low=0, high=_MAX_RATE)
+    queries_per_s: float = option(0.0, "of serving", low=0, high=_MAX_RATE)
+    p99_ms: float = option(0.0, "latency that 99 of 100 queries keep", low=0, high=1e9)
+    p95_ms: float = option(0.0, "latency that 95 of 100 queries keep", low=0, high=1e9)
+    query_sizes: str = option("", 'file with quantiles of samples a query: a share and a size a line; "": all alike')
+    usd: float = option(0.0, "price to buy, at most", low=0, high=_MAX_RATE)
+    usd_a_month: float = option(0.0, "price a month, with power, at most", low=0, high=_MAX_RATE)
+    watts: float = option(0.0, "power, at most", low=0, high=_MAX_RATE)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if self.samples_per_s and self.queries_per_s:
+            raise ConfigError(
+                f"target.queries_per_s = {self.queries_per_s}: samples_per_s is given too; a plan is for one of them"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSection:
+    """[search]: what may vary where the setup leaves it open. The grid is the product of all of it."""
+
+    hosts: tuple[int, ...] = option((), "counts, ascending; []: 1 to 64")
+    memory_shares: tuple[float, ...] = option((), "of the host's DDR, what it is bought with; []: an eighth to all")
+    row_shares: tuple[float, ...] = option((), "of that memory, the budget for rows; []: 0.5 and 0.8")
+    dtypes: tuple[DtypeName, ...] = option((), "of the rows; []: the workload's own")
+    drives: tuple[int, ...] = option((), "of a host, of those it has; []: 1, 2, 4, ... and all")
+    accelerators: tuple[int, ...] = option((), "of a host, of those it has; []: none, 1, 2, 4, ... and all")
+    workers: tuple[int, ...] = option((), "of serving; []: 1, 2, 4 and 8")
+    runners_up: int = option(5, "shown beside the best, and as many that fail", low=0, high=1000)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurvesSection:
+    """[curves]: what the report shows of the accesses beside the plan's own curve; needs a trace."""
+
+    policies: tuple[str, ...] = option((), "others to compare with: lru, lfu, tinylfu, perfect-lfu, opt")
+    by_table: bool = option(False, "a curve for each table")
+    windows: int = option(0, "parts of the trace, each with its own curve, to see drift; 0: none", low=0, high=100)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        for policy in self.policies:
+            _require_policy("curves.policies", policy, POLICIES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanFile:
+    """A whole plan's input. ``load`` reads it from TOML."""
+
+    workload: WorkloadSection = field(default_factory=WorkloadSection)
+    trace: TraceSection = field(default_factory=TraceSection)
+    host: HostSection = field(default_factory=HostSection)
+    setup: SetupSection = field(default_factory=SetupSection)
+    target: TargetSection = field(default_factory=TargetSection)
+    pricing: Pricing = field(default_factory=Pricing)
+    search: SearchSection = field(default_factory=SearchSection)
+    curves: CurvesSection = field(default_factory=CurvesSection)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the setup is given, rather than to be found."""
+        return self.setup.ddr != ""
+
+
+def parse_override(text: str) -> Override:
+    """``section.key=value``, the value in TOML or a bare word.
+
+    Raises:
+        ConfigError: the text is not of this form.
+    """
+    return sections.parse_override(text, example="setup.ddr=64GiB")
+
+
+def load(path: str | Path, overrides: Iterable[Override] = ()) -> PlanFile:
+    """Read a plan file, then set what ``overrides`` say; of two for one key the later one wins.
+
+    Raises:
+        ConfigError: for a file that is not TOML, an unknown section or key, a value of the wrong type or range.
+    """
+    return sections.load_sections(PlanFile, path, overrides, what="plan file")

@@ -1,0 +1,6 @@
+"""A plan as text for the terminal and as one page of HTML."""
+
+from .page import page_of, plotly_source
+from .text import describe
+
+__all__ = ["describe", "page_of", "plotly_source"]
