@@ -11,7 +11,7 @@ from tierstore.plan.loads import AHEAD, DRIVES, SERIAL, SHARED, bottleneck_of, l
 from tierstore.plan.prediction import ResourceLoad
 from tierstore.plan.tiers import PoolLoad, pool_loads
 
-IDS, UNIQUE, MISSES = 4000, 2000, 500
+IDS, UNIQUE, MISSES, BAGS = 4000, 2000, 500, 1000
 ROW, BLOCK, PAGE = 264, 4080, 4096
 """Bytes of a row of 64 float32 with one accumulator, of a block's value, of a page."""
 
@@ -22,6 +22,14 @@ def loads(setup: Setup, *, miss_ratio: float = 0.25) -> tuple[dict[str, Resource
     return {load.resource: load for load in loads_of(setup, pools)}, pools[0]
 
 
+def _pooling_ns(row: int) -> float:
+    return IDS * (10 + 0.1 * row) + UNIQUE * (6 + 0.05 * row) + BAGS * (8 + 0.02 * row)
+
+
+def _updating_ns(row: int) -> float:
+    return IDS * (20 + 0.2 * row) + UNIQUE * (30 + 0.3 * row) + BAGS * (12 + 0.04 * row)
+
+
 def test_every_resource_has_its_place() -> None:
     found, _ = loads(make_setup())
     assert sorted(found) == sorted((*SERIAL, *AHEAD, *DRIVES, *SHARED))
@@ -29,12 +37,11 @@ def test_every_resource_has_its_place() -> None:
 
 def test_training_in_host_memory() -> None:
     found, pool = loads(make_setup())
-    an_id = (10 + 0.1 * ROW) + (20 + 0.2 * ROW)
-    assert found["batch"] == ("batch", pytest.approx(100e-6), 1.0, "batches")
-    lookups = IDS * an_id * 1e-9 / 2
-    assert found["lookups"] == ("lookups", pytest.approx(lookups), IDS, "ids")
+    assert found["batch"] == ("batch", pytest.approx(160e-6), 1.0, "batches")
+    lookups = (_pooling_ns(ROW) + _updating_ns(ROW)) * 1e-9
+    assert found["lookups"] == ("lookups", pytest.approx(lookups / 2), IDS, "ids")
     assert found["model"] == ("model", pytest.approx(3e5 * 1000 / 1e11), 3e8, "flops")
-    cold = (IDS * 40 + MISSES * (200 + 0.5 * ROW) + pool.blocks_read * 300) * 1e-9
+    cold = (IDS * 40 + UNIQUE * 15 + MISSES * (200 + 0.5 * ROW) + pool.blocks_read * 300) * 1e-9
     assert found["cold rows"] == ("cold rows", pytest.approx(cold), MISSES, "rows")
     back = pool.blocks_written * (2000 + 1.0 * BLOCK) * 1e-9
     assert found["write-back"] == ("write-back", pytest.approx(back), pool.blocks_written, "blocks")
@@ -43,7 +50,7 @@ def test_training_in_host_memory() -> None:
     assert found["ssd writes"] == ("ssd writes", pytest.approx(pool.blocks_written * 2 / 5e4), written, "bytes")
     moved = (IDS + MISSES + 2 * UNIQUE) * ROW
     assert found["ddr"] == ("ddr", pytest.approx(moved / 1e10), moved, "bytes")
-    busy = 100e-6 + IDS * an_id * 1e-9 + 4 * 3e8 / 1e11 + cold + back
+    busy = 160e-6 + lookups + 4 * 3e8 / 1e11 + cold + back
     assert found["cores"] == ("cores", pytest.approx(busy / 4), pytest.approx(busy), "core-seconds")
     for idle in ("hbm", "network", "pcie"):
         assert found[idle].seconds == found[idle].amount == 0
@@ -52,7 +59,7 @@ def test_training_in_host_memory() -> None:
 def test_serving_neither_updates_nor_writes() -> None:
     found, _ = loads(make_setup(make_workload(training=False)))
     row = 256
-    assert found["lookups"].seconds == pytest.approx(IDS * (10 + 0.1 * row) * 1e-9 / 2)
+    assert found["lookups"].seconds == pytest.approx(_pooling_ns(row) * 1e-9 / 2)
     assert found["model"].amount == 1e5 * 1000
     assert found["ddr"].amount == (IDS + MISSES) * row
     assert found["write-back"].seconds == found["ssd writes"].seconds == 0
@@ -93,7 +100,7 @@ def test_rows_in_device_memory() -> None:
     assert found["model"].seconds == pytest.approx(3e8 / 2e13)
     up = MISSES * ROW + IDS * 8
     assert found["pcie"] == ("pcie", pytest.approx(up / 2e10 + 10e-6), up, "bytes")
-    copies = 2 * MISSES * (40 + 10 + 0.1 * ROW)
+    copies = 2 * MISSES * (40 + 15 + 10 + 6 + (0.1 + 0.05) * ROW)
     bringing = MISSES * (200 + 0.5 * ROW) + pool.blocks_read * 300
     assert found["cold rows"].seconds == pytest.approx((copies + bringing) * 1e-9)
     assert found["ddr"].amount == (2 * MISSES + MISSES) * ROW
@@ -151,12 +158,14 @@ def test_costs_are_those_of_the_host() -> None:
         assert any(loads(each)[0] != loads(other)[0] for each, other in zip(both, changed, strict=True)), name
 
 
-def test_nothing_looked_up_takes_no_time_but_the_batch() -> None:
+def test_nothing_looked_up_takes_no_time_but_the_batch_and_its_empty_bags() -> None:
+    still_s = BAGS * (8 + 12 + (0.02 + 0.04) * ROW) * 1e-9
     workload = make_workload()
     still = replace(workload, tables=(replace(workload.tables[0], pooling_factor=0.0),), dense_flops=0.0)
     setup = make_setup(still)
     found = loads_of(setup, pool_loads(setup, Demand.analytic(still)))
     assert {load.resource: load.seconds for load in found if load.seconds} == {
-        "batch": pytest.approx(100e-6),
-        "cores": pytest.approx(25e-6),
+        "batch": pytest.approx(160e-6),
+        "lookups": pytest.approx(still_s / 2),
+        "cores": pytest.approx((160e-6 + still_s) / 4),
     }

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench import tiers
+from bench import steps
 from bench.data import ROOT
 from tierstore.models import DLRM
 from tierstore.plan import TableShape, Workload
@@ -47,7 +47,7 @@ def test_the_figures_in_the_documentation() -> None:
 
 
 def test_benchmarks_use_the_same_tables() -> None:
-    assert tiers.KAGGLE_ROWS is KAGGLE_ROWS
+    assert steps.KAGGLE_ROWS is KAGGLE_ROWS
     assert sum(KAGGLE_ROWS) == 33_762_577
 
 

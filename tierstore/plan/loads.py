@@ -8,7 +8,7 @@ what all others take of them.
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from .host import Host, Storage
+from .host import Host, SoftwareCosts, Storage
 from .prediction import ResourceLoad, Setup
 from .tiers import PoolLoad
 from .workload import Workload
@@ -88,7 +88,7 @@ def fixed_seconds(setup: Setup, pools: Sequence[PoolLoad]) -> float:
     """Of a query, whatever its samples."""
     blocks = sum(pool.blocks_read for pool in pools)
     latencies = _read_latency_s(setup.host, blocks) + _network_latency_s(setup)
-    return setup.host.costs.batch_us * 1e-6 + latencies + (_pcie_latency_s(setup) if setup.hbm_bytes else 0.0)
+    return _batch_s(setup) + latencies + (_pcie_latency_s(setup) if setup.hbm_bytes else 0.0)
 
 
 # The batch that is computed
@@ -96,7 +96,12 @@ def fixed_seconds(setup: Setup, pools: Sequence[PoolLoad]) -> float:
 
 def _batch(setup: Setup) -> ResourceLoad:
     """What a batch takes whatever is in it."""
-    return ResourceLoad("batch", setup.host.costs.batch_us * 1e-6, 1.0, "batches")
+    return ResourceLoad("batch", _batch_s(setup), 1.0, "batches")
+
+
+def _batch_s(setup: Setup) -> float:
+    costs = setup.host.costs
+    return (costs.batch_us + (costs.step_us if setup.workload.is_training else 0.0)) * 1e-6
 
 
 def _lookups(setup: Setup, pools: Sequence[PoolLoad]) -> ResourceLoad:
@@ -104,19 +109,30 @@ def _lookups(setup: Setup, pools: Sequence[PoolLoad]) -> ResourceLoad:
     ids = sum(pool.lookups for pool in pools)
     nanoseconds = 0.0
     if not setup.hbm_bytes:
-        nanoseconds = sum(pool.lookups * _id_ns(setup, pool.layout.row_bytes) for pool in pools)
+        nanoseconds = sum(_pooling_ns(setup.host.costs, pool) for pool in pools)
+        if setup.workload.is_training:
+            nanoseconds += sum(_updating_ns(setup.host.costs, pool) for pool in pools)
     threads = min(setup.threads, setup.host.processor.cores)
     return ResourceLoad("lookups", nanoseconds * 1e-9 / threads, ids, "ids")
 
 
-def _id_ns(setup: Setup, row_bytes: int) -> float:
-    costs = setup.host.costs
-    pooling = costs.pool_ns + costs.pool_ns_per_byte * row_bytes
-    return pooling + (_update_ns(setup, row_bytes) if setup.workload.is_training else 0.0)
+def _pooling_ns(costs: SoftwareCosts, pool: PoolLoad) -> float:
+    """By the id, by the distinct row and by the bag."""
+    size = pool.layout.row_bytes
+    return (
+        pool.lookups * (costs.pool_ns + costs.pool_ns_per_byte * size)
+        + pool.unique * (costs.pool_row_ns + costs.pool_row_ns_per_byte * size)
+        + pool.bags * (costs.pool_bag_ns + costs.pool_bag_ns_per_byte * size)
+    )
 
 
-def _update_ns(setup: Setup, row_bytes: int) -> float:
-    return setup.host.costs.update_ns + setup.host.costs.update_ns_per_byte * row_bytes
+def _updating_ns(costs: SoftwareCosts, pool: PoolLoad) -> float:
+    size = pool.layout.row_bytes
+    return (
+        pool.lookups * (costs.update_ns + costs.update_ns_per_byte * size)
+        + pool.unique * (costs.update_row_ns + costs.update_row_ns_per_byte * size)
+        + pool.bags * (costs.update_bag_ns + costs.update_bag_ns_per_byte * size)
+    )
 
 
 def _hbm(setup: Setup, pools: Sequence[PoolLoad]) -> ResourceLoad:
@@ -180,11 +196,13 @@ def _cold_rows(setup: Setup, pools: Sequence[PoolLoad]) -> ResourceLoad:
 def _admitting_ns(setup: Setup, pool: PoolLoad) -> float:
     costs = setup.host.costs
     if setup.hbm_bytes:
-        copying = costs.pool_ns + costs.pool_ns_per_byte * pool.layout.row_bytes
-        return pool.hbm_misses * _directions(setup) * (costs.admit_ns + copying)
+        per_byte = costs.pool_ns_per_byte + costs.pool_row_ns_per_byte
+        copying = costs.pool_ns + costs.pool_row_ns + per_byte * pool.layout.row_bytes
+        return pool.hbm_misses * _directions(setup) * (costs.admit_ns + costs.admit_row_ns + copying)
     if pool.is_full or not pool.lookups:
         return 0.0
-    return pool.lookups * pool.asked / pool.unique * costs.admit_ns
+    times = pool.asked / pool.unique
+    return times * (pool.lookups * costs.admit_ns + pool.unique * costs.admit_row_ns)
 
 
 def _directions(setup: Setup) -> int:

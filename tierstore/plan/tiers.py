@@ -27,7 +27,8 @@ class PoolLoad(NamedTuple):
         layout: of its rows.
         num_rows: that the host has of it, on SSD.
         lookups: ids.
-        unique: distinct rows of them.
+        bags: lists of ids, one a sample and table.
+        unique: distinct rows of the ids.
         asked: rows asked of the highest tier: ``unique``, twice where backward has to bring them in again.
         hbm_rows, ddr_rows: slots, of all accelerators and of host memory.
         hbm_misses: rows asked of host memory; ``asked`` where there is no tier above it.
@@ -42,6 +43,7 @@ class PoolLoad(NamedTuple):
     layout: RowLayout
     num_rows: int
     lookups: float
+    bags: float
     unique: float
     asked: float
     hbm_rows: int
@@ -155,6 +157,7 @@ def _load(own: _Share) -> PoolLoad:
         layout=own.pool.layout,
         num_rows=own.num_rows,
         lookups=own.pool.lookups / own.setup.hosts,
+        bags=len(own.pool.tables) * own.setup.workload.batch_samples / own.setup.hosts,
         unique=unique,
         asked=unique + again,
         hbm_rows=own.hbm_rows,
