@@ -2,7 +2,6 @@
 
 import contextlib
 import statistics
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -124,7 +123,7 @@ def points_of(
     """All budgets of a workload whose rows are in the store at ``path``, in the page cache."""
     shape = workload_of(workload, 0.0 if exponent is None else exponent)
     accesses = accesses_of(trace_of(workload))
-    rates = (1.0, config["sampling_rate"])
+    rates = (1.0, config["curve_sampling_rate"])
     exact, sampled = (
         Demand.from_accesses(shape, accesses, config["policy"], sampling_rate=rate, make_curve=_newest_half)
         for rate in rates
@@ -167,8 +166,3 @@ def warm_pages(path: Path) -> None:
     with path.open("rb", buffering=0) as file:
         while file.read(CHUNK):
             pass
-
-
-def errors(points: Sequence[Point], of: Callable[[Point], tuple[float, float]]) -> list[float]:
-    """Predicted less measured."""
-    return [predicted - measured for predicted, measured in map(of, points)]

@@ -14,7 +14,7 @@ from ..host import Host, SoftwareCosts
 from .catalog import require_name
 from .compose import compose, naming
 
-__all__ = ["host_to_dict", "read_host", "require_host_path", "require_writable", "write_host"]
+__all__ = ["host_from_dict", "host_to_dict", "read_host", "require_host_path", "require_writable", "write_host"]
 
 _MAX_BYTES: Final = 1 << 20
 _MAX_REASON: Final = 200
@@ -33,10 +33,11 @@ def read_host(path: str | os.PathLike[str]) -> Host:
     """
     path = Path(path)
     with naming(str(path)):
-        return _host(_document(path), path)
+        return host_from_dict(_document(path), path.parent)
 
 
-def _host(document: Any, path: Path) -> Host:
+def host_from_dict(document: Any, folder: Path) -> Host:
+    """The host that a parsed file describes; ``folder``: where files that it names are. Errors as of ``read_host``."""
     if not isinstance(document, Mapping):
         raise ValueError(f"expected a table, not {excerpt(document)}")
     if set(document) != {"host"}:
@@ -45,7 +46,7 @@ def _host(document: Any, path: Path) -> Host:
     with naming("host"):
         if not isinstance(document["host"], Mapping):
             raise ValueError(f"expected a table, not {excerpt(document['host'])}")
-        return compose(document["host"], lambda name: _costs(path.parent / name))
+        return compose(document["host"], lambda name: _costs(folder / name))
 
 
 def _costs(path: Path) -> SoftwareCosts:

@@ -1,0 +1,32 @@
+"""Is what the planner says true of runs that are measured, and what does finding it out take?
+
+Parts, each for itself with ``--only``: "curves" (exact figures, samples, speed), "machine" (this machine, measured),
+"steps" (hit rates and step times, predicted and measured; needs "machine"), "record" (what recording costs), "shards"
+(how evenly devices are loaded). The figures of parts that are not run again stay.
+"""
+
+import sys
+from typing import Final
+
+from .common import Report, Run, program
+from .parts import Part, run_parts
+from .planning import curve_part, record_part, shard_part, step_part
+from .planning.machine_part import PART as MACHINE
+
+__all__ = ["PARTS", "run"]
+
+PARTS: Final[dict[str, Part]] = {
+    "curves": curve_part.PART,
+    "machine": MACHINE,
+    "steps": step_part.PART,
+    "record": record_part.PART,
+    "shards": shard_part.PART,
+}
+
+
+def run(request: Run) -> Report:
+    return run_parts(request, "Is what the planner says true of runs, and what does finding it out take?", PARTS)
+
+
+if __name__ == "__main__":
+    sys.exit(program("plan", run, parts=tuple(PARTS)))

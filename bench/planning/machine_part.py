@@ -1,0 +1,42 @@
+"""Part "machine": this machine as ``tierstore plan measure`` finds it."""
+
+from pathlib import Path
+from typing import Any, Final
+
+from tierstore.plan import Host
+from tierstore.plan.measure import measure_host
+from tierstore.plan.parts.host_files import host_from_dict, host_to_dict
+
+from ..common import Run, Table
+from ..parts import Part, Told
+
+__all__ = ["PART", "host_of"]
+
+
+def host_of(figures: dict[str, Any]) -> Host:
+    """The host that was measured; SystemExit if none was."""
+    if "machine" not in figures:
+        raise SystemExit("run the part machine before, into the same file")
+    return host_from_dict(figures["machine"]["host"], Path())
+
+
+def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
+    host = measure_host(request.folder, seconds=request.config["machine_seconds"])
+    return {"host": host_to_dict(host)}
+
+
+def _tell(figures: dict[str, Any]) -> Told:
+    host = figures["host"]
+    (drive,) = host["storage"]
+    rows = [
+        ["memory, in order", f"{host['ddr']['bytes_per_s'] / 1e9:.1f} GB/s"],
+        ["memory, rows of 256 bytes", f"{host['ddr']['row_bytes_per_s'] / 1e9:.1f} GB/s"],
+        ["matrix products", f"{host['processor']['flops'] / 1e9:.0f} GFLOP/s"],
+        ["SSD reads of 4 KiB", f"{drive['reads_per_s']:,.0f}/s"],
+        ["SSD writes of 4 KiB", f"{drive['writes_per_s']:,.0f}/s"],
+        *([name.replace("_", " "), f"{value:.3g}"] for name, value in host["costs"].items()),
+    ]
+    return Told(tables=[Table(title="this machine, and tierstore's own work on it", columns=["what", ""], rows=rows)])
+
+
+PART: Final = Part(_measure, _tell)

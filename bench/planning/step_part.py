@@ -1,0 +1,124 @@
+"""Part "steps": predicted against measured hit rates and step times."""
+
+import shutil
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+from ..common import Goal, Run, Table
+from ..data import find_criteo
+from ..parts import Part, Told
+from ..steps import StepWorkload, criteo, fill, zipf
+from .machine_part import host_of
+from .validation import Point, hit_rate_of, points_of, warm_pages
+
+__all__ = ["PART"]
+
+_ROWS_FILE: Final = "rows.lmdb"
+_RMC2_TABLES, _RMC2_ROWS, _RMC2_LOOKUPS = 32, 500_000, 120
+
+
+class _Case(NamedTuple):
+    workload: StepWorkload
+    exponent: float | None
+
+
+def _cases(config: dict[str, Any]) -> Iterator[_Case]:
+    exponent = config["exponent"]
+    path = find_criteo()
+    if path is not None:
+        whole = 80_000 // config["criteo_batch"]
+        yield _Case(criteo(path, config, whole), None)
+    yield _Case(zipf(config, exponent, config["zipf_steps"]), exponent)
+    shape = {
+        "tables": _RMC2_TABLES,
+        "rows": int(_RMC2_ROWS * config["rmc2_scale"]),
+        "batch": config["rmc2_batch"],
+        "pooling_factor": _RMC2_LOOKUPS,
+    }
+    rmc2 = zipf(config | shape, exponent, config["rmc2_steps"])
+    yield _Case(rmc2._replace(name=f"RMC2, rows x {config['rmc2_scale']:g}"), exponent)
+
+
+def _measure(request: Run, figures: dict[str, Any]) -> dict[str, Any]:
+    host, path = host_of(figures), request.folder / "plan_store"
+    points: list[Point] = []
+    for case in _cases(request.config):
+        fill(path, case.workload, request.config)
+        warm_pages(path / _ROWS_FILE)
+        points += points_of(path, case.workload, host, case.exponent, request.config)
+    shutil.rmtree(path)
+    return {"points": [_plain(point) for point in points]}
+
+
+def _plain(point: Point) -> dict[str, Any]:
+    analytic = point.analytic
+    return {
+        "workload": point.workload,
+        "budget_percent": point.budget_percent,
+        **point.measured._asdict(),
+        "predicted_hit_rate": hit_rate_of(point.predicted),
+        "sampled_hit_rate": hit_rate_of(point.sampled),
+        "analytic_hit_rate": None if analytic is None else hit_rate_of(analytic),
+        "predicted_step_s": point.predicted.step_s,
+        "bottleneck": point.predicted.bottleneck,
+        "loads": {load.resource: load.seconds for load in point.predicted.loads},
+    }
+
+
+def _tell(figures: dict[str, Any]) -> Told:
+    points: list[dict[str, Any]] = figures["points"]
+    hits = [100 * (each["predicted_hit_rate"] - each["hit_rate"]) for each in points]
+    times = [100 * (each["predicted_step_s"] / each["step_s"] - 1) for each in points]
+    goals = [
+        Goal(name="points the predicted hit rate is off, on average", value=_mean(hits), at_most=1),
+        Goal(name="points it is off at worst", value=round(max(map(abs, hits)), 3), at_most=2),
+        Goal(name="% the predicted step time is off, on average", value=_mean(times), at_most=15),
+    ]
+    others = [
+        ("from a tenth of the rows", "sampled_hit_rate"),
+        ("by Zipf's law alone, where it holds", "analytic_hit_rate"),
+    ]
+    said = [f"{name}: {_off(points, key)}" for name, key in others]
+    return Told(tables=[_table(points)], goals=goals, notes=[_NOTE + " Hit rates predicted " + "; ".join(said) + "."])
+
+
+def _off(points: Sequence[dict[str, Any]], key: str) -> str:
+    errors = [100 * (each[key] - each["hit_rate"]) for each in points if each[key] is not None]
+    return f"{_mean(errors)} points off on average, {max(map(abs, errors)):.2f} at worst" if errors else "none"
+
+
+def _mean(errors: Sequence[float]) -> float:
+    return round(statistics.mean(map(abs, errors)), 3)
+
+
+def _rate(point: dict[str, Any], key: str) -> str:
+    return "" if point[key] is None else f"{point[key]:.2%}"
+
+
+def _table(points: Sequence[dict[str, Any]]) -> Table:
+    rows = [
+        [
+            each["workload"], f"{each['budget_percent']:g} %", _rate(each, "hit_rate"),
+            _rate(each, "predicted_hit_rate"),
+            _rate(each, "sampled_hit_rate"), _rate(each, "analytic_hit_rate"), f"{1e3 * each['step_s']:.1f}",
+            f"{1e3 * each['predicted_step_s']:.1f}", f"{each['predicted_step_s'] / each['step_s'] - 1:+.0%}",
+            each["bottleneck"],
+        ]
+        for each in points
+    ]  # fmt: skip
+    columns = [
+        "workload", "DDR", "hits measured", "predicted", "from a sample", "by formula", "step ms measured",
+        "predicted", "off", "bottleneck",
+    ]  # fmt: skip
+    return Table(title="training steps over host memory and SSD, predicted and measured", columns=columns, rows=rows)
+
+
+_NOTE: Final = (
+    "Steps: lookup, backward and row-wise Adagrad of the tables alone, batches brought in ahead; every row was written "
+    "before, and the file is in the page cache. The first half of the batches fills the cache, the second is measured "
+    "(medians), and predicted by the miss-ratio curve of that half, warm from the first, and by the costs that "
+    "`tierstore plan measure` found on this machine just before, from other loops."
+)
+
+PART: Final = Part(_measure, _tell)
