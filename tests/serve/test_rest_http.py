@@ -16,6 +16,7 @@ import numpy as np
 import orjson
 import pytest
 
+from tierstore.serve.http_body import BodyReader
 from tierstore.serve.http_server import TlsFiles, listen
 from tierstore.serve.limits import HttpLimits
 from tierstore.serve.messages import ServeError, Status
@@ -210,6 +211,31 @@ def test_content_encoding(client: httpx.Client, server: RestServer, encoding: st
         error = error_of(response, status)
         assert status != 413 or "longer than 100000 bytes" in error
     server.wait_until(lambda: server.app.held_bytes == 0)
+
+
+NOTHING = b"\x00\x00\x00\xff\xff"
+"""A block of a deflate stream that inflates to no bytes."""
+
+
+@pytest.mark.parametrize(
+    ("encoding", "first", "status"),
+    [
+        ("gzip", gzipped(orjson.dumps(X)) + b"more", Status.INVALID),
+        ("deflate", b"\x78\x01" + NOTHING * 199, Status.TOO_LARGE),
+    ],
+)
+def test_what_cannot_become_a_body_is_not_read_to_its_end(encoding: str, first: bytes, status: Status) -> None:
+    received = []
+
+    async def receive() -> dict[str, Any]:
+        received.append(NOTHING if received else first)
+        assert len(received) < 10
+        return {"type": "http.request", "body": received[-1], "more_body": True}
+
+    reader = BodyReader(HttpLimits(body_bytes=1000))
+    with reader.hold() as held, pytest.raises(ServeError) as caught:
+        asyncio.run(reader.read(held, {b"content-encoding": encoding.encode()}, receive))
+    assert caught.value.status is status
 
 
 def test_bodies_that_are_too_large(client: httpx.Client, server: RestServer) -> None:
