@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from ..errors import StoreNotFoundError, TierstoreError
 from ..excerpt import excerpt
-from ..manifest import MANIFEST_NAME
+from ..manifest import Manifest
 from ..newer import Newer
 from ..opening import open_store
 from ..stats import Stats, TierStats
@@ -103,8 +103,8 @@ class StoreEngine:
 
     def _open(self) -> None:
         config = self._config
-        if config.updates and not (Path(config.store) / MANIFEST_NAME).exists():
-            raise StoreNotFoundError(f"no store at {config.store}")
+        if config.updates and not Manifest.read(Path(config.store).absolute()).has_rows:
+            raise StoreNotFoundError(f"{config.store} was begun, and nothing applied yet")
         store = open_store(
             config.store,
             mode="r",
