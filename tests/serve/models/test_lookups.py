@@ -143,6 +143,9 @@ def test_rows_of_all_features_where_tables_are_of_one_width(tmp_path: Any, store
         want = [narrow[owners[0]].read(torch.tensor([3])), narrow[owners[2]].read(torch.tensor([1, 2]))]
         want.append(narrow[owners[3]].read(torch.tensor([0])))
         assert found["rows"].tobytes() == torch.cat(want).numpy().tobytes()
+        assert model.parse(query).num_samples == 1
+        many = {"values": tensor("INT64", [3] * 41), "lengths": tensor("INT32", [41, 0, 0, 0], (4, 1))}
+        assert model.parse(many).num_samples == 11
         with pytest.raises(ServeError, match=r"'values' has 99 at position 1 of feature"):
             model.parse({"values": tensor("INT64", [3, 99, 2, 0]), "lengths": query["lengths"]})
 
