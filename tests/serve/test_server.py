@@ -131,6 +131,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "store=5 must be a str": {"store": 5},
     "updates='yes' must be a bool": {"updates": "yes"},
     "body_bytes=0": {"body_bytes": 0},
+    "body_bytes=2147483648": {"body_bytes": 1 << 31},
     "connections=-1": {"connections": -1},
     "max_batch_samples=0": {"max_batch_samples": 0},
     "admin_port=65535 + 1": {"workers": 2, "admin_port": 65_535},
