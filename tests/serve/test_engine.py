@@ -269,6 +269,16 @@ def test_new_tables_are_new_models_and_no_request_fails(writer: Writer, server: 
     assert server.metric("tierstore_request_seconds_count", status="unavailable") == 0
 
 
+def test_a_table_may_have_any_name(writer: Writer, store_dir: Path) -> None:
+    name = "a/b %2F?é/infer"
+    writer("create", name, ROWS, DIM)
+    number(writer, 2, "t", name)
+    with serving(store_dir) as server, Client(server.url) as client:
+        assert (client.rows([7], table=name) == 2.0).all()
+        assert (client.pooled([7, 8], [2], table=name) == 4.0).all()
+        assert client.metadata(f"rows.{name}", version="2")["name"] == f"rows.{name}"
+
+
 def test_who_waits_while_the_models_change_is_answered(writer: Writer, server: InThread) -> None:
     lengths = {"name": "lengths", "datatype": "INT32", "shape": [1, 1], "data": [1]}
     values = {"name": "values", "datatype": "INT64", "shape": [1], "data": [7]}
