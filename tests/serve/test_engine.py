@@ -1,8 +1,10 @@
 """The whole server over real sockets, asked by independent clients, while another process commits."""
 
 import json
+import logging
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -364,6 +366,36 @@ def test_metrics_and_status_agree_with_what_was_asked(server: InThread) -> None:
     ddr = ddr_of(status)
     assert ddr["unique"] - rehearsed == 3 * 3 + 2 + 1
     assert 0 < ddr["bytes"] <= 4 << 20
+
+
+def test_answered_requests_are_logged_for_who_wants_it(server: InThread, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "tierstore.serve.requests")
+    ask_rows(server, [1])
+    with tritonclient.grpc.InferenceServerClient(server.grpc) as client:
+        client.infer("rows.t", bags_of(tritonclient.grpc, [4], [])[:1])
+    found: Any = [record for record in caplog.records if record.message == "request answered"]
+    assert [(record.protocol, record.status, record.version) for record in found] == [
+        ("http", "OK", "1"),
+        ("grpc", "OK", "1"),
+    ]
+
+
+def test_a_move_takes_as_long_as_what_changed_is_read(
+    writer: Writer, server: InThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask_rows(server, [1])
+    seconds, find = 0.5, server.engine._store.find_newer
+
+    def find_slowly() -> Any:
+        found = find()
+        if found is not None:
+            time.sleep(seconds)
+        return found
+
+    monkeypatch.setattr(server.engine._store, "find_newer", find_slowly)
+    number(writer, 2)
+    wait_for(lambda: server.engine.version == 2)
+    assert server.metric("tierstore_update_seconds_sum") >= seconds
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8", "int4"])

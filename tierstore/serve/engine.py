@@ -232,6 +232,8 @@ class StoreEngine:
             _LOG.exception("a request to model %s failed", excerpt(request.model))
             raise ServeError(Status.INTERNAL, "the server failed; its log says why") from error
         self._note_answered(request, None, started)
+        if request.protocol != "grpc":
+            log_request(request, "OK", time.monotonic() - started, version=response.version)
         return response
 
     def _note_answered(self, request: InferRequest, status: Status | None, started: float) -> None:
@@ -308,11 +310,11 @@ class StoreEngine:
         if self._store is None:
             await self.start()
             return self._version
+        started = time.monotonic()
         found = await self._in(self._looker, self._look)
         if found is None:
             self._stale_since = None
             return self._version
-        started = time.monotonic()
         self._newest = _shown_version(found.version.number, found.version.extra)
         self._stale_since = started
         await self._in(self._executor, self._show, found)
