@@ -1,5 +1,7 @@
 """A store open for reading follows the commits of another process; rows kept in another dtype than stored."""
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +133,18 @@ def test_a_store_at_one_version_and_a_writer_stay(writer: Writer, store_dir: Pat
         assert store.refresh() == 1
     with tierstore.open(tmp_path / "other", ddr="4MiB") as store:
         assert store.find_newer() is None
+
+
+def test_statistics_are_told_while_tables_are_added(writer: Writer, store_dir: Path) -> None:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with tierstore.open(store_dir, mode="r", ddr="4MiB") as store, ThreadPoolExecutor(1) as pool:
+            added = pool.submit(store._tables.update, ((f"t{number}", store["t"]) for number in range(20_000)))
+            while not added.done():
+                store.stats()
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_with_a_device_tier_all_is_read_anew(writer: Writer, store_dir: Path) -> None:

@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -262,6 +263,14 @@ def test_tables_may_be_called_as_they_like_and_rows_may_be_gone(tmp_path: Path) 
     with tierstore.open(tmp_path / "store", mode="r", ddr="4MiB") as store:
         assert hot_rows.warm_up(store, found, lambda: False) == 3 * 2 + 1
         assert hot_rows.warm_up(store, found, lambda: True) == 0
+
+
+def test_hot_rows_of_tables_that_came_meanwhile_are_left_out(tmp_path: Path) -> None:
+    with tierstore.open(tmp_path / "store", ddr="4MiB") as store:
+        for table in [store.create_table(table_config(name)) for name in ("old", "new")]:
+            table.write(torch.tensor([3]), torch.ones(1, 6))
+        seen: Any = SimpleNamespace(tables={"old": store["old"]})
+        assert {name: ids.tolist() for name, ids in hot_rows.hot_rows(seen).items()} == {"old": [3]}
 
 
 def test_warm_up_from_a_trace(run: tuple[Path, RunConfig], tmp_path: Path) -> None:
