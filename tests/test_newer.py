@@ -136,6 +136,24 @@ def test_more_rows_come_in_than_are_noted(writer: Writer, store_dir: Path, monke
         assert torch.equal(store["t"].read(EVERY.flip(0)), expected(_5=changed).flip(0))
 
 
+def test_wide_rows_are_read_few_at_a_time(writer: Writer, store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tierstore.open(store_dir, mode="r", ddr="4MiB") as store:
+        store["t"].read(EVERY)
+        monkeypatch.setattr(newer, "_CHUNK_BYTES", 100 * store["t"].pool.layout.row_bytes)
+        counts, read = [], store._cold.read_newer
+
+        def counted(keys: Any, *arguments: Any) -> None:
+            counts.append(len(keys))
+            read(keys, *arguments)
+
+        monkeypatch.setattr(store._cold, "read_newer", counted)
+        writer("write", "t", EVERY.tolist(), 5)
+        writer("commit", 2)
+        assert store.refresh() == 2
+        assert (len(counts), max(counts)) == (ROWS // 100, 100)
+        assert torch.equal(store["t"].read(EVERY), expected(_5=EVERY.tolist()))
+
+
 def test_close_waits_for_what_is_being_read(writer: Writer, store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = tierstore.open(store_dir, mode="r", ddr="4MiB")
     store["t"].read(EVERY)

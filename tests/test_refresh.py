@@ -1,5 +1,7 @@
 """A store open for reading follows the commits of another process; rows kept in another dtype than stored."""
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +133,35 @@ def test_a_store_at_one_version_and_a_writer_stay(writer: Writer, store_dir: Pat
         assert store.refresh() == 1
     with tierstore.open(tmp_path / "other", ddr="4MiB") as store:
         assert store.find_newer() is None
+
+
+def test_a_reader_that_looks_keeps_no_pages_of_what_is_not_committed(writer: Writer, store_dir: Path) -> None:
+    many = list(range(20_000))
+    writer("create", "big", len(many), 32)
+    writer("write", "big", many, 1)
+    writer("commit", 2)
+    with tierstore.open(store_dir, mode="r", ddr="440KiB") as store:
+        for value in (2, 3):
+            writer("write", "big", many, value)  # more than the writer's memory holds
+            before = store._cold._snapshot.txn_id
+            assert store.refresh() == 2
+            assert store._cold._snapshot.txn_id > before
+        assert (store["big"].read(torch.tensor(many)) == 1).all()
+        writer("commit", 3)
+        assert store.refresh() == 3
+        assert (store["big"].read(torch.tensor(many)) == 3).all()
+
+
+def test_statistics_are_told_while_tables_are_added(writer: Writer, store_dir: Path) -> None:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with tierstore.open(store_dir, mode="r", ddr="4MiB") as store, ThreadPoolExecutor(1) as pool:
+            added = pool.submit(store._tables.update, ((f"t{number}", store["t"]) for number in range(20_000)))
+            while not added.done():
+                store.stats()
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_with_a_device_tier_all_is_read_anew(writer: Writer, store_dir: Path) -> None:

@@ -28,6 +28,8 @@ IsChanged = Callable[[Any], Any]
 _STEP: Final = 1 << 20
 _CHUNK_ROWS: Final = 1 << 15
 """Lookups wait while so many rows are compared: some milliseconds."""
+_CHUNK_BYTES: Final = 8 << 20
+"""Of rows that are read at a time, whether they are kept or not."""
 _MAX_ARRIVALS: Final = 1 << 16
 
 
@@ -95,8 +97,9 @@ class CachedRows(NamedTuple):
         room = room_bytes // pool.layout.row_bytes
         parts, stale = [_read(pool, keys[:0], read)], [keys[:0]]
         # The last first: what there is no room for are then likely next victims.
-        for stop in range(len(keys), 0, -_CHUNK_ROWS):
-            chunk = keys[max(0, stop - _CHUNK_ROWS) : stop]
+        step = max(1, min(_CHUNK_ROWS, _CHUNK_BYTES // pool.layout.row_bytes))
+        for stop in range(len(keys), 0, -step):
+            chunk = keys[max(0, stop - step) : stop]
             part, gone = _read_changed(pool, chunk[is_changed(chunk)], read, room)
             room -= len(part.keys)
             parts.append(part)

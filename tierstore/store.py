@@ -506,7 +506,7 @@ class Store:
         """Running totals of each tier since the store was opened."""
         self.require_open()
         pools = list(self._pools.values())
-        num_rows = sum(table.config.num_embeddings for table in self._tables.values())
+        num_rows = sum(table.config.num_embeddings for table in list(self._tables.values()))
         return store_stats(pools, self._cold, num_rows, self._reserved_bytes if pools else 0)
 
     def record(self, path: str | os.PathLike[str], *, rate: float = 0.01, max_bytes: int | str = "64MiB") -> "Recorder":

@@ -1,8 +1,10 @@
 """The whole server over real sockets, asked by independent clients, while another process commits."""
 
 import json
+import logging
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -269,6 +271,16 @@ def test_new_tables_are_new_models_and_no_request_fails(writer: Writer, server: 
     assert server.metric("tierstore_request_seconds_count", status="unavailable") == 0
 
 
+def test_a_table_may_have_any_name(writer: Writer, store_dir: Path) -> None:
+    name = "a/b %2F?é/infer"
+    writer("create", name, ROWS, DIM)
+    number(writer, 2, "t", name)
+    with serving(store_dir) as server, Client(server.url) as client:
+        assert (client.rows([7], table=name) == 2.0).all()
+        assert (client.pooled([7, 8], [2], table=name) == 4.0).all()
+        assert client.metadata(f"rows.{name}", version="2")["name"] == f"rows.{name}"
+
+
 def test_who_waits_while_the_models_change_is_answered(writer: Writer, server: InThread) -> None:
     lengths = {"name": "lengths", "datatype": "INT32", "shape": [1, 1], "data": [1]}
     values = {"name": "values", "datatype": "INT64", "shape": [1], "data": [7]}
@@ -354,6 +366,36 @@ def test_metrics_and_status_agree_with_what_was_asked(server: InThread) -> None:
     ddr = ddr_of(status)
     assert ddr["unique"] - rehearsed == 3 * 3 + 2 + 1
     assert 0 < ddr["bytes"] <= 4 << 20
+
+
+def test_answered_requests_are_logged_for_who_wants_it(server: InThread, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "tierstore.serve.requests")
+    ask_rows(server, [1])
+    with tritonclient.grpc.InferenceServerClient(server.grpc) as client:
+        client.infer("rows.t", bags_of(tritonclient.grpc, [4], [])[:1])
+    found: Any = [record for record in caplog.records if record.message == "request answered"]
+    assert [(record.protocol, record.status, record.version) for record in found] == [
+        ("http", "OK", "1"),
+        ("grpc", "OK", "1"),
+    ]
+
+
+def test_a_move_takes_as_long_as_what_changed_is_read(
+    writer: Writer, server: InThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask_rows(server, [1])
+    seconds, find = 0.5, server.engine._store.find_newer
+
+    def find_slowly() -> Any:
+        found = find()
+        if found is not None:
+            time.sleep(seconds)
+        return found
+
+    monkeypatch.setattr(server.engine._store, "find_newer", find_slowly)
+    number(writer, 2)
+    wait_for(lambda: server.engine.version == 2)
+    assert server.metric("tierstore_update_seconds_sum") >= seconds
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8", "int4"])

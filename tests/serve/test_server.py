@@ -1,7 +1,9 @@
 """``tierstore serve`` as a process: how it starts, and how it ends."""
 
+import os
 import signal
 import socket
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,8 @@ import tierstore
 from tests.serve.whole import FREE_PORTS, WAIT_SECONDS, command, wait_for
 from tests.updates.support import ROWS, change, contents, table_config
 from tierstore import cli
-from tierstore.serve.client.client import Client
+from tierstore.serve import waiting_threads
+from tierstore.serve.client import Client
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.workers import share_of
 
@@ -77,6 +80,25 @@ def test_sigterm_ends_a_start_that_takes_long(store: Path, tmp_path: Path) -> No
         assert "Traceback" not in (tmp_path / "log").read_text()
 
 
+@pytest.mark.parametrize(
+    ("begun", "again"),
+    [
+        (["-P", "-m", "tierstore", "serve", "x.toml"], ["-P", "-m", "tierstore", "serve", "x.toml"]),
+        (["bin/tierstore", "serve", "x.toml"], ["bin/tierstore", "serve", "x.toml"]),
+        (["app.py", "--all"], ["-m", "tierstore", "serve", "x.toml"]),
+    ],
+)
+def test_a_server_begins_anew_as_it_was_begun(
+    monkeypatch: pytest.MonkeyPatch, begun: list[str], again: list[str]
+) -> None:
+    called: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr(os, "execv", lambda *arguments: called.append(arguments))
+    monkeypatch.setattr(sys, "orig_argv", ["python", *begun])
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    waiting_threads.begin_anew(["serve", "x.toml"])
+    assert called == [(sys.executable, [sys.executable, *again])]
+
+
 def said(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
     """What the command says, in one line, as it refuses to start."""
     assert cli.main(["serve", *arguments]) not in (0, None)
@@ -131,6 +153,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "store=5 must be a str": {"store": 5},
     "updates='yes' must be a bool": {"updates": "yes"},
     "body_bytes=0": {"body_bytes": 0},
+    "body_bytes=2147483648": {"body_bytes": 1 << 31},
     "connections=-1": {"connections": -1},
     "max_batch_samples=0": {"max_batch_samples": 0},
     "admin_port=65535 + 1": {"workers": 2, "admin_port": 65_535},

@@ -1,10 +1,12 @@
 """Whole servers: of a training run, as replicas, warming up, behind a token and with TLS."""
 
 import json
+import mmap
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -21,6 +23,7 @@ from tests.serve.whole import ADMIN, SMALL, InThread, serving, wait_for
 from tests.train.runs import TRAIN_ROWS, config_of
 from tests.updates.support import ROWS, change, table_config
 from tierstore import cli
+from tierstore.manifest import Manifest
 from tierstore.serve import hot_rows
 from tierstore.serve.client.client import Client
 from tierstore.serve.messages import ServeError, Status
@@ -166,6 +169,40 @@ def test_a_replica_of_a_run_ranks_as_its_source(
         assert int(second) > int(first)
 
 
+def test_a_replica_that_was_only_begun_waits_for_its_first_update(tmp_path: Path) -> None:
+    """As whoever was to apply that leaves it, killed before it made the row file."""
+    source, replica = tmp_path / "source", tmp_path / "replica"
+    change(source, 1)
+    replica.mkdir()
+    Manifest.new(mmap.PAGESIZE).create(replica)
+    with serving(replica, updates=True) as server, Client(server.url) as client:
+        assert not client.ready()
+        assert not publish(source, [server.admin])[0].error
+        assert client.ready()
+
+
+def test_an_update_that_cannot_be_shown_leaves_the_replica_where_it_was(tmp_path: Path) -> None:
+    source, ids = tmp_path / "source", torch.arange(3)
+    change(source, 1, names=("item",))
+
+    def put(value: float) -> None:
+        with tierstore.open(source, ddr="4MiB") as store:
+            store["item"].write(ids, torch.full((3, 6), value))
+            store.commit()
+
+    with serving(tmp_path / "replica", updates=True, dtype="int8") as server, Client(server.url) as client:
+        assert not publish(source, [server.admin])[0].error
+        before = client.rows(ids, table="item")
+        put(float("nan"))
+        (failed,) = publish(source, [server.admin])
+        assert "holds NaN" in failed.error
+        assert np.array_equal(client.rows(ids, table="item"), before)
+        put(2.0)
+        (done,) = publish(source, [server.admin])
+        assert (done.error, done.version) == ("", 3)
+        assert (client.rows(ids, table="item") == 2).all()
+
+
 def test_hot_rows_are_there_after_a_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = tmp_path / "store"
     change(store, 1)
@@ -226,6 +263,14 @@ def test_tables_may_be_called_as_they_like_and_rows_may_be_gone(tmp_path: Path) 
     with tierstore.open(tmp_path / "store", mode="r", ddr="4MiB") as store:
         assert hot_rows.warm_up(store, found, lambda: False) == 3 * 2 + 1
         assert hot_rows.warm_up(store, found, lambda: True) == 0
+
+
+def test_hot_rows_of_tables_that_came_meanwhile_are_left_out(tmp_path: Path) -> None:
+    with tierstore.open(tmp_path / "store", ddr="4MiB") as store:
+        for table in [store.create_table(table_config(name)) for name in ("old", "new")]:
+            table.write(torch.tensor([3]), torch.ones(1, 6))
+        seen: Any = SimpleNamespace(tables={"old": store["old"]})
+        assert {name: ids.tolist() for name, ids in hot_rows.hot_rows(seen).items()} == {"old": [3]}
 
 
 def test_warm_up_from_a_trace(run: tuple[Path, RunConfig], tmp_path: Path) -> None:

@@ -283,7 +283,7 @@ class LmdbColdTier:
         """Make ready what a read-only tier can move to, for ``read_newer`` and ``show_newer``; None if there is
         nothing newer, or the tier was opened at one version.
 
-        A tier that never moves keeps the pages of its snapshot from being reused: the writer's file grows.
+        Between two calls the pages of the tier's snapshot are kept from being reused: the writer's file grows.
         """
         with self._writer:
             self._check_open()
@@ -291,7 +291,7 @@ class LmdbColdTier:
                 return None
             self._build_directory()  # what the newer one is compared with
             last = self._env.info()["last_txnid"]
-            return self.lookout.look(last, self._new_snapshot, self._directory, self._record.version)
+            return self.lookout.look(last, self._new_snapshot, self._directory, self._record.version, self._view.move)
 
     def show_newer(self) -> None:
         """Move to what ``find_newer`` found. Reads in progress finish where they are."""

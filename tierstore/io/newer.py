@@ -46,8 +46,11 @@ class NewerVersion(NamedTuple):
         return self.directory.differs(self.before, places)
 
 
-def _find(snapshot: Snapshot, before: Directory, shown: int) -> NewerVersion | None:
-    """The newest version in a snapshot; None if it is the one that is shown. Closes the snapshot unless it is in use.
+def _find(snapshot: Snapshot, before: Directory, shown: int, move: Callable[[Snapshot], None]) -> NewerVersion | None:
+    """The newest version in a snapshot; None if it is the one that is shown, to whose snapshot this one succeeds.
+
+    The pages of a version's blocks are the same in every tree in which it is the current one. What the old snapshot
+    kept beside them, pages of blocks that were written and not committed, can then be used again.
 
     Costs a walk to the records of versions, and three of the whole index if there is another version.
 
@@ -59,7 +62,7 @@ def _find(snapshot: Snapshot, before: Directory, shown: int) -> NewerVersion | N
             pass
         head = read_head(snapshot)
         if chosen_version(snapshot.path, head, None) == shown:
-            snapshot.close()
+            move(snapshot)
             return None
         for _ in snapshot.walk():
             pass
@@ -85,16 +88,22 @@ class Lookout:
         self._last = -1
 
     def look(
-        self, last_txn: int, new_snapshot: Callable[[], Snapshot], before: Directory, shown: int
+        self,
+        last_txn: int,
+        new_snapshot: Callable[[], Snapshot],
+        before: Directory,
+        shown: int,
+        move: Callable[[Snapshot], None],
     ) -> NewerVersion | None:
         """What is newer than the version ``shown``, whose directory is ``before``.
 
         Args:
             last_txn: of the file; after one in which nothing newer was found, nothing is done.
+            move: has the tier show its version by another snapshot from then on.
         """
         self.close()
         if last_txn != self._last:
-            self.found = _find(new_snapshot(), before, shown)
+            self.found = _find(new_snapshot(), before, shown, move)
             if self.found is None:
                 self._last = last_txn
         return self.found

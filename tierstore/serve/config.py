@@ -20,6 +20,8 @@ all in a mean or maximum."""
 _MAX_PORT: Final = 65_535
 _MAX_SECONDS: Final = 86_400.0
 _MAX_COUNT: Final = 1 << 40
+_MAX_BODY_BYTES: Final = (1 << 31) - 1
+"""gRPC counts a message's bytes in 32 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +88,9 @@ class ServeConfig:
         require_int(self.port, "port", 0, _MAX_PORT)
         for name in ("grpc_port", "admin_port"):
             require_int(getattr(self, name), name, -1, _MAX_PORT)
-        for name in ("max_batch_samples", "max_queue_samples", "max_queue_requests", "body_bytes", "connections"):
+        for name in ("max_batch_samples", "max_queue_samples", "max_queue_requests", "connections"):
             require_int(getattr(self, name), name, 1, _MAX_COUNT)
+        require_int(self.body_bytes, "body_bytes", 1024, _MAX_BODY_BYTES)
         require_int(self.max_delay_us, "max_delay_us", 0, _MAX_COUNT)
         for name in ("follow_seconds", "request_seconds", "grace_seconds", "receive_seconds"):
             value = getattr(self, name)

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from ..errors import StoreNotFoundError, TierstoreError
 from ..excerpt import excerpt
-from ..manifest import MANIFEST_NAME
+from ..manifest import Manifest
 from ..names import nearest
 from ..newer import Newer
 from ..opening import open_store
@@ -103,8 +103,8 @@ class StoreEngine:
 
     def _open(self) -> None:
         config = self._config
-        if config.updates and not (Path(config.store) / MANIFEST_NAME).exists():
-            raise StoreNotFoundError(f"no store at {config.store}")
+        if config.updates and not Manifest.read(Path(config.store).absolute()).has_rows:
+            raise StoreNotFoundError(f"{config.store} was begun, and nothing applied yet")
         store = open_store(
             config.store,
             mode="r",
@@ -241,6 +241,8 @@ class StoreEngine:
             _LOG.exception("a request to model %s failed", excerpt(request.model))
             raise ServeError(Status.INTERNAL, "the server failed; its log says why") from error
         self._note_answered(request, None, started)
+        if request.protocol != "grpc":
+            log_request(request, "OK", time.monotonic() - started, version=response.version)
         return response
 
     def _note_answered(self, request: InferRequest, status: Status | None, started: float) -> None:
@@ -317,11 +319,11 @@ class StoreEngine:
         if self._store is None:
             await self.start()
             return self._version
+        started = time.monotonic()
         found = await self._in(self._looker, self._look)
         if found is None:
             self._stale_since = None
             return self._version
-        started = time.monotonic()
         self._newest = _shown_version(found.version.number, found.version.extra)
         self._stale_since = started
         await self._in(self._executor, self._show, found)

@@ -43,7 +43,7 @@ def hot_rows(store: Store) -> dict[str, Any]:
         if pool.full:  # whose slots are never another row's: lookups need not wait
             keys = pool.full.keys_at(slots)
         tables = keys >> KEY_ROW_BITS
-        for index in np.unique(tables).tolist():
+        for index in names.keys() & np.unique(tables).tolist():
             found[names[index]] = keys[tables == index] & _ROW_MASK
     return found
 

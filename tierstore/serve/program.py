@@ -68,7 +68,11 @@ class Server:
         self._admin = HttpServer(self._admin_app(), tls=tls)
         self._grpc = GrpcServer(
             self.engine,
-            GrpcLimits(max_request_bytes=config.body_bytes, reuse_port=config.workers > 1),
+            GrpcLimits(
+                max_request_bytes=config.body_bytes,
+                max_held_bytes=max(GrpcLimits().max_held_bytes, config.body_bytes),
+                reuse_port=config.workers > 1,
+            ),
             host=config.host,
             port=max(config.grpc_port, 0),
             token=self._token,

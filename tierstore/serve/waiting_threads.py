@@ -26,8 +26,14 @@ def set_for_children() -> None:
 
 
 def begin_anew(words: Sequence[str]) -> None:
-    """Become ``tierstore WORDS`` again, with threads that wait asleep. Does not return."""
+    """Become ``tierstore WORDS`` again, with threads that wait asleep. Does not return.
+
+    With the interpreter's own arguments, if it was begun so: else what lies in the working directory would be taken for
+    modules.
+    """
     set_for_children()
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "tierstore", *words])
+    own = sys.orig_argv[1 : len(sys.orig_argv) - len(words)]
+    begun = own if own and sys.orig_argv[1 + len(own) :] == list(words) else ["-m", "tierstore"]
+    os.execv(sys.executable, [sys.executable, *begun, *words])

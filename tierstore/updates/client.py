@@ -157,8 +157,7 @@ class AdminClient:
         if not isinstance(answer, dict) or response.status != 200:
             said = answer.get("error") if isinstance(answer, dict) else None
             words = str(said or f"{response.status} {response.reason}")
-            # The server may not have noticed yet that an earlier connection broke.
-            raise _BrokenError(words) if method == "PATCH" and response.status == 409 else _refused(self.url, words)
+            raise _BrokenError(words) if _may_pass(method, response.status) else PublishError(f"{self.url}: {words}")
         return answer
 
     def close(self) -> None:
@@ -175,5 +174,7 @@ class _BrokenError(Exception):
     """The connection failed, or part of an update does not go on where the one before it ended."""
 
 
-def _refused(url: str, words: str) -> PublishError:
-    return PublishError(f"{url}: {words}")
+def _may_pass(method: str, status: int) -> bool:
+    """Whether a refusal is of this moment: too slow a line, too many connections, or, of a part, an earlier connection
+    that broke, which the server may not have noticed yet."""
+    return status in (408, 503) or (method == "PATCH" and status == 409)

@@ -307,6 +307,17 @@ def test_wrong_arguments_are_told_before_anything_is_done(source: Path, capsys: 
     assert "ever written" in plan(source, [])[0]
 
 
+@pytest.mark.parametrize("refusal", ["408 Request Timeout", "503 Service Unavailable"])
+def test_a_refusal_of_the_moment_is_asked_again(source: Path, refusal: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        answers = [(listener, {"error": "later"}, refusal), (listener, {"source": None, "version": 0})]
+        thread = threading.Thread(target=lambda: [answer_once(*each) for each in answers])
+        thread.start()
+        with AdminClient(f"http://127.0.0.1:{listener.getsockname()[1]}") as admin:
+            assert admin.origin() is None
+        thread.join(WAIT_SECONDS)
+
+
 def test_an_answer_of_another_server_is_told_as_such(source: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=answer_once, args=(listener, {"hello": 1}))
@@ -317,10 +328,11 @@ def test_an_answer_of_another_server_is_told_as_such(source: Path) -> None:
         thread.join(WAIT_SECONDS)
 
 
-def answer_once(listener: socket.socket, body: Any) -> None:
+def answer_once(listener: socket.socket, body: Any, status: str = "200 OK") -> None:
     connection, _ = listener.accept()
     with connection:
         connection.recv(65536)
         text = json.dumps(body)
-        connection.sendall(f"HTTP/1.1 200 OK\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode())
+        head = f"HTTP/1.1 {status}\r\nContent-Length: {len(text)}\r\nConnection: close\r\n\r\n"
+        connection.sendall(head.encode() + text.encode())
         connection.recv(65536)

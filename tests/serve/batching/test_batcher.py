@@ -267,6 +267,20 @@ def test_what_run_says_about_one_query_is_passed_on(
     assert not caplog.records
 
 
+def test_a_model_that_is_gone_is_told_to_all_who_wait(
+    make_bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(_: Sequence[Ask]) -> BatchResult:
+        raise ServeError(Status.UNAVAILABLE, "model 'm' has changed with the version; ask again")
+
+    bench = make_bench(run)
+    tasks = [bench.submit(Ask(number)) for number in range(1000)]
+    bench.work()
+    assert {status_of(task) for task in tasks} == {Status.UNAVAILABLE}
+    assert len(bench.batches) == 1
+    assert not caplog.records
+
+
 def test_the_observer_hears_of_each_batch(make_bench: Callable[..., Bench]) -> None:
     heard: list[tuple[Any, ...]] = []
 

@@ -115,6 +115,24 @@ def test_too_many_calls_are_refused(client_of: Any) -> None:
         client.infer("echo", [x_input()])
 
 
+def test_requests_under_way_are_bounded_in_bytes(client_of: Any) -> None:
+    with serving(GrpcLimits(max_held_bytes=2 * MEBIBYTE)) as served:
+        client, streamer = client_of(served.address), client_of(served.address)
+        answers: queue.Queue[Any] = queue.Queue()
+        client.async_infer("slow", [x_input(100_000)], callback=lambda result, error: answers.put(error))
+        wait_until(lambda: len(served.engine.seen) == 1, "the request to arrive")
+        with pytest.raises(InferenceServerException, match="hold 2097152 bytes") as raised:
+            client.infer("echo", [x_input(100_000)])
+        assert code_of(raised.value) == "RESOURCE_EXHAUSTED"
+        streamer.start_stream(lambda result, error: answers.put(error))
+        streamer.async_stream_infer("echo", [x_input(100_000)])
+        assert "hold 2097152 bytes" in str(answers.get(timeout=WAIT_SECONDS))
+        client.infer("echo", [x_input()])
+        served.let_go()
+        assert answers.get(timeout=WAIT_SECONDS) is None
+        client.infer("echo", [x_input(100_000)])
+
+
 def test_streams_leave_room_for_other_calls(client_of: Any) -> None:
     answers: queue.Queue[Any] = queue.Queue()
     with serving(GrpcLimits(max_streams=1)) as served:

@@ -1,6 +1,7 @@
 """Tables as models, against plain torch over the rows that the store's own reads give."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -142,8 +143,28 @@ def test_rows_of_all_features_where_tables_are_of_one_width(tmp_path: Any, store
         want = [narrow[owners[0]].read(torch.tensor([3])), narrow[owners[2]].read(torch.tensor([1, 2]))]
         want.append(narrow[owners[3]].read(torch.tensor([0])))
         assert found["rows"].tobytes() == torch.cat(want).numpy().tobytes()
+        assert model.parse(query).num_samples == 1
+        many = {"values": tensor("INT64", [3] * 41), "lengths": tensor("INT32", [41, 0, 0, 0], (4, 1))}
+        assert model.parse(many).num_samples == 11
         with pytest.raises(ServeError, match=r"'values' has 99 at position 1 of feature"):
             model.parse({"values": tensor("INT64", [3, 99, 2, 0]), "lengths": query["lengths"]})
+
+
+def test_tables_that_share_a_feature_are_served_one_by_one(tmp_path: Path) -> None:
+    with tierstore.open(tmp_path / "store", ddr="4MiB") as store:
+        for name in ("wide", "deep"):
+            store.create_table(
+                tierstore.TableConfig(name=name, num_embeddings=9, embedding_dim=4, feature_names=("user",))
+            )
+        assert list(models_of(store).by_name) == ["pooled.deep", "pooled.wide", "rows.deep", "rows.wide"]
+
+
+def test_kernels_are_given_copies_of_what_came_in(store: tierstore.Store) -> None:
+    """For read-only arrays they would be compiled again, while nobody is served."""
+    model: Any = models_of(store).by_name["pooled.sums"]
+    query = model.parse({"ids": tensor("INT64", [1, 2]), "lengths": tensor("INT64", [2])})
+    assert query.values.flags.writeable
+    assert query.lengths.flags.writeable
 
 
 def test_ids_that_are_no_rows_are_named(store: tierstore.Store) -> None:

@@ -19,6 +19,7 @@ import pytest
 from tests.serve.fakes import VERSION, FakeEngine
 from tests.serve.rest_server import SECONDS, RestServer, read_answer, read_to_end, serving
 from tierstore.serve.messages import ServeError, Status
+from tierstore.serve.rest.body import BodyReader
 from tierstore.serve.rest.limits import HttpLimits
 from tierstore.serve.rest.require_token import RequireToken
 from tierstore.serve.rest.server import TlsFiles, listen
@@ -75,7 +76,8 @@ def test_binary_output_of_json_input(client: httpx.Client) -> None:
         ("/v2/models/double/nothing", 404),
         ("/v2/models/double/versions", 404),
         ("/v2/models/double/versions//ready", 404),
-        ("/v2/models/double%2Fready", 200),
+        ("/v2/models/d%6Fuble/ready", 200),
+        ("/v2/models/double%2Fready", 404),
         ("/v2/models/%ff%00", 404),
         ("/v2/" + "n" * 5000, 404),
         ("/v2/", 200),
@@ -209,6 +211,31 @@ def test_content_encoding(client: httpx.Client, server: RestServer, encoding: st
         error = error_of(response, status)
         assert status != 413 or "longer than 100000 bytes" in error
     server.wait_until(lambda: server.app.held_bytes == 0)
+
+
+NOTHING = b"\x00\x00\x00\xff\xff"
+"""A block of a deflate stream that inflates to no bytes."""
+
+
+@pytest.mark.parametrize(
+    ("encoding", "first", "status"),
+    [
+        ("gzip", gzipped(orjson.dumps(X)) + b"more", Status.INVALID),
+        ("deflate", b"\x78\x01" + NOTHING * 199, Status.TOO_LARGE),
+    ],
+)
+def test_what_cannot_become_a_body_is_not_read_to_its_end(encoding: str, first: bytes, status: Status) -> None:
+    received = []
+
+    async def receive() -> dict[str, Any]:
+        received.append(NOTHING if received else first)
+        assert len(received) < 10
+        return {"type": "http.request", "body": received[-1], "more_body": True}
+
+    reader = BodyReader(HttpLimits(body_bytes=1000))
+    with reader.hold() as held, pytest.raises(ServeError) as caught:
+        asyncio.run(reader.read(held, {b"content-encoding": encoding.encode()}, receive))
+    assert caught.value.status is status
 
 
 def test_bodies_that_are_too_large(client: httpx.Client, server: RestServer) -> None:

@@ -3,13 +3,15 @@
 - ``GET /admin/updates``: what the replica has, and how much of which updates.
 - ``PATCH /admin/updates/ID``: the body goes to where ``Content-Range: bytes FIRST-LAST/SIZE`` says, which must be where
   the upload ends; what arrives counts, also if the connection breaks.
-- ``POST /admin/updates/ID/apply``: make it the current version, and have the server move to it.
+- ``POST /admin/updates/ID/apply``: make it the current version, and have the server move to it; if that cannot show it,
+  the replica goes back to the version before.
 - ``POST /admin/updates/rollback``: make the version before the current one.
 
 Answers are JSON; errors ``{"error": ...}``. Who may ask is the admin port's business, not that of these routes.
 """
 
 import asyncio
+import contextlib
 import logging
 import re
 import time
@@ -140,7 +142,13 @@ class Receiver:
                 self._uploads.drop(update_id)
             raise
         self._uploads.drop(update_id)
-        await self._refresh()
+        try:
+            await self._refresh()
+        except Exception:
+            # The next update begins at what is shown: so must the replica.
+            with contextlib.suppress(WriteError, BusyError):  # of a first version there is none before
+                await self._writer.roll_back()
+            raise
         _LOG.info("applied version %d: %d rows", applied["version"], applied["rows"])
         return {**applied, "seconds": time.monotonic() - started}
 

@@ -32,7 +32,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from ...options import check_ranges, option
 from ..base import Outputs, Query
 from ..messages import ServeError, Status
-from .isolation import Attempt, BatchResult, Run, run_isolated
+from .isolation import Attempt, BatchResult, Run, concerns_all, run_isolated
 from .waiting import Waiter, WaitingLine
 
 __all__ = ["BatchObserver", "BatchResult", "Batcher", "BatchingConfig", "Ran", "Run"]
@@ -156,7 +156,7 @@ class Batcher:
         Raises:
             ServeError: INVALID, more samples than a batch may have; OVERLOADED, the queue is full; UNAVAILABLE,
                 draining or closed; DEADLINE, as soon as it passes; INTERNAL, ``run`` failed; or what ``run`` raised,
-                if that was a ``ServeError`` about this query alone.
+                if that was a ``ServeError`` about this query alone, or UNAVAILABLE.
         """
         waiter = self._enter(query, math.inf if deadline is None else deadline)
         timer = None
@@ -358,6 +358,6 @@ class Batcher:
                 waiter.future.set_result(Ran(each, version, queued, attempt.seconds, num_queries, num_samples))
 
     def _as_answer(self, attempt: Attempt) -> ServeError:
-        if isinstance(attempt.error, ServeError) and len(attempt.waiters) == 1:
+        if isinstance(attempt.error, ServeError) and (len(attempt.waiters) == 1 or concerns_all(attempt.error)):
             return ServeError(attempt.error.status, str(attempt.error))
         return ServeError(Status.INTERNAL, f"model {self._model!r} failed; the server's log says why")

@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from ..base import Outputs
-from ..messages import ServeError
+from ..messages import ServeError, Status
 from .waiting import Waiter
 
-__all__ = ["MAX_SPLIT_RUNS", "Attempt", "BatchResult", "Run", "run_isolated"]
+__all__ = ["MAX_SPLIT_RUNS", "Attempt", "BatchResult", "Run", "concerns_all", "run_isolated"]
 
 MAX_SPLIT_RUNS: Final = 64
 """Runs of one batch after which what fails is not halved any more. To find one bad query among 4,096 takes 25; a model
@@ -39,6 +39,11 @@ class Attempt(NamedTuple):
     result: BatchResult | None
     error: BaseException | None
     seconds: float
+
+
+def concerns_all(error: BaseException | None) -> bool:
+    """Whether a run would have failed so with any queries: the model is not there any more."""
+    return isinstance(error, ServeError) and error.status is Status.UNAVAILABLE
 
 
 def _attempt(run: Run, waiters: Sequence[Waiter], clock: Callable[[], float]) -> Attempt:
@@ -73,7 +78,7 @@ def run_isolated(model: str, run: Run, waiters: Sequence[Waiter], clock: Callabl
             continue
         if not isinstance(attempt.error, ServeError):
             errors.append(attempt.error)
-        if len(group) == 1 or num_runs >= MAX_SPLIT_RUNS:
+        if len(group) == 1 or num_runs >= MAX_SPLIT_RUNS or concerns_all(attempt.error):
             finished.append(attempt)
         else:
             middle = len(group) // 2

@@ -27,6 +27,9 @@ class GrpcLimits:
     """Limits of the gRPC server. A value out of range is a ValueError that names the field."""
 
     max_request_bytes: int = _count(16 << 20, "bytes of a request's message", low=1024)
+    max_held_bytes: int = _count(
+        1 << 30, "bytes of the requests that are being answered, together; one beyond that is refused", low=1024
+    )
     max_response_bytes: int = _count(64 << 20, "bytes of a response's message", low=1024)
     max_metadata_bytes: int = _count(16 << 10, "bytes of a call's metadata", low=1024)
     max_concurrent_rpcs: int = _count(256, "inference calls under way, over all connections; a stream counts as one")

@@ -48,6 +48,7 @@ class InferenceService:
         self._limits = limits
         self._num_running = 0
         self._num_streams = 0
+        self._held_bytes = 0
 
     def handlers(self) -> tuple[Any, ...]:
         """For ``grpc.aio.Server.add_generic_rpc_handlers``."""
@@ -176,9 +177,23 @@ class InferenceService:
         finally:
             self._num_streams -= 1
 
+    @contextmanager
+    def _holding(self, data: bytes) -> Iterator[None]:
+        """Counts a request's bytes while it is answered; ServeError OVERLOADED if all together are too many."""
+        limit = self._limits.max_held_bytes
+        if self._held_bytes + len(data) > limit:
+            error = ServeError(Status.OVERLOADED, f"the requests under way hold {limit} bytes; try again later")
+            self.refuse(error)
+            raise error
+        self._held_bytes += len(data)
+        try:
+            yield
+        finally:
+            self._held_bytes -= len(data)
+
     async def _model_infer(self, data: bytes, context: Any) -> bytes:
         async def respond() -> bytes:
-            with self._admission():
+            with self._admission(), self._holding(data):
                 encoded = await self._infer(self._read(data), context.time_remaining())
             self._limit_sending()
             return encoded
@@ -280,9 +295,10 @@ class InferenceService:
     async def _stream_answer(self, data: bytes, seconds_left: float | None) -> bytes:
         request_id = ""
         try:
-            raw_request = self._read(data)
-            request_id = raw_request.message.id
-            return codec.encode_stream_response(await self._infer(raw_request, seconds_left))
+            with self._holding(data):
+                raw_request = self._read(data)
+                request_id = raw_request.message.id
+                return codec.encode_stream_response(await self._infer(raw_request, seconds_left))
         except ServeError as error:
             failure = error
         except Exception:

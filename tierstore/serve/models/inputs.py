@@ -51,13 +51,13 @@ def _check(spec: TensorSpec, tensor: InferTensor) -> None:
 
 
 def values_of(inputs: Mapping[str, InferTensor], name: str) -> Any:
-    """int64 [n], a copy: what came in may be read-only, and torch wants no such array."""
+    """int64 [n], a copy: what came in may be read-only, for which kernels would be compiled anew and torch warns."""
     return np.array(inputs[name].data, np.int64)
 
 
 def lengths_of(inputs: Mapping[str, InferTensor], name: str, num_values: int, values_name: str) -> Any:
-    """int64, of the input's shape: lengths of bags that together take ``num_values`` values."""
-    lengths = np.ascontiguousarray(inputs[name].data, np.int64)
+    """int64, of the input's shape, a copy too: lengths of bags that together take ``num_values`` values."""
+    lengths = np.array(inputs[name].data, np.int64)
     flat = lengths.reshape(-1)
     if len(flat) and int(flat.min()) < 0:
         raise invalid(name, f"has the length {int(flat.min())} at position {int(flat.argmin())}; lengths are 0 or more")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -160,6 +160,17 @@ class TableRows:
         return split_rows(rows, "rows", bounds)
 
 
+class _FeatureIds(NamedTuple):
+    """Ids of every feature. They count by the rows of the answer, too: bags may be of any length."""
+
+    jagged: JaggedIds
+
+    @property
+    def num_samples(self) -> int:
+        num_features, num_samples = self.jagged.lengths.shape
+        return max(int(num_samples), -(-len(self.jagged.values) // int(num_features)))
+
+
 class FeatureRows:
     """Model "rows": the rows of every feature's ids. Inputs as of "pooled". Output: rows FP32 [N, D]."""
 
@@ -175,14 +186,15 @@ class FeatureRows:
         outputs = (TensorSpec("rows", "FP32", (-1, self._dim)),)
         return replace(self._pooled.metadata(version), name=self.name, outputs=outputs)
 
-    def parse(self, inputs: Mapping[str, InferTensor]) -> JaggedIds:
+    def parse(self, inputs: Mapping[str, InferTensor]) -> _FeatureIds:
         """See ``Model``; ids that are no rows are rejected, as there would be no row of theirs in the output."""
         check_inputs(inputs, self._pooled.inputs)
-        return self._pooled.bounds.required(jagged_of(inputs, "values", "lengths", len(self._tables)), "values")
+        jagged = jagged_of(inputs, "values", "lengths", len(self._tables))
+        return _FeatureIds(self._pooled.bounds.required(jagged, "values"))
 
-    def run(self, queries: Sequence[JaggedIds]) -> list[Outputs]:
+    def run(self, queries: Sequence[_FeatureIds]) -> list[Outputs]:
         """See ``Model``."""
-        return [{"rows": InferTensor("FP32", self._rows(query))} for query in queries]
+        return [{"rows": InferTensor("FP32", self._rows(query.jagged))} for query in queries]
 
     def _rows(self, query: JaggedIds) -> Any:
         parts = np.split(query.values, np.cumsum(query.lengths.sum(1))[:-1])

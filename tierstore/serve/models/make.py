@@ -59,7 +59,8 @@ def _lookups(store: Store, bags: BagCaches | None, out_of_range: OutOfRange, cou
     for table in store.tables.values():
         models.append(PooledTable(table, out_of_range=out_of_range, count=count, bags=bags))
         models.append(TableRows(table, out_of_range=out_of_range, count=count))
-    if store.tables:
+    features = [name for table in store.tables.values() for name in table.config.feature_names]
+    if features and len(set(features)) == len(features):  # else none of its own stands for one of them
         every = PooledFeatures(TieredEmbeddingBagCollection(store), out_of_range=out_of_range, count=count)
         models.append(every)
         if len({table.config.embedding_dim for table in store.tables.values()}) == 1:

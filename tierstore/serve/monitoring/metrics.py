@@ -94,7 +94,7 @@ class Metrics:
         self._batch_queries = self._histograms("batch_queries", "Queries in a batch.", ["model"], _BATCH_SIZES)
         self._batch_samples = self._histograms("batch_samples", "Samples in a batch.", ["model"], _BATCH_SIZES)
         self._update_seconds = self._histograms(
-            "update_seconds", "That moving to another version took.", [], _UPDATE_SECONDS
+            "update_seconds", "That moving to another version took, reading what changed included.", [], _UPDATE_SECONDS
         )
         self._update_seconds.child()
 

@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from typing import Any, Final
+from urllib.parse import quote, unquote
 
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
@@ -77,24 +78,25 @@ class RestApp:
             self._unsent_bytes -= size
 
     async def _answer(self, scope: Scope, receive: Receive) -> Reply:
-        path = scope["path"]
-        match path.removesuffix("/").split("/"):
+        parts = _parts(scope)
+        match parts:
             case ["", "v2", "models", name, "infer"]:
                 return await self._infer(scope, receive, name, "")
             case ["", "v2", "models", name, "versions", version, "infer"] if version:
                 return await self._infer(scope, receive, name, version)
             case ["", "v2", "repository", "index"]:
                 return self._index() if scope["method"] == "POST" else _not_allowed(scope, b"POST")
-        value = self._look_up(path)
+        value = self._look_up(parts)
         if value is None:
-            return error_reply(404, f"there is nothing at {excerpt(path)}; /v2/openapi.json lists what is served")
+            where = excerpt(scope["path"])
+            return error_reply(404, f"there is nothing at {where}; /v2/openapi.json lists what is served")
         if scope["method"] not in ("GET", "HEAD"):
             return _not_allowed(scope, b"GET, HEAD")
         return value
 
-    def _look_up(self, path: str) -> Reply | None:
+    def _look_up(self, parts: list[str]) -> Reply | None:
         """What a path shows; None if there is nothing."""
-        match path.removesuffix("/").split("/"):
+        match parts:
             case ["", "v2"]:
                 return json_reply({"name": "tierstore", "version": __version__, "extensions": EXTENSIONS})
             case ["", "v2", "openapi.json"]:
@@ -175,6 +177,13 @@ class RestApp:
             version=version,
             default_id=default_id,
         )
+
+
+def _parts(scope: Scope) -> list[str]:
+    """What stands between a path's slashes, each part decoded by itself: a table's name may have slashes of its own."""
+    raw: bytes | None = scope.get("raw_path")
+    path: str = quote(scope["path"]) if raw is None else raw.decode("latin-1")
+    return [unquote(part) for part in path.removesuffix("/").split("/")]
 
 
 async def _infer_while_connected(engine: Engine, call: InferCall, receive: Receive) -> InferResponse:

@@ -29,14 +29,19 @@ class _HeldBytes:
 
     def add(self, size: int) -> None:
         limits = self._reader.limits
-        if self._size + size > limits.body_bytes:
-            raise ServeError(Status.TOO_LARGE, f"the body is longer than {limits.body_bytes} bytes")
+        self.require_length(self._size + size)
         if self._reader.held_bytes + size > limits.bodies_bytes:
             raise ServeError(
                 Status.OVERLOADED, f"the requests under way hold {limits.bodies_bytes} bytes; try again later"
             )
         self._size += size
         self._reader.held_bytes += size
+
+    def require_length(self, size: int) -> None:
+        """ServeError TOO_LARGE for a body that is longer than one may be."""
+        limit = self._reader.limits.body_bytes
+        if size > limit:
+            raise ServeError(Status.TOO_LARGE, f"the body is longer than {limit} bytes")
 
     def release(self) -> None:
         self._reader.held_bytes -= self._size
@@ -71,8 +76,8 @@ class BodyReader:
             ClientDisconnect: the client went away before all of it had come.
         """
         length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length[:20]) > self.limits.body_bytes:
-            raise ServeError(Status.TOO_LARGE, f"the body is longer than {self.limits.body_bytes} bytes")
+        if length.isdigit():
+            held.require_length(int(length[:20]))
         encoding = headers.get(b"content-encoding", b"identity").decode("latin-1").strip().lower()
         if encoding == "identity":
             return await _read_plain(held, receive)
@@ -102,9 +107,12 @@ async def _read_plain(held: _HeldBytes, receive: Receive) -> bytes:
 async def _read_deflated(held: _HeldBytes, receive: Receive, encoding: str) -> bytes:
     stream = zlib.decompressobj(_WINDOWS[encoding])
     parts = []
+    wire_bytes = 0
     more = True
-    while more:
+    while more and not stream.unused_data:  # of which zlib would make a copy at each further part
         part, more = await _next_part(receive)
+        wire_bytes += len(part)
+        held.require_length(wire_bytes)  # there are streams that inflate to nothing
         while True:
             inflated = _inflate(stream, part, encoding)
             held.add(len(inflated))
