@@ -94,6 +94,15 @@ def test_uses_are_within_their_bins(scale: float) -> None:
     assert abs(len(uses) - scale * SMALL.rows) <= 0.03 * scale * SMALL.rows
 
 
+def test_rows_give_way_to_accesses() -> None:
+    """Shares of rows that are rounded to 404 and 248 rows cannot have these accesses: those used once are as many as
+    their accesses, and 248 rows that are used twice have more than 495."""
+    bins = ReuseBin(0, 1, 0.62, 0.45), ReuseBin(1, 4, 0.38, 0.55)
+    uses = fitted_uses(ReuseProfile("tight", 1, 900, 652, bins), 1)
+    assert np.count_nonzero(uses == 1) == 405
+    assert (np.count_nonzero(uses > 1), uses[uses > 1].sum(), uses.max()) == (247, 495, 3)
+
+
 def test_accesses_are_in_no_order() -> None:
     accesses = draw_reuse(SMALL, scale=1, seed=1)
     keys = accesses.keys
