@@ -40,6 +40,18 @@ def test_published_totals(name: str, tables: int, rows: int, dim: int, ids: int)
     assert set(PRESETS) == {"rmc1", "rmc2", "rmc3", "criteo-kaggle", "mlperf-dlrm-v2"}
 
 
+def test_mlperf_is_the_reference_command_line() -> None:
+    """``--num_embeddings_per_feature`` and ``--multi_hot_sizes`` as its README has them."""
+    tables = preset("mlperf-dlrm-v2").tables
+    assert ",".join(str(table.num_embeddings) for table in tables) == (
+        "40000000,39060,17295,7424,20265,3,7122,1543,63,40000000,3067956,405282,10,2209,11938,155,4,976,14,40000000,"
+        "40000000,40000000,590152,12973,108,36"
+    )
+    assert ",".join(str(table.pooling_factor) for table in tables) == (
+        "3,2,1,2,6,1,1,1,1,7,3,8,1,6,9,5,1,1,1,12,100,27,10,3,1,1"
+    )
+
+
 def test_the_figures_in_the_documentation() -> None:
     text = "".join(path.read_text() for path in sorted((ROOT / "docs").glob("planning*.md")))
     for workload in PRESETS.values():

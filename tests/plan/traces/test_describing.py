@@ -58,13 +58,13 @@ def test_real_lookups(criteo_path: Path) -> None:
 def test_no_access() -> None:
     found = describe(Accesses(np.empty(0, np.int64), np.zeros(1, np.int64), ("a", "b")))
     assert (found.total.accesses, found.total.rows, found.total.top_share, len(found.tables)) == (0, 0, 0, 2)
-    assert "0 accesses of 0 rows of 2 tables" in found.text()
+    assert "0 accesses of 0 rows in 2 tables, 0 batches" in found.text()
 
 
 def test_text() -> None:
     keys = np.array([0, 0, 0, 1, 1 << 40])
     lines = describe(Accesses(keys, np.array([0, 3, 5]), ("item", "\x1b[31muser"))).text().splitlines()
-    assert lines[0] == "5 accesses of 3 rows of 2 tables, 2 batches"
+    assert lines[0] == "5 accesses of 3 rows in 2 tables, 2 batches"
     rows = {line.split()[0]: line.split()[1:] for line in lines[2:] if line}
     assert rows["table"] == ["accesses", "rows", "ids/batch", "top", "1", "%", "used", "once"]
     assert rows["item"] == ["4", "2", "2", "75.0", "%", "50.0", "%"]
@@ -89,6 +89,14 @@ def test_text_of_many_tables() -> None:
     assert any(line.startswith("all") and "1,830" in line.split()[1:4:2] for line in lines)
     assert sum(line.startswith("t") and line[1].isdigit() for line in lines) == 40
     assert "... and 20 tables with fewer accesses" in lines
+
+
+def test_one_is_not_many() -> None:
+    assert (
+        describe(Accesses(np.arange(3), np.array([0, 3]), ("t",)))
+        .text()
+        .startswith("3 accesses of 3 rows in 1 table, 1 batch\n")
+    )
 
 
 def test_json() -> None:

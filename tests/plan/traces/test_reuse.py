@@ -94,6 +94,15 @@ def test_uses_are_within_their_bins(scale: float) -> None:
     assert abs(len(uses) - scale * SMALL.rows) <= 0.03 * scale * SMALL.rows
 
 
+def test_rows_give_way_to_accesses() -> None:
+    """Shares of rows that are rounded to 404 and 248 rows cannot have these accesses: those used once are as many as
+    their accesses, and 248 rows that are used twice have more than 495."""
+    bins = ReuseBin(0, 1, 0.62, 0.45), ReuseBin(1, 4, 0.38, 0.55)
+    uses = fitted_uses(ReuseProfile("tight", 1, 900, 652, bins), 1)
+    assert np.count_nonzero(uses == 1) == 405
+    assert (np.count_nonzero(uses > 1), uses[uses > 1].sum(), uses.max()) == (247, 495, 3)
+
+
 def test_accesses_are_in_no_order() -> None:
     accesses = draw_reuse(SMALL, scale=1, seed=1)
     keys = accesses.keys
@@ -121,11 +130,14 @@ def test_clustered_accesses_of_a_row_are_near(clustering: float) -> None:
     keys = draw_reuse(SMALL, scale=1, seed=3, clustering=clustering).keys
     loose = draw_reuse(SMALL, scale=1, seed=3).keys
     assert np.array_equal(np.bincount(keys), np.bincount(loose))
-    widest = 0.0
+    widest = farthest = 0.0
     for row in np.flatnonzero(np.bincount(keys) > 3):
         places = np.flatnonzero(keys == row) / len(keys)
         gaps = np.diff(np.append(places, places[0] + 1))
         widest = max(widest, 1 - gaps.max())
+        farthest = max(farthest, places[-1] - places[0])
+    # Some row's part of the clock goes over twelve.
+    assert farthest > clustering
     # Places are not times: where rows are dense, a part of the time has more than its part of the accesses.
     assert 0.5 * (1 - clustering) < widest < 1.5 * (1 - clustering) + 0.02
 

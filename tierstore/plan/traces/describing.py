@@ -64,8 +64,8 @@ class TraceSummary(NamedTuple):
         total = self.total
         samples = "" if self.samples is None else f", {self.samples:,} samples"
         lines = [
-            f"{total.accesses:,} accesses of {total.rows:,} rows of {len(self.tables)} tables, "
-            f"{self.batches:,} batches{samples}"
+            f"{total.accesses:,} accesses of {total.rows:,} rows in {_counted(len(self.tables), 'table')}, "
+            f"{_counted(self.batches, 'batch', 'batches')}{samples}"
         ]
         if self.sampling_rate < 1:
             lines.append(
@@ -95,6 +95,10 @@ class TraceSummary(NamedTuple):
             lines.insert(-1, f"... and {len(largest) - _MAX_SHOWN} tables with fewer accesses")
         lines.append("top 1 %: share of the accesses by the 1 % of its used rows that are used most")
         return lines
+
+
+def _counted(count: int, one: str, many: str = "") -> str:
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
 def _shown(name: str) -> str:

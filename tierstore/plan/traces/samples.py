@@ -22,8 +22,8 @@ def trace_of(accesses: Accesses) -> Trace:
     samples, so that empty ones are added to those that have fewer.
 
     Raises:
-        ValueError: there is no table, or none of a key's index, or batches differ so much in size that most samples
-            would be empty.
+        ValueError: there is no table, a key is of none, or batches differ so much in size that most samples would be
+            empty.
     """
     tables, starts = accesses.keys >> KEY_ROW_BITS, accesses.starts
     if len(tables) and int(tables.max()) >= len(accesses.tables):
