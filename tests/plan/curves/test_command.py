@@ -75,12 +75,14 @@ def test_tables_and_windows(path: Path, tmp_path: Path, capsys: pytest.CaptureFi
         made = by_table(accesses, policy)
         assert read_curves(out)[policy].keys() == made.keys()
         assert all(same(each, made[name]) for name, each in read_curves(out)[policy].items())
-    assert "lfu item" in capsys.readouterr().out
+    said = capsys.readouterr().out.split("\n\n")
+    assert [part.splitlines()[0] for part in said[1:5:2]] == ["lfu:", "lru:"]
+    assert said[1].splitlines()[1].split()[2:4] == ["item", "user"]
     assert run(path, "--windows", 4, "--json", out) == 0
     made = {f"{part.start:,} - {part.stop:,}": part.curve for part in windows(accesses, "lru", 4)}
     assert list(read_curves(out)["lru"]) == list(made) == ["0 - 500", "500 - 1,000", "1,000 - 1,500", "1,500 - 2,000"]
     assert all(same(each, made[name]) for name, each in read_curves(out)["lru"].items())
-    assert "lru 500 - 1,000" in capsys.readouterr().out
+    assert "\n500 - 1,000 " in capsys.readouterr().out
 
 
 def test_a_sample_says_so(path: Path, tmp_path: Path) -> None:

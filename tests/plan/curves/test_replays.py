@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 
 from bench.oracles import belady_hits, perfect_count_hits
 from tests.conformance.row_cache import SettledTinyLFU, oracle_access
+from tierstore._jit import JIT_ENABLED
 from tierstore.plan.curves import POLICIES
 from tierstore.plan.curves.replays import replay_of
 
 pytestmark = pytest.mark.kernel
+MANY = 2500 if JIT_ENABLED else 700
 PEERS = {"lru": cachetools.LRUCache, "lfu": cachetools.LFUCache, "tinylfu": SettledTinyLFU}
 ORACLES = {"perfect-lfu": perfect_count_hits, "opt": belady_hits}
 
@@ -36,7 +38,7 @@ def test_misses_are_those_of_a_plain_cache(policy: str, keys: list[int], size: i
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_skewed_accesses_at_several_sizes(policy: str) -> None:
-    keys = np.random.default_rng(1).zipf(1.2, 2500) % 400
+    keys = np.random.default_rng(1).zipf(1.2, MANY) % 400
     sizes = [1, 2, 3, 10, 50, 200, 399, 1000]
     found = replay_of(policy, keys, [0, len(keys)], None).misses(np.array(sizes, np.float64))[0]
     assert found.tolist() == [len(keys) - oracle_hits(policy, keys, size) for size in sizes]

@@ -43,6 +43,15 @@ def test_many_curves_are_a_line_each() -> None:
     assert lines[1].startswith("table 0")
 
 
+def test_bars_begin_where_a_curve_does() -> None:
+    part = MissRatioCurve(
+        policy="lru", sizes=np.array([50, 100]), miss_ratios=np.array([0.5, 0.0]), num_accesses=9, num_rows=100
+    )
+    lines = describe_curves({"lru": straight(100), "part": part}).splitlines()
+    assert lines[-3].split("|")[1].split() == ["50", "100"]
+    assert lines[-1].split("|")[1][0] == "▄"
+
+
 def test_a_cache_of_one_row() -> None:
     one = MissRatioCurve(policy="lru", sizes=np.array([1]), miss_ratios=np.array([0.25]), num_accesses=4, num_rows=1)
     lines = describe_curves({"lru": one}).splitlines()

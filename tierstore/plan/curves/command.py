@@ -71,8 +71,8 @@ def run_curve(options: argparse.Namespace) -> int:
         with _bar(policy) as show:
             found[policy] = _curves(options, accesses, policy, sizes, show)
     _say(options.trace, accesses, options.once_a_batch)
-    for group in _groups(found):
-        print("\n" + describe_curves(group, sizes))
+    for heading, group in _groups(found).items():
+        print(f"\n{heading}" + describe_curves(group, sizes))
     if options.json is not None:
         _write(Path(options.json), found)
     return 0
@@ -143,11 +143,11 @@ def _curves(
     return {"all": curve(accesses, policy, sizes=sizes, sampling_rate=rate, progress=show)}
 
 
-def _groups(found: "Mapping[str, Mapping[str, MissRatioCurve]]") -> "list[dict[str, MissRatioCurve]]":
-    """What is shown together: all policies where each has one curve, else a policy's."""
+def _groups(found: "Mapping[str, Mapping[str, MissRatioCurve]]") -> "Mapping[str, Mapping[str, MissRatioCurve]]":
+    """What is shown together, by heading: all policies where each has one curve, else a policy's."""
     if all(len(curves) == 1 for curves in found.values()):
-        return [{policy: each for policy, curves in found.items() for each in curves.values()}]
-    return [{f"{policy} {name}": each for name, each in curves.items()} for policy, curves in found.items()]
+        return {"": {policy: each for policy, curves in found.items() for each in curves.values()}}
+    return {f"{policy}:\n": curves for policy, curves in found.items()}
 
 
 def _say(path: str, accesses: "Accesses", once: bool) -> None:

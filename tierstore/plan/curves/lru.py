@@ -116,7 +116,7 @@ def _popcount(word: Any) -> Any:
 
 @inline
 def _set_after(words: Any, counts: Any, firsts: Any, last: Any, time: Any) -> Any:
-    """Bits set after ``last``, which is set itself; none is from ``time`` on."""
+    """Bits set after ``last``, which is set itself; none is from ``time`` on. The last level is one group at most."""
     word = last >> WORD_BITS
     found = _popcount(words[word] >> np.uint64(last & 63)) - 1
     end = (time >> WORD_BITS) + 1
@@ -126,7 +126,7 @@ def _set_after(words: Any, counts: Any, firsts: Any, last: Any, time: Any) -> An
     level = 0
     while stop < end:
         begin, end = stop >> FANOUT_BITS, (end + 15) >> FANOUT_BITS
-        stop = end if level == firsts.shape[0] - 1 else min(end, (begin + 15) & ~15)
+        stop = min(end, (begin + 15) & ~15)
         for each in range(firsts[level] + begin, firsts[level] + stop):
             found += counts[each]
         level += 1

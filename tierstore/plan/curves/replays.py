@@ -125,8 +125,11 @@ class _Simulations:
         return missed
 
     def _hits(self, accesses: Numbered, capacity: int) -> NDArray[np.bool_]:
-        if not capacity:
-            return np.zeros(len(self._keys), np.bool_)
+        if capacity <= 1:
+            # Every policy lets the newest row in, so one row is the last one accessed.
+            is_hit = np.zeros(len(self._keys), np.bool_)
+            np.equal(self._keys[1:], self._keys[:-1], out=is_hit[1:], where=capacity == 1)
+            return is_hit
         if self._priorities is not None:
             return replay(accesses, self._priorities, capacity)
         return DdrCache(capacity, weight_words=0, state_words=0, policy=self._policy).access(self._keys)

@@ -13,8 +13,8 @@ __all__ = ["describe_curves"]
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 _PLOT_COLUMNS: Final = 40
 _NUM_SIZES: Final = 10
-_NUM_COLUMNS: Final = 6
-"""Curves that are columns of a table; of more each is a row."""
+_TABLE_WIDTH: Final = 90
+"""Of curves whose names take more, only the plot is shown."""
 
 
 def describe_curves(curves: Mapping[str, MissRatioCurve], sizes: Sequence[int] | None = None) -> str:
@@ -26,7 +26,7 @@ def describe_curves(curves: Mapping[str, MissRatioCurve], sizes: Sequence[int] |
     """
     largest = max(int(curve.sizes[-1]) for curve in curves.values())
     chosen = _round_sizes(largest) if sizes is None else sorted(set(sizes))
-    if len(curves) <= _NUM_COLUMNS:
+    if sum(map(_width, curves)) <= _TABLE_WIDTH:
         return "\n".join([*_by_size(curves, chosen), "", *_plots(curves, largest)])
     return "\n".join(_plots(curves, largest))
 
@@ -38,8 +38,12 @@ def _round_sizes(largest: int) -> list[int]:
     return sorted({*(np.rint(exact / units) * units).astype(int).tolist(), largest})
 
 
+def _width(name: str) -> int:
+    return max(8, len(name) + 2)
+
+
 def _by_size(curves: Mapping[str, MissRatioCurve], sizes: Sequence[int]) -> list[str]:
-    widths = [max(8, len(name) + 2) for name in curves]
+    widths = list(map(_width, curves))
     head = "".join(name.rjust(width) for name, width in zip(curves, widths, strict=True))
     lines = [f"{'rows cached':>14}{head}   (hit rates)"]
     for size in sizes:
@@ -49,9 +53,11 @@ def _by_size(curves: Mapping[str, MissRatioCurve], sizes: Sequence[int]) -> list
 
 
 def _plots(curves: Mapping[str, MissRatioCurve], largest: int) -> list[str]:
-    """A line for each curve: bars of its hit rates, up to 1, over sizes on a scale of logarithms."""
+    """A line for each curve: bars of its hit rates, up to 1, over sizes on a scale of logarithms. No curve is shown
+    below its smallest size, where it says nothing."""
     name_width = max(len(name) for name in curves)
-    sizes = np.geomspace(max(1.0, largest / 1000), largest, _PLOT_COLUMNS)
+    smallest = max(largest / 1000, *(float(curve.sizes[0]) for curve in curves.values()))
+    sizes = np.geomspace(smallest, largest, _PLOT_COLUMNS)
     scale = f"{sizes[0]:,.0f}".ljust(_PLOT_COLUMNS - len(f"{largest:,}")) + f"{largest:,}"
     lines = [f"{'hit rate by rows cached':<{name_width}}  |{scale}|"]
     name_width = max(name_width, len("hit rate by rows cached"))
