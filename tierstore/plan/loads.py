@@ -8,7 +8,7 @@ what all others take of them.
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from .host import Host, SoftwareCosts, Storage
+from .host import Host, Storage
 from .prediction import ResourceLoad, Setup
 from .tiers import PoolLoad
 from .workload import Workload
@@ -107,32 +107,15 @@ def _batch_s(setup: Setup) -> float:
 def _lookups(setup: Setup, pools: Sequence[PoolLoad]) -> ResourceLoad:
     """Pooling, and in training backward and optimizer, by the main thread and those it has; on a GPU neither."""
     ids = sum(pool.lookups for pool in pools)
-    nanoseconds = 0.0
-    if not setup.hbm_bytes:
-        nanoseconds = sum(_pooling_ns(setup.host.costs, pool) for pool in pools)
-        if setup.workload.is_training:
-            nanoseconds += sum(_updating_ns(setup.host.costs, pool) for pool in pools)
+    nanoseconds = 0.0 if setup.hbm_bytes else sum(_lookup_ns(setup, pool) for pool in pools)
     threads = min(setup.threads, setup.host.processor.cores)
     return ResourceLoad("lookups", nanoseconds * 1e-9 / threads, ids, "ids")
 
 
-def _pooling_ns(costs: SoftwareCosts, pool: PoolLoad) -> float:
-    """By the id, by the distinct row and by the bag."""
-    size = pool.layout.row_bytes
-    return (
-        pool.lookups * (costs.pool_ns + costs.pool_ns_per_byte * size)
-        + pool.unique * (costs.pool_row_ns + costs.pool_row_ns_per_byte * size)
-        + pool.bags * (costs.pool_bag_ns + costs.pool_bag_ns_per_byte * size)
-    )
-
-
-def _updating_ns(costs: SoftwareCosts, pool: PoolLoad) -> float:
-    size = pool.layout.row_bytes
-    return (
-        pool.lookups * (costs.update_ns + costs.update_ns_per_byte * size)
-        + pool.unique * (costs.update_row_ns + costs.update_row_ns_per_byte * size)
-        + pool.bags * (costs.update_bag_ns + costs.update_bag_ns_per_byte * size)
-    )
+def _lookup_ns(setup: Setup, pool: PoolLoad) -> float:
+    of_pool = {"ids": pool.lookups, "rows": pool.unique, "bags": pool.bags, "row_bytes": pool.layout.row_bytes}
+    costs = setup.host.costs
+    return costs.lookup_ns(**of_pool) + (costs.training_ns(**of_pool) if setup.workload.is_training else 0.0)
 
 
 def _hbm(setup: Setup, pools: Sequence[PoolLoad]) -> ResourceLoad:
@@ -201,8 +184,7 @@ def _admitting_ns(setup: Setup, pool: PoolLoad) -> float:
         return pool.hbm_misses * _directions(setup) * (costs.admit_ns + costs.admit_row_ns + copying)
     if pool.is_full or not pool.lookups:
         return 0.0
-    times = pool.asked / pool.unique
-    return times * (pool.lookups * costs.admit_ns + pool.unique * costs.admit_row_ns)
+    return pool.asked / pool.unique * costs.admission_ns(ids=pool.lookups, rows=pool.unique)
 
 
 def _directions(setup: Setup) -> int:
