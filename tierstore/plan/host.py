@@ -121,6 +121,26 @@ class SoftwareCosts:
     def __post_init__(self) -> None:
         check_ranges(self)
 
+    def lookup_ns(self, *, ids: float, rows: float, bags: float, row_bytes: float) -> float:
+        """Of pooling, on one core; ``rows``: distinct ones, each table's by itself."""
+        return (
+            ids * (self.pool_ns + self.pool_ns_per_byte * row_bytes)
+            + rows * (self.pool_row_ns + self.pool_row_ns_per_byte * row_bytes)
+            + bags * (self.pool_bag_ns + self.pool_bag_ns_per_byte * row_bytes)
+        )
+
+    def training_ns(self, *, ids: float, rows: float, bags: float, row_bytes: float) -> float:
+        """Of backward and optimizer, beyond ``lookup_ns``, on one core."""
+        return (
+            ids * (self.update_ns + self.update_ns_per_byte * row_bytes)
+            + rows * (self.update_row_ns + self.update_row_ns_per_byte * row_bytes)
+            + bags * (self.update_bag_ns + self.update_bag_ns_per_byte * row_bytes)
+        )
+
+    def admission_ns(self, *, ids: float, rows: float) -> float:
+        """Of finding them in a cache in which not all rows fit."""
+        return ids * self.admit_ns + rows * self.admit_row_ns
+
 
 @dataclass(frozen=True, kw_only=True)
 class Host:

@@ -6,11 +6,15 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tierstore import KeyedJaggedTensor
 from tierstore.plan import SoftwareCosts
 from tierstore.plan.measure.fit import STAGES, Loop, cost_ns, fit_costs, solve_nonnegative
+from tierstore.plan.measure.loops import Amounts
+from tierstore.rows import RowLayout
 
 
 def synthetic(costs: SoftwareCosts, seed: int, noise: float = 0.0) -> list[Loop]:
@@ -47,6 +51,23 @@ def test_known_costs_are_found_again(seed: int) -> None:
     assert found.fitted_ns == pytest.approx([loop.ns for loop in loops])
 
 
+def test_the_loops_and_the_host_count_alike() -> None:
+    generator = np.random.default_rng(0)
+    costs = SoftwareCosts(**{field.name: float(generator.random()) for field in dataclasses.fields(SoftwareCosts)})
+    layout = RowLayout(dim=30, state_dim=1)
+    given = {"ids": 50, "rows": 20, "bags": 10, "row_bytes": layout.row_bytes}
+    ids = np.concatenate([np.arange(20), np.zeros(30, np.int64)])
+    amounts = Amounts.of([KeyedJaggedTensor(["f"], torch.from_numpy(ids), offsets=torch.arange(0, 51, 5))])
+    own = dataclasses.asdict(costs)
+    lookup = costs.batch_us * 1000 + costs.lookup_ns(**given)
+    assert cost_ns(amounts.lookup(layout), own) == pytest.approx(lookup)
+    assert cost_ns(amounts.training(layout), own) == pytest.approx(costs.step_us * 1000 + costs.training_ns(**given))
+    hits = lookup + costs.admission_ns(ids=50, rows=20)
+    assert cost_ns(amounts.hits(layout), own) == pytest.approx(hits)
+    missed = hits + 20 * (costs.miss_ns + costs.miss_ns_per_byte * layout.row_bytes)
+    assert cost_ns(amounts.misses(layout), own) == pytest.approx(missed)
+
+
 def test_noisy_loops_are_fitted_better_than_by_what_made_them() -> None:
     known = SoftwareCosts(**{field.name: 10.0 for field in dataclasses.fields(SoftwareCosts)})
     loops = [loop for loop in synthetic(known, 0, noise=0.05) if loop.stage == "lookup"]
@@ -54,9 +75,8 @@ def test_noisy_loops_are_fitted_better_than_by_what_made_them() -> None:
     def error(ns: Sequence[float]) -> float:
         return sum((each / loop.ns - 1) ** 2 for each, loop in zip(ns, loops, strict=True))
 
-    assert (
-        0 < error(fit_costs(loops).fitted_ns) < error([cost_ns(loop.work, dataclasses.asdict(known)) for loop in loops])
-    )
+    made_by = [cost_ns(loop.work, dataclasses.asdict(known)) for loop in loops]
+    assert 0 < error(fit_costs(loops).fitted_ns) < error(made_by)
 
 
 def test_a_stage_that_was_not_measured_costs_nothing() -> None:

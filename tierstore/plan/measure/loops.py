@@ -35,7 +35,7 @@ from .fit import Loop
 from .memory import torch_threads
 from .page_cache import drop, warm
 
-__all__ = ["DIMS", "LoopSizes", "measure_loops"]
+__all__ = ["DIMS", "Amounts", "LoopSizes", "measure_loops"]
 
 DIMS: Final = (16, 64, 128)
 _TINY_DIM: Final = 64
@@ -120,15 +120,15 @@ class _Subject(NamedTuple):
         return f"rows of {self.layout.row_bytes} bytes"
 
 
-class _Amounts(NamedTuple):
-    """Of a batch."""
+class Amounts(NamedTuple):
+    """Of a batch: ids, distinct rows, bags; and the work that they are, as ``Loop.work`` has it."""
 
     ids: float
     rows: float
     bags: float
 
     @classmethod
-    def of(cls, batches: Sequence[KeyedJaggedTensor]) -> "_Amounts":
+    def of(cls, batches: Sequence[KeyedJaggedTensor]) -> "Amounts":
         """Means."""
         rows = statistics.mean(len(np.unique(batch.values().numpy())) for batch in batches)
         return cls(len(batches[0].values()), rows, batches[0].stride())
@@ -142,6 +142,10 @@ class _Amounts(NamedTuple):
     def lookup(self, layout: RowLayout) -> dict[str, float]:
         """Of a lookup whose rows are all in memory."""
         return {"batch_us": 1000, **self.work("pool", layout)}
+
+    def training(self, layout: RowLayout) -> dict[str, float]:
+        """Of a training step, beyond its lookup."""
+        return {"step_us": 1000, **self.work("update", layout)}
 
     def hits(self, layout: RowLayout) -> dict[str, float]:
         """Of a lookup whose rows are all in the cache."""
@@ -264,12 +268,12 @@ def _in_memory(path: Path, dim: int, sizes: LoopSizes) -> Iterator[Loop]:
 
 
 def _lookup_and_training(subject: _Subject, name: str, batches: list[KeyedJaggedTensor], passes: int) -> Iterator[Loop]:
-    amounts, layout = _Amounts.of(batches), subject.layout
+    amounts, layout = Amounts.of(batches), subject.layout
     lookup_ns = _median_ns(subject.forward, batches, passes)
     step_ns = _median_ns(subject.trainer(batches[0]), batches, passes)
     yield Loop(f"lookup, {name}", "lookup", lookup_ns, amounts.lookup(layout))
-    update = {"step_us": 1000, **amounts.work("update", layout)}
-    yield Loop(f"training beyond lookup, {name}", "training", max(step_ns - lookup_ns, 1.0), update)
+    beyond_ns = max(step_ns - lookup_ns, 1.0)
+    yield Loop(f"training beyond lookup, {name}", "training", beyond_ns, amounts.training(layout))
 
 
 def _hits(path: Path, dim: int, sizes: LoopSizes) -> Iterator[Loop]:
@@ -283,7 +287,7 @@ def _hits(path: Path, dim: int, sizes: LoopSizes) -> Iterator[Loop]:
             ns = _median_ns(subject.forward, batches, sizes.passes)
             assert subject.store.stats().ddr.misses == before, "the cache holds every row that the batches use"
             name = f"lookup in a cache, {subject.name}, {'popular' if exponent else 'any'} rows"
-            yield Loop(name, "hits", ns, _Amounts.of(batches).hits(subject.layout))
+            yield Loop(name, "hits", ns, Amounts.of(batches).hits(subject.layout))
 
 
 def _misses(path: Path, dim: int, sizes: LoopSizes) -> Iterator[Loop]:
@@ -297,7 +301,7 @@ def _misses(path: Path, dim: int, sizes: LoopSizes) -> Iterator[Loop]:
         ns = statistics.median(_ns(subject.forward, batch) for batch in batches)
         missed = subject.store.stats().ddr.misses - before
         assert missed == sizes.miss_rows * len(batches), "no row comes again before it was evicted"
-        yield Loop(f"missed lookup, {subject.name}", "misses", ns, _Amounts.of(batches).misses(subject.layout))
+        yield Loop(f"missed lookup, {subject.name}", "misses", ns, Amounts.of(batches).misses(subject.layout))
     if dim in _COLD_DIMS:
         yield from _cold(path, dim, sizes)
 
