@@ -1,5 +1,6 @@
 """Published models, and workloads of one's own."""
 
+import re
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench import tiers
+from bench.data import ROOT
 from tierstore.models import DLRM
 from tierstore.plan import TableShape, Workload
 from tierstore.plan.presets import PRESETS, load_workload, preset, scaled
@@ -36,6 +38,12 @@ def test_published_totals(name: str, tables: int, rows: int, dim: int, ids: int)
     assert {table.embedding_dim for table in workload.tables} == {dim}
     assert workload.lookups == ids * workload.batch_samples
     assert set(PRESETS) == {"rmc1", "rmc2", "rmc3", "criteo-kaggle", "mlperf-dlrm-v2"}
+
+
+def test_the_figures_in_the_documentation() -> None:
+    text = "".join(path.read_text() for path in sorted((ROOT / "docs").glob("planning*.md")))
+    for workload in PRESETS.values():
+        assert re.search(rf"`{workload.name}`.* {int(workload.dense_flops):,} \| {workload.batch_samples:,}", text)
 
 
 def test_benchmarks_use_the_same_tables() -> None:

@@ -3,10 +3,12 @@
 import json
 import math
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from bench.data import criteo_keys
 from tests.placing import random_trace
 from tierstore.plan import Accesses, accesses_of
 from tierstore.plan.traces import describe
@@ -45,6 +47,14 @@ def test_the_whole() -> None:
     assert (total.accesses, total.rows, total.top_share, total.used_once) == counted(keys)
 
 
+def test_real_lookups(criteo_path: Path) -> None:
+    """The figures that come with the data."""
+    keys = criteo_keys(criteo_path)
+    total = describe(Accesses(keys, np.array([0, len(keys)]), tuple(f"C{n}" for n in range(26)))).total
+    assert (total.accesses, total.rows) == (1_852_505, 200_012)
+    assert round(total.top_share, 2) == 0.70
+
+
 def test_no_access() -> None:
     found = describe(Accesses(np.empty(0, np.int64), np.zeros(1, np.int64), ("a", "b")))
     assert (found.total.accesses, found.total.rows, found.total.top_share, len(found.tables)) == (0, 0, 0, 2)
@@ -76,6 +86,7 @@ def test_text_of_a_trace_and_of_a_sample() -> None:
 def test_text_of_many_tables() -> None:
     keys = np.repeat(np.arange(60) << 40, np.arange(1, 61))
     lines = describe(Accesses(keys, np.array([0, len(keys)]), tuple(f"t{n}" for n in range(60)))).text().splitlines()
+    assert any(line.startswith("all") and "1,830" in line.split()[1:4:2] for line in lines)
     assert sum(line.startswith("t") and line[1].isdigit() for line in lines) == 40
     assert "... and 20 tables with fewer accesses" in lines
 

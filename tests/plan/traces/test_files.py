@@ -92,12 +92,16 @@ def test_npz_of_a_key_without_a_table(tmp_path: Path) -> None:
         write_accesses(Accesses(np.array([2 << ROW_BITS]), np.array([0, 1]), ("a", "b")), tmp_path / "trace.npz")
 
 
-def test_more_accesses_than_rows_can_be_numbered() -> None:
-    from tierstore.plan.traces.key_numbers import accesses_by_number
+def test_more_accesses_than_rows_can_be_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tierstore.plan.traces import key_numbers
 
-    many = np.broadcast_to(np.uint64(1 << 63), (1 << 31,))
-    with pytest.raises(ValueError, match="2,147,483,648 accesses.*split the file"):
-        accesses_by_number(many, 1)
+    monkeypatch.setattr(key_numbers, "_MAX_NUMBERED", 3)
+    np.save(tmp_path / "keys.npy", np.array([1 << 63] * 4, np.uint64))
+    with pytest.raises(ValueError, match=r"keys.npy: 4 accesses; rows of at most 3 can be told apart: split the file"):
+        read_accesses(tmp_path / "keys.npy")
+    with pytest.raises(ValueError, match="4 accesses"):
+        write_accesses(Accesses(np.arange(4), np.arange(5), ("t",)), tmp_path / "trace.oracleGeneral")
+    assert [each.name for each in tmp_path.iterdir()] == ["keys.npy"]
 
 
 # .npy

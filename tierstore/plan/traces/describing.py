@@ -16,6 +16,7 @@ __all__ = ["TableSummary", "TraceSummary", "describe"]
 _TOP_SHARE: Final = 100
 _MAX_SHOWN: Final = 40
 _MAX_NAME: Final = 24
+_WHOLE: Final = 1000
 
 
 class TableSummary(NamedTuple):
@@ -82,7 +83,13 @@ class TraceSummary(NamedTuple):
             ids = table.ids_a_batch if table.ids_a_sample is None else table.ids_a_sample
             figures = f"{100 * table.top_share:.1f} %", f"{100 * table.used_once / max(1, table.rows):.1f} %"
             lines.append(
-                form.format(_shown(table.name), f"{table.accesses:,}", f"{table.rows:,}", f"{ids:,.4g}", *figures)
+                form.format(
+                    _shown(table.name),
+                    f"{table.accesses:,}",
+                    f"{table.rows:,}",
+                    f"{ids:,.0f}" if ids >= _WHOLE else f"{ids:.4g}",
+                    *figures,
+                )
             )
         if len(largest) > _MAX_SHOWN:
             lines.insert(-1, f"... and {len(largest) - _MAX_SHOWN} tables with fewer accesses")
