@@ -37,6 +37,7 @@ from tierstore.plan.placement import (
     shard,
 )
 from tierstore.plan.placement.shapes import Shapes
+from tierstore.plan.placement.splitting import SplitKind
 from tierstore.plan.placement.timing import draw_bags, store_of
 
 __all__ = ["MeasuredPlan", "ShardingResult", "measure_sharding", "rmc_mix"]
@@ -148,7 +149,7 @@ def measure_sharding(folder: Path, *, quick: bool, seed: int = 0) -> ShardingRes
 
 
 def _plan(workload: Workload, model: CostModel, devices: int, *, whole: bool) -> ShardPlan:
-    allow = ("table",) if whole else ("table", "row", "column")
+    allow: tuple[SplitKind, ...] = ("table",) if whole else ("table", "row", "column")
     return shard(workload, num_devices=devices, budget_bytes=_BUDGET, cost_model=model, allow=allow)
 
 
