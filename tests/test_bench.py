@@ -18,7 +18,6 @@ from bench.growth import power_law_ids
 from bench.peers import rocksdb_rows
 from bench.peers.lmdb_rows import LmdbRows
 from bench.rowdata import Rows, TierReader, build_flat, build_store, open_flat
-from tierstore._jit import JIT_ENABLED
 
 ROWS = Rows(count=5000, dim=12, seed=3)
 PROGRAMS = sorted(path.stem for path in (ROOT / "bench").glob("*.toml"))
@@ -106,7 +105,6 @@ def test_page_cache_is_dropped_and_warmed(tmp_path: Path) -> None:
     assert flat[0] == 0
 
 
-@pytest.mark.skipif(not JIT_ENABLED, reason="calls the C library from machine code")
 def test_direct_reads_bring_what_the_file_holds(tmp_path: Path) -> None:
     path = data_file(tmp_path, 16 * READ_BYTES)
     try:

@@ -91,14 +91,27 @@ class SoftwareCosts:
 
     Each cost a row grows with its bytes: ``ns + ns_per_byte * row_bytes``. ``tierstore plan measure`` fits them to
     loops over small stores; none is a guess.
+
+    Lookup and training are paid by the id, by the distinct row of a batch (``row``: many ids may ask for one, and its
+    bytes come from memory once) and by the bag (``bag``: its result, and in training its gradient). All three add up.
     """
 
     batch_us: float = option(0.0, "of a batch or a query, whatever its ids", low=0)
+    step_us: float = option(0.0, "of a training step beyond that, whatever its ids", low=0)
     admit_ns: float = option(0.0, "of finding an id in a cache", low=0)
+    admit_row_ns: float = option(0.0, "the same, a distinct row of the batch", low=0)
     pool_ns: float = option(0.0, "of pooling an id's row", low=0)
     pool_ns_per_byte: float = option(0.0, "the same, a byte of the row", low=0)
+    pool_row_ns: float = option(0.0, "of pooling, a distinct row of the batch", low=0)
+    pool_row_ns_per_byte: float = option(0.0, "the same, a byte of the row", low=0)
+    pool_bag_ns: float = option(0.0, "of pooling, a bag", low=0)
+    pool_bag_ns_per_byte: float = option(0.0, "the same, a byte of the row", low=0)
     update_ns: float = option(0.0, "of backward and optimizer, an id", low=0)
     update_ns_per_byte: float = option(0.0, "the same, a byte of the row", low=0)
+    update_row_ns: float = option(0.0, "of backward and optimizer, a distinct row of the batch", low=0)
+    update_row_ns_per_byte: float = option(0.0, "the same, a byte of the row", low=0)
+    update_bag_ns: float = option(0.0, "of backward and optimizer, a bag", low=0)
+    update_bag_ns_per_byte: float = option(0.0, "the same, a byte of the row", low=0)
     miss_ns: float = option(0.0, "of bringing in a row from a block that the system has in memory", low=0)
     miss_ns_per_byte: float = option(0.0, "the same, a byte of the row", low=0)
     read_ns: float = option(0.0, "of asking the device for a block, beside the device's own time", low=0)

@@ -1,0 +1,207 @@
+"""Hosts: sums of their parts, files that give back what was written, and errors that name the key."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tierstore.plan import Accelerator, Host, Link, Memory, Processor, SoftwareCosts, Storage
+from tierstore.plan.parts import host_names, load_host, load_part, read_host, write_host
+
+PARTS = """
+[host]
+name = "shelf"
+processor = { part = "epyc-9354", count = 2, usd = 2500 }
+memory = { part = "ddr5-4800-64gb", count = 24, channels = 12 }
+storage = [{ part = "samsung-pm9a3-7680gb", count = 2 }, { part = "intel-p5800x-1600gb" }]
+accelerators = [{ part = "l4", count = 3, link = "pcie3-x16", flops = 5e13 }]
+network = { part = "ethernet-25gb", count = 2 }
+costs = { part = "epyc-2-cores", admit_ns = 25 }
+watts = 150
+usd = 4000.5
+"""
+
+
+def made(tmp_path: Path, text: str, name: str = "host.toml") -> Path:
+    path = tmp_path / name
+    path.write_text(text)
+    return path
+
+
+def whole_host() -> Host:
+    """One with a different number everywhere."""
+    memory = Memory(capacity_bytes=1e9, bytes_per_s=2.5, row_bytes_per_s=3, watts=4, usd=5)
+    gpu = Accelerator(
+        hbm=memory, pcie=Link(bytes_per_s=6, latency_us=7), peer=Link(bytes_per_s=8), flops=9, watts=10, usd=11
+    )
+    return Host(
+        name='a "name" with \\ and \x7f and é\n',
+        processor=Processor(cores=12, flops=13, watts=14, usd=15),
+        ddr=dataclasses.replace(memory, usd=16.25),
+        network=Link(bytes_per_s=17, latency_us=18),
+        costs=SoftwareCosts(batch_us=19, write_ns_per_byte=20.125),
+        storage=(Storage(capacity_bytes=21), Storage(capacity_bytes=22, reads_per_s=1e-300 + 23)),
+        accelerators=(gpu, dataclasses.replace(gpu, flops=24)),
+        watts=25,
+        usd=26,
+        source="measured",
+    )
+
+
+@pytest.mark.parametrize("name", host_names())
+def test_hosts_that_ship(name: str, tmp_path: Path) -> None:
+    host = load_host(name)
+    assert host.name == name
+    assert host.ddr.row_bytes_per_s < host.ddr.bytes_per_s
+    assert host.costs != SoftwareCosts()
+    for suffix in (".json", ".toml"):
+        path = tmp_path / f"{name}{suffix}"
+        write_host(host, path)
+        assert read_host(path) == host == load_host(str(path)) == load_host(path)
+
+
+def test_a_host_is_the_sum_of_its_parts(tmp_path: Path) -> None:
+    host = read_host(made(tmp_path, PARTS))
+    cpu, dimm = load_part("processors", "epyc-9354").values(), load_part("memory", "ddr5-4800-64gb").values()
+    assert host.processor == Processor(cores=64, flops=2 * cpu["flops"], watts=2 * cpu["watts"], usd=5000)
+    assert host.ddr == Memory(
+        capacity_bytes=24 * dimm["capacity_bytes"],
+        bytes_per_s=12 * dimm["bytes_per_s"],
+        row_bytes_per_s=12 * dimm["row_bytes_per_s"],
+        watts=24 * dimm["watts"],
+        usd=24 * dimm["usd"],
+    )
+    pm9a3, optane = (
+        Storage(**load_part("storage", name).values()) for name in ("samsung-pm9a3-7680gb", "intel-p5800x-1600gb")
+    )
+    assert host.storage == (pm9a3, pm9a3, optane)
+    assert len(host.accelerators) == 3
+    assert host.accelerators[0].flops == 5e13
+    assert host.accelerators[0].watts == 72
+    assert host.accelerators[0].pcie == Link(**load_part("links", "pcie3-x16").values())
+    assert host.network.bytes_per_s == 2 * load_part("networks", "ethernet-25gb").values()["bytes_per_s"]
+    assert host.costs == dataclasses.replace(load_host("workstation").costs, admit_ns=25)
+    assert (host.watts, host.usd) == (150, 4000.5)
+    assert "24 x ddr5-4800-64gb" in host.source
+
+
+def test_costs_may_be_those_of_a_measured_host(tmp_path: Path) -> None:
+    write_host(whole_host(), tmp_path / "measured.json")
+    text = PARTS.replace('{ part = "epyc-2-cores", admit_ns = 25 }', '"measured.json"')
+    assert read_host(made(tmp_path, text)).costs == whole_host().costs
+    for other, message in (
+        ("host.toml", "host as tierstore plan measure writes it"),
+        ("none.json", "cannot be read: No such"),
+    ):
+        path = made(tmp_path, text.replace("measured.json", other))
+        with pytest.raises(ValueError, match=rf"host.toml: host: costs: .*{other}: .*{message}"):
+            read_host(path)
+
+
+@pytest.mark.parametrize("suffix", [".json", ".toml"])
+def test_files_give_back_what_was_written(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"host{suffix}"
+    bare = dataclasses.replace(whole_host(), storage=(), accelerators=())
+    for host in (whole_host(), bare):
+        write_host(host, path, force=True)
+        assert read_host(path) == host
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
+def test_what_is_there_is_not_written_over(tmp_path: Path) -> None:
+    path = made(tmp_path, "precious", "host.json")
+    with pytest.raises(FileExistsError, match="--force"):
+        write_host(whole_host(), path)
+    assert path.read_text() == "precious"
+    with pytest.raises(ValueError, match=r"host.yaml: the name of a host's file ends in .json or .toml"):
+        write_host(whole_host(), tmp_path / "host.yaml")
+
+
+def changed(**changes: Any) -> str:
+    document = json.loads(json.dumps(dataclasses.asdict(whole_host())))
+    for path, value in changes.items():
+        *outer, last = path.split("__")
+        inner = document
+        for key in outer:
+            inner = inner[int(key) if key.isdigit() else key]
+        if value is None:
+            del inner[last]
+        else:
+            inner[last] = value
+    return json.dumps(document)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is not valid JSON"),
+        ("{", "is not valid JSON"),
+        ("[" * 100_000, "nested too deeply|is not valid JSON"),
+        ("[]", r"expected a table, not \[\]"),
+        ("\ud800".encode("utf-8", "surrogatepass"), "is not valid JSON"),
+        (b" " * (2 << 20), "more than"),
+        (changed(ddr__bytes_per_z=1), "ddr: there is no key 'bytes_per_z'; did you mean 'bytes_per_s'"),
+        (changed(nmae="x"), "there is no key 'nmae'; did you mean 'name'"),
+        (changed(processor__flops=None), "processor: key 'flops' is missing"),
+        (changed(costs=None), "key 'costs' is missing"),
+        (changed(storage__1__reads_per_s="fast"), r"storage\[1\].reads_per_s='fast': expected a number"),
+        (changed(storage__0__reads_per_s=0), r"storage\[0\]: reads_per_s=0: expected a number from 1 to"),
+        (changed(storage={}), "storage={}: expected a list"),
+        (changed(accelerators__0__hbm=3), r"accelerators\[0\].hbm: expected a table, not 3"),
+        (changed(processor__cores=1.5), "processor: cores=1.5: expected a whole number"),
+        (changed(watts=True), "watts=True: expected a number"),
+        (changed(watts=float("nan")), "watts=nan: expected a number"),
+        (changed(source=3), "source=3: expected a text"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said(text: str | bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "host.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=message) as caught:
+        read_host(path)
+    assert str(caught.value).startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            '"epyc-9354"',
+            '"epyc-9355"',
+            "host: processor: there is no part .* 'epyc-9355'; did you mean 'epyc-9354'",
+        ),
+        ("count = 24", "count = 0", "host: memory: count=0: expected a whole number from 1 to 4,096"),
+        ("count = 24", "count = 2.5", "host: memory: count=2.5"),
+        ("usd = 2500", "usdd = 2500", "host: processor: there is no key 'usdd'; did you mean 'usd'"),
+        ("usd = 2500", "usd = true", "host: processor: usd=True: expected a number"),
+        ("usd = 2500", "usd = -1", "host: usd=-2: expected a number from 0|host: .*usd"),
+        ("usd = 2500", "cores = 0.25", "host: processor: cores=0.5: expected a whole number"),
+        ("usd = 2500", "link = 'x'", "host: processor: there is no key 'link'"),
+        ('part = "l4", ', "", r"host: accelerators\[0\]: key 'part' is missing"),
+        ('"pcie3-x16"', '"pcie6-x16"', r"no part of kind 'links' named 'pcie6-x16'; did you mean"),
+        ('[{ part = "l4", count = 3, link = "pcie3-x16", flops = 5e13 }]', "4", "host: accelerators: expected a list"),
+        ('{ part = "ethernet-25gb", count = 2 }', '"ethernet"', "host: network: expected a table"),
+        ('network = { part = "ethernet-25gb", count = 2 }\n', "", "host: key 'network' is missing"),
+        ("watts = 150", "wats = 150", "host: there is no key 'wats'; did you mean 'watts'"),
+        ("[host]", "[hosts]", "there is no key 'hosts'"),
+        ("[host]", "[host", "is not valid TOML"),
+    ],
+)
+def test_what_is_wrong_with_parts_is_said(old: str, new: str, message: str, tmp_path: Path) -> None:
+    assert old in PARTS
+    path = made(tmp_path, PARTS.replace(old, new))
+    with pytest.raises(ValueError, match=message) as caught:
+        read_host(path)
+    assert str(caught.value).startswith(f"{path}: ")
+
+
+def test_unknown_hosts_are_told_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no host named 'node-8xh10'; did you mean 'node-8xh100'"):
+        load_host("node-8xh10")
+    with pytest.raises(ValueError, match=r"none.json: cannot be read: No such file"):
+        load_host(str(tmp_path / "none.json"))
+    (tmp_path / "folder.toml").mkdir()
+    with pytest.raises(ValueError, match=r"cannot be read: Is a directory"):
+        load_host(tmp_path / "folder.toml")

@@ -1,0 +1,129 @@
+"""From the times of loops to what each unit of work costs: least squares, no cost below zero.
+
+The loops come in stages, each with work that those before it did not have, so that a stage has few unknown costs and
+its errors do not reach back.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..host import SoftwareCosts
+
+__all__ = ["STAGES", "Fitted", "Loop", "cost_ns", "fit_costs", "solve_nonnegative"]
+
+Floats = NDArray[np.float64]
+
+STAGES: Final[Mapping[str, tuple[str, ...]]] = {
+    "lookup": (
+        "batch_us",
+        "pool_ns",
+        "pool_ns_per_byte",
+        "pool_row_ns",
+        "pool_row_ns_per_byte",
+        "pool_bag_ns",
+        "pool_bag_ns_per_byte",
+    ),
+    "training": (
+        "step_us",
+        "update_ns",
+        "update_ns_per_byte",
+        "update_row_ns",
+        "update_row_ns_per_byte",
+        "update_bag_ns",
+        "update_bag_ns_per_byte",
+    ),
+    "hits": ("admit_ns", "admit_row_ns"),
+    "misses": ("miss_ns", "miss_ns_per_byte"),
+    "cold": ("read_ns",),
+    "write-back": ("write_ns", "write_ns_per_byte"),
+}
+"""The fields of ``SoftwareCosts`` that each stage adds."""
+
+_MOST_STEPS: Final = 100
+
+
+class Loop(NamedTuple):
+    """One loop that was timed.
+
+    Attributes:
+        name: what it was, for people.
+        stage: see ``STAGES``.
+        ns: of a batch, on one core.
+        work: of a batch: amounts by the field of ``SoftwareCosts`` that is their cost; ids, rows or bytes for
+            nanoseconds, and 1,000 for one that is in microseconds.
+    """
+
+    name: str
+    stage: str
+    ns: float
+    work: Mapping[str, float]
+
+
+class Fitted(NamedTuple):
+    """Attributes:
+    costs: of ``SoftwareCosts``.
+    fitted_ns: of each loop, in their order, what the costs say that it takes.
+    """
+
+    costs: SoftwareCosts
+    fitted_ns: tuple[float, ...]
+
+
+def fit_costs(loops: Sequence[Loop]) -> Fitted:
+    """What each kind of work costs, by the loops of its stage; relative errors count.
+
+    A stage without loops costs nothing.
+    """
+    costs: dict[str, float] = {}
+    for stage, kinds in STAGES.items():
+        own = [loop for loop in loops if loop.stage == stage]
+        if not own:
+            continue
+        # Equations are divided by the loop's time, so that one of a millisecond counts as much as one of a second.
+        matrix = np.array([[loop.work.get(kind, 0.0) / loop.ns for kind in kinds] for loop in own])
+        left = np.array([1 - cost_ns(loop.work, costs) / loop.ns for loop in own])
+        costs |= dict(zip(kinds, solve_nonnegative(matrix, left).tolist(), strict=True))
+    return Fitted(SoftwareCosts(**costs), tuple(cost_ns(loop.work, costs) for loop in loops))
+
+
+def cost_ns(work: Mapping[str, float], costs: Mapping[str, float]) -> float:
+    """Of some work; kinds of work that have no cost yet cost nothing."""
+    return sum(amount * costs.get(kind, 0.0) for kind, amount in work.items())
+
+
+def solve_nonnegative(matrix: Floats, target: Floats) -> Floats:
+    """The x >= 0 for which ``matrix @ x`` is nearest to ``target``.
+
+    Lawson and Hanson, Solving Least Squares Problems (1974), chapter 23: unknowns are let off zero one by one, the one
+    along which the error falls fastest first; those that would fall below zero go back.
+
+    Args:
+        matrix: float64 [equations, unknowns].
+        target: float64 [equations].
+    """
+    unknowns = matrix.shape[1]
+    scale = np.maximum(np.linalg.norm(matrix, axis=0), np.finfo(np.float64).tiny)
+    scaled = matrix / scale
+    found, is_free = np.zeros(unknowns), np.zeros(unknowns, np.bool_)
+    for _ in range(_MOST_STEPS):
+        slopes = np.where(is_free, 0.0, scaled.T @ (target - scaled @ found))
+        if slopes.max(initial=0.0) <= 1e-12:
+            break
+        is_free[int(np.argmax(slopes))] = True
+        while True:
+            wanted = np.zeros(unknowns)
+            wanted[is_free] = np.linalg.lstsq(scaled[:, is_free], target, rcond=None)[0]
+            if (wanted[is_free] > 0).all():
+                found = wanted
+                break
+            falling: Any = is_free & (wanted <= 0)
+            # As far as the first of them reaches zero.
+            share = np.min(found[falling] / (found[falling] - wanted[falling]))
+            found = found + share * (wanted - found)
+            is_free &= found > 1e-15
+            found[~is_free] = 0.0
+    solution: Floats = found / scale
+    return solution

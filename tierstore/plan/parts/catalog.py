@@ -1,0 +1,124 @@
+"""The parts that ship, read from the files in ``data/``: one file a kind, one table a part, one entry a figure."""
+
+import functools
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from ...names import nearest
+from ..host import Link, Memory, Processor, SoftwareCosts, Storage
+
+__all__ = ["DATA", "FIGURES", "Figure", "Part", "load_part", "parts", "read_figure", "require_name"]
+
+DATA: Final = Path(__file__).parent / "data"
+
+
+def _figures_of(description: type) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(description))
+
+
+FIGURES: Final[Mapping[str, tuple[str, ...]]] = {
+    "processors": _figures_of(Processor),
+    "memory": _figures_of(Memory),
+    "accelerators": (*_figures_of(Memory), "flops", "peer_bytes_per_s", "peer_latency_us"),
+    "links": _figures_of(Link),
+    "storage": _figures_of(Storage),
+    "networks": _figures_of(Link),
+    "costs": _figures_of(SoftwareCosts),
+}
+"""What is known of a part, by its kind; the fields of ``plan.host`` say what each figure means. An accelerator's are
+its memory's, and its own watts and price."""
+
+
+class Figure(NamedTuple):
+    """One figure of a part.
+
+    Attributes:
+        source: the document that it comes from, and its address; "" if it is assumed.
+        assumption: what was assumed, in words; "" if it is the document's.
+    """
+
+    value: float
+    source: str = ""
+    assumption: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One part.
+
+    Attributes:
+        kind: "processors", "memory", "accelerators", "links", "storage", "networks", or "costs" for what tierstore's
+            own work takes on a processor.
+        figures: by name; see ``FIGURES``.
+        link: of an accelerator, the name of the PCIe link that it is made for.
+    """
+
+    kind: str
+    name: str
+    title: str
+    figures: Mapping[str, Figure]
+    link: str = ""
+
+    def values(self) -> dict[str, float]:
+        """The figures' values."""
+        return {name: figure.value for name, figure in self.figures.items()}
+
+
+def require_name(name: str, known: Mapping[str, Any] | tuple[str, ...], what: str) -> None:
+    """ValueError that names the nearest if there is no such ``what``."""
+    if name not in known:
+        raise ValueError(f"there is no {what} {name[:100]!r}; {nearest(name, known)}")
+
+
+def read_figure(entry: Mapping[str, Any]) -> Figure:
+    """A figure of a data file: its value, and its source or what was assumed, or both."""
+    source = _sources()[entry["source"]] if "source" in entry else ""
+    return Figure(entry["value"], source, entry.get("assumption", ""))
+
+
+@functools.cache
+def _sources() -> dict[str, str]:
+    documents = tomllib.loads((DATA / "sources.toml").read_text())
+    return {name: f"{each['document']}, {each['address']}" for name, each in documents.items()}
+
+
+@functools.cache
+def _catalog() -> dict[str, dict[str, Part]]:
+    return {
+        kind: {
+            name: Part(
+                kind=kind,
+                name=name,
+                title=entries["title"],
+                link=entries.get("link", ""),
+                figures={figure: read_figure(entries[figure]) for figure in names if figure in entries},
+            )
+            for name, entries in tomllib.loads((DATA / f"{kind}.toml").read_text()).items()
+        }
+        for kind, names in FIGURES.items()
+    }
+
+
+def parts(kind: str | None = None) -> tuple[Part, ...]:
+    """All parts, or those of one kind.
+
+    Raises:
+        ValueError: no such kind; names the nearest.
+    """
+    if kind is not None:
+        require_name(kind, FIGURES, "kind of part")
+    return tuple(part for own, named in _catalog().items() if kind in (None, own) for part in named.values())
+
+
+def load_part(kind: str, name: str) -> Part:
+    """The part of this kind and name.
+
+    Raises:
+        ValueError: no such kind, or no such part of it; names the nearest.
+    """
+    require_name(kind, FIGURES, "kind of part")
+    require_name(name, _catalog()[kind], f"part of kind {kind!r} named")
+    return _catalog()[kind][name]
