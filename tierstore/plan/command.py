@@ -135,15 +135,16 @@ def _place(options: argparse.Namespace) -> int:
     return run_place(options)
 
 
-def _no_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command takes none."""
+def _add_parts_arguments(parser: argparse.ArgumentParser) -> None:
+    from .parts.command import add_parts_arguments
+
+    add_parts_arguments(parser)
 
 
-def _parts(_: argparse.Namespace) -> int:
-    from .parts import describe_parts
+def _parts(options: argparse.Namespace) -> int:
+    from .parts.command import run_parts
 
-    print(describe_parts())
-    return 0
+    return run_parts(options)
 
 
 def _add_presets_arguments(parser: argparse.ArgumentParser) -> None:
@@ -315,7 +316,7 @@ COMMANDS: Final[Mapping[str, Command]] = {
     ),
     "parts": _part(
         _parts,
-        _no_arguments,
+        _add_parts_arguments,
         "list the parts and hosts that plans know",
         "List processors, memory, GPUs, drives, links and hosts, each figure with its source.",
         "",
