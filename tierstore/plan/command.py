@@ -47,6 +47,8 @@ def _run(options: argparse.Namespace) -> int:
 def _require_writable(options: argparse.Namespace) -> None:
     """What would prevent the files, told before minutes of work."""
     for path in filter(None, (options.html, options.json)):
+        if not Path(path).parent.is_dir():
+            raise FileNotFoundError(f"{Path(path).parent} is not a directory; make it first")
         if Path(path).exists() and not options.force:
             raise FileExistsError(f"{path} exists; choose another name, or overwrite it with --force")
     if options.html:
@@ -282,8 +284,7 @@ COMMANDS: Final[Mapping[str, Command]] = {
         _run,
         _add_run_arguments,
         "answer a plan file",
-        "Predict the setup of a plan file, or search for the cheapest that reaches its target.",
-        "Prints the answer and what supports it.",
+        "Predict the setup of a plan file, or find the cheapest that reaches its target, and say what supports that.",
         """examples:
   tierstore plan run --keys > plan.toml
   tierstore plan run plan.toml --html plan.html --json plan.json
