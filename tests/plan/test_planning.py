@@ -89,6 +89,9 @@ def test_lines_and_the_grid_go_through_the_plan(given: PlanResult) -> None:
     assert grid is not None
     row, column = grid.reads_per_s.index(grid.chosen_reads_per_s), grid.ddr_bytes.index(grid.chosen_ddr_bytes)
     assert grid.samples_per_s[row][column] == pytest.approx(prediction.samples_per_s)
+    reads = given.lines[1].samples_per_s
+    assert tuple(each[column] for each in grid.samples_per_s) == pytest.approx(reads)
+    assert min(reads) < max(reads)
 
 
 def test_more_memory_and_faster_drives_are_never_slower(given: PlanResult) -> None:
@@ -157,6 +160,7 @@ def test_a_trace_gives_curves_by_policy_table_and_time(asked: Asked, folder: Pat
     ]
     distinct = once_a_batch(accesses_of(generate(workload_of(), samples=256 * 30, seed=0)))
     assert result.curves[0].curve.to_dict() == curve(distinct, "lru").to_dict()
+    assert result.curves[1].curve.to_dict() == curve(distinct, "opt").to_dict()
     (ddr,) = result.prediction.tiers[:1]
     assert result.curves[0].chosen_rows == ddr.rows
     assert [line.quantity for line in result.lines] == ["DDR for rows", "reads of a host's drives"]
