@@ -37,8 +37,9 @@ HELP = {
     """,
     "train": """
         usage: tierstore train [-h] [--data PATH] [--store DIR] [--ddr SIZE] [--hbm SIZE] [--device NAME]
-                               [--policy NAME] [--threads N] [--prefetch-depth N] [--epochs N]
-                               [--set SECTION.KEY=VALUE] [--resume] [--json PATH] [--no-bits] [--keys] [--traceback]
+                               [--policy NAME] [--threads N] [--record FILE.npz] [--record-rate X]
+                               [--prefetch-depth N] [--epochs N] [--set SECTION.KEY=VALUE] [--resume]
+                               [--json PATH] [--no-bits] [--keys] [--traceback]
                                [FILE.toml]
         Train a DLRM as a run file says. A flag overrides the key behind it. Ctrl-C commits and says how to resume.
         positional arguments:
@@ -53,6 +54,8 @@ HELP = {
           --policy NAME         which rows leave memory first: lru, lfu, tinylfu or lookahead
                                 (store.policy)
           --threads N           threads of the store (store.threads)
+          --record FILE.npz     record which rows are looked up, for tierstore plan (store.record)
+          --record-rate X       share of the rows that is recorded (store.record_rate)
           --prefetch-depth N    batches whose rows are fetched ahead; 0: none (train.prefetch_depth)
           --epochs N            times through the training rows (train.epochs)
           --set SECTION.KEY=VALUE
@@ -225,7 +228,8 @@ HELP = {
                                [--workers N] [--max-batch-samples N] [--max-delay-us N] [--max-queue-samples N]
                                [--max-queue-requests N] [--request-seconds SECONDS] [--body-bytes N]
                                [--connections N] [--receive-seconds SECONDS] [--out-of-range TEXT]
-                               [--pooled-cache SIZE] [--warm-up TEXT] [--follow-seconds SECONDS] [--updates]
+                               [--pooled-cache SIZE] [--warm-up TEXT] [--record FILE.npz] [--record-rate X]
+                               [--follow-seconds SECONDS] [--updates]
                                [--grace-seconds SECONDS] [--token-file TEXT] [--tls-certificate TEXT]
                                [--tls-key TEXT] [--log-level TEXT] [--log-text] [--traceback]
                                [FILE.toml]
@@ -269,6 +273,10 @@ HELP = {
           --pooled-cache SIZE   memory, beside --ddr, for pooled rows of bags asked for again; 0: none
           --warm-up TEXT        rows to have in memory before the server is ready: "auto": those of its last run,
                                 "none", or a trace of tierstore trace (default: auto)
+          --record FILE.npz     file to record in which rows are looked up, for tierstore plan; workers add their
+                                number
+          --record-rate X       share of the rows that is recorded; less once the recording has 64 MiB (default:
+                                0.01)
           --follow-seconds SECONDS
                                 how often to look for a newer commit; 0: never (default: 0.05)
           --updates             take updates of tierstore publish on the admin port; the store is then a replica
@@ -574,7 +582,7 @@ print(*sorted(name for name in set(sys.modules) - before if name.startswith(("ti
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     light = ("", ".command", ".config", ".messages", ".waiting_threads")
     of_serve = ["tierstore.serve" + name for name in light]
-    of_all = [f"tierstore.{name}" for name in ("cli", "commands", "names", "options")]
+    of_all = ["tierstore.cli", "tierstore.commands", "tierstore.names", "tierstore.options"]
     assert done.stdout.split() == [*of_all, *of_serve]
 
 

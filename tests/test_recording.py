@@ -302,7 +302,7 @@ def test_what_cannot_be_recorded_to(store: tierstore.Store, tmp_path: Path, monk
         ("x.txt", {}, ValueError, "is a .npz file"),
         ("x.npz", {"rate": 0}, ValueError, "sampling rate 0: expected a number above 0, and at most 1"),
         ("x.npz", {"rate": 1.5}, ValueError, "at most 1"),
-        ("x.npz", {"max_bytes": "1KiB"}, ValueError, "64KiB at least"),
+        ("x.npz", {"max_bytes": "1KiB"}, ValueError, "64.0 KiB at least"),
         ("x.npz", {"max_bytes": "much"}, ValueError, "max_bytes"),
         ("x.npz", {"max_bytes": "8000TiB"}, DiskFullError, "are free; nothing was written"),
     ]

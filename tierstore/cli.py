@@ -6,6 +6,7 @@ import functools
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from . import __version__
@@ -50,7 +51,7 @@ _TRAIN_FLAGS: Final = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    arguments = _spelled_out(list(sys.argv[1:] if arguments is None else arguments))
     unknown = _unknown(arguments, _COMMANDS)
     if unknown is not None:
         return _fail(unknown, EXIT_USAGE)
@@ -58,6 +59,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     options.words = arguments
     return _run(options.run, options)
+
+
+def _spelled_out(words: list[str]) -> list[str]:
+    """``plan FILE.toml`` is short for ``plan run FILE.toml``."""
+    group = _COMMANDS.get(words[0]) if len(words) > 1 else None
+    if group is None or not group.of_file or words[1].startswith("-") or not Path(words[1]).suffix:
+        return words
+    return [words[0], group.of_file, *words[1:]]
 
 
 def _unknown(words: Sequence[str], commands: "Mapping[str, Command]", kind: str = "command") -> str | None:
@@ -349,7 +358,8 @@ _COMMANDS: Final = {
         "say what machines a workload needs, before they are bought",
         "Say what machines a workload needs, before they are bought: memory, drives, hosts, speed, latency and cost.",
         """examples:
-  tierstore plan run plan.toml --html plan.html
+  tierstore plan plan.toml --html plan.html     # short for: tierstore plan run plan.toml --html plan.html
   tierstore plan COMMAND --help""",
+        of_file="run",
     ),
 }

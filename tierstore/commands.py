@@ -22,6 +22,7 @@ class Command(NamedTuple):
 
     Attributes:
         commands: of a group, which runs nothing itself: gives those in it, and loads what they need only then.
+        of_file: of a group: the command that is meant where a file's name stands in place of one.
     """
 
     run: Callable[[argparse.Namespace], int]
@@ -30,6 +31,7 @@ class Command(NamedTuple):
     description: str
     examples: str = ""
     commands: "Callable[[], Mapping[str, Command]] | None" = None
+    of_file: str = ""
 
 
 def show_help(options: argparse.Namespace) -> int:
@@ -39,10 +41,15 @@ def show_help(options: argparse.Namespace) -> int:
 
 
 def group(
-    commands: Callable[[], Mapping[str, Command]], help_text: str, description: str, examples: str = ""
+    commands: Callable[[], Mapping[str, Command]],
+    help_text: str,
+    description: str,
+    examples: str = "",
+    *,
+    of_file: str = "",
 ) -> Command:
     """A command that is a group of commands."""
-    return Command(show_help, lambda _: None, help_text, description, examples, commands)
+    return Command(show_help, lambda _: None, help_text, description, examples, commands, of_file)
 
 
 @contextlib.contextmanager

@@ -214,9 +214,9 @@ def _select(plan: Any, last: np.uint64) -> _Found:
     """The sampled rows of what ``Joined.key_plan`` describes."""
     ids, starts, firsts, _, batch, bag_starts = plan
     num_ids = int(bag_starts[-1])
-    keys, positions = np.empty(num_ids, np.int64), np.empty(num_ids, np.int64)
-    count = select(ids, starts, firsts, bag_starts, batch, last, keys, positions)
-    return _Found(keys[:count], positions[:count])
+    found = np.empty((2, num_ids), np.int64)
+    count = select(ids, starts, firsts, bag_starts, batch, last, found)
+    return _Found(found[0, :count], found[1, :count])
 
 
 def _samples(positions: Any, bag_starts: Any, batch: int, last: np.uint64) -> Any:

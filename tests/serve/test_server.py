@@ -21,7 +21,8 @@ from tierstore import cli
 from tierstore.serve import waiting_threads
 from tierstore.serve.client import Client
 from tierstore.serve.config import ServeConfig
-from tierstore.serve.workers import share_of
+from tierstore.serve.workers import recording_paths, share_of
+from tierstore.trace import read_trace
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +156,9 @@ WRONG: dict[str, dict[str, Any]] = {
     "body_bytes=0": {"body_bytes": 0},
     "body_bytes=2147483648": {"body_bytes": 1 << 31},
     "connections=-1": {"connections": -1},
+    "record_rate=0": {"record_rate": 0},
+    "record_rate=nan": {"record_rate": float("nan")},
+    "record_rate='x'": {"record_rate": "x"},
     "max_batch_samples=0": {"max_batch_samples": 0},
     "admin_port=65535 + 1": {"workers": 2, "admin_port": 65_535},
 }
@@ -165,6 +169,13 @@ def test_wrong_settings_are_named(message: str) -> None:
     with pytest.raises((ValueError, TypeError)) as caught:
         ServeConfig(**({"store": "x"} | WRONG[message]))
     assert message in str(caught.value)
+
+
+def test_each_worker_has_a_file_of_its_own() -> None:
+    assert recording_paths(ServeConfig(store="x")) == []
+    assert recording_paths(ServeConfig(store="x", record="a/b.npz")) == ["a/b.npz"]
+    paths = recording_paths(ServeConfig(store="x", record="a.d/b.npz", workers=3))
+    assert paths == ["a.d/b.0.npz", "a.d/b.1.npz", "a.d/b.2.npz"]
 
 
 @pytest.mark.parametrize("text", ["", "  \n", "größe"])
@@ -200,8 +211,8 @@ def free_ports(count: int) -> list[int]:
 def test_workers_share_the_ports_and_are_started_again(store: Path, tmp_path: Path) -> None:
     rest, grpc, admin, second = free_ports(4)
     ports = ["--port", str(rest), "--grpc-port", str(grpc), "--admin-port", str(admin), "--threads", "1"]
-    log = tmp_path / "log"
-    with command(log, "--store", str(store), *ports, "--workers", "2", "--ddr", "8MiB") as server:
+    log, record = tmp_path / "log", ["--record", str(tmp_path / "lookups.npz"), "--record-rate", "1"]
+    with command(log, "--store", str(store), *ports, "--workers", "2", "--ddr", "8MiB", *record) as server:
         admins = [f"http://127.0.0.1:{port}" for port in (admin, second)]
 
         def served() -> list[int]:
@@ -236,6 +247,21 @@ def test_workers_share_the_ports_and_are_started_again(store: Path, tmp_path: Pa
     assert "Traceback" not in log.read_text()
     for each in workers:
         each.wait(WAIT_SECONDS)
+    # A worker that was killed leaves what it had written, and the one in its place records no more.
+    lookups = [read_trace(tmp_path / f"lookups.{worker}.npz").tables["item"].ids for worker in (0, 1)]
+    assert max(map(len, lookups)) > 0
+    assert all(set(ids.tolist()) <= {1, 2} for ids in lookups)
+
+
+def test_where_a_server_cannot_record_it_does_not_start(
+    store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "lookups.npz").touch()
+    assert "lookups.npz exists" in said(capfd, "--store", str(store), "--record", str(tmp_path / "lookups.npz"))
+    assert "is a .npz file" in said(capfd, "--store", str(store), "--record", str(tmp_path / "lookups"))
+    (tmp_path / "own.1.npz").touch()
+    workers = ["--workers", "2", "--record", str(tmp_path / "own.npz")]
+    assert "own.1.npz exists" in said(capfd, "--store", str(store), *workers)
 
 
 def test_workers_end_with_their_parent(store: Path, tmp_path: Path) -> None:

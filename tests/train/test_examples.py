@@ -4,12 +4,20 @@ from pathlib import Path
 
 import pytest
 
+from tierstore.plan import plan_file
 from tierstore.train import config_file, train
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+PLAN = EXAMPLES / "plan.toml"
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.name)
+def test_the_example_of_a_plan_is_valid():
+    asked = plan_file.load(PLAN)
+    assert asked.target.samples_per_s > 0
+    assert not asked.is_fixed
+
+
+@pytest.mark.parametrize("path", sorted(set(EXAMPLES.glob("*.toml")) - {PLAN}), ids=lambda path: path.name)
 def test_every_example_is_a_valid_run_file(path):
     assert config_file.load(path).data.train_rows > 0
 

@@ -47,6 +47,8 @@ def _run(options: argparse.Namespace) -> int:
 def _require_writable(options: argparse.Namespace) -> None:
     """What would prevent the files, told before minutes of work."""
     for path in filter(None, (options.html, options.json)):
+        if not Path(path).parent.is_dir():
+            raise FileNotFoundError(f"{Path(path).parent} is not a directory; make it first")
         if Path(path).exists() and not options.force:
             raise FileExistsError(f"{path} exists; choose another name, or overwrite it with --force")
     if options.html:
@@ -135,15 +137,16 @@ def _place(options: argparse.Namespace) -> int:
     return run_place(options)
 
 
-def _no_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command takes none."""
+def _add_parts_arguments(parser: argparse.ArgumentParser) -> None:
+    from .parts.command import add_parts_arguments
+
+    add_parts_arguments(parser)
 
 
-def _parts(_: argparse.Namespace) -> int:
-    from .parts import describe_parts
+def _parts(options: argparse.Namespace) -> int:
+    from .parts.command import run_parts
 
-    print(describe_parts())
-    return 0
+    return run_parts(options)
 
 
 def _add_presets_arguments(parser: argparse.ArgumentParser) -> None:
@@ -281,8 +284,7 @@ COMMANDS: Final[Mapping[str, Command]] = {
         _run,
         _add_run_arguments,
         "answer a plan file",
-        "Predict the setup of a plan file, or search for the cheapest that reaches its target.",
-        "Prints the answer and what supports it.",
+        "Predict the setup of a plan file, or find the cheapest that reaches its target, and say what supports that.",
         """examples:
   tierstore plan run --keys > plan.toml
   tierstore plan run plan.toml --html plan.html --json plan.json
@@ -315,7 +317,7 @@ COMMANDS: Final[Mapping[str, Command]] = {
     ),
     "parts": _part(
         _parts,
-        _no_arguments,
+        _add_parts_arguments,
         "list the parts and hosts that plans know",
         "List processors, memory, GPUs, drives, links and hosts, each figure with its source.",
         "",

@@ -139,13 +139,30 @@ def test_a_changed_cost_file(tmp_path: Path, change: dict[str, object]) -> None:
         read_cost(path)
 
 
-@pytest.mark.parametrize("row", [[1] * 7, [1, 1, 1, 1, 1, 1, 1, "x"], [0] * 8, [True] * 8, "x"])
+@pytest.mark.parametrize("row", [[1] * 8, [1, 1, 1, 1, 1, 1, 1, 1, "x"], [0] * 9, [True] * 9, [1] * 8 + [-1], "x"])
 def test_a_changed_file_of_measurements(tmp_path: Path, row: object) -> None:
     path = tmp_path / "times.json"
     write_measurements(measured(linear_law), path)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"rows": [row]}))
-    with pytest.raises(ValueError, match="rows must be lists of 8 numbers"):
+    with pytest.raises(ValueError, match="rows must be lists of 9 numbers"):
         read_measurements(path)
+
+
+def test_what_a_call_takes_is_not_the_tables() -> None:
+    """Times of a law on top of a call's are fitted to the law; those hardly above it count little."""
+    call = 2e-4
+    jitter = np.random.default_rng(1).uniform(0.9, 1.1, len(SHAPES)) * 1e-5
+    laid_on = [
+        each._replace(forward_s=each.forward_s + call + extra, call_s=call)
+        for each, extra in zip(measured(power_law), jitter.tolist(), strict=True)
+    ]
+    assert laid_on[0].seconds == pytest.approx(power_law(SHAPES[0]) + jitter[0])
+    assert Measurement(SHAPES[0], 1e-4, 0.0, 2e-4).seconds == 1e-6
+    large = [shape for shape in SHAPES if power_law(shape) > call]
+    truth = np.array([power_law(shape) for shape in large])
+    assert accuracy(fit_cost(laid_on).seconds(large), truth).median < 0.08
+    line = [each._replace(forward_s=each.forward_s + call, call_s=call) for each in measured(linear_law)]
+    assert LinearCost.fit(line).bytes_per_s == pytest.approx(5e9)
 
 
 def test_too_few_or_wrong_measurements() -> None:

@@ -15,7 +15,7 @@ def test_a_quick_sample_is_measured_and_nothing_is_left(tmp_path: Path) -> None:
     found = measure_costs(tmp_path, timing=QUICK, progress=lambda done, total: told.append((done, total)))
     assert [each.shape for each in found] == list(designed_shapes(QUICK))[: len(found)]
     assert told[-1] == (len(found), QUICK.count)
-    assert all(each.forward_s > 0 and each.backward_s > 0 for each in found)
+    assert all(min(each.forward_s, each.backward_s, each.call_s) > 0 for each in found)
     assert not list(tmp_path.iterdir())
     if len(found) >= 10:
         assert fit_cost(found).num_measurements == len(found)

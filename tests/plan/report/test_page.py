@@ -165,7 +165,7 @@ def test_the_page_is_one_file(result: Any) -> None:
     assert "default-src 'none'" in text
     assert "<!-- slot" not in text
     assert not re.search(r"\bNaN\b|\bInfinity\b", text[text.index('id="figures"') : text.index("</script>")])
-    assert text.count('class="panel"') == sum(map(len, plots_of(result).values())) + 2
+    assert text.count('<section class="panel') == sum(map(len, plots_of(result).values())) + 2
 
 
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,16 +46,20 @@ class LinearCost:
     def fit(cls, measurements: Sequence[Measurement]) -> "LinearCost":
         """The rate and the fixed time with the least sum of squared relative errors.
 
+        Times that are hardly above a call's own count less.
+
         Raises:
             ValueError: too few measurements.
         """
         require_measurements(measurements, 2)
         seconds = np.array([each.seconds for each in measurements])
         amounts = np.array([each.shape.lookups * each.shape.weight_bytes for each in measurements])
-        columns = np.stack([amounts, np.ones(len(amounts))], axis=1) / seconds[:, None]
-        (per_byte, fixed), *_ = np.linalg.lstsq(columns, np.ones(len(seconds)), rcond=None)
+        trust = np.array([each.weight for each in measurements])
+        columns = np.stack([amounts, np.ones(len(amounts))], axis=1) * (trust / seconds)[:, None]
+        (per_byte, fixed), *_ = np.linalg.lstsq(columns, trust, rcond=None)
         if fixed < 0:
-            per_byte, fixed = (amounts / seconds).sum() / ((amounts / seconds) ** 2).sum(), 0.0
+            slopes = trust * amounts / seconds
+            per_byte, fixed = float(slopes @ trust) / float(slopes @ slopes), 0.0
         if per_byte <= 0:
             raise ValueError("the measured seconds do not grow with the bytes; measure more, and larger, tables")
         return cls(bytes_per_s=float(1 / per_byte), table_s=float(fixed))

@@ -64,7 +64,7 @@ def _loads(plan: PlacementPlan) -> list[str]:
     step = plan.step
     assert step is not None
     rows = [["  a step", "takes", "work"]]
-    for load in sorted(step.loads, key=lambda load: -load.seconds):
+    for load in sorted(filter(lambda load: load.seconds, step.loads), key=lambda load: -load.seconds):
         mark = "  <- bottleneck" if load.resource == step.bottleneck else ""
         work = format_size(load.amount) if load.unit == "bytes" else f"{load.amount:,.3g} {load.unit}"
         rows.append([f"  {load.resource}", _seconds(load.seconds), work + mark])

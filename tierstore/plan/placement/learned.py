@@ -152,20 +152,20 @@ def _terms(features: Floats) -> Floats:
     return np.concatenate([np.ones((len(features), 1)), features, features[:, first] * features[:, second]], axis=1)
 
 
-def _solve(terms: Floats, targets: Floats, penalty: float) -> Floats:
-    """The ridge's weights; the constant is not penalised."""
+def _solve(terms: Floats, targets: Floats, trust: Floats, penalty: float) -> Floats:
+    """The ridge's weights; the constant is not penalised. ``trust``: float64 [n], of each target."""
     ridge = penalty * np.eye(terms.shape[1])
     ridge[0, 0] = 0
-    return np.asarray(np.linalg.solve(terms.T @ terms + ridge, terms.T @ targets), np.float64)
+    return np.asarray(np.linalg.solve((terms.T * trust) @ terms + ridge, (terms.T * trust) @ targets), np.float64)
 
 
-def _held_out(terms: Floats, targets: Floats, penalty: float) -> Floats:
+def _held_out(terms: Floats, targets: Floats, trust: Floats, penalty: float) -> Floats:
     """float64 [n]: each target, predicted by a fit to the other folds."""
     folds = np.random.default_rng(0).permutation(len(targets)) % _FOLDS
     predicted = np.empty(len(targets))
     for fold in range(_FOLDS):
         others = folds != fold
-        predicted[~others] = terms[~others] @ _solve(terms[others], targets[others], penalty)
+        predicted[~others] = terms[~others] @ _solve(terms[others], targets[others], trust[others], penalty)
     return predicted
 
 
@@ -184,10 +184,11 @@ def fit_cost(measurements: Sequence[Measurement], *, link_bytes_per_s: float = 1
     centre = features.mean(0)
     scale: Floats = np.where(features.std(0) < 1e-9, 1.0, features.std(0))
     terms, targets = _terms((features - centre) / scale), np.log(seconds)
-    predictions = {penalty: _held_out(terms, targets, penalty) for penalty in _PENALTIES}
-    penalty = min(_PENALTIES, key=lambda each: float(((predictions[each] - targets) ** 2).sum()))
+    trust = np.array([each.weight for each in measurements])
+    predictions = {penalty: _held_out(terms, targets, trust, penalty) for penalty in _PENALTIES}
+    penalty = min(_PENALTIES, key=lambda each: float(trust @ (predictions[each] - targets) ** 2))
     return LearnedCost(
-        weights=_solve(terms, targets, penalty),
+        weights=_solve(terms, targets, trust, penalty),
         lowest=features.min(0),
         highest=features.max(0),
         centre=centre,

@@ -14,6 +14,8 @@ from .shapes import LookupShape
 __all__ = ["Measurement", "read_json", "read_measurements", "require_measurements", "write_json", "write_measurements"]
 
 _KIND: Final = "measured lookups"
+_LEAST_S: Final = 1e-6
+_TIMES: Final = ("forward_s", "backward_s", "call_s")
 
 
 class Measurement(NamedTuple):
@@ -22,30 +24,39 @@ class Measurement(NamedTuple):
     Attributes:
         forward_s: of the pooled lookup.
         backward_s: of merging the gradients of a row and updating it.
+        call_s: of both for one id, timed in turns with it: what a call takes whatever its ids. Tables that are looked
+            up together share it.
     """
 
     shape: LookupShape
     forward_s: float
     backward_s: float
+    call_s: float = 0.0
 
     @property
     def seconds(self) -> float:
-        return self.forward_s + self.backward_s
+        """Beyond a call's own, a microsecond at least."""
+        return max(self.forward_s + self.backward_s - self.call_s, _LEAST_S)
+
+    @property
+    def weight(self) -> float:
+        """From 0 to 1: of a lookup that takes little beyond a call, what it takes is not well known."""
+        return self.seconds / (self.seconds + self.call_s)
 
 
 def require_measurements(measurements: Sequence[Measurement], least: int) -> None:
     """ValueError unless there are so many, of times above 0."""
     if len(measurements) < least:
         raise ValueError(f"{len(measurements)} measurements; at least {least} are needed")
-    wrong = next((each for each in measurements if not (each.seconds > 0 and math.isfinite(each.seconds))), None)
+    wrong = next((each for each in measurements if not 0 < each.forward_s + each.backward_s < math.inf), None)
     if wrong is not None:
-        raise ValueError(f"a measurement of {excerpt(wrong.seconds)} seconds; they are above 0")
+        raise ValueError(f"a measurement of {excerpt(wrong.forward_s + wrong.backward_s)} seconds; they are above 0")
 
 
 def write_measurements(measurements: Sequence[Measurement], path: str | os.PathLike[str]) -> None:
     """Write as JSON, over what is there; whole or not at all."""
-    rows = [[*each.shape, each.forward_s, each.backward_s] for each in measurements]
-    fields = [*LookupShape._fields, "forward_s", "backward_s"]
+    rows = [[*each.shape, *each[1:]] for each in measurements]
+    fields = [*LookupShape._fields, *_TIMES]
     write_json({"kind": _KIND, "fields": fields, "rows": rows}, path)
 
 
@@ -58,9 +69,9 @@ def read_measurements(path: str | os.PathLike[str]) -> tuple[Measurement, ...]:
     found = read_json(path, _KIND)
     width = len(LookupShape._fields)
     rows = found.get("rows")
-    if not isinstance(rows, list) or not all(_is_row(row, width + 2) for row in rows):
-        raise ValueError(f"{os.fspath(path)}: rows must be lists of {width + 2} numbers")
-    return tuple(Measurement(_shape(row[:width]), float(row[width]), float(row[width + 1])) for row in rows)
+    if not isinstance(rows, list) or not all(_is_row(row, width + len(_TIMES)) for row in rows):
+        raise ValueError(f"{os.fspath(path)}: rows must be lists of {width + len(_TIMES)} numbers")
+    return tuple(Measurement(_shape(row[:width]), *map(float, row[width:])) for row in rows)
 
 
 def _is_row(row: Any, width: int) -> bool:
@@ -69,6 +80,7 @@ def _is_row(row: Any, width: int) -> bool:
         and len(row) == width
         and all(type(value) in (int, float) and math.isfinite(value) for value in row)
         and min(row[0], row[1], row[3]) >= 1
+        and min(row) >= 0
     )
 
 

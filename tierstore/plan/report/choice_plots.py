@@ -37,7 +37,7 @@ def grid_plot(grid: Grid) -> Plot:
         "mode": "markers",
         "x": [columns[column]],
         "y": [rows[row]],
-        "marker": {"symbol": "circle-open", "size": 18, "color": "#ffffff", "line": {"width": 3, "color": "#d55e00"}},
+        "marker": {"symbol": "circle-open", "size": 18, "color": "#d55e00", "line": {"width": 4}},
         "showlegend": False,
         "hovertemplate": "this plan<extra></extra>",
     }
@@ -148,7 +148,7 @@ def price_plot(result: PlanResult) -> Plot:
     rows.append(("all", "", money(price.usd), watts(price.watts)))
     title = f"{money(price.usd)} to buy, {money(price.usd_a_month)} a month with power"
     if parts and price.usd:
-        title += f"; {named(parts[-1].name)} takes {share(parts[-1].usd / price.usd, 0)} of the price"
+        title += f"; {share(parts[-1].usd / price.usd, 0)} of the price is {parts[-1].name}"
     pricing = result.asked.pricing
     note = (
         f"Over {pricing.years:g} years, {pricing.hours_a_day:g} hours a day at {watts(price.watts)}, a kWh at "

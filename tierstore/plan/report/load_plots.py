@@ -27,6 +27,9 @@ from .words import count, duration, money, quantity, resource, share
 __all__ = ["gains_plot", "line_plots", "loads_plot", "roofline_plot", "tiers_plot"]
 
 _BARS: Final = 12
+_HEADROOM: Final = 1.2
+_FAINT: Final = 0.02
+"""Of a step: resources that nowhere take more are left out of the roofline's lines."""
 _NEGLIGIBLE: Final = 1e-4
 """Of the samples a second: less than this is nothing."""
 _TIERS: Final = {"hbm": ("HBM", "--c5"), "ddr": ("DDR", "--c3"), "remote": ("remote", "--c4")}
@@ -107,7 +110,11 @@ def loads_plot(result: PlanResult) -> Plot:
 
 def roofline_plot(line: Line) -> Plot:
     """The step's time over DDR: the roof is the resource that takes longest."""
-    names = list(line.bounds)
+    names = [
+        name
+        for name, values in line.bounds.items()
+        if any(value > _FAINT * step for value, step in zip(values, line.step_s, strict=True))
+    ]
     data: list[dict[str, Any]] = [
         {
             "type": "scatter",
@@ -132,7 +139,7 @@ def roofline_plot(line: Line) -> Plot:
         }
     )
     data.append(_mark(line, line.step_s))
-    seconds = [value for values in line.bounds.values() for value in values] + list(line.step_s)
+    seconds = [value for name in names for value in line.bounds[name]] + list(line.step_s)
     top = max(line.step_s)
     layout = {
         "xaxis": log_axis("DDR for rows, of a host", line.values, byte_ticks),
@@ -140,13 +147,20 @@ def roofline_plot(line: Line) -> Plot:
         "height": 420,
     }
     table = Table(
-        ("DDR for rows", "step", *map(resource, names)),
+        ("DDR for rows", "step", *map(resource, line.bounds)),
         tuple(
-            (format_size(value), duration(line.step_s[index]), *(duration(line.bounds[name][index]) for name in names))
+            (
+                format_size(value),
+                duration(line.step_s[index]),
+                *(duration(each[index]) for each in line.bounds.values()),
+            )
             for index, value in enumerate(line.values)
         ),
     )
-    note = "Both axes are logarithmic. A step cannot be faster than the highest of the thin lines."
+    note = (
+        "Both axes are logarithmic. A step cannot be faster than the highest of the thin lines; resources that never "
+        "take a fiftieth of it are in the table only."
+    )
     return Plot("roofline", _roofline_title(line), note, {"data": data, "layout": layout}, table)
 
 
@@ -170,6 +184,7 @@ def _mark(line: Line, heights: Sequence[float]) -> dict[str, Any]:
         "y": [heights[nearest]],
         "text": ["this plan"],
         "textposition": "top center",
+        "cliponaxis": False,
         "showlegend": False,
         "marker": {"color": MARK, "size": 12, "line": {"color": "--panel", "width": 2}},
         "hovertemplate": "this plan<extra></extra>",
@@ -191,6 +206,7 @@ def _line_plot(index: int, line: Line) -> Plot:
         "marker": {"size": 5},
         "hovertemplate": "%{x:,.4s}: %{y:,.4s} samples/s<extra></extra>",
     }
+    low, high = min(line.samples_per_s), max(line.samples_per_s)
     title_of_axis = f"{line.quantity}, {line.unit}" if line.unit and line.unit != "bytes" else line.quantity
     is_scale = min(line.values) > 0
     xaxis = (log_axis(title_of_axis, line.values) if is_scale else axis(title_of_axis)) | ticks_at(
@@ -199,14 +215,13 @@ def _line_plot(index: int, line: Line) -> Plot:
     layout = {
         "xaxis": xaxis,
         "showlegend": False,
-        "yaxis": axis("samples/s", rangemode="tozero", tickformat="~s"),
+        "yaxis": axis("samples/s", range=[0, _HEADROOM * high], tickformat="~s"),
         "height": 300,
     }
-    low, high = min(line.samples_per_s), max(line.samples_per_s)
     subject = line.quantity
     title = f"{subject}: from {count(low)} to {count(high)} samples/s"
     if high - low <= _NEGLIGIBLE * high:
-        title = f"{subject}: no matter here, {count(high)} samples/s"
+        title = f"{subject}: no difference to {count(high)} samples/s"
     rows = tuple(
         (quantity(value, line.unit), duration(step), count(samples))
         for value, step, samples in zip(line.values, line.step_s, line.samples_per_s, strict=True)

@@ -110,7 +110,7 @@ def _answer(result: PlanResult) -> str:
     missed = math.prod(1 - tier.hit_rate for tier in tiers)
     tiles += [
         (share(1 - missed, 2), "of a batch's rows in memory"),
-        (sentence(resource(prediction.bottleneck)), "bounds it"),
+        (sentence(resource(prediction.bottleneck)), "is the bottleneck"),
         (money(prediction.price.usd), "to buy"),
         (money(prediction.price.usd_a_month), "a month with power"),
         (watts(prediction.price.watts), "in use"),
@@ -148,7 +148,8 @@ def _panel(plot: Plot) -> str:
         body = f'<details class="folded"><summary><h3>{title}</h3></summary>{drawing}{table}</details>'
     else:
         body = f"<h3>{title}</h3>{drawing}{table}"
-    return f'<section class="panel" id="{name}">{body}</section>'
+    wide = " wide" if plot.is_open else ""
+    return f'<section class="panel{wide}" id="{name}">{body}</section>'
 
 
 def _table(table: Table) -> str:

@@ -1,0 +1,265 @@
+"""From a plan file to its answer: what is asked reaches the planner, and what it finds reaches the report."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.plan.machines import HOST, gpu_host, workload_of
+from tierstore.plan import plan_file
+from tierstore.plan.accesses import accesses_of, once_a_batch
+from tierstore.plan.asking import hosts_of, query_sizes_of, setup_of
+from tierstore.plan.asking import workload_of as asked_workload
+from tierstore.plan.curves import curve
+from tierstore.plan.demand import Demand
+from tierstore.plan.describing import describe_workload, workload_toml
+from tierstore.plan.model import predict
+from tierstore.plan.parts import write_host
+from tierstore.plan.plan_file import PlanFile
+from tierstore.plan.planning import plan
+from tierstore.plan.presets import PRESETS, load_workload
+from tierstore.plan.result import PlanResult
+from tierstore.plan.search import describe_setup
+from tierstore.plan.traces import generate
+from tierstore.sections import ConfigError
+from tierstore.trace import write_trace
+
+Asked = Callable[..., PlanFile]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("plans")
+    write_host(HOST, found / "box.json")
+    write_host(gpu_host(), found / "gpu.json")
+    (found / "shop.toml").write_text(workload_toml(workload_of()))
+    write_trace(generate(workload_of(), samples=256 * 30, seed=0), found / "shop.npz")
+    return found
+
+
+@pytest.fixture(scope="module")
+def asked(folder: Path) -> Asked:
+    """A plan file of the small workload on the small host, with overrides."""
+
+    def ask(*overrides: str) -> PlanFile:
+        path = folder / "plan.toml"
+        path.write_text(f'[workload]\nfile = "{folder}/shop.toml"\n[host]\nfile = "{folder}/box.json"\n')
+        return plan_file.load(path, [plan_file.parse_override(text) for text in overrides])
+
+    return ask
+
+
+@pytest.fixture(scope="module")
+def given(asked: Asked) -> PlanResult:
+    return plan(asked("setup.ddr=8MiB", "target.samples_per_s=1e9"))
+
+
+@pytest.fixture(scope="module")
+def found(asked: Asked) -> PlanResult:
+    return plan(asked("target.samples_per_s=20000", "search.memory_shares=[0.001, 0.01, 0.1]"))
+
+
+def test_a_given_setup_is_predicted_as_it_is(asked: Asked, given: PlanResult) -> None:
+    setup = setup_of(given.asked, workload_of(), HOST)
+    assert (setup.ddr_bytes, setup.hosts, setup.threads) == (2**23, 1, 4)
+    assert given.prediction == predict(setup, Demand.analytic(workload_of()))
+    assert not given.searched
+    assert not given.alternatives
+
+
+def test_lines_and_the_grid_go_through_the_plan(given: PlanResult) -> None:
+    prediction = given.prediction
+    assert [line.quantity for line in given.lines] == [
+        *("DDR for rows", "reads of a host's drives"),
+        *("batch", "change of all exponents"),
+    ]
+    for line in given.lines:
+        (index,) = (number for number, value in enumerate(line.values) if value == pytest.approx(line.chosen))
+        assert line.step_s[index] == pytest.approx(prediction.step_s)
+        assert line.samples_per_s[index] == pytest.approx(prediction.samples_per_s)
+        for name, seconds in line.bounds.items():
+            own = next(load.seconds for load in prediction.loads if load.resource == name)
+            assert seconds[index] == pytest.approx(own)
+        assert list(line.values) == sorted(line.values)
+    grid = given.grid
+    assert grid is not None
+    row, column = grid.reads_per_s.index(grid.chosen_reads_per_s), grid.ddr_bytes.index(grid.chosen_ddr_bytes)
+    assert grid.samples_per_s[row][column] == pytest.approx(prediction.samples_per_s)
+    reads = given.lines[1].samples_per_s
+    assert tuple(each[column] for each in grid.samples_per_s) == pytest.approx(reads)
+    assert min(reads) < max(reads)
+
+
+def test_more_memory_and_faster_drives_are_never_slower(given: PlanResult) -> None:
+    ddr, reads, *_ = given.lines
+    for line in (ddr, reads):
+        assert all(later <= earlier * (1 + 1e-9) for earlier, later in zip(line.step_s, line.step_s[1:], strict=False))
+    whole = workload_of().table_bytes
+    assert ddr.values[0] < whole / 50
+    assert ddr.values[-1] >= whole
+
+
+def test_the_search_finds_the_cheapest_that_reaches_the_target(found: PlanResult) -> None:
+    best = found.prediction
+    assert found.searched
+    assert best.samples_per_s >= 20_000
+    reaching = [each for each in found.alternatives if not each.reason]
+    assert all(each.prediction is not None for each in reaching)
+    assert all(
+        each.prediction.price.usd_a_month >= best.price.usd_a_month and each.prediction.samples_per_s >= 20_000
+        for each in reaching
+        if each.prediction is not None
+    )
+    assert not found.warnings
+
+
+def test_rows_keep_their_type_unless_the_search_may_change_it(asked: Asked, found: PlanResult) -> None:
+    assert {each.setup.workload.dtype for each in found.alternatives} <= {"float32"}
+    other = plan(asked("target.samples_per_s=20000", "search.memory_shares=[0.001]", 'search.dtypes=["float16"]'))
+    assert other.prediction.setup.workload.dtype == "float16"
+
+
+def test_prices_of_parts_add_up(given: PlanResult, found: PlanResult) -> None:
+    for result in (given, found):
+        assert sum(part.usd for part in result.price_parts) == pytest.approx(result.prediction.price.usd)
+        assert sum(part.watts for part in result.price_parts) == pytest.approx(result.prediction.price.watts)
+
+
+def test_a_missed_target_is_a_warning(asked: Asked, given: PlanResult) -> None:
+    (missed,) = [text for text in given.warnings if "missed" in text]
+    assert "1e+09 samples/s" in missed
+    cheap = plan(asked("setup.ddr=8MiB", "target.usd=1", "target.watts=1"))
+    assert [text.split(":")[0] for text in cheap.warnings[:2]] == ["the target is missed"] * 2
+
+
+def test_worn_drives_and_tight_memory_are_warnings(asked: Asked) -> None:
+    many = plan(asked("setup.ddr=420KiB", "pricing.years=50"))
+    assert any("wear out" in text for text in many.warnings)
+    assert any("rows leave and come back within a batch" in text for text in many.warnings)
+    full = plan(asked("setup.ddr=12GiB", "setup.page_cache=3GiB"))
+    assert any("little is left for the system" in text for text in full.warnings)
+
+
+def test_keys_that_the_search_does_not_heed_are_told(asked: Asked) -> None:
+    result = plan(asked("target.samples_per_s=100", "setup.rows_per_read=2", "search.memory_shares=[0.01]"))
+    assert [text.split(";")[0] for text in result.warnings] == ["the search does not heed setup.rows_per_read"]
+
+
+def test_a_trace_gives_curves_by_policy_table_and_time(asked: Asked, folder: Path) -> None:
+    keys = ("setup.ddr=8MiB", f"trace.path={folder}/shop.npz", 'curves.policies=["opt", "lru"]', "curves.by_table=true")
+    result = plan(asked(*keys, "curves.windows=3"))
+    assert [(each.group, each.name) for each in result.curves] == [
+        ("pool", "lru"),
+        ("policy", "opt"),
+        *(("table", name) for name in ("item", "user")),
+        *(("window", f"part {number} of 3") for number in (1, 2, 3)),
+    ]
+    distinct = once_a_batch(accesses_of(generate(workload_of(), samples=256 * 30, seed=0)))
+    assert result.curves[0].curve.to_dict() == curve(distinct, "lru").to_dict()
+    assert result.curves[1].curve.to_dict() == curve(distinct, "opt").to_dict()
+    (ddr,) = result.prediction.tiers[:1]
+    assert result.curves[0].chosen_rows == ddr.rows
+    assert [line.quantity for line in result.lines] == ["DDR for rows", "reads of a host's drives"]
+    assert any(text.startswith("accesses: ") and "in 30 batches" in text for text in result.assumptions)
+
+
+def test_serving_has_latencies(asked: Asked) -> None:
+    keys = ("setup.ddr=8MiB", "workload.optimizer=none", "target.queries_per_s=100", "target.p99_ms=1e-6")
+    result = plan(asked(*keys))
+    latency = result.prediction.latency
+    assert latency is not None
+    assert 0 < latency.p50_s <= latency.p99_s < math.inf
+    assert any("99 % of queries within" in text for text in result.warnings)
+
+
+def test_every_strategy_of_placement_is_compared(given: PlanResult) -> None:
+    assert {each.strategy for each in given.placements} == {"gpu", "host", "remote", "hybrid", "ssd"}
+    assert all(math.isinf(each.step_s) == bool(each.note) for each in given.placements)
+
+
+def test_the_same_file_gives_the_same_answer_and_it_is_json(given: PlanResult, asked: Asked) -> None:
+    again = plan(asked("setup.ddr=8MiB", "target.samples_per_s=1e9"))
+    assert json.dumps(again.to_dict(), allow_nan=False) == json.dumps(given.to_dict(), allow_nan=False)
+
+
+def test_progress_is_told_from_nothing_to_all(asked: Asked) -> None:
+    told: list[tuple[int, int]] = []
+    plan(asked("setup.ddr=8MiB"), progress=lambda stage, done, total: told.append((done, total)))
+    assert told == [(number, 5) for number in range(6)]
+
+
+def test_counts_change_the_host_and_its_price(asked: Asked) -> None:
+    (host,) = hosts_of(asked("host.ssds=3", "host.memory=200%"))
+    assert len(host.storage) == 3
+    assert host.ddr == replace(HOST.ddr, capacity_bytes=2.0**35, watts=40.0, usd=200.0)
+    assert hosts_of(asked("host.ssds=0"))[0].storage == ()
+
+
+def test_sizes_are_of_what_the_host_has(asked: Asked, folder: Path) -> None:
+    file = asked("setup.ddr=50%", "setup.hbm=25%", f"host.file={folder}/gpu.json", "setup.page_cache=5% of tables")
+    setup = setup_of(file, asked_workload(file), hosts_of(file)[0])
+    assert (setup.ddr_bytes, setup.hbm_bytes) == (2**33, 2**29)
+    assert setup.page_cache_bytes == workload_of().table_bytes * 5 // 100
+
+
+def test_the_workload_may_be_changed_scaled_or_written_in_the_file(asked: Asked, tmp_path: Path) -> None:
+    changed = asked_workload(asked("workload.name=mine", "workload.dtype=float16", "workload.scale=0.5"))
+    assert (changed.name, changed.dtype, changed.tables[0].num_embeddings) == ("mine", "float16", 200_000)
+    path = tmp_path / "own.toml"
+    path.write_text('[[workload.tables]]\nname = "a"\ncount = 2\n[[workload.tables]]\nname = "b"\nnum_embeddings = 9\n')
+    own = asked_workload(plan_file.load(path))
+    assert [(table.name, table.num_embeddings) for table in own.tables] == [("a0", 1), ("a1", 1), ("b", 9)]
+
+
+def test_query_sizes_are_read_from_a_file(asked: Asked, tmp_path: Path) -> None:
+    path = tmp_path / "sizes.txt"
+    path.write_text("100, 200, 200\n")
+    assert query_sizes_of(asked(f"target.query_sizes={path}")) == (100.0, 200.0, 200.0)
+    path.write_text("100, many")
+    with pytest.raises(ConfigError, match="many"):
+        query_sizes_of(asked(f"target.query_sizes={path}"))
+    with pytest.raises(ConfigError, match="No such file"):
+        query_sizes_of(asked(f"target.query_sizes={tmp_path}/nosuch"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["workload.file="], r"workload\.preset = '': give one of .*rmc1"),
+        (["workload.file=", "workload.preset=rmc11"], r"did you mean 'rmc1'"),
+        (["workload.optimizer=adams"], r"workload: optimizer='adams' is not one of none, sgd"),
+        (["host.file="], r"host\.name = '': give one of workstation"),
+        (["host.file=", "host.name=server-2"], r"did you mean 'server-2s'\?"),
+        (["host.accelerators=2"], r"host\.accelerators = 2: host 'box' has none to have more of"),
+        (["host.file=nosuch.json"], r"nosuch\.json"),
+        (["trace.path=nosuch.npz", "setup.ddr=8MiB"], r"nosuch\.npz"),
+        ([], r"\[target\]: the target names no rate and no limit.*or give setup\.ddr"),
+        (["setup.ddr=1KiB"], r"too little"),
+        (["setup.ddr=64GiB"], r"64\.0 GiB of a host are wanted, 16\.0 GiB are there"),
+        (["target.queries_per_s=5"], r"target\.queries_per_s = 5: the workload trains, with rowwise_adagrad; set "),
+        (["target.samples_per_s=1e12", "search.memory_shares=[0.01]"], r"no setup meets the target; the nearest"),
+        (["target.samples_per_s=1", "search.hosts=[2, 1]"], r"\[search\]: hosts=\(2, 1\): expected counts"),
+    ],
+)
+def test_what_cannot_be_is_said_with_what_can(asked: Asked, overrides: list[str], message: str) -> None:
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        plan(asked(*overrides))
+
+
+def test_a_workload_is_written_as_it_is_read(tmp_path: Path) -> None:
+    for workload in PRESETS.values():
+        path = tmp_path / "workload.toml"
+        path.write_text(workload_toml(workload))
+        assert load_workload(path) == workload
+        assert f"{len(workload.tables)} tables" in describe_workload(workload)
+
+
+def test_alternatives_are_told_by_their_setups(found: PlanResult) -> None:
+    fields: dict[str, Any] = found.to_dict()
+    assert [each["setup"] for each in fields["alternatives"]] == [
+        describe_setup(each.setup) for each in found.alternatives
+    ]
