@@ -104,6 +104,17 @@ def test_as_many_rows_as_there_can_be() -> None:
         assert curve.hit_rate(1e9) > curve.hit_rate(1e6) > 0
 
 
+def test_bins_of_many_tables_are_merged() -> None:
+    """Thirty tables that differ a little are as thirty that do not."""
+    alike, other = popularity([(50_000, 1.0, 500.0)] * 30), popularity([(50_000 + n, 1.0, 500.0) for n in range(30)])
+    assert len(other.rows) < 2048
+    assert other.num_rows == pytest.approx(alike.num_rows, rel=1e-3)
+    assert other.unique == pytest.approx(alike.unique, rel=1e-3)
+    for size in (1e3, 1e4, 1e5, 1e6):
+        assert lru_curve(other).hit_rate(size) == pytest.approx(lru_curve(alike).hit_rate(size), abs=2e-3)
+        assert frequency_curve(other).hit_rate(size) == pytest.approx(frequency_curve(alike).hit_rate(size), abs=2e-3)
+
+
 def test_few_rows_and_no_lookups() -> None:
     alone = popularity([(1, 1.05, 10.0)])
     assert alone.unique == 1

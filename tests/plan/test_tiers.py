@@ -112,6 +112,14 @@ def test_one_pool_by_hand() -> None:
     assert load.blocks_read == pytest.approx(read + load.blocks_written)
 
 
+def test_policies_that_write_more() -> None:
+    lru, lfu, tinylfu = (load_of({"policy": policy}) for policy in ("lru", "lfu", "tinylfu"))
+    assert lru.blocks_written < lfu.blocks_written <= lfu.misses
+    transaction = int(64 * MIB / 8) // lru.layout.block_bytes
+    assert tinylfu.misses < transaction
+    assert tinylfu.blocks_written == min(transaction, tinylfu.unique)
+
+
 def test_hosts_divide_rows_and_ids_and_a_packed_store_reads_less() -> None:
     one, four = load_of(), load_of({"hosts": 4})
     assert four.num_rows == 250_000

@@ -6,6 +6,7 @@ C. Fricker, P. Robert, J. Roberts, A versatile and accurate approximation for LR
 over batches: a row is accessed at most once a batch, as the tiers of a store count.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
@@ -22,7 +23,11 @@ _SINGLE_RANKS: Final = 256
 """The hottest rows have a bin each."""
 _BIN_GROWTH: Final = 1.02
 """Of the ranks behind them, from bin to bin: a row's share is off by 1 % times the exponent at most."""
-_TIMES: Final = 256
+_MANY_BINS: Final = 2048
+_LEAST_CHANCE: Final = 1e-300
+_TIMES: Final = 160
+_FEW_BATCHES: Final = np.linspace(0.25, 4.0, 61)
+"""Windows where hit rates bend most."""
 _LONG: Final = 40.0
 """Accesses that a row has had, on average, when it is taken for certain that it had one: the odds are e^-40."""
 _SIZES: Final = 512
@@ -91,7 +96,17 @@ def popularity(tables: Sequence[tuple[int, float, float]]) -> Popularity:
         own, shares = zipf_bins(num_rows, exponent)
         rows.append(own * count)
         chances.append(_in_batch(shares, lookups))
-    return Popularity(np.concatenate(rows), np.concatenate(chances))
+    return _merged(np.concatenate(rows), np.concatenate(chances))
+
+
+def _merged(rows: Floats, chances: Floats) -> Popularity:
+    """Bins of nearly equal chance as one, of their mean, where there are many."""
+    if len(rows) <= _MANY_BINS:
+        return Popularity(rows, chances)
+    steps = np.round(np.log(np.maximum(chances, _LEAST_CHANCE)) / math.log(_BIN_GROWTH))
+    _, places = np.unique(steps, return_inverse=True)
+    merged = np.bincount(places, weights=rows).astype(np.float64)
+    return Popularity(merged, np.bincount(places, weights=rows * chances) / merged)
 
 
 def _in_batch(shares: Floats, lookups: float) -> Floats:
@@ -120,7 +135,8 @@ def lru_curve(found: Popularity) -> MissRatioCurve:
     weights = rows * chances / found.unique
     sizes, hits = [0.0], [0.0]
     # From a window of less than a row to one by which every row was accessed.
-    for time in np.geomspace(0.5 / found.unique, 1 + _LONG / float(rates.min()), _TIMES):
+    longest = 1 + _LONG / float(rates.min())
+    for time in np.union1d(np.geomspace(0.5 / found.unique, longest, _TIMES), _FEW_BATCHES):
         whole = np.floor(time)
         part = time - whole
         absent = np.exp(-rates * whole)
