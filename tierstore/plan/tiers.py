@@ -160,7 +160,7 @@ def _load(own: _Share) -> PoolLoad:
         misses += again
         from_device += again if own.cached_blocks < unique else 0.0
     elsewhere = 1 - _found_by_chance(own.cached_blocks / own.num_blocks, own.pool.layout.rows_per_block)
-    written = _written(own, misses)
+    written = _written(own, min(misses, unique))  # a row that is brought in twice has changed once
     return PoolLoad(
         layout=own.pool.layout,
         num_rows=own.num_rows,
