@@ -112,6 +112,14 @@ def test_one_pool_by_hand() -> None:
     assert load.blocks_read == pytest.approx(read + load.blocks_written)
 
 
+def test_policies_that_write_more() -> None:
+    lru, lfu, tinylfu = (load_of({"policy": policy}) for policy in ("lru", "lfu", "tinylfu"))
+    assert lru.blocks_written < lfu.blocks_written <= lfu.misses
+    transaction = int(64 * MIB / 8) // lru.layout.block_bytes
+    assert tinylfu.misses < transaction
+    assert tinylfu.blocks_written == min(transaction, tinylfu.unique)
+
+
 def test_hosts_divide_rows_and_ids_and_a_packed_store_reads_less() -> None:
     one, four = load_of(), load_of({"hosts": 4})
     assert four.num_rows == 250_000
@@ -119,6 +127,13 @@ def test_hosts_divide_rows_and_ids_and_a_packed_store_reads_less() -> None:
     packed = load_of({"rows_per_read": 4.0})
     assert packed.blocks_read - packed.blocks_written == pytest.approx(500 / 4, rel=0.2)
     assert packed.blocks_read < one.blocks_read
+
+
+def test_the_caches_of_all_hosts_are_as_one() -> None:
+    workload = make_workload(rows=1_000_000)
+    demand = Demand.analytic(workload)
+    (load,) = pool_loads(make_setup(workload, hosts=3, ddr_bytes=8 * MIB), demand)
+    assert load.misses == pytest.approx(load.unique * demand.pools[0].curve.miss_ratio(3 * load.ddr_rows))
 
 
 def test_extremes() -> None:
@@ -130,6 +145,10 @@ def test_extremes() -> None:
     assert least.asked == 2 * least.unique, "backward has to bring the rows in again"
     assert least.misses == least.unique
     assert not least.keeps_batch
+    assert 0 < least.blocks_written <= least.unique
+    twice = load_of({"ddr_bytes": 500 * 1024.0}, miss_ratio=1.0)
+    assert twice.misses == 2 * twice.unique
+    assert twice.blocks_written == least.blocks_written, "it has changed once"
     cached = load_of({"page_cache_bytes": GIB})
     assert cached.misses == 500
     assert cached.device_misses == cached.blocks_read == 0

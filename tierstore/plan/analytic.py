@@ -6,6 +6,8 @@ C. Fricker, P. Robert, J. Roberts, A versatile and accurate approximation for LR
 over batches: a row is accessed at most once a batch, as the tiers of a store count.
 """
 
+import itertools
+import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
@@ -22,14 +24,19 @@ _SINGLE_RANKS: Final = 256
 """The hottest rows have a bin each."""
 _BIN_GROWTH: Final = 1.02
 """Of the ranks behind them, from bin to bin: a row's share is off by 1 % times the exponent at most."""
-_TIMES: Final = 256
+_MANY_BINS: Final = 2048
+_LEAST_CHANCE: Final = 1e-300
+_TIMES: Final = 160
+_FEW_BATCHES: Final = np.linspace(0.0, 4.0, 81)
+"""Windows where hit rates bend most."""
+_PHASES: Final = np.linspace(0.0, 1.0, 25) ** 2
+"""Times in a batch, most of them early, where most rows are used first."""
 _LONG: Final = 40.0
 """Accesses that a row has had, on average, when it is taken for certain that it had one: the odds are e^-40."""
 _SIZES: Final = 512
 _BATCHES: Final = 1_000_000
 """Whose accesses a curve says it is of, so that curves of several tables have their weights."""
 _ALMOST_CERTAIN: Final = 1 - 1e-15
-_SMALL_RATE: Final = 1e-5
 
 
 class Popularity(NamedTuple):
@@ -91,7 +98,17 @@ def popularity(tables: Sequence[tuple[int, float, float]]) -> Popularity:
         own, shares = zipf_bins(num_rows, exponent)
         rows.append(own * count)
         chances.append(_in_batch(shares, lookups))
-    return Popularity(np.concatenate(rows), np.concatenate(chances))
+    return _merged(np.concatenate(rows), np.concatenate(chances))
+
+
+def _merged(rows: Floats, chances: Floats) -> Popularity:
+    """Bins of nearly equal chance as one, of their mean, where there are many."""
+    if len(rows) <= _MANY_BINS:
+        return Popularity(rows, chances)
+    steps = np.round(np.log(np.maximum(chances, _LEAST_CHANCE)) / math.log(_BIN_GROWTH))
+    _, places = np.unique(steps, return_inverse=True)
+    merged = np.bincount(places, weights=rows).astype(np.float64)
+    return Popularity(merged, np.bincount(places, weights=rows * chances) / merged)
 
 
 def _in_batch(shares: Floats, lookups: float) -> Floats:
@@ -106,63 +123,55 @@ def _in_batch(shares: Floats, lookups: float) -> Floats:
 def lru_curve(found: Popularity) -> MissRatioCurve:
     """Of least-recently-used, by Che's approximation.
 
-    A cache holds what was accessed in the last T batches, of which T follows from its size. A row that is accessed is
-    in it if it was within T before. Within a batch frequent rows come early: the time to a row's first use is
-    exponential, cut off at the batch's end. So the whole batches of T count but for the last, and that and the one
-    before it with the chance that the two first uses lie near enough; without this, caches of less than a batch would
-    seem to hit up to ten points more often than they do.
+    A cache holds what was accessed in a window that reaches back so far that it has as many rows. The time of a row's
+    first use in a batch has an exponential density, cut off at the batch's end: frequent rows come early. So at a time
+    in a batch the window holds what the batch has used so far, and before that some whole batches and the end of one
+    more. A row that is used then for the first time in its batch is in the cache if it was in those.
     """
     used = found.chances > 0
     rows, chances = found.rows[used], np.minimum(found.chances[used], _ALMOST_CERTAIN)
+    sizes = _sizes(found)
     if not len(rows):
-        return _curve("lru", np.ones(1), np.zeros(1), found)
+        return _curve("lru", sizes, np.zeros(len(sizes)), found)
     rates = -np.log1p(-chances)
-    weights = rows * chances / found.unique
-    sizes, hits = [0.0], [0.0]
-    # From a window of less than a row to one by which every row was accessed.
-    for time in np.geomspace(0.5 / found.unique, 1 + _LONG / float(rates.min()), _TIMES):
-        whole = np.floor(time)
-        part = time - whole
-        absent = np.exp(-rates * whole)
-        sizes.append(float(rows @ (1 - absent * (1 - part * chances))))
-        missed = 1 - chances * _behind(rates, 1 - part)
-        if whole:
-            missed *= np.exp(-rates * (whole - 1)) * (1 - chances * (1 - _behind(rates, part)))
-        hits.append(float(weights @ (1 - missed)))
-    return _curve("lru", np.array(sizes), 1 - np.array(hits), found)
+    absent = _absent(rates, np.union1d(_FEW_BATCHES, np.geomspace(1, 1 + _LONG / float(rates.min()), _TIMES)))
+    hits = np.zeros(len(sizes))
+    for start, stop in itertools.pairwise(_PHASES):
+        held = rows.sum() - absent @ (rows * np.exp(-rates * (start + stop) / 2))
+        first_used = rows * (np.exp(-rates * start) - np.exp(-rates * stop))
+        hits += np.interp(sizes, held, first_used.sum() - absent @ first_used, left=0.0)
+    return _curve("lru", sizes, 1 - hits / found.unique, found)
 
 
-def _behind(rates: Floats, gap: float) -> Floats:
-    """The chance that the first use in a batch lies this part of a batch, or more, behind that in another one.
-
-    Args:
-        rates: uses a batch; times of first uses have the density ``rate * exp(-rate * t)``, scaled to [0, 1].
-    """
-    rates = np.maximum(rates, _SMALL_RATE)  # below, times are uniform, and differences would lose all digits
-    both = -np.exp(-rates * gap) * np.expm1(-2 * rates * (1 - gap)) / 2
-    beyond = -np.exp(-rates) * np.expm1(-rates * (1 - gap))
-    chance: Floats = (both - beyond) / np.expm1(-rates) ** 2
-    return chance
+def _absent(rates: Floats, windows: Floats) -> Floats:
+    """float64 [windows, rows]: the chance that a row has no use in the last so many batches, of which the first, a part
+    of one, counts first uses within the batch only."""
+    whole = np.floor(windows)[:, None]
+    begin = 1 - (windows[:, None] - whole)
+    absent: Floats = np.exp(-rates * whole) * (1 - np.exp(-rates * begin) + np.exp(-rates))
+    return absent
 
 
 def frequency_curve(found: Popularity, *, policy: str = "perfect-lfu") -> MissRatioCurve:
     """Of a cache of the rows that are accessed most: what counting every row's accesses for ever leads to."""
     order = np.argsort(-found.chances, kind="stable")
     rows, chances = found.rows[order], found.chances[order]
-    sizes = np.append(0.0, np.cumsum(rows))
+    held = np.append(0.0, np.cumsum(rows))
     hits = np.append(0.0, np.cumsum(rows * chances)) / (found.unique or 1.0)
-    return _curve(policy, sizes, 1 - hits, found)
+    sizes = _sizes(found)
+    return _curve(policy, sizes, 1 - np.interp(sizes, held, hits), found)
+
+
+def _sizes(found: Popularity) -> Floats:
+    """Whole, log-spaced, up to all rows."""
+    return np.unique(np.round(np.geomspace(1, max(round(found.num_rows), 1), _SIZES)))
 
 
 def _curve(policy: str, sizes: Floats, miss_ratios: Floats, found: Popularity) -> MissRatioCurve:
-    """At whole sizes, log-spaced, by straight lines between those that are known."""
-    num_rows = round(found.num_rows)
-    wanted = np.unique(np.round(np.geomspace(1, max(num_rows, 1), _SIZES)).astype(np.int64))
-    at_wanted = np.interp(wanted, sizes, miss_ratios)
     return MissRatioCurve(
         policy=policy,
-        sizes=wanted,
-        miss_ratios=np.minimum.accumulate(np.clip(at_wanted, 0.0, 1.0)),
+        sizes=sizes.astype(np.int64),
+        miss_ratios=np.minimum.accumulate(np.clip(miss_ratios, 0.0, 1.0)),
         num_accesses=round(found.unique * _BATCHES),
-        num_rows=num_rows,
+        num_rows=round(found.num_rows),
     )

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 from ..budget import Division, divide, divide_hbm
+from ..cache import REFERENCE_PREFIX
 from ..errors import BudgetError
 from ..hbm.pool import HbmSize, host_bytes_of
 from ..pool import HELD_SHARE
@@ -75,7 +76,16 @@ def pool_loads(setup: Setup, demand: Demand) -> tuple[PoolLoad, ...]:
     for pool, (layout, count), cached_blocks in zip(demand.pools, rows, blocks, strict=True):
         size = division.pools[layout]
         hbm_rows = accelerators * hot[layout].cached_rows if accelerators else 0
-        own = _Share(pool, setup, count, min(hbm_rows, count), size.cached_rows, size.is_full, cached_blocks)
+        own = _Share(
+            pool=pool,
+            setup=setup,
+            num_rows=count,
+            hbm_rows=min(hbm_rows, count),
+            ddr_rows=size.cached_rows,
+            is_full=size.is_full,
+            cached_blocks=cached_blocks,
+            transaction_blocks=division.transaction_bytes // layout.block_bytes,
+        )
         loads.append(_load(own))
     return tuple(loads)
 
@@ -119,6 +129,7 @@ class _Share(NamedTuple):
     ddr_rows: int
     is_full: bool
     cached_blocks: float
+    transaction_blocks: float
 
     @property
     def is_training(self) -> bool:
@@ -151,8 +162,7 @@ def _load(own: _Share) -> PoolLoad:
         misses += again
         from_device += again if own.cached_blocks < unique else 0.0
     elsewhere = 1 - _found_by_chance(own.cached_blocks / own.num_blocks, own.pool.layout.rows_per_block)
-    written = _written_share(own.ddr_rows / own.num_blocks) if own.is_training else 0.0
-    read = _blocks(from_device, own)
+    written = _written(own, min(misses, unique))  # a row that is brought in twice has changed once
     return PoolLoad(
         layout=own.pool.layout,
         num_rows=own.num_rows,
@@ -167,8 +177,8 @@ def _load(own: _Share) -> PoolLoad:
         device_misses=from_device * elsewhere,
         is_full=own.is_full,
         keeps_batch=stays or unique <= HELD_SHARE * top,
-        blocks_read=(read + min(written * from_device, read)) * elsewhere,
-        blocks_written=min(written * misses, _blocks(misses, own)),
+        blocks_read=(_blocks(from_device, own) + written) * elsewhere,
+        blocks_written=written,
     )
 
 
@@ -194,11 +204,27 @@ def _blocks(rows: float, own: _Share) -> float:
     return min(rows / own.setup.rows_per_read, touched)
 
 
+def _written(own: _Share, misses: float) -> float:
+    """Blocks rewritten in a step for rows that leave.
+
+    LRU's victims leave in the order in which they are written, and with what was written along; of other policies that
+    is not taken for granted. TinyLFU's may be used again first, and rows that came in later leave before them: so each
+    step a whole transaction is written at least, if so many rows changed.
+    """
+    if not misses or not own.is_training:
+        return 0.0
+    policy = own.setup.policy.removeprefix(REFERENCE_PREFIX)
+    if policy == "tinylfu":
+        return min(max(misses, own.transaction_blocks), own.unique)
+    share = _written_share(own.ddr_rows / own.num_blocks) if policy == "lru" else 1.0
+    return min(share * misses, _blocks(misses, own))
+
+
 def _written_share(rows_a_block: float) -> float:
-    """Blocks written for each row that leaves: x in ``x = exp(-x * a)``, a the rows that are cached of a block.
+    """Blocks written for each row that leaves: x in ``x = exp(-x * a)``.
 
     A block that is written takes along all of its newer rows, which need not be written when they leave. While a row is
-    cached, as many rows leave as there are cached; so x * a times, on average, is its block written meanwhile.
+    cached as many rows leave as there are cached, a for each block there is; so its block is written x * a times.
     """
     low, high = 0.0, 1.0
     for _ in range(_STEPS):
