@@ -99,8 +99,8 @@ class Recorder:
         self._lock = threading.Lock()
         self._is_over = self._is_written = False
         self._over = threading.Event()
-        self._write(force=False)
         _compile()
+        self._write(force=False)
         self._thread = threading.Thread(target=self._write_now_and_then, name="tierstore-record", daemon=True)
         self._thread.start()
 
@@ -220,3 +220,4 @@ def _compile() -> None:
     for id_type in (np.int64, np.int32):
         _select(Sources(np.zeros(1, id_type), _ZERO, _ZERO, 1, np.array([0, 1], np.int64)), ALL)
     is_sampled(_ZERO, 1.0)
+    Recorded(["t"], rate=1.0, max_bytes=0).contents().trace()
