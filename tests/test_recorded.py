@@ -27,7 +27,7 @@ def add(recorded: Recorded, batch: Batch, last: np.uint64 | None = None) -> None
     seed=st.integers(0, 1 << 30),
     sizes=st.lists(st.integers(1, 40), max_size=30),
     rate=st.sampled_from([1.0, 0.7, 0.1, 0.001]),
-    max_bytes=st.integers(100, 60_000),
+    max_bytes=st.sampled_from([100, 500, 2000, 10_000, 60_000]),
 )
 def test_a_recording_is_a_filter_of_what_was_looked_up(
     seed: int, sizes: list[int], rate: float, max_bytes: int
@@ -63,12 +63,27 @@ def test_the_rate_is_halved_only_when_it_must_be() -> None:
 def test_what_was_sampled_before_the_rate_was_halved_is_sampled_again() -> None:
     """Two threads: one samples, the other's batch halves the rate, the first adds."""
     generator = np.random.default_rng(1)
-    recorded = Recorded(list(INDEXES), rate=1.0, max_bytes=4000)
-    log = [random_batch(generator, ROWS, 40) for _ in range(4)]
-    for batch in log:
+    recorded = Recorded(list(INDEXES), rate=1.0, max_bytes=3000)
+    log = [random_batch(generator, ROWS, size) for size in (40, 2, 2)]
+    add(recorded, log[0])
+    rate = recorded.rate
+    for batch in log[1:]:
         add(recorded, batch, last=ALL)
-    assert recorded.rate < 1
+    assert recorded.rate == rate < 1  # there was room
     check(recorded.contents().trace(), log, INDEXES)
+
+
+def test_batches_that_have_no_row_left_count_to_the_next() -> None:
+    generator = np.random.default_rng(3)
+    recorded = Recorded(list(INDEXES), rate=1.0, max_bytes=2000)
+    log = [random_batch(generator, ROWS, int(size)) for size in generator.integers(1, 4, 300)]
+    log.append(Batch(2, [Feature("a", [], [0, 0])]))
+    for batch in log:
+        add(recorded, batch)
+    trace = recorded.contents().trace()
+    assert 0 < trace.num_entries < len(log) // 2
+    assert trace.num_samples == sum(batch.samples for batch in log)
+    check(trace, log, INDEXES)
 
 
 def test_contents_stay_as_they_are() -> None:

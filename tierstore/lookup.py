@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .hbm.lookup import HbmLookup
     from .table import Table
 
-__all__ = ["MODES", "NO_ARG_MAX", "NO_FLOATS", "Jagged", "Joined", "Lookup", "look_up", "new_output"]
+__all__ = ["MODES", "NO_ARG_MAX", "NO_FLOATS", "Jagged", "Joined", "Lookup", "Sources", "look_up", "new_output"]
 
 MODES: Final = {"sum": kernels.SUM, "mean": kernels.MEAN, "max": kernels.MAX}
 NO_FLOATS: Final = np.empty(0, np.float32)
@@ -48,6 +48,24 @@ class Jagged(NamedTuple):
     offsets: Any
     batch: int
     scale: Any = None
+
+
+class Sources(NamedTuple):
+    """Of ids laid end to end, feature by feature; the arguments of ``plan.sampling.select``, in its order.
+
+    Attributes:
+        ids: int64 or int32 [N].
+        starts: int64 [features], where each feature's begin in ``ids``.
+        firsts: int64 [features], the key of row 0 of each feature's table.
+        batch: bags of each feature.
+        bag_starts: int64 [features * batch + 1], where each bag begins in what is laid end to end.
+    """
+
+    ids: Any
+    starts: Any
+    firsts: Any
+    batch: int
+    bag_starts: Any
 
 
 class Joined:
@@ -109,9 +127,10 @@ class Joined:
         return [table.index << KEY_ROW_BITS for table in self._owners]
 
     @property
-    def key_plan(self) -> Any:
-        """What ``plan`` gives for row keys."""
-        return self.plan(self._first_keys)
+    def sources(self) -> "Sources":
+        """Where its rows' keys come from."""
+        firsts = np.array(self._first_keys, np.int64)
+        return Sources(self._ids, self._starts, firsts, self.batch, self.bag_starts)
 
     def slots(self, cache: FullCache) -> Any:
         """int32 [N], slots of a full cache; errors as ``keys``."""

@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ._jit import kernel
 from .plan.sampling import ALL, is_sampled, last_hash
 from .rows import KEY_ROW_BITS, MAX_ROWS
 from .trace import TableTrace, Trace
@@ -18,6 +19,7 @@ __all__ = ["Contents", "Recorded"]
 Int64s = NDArray[np.int64]
 
 _FIRST_ROOM: Final = 1 << 10
+_NO_SAMPLES: Final = np.empty(0, np.int32)
 
 
 class _Column:
@@ -70,29 +72,63 @@ class Contents(NamedTuple):
     num_batches: int
 
     def trace(self) -> Trace:
-        """As a trace: an entry a sample where all rows are in it, else an entry a batch."""
+        """As a trace: an entry a sample where all rows are in it, else an entry a batch. Takes the memory of the trace
+        and 8 bytes a batch."""
         starts: Int64s = np.append(0, self.sample_ends)
         if len(starts) > 1:
             starts[-1] = self.num_samples
-        entries: Int64s = np.repeat(np.arange(len(self.key_ends)), np.diff(self.key_ends, prepend=0))
-        num_entries = len(self.key_ends)
-        order: Int64s = np.arange(len(self.keys))
-        if self.samples is not None:
-            entries, num_entries = starts[entries] + self.samples, int(starts[-1])
-            order = np.argsort(entries, kind="stable")
-        tables = self.keys[order] >> KEY_ROW_BITS
-        order = order[np.argsort(tables.astype(np.min_scalar_type(len(self.tables))), kind="stable")]
-        bounds = np.searchsorted(self.keys[order] >> KEY_ROW_BITS, np.arange(len(self.tables) + 1))
-        found = {
-            name: self._table(order[begin:end], entries, num_entries)
-            for name, begin, end in zip(self.tables, bounds[:-1], bounds[1:], strict=True)
+        by_sample = self.samples is not None
+        firsts = starts if by_sample else np.arange(len(starts))
+        samples = self.samples if self.samples is not None else _NO_SAMPLES
+        offsets = np.zeros((len(self.tables), int(firsts[-1]) + 1), np.int64)
+        ids = np.empty(len(self.keys), np.int64)
+        _lay_out(self.keys, self.key_ends, firsts, samples, offsets, ids)
+        ends = np.cumsum(offsets[:, -1])
+        tables = {
+            name: TableTrace(ids[end - own[-1] : end], own)
+            for name, end, own in zip(self.tables, ends, offsets, strict=True)
         }
         mean = max(1, round(self.num_samples / max(1, self.num_batches)))
-        return Trace(tables=found, batch_samples=mean, sampling_rate=self.rate, batch_starts=starts)
+        return Trace(tables=tables, batch_samples=mean, sampling_rate=self.rate, batch_starts=starts)
 
-    def _table(self, chosen: Int64s, entries: Int64s, num_entries: int) -> TableTrace:
-        lengths = np.bincount(entries[chosen], minlength=num_entries)
-        return TableTrace(self.keys[chosen] & (MAX_ROWS - 1), np.append(0, np.cumsum(lengths)))
+
+@kernel
+def _lay_out(keys: Any, key_ends: Any, firsts: Any, samples: Any, offsets: Any, ids: Any) -> None:
+    """Rows table by table, entry by entry, in the order of access.
+
+    Args:
+        keys: int64 [n]; key_ends: int64 [batches].
+        firsts: int64 [batches], the first entry of each batch.
+        samples: int32 [n], which entry of its batch each key is of; or empty: the first.
+        offsets: int64 [tables, entries + 1], zeros: written to.
+        ids: int64 [n]: written to, the tables' rows one behind the other.
+    """
+    for step in range(2):
+        begin = 0
+        for batch in range(key_ends.shape[0]):
+            for i in range(begin, key_ends[batch]):
+                table = keys[i] >> KEY_ROW_BITS
+                entry = firsts[batch] + (samples[i] if samples.shape[0] else 0)
+                if step == 0:
+                    offsets[table, entry + 1] += 1
+                else:
+                    ids[offsets[table, entry]] = keys[i] & (MAX_ROWS - 1)
+                    offsets[table, entry] += 1
+            begin = key_ends[batch]
+        if step == 0:
+            end = 0
+            for table in range(offsets.shape[0]):
+                offsets[table, 0] = end
+                for entry in range(1, offsets.shape[1]):
+                    end += offsets[table, entry]
+                    offsets[table, entry] = end
+    # Each is now where its entry ends in ``ids``, which is where the next begins.
+    end = 0
+    for table in range(offsets.shape[0]):
+        first = end
+        for entry in range(offsets.shape[1] - 1):
+            end, offsets[table, entry] = offsets[table, entry], end - first
+        offsets[table, -1] = end - first
 
 
 class Recorded:

@@ -18,6 +18,7 @@ import numpy as np
 
 from .errors import TierstoreError
 from .exchange.output import require_room
+from .lookup import Joined, Sources
 from .oserrors import translate_os_error
 from .plan.sampling import ALL, is_sampled, select
 from .recorded import Contents, Recorded
@@ -27,7 +28,6 @@ from .sizes import format_size, parse_size
 from .trace import write_trace
 
 if TYPE_CHECKING:
-    from .lookup import Joined
     from .store import Store
 
 __all__ = ["Recorder", "require_recordable"]
@@ -66,8 +66,8 @@ class _Found(NamedTuple):
     """The sampled rows of a lookup: int64 [n] each."""
 
     keys: Any
-    positions: Any
-    """In the lookup, features laid end to end."""
+    samples: Any
+    """Within the batch; anything, unless all rows are recorded."""
 
 
 class Recorder:
@@ -99,8 +99,8 @@ class Recorder:
         self._lock = threading.Lock()
         self._is_over = self._is_written = False
         self._over = threading.Event()
-        self._write(force=False)
         _compile()
+        self._write(force=False)
         self._thread = threading.Thread(target=self._write_now_and_then, name="tierstore-record", daemon=True)
         self._thread.start()
 
@@ -125,33 +125,29 @@ class Recorder:
     # Being told
 
     @shielded
-    def note_lookups(self, lookups: "Sequence[Joined]") -> None:
+    def note_lookups(self, lookups: Sequence[Joined]) -> None:
         """One batch of a module, pooled just now."""
         last = self._recorded.last
-        found, samples = [], []
-        for each in lookups:
-            plan = each.key_plan
-            found.append(_select(plan, last))
-            samples.append(_samples(found[-1].positions, plan[-1], each.batch, last))
+        found = [_select(each.sources, last) for each in lookups]
         if len(found) == 1:
-            self._add(found[0].keys, samples[0], lookups[0].batch, last)
+            self._add(*found[0], lookups[0].batch, last)
         elif found:
-            self._add(np.concatenate([each.keys for each in found]), np.concatenate(samples), lookups[0].batch, last)
+            keys, samples = (np.concatenate(parts) for parts in zip(*found, strict=True))
+            self._add(keys, samples, lookups[0].batch, last)
 
     @shielded
     def note_bags(self, table_index: int, ids: Any, offsets: Any) -> None:
         """A batch of bags of one table: int64 or int32 [n], int64 [bags + 1]."""
         last, bags = self._recorded.last, len(offsets) - 1
         first = np.array([table_index << KEY_ROW_BITS], np.int64)
-        found = _select((ids, _ZERO, first, None, bags, offsets), last)
-        self._add(found.keys, _samples(found.positions, offsets, bags, last), bags, last)
+        self._add(*_select(Sources(ids, _ZERO, first, bags, offsets), last), bags, last)
 
     @shielded
     def note_rows(self, keys: Any) -> None:
         """Rows read as they are, int64 [n]: as many samples."""
-        last = self._recorded.last
-        found = _select((keys, _ZERO, _ZERO, None, 1, np.array([0, len(keys)], np.int64)), last)
-        self._add(found.keys, found.positions, len(keys), last)
+        last, count = self._recorded.last, len(keys)
+        offsets = np.arange(count + 1) if last == ALL else np.array([0, count], np.int64)
+        self._add(*_select(Sources(keys, _ZERO, _ZERO, len(offsets) - 1, offsets), last), count, last)
 
     def _add(self, keys: Any, samples: Any, num_samples: int, last: np.uint64) -> None:
         with self._lock:
@@ -210,25 +206,18 @@ class Recorder:
         self.stop()
 
 
-def _select(plan: Any, last: np.uint64) -> _Found:
-    """The sampled rows of what ``Joined.key_plan`` describes."""
-    ids, starts, firsts, _, batch, bag_starts = plan
-    num_ids = int(bag_starts[-1])
-    found = np.empty((2, num_ids), np.int64)
-    count = select(ids, starts, firsts, bag_starts, batch, last, found)
-    return _Found(found[0, :count], found[1, :count])
-
-
-def _samples(positions: Any, bag_starts: Any, batch: int, last: np.uint64) -> Any:
-    """int64 [n]: the sample of each position; anything, if not all rows are recorded."""
-    if last != ALL or not len(positions):
-        return positions
-    return (np.searchsorted(bag_starts, positions, side="right") - 1) % batch
+def _select(sources: Sources, last: np.uint64) -> _Found:
+    found = np.empty((2, int(sources.bag_starts[-1])), np.int64)
+    keys, positions = found[:, : select(*sources, last, found)]
+    if last != ALL or not len(keys):
+        return _Found(keys, positions)
+    return _Found(keys, (np.searchsorted(sources.bag_starts, positions, side="right") - 1) % sources.batch)
 
 
 @shielded
 def _compile() -> None:
     """Now, rather than in the middle of the first step."""
     for id_type in (np.int64, np.int32):
-        _select((np.zeros(1, id_type), _ZERO, _ZERO, None, 1, np.array([0, 1], np.int64)), ALL)
+        _select(Sources(np.zeros(1, id_type), _ZERO, _ZERO, 1, np.array([0, 1], np.int64)), ALL)
     is_sampled(_ZERO, 1.0)
+    Recorded(["t"], rate=1.0, max_bytes=0).contents().trace()

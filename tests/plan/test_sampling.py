@@ -70,5 +70,5 @@ def test_select_takes_the_sampled_rows_in_order(rate: float, id_type: type, batc
     ]
     found = np.empty((2, bag_starts[-1]), np.int64)
     firsts = np.array(tables, np.int64) << 40
-    count = select(ids, begins[features], firsts, bag_starts, batch, last_hash(rate), found)
+    count = select(ids, begins[features], firsts, batch, bag_starts, last_hash(rate), found)
     assert list(map(tuple, found[:, :count].T.tolist())) == expected

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from .._jit import inline, kernel
+from .._jit import kernel
 from ..init import mix64
 
 __all__ = ["ALL", "is_sampled", "last_hash", "select"]
@@ -18,8 +18,8 @@ __all__ = ["ALL", "is_sampled", "last_hash", "select"]
 ALL: Final = np.uint64(2**64 - 1)
 """``last_hash`` of a sample of all rows."""
 _BLOCK: Final = 32
-"""Rows that ``select`` looks at together: at low rates mostly none of them is in the sample. Fewer, and the compiler
-unrolls the loop rather than use the widest vectors, which takes three times as long."""
+"""Rows that ``select`` hashes together, at most 64: at low rates mostly none of them is in the sample. Of fewer the
+compiler unrolls the loop rather than use the widest vectors, which takes three times as long."""
 
 
 def last_hash(rate: float) -> np.uint64:
@@ -52,13 +52,14 @@ def _mark(keys: Any, last: Any, chosen: Any) -> None:
 
 
 @kernel
-def select(ids: Any, starts: Any, firsts: Any, bag_starts: Any, batch: int, last: Any, found: Any) -> int:
-    """The sampled rows of a lookup, features laid end to end; arguments in the order of ``Joined.plan``.
+def select(ids: Any, starts: Any, firsts: Any, batch: int, bag_starts: Any, last: Any, found: Any) -> int:
+    """The sampled rows of a lookup, features laid end to end.
 
     Args:
         ids: int64 or int32 [N].
         starts: int64 [features], where each feature's ids begin in ``ids``.
         firsts: int64 [features], the key of row 0 of each feature's table.
+        batch: bags of each feature.
         bag_starts: int64 [features * batch + 1], where each bag begins in what is laid end to end.
         last: of the sample, see ``last_hash``.
         found: int64 [2, n], for all n ids: written to, the sampled rows' keys and their positions in what is laid end
@@ -72,23 +73,20 @@ def select(ids: Any, starts: Any, firsts: Any, bag_starts: Any, batch: int, last
         begin, end = bag_starts[feature * batch], bag_starts[(feature + 1) * batch]
         # A slice, as its indexes are plainly not negative: else the compiler makes no vectors of them.
         own = ids[starts[feature] : starts[feature] + end - begin]
-        blocks = own.shape[0] // _BLOCK
-        for block in range(blocks):
+        first, whole = firsts[feature], own.shape[0] - own.shape[0] % _BLOCK
+        for block in range(0, whole, _BLOCK):
             hits = np.uint64(0)
             for i in range(_BLOCK):
-                hits |= np.uint64(mix64(np.uint64(firsts[feature] + own[block * _BLOCK + i])) <= last)
-            if hits != np.uint64(0):
-                count = _take(own, block * _BLOCK, (block + 1) * _BLOCK, firsts[feature], begin, last, found, count)
-        count = _take(own, blocks * _BLOCK, own.shape[0], firsts[feature], begin, last, found, count)
-    return count
-
-
-@inline
-def _take(ids: Any, begin: int, end: int, first: int, shift: int, last: Any, found: Any, count: int) -> int:
-    """The sampled rows of a range, behind those that were found; returns how many there are now."""
-    for i in range(begin, end):
-        key = first + ids[i]
-        if mix64(np.uint64(key)) <= last:
-            found[0, count], found[1, count] = key, shift + i
-            count += 1
+                hits |= np.uint64(mix64(np.uint64(first + own[block + i])) <= last) << np.uint64(i)
+            i = block
+            while hits:
+                if hits & np.uint64(1):
+                    found[0, count], found[1, count] = first + own[i], begin + i
+                    count += 1
+                hits >>= np.uint64(1)
+                i += 1
+        for i in range(whole, own.shape[0]):
+            if mix64(np.uint64(first + own[i])) <= last:
+                found[0, count], found[1, count] = first + own[i], begin + i
+                count += 1
     return count
