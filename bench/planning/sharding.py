@@ -43,7 +43,7 @@ from tierstore.plan.placement.timing import draw_bags, store_of
 __all__ = ["MeasuredPlan", "ShardingResult", "measure_sharding", "rmc_mix"]
 
 _BUDGET: Final = 1 << 40
-_STEPS: Final = 7
+_STEPS: Final = 15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class ShardingResult:
     Attributes:
         num_fitted: lookups that the models were fitted to.
         fit_s: seconds that timing them took.
-        held_out: each model's error on the tables that are sharded, timed one by one.
+        held_out: each model's error on the tables that are sharded, timed one by one, calls included.
         cross_validated: the learned model's own.
     """
 
@@ -132,9 +132,11 @@ def measure_sharding(folder: Path, *, quick: bool, seed: int = 0) -> ShardingRes
     models: dict[str, CostModel] = {
         "bytes moved": LinearCost(bytes_per_s=linear.bytes_per_s), "linear": linear, "learned": learned,
     }  # fmt: skip
-    measured = np.array([each.seconds for each in alone])
+    calls = np.array([each.call_s for each in alone])
+    measured = calls + [each.seconds for each in alone]
     held_out = {
-        name: accuracy(model.seconds([each.shape for each in alone]), measured) for name, model in models.items()
+        name: accuracy(calls + model.seconds([each.shape for each in alone]), measured)
+        for name, model in models.items()
     }
     models["timed"] = _Known(alone)
     plans = [

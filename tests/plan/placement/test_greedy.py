@@ -73,21 +73,26 @@ def test_no_device_gets_more_than_it_has_room_for(costs: np.ndarray, budget: int
         assert best <= largest(found, costs)
 
 
+def test_what_has_no_room_on_the_least_busy_device_goes_to_the_next() -> None:
+    costs, sizes = np.array([10.0, 9.0, 8.0]), np.array([1, 5, 5])
+    found = longest_first(costs, sizes, 2, 6)
+    assert found is not None
+    assert found.tolist() == [0, 1, 0]
+    assert longest_first(costs, sizes, 2, 5) is None
+
+
 def test_a_swap_is_found_where_no_move_helps() -> None:
     costs, sizes = np.array([10.0, 8.0, 9.0, 6.0]), np.ones(4, np.int64)
     devices = improve(np.array([0, 0, 1, 1]), costs, sizes, 2, ROOMY)
-    assert sorted(costs[devices == 0].sum() for _ in range(1)) in ([16.0], [17.0])
     assert max(costs[devices == device].sum() for device in range(2)) == 17
 
 
 def test_a_swap_needs_room_on_both_sides() -> None:
     costs, sizes = np.array([10.0, 8.0, 9.0, 6.0]), np.array([1, 9, 1, 1])
     devices = np.array([0, 0, 1, 1])
-    assert improve(devices, costs, sizes, 2, 10).tolist() != devices.tolist()
-    sizes = np.array([5, 5, 2, 2])
-    assert improve(devices, costs, sizes, 2, 5 + 2 - 1 + 3).tolist() == improve(devices, costs, sizes, 2, 9).tolist()
-    moved = improve(devices, costs, np.array([9, 9, 1, 1]), 2, 9)
-    assert max(np.array([9, 9, 1, 1])[moved == device].sum() for device in range(2)) <= 18
+    # 8 for 6 would be best, but 9 bytes do not go where 2 are; 10 for 9 takes one byte for one.
+    assert improve(devices, costs, sizes, 2, 10).tolist() == [1, 0, 0, 1]
+    assert improve(devices, costs, np.array([9, 9, 1, 1]), 2, 9).tolist() == devices.tolist()
 
 
 @pytest.mark.parametrize(("costs", "bound"), [([4.0, 4, 4, 1], 5), ([9.0, 1, 1], 9), ([3.0, 3, 3, 3, 3, 3], 6)])

@@ -190,6 +190,13 @@ def test_ssd_that_is_too_small_or_not_there() -> None:
     assert not model
 
 
+def test_hosts_share_the_blocks() -> None:
+    """169 rows of 24 bytes, their checksum included, are in a block of a page: 1000 rows are 6, half of them 3."""
+    table = TableShape(name="t", num_embeddings=1000, embedding_dim=4)
+    workload = Workload(name="w", tables=(table,))
+    assert [stored_bytes(workload, hosts) // 4096 for hosts in (1, 2, 3)] == [6, 3, 2]
+
+
 @pytest.mark.parametrize("error", [ValueError, BudgetError])
 def test_ssd_that_the_store_model_refuses(error: type[Exception]) -> None:
     def model(*_: object, **__: object) -> Prediction:

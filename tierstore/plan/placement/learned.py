@@ -64,7 +64,7 @@ class LearnedCost:
             is a quarter of the range outside.
         centre, scale: float64 [features], subtracted from features, and divided by.
         penalty: the ridge's, chosen by cross-validation.
-        cross_validated: how well lookups were predicted that the fit had not seen.
+        cross_validated: how well lookups were predicted, their calls included, that the fit had not seen.
         num_measurements: of the fit.
         link_bytes_per_s: of ids to, and of pooled results from, the device, which adds to what was measured.
     """
@@ -180,7 +180,7 @@ def fit_cost(measurements: Sequence[Measurement], *, link_bytes_per_s: float = 1
     """
     require_measurements(measurements, _LEAST)
     features = _features([each.shape for each in measurements])
-    seconds = np.array([each.seconds for each in measurements])
+    seconds, calls = (np.array([getattr(each, name) for each in measurements]) for name in ("seconds", "call_s"))
     centre = features.mean(0)
     scale: Floats = np.where(features.std(0) < 1e-9, 1.0, features.std(0))
     terms, targets = _terms((features - centre) / scale), np.log(seconds)
@@ -194,7 +194,7 @@ def fit_cost(measurements: Sequence[Measurement], *, link_bytes_per_s: float = 1
         centre=centre,
         scale=scale,
         penalty=penalty,
-        cross_validated=accuracy(np.exp(predictions[penalty]), seconds),
+        cross_validated=accuracy(np.exp(predictions[penalty]) + calls, seconds + calls),
         num_measurements=len(measurements),
         link_bytes_per_s=link_bytes_per_s,
     )

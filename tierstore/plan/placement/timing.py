@@ -179,7 +179,10 @@ def _measure_group(
             for number in range(timing.rounds)
         ]
     *medians, one_id = np.median(np.array(rounds), axis=0).tolist()
-    return [Measurement(shape, *each, sum(one_id)) for shape, each in zip(shapes, medians, strict=True)]
+    return [
+        Measurement(shape, forward, backward, sum(one_id))
+        for shape, (forward, backward) in zip(shapes, medians, strict=True)
+    ]
 
 
 def store_of(tables: Sequence[TableShape], directory: str, timing: Timing) -> Store:
