@@ -137,6 +137,9 @@ def test_the_caches_of_all_hosts_are_as_one() -> None:
 
 
 def test_extremes() -> None:
+    rows = load_of({"ddr_bytes": MIB}).ddr_rows
+    for unique, asked in ((rows, rows), (rows + 1, 2 * (rows + 1))):
+        assert load_of({"ddr_bytes": MIB}, unique=float(unique)).asked == asked
     everything = load_of({"ddr_bytes": GIB})
     assert everything.is_full
     assert everything.misses == everything.blocks_read == everything.blocks_written == 0
