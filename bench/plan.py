@@ -2,7 +2,7 @@
 
 Parts, each for itself with ``--only``: "curves" (exact figures, samples, speed), "machine" (this machine, measured),
 "steps" (hit rates and step times, predicted and measured; needs "machine"), "record" (what recording costs), "shards"
-(how evenly devices are loaded). The figures of parts that are not run again stay.
+(how evenly devices are loaded), "examples" (two plans on paper). The figures of parts that are not run again stay.
 """
 
 import sys
@@ -10,7 +10,7 @@ from typing import Final
 
 from .common import Report, Run, program
 from .parts import Part, run_parts
-from .planning import curve_part, record_part, shard_part, step_part
+from .planning import curve_part, example_part, record_part, shard_part, step_part
 from .planning.machine_part import PART as MACHINE
 
 __all__ = ["PARTS", "run"]
@@ -21,6 +21,7 @@ PARTS: Final[dict[str, Part]] = {
     "steps": step_part.PART,
     "record": record_part.PART,
     "shards": shard_part.PART,
+    "examples": example_part.PART,
 }
 
 

@@ -1,4 +1,4 @@
-"""The prediction: what a setup would do with a demand. docs/planning.md has the formulas."""
+"""The prediction: what a setup would do with a demand. docs/planning/model.md has the formulas."""
 
 from collections.abc import Sequence
 from typing import Final

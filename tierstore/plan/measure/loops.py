@@ -335,7 +335,7 @@ def _write_back(path: Path, dim: int, rows: int, miss_rows: int) -> Iterator[Loo
         train = subject.trainer(next(walk))
         for batch in walk:
             before = subject.store.stats().ssd.bytes_written
-            ns = _ns(train, batch)
+            ns = round(_ns(train, batch))
             written = (subject.store.stats().ssd.bytes_written - before) / subject.layout.block_bytes
             if written:
                 full.append(_Dirty(ns, written))

@@ -1,4 +1,4 @@
-"""What a step moves: bytes by formula, for pieces of tables. docs/planning.md draws it together."""
+"""What a step moves: bytes by formula, for pieces of tables. docs/planning/placement.md draws it together."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
