@@ -18,7 +18,7 @@ from ..steps import CHUNK, StepWorkload, step_of, timed
 
 __all__ = ["Point", "fully_measured", "points_of", "trace_of", "workload_of"]
 
-MINIMUM_BYTES: Final = 2**22
+MINIMUM_BYTES: Final = 2**20
 _DENSE_FLOPS: Final = 0.0
 """Steps are of the tables alone."""
 
