@@ -1,8 +1,8 @@
-"""Write the benchmark tables of README.md, docs/benchmarks.md and docs/performance.md from the JSON in bench/results.
+"""Write the benchmark tables of the pages from the JSON in bench/results.
 
-``python -m docs.generate`` writes them, ``--check`` only says whether they are up to date. In README.md and
-docs/performance.md tables stand between ``<!-- bench:NAME -->`` and ``<!-- /bench -->``, a plot between
-``<!-- plot:FILE what it shows -->`` and ``<!-- /plot -->``; what is between the two is replaced.
+``python -m docs.generate`` writes docs/benchmarks.md, and in README.md, docs/performance.md and docs/planning.md what
+stands between ``<!-- bench:NAME -->`` and ``<!-- /bench -->`` (tables), and between
+``<!-- plot:FILE what it shows -->`` and ``<!-- /plot -->`` (a plot). ``--check`` only says whether they are up to date.
 """
 
 import argparse
@@ -44,12 +44,13 @@ ORDER: Final = (
     "demo",
     "start",
     "serve",
+    "plan",
 )
 """Sections of docs/benchmarks.md; results of other names follow by name."""
 
 _BLOCK: Final = re.compile(r"<!-- bench:(\w+) -->\n.*?<!-- /bench -->", re.DOTALL)
 _PLOT: Final = re.compile(r"<!-- plot:(\S+) ([^\n]+) -->\n.*?<!-- /plot -->", re.DOTALL)
-_RENEWED: Final = ("README.md", "docs/performance.md")
+_RENEWED: Final = ("README.md", "docs/performance.md", "docs/planning.md")
 
 _HEAD: Final = """\
 # Benchmarks

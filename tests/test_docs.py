@@ -145,7 +145,10 @@ def test_example_in_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert (furthest > 0.01).tolist() == [True, True, True, False]
 
 
-@pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
+PAGES = ["README.md", *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_links_between_pages_lead_somewhere(page: str) -> None:
     path = ROOT / page
     targets = re.findall(r"\]\((?!https?:)([^)#]+)\)", path.read_text())
