@@ -10,11 +10,10 @@ from ..data import find_criteo
 from ..parts import Part, Told
 from ..steps import StepWorkload, criteo, fill, zipf
 from .machine_part import host_of
-from .validation import Point, hit_rate_of, points_of, warm_pages
+from .validation import ROWS_FILE, Point, hit_rate_of, points_of, warm_pages
 
 __all__ = ["PART"]
 
-_ROWS_FILE: Final = "rows.lmdb"
 _RMC2_TABLES, _RMC2_ROWS, _RMC2_LOOKUPS = 32, 500_000, 120
 
 
@@ -45,7 +44,7 @@ def _measure(request: Run, figures: dict[str, Any]) -> dict[str, Any]:
     points: list[Point] = []
     for case in _cases(request.config):
         fill(path, case.workload, request.config)
-        warm_pages(path / _ROWS_FILE)
+        warm_pages(path / ROWS_FILE)
         points += points_of(path, case.workload, host, case.exponent, request.config)
     shutil.rmtree(path)
     return {"points": [_plain(point) for point in points]}
@@ -116,9 +115,9 @@ def _table(points: Sequence[dict[str, Any]]) -> Table:
 
 _NOTE: Final = (
     "Steps: lookup, backward and row-wise Adagrad of the tables alone, batches brought in ahead; every row was written "
-    "before, and the file is in the page cache. The first half of the batches fills the cache, the second is measured "
-    "(medians), and predicted by the miss-ratio curve of that half, warm from the first, and by the costs that "
-    "`tierstore plan measure` found on this machine just before, from other loops."
+    "before, and the file is in the page cache. The first half of the batches fills the cache; the second is measured, "
+    "until all that it wrote is on the device. Predicted is by the miss-ratio curve of that half, warm from the first, "
+    "and by the costs that `tierstore plan measure` found on this machine just before, from other loops."
 )
 
 PART: Final = Part(_measure, _tell)

@@ -1,7 +1,9 @@
 """Predicted against measured: hit rates and step times of training over tiers, at several budgets."""
 
 import contextlib
+import os
 import statistics
+import time
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -16,15 +18,16 @@ from tierstore.trace import TableTrace, Trace
 
 from ..steps import CHUNK, StepWorkload, step_of, timed
 
-__all__ = ["Point", "fully_measured", "points_of", "trace_of", "workload_of"]
+__all__ = ["ROWS_FILE", "Point", "fully_measured", "points_of", "trace_of", "workload_of"]
 
+ROWS_FILE: Final = "rows.lmdb"
 MINIMUM_BYTES: Final = 2**20
 _DENSE_FLOPS: Final = 0.0
 """Steps are of the tables alone."""
 
 
 class Measured(NamedTuple):
-    """Of one budget: medians and sums over the steps that counted."""
+    """Of one budget: means over the steps that counted, until all that they wrote is on the device."""
 
     ddr_bytes: int
     hit_rate: float
@@ -105,15 +108,17 @@ def fully_measured(path: Path, workload: StepWorkload, percent: float, config: d
         with contextlib.closing(timed(module, step, workload.batches[:half], config["depth"])) as before:
             for _ in before:
                 pass
-        began = store.stats()
-        seconds = list(timed(module, step, workload.batches[half:], config["depth"]))
-        ended = store.stats()
+        sync(path)
+        began, start = store.stats(), time.perf_counter()
+        steps = len(list(timed(module, step, workload.batches[half:], config["depth"])))
+        sync(path)
+        seconds, ended = time.perf_counter() - start, store.stats()
     unique = ended.ddr.unique - began.ddr.unique
     return Measured(
         budget,
         (ended.ddr.hits - began.ddr.hits) / max(unique, 1),
-        statistics.median(seconds),
-        (ended.ssd.lookups - began.ssd.lookups) / len(seconds),
+        seconds / steps,
+        (ended.ssd.lookups - began.ssd.lookups) / steps,
     )
 
 
@@ -159,6 +164,15 @@ def _show(point: Point) -> None:
         f"{1e3 * point.predicted.step_s:.1f} predicted ({point.predicted.bottleneck})",
         flush=True,
     )
+
+
+def sync(path: Path) -> None:
+    """Have the device take what the system has in memory for it: a step owes it, as it cannot wait for ever."""
+    descriptor = os.open(path / ROWS_FILE, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def warm_pages(path: Path) -> None:

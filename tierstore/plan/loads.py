@@ -36,9 +36,6 @@ TRAINING_FLOPS: Final = 3
 """Of forward and backward, for each of forward: a layer's gradient has two products of the size of its own."""
 FLOPS_PER_WEIGHT: Final = 2
 """Of a dense layer, forward, a sample: by which its weights are told from its work."""
-LEAF_PAGES: Final = 1
-"""Pages of the tree that a block that is written takes along: its leaf. Blocks that are far apart share none; measured
-where blocks are random: 1.9 times the bytes of the blocks (``python -m bench.writeback``)."""
 
 
 def loads_of(setup: Setup, pools: Sequence[PoolLoad]) -> tuple[ResourceLoad, ...]:
@@ -251,14 +248,16 @@ def _ssd_writes(setup: Setup, pools: Sequence[PoolLoad]) -> ResourceLoad:
     if not blocks:
         return ResourceLoad("ssd writes", 0.0, 0.0, "bytes")
     drives: tuple[Storage, ...] = setup.host.storage
-    by_count = blocks * (1 + LEAF_PAGES) / sum(drive.writes_per_s for drive in drives)
+    by_count = (blocks + sum(pool.leaves_written for pool in pools)) / sum(drive.writes_per_s for drive in drives)
     by_bytes = size / sum(drive.write_bytes_per_s for drive in drives)
     return ResourceLoad("ssd writes", max(by_count, by_bytes), size, "bytes")
 
 
 def written_bytes(pools: Sequence[PoolLoad]) -> float:
     """To the drives of a host."""
-    return sum(pool.blocks_written * (_block_file_bytes(pool) + LEAF_PAGES * pool.layout.page_bytes) for pool in pools)
+    return sum(
+        pool.blocks_written * _block_file_bytes(pool) + pool.leaves_written * pool.layout.page_bytes for pool in pools
+    )
 
 
 # What all share

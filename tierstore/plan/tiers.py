@@ -18,6 +18,8 @@ from .prediction import Setup
 
 __all__ = ["PoolLoad", "pool_loads", "rows_together"]
 
+BLOCKS_A_LEAF: Final = 80
+"""Of the 120 that a page of 4 KiB has room for: leaves of a tree that changes are two thirds full."""
 _STEPS: Final = 50
 
 
@@ -39,6 +41,7 @@ class PoolLoad(NamedTuple):
         device_misses: of ``misses``, those whose block the system has not in memory.
         blocks_read: by the device, for missing rows, and for the rest of blocks that are rewritten.
         blocks_written: rewritten for rows that left.
+        leaves_written: pages of the tree above those blocks that are written along.
     """
 
     layout: RowLayout
@@ -56,6 +59,7 @@ class PoolLoad(NamedTuple):
     keeps_batch: bool
     blocks_read: float
     blocks_written: float
+    leaves_written: float
 
 
 def pool_loads(setup: Setup, demand: Demand) -> tuple[PoolLoad, ...]:
@@ -179,7 +183,15 @@ def _load(own: _Share) -> PoolLoad:
         keeps_batch=stays or unique <= HELD_SHARE * top,
         blocks_read=(_blocks(from_device, own) + written) * elsewhere,
         blocks_written=written,
+        leaves_written=_leaves(own, written),
     )
+
+
+def _leaves(own: _Share, blocks: float) -> float:
+    """Each transaction writes the leaves above its blocks once; its blocks lie anywhere, by chance."""
+    leaves = math.ceil(own.num_blocks / BLOCKS_A_LEAF)
+    together = max(1, own.transaction_blocks)
+    return blocks / together * -leaves * math.expm1(-together / leaves)
 
 
 def rows_together(upper: float, lower: float, *, is_training: bool) -> float:
