@@ -112,6 +112,14 @@ def test_one_pool_by_hand() -> None:
     assert load.blocks_read == pytest.approx(read + load.blocks_written)
 
 
+def test_a_transaction_writes_the_leaf_above_its_blocks_once() -> None:
+    load = load_of()
+    leaves, together = math.ceil(math.ceil(1_000_000 / 14) / 80), int(64 * MIB / 8) // load.layout.block_bytes
+    drawn = np.random.default_rng(0).integers(0, leaves, (200, together))
+    touched = np.mean([len(np.unique(each)) for each in drawn]) / together
+    assert load.leaves_written / load.blocks_written == pytest.approx(touched, rel=0.01)
+
+
 def test_policies_that_write_more() -> None:
     lru, lfu, tinylfu = (load_of({"policy": policy}) for policy in ("lru", "lfu", "tinylfu"))
     assert lru.blocks_written < lfu.blocks_written <= lfu.misses
