@@ -60,6 +60,9 @@ def _plain(point: Point) -> dict[str, Any]:
         "sampled_hit_rate": hit_rate_of(point.sampled),
         "analytic_hit_rate": None if analytic is None else hit_rate_of(analytic),
         "predicted_step_s": point.predicted.step_s,
+        "predicted_blocks_written": next(
+            load.amount for load in point.predicted.loads if load.resource == "write-back"
+        ),
         "bottleneck": point.predicted.bottleneck,
         "loads": {load.resource: load.seconds for load in point.predicted.loads},
     }

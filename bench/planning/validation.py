@@ -33,6 +33,7 @@ class Measured(NamedTuple):
     hit_rate: float
     step_s: float
     rows_read: float
+    blocks_written: float
 
 
 class Point(NamedTuple):
@@ -113,12 +114,14 @@ def fully_measured(path: Path, workload: StepWorkload, percent: float, config: d
         steps = len(list(timed(module, step, workload.batches[half:], config["depth"])))
         sync(path)
         seconds, ended = time.perf_counter() - start, store.stats()
+        page = store["t0"].layout.page_bytes
     unique = ended.ddr.unique - began.ddr.unique
     return Measured(
         budget,
         (ended.ddr.hits - began.ddr.hits) / max(unique, 1),
         seconds / steps,
         (ended.ssd.lookups - began.ssd.lookups) / steps,
+        (ended.ssd.bytes_written - began.ssd.bytes_written) / page / steps,
     )
 
 

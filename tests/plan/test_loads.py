@@ -7,7 +7,7 @@ import pytest
 from tests.plan.hosts import COSTS, DRIVE, GIB, MIB, flat_demand, make_host, make_setup, make_workload
 from tierstore.plan import Link, Setup, Storage
 from tierstore.plan.demand import Demand
-from tierstore.plan.loads import AHEAD, DRIVES, SERIAL, SHARED, bottleneck_of, loads_of, step_seconds
+from tierstore.plan.loads import AHEAD, DRIVES, LINKS, SERIAL, SHARED, bottleneck_of, loads_of, step_seconds
 from tierstore.plan.prediction import ResourceLoad
 from tierstore.plan.tiers import PoolLoad, pool_loads
 
@@ -32,7 +32,7 @@ def _updating_ns(row: int) -> float:
 
 def test_every_resource_has_its_place() -> None:
     found, _ = loads(make_setup())
-    assert sorted(found) == sorted((*SERIAL, *AHEAD, *DRIVES, *SHARED))
+    assert sorted(found) == sorted((*SERIAL, *AHEAD, *LINKS, *DRIVES, *SHARED))
 
 
 def test_training_in_host_memory() -> None:
@@ -41,7 +41,7 @@ def test_training_in_host_memory() -> None:
     lookups = (_pooling_ns(ROW) + _updating_ns(ROW)) * 1e-9
     assert found["lookups"] == ("lookups", pytest.approx(lookups / 2), IDS, "ids")
     assert found["model"] == ("model", pytest.approx(3e5 * 1000 / 1e11), 3e8, "flops")
-    cold = (IDS * 40 + UNIQUE * 15 + MISSES * (200 + 0.5 * ROW) + pool.blocks_read * 300) * 1e-9
+    cold = (IDS * 40 + UNIQUE * 15 + MISSES * (200 + 0.5 * ROW) + pool.blocks_touched * 300) * 1e-9
     assert found["cold rows"] == ("cold rows", pytest.approx(cold), MISSES, "rows")
     back = pool.blocks_written * (2000 + 1.0 * BLOCK) * 1e-9
     assert found["write-back"] == ("write-back", pytest.approx(back), pool.blocks_written, "blocks")
@@ -101,7 +101,7 @@ def test_rows_in_device_memory() -> None:
     up = MISSES * ROW + IDS * 8
     assert found["pcie"] == ("pcie", pytest.approx(up / 2e10 + 10e-6), up, "bytes")
     copies = 2 * MISSES * (40 + 15 + 10 + 6 + (0.1 + 0.05) * ROW)
-    bringing = MISSES * (200 + 0.5 * ROW) + pool.blocks_read * 300
+    bringing = MISSES * (200 + 0.5 * ROW) + pool.blocks_touched * 300
     assert found["cold rows"].seconds == pytest.approx((copies + bringing) * 1e-9)
     assert found["ddr"].amount == (2 * MISSES + MISSES) * ROW
 

@@ -38,6 +38,8 @@ class PoolDemand:
         unique: distinct rows of a batch, on average.
         curve: of once-a-batch accesses, in rows of this pool.
         new_rows: of ``unique``, those that no batch before had; 0 where no trace says it.
+        rows_a_block: of a batch's distinct rows, those that lie in one block, on average, rows lying in order of their
+            ids; 1 where no whole trace says it.
     """
 
     layout: RowLayout
@@ -47,6 +49,7 @@ class PoolDemand:
     unique: float
     curve: MissRatioCurve
     new_rows: float = 0.0
+    rows_a_block: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +139,7 @@ class Demand:
                 curve=make_curve(distinct, policy, sampling_rate=sampling_rate)
                 if len(distinct.keys)
                 else _unused(policy),
+                rows_a_block=_rows_a_block(distinct, layout),
                 new_rows=numbered(distinct.keys).num_rows / accesses.sampling_rate / max(accesses.num_batches, 1),
             )
 
@@ -205,6 +209,16 @@ def _chosen(accesses: Accesses, is_chosen: "np.ndarray[tuple[int], np.dtype[np.b
     chosen = is_chosen[accesses.keys >> KEY_ROW_BITS]
     starts = np.append(0, np.cumsum(chosen))[accesses.starts]
     return accesses._replace(keys=accesses.keys[chosen], starts=starts)
+
+
+def _rows_a_block(distinct: Accesses, layout: RowLayout) -> float:
+    """A sample of the rows does not tell which are neighbours."""
+    if distinct.sampling_rate < 1 or not len(distinct.keys):
+        return 1.0
+    row_mask = (1 << KEY_ROW_BITS) - 1
+    tables, rows = distinct.keys & ~row_mask, distinct.keys & row_mask
+    blocks = once_a_batch(distinct._replace(keys=tables | rows // layout.rows_per_block))
+    return len(distinct.keys) / len(blocks.keys)
 
 
 def _a_batch(accesses: Accesses) -> float:

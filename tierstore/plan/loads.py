@@ -1,8 +1,8 @@
 """What one step or query keeps busy: a term for each resource, and how they make up a step.
 
-Everything is of one host. ``SERIAL`` resources work one after another, for the batch that is computed; ``AHEAD`` ones,
-and the drives, work for later batches meanwhile, if rows are brought in ahead; ``SHARED`` ones are limits on the sum of
-what all others take of them.
+Everything is of one host. ``SERIAL`` resources work one after another, for the batch that is computed. If rows are brought
+in ahead, those of ``AHEAD`` work for later batches meanwhile, one after another, as whoever brings in a row has to make
+room for it first; and so do ``LINKS`` and ``DRIVES``. ``SHARED`` ones are limits on what all others take of them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,6 +16,7 @@ from .workload import Workload
 __all__ = [
     "AHEAD",
     "DRIVES",
+    "LINKS",
     "SERIAL",
     "SHARED",
     "bottleneck_of",
@@ -26,7 +27,8 @@ __all__ = [
 ]
 
 SERIAL: Final = ("batch", "lookups", "hbm", "model", "network")
-AHEAD: Final = ("cold rows", "write-back", "pcie")
+AHEAD: Final = ("cold rows", "write-back")
+LINKS: Final = ("pcie",)
 DRIVES: Final = ("ssd reads", "ssd writes")
 SHARED: Final = ("cores", "ddr")
 
@@ -63,12 +65,13 @@ def step_seconds(seconds: Mapping[str, float], *, is_ahead: bool) -> float:
         is_ahead: rows of later batches come in while a batch is computed; else everything waits for everything.
     """
     serial = sum(seconds[name] for name in SERIAL)
-    ahead = [seconds[name] for name in AHEAD]
+    ahead = sum(seconds[name] for name in AHEAD)
+    links = sum(seconds[name] for name in LINKS)
     drives = sum(seconds[name] for name in DRIVES)
     shared = [seconds[name] for name in SHARED]
     if is_ahead:
-        return max(serial, *ahead, drives, *shared)
-    return max(serial + sum(ahead) + drives, *shared)
+        return max(serial, ahead, links, drives, *shared)
+    return max(serial + ahead + links + drives, *shared)
 
 
 def bottleneck_of(loads: Sequence[ResourceLoad], *, is_ahead: bool) -> str:
@@ -192,7 +195,9 @@ def _directions(setup: Setup) -> int:
 def _bringing_ns(setup: Setup, pool: PoolLoad) -> float:
     costs = setup.host.costs
     a_row = costs.miss_ns + costs.miss_ns_per_byte * pool.layout.row_bytes
-    return pool.misses * a_row + pool.blocks_read * costs.read_ns
+    # A block that is rewritten moves to another page, which the process sees for the first time when it reads there.
+    blocks = pool.blocks_touched if setup.workload.is_training else pool.blocks_read
+    return pool.misses * a_row + blocks * costs.read_ns
 
 
 def _write_back(setup: Setup, pools: Sequence[PoolLoad]) -> ResourceLoad:

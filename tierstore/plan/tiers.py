@@ -40,6 +40,7 @@ class PoolLoad(NamedTuple):
         keeps_batch: the rows of a batch can stay pinned until its backward, so that they can be brought in ahead.
         device_misses: of ``misses``, those whose block the system has not in memory.
         blocks_read: by the device, for missing rows, and for the rest of blocks that are rewritten.
+        blocks_touched: looked into, wherever they are: for missing rows, and for the rest of blocks that are rewritten.
         blocks_written: rewritten for rows that left.
         leaves_written: pages of the tree above those blocks that are written along.
     """
@@ -58,6 +59,7 @@ class PoolLoad(NamedTuple):
     is_full: bool
     keeps_batch: bool
     blocks_read: float
+    blocks_touched: float
     blocks_written: float
     leaves_written: float
 
@@ -182,6 +184,7 @@ def _load(own: _Share) -> PoolLoad:
         is_full=own.is_full,
         keeps_batch=stays or unique <= HELD_SHARE * top,
         blocks_read=(_blocks(from_device, own) + written) * elsewhere,
+        blocks_touched=_blocks(misses, own) + written,
         blocks_written=written,
         leaves_written=_leaves(own, written),
     )
@@ -213,7 +216,7 @@ def _blocks(rows: float, own: _Share) -> float:
     """Distinct blocks that so many rows lie in, by chance, or as a packed store has them, whichever are fewer."""
     count = own.num_blocks
     touched = -count * math.expm1(rows * math.log1p(-1 / count)) if count > 1 else 1.0
-    return min(rows / own.setup.rows_per_read, touched)
+    return min(rows / max(own.setup.rows_per_read, own.pool.rows_a_block), touched)
 
 
 def _written(own: _Share, misses: float) -> float:
