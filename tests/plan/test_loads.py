@@ -131,7 +131,10 @@ SECONDS = {
 def test_a_step_is_the_longest_of_what_goes_on_at_once() -> None:
     assert step_seconds(SECONDS, is_ahead=True) == 17
     assert step_seconds(SECONDS | {"ssd reads": 0.0}, is_ahead=True) == 12
-    assert step_seconds(SECONDS | {"ssd reads": 0.0, "ddr": 0.0, "cores": 0.0}, is_ahead=True) == 10
+    unshared = SECONDS | {"ssd reads": 0.0, "ddr": 0.0, "cores": 0.0}
+    assert step_seconds(unshared, is_ahead=True) == 11, "rows come in and go down on one thread"
+    assert step_seconds(unshared | {"write-back": 0.0}, is_ahead=True) == 10
+    assert step_seconds(unshared | {"pcie": 13.0}, is_ahead=True) == 13
     assert step_seconds(SECONDS, is_ahead=False) == 45
     assert step_seconds(SECONDS | {"cores": 50.0}, is_ahead=False) == 50
 

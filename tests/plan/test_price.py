@@ -39,8 +39,8 @@ def test_drives_are_worn_by_what_is_written_to_them() -> None:
 def test_years_of_life_are_the_warranty_over_the_wear() -> None:
     setup = make_setup()
     found = predict(setup, flat_demand(setup.workload, unique=2000, miss_ratio=0.25), pricing=PRICING)
-    blocks = next(load for load in found.loads if load.resource == "write-back").amount
-    a_day = blocks * 2 * 4096 / found.step_s * 43_200 / 1e12
+    written = next(load for load in found.loads if load.resource == "ssd writes").amount
+    a_day = written / found.step_s * 43_200 / 1e12
     assert found.drive_writes_a_day == pytest.approx(a_day)
     assert years_of_life(found, PRICING) == pytest.approx(5 / a_day)
     served = make_workload(training=False)
