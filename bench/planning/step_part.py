@@ -26,7 +26,7 @@ def _cases(config: dict[str, Any]) -> Iterator[_Case]:
     exponent = config["exponent"]
     path = find_criteo()
     if path is not None:
-        whole = 80_000 // config["criteo_batch"]
+        whole = config["criteo_passes"] * 80_000 // config["criteo_batch"]
         yield _Case(criteo(path, config, whole), None)
     yield _Case(zipf(config, exponent, config["zipf_steps"]), exponent)
     shape = {
