@@ -436,7 +436,7 @@ class LmdbColdTier:
                 reach("write-back: blocks published")
             bytes_written = len(block_keys) * layout.pages_per_block * self.page_bytes
             with self._must_succeed():  # a device that failed to sync once may have dropped what it was to keep
-                self._keeper.wrote(bytes_written, snapshot.num_entries * self.page_bytes)
+                self._keeper.wrote(max(bytes_written, snapshot.freed_bytes), snapshot.num_entries * self.page_bytes)
             self._count(rows_written=len(keys), blocks_written=len(block_keys), bytes_written=bytes_written)
             self._count(write_seconds=time.perf_counter() - started)
 
