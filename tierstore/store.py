@@ -2,7 +2,6 @@
 
 import contextlib
 import difflib
-import mmap
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -15,15 +14,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from .beginning import open_manifest
 from .budget import STAGING_BYTES
 from .config import TableConfig
 from .converting import Converter, RowSource, layout_as
 from .durable import make_directory
-from .errors import BudgetError, ClosedError, FormatError, ReadOnlyError, TableError, TruncatedError
+from .errors import BudgetError, ClosedError, ReadOnlyError, TableError
 from .hbm.build import require_supported
-from .io import MAX_PAGE_BYTES, ROW_FILE_NAME, LmdbColdTier, VerifyReport, require_plain_files
+from .io import LmdbColdTier, VerifyReport
 from .killpoints import reach
-from .manifest import MANIFEST_NAME, Manifest
+from .manifest import Manifest
 from .newer import Newer, changed_rows
 from .optim import SGD
 from .pending import PendingCommit
@@ -83,7 +83,7 @@ class Store:
         self._committer: ThreadPoolExecutor | None = None
         if not readonly:
             make_directory(directory)
-        self._manifest = self._open_manifest()
+        self._manifest = open_manifest(directory, readonly=readonly)
         self._cold = LmdbColdTier(
             directory,
             store_id=bytes.fromhex(self._manifest.store_id),
@@ -100,21 +100,6 @@ class Store:
             raise
 
     # Opening
-
-    def _open_manifest(self) -> Manifest:
-        """Read the manifest, or write the first one."""
-        require_plain_files(self.directory)
-        path, rows_path = self.directory / MANIFEST_NAME, self.directory / ROW_FILE_NAME
-        if not path.exists() and not self.readonly:
-            if rows_path.exists():
-                raise FormatError(
-                    f"{self.directory} holds {ROW_FILE_NAME} but no {MANIFEST_NAME}; restore it from a copy"
-                )
-            Manifest.new(min(mmap.PAGESIZE, MAX_PAGE_BYTES)).create(self.directory)
-        manifest = Manifest.read(self.directory)
-        if not rows_path.exists() and (manifest.has_rows or self.readonly):
-            raise TruncatedError(f"{rows_path} is missing; restore it from a copy of the store")
-        return manifest
 
     def _load(self) -> None:
         """Check that the files belong together, make the tables known, read the last version."""
@@ -338,7 +323,7 @@ class Store:
         self.require_writable()
         self._end_pending()
         states = {name: table.state for name, table in self._tables.items()}
-        payload = pack(states, extra or {}, dict(tensors or {}))
+        payload = pack(states, extra or {}, dict(tensors or {}), self._version.next_lineage())
         pools = list(self._pools.values())
         for pool in pools:
             pool.settle()
@@ -431,7 +416,8 @@ class Store:
         memory that changed, and, for a moment, 12 for each that is in memory.
 
         Raises:
-            DamagedError: what is there is not what was written; the store goes on to show what it showed.
+            DamagedError: what is there is not what was written. StoreReplacedError: its files were deleted, or others
+                put in their place. The store goes on to show what it showed.
             TableError: a new table cannot be kept as ``dtype``. BudgetError: nor its directory.
             ClosedError.
         """

@@ -277,7 +277,7 @@ def test_room_on_disk_is_bounded_also_where_transactions_are_small(
         rows = np.sort(generator.choice(ROWS, rows_each, replace=False))
         write_rows(tier, WIDE, keys_of(0, rows), 10 + round_)
     size_bytes = (directory / "rows.lmdb").stat().st_size
-    # The one that goes beyond the limit, the one under way, and that of the pinned tree, whose own pages LMDB keeps too.
+    # The one beyond the limit, the one under way, and that of the pinned tree, whose own pages LMDB keeps too.
     transactions_bytes = 3 * (rows_each + 16) * tier.page_bytes
     tree_bytes = 16 * tier.page_bytes
     assert tier.counters().bytes_written > 1500 * tier.page_bytes

@@ -75,18 +75,18 @@ def pages_freed(words: Words, meta: Meta) -> int:
     """
     if meta.free_root == NO_ROOT:
         return 0
-    page, node, flags = meta.free_root, 0, 0
+    data, page, node, flags = words.data, meta.free_root, 0, 0
     for _ in range(meta.free_depth):
         at = page * meta.page_bytes
-        (lower,) = struct.unpack_from("<H", words, at + 12)
-        node = at + struct.unpack_from("<H", words, at + lower - 2)[0]
-        low, high, flags = struct.unpack_from("<HHH", words, node)
+        (lower,) = struct.unpack_from("<H", data, at + 12)
+        node = at + struct.unpack_from("<H", data, at + lower - 2)[0]
+        low, high, flags = struct.unpack_from("<HHH", data, node)
         page = low | high << 16 | flags << 32
-    txn_id, place = struct.unpack_from("<QQ", words, node + _NODE_HEADER)
+    txn_id, place = struct.unpack_from("<QQ", data, node + _NODE_HEADER)
     if txn_id != meta.txn_id:
         return 0
     if flags & _BIG_DATA:
-        (place,) = struct.unpack_from("<Q", words, place * meta.page_bytes + _PAGE_HEADER)
+        (place,) = struct.unpack_from("<Q", data, place * meta.page_bytes + _PAGE_HEADER)
     return int(place)
 
 
