@@ -13,8 +13,9 @@ import torch
 import tierstore
 from tierstore import errors, optim
 from tierstore import manifest as manifest_module
+from tierstore.lineage import NO_LINEAGE, Ancestor, Lineage
 from tierstore.manifest import MANIFEST_NAME, Manifest, _digest
-from tierstore.version import TableState, pack, unpack
+from tierstore.version import TableState, pack, repack, unpack
 
 CONFIG = tierstore.TableConfig(
     name="items", num_embeddings=100, embedding_dim=4, dtype="bfloat16", feature_names=("a", "b"), pooling="mean",
@@ -221,6 +222,9 @@ def test_a_creation_that_was_cut_short_is_taken_up(store_dir: Path) -> None:
         assert store.commit() == 1
 
 
+LINEAGE = Lineage("0123456789abcdef", (Ancestor(2, "f" * 16), Ancestor(4, "0" * 16)))
+
+
 def test_payload_round_trip() -> None:
     tensors = {
         "w": torch.randn(3, 4).t(),
@@ -228,8 +232,10 @@ def test_payload_round_trip() -> None:
         "step": torch.tensor(7),
         "half": torch.ones(2).half(),
     }
-    version = unpack(5, pack({"t": TableState(9, 0.25)}, {"step": 10, "name": "é"}, tensors))
+    version = unpack(5, pack({"t": TableState(9, 0.25)}, {"step": 10, "name": "é"}, tensors, LINEAGE))
     assert (version.number, version.tables, version.extra) == (5, {"t": TableState(9, 0.25)}, {"step": 10, "name": "é"})
+    assert version.lineage == LINEAGE
+    assert unpack(5, repack(version, NO_LINEAGE)) == version._replace(lineage=NO_LINEAGE)
     import safetensors.torch
 
     loaded = safetensors.torch.load(version.tensors)
@@ -241,7 +247,7 @@ def test_payload_round_trip() -> None:
 
 def test_shared_tensors_are_stored_each() -> None:
     shared = torch.ones(4)
-    version = unpack(1, pack({}, {}, {"a": shared, "b": shared, "c": shared[:2]}))
+    version = unpack(1, pack({}, {}, {"a": shared, "b": shared, "c": shared[:2]}, NO_LINEAGE))
     assert version.tensors
 
 
@@ -249,3 +255,26 @@ def test_shared_tensors_are_stored_each() -> None:
 def test_a_payload_that_cannot_be_read(payload: bytes) -> None:
     with pytest.raises(errors.DamagedError, match="payload of version 3"):
         unpack(3, payload)
+
+
+@pytest.mark.parametrize(
+    "commit",
+    [
+        3,
+        {},
+        {"id": "x", "ancestors": []},
+        {"id": "", "ancestors": []},
+        {"id": "0" * 16, "ancestors": 3},
+        {"id": "0" * 16, "ancestors": [[1]]},
+        {"id": "0" * 16, "ancestors": [[1, "0" * 15]]},
+        {"id": "0" * 16, "ancestors": [[True, "0" * 16]]},
+        {"id": "0" * 16, "ancestors": [[2, "0" * 16], [2, "1" * 16]]},
+        {"id": "0" * 16, "ancestors": [[3, "0" * 16]]},
+        {"id": "0" * 16, "ancestors": [[number, "0" * 16] for number in range(1, 258)]},
+    ],
+)
+def test_a_lineage_that_no_commit_has(commit: Any) -> None:
+    number = 3 if commit != {} and len(str(commit)) < 1000 else 1000
+    header = json.dumps({"extra": {}, "tables": {}, "commit": commit}).encode()
+    with pytest.raises(errors.DamagedError, match="payload of version"):
+        unpack(number, len(header).to_bytes(8, "little") + header)

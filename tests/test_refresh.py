@@ -1,5 +1,6 @@
 """A store open for reading follows the commits of another process; rows kept in another dtype than stored."""
 
+import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +11,8 @@ import torch
 
 import tierstore
 from tests.following import DIM, EVERY, ROWS, Writer, expected
+from tierstore.compaction import compact_store
+from tierstore.errors import StoreReplacedError
 
 
 # All rows have slots of their own; rows leave; the staging memory is too small for what changed.
@@ -133,6 +136,53 @@ def test_a_store_at_one_version_and_a_writer_stay(writer: Writer, store_dir: Pat
         assert store.refresh() == 1
     with tierstore.open(tmp_path / "other", ddr="4MiB") as store:
         assert store.find_newer() is None
+
+
+def replaced(how: str, store_dir: Path) -> None:
+    """Put another store, or none, where the store is."""
+    shutil.rmtree(store_dir)
+    if how == "compacted":
+        store_dir.with_name("copy").rename(store_dir)
+    elif how == "made anew":
+        with tierstore.open(store_dir, ddr="4MiB") as store:
+            table = store.create_table(tierstore.TableConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM))
+            table.write(EVERY, torch.full((ROWS, DIM), 7.0))
+            store.commit()
+            store.commit()
+
+
+@pytest.mark.parametrize("how", ["compacted", "made anew", "deleted"])
+def test_a_store_that_was_replaced_says_so_and_shows_what_it_showed(writer: Writer, store_dir: Path, how: str) -> None:
+    writer("close")
+    compact_store(store_dir, store_dir.with_name("copy"))
+    with tierstore.open(store_dir, mode="r", ddr="4MiB") as store:
+        before = store["t"].read(EVERY)
+        assert store.refresh() == 1
+        replaced(how, store_dir)
+        for _ in range(2):
+            with pytest.raises(StoreReplacedError, match=r"rows\.lmdb .*open the store again"):
+                store.refresh()
+        assert torch.equal(store["t"].read(EVERY), before)
+        assert store.version == 1
+
+
+def test_files_copied_over_a_store_that_use_its_number_again_are_another_store(
+    writer: Writer, store_dir: Path, tmp_path: Path
+) -> None:
+    """Byte by byte, so that the path names the file that it named."""
+    writer("close")
+    shutil.copytree(store_dir, tmp_path / "copy")
+    for directory, value in ((store_dir, 2), (tmp_path / "copy", 3)):
+        writer("open", str(directory))
+        writer("write", "t", [1], value)
+        assert writer("commit", value) == 2
+        writer("close")
+    with tierstore.open(store_dir, mode="r", ddr="4MiB") as store:
+        assert store.refresh() == 2
+        shutil.copyfile(tmp_path / "copy" / "rows.lmdb", store_dir / "rows.lmdb")
+        store._cold.lookout._last = -1  # a copy of as many transactions looks like one in which nothing was done
+        with pytest.raises(StoreReplacedError, match="version 2 is another commit"):
+            store.refresh()
 
 
 def test_a_reader_that_looks_keeps_no_pages_of_what_is_not_committed(writer: Writer, store_dir: Path) -> None:

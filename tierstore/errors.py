@@ -5,6 +5,7 @@
     TierstoreError
     ├── StoreNotFoundError     no store in the directory (mode "r")
     ├── StoreLockedError       another writer has the store open
+    ├── StoreReplacedError     the files of a store that is open were deleted, or others put in their place
     ├── ClosedError            the store was closed
     ├── ReadOnlyError          a write to a store opened with mode="r", or to quantized rows
     ├── BudgetError            the memory budget cannot hold what was asked
@@ -28,6 +29,7 @@ __all__ = [
     "ReadOnlyError",
     "StoreLockedError",
     "StoreNotFoundError",
+    "StoreReplacedError",
     "TableError",
     "TierstoreError",
     "TruncatedError",
@@ -44,6 +46,10 @@ class StoreNotFoundError(TierstoreError):
 
 class StoreLockedError(TierstoreError):
     """Another writer holds the store."""
+
+
+class StoreReplacedError(TierstoreError):
+    """The path does not name the files any more that are open."""
 
 
 class ClosedError(TierstoreError):

@@ -24,6 +24,7 @@ from .errors import DamagedError, TableError, TierstoreError
 from .exchange.output import full_disk_errors
 from .io import LmdbColdTier
 from .io.files import rows_path
+from .lineage import NO_LINEAGE
 from .manifest import Manifest
 from .opening import open_store
 from .rows import KEY_ROW_BITS, DtypeName, RowLayout
@@ -198,7 +199,7 @@ class _Copy:
         rows = [self._copy(index) for index in range(len(self._known.tables))]
         kept = unpack(version, self._before.payload)
         states = {config.name: TableState(0, config.optimizer.lr) for config in self._made.tables}
-        self._after.commit(pack(states, kept.extra, unpack_tensors(kept)), version)
+        self._after.commit(pack(states, kept.extra, unpack_tensors(kept), NO_LINEAGE.following(0)), version)
         return rows
 
     def _copy(self, index: int) -> int:

@@ -34,11 +34,12 @@ from .io.remains import Remains, read_remains
 from .io.scrub import TableShapes, table_shapes
 from .io.survivors import Survivors, choose_tree, list_entries, surviving_blocks
 from .io.wreck import take_rows
+from .lineage import NO_LINEAGE
 from .manifest import MANIFEST_NAME, Manifest
 from .opening import open_store
 from .plainfile import read_plain_file
 from .rows import KEY_ROW_BITS, MAX_ROWS
-from .version import TableState, pack, unpack
+from .version import TableState, pack, repack, unpack
 
 __all__ = ["LOST_NAME", "WORK_NAME", "Loss", "SalvageReport", "salvage"]
 
@@ -284,13 +285,14 @@ def _shapes(path: Path, known: Manifest, placement: Placement | None) -> tuple[T
 
 
 def _payload(known: Manifest, remains: Remains, report: SalvageReport) -> bytes:
-    """The version's payload, or an empty one for its tables."""
+    """The version's payload, or an empty one for its tables. As a commit of the new store it is made from no other."""
     if remains.payload is not None:
         with contextlib.suppress(DamagedError):
-            unpack(report.version, remains.payload)
-            return remains.payload
+            return repack(unpack(report.version, remains.payload), NO_LINEAGE.following(0))
     report.payload_lost = True
-    return pack({config.name: TableState(0, config.optimizer.lr) for config in known.tables}, {}, {})
+    return pack(
+        {config.name: TableState(0, config.optimizer.lr) for config in known.tables}, {}, {}, NO_LINEAGE.following(0)
+    )
 
 
 class _Taker:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from .beginning import open_manifest
 from .budget import STAGING_BYTES
 from .config import TableConfig
 from .converting import Converter, RowSource
 from .durable import make_directory
 from .errors import BudgetError, ClosedError, ReadOnlyError, TableError
 from .hbm.build import require_supported
-from .identity import open_manifest
 from .io import LmdbColdTier, VerifyReport
 from .killpoints import reach
 from .manifest import Manifest
@@ -320,7 +320,7 @@ class Store:
         self.require_writable()
         self._end_pending()
         states = {name: table.state for name, table in self._tables.items()}
-        payload = pack(states, extra or {}, dict(tensors or {}))
+        payload = pack(states, extra or {}, dict(tensors or {}), self._version.next_lineage())
         pools = list(self._pools.values())
         for pool in pools:
             pool.settle()
@@ -413,7 +413,8 @@ class Store:
         memory that changed, and, for a moment, 12 for each that is in memory.
 
         Raises:
-            DamagedError: what is there is not what was written; the store goes on to show what it showed.
+            DamagedError: what is there is not what was written. StoreReplacedError: its files were deleted, or others
+                put in their place. The store goes on to show what it showed.
             TableError: a new table cannot be kept as ``dtype``. BudgetError: nor its directory.
             ClosedError.
         """

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from .errors import DamagedError, FormatError
 from .excerpt import excerpt
+from .lineage import NO_LINEAGE, Lineage
 
-__all__ = ["TableState", "Version", "pack", "unpack", "unpack_tensors"]
+__all__ = ["TableState", "Version", "pack", "repack", "unpack", "unpack_tensors"]
 
 _LENGTH_BYTES: Final = 8
 
@@ -28,12 +29,17 @@ class TableState(NamedTuple):
 
 
 class Version(NamedTuple):
-    """Number, tables' states, the caller's ``extra``, and its tensors as safetensors bytes."""
+    """Number, tables' states, the caller's ``extra``, its tensors as safetensors bytes, and what it was made from."""
 
     number: int
     tables: dict[str, TableState]
     extra: dict[str, Any]
     tensors: bytes
+    lineage: Lineage = NO_LINEAGE
+
+    def next_lineage(self) -> Lineage:
+        """Of the commit that is made from this one, with a new identity."""
+        return self.lineage.following(self.number)
 
     def require_of(self, names: Set[str]) -> None:
         """FormatError unless all its tables are among a manifest's."""
@@ -41,8 +47,11 @@ class Version(NamedTuple):
             raise FormatError(f"version {self.number} has a table {min(unknown)!r} that the manifest does not know")
 
 
-def pack(tables: dict[str, TableState], extra: dict[str, Any], tensors: dict[str, Tensor]) -> bytes:
+def pack(tables: dict[str, TableState], extra: dict[str, Any], tensors: dict[str, Tensor], lineage: Lineage) -> bytes:
     """Payload for ``ColdTier.commit``.
+
+    Args:
+        lineage: of the commit; ``NO_LINEAGE`` for a payload that is sent elsewhere.
 
     Raises:
         TypeError: ``extra`` is not a dict that JSON can hold exactly, or ``tensors`` not a dict of tensors.
@@ -55,7 +64,6 @@ def pack(tables: dict[str, TableState], extra: dict[str, Any], tensors: dict[str
         raise TypeError(f"extra must hold only what JSON can hold (put tensors in tensors=): {error}") from None
     if not _same(kept, extra):
         raise TypeError("extra must hold only what JSON gives back as it was: str keys, lists instead of tuples")
-    header = json.dumps({"extra": extra, "tables": {name: list(state) for name, state in tables.items()}}).encode()
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"tensors[{name!r}] must be a Tensor, not {type(tensor).__name__}")
@@ -67,7 +75,20 @@ def pack(tables: dict[str, TableState], extra: dict[str, Any], tensors: dict[str
         raise TypeError(f"tensors cannot be stored in safetensors format: {error}") from error
     if names != own.keys():
         raise TypeError(f"tensors cannot be stored under the names {sorted(own.keys() - names)}")
-    return len(header).to_bytes(_LENGTH_BYTES, "little") + header + stored
+    return _framed(tables, extra, lineage) + stored
+
+
+def _framed(tables: dict[str, TableState], extra: dict[str, Any], lineage: Lineage) -> bytes:
+    """What stands before the tensors."""
+    fields = {"extra": extra, "tables": {name: list(state) for name, state in tables.items()}}
+    own = {"commit": lineage.to_dict()} if lineage.commit_id else {}
+    header = json.dumps({**fields, **own}).encode()
+    return len(header).to_bytes(_LENGTH_BYTES, "little") + header
+
+
+def repack(version: Version, lineage: Lineage) -> bytes:
+    """The payload of a version as that of another commit; its tensors need not be readable."""
+    return _framed(version.tables, version.extra, lineage) + version.tensors
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -91,7 +112,10 @@ def unpack(number: int, payload: bytes) -> Version:
         tables = {name: _state(fields) for name, fields in header["tables"].items()}
         if not isinstance(header["extra"], dict):
             raise TypeError("extra is no object")
-        return Version(number, tables, header["extra"], payload[_LENGTH_BYTES + length :])
+        lineage = Lineage.from_dict(header.get("commit"))
+        if lineage.ancestors and lineage.ancestors[-1].version >= number:
+            raise ValueError("it was made from a later version")
+        return Version(number, tables, header["extra"], payload[_LENGTH_BYTES + length :], lineage)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise DamagedError(f"the payload of version {number} cannot be read: {excerpt(str(error))}") from error
 

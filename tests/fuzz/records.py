@@ -8,6 +8,7 @@ import torch
 from tierstore.errors import TierstoreError
 from tierstore.io import records
 from tierstore.io.checksum import bytes_checksum
+from tierstore.lineage import NO_LINEAGE
 from tierstore.version import TableState, pack, unpack
 
 from .target import FindingError, Target
@@ -44,7 +45,12 @@ def _run_payload(content: bytes) -> None:
 
 
 def seeds() -> list[bytes]:
-    payload = pack({"t": TableState(9, 0.25)}, {"step": 10, "list": [1, 2.5]}, {"w": torch.ones(3)})
+    payload = pack(
+        {"t": TableState(9, 0.25)},
+        {"step": 10, "list": [1, 2.5]},
+        {"w": torch.ones(3)},
+        NO_LINEAGE.following(2).following(3),
+    )
     totals = {0: records.TableTotals(num_blocks=3, hash=7), 5: records.TableTotals(num_blocks=1, hash=2**63)}
     record = records.CommitRecord(version=3, payload_bytes=100, payload_checksum=1, tables=totals)
     whole = [records.pack_store(b"0123456789abcdef"), records.pack_commit(record)]

@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from tests.conformance.cold_tier import (
 from tests.io.support import STORE_ID, open_tier
 from tierstore.errors import ChecksumError, DamagedError, FormatError, TierstoreError
 from tierstore.io import anchor
-from tierstore.io.anchor import ANCHOR_NAME
+from tierstore.io.anchor import ANCHOR_NAME, AnchorKeeper
 from tierstore.io.btree import META_READ_BYTES, Meta, parse_meta
 
 SECTOR = 512
@@ -255,6 +256,78 @@ def test_the_file_does_not_grow_with_what_is_written_between_commits(
     other_boot()
     for round_ in range(59, 300, 60):
         check_second_commit(tmp_path / f"later {round_}")
+
+
+@pytest.mark.parametrize("rows_each", [1, 40])
+def test_room_on_disk_is_bounded_also_where_transactions_are_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows_each: int
+) -> None:
+    """The bound of docs/durability.md. A transaction of one block copies four and more pages of LMDB's trees."""
+    monkeypatch.setattr(anchor, "GROWTH_BYTES", 1 << 20)
+    directory = tmp_path / "store"
+    directory.mkdir()
+    tier = open_tier(directory)
+    add_tables(tier)
+    write_rows(tier, WIDE, keys_of(0, ROWS), 1)
+    commit(tier, b"first")
+    write_rows(tier, WIDE, keys_of(0, ROWS), 2)  # beside those of the version that is kept
+    blocks_bytes = tier._snapshot.num_entries * tier.page_bytes
+    generator = np.random.default_rng(5)
+    for round_ in range(1500):
+        rows = np.sort(generator.choice(ROWS, rows_each, replace=False))
+        write_rows(tier, WIDE, keys_of(0, rows), 10 + round_)
+    size_bytes = (directory / "rows.lmdb").stat().st_size
+    # The one beyond the limit, the one under way, and that of the pinned tree, whose own pages LMDB keeps too.
+    transactions_bytes = 3 * (rows_each + 16) * tier.page_bytes
+    tree_bytes = 16 * tier.page_bytes
+    assert tier.counters().bytes_written > 1500 * tier.page_bytes
+    assert size_bytes <= blocks_bytes + tree_bytes + 3 * max(1 << 20, blocks_bytes // 2) + transactions_bytes
+    tier.close()
+
+
+class Pin:
+    """The tree when so many bytes had been written."""
+
+    def __init__(self, at_bytes: int, pins: list["Pin"]) -> None:
+        self.at_bytes = at_bytes
+        self._pins = pins
+        pins.append(self)
+
+    def close(self) -> None:
+        self._pins.remove(self)
+
+
+class Slow(Future[None]):
+    """An anchor that is never there before somebody waits for it."""
+
+    def exception(self, timeout: float | None = None) -> None:
+        pass
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_no_pin_falls_further_behind_than_three_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_slow: bool
+) -> None:
+    directory = tmp_path / "store"
+    directory.mkdir()
+    open_tier(directory).close()
+    pins: list[Pin] = []
+    written, limit, step = 0, anchor.GROWTH_BYTES, 5 << 20
+    keeper = AnchorKeeper(directory / "rows.lmdb", STORE_ID, 4096, sync=lambda: None, pin=lambda: Pin(written, pins))
+    if is_slow:
+        monkeypatch.setattr(keeper, "_submit", lambda metas: Slow())
+    keeper.set()
+    behind = set()
+    for _ in range(500):
+        written += step
+        keeper.wrote(step, 0)
+        behind.add(written - pins[0].at_bytes)
+        if not is_slow:
+            assert keeper._pending is None or keeper._pending[1].exception() is None
+    assert max(behind) <= 3 * limit
+    assert (max(behind) > 2 * limit + step) == is_slow
+    keeper.close()
+    assert not pins
 
 
 def test_after_a_clean_close_readers_need_no_writer_first(tmp_path: Path, other_boot: Callable[[], None]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 import socket
 import threading
 import time
@@ -336,6 +337,26 @@ def test_a_damaged_version_is_not_served(
     wait_for(lambda: server.engine.version == 3)
     assert ask_rows(server, [5]).json()["outputs"][0]["data"] == [3.0] * DIM
     assert server.status()["version"]["staleness_seconds"] == 0
+
+
+def test_a_store_that_is_replaced_goes_on_to_be_served(
+    writer: Writer, store_dir: Path, server: InThread, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer("close")
+    shutil.rmtree(store_dir)
+    wait_for(lambda: server.status()["version"]["update_failures"] >= 2)
+    assert server.metric("tierstore_update_failures_total") >= 2
+    status = server.status()["version"]
+    assert (status["served"], status["staleness_seconds"] > 0) == (1, True)
+    assert ask_rows(server, [5]).json()["outputs"][0]["data"] == [1.0] * DIM
+    (said,) = [line for line in caplog.messages if "version 1 goes on to be served; to move on failed" in line]
+    assert "rows.lmdb was deleted" in said
+    assert "open the store again" in said
+    writer("open", str(store_dir))
+    writer("create", "t", ROWS, DIM)
+    number(writer, 1)
+    wait_for(lambda: "is another file than when" in "".join(caplog.messages))
+    assert ask_rows(server, [5]).json()["outputs"][0]["data"] == [1.0] * DIM
 
 
 def ddr_of(status: dict[str, Any]) -> dict[str, Any]:

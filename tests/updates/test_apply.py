@@ -95,7 +95,7 @@ def test_the_same_update_again_does_nothing(replica: Path, updates: dict[int, Up
 def test_an_update_from_another_version_says_what_to_send(replica: Path, updates: dict[int, Update]) -> None:
     before = contents(replica)
     with pytest.raises(
-        errors.TierstoreError, match=r"has version 1 of store .* goes from version 2 .* publish without"
+        errors.TierstoreError, match=r"has version 1 \(commit \w+\) of store .* goes from version 2 .* publish without"
     ):
         apply_update(replica, updates[2].path)
     assert version_of(replica) == 1
@@ -113,7 +113,7 @@ def test_a_change_of_another_store_is_refused(tmp_path: Path, replica: Path) -> 
     other = tmp_path / "other"
     change(other, 1, keep=2)
     change(other, 2, keep=2)
-    with pytest.raises(errors.TierstoreError, match="has version 1 of store"):
+    with pytest.raises(errors.TierstoreError, match=r"has version 1 \(commit \w+\) of store"):
         apply_update(replica, write_update(other, tmp_path / "update", since=1).path)
 
 
@@ -254,7 +254,10 @@ HOSTILE = {
     "basis": assign("basis", value="rumour"),
     "all since": assign("basis", value="nothing"),
     "version": assign("version", value="3"),
-    "format": assign("update_format_version", value=2),
+    "format": assign("update_format_version", value=1),
+    "commit": assign("commit_id", value="0" * 15),
+    "no since commit": assign("since_commit_id", value=""),
+    "since commit": assign("since_commit_id", value=7),
     "table": assign("tables", 0, value={"name": 3}),
     "two names": assign("tables", 0, "name", value="user"),
     "wide": assign("tables", 0, "embedding_dim", value=1 << 20),

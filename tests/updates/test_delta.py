@@ -46,7 +46,7 @@ def test_a_replica_follows_version_by_version(tmp_path: Path) -> None:
         assert same(contents(source), contents(replica))
     assert sent_rows(make(source, name="all")) == written
     extra, tensors = extra_of(replica)
-    assert extra == {"step": 3, ORIGIN_KEY: {"source": update.header.origin.source, "version": 3}}
+    assert extra == {"step": 3, ORIGIN_KEY: update.header.origin._asdict()}
     assert tensors.keys() == {"model.w"}
     assert torch.equal(tensors["model.w"], torch.full((3,), 3.0))
     with tierstore.open(replica, mode="r", **SMALL) as store:
@@ -217,6 +217,10 @@ def test_what_there_is_to_publish_is_said_when_there_is_nothing(tmp_path: Path) 
 def test_where_a_commit_came_from_is_told_or_refused() -> None:
     assert origin_of({"step": 1}) is None
     assert origin_of({ORIGIN_KEY: {"source": "0" * 32, "version": 3}}) == Origin("0" * 32, 3)
-    for stored in (3, {}, {"source": "x", "version": 3}, {"source": "0" * 32, "version": True}):
+    commit = {"commit_id": "0f" * 8}
+    assert origin_of({ORIGIN_KEY: {"source": "0" * 32, "version": 3, **commit}}) == Origin("0" * 32, 3, "0f" * 8)
+    commit = {"commit_id": "0F" * 8}
+    wrong = {"source": "0" * 32, "version": 3, **commit}
+    for stored in (3, {}, {"source": "x", "version": 3}, {"source": "0" * 32, "version": True}, wrong):
         with pytest.raises(errors.FormatError):
             origin_of({ORIGIN_KEY: stored})

@@ -117,7 +117,8 @@ class AnchorKeeper:
         self._executor = ThreadPoolExecutor(1, "tierstore-anchor")
         self._anchored: Pin | None = None
         self._pending: tuple[Pin, Future[None]] | None = None
-        self._written_bytes = 0
+        self._written_bytes = 0  # since the last pin
+        self._between_bytes = 0  # written between the two pins, while there are two
         self._metas: tuple[bytes, bytes] | None = None
         self._has_failed = False
 
@@ -145,7 +146,7 @@ class AnchorKeeper:
         except BaseException:
             pinned.close()
             raise
-        self._written_bytes = 0
+        self._between_bytes, self._written_bytes = self._written_bytes, 0
         self._pending = pinned, future
         return future
 
@@ -179,7 +180,8 @@ class AnchorKeeper:
         """Set an anchor in the background if enough was written; wait for the last one if that falls too far behind.
 
         Args:
-            size_bytes: what the last transaction wrote.
+            size_bytes: what the last transaction wrote, or took out of use if that is more: pages of the tree are
+                copied too, four or more for a transaction of a few blocks.
             live_bytes: size of the blocks in the tree.
 
         Raises:
@@ -188,7 +190,7 @@ class AnchorKeeper:
         self._written_bytes += size_bytes
         limit = max(GROWTH_BYTES, live_bytes // 2)
         behind = self._pending is not None and not self._pending[1].done()
-        if self._written_bytes >= limit * (2 if behind else 1):
+        if self._written_bytes >= limit and not (behind and self._between_bytes + self._written_bytes < 3 * limit):
             self.start()
 
     def settle(self) -> None:

@@ -4,9 +4,9 @@ Two directories lie over the snapshot: one as the current version has it, one fi
 number. A block whose pages differ was written in between.
 
 If the earlier version is kept, rows are compared with what it shows. If not, only blocks can be told: those with an
-epoch above its number. That is right only if the earlier version was never rolled back, as then rows went back to what
-they were without being written. A block with that very epoch proves it: a rollback deletes such blocks, and numbers are
-not used again. Without a proof every row counts as changed.
+epoch above its number. That is right only if the current version was made from the earlier one: after a rollback rows
+are what they were without being written. The lineage of the current version tells (``lineage``); it is the caller's to
+look at.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..rows import KEY_ROW_BITS, RowLayout
-from .btree import META_KEY
 from .directory import Directory
 from .lmdb import LmdbColdTier
 from .snapshot import Snapshot
@@ -61,22 +60,18 @@ class ChangesTier(LmdbColdTier):
     """A row file that tells what changed in it."""
 
     def basis(self, since: int) -> Basis:
-        """What changes since a version, at most the current one, can be told from."""
-        if 0 < since <= self.version and since in self.versions:
-            return Basis.ROWS
-        return Basis.BLOCKS if 0 < since <= self.version and self._has_epoch(since) else Basis.NOTHING
-
-    def _has_epoch(self, epoch: int) -> bool:
-        with self._lease() as (snapshot, _):
-            for entries, count in snapshot.walk():
-                is_block = entries.block_keys[:count] != META_KEY
-                if (is_block & (entries.epochs[:count] == np.uint64(epoch))).any():
-                    return True
-        return False
+        """What changes since a version that the current one was made from can be told from; 0 for no such version."""
+        if not since:
+            return Basis.NOTHING
+        return Basis.ROWS if since in self.versions else Basis.BLOCKS
 
     @contextmanager
     def changes(self, since: int) -> Iterator["Changes"]:
-        """What changed since a version, valid until the end of the block; all rows if nothing tells (``basis``)."""
+        """What changed since a version that the current one was made from, valid until the end of the block.
+
+        Args:
+            since: its number; 0 for all rows that were ever written.
+        """
         basis = self.basis(since)
         with self._lease() as (snapshot, directory):
             earlier = directory.emptied()

@@ -9,6 +9,7 @@ Source: LMDB 0.9's mdb.c. A record of the free list has for key the number of th
 bytes, native), and for value a count and that many page numbers, descending; there may be room behind them.
 """
 
+import struct
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -33,7 +34,7 @@ from .btree import (
 )
 from .mapped import zeros
 
-__all__ = ["PageUse", "check_page_use", "free_pages"]
+__all__ = ["PageUse", "check_page_use", "free_pages", "pages_freed"]
 
 _BRANCH: Final = 0x01
 _LEAF: Final = 0x02
@@ -64,6 +65,29 @@ class PageUse(NamedTuple):
     status: WalkStatus
     page: int
     free_pages: int
+
+
+def pages_freed(words: Words, meta: Meta) -> int:
+    """Pages that the newest transaction took out of use: the count in its record, the last of the list.
+
+    Args:
+        words: the file. Its tree of free pages must have been checked, or be what this process wrote since.
+    """
+    if meta.free_root == NO_ROOT:
+        return 0
+    data, page, node, flags = words.data, meta.free_root, 0, 0
+    for _ in range(meta.free_depth):
+        at = page * meta.page_bytes
+        (lower,) = struct.unpack_from("<H", data, at + 12)
+        node = at + struct.unpack_from("<H", data, at + lower - 2)[0]
+        low, high, flags = struct.unpack_from("<HHH", data, node)
+        page = low | high << 16 | flags << 32
+    txn_id, place = struct.unpack_from("<QQ", data, node + _NODE_HEADER)
+    if txn_id != meta.txn_id:
+        return 0
+    if flags & _BIG_DATA:
+        (place,) = struct.unpack_from("<Q", data, place * meta.page_bytes + _PAGE_HEADER)
+    return int(place)
 
 
 @inline

@@ -38,6 +38,7 @@ from .census import (
     read_record,
 )
 from .checksum import bytes_checksum
+from .counting import Counting
 from .directory import Directory
 from .files import (
     RESTORE,
@@ -117,10 +118,9 @@ class LmdbColdTier:
         self._verify_reads = verify_reads
         self._unlisted = 0  # versions up to it were committed before: the directory has no marks of them
         self._staging = Staging(staging_bytes)
-        self._counting = threading.Lock()
         self._writer = threading.RLock()  # one writer, and whoever changes what the view shows
         self._state = "open"
-        self._counters = ColdCounters(0, 0, 0, 0.0, 0, 0, 0, 0.0)
+        self._counting = Counting()
         self._geometries: dict[RowLayout, Geometry] = {}
         self._lock_file = -1
         self._environment: lmdb.Environment | None = None
@@ -284,14 +284,18 @@ class LmdbColdTier:
         nothing newer, or the tier was opened at one version.
 
         Between two calls the pages of the tier's snapshot are kept from being reused: the writer's file grows.
+
+        Raises:
+            StoreReplacedError: the file is not at its path any more. DamagedError: the newer one is damaged.
         """
         with self._writer:
             self._check_open()
             if not self.readonly or self._wanted is not None:
                 return None
+            self._file_map.require_in_place()
             self._build_directory()  # what the newer one is compared with
             last = self._env.info()["last_txnid"]
-            return self.lookout.look(last, self._new_snapshot, self._directory, self._record.version, self._view.move)
+            return self.lookout.look(last, self._new_snapshot, self._directory, self._record, self._view.move)
 
     def show_newer(self) -> None:
         """Move to what ``find_newer`` found. Reads in progress finish where they are."""
@@ -368,13 +372,7 @@ class LmdbColdTier:
         if result[0] != GatherStatus.DONE:
             raise gather_error(self.path, result, keys)
         absent, seconds = len(keys) - int(np.count_nonzero(present)), time.perf_counter() - started
-        self._count(rows_read=len(keys), rows_absent=absent, pages_read=int(result[2]), read_seconds=seconds)
-
-    def _count(self, **added: float) -> None:
-        """Add to the counters."""
-        with self._counting:
-            sums = {name: getattr(self._counters, name) + more for name, more in added.items()}
-            self._counters = self._counters._replace(**sums)
+        self._counting.add(rows_read=len(keys), rows_absent=absent, pages_read=int(result[2]), read_seconds=seconds)
 
     # -- writing
 
@@ -436,9 +434,9 @@ class LmdbColdTier:
                 reach("write-back: blocks published")
             bytes_written = len(block_keys) * layout.pages_per_block * self.page_bytes
             with self._must_succeed():  # a device that failed to sync once may have dropped what it was to keep
-                self._keeper.wrote(bytes_written, snapshot.num_entries * self.page_bytes)
-            self._count(rows_written=len(keys), blocks_written=len(block_keys), bytes_written=bytes_written)
-            self._count(write_seconds=time.perf_counter() - started)
+                self._keeper.wrote(max(bytes_written, snapshot.freed_bytes), snapshot.num_entries * self.page_bytes)
+            self._counting.add(rows_written=len(keys), blocks_written=len(block_keys), bytes_written=bytes_written)
+            self._counting.add(write_seconds=time.perf_counter() - started)
 
     # -- versions
 
@@ -589,7 +587,7 @@ class LmdbColdTier:
             return verify_blocks(snapshot, directory, self._geometries, limit, progress, self.placement)
 
     def counters(self) -> ColdCounters:
-        return self._counters
+        return self._counting.totals
 
     @property
     def size_bytes(self) -> int:

@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._jit import JIT_ENABLED, inline
+from ..errors import StoreReplacedError
+from ..oserrors import translate_os_error
 
 __all__ = ["WILL_NEED", "FileMap", "clock_ns", "copy_words", "is_resident", "prefetch_word", "queue_read", "zeros"]
 
@@ -171,6 +173,21 @@ class FileMap:
     def file_bytes(self) -> int:
         """Length of the file now."""
         return os.fstat(self._fd).st_size
+
+    def require_in_place(self) -> None:
+        """StoreReplacedError unless the path still names this file."""
+        mapped = os.fstat(self._fd)
+        try:
+            found: os.stat_result | None = os.stat(self._path)
+        except (FileNotFoundError, NotADirectoryError):
+            found = None
+        except OSError as error:
+            raise translate_os_error(error, self._path) from error
+        if found is None or (found.st_dev, found.st_ino) != (mapped.st_dev, mapped.st_ino):
+            what = "was deleted" if found is None else "is another file than when the store was opened"
+            raise StoreReplacedError(
+                f"{self._path} {what}: the store was replaced, and what is open is the old one; open the store again"
+            )
 
     def tells_residency(self) -> bool:
         """Whether ``is_resident`` says the truth: the kernel tells only who could write to the file or owns it."""

@@ -6,8 +6,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import StoreReplacedError
 from .btree import META_KEY
-from .census import check_census, chosen_version, read_head, read_payload, read_record
+from .census import check_census, read_head, read_payload, read_record
 from .directory import Directory
 from .records import CommitRecord, Head
 from .snapshot import Snapshot
@@ -46,8 +47,11 @@ class NewerVersion(NamedTuple):
         return self.directory.differs(self.before, places)
 
 
-def _find(snapshot: Snapshot, before: Directory, shown: int, move: Callable[[Snapshot], None]) -> NewerVersion | None:
+def _find(
+    snapshot: Snapshot, before: Directory, shown: CommitRecord, move: Callable[[Snapshot], None]
+) -> NewerVersion | None:
     """The newest version in a snapshot; None if it is the one that is shown, to whose snapshot this one succeeds.
+
 
     The pages of a version's blocks are the same in every tree in which it is the current one. What the old snapshot
     kept beside them, pages of blocks that were written and not committed, can then be used again.
@@ -55,18 +59,25 @@ def _find(snapshot: Snapshot, before: Directory, shown: int, move: Callable[[Sna
     Costs a walk to the records of versions, and three of the whole index if there is another version.
 
     Raises:
-        DamagedError: what is there is not what was written.
+        DamagedError: what is there is not what was written. StoreReplacedError: other files were copied over it.
     """
     try:
         for _ in snapshot.walk(int(META_KEY)):  # LMDB's own code follows it then
             pass
         head = read_head(snapshot)
-        if chosen_version(snapshot.path, head, None) == shown:
+        record = read_record(snapshot, head.current)
+        if head.current == shown.version:
+            if (
+                record != shown
+            ):  # in what its payload's checksum says at the least: the payload has the commit's identity
+                raise StoreReplacedError(
+                    f"{snapshot.path}: its version {head.current} is another commit than when the store was opened; "
+                    "other files were copied over it: open the store again"
+                )
             move(snapshot)
             return None
         for _ in snapshot.walk():
             pass
-        record = read_record(snapshot, head.current)
         check_census(snapshot, record)
         directory = before.emptied()
         fill_directory(directory, snapshot, record.version)
@@ -92,10 +103,10 @@ class Lookout:
         last_txn: int,
         new_snapshot: Callable[[], Snapshot],
         before: Directory,
-        shown: int,
+        shown: CommitRecord,
         move: Callable[[Snapshot], None],
     ) -> NewerVersion | None:
-        """What is newer than the version ``shown``, whose directory is ``before``.
+        """What is newer than the commit ``shown``, whose directory is ``before``.
 
         Args:
             last_txn: of the file; after one in which nothing newer was found, nothing is done.

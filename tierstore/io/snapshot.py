@@ -22,7 +22,7 @@ from .btree import (
     walk,
 )
 from .files import RESTORE, translate
-from .free_list import check_page_use
+from .free_list import check_page_use, pages_freed
 from .mapped import FileMap
 
 __all__ = ["Snapshot", "raise_for_walk"]
@@ -78,6 +78,11 @@ class Snapshot:
         except lmdb.Error as error:
             raise translate(error, self.path) from error
         return None if value is None else bytes(value)
+
+    @property
+    def freed_bytes(self) -> int:
+        """What its transaction took out of use: copied pages of the tree, and blocks with a successor."""
+        return pages_freed(self.file_map.words, self._meta) * self.page_bytes
 
     def check_free_pages(self) -> None:
         """Check that each page has one use; LMDB's writer believes its tree and its list of free pages unchecked."""

@@ -85,7 +85,8 @@ def apply_update(directory: str | os.PathLike[str], file: str | os.PathLike[str]
             rows = _Writer(tier, update).run()
             states = {config.name: TableState(0, config.optimizer.lr) for config in header.tables}
             extra = with_origin(payload.extra, header.origin)
-            tier.commit(pack(states, extra, tensors), tier.last_version + 1, keep=KEEP)
+            lineage = unpack(tier.version, tier.payload).next_lineage()
+            tier.commit(pack(states, extra, tensors, lineage), tier.last_version + 1, keep=KEEP)
     return Applied(header.origin.version, rows, False)
 
 
@@ -99,9 +100,9 @@ def _prepare(directory: Path, header: UpdateHeader) -> int | None:
             raise TierstoreError(
                 f"{directory} was written by others than updates; choose another directory for a replica"
             )
-        if origin == header.origin:
+        if header.origin.is_same(origin):
             return None
-        if header.since and origin != Origin(header.origin.source, header.since):
+        if header.base is not None and not header.base.is_same(origin):
             raise TierstoreError(f"{directory} {_describe(origin)}, and the update {_wants(header)}")
         _require_tables(store, header)
         for config in header.tables:
@@ -110,15 +111,14 @@ def _prepare(directory: Path, header: UpdateHeader) -> int | None:
 
 
 def _wants(header: UpdateHeader) -> str:
-    source, version = header.origin
     return (
-        f"goes from version {header.since} of store {source} to {version}; publish without --since, which sends what "
-        "is missing here"
+        f"goes from {header.base} to version {header.origin.version}; publish without --since, which sends what is "
+        "missing here"
     )
 
 
 def _describe(origin: Origin | None) -> str:
-    return "is empty" if origin is None else f"has version {origin.version} of store {origin.source}"
+    return "is empty" if origin is None else f"has {origin}"
 
 
 def _require_tables(store: Store, header: UpdateHeader) -> None:

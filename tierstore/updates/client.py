@@ -65,7 +65,9 @@ class AdminClient:
         """What the replica has; None if it is empty."""
         answer = self._ask("GET", "/admin/updates")
         try:
-            return None if answer["source"] is None else Origin(str(answer["source"]), int(answer["version"]))
+            if answer["source"] is None:
+                return None
+            return Origin(str(answer["source"]), int(answer["version"]), str(answer.get("commit_id", "")))
         except (KeyError, ValueError, TypeError) as error:
             raise PublishError(f"{self.url} does not answer as a tierstore server: {excerpt(answer)}") from error
 

@@ -11,13 +11,14 @@ from .. import optim
 from ..config import TableConfig
 from ..errors import FormatError, StoreNotFoundError
 from ..io.changes import Basis, Changes, ChangesTier
+from ..lineage import NO_LINEAGE, Lineage
 from ..manifest import Manifest
 from ..version import pack, unpack, unpack_tensors
 from .header import UpdateHeader
 from .origin import ORIGIN_KEY, Origin
 from .update_file import UpdateWriter, file_checksum
 
-__all__ = ["Update", "open_tier", "replica_config", "source_of", "write_update"]
+__all__ = ["Source", "Update", "open_tier", "replica_config", "source_of", "write_update"]
 
 _STAGING_BYTES: Final = 1 << 20
 _OPTIMIZER_PREFIX: Final = "optimizer."
@@ -35,6 +36,27 @@ class Update(NamedTuple):
     id: str
     size_bytes: int
     header: UpdateHeader
+
+
+class Source(NamedTuple):
+    """What a store would publish, and what it can tell changes since.
+
+    Attributes:
+        origin: its last version.
+        lineage: of that version.
+    """
+
+    origin: Origin
+    lineage: Lineage
+
+    def has_grown_from(self, origin: Origin | None) -> bool:
+        """Whether its version was made from this very commit, as far back as the lineage goes."""
+        return (
+            origin is not None
+            and origin.source == self.origin.source
+            and origin.commit_id != ""
+            and self.lineage.id_of(origin.version) == origin.commit_id
+        )
 
 
 def replica_config(config: TableConfig) -> TableConfig:
@@ -71,14 +93,19 @@ def _open_source(directory: Path) -> Iterator[tuple[Manifest, ChangesTier]]:
         yield manifest, tier
 
 
-def source_of(directory: str | os.PathLike[str]) -> Origin:
+def source_of(directory: str | os.PathLike[str]) -> Source:
     """Which version a store would publish.
 
     Raises:
         StoreNotFoundError: none, or nothing was committed. DamagedError.
     """
     with _open_source(Path(directory).absolute()) as (manifest, tier):
-        return Origin(manifest.store_id, tier.version)
+        return _source(manifest, tier)
+
+
+def _source(manifest: Manifest, tier: ChangesTier) -> Source:
+    lineage = unpack(tier.version, tier.payload).lineage
+    return Source(Origin(manifest.store_id, tier.version, lineage.commit_id), lineage)
 
 
 def write_update(
@@ -91,7 +118,7 @@ def write_update(
     """Write what changed since a version to a file: rows, tables, ``extra`` and tensors but the optimizer's.
 
     If the store keeps that version, exactly the rows whose weights differ are sent; if not, all rows of the blocks
-    written since, as far as it is sure that the version was not rolled back, else every row that was ever written
+    written since; if the version is not in the lineage of the current one, every row that was ever written
     (``header.basis`` says which; in the last case ``header.since`` is 0). The store is opened read-only and may be
     trained on meanwhile. The same call gives the same bytes. Memory: some 32 MiB, two block directories and the dense
     tensors.
@@ -115,12 +142,15 @@ def write_update(
                 f"since={since}: {directory} is at version {tier.version}; give an earlier one, or 0 for all"
             )
         writer.add_payload(_payload(tier))
-        with tier.changes(since) as changes:
+        source = _source(manifest, tier)
+        since_commit_id = source.lineage.id_of(since)
+        with tier.changes(since if since_commit_id else 0) as changes:
             _write_rows(writer, changes, manifest, progress)
         header = writer.finish(
             out,
-            origin=Origin(manifest.store_id, tier.version),
+            origin=source.origin,
             since=0 if changes.basis is Basis.NOTHING else since,
+            since_commit_id=since_commit_id,
             basis=changes.basis,
             tables=tuple(map(replica_config, manifest.tables)),
         )
@@ -132,7 +162,7 @@ def _payload(tier: ChangesTier) -> bytes:
     version = unpack(tier.version, tier.payload)
     tensors = {name: each for name, each in unpack_tensors(version).items() if not name.startswith(_OPTIMIZER_PREFIX)}
     extra: dict[str, Any] = {key: value for key, value in version.extra.items() if key != ORIGIN_KEY}
-    return pack({}, extra, tensors)
+    return pack({}, extra, tensors, NO_LINEAGE)
 
 
 def _write_rows(

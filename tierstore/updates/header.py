@@ -7,13 +7,14 @@ from typing import Any, Final, NamedTuple
 from ..config import TableConfig, require_int
 from ..excerpt import excerpt
 from ..io.changes import Basis
+from ..lineage import is_commit_id
 from ..rows import MAX_ROWS, MAX_TABLES
 from .chunks import MAX_CHUNK_BYTES
 from .origin import Origin, is_store_id
 
 __all__ = ["MAX_PAYLOAD_BYTES", "PAYLOAD", "Chunk", "UpdateHeader"]
 
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 PAYLOAD: Final = -1
 """Stands for a table's index in chunks of the version's own payload."""
 MAX_PAYLOAD_BYTES: Final = 4 << 30
@@ -44,6 +45,7 @@ class UpdateHeader:
     origin: what the rows are of.
     since: the version of the same store that they are changes of; 0 for none, when every row that is not in the update
         has its first value.
+    since_commit_id: that version's identity; "" for none.
     basis: what the changes were told from.
     tables: all tables of the store, in its order, as a replica has them.
     chunks: those of one table neighbours, tables ascending, ids ascending; the payload's come first.
@@ -51,6 +53,7 @@ class UpdateHeader:
 
     origin: Origin
     since: int
+    since_commit_id: str
     basis: Basis
     tables: tuple[TableConfig, ...]
     chunks: tuple[Chunk, ...]
@@ -60,6 +63,11 @@ class UpdateHeader:
         require_int(self.origin.version, "version", 1, _MAX_VERSION)
         if not is_store_id(self.origin.source):
             raise ValueError(f"source={excerpt(self.origin.source)} is not the id of a store")
+        for name, commit_id in (("commit_id", self.origin.commit_id), ("since_commit_id", self.since_commit_id)):
+            if commit_id != "" and not is_commit_id(commit_id):
+                raise ValueError(f"{name}={excerpt(commit_id)} is not the identity of a commit")
+        if (self.since_commit_id == "") != (self.since == 0):
+            raise ValueError(f"since={self.since} without an identity, or an identity without it")
         if (self.basis is Basis.NOTHING) != (self.since == 0) or self.since >= self.origin.version:
             raise ValueError(
                 f"since={self.since} goes neither with {self.basis} nor with version {self.origin.version}"
@@ -80,6 +88,11 @@ class UpdateHeader:
         require_int(chunk.raw_bytes, "raw_bytes", 1, MAX_CHUNK_BYTES)
         if not isinstance(chunk.checksum, str) or not _CHECKSUM.fullmatch(chunk.checksum):
             raise ValueError(f"checksum={excerpt(chunk.checksum)}")
+
+    @property
+    def base(self) -> Origin | None:
+        """What whoever applies it must have; None if it needs nothing."""
+        return Origin(self.origin.source, self.since, self.since_commit_id) if self.since else None
 
     @property
     def payload_bytes(self) -> int:
@@ -109,7 +122,9 @@ class UpdateHeader:
             "update_format_version": _FORMAT,
             "source": self.origin.source,
             "version": self.origin.version,
+            "commit_id": self.origin.commit_id,
             "since": self.since,
+            "since_commit_id": self.since_commit_id,
             "basis": self.basis.value,
             "tables": [config.to_dict() for config in self.tables],
             "chunks": [list(chunk) for chunk in self.chunks],
@@ -120,13 +135,15 @@ class UpdateHeader:
         """Inverse of ``to_dict``. ValueError, TypeError, KeyError or OverflowError for anything it did not write."""
         if fields["update_format_version"] != _FORMAT:
             raise ValueError(
-                f"format version {excerpt(fields['update_format_version'])}; this release reads version {_FORMAT}"
+                f"format version {excerpt(fields['update_format_version'])}; this release reads version {_FORMAT}: "
+                "publish with the same release"
             )
         if fields["basis"] not in [basis.value for basis in Basis]:
             raise ValueError(f"basis={excerpt(fields['basis'])}")
         return cls(
-            origin=Origin(fields["source"], fields["version"]),
+            origin=Origin(fields["source"], fields["version"], fields["commit_id"]),
             since=fields["since"],
+            since_commit_id=fields["since_commit_id"],
             basis=Basis(fields["basis"]),
             tables=tuple(TableConfig.from_dict(config) for config in fields["tables"]),
             chunks=tuple(Chunk(*chunk) for chunk in fields["chunks"]),

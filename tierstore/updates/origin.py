@@ -6,6 +6,7 @@ from typing import Any, Final, NamedTuple
 
 from ..errors import FormatError
 from ..excerpt import excerpt
+from ..lineage import is_commit_id
 
 __all__ = ["ORIGIN_KEY", "Origin", "is_store_id", "origin_of", "with_origin"]
 
@@ -19,10 +20,19 @@ class Origin(NamedTuple):
     Attributes:
         source: that store's id, hex.
         version: its number there, which a server tells its clients.
+        commit_id: the commit's identity (``lineage``); "" of a release without identities.
     """
 
     source: str
     version: int
+    commit_id: str = ""
+
+    def __str__(self) -> str:
+        return f"version {self.version} (commit {self.commit_id or 'unknown'}) of store {self.source}"
+
+    def is_same(self, other: "Origin | None") -> bool:
+        """Whether both are the very same commit, for certain."""
+        return self == other and self.commit_id != ""
 
 
 def is_store_id(value: object) -> bool:
@@ -40,12 +50,13 @@ def origin_of(extra: Mapping[str, Any]) -> Origin | None:
     if stored is None:
         return None
     try:
-        source, version = stored["source"], stored["version"]
-    except (KeyError, TypeError):
-        source, version = None, None
-    if not is_store_id(source) or type(version) is not int or version < 1:
+        source, version, commit_id = stored["source"], stored["version"], stored.get("commit_id", "")
+    except (KeyError, TypeError, AttributeError):
+        source, version, commit_id = None, None, None
+    is_sound = is_store_id(source) and type(version) is int and version >= 1
+    if not is_sound or not (commit_id == "" or is_commit_id(commit_id)):
         raise FormatError(f"extra[{ORIGIN_KEY!r}] is {excerpt(stored)}, not the source of a replica's rows")
-    return Origin(source, version)
+    return Origin(source, version, commit_id)
 
 
 def with_origin(extra: Mapping[str, Any], origin: Origin) -> dict[str, Any]:

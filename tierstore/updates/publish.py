@@ -86,8 +86,21 @@ class Publisher:
 
     def since(self, origin: Origin | None) -> int:
         """The version that a server's replica can go on from; 0 for none."""
-        is_behind = origin is not None and origin.source == self.source.source and origin.version < self.source.version
-        return origin.version if is_behind and origin is not None else 0
+        return origin.version if origin is not None and self.source.has_grown_from(origin) else 0
+
+    def begin(self, url: str, origin: Origin | None, wanted: int | None) -> int:
+        """The version that an update of a server begins at: the wanted one, unless that is None.
+
+        Raises:
+            PublishError: the server has not the wanted version, or another commit of that number.
+        """
+        since = self.since(origin)
+        if wanted and wanted != since:
+            raise PublishError(
+                f"{url} has {origin or 'nothing'}; {self.source.origin} was not made from that, or not from version "
+                f"{wanted}: publish without --since, which sends what is missing there"
+            )
+        return since if wanted is None else wanted
 
     def send(self, url: str, *, since: int | None, token: str | None) -> Published:
         """Bring one server to the version; an error is part of the answer."""
@@ -100,12 +113,9 @@ class Publisher:
 
     def _send(self, client: AdminClient, since: int | None, started: float) -> Published:
         origin = client.origin()
-        if origin is not None and origin == self.source:
-            return Published(client.url, origin.version, 0, 0, time.monotonic() - started)
-        update = self.update(self.since(origin) if since is None else since)
-        if update.header.since and origin != Origin(self.source.source, update.header.since):
-            has = "nothing" if origin is None else f"version {origin.version} of store {origin.source}"
-            raise PublishError(f"{client.url} has {has}; publish without --since, which sends what is missing there")
+        if self.source.origin.is_same(origin):
+            return Published(client.url, self.source.origin.version, 0, 0, time.monotonic() - started)
+        update = self.update(self.begin(client.url, origin, since))
         with self._bar("send") as show:
             client.send(update, show)
         outcome = client.apply(update)
@@ -152,17 +162,17 @@ def plan(
     """What ``publish`` would send, in words; without servers, to one that has ``since``, or nothing.
 
     Raises:
-        PublishError: a server cannot be asked. Others as ``publish``.
+        PublishError: a server cannot be asked, or has not ``since``. Others as ``publish``.
     """
     with _publisher(directory, to, keep_file, bar) as publisher:
         lines = []
         for url in to:
             with AdminClient(url, token=token) as client:
                 origin = client.origin()
-            if origin is not None and origin == publisher.source:
-                lines.append(f"{url}: has version {origin.version} already")
+            if publisher.source.origin.is_same(origin):
+                lines.append(f"{url}: has version {publisher.source.origin.version} already")
                 continue
-            lines += [f"{url}:", *publisher.describe(publisher.since(origin) if since is None else since)]
+            lines += [f"{url}:", *publisher.describe(publisher.begin(url, origin, since))]
         return lines if to else publisher.describe(since or 0)
 
 

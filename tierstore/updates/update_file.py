@@ -78,14 +78,22 @@ class UpdateWriter:
         self._chunks.append(Chunk(table, rows, len(raw), _checksum(data)))
 
     def finish(
-        self, path: Path, *, origin: Origin, since: int, basis: Basis, tables: tuple[TableConfig, ...]
-    ) -> UpdateHeader:
+        self, path: Path, *, origin: Origin, since: int, since_commit_id: str, basis: Basis,
+        tables: tuple[TableConfig, ...],
+    ) -> UpdateHeader:  # fmt: skip
         """Write the file; the arguments are its header's.
 
         Raises:
             FileExistsError: there is one. DiskFullError: nothing is left of it.
         """
-        header = UpdateHeader(origin=origin, since=since, basis=basis, tables=tables, chunks=tuple(self._chunks))
+        header = UpdateHeader(
+            origin=origin,
+            since=since,
+            since_commit_id=since_commit_id,
+            basis=basis,
+            tables=tables,
+            chunks=tuple(self._chunks),
+        )
         specs = [TensorSpec(f"chunk.{number}", torch.uint8, (size,)) for number, size in enumerate(self._sizes)]
         head = b"".join(part for _, part in SafetensorsFile(specs, header.to_dict()).frame({}))
         if len(head) > _MAX_HEADER_BYTES:

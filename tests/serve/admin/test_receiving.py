@@ -19,6 +19,7 @@ from tierstore.serve.admin.receiving import MAX_BUSY
 from tierstore.serve.admin.uploads import MAX_UPLOADS, Uploads, append
 from tierstore.updates import Update, client, write_update
 from tierstore.updates.client import AdminClient, PublishError
+from tierstore.updates.delta import source_of
 from tierstore.updates.publish import plan, publish
 
 
@@ -76,7 +77,8 @@ def test_a_server_follows_its_trainer_and_goes_back_by_one_call(tmp_path: Path, 
         assert second.size_bytes > 0
         (again,) = publish(trainer, [url])
         assert (again.version, again.rows, again.size_bytes, again.error) == (2, 0, 0, "")
-        assert listed(url) | {"source": ""} == {"source": "", "version": 2, "is_applying": False, "uploads": {}}
+        told = source_of(trainer).origin
+        assert listed(url) == {**told._asdict(), "is_applying": False, "uploads": {}}
         assert replica.refreshed == 2
         answer = httpx.post(f"{url}/admin/updates/rollback", timeout=WAIT_SECONDS)
         assert answer.json() == {"version": 1}

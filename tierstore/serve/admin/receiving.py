@@ -92,6 +92,7 @@ class Receiver:
         return {
             "source": None if origin is None else origin.source,
             "version": 0 if origin is None else origin.version,
+            "commit_id": "" if origin is None else origin.commit_id,
             "is_applying": self._writer.is_busy,
             "uploads": {
                 upload.id: {"received_bytes": upload.received_bytes, "size_bytes": upload.size_bytes}

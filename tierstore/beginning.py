@@ -1,4 +1,4 @@
-"""Which store a directory is: its manifest, read or first written."""
+"""The first thing that is read of a store, or written of a new one."""
 
 import mmap
 from pathlib import Path
@@ -11,11 +11,11 @@ __all__ = ["open_manifest"]
 
 
 def open_manifest(directory: Path, *, readonly: bool) -> Manifest:
-    """The manifest of the store in a directory; the first one is written where there is none, unless ``readonly``.
+    """Read a store's manifest; with a directory that may be written and holds no store, write the first one.
 
     Raises:
-        FormatError: there are rows without a manifest. TruncatedError: a manifest without its rows.
-        StoreNotFoundError: there is nothing to read.
+        StoreNotFoundError: no store, and it may not be made.
+        FormatError, TruncatedError: one of manifest and row file is missing. Others as ``Manifest.read``.
     """
     require_plain_files(directory)
     path, rows_path = directory / MANIFEST_NAME, directory / ROW_FILE_NAME

@@ -1,0 +1,327 @@
+"""A number may be used again; a commit's identity is not, so no replica takes changes of rows that it has not."""
+
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierstore
+from tests.serve.replicas import serving
+from tests.updates.support import ROWS, SMALL, change, contents, extra_of, same, table_config
+from tierstore import errors, lineage, version
+from tierstore.compaction import compact_store
+from tierstore.io.changes import Basis
+from tierstore.lineage import MAX_ANCESTORS, NO_LINEAGE, Ancestor, Lineage
+from tierstore.salvage import salvage
+from tierstore.updates import ORIGIN_KEY, Applied, Origin, Update, apply_update, origin_of, write_update
+from tierstore.updates.delta import Source, source_of
+from tierstore.updates.publish import plan, publish
+
+
+def make(source: Path, since: int = 0) -> Update:
+    folder = source.with_name(f"{source.name} updates")
+    folder.mkdir(exist_ok=True)
+    return write_update(source, folder / str(len(list(folder.iterdir()))), since=since)
+
+
+def has(replica: Path) -> Origin | None:
+    return origin_of(extra_of(replica)[0])
+
+
+def bring(source: Path, replica: Path) -> Applied:
+    """As a publisher does: what the replica lacks."""
+    origin = has(replica) if replica.exists() else None
+    is_ancestor = source_of(source).has_grown_from(origin)
+    return apply_update(replica, make(source, origin.version if is_ancestor and origin else 0).path)
+
+
+def replace(store: Path, other: Path) -> None:
+    shutil.rmtree(store)
+    shutil.copytree(other, store)
+
+
+@pytest.fixture
+def forked(tmp_path: Path) -> tuple[Path, Path]:
+    """A source that was put back from a copy of version 1 and has another version 2, and a replica of the first 2."""
+    source, replica = tmp_path / "source", tmp_path / "replica"
+    change(source, 1, keep=3)
+    shutil.copytree(source, tmp_path / "copy")
+    change(source, 2, keep=3)
+    apply_update(replica, make(source).path)
+    replace(source, tmp_path / "copy")
+    change(source, 20, keep=3)
+    return source, replica
+
+
+def test_changes_since_another_commit_of_the_same_number_are_refused(forked: tuple[Path, Path]) -> None:
+    source, replica = forked
+    change(source, 3, keep=3)
+    before, update = contents(replica), make(source, 2)
+    assert (update.header.since, update.header.basis) == (2, Basis.ROWS)
+    with pytest.raises(errors.TierstoreError, match=r"has version 2 \(commit \w+\) .* goes from version 2 \(commit"):
+        apply_update(replica, update.path)
+    assert same(contents(replica), before)
+    assert apply_update(replica, make(source).path).version == 3
+    assert same(contents(replica), contents(source))
+
+
+def test_another_commit_of_the_same_number_is_not_there_already(forked: tuple[Path, Path]) -> None:
+    source, replica = forked
+    applied = apply_update(replica, make(source).path)
+    assert (applied.version, applied.was_there) == (2, False)
+    assert same(contents(replica), contents(source))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_publisher_sends_everything_to_who_has_a_commit_that_is_gone(forked: tuple[Path, Path], ahead: bool) -> None:
+    source, replica = forked
+    if ahead:
+        change(source, 3, keep=3)
+    with serving(replica) as (url, server):
+        (refused,) = publish(source, [url], since=2 if ahead else 1)
+        assert "has version 2 (commit" in refused.error
+        assert "publish without --since" in refused.error
+        if ahead:
+            with pytest.raises(errors.TierstoreError, match="publish without --since"):
+                plan(source, [url], since=2)
+        assert "ever written" in plan(source, [url])[1]
+        (done,) = publish(source, [url])
+        assert (done.error, done.version) == ("", 2 + ahead)
+        assert done.rows == make(source).header.num_rows
+        assert "already" in plan(source, [url])[0]
+        change(source, 4, keep=3)
+        (next_one,) = publish(source, [url], since=2 + ahead)
+        assert (next_one.error, next_one.rows) == ("", 120)
+        server.close()
+    assert same(contents(replica), contents(source))
+
+
+def test_the_version_before_the_fork_is_gone_on_from(tmp_path: Path) -> None:
+    source, replica = tmp_path / "source", tmp_path / "replica"
+    change(source, 1, keep=3)
+    apply_update(replica, make(source).path)
+    shutil.copytree(source, tmp_path / "copy")
+    change(source, 2, keep=3)
+    replace(source, tmp_path / "copy")
+    change(source, 20, keep=3)
+    assert bring(source, replica) == (2, 120, False)
+    assert same(contents(replica), contents(source))
+
+
+def test_after_a_rollback_only_what_led_to_the_version_is_gone_on_from(tmp_path: Path) -> None:
+    source, replicas = tmp_path / "source", [tmp_path / f"replica {number}" for number in range(3)]
+    for seed, replica in enumerate(replicas, 1):
+        change(source, seed, keep=5)
+        apply_update(replica, make(source).path)
+    with tierstore.open(source, keep=5, **SMALL) as store:
+        store.rollback(2)
+    assert [each.version for each in source_of(source).lineage.ancestors] == [1]
+    change(source, 4, keep=5)
+    told = source_of(source)
+    assert [each.version for each in told.lineage.ancestors] == [1, 2]
+    assert [told.has_grown_from(has(replica)) for replica in replicas] == [True, True, False]
+    assert make(source, 3).header.basis is Basis.NOTHING
+    for replica in replicas:
+        bring(source, replica)
+        assert same(contents(replica), contents(source))
+
+
+def test_a_version_of_which_no_block_is_left_is_still_gone_on_from(tmp_path: Path) -> None:
+    source, replica = tmp_path / "source", tmp_path / "replica"
+    with tierstore.open(source, **SMALL) as store:
+        table = store.create_table(table_config("item"))
+        table.write(torch.arange(ROWS), torch.full((ROWS, 6), 1.0))
+        store.commit()
+    apply_update(replica, make(source).path)
+    with tierstore.open(source, **SMALL) as store:
+        store["item"].write(torch.arange(ROWS), torch.full((ROWS, 6), 2.0))
+        store.commit()
+        store["item"].write(torch.tensor([3]), torch.full((1, 6), 3.0))
+        store.commit()
+    update = make(source, 1)
+    assert (update.header.basis, update.header.since) == (Basis.BLOCKS, 1)
+    apply_update(replica, update.path)
+    assert same(contents(replica), contents(source))
+    rows_of_a_block = make(source, 2).header.num_rows
+    assert 1 <= rows_of_a_block < ROWS
+
+
+KILLED = """
+import os, signal, sys
+import torch, tierstore
+from tierstore import killpoints
+
+def hook(name):
+    if name == "commit: transaction committed":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+with tierstore.open(sys.argv[1], keep=3, ddr="4MiB", threads=1) as store:
+    store["item"].write(torch.arange(50), torch.full((50, 6), 9.0))
+    killpoints.hook = hook
+    store.commit()
+"""
+
+
+def test_a_commit_that_was_seen_and_lost_is_not_gone_on_from(tmp_path: Path) -> None:
+    """The next writer goes back to the anchored tree, where the number is free again."""
+    source, replica = tmp_path / "source", tmp_path / "replica"
+    change(source, 1, keep=3)
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(source)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    apply_update(replica, make(source).path)  # opens it read-only, before a writer does
+    lost = has(replica)
+    assert lost is not None
+    assert lost.version == 2
+    change(source, 20, keep=3)
+    found = source_of(source)
+    assert found.origin.version == 2
+    assert not found.origin.is_same(lost)
+    change(source, 3, keep=3)
+    with pytest.raises(errors.TierstoreError, match=r"has version 2 \(commit"):
+        apply_update(replica, make(source, 2).path)
+    assert not bring(source, replica).was_there
+    assert same(contents(replica), contents(source))
+
+
+def test_a_lineage_is_cut_at_its_oldest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lineage, "MAX_ANCESTORS", 3)
+    source, replicas = tmp_path / "source", [tmp_path / "old", tmp_path / "young"]
+    for seed in range(1, 7):
+        change(source, seed, keep=9)
+        if seed in (2, 3):
+            apply_update(replicas[seed - 2], make(source).path)
+    told = source_of(source)
+    assert [each.version for each in told.lineage.ancestors] == [3, 4, 5]
+    assert [told.has_grown_from(has(replica)) for replica in replicas] == [False, True]
+    for replica in replicas:
+        bring(source, replica)
+        assert same(contents(replica), contents(source))
+
+
+def test_each_commit_follows_from_the_one_before_it() -> None:
+    made = NO_LINEAGE
+    ids = []
+    for number in range(1, MAX_ANCESTORS + 50):
+        made = made.following(number - 1)
+        ids.append(made.commit_id)
+    assert len(set(ids)) == len(ids)
+    first = len(ids) - MAX_ANCESTORS
+    assert made.ancestors == tuple(Ancestor(number, ids[number - 1]) for number in range(first, len(ids)))
+    assert made.id_of(first) == ids[first - 1]
+    assert made.id_of(first - 1) == made.id_of(len(ids)) == ""
+    assert Lineage.from_dict(made.to_dict()) == made
+
+
+def without_lineage(tables: Any, extra: Any, _lineage: Any, framed: Any = version._framed) -> bytes:
+    """As earlier releases wrote it."""
+    return bytes(framed(tables, extra, NO_LINEAGE))
+
+
+def test_what_an_earlier_release_wrote_gets_everything_until_it_has_an_identity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, replica = tmp_path / "source", tmp_path / "replica"
+    with monkeypatch.context() as earlier:
+        earlier.setattr(version, "_framed", without_lineage)
+        for seed in (1, 2):
+            change(source, seed, keep=3)
+    apply_update(replica, make(source).path)
+    assert source_of(source) == Source(Origin(source_of(source).origin.source, 2, ""), NO_LINEAGE)
+    assert make(source, 1).header.basis is Basis.NOTHING  # it is kept, but who says that the replica's is the same?
+    assert not bring(source, replica).was_there
+    change(source, 3, keep=3)
+    assert source_of(source).lineage.ancestors == ()
+    assert make(source, 2).header.basis is Basis.NOTHING
+    bring(source, replica)
+    assert same(contents(replica), contents(source))
+    change(source, 4, keep=3)
+    assert bring(source, replica) == (4, 120, False)
+    assert bring(source, replica).was_there
+    assert same(contents(replica), contents(source))
+    with tierstore.open(source, mode="r", version=2, **SMALL) as store:
+        assert store.extra == {"step": 2}
+
+
+def test_a_replica_of_an_earlier_release_is_brought_up_once(tmp_path: Path) -> None:
+    source, replica = tmp_path / "source", tmp_path / "replica"
+    change(source, 1, keep=3)
+    apply_update(replica, make(source).path)
+    with tierstore.open(replica, keep=2, **SMALL) as store:  # the extra as it was then
+        extra = {**store.extra, ORIGIN_KEY: {"source": source_of(source).origin.source, "version": 1}}
+        store.commit(extra=extra)
+    change(source, 2, keep=3)
+    with pytest.raises(errors.TierstoreError, match=r"has version 1 \(commit unknown\)"):
+        apply_update(replica, make(source, 1).path)
+    assert bring(source, replica).rows > 120 - 60
+    change(source, 3, keep=3)
+    assert bring(source, replica) == (3, 120, False)
+    assert same(contents(replica), contents(source))
+
+
+def test_a_replica_of_a_replica(tmp_path: Path) -> None:
+    source, first, second = tmp_path / "source", tmp_path / "first", tmp_path / "second"
+    for seed in range(1, 5):
+        change(source, seed, keep=2)
+        bring(source, first)
+        assert bring(first, second).rows == 120
+        assert same(contents(second), contents(source))
+    assert [each.version for each in source_of(first).lineage.ancestors] == [1, 2, 3]
+    assert has(second) == source_of(first).origin
+
+
+def test_a_compacted_copy_is_of_the_same_commits_and_other_copies_are_not(tmp_path: Path) -> None:
+    source, replica = tmp_path / "source", tmp_path / "replica"
+    for seed in (1, 2):
+        change(source, seed, keep=3)
+    told = source_of(source)
+    bring(source, replica)
+    compact_store(source, tmp_path / "compact")
+    assert source_of(tmp_path / "compact") == told
+    change(tmp_path / "compact", 3, keep=3)
+    assert bring(tmp_path / "compact", replica) == (3, 120, False)
+    assert same(contents(replica), contents(tmp_path / "compact"))
+    salvage(source, tmp_path / "saved")
+    tierstore.quantize(source, tmp_path / "small", dtype="float16")
+    for made in ("saved", "small"):
+        other = source_of(tmp_path / made)
+        assert other.origin.version == 2
+        assert other.origin.commit_id not in ("", told.origin.commit_id)
+        assert other.lineage.ancestors == ()
+    assert extra_of(tmp_path / "saved")[0] == extra_of(source)[0]
+    assert extra_of(tmp_path / "saved")[1].keys() == extra_of(source)[1].keys()
+
+
+def test_any_history_leaves_replicas_with_the_rows_of_the_source(tmp_path: Path) -> None:
+    """Commits, rollbacks, copies and their return, in any order; replicas that are brought up now and then."""
+    choice, source, copies = random.Random(5), tmp_path / "source", 0
+    gone_on, used_again = 0, 0
+    change(source, 1, keep=3)
+    for step in range(2, 120):
+        action = choice.choice(["commit"] * 4 + ["rollback", "copy", "restore", "restore"] + ["bring"] * 4)
+        if action == "commit":
+            change(source, step, keep=3)
+        elif action == "rollback":
+            with tierstore.open(source, keep=3, **SMALL) as store:
+                store.rollback(choice.choice(store.versions))
+        elif action == "copy":
+            copies += 1
+            shutil.copytree(source, tmp_path / f"copy {copies}")
+        elif action == "restore" and copies:
+            replace(source, tmp_path / f"copy {copies}")
+        elif action == "bring":
+            replica, told = tmp_path / f"replica {choice.randint(1, 2)}", source_of(source)
+            origin = has(replica) if replica.exists() else None
+            if told.has_grown_from(origin):
+                gone_on += 1
+            elif origin is not None and not told.origin.is_same(origin):
+                used_again += bool(told.lineage.id_of(origin.version)) or told.origin.version == origin.version
+            bring(source, replica)
+            assert same(contents(replica), contents(source))
+    assert gone_on > 3
+    assert used_again > 3

@@ -1,0 +1,83 @@
+"""Which commits led to a commit. A number alone does not tell two commits apart.
+
+A store that was put back from a copy, or went back to its anchored tree, commits under numbers that it has used, and
+whoever saw the commit that is gone has other rows under that number. So each commit has an identity of its own, random,
+and names the commits before it: a version that somebody has is one that this one was made from if and only if number
+and identity are in its lineage. A commit of a release without identities has none, and nothing is made from it for
+certain.
+"""
+
+import re
+import secrets
+from typing import Any, Final, NamedTuple
+
+__all__ = ["MAX_ANCESTORS", "NO_LINEAGE", "Ancestor", "Lineage", "is_commit_id"]
+
+MAX_ANCESTORS: Final = 256
+_COMMIT_ID: Final = re.compile("[0-9a-f]{16}")
+_MAX_VERSION: Final = 2**40
+
+
+class Ancestor(NamedTuple):
+    """A commit before another.
+
+    Attributes:
+        version: its number.
+        commit_id: its identity, 16 hex digits.
+    """
+
+    version: int
+    commit_id: str
+
+
+def is_commit_id(value: object) -> bool:
+    """Whether it is the identity of a commit."""
+    return isinstance(value, str) and _COMMIT_ID.fullmatch(value) is not None
+
+
+class Lineage(NamedTuple):
+    """A commit's identity and the commits that it was made from.
+
+    Attributes:
+        commit_id: 8 random bytes in hex; "" if it is not known.
+        ancestors: the last ``MAX_ANCESTORS`` of them whose identity is known, ascending.
+    """
+
+    commit_id: str = ""
+    ancestors: tuple[Ancestor, ...] = ()
+
+    def following(self, version: int) -> "Lineage":
+        """Of the commit made next, from this one, whose number is ``version``."""
+        own = (Ancestor(version, self.commit_id),) if self.commit_id else ()
+        return Lineage(secrets.token_hex(8), (*self.ancestors, *own)[-MAX_ANCESTORS:])
+
+    def id_of(self, version: int) -> str:
+        """The identity of the ancestor with this number; "" if there is none."""
+        return next((each.commit_id for each in self.ancestors if each.version == version), "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form; ``from_dict`` reads it back."""
+        return {"id": self.commit_id, "ancestors": [list(each) for each in self.ancestors]}
+
+    @classmethod
+    def from_dict(cls, fields: Any) -> "Lineage":
+        """Inverse of ``to_dict``; None, which earlier releases leave, is ``NO_LINEAGE``.
+
+        Raises:
+            ValueError, TypeError, KeyError: it is not what ``to_dict`` gave.
+        """
+        if fields is None:
+            return NO_LINEAGE
+        ancestors = tuple(Ancestor(*each) for each in fields["ancestors"])
+        if not is_commit_id(fields["id"]) or len(ancestors) > MAX_ANCESTORS:
+            raise ValueError("no identity of a commit, or too many before it")
+        before = 0
+        for version, commit_id in ancestors:
+            if type(version) is not int or not before < version < _MAX_VERSION or not is_commit_id(commit_id):
+                raise ValueError("a commit before it has no number or no identity")
+            before = version
+        return cls(fields["id"], ancestors)
+
+
+NO_LINEAGE: Final = Lineage()
+"""Of version 0, and of a commit by a release without identities."""
