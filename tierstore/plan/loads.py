@@ -1,8 +1,8 @@
 """What one step or query keeps busy: a term for each resource, and how they make up a step.
 
-Everything is of one host. ``SERIAL`` resources work one after another, for the batch that is computed. If rows are brought
-in ahead, those of ``AHEAD`` work for later batches meanwhile, one after another, as whoever brings in a row has to make
-room for it first; and so do ``LINKS`` and ``DRIVES``. ``SHARED`` ones are limits on what all others take of them.
+Everything is of one host. ``SERIAL`` resources work one after another, for the batch that is computed. If rows are
+brought in ahead, those of ``AHEAD`` work for later batches meanwhile, one after another, as whoever brings in a row has
+to make room for it first; and so do ``LINKS`` and ``DRIVES``. ``SHARED`` ones limit what all others take of them.
 """
 
 from collections.abc import Mapping, Sequence
