@@ -52,7 +52,6 @@ def _find(
 ) -> NewerVersion | None:
     """The newest version in a snapshot; None if it is the one that is shown, to whose snapshot this one succeeds.
 
-
     The pages of a version's blocks are the same in every tree in which it is the current one. What the old snapshot
     kept beside them, pages of blocks that were written and not committed, can then be used again.
 
@@ -67,9 +66,7 @@ def _find(
         head = read_head(snapshot)
         record = read_record(snapshot, head.current)
         if head.current == shown.version:
-            if (
-                record != shown
-            ):  # in what its payload's checksum says at the least: the payload has the commit's identity
+            if record != shown:  # its payload, whose checksum it has, holds the commit's identity
                 raise StoreReplacedError(
                     f"{snapshot.path}: its version {head.current} is another commit than when the store was opened; "
                     "other files were copied over it: open the store again"
