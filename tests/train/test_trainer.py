@@ -145,9 +145,14 @@ def test_a_second_ctrl_c_stops_at_once(run, monkeypatch):
         signal.raise_signal(signal.SIGINT)
 
     stop_after(monkeypatch, 3, twice)
-    with pytest.raises(KeyboardInterrupt):
-        run()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    # A shell that starts tests in the background has them ignore it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_resuming_a_finished_run_evaluates_it_and_more_epochs_go_on(run, unbroken):
