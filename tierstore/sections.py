@@ -4,13 +4,13 @@ valid one. Run files and plan files are such."""
 import dataclasses
 import difflib
 import re
-import tomllib
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from .excerpt import excerpt
+from .toml_file import parse_toml, read_toml
 
 __all__ = [
     "ConfigError",
@@ -23,8 +23,6 @@ __all__ = [
     "toml_value",
 ]
 
-_MAX_BYTES: Final = 1 << 18
-_MAX_DOTS: Final = 200
 _MAX_REASON: Final = 200
 _MAX_NAME: Final = 100
 _TYPE_NAMES: Final = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
@@ -60,7 +58,7 @@ def parse_override(text: str, *, example: str) -> Override:
     if not equals or not dot or not key:
         raise ConfigError(f"{origin}: expected section.key=value, as in {example}")
     try:
-        value = _loads(f"value = {value_text}")["value"]
+        value = parse_toml(f"value = {value_text}")["value"]
     except (ValueError, RecursionError):
         value = value_text.strip()
     return Override(section, key, value, origin)
@@ -133,36 +131,15 @@ def to_toml(description: Any, *, with_help: bool = False) -> str:
 
 def _parse(path: Path, sections: Iterable[str], what: str) -> dict[str, dict[str, Any]]:
     try:
-        with path.open("rb") as file:
-            content = file.read(_MAX_BYTES + 1)
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such {what}") from None
-    except IsADirectoryError:
-        raise ConfigError(f"{path} is a folder; give a {what}") from None
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
-    if len(content) > _MAX_BYTES:
-        raise ConfigError(f"{path} has more than {_MAX_BYTES} bytes, which no {what} has")
-    try:
-        document = _loads(content.decode())
-    except RecursionError:
-        raise ConfigError(f"{path} is not valid TOML: it is nested too deeply") from None
-    except ValueError as error:  # of TOML, of UTF-8, or of an integer with too many digits
-        raise ConfigError(f"{path} is not valid TOML: {str(error)[:_MAX_REASON]}") from None
+        document = read_toml(path, what)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     for name, keys in document.items():
         if not isinstance(keys, dict):
             raise ConfigError(
                 f"{path}: key {excerpt(name)} stands outside a section; sections are {', '.join(sections)}"
             )
     return document
-
-
-def _loads(text: str) -> dict[str, Any]:
-    """``tomllib.loads``, which takes memory by the square of a dotted key's parts. ValueError or RecursionError."""
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.count(".") > _MAX_DOTS:
-            raise ValueError(f"line {number} has more than {_MAX_DOTS} dots; break it")
-    return tomllib.loads(text)
 
 
 def _section(known: Mapping[str, type], name: str, keys: Mapping[str, Any], source: Mapping[str, str]) -> Any:

@@ -4,9 +4,9 @@ import tomllib
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["read_toml"]
+__all__ = ["parse_toml", "read_toml"]
 
-_MAX_BYTES: Final = 1 << 20
+_MAX_BYTES: Final = 1 << 18
 _MAX_DOTS: Final = 200
 _MAX_REASON: Final = 200
 
@@ -32,15 +32,15 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
     if len(content) > _MAX_BYTES:
         raise ValueError(f"{path} has more than {_MAX_BYTES} bytes, which no {what} has")
     try:
-        return _loads(content.decode())
+        return parse_toml(content.decode())
     except RecursionError:
         raise ValueError(f"{path} is not valid TOML: it is nested too deeply") from None
     except ValueError as error:  # of TOML, of UTF-8, or of an integer with too many digits
         raise ValueError(f"{path} is not valid TOML: {str(error)[:_MAX_REASON]}") from None
 
 
-def _loads(text: str) -> dict[str, Any]:
-    """``tomllib.loads``, which takes memory by the square of a dotted key's parts."""
+def parse_toml(text: str) -> dict[str, Any]:
+    """``tomllib.loads``, which takes memory by the square of a dotted key's parts. ValueError or RecursionError."""
     for number, line in enumerate(text.split("\n"), 1):
         if line.count(".") > _MAX_DOTS:
             raise ValueError(f"line {number} has more than {_MAX_DOTS} dots; break it")
