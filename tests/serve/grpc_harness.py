@@ -39,8 +39,13 @@ class Served:
         """Let the model "slow" answer."""
         self._loop.call_soon_threadsafe(self.engine.let_go.set)
 
+    async def _stop(self) -> None:
+        await self.server.stop()
+        if ending := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(ending, timeout=WAIT_SECONDS)
+
     def close(self) -> None:
-        self.call(self.server.stop())
+        self.call(self._stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(WAIT_SECONDS)
         self._loop.close()

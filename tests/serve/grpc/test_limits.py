@@ -4,7 +4,8 @@ import asyncio
 import queue
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from tritonclient.utils import InferenceServerException
 
 from tests.serve.fakes import FakeEngine
 from tests.serve.grpc_harness import WAIT_SECONDS, serving, wait_until
-from tierstore.serve.grpc.limits import RESERVED_RPCS, GrpcLimits
+from tierstore.serve.grpc import server
+from tierstore.serve.grpc.limits import GrpcLimits
 from tierstore.serve.grpc.messages import INFERENCE_SERVICE
 from tierstore.serve.grpc.server import GrpcServer
 from tierstore.serve.messages import ServeError
@@ -154,7 +156,20 @@ def test_idle_stream_is_ended(client_of: Any) -> None:
             client.start_stream(lambda result, error: answers.put(error))
             error = answers.get(timeout=WAIT_SECONDS)
             assert code_of(error) == "DEADLINE_EXCEEDED"
-            assert "nothing came or went" in str(error)
+            assert "nothing came on the stream" in str(error)
+
+
+def test_stream_is_answered_before_it_is_ended_as_idle(client_of: Any) -> None:
+    answers: queue.Queue[Any] = queue.Queue()
+    with serving(GrpcLimits(max_stream_idle_seconds=0.2)) as served:
+        client = client_of(served.address)
+        client.start_stream(lambda result, error: answers.put(error))
+        client.async_stream_infer("slow", [x_input()])
+        with pytest.raises(queue.Empty):
+            answers.get(timeout=0.5)
+        served.let_go()
+        assert answers.get(timeout=WAIT_SECONDS) is None
+        assert code_of(answers.get(timeout=WAIT_SECONDS)) == "DEADLINE_EXCEEDED"
 
 
 def large_request() -> Any:
@@ -164,33 +179,79 @@ def large_request() -> Any:
     return message
 
 
-def test_responses_that_are_not_read_do_not_keep_others_out(client_of: Any) -> None:
-    limits = GrpcLimits(max_concurrent_rpcs=1, send_seconds=0.3)
-    with serving(limits) as served, grpc.insecure_channel(served.address) as channel:
-        # As streams, so that gRPC leaves the responses unread.
-        infer = channel.unary_stream(f"/{INFERENCE_SERVICE}/ModelInfer")
-        held = [infer(large_request().SerializeToString()) for _ in range(RESERVED_RPCS + 1)]
-        wait_until(lambda: len(served.engine.seen) == len(held), "all to be answered")
+def test_request_that_does_not_come_is_not_waited_for() -> None:
+    go_on = threading.Event()
+
+    def requests() -> Iterator[Any]:
+        go_on.wait(WAIT_SECONDS)
+        yield b""
+
+    with serving(GrpcLimits(receive_seconds=0.2)) as served, grpc.insecure_channel(served.address) as channel:
+        call = channel.stream_unary(f"/{INFERENCE_SERVICE}/ModelInfer").future(requests(), timeout=WAIT_SECONDS)
+        assert call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "did not come within 0.2 seconds" in call.details()
+        go_on.set()
+        assert isinstance(served.engine.refused[0][1], ServeError)
+
+
+def test_call_without_a_request() -> None:
+    with serving() as served, grpc.insecure_channel(served.address) as channel:
+        infer = channel.stream_unary(f"/{INFERENCE_SERVICE}/ModelInfer")
+        with pytest.raises(grpc.RpcError, match="ended without a request") as raised:
+            infer(iter([]), timeout=WAIT_SECONDS)
+        assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.fixture
+def one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server with max_concurrent_rpcs=1 has a place for one call, of whatever kind."""
+    monkeypatch.setattr(server, "RESERVED_RPCS", 0)
+
+
+@pytest.fixture
+def stingy_channel() -> Iterator[Callable[[str], grpc.Channel]]:
+    """Makes channels that accept 64 KiB of a response that is not read, and never more."""
+    options = [("grpc.http2.lookahead_bytes", 65535), ("grpc.http2.bdp_probe", 0)]
+    with ExitStack() as channels:
+        yield lambda address: channels.enter_context(grpc.insecure_channel(address, options))
+
+
+@pytest.mark.usefixtures("one_place")
+def test_responses_that_are_not_read_do_not_keep_others_out(
+    client_of: Any, stingy_channel: Callable[[str], grpc.Channel], caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(GrpcLimits(max_concurrent_rpcs=1, send_seconds=0.5)) as served:
+        # As a stream, so that gRPC leaves the response unread.
+        infer = stingy_channel(served.address).unary_stream(f"/{INFERENCE_SERVICE}/ModelInfer")
+        held = infer(large_request().SerializeToString())
+        wait_until(lambda: len(served.engine.seen) == 1, "it to be answered")
         client = client_of(served.address)
-        wait_until(lambda: succeeds(client), "a call's place to be free")
+        assert not succeeds(client)
+        wait_until(lambda: succeeds(client), "the call's place to be free")
+        assert "accepted no answer for 0.5 seconds" in caplog.text
+        assert held.code() is grpc.StatusCode.UNAVAILABLE
 
 
-def test_stream_whose_answers_are_not_read_is_ended(client_of: Any) -> None:
+@pytest.mark.usefixtures("one_place")
+def test_stream_whose_answers_are_not_read_is_ended(
+    client_of: Any, stingy_channel: Callable[[str], grpc.Channel]
+) -> None:
     go_on = threading.Event()
 
     def requests() -> Iterator[Any]:
         yield from [large_request()] * 40
         go_on.wait(WAIT_SECONDS)
 
-    limits = GrpcLimits(max_concurrent_rpcs=1, max_stream_idle_seconds=0.5)
-    with serving(limits) as served, grpc.insecure_channel(served.address) as channel:
-        held = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer(requests())
+    limits = GrpcLimits(max_concurrent_rpcs=1, max_stream_idle_seconds=0.3, send_seconds=0.3)
+    with serving(limits) as served:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(stingy_channel(served.address))
+        held = stub.ModelStreamInfer(requests())
         wait_until(lambda: len(served.engine.seen) > 0, "the first to be asked")
         client = client_of(served.address)
+        assert not succeeds(client)
         wait_until(lambda: succeeds(client), "the stream's place to be free")
         go_on.set()
-        held.cancel()
-        assert succeeds(client)
+        assert held.code() is grpc.StatusCode.UNAVAILABLE
         assert len(served.engine.seen) < 40
 
 

@@ -35,9 +35,12 @@ class GrpcLimits:
     max_concurrent_rpcs: int = _count(256, "inference calls under way, over all connections; a stream counts as one")
     max_streams: int = _count(128, "ModelStreamInfer calls among them")
     max_stream_idle_seconds: float = _seconds(
-        300.0, "a stream is ended that asks nothing, or accepts no answer, for so long"
+        300.0, "a stream that asks nothing for so long is ended; if it accepts no answer, with its connection"
     )
-    send_seconds: float = _seconds(60.0, "time a client may take to accept the response of a call")
+    receive_seconds: float = _seconds(60.0, "time a client may take to send the request of a call")
+    send_seconds: float = _seconds(
+        60.0, "time a client may take to accept the response of a call; its connection is closed after that"
+    )
     max_concurrent_streams: int = _count(
         1024,
         "calls under way on one connection; more of them wait in the client, or fail as UNAVAILABLE if it sends them "

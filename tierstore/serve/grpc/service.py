@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import grpc
 
@@ -14,6 +14,7 @@ from ..base import Engine
 from ..logs import log_refused, log_request, request_context
 from ..messages import EXTENSIONS, InferRequest, InferResponse, ServeError, Status
 from . import codec
+from .connections import disconnect
 from .limits import GrpcLimits
 from .messages import HEALTH_SERVICE, INFERENCE_SERVICE, message_class
 
@@ -27,7 +28,6 @@ _MAX_DETAIL_CHARACTERS: Final = 512
 _SERVING, _NOT_SERVING = 1, 2
 
 _Answer = Callable[[Any], Any]
-_T = TypeVar("_T")
 
 
 def _details(error: ServeError) -> str:
@@ -60,10 +60,10 @@ class InferenceService:
             "ModelMetadata": self._model_metadata,
             "RepositoryIndex": self._repository_index,
         }
-        methods = {name: self._unary(f"{name}Request", answer) for name, answer in answers.items()}
-        methods["ModelInfer"] = grpc.unary_unary_rpc_method_handler(self._model_infer)
+        methods = {name: self._asked(f"{name}Request", answer) for name, answer in answers.items()}
+        methods["ModelInfer"] = self._unary(self._model_infer)
         methods["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(self._model_stream_infer)
-        health = {"Check": self._unary("HealthCheckRequest", self._check)}
+        health = {"Check": self._asked("HealthCheckRequest", self._check)}
         return (
             grpc.method_handlers_generic_handler(INFERENCE_SERVICE, methods),
             grpc.method_handlers_generic_handler(HEALTH_SERVICE, health),
@@ -76,24 +76,65 @@ class InferenceService:
 
     # Calls are given bytes and return bytes: a malformed message then has a status of ours, and not gRPC's.
 
-    def _unary(self, request_name: str, answer: _Answer) -> Any:
-        async def handle(data: bytes, context: Any) -> bytes:
-            async def respond() -> bytes:
-                return bytes(answer(codec.parse(request_name, data)).SerializeToString())
+    def _asked(self, request_name: str, answer: _Answer) -> Any:
+        async def respond(data: bytes, context: Any) -> bytes:
+            del context
+            return bytes(answer(codec.parse(request_name, data)).SerializeToString())
 
-            return await self._or_abort(respond(), context)
+        return self._unary(respond)
 
-        return grpc.unary_unary_rpc_method_handler(handle)
+    def _unary(self, respond: Callable[[bytes, Any], Awaitable[bytes]]) -> Any:
+        """A handler of calls of one message, declared as of many: gRPC then leaves it to us how long to wait for it."""
+
+        async def answer(messages: AsyncIterator[bytes], context: Any) -> bytes:
+            return await respond(await self._receive(messages), context)
+
+        async def handle(messages: AsyncIterator[bytes], context: Any) -> bytes:
+            return await self._or_abort(answer(messages, context), context)
+
+        return grpc.stream_unary_rpc_method_handler(handle)
+
+    async def _receive(self, messages: AsyncIterator[bytes]) -> bytes:
+        seconds = self._limits.receive_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                return await anext(aiter(messages))
+        except TimeoutError:
+            error = ServeError(Status.DEADLINE, f"the request did not come within {seconds:g} seconds")
+        except StopAsyncIteration:
+            error = ServeError(Status.INVALID, "the call ended without a request")
+        self.refuse(error)
+        raise error
 
     async def _or_abort(self, response: Awaitable[bytes], context: Any) -> bytes:
+        """The response, or the status of what went wrong; either is to be accepted by the client in time."""
         try:
-            return await response
+            encoded = await response
         except ServeError as error:
             failure = error
         except Exception:
             failure = self._unexpected()
+        else:
+            task = asyncio.current_task()  # which goes on to send
+            assert task is not None
+            timer = self._disconnect_after(self._limits.send_seconds, context)
+            task.add_done_callback(lambda _: timer.cancel())
+            return encoded
         await context.abort(grpc.StatusCode[failure.status.grpc], _details(failure))
         raise AssertionError("abort raises")
+
+    def _disconnect_after(self, seconds: float, context: Any) -> asyncio.TimerHandle:
+        """Closes a client's connection unless cancelled: for a client that does not accept what it is sent.
+
+        It would hold its call, and so a part of all calls that there may be, without end, and gRPC has no milder way:
+        a status waits behind the data, and the task that sends, when cancelled, leaves the call as it is.
+        """
+
+        def disconnect_now() -> None:
+            _log.warning("%s accepted no answer for %g seconds: its connection is closed", context.peer(), seconds)
+            disconnect(context.peer())
+
+        return asyncio.get_running_loop().call_later(seconds, disconnect_now)
 
     def _unexpected(self) -> ServeError:
         """What the client is told of the exception being handled, which only the log shows."""
@@ -192,23 +233,8 @@ class InferenceService:
             self._held_bytes -= len(data)
 
     async def _model_infer(self, data: bytes, context: Any) -> bytes:
-        async def respond() -> bytes:
-            with self._admission(), self._holding(data):
-                encoded = await self._infer(self._read(data), context.time_remaining())
-            self._limit_sending()
-            return encoded
-
-        return await self._or_abort(respond(), context)
-
-    def _limit_sending(self) -> None:
-        """End the current task, which goes on to send a response, unless the client accepts that in time.
-
-        Else a client that never reads would hold its call, and so a part of all calls that there may be, without end.
-        """
-        task = asyncio.current_task()
-        assert task is not None
-        timer = asyncio.get_running_loop().call_later(self._limits.send_seconds, task.cancel)
-        task.add_done_callback(lambda _: timer.cancel())
+        with self._admission(), self._holding(data):
+            return await self._infer(self._read(data), context.time_remaining())
 
     def _read(self, data: bytes) -> codec.RawRequest:
         try:
@@ -273,24 +299,33 @@ class InferenceService:
         async def write() -> None:
             while answer := await answers.get():
                 encoded = await answer
-                await self._unless_idle(context.write(encoded))
+                timer = self._disconnect_after(self._limits.max_stream_idle_seconds, context)
+                try:
+                    await context.write(encoded)
+                finally:
+                    timer.cancel()
                 slots.release()
 
+        idle: ServeError | None = None
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(write())
-            while (data := await self._unless_idle(anext(arriving, None))) is not None:
-                await slots.acquire()
-                answers.put_nowait(tasks.create_task(self._stream_answer(data, context.time_remaining())))
+            try:
+                while (data := await self._next(arriving)) is not None:
+                    await slots.acquire()
+                    answers.put_nowait(tasks.create_task(self._stream_answer(data, context.time_remaining())))
+            except ServeError as error:
+                idle = error  # once what was asked before is answered
             answers.put_nowait(None)
+        if idle is not None:
+            raise idle
 
-    async def _unless_idle(self, step: Awaitable[_T]) -> _T:
-        """A step of a stream that the client lets happen; ServeError DEADLINE if it does not."""
+    async def _next(self, messages: AsyncIterator[bytes]) -> bytes | None:
         seconds = self._limits.max_stream_idle_seconds
         try:
             async with asyncio.timeout(seconds):
-                return await step
+                return await anext(messages, None)
         except TimeoutError:
-            raise ServeError(Status.DEADLINE, f"nothing came or went on the stream for {seconds:g} seconds") from None
+            raise ServeError(Status.DEADLINE, f"nothing came on the stream for {seconds:g} seconds") from None
 
     async def _stream_answer(self, data: bytes, seconds_left: float | None) -> bytes:
         request_id = ""
