@@ -106,12 +106,12 @@ def assumptions_of(asked: PlanFile, setup: Setup, accesses: Accesses | None) -> 
         rate = accesses.sampling_rate * asked.trace.sampling_rate
         sample = "" if rate == 1 else f", curves by a sample of {100 * rate:g} % of the rows"
         found.append(
-            f"accesses: {asked.trace.path}, {len(accesses.keys):,} in {accesses.num_batches:,} batches{sample}; its "
+            f"accesses: {asked.trace.path}, {len(accesses.keys):,} in {accesses.all_batches:,} batches{sample}; its "
             "batches are taken for those of the workload"
         )
-        if accesses.num_batches < _LONG_TRACE:
+        if accesses.all_batches < _LONG_TRACE:
             found.append(
-                f"the trace has {accesses.num_batches} batches only: most rows in it are used for the first time"
+                f"the trace has {accesses.all_batches} batches only: most rows in it are used for the first time"
             )
     found.append(f"host: {setup.host.source or setup.host.name}")
     if setup.policy != "lru" and accesses is None:
