@@ -2,8 +2,9 @@
 
 import json
 import math
+import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tierstore.plan.demand import Demand
 from tierstore.plan.describing import describe_workload, workload_toml
 from tierstore.plan.model import predict
 from tierstore.plan.parts import write_host
-from tierstore.plan.plan_file import PlanFile
+from tierstore.plan.plan_file import PlanFile, TargetSection
 from tierstore.plan.planning import plan
 from tierstore.plan.presets import PRESETS, load_workload
 from tierstore.plan.result import PlanResult
@@ -224,6 +225,9 @@ def test_query_sizes_are_read_from_a_file(asked: Asked, tmp_path: Path) -> None:
         query_sizes_of(asked(f"target.query_sizes={path}"))
     with pytest.raises(ConfigError, match="No such file"):
         query_sizes_of(asked(f"target.query_sizes={tmp_path}/nosuch"))
+    (help_text,) = (each.metadata["help"] for each in fields(TargetSection) if each.name == "query_sizes")
+    path.write_text(re.findall(r"as (\d.*);", help_text)[0])
+    assert query_sizes_of(asked(f"target.query_sizes={path}")) == (100.0, 200.0)
 
 
 @pytest.mark.parametrize(
