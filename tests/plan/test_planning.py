@@ -148,6 +148,13 @@ def test_worn_drives_and_tight_memory_are_warnings(asked: Asked) -> None:
 def test_keys_that_the_search_does_not_heed_are_told(asked: Asked) -> None:
     result = plan(asked("target.samples_per_s=100", "setup.rows_per_read=2", "search.memory_shares=[0.01]"))
     assert [text.split(";")[0] for text in result.warnings] == ["the search does not heed setup.rows_per_read"]
+    served = asked(
+        *("workload.optimizer=none", "target.queries_per_s=10", "setup.replicas=7"),
+        *("search.memory_shares=[0.01]", "search.row_shares=[0.5]", "search.workers=[1]"),
+    )
+    result = plan(served)
+    assert result.prediction.setup.replicas == 1
+    assert [text.split(";")[0] for text in result.warnings] == ["the search does not heed setup.replicas"]
 
 
 def test_a_trace_gives_curves_by_policy_table_and_time(asked: Asked, folder: Path) -> None:

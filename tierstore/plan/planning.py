@@ -27,8 +27,8 @@ from .workload import Workload
 __all__ = ["Progress", "plan"]
 
 _STAGES: Final = ("accesses", "setup", "curves", "what would change it", "placement")
-_SEARCHED: Final = ("ddr", "hosts", "policy", "replicas")
-"""Keys of [setup] that a search heeds: hosts and replicas as the only counts."""
+_SEARCHED: Final = ("ddr", "hosts", "policy")
+"""Keys of [setup] that a search heeds: hosts as the only count."""
 
 
 class Progress(Protocol):
