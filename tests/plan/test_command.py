@@ -9,7 +9,7 @@ import pytest
 
 from tests.plan.machines import HOST, workload_of
 from tierstore import cli
-from tierstore.plan import plan_file
+from tierstore.plan import plan_file, planning
 from tierstore.plan.describing import workload_toml
 from tierstore.plan.parts import write_host
 from tierstore.plan.plan_file import PlanFile
@@ -260,6 +260,16 @@ def test_files_that_are_there_are_kept_unless_forced(plan_path: Path, capsys: py
     assert kept.read_text() == "mine"
     assert cli.main(["plan", "run", "plan.toml", "--json", "plan.json", "--force", "--set", "setup.ddr=16MiB"]) == 0
     assert json.loads(kept.read_text())["asked"]["setup"]["ddr"] == "16MiB"
+
+
+def test_what_prevents_files_is_told_before_the_work(
+    plan_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "plan", None)
+    assert cli.main(["plan", "run", "plan.toml", "--html", ".", "--force"]) == 1
+    assert capsys.readouterr().err == "tierstore: . exists; choose the name of a file\n"
+    assert cli.main(["plan", "run", "plan.toml", "--html", "out", "--json", f"{plan_path.parent}/out", "--force"]) == 2
+    assert "--html and --json are both" in capsys.readouterr().err
 
 
 def test_keys_print_a_plan_file_of_all_defaults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
