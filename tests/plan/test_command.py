@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from tests.plan.machines import HOST, workload_of
 from tierstore import cli
 from tierstore.plan import plan_file, planning
 from tierstore.plan.describing import workload_toml
-from tierstore.plan.parts import write_host
+from tierstore.plan.parts import load_host, write_host
 from tierstore.plan.plan_file import PlanFile
 from tierstore.plan.presets import load_workload, preset
 
@@ -113,7 +114,7 @@ HELP = {
           --json PATH           write the plans to a file
           --traceback           show where in the code an error arose
         example:
-          tierstore plan place rmc2 --host node-8xH100
+          tierstore plan place rmc2 --host node-8xh100
     """,
     "plan parts": """
         usage: tierstore plan parts [-h] [--sources] [--traceback]
@@ -220,6 +221,13 @@ ALL = dict(parsers(cli.build_parser(), ""))
 def test_help_is_frozen(name: str) -> None:
     # Python's versions break lines differently.
     assert ALL[name].format_help().split() == HELP[name].split()
+
+
+def test_hosts_in_examples_are_there() -> None:
+    named = [name for text in HELP.values() for name in re.findall(r"--host ([\w-]+)$", text, re.MULTILINE)]
+    assert named
+    for name in named:
+        assert load_host(name).name == name
 
 
 def test_every_command_is_frozen_here() -> None:

@@ -315,7 +315,7 @@ COMMANDS: Final[Mapping[str, Command]] = {
         "compare places for a workload's tables",
         "Compare strategies: tables in the memory of GPUs, of the host, of other hosts, or in tiers over SSD.",
         """example:
-  tierstore plan place rmc2 --host node-8xH100""",
+  tierstore plan place rmc2 --host node-8xh100""",
     ),
     "parts": _part(
         _parts,
