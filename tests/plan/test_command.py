@@ -280,6 +280,17 @@ def test_what_prevents_files_is_told_before_the_work(
     assert "--html and --json are both" in capsys.readouterr().err
 
 
+def test_what_is_read_is_not_written_over(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "trace", "generate", "shop.toml", "shop.npz", "--samples", "2000"]) == 0
+    capsys.readouterr()
+    place = ["place", "shop.toml", "--host", "box.json", "--json"]
+    for words in (["curve", "shop.npz", "--json", "shop.npz"], [*place, "shop.toml"], [*place, "./box.json"]):
+        before = Path(words[-1]).read_bytes()
+        assert cli.main(["plan", *words]) == 1
+        assert capsys.readouterr().err == f"tierstore: {Path(words[-1])} is read; choose another name to write to\n"
+        assert Path(words[-1]).read_bytes() == before
+
+
 def test_keys_print_a_plan_file_of_all_defaults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "run", "--keys"]) == 0
     path = tmp_path / "plan.toml"

@@ -5,7 +5,7 @@ import errno
 import fcntl
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from ..errors import DiskFullError, TierstoreError
 from ..sizes import format_size
 from .tensor_file import TensorFile
 
-__all__ = ["TensorWriter", "full_disk_errors", "partial_file", "require_new", "require_room"]
+__all__ = ["TensorWriter", "full_disk_errors", "partial_file", "require_new", "require_other", "require_room"]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -51,6 +51,13 @@ def require_new(path: Path, *, force: bool) -> None:
         raise FileExistsError(f"{path} exists; {way_out}")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path.parent} is not a directory; make it first")
+
+
+def require_other(path: Path, inputs: Iterable[str | os.PathLike[str]]) -> None:
+    """FileExistsError if ``path`` is one of the files that are read, so that it is not lost."""
+    for read in inputs:
+        if path.exists() and os.path.exists(read) and path.samefile(read):
+            raise FileExistsError(f"{path} is read; choose another name to write to")
 
 
 @contextlib.contextmanager
