@@ -37,6 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("plans")
     write_host(HOST, found / "box.json")
     write_host(gpu_host(), found / "gpu.json")
+    write_host(replace(HOST, ddr=replace(HOST.ddr, capacity_bytes=0)), found / "bare.json")
     (found / "shop.toml").write_text(workload_toml(workload_of()))
     write_trace(generate(workload_of(), samples=256 * 30, seed=0), found / "shop.npz")
     return found
@@ -247,6 +248,8 @@ def test_query_sizes_are_read_from_a_file(asked: Asked, tmp_path: Path) -> None:
         (["host.file=", "host.name=server-2"], r"did you mean 'server-2s'\?"),
         (["host.accelerators=2"], r"host\.accelerators = 2: host 'box' has none to have more of"),
         (["host.file=nosuch.json"], r"nosuch\.json"),
+        (["host.memory=5% of tables", "setup.ddr=8MiB"], r"host\.memory = '5% of tables' is 0 B, host 'box' has 16"),
+        (["host.file={folder}/bare.json", "host.memory=1GiB"], r"host\.memory = '1GiB' is 1.* host 'box' has 0 B"),
         (["trace.path=nosuch.npz", "setup.ddr=8MiB"], r"nosuch\.npz"),
         ([], r"\[target\]: the target names no rate and no limit.*or give setup\.ddr"),
         (["setup.ddr=1KiB"], r"too little"),
@@ -256,9 +259,9 @@ def test_query_sizes_are_read_from_a_file(asked: Asked, tmp_path: Path) -> None:
         (["target.samples_per_s=1", "search.hosts=[2, 1]"], r"\[search\]: hosts=\(2, 1\): expected counts"),
     ],
 )
-def test_what_cannot_be_is_said_with_what_can(asked: Asked, overrides: list[str], message: str) -> None:
+def test_what_cannot_be_is_said_with_what_can(asked: Asked, folder: Path, overrides: list[str], message: str) -> None:
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        plan(asked(*overrides))
+        plan(asked(*(text.format(folder=folder) for text in overrides)))
 
 
 def test_a_workload_is_written_as_it_is_read(tmp_path: Path) -> None:
