@@ -20,6 +20,7 @@ from tierstore.plan.demand import Demand
 from tierstore.plan.describing import describe_workload, workload_toml
 from tierstore.plan.model import predict
 from tierstore.plan.parts import write_host
+from tierstore.plan.placement import TableDemand, measured_demand, place
 from tierstore.plan.plan_file import PlanFile, TargetSection
 from tierstore.plan.planning import plan
 from tierstore.plan.presets import PRESETS, load_workload
@@ -213,6 +214,19 @@ def test_sizes_are_of_what_the_host_has(asked: Asked, folder: Path) -> None:
     setup = setup_of(file, asked_workload(file), hosts_of(file)[0])
     assert (setup.ddr_bytes, setup.hbm_bytes) == (2**33, 2**29)
     assert setup.page_cache_bytes == workload_of().table_bytes * 5 // 100
+
+
+def test_placements_are_asked_for_what_the_trace_has(asked: Asked, tmp_path: Path) -> None:
+    """Ten times as many ids of one table as the workload says, and none of the other."""
+    first, second = workload_of().tables
+    trace = generate(workload_of(tables=(replace(first, pooling_factor=40.0),)), samples=256 * 5, seed=0)
+    write_trace(trace, tmp_path / "one.npz")
+    result = plan(asked("setup.ddr=64MiB", f"trace.path={tmp_path}/one.npz"))
+    found = measured_demand(workload_of(tables=(first,)), accesses_of(trace)) | {second.name: TableDemand(0, 0)}
+    assert found[first.name].lookups == 40 * 256
+    expected = place(workload_of(), HOST, strategy="host", demand=found).step
+    assert expected is not None
+    assert expected.step_s == next(each.step_s for each in result.placements if each.strategy == "host")
 
 
 def test_the_workload_may_be_changed_scaled_or_written_in_the_file(asked: Asked, tmp_path: Path) -> None:
