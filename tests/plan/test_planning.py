@@ -24,6 +24,7 @@ from tierstore.plan.placement import TableDemand, measured_demand, place
 from tierstore.plan.plan_file import PlanFile, TargetSection
 from tierstore.plan.planning import plan
 from tierstore.plan.presets import PRESETS, load_workload
+from tierstore.plan.remarks import warnings_of
 from tierstore.plan.result import PlanResult
 from tierstore.plan.search import describe_setup
 from tierstore.plan.traces import generate
@@ -145,6 +146,22 @@ def test_worn_drives_and_tight_memory_are_warnings(asked: Asked) -> None:
     assert any("rows leave and come back within a batch" in text for text in many.warnings)
     full = plan(asked("setup.ddr=12GiB", "setup.page_cache=3GiB"))
     assert any("little is left for the system" in text for text in full.warnings)
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("target.p99_ms=5", "no latency is told: target.p95_ms and p99_ms are of queries at a rate"),
+        ("target.p95_ms=5", "no latency is told: target.p95_ms and p99_ms are of queries at a rate"),
+        ('curves.policies=["opt"]', "no curve of [curves] is shown: they are made of a trace"),
+        ("curves.windows=2", "no curve of [curves] is shown: they are made of a trace"),
+    ],
+)
+def test_keys_that_need_another_are_told(asked: Asked, given: PlanResult, key: str, said: str) -> None:
+    (worn,) = warnings_of(asked("setup.ddr=8MiB"), given.prediction)
+    before, warning = warnings_of(asked("setup.ddr=8MiB", key), given.prediction)
+    assert before == worn
+    assert warning.startswith(said)
 
 
 def test_keys_that_the_search_does_not_heed_are_told(asked: Asked) -> None:

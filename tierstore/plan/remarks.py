@@ -21,7 +21,7 @@ _LONG_TRACE: Final = 20
 
 def warnings_of(asked: PlanFile, prediction: Prediction) -> tuple[str, ...]:
     """What a buyer must not overlook."""
-    return (*_missed(asked, prediction), *_worn(asked, prediction), *_tight(prediction))
+    return (*_missed(asked, prediction), *_worn(asked, prediction), *_tight(prediction), *_unheeded(asked))
 
 
 def _missed(asked: PlanFile, prediction: Prediction) -> list[str]:
@@ -76,6 +76,17 @@ def _tight(prediction: Prediction) -> list[str]:
         )
     if prediction.price.usd == 0:
         found.append("no part has a price, so nothing is said of money")
+    return found
+
+
+def _unheeded(asked: PlanFile) -> list[str]:
+    """What the file asks for and lacks something for."""
+    target, curves = asked.target, asked.curves
+    found = []
+    if (target.p95_ms or target.p99_ms) and not target.queries_per_s:
+        found.append("no latency is told: target.p95_ms and p99_ms are of queries at a rate, target.queries_per_s")
+    if (curves.policies or curves.by_table or curves.windows) and not asked.trace.path:
+        found.append("no curve of [curves] is shown: they are made of a trace, trace.path")
     return found
 
 
