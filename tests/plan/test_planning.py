@@ -148,6 +148,12 @@ def test_worn_drives_and_tight_memory_are_warnings(asked: Asked) -> None:
     assert any("little is left for the system" in text for text in full.warnings)
 
 
+def test_batches_beyond_what_there_can_be_are_left_out_of_the_line(asked: Asked) -> None:
+    result = plan(asked("setup.ddr=8GiB", "workload.batch_samples=1073741824"))
+    (line,) = (each for each in result.lines if each.quantity == "batch")
+    assert line.values == (2**28, 2**29, 2**30, 2**31)
+
+
 @pytest.mark.parametrize(
     ("key", "said"),
     [
