@@ -1,5 +1,7 @@
 """The bounded memory of a recording: whatever comes, it holds all lookups of the rows that its rate leaves."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -84,6 +86,20 @@ def test_batches_that_have_no_row_left_count_to_the_next() -> None:
     assert 0 < trace.num_entries < len(log) // 2
     assert trace.num_samples == sum(batch.samples for batch in log)
     check(trace, log, INDEXES)
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.5])
+def test_halving_takes_no_more_memory_than_there_may_be(rate: float) -> None:
+    generator, max_bytes = np.random.default_rng(4), 1 << 22
+    recorded = Recorded(["a"], rate=rate, max_bytes=max_bytes)
+    while recorded.rate == rate:
+        keys = generator.integers(0, 1 << 20, 2000)
+        keys = keys[is_sampled(keys, rate)]
+        tracemalloc.start()
+        recorded.add(keys, np.zeros(len(keys), np.int32), 1, recorded.last)
+        took = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert took <= max_bytes
 
 
 def test_contents_stay_as_they_are() -> None:

@@ -36,6 +36,7 @@ BATCH_STARTS: Final = "batch_starts"
 SAMPLING_RATE: Final = "sampling_rate"
 _IDS: Final = ".ids"
 _OFFSETS: Final = ".offsets"
+_HEADS: Final = (b"\x93NUMPY", b"PK")
 
 
 class TableTrace(NamedTuple):
@@ -154,6 +155,9 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
         ValueError: it is no trace; says why. FileNotFoundError.
     """
     with _naming(path), open(path, "rb") as raw:
+        if not raw.read(len(_HEADS[0])).startswith(_HEADS):  # numpy would advise to load it unsafely
+            raise ValueError("it is not one of numpy's files")
+        raw.seek(0)
         file = np.load(raw, allow_pickle=False)
         if not isinstance(file, np.lib.npyio.NpzFile):
             raise ValueError("a single array; a trace is a .npz file")

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,9 +10,9 @@ import pytest
 
 from tests.plan.machines import HOST, workload_of
 from tierstore import cli
-from tierstore.plan import plan_file
+from tierstore.plan import plan_file, planning
 from tierstore.plan.describing import workload_toml
-from tierstore.plan.parts import write_host
+from tierstore.plan.parts import load_host, write_host
 from tierstore.plan.plan_file import PlanFile
 from tierstore.plan.presets import load_workload, preset
 
@@ -113,7 +114,7 @@ HELP = {
           --json PATH           write the plans to a file
           --traceback           show where in the code an error arose
         example:
-          tierstore plan place rmc2 --host node-8xH100
+          tierstore plan place rmc2 --host node-8xh100
     """,
     "plan parts": """
         usage: tierstore plan parts [-h] [--sources] [--traceback]
@@ -222,6 +223,13 @@ def test_help_is_frozen(name: str) -> None:
     assert ALL[name].format_help().split() == HELP[name].split()
 
 
+def test_hosts_in_examples_are_there() -> None:
+    named = [name for text in HELP.values() for name in re.findall(r"--host ([\w-]+)$", text, re.MULTILINE)]
+    assert named
+    for name in named:
+        assert load_host(name).name == name
+
+
 def test_every_command_is_frozen_here() -> None:
     assert [name for name in ALL if name.split(" ")[0] == "plan"] == list(HELP)
 
@@ -260,6 +268,27 @@ def test_files_that_are_there_are_kept_unless_forced(plan_path: Path, capsys: py
     assert kept.read_text() == "mine"
     assert cli.main(["plan", "run", "plan.toml", "--json", "plan.json", "--force", "--set", "setup.ddr=16MiB"]) == 0
     assert json.loads(kept.read_text())["asked"]["setup"]["ddr"] == "16MiB"
+
+
+def test_what_prevents_files_is_told_before_the_work(
+    plan_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "plan", None)
+    assert cli.main(["plan", "run", "plan.toml", "--html", ".", "--force"]) == 1
+    assert capsys.readouterr().err == "tierstore: . exists; choose the name of a file\n"
+    assert cli.main(["plan", "run", "plan.toml", "--html", "out", "--json", f"{plan_path.parent}/out", "--force"]) == 2
+    assert "--html and --json are both" in capsys.readouterr().err
+
+
+def test_what_is_read_is_not_written_over(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "trace", "generate", "shop.toml", "shop.npz", "--samples", "2000"]) == 0
+    capsys.readouterr()
+    place = ["place", "shop.toml", "--host", "box.json", "--json"]
+    for words in (["curve", "shop.npz", "--json", "shop.npz"], [*place, "shop.toml"], [*place, "./box.json"]):
+        before = Path(words[-1]).read_bytes()
+        assert cli.main(["plan", *words]) == 1
+        assert capsys.readouterr().err == f"tierstore: {Path(words[-1])} is read; choose another name to write to\n"
+        assert Path(words[-1]).read_bytes() == before
 
 
 def test_keys_print_a_plan_file_of_all_defaults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

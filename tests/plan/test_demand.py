@@ -9,7 +9,11 @@ from bench.workload import ids_of
 from tests.plan.hosts import make_workload, slow_lru
 from tierstore.plan import TableShape, accesses_of
 from tierstore.plan.demand import Demand
+from tierstore.plan.placement.traffic import measured_demand
+from tierstore.plan.sampling import is_sampled
+from tierstore.plan.traces import describe
 from tierstore.plan.workload import Workload
+from tierstore.recorded import Recorded
 from tierstore.trace import TableTrace, Trace
 
 BATCH, SAMPLES = 50, 1010
@@ -97,6 +101,25 @@ def test_a_sample_of_the_rows_stands_for_all(trace: Trace) -> None:
         assert twice.lookups == 2 * pool.lookups
         assert twice.unique == 2 * pool.unique
         assert twice.new_rows == 2 * pool.new_rows
+
+
+@pytest.mark.parametrize("rate", [0.2, 0.02, 0.005])
+def test_batches_of_which_a_recording_has_no_row_count(rate: float) -> None:
+    """At the lowest rate it has a row of a tenth of its batches."""
+    table = TableShape(name="a", num_embeddings=100_000, embedding_dim=16, exponent=0.0)
+    workload = Workload(name="w", tables=(table,), batch_samples=20)
+    recorded, generator = Recorded(["a"], rate=rate, max_bytes=1 << 24), np.random.default_rng(1)
+    for _ in range(20_000):
+        keys = generator.integers(0, table.num_embeddings, 20)
+        recorded.add(keys[is_sampled(keys, rate)], None, 20, recorded.last)
+    accesses = accesses_of(recorded.contents().trace())
+    assert accesses.all_batches == 20_000
+    (pool,) = Demand.from_accesses(workload, accesses).pools
+    assert pool.lookups == pytest.approx(20, rel=0.05)
+    assert pool.unique == pytest.approx(20, rel=0.05)
+    assert pool.new_rows == pytest.approx(table.num_embeddings / 20_000, rel=0.1)
+    assert measured_demand(workload, accesses)["a"].lookups == pytest.approx(20, rel=0.05)
+    assert describe(accesses).total.ids_a_batch / rate == pytest.approx(20, rel=0.05)
 
 
 def test_other_rows_of_the_same_tables(trace: Trace) -> None:

@@ -119,6 +119,17 @@ def test_setups_that_cannot_be(changes: dict[str, Any], said: str) -> None:
         plan(make_setup(TRAINED, **changes))
 
 
+def test_hosts_with_figures_of_zero() -> None:
+    """As a file may describe them."""
+    host = replace(make_host(), costs=SoftwareCosts(), ddr=replace(make_host().ddr, bytes_per_s=0, row_bytes_per_s=0))
+    workload = replace(SERVED, dense_flops=0)
+    with pytest.raises(ValueError, match=r"nothing takes time on host '.*': its costs are 0"):
+        predict(make_setup(workload, host=host, ddr_bytes=GIB), Demand.analytic(workload))
+    host = make_host(storage=(DRIVE, replace(DRIVE, capacity_bytes=0)))
+    with pytest.raises(ValueError, match=r"a drive of host '.*' has a capacity of 0 bytes"):
+        plan(make_setup(TRAINED, host=host))
+
+
 def test_what_is_on_ssd_has_to_fit() -> None:
     """Of a training twice, as rows of two versions are kept."""
     blocks = math.ceil(600_000 / 14)

@@ -2,8 +2,9 @@
 
 import json
 import math
+import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from tierstore.plan.demand import Demand
 from tierstore.plan.describing import describe_workload, workload_toml
 from tierstore.plan.model import predict
 from tierstore.plan.parts import write_host
-from tierstore.plan.plan_file import PlanFile
+from tierstore.plan.placement import TableDemand, measured_demand, place
+from tierstore.plan.plan_file import PlanFile, TargetSection
 from tierstore.plan.planning import plan
 from tierstore.plan.presets import PRESETS, load_workload
+from tierstore.plan.remarks import warnings_of
 from tierstore.plan.result import PlanResult
 from tierstore.plan.search import describe_setup
 from tierstore.plan.traces import generate
@@ -36,6 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("plans")
     write_host(HOST, found / "box.json")
     write_host(gpu_host(), found / "gpu.json")
+    write_host(replace(HOST, ddr=replace(HOST.ddr, capacity_bytes=0)), found / "bare.json")
     (found / "shop.toml").write_text(workload_toml(workload_of()))
     write_trace(generate(workload_of(), samples=256 * 30, seed=0), found / "shop.npz")
     return found
@@ -144,9 +148,38 @@ def test_worn_drives_and_tight_memory_are_warnings(asked: Asked) -> None:
     assert any("little is left for the system" in text for text in full.warnings)
 
 
+def test_batches_beyond_what_there_can_be_are_left_out_of_the_line(asked: Asked) -> None:
+    result = plan(asked("setup.ddr=8GiB", "workload.batch_samples=1073741824"))
+    (line,) = (each for each in result.lines if each.quantity == "batch")
+    assert line.values == (2**28, 2**29, 2**30, 2**31)
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("target.p99_ms=5", "no latency is told: target.p95_ms and p99_ms are of queries at a rate"),
+        ("target.p95_ms=5", "no latency is told: target.p95_ms and p99_ms are of queries at a rate"),
+        ('curves.policies=["opt"]', "no curve of [curves] is shown: they are made of a trace"),
+        ("curves.windows=2", "no curve of [curves] is shown: they are made of a trace"),
+    ],
+)
+def test_keys_that_need_another_are_told(asked: Asked, given: PlanResult, key: str, said: str) -> None:
+    (worn,) = warnings_of(asked("setup.ddr=8MiB"), given.prediction)
+    before, warning = warnings_of(asked("setup.ddr=8MiB", key), given.prediction)
+    assert before == worn
+    assert warning.startswith(said)
+
+
 def test_keys_that_the_search_does_not_heed_are_told(asked: Asked) -> None:
     result = plan(asked("target.samples_per_s=100", "setup.rows_per_read=2", "search.memory_shares=[0.01]"))
     assert [text.split(";")[0] for text in result.warnings] == ["the search does not heed setup.rows_per_read"]
+    served = asked(
+        *("workload.optimizer=none", "target.queries_per_s=10", "setup.replicas=7"),
+        *("search.memory_shares=[0.01]", "search.row_shares=[0.5]", "search.workers=[1]"),
+    )
+    result = plan(served)
+    assert result.prediction.setup.replicas == 1
+    assert [text.split(";")[0] for text in result.warnings] == ["the search does not heed setup.replicas"]
 
 
 def test_a_trace_gives_curves_by_policy_table_and_time(asked: Asked, folder: Path) -> None:
@@ -206,6 +239,19 @@ def test_sizes_are_of_what_the_host_has(asked: Asked, folder: Path) -> None:
     assert setup.page_cache_bytes == workload_of().table_bytes * 5 // 100
 
 
+def test_placements_are_asked_for_what_the_trace_has(asked: Asked, tmp_path: Path) -> None:
+    """Ten times as many ids of one table as the workload says, and none of the other."""
+    first, second = workload_of().tables
+    trace = generate(workload_of(tables=(replace(first, pooling_factor=40.0),)), samples=256 * 5, seed=0)
+    write_trace(trace, tmp_path / "one.npz")
+    result = plan(asked("setup.ddr=64MiB", f"trace.path={tmp_path}/one.npz"))
+    found = measured_demand(workload_of(tables=(first,)), accesses_of(trace)) | {second.name: TableDemand(0, 0)}
+    assert found[first.name].lookups == 40 * 256
+    expected = place(workload_of(), HOST, strategy="host", demand=found).step
+    assert expected is not None
+    assert expected.step_s == next(each.step_s for each in result.placements if each.strategy == "host")
+
+
 def test_the_workload_may_be_changed_scaled_or_written_in_the_file(asked: Asked, tmp_path: Path) -> None:
     changed = asked_workload(asked("workload.name=mine", "workload.dtype=float16", "workload.scale=0.5"))
     assert (changed.name, changed.dtype, changed.tables[0].num_embeddings) == ("mine", "float16", 200_000)
@@ -224,6 +270,9 @@ def test_query_sizes_are_read_from_a_file(asked: Asked, tmp_path: Path) -> None:
         query_sizes_of(asked(f"target.query_sizes={path}"))
     with pytest.raises(ConfigError, match="No such file"):
         query_sizes_of(asked(f"target.query_sizes={tmp_path}/nosuch"))
+    (help_text,) = (each.metadata["help"] for each in fields(TargetSection) if each.name == "query_sizes")
+    path.write_text(re.findall(r"as (\d.*);", help_text)[0])
+    assert query_sizes_of(asked(f"target.query_sizes={path}")) == (100.0, 200.0)
 
 
 @pytest.mark.parametrize(
@@ -236,18 +285,22 @@ def test_query_sizes_are_read_from_a_file(asked: Asked, tmp_path: Path) -> None:
         (["host.file=", "host.name=server-2"], r"did you mean 'server-2s'\?"),
         (["host.accelerators=2"], r"host\.accelerators = 2: host 'box' has none to have more of"),
         (["host.file=nosuch.json"], r"nosuch\.json"),
+        (["host.memory=5% of tables", "setup.ddr=8MiB"], r"host\.memory = '5% of tables' is 0 B, host 'box' has 16"),
+        (["host.file={folder}/bare.json", "host.memory=1GiB"], r"host\.memory = '1GiB' is 1.* host 'box' has 0 B"),
         (["trace.path=nosuch.npz", "setup.ddr=8MiB"], r"nosuch\.npz"),
         ([], r"\[target\]: the target names no rate and no limit.*or give setup\.ddr"),
         (["setup.ddr=1KiB"], r"too little"),
         (["setup.ddr=64GiB"], r"64\.0 GiB of a host are wanted, 16\.0 GiB are there"),
         (["target.queries_per_s=5"], r"target\.queries_per_s = 5: the workload trains, with rowwise_adagrad; set "),
         (["target.samples_per_s=1e12", "search.memory_shares=[0.01]"], r"no setup meets the target; the nearest"),
+        (["target.samples_per_s=1", "search.drives=[-1]"], r"\[search\]: drives=\(-1,\): expected counts from 0 on"),
+        (["target.samples_per_s=1", "search.accelerators=[1, -2]"], r"\[search\]: accelerators=\(1, -2\): expected"),
         (["target.samples_per_s=1", "search.hosts=[2, 1]"], r"\[search\]: hosts=\(2, 1\): expected counts"),
     ],
 )
-def test_what_cannot_be_is_said_with_what_can(asked: Asked, overrides: list[str], message: str) -> None:
+def test_what_cannot_be_is_said_with_what_can(asked: Asked, folder: Path, overrides: list[str], message: str) -> None:
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        plan(asked(*overrides))
+        plan(asked(*(text.format(folder=folder) for text in overrides)))
 
 
 def test_a_workload_is_written_as_it_is_read(tmp_path: Path) -> None:

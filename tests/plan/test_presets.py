@@ -20,6 +20,24 @@ from tierstore.plan.published import KAGGLE_ROWS, mlp_flops
 SAMPLES = 4
 
 
+def test_names_of_many_tables_are_not_compared_each_with_each() -> None:
+    """A search makes a workload again for each setup that it looks at."""
+    compared = []
+
+    class Name(str):
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            compared.append(other)
+            return str.__eq__(self, other)
+
+    tables = tuple(TableShape(name=Name(f"t{number}")) for number in range(200))
+    Workload(name="w", tables=tables)
+    assert len(compared) < 1000
+    with pytest.raises(ValueError, match="two tables 't7'"):
+        Workload(name="w", tables=(*tables, TableShape(name="t7")))
+
+
 @pytest.mark.parametrize(
     ("name", "tables", "rows", "dim", "ids"),
     [

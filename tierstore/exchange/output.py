@@ -5,7 +5,7 @@ import errno
 import fcntl
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from ..errors import DiskFullError, TierstoreError
 from ..sizes import format_size
 from .tensor_file import TensorFile
 
-__all__ = ["TensorWriter", "full_disk_errors", "partial_file", "require_room"]
+__all__ = ["TensorWriter", "full_disk_errors", "partial_file", "require_new", "require_other", "require_room"]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -44,12 +44,20 @@ def require_room(path: Path, size_bytes: int) -> None:
         )
 
 
-def _require_new(path: Path, force: bool) -> None:
+def require_new(path: Path, *, force: bool) -> None:
+    """What would prevent ``partial_file``, told before there is anything to write; errors as of that."""
     if path.is_dir() or (path.exists() and not force):
         way_out = "choose the name of a file" if path.is_dir() else "choose another name, or overwrite it with --force"
         raise FileExistsError(f"{path} exists; {way_out}")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path.parent} is not a directory; make it first")
+
+
+def require_other(path: Path, inputs: Iterable[str | os.PathLike[str]]) -> None:
+    """FileExistsError if ``path`` is one of the files that are read, so that it is not lost."""
+    for read in inputs:
+        if path.exists() and os.path.exists(read) and path.samefile(read):
+            raise FileExistsError(f"{path} is read; choose another name to write to")
 
 
 @contextlib.contextmanager
@@ -63,7 +71,7 @@ def partial_file(path: Path, *, force: bool) -> Iterator[int]:
         DiskFullError: nothing is left of the file.
         TierstoreError: another process writes it.
     """
-    _require_new(path, force)
+    require_new(path, force=force)
     partial = path.with_name(path.name + ".partial")
     descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
@@ -76,7 +84,7 @@ def partial_file(path: Path, *, force: bool) -> Iterator[int]:
                 os.ftruncate(descriptor, 0)
                 yield descriptor
                 os.fsync(descriptor)
-            _require_new(path, force)
+            require_new(path, force=force)
             os.replace(partial, path)
         except BaseException:
             partial.unlink(missing_ok=True)

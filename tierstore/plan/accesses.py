@@ -24,16 +24,24 @@ class Accesses(NamedTuple):
         tables: names, by table index.
         sampling_rate: the share of all rows that are in it. Which ones a hash of the key decides
             (``sampling.is_sampled``), so that a row that is in it is there with every access.
+        unlisted: batches beside those, in which none of the sampled rows was.
     """
 
     keys: Int64s
     starts: Int64s
     tables: tuple[str, ...]
     sampling_rate: float = 1.0
+    unlisted: int = 0
 
     @property
     def num_batches(self) -> int:
+        """Those that ``starts`` lists."""
         return len(self.starts) - 1
+
+    @property
+    def all_batches(self) -> int:
+        """What means over the batches divide by."""
+        return self.num_batches + self.unlisted
 
 
 class Numbered(NamedTuple):
@@ -65,7 +73,14 @@ def accesses_of(trace: Trace) -> Accesses:
         places = np.repeat(own - table.offsets[:-1], lengths[:, index]) + np.arange(len(table.ids))
         keys[places] = table.ids | (index << KEY_ROW_BITS)
     ends = np.append(0, np.cumsum(lengths.sum(1)))
-    return Accesses(keys, ends[trace.batch_bounds], tuple(trace.tables), trace.sampling_rate)
+    return Accesses(keys, ends[trace.batch_bounds], tuple(trace.tables), trace.sampling_rate, _unlisted(trace))
+
+
+def _unlisted(trace: Trace) -> int:
+    """A sampled recording joins a batch of which it has no row to the next one, and keeps count of samples."""
+    if trace.num_entries == trace.num_samples:
+        return 0
+    return max(0, round(trace.num_samples / trace.batch_samples) - trace.num_entries)
 
 
 def once_a_batch(accesses: Accesses) -> Accesses:

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from ..excerpt import excerpt
 from ..sections import ConfigError
-from ..sizes import parse_size
+from ..sizes import format_size, parse_size
 from .accesses import Accesses
 from .host import Host
 from .parts import host_names, load_host
@@ -85,6 +85,11 @@ def _counted(host: Host, asked: PlanFile) -> Host:
         host = replace(host, accelerators=wanted)
     if section.memory != "":
         size_bytes = parse_size(section.memory, name="memory", memory_bytes=int(host.ddr.capacity_bytes))
+        if not size_bytes or not host.ddr.capacity_bytes:
+            raise ConfigError(
+                f"host.memory = {excerpt(section.memory)} is {format_size(size_bytes)}, host {excerpt(host.name)} has "
+                f'{format_size(int(host.ddr.capacity_bytes))}: expected a size, as "512GiB", or "50%" of what it has'
+            )
         factor = size_bytes / host.ddr.capacity_bytes
         ddr = replace(host.ddr, capacity_bytes=size_bytes, watts=host.ddr.watts * factor, usd=host.ddr.usd * factor)
         host = replace(host, ddr=ddr)

@@ -46,11 +46,13 @@ def _run(options: argparse.Namespace) -> int:
 
 def _require_writable(options: argparse.Namespace) -> None:
     """What would prevent the files, told before minutes of work."""
-    for path in filter(None, (options.html, options.json)):
-        if not Path(path).parent.is_dir():
-            raise FileNotFoundError(f"{Path(path).parent} is not a directory; make it first")
-        if Path(path).exists() and not options.force:
-            raise FileExistsError(f"{path} exists; choose another name, or overwrite it with --force")
+    from ..exchange.output import require_new
+
+    paths = [Path(path) for path in (options.html, options.json) if path]
+    for path in paths:
+        require_new(path, force=options.force)
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise ValueError(f"--html and --json are both {options.json}; give each a name of its own")
     if options.html:
         from .report import plotly_source
 
@@ -313,7 +315,7 @@ COMMANDS: Final[Mapping[str, Command]] = {
         "compare places for a workload's tables",
         "Compare strategies: tables in the memory of GPUs, of the host, of other hosts, or in tiers over SSD.",
         """example:
-  tierstore plan place rmc2 --host node-8xH100""",
+  tierstore plan place rmc2 --host node-8xh100""",
     ),
     "parts": _part(
         _parts,

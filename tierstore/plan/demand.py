@@ -140,7 +140,7 @@ class Demand:
                 if len(distinct.keys)
                 else _unused(policy),
                 rows_a_block=_rows_a_block(distinct, layout),
-                new_rows=numbered(distinct.keys).num_rows / accesses.sampling_rate / max(accesses.num_batches, 1),
+                new_rows=numbered(distinct.keys).num_rows / accesses.sampling_rate / max(accesses.all_batches, 1),
             )
 
         pools = tuple(pool(layout, tables) for layout, tables in _by_layout(workload).items())
@@ -224,4 +224,4 @@ def _rows_a_block(distinct: Accesses, layout: RowLayout) -> float:
 def _a_batch(accesses: Accesses) -> float:
     """Accesses of a batch, on average, of all rows."""
     starts = accesses.starts[:-1] if accesses.num_batches > 1 else accesses.starts
-    return float(starts[-1] - starts[0]) / (len(starts) - 1) / accesses.sampling_rate
+    return float(starts[-1] - starts[0]) / (len(starts) - 1 + accesses.unlisted) / accesses.sampling_rate

@@ -52,6 +52,8 @@ def predict(
     is_ahead = _is_ahead(setup, pools)
     seconds = {load.resource: load.seconds for load in loads}
     step_s = step_seconds(seconds, is_ahead=is_ahead)
+    if not step_s:
+        raise ValueError(f"nothing takes time on host {excerpt(setup.host.name)}: its costs are 0; measure them")
     queue = None if setup.workload.is_training else _queue(setup, pools, seconds, step_s, query_sizes)
     batches_per_s = 1 / step_s if queue is None else setup.replicas * setup.workers / _busy_s(setup, seconds, step_s)
     prices = pricing or Pricing()
@@ -116,7 +118,11 @@ def misfit(setup: Setup, demand: Demand) -> str:
     share = TRAINING_FILE_SHARE if setup.workload.is_training else FILE_SHARE
     stored = share * sum(count * layout.pages_per_block * layout.page_bytes for layout, count in blocks)
     capacity = sum(drive.capacity_bytes for drive in host.storage)
-    return _too_little("SSD", stored, capacity) if stored > capacity else ""
+    if stored > capacity:
+        return _too_little("SSD", stored, capacity)
+    if any(not drive.capacity_bytes for drive in host.storage):
+        return f"a drive of host {excerpt(host.name)} has a capacity of 0 bytes"
+    return ""
 
 
 def _too_little(what: str, wanted: float, found: float) -> str:

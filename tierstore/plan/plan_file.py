@@ -159,7 +159,7 @@ class TargetSection:
     queries_per_s: float = option(0.0, "of serving", low=0, high=_MAX_RATE)
     p99_ms: float = option(0.0, "latency that 99 of 100 queries keep", low=0, high=1e9)
     p95_ms: float = option(0.0, "latency that 95 of 100 queries keep", low=0, high=1e9)
-    query_sizes: str = option("", 'file with quantiles of samples a query: a share and a size a line; "": all alike')
+    query_sizes: str = option("", 'file with samples of queries, each as likely, as 100, 200; "": all alike')
     usd: float = option(0.0, "price to buy, at most", low=0, high=_MAX_RATE)
     usd_a_month: float = option(0.0, "price a month, with power, at most", low=0, high=_MAX_RATE)
     watts: float = option(0.0, "power, at most", low=0, high=_MAX_RATE)

@@ -14,7 +14,7 @@ from .demand import Demand
 from .host import Host
 from .marginal import marginal_values
 from .model import predict
-from .placement import PlacementPlan, compare
+from .placement import PlacementPlan, TableDemand, compare, measured_demand
 from .plan_file import PlanFile, SetupSection
 from .prediction import Prediction, Setup
 from .remarks import assumptions_of, price_parts_of, warnings_of
@@ -27,8 +27,8 @@ from .workload import Workload
 __all__ = ["Progress", "plan"]
 
 _STAGES: Final = ("accesses", "setup", "curves", "what would change it", "placement")
-_SEARCHED: Final = ("ddr", "hosts", "policy", "replicas")
-"""Keys of [setup] that a search heeds: hosts and replicas as the only counts."""
+_SEARCHED: Final = ("ddr", "hosts", "policy")
+"""Keys of [setup] that a search heeds: hosts as the only count."""
 
 
 class Progress(Protocol):
@@ -90,7 +90,7 @@ def plan(asked: PlanFile, *, progress: Progress | None = None) -> PlanResult:
         lines=lines,
         grid=grid,
         alternatives=alternatives,
-        placements=_placements(setup, demand, quick),
+        placements=_placements(setup, demand, quick, accesses),
         price_parts=price_parts_of(setup),
         warnings=(*warnings_of(asked, prediction), *(() if found is None else _unused(asked))),
         assumptions=assumptions_of(asked, setup, accesses),
@@ -172,18 +172,26 @@ def _lines(setup: Setup, demand: Demand, predicted: Predict, *, has_trace: bool)
     return tuple(line for line in found if line is not None)
 
 
-def _placements(setup: Setup, demand: Demand, predicted: Predict) -> tuple[Placed, ...]:
+def _placements(setup: Setup, demand: Demand, predicted: Predict, accesses: Accesses | None) -> tuple[Placed, ...]:
     """All strategies on the plan's hosts, one batch after another."""
 
     def store_model(workload: Workload, host: Host, *, hosts: int, ddr_bytes: float, hbm_bytes: float) -> Prediction:
         own = replace(setup, workload=workload, host=host, hosts=hosts, ddr_bytes=ddr_bytes, hbm_bytes=hbm_bytes)
         return predicted(replace(own, page_cache_bytes=0.0), demand)
 
-    compared = partial(compare, setup.workload, setup.host, hosts=setup.hosts)
+    asked = None if accesses is None else _by_table(setup.workload, accesses)
+    compared = partial(compare, setup.workload, setup.host, hosts=setup.hosts, demand=asked)
     try:
         return tuple(map(_placed, compared(store_model=store_model)))
     except ValueError as error:  # what the tiers cannot do prevents one strategy, not all
         return (*map(_placed, compared()), Placed("ssd", math.inf, "", str(error)))
+
+
+def _by_table(workload: Workload, accesses: Accesses) -> dict[str, TableDemand]:
+    """As the trace has it; of a table that it has not, nothing is looked up."""
+    known = tuple(table for table in workload.tables if table.name in accesses.tables)
+    nothing = {table.name: TableDemand(0.0, 0.0) for table in workload.tables}
+    return nothing | measured_demand(replace(workload, tables=known), accesses)
 
 
 def _placed(found: PlacementPlan) -> Placed:

@@ -66,13 +66,18 @@ def drive_writes_a_day(host: Host, bytes_per_s: float, pricing: Pricing) -> floa
         return 0.0
     speed = sum(drive.writes_per_s for drive in host.storage)
     a_day = bytes_per_s * _SECONDS_A_DAY * pricing.hours_a_day / 24
-    return max(a_day * drive.writes_per_s / speed / drive.capacity_bytes for drive in host.storage)
+    return a_day / speed * max(map(_wear, host.storage))
 
 
 def years_of_life(prediction: Prediction, pricing: Pricing) -> float:
-    """Until the most worn drive has been written as often as it is rated for; infinite if nothing is written."""
-    host, writes = prediction.setup.host, prediction.drive_writes_a_day
+    """Until the first drive has been written as often as it is rated for; infinite if nothing is written."""
+    drives, writes = prediction.setup.host.storage, prediction.drive_writes_a_day
     if not writes:
         return math.inf
-    rating = min(drive.drive_writes_a_day for drive in host.storage)
-    return pricing.warranty_years * rating / writes
+    most = max(map(_wear, drives))
+    return pricing.warranty_years * min(drive.drive_writes_a_day * most / _wear(drive) for drive in drives) / writes
+
+
+def _wear(drive: Storage) -> float:
+    """How fast it is written over beside other drives of its host."""
+    return drive.writes_per_s / drive.capacity_bytes

@@ -21,7 +21,7 @@ _LONG_TRACE: Final = 20
 
 def warnings_of(asked: PlanFile, prediction: Prediction) -> tuple[str, ...]:
     """What a buyer must not overlook."""
-    return (*_missed(asked, prediction), *_worn(asked, prediction), *_tight(prediction))
+    return (*_missed(asked, prediction), *_worn(asked, prediction), *_tight(prediction), *_unheeded(asked))
 
 
 def _missed(asked: PlanFile, prediction: Prediction) -> list[str]:
@@ -79,6 +79,17 @@ def _tight(prediction: Prediction) -> list[str]:
     return found
 
 
+def _unheeded(asked: PlanFile) -> list[str]:
+    """What the file asks for and lacks something for."""
+    target, curves = asked.target, asked.curves
+    found = []
+    if (target.p95_ms or target.p99_ms) and not target.queries_per_s:
+        found.append("no latency is told: target.p95_ms and p99_ms are of queries at a rate, target.queries_per_s")
+    if (curves.policies or curves.by_table or curves.windows) and not asked.trace.path:
+        found.append("no curve of [curves] is shown: they are made of a trace, trace.path")
+    return found
+
+
 def price_parts_of(setup: Setup) -> tuple[PricePart, ...]:
     """Of all hosts; they add up to the prediction's price."""
     host, hosts = setup.host, setup.num_hosts
@@ -106,12 +117,12 @@ def assumptions_of(asked: PlanFile, setup: Setup, accesses: Accesses | None) -> 
         rate = accesses.sampling_rate * asked.trace.sampling_rate
         sample = "" if rate == 1 else f", curves by a sample of {100 * rate:g} % of the rows"
         found.append(
-            f"accesses: {asked.trace.path}, {len(accesses.keys):,} in {accesses.num_batches:,} batches{sample}; its "
+            f"accesses: {asked.trace.path}, {len(accesses.keys):,} in {accesses.all_batches:,} batches{sample}; its "
             "batches are taken for those of the workload"
         )
-        if accesses.num_batches < _LONG_TRACE:
+        if accesses.all_batches < _LONG_TRACE:
             found.append(
-                f"the trace has {accesses.num_batches} batches only: most rows in it are used for the first time"
+                f"the trace has {accesses.all_batches} batches only: most rows in it are used for the first time"
             )
     found.append(f"host: {setup.host.source or setup.host.name}")
     if setup.policy != "lru" and accesses is None:

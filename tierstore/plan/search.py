@@ -109,6 +109,9 @@ class SearchSpace:
             raise ValueError(f"hosts={self.hosts}: expected counts from 1 on, ascending")
         if not self.workers or min(self.workers) < 1:
             raise ValueError(f"workers={self.workers}: expected counts from 1 on")
+        for name in ("drives", "accelerators"):
+            if min(getattr(self, name), default=0) < 0:
+                raise ValueError(f"{name}={getattr(self, name)}: expected counts from 0 on")
 
 
 class Failure(NamedTuple):

@@ -110,8 +110,8 @@ def batch_line(setup: Setup, policy: str, predict: Predict) -> Line:
     now = setup.workload.batch_samples
     found = []
     for samples in sorted({max(1, round(now * factor)) for factor in _BATCH_FACTORS}):
-        workload = replace(setup.workload, batch_samples=samples)
         try:
+            workload = replace(setup.workload, batch_samples=samples)
             prediction = predict(replace(setup, workload=workload), Demand.analytic(workload, policy))
         except ValueError:
             continue

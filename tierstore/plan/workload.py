@@ -1,5 +1,6 @@
 """A workload: the tables of a model, what a sample looks up in them, and what is computed beside."""
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
@@ -53,8 +54,7 @@ class Workload:
         check_ranges(self)
         if not self.tables:
             raise ValueError("the workload has no table")
-        names = [table.name for table in self.tables]
-        twice = next((name for name in names if names.count(name) > 1), None)
+        twice = next((name for name, count in Counter(table.name for table in self.tables).items() if count > 1), None)
         if twice is not None:
             raise ValueError(f"the workload has two tables {excerpt(twice)}")
         require_choice(self.optimizer, get_args(OptimizerName), "optimizer")

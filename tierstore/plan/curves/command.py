@@ -52,6 +52,7 @@ def run_curve(options: argparse.Namespace) -> int:
     Raises:
         ValueError: options or the trace are no good; says why. OSError.
     """
+    from ...exchange.output import require_other
     from ..accesses import once_a_batch
     from .text import describe_curves
 
@@ -59,6 +60,7 @@ def run_curve(options: argparse.Namespace) -> int:
         raise ValueError("--by-table and --windows: choose one")
     if options.json is not None:
         _require_place(Path(options.json))
+        require_other(Path(options.json), [options.trace])
     policies = _policies(options.policy)
     accesses = _read(options.trace)
     if not len(accesses.keys):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final, cast, get_args, get_origin, get_type_hints
 
 from ...excerpt import excerpt
-from ...exchange.output import partial_file
+from ...exchange.output import partial_file, require_new
 from ..host import Host, SoftwareCosts
 from .catalog import require_name
 from .compose import compose, naming
@@ -86,10 +86,7 @@ def require_writable(path: Path, *, force: bool) -> None:
     """Raise what ``write_host`` would, before there is anything to write."""
     with naming(str(path)):
         require_host_path(path)
-    if path.exists() and not force:
-        raise FileExistsError(f"{path} exists; choose another name, or overwrite it with --force")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path.parent} is not a directory; make it first")
+    require_new(path, force=force)
 
 
 def _read(kind: Any, value: Any, key: str) -> Any:

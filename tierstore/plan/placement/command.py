@@ -1,6 +1,7 @@
 """``tierstore plan place``: where a workload's tables could go, and what a step would take."""
 
 import argparse
+from pathlib import Path
 
 __all__ = ["add_place_arguments", "run_place"]
 
@@ -32,6 +33,7 @@ def run_place(options: argparse.Namespace) -> int:
     Raises:
         ValueError: an argument, or a file, that cannot be; names it.
     """
+    from ...exchange.output import require_new, require_other
     from ..parts import load_host
     from ..presets import load_workload
     from .describe import describe_comparison, describe_placement
@@ -40,6 +42,9 @@ def run_place(options: argparse.Namespace) -> int:
     from .strategies import compare
     from .through_tiers import planned_store
 
+    if options.json is not None:
+        require_new(Path(options.json), force=True)
+        require_other(Path(options.json), [options.workload, options.host])
     shares = {"hbm_share": options.hbm_share, "ddr_share": options.ddr_share}
     room = Room(**{name: value for name, value in shares.items() if value is not None})
     plans = compare(

@@ -74,7 +74,7 @@ def measured_demand(workload: Workload, accesses: Accesses) -> dict[str, TableDe
     missing = next((table.name for table in workload.tables if table.name not in accesses.tables), None)
     if missing is not None:
         raise ValueError(f"the accesses have no table {missing!r}; they have {', '.join(accesses.tables)}")
-    scale = accesses.num_batches * accesses.sampling_rate
+    scale = accesses.all_batches * accesses.sampling_rate
     found = {}
     for table in workload.tables:
         own = of_table(accesses, accesses.tables.index(table.name))

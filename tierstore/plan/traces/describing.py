@@ -131,11 +131,11 @@ def describe(source: Accesses | Trace) -> TraceSummary:
     uses = uses.astype(np.int64)
     ends = np.searchsorted(keys, (np.arange(len(accesses.tables) + 1) << KEY_ROW_BITS))
     tables = tuple(
-        _summary(name, uses[ends[number] : ends[number + 1]], accesses.num_batches, samples)
+        _summary(name, uses[ends[number] : ends[number + 1]], accesses.all_batches, samples)
         for number, name in enumerate(accesses.tables)
     )
-    total = _summary("all", uses, accesses.num_batches, samples)
-    return TraceSummary(total, tables, accesses.num_batches, samples, accesses.sampling_rate)
+    total = _summary("all", uses, accesses.all_batches, samples)
+    return TraceSummary(total, tables, accesses.all_batches, samples, accesses.sampling_rate)
 
 
 def _summary(name: str, uses: NDArray[np.int64], batches: int, samples: int | None) -> TableSummary:
