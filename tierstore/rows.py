@@ -69,7 +69,7 @@ class RowLayout:
     state_dim: int = 0
     page_bytes: int = 4096
 
-    @property
+    @cached_property
     def is_quantized(self) -> bool:
         """Whether weights are int8 or int4 with a scale and a bias a row; such rows are looked up, not trained."""
         return self.dtype in get_args(QuantizedName)

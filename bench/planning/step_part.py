@@ -1,15 +1,17 @@
 """Part "steps": predicted against measured hit rates and step times."""
 
+import os
 import shutil
 import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
+from tierstore.plan.measure import measure_host
+
 from ..common import Goal, Run, Table
 from ..data import find_criteo
 from ..parts import Part, Told
 from ..steps import StepWorkload, criteo, fill, zipf
-from .machine_part import host_of
 from .validation import ROWS_FILE, Point, hit_rate_of, points_of, warm_pages
 
 __all__ = ["PART"]
@@ -39,15 +41,18 @@ def _cases(config: dict[str, Any]) -> Iterator[_Case]:
     yield _Case(rmc2._replace(name=f"RMC2, rows x {config['rmc2_scale']:g}"), exponent)
 
 
-def _measure(request: Run, figures: dict[str, Any]) -> dict[str, Any]:
-    host, path = host_of(figures), request.folder / "plan_store"
+def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
+    path = request.folder / "plan_store"
     points: list[Point] = []
     for case in _cases(request.config):
+        # Others use the machine too, so it is as fast as it just was and not as it was in another part.
+        host = measure_host(request.folder, seconds=request.config["machine_seconds"])
         fill(path, case.workload, request.config)
         warm_pages(path / ROWS_FILE)
         points += points_of(path, case.workload, host, case.exponent, request.config)
     shutil.rmtree(path)
-    return {"points": [_plain(point) for point in points]}
+    spoken = {name: value for name, value in os.environ.items() if name.startswith(("OMP_", "GOMP_"))}
+    return {"points": [_plain(point) for point in points], "environment": spoken}
 
 
 def _plain(point: Point) -> dict[str, Any]:
@@ -118,9 +123,9 @@ def _table(points: Sequence[dict[str, Any]]) -> Table:
 
 _NOTE: Final = (
     "Steps: lookup, backward and row-wise Adagrad of the tables alone, batches brought in ahead; every row was written "
-    "before, and the file is in the page cache. The first half of the batches fills the cache; the second is measured, "
-    "until all that it wrote is on the device. Predicted is by the miss-ratio curve of that half, warm from the first, "
-    "and by the costs that `tierstore plan measure` found on this machine just before, from other loops."
+    "before, and the file is in the page cache. The first half of the batches fills the cache; the second is measured. "
+    "Predicted is by the miss-ratio curve of that half, warm from the first, "
+    "and by the costs that `tierstore plan measure` found on this machine before each workload, from other loops."
 )
 
 PART: Final = Part(_measure, _tell)

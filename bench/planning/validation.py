@@ -1,7 +1,6 @@
 """Predicted against measured: hit rates and step times of training over tiers, at several budgets."""
 
 import contextlib
-import os
 import statistics
 import time
 from pathlib import Path
@@ -27,7 +26,7 @@ _DENSE_FLOPS: Final = 0.0
 
 
 class Measured(NamedTuple):
-    """Of one budget: means over the steps that counted, until all that they wrote is on the device."""
+    """Of one budget: means over the steps that counted."""
 
     ddr_bytes: int
     hit_rate: float
@@ -100,7 +99,11 @@ def _newest_half(accesses: Any, policy: str, /, *, sampling_rate: float) -> Miss
 
 
 def fully_measured(path: Path, workload: StepWorkload, percent: float, config: dict[str, Any]) -> Measured:
-    """Train on the first half of the batches, then measure over the second."""
+    """Train on the first half of the batches, then measure over the second.
+
+    What the first half wrote is on its way to the device when the second begins, and what the second wrote when it
+    ends: as at any moment of a long run.
+    """
     budget = max(int(workload.table_bytes * percent / 100), MINIMUM_BYTES)
     half = len(workload.batches) // 2
     with tierstore.open(path, mode="w", ddr=budget, policy=config["policy"], threads=config["threads"]) as store:
@@ -109,10 +112,8 @@ def fully_measured(path: Path, workload: StepWorkload, percent: float, config: d
         with contextlib.closing(timed(module, step, workload.batches[:half], config["depth"])) as before:
             for _ in before:
                 pass
-        sync(path)
         began, start = store.stats(), time.perf_counter()
         steps = len(list(timed(module, step, workload.batches[half:], config["depth"])))
-        sync(path)
         seconds, ended = time.perf_counter() - start, store.stats()
         page = store["t0"].layout.page_bytes
     unique = ended.ddr.unique - began.ddr.unique
@@ -167,15 +168,6 @@ def _show(point: Point) -> None:
         f"{1e3 * point.predicted.step_s:.1f} predicted ({point.predicted.bottleneck})",
         flush=True,
     )
-
-
-def sync(path: Path) -> None:
-    """Have the device take what the system has in memory for it: a step owes it, as it cannot wait for ever."""
-    descriptor = os.open(path / ROWS_FILE, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def warm_pages(path: Path) -> None:

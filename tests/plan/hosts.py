@@ -23,7 +23,11 @@ MIB, GIB = float(2**20), float(2**30)
 
 COSTS = SoftwareCosts(
     batch_us=100.0,
+    table_us=3.0,
     step_us=60.0,
+    step_table_us=5.0,
+    hand_over_us=40.0,
+    ahead_us=90.0,
     admit_ns=40.0,
     admit_row_ns=15.0,
     pool_ns=10.0,
@@ -43,6 +47,8 @@ COSTS = SoftwareCosts(
     read_ns=300.0,
     write_ns=2000.0,
     write_ns_per_byte=1.0,
+    transaction_us=400.0,
+    sync_ns=700.0,
 )
 DRIVE = Storage(
     capacity_bytes=1e12,

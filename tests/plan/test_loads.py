@@ -16,10 +16,10 @@ ROW, BLOCK, PAGE = 264, 4080, 4096
 """Bytes of a row of 64 float32 with one accumulator, of a block's value, of a page."""
 
 
-def loads(setup: Setup, *, miss_ratio: float = 0.25) -> tuple[dict[str, ResourceLoad], PoolLoad]:
+def loads(setup: Setup, *, miss_ratio: float = 0.25, is_ahead: bool = True) -> tuple[dict[str, ResourceLoad], PoolLoad]:
     demand = flat_demand(setup.workload, unique=UNIQUE, miss_ratio=miss_ratio)
     pools = pool_loads(setup, demand)
-    return {load.resource: load for load in loads_of(setup, pools)}, pools[0]
+    return {load.resource: load for load in loads_of(setup, pools, is_ahead=is_ahead)}, pools[0]
 
 
 def _pooling_ns(row: int) -> float:
@@ -37,23 +37,42 @@ def test_every_resource_has_its_place() -> None:
 
 def test_training_in_host_memory() -> None:
     found, pool = loads(make_setup())
-    assert found["batch"] == ("batch", pytest.approx(160e-6), 1.0, "batches")
+    assert found["batch"] == ("batch", pytest.approx(200e-6), 1.0, "batches")
     lookups = (_pooling_ns(ROW) + _updating_ns(ROW)) * 1e-9
     assert found["lookups"] == ("lookups", pytest.approx(lookups / 2), IDS, "ids")
     assert found["model"] == ("model", pytest.approx(3e5 * 1000 / 1e11), 3e8, "flops")
-    cold = (IDS * 40 + UNIQUE * 15 + MISSES * (200 + 0.5 * ROW) + pool.blocks_touched * 300) * 1e-9
+    cold = (90_000 + IDS * 40 + UNIQUE * 15 + MISSES * (200 + 0.5 * ROW) + pool.blocks_read * 300) * 1e-9
     assert found["cold rows"] == ("cold rows", pytest.approx(cold), MISSES, "rows")
-    back = pool.blocks_written * (2000 + 1.0 * BLOCK) * 1e-9
+    back = pool.blocks_written * (2000 + 1.0 * BLOCK) * 1e-9 + pool.transactions * 400e-6
     assert found["write-back"] == ("write-back", pytest.approx(back), pool.blocks_written, "blocks")
     assert found["ssd reads"] == ("ssd reads", pytest.approx(pool.blocks_read / 1e5 + 1e-4), pool.blocks_read, "reads")
     pages = pool.blocks_written + pool.leaves_written
     assert found["ssd writes"] == ("ssd writes", pytest.approx(pages / 5e4), pytest.approx(pages * PAGE), "bytes")
     moved = (IDS + MISSES + 2 * UNIQUE) * ROW
     assert found["ddr"] == ("ddr", pytest.approx(moved / 1e10), moved, "bytes")
-    busy = 160e-6 + lookups + 4 * 3e8 / 1e11 + cold + back
+    computing, sync = 200e-6 + lookups + 4 * 3e8 / 1e11, pages * 700e-9
+    busy = computing + cold + back + sync
     assert found["cores"] == ("cores", pytest.approx(busy / 4), pytest.approx(busy), "core-seconds")
+    assert found["wait for a core"].seconds == pytest.approx((cold + back + sync) / 4)
+    assert found["wait ahead"].seconds == pytest.approx((computing + sync) / 4)
     for idle in ("hbm", "network", "pcie"):
         assert found[idle].seconds == found[idle].amount == 0
+
+
+def test_what_is_not_brought_in_ahead_is_not_handed_over_nor_waited_for() -> None:
+    ahead, _ = loads(make_setup())
+    found, pool = loads(make_setup(), is_ahead=False)
+    assert found["batch"].seconds == pytest.approx(ahead["batch"].seconds - 40e-6)
+    assert found["cold rows"].seconds == pytest.approx(ahead["cold rows"].seconds - 90e-6)
+    assert found["wait ahead"].seconds == 0
+    pages = pool.blocks_written + pool.leaves_written
+    assert found["wait for a core"].seconds == pytest.approx(pages * 700e-9 / 4), "one thread syncs all the same"
+
+
+@pytest.mark.parametrize(("training", "each_us"), [(True, 3 + 5), (False, 3)])
+def test_each_table_takes_its_time(training: bool, each_us: float) -> None:
+    one, four = (loads(make_setup(make_workload(training=training, tables=count)))[0]["batch"] for count in (1, 4))
+    assert four.seconds - one.seconds == pytest.approx(3 * each_us * 1e-6)
 
 
 def test_serving_neither_updates_nor_writes() -> None:
@@ -67,7 +86,8 @@ def test_serving_neither_updates_nor_writes() -> None:
 
 def test_where_all_rows_have_a_slot_no_id_is_looked_for() -> None:
     found, _ = loads(make_setup(ddr_bytes=GIB))
-    for idle in ("cold rows", "write-back", "ssd reads", "ssd writes"):
+    assert found["cold rows"].seconds == pytest.approx(90e-6), "of the batch"
+    for idle in ("write-back", "ssd reads", "ssd writes"):
         assert found[idle].seconds == 0
 
 
@@ -101,8 +121,8 @@ def test_rows_in_device_memory() -> None:
     up = MISSES * ROW + IDS * 8
     assert found["pcie"] == ("pcie", pytest.approx(up / 2e10 + 10e-6), up, "bytes")
     copies = 2 * MISSES * (40 + 15 + 10 + 6 + (0.1 + 0.05) * ROW)
-    bringing = MISSES * (200 + 0.5 * ROW) + pool.blocks_touched * 300
-    assert found["cold rows"].seconds == pytest.approx((copies + bringing) * 1e-9)
+    bringing = MISSES * (200 + 0.5 * ROW) + pool.blocks_read * 300
+    assert found["cold rows"].seconds == pytest.approx((90_000 + copies + bringing) * 1e-9)
     assert found["ddr"].amount == (2 * MISSES + MISSES) * ROW
 
 
@@ -124,6 +144,7 @@ def test_hosts_send_ids_pooled_rows_and_gradients() -> None:
 
 SECONDS = {
     "batch": 0.25, "lookups": 0.75, "hbm": 2.0, "model": 3.0, "network": 4.0, "cold rows": 5.0, "write-back": 6.0,
+    "wait for a core": 0.0, "wait ahead": 0.0,
     "pcie": 7.0, "ssd reads": 8.0, "ssd writes": 9.0, "cores": 11.0, "ddr": 12.0,
 }  # fmt: skip
 
@@ -135,6 +156,8 @@ def test_a_step_is_the_longest_of_what_goes_on_at_once() -> None:
     assert step_seconds(unshared, is_ahead=True) == 11, "rows come in and go down on one thread"
     assert step_seconds(unshared | {"write-back": 0.0}, is_ahead=True) == 10
     assert step_seconds(unshared | {"pcie": 13.0}, is_ahead=True) == 13
+    assert step_seconds(unshared | {"wait ahead": 3.0}, is_ahead=True) == 14
+    assert step_seconds(unshared | {"wait for a core": 3.0}, is_ahead=True) == 13
     assert step_seconds(SECONDS, is_ahead=False) == 45
     assert step_seconds(SECONDS | {"cores": 50.0}, is_ahead=False) == 50
 
@@ -147,13 +170,14 @@ def test_the_bottleneck_is_that_without_which_a_step_is_fastest() -> None:
     assert named(SECONDS | {"ddr": 100.0}, is_ahead=True) == "ddr"
     assert named(SECONDS | {"model": 100.0}, is_ahead=True) == "model"
     assert named(SECONDS, is_ahead=False) == "ssd writes"
+    assert named(SECONDS | {"wait ahead": 30.0}, is_ahead=True) == "cores"
     idle = dict.fromkeys(SECONDS, 0.0)
     assert named(idle | {"lookups": 5.0, "cold rows": 5.0, "network": 1.0}, is_ahead=True) == "lookups"
 
 
 def test_costs_are_those_of_the_host() -> None:
     """Each of them shows somewhere."""
-    setup = make_setup(host=make_host(gpus=1))
+    setup = make_setup(make_workload(tables=2), host=make_host(gpus=1))
     both = [setup, replace(setup, hbm_bytes=16 * MIB)]
     for name in vars(COSTS):
         slower = replace(COSTS, **{name: 2 * getattr(COSTS, name)})
@@ -166,9 +190,12 @@ def test_nothing_looked_up_takes_no_time_but_the_batch_and_its_empty_bags() -> N
     workload = make_workload()
     still = replace(workload, tables=(replace(workload.tables[0], pooling_factor=0.0),), dense_flops=0.0)
     setup = make_setup(still)
-    found = loads_of(setup, pool_loads(setup, Demand.analytic(still)))
+    found = loads_of(setup, pool_loads(setup, Demand.analytic(still)), is_ahead=True)
     assert {load.resource: load.seconds for load in found if load.seconds} == {
-        "batch": pytest.approx(160e-6),
+        "batch": pytest.approx(200e-6),
         "lookups": pytest.approx(still_s / 2),
-        "cores": pytest.approx((160e-6 + still_s) / 4),
+        "cold rows": pytest.approx(90e-6),
+        "wait for a core": pytest.approx(90e-6 / 4),
+        "wait ahead": pytest.approx((200e-6 + still_s) / 4),
+        "cores": pytest.approx((290e-6 + still_s) / 4),
     }

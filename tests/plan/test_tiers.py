@@ -120,6 +120,14 @@ def test_a_transaction_writes_the_leaf_above_its_blocks_once() -> None:
     assert load.leaves_written / load.blocks_written == pytest.approx(touched, rel=0.01)
 
 
+def test_rows_that_leave_fill_transactions() -> None:
+    transaction = int(64 * MIB / 8) // load_of().layout.block_bytes
+    many = load_of(unique=1e4, miss_ratio=1.0)
+    assert many.transactions == pytest.approx(many.blocks_written / (0.6 * transaction))
+    assert load_of().transactions == 0.5, "few rows leave"
+    assert load_of({"ddr_bytes": GIB}).transactions == 0
+
+
 def test_policies_that_write_more() -> None:
     lru, lfu, tinylfu = (load_of({"policy": policy}) for policy in ("lru", "lfu", "tinylfu"))
     assert lru.blocks_written < lfu.blocks_written <= lfu.misses

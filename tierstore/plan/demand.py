@@ -12,6 +12,7 @@ from ..names import nearest
 from ..rows import KEY_ROW_BITS, RowLayout
 from .accesses import Accesses, numbered, once_a_batch
 from .analytic import Popularity, frequency_curve, lru_curve, popularity
+from .crowding import Crowding, crowding_of
 from .curves import MissRatioCurve, curve
 from .workload import TableShape, Workload
 
@@ -40,6 +41,7 @@ class PoolDemand:
         new_rows: of ``unique``, those that no batch before had; 0 where no trace says it.
         rows_a_block: of a batch's distinct rows, those that lie in one block, on average, rows lying in order of their
             ids; 1 where no whole trace says it.
+        crowding: how close together a cache's rows lie; None where no whole trace says it.
     """
 
     layout: RowLayout
@@ -50,6 +52,7 @@ class PoolDemand:
     curve: MissRatioCurve
     new_rows: float = 0.0
     rows_a_block: float = 1.0
+    crowding: Crowding | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +143,7 @@ class Demand:
                 if len(distinct.keys)
                 else _unused(policy),
                 rows_a_block=_rows_a_block(distinct, layout),
+                crowding=crowding_of(distinct, layout),
                 new_rows=numbered(distinct.keys).num_rows / accesses.sampling_rate / max(accesses.all_batches, 1),
             )
 

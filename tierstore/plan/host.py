@@ -97,7 +97,11 @@ class SoftwareCosts:
     """
 
     batch_us: float = option(0.0, "of a batch or a query, whatever its ids", low=0)
-    step_us: float = option(0.0, "of a training step beyond that, whatever its ids", low=0)
+    table_us: float = option(0.0, "of each table of a batch but the first, whatever its ids", low=0)
+    step_us: float = option(0.0, "of a training step beyond those, whatever its ids", low=0)
+    step_table_us: float = option(0.0, "the same, of each table but the first", low=0)
+    hand_over_us: float = option(0.0, "of a batch that was brought in ahead, on the thread that computes", low=0)
+    ahead_us: float = option(0.0, "the same, on the thread that brings it in, whatever its ids", low=0)
     admit_ns: float = option(0.0, "of finding an id in a cache", low=0)
     admit_row_ns: float = option(0.0, "the same, a distinct row of the batch", low=0)
     pool_ns: float = option(0.0, "of pooling an id's row", low=0)
@@ -117,6 +121,8 @@ class SoftwareCosts:
     read_ns: float = option(0.0, "of asking the device for a block, beside the device's own time", low=0)
     write_ns: float = option(0.0, "of writing back a block", low=0)
     write_ns_per_byte: float = option(0.0, "the same, a byte of the block", low=0)
+    transaction_us: float = option(0.0, "of a transaction of written blocks, whatever they are", low=0)
+    sync_ns: float = option(0.0, "of handing a written page to the device, on a thread beside", low=0)
 
     def __post_init__(self) -> None:
         check_ranges(self)

@@ -3,6 +3,7 @@
 Everything is of one host. ``SERIAL`` resources work one after another, for the batch that is computed. If rows are
 brought in ahead, those of ``AHEAD`` work for later batches meanwhile, one after another, as whoever brings in a row has
 to make room for it first; and so do ``LINKS`` and ``DRIVES``. ``SHARED`` ones limit what all others take of them.
+``WAITS`` are for a core that another thread has: of few cores each is taken for its share of what the others do.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ __all__ = [
     "LINKS",
     "SERIAL",
     "SHARED",
+    "WAITS",
     "bottleneck_of",
     "fixed_seconds",
     "loads_of",
@@ -26,11 +28,12 @@ __all__ = [
     "written_bytes",
 ]
 
-SERIAL: Final = ("batch", "lookups", "hbm", "model", "network")
-AHEAD: Final = ("cold rows", "write-back")
+SERIAL: Final = ("batch", "lookups", "hbm", "model", "network", "wait for a core")
+AHEAD: Final = ("cold rows", "write-back", "wait ahead")
 LINKS: Final = ("pcie",)
 DRIVES: Final = ("ssd reads", "ssd writes")
 SHARED: Final = ("cores", "ddr")
+WAITS: Final = ("wait for a core", "wait ahead")
 
 ID_BYTES: Final = 8
 FLOAT_BYTES: Final = 4
@@ -40,29 +43,34 @@ FLOPS_PER_WEIGHT: Final = 2
 """Of a dense layer, forward, a sample: by which its weights are told from its work."""
 
 
-def loads_of(setup: Setup, pools: Sequence[PoolLoad]) -> tuple[ResourceLoad, ...]:
-    """Of all resources, idle ones too, in the order in which a batch meets them."""
+def loads_of(setup: Setup, pools: Sequence[PoolLoad], *, is_ahead: bool) -> tuple[ResourceLoad, ...]:
+    """Of all resources, idle ones too, in the order in which a batch meets them.
+
+    Args:
+        is_ahead: rows of later batches come in while a batch is computed.
+    """
     work = [
-        _batch(setup),
+        _batch(setup, is_ahead=is_ahead),
         _lookups(setup, pools),
         _hbm(setup, pools),
         _model(setup),
         _network(setup, pools),
-        _cold_rows(setup, pools),
+        _cold_rows(setup, pools, is_ahead=is_ahead),
         _write_back(setup, pools),
         _pcie(setup, pools),
         _ssd_reads(setup, pools),
         _ssd_writes(setup, pools),
         _ddr(setup, pools),
     ]
-    return (*work, _cores(setup, {load.resource: load for load in work}))
+    seconds = {load.resource: load.seconds for load in work}
+    return (*work, *_of_cores(setup, seconds, _sync_s(setup, pools), is_ahead=is_ahead))
 
 
 def step_seconds(seconds: Mapping[str, float], *, is_ahead: bool) -> float:
     """Of a step, from what it keeps each resource busy.
 
     Args:
-        is_ahead: rows of later batches come in while a batch is computed; else everything waits for everything.
+        is_ahead: as of ``loads_of``; else everything waits for everything.
     """
     serial = sum(seconds[name] for name in SERIAL)
     ahead = sum(seconds[name] for name in AHEAD)
@@ -75,33 +83,40 @@ def step_seconds(seconds: Mapping[str, float], *, is_ahead: bool) -> float:
 
 
 def bottleneck_of(loads: Sequence[ResourceLoad], *, is_ahead: bool) -> str:
-    """The resource without which a step would be fastest; of equal ones that which is busy longest."""
+    """The resource without which a step would be fastest; of equal ones that which is busy longest.
+
+    Waits for a core are the cores'.
+    """
     seconds = {load.resource: load.seconds for load in loads}
 
     def without(load: ResourceLoad) -> tuple[float, float]:
-        return step_seconds(seconds | {load.resource: 0.0}, is_ahead=is_ahead), -load.seconds
+        gone = ("cores", *WAITS) if load.resource == "cores" else (load.resource,)
+        return step_seconds(seconds | dict.fromkeys(gone, 0.0), is_ahead=is_ahead), -load.seconds
 
-    return min(loads, key=without).resource
+    return min((load for load in loads if load.resource not in WAITS), key=without).resource
 
 
 def fixed_seconds(setup: Setup, pools: Sequence[PoolLoad]) -> float:
     """Of a query, whatever its samples."""
     blocks = sum(pool.blocks_read for pool in pools)
     latencies = _read_latency_s(setup.host, blocks) + _network_latency_s(setup)
-    return _batch_s(setup) + latencies + (_pcie_latency_s(setup) if setup.hbm_bytes else 0.0)
+    return _batch_s(setup, is_ahead=False) + latencies + (_pcie_latency_s(setup) if setup.hbm_bytes else 0.0)
 
 
 # The batch that is computed
 
 
-def _batch(setup: Setup) -> ResourceLoad:
+def _batch(setup: Setup, *, is_ahead: bool) -> ResourceLoad:
     """What a batch takes whatever is in it."""
-    return ResourceLoad("batch", _batch_s(setup), 1.0, "batches")
+    return ResourceLoad("batch", _batch_s(setup, is_ahead=is_ahead), 1.0, "batches")
 
 
-def _batch_s(setup: Setup) -> float:
-    costs = setup.host.costs
-    return (costs.batch_us + (costs.step_us if setup.workload.is_training else 0.0)) * 1e-6
+def _batch_s(setup: Setup, *, is_ahead: bool) -> float:
+    costs, more = setup.host.costs, len(setup.workload.tables) - 1
+    microseconds = costs.batch_us + more * costs.table_us
+    if setup.workload.is_training:
+        microseconds += costs.step_us + more * costs.step_table_us
+    return (microseconds + (costs.hand_over_us if is_ahead else 0.0)) * 1e-6
 
 
 def _lookups(setup: Setup, pools: Sequence[PoolLoad]) -> ResourceLoad:
@@ -170,9 +185,10 @@ def _network_latency_s(setup: Setup) -> float:
 # Rows on their way
 
 
-def _cold_rows(setup: Setup, pools: Sequence[PoolLoad]) -> ResourceLoad:
+def _cold_rows(setup: Setup, pools: Sequence[PoolLoad], *, is_ahead: bool) -> ResourceLoad:
     """One thread: ids are looked for in the cache, rows brought in, and handed to the tier above if there is one."""
     nanoseconds = sum(_admitting_ns(setup, pool) + _bringing_ns(setup, pool) for pool in pools)
+    nanoseconds += 1e3 * setup.host.costs.ahead_us if is_ahead else 0.0
     return ResourceLoad("cold rows", nanoseconds * 1e-9, sum(pool.misses for pool in pools), "rows")
 
 
@@ -193,18 +209,19 @@ def _directions(setup: Setup) -> int:
 
 
 def _bringing_ns(setup: Setup, pool: PoolLoad) -> float:
+    """That a block that was rewritten lies in a page new to the process is in the cost of writing it."""
     costs = setup.host.costs
     a_row = costs.miss_ns + costs.miss_ns_per_byte * pool.layout.row_bytes
-    # A block that is rewritten moves to another page, which the process sees for the first time when it reads there.
-    blocks = pool.blocks_touched if setup.workload.is_training else pool.blocks_read
-    return pool.misses * a_row + blocks * costs.read_ns
+    return pool.misses * a_row + pool.blocks_read * costs.read_ns
 
 
 def _write_back(setup: Setup, pools: Sequence[PoolLoad]) -> ResourceLoad:
     """One thread, as LMDB has one writer."""
     costs = setup.host.costs
     nanoseconds = sum(
-        pool.blocks_written * (costs.write_ns + costs.write_ns_per_byte * pool.layout.block_bytes) for pool in pools
+        pool.blocks_written * (costs.write_ns + costs.write_ns_per_byte * pool.layout.block_bytes)
+        + 1e3 * pool.transactions * costs.transaction_us
+        for pool in pools
     )
     return ResourceLoad("write-back", nanoseconds * 1e-9, sum(pool.blocks_written for pool in pools), "blocks")
 
@@ -260,9 +277,11 @@ def _ssd_writes(setup: Setup, pools: Sequence[PoolLoad]) -> ResourceLoad:
 
 def written_bytes(pools: Sequence[PoolLoad]) -> float:
     """To the drives of a host."""
-    return sum(
-        pool.blocks_written * _block_file_bytes(pool) + pool.leaves_written * pool.layout.page_bytes for pool in pools
-    )
+    return sum(_written_pages(pool) * pool.layout.page_bytes for pool in pools)
+
+
+def _written_pages(pool: PoolLoad) -> float:
+    return pool.blocks_written * pool.layout.pages_per_block + pool.leaves_written
 
 
 # What all share
@@ -282,10 +301,26 @@ def _ddr_rows(setup: Setup, pool: PoolLoad) -> float:
     return pool.lookups + pool.misses + (2 * pool.unique if setup.workload.is_training else 0.0)
 
 
-def _cores(setup: Setup, work: Mapping[str, ResourceLoad]) -> ResourceLoad:
-    """The work of all threads, over the cores; a dense part without accelerator takes all of them."""
+def _of_cores(setup: Setup, seconds: Mapping[str, float], sync_s: float, *, is_ahead: bool) -> tuple[ResourceLoad, ...]:
+    """The work of all threads, over the cores, and how long threads wait for one; a dense part without accelerator
+    takes all of them.
+
+    A thread finds its core taken for as long as an equal share of the others' work takes.
+    """
     cores, threads = setup.host.processor.cores, min(setup.threads, setup.host.processor.cores)
-    lookups = work["batch"].seconds + work["lookups"].seconds * threads
-    dense = 0.0 if setup.hbm_bytes else work["model"].seconds * cores
-    busy = lookups + dense + work["cold rows"].seconds + work["write-back"].seconds
-    return ResourceLoad("cores", busy / cores, busy, "core-seconds")
+    computing = seconds["batch"] + seconds["lookups"] * threads
+    computing += 0.0 if setup.hbm_bytes else seconds["model"] * cores
+    ahead = seconds["cold rows"] + seconds["write-back"]
+    busy = computing + ahead + sync_s
+    waiting = (busy - computing if is_ahead else sync_s) / cores
+    waiting_ahead = (busy - ahead) / cores if is_ahead else 0.0
+    return (
+        ResourceLoad("wait for a core", waiting, waiting, "seconds"),
+        ResourceLoad("wait ahead", waiting_ahead, waiting_ahead, "seconds"),
+        ResourceLoad("cores", busy / cores, busy, "core-seconds"),
+    )
+
+
+def _sync_s(setup: Setup, pools: Sequence[PoolLoad]) -> float:
+    """Core-seconds of the thread that has what was written reach the device."""
+    return sum(_written_pages(pool) for pool in pools) * setup.host.costs.sync_ns * 1e-9

@@ -48,8 +48,8 @@ def predict(
     if reason:
         raise ValueError(reason)
     pools = pool_loads(setup, own)
-    loads = loads_of(setup, pools)
     is_ahead = _is_ahead(setup, pools)
+    loads = loads_of(setup, pools, is_ahead=is_ahead)
     seconds = {load.resource: load.seconds for load in loads}
     step_s = step_seconds(seconds, is_ahead=is_ahead)
     if not step_s:

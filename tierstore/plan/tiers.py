@@ -20,6 +20,10 @@ __all__ = ["PoolLoad", "pool_loads", "rows_together"]
 
 BLOCKS_A_LEAF: Final = 80
 """Of the 120 that a page of 4 KiB has room for: leaves of a tree that changes are two thirds full."""
+_LEAST_TRANSACTIONS: Final = 0.5
+"""In a step that has rows leave: trained stores with much memory made 0.5 to 0.7."""
+_FULL_SHARE: Final = 0.6
+"""Of what a transaction may hold: those of stores with little memory held 0.5 to 0.7."""
 _STEPS: Final = 50
 
 
@@ -40,9 +44,9 @@ class PoolLoad(NamedTuple):
         keeps_batch: the rows of a batch can stay pinned until its backward, so that they can be brought in ahead.
         device_misses: of ``misses``, those whose block the system has not in memory.
         blocks_read: by the device, for missing rows, and for the rest of blocks that are rewritten.
-        blocks_touched: looked into, wherever they are: for missing rows, and for the rest of blocks that are rewritten.
         blocks_written: rewritten for rows that left.
         leaves_written: pages of the tree above those blocks that are written along.
+        transactions: in which blocks are written.
     """
 
     layout: RowLayout
@@ -59,9 +63,9 @@ class PoolLoad(NamedTuple):
     is_full: bool
     keeps_batch: bool
     blocks_read: float
-    blocks_touched: float
     blocks_written: float
     leaves_written: float
+    transactions: float
 
 
 def pool_loads(setup: Setup, demand: Demand) -> tuple[PoolLoad, ...]:
@@ -184,9 +188,9 @@ def _load(own: _Share) -> PoolLoad:
         is_full=own.is_full,
         keeps_batch=stays or unique <= HELD_SHARE * top,
         blocks_read=(_blocks(from_device, own) + written) * elsewhere,
-        blocks_touched=_blocks(misses, own) + written,
         blocks_written=written,
         leaves_written=_leaves(own, written),
+        transactions=_transactions(own, written) if written else 0.0,
     )
 
 
@@ -195,6 +199,11 @@ def _leaves(own: _Share, blocks: float) -> float:
     leaves = math.ceil(own.num_blocks / BLOCKS_A_LEAF)
     together = max(1, own.transaction_blocks)
     return blocks / together * -leaves * math.expm1(-together / leaves)
+
+
+def _transactions(own: _Share, written: float) -> float:
+    """Less than full ones, as rows are written ahead too, fewer at once; and where few rows leave, few at a time."""
+    return max(_LEAST_TRANSACTIONS, written / (_FULL_SHARE * max(1, own.transaction_blocks)))
 
 
 def rows_together(upper: float, lower: float, *, is_training: bool) -> float:
@@ -231,20 +240,28 @@ def _written(own: _Share, misses: float) -> float:
     policy = own.setup.policy.removeprefix(REFERENCE_PREFIX)
     if policy == "tinylfu":
         return min(max(misses, own.transaction_blocks), own.unique)
-    share = _written_share(own.ddr_rows / own.num_blocks) if policy == "lru" else 1.0
+    share = _written_share(_neighbours(own)) if policy == "lru" else 1.0
     return min(share * misses, _blocks(misses, own))
 
 
-def _written_share(rows_a_block: float) -> float:
-    """Blocks written for each row that leaves: x in ``x = exp(-x * a)``.
+def _neighbours(own: _Share) -> float:
+    """Other cached rows in a cached row's block: as the trace has them, or by chance."""
+    if own.pool.crowding is None:
+        return own.ddr_rows / own.num_blocks
+    return own.pool.crowding.at(own.ddr_rows * own.setup.hosts)
+
+
+def _written_share(neighbours: float) -> float:
+    """Blocks written for each row that leaves: x in ``x = exp(-x * neighbours)``.
 
     A block that is written takes along all of its newer rows, which need not be written when they leave. While a row is
-    cached as many rows leave as there are cached, a for each block there is; so its block is written x * a times.
+    cached as many rows leave as there are cached, its neighbours among them; so its block is written x * neighbours
+    times.
     """
     low, high = 0.0, 1.0
     for _ in range(_STEPS):
         middle = (low + high) / 2
-        if middle < math.exp(-middle * rows_a_block):
+        if middle < math.exp(-middle * neighbours):
             low = middle
         else:
             high = middle

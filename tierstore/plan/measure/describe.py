@@ -80,7 +80,11 @@ def _accelerator(gpu: Accelerator) -> Iterator[_Line]:
 def _costs(host: Host) -> Iterator[_Line]:
     costs = host.costs
     yield _Line("a batch or a query", f"{costs.batch_us:,.0f} us", "whatever its ids")
+    yield _Line("  and each table but the first", f"{costs.table_us:,.1f} us", "")
     yield _Line("a training step", f"{costs.step_us:,.0f} us", "beyond that, whatever its ids")
+    yield _Line("  and each table but the first", f"{costs.step_table_us:,.1f} us", "")
+    yield _Line("a batch brought in ahead", f"{costs.ahead_us:,.0f} us", "on the thread that does")
+    yield _Line("  and handed over", f"{costs.hand_over_us:,.0f} us", "on the thread that computes")
     yield _Line("finding an id in a cache", f"{costs.admit_ns:,.1f} ns", "where not all rows fit")
     yield _Line("  and a distinct row of the batch", f"{costs.admit_row_ns:,.1f} ns", "")
     for name, what in _GROWING.items():
@@ -90,6 +94,8 @@ def _costs(host: Host) -> Iterator[_Line]:
     yield _Line("asking for a block", f"{costs.read_ns:,.0f} ns", "of the device, beside its own time")
     block_ns = costs.write_ns + READ_BYTES * costs.write_ns_per_byte
     yield _Line("writing back a block", f"{block_ns:,.0f} ns", "of 4 KiB: merging rows into it, in a transaction")
+    yield _Line("  and each transaction of them", f"{costs.transaction_us:,.0f} us", "")
+    yield _Line("  and handing a page of it to the device", f"{costs.sync_ns:,.0f} ns", "on a thread beside")
 
 
 def _reads(found: Measurement) -> Iterator[str]:

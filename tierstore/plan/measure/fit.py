@@ -26,6 +26,7 @@ STAGES: Final[Mapping[str, tuple[str, ...]]] = {
         "pool_bag_ns",
         "pool_bag_ns_per_byte",
     ),
+    "tables": ("table_us",),
     "training": (
         "step_us",
         "update_ns",
@@ -35,10 +36,14 @@ STAGES: Final[Mapping[str, tuple[str, ...]]] = {
         "update_bag_ns",
         "update_bag_ns_per_byte",
     ),
+    "tables in training": ("step_table_us",),
     "hits": ("admit_ns", "admit_row_ns"),
     "misses": ("miss_ns", "miss_ns_per_byte"),
     "cold": ("read_ns",),
-    "write-back": ("write_ns", "write_ns_per_byte"),
+    "write-back": ("write_ns", "write_ns_per_byte", "transaction_us"),
+    "sync": ("sync_ns",),
+    "hand-over": ("hand_over_us",),
+    "ahead": ("ahead_us",),
 }
 """The fields of ``SoftwareCosts`` that each stage adds."""
 

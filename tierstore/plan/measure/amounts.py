@@ -1,0 +1,61 @@
+"""What is in a batch, and the work that it is."""
+
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ...nn import KeyedJaggedTensor
+from ...rows import RowLayout
+
+__all__ = ["Amounts", "writing_work"]
+
+
+class Amounts(NamedTuple):
+    """Of a batch: ids, distinct rows, bags; and the work that they are, as ``Loop.work`` has it."""
+
+    ids: float
+    rows: float
+    bags: float
+
+    @classmethod
+    def of(cls, batches: Sequence[KeyedJaggedTensor]) -> "Amounts":
+        """Means."""
+        rows = statistics.mean(len(np.unique(batch.values().numpy())) for batch in batches)
+        return cls(len(batches[0].values()), rows, batches[0].stride())
+
+    def work(self, what: str, layout: RowLayout) -> dict[str, float]:
+        """Of pooling ("pool") or training ("update")."""
+        counts = {what: self.ids, f"{what}_row": self.rows, f"{what}_bag": self.bags}
+        nanoseconds = {f"{name}_ns": count for name, count in counts.items()}
+        return nanoseconds | {f"{name}_ns_per_byte": count * layout.row_bytes for name, count in counts.items()}
+
+    def lookup(self, layout: RowLayout) -> dict[str, float]:
+        """Of a lookup whose rows are all in memory."""
+        return {"batch_us": 1000, **self.work("pool", layout)}
+
+    def training(self, layout: RowLayout) -> dict[str, float]:
+        """Of a training step, beyond its lookup."""
+        return {"step_us": 1000, **self.work("update", layout)}
+
+    def hits(self, layout: RowLayout) -> dict[str, float]:
+        """Of a lookup whose rows are all in the cache."""
+        return {"admit_ns": self.ids, "admit_row_ns": self.rows, **self.lookup(layout)}
+
+    def bringing(self, layout: RowLayout) -> dict[str, float]:
+        """In of rows that are not in the cache."""
+        return {"miss_ns": self.rows, "miss_ns_per_byte": self.rows * layout.row_bytes}
+
+    def misses(self, layout: RowLayout) -> dict[str, float]:
+        """Of a lookup none of whose rows is in the cache."""
+        return {**self.bringing(layout), **self.hits(layout)}
+
+
+def writing_work(layout: RowLayout, blocks: float, transactions: float) -> dict[str, float]:
+    """Of blocks in so many transactions."""
+    return {
+        "write_ns": blocks,
+        "write_ns_per_byte": blocks * layout.block_bytes,
+        "transaction_us": 1000 * transactions,
+    }

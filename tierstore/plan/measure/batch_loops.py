@@ -1,0 +1,103 @@
+"""Loops over batches of many tables: what a batch costs beside its ids.
+
+- one id for each of many tables, against one table (*tables*, *tables in training*);
+- steps with batches that are brought in ahead, some of whose rows have to come from disk and put out newer ones: what
+  that takes beyond those rows, on the thread that computes (*hand-over*) and on all others (*ahead*). Threads that take
+  turns find the processor's caches full of each other's data, which is in it.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from ...io.prefetch import prefetch
+from ...nn import KeyedJaggedTensor
+from .amounts import Amounts, writing_work
+from .fit import Loop
+from .subject import Subject, fill, jagged, median_ns, opened, transactions_in
+
+__all__ = ["of_batches"]
+
+_TABLES: Final = 32
+_DIM: Final = 64
+_BATCHES: Final = 8
+_IDS: Final = 64
+"""For each table, of batches that are brought in ahead."""
+_STEPS: Final = 60
+_CACHED_SHARE: Final = 0.45
+_USED_SHARE: Final = 0.5
+"""Of the rows, those that the cache holds, and those that are looked up."""
+_DEPTH: Final = 2
+
+
+def of_batches(path: Path, rows: int, passes: int) -> Iterator[Loop]:
+    """Time them on a store that is made at ``path``.
+
+    Args:
+        rows: of all tables together.
+        passes: over the batches.
+    """
+    each = max(256, rows // _TABLES)
+    fill(path, _DIM, each, tables=_TABLES)
+    with opened(path, _DIM, 2 * each * _TABLES) as subject:
+        batches = [jagged(np.full(_TABLES, row), 1, tables=_TABLES) for row in range(_BATCHES)]
+        yield from _tables(subject, batches, passes)
+    with opened(path, _DIM, int(each * _TABLES * _CACHED_SHARE)) as subject:
+        yield from _ahead(subject, int(each * _USED_SHARE), lambda: transactions_in(path))
+
+
+def _tables(subject: Subject, batches: list[KeyedJaggedTensor], passes: int) -> Iterator[Loop]:
+    lookup_ns = median_ns(subject.forward, batches, passes)
+    step_ns = median_ns(subject.trainer(batches[0]), batches, passes)
+    amounts, layout = Amounts(_TABLES, _TABLES, _TABLES), subject.layout
+    yield Loop("lookup, one id a table", "tables", lookup_ns, {**amounts.lookup(layout), **_more("table_us")})
+    beyond_ns = max(step_ns - lookup_ns, 1.0)
+    work = {**amounts.training(layout), **_more("step_table_us")}
+    yield Loop("training beyond lookup, one id a table", "tables in training", beyond_ns, work)
+
+
+def _more(*costs: str) -> dict[str, float]:
+    """Of the tables but the first."""
+    return dict.fromkeys(costs, 1000.0 * (_TABLES - 1))
+
+
+class _Times(NamedTuple):
+    """Nanoseconds of a step: of the thread that computes, and of all others."""
+
+    own: float
+    others: float
+
+
+def _ahead(subject: Subject, rows: int, transactions: Callable[[], int]) -> Iterator[Loop]:
+    generator = np.random.default_rng(2)
+    ids = [generator.integers(0, rows, _TABLES * _IDS) for _ in range(_STEPS)]
+    batches = [jagged(each, 1, tables=_TABLES) for each in ids]
+    _pass(subject, batches)
+    before, made = subject.store.stats(), transactions()
+    times = _pass(subject, batches)
+    after, made = subject.store.stats(), transactions() - made
+    layout = subject.layout
+    distinct = (after.ddr.unique - before.ddr.unique) / _STEPS
+    missing = Amounts(0, (after.ssd.lookups - before.ssd.lookups) / _STEPS, 0)
+    amounts = Amounts(_TABLES * _IDS, distinct, _TABLES * _IDS)
+    blocks = (after.ssd.bytes_written - before.ssd.bytes_written) / layout.page_bytes / _STEPS
+    computing = {**amounts.lookup(layout), **amounts.training(layout), **_more("table_us", "step_table_us")}
+    yield Loop("steps whose batches are brought in ahead", "hand-over", times.own, {"hand_over_us": 1000, **computing})
+    bringing = {"admit_ns": amounts.ids, "admit_row_ns": distinct, **missing.bringing(layout)}
+    writing = writing_work(layout, blocks, made / _STEPS)
+    yield Loop("bringing them in ahead", "ahead", times.others, {"ahead_us": 1000, **bringing, **writing})
+
+
+def _pass(subject: Subject, batches: list[KeyedJaggedTensor]) -> _Times:
+    train = subject.trainer(batches[0])
+    whole, own = time.process_time(), time.thread_time()
+    with contextlib.closing(prefetch(batches, subject.module, depth=_DEPTH)) as ahead:
+        for batch in ahead:
+            train(batch)
+    own = time.thread_time() - own
+    others = time.process_time() - whole - own
+    return _Times(max(1e9 * own / len(batches), 1.0), max(1e9 * others / len(batches), 1.0))
