@@ -15,8 +15,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..analytic import expected_distinct
 from .measurement import Measurement, read_json, require_measurements, write_json
-from .popularity import expected_distinct
 from .shapes import LookupShape
 
 __all__ = ["FEATURES", "Accuracy", "LearnedCost", "accuracy", "fit_cost", "read_cost", "write_cost"]
