@@ -275,7 +275,7 @@ def test_what_prevents_files_is_told_before_the_work(
 ) -> None:
     monkeypatch.setattr(planning, "plan", None)
     assert cli.main(["plan", "run", "plan.toml", "--html", ".", "--force"]) == 1
-    assert capsys.readouterr().err == "tierstore: . exists; choose the name of a file\n"
+    assert capsys.readouterr().err == "tierstore: . is a directory; choose the name of a file\n"
     assert cli.main(["plan", "run", "plan.toml", "--html", "out", "--json", f"{plan_path.parent}/out", "--force"]) == 2
     assert "--html and --json are both" in capsys.readouterr().err
 

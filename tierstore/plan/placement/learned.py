@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..analytic import expected_distinct
-from .measurement import Measurement, read_json, require_measurements, write_json
+from ..json_file import read_json, write_json
+from .measurement import Measurement, require_measurements
 from .shapes import LookupShape
 
 __all__ = ["FEATURES", "Accuracy", "LearnedCost", "accuracy", "fit_cost", "read_cost", "write_cost"]
