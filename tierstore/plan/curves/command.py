@@ -11,6 +11,7 @@ from ...rows import MAX_ROWS
 if TYPE_CHECKING:
     from ..accesses import Accesses
     from .base import MissRatioCurve
+    from .build import CurveOptions
     from .replays import Progress
 
 __all__ = ["add_curve_arguments", "run_curve"]
@@ -129,13 +130,13 @@ def _curves(
     """By table, by window, or the one of all."""
     from .build import by_table, curve, windows
 
-    rate = options.sampling_rate
+    asked: CurveOptions = {"sizes": sizes, "sampling_rate": options.sampling_rate, "progress": show}
     if options.by_table:
-        return by_table(accesses, policy, sizes=sizes, sampling_rate=rate, progress=show)
+        return by_table(accesses, policy, **asked)
     if options.windows is not None:
-        parts = windows(accesses, policy, options.windows, sizes=sizes, sampling_rate=rate, progress=show)
+        parts = windows(accesses, policy, options.windows, **asked)
         return {f"{part.start:,} - {part.stop:,}": part.curve for part in parts}
-    return {"all": curve(accesses, policy, sizes=sizes, sampling_rate=rate, progress=show)}
+    return {"all": curve(accesses, policy, **asked)}
 
 
 def _groups(found: "Mapping[str, Mapping[str, MissRatioCurve]]") -> "Mapping[str, Mapping[str, MissRatioCurve]]":
