@@ -88,7 +88,7 @@ def progress_bar(what: str, **look: Any) -> Iterator[Callable[..., None]]:
         def show(done: int, total: int, what: str | None = None) -> None:
             bar.total = total
             if what is not None:
-                bar.set_description(what, refresh=False)
+                bar.set_description_str(what, refresh=False)
             bar.update(done - bar.n)
 
         yield show
