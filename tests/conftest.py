@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
@@ -15,6 +16,9 @@ if not torch.cuda.is_available():
 from bench.data import find_criteo
 from tests.following import DIM, ROWS, Writer
 from tierstore._jit import JIT_ENABLED
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 hypothesis.settings.register_profile(
     "quick",
@@ -49,6 +53,15 @@ def criteo_path() -> Path:
     if path is None:
         pytest.skip("no real Criteo file: set TIERSTORE_CRITEO to criteo_80k.tsv.gz")
     return path
+
+
+@pytest.fixture(scope="module")
+def browser() -> "Iterator[Browser]":
+    """Of one module: while it is there, its loop stands in the way of tests that run one of their own."""
+    from tests.chromium import chromium
+
+    with chromium() as found:
+        yield found
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from . import __version__
-from .commands import COMPACT, EXPORT, IMPORT, PUBLISH, QUANTIZE, TRACE, Command, group, show_help
+from .commands import COMPACT, EXPORT, IMPORT, PUBLISH, QUANTIZE, TRACE, Command, group, progress_bar, show_help
 from .excerpt import excerpt
 from .serve.command import add_arguments as add_serve_arguments
 
@@ -266,16 +266,9 @@ def _add_repair_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _repair(options: argparse.Namespace) -> int:
-    from tqdm import tqdm
-
     from .salvage import salvage
 
-    with tqdm(desc="repair", unit=" blocks", unit_scale=True, disable=None, leave=False) as bar:
-
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
+    with progress_bar("repair", unit=" blocks", unit_scale=True) as show:
         report = salvage(
             options.directory, options.target, manifest=options.manifest, stale_ok=options.stale_ok, progress=show
         )

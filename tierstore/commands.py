@@ -11,7 +11,19 @@ if TYPE_CHECKING:
     from .optim import Optimizer
     from .updates.publish import Published
 
-__all__ = ["COMPACT", "EXPORT", "IMPORT", "PUBLISH", "QUANTIZE", "TRACE", "Command", "byte_bar", "group", "show_help"]
+__all__ = [
+    "COMPACT",
+    "EXPORT",
+    "IMPORT",
+    "PUBLISH",
+    "QUANTIZE",
+    "TRACE",
+    "Command",
+    "byte_bar",
+    "group",
+    "progress_bar",
+    "show_help",
+]
 
 _DDR: Final = "256MiB"
 _SHOWN: Final = 10
@@ -54,13 +66,29 @@ def group(
 
 @contextlib.contextmanager
 def byte_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar in bytes on stderr, if that is a terminal; give it to a ``progress=``."""
+    """A progress bar in bytes; see ``progress_bar``."""
+    with progress_bar(what, unit="B", unit_scale=True, unit_divisor=1024) as show:
+        yield show
+
+
+@contextlib.contextmanager
+def progress_bar(what: str, **look: Any) -> Iterator[Callable[..., None]]:
+    """A progress bar on stderr, if that is a terminal; give it to a ``progress=``.
+
+    Args:
+        look: of tqdm: unit, bar_format and the like.
+
+    Returns:
+        called with what is done and the total, and what the bar is to be called from then on, if it changes.
+    """
     from tqdm import tqdm
 
-    with tqdm(desc=what, unit="B", unit_scale=True, unit_divisor=1024, disable=None, leave=False) as bar:
+    with tqdm(desc=what, disable=None, leave=False, **look) as bar:
 
-        def show(done: int, total: int) -> None:
+        def show(done: int, total: int, what: str | None = None) -> None:
             bar.total = total
+            if what is not None:
+                bar.set_description_str(what, refresh=False)
             bar.update(done - bar.n)
 
         yield show

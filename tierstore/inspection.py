@@ -4,8 +4,7 @@ import json
 import mmap
 from pathlib import Path
 
-from tqdm import tqdm
-
+from .commands import byte_bar
 from .config import MAX_KEPT_VERSIONS
 from .manifest import Manifest
 from .opening import open_store
@@ -65,15 +64,7 @@ def verify_store(directory: str | Path) -> str:
     Raises:
         DamagedError: names the file, the place and the way out. StoreNotFoundError.
     """
-    with (
-        open_store(directory, mode="r") as store,
-        tqdm(unit="B", unit_scale=True, disable=None, leave=False) as bar,
-    ):
-
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
+    with open_store(directory, mode="r") as store, byte_bar("verify") as show:
         report = store.verify(progress=show)
         if not store.version:
             return f"{store.directory}: nothing committed yet, so there are no rows to check; what is there is sound"

@@ -8,14 +8,13 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 from ..serving.clients import Answer, SocketClient
+from .process import HOST, PeerServer
 
 __all__ = ["LoopbackClient", "LoopbackServer", "encoded"]
 
-_HOST: Final = "127.0.0.1"
 _REQUEST: Final = struct.Struct("<II")
 _ANSWER: Final = struct.Struct("<I")
 _MAX_BYTES: Final = 1 << 24
@@ -60,40 +59,23 @@ _ZEROS: Final = memoryview(bytes(_MAX_BYTES))
 
 
 async def _serve() -> None:
-    server = await asyncio.get_running_loop().create_server(_Connection, _HOST, 0)
+    server = await asyncio.get_running_loop().create_server(_Connection, HOST, 0)
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
 
 
-class LoopbackServer:
+class LoopbackServer(PeerServer):
     """A process that answers, on the event loop that tierstore's server has."""
 
     def __init__(self) -> None:
         root = str(Path(__file__).parents[2])
         command = [sys.executable, "-m", "bench.peers.loopback"]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root)
-        assert self._process.stdout is not None
-        self.port = int(self._process.stdout.readline())
+        super().__init__(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root))
+        assert self.process.stdout is not None
+        self.port = int(self.process.stdout.readline())
 
     def client(self, connections: int) -> LoopbackClient:
-        return LoopbackClient(_HOST, self.port, connections)
-
-    def cpu_seconds(self) -> float:
-        """Processor time so far."""
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / 100
-
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.communicate(timeout=60)
-
-    def __enter__(self) -> "LoopbackServer":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        return LoopbackClient(HOST, self.port, connections)
 
 
 if __name__ == "__main__":

@@ -6,17 +6,16 @@ import subprocess
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 import numpy as np
 
 from ..serving.clients import Answer, SocketClient
+from .process import HOST, PeerServer
 
 __all__ = ["RedisClient", "RedisServer", "encoded_mget", "is_there", "rows_of"]
 
 _PROGRAM: Final = "redis-server"
-_HOST: Final = "127.0.0.1"
 _START_SECONDS: Final = 30.0
 _CHUNK_ROWS: Final = 20_000
 _KEY: Final = np.dtype([("head", "S4"), ("key", "<u4"), ("end", "S2")])
@@ -50,7 +49,7 @@ def _encoded_mset(first: int, rows: Any) -> bytes:
     return b"*%d\r\n$4\r\nMSET\r\n" % (2 * len(rows) + 1) + found.tobytes()
 
 
-class RedisServer:
+class RedisServer(PeerServer):
     """A server without persistence, on loopback, with every row under its number.
 
     Args:
@@ -59,13 +58,14 @@ class RedisServer:
 
     def __init__(self, chunks: Iterable[Any], *, log: Path) -> None:
         with socket.socket() as free:
-            free.bind((_HOST, 0))
+            free.bind((HOST, 0))
             self.port: int = free.getsockname()[1]
         with log.open("a") as output:
-            self._process = subprocess.Popen(
-                [_PROGRAM, "--port", str(self.port), "--bind", _HOST, "--save", "", "--appendonly", "no"],
-                stdout=output, stderr=output, cwd=log.parent,
+            process = subprocess.Popen(
+                [_PROGRAM, "--port", str(self.port), "--bind", HOST, "--save", "", "--appendonly", "no"],
+                stdout=output, stderr=output, text=True, cwd=log.parent,
             )  # fmt: skip
+        super().__init__(process)
         try:
             self._fill(chunks)
         except BaseException:
@@ -76,9 +76,9 @@ class RedisServer:
         end = time.monotonic() + _START_SECONDS
         while True:
             try:
-                return socket.create_connection((_HOST, self.port), timeout=60)
+                return socket.create_connection((HOST, self.port), timeout=60)
             except ConnectionRefusedError:
-                if time.monotonic() > end or self._process.poll() is not None:
+                if time.monotonic() > end or self.process.poll() is not None:
                     raise
                 time.sleep(0.02)
 
@@ -91,27 +91,6 @@ class RedisServer:
                     _command(connection, _encoded_mset(first, rows), b"+OK\r\n")
                     first += len(rows)
             _command(connection, b"*1\r\n$6\r\nDBSIZE\r\n", b":%d\r\n" % first)
-
-    def resident_bytes(self) -> int:
-        text = Path(f"/proc/{self._process.pid}/status").read_text()
-        return int(text.partition("VmRSS:")[2].split()[0]) << 10
-
-    def cpu_seconds(self) -> float:
-        """Processor time so far."""
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / 100
-
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.wait(60)
-
-    def __enter__(self) -> "RedisServer":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _reply(dim: int) -> Any:
@@ -147,7 +126,7 @@ class RedisClient(SocketClient):
     """Takes the replies to so many MGETs of rows of one width, all of which are there; ``rows_of`` finds the rows."""
 
     def __init__(self, port: int, connections: int, *, commands: int, dim: int) -> None:
-        super().__init__(_HOST, port, connections)
+        super().__init__(HOST, port, connections)
         self._commands = commands
         self._row_bytes = _reply(dim).itemsize
 

@@ -25,6 +25,7 @@ from tierstore.errors import ChecksumError, DamagedError, FormatError, Tierstore
 from tierstore.io import anchor
 from tierstore.io.anchor import ANCHOR_NAME, AnchorKeeper
 from tierstore.io.btree import META_READ_BYTES, Meta, parse_meta
+from tierstore.io.lmdb import LmdbColdTier
 
 SECTOR = 512
 ROWS = np.arange(TABLES[0][1])
@@ -62,14 +63,20 @@ def other_boot(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return start_anew
 
 
-def written_after_commit(directory: Path, seed: int, write_backs: int) -> Path:
-    """A tier with two commits and many write-backs behind them; returns the files as the last commit left them."""
-    generator = np.random.default_rng(seed)
+def with_first_commit(directory: Path) -> LmdbColdTier:
+    """A new tier whose rows are all written, of generation 1, and committed."""
     directory.mkdir()
     tier = open_tier(directory)
     add_tables(tier)
     write_rows(tier, WIDE, keys_of(0, ROWS), 1)
     commit(tier, b"first")
+    return tier
+
+
+def written_after_commit(directory: Path, seed: int, write_backs: int) -> Path:
+    """A tier with two commits and many write-backs behind them; returns the files as the last commit left them."""
+    generator = np.random.default_rng(seed)
+    tier = with_first_commit(directory)
     for _ in range(3):
         write_rows(tier, WIDE, some_rows(generator), 7)
     write_rows(tier, WIDE, keys_of(0, ROWS), 2)
@@ -237,11 +244,7 @@ def test_the_file_does_not_grow_with_what_is_written_between_commits(
     """Anchors are set in the background; power may be lost at any of them."""
     monkeypatch.setattr(anchor, "GROWTH_BYTES", 1 << 16)
     directory = tmp_path / "store"
-    directory.mkdir()
-    tier = open_tier(directory)
-    add_tables(tier)
-    write_rows(tier, WIDE, keys_of(0, ROWS), 1)
-    commit(tier, b"first")
+    tier = with_first_commit(directory)
     write_rows(tier, WIDE, keys_of(0, ROWS), 2)
     commit(tier, b"second")
     committed_bytes = (directory / "rows.lmdb").stat().st_size
@@ -265,11 +268,7 @@ def test_room_on_disk_is_bounded_also_where_transactions_are_small(
     """The bound of docs/durability.md. A transaction of one block copies four and more pages of LMDB's trees."""
     monkeypatch.setattr(anchor, "GROWTH_BYTES", 1 << 20)
     directory = tmp_path / "store"
-    directory.mkdir()
-    tier = open_tier(directory)
-    add_tables(tier)
-    write_rows(tier, WIDE, keys_of(0, ROWS), 1)
-    commit(tier, b"first")
+    tier = with_first_commit(directory)
     write_rows(tier, WIDE, keys_of(0, ROWS), 2)  # beside those of the version that is kept
     blocks_bytes = tier._snapshot.num_entries * tier.page_bytes
     generator = np.random.default_rng(5)

@@ -1,5 +1,6 @@
 """Hosts and workloads with round figures, so that what a term comes to can be reckoned by hand."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,7 @@ DRIVE = Storage(
     watts=10.0,
     usd=100.0,
 )
+DDR = Memory(capacity_bytes=64 * GIB, bytes_per_s=1e11, row_bytes_per_s=1e10, watts=20.0, usd=640.0)
 GPU = Accelerator(
     hbm=Memory(capacity_bytes=8 * GIB, bytes_per_s=2e12, row_bytes_per_s=1e12),
     pcie=Link(bytes_per_s=1e10, latency_us=10.0),
@@ -75,7 +77,7 @@ def make_host(*, drives: int = 1, gpus: int = 0, cores: int = 4, **changes: Any)
     fields: dict[str, Any] = {
         "name": "box",
         "processor": Processor(cores=cores, flops=1e11, watts=100.0, usd=1000.0),
-        "ddr": Memory(capacity_bytes=64 * GIB, bytes_per_s=1e11, row_bytes_per_s=1e10, watts=20.0, usd=640.0),
+        "ddr": DDR,
         "network": Link(bytes_per_s=1e9, latency_us=20.0),
         "costs": COSTS,
         "storage": (DRIVE,) * drives,
@@ -84,6 +86,9 @@ def make_host(*, drives: int = 1, gpus: int = 0, cores: int = 4, **changes: Any)
         "usd": 500.0,
     }
     return Host(**(fields | changes))
+
+
+SHOP_HOST = make_host(drives=2, ddr=replace(DDR, capacity_bytes=16 * GIB), source="figures made up for tests")
 
 
 def make_workload(*, rows: int = 1_000_000, tables: int = 1, training: bool = True, **changes: Any) -> Workload:
@@ -97,6 +102,16 @@ def make_workload(*, rows: int = 1_000_000, tables: int = 1, training: bool = Tr
         "optimizer": "rowwise_adagrad" if training else "none",
         "dense_flops": 1e5,
     }
+    return Workload(**(fields | changes))
+
+
+def shop_workload(**changes: Any) -> Workload:
+    """Small tables, of which a trace is quickly drawn."""
+    tables = tuple(
+        TableShape(name=name, num_embeddings=rows, embedding_dim=16, pooling_factor=4.0)
+        for name, rows in (("item", 400_000), ("user", 100_000))
+    )
+    fields: dict[str, Any] = {"name": "shop", "tables": tables, "batch_samples": 256, "optimizer": "rowwise_adagrad"}
     return Workload(**(fields | changes))
 
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 
 from tierstore.plan import accesses_of, of_table, once_a_batch
-from tierstore.plan.accesses import numbered
+from tierstore.plan.accesses import numbered, of_tables
 from tierstore.trace import TableTrace, Trace
 
 BATCH = 4
@@ -72,6 +72,16 @@ def test_accesses_of_one_table() -> None:
     trace = random_trace(2, 30)
     found = of_table(accesses_of(trace), 1)
     assert listed(found.keys, found.starts) == [[key for key in batch if key >> 40] for batch in batches_of(trace)]
+
+
+def test_accesses_of_some_tables() -> None:
+    found = accesses_of(random_trace(2, 30))
+    both, one, none = (of_tables(found, indexes) for indexes in ([1, 0], [1], []))
+    assert listed(both.keys, both.starts) == listed(found.keys, found.starts)
+    assert listed(one.keys, one.starts) == [
+        [key for key in batch if key >> 40] for batch in batches_of(random_trace(2, 30))
+    ]
+    assert none.starts.tolist() == [0] * len(found.starts)
 
 
 def test_rows_are_numbered_in_order_of_first_use() -> None:

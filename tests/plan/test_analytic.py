@@ -7,7 +7,7 @@ import pytest
 
 from bench.oracles import perfect_count_hits
 from bench.workload import ids_of
-from tierstore.plan.analytic import frequency_curve, lru_curve, popularity, zipf_bins
+from tierstore.plan.analytic import expected_distinct, frequency_curve, lru_curve, popularity, zipf_bins
 
 SHAPES = [(2000, 1.05, 300), (2000, 0.6, 300), (1000, 0.0, 200), (20_000, 1.2, 1000)]
 BATCHES = 250
@@ -53,6 +53,25 @@ def test_distinct_rows_of_a_batch(rows: int, exponent: float, lookups: int) -> N
     found = popularity([(rows, exponent, float(lookups))]).unique
     assert found == pytest.approx(exact, rel=1e-4)
     assert found == pytest.approx(np.mean([len(each) for each in batches_of(rows, exponent, lookups)]), rel=0.02)
+
+
+@pytest.mark.parametrize("exponent", [0.0, 0.6, 1.0, 1.05, 2.5])
+@pytest.mark.parametrize("num_rows", [1, 7, 256, 257, 300_000])
+@pytest.mark.parametrize("lookups", [1, 500, 1e6])
+def test_distinct_rows_are_the_sum_over_all(num_rows: int, lookups: float, exponent: float) -> None:
+    weights = np.arange(1, num_rows + 1) ** -exponent
+    with np.errstate(divide="ignore"):
+        expected = (1 - np.exp(lookups * np.log1p(-np.minimum(weights / weights.sum(), 1)))).sum()
+    assert expected_distinct(num_rows, lookups, exponent) == pytest.approx(expected, rel=1e-3)
+
+
+def test_distinct_rows_at_the_edges() -> None:
+    assert expected_distinct(10, 0, 1.0) == 0
+    assert expected_distinct(10, 1, 1.0) == pytest.approx(1)
+    assert expected_distinct(10, 1e9, 0.0) == pytest.approx(10)
+    # Uniform, by its closed form, of more rows than could be summed.
+    rows, lookups = 1 << 40, 1e9
+    assert expected_distinct(rows, lookups, 0.0) == pytest.approx(-rows * np.expm1(lookups * np.log1p(-1 / rows)))
 
 
 @pytest.mark.parametrize(("rows", "exponent", "lookups"), SHAPES)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.plan.machines import HOST, workload_of
+from tests.plan.hosts import SHOP_HOST, shop_workload
 from tierstore import cli
 from tierstore.plan import plan_file, planning
 from tierstore.plan.describing import workload_toml
@@ -238,8 +238,8 @@ def test_every_command_is_frozen_here() -> None:
 def plan_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A plan file that can be answered, in a folder of its own with what it names."""
     monkeypatch.chdir(tmp_path)
-    write_host(HOST, tmp_path / "box.json")
-    (tmp_path / "shop.toml").write_text(workload_toml(workload_of()))
+    write_host(SHOP_HOST, tmp_path / "box.json")
+    (tmp_path / "shop.toml").write_text(workload_toml(shop_workload()))
     path = tmp_path / "plan.toml"
     path.write_text('[workload]\nfile = "shop.toml"\n[host]\nfile = "box.json"\n[setup]\nddr = "8MiB"\n')
     return path
@@ -275,7 +275,7 @@ def test_what_prevents_files_is_told_before_the_work(
 ) -> None:
     monkeypatch.setattr(planning, "plan", None)
     assert cli.main(["plan", "run", "plan.toml", "--html", ".", "--force"]) == 1
-    assert capsys.readouterr().err == "tierstore: . exists; choose the name of a file\n"
+    assert capsys.readouterr().err == "tierstore: . is a directory; choose the name of a file\n"
     assert cli.main(["plan", "run", "plan.toml", "--html", "out", "--json", f"{plan_path.parent}/out", "--force"]) == 2
     assert "--html and --json are both" in capsys.readouterr().err
 

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.plan.machines import HOST, gpu_host, workload_of
+from tests.plan.hosts import GPU, SHOP_HOST, shop_workload
 from tierstore.plan import plan_file
 from tierstore.plan.accesses import accesses_of, once_a_batch
-from tierstore.plan.asking import hosts_of, query_sizes_of, setup_of
-from tierstore.plan.asking import workload_of as asked_workload
+from tierstore.plan.asking import hosts_of, query_sizes_of, setup_of, workload_of
 from tierstore.plan.curves import curve
 from tierstore.plan.demand import Demand
 from tierstore.plan.describing import describe_workload, workload_toml
@@ -37,11 +36,11 @@ Asked = Callable[..., PlanFile]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("plans")
-    write_host(HOST, found / "box.json")
-    write_host(gpu_host(), found / "gpu.json")
-    write_host(replace(HOST, ddr=replace(HOST.ddr, capacity_bytes=0)), found / "bare.json")
-    (found / "shop.toml").write_text(workload_toml(workload_of()))
-    write_trace(generate(workload_of(), samples=256 * 30, seed=0), found / "shop.npz")
+    write_host(SHOP_HOST, found / "box.json")
+    write_host(replace(SHOP_HOST, name="gpu box", accelerators=(GPU,)), found / "gpu.json")
+    write_host(replace(SHOP_HOST, ddr=replace(SHOP_HOST.ddr, capacity_bytes=0)), found / "bare.json")
+    (found / "shop.toml").write_text(workload_toml(shop_workload()))
+    write_trace(generate(shop_workload(), samples=256 * 30, seed=0), found / "shop.npz")
     return found
 
 
@@ -68,9 +67,9 @@ def found(asked: Asked) -> PlanResult:
 
 
 def test_a_given_setup_is_predicted_as_it_is(asked: Asked, given: PlanResult) -> None:
-    setup = setup_of(given.asked, workload_of(), HOST)
+    setup = setup_of(given.asked, shop_workload(), SHOP_HOST)
     assert (setup.ddr_bytes, setup.hosts, setup.threads) == (2**23, 1, 4)
-    assert given.prediction == predict(setup, Demand.analytic(workload_of()))
+    assert given.prediction == predict(setup, Demand.analytic(shop_workload()))
     assert not given.searched
     assert not given.alternatives
 
@@ -102,7 +101,7 @@ def test_more_memory_and_faster_drives_are_never_slower(given: PlanResult) -> No
     ddr, reads, *_ = given.lines
     for line in (ddr, reads):
         assert all(later <= earlier * (1 + 1e-9) for earlier, later in zip(line.step_s, line.step_s[1:], strict=False))
-    whole = workload_of().table_bytes
+    whole = shop_workload().table_bytes
     assert ddr.values[0] < whole / 50
     assert ddr.values[-1] >= whole
 
@@ -191,7 +190,7 @@ def test_a_trace_gives_curves_by_policy_table_and_time(asked: Asked, folder: Pat
         *(("table", name) for name in ("item", "user")),
         *(("window", f"part {number} of 3") for number in (1, 2, 3)),
     ]
-    distinct = once_a_batch(accesses_of(generate(workload_of(), samples=256 * 30, seed=0)))
+    distinct = once_a_batch(accesses_of(generate(shop_workload(), samples=256 * 30, seed=0)))
     assert result.curves[0].curve.to_dict() == curve(distinct, "lru").to_dict()
     assert result.curves[1].curve.to_dict() == curve(distinct, "opt").to_dict()
     (ddr,) = result.prediction.tiers[:1]
@@ -228,36 +227,36 @@ def test_progress_is_told_from_nothing_to_all(asked: Asked) -> None:
 def test_counts_change_the_host_and_its_price(asked: Asked) -> None:
     (host,) = hosts_of(asked("host.ssds=3", "host.memory=200%"))
     assert len(host.storage) == 3
-    assert host.ddr == replace(HOST.ddr, capacity_bytes=2.0**35, watts=40.0, usd=200.0)
+    assert host.ddr == replace(SHOP_HOST.ddr, capacity_bytes=2.0**35, watts=40.0, usd=1280.0)
     assert hosts_of(asked("host.ssds=0"))[0].storage == ()
 
 
 def test_sizes_are_of_what_the_host_has(asked: Asked, folder: Path) -> None:
     file = asked("setup.ddr=50%", "setup.hbm=25%", f"host.file={folder}/gpu.json", "setup.page_cache=5% of tables")
-    setup = setup_of(file, asked_workload(file), hosts_of(file)[0])
-    assert (setup.ddr_bytes, setup.hbm_bytes) == (2**33, 2**29)
-    assert setup.page_cache_bytes == workload_of().table_bytes * 5 // 100
+    setup = setup_of(file, workload_of(file), hosts_of(file)[0])
+    assert (setup.ddr_bytes, setup.hbm_bytes) == (2**33, 2**31)
+    assert setup.page_cache_bytes == shop_workload().table_bytes * 5 // 100
 
 
 def test_placements_are_asked_for_what_the_trace_has(asked: Asked, tmp_path: Path) -> None:
     """Ten times as many ids of one table as the workload says, and none of the other."""
-    first, second = workload_of().tables
-    trace = generate(workload_of(tables=(replace(first, pooling_factor=40.0),)), samples=256 * 5, seed=0)
+    first, second = shop_workload().tables
+    trace = generate(shop_workload(tables=(replace(first, pooling_factor=40.0),)), samples=256 * 5, seed=0)
     write_trace(trace, tmp_path / "one.npz")
     result = plan(asked("setup.ddr=64MiB", f"trace.path={tmp_path}/one.npz"))
-    found = measured_demand(workload_of(tables=(first,)), accesses_of(trace)) | {second.name: TableDemand(0, 0)}
+    found = measured_demand(shop_workload(tables=(first,)), accesses_of(trace)) | {second.name: TableDemand(0, 0)}
     assert found[first.name].lookups == 40 * 256
-    expected = place(workload_of(), HOST, strategy="host", demand=found).step
+    expected = place(shop_workload(), SHOP_HOST, strategy="host", demand=found).step
     assert expected is not None
     assert expected.step_s == next(each.step_s for each in result.placements if each.strategy == "host")
 
 
 def test_the_workload_may_be_changed_scaled_or_written_in_the_file(asked: Asked, tmp_path: Path) -> None:
-    changed = asked_workload(asked("workload.name=mine", "workload.dtype=float16", "workload.scale=0.5"))
+    changed = workload_of(asked("workload.name=mine", "workload.dtype=float16", "workload.scale=0.5"))
     assert (changed.name, changed.dtype, changed.tables[0].num_embeddings) == ("mine", "float16", 200_000)
     path = tmp_path / "own.toml"
     path.write_text('[[workload.tables]]\nname = "a"\ncount = 2\n[[workload.tables]]\nname = "b"\nnum_embeddings = 9\n')
-    own = asked_workload(plan_file.load(path))
+    own = workload_of(plan_file.load(path))
     assert [(table.name, table.num_embeddings) for table in own.tables] == [("a0", 1), ("a1", 1), ("b", 9)]
 
 

@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse
 
 import tierstore
 from tests.updates.support import SMALL
+from tierstore.serve.admin.app import admin_routes
 from tierstore.serve.admin.receiving import Receiver
 
 WAIT_SECONDS = 30.0
@@ -28,6 +29,7 @@ class Replica:
         self.directory = directory
         self.store: Any = None
         self.refreshed = 0
+        self.rollback: Any = None
         self.show()
 
     def show(self) -> None:
@@ -70,7 +72,8 @@ def serving(
     replica = Replica(directory)
     receiver = Receiver(directory, extra=replica.extra, refresh=replica.refresh, **settings)
     middleware = [] if token is None else [Middleware(RequireToken, token=token)]
-    app = Starlette(routes=receiver.routes(), middleware=middleware)
+    replica.rollback = receiver.roll_back
+    app = Starlette(routes=[*receiver.routes(), *admin_routes(replica)], middleware=middleware)
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))

@@ -1,5 +1,6 @@
 """The whole server over real sockets, asked by independent clients, while another process commits."""
 
+import asyncio
 import json
 import logging
 import shutil
@@ -8,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +228,50 @@ def test_a_version_that_is_gone_is_not_answered(writer: Writer, server: InThread
     wait_for(lambda: server.engine.version == 2)
     gone = httpx.get(f"{server.url}/v2/models/rows.t/versions/1")
     assert (gone.status_code, "2 is" in gone.text) == (404, True)
+
+
+def test_a_server_whose_thread_takes_no_more_is_not_live(server: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("cannot schedule new futures after shutdown")
+
+    assert httpx.get(f"{server.url}/v2/health/live").json() == {"live": True}
+    with monkeypatch.context() as broken:
+        broken.setattr(server.engine._executor, "submit", refuse)
+        assert ask_rows(server, [1]).status_code == 503
+    for path, body in (("live", {"live": False}), ("ready", {"ready": False})):
+        answer = httpx.get(f"{server.url}/v2/health/{path}")
+        assert (answer.status_code, answer.json()) == (503, body)
+    with tritonclient.grpc.InferenceServerClient(server.grpc) as client:
+        assert not client.is_server_live()
+    assert not server.status()["server"]["live"]
+
+
+def test_a_server_that_cannot_follow_any_more_is_not_live(server: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fault(BaseException):
+        """Beyond what is expected to go wrong."""
+
+    def fail() -> None:
+        raise Fault
+
+    monkeypatch.setattr(server.engine, "refresh", fail)
+    wait_for(lambda: httpx.get(f"{server.url}/v2/health/live").status_code == 503)
+    assert ask_rows(server, [1]).status_code == 200
+
+
+def test_hot_rows_that_cannot_be_kept_leave_a_server_live(server: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[object] = []
+
+    def fail(store: object) -> None:
+        saved.append(store)
+        raise RuntimeError("a fault of the server's own")
+
+    engine = server.engine
+    monkeypatch.setattr(engine, "_save_hot_rows", fail)
+    monkeypatch.setattr(engine, "_config", replace(engine._config, warm_up="auto"))
+    keeping = asyncio.run_coroutine_threadsafe(engine.keep_hot_rows(0.01), server._loop)
+    wait_for(lambda: len(saved) > 1)
+    keeping.cancel()
+    assert engine.is_live
 
 
 def test_rollback_by_the_trainer_is_followed(writer: Writer, server: InThread) -> None:

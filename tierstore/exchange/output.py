@@ -14,7 +14,15 @@ from ..errors import DiskFullError, TierstoreError
 from ..sizes import format_size
 from .tensor_file import TensorFile
 
-__all__ = ["TensorWriter", "full_disk_errors", "partial_file", "require_new", "require_other", "require_room"]
+__all__ = [
+    "TensorWriter",
+    "full_disk_errors",
+    "partial_file",
+    "require_new",
+    "require_other",
+    "require_room",
+    "write_text",
+]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -46,9 +54,10 @@ def require_room(path: Path, size_bytes: int) -> None:
 
 def require_new(path: Path, *, force: bool) -> None:
     """What would prevent ``partial_file``, told before there is anything to write; errors as of that."""
-    if path.is_dir() or (path.exists() and not force):
-        way_out = "choose the name of a file" if path.is_dir() else "choose another name, or overwrite it with --force"
-        raise FileExistsError(f"{path} exists; {way_out}")
+    if path.is_dir():
+        raise FileExistsError(f"{path} is a directory; choose the name of a file")
+    if path.exists() and not force:
+        raise FileExistsError(f"{path} exists; choose another name, or overwrite it with --force")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path.parent} is not a directory; make it first")
 
@@ -92,6 +101,12 @@ def partial_file(path: Path, *, force: bool) -> Iterator[int]:
     finally:
         os.close(descriptor)
     sync_directory(path.parent)
+
+
+def write_text(path: Path, text: str, *, force: bool) -> None:
+    """Write a file of text in UTF-8, whole or not at all; errors as of ``partial_file``."""
+    with partial_file(path, force=force) as descriptor, os.fdopen(os.dup(descriptor), "wb") as file:
+        file.write(text.encode())
 
 
 class TensorWriter:

@@ -1,5 +1,6 @@
 """Accesses: which rows are asked for, one after another, as a cache sees them. What miss-ratio curves are made of."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +11,7 @@ from ..kernels import unique_in_order
 from ..rows import KEY_ROW_BITS
 from ..trace import Trace
 
-__all__ = ["Accesses", "Numbered", "accesses_of", "numbered", "of_table", "once_a_batch"]
+__all__ = ["Accesses", "Numbered", "accesses_of", "numbered", "of_table", "of_tables", "once_a_batch"]
 
 Int64s = NDArray[np.int64]
 
@@ -103,6 +104,12 @@ def _first_in_batch(numbers: NDArray[np.int32], starts: Int64s, newest: Int64s, 
 
 def of_table(accesses: Accesses, index: int) -> Accesses:
     """Those of one table."""
-    chosen = accesses.keys >> KEY_ROW_BITS == index
+    return of_tables(accesses, [index])
+
+
+def of_tables(accesses: Accesses, indexes: Sequence[int]) -> Accesses:
+    """Those of some tables, as one sequence."""
+    is_chosen = np.isin(np.arange(len(accesses.tables)), indexes)
+    chosen = is_chosen[accesses.keys >> KEY_ROW_BITS]
     starts = np.append(0, np.cumsum(chosen))[accesses.starts]
     return accesses._replace(keys=accesses.keys[chosen], starts=starts)

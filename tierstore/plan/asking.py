@@ -15,7 +15,7 @@ from .plan_file import PlanFile, TableSpec
 from .prediction import Setup
 from .presets import PRESETS, load_workload, preset, scaled
 from .queueing import parse_query_sizes
-from .search import SearchSpace, Target
+from .search import SearchSpace, Target, with_memory
 from .traces import read_accesses
 from .workload import TableShape, Workload
 
@@ -90,9 +90,7 @@ def _counted(host: Host, asked: PlanFile) -> Host:
                 f"host.memory = {excerpt(section.memory)} is {format_size(size_bytes)}, host {excerpt(host.name)} has "
                 f'{format_size(int(host.ddr.capacity_bytes))}: expected a size, as "512GiB", or "50%" of what it has'
             )
-        factor = size_bytes / host.ddr.capacity_bytes
-        ddr = replace(host.ddr, capacity_bytes=size_bytes, watts=host.ddr.watts * factor, usd=host.ddr.usd * factor)
-        host = replace(host, ddr=ddr)
+        host = with_memory(host, size_bytes)
     return host
 
 

@@ -1,15 +1,13 @@
 """``tierstore plan``: its commands. What a command needs is imported when it is asked for something."""
 
 import argparse
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from ..commands import Command, group
+from ..commands import Command, group, progress_bar
 
 if TYPE_CHECKING:
-    from .planning import Progress
     from .result import PlanResult
 
 __all__ = ["COMMANDS"]
@@ -38,8 +36,8 @@ def _run(options: argparse.Namespace) -> int:
     _require_writable(options)
     from .planning import plan
 
-    with _progress("plan") as show:
-        result = plan(asked, progress=show)
+    with progress_bar("plan", bar_format="{desc}: {bar} {n_fmt}/{total_fmt}") as show:
+        result = plan(asked, progress=lambda stage, done, total: show(done, total, f"plan: {stage}"))
     _tell(result, options)
     return 0
 
@@ -59,48 +57,19 @@ def _require_writable(options: argparse.Namespace) -> None:
         plotly_source()
 
 
-@contextlib.contextmanager
-def _progress(what: str) -> "Iterator[Progress]":
-    """A bar on stderr, if that is a terminal."""
-    from tqdm import tqdm
-
-    with tqdm(desc=what, disable=None, leave=False, bar_format="{desc}: {bar} {n_fmt}/{total_fmt}") as bar:
-
-        def show(stage: str, done: int, total: int) -> None:
-            bar.total = total
-            bar.set_description(f"{what}: {stage}", refresh=False)
-            bar.update(done - bar.n)
-
-        yield show
-
-
 def _tell(result: "PlanResult", options: argparse.Namespace) -> None:
     import sys
 
+    from ..exchange.output import write_text
+    from .json_file import write_json
     from .report import describe, page_of
 
     print(describe(result, colours=sys.stdout.isatty()))
     if options.html:
-        _write(options.html, page_of(result), force=options.force)
+        write_text(Path(options.html), page_of(result), force=options.force)
         print(f"\nthe report: {options.html}")
     if options.json:
-        _write_json(options.json, result.to_dict(), force=options.force)
-
-
-def _write_json(path: str, fields: Any, *, force: bool) -> None:
-    import json
-
-    _write(path, json.dumps(fields, indent=2, allow_nan=False) + "\n", force=force)
-
-
-def _write(path: str, text: str, *, force: bool) -> None:
-    """The file is there whole or not at all."""
-    import os
-
-    from ..exchange.output import partial_file
-
-    with partial_file(Path(path), force=force) as descriptor, os.fdopen(os.dup(descriptor), "wb") as file:
-        file.write(text.encode())
+        write_json(result.to_dict(), options.json, force=options.force)
 
 
 def _add_curve_arguments(parser: argparse.ArgumentParser) -> None:
@@ -232,6 +201,7 @@ def _add_describe_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _describe(options: argparse.Namespace) -> int:
+    from .json_file import write_json
     from .traces import describe, read_accesses
 
     summary = describe(
@@ -239,7 +209,7 @@ def _describe(options: argparse.Namespace) -> int:
     )
     print(summary.text())
     if options.json:
-        _write_json(options.json, summary.to_dict(), force=options.force)
+        write_json(summary.to_dict(), options.json, force=options.force)
     return 0
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from ..excerpt import excerpt
 from ..names import nearest
 from ..rows import KEY_ROW_BITS, RowLayout
-from .accesses import Accesses, numbered, once_a_batch
+from .accesses import Accesses, numbered, of_tables, once_a_batch
 from .analytic import Popularity, frequency_curve, lru_curve, popularity
 from .crowding import Crowding, crowding_of
 from .curves import MissRatioCurve, curve
@@ -96,7 +96,7 @@ class Demand:
             return PoolDemand(
                 layout=layout,
                 tables=tuple(table.name for table in tables),
-                num_rows=sum(table.num_embeddings for table in tables),
+                num_rows=_rows(tables),
                 lookups=sum(lookups),
                 unique=found.unique,
                 curve=_analytic_curve(found, policy),
@@ -131,12 +131,12 @@ class Demand:
 
         def pool(layout: RowLayout, tables: list[TableShape]) -> PoolDemand:
             names = {table.name for table in tables}
-            own = _chosen(accesses, np.array([name in names for name in accesses.tables]))
+            own = of_tables(accesses, [index for index, name in enumerate(accesses.tables) if name in names])
             distinct = once_a_batch(own)
             return PoolDemand(
                 layout=layout,
                 tables=tuple(table.name for table in tables),
-                num_rows=sum(table.num_embeddings for table in tables),
+                num_rows=_rows(tables),
                 lookups=_a_batch(own),
                 unique=_a_batch(distinct),
                 curve=make_curve(distinct, policy, sampling_rate=sampling_rate)
@@ -206,13 +206,6 @@ def _check(workload: Workload, accesses: Accesses) -> None:
         highest = int(own.max() & ((1 << KEY_ROW_BITS) - 1)) if len(own) else 0
         if highest >= rows[name]:
             raise ValueError(f"the trace has row {highest:,} of table {excerpt(name)}, which has {rows[name]:,} rows")
-
-
-def _chosen(accesses: Accesses, is_chosen: "np.ndarray[tuple[int], np.dtype[np.bool_]]") -> Accesses:
-    """Those of the tables that are chosen, by index."""
-    chosen = is_chosen[accesses.keys >> KEY_ROW_BITS]
-    starts = np.append(0, np.cumsum(chosen))[accesses.starts]
-    return accesses._replace(keys=accesses.keys[chosen], starts=starts)
 
 
 def _rows_a_block(distinct: Accesses, layout: RowLayout) -> float:

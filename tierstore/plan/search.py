@@ -18,7 +18,7 @@ from .price import Pricing, years_of_life
 from .queueing import LatencyBound, Queue, latency_alone
 from .workload import Workload
 
-__all__ = ["Failure", "SearchResult", "SearchSpace", "Target", "describe_setup", "search", "with_parts"]
+__all__ = ["Failure", "SearchResult", "SearchSpace", "Target", "describe_setup", "search", "with_memory", "with_parts"]
 
 MAX_SETUPS: Final = 100_000
 """Of a grid."""
@@ -194,10 +194,16 @@ def search(
 
 
 def with_parts(host: Host, *, memory_bytes: float, drives: int, accelerators: int) -> Host:
-    """The host with so much memory, whose watts and price follow, and the first of its drives and accelerators."""
+    """The host with so much memory (``with_memory``), and the first of its drives and accelerators."""
+    less = replace(host, storage=host.storage[:drives], accelerators=host.accelerators[:accelerators])
+    return with_memory(less, memory_bytes)
+
+
+def with_memory(host: Host, memory_bytes: float) -> Host:
+    """The host with so much memory, whose watts and price follow."""
     memory, share = host.ddr, memory_bytes / host.ddr.capacity_bytes if host.ddr.capacity_bytes else 0.0
-    less = replace(memory, capacity_bytes=memory_bytes, watts=share * memory.watts, usd=share * memory.usd)
-    return replace(host, ddr=less, storage=host.storage[:drives], accelerators=host.accelerators[:accelerators])
+    scaled = replace(memory, capacity_bytes=memory_bytes, watts=share * memory.watts, usd=share * memory.usd)
+    return replace(host, ddr=scaled)
 
 
 def describe_setup(setup: Setup) -> str:

@@ -77,7 +77,7 @@ class StoreEngine:
         self._roll_back: Callable[[], Awaitable[int]] | None = None
         self._is_ready = False
         self._is_draining = False
-        self.is_live = True
+        self._has_failed = False
 
     # Starting and stopping
 
@@ -196,15 +196,36 @@ class StoreEngine:
         while self._config.warm_up == "auto":
             await asyncio.sleep(seconds)
             store = self._store
-            if store is not None:
+            if store is None:
+                continue
+            try:
                 await self._in(self._looker, self._save_hot_rows, store)
+            except Exception:  # they are advice: a server does without
+                _LOG.exception("the hot rows are not kept for the next start")
 
     # Engine
 
     @property
+    def is_live(self) -> bool:
+        """See ``Engine``. Nobody but a server that stops closes the batchers of the models that are served."""
+        if self._is_draining:
+            return True
+        return not self._has_failed and all(served.batcher.is_open for served in self._served.values())
+
+    @property
     def is_ready(self) -> bool:
         """See ``Engine``."""
-        return self._is_ready
+        return self._is_ready and self.is_live
+
+    def watch(self, task: "asyncio.Task[None]") -> None:
+        """If the task ends with an error, the engine cannot go on by itself."""
+        task.add_done_callback(self._note_ended)
+
+    def _note_ended(self, task: "asyncio.Task[None]") -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._has_failed = True
+            _LOG.critical("%s ended: this server cannot go on by itself", task.get_name(), exc_info=error)
 
     def models(self) -> tuple[ModelMetadata, ...]:
         """See ``Engine``."""

@@ -119,7 +119,10 @@ class Server:
         # What is there now stays: the collector need not look at it again while requests wait.
         gc.collect()
         gc.freeze()
-        self._background = [asyncio.create_task(each) for each in (self.engine.follow(), self.engine.keep_hot_rows())]
+        tasks = {"following": self.engine.follow(), "keeping hot rows": self.engine.keep_hot_rows()}
+        self._background = [asyncio.create_task(task, name=name) for name, task in tasks.items()]
+        for task in self._background:
+            self.engine.watch(task)
         return ports
 
     async def _start_admin(self) -> int:

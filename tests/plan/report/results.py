@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.plan.machines import HOST, workload_of
+from tests.plan.hosts import SHOP_HOST, shop_workload
 from tierstore.plan import MissRatioCurve
 from tierstore.plan.marginal import Marginal
 from tierstore.plan.plan_file import PlanFile, TargetSection
@@ -47,10 +47,13 @@ def _prediction(setup: Setup) -> Prediction:
 
 def made_result(name: str = "shop", **changes: Any) -> PlanResult:
     """Of training; the plan file asked for a target that it reaches."""
-    tables = workload_of().tables
+    tables = shop_workload().tables
     named = (replace(tables[0], name=name), *tables[1:])
     setup = Setup(
-        workload=workload_of(name=name, tables=named), host=replace(HOST, name=name), ddr_bytes=2.0**23, threads=4
+        workload=shop_workload(name=name, tables=named),
+        host=replace(SHOP_HOST, name=name),
+        ddr_bytes=2.0**23,
+        threads=4,
     )
     prediction = _prediction(setup)
     sizes = tuple(2.0**power for power in range(20, 27))
@@ -115,7 +118,7 @@ def made_result(name: str = "shop", **changes: Any) -> PlanResult:
 def served_result() -> PlanResult:
     """Of serving, at a rate."""
     found = made_result()
-    setup = replace(found.prediction.setup, workload=workload_of(optimizer="none"))
+    setup = replace(found.prediction.setup, workload=shop_workload(optimizer="none"))
     latency = Latency(500.0, 0.002, 0.004, 0.006)
     prediction = replace(found.prediction, setup=setup, latency=latency, drive_writes_a_day=0.0)
     asked = PlanFile(target=TargetSection(queries_per_s=500.0, p99_ms=10.0))

@@ -1,49 +1,29 @@
 """The page as a browser shows it."""
 
 import re
-import shutil
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser
 
+from tests.chromium import WatchedPage
 from tests.plan.report.results import HOSTILE, made_result, served_result
 from tierstore.plan.report import page_of
 from tierstore.plan.report.page import plots_of
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 360, "height": 740}
 INK, INK_AT_NIGHT = "rgb(30, 35, 38)", "rgb(231, 233, 234)"
 WAIT_MS = 60_000
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    path = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if path is None:
-        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is on the PATH")
-    with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=path, args=FLAGS)
-        yield found
-        found.close()
-
-
-class Watched:
-    """A page opened from a file, and all that went wrong in it or was asked of a network."""
+class Watched(WatchedPage):
+    """A page opened from a file."""
 
     def __init__(self, browser: Browser, path: Path, **settings: Any) -> None:
-        self.context = browser.new_context(**settings)
-        self.page: Page = self.context.new_page()
-        self.page.set_default_timeout(WAIT_MS)
-        self.wrong: list[str] = []
-        self.urls: list[str] = []
-        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
-        self.page.on("console", lambda said: self.wrong.append(said.text))
-        self.page.on("request", lambda request: self.urls.append(request.url))
+        super().__init__(browser, wait_ms=WAIT_MS, **settings)
         self.page.goto(path.as_uri())
         self.page.locator("#price svg.main-svg").first.wait_for(state="attached")
 

@@ -393,8 +393,17 @@ def test_health_needs_no_token(client_of: Any) -> None:
         client = client_of(served.address)
         assert client.is_server_live()
         assert client.is_server_ready()
-        assert client.is_model_ready("echo")
         assert channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=WAIT_SECONDS) == b"\x08\x01"
+
+
+@pytest.mark.parametrize("model", ["echo", "nobody"])
+def test_names_of_models_are_not_told_without_the_token(client_of: Any, model: str) -> None:
+    with serving(token=TOKEN) as served:
+        client = client_of(served.address)
+        with pytest.raises(InferenceServerException) as raised:
+            client.is_model_ready(model)
+        assert "UNAUTHENTICATED" in str(raised.value.status())
+        assert client.is_model_ready(model, headers=bearer(TOKEN)) == (model == "echo")
 
 
 @pytest.mark.parametrize("token", ["", "two words", "\n", "\N{SNOWMAN}"])

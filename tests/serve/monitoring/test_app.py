@@ -142,13 +142,19 @@ def test_page_runs_nothing_but_its_own_script(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "body"), [("rollback", {"version": 6}), ("refresh", {"version": 8}), ("drain", {"draining": True})]
+    ("call", "body"),
+    [
+        ("rollback", {"version": 6}),
+        ("updates/rollback", {"version": 6}),
+        ("refresh", {"version": 8}),
+        ("drain", {"draining": True}),
+    ],
 )
 @pytest.mark.parametrize("headers", [JSON, {"content-type": "Application/JSON; charset=utf-8"}, {ADMIN_HEADER: "1"}])
 def test_calls(client: httpx.Client, port: Port, call: str, body: Any, headers: dict[str, str]) -> None:
     answer = client.post(f"/admin/{call}", headers=headers)
     assert (answer.status_code, answer.json()) == (200, body)
-    assert port.admin.calls == [call]
+    assert port.admin.calls == [call.removeprefix("updates/")]
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,16 @@
 """The status page as a browser shows it."""
 
 import re
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+from playwright.sync_api import Browser
 from starlette.applications import Starlette
 from starlette.responses import HTMLResponse
 from starlette.routing import Route
 
+from tests.chromium import WatchedPage
 from tests.serve.monitored import WAIT_SECONDS, Clock, FakeSource, Served, serving
 from tierstore.serve.admin.app import admin_app, admin_routes
 from tierstore.serve.messages import Status
@@ -19,31 +19,9 @@ from tierstore.serve.monitoring.metrics import Metrics
 from tierstore.serve.source import PooledStats, TableInfo
 from tierstore.stats import TierStats
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 DESKTOP, PHONE = {"width": 1280, "height": 800}, {"width": 360, "height": 740}
 NOTHING = "\N{EN DASH}"
 HOSTILE = "<script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    path = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if path is None:
-        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is on the PATH")
-    with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=path, args=FLAGS)
-        yield found
-        found.close()
 
 
 class FakeAdmin:
@@ -93,18 +71,11 @@ def monitored() -> Iterator[Monitored]:
     found.stop()
 
 
-class Watched:
-    """A page in a new context, and all that went wrong in it."""
+class Watched(WatchedPage):
+    """A page of a server."""
 
     def __init__(self, browser: Browser, viewport: dict[str, int], **settings: Any) -> None:
-        self.context: BrowserContext = browser.new_context(viewport=viewport, locale="en-US", **settings)
-        self.page: Page = self.context.new_page()
-        self.page.set_default_timeout(WAIT_SECONDS * 1000)
-        self.wrong: list[str] = []
-        self.urls: list[str] = []
-        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
-        self.page.on("console", lambda said: self.wrong.append(said.text))
-        self.page.on("request", lambda request: self.urls.append(request.url))
+        super().__init__(browser, wait_ms=WAIT_SECONDS * 1000, viewport=viewport, locale="en-US", **settings)
 
     def open(self, url: str) -> None:
         self.page.goto(url)

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from .base import MissRatioCurve
 from .replays import Progress, replay_of
 from .sampled import Sample, every_access, sample_of, sampled_sizes
 
-__all__ = ["Window", "by_table", "curve", "curves_of", "default_sizes", "windows"]
+__all__ = ["CurveOptions", "Window", "by_table", "curve", "curves_of", "default_sizes", "windows"]
 
 Int64s = NDArray[np.int64]
 
@@ -27,6 +27,25 @@ _SMALLEST_SIMULATED: Final = 1 / 2000
 _FEWEST_SAMPLED: Final = 1000
 
 
+class CurveOptions(TypedDict, total=False):
+    """How a curve is made.
+
+    Attributes:
+        sizes: rows. By default, lru: every size up to 4,096 and then each 2 % more; others, which are replayed once a
+            size: 24. Up to all rows there are.
+        sampling_rate: the share of the rows of the accesses that stands for all (``sampled``); 1, the default: every
+            row.
+        correct: where a sample has more or fewer accesses than its share, they are taken to be hits too many or too
+            few, as SHARDS-adj does: the rows that make the difference are those that any cache has. Default: True.
+        progress: told of accesses done, each once a replay.
+    """
+
+    sizes: Sequence[int] | Int64s | None
+    sampling_rate: float
+    correct: bool
+    progress: Progress | None
+
+
 class Window(NamedTuple):
     """Accesses ``[start, stop)``, in a cache that those before have filled."""
 
@@ -35,45 +54,22 @@ class Window(NamedTuple):
     curve: MissRatioCurve
 
 
-def curve(
-    accesses: Accesses,
-    policy: str,
-    *,
-    sizes: Sequence[int] | Int64s | None = None,
-    sampling_rate: float = 1.0,
-    correct: bool = True,
-    progress: Progress | None = None,
-) -> MissRatioCurve:
+def curve(accesses: Accesses, policy: str, **options: Unpack[CurveOptions]) -> MissRatioCurve:
     """The miss-ratio curve of a cache that starts empty.
 
     Args:
         accesses: each counts. What the tiers of a store count is ``once_a_batch(accesses)``. Of a sample of the rows
             (``accesses.sampling_rate``) the curve is that of all rows, by estimate.
         policy: of ``POLICIES``.
-        sizes: rows. By default, lru: every size up to 4,096 and then each 2 % more; others, which are replayed once a
-            size: 24. Up to all rows there are.
-        sampling_rate: the share of the rows of ``accesses`` that stands for all (``sampled``); 1: every row.
-        correct: where a sample has more or fewer accesses than its share, they are taken to be hits too many or too
-            few, as SHARDS-adj does: the rows that make the difference are those that any cache has.
-        progress: told of accesses done, each once a replay.
+        options: see ``CurveOptions``.
 
     Raises:
         ValueError: there is no access, or no row in the sample; no such policy; a size or the rate is out of range.
     """
-    bounds = [0, len(accesses.keys)]
-    return curves_of(accesses, policy, bounds, sizes, _sample(accesses, bounds, sampling_rate), correct, progress)[0]
+    return _between(accesses, policy, [0, len(accesses.keys)], **options)[0]
 
 
-def windows(
-    accesses: Accesses,
-    policy: str,
-    num_windows: int,
-    *,
-    sizes: Sequence[int] | Int64s | None = None,
-    sampling_rate: float = 1.0,
-    correct: bool = True,
-    progress: Progress | None = None,
-) -> list[Window]:
+def windows(accesses: Accesses, policy: str, num_windows: int, **options: Unpack[CurveOptions]) -> list[Window]:
     """Equal parts of the accesses, one after another, each with its curve: they differ where popularity drifts.
 
     A cache stays as the window before has left it. So the curves' misses add up to those of ``curve``, and the first
@@ -82,25 +78,17 @@ def windows(
     if not 1 <= num_windows <= len(accesses.keys):
         raise ValueError(f"num_windows={excerpt(num_windows)}: expected from 1 to the {len(accesses.keys):,} accesses")
     bounds = [len(accesses.keys) * index // num_windows for index in range(num_windows + 1)]
-    sample = _sample(accesses, bounds, sampling_rate)
-    found = curves_of(accesses, policy, bounds, sizes, sample, correct, progress)
+    found = _between(accesses, policy, bounds, **options)
     return [Window(*ends, each) for ends, each in zip(itertools.pairwise(bounds), found, strict=True)]
 
 
-def by_table(
-    accesses: Accesses,
-    policy: str,
-    *,
-    sizes: Sequence[int] | Int64s | None = None,
-    sampling_rate: float = 1.0,
-    correct: bool = True,
-    progress: Progress | None = None,
-) -> dict[str, MissRatioCurve]:
+def by_table(accesses: Accesses, policy: str, **options: Unpack[CurveOptions]) -> dict[str, MissRatioCurve]:
     """Curves of the tables, each in a cache of its own; a table without accesses has none.
 
     Of tables with few rows more are sampled than ``sampling_rate`` says: 1,000 of them, or all. Arguments and errors
     are as of ``curve``.
     """
+    sampling_rate, progress = options.get("sampling_rate", 1.0), options.get("progress")
     _check(accesses, sampling_rate)
     indexes = accesses.keys >> KEY_ROW_BITS
     order = np.argsort(indexes.astype(np.min_scalar_type(len(accesses.tables))), kind="stable")
@@ -113,8 +101,25 @@ def by_table(
         own = accesses._replace(keys=keys, starts=np.array([0, len(keys)]))
         rate = max(sampling_rate, min(1.0, _FEWEST_SAMPLED / numbered(keys).num_rows)) if sampling_rate < 1 else 1.0
         told = None if progress is None else _part(progress, begin, end, len(accesses.keys))
-        found[name] = curve(own, policy, sizes=sizes, sampling_rate=rate, correct=correct, progress=told)
+        found[name] = curve(own, policy, **(options | CurveOptions(sampling_rate=rate, progress=told)))
     return found
+
+
+def _between(
+    accesses: Accesses,
+    policy: str,
+    bounds: Sequence[int],
+    *,
+    sizes: Sequence[int] | Int64s | None = None,
+    sampling_rate: float = 1.0,
+    correct: bool = True,
+    progress: Progress | None = None,
+) -> list[MissRatioCurve]:
+    """One curve for each window between ``bounds``."""
+    _check(accesses, sampling_rate)
+    keys = accesses.keys
+    sample = every_access(keys, bounds) if sampling_rate == 1 else sample_of(keys, bounds, sampling_rate)
+    return curves_of(accesses, policy, bounds, sizes, sample, correct, progress)
 
 
 def curves_of(
@@ -159,11 +164,6 @@ def default_sizes(policy: str, num_rows: int, rate: float) -> Int64s:
         smallest = min(num_rows, max(2.0, num_rows * _SMALLEST_SIMULATED))
         small, large = np.array([1.0]), np.geomspace(smallest, num_rows, _NUM_SIMULATED - 1)
     return np.unique(np.concatenate([[1], np.rint(np.concatenate([small, np.rint(large)]) / rate)])).astype(np.int64)
-
-
-def _sample(accesses: Accesses, bounds: Sequence[int], rate: float) -> Sample:
-    _check(accesses, rate)
-    return every_access(accesses.keys, bounds) if rate == 1 else sample_of(accesses.keys, bounds, rate)
 
 
 def _check(accesses: Accesses, rate: float) -> None:

@@ -1,18 +1,17 @@
 """``tierstore plan curve``: what caches of every size would hit, of a trace."""
 
 import argparse
-import json
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from ...commands import progress_bar
 from ...rows import MAX_ROWS
 
 if TYPE_CHECKING:
     from ..accesses import Accesses
     from .base import MissRatioCurve
+    from .build import CurveOptions
     from .replays import Progress
 
 __all__ = ["add_curve_arguments", "run_curve"]
@@ -52,14 +51,15 @@ def run_curve(options: argparse.Namespace) -> int:
     Raises:
         ValueError: options or the trace are no good; says why. OSError.
     """
-    from ...exchange.output import require_other
+    from ...exchange.output import require_new, require_other
     from ..accesses import once_a_batch
+    from ..json_file import write_json
     from .text import describe_curves
 
     if options.by_table and options.windows is not None:
         raise ValueError("--by-table and --windows: choose one")
     if options.json is not None:
-        _require_place(Path(options.json))
+        require_new(Path(options.json), force=True)
         require_other(Path(options.json), [options.trace])
     policies = _policies(options.policy)
     accesses = _read(options.trace)
@@ -70,22 +70,16 @@ def run_curve(options: argparse.Namespace) -> int:
     sizes = _sizes(options.sizes, accesses)
     found: dict[str, dict[str, MissRatioCurve]] = {}
     for policy in policies:
-        with _bar(policy) as show:
+        with progress_bar(policy, unit=" accesses", unit_scale=True) as show:
             found[policy] = _curves(options, accesses, policy, sizes, show)
     _say(options.trace, accesses, options.once_a_batch)
     for heading, group in _groups(found).items():
         print(f"\n{heading}" + describe_curves(group, sizes))
     if options.json is not None:
-        _write(Path(options.json), found)
+        listed = {policy: {name: each.to_dict() for name, each in curves.items()} for policy, curves in found.items()}
+        write_json(listed, options.json, indent=None)
+        print(f"\nWritten: {options.json}")
     return 0
-
-
-def _require_place(path: Path) -> None:
-    """Now rather than after minutes of work."""
-    if path.is_dir():
-        raise FileExistsError(f"--json {path} is a directory; choose the name of a file")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"--json {path}: {path.parent} is not a directory; make it first")
 
 
 def _read(path: str) -> "Accesses":
@@ -136,13 +130,13 @@ def _curves(
     """By table, by window, or the one of all."""
     from .build import by_table, curve, windows
 
-    rate = options.sampling_rate
+    asked: CurveOptions = {"sizes": sizes, "sampling_rate": options.sampling_rate, "progress": show}
     if options.by_table:
-        return by_table(accesses, policy, sizes=sizes, sampling_rate=rate, progress=show)
+        return by_table(accesses, policy, **asked)
     if options.windows is not None:
-        parts = windows(accesses, policy, options.windows, sizes=sizes, sampling_rate=rate, progress=show)
+        parts = windows(accesses, policy, options.windows, **asked)
         return {f"{part.start:,} - {part.stop:,}": part.curve for part in parts}
-    return {"all": curve(accesses, policy, sizes=sizes, sampling_rate=rate, progress=show)}
+    return {"all": curve(accesses, policy, **asked)}
 
 
 def _groups(found: "Mapping[str, Mapping[str, MissRatioCurve]]") -> "Mapping[str, Mapping[str, MissRatioCurve]]":
@@ -158,26 +152,3 @@ def _say(path: str, accesses: "Accesses", once: bool) -> None:
     print(f"{path}: {len(accesses.keys):,} {what} of {len(accesses.tables)} tables{sampled}")
     if accesses.sampling_rate < 1 and not once:
         print("of a sample, each lookup weighs by the popular rows that happen to be in it: use --once-a-batch")
-
-
-def _write(path: Path, found: "Mapping[str, Mapping[str, MissRatioCurve]]") -> None:
-    from ...exchange.output import partial_file
-
-    listed = {policy: {name: each.to_dict() for name, each in curves.items()} for policy, curves in found.items()}
-    with partial_file(path, force=True) as descriptor, os.fdopen(os.dup(descriptor), "w") as file:
-        json.dump(listed, file)
-    print(f"\nWritten: {path}")
-
-
-@contextmanager
-def _bar(what: str) -> "Iterator[Progress]":
-    """A progress bar on stderr, if that is a terminal."""
-    from tqdm import tqdm
-
-    with tqdm(desc=what, unit=" accesses", unit_scale=True, disable=None, leave=False) as bar:
-
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        yield show

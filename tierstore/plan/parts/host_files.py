@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final, cast, get_args, get_origin, get_type_hints
 
 from ...excerpt import excerpt
-from ...exchange.output import partial_file, require_new
+from ...exchange.output import require_new, write_text
 from ..host import Host, SoftwareCosts
 from .catalog import require_name
 from .compose import compose, naming
@@ -124,10 +124,7 @@ def write_host(host: Host, path: str | os.PathLike[str], *, force: bool = False)
         require_host_path(path)
     document = host_to_dict(host)
     text = json.dumps(document, indent=1) + "\n" if path.suffix == ".json" else "\n".join(_toml(document, "")) + "\n"
-    with partial_file(path, force=force) as descriptor:
-        remaining = memoryview(text.encode())
-        while remaining:
-            remaining = remaining[os.write(descriptor, remaining) :]
+    write_text(path, text, force=force)
 
 
 def host_to_dict(host: Host) -> dict[str, Any]:

@@ -34,10 +34,10 @@ def run_place(options: argparse.Namespace) -> int:
         ValueError: an argument, or a file, that cannot be; names it.
     """
     from ...exchange.output import require_new, require_other
+    from ..json_file import write_json
     from ..parts import load_host
     from ..presets import load_workload
     from .describe import describe_comparison, describe_placement
-    from .measurement import write_json
     from .plan import Room
     from .strategies import compare
     from .through_tiers import planned_store

@@ -15,8 +15,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .measurement import Measurement, read_json, require_measurements, write_json
-from .popularity import expected_distinct
+from ..analytic import expected_distinct
+from ..json_file import read_json, write_json
+from .measurement import Measurement, require_measurements
 from .shapes import LookupShape
 
 __all__ = ["FEATURES", "Accuracy", "LearnedCost", "accuracy", "fit_cost", "read_cost", "write_cost"]

@@ -1,17 +1,15 @@
 """Measured lookups, and the file they are kept in."""
 
-import json
 import math
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ...excerpt import excerpt
-from ...exchange.output import partial_file
+from ..json_file import read_json, write_json
 from .shapes import LookupShape
 
-__all__ = ["Measurement", "read_json", "read_measurements", "require_measurements", "write_json", "write_measurements"]
+__all__ = ["Measurement", "read_measurements", "require_measurements", "write_measurements"]
 
 _KIND: Final = "measured lookups"
 _LEAST_S: Final = 1e-6
@@ -87,27 +85,3 @@ def _is_row(row: Any, width: int) -> bool:
 def _shape(row: list[Any]) -> LookupShape:
     rows, dim, pooling, batch, exponent, size = row
     return LookupShape(int(rows), int(dim), float(pooling), int(batch), float(exponent), int(size))
-
-
-def write_json(content: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write, over what is there; whole or not at all."""
-    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
-    with partial_file(Path(path), force=True) as descriptor, os.fdopen(os.dup(descriptor), "wb") as file:
-        file.write(text.encode())
-
-
-def read_json(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:
-    """A file whose ``kind`` is the given one.
-
-    Raises:
-        ValueError: it is not; names the file. FileNotFoundError.
-    """
-    name = os.fspath(path)
-    try:
-        found = json.loads(Path(path).read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name} is no JSON: {excerpt(str(error))}") from error
-    if not isinstance(found, dict) or found.get("kind") != kind:
-        given = found.get("kind") if isinstance(found, dict) else found
-        raise ValueError(f"{name} does not hold {kind}, but {excerpt(given)}")
-    return found

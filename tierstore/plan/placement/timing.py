@@ -21,9 +21,9 @@ from ...opening import open_store
 from ...options import check_ranges, option
 from ...rows import RowLayout
 from ...store import Store
+from ..traces import draw_zipf
 from ..workload import OPTIMIZERS, OptimizerName, TableShape
 from .measurement import Measurement
-from .popularity import draw_ids
 from .shapes import LookupShape
 
 __all__ = ["QUICK", "Timing", "designed_shapes", "draw_bags", "measure_costs", "measure_lookups", "store_of"]
@@ -156,7 +156,8 @@ def draw_bags(generator: np.random.Generator, shape: LookupShape) -> _Bags:
     least = int(shape.pooling_factor)
     lengths = least + (generator.random(shape.batch_samples) < shape.pooling_factor - least)
     offsets = np.append(0, np.cumsum(lengths))
-    ids = draw_ids(generator, shape.num_embeddings, int(offsets[-1]), shape.exponent)
+    seed = int(generator.integers(1 << 63))
+    ids = draw_zipf(shape.num_embeddings, shape.exponent, int(offsets[-1]), seed=seed)
     return _Bags(torch.from_numpy(ids), torch.from_numpy(offsets))
 
 

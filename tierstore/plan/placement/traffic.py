@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ..accesses import Accesses, of_table, once_a_batch
+from ..analytic import expected_distinct
 from ..host import Host, Memory
 from ..workload import Workload
 from .costs import ID_BYTES
-from .popularity import expected_distinct
 from .shapes import Piece, Shapes
 
 __all__ = [

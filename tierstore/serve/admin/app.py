@@ -1,6 +1,7 @@
 """The admin port: what an operator may do, and who is one."""
 
 import ipaddress
+import logging
 import re
 from collections.abc import Sequence
 from typing import Final, Protocol
@@ -24,6 +25,7 @@ __all__ = ["ADMIN_HEADER", "Admin", "admin_app", "admin_routes"]
 ADMIN_HEADER: Final = "x-tierstore-admin"
 """With any value it marks a POST as meant: a web page elsewhere cannot send it without asking first."""
 
+_LOG: Final = logging.getLogger("tierstore.serve")
 _HOST: Final = re.compile(r"(?:\[(?P<address>[0-9a-fA-F:.]+)\]|(?P<name>[\w.-]+))(?::\d+)?")
 """A Host header's value: a name or address, and a port."""
 _FORWARDED: Final = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip")
@@ -43,7 +45,8 @@ class Admin(Protocol):
 
 
 def admin_routes(admin: Admin) -> list[Route]:
-    """POST /admin/rollback and /admin/refresh, answered {"version": ...}, and /admin/drain, {"draining": true}."""
+    """POST /admin/rollback, which is /admin/updates/rollback too, and /admin/refresh, answered {"version": ...}, and
+    /admin/drain, {"draining": true}."""
 
     async def rollback(_: Request) -> Response:
         return JSONResponse({"version": await admin.rollback()})
@@ -55,7 +58,8 @@ def admin_routes(admin: Admin) -> list[Route]:
         await admin.drain()
         return JSONResponse({"draining": True})
 
-    return [Route(f"/admin/{call.__name__}", call, methods=["POST"]) for call in (rollback, refresh, drain)]
+    calls = {"rollback": rollback, "updates/rollback": rollback, "refresh": refresh, "drain": drain}
+    return [Route(f"/admin/{name}", call, methods=["POST"]) for name, call in calls.items()]
 
 
 def admin_app(routes: Sequence[BaseRoute], *, token: str | None = None) -> Starlette:
@@ -167,8 +171,11 @@ async def _answer_serve(_: Request, error: Exception) -> Response:
     return _error(error.status.http, str(error))
 
 
-async def _answer_tierstore(_: Request, error: Exception) -> Response:
-    return _error(http_status(error), str(error))
+async def _answer_tierstore(request: Request, error: Exception) -> Response:
+    status = http_status(error)
+    if status >= 500:
+        _LOG.warning("%s %s: %s", request.method, request.url.path, error)
+    return _error(status, str(error))
 
 
 async def _answer_unexpected(_: Request, error: Exception) -> Response:

@@ -5,7 +5,8 @@
   the upload ends; what arrives counts, also if the connection breaks.
 - ``POST /admin/updates/ID/apply``: make it the current version, and have the server move to it; if that cannot show it,
   the replica goes back to the version before.
-- ``POST /admin/updates/rollback``: make the version before the current one.
+
+``Receiver.roll_back``, which makes the version before the current one, has its route among those of ``admin_routes``.
 
 Answers are JSON; errors ``{"error": ...}``. Who may ask is the admin port's business, not that of these routes.
 """
@@ -71,7 +72,6 @@ class Receiver:
         """For the admin port's app."""
         return [
             Route("/admin/updates", _answering(self._list), methods=["GET"]),
-            Route("/admin/updates/rollback", _answering(self._roll_back), methods=["POST"]),
             Route("/admin/updates/{id}", _answering(self._receive), methods=["PATCH"]),
             Route("/admin/updates/{id}/apply", _answering(self._apply), methods=["POST"]),
         ]
@@ -99,9 +99,6 @@ class Receiver:
                 for upload in self._uploads.all()
             },
         }
-
-    async def _roll_back(self, _request: Request) -> dict[str, Any]:
-        return {"version": await self.roll_back()}
 
     async def _receive(self, request: Request) -> dict[str, Any]:
         update_id = _update_id(request)

@@ -135,6 +135,11 @@ class Batcher:
         self._idle: Final = asyncio.Event()
 
     @property
+    def is_open(self) -> bool:
+        """Whether queries are taken: until it is drained or closed, or the executor takes no more jobs."""
+        return self._is_open
+
+    @property
     def num_waiting_queries(self) -> int:
         return len(self._line)
 

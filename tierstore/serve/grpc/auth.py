@@ -1,4 +1,5 @@
-"""Who may call: whoever knows the token, where there is one; anyone may ask whether the server is healthy."""
+"""Who may call: whoever knows the token, where there is one; anyone may ask whether the server is healthy, but not of a
+model, whose name could so be guessed."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
@@ -13,8 +14,7 @@ from .messages import HEALTH_SERVICE, INFERENCE_SERVICE
 __all__ = ["BearerAuthentication"]
 
 _OPEN: Final = frozenset(
-    {f"/{INFERENCE_SERVICE}/{name}" for name in ("ModelReady", "ServerLive", "ServerReady")}
-    | {f"/{HEALTH_SERVICE}/Check"}
+    {f"/{INFERENCE_SERVICE}/{name}" for name in ("ServerLive", "ServerReady")} | {f"/{HEALTH_SERVICE}/Check"}
 )
 _HEADER: Final = "authorization"
 

@@ -1,0 +1,74 @@
+"""Errors are one line and say the way out; what a command does not need is not loaded."""
+
+import subprocess
+import sys
+
+import pytest
+
+import tierstore
+from tierstore import cli
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["trian"], 2, "tierstore: unknown command 'trian'; did you mean 'train'?\n"),
+        (["qqq"], 2, "tierstore: unknown command 'qqq'; commands are train, demo, inspect, verify, "),
+        (["train"], 2, "tierstore: give a run file: tierstore train FILE.toml; --keys prints one with all keys\n"),
+        (["train", "nosuch.toml"], 2, "tierstore: nosuch.toml: there is no such run file\n"),
+        (["inspect", "nosuch"], 1, "tierstore: no store at "),
+        (["verify", "nosuch"], 1, "tierstore: no store at "),
+        (["rollback", "nosuch", "1"], 1, "tierstore: no store at "),
+        (["compact", "nosuch", "new"], 1, "tierstore: no store at "),
+        (["export", "nosuch", "out"], 1, "tierstore: no store at "),
+        (["export", "nosuch", "out", "--at", "0"], 2, "tierstore: version=0 must be in "),
+        (["export", "nosuch", "out", "--format", "safetensor"], 2, "tierstore: --format safetensor: did you mean "),
+        (["import", "new", "nosuch"], 1, "tierstore: [Errno 2] No such file or directory: "),
+        (["import", "new", "f", "--map", "weight"], 2, "tierstore: --map weight: write KEY=TABLE, as --map model.item"),
+        (["import", "new", "f", "--map", "a=b", "--map", "a=c"], 2, "tierstore: --map names 'a' twice, as 'b' and 'c'"),
+        (["import", "new", "f", "--optimizer", "adm"], 2, "tierstore: --optimizer adm: did you mean 'adam'?\n"),
+        (["import", "new", "f", "--optimizer", "x"], 2, "tierstore: --optimizer x: choose from sgd, rowwise_adagrad, "),
+        (["import", "new", "f", "--lr", "0.1"], 2, "tierstore: --lr goes with --optimizer NAME; give both\n"),
+        (
+            ["import", "new", "f", "--optimizer", "sgd", "--eps", "1"],
+            2,
+            "tierstore: --eps: sgd has no eps; it has lr, ",
+        ),
+        (["import", "new", "f", "--optimizer", "sgd", "--lr", "-1"], 2, "tierstore: SGD: lr=-1.0 must be finite"),
+        (["import", "new", "f", "--dtype", "float61"], 2, "tierstore: --dtype float61: did you mean 'float16'?\n"),
+        (["import", "new", "f", "--pooling", "men"], 2, "tierstore: --pooling men: did you mean 'mean'?\n"),
+    ],
+)
+def test_errors_are_one_line_with_a_status(arguments, status, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(arguments) == status
+    errors = capsys.readouterr().err
+    assert errors.startswith(message)
+    assert errors.count("\n") == 1
+
+
+def test_traceback_shows_where_an_error_arose(tmp_path):
+    with pytest.raises(tierstore.errors.StoreNotFoundError):
+        cli.main(["inspect", str(tmp_path / "nosuch"), "--traceback"])
+
+
+def test_the_module_runs_and_closes_quietly_when_nobody_reads(tmp_path):
+    finished = subprocess.run(
+        [sys.executable, "-m", "tierstore", "--version"], capture_output=True, text=True, check=True
+    )
+    assert finished.stdout == f"tierstore {tierstore.__version__}\n"
+
+
+def test_the_command_line_loads_nothing_before_a_command_runs():
+    code = """
+import sys, tierstore
+before = set(sys.modules)
+import tierstore.cli
+tierstore.cli.build_parser()
+print(*sorted(name for name in set(sys.modules) - before if name.startswith(("tierstore", "tqdm"))))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    light = ("", ".command", ".config", ".messages", ".waiting_threads")
+    of_serve = ["tierstore.serve" + name for name in light]
+    of_all = ["tierstore.cli", "tierstore.commands", "tierstore.names", "tierstore.options"]
+    assert done.stdout.split() == [*of_all, *of_serve]

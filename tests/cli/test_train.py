@@ -1,0 +1,60 @@
+"""train and demo: flags and the keys of a run file."""
+
+import pytest
+
+from tierstore import cli
+from tierstore.train import RunConfig, config_file
+
+
+def test_every_flag_of_train_that_stands_for_a_key_names_a_real_one():
+    known = config_file.to_dict(RunConfig())
+    for flag in cli._TRAIN_FLAGS:
+        section, _, key = flag.key.partition(".")
+        assert key in known[section]
+
+
+def test_keys_is_a_run_file_of_all_defaults(capsys, tmp_path):
+    assert cli.main(["train", "--keys"]) == 0
+    path = tmp_path / "run.toml"
+    path.write_text(capsys.readouterr().out)
+    assert config_file.load(path) == RunConfig()
+
+
+def overrides(*arguments):
+    options = cli.build_parser().parse_args(["train", "run.toml", *arguments])
+    return [(section, key, value) for section, key, value, _ in cli._overrides(options)]
+
+
+def test_flags_become_overrides_and_win_over_set():
+    assert overrides("--epochs", "3", "--set", "train.epochs=2", "--ddr", "1024", "--data", "7") == [
+        ("train", "epochs", 2),
+        ("data", "path", "7"),
+        ("store", "ddr", "1024"),
+        ("train", "epochs", 3),
+    ]
+    assert overrides("--prefetch-depth", "0") == [("train", "prefetch_depth", 0)]
+    assert overrides("--device", "cuda:1", "--hbm", "5% of tables") == [
+        ("store", "hbm", "5% of tables"),
+        ("store", "device", "cuda:1"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "device", "hbm"),
+    [([], "cpu", None), (["--device", "cuda", "--hbm", "1MiB"], "cuda", "1MiB"), (["--hbm", "0"], "cpu", "0")],
+)
+def test_demo_hands_over_its_device(arguments, device, hbm, monkeypatch):
+    from tierstore.train import demo
+
+    given = {}
+    monkeypatch.setattr(demo, "run_demo", lambda directory, **rest: given.update(rest) or True)
+    assert cli.main(["demo", *arguments]) == 0
+    assert (given["device"], given["hbm"]) == (device, hbm)
+
+
+def test_a_wrong_flag_is_named_with_its_key(tmp_path, capsys):
+    run_file = tmp_path / "run.toml"
+    run_file.write_text("")
+    assert cli.main(["train", str(run_file), "--epochs", "0"]) == 2
+    expected = f"expected 1 or more, up to {2**63 - 1}"
+    assert capsys.readouterr().err == f"tierstore: --epochs 0: train.epochs = 0: {expected}\n"
