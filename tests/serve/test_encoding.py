@@ -20,12 +20,14 @@ class Held:
         self.began = threading.Event()
         self.may_go_on = threading.Event()
         self.ended = threading.Event()
+        self.went_on = False
 
     def __call__(self, pause: Pause) -> str:
         try:
             self.began.set()
             assert self.may_go_on.wait(SECONDS), "the loop went on only when this ended"
             pause()
+            self.went_on = True
             return "done"
         finally:
             self.ended.set()
@@ -78,6 +80,7 @@ def test_cancelled_work_ends_at_its_next_pause_and_counts_until_then() -> None:
         for work in given_up:
             work.may_go_on.set()
             await until(work.ended)
+            assert not work.went_on
         assert await asyncio.wait_for(waiting, SECONDS) == "done"
 
     asyncio.run(check())

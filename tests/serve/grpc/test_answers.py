@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import queue
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -160,7 +161,7 @@ def test_a_streams_answers_that_nobody_reads_are_bounded(stub_of: Callable[..., 
 
     def requests() -> Iterator[Any]:
         yield from [raw_request()] * 5
-        go_on.wait(WAIT_SECONDS)
+        go_on.wait(2 * WAIT_SECONDS)
 
     with serving(GrpcLimits(max_unsent_bytes=9 * MEBIBYTE)) as served:
         stub = stub_of(served, is_stingy=True)
@@ -317,3 +318,14 @@ def test_connections_are_bounded() -> None:
             is_live(connect())
         assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
         assert all(is_live(stub) for stub in within)
+
+
+@pytest.mark.parametrize("sent", [b"", b"PRI * HTTP/2.0\r\n"])
+def test_who_does_not_shake_hands_is_cut_off(sent: bytes) -> None:
+    with (
+        serving(GrpcLimits(handshake_seconds=0.2)) as served,
+        socket.create_connection(("127.0.0.1", served.port), WAIT_SECONDS) as silent,
+    ):
+        silent.sendall(sent)
+        while silent.recv(1 << 16):  # the server speaks first
+            pass
