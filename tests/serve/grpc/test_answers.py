@@ -286,6 +286,29 @@ def test_calls_that_ask_nothing_do_not_keep_others_out(stub_of: Callable[..., An
         over.set()
 
 
+def test_room_is_made_though_the_oldest_call_is_about_to_end() -> None:
+    """Its time may be up at the very moment at which another comes."""
+
+    class Expiring:
+        def expired(self) -> bool:
+            return True
+
+        def reschedule(self, _: float) -> None:
+            raise RuntimeError("Cannot change state of expiring Timeout")
+
+    async def check() -> None:
+        async def requests() -> Any:
+            yield b"asked"
+
+        asked = InferenceService(FakeEngine(), GrpcLimits())
+        asked._awaited.update({Expiring(): None for _ in range(MAX_AWAITED)})  # type: ignore[misc]
+        with asked._awaiting() as limit:
+            assert await asked._receive(requests(), limit) == b"asked"
+        assert len(asked._awaited) == MAX_AWAITED - 1
+
+    asyncio.run(check())
+
+
 def test_calls_that_ask_nothing_are_calls_under_way(stub_of: Callable[..., Any]) -> None:
     over = threading.Event()
 

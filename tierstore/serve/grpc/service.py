@@ -156,7 +156,8 @@ class InferenceService:
                 if len(self._awaited) > MAX_AWAITED:
                     oldest = next(iter(self._awaited))
                     del self._awaited[oldest]
-                    oldest.reschedule(asyncio.get_running_loop().time())
+                    if not oldest.expired():  # else its time is up by itself just now
+                        oldest.reschedule(asyncio.get_running_loop().time())
                 return await anext(aiter(messages))
         except TimeoutError:
             seconds = self._limits.receive_seconds
@@ -298,16 +299,21 @@ class InferenceService:
             unsent.release()
 
     async def _model_infer(self, messages: AsyncIterator[bytes], context: Any) -> bytes:
-        """Counted until the response has left: a client that does not accept it has a place of those for inference."""
-        counted = ExitStack()
-        _when_over(counted.close)
+        """A large response keeps its place of those for inference until it has left: a client may not accept it. A
+        small one does not, or who asks for one after another would at times meet his own last call."""
+        sending = ExitStack()
+        _when_over(sending.close)
 
         async def respond() -> bytes:
-            counted.enter_context(self._admission())
-            unsent = counted.enter_context(self._sending())
-            data = await self._receive(messages, asyncio.timeout(self._limits.receive_seconds))
-            with self._holding(data):
-                return await self._infer(self._read(data), context.time_remaining(), unsent)
+            with ExitStack() as counted:
+                counted.enter_context(self._admission())
+                unsent = counted.enter_context(self._sending())
+                data = await self._receive(messages, asyncio.timeout(self._limits.receive_seconds))
+                with self._holding(data):
+                    encoded = await self._infer(self._read(data), context.time_remaining(), unsent)
+                if _counted(len(encoded)):
+                    sending.push(counted.pop_all())
+                return encoded
 
         return await self._or_abort(respond(), context)
 
