@@ -14,6 +14,7 @@ from torch import Tensor
 from .cache import RowCache
 from .converting import RowSource
 from .errors import ClosedError
+from .listing import resident_keys
 from .manifest import Manifest
 from .pool import Pool
 from .version import Version, unpack_tensors
@@ -89,11 +90,8 @@ class CachedRows(NamedTuple):
             room_bytes: for the rows read.
         """
         with pool.fill_lock, pool.lock:
-            pool.arrivals = Arrivals(is_changed)
-            slots = pool.cache.resident_slots()
-            keys: Any = None if pool.full else pool.cache.keys_of(slots)
-        if pool.full:  # whose slots are never another row's: lookups need not wait
-            keys = pool.full.keys_at(slots)
+            pool.arrivals = Arrivals(is_changed)  # notes from here on what comes in: the list may leave that out
+        keys = resident_keys(pool)
         room = room_bytes // pool.layout.row_bytes
         parts, stale = [_read(pool, keys[:0], read)], [keys[:0]]
         # The last first: what there is no room for are then likely next victims.

@@ -260,7 +260,7 @@ HELP = {
           --request-seconds SECONDS
                                 a request that gives no deadline has this one (default: 10.0)
           --body-bytes N        longest request (default: 67108864)
-          --connections N       REST connections at a time (default: 1000)
+          --connections N       connections at a time, of REST and of gRPC each (default: 1000)
           --receive-seconds SECONDS
                                 time for a request to arrive whole (default: 30.0)
           --out-of-range TEXT   "reject": ids that are no rows are an error; "zero": they count as rows of zeros,

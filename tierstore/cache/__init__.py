@@ -22,7 +22,7 @@ import difflib
 from collections.abc import Callable
 from typing import Any, Final
 
-from .base import Admission, AdmitStatus, Announceable, CacheCounters, RowCache
+from .base import Admission, AdmitStatus, Announceable, CacheCounters, Listable, Listing, RowCache
 from .ddr import OVERHEAD_BYTES, DdrCache
 from .ddr import capacity_for as _ddr_capacity_for
 from .ddr import size_bytes_of as _ddr_size_bytes_of
@@ -40,6 +40,8 @@ __all__ = [
     "CacheCounters",
     "DdrCache",
     "FullCache",
+    "Listable",
+    "Listing",
     "ReferenceCache",
     "RowCache",
     "capacity_for",

@@ -32,13 +32,16 @@ __all__ = [
     "flagged_slots",
     "keys_of_slots",
     "list_slots",
+    "list_unlisted",
     "mark_slots",
     "move_flags",
     "pin_slots",
     "replay_keys",
     "touch_slots",
+    "unmoved_slot",
     "unpin_slots",
     "victim_slots",
+    "walk_slots",
 ]
 
 RESIDENT: Final = 1
@@ -388,4 +391,56 @@ def list_slots(state: CacheState, listed: Int32s) -> int:
         listed[count] = slot
         count += 1
         slot = np.int64(slots[slot]["next"])
+    return count
+
+
+@kernel
+def unmoved_slot(state: CacheState, visited: Int32s, keys: Int64s, stamps: Int32s) -> int:
+    """The last of the visited slots whose row no admission has met since, or -1: most likely it is where it was in
+    eviction order, as were those before it."""
+    slots = state.slots
+    for i in range(visited.size - 1, -1, -1):
+        slot = np.int64(visited[i])
+        if slots[slot]["flags"] != 0 and slots[slot]["key"] == keys[i] and slots[slot]["stamp"] == stamps[i]:
+            return int(slot)
+    return -1
+
+
+@kernel
+def walk_slots(
+    state: CacheState,
+    start: int,
+    is_listed: NDArray[np.bool_],
+    visited: Int32s,
+    keys: Int64s,
+    stamps: Int32s,
+    is_new: NDArray[np.bool_],
+) -> int:
+    """Visit the slots behind ``start`` in eviction order, -1 for all, and list those that are not; how many were
+    visited, fewer than there is room for at the end."""
+    slots = state.slots
+    root = np.int64(slots.size - 1)
+    slot = np.int64(slots[root if start < 0 else start]["next"])
+    count = 0
+    while slot != root and count < visited.size:
+        visited[count] = slot
+        keys[count] = slots[slot]["key"]
+        stamps[count] = slots[slot]["stamp"]
+        is_new[count] = not is_listed[slot]
+        is_listed[slot] = True
+        count += 1
+        slot = np.int64(slots[slot]["next"])
+    return count
+
+
+@kernel
+def list_unlisted(state: CacheState, first: int, stop: int, is_listed: NDArray[np.bool_], keys: Int64s) -> int:
+    """Keys of the resident slots from ``first`` to ``stop`` that were not listed; returns how many."""
+    slots = state.slots
+    count = 0
+    for slot in range(first, min(stop, state.tallies[Tally.USED_SLOTS])):
+        if slots[slot]["flags"] != 0 and not is_listed[slot]:
+            is_listed[slot] = True
+            keys[count] = slots[slot]["key"]
+            count += 1
     return count

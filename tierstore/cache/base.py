@@ -15,7 +15,18 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Admission", "AdmitStatus", "Announceable", "CacheCounters", "Int32s", "Int64s", "RowCache", "Words"]
+__all__ = [
+    "Admission",
+    "AdmitStatus",
+    "Announceable",
+    "CacheCounters",
+    "Int32s",
+    "Int64s",
+    "Listable",
+    "Listing",
+    "RowCache",
+    "Words",
+]
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -80,6 +91,38 @@ class Admission:
         """int32 [num_missing]: the slots that await their rows."""
         slots: Int32s = self.unique_slots[self.missing[: self.num_missing]]
         return slots
+
+
+class Listing:
+    """The resident rows of a cache on their way into a list; ``Listable.list_more`` fills it in, over several calls.
+
+    Attributes:
+        keys: int64 [n] each, in order; a row that left its slot and came back is in twice.
+        is_listed: bool [capacity]: slots that were listed, whatever row they hold now.
+        visited: slots, keys and stamps of the last part of the walk in eviction order: where to go on.
+        num_steps: of that walk.
+        is_walked: whether it is over, and what it missed is looked for by slot numbers.
+        next_slot: the first that was not looked at so.
+    """
+
+    __slots__ = ("is_listed", "is_walked", "keys", "next_slot", "num_steps", "visited")
+
+    def __init__(self, capacity: int) -> None:
+        self.keys: list[Int64s] = []
+        self.is_listed = np.zeros(capacity, np.bool_)
+        self.visited: tuple[Int32s, Int64s, Int32s] | None = None
+        self.num_steps = 0
+        self.is_walked = False
+        self.next_slot = 0
+
+
+@runtime_checkable
+class Listable(Protocol):
+    """A cache whose rows may be listed in parts, while others use it in between."""
+
+    def list_more(self, listing: Listing, limit: int) -> bool:
+        """Go on by at most ``limit`` rows; False once all are listed that were resident all the while, next victims
+        first as far as the order stood still, and those last that moved. Loading ones are included."""
 
 
 @runtime_checkable

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import admission as kernels
-from .base import Admission, AdmitStatus, CacheCounters, Int32s, Int64s, Words
+from .base import Admission, AdmitStatus, CacheCounters, Int32s, Int64s, Listing, Words
 from .books import (
     BATCH_DTYPE,
     BUCKET_BYTES,
@@ -299,6 +299,38 @@ class DdrCache:
         count = kernels.list_slots(self._books, listed)
         assert count == len(listed), f"at least {count} slots in the policy's list, {len(listed)} resident"
         return listed
+
+    def list_more(self, listing: Listing, limit: int) -> bool:
+        """See Listable.
+
+        The walk goes on behind the last row that was not used since. Rows move while it pauses, and it may lose its
+        place; so the slots that it passed over are looked for by their numbers, which never change.
+        """
+        if not listing.is_walked:
+            listing.is_walked = not self._walk_on(listing, limit)
+            return True
+        stop = min(listing.next_slot + limit, self.capacity)
+        keys: Int64s = np.empty(stop - listing.next_slot, np.int64)
+        count = kernels.list_unlisted(self._books, listing.next_slot, stop, listing.is_listed, keys)
+        listing.keys.append(keys[:count])
+        listing.next_slot = stop
+        return stop < self.capacity
+
+    def _walk_on(self, listing: Listing, limit: int) -> bool:
+        """Whether there is more of the walk."""
+        start = -1
+        if listing.visited is not None:
+            start = kernels.unmoved_slot(self._books, *listing.visited)
+            if start < 0:
+                return False
+        visited, stamps = np.empty(limit, np.int32), np.empty(limit, np.int32)
+        keys, is_new = np.empty(limit, np.int64), np.empty(limit, np.bool_)
+        count = kernels.walk_slots(self._books, start, listing.is_listed, visited, keys, stamps, is_new)
+        listing.keys.append(keys[:count][is_new[:count]])
+        listing.visited = visited[:count], keys[:count], stamps[:count]
+        listing.num_steps += count
+        # Rows that were listed may move behind the walk faster than it goes.
+        return count == limit and listing.num_steps < 2 * self.capacity
 
     def evict(self, slots: Int32s) -> None:
         slots = checked_slots(slots)

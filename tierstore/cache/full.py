@@ -15,7 +15,7 @@ from .._jit import prefetch_item
 from .._jit import uncounted_kernel as kernel
 from ..rows import KEY_ROW_BITS
 from .admission import DIRTY, FLAGS, FROZEN, LOADING, RESIDENT, UNCLEAN
-from .base import Admission, AdmitStatus, CacheCounters, Int32s, Int64s
+from .base import Admission, AdmitStatus, CacheCounters, Int32s, Int64s, Listing
 from .ddr import ALIGNMENT_BYTES, CAPACITY_MAX, aligned_arena, checked_keys, checked_slots
 from .index import ABSENT
 
@@ -281,6 +281,14 @@ class FullCache:
     def resident_slots(self) -> Int32s:
         """int32 [num_resident], in order of their numbers: nothing is ever evicted for another row."""
         return self._flagged(RESIDENT)
+
+    def list_more(self, listing: Listing, limit: int) -> bool:
+        """See Listable. Slots that are never another row's are listed in the order of their numbers."""
+        first, stop = listing.next_slot, min(listing.next_slot + limit, self.capacity)
+        found = np.flatnonzero(self.flags[first:stop] & np.uint8(RESIDENT)) + first
+        listing.keys.append(self.keys_at(found.astype(np.int32)))
+        listing.next_slot = stop
+        return stop < self.capacity
 
     def evict(self, slots: Int32s) -> None:
         slots = checked_slots(slots)

@@ -49,7 +49,7 @@ class ServeConfig:
     max_queue_requests: int = option(4096, "requests that may wait for a model; more are refused (503)")
     request_seconds: float = option(10.0, "a request that gives no deadline has this one")
     body_bytes: int = option(64 << 20, "longest request")
-    connections: int = option(1000, "REST connections at a time")
+    connections: int = option(1000, "connections at a time, of REST and of gRPC each")
     receive_seconds: float = option(30.0, "time for a request to arrive whole")
     out_of_range: OutOfRange = option(
         "reject", '"reject": ids that are no rows are an error; "zero": they count as rows of zeros, and are counted'

@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from ..errors import ClosedError, DamagedError
+from ..listing import resident_keys
 from ..rows import KEY_ROW_BITS
 from ..store import Store
 from ..trace import read_trace
@@ -37,11 +38,7 @@ def hot_rows(store: Store) -> dict[str, Any]:
     names = {table.index: name for name, table in tables_by_name}
     found: dict[str, Any] = {}
     for pool in dict.fromkeys(table.pool for _, table in tables_by_name):
-        with pool.lock:
-            slots = pool.cache.resident_slots()
-            keys: Any = None if pool.full else pool.cache.keys_of(slots)
-        if pool.full:  # whose slots are never another row's: lookups need not wait
-            keys = pool.full.keys_at(slots)
+        keys = resident_keys(pool)
         tables = keys >> KEY_ROW_BITS
         for index in names.keys() & np.unique(tables).tolist():
             found[names[index]] = keys[tables == index] & _ROW_MASK

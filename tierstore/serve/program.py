@@ -17,7 +17,7 @@ from .admin.app import admin_app, admin_routes
 from .admin.receiving import Receiver
 from .config import ServeConfig
 from .engine import StoreEngine
-from .grpc.limits import GrpcLimits
+from .grpc.limits import MAX_COUNT, GrpcLimits
 from .grpc.server import GrpcServer
 from .logs import configure
 from .monitoring.app import monitoring_routes
@@ -71,6 +71,7 @@ class Server:
             GrpcLimits(
                 max_request_bytes=config.body_bytes,
                 max_held_bytes=max(GrpcLimits().max_held_bytes, config.body_bytes),
+                max_connections=min(config.connections, MAX_COUNT),
                 reuse_port=config.workers > 1,
             ),
             host=config.host,

@@ -201,6 +201,7 @@ def test_far_too_many_connections_are_cut() -> None:
 
 HEADERS_TOO_LONG = [
     b"GET /" + b"x" * 5000 + b" HTTP/1.1\r\nhost: a\r\n\r\n",
+    b"GET /v2?" + b"a=b&" * 1250 + b" HTTP/1.1\r\nhost: a\r\n\r\n",
     b"GET /v2 HTTP/1.1\r\nhost: " + b"a" * 5000 + b"\r\n\r\n",
     b"GET /v2 HTTP/1.1\r\n" + b"a: b\r\n" * 700 + b"\r\n",
     b"GET /v2 HTTP/1.1\r\n" + b"a" * 5000 + b": b\r\n\r\n",

@@ -365,6 +365,16 @@ def test_tls(tls: TlsFiles, use_uvloop: bool) -> None:
             assert b"HTTP" not in read_to_end(sock)
 
 
+@pytest.mark.parametrize("use_uvloop", [False, True])
+def test_who_does_not_shake_hands_is_cut_off(tls: TlsFiles, use_uvloop: bool) -> None:
+    with serving(tls=tls, use_uvloop=use_uvloop, limits=HttpLimits(receive_seconds=0.2)) as server:
+        with server.connect() as silent, server.connect() as slow:
+            slow.sendall(b"\x16\x03\x01\x02\x00")  # where a handshake begins
+            assert read_to_end(silent) == b""
+            assert read_to_end(slow) == b""
+        assert server.server.num_connections == 0
+
+
 def test_tls_files_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError), serving(tls=TlsFiles(tmp_path / "no.pem", tmp_path / "no.key")):
         pass

@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple
 from google.protobuf.message import DecodeError
 
 from ...excerpt import excerpt
+from ..encoding import Pause, go_on
 from ..messages import InferRequest, InferResponse, Parameters, ServeError, Status
 from ..tensors.binary import binary_data
 from ..tensors.shapes import MAX_TENSORS, invalid_tensor, require_supported
@@ -16,6 +17,7 @@ from .wire import join_fields, split_field
 
 __all__ = [
     "RawRequest",
+    "count_slow_elements",
     "decode_request",
     "encode_response",
     "encode_stream_error",
@@ -132,20 +134,35 @@ def _fill_parameters(field: Any, parameters: Mapping[str, bool | int | float | s
             field[name].string_param = value
 
 
-def encode_response(response: InferResponse, *, is_raw: bool) -> bytes:
-    """A ``ModelInferResponse``; raw in any case if an output has no typed form."""
+def _leaves_raw(response: InferResponse, *, is_raw: bool) -> bool:
+    return is_raw or any(tensor.datatype in RAW_ONLY for tensor in response.outputs.values())
+
+
+def count_slow_elements(response: InferResponse, *, is_raw: bool) -> int:
+    """Elements of a response that are encoded one by one: those of typed contents, and BYTES."""
+    leaves_raw = _leaves_raw(response, is_raw=is_raw)
+    return sum(tensor.data.size for tensor in response.outputs.values() if not leaves_raw or tensor.datatype == "BYTES")
+
+
+def encode_response(response: InferResponse, *, is_raw: bool, pause: Pause = go_on) -> bytes:
+    """A ``ModelInferResponse``; raw in any case if an output has no typed form.
+
+    Args:
+        pause: called between pieces of what is encoded element by element.
+    """
     message = message_class("ModelInferResponse")(
         model_name=response.model, model_version=response.version, id=response.id
     )
     _fill_parameters(message.parameters, response.parameters)
-    tensors = response.outputs.values()
-    is_raw = is_raw or any(tensor.datatype in RAW_ONLY for tensor in tensors)
+    is_raw = _leaves_raw(response, is_raw=is_raw)
     for name, tensor in response.outputs.items():
         output = message.outputs.add(name=name, datatype=tensor.datatype, shape=tensor.data.shape)
         if not is_raw:
-            fill_contents(output.contents, tensor)
+            fill_contents(output.contents, tensor, pause)
     rest = message.SerializeToString()
-    return join_fields(rest, _RAW_OUTPUTS, ([binary_data(tensor)] for tensor in tensors)) if is_raw else rest
+    if not is_raw:
+        return bytes(rest)
+    return join_fields(rest, _RAW_OUTPUTS, ([binary_data(tensor)] for tensor in response.outputs.values()))
 
 
 def encode_stream_response(response: bytes) -> bytes:

@@ -4,22 +4,26 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ...options import check_ranges, option
+from ..encoding import MAX_ELEMENTS
 
-__all__ = ["RESERVED_RPCS", "GrpcLimits"]
+__all__ = ["MAX_AWAITED", "MAX_COUNT", "RESERVED_RPCS", "GrpcLimits"]
 
 RESERVED_RPCS: Final = 64
 """Calls beside inference that are answered even while ``max_concurrent_rpcs`` are under way: health, metadata."""
+MAX_AWAITED: Final = RESERVED_RPCS // 2
+"""Of those, so many whose request has not come yet: if there is one more, the one that has taken longest is ended."""
 
-_MAX_INT32: Final = (1 << 31) - 1
+MAX_COUNT: Final = (1 << 31) - 1
+"""gRPC counts in 32 bits."""
 
 
 def _count(default: int, text: str, *, low: int = 1) -> Any:
-    return option(default, text, low=low, high=_MAX_INT32)
+    return option(default, text, low=low, high=MAX_COUNT)
 
 
 def _seconds(default: float, text: str) -> Any:
     # gRPC counts milliseconds in 32 bits.
-    return option(default, text, low=0.001, high=_MAX_INT32 // 1000)
+    return option(default, text, low=0.001, high=MAX_COUNT // 1000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +35,15 @@ class GrpcLimits:
         1 << 30, "bytes of the requests that are being answered, together; one beyond that is refused", low=1024
     )
     max_response_bytes: int = _count(64 << 20, "bytes of a response's message", low=1024)
+    max_response_elements: int = _count(
+        MAX_ELEMENTS, "elements of a response as typed contents, or of BYTES; more of other datatypes leave raw only"
+    )
+    max_unsent_bytes: int = _count(
+        1 << 30,
+        "responses above 64 KiB, together, that are being encoded or that clients have not accepted yet; one beyond "
+        "that is refused instead",
+    )
+    max_connections: int = _count(1000, "connections at a time; one more is closed")
     max_metadata_bytes: int = _count(16 << 10, "bytes of a call's metadata", low=1024)
     max_concurrent_rpcs: int = _count(256, "inference calls under way, over all connections; a stream counts as one")
     max_streams: int = _count(128, "ModelStreamInfer calls among them")
@@ -77,6 +90,7 @@ class GrpcLimits:
             "grpc.max_receive_message_length": self.max_request_bytes,
             # The server refuses a response that is too long itself, with a message that says so.
             "grpc.max_send_message_length": -1,
+            "grpc.max_allowed_incoming_connections": self.max_connections,
             "grpc.max_metadata_size": self.max_metadata_bytes,
             "grpc.absolute_max_metadata_size": self.max_metadata_bytes,
             "grpc.max_concurrent_streams": self.max_concurrent_streams,

@@ -6,6 +6,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from ..encoding import MAX_ELEMENTS, Pause, go_on, pieces_of
 from ..messages import DATATYPES, InferTensor, ServeError, Status
 from ..tensors.binary import bytes_of, parse_binary_data
 from ..tensors.shapes import MAX_TENSORS, TensorHead, parse_head, require_supported
@@ -17,7 +18,7 @@ __all__ = [
     "fill_contents",
 ]
 
-MAX_SLOW_ELEMENTS: Final = 1 << 20
+MAX_SLOW_ELEMENTS: Final = MAX_ELEMENTS
 """Elements of a request that Python handles one by one: those of typed contents, and BYTES."""
 
 RAW_ONLY: Final = frozenset({"FP16", "BF16"})
@@ -106,8 +107,8 @@ def decode_tensors(tensors: Sequence[Any], raws: Sequence[memoryview]) -> dict[s
     return inputs
 
 
-def fill_contents(contents: Any, tensor: InferTensor) -> None:
-    """Put a tensor into an ``InferTensorContents``; not for those of ``RAW_ONLY``."""
-    flat = tensor.data.reshape(-1)
-    values = map(bytes_of, flat) if tensor.datatype == "BYTES" else flat.tolist()
-    getattr(contents, _CONTENTS[tensor.datatype]).extend(values)
+def fill_contents(contents: Any, tensor: InferTensor, pause: Pause = go_on) -> None:
+    """Put a tensor into an ``InferTensorContents``, piece by piece; not for those of ``RAW_ONLY``."""
+    values = getattr(contents, _CONTENTS[tensor.datatype])
+    for piece in pieces_of(tensor.data.reshape(-1), pause):
+        values.extend(map(bytes_of, piece) if tensor.datatype == "BYTES" else piece.tolist())

@@ -5,7 +5,9 @@ Plain ASGI: paths are few, and what a framework does around each request costs a
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 from urllib.parse import quote, unquote
 
@@ -15,10 +17,18 @@ from starlette.types import Receive, Scope, Send
 from ... import __version__
 from ...excerpt import excerpt
 from ..base import Engine
-from ..messages import EXTENSIONS, InferResponse, ModelMetadata, ServeError, Status, TensorSpec
+from ..encoding import Encoders
+from ..messages import EXTENSIONS, ModelMetadata, ServeError, Status, TensorSpec
 from ..tensors.binary import JSON_LENGTH_HEADER
 from .body import BodyReader
-from .infer_body import MAX_ID_CHARACTERS, InferCall, parse_infer, write_infer
+from .infer_body import (
+    MAX_ID_CHARACTERS,
+    InferBody,
+    InferCall,
+    count_slow_elements,
+    parse_infer,
+    write_infer,
+)
 from .limits import HttpLimits
 from .openapi import DESCRIPTION
 from .replies import SMALL_BYTES, Header, Reply, error_reply, json_reply, send_reply
@@ -40,6 +50,7 @@ class RestApp:
         self._engine = engine
         self._limits = limits or HttpLimits()
         self._bodies = BodyReader(self._limits)
+        self._encoders = Encoders()
         self._unsent_bytes = 0
 
     @property
@@ -49,7 +60,7 @@ class RestApp:
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes of large responses that clients have not accepted yet."""
+        """Bytes of large responses that are being written, or that clients have not accepted yet."""
         return self._unsent_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,15 +76,24 @@ class RestApp:
         await self._send(send, reply)
 
     async def _send(self, send: Send, reply: Reply) -> None:
-        size = len(reply.body) if len(reply.body) > SMALL_BYTES else 0
+        try:
+            with self._unsent(len(reply.body)):
+                await send_reply(send, reply)
+        except ServeError as error:
+            await send_reply(send, error_reply(error.status.http, str(error)))
+
+    @contextmanager
+    def _unsent(self, size: int) -> Iterator[None]:
+        """Counts the bytes of a response if it is large; ServeError OVERLOADED if all together are too many."""
+        size = size if size > SMALL_BYTES else 0
         limit = self._limits.responses_bytes
         if self._unsent_bytes + size > limit:
             error = ServeError(Status.OVERLOADED, f"clients have yet to accept {limit} bytes; try again later")
             self._engine.note_refused("http", error)
-            reply, size = error_reply(error.status.http, str(error)), 0
+            raise error
         self._unsent_bytes += size
         try:
-            await send_reply(send, reply)
+            yield
         finally:
             self._unsent_bytes -= size
 
@@ -153,10 +173,24 @@ class RestApp:
                     raise
                 request_id = call.request.id
                 del body
-                response = await _infer_while_connected(self._engine, call, receive)
-                return _infer_reply(response, call, request_id)
+                written = await _while_connected(self._infer_and_write(call), receive)
+                return _infer_reply(written, request_id)
         except ServeError as error:
             return error_reply(error.status.http, str(error), *_id_header(request_id))
+
+    async def _infer_and_write(self, call: InferCall) -> InferBody:
+        response = await self._engine.infer(call.request)
+        num_elements = count_slow_elements(response, call.wanted)
+        if num_elements > self._limits.json_elements:
+            error = ServeError(
+                Status.TOO_LARGE,
+                f"the response has {num_elements} numbers, and {self._limits.json_elements} are sent as JSON; ask for "
+                "binary data (the parameter binary_data_output), or for less at once",
+            )
+            self._engine.note_refused("http", error)
+            raise error
+        with self._unsent(sum(tensor.data.nbytes for tensor in response.outputs.values())):
+            return await self._encoders.encode(partial(write_infer, response, call.wanted), num_elements)
 
     def _parse(
         self, body: bytes, headers: Mapping[bytes, bytes], model: str, version: str, default_id: str
@@ -186,11 +220,11 @@ def _parts(scope: Scope) -> list[str]:
     return [unquote(part) for part in path.removesuffix("/").split("/")]
 
 
-async def _infer_while_connected(engine: Engine, call: InferCall, receive: Receive) -> InferResponse:
-    """The engine's answer; if the client disconnects first, the engine's work is cancelled.
+async def _while_connected(work: Coroutine[Any, Any, InferBody], receive: Receive) -> InferBody:
+    """What the work gives; if the client disconnects first, the work is cancelled.
 
     Raises:
-        ServeError: the engine's.
+        ServeError: the work's.
         ClientDisconnect: nobody waits for an answer.
     """
     task = asyncio.current_task()
@@ -206,7 +240,7 @@ async def _infer_while_connected(engine: Engine, call: InferCall, receive: Recei
 
     watcher = asyncio.create_task(watch())
     try:
-        return await engine.infer(call.request)
+        return await work
     except asyncio.CancelledError:
         if not gone:
             raise
@@ -216,8 +250,7 @@ async def _infer_while_connected(engine: Engine, call: InferCall, receive: Recei
         watcher.cancel()
 
 
-def _infer_reply(response: InferResponse, call: InferCall, request_id: str) -> Reply:
-    body = write_infer(response, call.wanted)
+def _infer_reply(body: InferBody, request_id: str) -> Reply:
     if body.json_bytes is None:
         headers: tuple[Header, ...] = ((b"content-type", b"application/json"),)
     else:

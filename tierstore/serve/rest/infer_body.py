@@ -12,10 +12,11 @@ from typing import Any, Final, NamedTuple
 import orjson
 
 from ...excerpt import excerpt
+from ..encoding import Pause, go_on
 from ..messages import InferRequest, InferResponse, InferTensor, Parameters, ServeError, Status
 from ..tensors.binary import JSON_LENGTH_HEADER, MAX_BYTES_ELEMENTS, binary_data, parse_binary_data
 from ..tensors.shapes import MAX_TENSORS, TensorHead, parse_head, require_supported
-from .json_tensors import json_data, parse_json_data
+from .json_tensors import parse_json_data, write_json_data
 
 __all__ = [
     "MAX_ID_CHARACTERS",
@@ -25,6 +26,7 @@ __all__ = [
     "InferBody",
     "InferCall",
     "WantedOutputs",
+    "count_slow_elements",
     "parse_infer",
     "write_infer",
 ]
@@ -250,8 +252,20 @@ def _tensor_parameters(entry: dict[str, Any], kind: str, name: str) -> dict[str,
     return parameters
 
 
-def write_infer(response: InferResponse, wanted: WantedOutputs) -> InferBody:
+def count_slow_elements(response: InferResponse, wanted: WantedOutputs) -> int:
+    """Elements of a response that are written one by one: those of JSON, and BYTES."""
+    return sum(
+        tensor.data.size
+        for name, tensor in response.outputs.items()
+        if tensor.datatype == "BYTES" or not wanted.is_binary(name)
+    )
+
+
+def write_infer(response: InferResponse, wanted: WantedOutputs, pause: Pause = go_on) -> InferBody:
     """The body of a response.
+
+    Args:
+        pause: called between pieces of what is written element by element.
 
     Raises:
         ServeError: INVALID, if an output is wanted as JSON that JSON cannot carry.
@@ -264,9 +278,9 @@ def write_infer(response: InferResponse, wanted: WantedOutputs) -> InferBody:
             parts.append(binary_data(tensor))
             output["parameters"] = {"binary_data_size": len(parts[-1])}
         else:
-            output["data"] = json_data(name, tensor)
+            output["data"] = write_json_data(name, tensor, pause)
         outputs.append(output)
-    parts[0] = orjson.dumps(_answer(response, outputs), option=orjson.OPT_SERIALIZE_NUMPY)
+    parts[0] = orjson.dumps(_answer(response, outputs))
     return InferBody(b"".join(parts), len(parts[0]) if len(parts) > 1 else None)
 
 

@@ -10,13 +10,15 @@ from itertools import chain
 from typing import Any, Final
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 
 from ...excerpt import excerpt
+from ..encoding import Pause, go_on, pieces_of
 from ..messages import DATATYPES, InferTensor, ServeError, Status
 from ..tensors.shapes import TensorHead
 
-__all__ = ["json_data", "parse_json_data"]
+__all__ = ["json_data", "parse_json_data", "write_json_data"]
 
 _JSON_NAMES: Final[dict[type, str]] = {
     bool: "a boolean",
@@ -122,3 +124,16 @@ def json_data(name: str, tensor: InferTensor) -> NDArray[Any] | list[str]:
         raise ServeError(
             Status.INVALID, f"output {excerpt(name)} is not UTF-8, which JSON needs; ask for it with binary_data"
         ) from None
+
+
+def write_json_data(name: str, tensor: InferTensor, pause: Pause = go_on) -> orjson.Fragment:
+    """A tensor's flat ``data`` as text, written piece by piece.
+
+    Raises:
+        ServeError: as ``json_data``.
+    """
+    texts = [
+        orjson.dumps(json_data(name, InferTensor(tensor.datatype, piece)), option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+        for piece in pieces_of(tensor.data.reshape(-1), pause)
+    ]
+    return orjson.Fragment(b"[%b]" % b",".join(texts))

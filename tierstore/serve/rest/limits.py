@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...options import check_ranges, option
+from ..encoding import MAX_ELEMENTS
 
 __all__ = ["HttpLimits"]
 
@@ -20,9 +21,12 @@ class HttpLimits:
     json_bytes: int = _limit(
         2 << 20, "longest JSON in a request: while it is parsed nobody else is served; larger tensors go as binary data"
     )
+    json_elements: int = _limit(MAX_ELEMENTS, "numbers of a response in JSON; more are sent as binary data only")
     bodies_bytes: int = _limit(1 << 30, "bodies of all requests under way; a request beyond that is answered 503")
     responses_bytes: int = _limit(
-        1 << 30, "responses above 64 KiB that clients have not accepted yet; one beyond that is answered 503 instead"
+        1 << 30,
+        "responses above 64 KiB that are being written, or that clients have not accepted yet; one beyond that is "
+        "answered 503 instead",
     )
     header_bytes: int = _limit(16 << 10, "longest request line and header fields, and what chunks add to a body")
     connections: int = _limit(1000, "connections at a time; one more is answered 503")
