@@ -114,7 +114,7 @@ class Demand:
     ) -> "Demand":
         """As a trace has it. Its batches are taken for those of the workload.
 
-        The last batch may be a part of one; averages leave it out if there are others.
+        The last batch may be a part of one; averages leave it out if there are others, and all are listed.
 
         Args:
             accesses: every access, not once a batch only; sampled or not.
@@ -129,13 +129,13 @@ class Demand:
         def pool(layout: RowLayout, tables: list[TableShape]) -> PoolDemand:
             names = {table.name for table in tables}
             own = _chosen(accesses, np.array([name in names for name in accesses.tables]))
-            distinct = once_a_batch(own)
+            distinct, lookups = once_a_batch(own), _lookups_a_batch(own)
             return PoolDemand(
                 layout=layout,
                 tables=tuple(table.name for table in tables),
                 num_rows=sum(table.num_embeddings for table in tables),
-                lookups=_a_batch(own),
-                unique=_a_batch(distinct),
+                lookups=lookups,
+                unique=min(lookups, _a_batch(distinct)),
                 curve=make_curve(distinct, policy, sampling_rate=sampling_rate)
                 if len(distinct.keys)
                 else _unused(policy),
@@ -208,7 +208,8 @@ def _chosen(accesses: Accesses, is_chosen: "np.ndarray[tuple[int], np.dtype[np.b
     """Those of the tables that are chosen, by index."""
     chosen = is_chosen[accesses.keys >> KEY_ROW_BITS]
     starts = np.append(0, np.cumsum(chosen))[accesses.starts]
-    return accesses._replace(keys=accesses.keys[chosen], starts=starts)
+    lookups = accesses.lookups_of(np.flatnonzero(is_chosen).tolist())
+    return accesses._replace(keys=accesses.keys[chosen], starts=starts, all_lookups=lookups)
 
 
 def _rows_a_block(distinct: Accesses, layout: RowLayout) -> float:
@@ -221,7 +222,17 @@ def _rows_a_block(distinct: Accesses, layout: RowLayout) -> float:
     return len(distinct.keys) / len(blocks.keys)
 
 
+def _lookups_a_batch(accesses: Accesses) -> float:
+    """Of all rows, on average. If they were counted, the sample says only which part of them is of the last batch."""
+    if accesses.all_lookups is None:
+        return _a_batch(accesses)
+    counted = sum(accesses.all_lookups)
+    if not len(accesses.keys):
+        return counted / max(accesses.all_batches, 1)
+    return _a_batch(accesses) * counted * accesses.sampling_rate / len(accesses.keys)
+
+
 def _a_batch(accesses: Accesses) -> float:
     """Accesses of a batch, on average, of all rows."""
-    starts = accesses.starts[:-1] if accesses.num_batches > 1 else accesses.starts
+    starts = accesses.starts[:-1] if accesses.num_batches > 1 and not accesses.unlisted else accesses.starts
     return float(starts[-1] - starts[0]) / (len(starts) - 1 + accesses.unlisted) / accesses.sampling_rate
