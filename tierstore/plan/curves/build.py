@@ -106,16 +106,14 @@ def by_table(
     order = np.argsort(indexes.astype(np.min_scalar_type(len(accesses.tables))), kind="stable")
     ends = np.cumsum(np.bincount(indexes, minlength=len(accesses.tables))).tolist()
     found = {}
-    for index, (begin, end) in enumerate(itertools.pairwise([0, *ends])):
+    for index, (name, (begin, end)) in enumerate(zip(accesses.tables, itertools.pairwise([0, *ends]), strict=True)):
         if begin == end:
             continue
         keys = accesses.keys[order[begin:end]]
         own = accesses._replace(keys=keys, starts=np.array([0, len(keys)]), all_lookups=accesses.lookups_of([index]))
         rate = max(sampling_rate, min(1.0, _FEWEST_SAMPLED / numbered(keys).num_rows)) if sampling_rate < 1 else 1.0
         told = None if progress is None else _part(progress, begin, end, len(accesses.keys))
-        found[accesses.tables[index]] = curve(
-            own, policy, sizes=sizes, sampling_rate=rate, correct=correct, progress=told
-        )
+        found[name] = curve(own, policy, sizes=sizes, sampling_rate=rate, correct=correct, progress=told)
     return found
 
 
