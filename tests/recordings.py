@@ -69,7 +69,8 @@ def entries_of(trace: Trace) -> list[Entry]:
 def check(trace: Trace, log: Sequence[Batch], indexes: Mapping[str, int]) -> None:
     """That the trace holds just what the log says, at its sampling rate.
 
-    Below a rate of 1 a batch is one entry, and one without a sampled row counts to the next that has some.
+    Below a rate of 1 a batch is one entry, and one without a sampled row counts to the next that has some; and lookups
+    of all rows and all batches are counted.
     """
     assert list(trace.tables) == list(indexes)
     assert trace.batch_starts is not None
@@ -77,10 +78,17 @@ def check(trace: Trace, log: Sequence[Batch], indexes: Mapping[str, int]) -> Non
     if trace.sampling_rate == 1:
         assert entries_of(trace) == [sample for batch in log for sample in batch.by_sample()]
         assert np.diff(trace.batch_starts).tolist() == sizes
+        assert (trace.all_lookups, trace.all_batches) == (None, None)
     else:
         whole = [batch.whole(indexes, trace.sampling_rate) for batch in log]
         assert entries_of(trace) == [entry for entry in whole if entry]
         ends = [sum(sizes[: place + 1]) for place, entry in enumerate(whole) if entry]
         assert trace.batch_starts.tolist() == [0, *ends[:-1], *([sum(sizes)] if ends else [])]
+        counts = dict.fromkeys(indexes, 0)
+        for batch in log:
+            for table, ids, _ in batch.features:
+                counts[table] += len(ids)
+        assert trace.all_lookups == tuple(counts.values())
+        assert trace.all_batches == len(log)
     if log:
         assert trace.batch_samples == round(sum(sizes) / len(sizes))

@@ -22,7 +22,8 @@ def add(recorded: Recorded, batch: Batch, last: np.uint64 | None = None) -> None
     last = recorded.last if last is None else last
     found = np.array(keys, np.int64)
     kept = np.ones(len(found), np.bool_) if last == ALL else is_sampled(found, (int(last) + 1) / 2**64)
-    recorded.add(found[kept], np.array(samples, np.int64)[kept], batch.samples, last)
+    counts = np.bincount(found >> 40, minlength=recorded.num_tables)
+    recorded.add(found[kept], np.array(samples, np.int64)[kept], batch.samples, last, counts)
 
 
 @given(
@@ -94,9 +95,9 @@ def test_halving_takes_no_more_memory_than_there_may_be(rate: float) -> None:
     recorded = Recorded(["a"], rate=rate, max_bytes=max_bytes)
     while recorded.rate == rate:
         keys = generator.integers(0, 1 << 20, 2000)
-        keys = keys[is_sampled(keys, rate)]
+        keys, counts = keys[is_sampled(keys, rate)], np.array([2000])
         tracemalloc.start()
-        recorded.add(keys, np.zeros(len(keys), np.int32), 1, recorded.last)
+        recorded.add(keys, np.zeros(len(keys), np.int32), 1, recorded.last, counts)
         took = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert took <= max_bytes
@@ -134,3 +135,11 @@ def test_a_new_table_counts() -> None:
     log.append(Batch(1, [Feature("b", list(range(20)), [20])]))
     add(recorded, log[1])
     check(recorded.contents().trace(), log, {"a": 0, "b": 1})
+
+
+def test_lookups_counted_before_a_table_was_made() -> None:
+    """A thread counts, another makes the table, the first adds."""
+    recorded = Recorded(["a"], rate=0.5, max_bytes=4000)
+    recorded.add_table("b")
+    recorded.add(np.empty(0, np.int64), None, 1, recorded.last, np.array([7]))
+    assert recorded.contents().trace().all_lookups == (7, 0)

@@ -27,9 +27,35 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["trace.npz"]
 
 
-def _described(trace: Trace) -> tuple[int, list[str], list[int] | None]:
-    starts = trace.batch_starts
-    return trace.batch_samples, list(trace.tables), None if starts is None else starts.tolist()
+def _described(trace: Trace) -> tuple[object, ...]:
+    starts, counts = trace.batch_starts, (trace.all_lookups, trace.all_batches)
+    return trace.batch_samples, list(trace.tables), None if starts is None else starts.tolist(), counts
+
+
+def test_what_was_counted_of_all_rows(tmp_path: Path) -> None:
+    """Beside what a file has without; one count may be there without the other."""
+    tables = {"b": table([7, 8], [0, 1, 2]), "a": table([3], [0, 0, 1])}
+    for lookups, batches in (((200, 3), 5), (None, 2), ((2, 1 << 50), None)):
+        trace = Trace(tables=tables, batch_samples=1, sampling_rate=0.01, all_lookups=lookups, all_batches=batches)
+        write_trace(trace, tmp_path / "trace.npz", force=True)
+        assert same(read_trace(tmp_path / "trace.npz"), trace)
+    plain = {"a.ids", "a.offsets", "b.ids", "b.offsets", "batch_samples", "sampling_rate"}
+    with np.load(tmp_path / "trace.npz") as file:
+        assert set(file.files) == plain | {"all_lookups"}
+
+
+@pytest.mark.parametrize(
+    ("lookups", "batches", "reason"),
+    [
+        ((1,), None, "all_lookups are of 1 tables; there are 2"),
+        ((2, 0), None, "all_lookups has 0 of table 'a', of which 1 are listed"),
+        (None, 1, "all_batches is 1; 2 are listed"),
+    ],
+)
+def test_counts_that_cannot_be(lookups: tuple[int, ...] | None, batches: int | None, reason: str) -> None:
+    tables = {"b": table([7, 8], [0, 1, 2]), "a": table([3], [0, 0, 1])}
+    with pytest.raises(ValueError, match=reason):
+        Trace(tables=tables, batch_samples=1, sampling_rate=0.5, all_lookups=lookups, all_batches=batches)
 
 
 @pytest.mark.parametrize(
@@ -110,6 +136,18 @@ def test_files_that_are_no_trace(tmp_path: Path) -> None:
     np.savez(path, **(arrays | {"batch_samples": np.array([1, 2])}))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="must be one int64"):
         read_trace(path)
+    wrong: list[tuple[str, np.ndarray, str]] = [
+        ("all_batches", np.array([9]), "all_batches must be one int64"),
+        ("all_batches", np.array(9.0), "all_batches must be one int64"),
+        ("all_lookups", np.array(9), "all_lookups are int64, 0-d; int64, 1-d wanted"),
+        ("all_lookups", np.array([9.0]), "all_lookups are float64, 1-d; int64, 1-d wanted"),
+        ("sampling_rate", np.array(1), "sampling_rate must be one float64"),
+        ("rows_of_tomorrow", np.array(9), "has 'rows_of_tomorrow', which this version of tierstore does not know"),
+    ]
+    for name, array, reason in wrong:
+        np.savez(path, **(arrays | {name: array}))  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=rf"file\.npz is no trace: .*{reason}"):
+            read_trace(path)
     np.save(tmp_path / "one.npy", np.zeros(3))
     with pytest.raises(ValueError, match="a single array"):
         read_trace(tmp_path / "one.npy")

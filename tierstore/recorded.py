@@ -60,6 +60,7 @@ class Contents(NamedTuple):
         sample_ends: int64 [batches], how many samples there were until its end. A batch of which no row is sampled is
             not listed: its samples count to the one after it.
         num_samples, num_batches: of all.
+        lookups: of all rows, by table.
     """
 
     tables: tuple[str, ...]
@@ -70,6 +71,7 @@ class Contents(NamedTuple):
     sample_ends: Int64s
     num_samples: int
     num_batches: int
+    lookups: tuple[int, ...]
 
     def trace(self) -> Trace:
         """As a trace: an entry a sample where all rows are in it, else an entry a batch. Takes the memory of the trace
@@ -89,7 +91,14 @@ class Contents(NamedTuple):
             for name, end, own in zip(self.tables, ends, offsets, strict=True)
         }
         mean = max(1, round(self.num_samples / max(1, self.num_batches)))
-        return Trace(tables=tables, batch_samples=mean, sampling_rate=self.rate, batch_starts=starts)
+        return Trace(
+            tables=tables,
+            batch_samples=mean,
+            sampling_rate=self.rate,
+            batch_starts=starts,
+            all_lookups=None if by_sample else self.lookups,
+            all_batches=None if by_sample else self.num_batches,
+        )
 
 
 @kernel
@@ -149,6 +158,7 @@ class Recorded:
         self._rate = rate
         self._max_bytes = max_bytes
         self._num_samples = self._num_batches = 0
+        self._lookups = np.zeros(len(tables), np.int64)
         self._keys = _Column.empty(np.int64)
         self._samples = _Column.empty(np.int32) if self.last == ALL else None
         self._key_ends, self._sample_ends = _Column.empty(np.int64), _Column.empty(np.int64)
@@ -157,6 +167,10 @@ class Recorded:
     def rate(self) -> float:
         """The sampling rate now."""
         return self._rate
+
+    @property
+    def num_tables(self) -> int:
+        return len(self._tables)
 
     @property
     def size_bytes(self) -> int:
@@ -169,8 +183,9 @@ class Recorded:
     def add_table(self, name: str) -> None:
         """There is one more table."""
         self._tables.append(name)
+        self._lookups = np.append(self._lookups, 0)
 
-    def add(self, keys: Int64s, samples: Any, num_samples: int, last: np.uint64) -> None:
+    def add(self, keys: Int64s, samples: Any, num_samples: int, last: np.uint64, lookups: Int64s) -> None:
         """One batch.
 
         Args:
@@ -178,11 +193,13 @@ class Recorded:
             samples: int32 [n], the sample that each is of; not looked at where the rate is below 1.
             num_samples: of the batch, 1 or more.
             last: of the rate that the rows were sampled at, this one or an earlier one.
+            lookups: int64 [tables], how many there were of all rows; tables that came since may be missing.
         """
         if last != self.last:
             keys = keys[is_sampled(keys, self._rate)]
         self._num_samples += num_samples
         self._num_batches += 1
+        self._lookups[: len(lookups)] += lookups
         if self._samples is not None:
             self._samples.append(samples, len(keys))
         elif not len(keys):
@@ -216,4 +233,5 @@ class Recorded:
             sample_ends=self._sample_ends.values,
             num_samples=self._num_samples,
             num_batches=self._num_batches,
+            lookups=tuple(self._lookups.tolist()),
         )

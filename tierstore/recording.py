@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+from ._jit import kernel
 from .errors import TierstoreError
 from .exchange.output import require_room
 from .lookup import Joined, Sources
@@ -63,7 +64,7 @@ def require_recordable(path: str | os.PathLike[str], max_bytes: int | str = "64M
 
 
 class _Found(NamedTuple):
-    """The sampled rows of a lookup: int64 [n] each."""
+    """The sampled rows of lookups: int64 [n] each."""
 
     keys: Any
     samples: Any
@@ -113,8 +114,8 @@ class Recorder:
         """What there is, in a line."""
         found = self._contents()
         return (
-            f"{self.path}: {len(found.keys):,} lookups of {100 * found.rate:g} % of the rows, in "
-            f"{found.num_batches:,} batches with {found.num_samples:,} samples"
+            f"{self.path}: {len(found.keys):,} lookups of {100 * found.rate:g} % of the rows, "
+            f"{sum(found.lookups):,} of all, in {found.num_batches:,} batches with {found.num_samples:,} samples"
         )
 
     def add_table(self, name: str) -> None:
@@ -127,32 +128,32 @@ class Recorder:
     @shielded
     def note_lookups(self, lookups: Sequence[Joined]) -> None:
         """One batch of a module, pooled just now."""
-        last = self._recorded.last
-        found = [_select(each.sources, last) for each in lookups]
-        if len(found) == 1:
-            self._add(*found[0], lookups[0].batch, last)
-        elif found:
-            keys, samples = (np.concatenate(parts) for parts in zip(*found, strict=True))
-            self._add(keys, samples, lookups[0].batch, last)
+        if lookups:
+            self._add([each.sources for each in lookups], lookups[0].batch)
 
     @shielded
     def note_bags(self, table_index: int, ids: Any, offsets: Any) -> None:
         """A batch of bags of one table: int64 or int32 [n], int64 [bags + 1]."""
-        last, bags = self._recorded.last, len(offsets) - 1
-        first = np.array([table_index << KEY_ROW_BITS], np.int64)
-        self._add(*_select(Sources(ids, _ZERO, first, bags, offsets), last), bags, last)
+        first, bags = np.array([table_index << KEY_ROW_BITS], np.int64), len(offsets) - 1
+        self._add([Sources(ids, _ZERO, first, bags, offsets)], bags)
 
     @shielded
     def note_rows(self, keys: Any) -> None:
-        """Rows read as they are, int64 [n]: as many samples."""
-        last, count = self._recorded.last, len(keys)
-        offsets = np.arange(count + 1) if last == ALL else np.array([0, count], np.int64)
-        self._add(*_select(Sources(keys, _ZERO, _ZERO, len(offsets) - 1, offsets), last), count, last)
+        """Rows of one table read as they are, int64 [n]: as many samples."""
+        count, by_sample = len(keys), self._recorded.last == ALL
+        offsets = np.arange(count + 1) if by_sample else np.array([0, count], np.int64)
+        self._add([Sources(keys, _ZERO, _ZERO, len(offsets) - 1, offsets)], count)
 
-    def _add(self, keys: Any, samples: Any, num_samples: int, last: np.uint64) -> None:
+    def _add(self, sources: Sequence[Sources], num_samples: int) -> None:
+        """One batch."""
+        last, lookups = self._recorded.last, np.zeros(self._recorded.num_tables, np.int64)
+        parts = [_select(each, last) for each in sources]
+        found = parts[0] if len(parts) == 1 else _Found(*map(np.concatenate, zip(*parts, strict=True)))
+        for each in sources:
+            _count(*each, lookups)
         with self._lock:
             if num_samples and not self._is_over:
-                self._recorded.add(keys, samples, num_samples, last)
+                self._recorded.add(*found, num_samples, last, lookups)
 
     # Writing
 
@@ -214,10 +215,22 @@ def _select(sources: Sources, last: np.uint64) -> _Found:
     return _Found(keys, (np.searchsorted(sources.bag_starts, positions, side="right") - 1) % sources.batch)
 
 
+@kernel
+def _count(ids: Any, starts: Any, firsts: Any, batch: int, bag_starts: Any, lookups: Any) -> None:
+    """Ids of all rows by table, added to ``lookups``, int64 [tables]; the rest is as of ``plan.sampling.select``."""
+    for feature in range(starts.shape[0]):
+        count = bag_starts[(feature + 1) * batch] - bag_starts[feature * batch]
+        if count:
+            # Where ids are keys already, the first key of their table is 0 to ``select``.
+            lookups[(firsts[feature] + ids[starts[feature]]) >> KEY_ROW_BITS] += count
+
+
 @shielded
 def _compile() -> None:
     """Now, rather than in the middle of the first step."""
     for id_type in (np.int64, np.int32):
-        _select(Sources(np.zeros(1, id_type), _ZERO, _ZERO, 1, np.array([0, 1], np.int64)), ALL)
+        sources = Sources(np.zeros(1, id_type), _ZERO, _ZERO, 1, np.array([0, 1], np.int64))
+        _select(sources, ALL)
+        _count(*sources, np.zeros(1, np.int64))
     is_sampled(_ZERO, 1.0)
     Recorded(["t"], rate=1.0, max_bytes=0).contents().trace()

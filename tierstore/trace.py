@@ -9,6 +9,11 @@ sample, and all tables have the same. ``batch_samples``, one int64, says how man
 samples from ``batch_starts[b]`` to ``batch_starts[b + 1]``, and ``batch_samples`` is their mean. With it, an entry may
 also be a whole batch, which one sees by the number of entries: of a sample next to nothing is left once one row in a
 hundred is.
+
+A sample does not say how much was looked up in all: as popular rows are in it or not, it has more than its share or
+less. So a recording has what it counted of all rows, in two arrays that may be missing: ``all_lookups``, int64
+[tables], the ids looked up in each table, in the order of the tables; ``all_batches``, one int64, the batches, of which
+those without a sampled row are not listed.
 """
 
 import contextlib
@@ -27,15 +32,28 @@ from .excerpt import excerpt
 from .exchange.output import partial_file
 from .rows import MAX_ROWS
 
-__all__ = ["BATCH_SAMPLES", "BATCH_STARTS", "SAMPLING_RATE", "TableTrace", "Trace", "read_trace", "write_trace"]
+__all__ = [
+    "ALL_BATCHES",
+    "ALL_LOOKUPS",
+    "BATCH_SAMPLES",
+    "BATCH_STARTS",
+    "SAMPLING_RATE",
+    "TableTrace",
+    "Trace",
+    "read_trace",
+    "write_trace",
+]
 
 Int64s = NDArray[np.int64]
 
+ALL_BATCHES: Final = "all_batches"
+ALL_LOOKUPS: Final = "all_lookups"
 BATCH_SAMPLES: Final = "batch_samples"
 BATCH_STARTS: Final = "batch_starts"
 SAMPLING_RATE: Final = "sampling_rate"
 _IDS: Final = ".ids"
 _OFFSETS: Final = ".offsets"
+_OPTIONAL: Final = frozenset({ALL_BATCHES, ALL_LOOKUPS, BATCH_STARTS, SAMPLING_RATE})
 _HEADS: Final = (b"\x93NUMPY", b"PK")
 
 
@@ -55,15 +73,20 @@ class Trace:
         batch_samples: samples in a batch, on average.
         sampling_rate: the share of all rows that are in it, each with all its accesses; 1: every row.
         batch_starts: int64 [batches + 1], in samples; None where all batches are of one size, the last excepted.
+        all_lookups: lookups of all rows, whether in the trace or not, by table in the order of ``tables``; None where
+            it is not known, or those in the trace are all.
+        all_batches: as many, with those of which no row is in the trace; None likewise.
 
     Raises:
-        ValueError: ids, offsets or starts cannot be; names the table.
+        ValueError: ids, offsets, starts or counts cannot be; names the table.
     """
 
     tables: Mapping[str, TableTrace]
     batch_samples: int
     sampling_rate: float = 1.0
     batch_starts: Int64s | None = None
+    all_lookups: tuple[int, ...] | None = None
+    all_batches: int | None = None
 
     def __post_init__(self) -> None:
         if not self.tables:
@@ -83,6 +106,20 @@ class Trace:
             )
         if self.batch_starts is not None:
             _check_starts(self.batch_starts, self.num_entries)
+        self._check_counts()
+
+    def _check_counts(self) -> None:
+        """That there are no fewer of all than are listed."""
+        if self.all_lookups is not None:
+            if len(self.all_lookups) != len(self.tables):
+                raise ValueError(f"{ALL_LOOKUPS} are of {len(self.all_lookups)} tables; there are {len(self.tables)}")
+            for (name, table), count in zip(self.tables.items(), self.all_lookups, strict=True):
+                if count < len(table.ids):
+                    raise ValueError(
+                        f"{ALL_LOOKUPS} has {count} of table {excerpt(name)}, of which {len(table.ids)} are listed"
+                    )
+        if self.all_batches is not None and self.all_batches < len(self.batch_bounds) - 1:
+            raise ValueError(f"{ALL_BATCHES} is {self.all_batches}; {len(self.batch_bounds) - 1} are listed")
 
     @property
     def num_entries(self) -> int:
@@ -142,6 +179,10 @@ def write_trace(trace: Trace, path: str | os.PathLike[str], *, force: bool = Fal
         arrays[SAMPLING_RATE] = np.array(trace.sampling_rate)
     if trace.batch_starts is not None:
         arrays[BATCH_STARTS] = trace.batch_starts
+    if trace.all_lookups is not None:
+        arrays[ALL_LOOKUPS] = np.array(trace.all_lookups, np.int64)
+    if trace.all_batches is not None:
+        arrays[ALL_BATCHES] = np.array(trace.all_batches, np.int64)
     for name, table in trace.tables.items():
         arrays |= {name + _IDS: table.ids, name + _OFFSETS: table.offsets}
     with partial_file(Path(path), force=force) as descriptor, os.fdopen(os.dup(descriptor), "wb") as file:
@@ -168,21 +209,35 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
 def _parse(file: "np.lib.npyio.NpzFile") -> Trace:
     names = [name.removesuffix(_IDS) for name in file.files if name.endswith(_IDS)]
     wanted = {BATCH_SAMPLES, *(name + end for name in names for end in (_IDS, _OFFSETS))}
-    found = set(file.files) - {SAMPLING_RATE, BATCH_STARTS}
+    found = set(file.files) - _OPTIONAL
+    unknown = [name for name in found - wanted if not name.endswith((_IDS, _OFFSETS))]
+    if unknown:
+        raise ValueError(
+            f"it has {excerpt(min(unknown))}, which this version of tierstore does not know; read it with the version "
+            "that wrote it, or a newer one"
+        )
     if wanted != found:
         raise ValueError(
             f"it has {excerpt(min(wanted ^ found))} alone; wanted are NAME.ids and NAME.offsets for each "
             f"table, and {BATCH_SAMPLES}"
         )
-    size = file[BATCH_SAMPLES]
-    if size.dtype != np.int64 or size.ndim:
-        raise ValueError(f"{BATCH_SAMPLES} must be one int64")
-    rate = file[SAMPLING_RATE] if SAMPLING_RATE in file.files else np.float64(1)
-    if rate.dtype != np.float64 or rate.ndim:
-        raise ValueError(f"{SAMPLING_RATE} must be one float64")
-    tables = {name: TableTrace(file[name + _IDS], file[name + _OFFSETS]) for name in names}
-    starts = file[BATCH_STARTS] if BATCH_STARTS in file.files else None
-    return Trace(tables=tables, batch_samples=int(size), sampling_rate=float(rate), batch_starts=starts)
+    lookups = file.get(ALL_LOOKUPS)
+    if lookups is not None and (lookups.dtype != np.int64 or lookups.ndim != 1):
+        raise ValueError(f"{ALL_LOOKUPS} are {lookups.dtype}, {lookups.ndim}-d; int64, 1-d wanted")
+    return Trace(
+        tables={name: TableTrace(file[name + _IDS], file[name + _OFFSETS]) for name in names},
+        batch_samples=int(_one(file[BATCH_SAMPLES], BATCH_SAMPLES, np.int64)),
+        sampling_rate=float(_one(file[SAMPLING_RATE], SAMPLING_RATE, np.float64)) if SAMPLING_RATE in file else 1.0,
+        batch_starts=file.get(BATCH_STARTS),
+        all_lookups=None if lookups is None else tuple(lookups.tolist()),
+        all_batches=int(_one(file[ALL_BATCHES], ALL_BATCHES, np.int64)) if ALL_BATCHES in file else None,
+    )
+
+
+def _one(array: NDArray[Any], name: str, dtype: type) -> Any:
+    if array.dtype != dtype or array.ndim:
+        raise ValueError(f"{name} must be one {np.dtype(dtype).name}")
+    return array
 
 
 @contextlib.contextmanager

@@ -62,6 +62,24 @@ def test_batches_of_a_recording() -> None:
     assert listed(found.keys, found.starts) == own
 
 
+def test_batches_that_a_recording_does_not_list() -> None:
+    """As it counted them; one that did not is asked for its samples."""
+    trace = replace(random_trace(5, 10), batch_starts=np.arange(11) * 7)
+    for size, guessed in ((7, 0), (5, 4)):
+        assert accesses_of(replace(trace, batch_samples=size)).unlisted == guessed
+        assert accesses_of(replace(trace, batch_samples=size, all_batches=13)).unlisted == 3
+    assert accesses_of(replace(random_trace(5, 10), all_batches=13)).all_batches == 13
+
+
+def test_lookups_of_all_rows_go_with_their_tables() -> None:
+    accesses = accesses_of(replace(random_trace(6, 10), all_lookups=(300, 200)))
+    assert accesses.all_lookups == (300, 200)
+    assert of_table(accesses, 0).all_lookups == (300, 0)
+    assert of_table(accesses, 1).all_lookups == (0, 200)
+    assert once_a_batch(accesses).all_lookups is None
+    assert of_table(once_a_batch(accesses), 1).all_lookups is None
+
+
 def test_each_row_of_a_batch_once_in_order_of_first_use() -> None:
     trace = random_trace(1, 30)
     found = once_a_batch(accesses_of(trace))

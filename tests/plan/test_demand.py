@@ -7,7 +7,7 @@ import pytest
 
 from bench.workload import ids_of
 from tests.plan.hosts import make_workload, slow_lru
-from tierstore.plan import TableShape, accesses_of
+from tierstore.plan import Accesses, TableShape, accesses_of
 from tierstore.plan.demand import Demand
 from tierstore.plan.placement.traffic import measured_demand
 from tierstore.plan.sampling import is_sampled
@@ -111,15 +111,40 @@ def test_batches_of_which_a_recording_has_no_row_count(rate: float) -> None:
     recorded, generator = Recorded(["a"], rate=rate, max_bytes=1 << 24), np.random.default_rng(1)
     for _ in range(20_000):
         keys = generator.integers(0, table.num_embeddings, 20)
-        recorded.add(keys[is_sampled(keys, rate)], None, 20, recorded.last)
+        recorded.add(keys[is_sampled(keys, rate)], None, 20, recorded.last, np.array([20]))
     accesses = accesses_of(recorded.contents().trace())
     assert accesses.all_batches == 20_000
     (pool,) = Demand.from_accesses(workload, accesses).pools
-    assert pool.lookups == pytest.approx(20, rel=0.05)
+    assert pool.lookups == pytest.approx(20, rel=0.005)
     assert pool.unique == pytest.approx(20, rel=0.05)
+    assert pool.unique <= pool.lookups
     assert pool.new_rows == pytest.approx(table.num_embeddings / 20_000, rel=0.1)
-    assert measured_demand(workload, accesses)["a"].lookups == pytest.approx(20, rel=0.05)
+    of_table = measured_demand(workload, accesses)["a"]
+    assert (of_table.lookups, of_table.distinct) == (20, pytest.approx(20, rel=0.05))
+    assert of_table.distinct <= of_table.lookups
     assert describe(accesses).total.ids_a_batch / rate == pytest.approx(20, rel=0.05)
+
+
+def test_ids_a_batch_are_those_that_were_counted(trace: Trace) -> None:
+    """Half of the last batch is missing, which is left out."""
+    accesses = accesses_of(trace)
+    starts = np.append(accesses.starts[:-1], (accesses.starts[-2] + accesses.starts[-1]) // 2)
+    plain = Demand.from_accesses(WORKLOAD, accesses._replace(starts=starts, keys=accesses.keys[: starts[-1]]))
+    counts = tuple(10 * int(count) for count in np.bincount(accesses.keys[: starts[-1]] >> 40))
+    sampled = accesses._replace(starts=starts, keys=accesses.keys[: starts[-1]], sampling_rate=0.2, all_lookups=counts)
+    found = Demand.from_accesses(WORKLOAD, sampled)
+    for pool, own in zip(found.pools, plain.pools, strict=True):
+        assert pool.lookups == pytest.approx(10 * own.lookups)
+        assert pool.unique == pytest.approx(min(10 * own.lookups, 5 * own.unique))
+
+
+def test_lookups_of_a_table_are_known_without_a_sampled_row() -> None:
+    """Of four batches two are listed."""
+    table = TableShape(name="a", num_embeddings=10, embedding_dim=16)
+    workload = Workload(name="w", tables=(table, replace(table, name="b", embedding_dim=8)), batch_samples=20)
+    accesses = Accesses(np.array([3, 4]), np.array([0, 1, 2]), ("a", "b"), 0.01, 2, (400, 80))
+    found = Demand.from_accesses(workload, accesses)
+    assert [(pool.lookups, pool.unique) for pool in found.pools] == [(100, 50), (20, 0)]
 
 
 def test_other_rows_of_the_same_tables(trace: Trace) -> None:

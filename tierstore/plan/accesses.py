@@ -1,6 +1,6 @@
 """Accesses: which rows are asked for, one after another, as a cache sees them. What miss-ratio curves are made of."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +26,8 @@ class Accesses(NamedTuple):
         sampling_rate: the share of all rows that are in it. Which ones a hash of the key decides
             (``sampling.is_sampled``), so that a row that is in it is there with every access.
         unlisted: batches beside those, in which none of the sampled rows was.
+        all_lookups: accesses to all rows, sampled or not, by table index; None where they are not known, or ``keys``
+            are all.
     """
 
     keys: Int64s
@@ -33,6 +35,7 @@ class Accesses(NamedTuple):
     tables: tuple[str, ...]
     sampling_rate: float = 1.0
     unlisted: int = 0
+    all_lookups: tuple[int, ...] | None = None
 
     @property
     def num_batches(self) -> int:
@@ -43,6 +46,15 @@ class Accesses(NamedTuple):
     def all_batches(self) -> int:
         """What means over the batches divide by."""
         return self.num_batches + self.unlisted
+
+    def lookups_of(self, indexes: Iterable[int]) -> tuple[int, ...] | None:
+        """``all_lookups`` with 0 for all tables but these."""
+        if self.all_lookups is None:
+            return None
+        found = [0] * len(self.all_lookups)
+        for index in indexes:
+            found[index] = self.all_lookups[index]
+        return tuple(found)
 
 
 class Numbered(NamedTuple):
@@ -74,23 +86,28 @@ def accesses_of(trace: Trace) -> Accesses:
         places = np.repeat(own - table.offsets[:-1], lengths[:, index]) + np.arange(len(table.ids))
         keys[places] = table.ids | (index << KEY_ROW_BITS)
     ends = np.append(0, np.cumsum(lengths.sum(1)))
-    return Accesses(keys, ends[trace.batch_bounds], tuple(trace.tables), trace.sampling_rate, _unlisted(trace))
+    starts, names = ends[trace.batch_bounds], tuple(trace.tables)
+    return Accesses(keys, starts, names, trace.sampling_rate, _unlisted(trace), trace.all_lookups)
 
 
 def _unlisted(trace: Trace) -> int:
-    """A sampled recording joins a batch of which it has no row to the next one, and keeps count of samples."""
+    """A sampled recording joins a batch of which it has no row to the next one. If it did not count batches, the
+    number of samples tells about how many there were."""
+    if trace.all_batches is not None:
+        return trace.all_batches - (len(trace.batch_bounds) - 1)
     if trace.num_entries == trace.num_samples:
         return 0
     return max(0, round(trace.num_samples / trace.batch_samples) - trace.num_entries)
 
 
 def once_a_batch(accesses: Accesses) -> Accesses:
-    """Each row of a batch once, in order of first use: what the tiers of a store count (``TierStats.unique``)."""
+    """Each row of a batch once, in order of first use: what the tiers of a store count (``TierStats.unique``). How
+    many these would be of all rows, no recording of a sample knows."""
     numbers, num_rows = numbered(accesses.keys)
     is_first = np.empty(len(numbers), np.bool_)
     _first_in_batch(numbers, accesses.starts, np.full(num_rows, -1, np.int64), is_first)
     starts = np.append(0, np.cumsum(is_first))[accesses.starts]
-    return accesses._replace(keys=accesses.keys[is_first], starts=starts)
+    return accesses._replace(keys=accesses.keys[is_first], starts=starts, all_lookups=None)
 
 
 @kernel
@@ -112,4 +129,5 @@ def of_tables(accesses: Accesses, indexes: Sequence[int]) -> Accesses:
     is_chosen = np.isin(np.arange(len(accesses.tables)), indexes)
     chosen = is_chosen[accesses.keys >> KEY_ROW_BITS]
     starts = np.append(0, np.cumsum(chosen))[accesses.starts]
-    return accesses._replace(keys=accesses.keys[chosen], starts=starts)
+    lookups = accesses.lookups_of(indexes)
+    return accesses._replace(keys=accesses.keys[chosen], starts=starts, all_lookups=lookups)

@@ -117,7 +117,7 @@ class Demand:
     ) -> "Demand":
         """As a trace has it. Its batches are taken for those of the workload.
 
-        The last batch may be a part of one; averages leave it out if there are others.
+        The last batch may be a part of one; averages leave it out if there are others, and all are listed.
 
         Args:
             accesses: every access, not once a batch only; sampled or not.
@@ -132,13 +132,13 @@ class Demand:
         def pool(layout: RowLayout, tables: list[TableShape]) -> PoolDemand:
             names = {table.name for table in tables}
             own = of_tables(accesses, [index for index, name in enumerate(accesses.tables) if name in names])
-            distinct = once_a_batch(own)
+            distinct, lookups = once_a_batch(own), _lookups_a_batch(own)
             return PoolDemand(
                 layout=layout,
                 tables=tuple(table.name for table in tables),
                 num_rows=_rows(tables),
-                lookups=_a_batch(own),
-                unique=_a_batch(distinct),
+                lookups=lookups,
+                unique=min(lookups, _a_batch(distinct)),
                 curve=make_curve(distinct, policy, sampling_rate=sampling_rate)
                 if len(distinct.keys)
                 else _unused(policy),
@@ -218,7 +218,17 @@ def _rows_a_block(distinct: Accesses, layout: RowLayout) -> float:
     return len(distinct.keys) / len(blocks.keys)
 
 
+def _lookups_a_batch(accesses: Accesses) -> float:
+    """Of all rows, on average. If they were counted, the sample says only which part of them is of the last batch."""
+    if accesses.all_lookups is None:
+        return _a_batch(accesses)
+    counted = sum(accesses.all_lookups)
+    if not len(accesses.keys):
+        return counted / max(accesses.all_batches, 1)
+    return _a_batch(accesses) * counted * accesses.sampling_rate / len(accesses.keys)
+
+
 def _a_batch(accesses: Accesses) -> float:
     """Accesses of a batch, on average, of all rows."""
-    starts = accesses.starts[:-1] if accesses.num_batches > 1 else accesses.starts
+    starts = accesses.starts[:-1] if accesses.num_batches > 1 and not accesses.unlisted else accesses.starts
     return float(starts[-1] - starts[0]) / (len(starts) - 1 + accesses.unlisted) / accesses.sampling_rate

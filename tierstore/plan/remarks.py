@@ -116,9 +116,10 @@ def assumptions_of(asked: PlanFile, setup: Setup, accesses: Accesses | None) -> 
     else:
         rate = accesses.sampling_rate * asked.trace.sampling_rate
         sample = "" if rate == 1 else f", curves by a sample of {100 * rate:g} % of the rows"
+        counted = "" if accesses.all_lookups is None else f" of {sum(accesses.all_lookups):,}"
         found.append(
-            f"accesses: {asked.trace.path}, {len(accesses.keys):,} in {accesses.all_batches:,} batches{sample}; its "
-            "batches are taken for those of the workload"
+            f"accesses: {asked.trace.path}, {len(accesses.keys):,}{counted} in {accesses.all_batches:,} batches"
+            f"{sample}; its batches are taken for those of the workload"
         )
         if accesses.all_batches < _LONG_TRACE:
             found.append(

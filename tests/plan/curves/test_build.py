@@ -119,6 +119,46 @@ def test_accesses_that_are_a_sample_give_the_curve_of_all() -> None:
     assert (quarter.sampling_rate, quarter.num_rows) == (0.25, 800)
 
 
+def test_lookups_of_all_rows_say_what_misses_are_a_share_of() -> None:
+    """The sampled rows have more accesses than their share, then fewer; the misses stay theirs."""
+    half = random_accesses(11)._replace(sampling_rate=0.5)
+    sizes = [1, 40, 400, 2000]
+    for policy in POLICIES:
+        plain = curve(half, policy, sizes=sizes)
+        for counts in ((4500, 0, 2500), (6000, 0, 4000)):
+            counted = half._replace(all_lookups=counts)
+            made = curve(counted, policy, sizes=sizes)
+            assert made.num_accesses == sum(counts)
+            expected = np.minimum(plain.miss_ratios * 8000 / sum(counts), 1)
+            np.testing.assert_allclose(made.miss_ratios, expected, rtol=1e-12)
+            uncorrected = curve(counted, policy, sizes=sizes, correct=False)
+            assert uncorrected.miss_ratios.tolist() == plain.miss_ratios.tolist()
+            assert uncorrected.num_accesses == sum(counts)
+    sampled = curve(counted, "lru", sizes=sizes, sampling_rate=0.5)
+    fewer = curve(half, "lru", sizes=sizes, sampling_rate=0.5)
+    np.testing.assert_allclose(sampled.miss_ratios, np.minimum(fewer.miss_ratios * 0.8, 1), rtol=1e-12)
+
+
+def test_each_table_has_its_own_lookups_of_all_rows() -> None:
+    half = random_accesses(12)._replace(sampling_rate=0.5, all_lookups=(7000, 0, 2600))
+    found = by_table(half, "lru")
+    assert [each.num_accesses for each in found.values()] == [7000, 2600]
+    for index, name in ((0, "a"), (2, "c")):
+        assert same(found[name], curve(of_table(half, index), "lru"))
+
+
+def test_windows_share_the_lookups_of_all_rows_by_their_batches() -> None:
+    """The last 700 of 1,000 accesses are of as many batches as the first 100, and those between of one."""
+    starts = np.concatenate([[0, 0], np.arange(10, 110, 10), [300], np.arange(370, 1001, 70)])
+    half = random_accesses(13, 1000)._replace(starts=starts, sampling_rate=0.5, all_lookups=(21_000, 0, 0))
+    parts = windows(half, "lru", 10, sizes=[1, 2000])
+    assert len(starts) == 23
+    assert [part.curve.num_accesses for part in parts] == [10_000, 500, 500, *[pytest.approx(10_000 / 7, abs=1)] * 7]
+    misses = sum(part.curve.miss_ratios[1] * part.curve.num_accesses for part in parts)
+    whole = curve(half, "lru", sizes=[1, 2000])
+    assert misses == pytest.approx(whole.miss_ratios[1] * 21_000, rel=0.001)
+
+
 def test_progress_of_tables_is_of_all_accesses() -> None:
     told: list[tuple[int, int]] = []
     by_table(random_accesses(8), "lfu", progress=lambda done, total: told.append((done, total)))

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -100,6 +101,11 @@ def test_a_recorded_sample_is_better_read_once_a_batch(path: Path, capsys: pytes
     assert "use --once-a-batch" in said
     assert run(path, "--once-a-batch") == 0
     assert "use --once-a-batch" not in capsys.readouterr().out
+    write_trace(replace(half, all_lookups=(4000, 1500)), path, force=True)
+    assert run(path) == 0
+    said = capsys.readouterr().out
+    assert "2,000 of 5,500 lookups of 2 tables, a sample of 0.5 of the rows" in said
+    assert "use --once-a-batch" not in said
 
 
 @pytest.mark.parametrize(

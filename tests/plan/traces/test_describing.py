@@ -83,6 +83,21 @@ def test_text_of_a_trace_and_of_a_sample() -> None:
     assert f"a sample: 10 % of the rows; all have about {10 * rows:,}" in describe(sampled).text()
 
 
+def test_a_sample_that_says_how_much_was_looked_up_in_all() -> None:
+    sampled = accesses_of(TRACE)._replace(sampling_rate=0.1, all_lookups=(1_234_567_890, 400))
+    found = describe(sampled)
+    assert [each.all_accesses for each in (*found.tables, found.total)] == [1_234_567_890, 400, 1_234_568_290]
+    assert found.total.accesses == len(sampled.keys)
+    lines = found.text().splitlines()
+    assert lines[1].endswith(", and 1,234,568,290 accesses")
+    rows = {line.split()[0]: line.split() for line in lines[2:] if line}
+    assert rows["table"][-2:] == ["all", "accesses"]
+    assert (rows["user"][1], rows["user"][-1]) == (f"{len(TRACE.tables['user'].ids):,}", "400")
+    assert max(map(len, lines)) <= 100
+    assert describe(TRACE).total.all_accesses == TRACE.num_lookups
+    assert describe(sampled._replace(all_lookups=None)).total.all_accesses is None
+
+
 def test_text_of_many_tables() -> None:
     keys = np.repeat(np.arange(60) << 40, np.arange(1, 61))
     lines = describe(Accesses(keys, np.array([0, len(keys)]), tuple(f"t{n}" for n in range(60)))).text().splitlines()

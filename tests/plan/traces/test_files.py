@@ -10,7 +10,7 @@ import pytest
 
 from tests.placing import random_trace
 from tierstore._jit import JIT_ENABLED
-from tierstore.plan import Accesses, accesses_of
+from tierstore.plan import Accesses, accesses_of, once_a_batch
 from tierstore.plan.traces import oracle_general as records
 from tierstore.plan.traces import read_accesses, write_accesses
 from tierstore.trace import TableTrace, Trace, write_trace
@@ -57,6 +57,13 @@ def test_npz_of_a_trace_is_its_accesses(tmp_path: Path) -> None:
     assert same(read_accesses(tmp_path / "trace.npz"), accesses_of(trace))
     write_accesses(accesses_of(trace), tmp_path / "again.npz")
     assert same(read_accesses(tmp_path / "again.npz"), accesses_of(trace))
+
+
+def test_npz_keeps_what_was_counted_of_all_rows(tmp_path: Path) -> None:
+    accesses = random_accesses(8)._replace(sampling_rate=0.01, unlisted=70, all_lookups=(9000, 8000, 7000))
+    for each in (accesses, once_a_batch(accesses), accesses._replace(unlisted=0)):
+        write_accesses(each, tmp_path / "trace.npz", force=True)
+        assert same(read_accesses(tmp_path / "trace.npz"), each)
 
 
 def test_npz_keeps_empty_batches(tmp_path: Path) -> None:

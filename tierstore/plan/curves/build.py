@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Final, NamedTuple, TypedDict, Unpack
+from typing import Any, Final, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,7 +59,7 @@ def curve(accesses: Accesses, policy: str, **options: Unpack[CurveOptions]) -> M
 
     Args:
         accesses: each counts. What the tiers of a store count is ``once_a_batch(accesses)``. Of a sample of the rows
-            (``accesses.sampling_rate``) the curve is that of all rows, by estimate.
+            (``accesses.sampling_rate``) the curve is that of all rows, by estimate; ``all_lookups`` make it better.
         policy: of ``POLICIES``.
         options: see ``CurveOptions``.
 
@@ -94,11 +94,11 @@ def by_table(accesses: Accesses, policy: str, **options: Unpack[CurveOptions]) -
     order = np.argsort(indexes.astype(np.min_scalar_type(len(accesses.tables))), kind="stable")
     ends = np.cumsum(np.bincount(indexes, minlength=len(accesses.tables))).tolist()
     found = {}
-    for name, (begin, end) in zip(accesses.tables, itertools.pairwise([0, *ends]), strict=True):
+    for index, (name, (begin, end)) in enumerate(zip(accesses.tables, itertools.pairwise([0, *ends]), strict=True)):
         if begin == end:
             continue
         keys = accesses.keys[order[begin:end]]
-        own = accesses._replace(keys=keys, starts=np.array([0, len(keys)]))
+        own = accesses._replace(keys=keys, starts=np.array([0, len(keys)]), all_lookups=accesses.lookups_of([index]))
         rate = max(sampling_rate, min(1.0, _FEWEST_SAMPLED / numbered(keys).num_rows)) if sampling_rate < 1 else 1.0
         told = None if progress is None else _part(progress, begin, end, len(accesses.keys))
         found[name] = curve(own, policy, **(options | CurveOptions(sampling_rate=rate, progress=told)))
@@ -132,7 +132,7 @@ def curves_of(
     progress: Progress | None = None,
 ) -> list[MissRatioCurve]:
     """One for each window of ``accesses`` between ``bounds``, by a sample of them; see ``curve``."""
-    lengths, sampled = np.diff(bounds), np.diff(sample.bounds)
+    lengths, sampled = _shares(accesses, bounds), np.diff(sample.bounds)
     if not sampled.all():
         raise ValueError(f"a window has no access in a sample of rate {sample.rate:.3g}; take fewer, or a higher rate")
     replay = replay_of(policy, sample.keys, sample.bounds, progress)
@@ -152,6 +152,16 @@ def curves_of(
         )
         for ratios, length, num_rows in zip(shares, lengths.tolist(), _rows(sample, replay.num_rows), strict=True)
     ]
+
+
+def _shares(accesses: Accesses, bounds: Sequence[int]) -> NDArray[Any]:
+    """Of the accesses to all rows, what the sampling rate makes of those of each window, [windows]. Where it is not
+    known how many there are, those that the sample has; else each batch is taken to have as many as another."""
+    if accesses.all_lookups is None:
+        return np.diff(bounds)
+    batches = np.diff(np.interp(bounds, accesses.starts, np.arange(len(accesses.starts))))
+    shares: NDArray[Any] = sum(accesses.all_lookups) * accesses.sampling_rate * batches / batches.sum()
+    return shares
 
 
 def default_sizes(policy: str, num_rows: int, rate: float) -> Int64s:

@@ -149,6 +149,10 @@ def _groups(found: "Mapping[str, Mapping[str, MissRatioCurve]]") -> "Mapping[str
 def _say(path: str, accesses: "Accesses", once: bool) -> None:
     what = "distinct rows of batches" if once else "lookups"
     sampled = f", a sample of {accesses.sampling_rate:.3g} of the rows" if accesses.sampling_rate < 1 else ""
-    print(f"{path}: {len(accesses.keys):,} {what} of {len(accesses.tables)} tables{sampled}")
-    if accesses.sampling_rate < 1 and not once:
-        print("of a sample, each lookup weighs by the popular rows that happen to be in it: use --once-a-batch")
+    counted = "" if accesses.all_lookups is None else f" of {sum(accesses.all_lookups):,}"
+    print(f"{path}: {len(accesses.keys):,}{counted} {what} of {len(accesses.tables)} tables{sampled}")
+    if accesses.sampling_rate < 1 and not once and not counted:
+        print(
+            "the sample does not say how many lookups there were, and each weighs by the popular rows that happen to "
+            "be in it: use --once-a-batch, or record anew"
+        )

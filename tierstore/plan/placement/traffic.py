@@ -74,11 +74,13 @@ def measured_demand(workload: Workload, accesses: Accesses) -> dict[str, TableDe
     missing = next((table.name for table in workload.tables if table.name not in accesses.tables), None)
     if missing is not None:
         raise ValueError(f"the accesses have no table {missing!r}; they have {', '.join(accesses.tables)}")
-    scale = accesses.all_batches * accesses.sampling_rate
+    batches, rate = accesses.all_batches, accesses.sampling_rate
     found = {}
     for table in workload.tables:
         own = of_table(accesses, accesses.tables.index(table.name))
-        found[table.name] = TableDemand(len(own.keys) / scale, len(once_a_batch(own).keys) / scale)
+        lookups = len(own.keys) / rate if own.all_lookups is None else sum(own.all_lookups)
+        distinct = min(lookups, len(once_a_batch(own).keys) / rate)
+        found[table.name] = TableDemand(lookups / batches, distinct / batches)
     return found
 
 

@@ -1,5 +1,6 @@
 """What is in a trace: sizes, how uneven its rows' popularity is, how often they are used again."""
 
+from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -23,6 +24,8 @@ class TableSummary(NamedTuple):
     """Of one table, or of all.
 
     Attributes:
+        accesses: to the rows that are in the trace.
+        all_accesses: to all rows, whether in it or not; None where it is a sample that does not say.
         rows: distinct ones that are used.
         ids_a_batch: on average.
         ids_a_sample: the same; None where samples are not known.
@@ -33,6 +36,7 @@ class TableSummary(NamedTuple):
 
     name: str
     accesses: int
+    all_accesses: int | None
     rows: int
     ids_a_batch: float
     ids_a_sample: float | None
@@ -46,7 +50,7 @@ class TraceSummary(NamedTuple):
 
     Attributes:
         samples: None where they are not known.
-        sampling_rate: of the rows that are in the trace; all counts are of these alone.
+        sampling_rate: of the rows that are in the trace; counts are of these alone, if they are not named otherwise.
     """
 
     total: TableSummary
@@ -71,13 +75,19 @@ class TraceSummary(NamedTuple):
             lines.append(
                 f"a sample: {100 * self.sampling_rate:g} % of the rows; all have about "
                 f"{round(total.rows / self.sampling_rate):,}"
+                + ("" if total.all_accesses is None else f", and {total.all_accesses:,} accesses")
             )
         return "\n".join([*lines, "", *self._table_lines(), "", *_reuse_lines(total)])
 
     def _table_lines(self) -> list[str]:
         per = "batch" if self.samples is None else "sample"
         form = "{:<24} {:>15} {:>14} {:>12} {:>10} {:>14}"
-        lines = [form.format("table", "accesses", "rows", f"ids/{per}", "top 1 %", "used once")]
+        is_counted = self.sampling_rate < 1 and self.total.all_accesses is not None
+        heads = ["table", "accesses", "rows", f"ids/{per}", "top 1 %", "used once"]
+        if is_counted:
+            form = "{:<24} {:>13} {:>11} {:>11} {:>9} {:>10} {:>15}"
+            heads.append("all accesses")
+        lines = [form.format(*heads)]
         largest = sorted(self.tables, key=lambda table: table.accesses, reverse=True)
         for table in [*(largest[:_MAX_SHOWN]), self.total]:
             ids = table.ids_a_batch if table.ids_a_sample is None else table.ids_a_sample
@@ -89,6 +99,7 @@ class TraceSummary(NamedTuple):
                     f"{table.rows:,}",
                     f"{ids:,.0f}" if ids >= _WHOLE else f"{ids:.4g}",
                     *figures,
+                    *([f"{table.all_accesses:,}"] if is_counted else []),
                 )
             )
         if len(largest) > _MAX_SHOWN:
@@ -126,25 +137,31 @@ def describe(source: Accesses | Trace) -> TraceSummary:
     Samples are known of a ``Trace`` alone: accesses have batches.
     """
     samples = source.num_samples if isinstance(source, Trace) else None
+    counted = source.all_lookups
     accesses = accesses_of(source) if isinstance(source, Trace) else source
     keys, uses = np.unique(accesses.keys, return_counts=True)
     uses = uses.astype(np.int64)
     ends = np.searchsorted(keys, (np.arange(len(accesses.tables) + 1) << KEY_ROW_BITS))
+    batches, rate = accesses.all_batches, accesses.sampling_rate
     tables = tuple(
-        _summary(name, uses[ends[number] : ends[number + 1]], accesses.all_batches, samples)
-        for number, name in enumerate(accesses.tables)
+        _summary(name, uses[begin:end], batches, samples, rate, None if counted is None else counted[number])
+        for number, (name, (begin, end)) in enumerate(zip(accesses.tables, pairwise(ends.tolist()), strict=True))
     )
-    total = _summary("all", uses, accesses.all_batches, samples)
-    return TraceSummary(total, tables, accesses.all_batches, samples, accesses.sampling_rate)
+    total = _summary("all", uses, batches, samples, rate, None if counted is None else sum(counted))
+    return TraceSummary(total, tables, batches, samples, rate)
 
 
-def _summary(name: str, uses: NDArray[np.int64], batches: int, samples: int | None) -> TableSummary:
+def _summary(
+    name: str, uses: NDArray[np.int64], batches: int, samples: int | None, rate: float, counted: int | None
+) -> TableSummary:
+    """``counted``: accesses to all rows, where they are known apart."""
     accesses = int(uses.sum())
     top = -(-len(uses) // _TOP_SHARE)
     top_uses = int(np.partition(uses, len(uses) - top)[len(uses) - top :].sum()) if top else 0
     return TableSummary(
         name=name,
         accesses=accesses,
+        all_accesses=accesses if counted is None and rate == 1 else counted,
         rows=len(uses),
         ids_a_batch=accesses / max(1, batches),
         ids_a_sample=None if samples is None else accesses / max(1, samples),

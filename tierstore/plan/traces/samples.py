@@ -19,7 +19,7 @@ def trace_of(accesses: Accesses) -> Trace:
 
     A sample ends where the tables' order begins anew. That may join samples of the trace that the accesses were made
     of, where a table's lookups are missing, and samples of a single table. All batches of a trace have the same
-    samples, so that empty ones are added to those that have fewer.
+    samples, so that empty ones are added to those that have fewer. What a recording counted of all rows is kept.
 
     Raises:
         ValueError: there is no table, a key is of none, or batches differ so much in size that most samples would be
@@ -47,4 +47,10 @@ def trace_of(accesses: Accesses) -> Trace:
         lengths = np.bincount(samples[own], minlength=count)
         offsets = np.append(0, np.cumsum(lengths)).astype(np.int64)
         found[name] = TableTrace(accesses.keys[own] & (MAX_ROWS - 1), offsets)
-    return Trace(tables=found, batch_samples=each, sampling_rate=accesses.sampling_rate)
+    return Trace(
+        tables=found,
+        batch_samples=each,
+        sampling_rate=accesses.sampling_rate,
+        all_lookups=accesses.all_lookups,
+        all_batches=accesses.all_batches if accesses.unlisted else None,
+    )
