@@ -1,13 +1,12 @@
 """``tierstore plan measure``: what this machine can do, as a host file for the other commands."""
 
 import argparse
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from ...commands import progress_bar
 from .describe import describe
-from .measurement import Progress, measure
+from .measurement import measure
 
 __all__ = ["add_measure_arguments", "run_measure"]
 
@@ -36,23 +35,13 @@ def run_measure(options: argparse.Namespace) -> int:
 
     path = Path(options.json)
     require_writable(path, force=options.force)  # better now than in a minute
-    with _bar() as show:
-        found = measure(options.dir, seconds=options.seconds, progress=show, device=options.device)
+    with progress_bar("measuring", bar_format="{desc} {bar} {percentage:.0f}%") as show:
+
+        def told(step: str, share: float) -> None:
+            show(round(100 * share), 100, f"measuring {step}")
+
+        found = measure(options.dir, seconds=options.seconds, progress=told, device=options.device)
     write_host(found.host, path, force=options.force)
     print(describe(found))
     print(f"\nSaved as {path}. Fill in what it could not know: watts, prices, the network, drive writes a day.")
     return 0
-
-
-@contextlib.contextmanager
-def _bar() -> Iterator[Progress]:
-    """A progress bar on stderr, if that is a terminal."""
-    from tqdm import tqdm
-
-    with tqdm(total=100, unit="%", disable=None, leave=False, bar_format="{desc} {bar} {percentage:.0f}%") as bar:
-
-        def show(step: str, share: float) -> None:
-            bar.set_description_str(f"measuring {step}")
-            bar.update(100 * share - bar.n)
-
-        yield show
