@@ -1,8 +1,11 @@
 """Is what the planner says true of runs that are measured, and what does finding it out take?
 
 Parts, each for itself with ``--only``: "curves" (exact figures, samples, speed), "machine" (this machine, measured),
-"steps" (hit rates and step times, predicted and measured; needs "machine"), "record" (what recording costs), "shards"
+"steps" (hit rates and step times, predicted and measured), "record" (what recording costs), "shards"
 (how evenly devices are loaded), "examples" (two plans on paper). The figures of parts that are not run again stay.
+
+On few cores run "steps" with OMP_WAIT_POLICY=PASSIVE: else OpenMP's threads spin between two kernels, which is no work
+that a planner could know of. The report keeps what was set.
 """
 
 import sys

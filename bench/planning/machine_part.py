@@ -1,24 +1,15 @@
 """Part "machine": this machine as ``tierstore plan measure`` finds it."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 
-from tierstore.plan import Host
 from tierstore.plan.measure import measure_host
-from tierstore.plan.parts.host_files import host_from_dict, host_to_dict
+from tierstore.plan.parts.host_files import host_to_dict
 
 from ..common import Run, Table
 from ..parts import Part, Told
 
-__all__ = ["PART", "host_of"]
-
-
-def host_of(figures: dict[str, Any]) -> Host:
-    """The host that was measured; SystemExit if none was."""
-    if "machine" not in figures:
-        raise SystemExit("run the part machine before, into the same file")
-    return host_from_dict(figures["machine"]["host"], Path())
+__all__ = ["PART"]
 
 
 def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
