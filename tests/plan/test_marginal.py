@@ -28,7 +28,9 @@ def test_each_is_what_that_much_more_brings() -> None:
     reads = replace(setup.host.storage[0], reads_per_s=1.1e5, read_bytes_per_s=2.2e9)
     faster = plan(replace(setup, host=replace(setup.host, storage=(reads,)))).samples_per_s
     assert found["ssd reads", "+10 %"] == pytest.approx(faster - before)
-    cores = plan(replace(setup, host=make_host(cores=5))).samples_per_s
+    five = make_host(cores=5)
+    five = replace(five, processor=replace(five.processor, flops=five.processor.flops * 5 / 4))
+    cores = plan(replace(setup, host=five)).samples_per_s
     assert found["cores", "+1"] == pytest.approx(cores - before)
     assert ("network", "+10 %") in found
     assert ("pcie", "+10 %") not in found

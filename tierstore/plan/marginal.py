@@ -148,9 +148,10 @@ def _scaled(part: Any, *names: str) -> Any:
 
 
 def _more_cores(setup: Setup) -> _Change:
-    """One; lookups use it if they used all there were."""
+    """One, with its share of the flops; lookups use it if they used all there were."""
     processor = setup.host.processor
-    grown = replace(processor, cores=processor.cores + 1)
+    cores = processor.cores + 1
+    grown = replace(processor, cores=cores, flops=processor.flops * cores / processor.cores)
     threads = setup.threads + (setup.threads >= processor.cores)
     usd = processor.usd / processor.cores if processor.usd else None
     return _Change("cores", "+1", replace(setup, host=replace(setup.host, processor=grown), threads=threads), usd)

@@ -28,8 +28,9 @@ _BATCHES: Final = 8
 _IDS: Final = 64
 """For each table, of batches that are brought in ahead."""
 _STEPS: Final = 60
-_CACHED_SHARE: Final = 0.45
-_USED_SHARE: Final = 0.5
+_WARM_STEPS: Final = 120
+_CACHED_SHARE: Final = 0.2
+_USED_SHARE: Final = 0.25
 """Of the rows, those that the cache holds, and those that are looked up."""
 _DEPTH: Final = 2
 
@@ -74,11 +75,11 @@ class _Times(NamedTuple):
 
 def _ahead(subject: Subject, rows: int, transactions: Callable[[], int]) -> Iterator[Loop]:
     generator = np.random.default_rng(2)
-    ids = [generator.integers(0, rows, _TABLES * _IDS) for _ in range(_STEPS)]
+    ids = [generator.integers(0, rows, _TABLES * _IDS) for _ in range(_WARM_STEPS + _STEPS)]
     batches = [jagged(each, 1, tables=_TABLES) for each in ids]
-    _pass(subject, batches)
+    _pass(subject, batches[:_WARM_STEPS])
     before, made = subject.store.stats(), transactions()
-    times = _pass(subject, batches)
+    times = _pass(subject, batches[_WARM_STEPS:])
     after, made = subject.store.stats(), transactions() - made
     layout = subject.layout
     distinct = (after.ddr.unique - before.ddr.unique) / _STEPS
