@@ -50,6 +50,8 @@ def test_all_is_exact() -> None:
         "CacheCounters",
         "DdrCache",
         "FullCache",
+        "Listable",
+        "Listing",
         "ReferenceCache",
         "RowCache",
         "capacity_for",
