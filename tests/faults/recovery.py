@@ -97,6 +97,7 @@ def explore(
     points: int,
     states_each: int,
     generator: np.random.Generator,
+    least: int = 0,
     boots: int = 1,
     part: int = 0,
     parts: int = 1,
@@ -107,11 +108,14 @@ def explore(
         first: the version at the beginning of the record.
         scratch: a directory for the states; each is removed once it was checked.
         points: 0 for all.
+        least: states; while there were fewer, further instants are tried. How many each has depends on threads.
         part, parts: try only every ``parts``-th of these instants.
         boots: how often the machine has started anew with the last of these losses.
     """
     counts = Counts()
-    for time in _chosen(recorder, first, points, generator)[part::parts]:
+    for time in _ordered(recorder, first, points, generator)[part::parts]:
+        if 0 < points <= counts.crash_points and counts.states >= least:
+            break
         safe, unsafe = pending(recorder, time)
         versions, tables = promised(recorder, time, first)
         counts.crash_points += 1
@@ -128,8 +132,9 @@ def explore(
     return counts
 
 
-def _chosen(recorder: Recorder, first: Snapshot, points: int, generator: np.random.Generator) -> list[int]:
-    """So many crash points, in order: first those at which anchors are in flight since the last commit began."""
+def _ordered(recorder: Recorder, first: Snapshot, points: int, generator: np.random.Generator) -> list[int]:
+    """All crash points, of which the first so many are chosen: those at which anchors are in flight since the last
+    commit began, that at which most is, and others at random, a third of all while a commit is under way."""
     times = crash_points(recorder)
     if not 0 < points < len(times):
         return times
@@ -140,12 +145,10 @@ def _chosen(recorder: Recorder, first: Snapshot, points: int, generator: np.rand
         if operation.kind == "write" and recorder.name_of(operation.inode).startswith("rows.anchor")
     ]
     begun = max((mark.time for mark in recorder.marks if mark.label == "begun"), default=-1)
-    chosen = {*[time for time in anchored if time > begun][:_ANCHORS]}
-    for some, count in ((under_way, points // 3), (times, points)):
-        left = sorted({*some} - chosen)
-        count = min(count, points - len(chosen), len(left))
-        chosen.update(generator.choice(left, count, replace=False).tolist() if count else [])
-    return sorted(chosen)
+    fullest = max(times, key=lambda time: len(pending(recorder, time)[1]))
+    chosen = [*[time for time in anchored if time > begun][:_ANCHORS], fullest]
+    drawn = generator.permutation(under_way)[: points // 3].tolist()
+    return list(dict.fromkeys([*chosen, *drawn, *generator.permutation(times).tolist()]))
 
 
 def _digest(tree: Tree) -> bytes:

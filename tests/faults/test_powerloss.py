@@ -84,6 +84,7 @@ def try_states(
     *,
     points: int,
     states_each: int,
+    least: int = 0,
     part: int = 0,
     parts: int = 1,
 ) -> Counts:
@@ -96,6 +97,7 @@ def try_states(
         scratch / "states",
         points=points,
         states_each=states_each,
+        least=least,
         generator=np.random.default_rng(part),
         part=part,
         parts=parts,
@@ -109,10 +111,10 @@ def _anchors_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_power_lost_at_some_instants(scratch: Path, initial: dict[str, Trained], scenario: Scenario) -> None:
-    counts = try_states(scenario, scratch, initial, points=7, states_each=6)
+    counts = try_states(scenario, scratch, initial, points=7, states_each=6, least=40)
     print(counts)
-    assert counts.crash_points == 7
-    assert counts.states > 30
+    assert counts.crash_points >= 7
+    assert counts.states >= 40
     assert counts.pending_most > 10
     assert min(counts.torn, counts.trained, counts.went_back, counts.went_ahead) > 0
 
@@ -131,7 +133,9 @@ def test_power_lost_at_every_instant(scratch: Path, initial: dict[str, Trained],
     assert min(counts.torn, counts.went_back, counts.went_ahead) > 5
 
 
-def lost_again(scratch: Path, initial: dict[str, Trained], *, points: int, states_each: int) -> tuple[Counts, int]:
+def lost_again(
+    scratch: Path, initial: dict[str, Trained], *, points: int, states_each: int, least: int = 0
+) -> tuple[Counts, int]:
     """Lose power, and again while the store is opened and goes on; the second loss is explored."""
     recorder = record(commits, scratch, initial)
     generator = np.random.default_rng(2)
@@ -154,6 +158,7 @@ def lost_again(scratch: Path, initial: dict[str, Trained], *, points: int, state
         scratch / "states",
         points=points,
         states_each=states_each,
+        least=least,
         generator=generator,
         boots=2,
     )
@@ -161,10 +166,11 @@ def lost_again(scratch: Path, initial: dict[str, Trained], *, points: int, state
 
 
 def test_power_lost_again_while_the_store_recovers(scratch: Path, initial: dict[str, Trained]) -> None:
-    counts, survivors = lost_again(scratch, initial, points=6, states_each=6)
+    counts, survivors = lost_again(scratch, initial, points=6, states_each=6, least=24)
     print(counts)
     assert survivors > 0
-    assert counts.states > 20
+    assert counts.states >= 24
+    assert min(counts.went_back, counts.went_ahead) > 0
 
 
 @pytest.mark.soak

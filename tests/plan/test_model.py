@@ -151,6 +151,8 @@ def test_no_queue_of_a_training() -> None:
 
 # More of anything
 
+ROUNDING = 1 + 1e-12
+
 hosts = st.builds(
     lambda drives, gpus, cores, costs: make_host(drives=drives, gpus=gpus, cores=cores, costs=costs),
     st.integers(1, 4),
@@ -208,13 +210,23 @@ def grown(host: Host, by: float) -> dict[str, Host]:
 def test_more_of_any_part_never_slows_a_step(setup: Setup, by: float) -> None:
     before = plan(setup)
     for name, host in grown(setup.host, by).items():
-        assert plan(replace(setup, host=host)).step_s <= before.step_s, name
+        assert plan(replace(setup, host=host)).step_s <= before.step_s * ROUNDING, name
     for name in ("ddr_bytes", "page_cache_bytes"):
         more = plan(replace(setup, **{name: by * getattr(setup, name)}))
-        assert more.step_s <= before.step_s * (1 + 1e-12), name
-    assert plan(replace(setup, threads=setup.threads + 1)).step_s <= before.step_s
-    assert plan(replace(setup, prefetch_depth=setup.prefetch_depth + 1)).step_s <= before.step_s
-    assert plan(replace(setup, rows_per_read=by)).step_s <= before.step_s
+        assert more.step_s <= before.step_s * ROUNDING, name
+    assert plan(replace(setup, threads=setup.threads + 1)).step_s <= before.step_s * ROUNDING
+    assert plan(replace(setup, rows_per_read=by)).step_s <= before.step_s * ROUNDING
+
+
+@settings(max_examples=60, deadline=None)
+@given(setups)
+def test_prefetching_costs_a_step_no_more_than_itself(setup: Setup) -> None:
+    """Bringing a batch in ahead, and handing it over, are work of their own: where little is missing they may show."""
+    costs = setup.host.costs
+    free = replace(setup, host=replace(setup.host, costs=replace(costs, hand_over_us=0.0, ahead_us=0.0)))
+    for each, more_s in ((free, 0.0), (setup, 1e-6 * (costs.hand_over_us + costs.ahead_us))):
+        ahead = plan(replace(each, prefetch_depth=each.prefetch_depth + 1))
+        assert ahead.step_s <= (plan(each).step_s + more_s) * ROUNDING
 
 
 @settings(max_examples=60, deadline=None)
@@ -234,7 +246,7 @@ def test_more_device_memory_never_lowers_its_hit_rate(setup: Setup, hbm: float, 
     fast = replace(setup, host=replace(setup.host, accelerators=(GPU,)), hbm_bytes=hbm * MIB, ddr_bytes=2 * GIB)
     before, more = plan(fast), plan(replace(fast, hbm_bytes=by * fast.hbm_bytes))
     assert more.tiers[0].hit_rate >= before.tiers[0].hit_rate
-    assert more.step_s <= before.step_s
+    assert more.step_s <= before.step_s * ROUNDING
 
 
 @settings(max_examples=60, deadline=None)
