@@ -26,10 +26,10 @@ from tierstore.sizes import parse_size
 from .common import Goal, Report, Run, Table, program
 from .workload import Batches, make_store
 
-__all__ = ["Growth", "Watched", "in_child", "watched"]
+__all__ = ["PERIOD_SECONDS", "Growth", "Watched", "in_child", "watched"]
 
 _MIB: Final = 2**20
-_PERIOD_SECONDS: Final = 0.002
+PERIOD_SECONDS: Final = 0.002
 _SLACK_SHARE: Final = 0.05
 _SLACK_BYTES: Final = 64 * _MIB
 
@@ -71,7 +71,7 @@ def watched() -> Iterator[Watched]:
 
     def look() -> None:
         nonlocal most
-        while not ended.wait(_PERIOD_SECONDS):
+        while not ended.wait(PERIOD_SECONDS):
             most = Growth(*map(max, most, _resident()))
 
     watcher = threading.Thread(target=look, name="memory-watcher")

@@ -3,6 +3,7 @@
 import errno
 import importlib
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -174,6 +175,7 @@ def _take(size_bytes: int) -> tuple[int, int]:
     """What was seen of taking that much memory, and of taking none."""
     with memory.watched() as some:
         taken = np.ones(size_bytes, np.uint8)
+        time.sleep(100 * memory.PERIOD_SECONDS)  # who watches must come to look
         del taken
     with memory.watched() as none:
         pass

@@ -11,6 +11,7 @@ import torch
 import tierstore
 from tests.plan.hosts import GIB, MIB, flat_demand, make_host, make_setup, make_workload
 from tierstore.plan import TableShape, Workload
+from tierstore.plan.accesses import Accesses
 from tierstore.plan.demand import Demand
 from tierstore.plan.tiers import pool_loads, rows_together
 
@@ -65,9 +66,10 @@ def flat_pools(workload: Workload) -> Demand:
 
 
 def test_a_training_misses_and_writes_as_predicted(store_dir: Path) -> None:
-    """A store that is trained on drawn ids: rows that are missing a batch within 4 %, blocks written within 25 %."""
+    """A store that is trained on drawn ids: rows that are missing a batch within 4 %, blocks written within 25 %; by a
+    trace of these ids, within 5 %."""
     workload = replace(WORKLOAD, tables=(replace(TABLES[0], exponent=0.9),), batch_samples=250)
-    ddr, steps, warm = 2_500_000, 140, 60
+    ddr, steps, warm = 2_500_000, 140, 70
     demand = Demand.analytic(workload)
     (load,) = pool_loads(make_setup(workload, ddr_bytes=float(ddr)), demand)
     with make_store(store_dir, workload, ddr=ddr, policy="lru") as store:
@@ -77,18 +79,25 @@ def test_a_training_misses_and_writes_as_predicted(store_dir: Path) -> None:
         generator = np.random.default_rng(0)
         weights = np.arange(1, 30_001) ** -0.9
         rows = generator.permutation(30_000)
+        drawn = []
         for step in range(steps):
             if step == warm:
                 before = store.stats()
             ids = rows[generator.choice(30_000, 500, p=weights / weights.sum())]
+            drawn.append(ids)
             features = tierstore.KeyedJaggedTensor(["a"], torch.from_numpy(ids), offsets=torch.arange(0, 501, 2))
             module(features).values().sum().backward()
         after = store.stats()
     counted = steps - warm
     assert load.unique == pytest.approx((after.ddr.unique - before.ddr.unique) / counted, rel=0.02)
-    assert load.misses == pytest.approx((after.ddr.misses - before.ddr.misses) / counted, rel=0.04)
+    counted_misses = (after.ddr.misses - before.ddr.misses) / counted
+    assert load.misses == pytest.approx(counted_misses, rel=0.04)
     written = (after.ssd.bytes_written - before.ssd.bytes_written) / counted / load.layout.page_bytes
     assert load.blocks_written * load.layout.pages_per_block == pytest.approx(written, rel=0.25)
+    accesses = Accesses(np.concatenate(drawn), np.arange(0, 500 * steps + 1, 500), ("a",))
+    (load,) = pool_loads(make_setup(workload, ddr_bytes=float(ddr)), Demand.from_accesses(workload, accesses))
+    share = written / counted_misses
+    assert load.blocks_written * load.layout.pages_per_block == pytest.approx(share * load.misses, rel=0.05)
 
 
 def load_of(setup_changes: dict[str, object] | None = None, *, unique: float = 2000.0, miss_ratio: float = 0.25):

@@ -12,8 +12,8 @@ from ..names import nearest
 from ..rows import KEY_ROW_BITS, RowLayout
 from .accesses import Accesses, numbered, of_tables, once_a_batch
 from .analytic import Popularity, frequency_curve, lru_curve, popularity
-from .crowding import Crowding, crowding_of
 from .curves import MissRatioCurve, curve
+from .rewrites import Rewrites, rewrites_of
 from .workload import TableShape, Workload
 
 __all__ = ["ANALYTIC_POLICIES", "CurveMaker", "Demand", "PoolDemand"]
@@ -41,7 +41,7 @@ class PoolDemand:
         new_rows: of ``unique``, those that no batch before had; 0 where no trace says it.
         rows_a_block: of a batch's distinct rows, those that lie in one block, on average, rows lying in order of their
             ids; 1 where no whole trace says it.
-        crowding: how close together a cache's rows lie; None where no whole trace says it.
+        rewrites: what a cache of rows has written; None where no whole trace says it.
     """
 
     layout: RowLayout
@@ -52,7 +52,7 @@ class PoolDemand:
     curve: MissRatioCurve
     new_rows: float = 0.0
     rows_a_block: float = 1.0
-    crowding: Crowding | None = None
+    rewrites: Rewrites | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +143,7 @@ class Demand:
                 if len(distinct.keys)
                 else _unused(policy),
                 rows_a_block=_rows_a_block(distinct, layout),
-                crowding=crowding_of(distinct, layout),
+                rewrites=rewrites_of(distinct),
                 new_rows=numbered(distinct.keys).num_rows / accesses.sampling_rate / max(accesses.all_batches, 1),
             )
 

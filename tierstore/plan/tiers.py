@@ -240,23 +240,23 @@ def _written(own: _Share, misses: float) -> float:
     policy = own.setup.policy.removeprefix(REFERENCE_PREFIX)
     if policy == "tinylfu":
         return min(max(misses, own.transaction_blocks), own.unique)
-    share = _written_share(_neighbours(own)) if policy == "lru" else 1.0
+    if policy == "lru" and own.pool.rewrites is not None:
+        known = own.pool.rewrites.share(own.ddr_rows * own.setup.hosts, own.pool.layout.rows_per_block)
+        if known is not None:
+            return known * misses
+    share = _written_share(own.ddr_rows / own.num_blocks) if policy == "lru" else 1.0
     return min(share * misses, _blocks(misses, own))
 
 
-def _neighbours(own: _Share) -> float:
-    """Other cached rows in a cached row's block: as the trace has them, or by chance."""
-    if own.pool.crowding is None:
-        return own.ddr_rows / own.num_blocks
-    return own.pool.crowding.at(own.ddr_rows * own.setup.hosts)
-
-
 def _written_share(neighbours: float) -> float:
-    """Blocks written for each row that leaves: x in ``x = exp(-x * neighbours)``.
+    """Blocks written for each row that leaves, by chance: x in ``x = exp(-x * neighbours)``.
 
     A block that is written takes along all of its newer rows, which need not be written when they leave. While a row is
     cached as many rows leave as there are cached, its neighbours among them; so its block is written x * neighbours
     times.
+
+    Args:
+        neighbours: other cached rows in its block.
     """
     low, high = 0.0, 1.0
     for _ in range(_STEPS):

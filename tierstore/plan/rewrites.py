@@ -1,0 +1,145 @@
+"""How many blocks a cache of newer rows has written, by a trace that is gone through with it.
+
+A block that is written takes along all that changed in it, so neighbours that come and go together are written once.
+"""
+
+import functools
+import math
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .._jit import inline, kernel
+from ..rows import KEY_ROW_BITS
+from .accesses import Accesses, numbered
+
+__all__ = ["Rewrites", "rewrites_of"]
+
+_STEPS_AN_OCTAVE: Final = 2
+
+Int64s = NDArray[np.int64]
+
+
+class _Rows(NamedTuple):
+    """Rows as numbers in order of table and id.
+
+    Attributes:
+        accesses: int64 [n], numbers.
+        keys: int64 [rows], by number.
+    """
+
+    accesses: Int64s
+    keys: Int64s
+
+
+class Rewrites:
+    """Of a cache that keeps the rows used last, each of which changes at the end of a batch that it is in.
+
+    Args:
+        accesses: once a batch, of every row; gone through when a size is asked for, and again for other sizes.
+    """
+
+    def __init__(self, accesses: Accesses) -> None:
+        self._accesses = accesses
+        self._found: dict[tuple[int, int], float | None] = {}
+
+    def share(self, rows: float, rows_per_block: int) -> float | None:
+        """Blocks written for each row that leaves a cache of so many rows, rows lying in order of their ids; of a
+        larger one than any that rows leave, as of the largest of these. None if rows leave none.
+
+        Shares are found for sizes a root of two apart, and lie on straight lines between, over their logarithms.
+        """
+        place = _STEPS_AN_OCTAVE * math.log2(max(rows, 1.0))
+        lower = int(place)
+        above = self._share(lower + 1, rows_per_block)
+        for step in range(lower, -1, -1):
+            below = self._share(step, rows_per_block)
+            if below is not None:
+                return below if above is None else below + (place - lower) * (above - below)
+        return None
+
+    def _share(self, step: int, rows_per_block: int) -> float | None:
+        known = step, rows_per_block
+        if known not in self._found:
+            self._found[known] = self._go_through(round(2 ** (step / _STEPS_AN_OCTAVE)), rows_per_block)
+        return self._found[known]
+
+    def _go_through(self, capacity: int, rows_per_block: int) -> float | None:
+        """Of the second half, the cache being warm from the first."""
+        accesses, keys = self._rows
+        if capacity >= len(keys):
+            return None
+        row_mask = (1 << KEY_ROW_BITS) - 1
+        blocks = (keys & ~row_mask) | (keys & row_mask) // rows_per_block
+        starts = self._accesses.starts
+        written, left = _count_written(accesses, starts, (len(starts) - 1) // 2, blocks, capacity)
+        return written / left if left else None
+
+    @functools.cached_property
+    def _rows(self) -> _Rows:
+        numbers, num_rows = numbered(self._accesses.keys)
+        keys = np.empty(num_rows, np.int64)
+        keys[numbers] = self._accesses.keys
+        order = np.argsort(keys)
+        place = np.empty(num_rows, np.int64)
+        place[order] = np.arange(num_rows)
+        return _Rows(place[numbers], keys[order])
+
+
+def rewrites_of(accesses: Accesses) -> Rewrites | None:
+    """None for a sample of the rows, which lacks neighbours, and where there is no access."""
+    return None if accesses.sampling_rate < 1 or not len(accesses.keys) else Rewrites(accesses)
+
+
+@kernel
+def _count_written(accesses: Any, starts: Any, counted_from: Any, blocks: Any, capacity: Any) -> tuple[int, int]:
+    """Blocks written, and rows that left, from batch ``counted_from`` on.
+
+    Args:
+        blocks: int64 [rows], ascending.
+    """
+    # A ring of the rows that are in, the one used longest ago behind the root.
+    root = len(blocks)
+    before, after = np.full(root + 1, -1, np.int64), np.full(root + 1, -1, np.int64)
+    before[root] = after[root] = root
+    is_newer = np.zeros(root, np.bool_)
+    used = written = left = 0
+    for batch in range(len(starts) - 1):
+        if batch == counted_from:
+            written = left = 0
+        for i in range(starts[batch], starts[batch + 1]):
+            row = accesses[i]
+            if after[row] >= 0:
+                _unlink(before, after, row)
+            elif used < capacity:
+                used += 1
+            else:
+                out = after[root]
+                _unlink(before, after, out)
+                left += 1
+                if is_newer[out]:
+                    written += 1
+                    _take_along(blocks, out, is_newer)
+            last = before[root]
+            after[last], before[row], after[row], before[root] = row, last, root, row
+        for i in range(starts[batch], starts[batch + 1]):
+            is_newer[accesses[i]] = after[accesses[i]] >= 0
+    return written, left
+
+
+@inline
+def _unlink(before: Any, after: Any, row: Any) -> None:
+    after[before[row]], before[after[row]] = after[row], before[row]
+    after[row] = -1
+
+
+@inline
+def _take_along(blocks: Any, row: Any, is_newer: Any) -> None:
+    """All rows of this one's block are now as they are on disk."""
+    place = row
+    while place > 0 and blocks[place - 1] == blocks[row]:
+        place -= 1
+    while place < len(blocks) and blocks[place] == blocks[row]:
+        is_newer[place] = False
+        place += 1
