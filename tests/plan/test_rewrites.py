@@ -28,6 +28,8 @@ def slow_share(accesses: Accesses, capacity: int) -> float | None:
     written = left = 0
     for batch in range(accesses.num_batches):
         if batch == accesses.num_batches // 2:
+            if len(cached) < capacity:
+                return None
             written = left = 0
         keys = accesses.keys[accesses.starts[batch] : accesses.starts[batch + 1]].tolist()
         for key in keys:
@@ -87,6 +89,12 @@ def test_between_sizes_on_a_line_and_beyond_them_as_at_the_largest() -> None:
 
 def test_rows_that_fit_leave_nothing_to_count() -> None:
     assert Rewrites(batches_of([1], [1], [1])).share(4, ROWS_PER_BLOCK) is None
+
+
+def test_a_cache_that_fills_late_is_taken_for_a_smaller_one() -> None:
+    """Of 40 batches of rows of their own the last leave a cache of 512, which the first half does not fill."""
+    found = Rewrites(batches_of(*([*range(first, first + 15)] for first in range(0, 600 * 15, 15 * 15))))
+    assert found.share(512, ROWS_PER_BLOCK) == found.share(256, ROWS_PER_BLOCK) is not None
 
 
 def test_a_sample_does_not_tell() -> None:

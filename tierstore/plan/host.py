@@ -122,7 +122,7 @@ class SoftwareCosts:
     write_ns: float = option(0.0, "of writing back a block", low=0)
     write_ns_per_byte: float = option(0.0, "the same, a byte of the block", low=0)
     transaction_us: float = option(0.0, "of a transaction of written blocks, whatever they are", low=0)
-    sync_ns: float = option(0.0, "of handing a written page to the device, on a thread beside", low=0)
+    sync_ns: float = option(0.0, "of handing a page of a written block to the device, on a thread beside", low=0)
 
     def __post_init__(self) -> None:
         check_ranges(self)

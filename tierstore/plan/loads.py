@@ -277,11 +277,8 @@ def _ssd_writes(setup: Setup, pools: Sequence[PoolLoad]) -> ResourceLoad:
 
 def written_bytes(pools: Sequence[PoolLoad]) -> float:
     """To the drives of a host."""
-    return sum(_written_pages(pool) * pool.layout.page_bytes for pool in pools)
-
-
-def _written_pages(pool: PoolLoad) -> float:
-    return pool.blocks_written * pool.layout.pages_per_block + pool.leaves_written
+    pages = [pool.blocks_written * pool.layout.pages_per_block + pool.leaves_written for pool in pools]
+    return sum(count * pool.layout.page_bytes for count, pool in zip(pages, pools, strict=True))
 
 
 # What all share
@@ -322,5 +319,6 @@ def _of_cores(setup: Setup, seconds: Mapping[str, float], sync_s: float, *, is_a
 
 
 def _sync_s(setup: Setup, pools: Sequence[PoolLoad]) -> float:
-    """Core-seconds of the thread that has what was written reach the device."""
-    return sum(_written_pages(pool) for pool in pools) * setup.host.costs.sync_ns * 1e-9
+    """Core-seconds of the thread that has what was written reach the device. What goes along of the tree is in it."""
+    pages = sum(pool.blocks_written * pool.layout.pages_per_block for pool in pools)
+    return pages * setup.host.costs.sync_ns * 1e-9

@@ -46,7 +46,7 @@ class Rewrites:
 
     def share(self, rows: float, rows_per_block: int) -> float | None:
         """Blocks written for each row that leaves a cache of so many rows, rows lying in order of their ids; of a
-        larger one than any that rows leave, as of the largest of these. None if rows leave none.
+        larger one than any that half of the trace fills, as of the largest of these. None if it fills none.
 
         Shares are found for sizes a root of two apart, and lie on straight lines between, over their logarithms.
         """
@@ -94,7 +94,8 @@ def rewrites_of(accesses: Accesses) -> Rewrites | None:
 
 @kernel
 def _count_written(accesses: Any, starts: Any, counted_from: Any, blocks: Any, capacity: Any) -> tuple[int, int]:
-    """Blocks written, and rows that left, from batch ``counted_from`` on.
+    """Blocks written, and rows that left, from batch ``counted_from`` on; none if the cache was not full by then, as
+    the first rows that leave have more written for them than later ones.
 
     Args:
         blocks: int64 [rows], ascending.
@@ -107,6 +108,8 @@ def _count_written(accesses: Any, starts: Any, counted_from: Any, blocks: Any, c
     used = written = left = 0
     for batch in range(len(starts) - 1):
         if batch == counted_from:
+            if used < capacity:
+                return 0, 0
             written = left = 0
         for i in range(starts[batch], starts[batch + 1]):
             row = accesses[i]

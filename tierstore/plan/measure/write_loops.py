@@ -40,7 +40,7 @@ class _Pass(NamedTuple):
         ns: of a step, of all threads.
         blocks, transactions: written in a step.
         sync_ns: of handing to the device what all of them wrote, of the thread that does.
-        pages: of that.
+        pages: of that, those of blocks.
     """
 
     ns: float
