@@ -1,5 +1,6 @@
 """Part "steps": predicted against measured hit rates and step times."""
 
+import functools
 import os
 import shutil
 import statistics
@@ -44,12 +45,11 @@ def _cases(config: dict[str, Any]) -> Iterator[_Case]:
 def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
     path = request.folder / "plan_store"
     points: list[Point] = []
+    measure = functools.partial(measure_host, request.folder, seconds=request.config["machine_seconds"])
     for case in _cases(request.config):
-        # Others use the machine too, so it is as fast as it just was and not as it was in another part.
-        host = measure_host(request.folder, seconds=request.config["machine_seconds"])
         fill(path, case.workload, request.config)
         warm_pages(path / ROWS_FILE)
-        points += points_of(path, case.workload, host, case.exponent, request.config)
+        points += points_of(path, case.workload, measure, case.exponent, request.config)
     shutil.rmtree(path)
     spoken = {name: value for name, value in os.environ.items() if name.startswith(("OMP_", "GOMP_"))}
     return {"points": [_plain(point) for point in points], "environment": spoken}
@@ -61,10 +61,12 @@ def _plain(point: Point) -> dict[str, Any]:
         "workload": point.workload,
         "budget_percent": point.budget_percent,
         **point.measured._asdict(),
+        "step_s_of_rounds": [run.step_s for run in point.runs],
         "predicted_hit_rate": hit_rate_of(point.predicted),
         "sampled_hit_rate": hit_rate_of(point.sampled),
         "analytic_hit_rate": None if analytic is None else hit_rate_of(analytic),
         "predicted_step_s": point.predicted.step_s,
+        "predicted_step_s_of_rounds": [prediction.step_s for prediction in point.predictions],
         "predicted_blocks_written": next(
             load.amount for load in point.predicted.loads if load.resource == "write-back"
         ),
@@ -125,7 +127,8 @@ _NOTE: Final = (
     "Steps: lookup, backward and row-wise Adagrad of the tables alone, batches brought in ahead; every row was written "
     "before, and the file is in the page cache. The first half of the batches fills the cache; the second is measured. "
     "Predicted is by the miss-ratio curve of that half, warm from the first, "
-    "and by the costs that `tierstore plan measure` found on this machine before each workload, from other loops."
+    "and by the costs that `tierstore plan measure` found on this machine, from other loops. Each workload is run in "
+    "rounds, with costs measured before each, as others use the machine too; step times are the medians of the rounds."
 )
 
 PART: Final = Part(_measure, _tell)

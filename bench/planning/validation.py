@@ -3,6 +3,7 @@
 import contextlib
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -26,7 +27,7 @@ _DENSE_FLOPS: Final = 0.0
 
 
 class Measured(NamedTuple):
-    """Of one budget: means over the steps that counted."""
+    """One run with one budget: means over the steps that counted."""
 
     ddr_bytes: int
     hit_rate: float
@@ -39,17 +40,28 @@ class Point(NamedTuple):
     """One budget of one workload.
 
     Attributes:
-        predicted: by the trace of the very lookups, whole.
+        runs: one in each round.
+        predictions: by the trace of the very lookups, whole, and by the costs that were measured before each round.
         sampled: by a sample of its rows.
         analytic: by Zipf's law alone; None where the lookups are none of it.
     """
 
     workload: str
     budget_percent: float
-    measured: Measured
-    predicted: Prediction
+    runs: tuple[Measured, ...]
+    predictions: tuple[Prediction, ...]
     sampled: Prediction
     analytic: Prediction | None
+
+    @property
+    def measured(self) -> Measured:
+        """The run whose steps took longer than half of the others'."""
+        return sorted(self.runs, key=lambda run: run.step_s)[len(self.runs) // 2]
+
+    @property
+    def predicted(self) -> Prediction:
+        """Likewise."""
+        return sorted(self.predictions, key=lambda prediction: prediction.step_s)[len(self.predictions) // 2]
 
 
 def trace_of(workload: StepWorkload) -> Trace:
@@ -127,9 +139,18 @@ def fully_measured(path: Path, workload: StepWorkload, percent: float, config: d
 
 
 def points_of(
-    path: Path, workload: StepWorkload, host: Host, exponent: float | None, config: dict[str, Any]
+    path: Path,
+    workload: StepWorkload,
+    measure: Callable[[], Host],
+    exponent: float | None,
+    config: dict[str, Any],
 ) -> list[Point]:
-    """All budgets of a workload whose rows are in the store at ``path``, in the page cache."""
+    """All budgets of a workload whose rows are in the store at ``path``, in the page cache.
+
+    Args:
+        measure: finds this machine's costs; asked before each round of runs, as others use the machine too, so that it
+            is as fast as it just was and not as it was in another part.
+    """
     shape = workload_of(workload, 0.0 if exponent is None else exponent)
     accesses = accesses_of(trace_of(workload))
     rates = (1.0, config["curve_sampling_rate"])
@@ -138,20 +159,37 @@ def points_of(
         for rate in rates
     )
     analytic = None if exponent is None else Demand.analytic(shape, config["policy"])
+    hosts: list[Host] = []
+    runs: dict[float, list[Measured]] = {percent: [] for percent in config["budgets"]}
+    for _ in range(config["step_rounds"]):
+        hosts.append(measure())
+        for percent, of_budget in runs.items():
+            of_budget.append(fully_measured(path, workload, percent, config))
+            print(f"  {workload.name}, {percent:g} %: {1e3 * of_budget[-1].step_s:.1f} ms a step", flush=True)
     points = []
-    for percent in config["budgets"]:
-        measured = fully_measured(path, workload, percent, config)
-        setup = Setup(
-            workload=shape,
-            host=host,
-            ddr_bytes=measured.ddr_bytes,
-            page_cache_bytes=config["page_cache_gib"] * 2**30,
-            policy=config["policy"],
-            prefetch_depth=config["depth"],
-            threads=config["threads"],
+    for percent, of_budget in runs.items():
+        setups = [
+            Setup(
+                workload=shape,
+                host=host,
+                ddr_bytes=of_budget[0].ddr_bytes,
+                page_cache_bytes=config["page_cache_gib"] * 2**30,
+                policy=config["policy"],
+                prefetch_depth=config["depth"],
+                threads=config["threads"],
+            )
+            for host in hosts
+        ]
+        points.append(
+            Point(
+                workload=workload.name,
+                budget_percent=percent,
+                runs=tuple(of_budget),
+                predictions=tuple(predict(setup, exact) for setup in setups),
+                sampled=predict(setups[0], sampled),
+                analytic=None if analytic is None else predict(setups[0], analytic),
+            )
         )
-        predictions = [None if demand is None else predict(setup, demand) for demand in (exact, sampled, analytic)]
-        points.append(Point(workload.name, percent, measured, *predictions))  # type: ignore[arg-type]
         _show(points[-1])
     return points
 
