@@ -58,7 +58,7 @@ HELP = {
     """,
     "plan curve": """
         usage: tierstore plan curve [-h] [--policy NAMES] [--sizes ROWS] [--sampling-rate R] [--once-a-batch]
-                                    [--by-table] [--windows N] [--json PATH] [--traceback]
+                                    [--by-table] [--windows N] [--json PATH] [--force] [--traceback]
                                     TRACE
         Miss-ratio curves of a trace, exactly or from a sample of its rows.
         positional arguments:
@@ -73,6 +73,7 @@ HELP = {
           --by-table         a cache for each table, not one for all
           --windows N        N parts of the trace, to see drift
           --json PATH        also write the curves to a file
+          --force            replace that file if it exists
           --traceback        show where in the code an error arose
         examples:
           tierstore plan curve run.npz
@@ -96,7 +97,7 @@ HELP = {
     "plan place": """
         usage: tierstore plan place [-h] --host NAME|FILE [--hosts N] [--servers N]
                                     [--strategy {all,gpu,host,remote,hybrid,ssd}] [--hbm-share S] [--ddr-share S]
-                                    [--policy NAME] [--json PATH] [--traceback]
+                                    [--policy NAME] [--json PATH] [--force] [--traceback]
                                     WORKLOAD
         Compare strategies: tables in the memory of GPUs, of the host, of other hosts, or in tiers over SSD.
         positional arguments:
@@ -112,6 +113,7 @@ HELP = {
           --ddr-share S         share of a host's memory that rows may take
           --policy NAME         with ssd: of the caches (default: lru)
           --json PATH           write the plans to a file
+          --force               replace that file if it exists
           --traceback           show where in the code an error arose
         example:
           tierstore plan place rmc2 --host node-8xh100
@@ -286,9 +288,22 @@ def test_what_is_read_is_not_written_over(plan_path: Path, capsys: pytest.Captur
     place = ["place", "shop.toml", "--host", "box.json", "--json"]
     for words in (["curve", "shop.npz", "--json", "shop.npz"], [*place, "shop.toml"], [*place, "./box.json"]):
         before = Path(words[-1]).read_bytes()
-        assert cli.main(["plan", *words]) == 1
-        assert capsys.readouterr().err == f"tierstore: {Path(words[-1])} is read; choose another name to write to\n"
-        assert Path(words[-1]).read_bytes() == before
+        for force in ([], ["--force"]):
+            assert cli.main(["plan", *words, *force]) == 1
+            assert capsys.readouterr().err == f"tierstore: {Path(words[-1])} is read; choose another name to write to\n"
+            assert Path(words[-1]).read_bytes() == before
+
+
+def test_what_is_there_is_replaced_by_force_alone(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "trace", "generate", "shop.toml", "shop.npz", "--samples", "2000"]) == 0
+    out = plan_path.parent / "out.json"
+    for words in (["curve", "shop.npz"], ["place", "shop.toml", "--host", "box.json"]):
+        out.write_text("before")
+        assert cli.main(["plan", *words, "--json", "out.json"]) == 1
+        assert "overwrite it with --force" in capsys.readouterr().err
+        assert out.read_text() == "before"
+        assert cli.main(["plan", *words, "--json", "out.json", "--force"]) == 0
+        json.loads(out.read_text())
 
 
 def test_keys_print_a_plan_file_of_all_defaults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,6 +79,7 @@ def test_tables_and_windows(path: Path, tmp_path: Path, capsys: pytest.CaptureFi
     said = capsys.readouterr().out.split("\n\n")
     assert [part.splitlines()[0] for part in said[1:5:2]] == ["lfu:", "lru:"]
     assert said[1].splitlines()[1].split()[2:4] == ["item", "user"]
+    out = tmp_path / "windows"
     assert run(path, "--windows", 4, "--json", out) == 0
     made = {f"{part.start:,} - {part.stop:,}": part.curve for part in windows(accesses, "lru", 4)}
     assert list(read_curves(out)["lru"]) == list(made) == ["0 - 500", "500 - 1,000", "1,000 - 1,500", "1,500 - 2,000"]
@@ -145,5 +146,7 @@ def test_curves_are_written_whole_or_not_at_all(path: Path, tmp_path: Path) -> N
     with pytest.raises(FileExistsError, match="is a directory; choose"):
         run(path, "--json", tmp_path)
     (tmp_path / "out").write_text("before")
-    assert run(path, "--json", tmp_path / "out") == 0
+    with pytest.raises(FileExistsError, match="overwrite it with --force"):
+        run(path, "--json", tmp_path / "out")
+    assert run(path, "--json", tmp_path / "out", "--force") == 0
     assert set(read_curves(tmp_path / "out")) == {"lru"}

@@ -43,6 +43,7 @@ def add_curve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--by-table", action="store_true", help="a cache for each table, not one for all")
     parser.add_argument("--windows", type=int, metavar="N", help="N parts of the trace, to see drift")
     parser.add_argument("--json", metavar="PATH", help="also write the curves to a file")
+    parser.add_argument("--force", action="store_true", help="replace that file if it exists")
 
 
 def run_curve(options: argparse.Namespace) -> int:
@@ -59,8 +60,8 @@ def run_curve(options: argparse.Namespace) -> int:
     if options.by_table and options.windows is not None:
         raise ValueError("--by-table and --windows: choose one")
     if options.json is not None:
-        require_new(Path(options.json), force=True)
         require_other(Path(options.json), [options.trace])
+        require_new(Path(options.json), force=options.force)
     policies = _policies(options.policy)
     accesses = _read(options.trace)
     if not len(accesses.keys):
@@ -77,7 +78,7 @@ def run_curve(options: argparse.Namespace) -> int:
         print(f"\n{heading}" + describe_curves(group, sizes))
     if options.json is not None:
         listed = {policy: {name: each.to_dict() for name, each in curves.items()} for policy, curves in found.items()}
-        write_json(listed, options.json, indent=None)
+        write_json(listed, options.json, force=options.force, indent=None)
         print(f"\nWritten: {options.json}")
     return 0
 

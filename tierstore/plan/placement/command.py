@@ -25,6 +25,7 @@ def add_place_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ddr-share", type=float, metavar="S", help="share of a host's memory that rows may take")
     parser.add_argument("--policy", default="lru", metavar="NAME", help="with ssd: of the caches (default: lru)")
     parser.add_argument("--json", metavar="PATH", help="write the plans to a file")
+    parser.add_argument("--force", action="store_true", help="replace that file if it exists")
 
 
 def run_place(options: argparse.Namespace) -> int:
@@ -43,8 +44,8 @@ def run_place(options: argparse.Namespace) -> int:
     from .through_tiers import planned_store
 
     if options.json is not None:
-        require_new(Path(options.json), force=True)
         require_other(Path(options.json), [options.workload, options.host])
+        require_new(Path(options.json), force=options.force)
     shares = {"hbm_share": options.hbm_share, "ddr_share": options.ddr_share}
     room = Room(**{name: value for name, value in shares.items() if value is not None})
     plans = compare(
@@ -56,5 +57,5 @@ def run_place(options: argparse.Namespace) -> int:
         print(describe_comparison(plans), end="\n\n")
     print(describe_placement(plans[0]))
     if options.json is not None:
-        write_json({"plans": [plan.to_dict() for plan in plans]}, options.json)
+        write_json({"plans": [plan.to_dict() for plan in plans]}, options.json, force=options.force)
     return 0 if plans[0].fits else 1
