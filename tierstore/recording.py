@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from ._jit import kernel
 from .errors import TierstoreError
 from .exchange.output import require_room
 from .lookup import Joined, Sources
@@ -147,10 +146,8 @@ class Recorder:
     def _add(self, sources: Sequence[Sources], num_samples: int) -> None:
         """One batch."""
         last, lookups = self._recorded.last, np.zeros(self._recorded.num_tables, np.int64)
-        parts = [_select(each, last) for each in sources]
+        parts = [_select(each, last, lookups) for each in sources]
         found = parts[0] if len(parts) == 1 else _Found(*map(np.concatenate, zip(*parts, strict=True)))
-        for each in sources:
-            _count(*each, lookups)
         with self._lock:
             if num_samples and not self._is_over:
                 self._recorded.add(*found, num_samples, last, lookups)
@@ -207,22 +204,12 @@ class Recorder:
         self.stop()
 
 
-def _select(sources: Sources, last: np.uint64) -> _Found:
+def _select(sources: Sources, last: np.uint64, lookups: Any) -> _Found:
     found = np.empty((2, int(sources.bag_starts[-1])), np.int64)
-    keys, positions = found[:, : select(*sources, last, found)]
+    keys, positions = found[:, : select(*sources, last, found, lookups)]
     if last != ALL or not len(keys):
         return _Found(keys, positions)
     return _Found(keys, (np.searchsorted(sources.bag_starts, positions, side="right") - 1) % sources.batch)
-
-
-@kernel
-def _count(ids: Any, starts: Any, firsts: Any, batch: int, bag_starts: Any, lookups: Any) -> None:
-    """Ids of all rows by table, added to ``lookups``, int64 [tables]; the rest is as of ``plan.sampling.select``."""
-    for feature in range(starts.shape[0]):
-        count = bag_starts[(feature + 1) * batch] - bag_starts[feature * batch]
-        if count:
-            # Where ids are keys already, the first key of their table is 0 to ``select``.
-            lookups[(firsts[feature] + ids[starts[feature]]) >> KEY_ROW_BITS] += count
 
 
 @shielded
@@ -230,7 +217,6 @@ def _compile() -> None:
     """Now, rather than in the middle of the first step."""
     for id_type in (np.int64, np.int32):
         sources = Sources(np.zeros(1, id_type), _ZERO, _ZERO, 1, np.array([0, 1], np.int64))
-        _select(sources, ALL)
-        _count(*sources, np.zeros(1, np.int64))
+        _select(sources, ALL, np.zeros(1, np.int64))
     is_sampled(_ZERO, 1.0)
     Recorded(["t"], rate=1.0, max_bytes=0).contents().trace()

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from .._jit import kernel
 from ..init import mix64
+from ..rows import KEY_ROW_BITS
 
 __all__ = ["ALL", "is_sampled", "last_hash", "select"]
 
@@ -52,18 +53,19 @@ def _mark(keys: Any, last: Any, chosen: Any) -> None:
 
 
 @kernel
-def select(ids: Any, starts: Any, firsts: Any, batch: int, bag_starts: Any, last: Any, found: Any) -> int:
-    """The sampled rows of a lookup, features laid end to end.
+def select(ids: Any, starts: Any, firsts: Any, batch: int, bag_starts: Any, last: Any, found: Any, lookups: Any) -> int:
+    """The sampled rows of a lookup, features laid end to end; and how many of all rows there were.
 
     Args:
         ids: int64 or int32 [N].
         starts: int64 [features], where each feature's ids begin in ``ids``.
-        firsts: int64 [features], the key of row 0 of each feature's table.
+        firsts: int64 [features], the key of row 0 of each feature's table; 0 where ids are keys, of one table.
         batch: bags of each feature.
         bag_starts: int64 [features * batch + 1], where each bag begins in what is laid end to end.
         last: of the sample, see ``last_hash``.
         found: int64 [2, n], for all n ids: written to, the sampled rows' keys and their positions in what is laid end
             to end, ascending.
+        lookups: int64 [tables], ids of each table: added to.
 
     Returns:
         how many rows are sampled.
@@ -74,6 +76,8 @@ def select(ids: Any, starts: Any, firsts: Any, batch: int, bag_starts: Any, last
         # A slice, as its indexes are plainly not negative: else the compiler makes no vectors of them.
         own = ids[starts[feature] : starts[feature] + end - begin]
         first, whole = firsts[feature], own.shape[0] - own.shape[0] % _BLOCK
+        if own.shape[0]:
+            lookups[(first + own[0]) >> KEY_ROW_BITS] += own.shape[0]
         for block in range(0, whole, _BLOCK):
             hits = np.uint64(0)
             for i in range(_BLOCK):
