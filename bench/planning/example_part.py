@@ -90,7 +90,6 @@ def _in_memory(workload: Workload, demand: Demand, hosts: Sequence[Host], target
                 row_shares=(_ROW_SHARE,),
                 dtypes=(workload.dtype,),
                 drives=(1,),
-                workers=(1,),
                 hosts=tuple(group * count for count in range(1, _MOST_GROUPS + 1)),
             )
             found += list(_tried(workload, demand, still, target, space, sizes))
