@@ -1,9 +1,10 @@
 """What recording lookups costs a training step, and a batch that a server runs.
 
 What recording adds is the time of one call a batch, on the thread that looks up, so that call is timed where it stands:
-amid steps, its code and data out of the processor's caches. The difference of a recorded step and the same step not
-recorded, which take turns at going first, says too little: on a machine that others use it is a tenth of a step above
-or below zero, as it happens. It is told beside.
+amid steps, its code and data out of the processor's caches. Each batch is run twice, once recorded and once not, by
+turns; the second time it finds its rows in memory, so calls and steps count where they came first. The difference of
+recorded steps and others is told beside: it has all that recording does to a step, and the noise of whole steps, which
+on a machine that others use is several times a call.
 """
 
 import contextlib
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -64,11 +65,12 @@ class Overhead:
     """What was measured.
 
     Attributes:
-        plain_s, recorded_s: of steps.
-        call_s: of them, in the recorder's call.
+        plain_s, recorded_s: of steps that came first.
+        call_s: of those that were recorded, in the recorder's call.
         share: of a step that is not recorded, the call; medians.
         ns_a_lookup: the call's, for each id.
-        share_by_difference: median over the batches of what the recorded step took longer, of a step.
+        share_by_difference: what recorded steps took longer, of a step: the median where they came first, the same
+            where they came second, and the mean of both.
     """
 
     shape: Shape
@@ -103,17 +105,19 @@ def measure_overhead(
                 store.recorder = recorder
     finally:
         shutil.rmtree(folder)
-    plain, recorded = zip(*pairs, strict=True)
-    step_s, call_s = statistics.median(plain), statistics.median(calls)
+    first, second = pairs[::2], pairs[1::2]
+    plain, recorded = [pair.plain_s for pair in first], [pair.recorded_s for pair in second]
+    step_s, call_s = statistics.median(plain), statistics.median(calls[1::2])
+    longer_s = [statistics.median(pair.recorded_s - pair.plain_s for pair in own) for own in (first, second)]
     return Overhead(
         shape=shape,
         rate=rate,
         plain_s=Spread.of(plain),
         recorded_s=Spread.of(recorded),
-        call_s=Spread.of(calls),
+        call_s=Spread.of(calls[1::2]),
         share=call_s / step_s,
         ns_a_lookup=1e9 * call_s / shape.lookups,
-        share_by_difference=statistics.median(with_it - without for without, with_it in pairs) / step_s,
+        share_by_difference=statistics.mean(longer_s) / step_s,
     )
 
 
@@ -130,17 +134,22 @@ def _timed_calls(recorder: Recorder) -> list[float]:
     return seconds
 
 
-def _pair(
-    store: tierstore.Store, recorder: Recorder, step: Callable[[Any], None], batch: Any, number: int
-) -> tuple[float, float]:
-    """Seconds of the step without and with recording."""
+class _Pair(NamedTuple):
+    """Seconds of one step without and with recording."""
+
+    plain_s: float
+    recorded_s: float
+
+
+def _pair(store: tierstore.Store, recorder: Recorder, step: Callable[[Any], None], batch: Any, number: int) -> _Pair:
+    """Of even numbers without recording first."""
     seconds = {}
     for is_recorded in (True, False) if number % 2 else (False, True):
         store.recorder = recorder if is_recorded else None
         started = time.perf_counter()
         step(batch)
         seconds[is_recorded] = time.perf_counter() - started
-    return seconds[False], seconds[True]
+    return _Pair(seconds[False], seconds[True])
 
 
 def _batches(shape: Shape, count: int, seed: int) -> Sequence[tierstore.KeyedJaggedTensor]:

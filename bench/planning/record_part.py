@@ -43,12 +43,16 @@ def _tell(figures: dict[str, Any]) -> Told:
     ]  # fmt: skip
     columns = ["step", "ms", "us of recording", "share", "ns an id", "by difference"]
     goals = [
-        Goal(name=f"{each['shape']['name']}: % that recording adds", value=round(100 * each["share"], 2), at_most=2)
+        Goal(
+            name=f"{each['shape']['name']}: % of a step that recording takes",
+            value=round(100 * each["share"], 2),
+            at_most=2,
+        )
         for each in figures["overheads"]
     ]
     note = (
-        "Recording: 1 % of the rows; its one call a batch, timed amid steps; medians. By difference: each batch once "
-        "recorded and once not, by turns; it varies by a tenth of a step or more from one measurement to the next."
+        "Recording: 1 % of the rows; its one call a batch, timed amid steps; medians. By difference: recorded steps "
+        "beside others, by turns, with all the noise of steps."
     )
     return Told(tables=[Table(title="recording of lookups", columns=columns, rows=rows)], goals=goals, notes=[note])
 

@@ -13,7 +13,7 @@ from ..common import Goal, Run, Table
 from ..data import find_criteo
 from ..parts import Part, Told
 from ..steps import StepWorkload, criteo, fill, zipf
-from .validation import ROWS_FILE, Point, hit_rate_of, points_of, warm_pages
+from .validation import Point, hit_rate_of, points_of
 
 __all__ = ["PART"]
 
@@ -48,7 +48,6 @@ def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
     measure = functools.partial(measure_host, request.folder, seconds=request.config["machine_seconds"])
     for case in _cases(request.config):
         fill(path, case.workload, request.config)
-        warm_pages(path / ROWS_FILE)
         points += points_of(path, case.workload, measure, case.exponent, request.config)
     shutil.rmtree(path)
     spoken = {name: value for name, value in os.environ.items() if name.startswith(("OMP_", "GOMP_"))}

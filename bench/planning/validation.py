@@ -18,7 +18,7 @@ from tierstore.trace import TableTrace, Trace
 
 from ..steps import CHUNK, StepWorkload, step_of, timed
 
-__all__ = ["ROWS_FILE", "Point", "fully_measured", "points_of", "trace_of", "workload_of"]
+__all__ = ["Point", "fully_measured", "points_of", "trace_of", "workload_of"]
 
 ROWS_FILE: Final = "rows.lmdb"
 MINIMUM_BYTES: Final = 2**20
@@ -145,7 +145,7 @@ def points_of(
     exponent: float | None,
     config: dict[str, Any],
 ) -> list[Point]:
-    """All budgets of a workload whose rows are in the store at ``path``, in the page cache.
+    """All budgets of a workload whose rows are in the store at ``path``; they are read into the page cache.
 
     Args:
         measure: finds this machine's costs; asked before each round of runs, as others use the machine too, so that it
@@ -163,6 +163,7 @@ def points_of(
     runs: dict[float, list[Measured]] = {percent: [] for percent in config["budgets"]}
     for _ in range(config["step_rounds"]):
         hosts.append(measure())
+        warm_pages(path / ROWS_FILE)
         for percent, of_budget in runs.items():
             of_budget.append(fully_measured(path, workload, percent, config))
             print(f"  {workload.name}, {percent:g} %: {1e3 * of_budget[-1].step_s:.1f} ms a step", flush=True)

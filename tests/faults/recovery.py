@@ -107,7 +107,7 @@ def explore(
     Args:
         first: the version at the beginning of the record.
         scratch: a directory for the states; each is removed once it was checked.
-        points: 0 for all.
+        points: 0 for all; with ``parts`` of each part.
         least: states; while there were fewer, further instants are tried. How many each has depends on threads.
         part, parts: try only every ``parts``-th of these instants.
         boots: how often the machine has started anew with the last of these losses.
@@ -133,8 +133,8 @@ def explore(
 
 
 def _ordered(recorder: Recorder, first: Snapshot, points: int, generator: np.random.Generator) -> list[int]:
-    """All crash points, of which the first so many are chosen: those at which anchors are in flight since the last
-    commit began, that at which most is, and others at random, a third of all while a commit is under way."""
+    """All crash points, those first that are to be tried where not all are: at which anchors are in flight since the
+    last commit began, at which most is, a third of so many while a commit is under way, and others at random."""
     times = crash_points(recorder)
     if not 0 < points < len(times):
         return times
@@ -147,7 +147,7 @@ def _ordered(recorder: Recorder, first: Snapshot, points: int, generator: np.ran
     begun = max((mark.time for mark in recorder.marks if mark.label == "begun"), default=-1)
     fullest = max(times, key=lambda time: len(pending(recorder, time)[1]))
     chosen = [*[time for time in anchored if time > begun][:_ANCHORS], fullest]
-    drawn = generator.permutation(under_way)[: points // 3].tolist()
+    drawn = generator.permutation(sorted({*under_way} - {*chosen}))[: points // 3].tolist()
     return list(dict.fromkeys([*chosen, *drawn, *generator.permutation(times).tolist()]))
 
 

@@ -100,6 +100,20 @@ def test_a_training_misses_and_writes_as_predicted(store_dir: Path) -> None:
     assert load.blocks_written * load.layout.pages_per_block == pytest.approx(share * load.misses, rel=0.05)
 
 
+def test_more_memory_writes_no_more_by_a_trace() -> None:
+    """From caches that do not hold a batch to those that hold several."""
+    workload = replace(WORKLOAD, tables=(replace(TABLES[0], exponent=0.9),), batch_samples=1000)
+    generator = np.random.default_rng(1)
+    weights = np.arange(1, 30_001) ** -0.9
+    ids = generator.permutation(30_000)[generator.choice(30_000, 60 * 2000, p=weights / weights.sum())]
+    demand = Demand.from_accesses(workload, Accesses(ids, np.arange(0, len(ids) + 1, 2000), ("a",)))
+    for changes in ({}, {"host": make_host(gpus=1), "hbm_bytes": 2.0 * MIB}):
+        setups = [make_setup(workload, ddr_bytes=kb * 1e3, **changes) for kb in (1000, 1200, 1500, 2000, 3000, 5000)]
+        written = [pool_loads(setup, demand)[0].blocks_written for setup in setups]
+        assert written == sorted(written, reverse=True)
+        assert written[-1] > 0
+
+
 def load_of(setup_changes: dict[str, object] | None = None, *, unique: float = 2000.0, miss_ratio: float = 0.25):
     workload = make_workload(rows=1_000_000)
     setup = make_setup(workload, **(setup_changes or {}))

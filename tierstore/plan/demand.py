@@ -7,6 +7,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
+from ..cache import REFERENCE_PREFIX
 from ..excerpt import excerpt
 from ..names import nearest
 from ..rows import KEY_ROW_BITS, RowLayout
@@ -41,7 +42,8 @@ class PoolDemand:
         new_rows: of ``unique``, those that no batch before had; 0 where no trace says it.
         rows_a_block: of a batch's distinct rows, those that lie in one block, on average, rows lying in order of their
             ids; 1 where no whole trace says it.
-        rewrites: what a cache of rows has written; None where no whole trace says it.
+        rewrites: what a cache of rows has written, which keeps the trace; None where no whole trace says it, in
+            serving, and of policies other than lru.
     """
 
     layout: RowLayout
@@ -128,6 +130,7 @@ class Demand:
             ValueError: it has no access, or a table that the workload has not, or a row beyond its table.
         """
         _check(workload, accesses)
+        is_written_together = workload.is_training and policy.removeprefix(REFERENCE_PREFIX) == "lru"
 
         def pool(layout: RowLayout, tables: list[TableShape]) -> PoolDemand:
             names = {table.name for table in tables}
@@ -143,7 +146,7 @@ class Demand:
                 if len(distinct.keys)
                 else _unused(policy),
                 rows_a_block=_rows_a_block(distinct, layout),
-                rewrites=rewrites_of(distinct),
+                rewrites=rewrites_of(distinct) if is_written_together else None,
                 new_rows=numbered(distinct.keys).num_rows / accesses.sampling_rate / max(accesses.all_batches, 1),
             )
 
@@ -151,7 +154,8 @@ class Demand:
         return cls(batch_samples=workload.batch_samples, policy=policy, pools=pools)
 
     def laid_out(self, workload: Workload) -> "Demand":
-        """The same demand of the same tables whose rows are of another type, or have another optimizer's state.
+        """The same demand of the same tables whose rows are of another type, or have another optimizer's state;
+        ``rows_a_block`` stays that of the layout that it was found of.
 
         Raises:
             ValueError: the tables, their rows or the batch are others than those that it was found of.

@@ -11,8 +11,8 @@ from ..exchange.output import write_text
 __all__ = ["read_json", "write_json"]
 
 
-def write_json(content: Any, path: str | os.PathLike[str], *, force: bool = True, indent: int | None = 2) -> None:
-    """Write, by default over what is there.
+def write_json(content: Any, path: str | os.PathLike[str], *, force: bool = False, indent: int | None = 2) -> None:
+    """Write it.
 
     Raises:
         FileExistsError: there is such a file, and ``force`` is not given. Else as of ``partial_file``.

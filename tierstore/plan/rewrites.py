@@ -25,16 +25,17 @@ class _Rows(NamedTuple):
     """Rows as numbers in order of table and id.
 
     Attributes:
-        accesses: int64 [n], numbers.
+        accesses: int32 [n], numbers.
         keys: int64 [rows], by number.
     """
 
-    accesses: Int64s
+    accesses: NDArray[np.int32]
     keys: Int64s
 
 
 class Rewrites:
-    """Of a cache that keeps the rows used last, each of which changes at the end of a batch that it is in.
+    """Of a cache that keeps the rows used last, each of which changes at the end of a batch that it is in, or before it
+    leaves if that is earlier.
 
     Args:
         accesses: once a batch, of every row; gone through when a size is asked for, and again for other sizes.
@@ -60,10 +61,10 @@ class Rewrites:
         return None
 
     def _share(self, step: int, rows_per_block: int) -> float | None:
-        known = step, rows_per_block
-        if known not in self._found:
-            self._found[known] = self._go_through(round(2 ** (step / _STEPS_AN_OCTAVE)), rows_per_block)
-        return self._found[known]
+        key = step, rows_per_block
+        if key not in self._found:
+            self._found[key] = self._go_through(round(2 ** (step / _STEPS_AN_OCTAVE)), rows_per_block)
+        return self._found[key]
 
     def _go_through(self, capacity: int, rows_per_block: int) -> float | None:
         """Of the second half, the cache being warm from the first."""
@@ -82,7 +83,7 @@ class Rewrites:
         keys = np.empty(num_rows, np.int64)
         keys[numbers] = self._accesses.keys
         order = np.argsort(keys)
-        place = np.empty(num_rows, np.int64)
+        place = np.empty(num_rows, np.int32)
         place[order] = np.arange(num_rows)
         return _Rows(place[numbers], keys[order])
 
@@ -104,7 +105,7 @@ def _count_written(accesses: Any, starts: Any, counted_from: Any, blocks: Any, c
     root = len(blocks)
     before, after = np.full(root + 1, -1, np.int64), np.full(root + 1, -1, np.int64)
     before[root] = after[root] = root
-    is_newer = np.zeros(root, np.bool_)
+    is_newer, newest_batch = np.zeros(root, np.bool_), np.full(root, -1, np.int64)
     used = written = left = 0
     for batch in range(len(starts) - 1):
         if batch == counted_from:
@@ -113,6 +114,7 @@ def _count_written(accesses: Any, starts: Any, counted_from: Any, blocks: Any, c
             written = left = 0
         for i in range(starts[batch], starts[batch + 1]):
             row = accesses[i]
+            newest_batch[row] = batch
             if after[row] >= 0:
                 _unlink(before, after, row)
             elif used < capacity:
@@ -121,7 +123,7 @@ def _count_written(accesses: Any, starts: Any, counted_from: Any, blocks: Any, c
                 out = after[root]
                 _unlink(before, after, out)
                 left += 1
-                if is_newer[out]:
+                if is_newer[out] or newest_batch[out] == batch:
                     written += 1
                     _take_along(blocks, out, is_newer)
             last = before[root]

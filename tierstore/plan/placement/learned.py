@@ -203,7 +203,7 @@ def fit_cost(measurements: Sequence[Measurement], *, link_bytes_per_s: float = 1
 
 def write_cost(cost: LearnedCost, path: str | os.PathLike[str]) -> None:
     """Write as JSON, over what is there; whole or not at all."""
-    write_json({"kind": _KIND, "features": list(FEATURES), **cost.to_dict()}, path)
+    write_json({"kind": _KIND, "features": list(FEATURES), **cost.to_dict()}, path, force=True)
 
 
 def read_cost(path: str | os.PathLike[str]) -> LearnedCost:

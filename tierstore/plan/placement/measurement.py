@@ -55,7 +55,7 @@ def write_measurements(measurements: Sequence[Measurement], path: str | os.PathL
     """Write as JSON, over what is there; whole or not at all."""
     rows = [[*each.shape, *each[1:]] for each in measurements]
     fields = [*LookupShape._fields, *_TIMES]
-    write_json({"kind": _KIND, "fields": fields, "rows": rows}, path)
+    write_json({"kind": _KIND, "fields": fields, "rows": rows}, path, force=True)
 
 
 def read_measurements(path: str | os.PathLike[str]) -> tuple[Measurement, ...]:
