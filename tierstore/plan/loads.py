@@ -277,8 +277,10 @@ def _ssd_writes(setup: Setup, pools: Sequence[PoolLoad]) -> ResourceLoad:
 
 def written_bytes(pools: Sequence[PoolLoad]) -> float:
     """To the drives of a host."""
-    pages = [pool.blocks_written * pool.layout.pages_per_block + pool.leaves_written for pool in pools]
-    return sum(count * pool.layout.page_bytes for count, pool in zip(pages, pools, strict=True))
+    return sum(
+        (pool.blocks_written * pool.layout.pages_per_block + pool.leaves_written) * pool.layout.page_bytes
+        for pool in pools
+    )
 
 
 # What all share

@@ -5,7 +5,7 @@ A block that is written takes along all that changed in it, so neighbours that c
 
 import functools
 import math
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,20 +17,6 @@ from .accesses import Accesses, numbered
 __all__ = ["Rewrites", "rewrites_of"]
 
 _STEPS_AN_OCTAVE: Final = 2
-
-Int64s = NDArray[np.int64]
-
-
-class _Rows(NamedTuple):
-    """Rows as numbers in order of table and id.
-
-    Attributes:
-        accesses: int32 [n], numbers.
-        keys: int64 [rows], by number.
-    """
-
-    accesses: NDArray[np.int32]
-    keys: Int64s
 
 
 class Rewrites:
@@ -68,24 +54,22 @@ class Rewrites:
 
     def _go_through(self, capacity: int, rows_per_block: int) -> float | None:
         """Of the second half, the cache being warm from the first."""
-        accesses, keys = self._rows
+        numbers, keys = self._rows
         if capacity >= len(keys):
             return None
         row_mask = (1 << KEY_ROW_BITS) - 1
-        blocks = (keys & ~row_mask) | (keys & row_mask) // rows_per_block
+        _, blocks = np.unique((keys & ~row_mask) | (keys & row_mask) // rows_per_block, return_inverse=True)
         starts = self._accesses.starts
-        written, left = _count_written(accesses, starts, (len(starts) - 1) // 2, blocks, capacity)
+        written, left = _count_written(numbers, starts, (len(starts) - 1) // 2, blocks, capacity)
         return written / left if left else None
 
     @functools.cached_property
-    def _rows(self) -> _Rows:
+    def _rows(self) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Rows as numbers: int32 [n] by access, and int64 [rows], the key of each."""
         numbers, num_rows = numbered(self._accesses.keys)
         keys = np.empty(num_rows, np.int64)
         keys[numbers] = self._accesses.keys
-        order = np.argsort(keys)
-        place = np.empty(num_rows, np.int32)
-        place[order] = np.arange(num_rows)
-        return _Rows(place[numbers], keys[order])
+        return numbers, keys
 
 
 def rewrites_of(accesses: Accesses) -> Rewrites | None:
@@ -94,18 +78,19 @@ def rewrites_of(accesses: Accesses) -> Rewrites | None:
 
 
 @kernel
-def _count_written(accesses: Any, starts: Any, counted_from: Any, blocks: Any, capacity: Any) -> tuple[int, int]:
+def _count_written(numbers: Any, starts: Any, counted_from: Any, blocks: Any, capacity: Any) -> tuple[int, int]:
     """Blocks written, and rows that left, from batch ``counted_from`` on; none if the cache was not full by then, as
     the first rows that leave have more written for them than later ones.
 
     Args:
-        blocks: int64 [rows], ascending.
+        blocks: int64 [rows], the number of each row's.
     """
     # A ring of the rows that are in, the one used longest ago behind the root.
     root = len(blocks)
     before, after = np.full(root + 1, -1, np.int64), np.full(root + 1, -1, np.int64)
     before[root] = after[root] = root
-    is_newer, newest_batch = np.zeros(root, np.bool_), np.full(root, -1, np.int64)
+    # A row is as it is on disk if its block was written in a later batch than that which changed it last.
+    changed_in, written_in = np.full(root, -1, np.int64), np.full(root, -1, np.int64)
     used = written = left = 0
     for batch in range(len(starts) - 1):
         if batch == counted_from:
@@ -113,8 +98,8 @@ def _count_written(accesses: Any, starts: Any, counted_from: Any, blocks: Any, c
                 return 0, 0
             written = left = 0
         for i in range(starts[batch], starts[batch + 1]):
-            row = accesses[i]
-            newest_batch[row] = batch
+            row = numbers[i]
+            changed_in[row] = batch
             if after[row] >= 0:
                 _unlink(before, after, row)
             elif used < capacity:
@@ -123,13 +108,11 @@ def _count_written(accesses: Any, starts: Any, counted_from: Any, blocks: Any, c
                 out = after[root]
                 _unlink(before, after, out)
                 left += 1
-                if is_newer[out] or newest_batch[out] == batch:
+                if changed_in[out] >= written_in[blocks[out]]:
                     written += 1
-                    _take_along(blocks, out, is_newer)
+                    written_in[blocks[out]] = batch
             last = before[root]
             after[last], before[row], after[row], before[root] = row, last, root, row
-        for i in range(starts[batch], starts[batch + 1]):
-            is_newer[accesses[i]] = after[accesses[i]] >= 0
     return written, left
 
 
@@ -137,14 +120,3 @@ def _count_written(accesses: Any, starts: Any, counted_from: Any, blocks: Any, c
 def _unlink(before: Any, after: Any, row: Any) -> None:
     after[before[row]], before[after[row]] = after[row], before[row]
     after[row] = -1
-
-
-@inline
-def _take_along(blocks: Any, row: Any, is_newer: Any) -> None:
-    """All rows of this one's block are now as they are on disk."""
-    place = row
-    while place > 0 and blocks[place - 1] == blocks[row]:
-        place -= 1
-    while place < len(blocks) and blocks[place] == blocks[row]:
-        is_newer[place] = False
-        place += 1
