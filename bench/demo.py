@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from .common import Goal, Report, Run, Spread, program
-from .training import Outcome, equal_bits, outcome_table
+from .training import Outcome, equal_bits, outcome_table, placeless
 
 __all__ = ["run"]
 
@@ -26,7 +26,7 @@ def _demonstrate(folder: Path, rows: int) -> float:
 
 
 def _outcome(folder: Path, name: str) -> Outcome:
-    summary = json.loads((folder / f"{name}.json").read_text())
+    summary = placeless(json.loads((folder / f"{name}.json").read_text()))
     return Outcome(_RUNS[name], summary, Spread.of([summary["samples_per_second"]]), frozenset([summary["bits"]]))
 
 

@@ -2,14 +2,14 @@
 
 import multiprocessing
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .common import Goal, Spread, Table
 
-__all__ = ["Outcome", "equal_bits", "outcome_table", "run_all"]
+__all__ = ["Outcome", "equal_bits", "outcome_table", "placeless", "run_all"]
 
 
 class Outcome(NamedTuple):
@@ -17,7 +17,7 @@ class Outcome(NamedTuple):
 
     name: str
     summary: dict[str, Any]
-    """``tierstore.train.Summary.to_dict()`` of the last repetition."""
+    """``tierstore.train.Summary.to_dict()`` of the last repetition, without its store's folder."""
     samples_per_s: Spread
     bits: frozenset[str]
     """Digests of all rows and dense weights, one for each different end."""
@@ -41,6 +41,11 @@ def _train_apart(run_file: Path, overrides: Sequence[str], store: Path) -> dict[
             shutil.rmtree(store, ignore_errors=True)
 
 
+def placeless(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's summary without the folder of its store, which is of this machine alone."""
+    return {name: value for name, value in summary.items() if name != "store"}
+
+
 def run_all(
     run_file: Path, runs: Sequence[dict[str, Any]], common: Sequence[str], folder: Path, repetitions: int
 ) -> list[Outcome]:
@@ -53,7 +58,7 @@ def run_all(
     return [
         Outcome(
             name,
-            each[-1],
+            placeless(each[-1]),
             Spread.of([summary["samples_per_second"] for summary in each]),
             frozenset(summary["bits"] for summary in each),
         )
