@@ -45,6 +45,7 @@ ORDER: Final = (
     "start",
     "serve",
     "plan",
+    "versions",
 )
 """Sections of docs/benchmarks.md; results of other names follow by name."""
 

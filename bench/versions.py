@@ -1,0 +1,139 @@
+"""Is this version as fast as an earlier one?
+
+Both run at the same time, each in a process of its own, and take turns call by call, so that whatever else the machine
+does meets both. The earlier version is a commit of the repository; its own modules build its stores.
+"""
+
+import contextlib
+import io
+import json
+import statistics
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from .common import Goal, Report, Run, Spread, Table, program
+from .data import ROOT
+
+__all__ = ["run"]
+
+TASKS: Final = ("train", "lookup", "cold", "warm")
+SLOWER_MAX: Final = 1.03
+_WORKER: Final = ROOT / "bench" / "version_worker.py"
+
+
+class _Worker:
+    """A version that times what it is told to, in a process of its own."""
+
+    def __init__(self, root: Path, folder: Path, task: str, config: dict[str, Any]) -> None:
+        command = [sys.executable, "-P", str(_WORKER), str(root), str(folder), task, json.dumps(config)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
+        self.parts: list[str] = json.loads(self._answer())
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a version ended early, with {self._process.wait()}: see its message above")
+        return line
+
+    def seconds(self, part: str) -> float:
+        """Of one measurement."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{part}\n")
+        self._process.stdin.flush()
+        return float(self._answer())
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def _extract(commit: str, folder: Path) -> Path:
+    """The tree of a commit, in a folder that is kept for the next run."""
+    target = folder / f"version-{commit}"
+    if not target.exists():
+        packed = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, check=True).stdout
+        with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+            archive.extractall(target, filter="tar")
+    return target
+
+
+@contextlib.contextmanager
+def _both(request: Run, task: str) -> Iterator[tuple[_Worker, _Worker]]:
+    """(this version, the earlier one), ready to measure."""
+    earlier = _extract(request.config["earlier"], request.folder)
+    with contextlib.ExitStack() as stack:
+        workers = []
+        for name, root in (("now", ROOT), ("earlier", earlier)):
+            worker = _Worker(root, request.folder / f"versions-{name}", task, request.config)
+            stack.callback(worker.close)
+            workers.append(worker)
+        yield workers[0], workers[1]
+
+
+def _measure(request: Run, task: str) -> dict[str, tuple[list[float], list[float]]]:
+    """Seconds of (this version, the earlier one) by part, pair by pair."""
+    found: dict[str, tuple[list[float], list[float]]] = {}
+    with _both(request, task) as (now, earlier):
+        for part in now.parts:
+            pairs = []
+            for repetition in range(request.config["repetitions"] + 1):
+                if repetition % 2:
+                    ours = now.seconds(part)
+                    pairs.append((ours, earlier.seconds(part)))
+                else:
+                    theirs = earlier.seconds(part)
+                    pairs.append((now.seconds(part), theirs))
+            found[part] = [one for one, _ in pairs[1:]], [other for _, other in pairs[1:]]
+    return found
+
+
+def run(request: Run) -> Report:
+    goals, rows = [], []
+    figures: dict[str, Any] = {}
+    for task in TASKS:
+        for part, (now, earlier) in _measure(request, task).items():
+            ratios = [one / other for one, other in zip(now, earlier, strict=True)]
+            ratio = statistics.median(ratios)
+            quartiles = statistics.quantiles(ratios, n=4)
+            figures[part] = {
+                "seconds": asdict(Spread.of(now)),
+                "earlier_seconds": asdict(Spread.of(earlier)),
+                "ratio_p50": ratio,
+                "ratio_p25": quartiles[0],
+                "ratio_p75": quartiles[2],
+            }
+            times = [f"{1e3 * statistics.median(seconds):.3f}" for seconds in (now, earlier)]
+            rows.append([part, *times, f"{ratio:.3f}", f"{quartiles[0]:.2f} - {quartiles[2]:.2f}"])
+            goals.append(
+                Goal(name=f"{part}: time over the earlier version's", value=round(ratio, 3), at_most=SLOWER_MAX)
+            )
+    config = request.config
+    return Report(
+        question=f"Is this version as fast as {config['earlier']}?",
+        tables=[
+            Table(
+                title=f"time of one measurement, ms, this version and {config['earlier']}",
+                columns=["what", "this version", "earlier", "ratio of a pair", "its quartiles"],
+                rows=rows,
+            )
+        ],
+        figures=figures,
+        goals=goals,
+        notes=[
+            f"Two processes in turns, {config['repetitions']} pairs each; the ratio is the median over pairs. "
+            f"Training: {config['tables']} tables of {config['rows']:,} rows of {config['dim']}, {config['batch']:,} "
+            f"samples of {config['pooling_factor']} ids. Reads: {config['read_rows']:,} random rows of "
+            f"{config['cold_rows']:,}, each version from a store that it wrote itself."
+        ],
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(program("versions", run))
