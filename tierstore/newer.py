@@ -191,7 +191,8 @@ def require_same_tables(directory: Path, shown: Manifest, newer: Manifest) -> No
     for before, after in zip(shown.tables, newer.tables, strict=False):
         if before != after:
             raise StoreReplacedError(
-                f"{directory}: table {after.name!r} is in the place of {before.name!r} that is shown; open the store again"
+                f"{directory}: table {after.name!r} is in the place of {before.name!r}, which is shown; open the store "
+                "again"
             )
 
 

@@ -16,7 +16,18 @@ from hypothesis import strategies as st
 
 import tierstore
 from tests.children import run
-from tests.updates.support import ROWS, SMALL, assign, change, contents, edited, extra_of, same, table_config, version_of
+from tests.updates.support import (
+    ROWS,
+    SMALL,
+    assign,
+    change,
+    contents,
+    edited,
+    extra_of,
+    same,
+    table_config,
+    version_of,
+)
 from tierstore import errors
 from tierstore._jit import JIT_ENABLED
 from tierstore.updates import Update, apply_update, roll_back_replica, write_update

@@ -1,4 +1,4 @@
-"""An update that fails, is killed or gone back from leaves neither rows nor tables, and none of another store is taken."""
+"""An update that fails, is killed or gone back from leaves no rows and no tables; none of another store is taken."""
 
 import contextlib
 import shutil
