@@ -3,6 +3,7 @@
 import json
 import mmap
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -203,6 +204,36 @@ def test_an_update_that_cannot_be_shown_leaves_the_replica_where_it_was(tmp_path
         (done,) = publish(source, [server.admin])
         assert (done.error, done.version) == ("", 3)
         assert (client.rows(ids, table="item") == 2).all()
+
+
+def test_a_table_that_was_gone_back_from_gives_its_place_to_another(tmp_path: Path) -> None:
+    """The source was put back from a copy, and its next version brings another table."""
+    source, ids = tmp_path / "source", torch.arange(3)
+    change(source, 1, names=("item",))
+    shutil.copytree(source, tmp_path / "copy")
+
+    def bring(name: str, dim: int) -> None:
+        with tierstore.open(source, ddr="4MiB") as store:
+            store.create_table(table_config(name, embedding_dim=dim)).write(ids, torch.ones(3, dim))
+            store["item"].write(ids, torch.full((3, 6), float(dim)))
+            store.commit()
+
+    with serving(tmp_path / "replica", updates=True) as server, Client(server.url) as client:
+        assert not publish(source, [server.admin])[0].error
+        bring("first", 3)
+        assert not publish(source, [server.admin])[0].error
+        assert client.rows(ids.numpy(), table="first").tolist() == [[1.0] * 3] * 3
+        back = httpx.post(f"{server.admin}/admin/rollback", headers=ADMIN, timeout=60)
+        assert back.json() == {"version": 1}
+        assert {model.name for model in server.engine.models()} == {"rows.item", "pooled.item", "rows", "pooled"}
+        with pytest.raises(ServeError, match=r"no model 'rows\.first'"):
+            client.rows(ids.numpy(), table="first")
+        shutil.rmtree(source)
+        shutil.copytree(tmp_path / "copy", source)
+        bring("second", 9)
+        assert not publish(source, [server.admin])[0].error
+        assert client.rows(ids.numpy(), table="second").tolist() == [[1.0] * 9] * 3
+        assert server.status()["version"]["update_failures"] == 0
 
 
 def test_hot_rows_are_there_after_a_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
