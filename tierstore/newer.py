@@ -6,6 +6,7 @@ is noted by the pools. To show the version is then to copy rows in memory.
 """
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from .cache import RowCache
 from .converting import RowSource
-from .errors import ClosedError
+from .errors import ClosedError, StoreReplacedError
 from .listing import resident_keys
 from .manifest import Manifest
 from .pool import Pool
@@ -22,7 +23,7 @@ from .version import Version, unpack_tensors
 if TYPE_CHECKING:
     from .store import Store
 
-__all__ = ["Arrivals", "CachedRows", "Newer", "changed_rows"]
+__all__ = ["Arrivals", "CachedRows", "Newer", "changed_rows", "require_same_tables"]
 
 IsChanged = Callable[[Any], Any]
 """Whether rows (int64 keys) are others in the newer version: bool [n]."""
@@ -182,6 +183,17 @@ def changed_rows(
         rows.append(CachedRows.read(pool, is_changed, read, room_bytes))
         room_bytes -= rows[-1].size_bytes
     return rows
+
+
+def require_same_tables(directory: Path, shown: Manifest, newer: Manifest) -> None:
+    """StoreReplacedError where a table stands in another's place: those of a replica go with the versions that brought
+    them, and others may have come before anybody looked."""
+    for before, after in zip(shown.tables, newer.tables, strict=False):
+        if before != after:
+            raise StoreReplacedError(
+                f"{directory}: table {after.name!r} is in the place of {before.name!r}, which is shown; open the store "
+                "again"
+            )
 
 
 class Newer:

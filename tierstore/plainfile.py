@@ -4,11 +4,12 @@ import errno
 import os
 import stat
 from pathlib import Path
+from typing import BinaryIO
 
 from .errors import FormatError, TruncatedError
 from .oserrors import translate_os_error
 
-__all__ = ["read_plain_file", "require_plain_file"]
+__all__ = ["open_plain_file", "read_plain_file", "require_plain_file"]
 
 
 def require_plain_file(path: Path) -> None:
@@ -28,14 +29,11 @@ def require_plain_file(path: Path) -> None:
         )
 
 
-def read_plain_file(path: Path, max_bytes: int) -> bytes:
-    """The content of a plain file of at most ``max_bytes`` bytes.
+def open_plain_file(path: Path) -> BinaryIO:
+    """A plain file, open for reading.
 
     Raises:
-        FileNotFoundError: there is nothing.
-        FormatError: it is no plain file, or too large.
-        TruncatedError: it is empty.
-        TierstoreError: it cannot be read.
+        FileNotFoundError: there is nothing. FormatError: it is no plain file. TierstoreError: it cannot be opened.
     """
     require_plain_file(path)
     try:
@@ -45,16 +43,28 @@ def read_plain_file(path: Path, max_bytes: int) -> bytes:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
     except OSError as error:
         raise translate_os_error(error, path) from error
-    with open(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise FormatError(f"{path} is {_kind(status.st_mode)}, not a plain file")
-        if status.st_size == 0:
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise FormatError(f"{path} is {_kind(mode)}, not a plain file")
+    return open(descriptor, "rb")
+
+
+def read_plain_file(path: Path, max_bytes: int) -> bytes:
+    """The content of a plain file of at most ``max_bytes`` bytes.
+
+    Raises:
+        FileNotFoundError: there is nothing.
+        FormatError: it is no plain file, or too large.
+        TruncatedError: it is empty.
+        TierstoreError: it cannot be read.
+    """
+    with open_plain_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size == 0:
             raise TruncatedError(f"{path} is empty; restore it from a copy of the store")
-        if status.st_size > max_bytes:
-            raise FormatError(
-                f"{path} has {status.st_size} bytes and may have {max_bytes}; restore it from a copy of the store"
-            )
+        if size > max_bytes:
+            raise FormatError(f"{path} has {size} bytes and may have {max_bytes}; restore it from a copy of the store")
         try:
             return file.read(max_bytes)
         except OSError as error:

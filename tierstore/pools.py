@@ -1,6 +1,7 @@
 """Making the pools of a store: its budgets divided among row layouts, a cache for each, the device tier above."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,7 +20,7 @@ from .sizes import parse_size, require_memory
 from .table import Table
 from .threads import Workers
 
-__all__ = ["Memory", "Pools"]
+__all__ = ["Memory", "Pools", "refuse_if_clean"]
 
 _MANY_BYTES: Final = 2**62
 """Of which no percentage that is not zero is no byte."""
@@ -122,3 +123,16 @@ def _make_cache(tables: Sequence[Table], layout: RowLayout, size: PoolSize, poli
         return cache.make_cache(policy, size.cached_rows, **words)
     own = {table.index: table.config.num_embeddings for table in tables if table.layout == layout}
     return cache.FullCache(own, **words)
+
+
+def refuse_if_clean(pools: Collection[Pool]) -> bool:
+    """Have all pools refuse further use, if no row is in use or to be written: another thread may have written one
+    since they were flushed."""
+    with contextlib.ExitStack() as stack:
+        for pool in pools:
+            stack.enter_context(pool.lock)
+        if any(pool.in_use or not pool.is_clean for pool in pools):
+            return False
+        for pool in pools:
+            pool.refuse()
+        return True

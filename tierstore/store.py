@@ -24,11 +24,11 @@ from .hbm.build import require_supported
 from .io import LmdbColdTier, VerifyReport
 from .killpoints import reach
 from .manifest import Manifest
-from .newer import Newer, changed_rows
+from .newer import Newer, changed_rows, require_same_tables
 from .optim import SGD
 from .pending import PendingCommit
 from .pool import Pool
-from .pools import Memory, Pools
+from .pools import Memory, Pools, refuse_if_clean
 from .rows import DtypeName, RowLayout
 from .signals import shielded
 from .sizes import format_size
@@ -118,7 +118,7 @@ class Store:
         version = unpack(self._cold.version, self._cold.payload)
         if self.readonly:
             # A writer may have made tables, and committed, after the manifest was read.
-            self._manifest = Manifest.read(self.directory)
+            self._manifest = version.manifest_of(Manifest.read(self.directory))
         for config in self._manifest.tables:
             self._require_supported(config)
             self._add(config)
@@ -162,6 +162,12 @@ class Store:
                 ) from error
             self._added[index] = shape
         return kept
+
+    def _leave(self, first: int) -> None:
+        """Have the cold tier of a store open for reading forget the tables from index ``first`` on."""
+        if len(self._added) > first:
+            self._cold.drop_tables(first)
+            self._added = {index: shape for index, shape in self._added.items() if index < first}
 
     # Tables
 
@@ -249,24 +255,11 @@ class Store:
     def _retire_pools(self) -> None:
         """Write dirty rows back and forget the caches; the next use makes new ones."""
         with self._pools_lock:
-            while not self._refuse_if_clean():
+            while not refuse_if_clean(self._pools.values()):
                 self._require_unused("create tables")
                 for pool in self._pools.values():
                     pool.flush()
             self._close_pools()
-
-    def _refuse_if_clean(self) -> bool:
-        """Have all pools refuse further use, if no row is in use or to be written: another thread may have written one
-        since they were flushed."""
-        pools = self._pools.values()
-        with contextlib.ExitStack() as stack:
-            for pool in pools:
-                stack.enter_context(pool.lock)
-            if any(pool.in_use or not pool.is_clean for pool in pools):
-                return False
-            for pool in pools:
-                pool.refuse()
-            return True
 
     def _require_unused(self, action: str) -> None:
         for pool in self._pools.values():
@@ -428,17 +421,19 @@ class Store:
                 raise
 
     def _find_newer(self) -> Newer | None:
+        self._leave(len(self._tables))  # those that an earlier call made ready, and nobody showed
         while True:
             found, num_added = self._cold.find_newer(), len(self._added)
             if found is None:
                 return None
-            manifest = Manifest.read(self.directory)
+            version = unpack(found.version, found.payload)
+            manifest = version.manifest_of(Manifest.read(self.directory))
+            require_same_tables(self.directory, self._manifest, manifest)
             for index, config in enumerate(manifest.tables[len(self._tables) :], len(self._tables)):
                 self._require_supported(config)
                 self._enter(config, index)
             if len(self._added) == num_added:  # else what was found lacks the blocks of a new table
                 break
-        version = unpack(found.version, found.payload)
         version.require_of({config.name for config in manifest.tables})
         rows = None
         if manifest.tables == self._manifest.tables:
@@ -476,6 +471,9 @@ class Store:
                 self.give_up_newer(newer.number)
             if newer.rows is None:
                 self._close_pools()
+            for name in list(self._tables)[len(newer.manifest.tables) :]:
+                del self._tables[name]
+            self._leave(len(newer.manifest.tables))
             for config in newer.manifest.tables[len(self._tables) :]:
                 self._add(config)
             self._manifest = newer.manifest

@@ -6,6 +6,8 @@ Layout: 8 bytes little-endian length of a JSON header, the header, then the name
 import json
 import math
 from collections.abc import Set
+from dataclasses import replace
+from itertools import takewhile
 from typing import Any, Final, NamedTuple
 
 import safetensors.torch
@@ -14,9 +16,12 @@ from torch import Tensor
 from .errors import DamagedError, FormatError
 from .excerpt import excerpt
 from .lineage import NO_LINEAGE, Lineage
+from .manifest import Manifest
 
-__all__ = ["TableState", "Version", "pack", "repack", "unpack", "unpack_tensors"]
+__all__ = ["ORIGIN_KEY", "TableState", "Version", "pack", "repack", "unpack", "unpack_tensors"]
 
+ORIGIN_KEY: Final = "tierstore.update"
+"""In the ``extra`` of a replica's commits: whose rows they have, see ``updates.origin``."""
 _LENGTH_BYTES: Final = 8
 
 
@@ -40,6 +45,13 @@ class Version(NamedTuple):
     def next_lineage(self) -> Lineage:
         """Of the commit that is made from this one, with a new identity."""
         return self.lineage.following(self.number)
+
+    def manifest_of(self, manifest: Manifest) -> Manifest:
+        """The store's manifest with the tables that readers of this version are shown: all, but in a replica only those
+        that the version names. An update that failed, or was gone back from, may have left others behind them."""
+        if ORIGIN_KEY not in self.extra:
+            return manifest
+        return replace(manifest, tables=tuple(takewhile(lambda table: table.name in self.tables, manifest.tables)))
 
     def require_of(self, names: Set[str]) -> None:
         """FormatError unless all its tables are among a manifest's."""

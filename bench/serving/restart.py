@@ -84,7 +84,7 @@ def _way(rig: Rig, warm_up: str, rate: float) -> dict[str, Any]:
 def _measure(request: Run, figures: dict[str, Any]) -> dict[str, Any]:
     rig, rate = Rig(request), rate_of(request, "restart", figures)
     rig.prepare()
-    hot = rig.store.with_name(rig.store.name + ".hot.npz")
+    hot = rig.store.with_name(rig.store.name + ".hot")
     found = []
     for warm_up in rig.config["restart_ways"]:
         hot.unlink(missing_ok=True)

@@ -95,7 +95,7 @@ def _once(path: Path, made_of: Mapping[str, Any], build: Callable[[Path], None])
         return path
     marker.unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)
-    path.with_name(f"{path.name}.hot.npz").unlink(missing_ok=True)
+    path.with_name(f"{path.name}.hot").unlink(missing_ok=True)
     print(f"building {path}", flush=True)
     build(path)
     marker.write_text(json.dumps(made_of))

@@ -75,7 +75,7 @@ def test_sigterm_ends_a_start_that_takes_long(store: Path, tmp_path: Path) -> No
         opened.commit()
     from tierstore.serve.hot_rows import hot_rows_path, save_hot_rows
 
-    save_hot_rows(hot_rows_path(big), {"item": np.arange(2_000_000)})
+    save_hot_rows(hot_rows_path(big), np.arange(2_000_000))
     with command(tmp_path / "log", "--store", str(big), *FREE_PORTS[:-1], "1GiB", ready=False) as server:
         wait_for(lambda: "listening" in (tmp_path / "log").read_text())
         assert server.end() == 0

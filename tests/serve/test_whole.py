@@ -2,11 +2,12 @@
 
 import json
 import mmap
+import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -18,6 +19,7 @@ from tritonclient.utils import InferenceServerException
 
 import tierstore
 from tests.following import Child
+from tests.fuzz.target import bounded
 from tests.serve.test_engine import bags_of
 from tests.serve.whole import ADMIN, SMALL, InThread, serving, wait_for
 from tests.train.runs import TRAIN_ROWS, config_of
@@ -204,6 +206,36 @@ def test_an_update_that_cannot_be_shown_leaves_the_replica_where_it_was(tmp_path
         assert (client.rows(ids, table="item") == 2).all()
 
 
+def test_a_table_that_was_gone_back_from_gives_its_place_to_another(tmp_path: Path) -> None:
+    """The source was put back from a copy, and its next version brings another table."""
+    source, ids = tmp_path / "source", torch.arange(3)
+    change(source, 1, names=("item",))
+    shutil.copytree(source, tmp_path / "copy")
+
+    def bring(name: str, dim: int) -> None:
+        with tierstore.open(source, ddr="4MiB") as store:
+            store.create_table(table_config(name, embedding_dim=dim)).write(ids, torch.ones(3, dim))
+            store["item"].write(ids, torch.full((3, 6), float(dim)))
+            store.commit()
+
+    with serving(tmp_path / "replica", updates=True) as server, Client(server.url) as client:
+        assert not publish(source, [server.admin])[0].error
+        bring("first", 3)
+        assert not publish(source, [server.admin])[0].error
+        assert client.rows(ids.numpy(), table="first").tolist() == [[1.0] * 3] * 3
+        back = httpx.post(f"{server.admin}/admin/rollback", headers=ADMIN, timeout=60)
+        assert back.json() == {"version": 1}
+        assert {model.name for model in server.engine.models()} == {"rows.item", "pooled.item", "rows", "pooled"}
+        with pytest.raises(ServeError, match=r"no model 'rows\.first'"):
+            client.rows(ids.numpy(), table="first")
+        shutil.rmtree(source)
+        shutil.copytree(tmp_path / "copy", source)
+        bring("second", 9)
+        assert not publish(source, [server.admin])[0].error
+        assert client.rows(ids.numpy(), table="second").tolist() == [[1.0] * 9] * 3
+        assert server.status()["version"]["update_failures"] == 0
+
+
 def test_hot_rows_are_there_after_a_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = tmp_path / "store"
     change(store, 1)
@@ -218,12 +250,59 @@ def test_hot_rows_are_there_after_a_restart(tmp_path: Path, caplog: pytest.LogCa
         after = server.engine.stats().ddr
         assert (after.misses - before.misses, after.hits - before.hits) == (0, len(ids))
     saved = hot_rows.hot_rows_path(store)
-    for damaged in (b"", b"PK\x03\x04 no zip", saved.read_bytes()[:-30], np.lib.format.magic(1, 0) + b"x" * 40):
-        saved.write_bytes(damaged)
-        caplog.clear()
-        with serving(store, warm_up="auto") as server, Client(server.url) as client:
-            assert np.array_equal(client.rows(ids, table="item"), want)
-        assert [line for line in caplog.messages if "store.hot.npz is not used" in line]
+    saved.unlink()
+    os.mkfifo(saved)
+    with serving(store, warm_up="auto") as server, Client(server.url) as client:
+        assert np.array_equal(client.rows(ids, table="item"), want)
+    assert "store.hot is not used" in caplog.text
+    assert saved.stat().st_size == 8 * (len(ids) + 1)  # and a row of the rehearsal
+
+
+@pytest.mark.parametrize("make", range(6))
+def test_a_hostile_file_of_hot_rows_costs_a_word_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, make: int
+) -> None:
+    change(tmp_path / "store", 1)
+    path, (made, is_used) = tmp_path / "store.hot", HOSTILE_HOT[make]
+    made(path)
+    with tierstore.open(tmp_path / "store", mode="r", ddr="4MiB") as store, bounded():
+        found = hot_rows.load_hot_rows(path, store)
+        assert (hot_rows.warm_up(store, found, lambda: False) > 0) == (made is sparse)
+    assert is_used == ("store.hot is not used" not in caplog.text)
+
+
+def bytes_of(data: bytes) -> Any:
+    return lambda path: path.write_bytes(data)
+
+
+def sparse(path: Path) -> None:
+    """2 TiB of holes, behind them keys of every kind."""
+    with path.open("wb") as file:
+        file.truncate((2 << 40) - 8)
+        file.seek(0, os.SEEK_END)
+        file.write(np.array([-1, 2**63 - 1, -(2**63), 5 << 40, (1 << 40) + ROWS, 3], "<i8").tobytes())
+
+
+HOSTILE_HOT: list[tuple[Any, bool]] = [
+    (os.mkfifo, False),
+    (lambda path: path.symlink_to("/dev/zero"), False),
+    (Path.mkdir, False),
+    (bytes_of(b"PK\x03\x04 no keys"), False),
+    (bytes_of(b""), True),
+    (sparse, True),
+]
+
+
+def test_a_name_that_another_made_is_not_written_through(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, other = tmp_path / "store.hot", tmp_path / "other"
+    partial = path.with_name(f"store.hot.{os.getpid()}.partial")
+    other.write_bytes(b"mine")
+    partial.symlink_to(other)
+    hot_rows.save_hot_rows(path, np.array([3]))
+    assert (other.read_bytes(), path.read_bytes()) == (b"mine", b"\3" + bytes(7))
+    partial.mkdir()
+    hot_rows.save_hot_rows(path, np.array([4]))
+    assert "not kept" in caplog.text
 
 
 def test_hot_rows_are_kept_while_serving(tmp_path: Path) -> None:
@@ -232,8 +311,8 @@ def test_hot_rows_are_kept_while_serving(tmp_path: Path) -> None:
     with serving(store, warm_up="auto") as server, Client(server.url) as client:
         client.rows([5, 8], table="user")
         server.call(one_turn(server.engine))
-        kept = hot_rows.load_hot_rows(hot_rows.hot_rows_path(store))["user"]
-        assert kept.tolist() == [0, 5, 8]  # row 0 of the rehearsal
+        kept = np.fromfile(hot_rows.hot_rows_path(store), "<i8")
+        assert (kept[kept >> 40 == 1] - (1 << 40)).tolist() == [0, 5, 8]  # row 0 of the rehearsal
 
 
 async def one_turn(engine: Any) -> None:
@@ -248,8 +327,8 @@ async def one_turn(engine: Any) -> None:
     await asyncio.gather(keeping, return_exceptions=True)
 
 
-def test_tables_may_be_called_as_they_like_and_rows_may_be_gone(tmp_path: Path) -> None:
-    names = ["file", "allow_pickle", "arr_0", "args"]
+def test_rows_that_are_saved_are_loaded_and_may_be_gone(tmp_path: Path) -> None:
+    names = ["one", "two", "three", "four"]
     with tierstore.open(tmp_path / "store", ddr="4MiB") as store:
         for name in names:
             store.create_table(table_config(name)).write(torch.tensor([3]), torch.ones(1, 6))
@@ -257,21 +336,30 @@ def test_tables_may_be_called_as_they_like_and_rows_may_be_gone(tmp_path: Path) 
     with tierstore.open(tmp_path / "store", mode="r", ddr="4MiB") as store:
         for name in names:
             store[name].read(torch.tensor([3, 4]))
-        hot_rows.save_hot_rows(tmp_path / "x.npz", hot_rows.hot_rows(store))
-    found = hot_rows.load_hot_rows(tmp_path / "x.npz")
+        hot_rows.save_hot_rows(tmp_path / "x.hot", hot_rows.hot_rows(store))
+        found = hot_rows.load_hot_rows(tmp_path / "x.hot", store)
     assert {name: ids.tolist() for name, ids in found.items()} == {name: [3, 4] for name in names}
-    found |= {"gone": np.array([1]), "args": np.array([-1, ROWS, 7])}
+    found |= {"gone": np.array([1]), "four": np.array([-1, ROWS, 7])}
     with tierstore.open(tmp_path / "store", mode="r", ddr="4MiB") as store:
         assert hot_rows.warm_up(store, found, lambda: False) == 3 * 2 + 1
         assert hot_rows.warm_up(store, found, lambda: True) == 0
 
 
-def test_hot_rows_of_tables_that_came_meanwhile_are_left_out(tmp_path: Path) -> None:
+def test_with_less_memory_the_last_hot_rows_of_each_table_are_loaded(tmp_path: Path) -> None:
     with tierstore.open(tmp_path / "store", ddr="4MiB") as store:
-        for table in [store.create_table(table_config(name)) for name in ("old", "new")]:
-            table.write(torch.tensor([3]), torch.ones(1, 6))
-        seen: Any = SimpleNamespace(tables={"old": store["old"]})
-        assert {name: ids.tolist() for name, ids in hot_rows.hot_rows(seen).items()} == {"old": [3]}
+        for name, dim in (("wide", 64), ("slim", 8)):
+            config = table_config(name, embedding_dim=dim, num_embeddings=20_000)
+            store.create_table(config).write(torch.arange(20_000), torch.ones(20_000, dim))
+        store.commit()
+    keys = np.stack([np.arange(20_000), np.arange(20_000) + (1 << 40)], axis=1).reshape(-1)
+    hot_rows.save_hot_rows(tmp_path / "x.hot", keys)
+    with tierstore.open(tmp_path / "store", mode="r", ddr="2MiB") as store:
+        room = sum(store[name].pool.cache.capacity for name in store.tables)
+        found = hot_rows.load_hot_rows(tmp_path / "x.hot", store)
+        assert sum(map(len, found.values())) == room < 40_000
+        for ids in found.values():
+            assert ids.tolist() == list(range(20_000 - len(ids), 20_000))
+        assert 0 < hot_rows.warm_up(store, found, lambda: False) <= room
 
 
 def test_warm_up_from_a_trace(run: tuple[Path, RunConfig], tmp_path: Path) -> None:

@@ -1,13 +1,18 @@
 """Stores to publish from, and what their rows are by other means than the code under test."""
 
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from safetensors.numpy import save
 from torch import Tensor
 
 import tierstore
 from tierstore import optim
+from tierstore.exchange.safetensors_file import METADATA_KEY
+from tierstore.updates import Update, origin_of
 
 SMALL: dict[str, Any] = {"ddr": "4MiB", "threads": 1}
 ROWS = 900
@@ -50,3 +55,37 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 def extra_of(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     with tierstore.open(directory, mode="r", **SMALL) as store:
         return store.extra, store.tensors()
+
+
+def version_of(directory: Path) -> int:
+    origin = origin_of(extra_of(directory)[0])
+    assert origin is not None
+    return origin.version
+
+
+def edited(update: Update, path: Path, edit: Any) -> Path:
+    """The update with another header; its chunks have the checksums that they should have."""
+    data = update.path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    own = json.loads(header["__metadata__"][METADATA_KEY])
+    places = [header[f"chunk.{number}"]["data_offsets"] for number in range(len(own["chunks"]))]
+    parts = [data[8 + length :][slice(*place)] for place in places]
+    edit(own, parts)
+    tensors = {f"chunk.{number:03}": np.frombuffer(part, np.uint8) for number, part in enumerate(parts)}
+    made = save(tensors, {METADATA_KEY: json.dumps(own)})
+    length = int.from_bytes(made[:8], "little")
+    fixed = made[8 : 8 + length].decode()
+    for number in range(len(parts)):
+        fixed = fixed.replace(f'"chunk.{number:03}"', f'"chunk.{number}"')
+    path.write_bytes(len(fixed.encode()).to_bytes(8, "little") + fixed.encode() + made[8 + length :])
+    return path
+
+
+def assign(*path: Any, value: Any) -> Any:
+    def edit(own: Any, _parts: list[bytes]) -> None:
+        for key in path[:-1]:
+            own = own[key]
+        own[path[-1]] = value
+
+    return edit

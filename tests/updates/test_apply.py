@@ -13,15 +13,24 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.numpy import save
 
 import tierstore
 from tests.children import run
-from tests.updates.support import ROWS, SMALL, change, contents, extra_of, same, table_config
+from tests.updates.support import (
+    ROWS,
+    SMALL,
+    assign,
+    change,
+    contents,
+    edited,
+    extra_of,
+    same,
+    table_config,
+    version_of,
+)
 from tierstore import errors
 from tierstore._jit import JIT_ENABLED
-from tierstore.exchange.safetensors_file import METADATA_KEY
-from tierstore.updates import Update, apply, apply_update, origin_of, roll_back_replica, write_update
+from tierstore.updates import Update, apply_update, roll_back_replica, write_update
 from tierstore.updates.child import main as child
 from tierstore.updates.chunks import MAX_CHUNK_BYTES, decompress, pack_chunk, unpack_chunk
 from tierstore.updates.header import MAX_PAYLOAD_BYTES
@@ -60,29 +69,6 @@ def replica(first: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(first, tmp_path / "replica"))
 
 
-def version_of(directory: Path) -> int:
-    origin = origin_of(extra_of(directory)[0])
-    assert origin is not None
-    return origin.version
-
-
-def test_another_process_that_writes_the_replica_in_between(
-    replica: Path, updates: dict[int, Update], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    open_tier = apply.open_tier
-
-    def open_late(*arguments: Any, **options: Any) -> Any:
-        monkeypatch.setattr(apply, "open_tier", open_tier)
-        apply_update(replica, updates[0].path)
-        return open_tier(*arguments, **options)
-
-    monkeypatch.setattr(apply, "open_tier", open_late)
-    with pytest.raises(errors.StoreLockedError, match="was written by another process meanwhile"):
-        apply_update(replica, updates[1].path)
-    assert version_of(replica) == 3
-    assert apply_update(replica, updates[1].path) == (3, 0, True)
-
-
 def test_the_same_update_again_does_nothing(replica: Path, updates: dict[int, Update], source: Path) -> None:
     assert apply_update(replica, updates[1].path) == (3, updates[1].header.num_rows, False)
     for since in (1, 0, 2):
@@ -109,14 +95,6 @@ def test_a_change_needs_a_replica_and_everything_needs_none(tmp_path: Path, upda
     assert apply_update(tmp_path / "new", updates[0].path).version == 3
 
 
-def test_a_change_of_another_store_is_refused(tmp_path: Path, replica: Path) -> None:
-    other = tmp_path / "other"
-    change(other, 1, keep=2)
-    change(other, 2, keep=2)
-    with pytest.raises(errors.TierstoreError, match=r"has version 1 \(commit \w+\) of store"):
-        apply_update(replica, write_update(other, tmp_path / "update", since=1).path)
-
-
 def test_what_others_wrote_is_left_alone(tmp_path: Path, updates: dict[int, Update]) -> None:
     change(tmp_path / "own", 5)
     with pytest.raises(errors.TierstoreError, match="written by others than updates"):
@@ -125,16 +103,6 @@ def test_what_others_wrote_is_left_alone(tmp_path: Path, updates: dict[int, Upda
         roll_back_replica(tmp_path / "own")
     with pytest.raises(errors.StoreNotFoundError):
         roll_back_replica(tmp_path / "none")
-
-
-def test_other_tables_are_refused(tmp_path: Path, replica: Path) -> None:
-    other = tmp_path / "other"
-    with tierstore.open(other, **SMALL) as store:
-        store.create_table(table_config("item", num_embeddings=ROWS + 1))
-        store.commit()
-    with pytest.raises(errors.TableError, match="table 0 of"):
-        apply_update(replica, write_update(other, tmp_path / "update").path)
-    assert version_of(replica) == 1
 
 
 def test_back_and_forth(replica: Path, updates: dict[int, Update], source: Path) -> None:
@@ -168,25 +136,6 @@ def test_a_bit_that_flips_is_found_wherever_it_is(replica: Path, updates: dict[i
     assert version_of(replica) == 1
 
 
-def edited(update: Update, path: Path, edit: Any) -> Path:
-    """The update with another header; its chunks have the checksums that they should have."""
-    data = update.path.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    own = json.loads(header["__metadata__"][METADATA_KEY])
-    places = [header[f"chunk.{number}"]["data_offsets"] for number in range(len(own["chunks"]))]
-    parts = [data[8 + length :][slice(*place)] for place in places]
-    edit(own, parts)
-    tensors = {f"chunk.{number:03}": np.frombuffer(part, np.uint8) for number, part in enumerate(parts)}
-    made = save(tensors, {METADATA_KEY: json.dumps(own)})
-    length = int.from_bytes(made[:8], "little")
-    fixed = made[8 : 8 + length].decode()
-    for number in range(len(parts)):
-        fixed = fixed.replace(f'"chunk.{number:03}"', f'"chunk.{number}"')
-    path.write_bytes(len(fixed.encode()).to_bytes(8, "little") + fixed.encode() + made[8 + length :])
-    return path
-
-
 def replace_chunk(own: Any, parts: list[bytes], number: int, raw: bytes, rows: int) -> None:
     import xxhash
 
@@ -201,15 +150,6 @@ def with_ids(ids: list[int]) -> Any:
         layout = table_config("item").layout(4096)
         rows = np.zeros((len(ids), layout.weight_words), np.uint64)
         replace_chunk(own, parts, 1, pack_chunk(np.array(ids, np.int64), rows, layout), len(ids))
-
-    return edit
-
-
-def assign(*path: Any, value: Any) -> Any:
-    def edit(own: Any, _parts: list[bytes]) -> None:
-        for key in path[:-1]:
-            own = own[key]
-        own[path[-1]] = value
 
     return edit
 

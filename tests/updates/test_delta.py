@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 import tierstore
 from tests.placing import place_store
-from tests.updates.support import ROWS, SMALL, change, contents, extra_of, same, table_config
+from tests.updates.support import ROWS, SMALL, assign, change, contents, edited, extra_of, same, table_config
 from tierstore import errors
 from tierstore.exchange.rows import read_rows
 from tierstore.io.changes import Basis
@@ -159,14 +159,16 @@ def test_every_dtype_keeps_its_bits(tmp_path: Path, dtype: Any) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "int8", "int4", "float16"])
 def test_rows_that_an_update_of_everything_lacks_get_their_first_values(tmp_path: Path, dtype: Any) -> None:
-    """As when another store of the same tables takes the place of the first."""
-    replica = tmp_path / "replica"
+    """As when the source was put back from a copy of which nothing is left that the replica has."""
+    replica, made = tmp_path / "replica", []
     for seed in (1, 2):
         source = tmp_path / f"source-{seed}"
         change(source, seed, names=("item",))
         if dtype != "float32":
             tierstore.quantize(source, source := tmp_path / f"{dtype}-{seed}", dtype=dtype)
-        apply_update(replica, make(source, name=f"update-{seed}").path)
+        made.append(make(source, name=f"update-{seed}"))
+        own = assign("source", value=made[0].header.origin.source)
+        apply_update(replica, edited(made[-1], tmp_path / f"edited-{seed}", own))
         assert same(contents(source), contents(replica))
 
 

@@ -185,6 +185,16 @@ class Directory:
             other._marks(epoch)[: len(marks)] |= marks
         return other
 
+    def without_tables(self, first: int) -> "Directory":
+        """One that does not know the tables from index ``first`` on, which were added last; for readers, who may go on
+        using the old one."""
+        other = Directory()
+        other.layouts = {index: layout for index, layout in self.layouts.items() if index < first}
+        other.tables = TableArrays(*(column[:first] for column in self.tables))
+        other._layout_ids = self._layout_ids
+        other.pages, other.is_blank = self.pages[: int(self.tables.bases[first])], self.is_blank
+        return other
+
     def emptied(self) -> "Directory":
         """The same tables without any block."""
         other = Directory()

@@ -329,6 +329,11 @@ class LmdbColdTier:
                 self._geometries[layout] = geometry(layout, directory.layout_id(layout))
                 self._view.directory = directory
 
+    def drop_tables(self, first: int) -> None:
+        """Forget the tables from index ``first`` on, which a read-only tier shows no version of."""
+        with self._writer, self._view.lock:
+            self._view.directory = self._view.directory.without_tables(first)
+
     def place(self, keys: Int64s) -> Int64s:
         """See ``ColdTier.place``."""
         return keys if self.placement is None else self.placement.places(keys)

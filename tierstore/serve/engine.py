@@ -134,7 +134,8 @@ class StoreEngine:
             return
         started = time.perf_counter()
         is_auto = self._config.warm_up == "auto"
-        rows = load_hot_rows(hot_rows_path(store.directory)) if is_auto else rows_of_trace(Path(self._config.warm_up))
+        path = hot_rows_path(store.directory) if is_auto else Path(self._config.warm_up)
+        rows = load_hot_rows(path, store) if is_auto else rows_of_trace(path)
         count = warm_up(store, rows, lambda: self._is_draining)
         _LOG.info("%d rows are in memory after %.1f s of warm-up", count, time.perf_counter() - started)
 

@@ -1,9 +1,11 @@
 """The rows that a server had in memory, for the next one to begin with.
 
-They lie beside the store, in ``STORE.hot.npz``: int64 ids of each table by "table." and its name, those that
-would leave first in front. The file is advice: one that is missing, damaged or of other tables costs time and no more.
+They lie beside the store, in ``STORE.hot``: row keys (table index << 40 | row), little-endian int64, next victims in
+front. The file is advice, and may be anybody's: of a plain file as many of the last keys are read as the caches have
+room for, and what is no row of the store is passed over. Anything else costs a word in the log.
 """
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -12,8 +14,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..errors import ClosedError, DamagedError
+from ..errors import ClosedError, DamagedError, FormatError, TierstoreError
 from ..listing import resident_keys
+from ..plainfile import open_plain_file
+from ..pool import Pool
 from ..rows import KEY_ROW_BITS
 from ..store import Store
 from ..trace import read_trace
@@ -22,51 +26,59 @@ __all__ = ["hot_rows", "hot_rows_path", "load_hot_rows", "rows_of_trace", "save_
 
 _LOG: Final = logging.getLogger("tierstore.serve")
 _ROW_MASK: Final = (1 << KEY_ROW_BITS) - 1
-_PREFIX: Final = "table."
-"""Before a table's name in the file: savez has arguments of its own that a table may be called like."""
+_KEY: Final = np.dtype("<i8")
 _CHUNK_ROWS: Final = 1 << 16
 
 
 def hot_rows_path(store: Path) -> Path:
     """Where those of a store lie."""
-    return store.with_name(store.name + ".hot.npz")
+    return store.with_name(store.name + ".hot")
 
 
-def hot_rows(store: Store) -> dict[str, Any]:
-    """int64 ids of the rows in host memory, by table, likely next victims first."""
-    tables_by_name = list(store.tables.items())  # there may be more of them at any time
-    names = {table.index: name for name, table in tables_by_name}
-    found: dict[str, Any] = {}
-    for pool in dict.fromkeys(table.pool for _, table in tables_by_name):
-        keys = resident_keys(pool)
-        tables = keys >> KEY_ROW_BITS
-        for index in names.keys() & np.unique(tables).tolist():
-            found[names[index]] = keys[tables == index] & _ROW_MASK
-    return found
+def _pools(store: Store) -> list[Pool]:
+    return list(dict.fromkeys(table.pool for table in list(store.tables.values())))  # there may be more at any time
 
 
-def save_hot_rows(path: Path, rows: Mapping[str, Any]) -> None:
+def hot_rows(store: Store) -> Any:
+    """int64 keys of the rows in host memory, likely next victims first."""
+    keys = [np.empty(0, np.int64), *(resident_keys(pool) for pool in _pools(store))]
+    return _last_of_each(keys, sum(map(len, keys)))
+
+
+def save_hot_rows(path: Path, keys: Any) -> None:
     """Write them; a file that cannot be written is told of in the log."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        with open(partial, "wb") as file:
-            np.savez(file, **{_PREFIX + name: ids for name, ids in rows.items()})
+        partial.unlink(missing_ok=True)
+        with open(partial, "xb") as file:  # a new one only: a link under this name would lead elsewhere
+            file.write(np.ascontiguousarray(keys, _KEY).data)
         os.replace(partial, path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
         _LOG.warning("the hot rows are not kept for the next start: %s", error)
 
 
-def load_hot_rows(path: Path) -> dict[str, Any]:
-    """What was saved; nothing, with a word in the log, if the file is of no use."""
+def load_hot_rows(path: Path, store: Store) -> dict[str, Any]:
+    """int64 ids by table, next victims first, of what was saved; nothing, with a word in the log, if the file is of no
+    use."""
+    room_bytes = _KEY.itemsize * sum(pool.cache.capacity for pool in _pools(store))
     try:
-        with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
-            return {name.removeprefix(_PREFIX): np.asarray(file[name], np.int64).reshape(-1) for name in file.files}
+        with open_plain_file(path) as file:
+            size_bytes = file.seek(0, os.SEEK_END)
+            if size_bytes % _KEY.itemsize:
+                raise FormatError(f"{size_bytes} bytes are no keys")
+            file.seek(max(0, size_bytes - room_bytes))
+            keys = np.frombuffer(file.read(room_bytes), _KEY)
     except FileNotFoundError:
         return {}
-    except Exception as error:  # what damaged bytes are taken for, nobody can tell
+    except (TierstoreError, OSError) as error:
         _LOG.warning("%s is not used: %s", path, error)
         return {}
+    keys = keys[np.argsort(keys >> KEY_ROW_BITS, kind="stable")]
+    tables, starts = np.unique(keys >> KEY_ROW_BITS, return_index=True)
+    rows = dict(zip(tables.tolist(), np.split(keys & _ROW_MASK, starts[1:]), strict=False))
+    return {name: rows[table.index] for name, table in store.tables.items() if table.index in rows}
 
 
 def rows_of_trace(path: Path) -> dict[str, Any]:
@@ -86,7 +98,7 @@ def warm_up(store: Store, rows: Mapping[str, Any], stop: Callable[[], bool]) -> 
         stop: asked between chunks.
     """
     done = 0
-    for pool in dict.fromkeys(table.pool for table in store.tables.values()):
+    for pool in _pools(store):
         keys = [_keys(table.index, rows[name], table.config.num_embeddings) for name, table in store.tables.items()
                 if name in rows and table.pool is pool]  # fmt: skip
         if not keys:

@@ -5,8 +5,10 @@ stands in its ``extra`` (``origin``), and that is the number to tell clients: it
 also after going back and forth. Two versions are kept, so that the one before is one call away.
 """
 
+import contextlib
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -14,19 +16,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..config import TableConfig
-from ..errors import ChecksumError, StoreLockedError, StoreNotFoundError, TableError, TierstoreError
+from ..errors import StoreNotFoundError, TableError, TierstoreError
 from ..floats import half_code
 from ..io.changes import Basis, ChangesTier
 from ..manifest import MANIFEST_NAME, Manifest
 from ..opening import open_store
+from ..oserrors import translate_os_error
 from ..quantized import fill_first_values
 from ..rows import KEY_ROW_BITS, RowLayout
-from ..store import Store
-from ..version import TableState, pack, unpack, unpack_tensors
+from ..version import TableState, Version, repack, unpack
 from .delta import open_tier
 from .header import UpdateHeader
 from .origin import Origin, origin_of, with_origin
-from .update_file import UpdateFile, file_checksum
+from .update_file import UpdateFile
 
 __all__ = ["KEEP", "Applied", "apply_update", "roll_back_replica"]
 
@@ -34,8 +36,7 @@ Int64s = NDArray[np.int64]
 Words = NDArray[np.uint64]
 
 KEEP: Final = 2
-_DDR: Final = "64MiB"
-_TRANSACTION_BYTES: Final = 32 << 20
+_TRANSACTION_BYTES: Final = 16 << 20
 """Blocks of one transaction, all of which LMDB holds in memory."""
 
 
@@ -57,57 +58,70 @@ def apply_update(directory: str | os.PathLike[str], file: str | os.PathLike[str]
     """Make the version in an update the current one of a replica, which is made if there is none.
 
     The file is read whole and checked before anything is written; a process that ends on the way leaves the version
-    before, and a later call with the same file goes through. Memory: some 200 MiB, the block directory and the dense
-    tensors.
+    before, and a later call with the same file goes through. Tables that no version of the replica names, as an update
+    brought them that failed or was gone back from, give way to those of this one; nobody is shown them.
+
+    Memory, whatever the file holds: 100 MiB, the block directory, three times the dense tensors (at most
+    ``MAX_PAYLOAD_BYTES``), and some 25 bytes for each byte of the file's header.
 
     Args:
         id: what the file must be (``file_checksum``); default: not checked.
 
     Raises:
         ChecksumError: the file is not ``id``. FormatError, TruncatedError: it is no update, or damaged.
-        TierstoreError: the replica is not at the version that the update is made from, or is no replica.
+        TierstoreError: the replica is not at the version that the update is made from, has rows of another store, or is
+            no replica.
         TableError: its tables are others. DiskFullError. StoreLockedError: another process writes it.
     """
-    directory, file = Path(directory).absolute(), Path(file)
-    if id is not None and file_checksum(file) != id:
-        raise ChecksumError(f"{file} is not the update {id}: it was damaged on its way; send it again")
-    with UpdateFile(file) as update:
-        header = update.header
+    directory = Path(directory).absolute()
+    with UpdateFile(Path(file), id=id) as update:
         update.check()
-        payload = unpack(header.origin.version, update.payload())
-        tensors = unpack_tensors(payload)
-        before = _prepare(directory, header)
-        if before is None:
-            return Applied(header.origin.version, 0, True)
+        _make_store(directory, update.header)
+        with _open(directory) as tier:
+            return _apply(directory, tier, update)
+
+
+def _make_store(directory: Path, header: UpdateHeader) -> None:
+    """Make an empty store where there is none, or one that was only begun."""
+    is_there = (directory / MANIFEST_NAME).exists()
+    if header.since and not is_there:
+        raise StoreNotFoundError(f"{directory} is empty, and the update {_wants(header)}")
+    if not is_there or not Manifest.read(directory).has_rows:
+        open_store(directory, mode="w", ddr="64MiB", threads=1).close()
+
+
+@contextlib.contextmanager
+def _open(directory: Path) -> Iterator[ChangesTier]:
+    try:
         with open_tier(directory, Manifest.read(directory), readonly=False) as tier:
-            if tier.version != before:  # between the two opens nobody had it locked
-                raise StoreLockedError(f"{directory} was written by another process meanwhile; apply the update again")
-            rows = _Writer(tier, update).run()
-            states = {config.name: TableState(0, config.optimizer.lr) for config in header.tables}
-            extra = with_origin(payload.extra, header.origin)
-            lineage = unpack(tier.version, tier.payload).next_lineage()
-            tier.commit(pack(states, extra, tensors, lineage), tier.last_version + 1, keep=KEEP)
+            yield tier
+    except OSError as error:
+        raise translate_os_error(error, error.filename or directory) from error
+
+
+def _apply(directory: Path, tier: ChangesTier, update: UpdateFile) -> Applied:
+    header, manifest = update.header, Manifest.read(directory)
+    before = unpack(tier.version, tier.payload)._replace(tensors=b"")
+    origin = _origin(directory, before)
+    if header.origin.is_same(origin):
+        return Applied(header.origin.version, 0, True)
+    _require_base(directory, origin, header)
+    _require_tables(directory, before.manifest_of(manifest).tables if origin is not None else (), header)
+    rows = _Writer(tier, update).run()
+    payload = _payload(update, before)
+    # Last, as readers look for a version's tables here; until the commit they see those of the version before.
+    if manifest.tables != header.tables:
+        replace(manifest, tables=header.tables).write(directory)
+    tier.commit(payload, tier.last_version + 1, keep=KEEP)
     return Applied(header.origin.version, rows, False)
 
 
-def _prepare(directory: Path, header: UpdateHeader) -> int | None:
-    """Make the tables that are new; the replica's own number of its version, or None if it is this very one."""
-    if header.since and not (directory / MANIFEST_NAME).exists():
-        raise StoreNotFoundError(f"{directory} is empty, and the update {_wants(header)}")
-    with open_store(directory, mode="w", keep=KEEP, ddr=_DDR, threads=1) as store:
-        origin = origin_of(store.extra)
-        if store.version and origin is None:
-            raise TierstoreError(
-                f"{directory} was written by others than updates; choose another directory for a replica"
-            )
-        if header.origin.is_same(origin):
-            return None
-        if header.base is not None and not header.base.is_same(origin):
-            raise TierstoreError(f"{directory} {_describe(origin)}, and the update {_wants(header)}")
-        _require_tables(store, header)
-        for config in header.tables:
-            store.create_table(config)
-        return store.version
+def _origin(directory: Path, version: Version) -> Origin | None:
+    """Whose rows a replica has; None if it is empty. TierstoreError if it is no replica."""
+    origin = origin_of(version.extra)
+    if version.number and origin is None:
+        raise TierstoreError(f"{directory} was written by others than updates; choose another directory for a replica")
+    return origin
 
 
 def _wants(header: UpdateHeader) -> str:
@@ -117,19 +131,36 @@ def _wants(header: UpdateHeader) -> str:
     )
 
 
-def _describe(origin: Origin | None) -> str:
-    return "is empty" if origin is None else f"has {origin}"
+def _require_base(directory: Path, origin: Origin | None, header: UpdateHeader) -> None:
+    """TierstoreError unless the update can be applied to what the replica has."""
+    if origin is not None and origin.source != header.origin.source:
+        raise TierstoreError(
+            f"{directory} has {origin}, and the update is {header.origin}. A replica takes updates of one store; to "
+            "have another one's, start its server with a new, empty directory"
+        )
+    if header.base is not None and not header.base.is_same(origin):
+        has = "is empty" if origin is None else f"has {origin}"
+        raise TierstoreError(f"{directory} {has}, and the update {_wants(header)}")
 
 
-def _require_tables(store: Store, header: UpdateHeader) -> None:
+def _require_tables(directory: Path, tables: tuple[TableConfig, ...], header: UpdateHeader) -> None:
     """TableError unless the update begins with the replica's tables: first values depend on their places."""
-    for index, table in enumerate(store.tables.values()):
+    for index, config in enumerate(tables):
         sent = header.tables[index] if index < len(header.tables) else None
-        if table.config != sent:
+        if config != sent:
             raise TableError(
-                f"table {index} of {store.directory} is {table.config}, and of the update {sent}; send that store's "
-                "updates to a replica of its own"
+                f"table {index} of {directory} is {config}, and of the update {sent}; to have tables that are others "
+                "than they were, start the server with a new, empty directory"
             )
+
+
+def _payload(update: UpdateFile, before: Version) -> bytes:
+    """Of the commit that makes the update's version current."""
+    header = update.header
+    sent = update.version()
+    states = {config.name: TableState(0, config.optimizer.lr) for config in header.tables}
+    version = sent._replace(tables=states, extra=with_origin(sent.extra, header.origin))
+    return repack(version, before.next_lineage())
 
 
 class _Writer:
@@ -183,17 +214,18 @@ class _Sent:
 
     def __init__(self, update: UpdateFile, table: int) -> None:
         self._chunks: Iterator[Any] = update.rows(table)
-        self._known = np.empty(0, np.int64)
+        self._rows = np.empty(0, np.int64)
 
     def missing(self, rows: Int64s) -> Int64s:
         """Those of ``rows``, ascending and above those asked for before, that the update has not."""
-        self._known = self._known[self._known >= rows[0]]
-        while not len(self._known) or self._known[-1] < rows[-1]:
+        missing = rows[~np.isin(rows, self._rows, assume_unique=True)]
+        while not len(self._rows) or self._rows[-1] < rows[-1]:
             more = next(self._chunks, None)
             if more is None:
                 break
-            self._known = np.concatenate([self._known, more[0][more[0] >= rows[0]]])
-        return rows[~np.isin(rows, self._known, assume_unique=True)]
+            self._rows = more[0]
+            missing = missing[~np.isin(missing, self._rows, assume_unique=True)]
+        return missing
 
 
 def _first_values(config: TableConfig, layout: RowLayout, keys: Int64s) -> Words:
@@ -214,13 +246,12 @@ def roll_back_replica(directory: str | os.PathLike[str]) -> Origin:
         StoreNotFoundError: no replica. TierstoreError: it keeps no version before. StoreLockedError.
     """
     directory = Path(directory).absolute()
-    Manifest.read(directory)  # an open for writing would make a store where there is none
-    with open_store(directory, mode="w", keep=KEEP, ddr=_DDR, threads=1) as store:
-        if origin_of(store.extra) is None:
+    with _open(directory) as tier:
+        if origin_of(unpack(tier.version, tier.payload).extra) is None:
             raise TierstoreError(f"{directory} is no replica; go back in it with tierstore rollback")
-        if len(store.versions) < 2:
+        if len(tier.versions) < 2:
             raise TierstoreError(f"{directory} keeps no version before this one; publish what is to be shown")
-        store.rollback(store.versions[-2])
-        origin = origin_of(store.extra)
+        tier.rollback(tier.versions[-2])
+        origin = origin_of(unpack(tier.version, tier.payload).extra)
         assert origin is not None, "a replica's kept version is no replica's"
         return origin

@@ -11,12 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import FormatError
+from ..io.changes import CHUNK_BYTES
 from ..rows import RowLayout
 
-__all__ = ["MAX_CHUNK_BYTES", "compress", "decompress", "pack_chunk", "unpack_chunk"]
+__all__ = ["MAX_CHUNK_BYTES", "chunk_bytes", "compress", "decompress", "pack_chunk", "unpack_chunk"]
 
-MAX_CHUNK_BYTES: Final = 64 << 20
-"""A chunk before it was compressed: what a reader holds in memory for a few bytes of a file."""
+MAX_CHUNK_BYTES: Final = 2 * CHUNK_BYTES
+"""A chunk before it was compressed: what a reader holds in memory, some times over, for a few bytes of a file. A
+publisher reads ``CHUNK_BYTES`` of rows at a time, and a row of 8 bytes comes with an id of as many."""
 _LEVEL: Final = 1
 _ID_BYTES: Final = 8
 

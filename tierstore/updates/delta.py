@@ -85,7 +85,7 @@ def _open_source(directory: Path) -> Iterator[tuple[Manifest, ChangesTier]]:
     """A store whose last version is published, with its tables added; it may be trained on meanwhile."""
     with open_tier(directory, Manifest.read(directory), readonly=True) as tier:
         # Read after the version was chosen: a writer makes a table before it commits rows of it.
-        manifest = Manifest.read(directory)
+        manifest = unpack(tier.version, tier.payload).manifest_of(Manifest.read(directory))
         if not tier.version:
             raise StoreNotFoundError(f"{directory}: nothing was committed yet, so there is nothing to publish")
         for index, config in enumerate(manifest.tables):

@@ -9,16 +9,18 @@ from ..excerpt import excerpt
 from ..io.changes import Basis
 from ..lineage import is_commit_id
 from ..rows import MAX_ROWS, MAX_TABLES
-from .chunks import MAX_CHUNK_BYTES
+from .chunks import MAX_CHUNK_BYTES, chunk_bytes
 from .origin import Origin, is_store_id
 
-__all__ = ["MAX_PAYLOAD_BYTES", "PAYLOAD", "Chunk", "UpdateHeader"]
+__all__ = ["MAX_PAYLOAD_BYTES", "PAGE_BYTES", "PAYLOAD", "Chunk", "UpdateHeader"]
 
 _FORMAT: Final = 2
 PAYLOAD: Final = -1
 """Stands for a table's index in chunks of the version's own payload."""
-MAX_PAYLOAD_BYTES: Final = 4 << 30
-"""Dense tensors and ``extra`` of an update: whoever applies it holds them in memory."""
+MAX_PAYLOAD_BYTES: Final = 256 << 20
+"""Dense tensors and ``extra`` of an update: whoever applies it, and each server, holds them in memory several times."""
+PAGE_BYTES: Final = 4096
+"""Of the layouts by which rows are packed, which have nothing of a page in them."""
 _CHECKSUM: Final = re.compile("[0-9a-f]{16}")
 _MAX_VERSION: Final = 2**40
 
@@ -74,20 +76,27 @@ class UpdateHeader:
             )
         if len({config.name for config in self.tables}) < len(self.tables) or len(self.tables) > MAX_TABLES:
             raise ValueError("two tables have one name, or there are too many")
-        for chunk in self.chunks:
-            self._check_chunk(chunk)
+        self._check_chunks()
         order = [chunk.table for chunk in self.chunks]
         if order != sorted(order) or PAYLOAD not in order:
             raise ValueError("its chunks are in no order, or there is no payload")
         if self.payload_bytes > MAX_PAYLOAD_BYTES:
             raise ValueError(f"a payload of {self.payload_bytes} bytes; at most {MAX_PAYLOAD_BYTES} are taken")
 
-    def _check_chunk(self, chunk: Chunk) -> None:
-        require_int(chunk.table, "table", PAYLOAD, len(self.tables) - 1)
-        require_int(chunk.rows, "rows", 0 if chunk.table == PAYLOAD else 1, MAX_ROWS)
-        require_int(chunk.raw_bytes, "raw_bytes", 1, MAX_CHUNK_BYTES)
-        if not isinstance(chunk.checksum, str) or not _CHECKSUM.fullmatch(chunk.checksum):
-            raise ValueError(f"checksum={excerpt(chunk.checksum)}")
+    def _check_chunks(self) -> None:
+        """ValueError or TypeError unless each has the size that its rows have, and no table more rows than it can."""
+        layouts = [config.layout(PAGE_BYTES) for config in self.tables]
+        for chunk in self.chunks:
+            require_int(chunk.table, "table", PAYLOAD, len(self.tables) - 1)
+            require_int(chunk.rows, "rows", 0 if chunk.table == PAYLOAD else 1, MAX_ROWS)
+            require_int(chunk.raw_bytes, "raw_bytes", 1, MAX_CHUNK_BYTES)
+            if chunk.table != PAYLOAD and chunk.raw_bytes != chunk_bytes(chunk.rows, layouts[chunk.table]):
+                raise ValueError(f"{chunk.rows} rows of table {chunk.table} in {chunk.raw_bytes} bytes")
+            if not isinstance(chunk.checksum, str) or not _CHECKSUM.fullmatch(chunk.checksum):
+                raise ValueError(f"checksum={excerpt(chunk.checksum)}")
+        for config, rows in zip(self.tables, self.rows_of_tables().values(), strict=True):
+            if rows > config.num_embeddings:
+                raise ValueError(f"{rows} rows of table {excerpt(config.name)}, which has {config.num_embeddings}")
 
     @property
     def base(self) -> Origin | None:

@@ -7,10 +7,10 @@ from typing import Any, Final, NamedTuple
 from ..errors import FormatError
 from ..excerpt import excerpt
 from ..lineage import is_commit_id
+from ..version import ORIGIN_KEY
 
 __all__ = ["ORIGIN_KEY", "Origin", "is_store_id", "origin_of", "with_origin"]
 
-ORIGIN_KEY: Final = "tierstore.update"
 _STORE_ID: Final = re.compile("[0-9a-f]{32}")
 
 

@@ -92,8 +92,14 @@ class Publisher:
         """The version that an update of a server begins at: the wanted one, unless that is None.
 
         Raises:
-            PublishError: the server has not the wanted version, or another commit of that number.
+            PublishError: the server has rows of another store, or not the wanted version, or another commit of that
+                number.
         """
+        if origin is not None and origin.source != self.source.origin.source:
+            raise PublishError(
+                f"{url} has {origin}, and this is {self.source.origin}. A replica takes updates of one store; to have "
+                "this one's, start that server with a new, empty directory"
+            )
         since = self.since(origin)
         if wanted and wanted != since:
             raise PublishError(

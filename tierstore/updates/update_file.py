@@ -3,14 +3,16 @@
 A file is named by its XXH64, so one that is cut short or damaged on its way is told from the one that was sent.
 """
 
+import io
 import json
 import os
 import shutil
 import tempfile
+from bisect import bisect_left
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 import torch
@@ -24,10 +26,11 @@ from ..exchange.output import partial_file
 from ..exchange.safetensors_file import METADATA_KEY, SafetensorsFile
 from ..exchange.tensor_file import TensorSpec
 from ..io.changes import Basis
-from ..plainfile import require_plain_file
+from ..plainfile import open_plain_file
 from ..rows import RowLayout
+from ..version import Version, unpack, unpack_tensors
 from .chunks import MAX_CHUNK_BYTES, compress, decompress, pack_chunk, unpack_chunk
-from .header import PAYLOAD, Chunk, UpdateHeader
+from .header import MAX_PAYLOAD_BYTES, PAGE_BYTES, PAYLOAD, Chunk, UpdateHeader
 from .origin import Origin
 
 __all__ = ["UpdateFile", "UpdateWriter", "file_checksum"]
@@ -37,8 +40,8 @@ _MAX_HEADER_BYTES: Final = 32 << 20
 """Some 200,000 chunks; read as JSON, a hostile header of this size takes 20 times as much memory."""
 _LENGTH_BYTES: Final = 8
 _STEP_BYTES: Final = 1 << 20
-_PAGE_BYTES: Final = 4096
-"""Of the layouts by which rows are packed, which have nothing of a page in them."""
+_MAX_JSON_BYTES: Final = 4 << 20
+"""Of ``extra``, and of the names of the tensors: read as JSON, they take 25 times as much memory."""
 
 
 def _checksum(data: bytes) -> str:
@@ -47,11 +50,29 @@ def _checksum(data: bytes) -> str:
 
 def file_checksum(path: Path) -> str:
     """XXH64 of a file, 16 hex digits: the name of the update in it."""
+    with open_plain_file(path) as file:
+        return _file_checksum(file)
+
+
+def _file_checksum(file: BinaryIO) -> str:
     whole = xxhash.xxh64()
-    with path.open("rb") as file:
-        while part := file.read(_STEP_BYTES):
-            whole.update(part)
+    while part := file.read(_STEP_BYTES):
+        whole.update(part)
     return str(whole.hexdigest())
+
+
+def _require_small(payload: "bytes | memoryview") -> None:
+    """ValueError if a payload takes whoever applies it too much memory."""
+    extra_bytes = int.from_bytes(payload[:_LENGTH_BYTES], "little")
+    tensors = payload[_LENGTH_BYTES + extra_bytes :]
+    names_bytes = int.from_bytes(tensors[:_LENGTH_BYTES], "little")
+    for what, size, limit in (
+        ("tensors and extra", len(payload), MAX_PAYLOAD_BYTES),
+        ("extra", extra_bytes, _MAX_JSON_BYTES),
+        ("tensors' names", names_bytes, _MAX_JSON_BYTES),
+    ):
+        if size > limit:
+            raise ValueError(f"a version with {what} of {size} bytes; an update holds at most {limit}")
 
 
 class UpdateWriter:
@@ -63,7 +84,8 @@ class UpdateWriter:
         self._sizes: list[int] = []
 
     def add_payload(self, payload: bytes) -> None:
-        """Before any rows."""
+        """Before any rows. ValueError if it is larger than an update can have it."""
+        _require_small(payload)
         for start in range(0, len(payload), _PAYLOAD_CHUNK_BYTES):
             self._add(PAYLOAD, 0, payload[start : start + _PAYLOAD_CHUNK_BYTES])
 
@@ -114,15 +136,20 @@ class UpdateFile:
     Nothing in it is believed: a chunk is read whole, compared with its checksum and decompressed to the bytes that it
     says, at most ``MAX_CHUNK_BYTES``. Memory: the header's, one chunk, and the payload where it is asked for.
 
+    Args:
+        id: what it must be (``file_checksum``); default: not checked.
+
     Raises:
-        FileNotFoundError. FormatError, TruncatedError: no update, or damaged.
+        FileNotFoundError. FormatError, TruncatedError: no update, or damaged. ChecksumError: it is not ``id``.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, id: str | None = None) -> None:  # noqa: A002 - the word for it
         self.path = path
-        require_plain_file(path)
-        self._file = path.open("rb")
+        self._file = open_plain_file(path)
         try:
+            if id is not None and _file_checksum(self._file) != id:
+                raise ChecksumError(f"{path} is not the update {id}: it was damaged on its way; send it again")
+            self._file.seek(0)
             self._read_header()
         except BaseException:
             self.close()
@@ -143,9 +170,21 @@ class UpdateFile:
         if self._starts[-1] != size:
             raise TruncatedError(f"{self.path} has {size} bytes, and {self._starts[-1]} by its header")
 
-    def payload(self) -> bytes:
-        """See ``version.pack``."""
-        return b"".join(self._raw(number) for number, chunk in enumerate(self.header.chunks) if chunk.table == PAYLOAD)
+    def version(self) -> Version:
+        """What is sent beside rows, without tables. Raises FormatError, ChecksumError, DamagedError."""
+        joined = io.BytesIO()
+        for number in self._numbers(PAYLOAD):
+            joined.write(self._raw(number))
+        try:
+            _require_small(joined.getbuffer())
+        except ValueError as error:
+            raise FormatError(f"{self.path}: {error}") from error
+        return unpack(self.header.origin.version, joined.getvalue())
+
+    def _numbers(self, table: int) -> range:
+        """Of the chunks of a table, which are neighbours."""
+        first, stop = (bisect_left(self.header.chunks, (each,)) for each in (table, table + 1))
+        return range(first, stop)
 
     def rows(self, table: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint64]]]:
         """Row numbers of a table, ascending from chunk to chunk, and their weights, uint64 [n, weight words].
@@ -154,11 +193,9 @@ class UpdateFile:
             FormatError, ChecksumError: it is not what ``UpdateWriter`` wrote.
         """
         config = self.header.tables[table]
-        layout, last = config.layout(_PAGE_BYTES), -1
-        for number, chunk in enumerate(self.header.chunks):
-            if chunk.table != table:
-                continue
-            ids, weights = unpack_chunk(self._raw(number), chunk.rows, layout)
+        layout, last = config.layout(PAGE_BYTES), -1
+        for number in self._numbers(table):
+            ids, weights = unpack_chunk(self._raw(number), self.header.chunks[number].rows, layout)
             # Differences, not only ends: a sum that wrapped around is found by them.
             if ids[0] <= last or ids[-1] >= config.num_embeddings or (np.diff(ids) <= 0).any():
                 raise FormatError(f"{self.path}: chunk {number} has ids that are not rows of {excerpt(config.name)}")
@@ -166,8 +203,8 @@ class UpdateFile:
             yield ids, weights
 
     def check(self) -> None:
-        """Read all of it. Raises as ``rows`` does."""
-        self.payload()
+        """Read all of it. Raises as ``version`` and ``rows`` do."""
+        unpack_tensors(self.version())
         for table in range(len(self.header.tables)):
             for _ in self.rows(table):
                 pass

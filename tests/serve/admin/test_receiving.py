@@ -206,6 +206,26 @@ def test_a_damaged_upload_changes_nothing_and_is_sent_anew(replica_dir: Path, up
         assert replica.refreshed == 0
 
 
+def test_an_upload_of_one_byte_of_many_does_not_keep_others_out(replica_dir: Path, updates: dict[int, Update]) -> None:
+    """Each declares nearly all of the disk that there is."""
+    update = updates[0]
+    with serving(replica_dir, max_update_bytes=1 << 50) as (url, replica):
+        replica_dir.mkdir()
+        status = os.statvfs(replica_dir)
+        most = status.f_bavail * status.f_frsize * 9 // 10
+        for number in range(4):
+            one = f"{url}/admin/updates/{number:016x}"
+            headers = {"Content-Range": f"bytes 0-0/{most}"}
+            assert httpx.patch(one, content=b"1", headers=headers).status_code == 200
+        headers = {"Content-Range": f"bytes 0-0/{status.f_blocks * status.f_frsize}"}
+        refused = httpx.patch(f"{url}/admin/updates/{9:016x}", content=b"1", headers=headers)
+        assert (refused.status_code, "Free some space" in refused.json()["error"]) == (507, True)
+        with AdminClient(url) as admin:
+            admin.send(update)
+            assert admin.apply(update).version == 2
+        assert replica.store.version == 1
+
+
 def test_an_update_that_the_server_cannot_take_is_not_sent(replica_dir: Path, source: Path) -> None:
     with serving(replica_dir) as (url, _):
         (done,) = publish(source, [url], since=1)
@@ -223,7 +243,7 @@ def test_wrong_requests_are_refused_in_words(replica_dir: Path, updates: dict[in
             (httpx.patch(f"{url}/admin/updates/..%2Fx", content=b"1"), 404, ""),
             (httpx.patch(one, content=b"1"), 400, "Content-Range"),
             (httpx.patch(one, content=b"1", headers={"Content-Range": "bytes 5-4/9"}), 400, "no range"),
-            (httpx.patch(one, content=b"1", headers={"Content-Range": "bytes 0-0/99999999999"}), 409, "at most"),
+            (httpx.patch(one, content=b"1", headers={"Content-Range": "bytes 0-0/99999999999"}), 413, "at most"),
             (httpx.patch(one, content=b"1", headers={"Content-Range": "bytes 7-7/9"}), 409, "goes on at byte 0"),
             (httpx.patch(one, content=b"123", headers={"Content-Range": "bytes 0-1/9"}), 400, "longer"),
             (httpx.patch(one, content=b"12", headers={"Content-Range": "bytes 0-1/8"}), 409, "was to have 9 bytes"),
@@ -244,20 +264,55 @@ def test_uploads_are_bounded_in_number_and_size(tmp_path: Path, monkeypatch: pyt
     assert {upload.id for upload in uploads.all()} == {ids[0], *ids[-(MAX_UPLOADS):]}
     (tmp_path / "incoming" / "other").write_text("not ours")
     assert len(uploads.all()) == MAX_UPLOADS + 1
-    monkeypatch.setattr(os, "statvfs", lambda _path: os.statvfs_result((1, 1, 9, 9, 9, 9, 9, 9, 0, 9)))
-    with pytest.raises(errors.DiskFullError, match="nothing was written"):
-        uploads.begin("f" * 16, 5)
 
 
-def test_uploads_leave_each_other_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    free_bytes = (64 << 20) + 100
-    monkeypatch.setattr(os, "statvfs", lambda _path: os.statvfs_result((1, 1, 9, 9, free_bytes, 9, 9, 9, 0, 9)))
-    uploads = Uploads(tmp_path, max_bytes=1000)
-    append(uploads.begin("a" * 16, 60), b"1" * 10, 0)
-    with pytest.raises(errors.DiskFullError, match="others still need 50 B"):
-        uploads.begin("b" * 16, 51)
-    assert not uploads.find("b" * 16)
-    assert uploads.begin("b" * 16, 50).received_bytes == 0
+class Disk:
+    """A file system of so many bytes, of which 64 MiB stay free."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *, size_bytes: int) -> None:
+        self._folder = folder
+        self._size_bytes = size_bytes + (64 << 20)
+        monkeypatch.setattr(os, "statvfs", self._statvfs)
+
+    def _statvfs(self, _path: object) -> os.statvfs_result:
+        used = sum(path.stat().st_size for path in (self._folder / "incoming").iterdir())
+        return os.statvfs_result((1, 1, 9, 9, self._size_bytes - used, 9, 9, 9, 0, 9))
+
+
+def test_what_was_declared_and_never_came_keeps_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Disk(tmp_path, monkeypatch, size_bytes=1000)
+    uploads = Uploads(tmp_path, max_bytes=1 << 40)
+    append(uploads.begin("a" * 16, 1000), b"1", 0)
+    append(uploads.begin("b" * 16, 999), b"2" * 999, 0)
+    whole = uploads.find("b" * 16)
+    assert whole is not None
+    assert whole.is_whole
+    abandoned = uploads.find("a" * 16)
+    assert abandoned is not None
+    with pytest.raises(errors.DiskFullError, match=r"stay free, and there is no more.*publish again"):
+        append(abandoned, b"1", 1)
+    with pytest.raises(errors.DiskFullError, match=r"nothing was written\. Free some space, or try again after 60 s"):
+        uploads.begin("c" * 16, 1000)
+    assert len(uploads.all()) == 1
+
+
+def test_what_came_of_an_abandoned_upload_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Disk(tmp_path, monkeypatch, size_bytes=1000)
+    uploads = Uploads(tmp_path, max_bytes=1 << 40)
+    path = uploads.begin("a" * 16, 1000).path
+    path.write_bytes(bytes(900))
+    with pytest.raises(errors.DiskFullError, match=r"an update of 200 B, and 64\.0 MiB free"):
+        uploads.begin("b" * 16, 200)
+    os.utime(path, (0, 0))
+    with pytest.raises(errors.DiskFullError):
+        uploads.begin("b" * 16, 1001)
+    with pytest.raises(errors.DiskFullError):
+        uploads.begin("b" * 16, 200, busy={"a" * 16})
+    assert path.stat().st_size == 900
+    assert uploads.begin("c" * 16, 100).received_bytes == 0  # has room beside it
+    assert uploads.begin("b" * 16, 200).received_bytes == 0
+    assert not path.exists()
+    assert uploads.begin("a" * 16, 1000).received_bytes == 0  # who goes on with it begins anew
 
 
 def test_updates_that_are_sent_at_a_time_are_bounded(replica_dir: Path) -> None:

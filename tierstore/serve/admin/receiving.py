@@ -26,7 +26,7 @@ from starlette.routing import Route
 
 from ...errors import DiskFullError, TierstoreError
 from ...updates.origin import origin_of
-from .uploads import Upload, UploadError, Uploads, append, is_update_id
+from .uploads import TooLargeError, Upload, UploadError, Uploads, append, is_update_id
 from .writing import BusyError, ReplicaWriter, WriteError
 
 __all__ = ["MAX_BUSY", "MAX_UPDATE_BYTES", "WRITE_LIMIT_SECONDS", "Receiver", "http_status"]
@@ -212,6 +212,8 @@ def http_status(error: Exception) -> int:
     """Of the answer to a call that failed so."""
     if isinstance(error, DiskFullError) or getattr(error, "kind", "") == "DiskFullError":
         return 507
+    if isinstance(error, TooLargeError):
+        return 413
     if isinstance(error, (BusyError, UploadError)):
         return 409
     if isinstance(error, WriteError):

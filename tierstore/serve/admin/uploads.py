@@ -5,6 +5,7 @@ They lie in ``incoming/`` of the replica's directory, as ``ID-SIZE.partial``.
 
 import os
 import re
+import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -14,12 +15,14 @@ from ...errors import DiskFullError, TierstoreError
 from ...oserrors import translate_os_error
 from ...sizes import format_size
 
-__all__ = ["MAX_UPLOADS", "Upload", "UploadError", "Uploads", "append", "is_update_id"]
+__all__ = ["IDLE_SECONDS", "MAX_UPLOADS", "TooLargeError", "Upload", "UploadError", "Uploads", "append", "is_update_id"]
 
 MAX_UPLOADS: Final = 2
 """Updates that are kept in part; the one that grew last stays longest."""
+IDLE_SECONDS: Final = 60.0
+"""After which an upload that has not grown gives way to one that needs its room: its publisher has given up by then."""
 _ROOM_BYTES: Final = 64 << 20
-"""Left free on the file system."""
+"""Left free on the file system, by each part that arrives."""
 _NAME: Final = re.compile(r"([0-9a-f]{16})-([0-9]{1,16})\.partial")
 _ID: Final = re.compile("[0-9a-f]{16}")
 
@@ -28,13 +31,22 @@ class UploadError(TierstoreError):
     """What was sent cannot be added to what is there."""
 
 
+class TooLargeError(TierstoreError):
+    """An update is larger than the server takes."""
+
+
 class Upload(NamedTuple):
-    """One update as far as it has come."""
+    """One update as far as it has come.
+
+    Attributes:
+        idle_seconds: since it grew.
+    """
 
     id: str
     path: Path
     received_bytes: int
     size_bytes: int
+    idle_seconds: float
 
     @property
     def is_whole(self) -> bool:
@@ -64,27 +76,30 @@ class Uploads:
             entries = [(entry, entry.stat(follow_symlinks=False)) for entry in os.scandir(self._folder)]
         except FileNotFoundError:
             return []
-        found = []
+        found, now = [], time.time()
         for entry, status in sorted(entries, key=lambda pair: -pair[1].st_mtime_ns):
             match = _NAME.fullmatch(entry.name)
             if match is not None and entry.is_file(follow_symlinks=False):
-                found.append(Upload(match[1], Path(entry.path), status.st_size, int(match[2])))
+                found.append(Upload(match[1], Path(entry.path), status.st_size, int(match[2]), now - status.st_mtime))
         return found
 
     def find(self, update_id: str) -> Upload | None:
         return next((upload for upload in self.all() if upload.id == update_id), None)
 
     def begin(self, update_id: str, size_bytes: int, *, busy: Collection[str] = ()) -> Upload:
-        """The upload to add to; a new one drops the oldest ones, and has room for all of it beside all of the others.
+        """The upload to add to. A new one must fit into what is free now, as the others are free to grow, too: what is
+        declared keeps no room. It drops the oldest ones, and those that have not grown for long if it needs their room.
 
         Args:
             busy: ids that are not dropped.
 
         Raises:
-            UploadError: it is too large, or of another size than before. DiskFullError. TierstoreError.
+            TooLargeError. UploadError: it is of another size than before. DiskFullError. TierstoreError.
         """
         if not 0 < size_bytes <= self._max_bytes:
-            raise UploadError(f"an update of {size_bytes} bytes; at most {format_size(self._max_bytes)} are taken")
+            raise TooLargeError(
+                f"an update of {size_bytes} bytes; at most {format_size(self._max_bytes)} are taken. Publish more often"
+            )
         known = self.find(update_id)
         if known is not None and known.received_bytes > known.size_bytes:
             self.drop(update_id)
@@ -98,22 +113,24 @@ class Uploads:
             others = [upload for upload in self.all() if upload.id not in busy]
             for upload in others[MAX_UPLOADS - 1 :]:
                 upload.path.unlink(missing_ok=True)
-            to_come = sum(upload.size_bytes - upload.received_bytes for upload in self.all())
-            self._require_room(size_bytes, to_come)
+            self._make_room(size_bytes, [upload for upload in others if upload.idle_seconds > IDLE_SECONDS])
             path = self._folder / f"{update_id}-{size_bytes}.partial"
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
         except OSError as error:
             raise translate_os_error(error, self._folder) from error
-        return Upload(update_id, path, 0, size_bytes)
+        return Upload(update_id, path, 0, size_bytes, 0.0)
 
-    def _require_room(self, size_bytes: int, others_bytes: int) -> None:
-        status = os.statvfs(self._folder)
-        free = status.f_bavail * status.f_frsize
-        if free < size_bytes + others_bytes + _ROOM_BYTES:
+    def _make_room(self, size_bytes: int, abandoned: list[Upload]) -> None:
+        """Delete abandoned uploads, the oldest first, until there is room; DiskFullError if all were not enough."""
+        free = _free_bytes(self._folder)
+        if free + sum(upload.received_bytes for upload in abandoned) < size_bytes + _ROOM_BYTES:
             raise DiskFullError(
-                f"{self._folder}: an update of {format_size(size_bytes)} and {format_size(free)} free, of which others "
-                f"still need {format_size(others_bytes)}; nothing was written. Free some space"
+                f"{self._folder}: an update of {format_size(size_bytes)}, and {format_size(free)} free, of which "
+                f"{format_size(_ROOM_BYTES)} stay so; nothing was written. Free some space, or try again after "
+                f"{IDLE_SECONDS:.0f} s, when uploads that do not grow give way"
             )
+        while abandoned and _free_bytes(self._folder) < size_bytes + _ROOM_BYTES:
+            abandoned.pop().path.unlink(missing_ok=True)
 
     def drop(self, update_id: str) -> None:
         """Delete an upload, if there is one."""
@@ -122,12 +139,22 @@ class Uploads:
                 upload.path.unlink(missing_ok=True)
 
 
+def _free_bytes(folder: Path) -> int:
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
 def append(upload: Upload, data: bytes, offset: int) -> None:
     """Write what came to where it belongs.
 
     Raises:
-        DiskFullError, TierstoreError: the system refused.
+        DiskFullError: it would take of the room that stays free. DiskFullError, TierstoreError: the system refused.
     """
+    if _free_bytes(upload.path.parent) < len(data) + _ROOM_BYTES:
+        raise DiskFullError(
+            f"{upload.path}: {format_size(_ROOM_BYTES)} of the file system stay free, and there is no more. What came "
+            "before is kept: free some space, and publish again"
+        )
     try:
         descriptor = os.open(upload.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:

@@ -1,0 +1,376 @@
+"""An update that fails, is killed or gone back from leaves no rows and no tables; none of another store is taken."""
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierstore
+from tests.children import run, start
+from tests.faults.test_real_devices import fill_up, mounted
+from tests.serve.replicas import serving
+from tests.updates.support import SMALL, change, contents, extra_of, same, table_config, version_of
+from tierstore import cli, errors, killpoints
+from tierstore._jit import JIT_ENABLED
+from tierstore.io.changes import ChangesTier
+from tierstore.manifest import Manifest
+from tierstore.updates import Update, apply_update, roll_back_replica, write_update
+from tierstore.updates.publish import publish
+
+
+class Forked:
+    """A store that was put back from a copy of its version 1: two histories, each with a new table in version 2.
+
+    Attributes:
+        first: update to version 1.
+        one, other: updates from there to one version 2 and to the other.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.source, self.copy = folder / "source", folder / "copy"
+        change(self.source, 1, keep=2)
+        self.first = self._made("first", 0)
+        shutil.copytree(self.source, self.copy)
+        self.bring("one", self.source)
+        self.bring("other", self.copy)
+        self.one = self._made("one", 1)
+        self.source, self.copy = self.copy, self.source
+        self.other = self._made("other", 1)
+
+    @staticmethod
+    def bring(name: str, store: Path) -> None:
+        with tierstore.open(store, keep=2, **SMALL) as opened:
+            width = 3 if name == "one" else 9
+            table = opened.create_table(table_config(f"new {name}", embedding_dim=width))
+            table.write(torch.arange(5), torch.ones(5, width))
+            opened["item"].write(torch.tensor([1]), torch.full((1, 6), float(width)))
+            opened.commit()
+
+    def _made(self, name: str, since: int) -> Update:
+        return write_update(self.source, self.folder / f"update {name}", since=since)
+
+
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory: pytest.TempPathFactory) -> Forked:
+    return Forked(tmp_path_factory.mktemp("forked"))
+
+
+@pytest.fixture(scope="module")
+def first(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A replica of version 1, to be copied."""
+    apply_update(directory := tmp_path_factory.mktemp("first") / "replica", forked.first.path)
+    return directory
+
+
+@pytest.fixture
+def replica(first: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(first, tmp_path / "replica"))
+
+
+def tables_of(directory: Path) -> list[str]:
+    """What a reader sees."""
+    with tierstore.open(directory, mode="r", **SMALL) as store:
+        return list(store.tables)
+
+
+def test_what_was_gone_back_from_makes_room_for_other_tables(replica: Path, forked: Forked) -> None:
+    before = contents(replica)
+    apply_update(replica, forked.one.path)
+    assert tables_of(replica) == ["item", "user", "new one"]
+    assert roll_back_replica(replica).version == 1
+    assert tables_of(replica) == ["item", "user"]
+    assert same(contents(replica), before)
+    apply_update(replica, forked.other.path)
+    assert same(contents(replica), contents(forked.source))
+    assert cli.main(["rollback", str(replica), "1"]) == 0
+    assert tables_of(replica) == ["item", "user"]
+    apply_update(replica, forked.one.path)
+    assert same(contents(replica), contents(forked.copy))
+    with tierstore.open(replica, mode="r", **SMALL) as store:
+        store.verify()
+
+
+def test_a_rollback_by_any_other_way_makes_room_too(replica: Path, forked: Forked, tmp_path: Path) -> None:
+    apply_update(replica, forked.one.path)
+    with tierstore.open(replica, keep=2, **SMALL) as store:
+        store.rollback(1)
+        assert list(store.tables) == ["item", "user", "new one"]
+    assert tables_of(replica) == ["item", "user"]
+    copy = write_update(replica, tmp_path / "update of a replica")
+    assert list(copy.header.rows_of_tables()) == ["item", "user"]
+    apply_update(replica, forked.other.path)
+    assert same(contents(replica), contents(forked.source))
+
+
+@pytest.mark.parametrize("step", ["rows", "manifest", "commit"])
+def test_an_update_that_fails_leaves_no_tables(
+    replica: Path, forked: Forked, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise errors.DiskFullError("no room left")
+
+    before = contents(replica)
+    with monkeypatch.context() as broken:
+        if step == "manifest":
+            write, calls = Manifest.write, []
+
+            def fail_once(*arguments: Any) -> None:
+                calls.append(1)
+                fail() if len(calls) == 1 else write(*arguments)
+
+            broken.setattr(Manifest, "write", fail_once)
+        else:
+            broken.setattr(ChangesTier, "write" if step == "rows" else "commit", fail)
+        with pytest.raises(errors.DiskFullError):
+            apply_update(replica, forked.one.path)
+    assert tables_of(replica) == ["item", "user"]
+    assert same(contents(replica), before)
+    apply_update(replica, forked.other.path)
+    assert same(contents(replica), contents(forked.source))
+
+
+def test_an_update_that_fails_after_it_is_durable_keeps_its_tables(
+    replica: Path, forked: Forked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(name: str) -> None:
+        if name == "commit: durable":
+            raise errors.DiskFullError("no room left to clean up")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(killpoints, "hook", fail)
+        with pytest.raises(errors.DiskFullError):
+            apply_update(replica, forked.one.path)
+    assert same(contents(replica), contents(forked.copy))
+    assert apply_update(replica, forked.one.path).was_there
+
+
+KILLED = """
+    import shutil
+    from tierstore import killpoints
+    from tierstore.updates import apply_update, roll_back_replica
+
+    first, one, other, work = map(Path, sys.argv[1:5])
+    action, stride = sys.argv[5], int(sys.argv[6])
+    replica = work / "killed"
+
+    def shown():
+        with tierstore.open(replica, mode="r", ddr="4MiB", threads=1) as store:
+            return f"{store.extra['tierstore.update']['version']} {' '.join(sorted(store.tables))}".replace("new ", "")
+
+    for stop in range(1, 300, stride):
+        shutil.rmtree(replica, ignore_errors=True)
+        shutil.copytree(first, replica)
+        if action == "rollback":
+            apply_update(replica, one)
+        sys.stdout.flush()
+        pid = os.fork()
+        if not pid:
+            reached = []
+            def hook(name):
+                reached.append(name)
+                if len(reached) == stop:
+                    print(name, end=": ", flush=True)
+                    os.kill(os.getpid(), signal.SIGKILL)
+            killpoints.hook = hook
+            roll_back_replica(replica) if action == "rollback" else apply_update(replica, one)
+            os._exit(0)
+        if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0:
+            break
+        print(shown(), end=" | ")
+        tierstore.open(replica, keep=2, ddr="4MiB", threads=1).close()  # what was not durable is gone then
+        print(before := shown(), end=" | ")
+        if before.startswith("2"):
+            roll_back_replica(replica)
+        apply_update(replica, other)
+        print(shown())
+    """
+
+
+@pytest.mark.skipif(not JIT_ENABLED, reason="a process under test has no time for plain Python")
+@pytest.mark.parametrize("action", ["apply", "rollback"])
+def test_a_kill_at_any_step_leaves_room_for_other_tables(
+    first: Path, forked: Forked, tmp_path: Path, action: str
+) -> None:
+    lines = run(KILLED, first, forked.one.path, forked.other.path, tmp_path, action, 1).splitlines()
+    seen = set()
+    for line in lines:
+        at_once, settled, after = line.rpartition(": ")[2].split(" | ")
+        assert {at_once, settled} <= {"1 item user", "2 item one user"}, line
+        assert after == "2 item other user", line
+        seen.add(settled)
+    assert len(seen) == 2
+
+
+def test_a_disk_that_is_full_at_any_moment_leaves_no_tables(first: Path, forked: Forked, tmp_path: Path) -> None:
+    with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=16m", "tmpfs") as small:
+        full = 0
+        for left_bytes in range(0, 1 << 20, 4096):
+            replica = Path(shutil.copytree(first, small / "replica"))
+            ballast = fill_up(small, left_bytes)
+            try:
+                apply_update(replica, forked.one.path)
+            except errors.DiskFullError:
+                full += 1
+                assert tables_of(replica) == ["item", "user"]
+                ballast.unlink()
+                apply_update(replica, forked.other.path)
+                assert tables_of(replica) == ["item", "user", "new other"]
+            else:
+                break
+            finally:
+                ballast.unlink(missing_ok=True)
+                shutil.rmtree(replica)
+        assert full > 3
+
+
+def test_an_update_of_another_store_is_refused_even_if_it_would_fit(
+    replica: Path, forked: Forked, tmp_path: Path
+) -> None:
+    """Of everything, and with the same tables."""
+    before, other = contents(replica), tmp_path / "other"
+    change(other, 1)
+    update = write_update(other, tmp_path / "update")
+    with pytest.raises(errors.TierstoreError) as refused:
+        apply_update(replica, update.path)
+    for source in (forked.first.header.origin.source, update.header.origin.source):
+        assert source in str(refused.value)
+    assert "new, empty directory" in str(refused.value)
+    assert same(contents(replica), before)
+    assert apply_update(tmp_path / "new", update.path).version == 1
+    with serving(replica) as (url, _):
+        (failed,) = publish(other, [url])
+        assert "a replica takes updates of one store" in failed.error.lower()
+        assert failed.size_bytes == 0
+    assert not (replica / "incoming").exists()
+
+
+def test_tables_of_another_store_that_failed_do_not_stay(
+    tmp_path: Path, forked: Forked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing was applied yet, so the replica is nobody's."""
+    other, replica = tmp_path / "other", tmp_path / "replica"
+    with tierstore.open(other, **SMALL) as store:
+        store.create_table(table_config("strange", embedding_dim=11)).write(torch.tensor([1]), torch.ones(1, 11))
+        store.commit()
+    update = write_update(other, tmp_path / "update")
+
+    def fail(name: str) -> None:
+        if name == "commit: record put":
+            raise errors.DiskFullError("no room left")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(killpoints, "hook", fail)
+        with pytest.raises(errors.DiskFullError):
+            apply_update(replica, update.path)
+    apply_update(replica, forked.first.path)
+    assert version_of(replica) == 1
+
+
+def test_a_table_that_is_another_than_it_was_is_refused(replica: Path, tmp_path: Path, forked: Forked) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(forked.source, other)
+    with tierstore.open(other, keep=2, **SMALL) as store:
+        store.rollback(1)
+    apply_update(replica, forked.one.path)
+    with pytest.raises(errors.TableError, match=r"table 2 of .*new one.*new other.*new, empty directory"):
+        apply_update(replica, write_update(other, tmp_path / "update").path)
+    assert version_of(replica) == 2
+    assert extra_of(replica)[0]
+
+
+WRITER = """
+    from tierstore.updates import apply_update, roll_back_replica
+
+    print("ready", flush=True)
+    for line in sys.stdin:
+        roll_back_replica(sys.argv[1]) if line == "back\\n" else apply_update(sys.argv[1], line[:-1])
+        print("done", flush=True)
+    """
+
+
+class Writer:
+    """Another process, which writes a replica that this one has open."""
+
+    def __init__(self, replica: Path) -> None:
+        self._process = start(WRITER, replica)
+        assert self._said() == "ready\n"
+
+    def _said(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline()
+
+    def _ask(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{line}\n")
+        self._process.stdin.flush()
+        assert self._said() == "done\n"
+
+    def apply(self, update: Update) -> None:
+        self._ask(str(update.path))
+
+    def go_back(self) -> None:
+        self._ask("back")
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+@pytest.fixture
+def writer(replica: Path) -> Iterator[Writer]:
+    with contextlib.closing(Writer(replica)) as made:
+        yield made
+
+
+@pytest.fixture
+def reader(replica: Path) -> Iterator[tierstore.Store]:
+    """As a server's: open all the while."""
+    with tierstore.open(replica, mode="r", **SMALL) as store:
+        store["item"].read(torch.arange(9))
+        yield store
+
+
+def test_a_server_shows_other_tables_in_the_place_of_those_that_went(
+    reader: tierstore.Store, writer: Writer, forked: Forked
+) -> None:
+    for update, name, width in ((forked.one, "new one", 3), (forked.other, "new other", 9)):
+        writer.apply(update)
+        reader.refresh()
+        assert list(reader.tables) == ["item", "user", name]
+        assert reader[name].read(torch.arange(5)).tolist() == [[1.0] * width] * 5
+        assert reader["item"].read(torch.tensor([1])).tolist() == [[float(width)] * 6]
+        gone = reader[name]
+        writer.go_back()
+        reader.refresh()
+        assert (list(reader.tables), reader.version) == (["item", "user"], 1)
+        with pytest.raises((ValueError, KeyError)):
+            gone.read(torch.tensor([0]))
+    reader.verify()
+
+
+def test_what_a_server_saw_and_did_not_show_is_not_in_its_way(
+    reader: tierstore.Store, writer: Writer, forked: Forked
+) -> None:
+    writer.apply(forked.one)
+    assert reader.find_newer() is not None
+    writer.go_back()
+    writer.apply(forked.other)
+    reader.refresh()
+    assert list(reader.tables) == ["item", "user", "new other"]
+    assert reader["new other"].read(torch.tensor([0])).tolist() == [[1.0] * 9]
+
+
+def test_a_reader_that_missed_the_rollback_goes_on_and_says_so(
+    reader: tierstore.Store, writer: Writer, forked: Forked
+) -> None:
+    writer.apply(forked.one)
+    reader.refresh()
+    writer.go_back()
+    writer.apply(forked.other)
+    with pytest.raises((errors.StoreReplacedError, errors.DamagedError)):
+        reader.refresh()
+    assert reader["new one"].read(torch.tensor([0])).tolist() == [[1.0] * 3]
