@@ -389,9 +389,10 @@ def test_ctrl_c_while_the_source_is_waited_for(store_dir: Path) -> None:
     goes_on = threading.Event()
     with tierstore.open(store_dir, ddr="1MiB") as store:
         collection = make_collection(store)
+        pipeline = tierstore.prefetch(batches(), collection, depth=2)
+        collection(next(pipeline)).values().sum().backward()
         with pytest.raises(KeyboardInterrupt):
-            for item in tierstore.prefetch(batches(), collection, depth=2):
-                collection(item).values().sum().backward()
+            next(pipeline)
         assert pinned(store) == 0
         assert store.commit() == 1
     goes_on.set()

@@ -1,6 +1,7 @@
 """Making the pools of a store: its budgets divided among row layouts, a cache for each, the device tier above."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,7 +20,7 @@ from .sizes import parse_size, require_memory
 from .table import Table
 from .threads import Workers
 
-__all__ = ["Memory", "Pools"]
+__all__ = ["Memory", "Pools", "refuse_if_clean"]
 
 _MANY_BYTES: Final = 2**62
 """Of which no percentage that is not zero is no byte."""
@@ -106,6 +107,19 @@ class Pools:
         taken = division.reserved_bytes + sum(pool.size_bytes for pool in pools.values())
         require_memory(taken, f"ddr={memory.ddr!r}")
         return cls(by_layout=pools, reserved_bytes=division.reserved_bytes)
+
+
+def refuse_if_clean(pools: Collection[Pool]) -> bool:
+    """Have all pools refuse further use, if no row is in use or to be written: another thread may have written one
+    since they were flushed."""
+    with contextlib.ExitStack() as stack:
+        for pool in pools:
+            stack.enter_context(pool.lock)
+        if any(pool.in_use or not pool.is_clean for pool in pools):
+            return False
+        for pool in pools:
+            pool.refuse()
+        return True
 
 
 def _hbm_sizes(rows: dict[RowLayout, int], table_bytes: int, memory: Memory) -> dict[RowLayout, HbmSize]:

@@ -28,7 +28,7 @@ from .newer import Newer, changed_rows
 from .optim import SGD
 from .pending import PendingCommit
 from .pool import Pool
-from .pools import Memory, Pools
+from .pools import Memory, Pools, refuse_if_clean
 from .rows import DtypeName, RowLayout
 from .signals import shielded
 from .sizes import format_size
@@ -39,6 +39,7 @@ from .tiers import store_stats
 from .version import TableState, Version, pack, unpack, unpack_tensors
 
 if TYPE_CHECKING:
+    from .backup import BackupReport
     from .recording import Recorder
 
 __all__ = ["Store"]
@@ -249,24 +250,11 @@ class Store:
     def _retire_pools(self) -> None:
         """Write dirty rows back and forget the caches; the next use makes new ones."""
         with self._pools_lock:
-            while not self._refuse_if_clean():
+            while not refuse_if_clean(self._pools.values()):
                 self._require_unused("create tables")
                 for pool in self._pools.values():
                     pool.flush()
             self._close_pools()
-
-    def _refuse_if_clean(self) -> bool:
-        """Have all pools refuse further use, if no row is in use or to be written: another thread may have written one
-        since they were flushed."""
-        pools = self._pools.values()
-        with contextlib.ExitStack() as stack:
-            for pool in pools:
-                stack.enter_context(pool.lock)
-            if any(pool.in_use or not pool.is_clean for pool in pools):
-                return False
-            for pool in pools:
-                pool.refuse()
-            return True
 
     def _require_unused(self, action: str) -> None:
         for pool in self._pools.values():
@@ -531,6 +519,19 @@ class Store:
         """
         self.require_open()
         return self._cold.verify(progress)
+
+    def backup(
+        self,
+        target: str | os.PathLike[str],
+        *,
+        verify: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> "BackupReport":
+        """Copy the store and all versions it keeps into another directory, while others train: ``backup.back_up``."""
+        from .backup import back_up
+
+        self.require_open()
+        return back_up(self._cold, self.directory, target, verify=verify, progress=progress)
 
     @property
     def workers(self) -> Workers:

@@ -228,7 +228,7 @@ def find_keys(state: CacheState, keys: Int64s, found: Int32s) -> None:
 
 @kernel
 def touch_slots(state: CacheState, chosen: Int32s, distinct: Int32s) -> int:
-    """``RowCache.touch``; ``distinct`` receives each slot once, in order of first use: as many as ``Tally.HITS`` grew."""
+    """``RowCache.touch``; ``distinct`` receives each slot once, in order of first use; ``Tally.HITS`` counts them."""
     slots, tallies = state.slots, state.tallies
     bad, count = NOTHING_WRONG, 0
     for i in range(chosen.size):
