@@ -89,6 +89,7 @@ class Store:
         if not readonly:
             make_directory(directory)
         self._manifest = open_manifest(directory, readonly=readonly)
+        self._workers = Workers(threads)
         self._cold = LmdbColdTier(
             directory,
             store_id=bytes.fromhex(self._manifest.store_id),
@@ -96,8 +97,6 @@ class Store:
             version=version,
             staging_bytes=STAGING_BYTES,
         )
-        self._epoch = self._cold.last_version + 1
-        self._workers = Workers(threads)
         try:
             self._load()
         except BaseException:
@@ -109,6 +108,7 @@ class Store:
     def _load(self) -> None:
         """Check that the files belong together, make the tables known, read the last version."""
         cold = self._cold
+        self._epoch = cold.last_version + 1
         self._manifest.require_row_file(cold.path, cold.page_bytes, is_placed=cold.placement is not None)
         if not self.readonly:
             # Another writer may have made tables before the lock was ours.
@@ -586,7 +586,7 @@ class Store:
                     stack.callback(self._committer.shutdown)
 
     def __del__(self) -> None:
-        if hasattr(self, "_workers"):
+        if hasattr(self, "_cold"):
             self.close()
 
     def __enter__(self) -> "Store":
