@@ -317,7 +317,7 @@ def test_a_small_target_is_told_before_anything_is_written(trained: Trained, tmp
     if done.returncode:
         pytest.skip(f"mounting is not permitted here: {done.stderr.strip()}")
     try:
-        with pytest.raises(errors.DiskFullError, match="are needed and .* are free; nothing was written"):
+        with pytest.raises(errors.DiskFullError, match=r"are needed and .* are free; nothing was written"):
             trained.store.backup(tmp_path / "small" / "copy")
         assert names(tmp_path / "small") == []
         subprocess.run(["mount", "-o", "remount,size=64m", str(tmp_path / "small")], check=True)
