@@ -8,6 +8,7 @@ cache.
 
 import os
 import shutil
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -77,7 +78,7 @@ class _Subject:
     def steps(self) -> float:
         """Seconds of a step with nothing beside, the mean."""
         self._training.commit()
-        return sum(self._training.step() for _ in range(self._steps)) / self._steps
+        return statistics.fmean(self._training.step() for _ in range(self._steps))
 
     def beside(self, name: str) -> tuple[float, float]:
         """Bytes a second, and the mean of the steps beside it."""
@@ -86,9 +87,9 @@ class _Subject:
         taken = []
         with ThreadPoolExecutor(1) as thread:
             copy = thread.submit(self._timed, name)
-            while not copy.done():
+            while not (taken and copy.done()):
                 taken.append(self._training.step())
-            return copy.result(), sum(taken) / max(1, len(taken))
+            return copy.result(), statistics.fmean(taken)
 
     def close(self) -> None:
         self._training.close()
