@@ -21,7 +21,7 @@ import tierstore
 
 from .common import Goal, Report, Run, Spread, Table, program
 
-__all__ = ["run"]
+__all__ = ["Training", "run"]
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -41,7 +41,7 @@ class Stall(NamedTuple):
         return self.call + self.waited
 
 
-class _Training:
+class Training:
     """Steps of a small model over one table, as many as wanted."""
 
     def __init__(self, store: tierstore.Store, config: dict[str, Any]) -> None:
@@ -92,7 +92,7 @@ def _batches(config: dict[str, Any]) -> Iterator[Batch]:
         yield torch.from_numpy(place[np.minimum(ranks, rows - 1)]), offsets
 
 
-def _background(training: _Training, store: tierstore.Store, steps: int, base: float) -> Stall:
+def _background(training: Training, store: tierstore.Store, steps: int, base: float) -> Stall:
     """One commit and the steps beside it; ``base`` is what a step takes without."""
     before = store.stats()
     start = time.perf_counter()
@@ -121,7 +121,7 @@ def _measure(config: dict[str, Any], folder: Path) -> tuple[list[float], list[St
     stalls: list[Stall] = []
     waited: list[float] = []
     with tierstore.open(folder, ddr=config["ddr"]) as store:
-        training = _Training(store, config)
+        training = Training(store, config)
         try:
             for _ in range(config["steps"]):
                 training.step()

@@ -35,6 +35,7 @@ ORDER: Final = (
     "associative",
     "packing",
     "commit",
+    "backup",
     "verify",
     "crashes",
     "damage",

@@ -13,6 +13,7 @@ import torch
 
 import tierstore
 from tierstore import compaction, errors
+from tierstore import target as new
 from tierstore.compaction import WORK_NAME, compact_store
 from tierstore.io.anchor import read_stamp
 from tierstore.io.btree import META_KEY
@@ -300,7 +301,7 @@ def test_the_manifest_comes_last_after_synced_rows(source, tmp_path, monkeypatch
 
     monkeypatch.setattr(compaction.os, "rename", note("rename", os.rename))
     monkeypatch.setattr(compaction, "stamp_rows_file", note("stamp and sync", compaction.stamp_rows_file))
-    monkeypatch.setattr(compaction, "sync_directory", note("sync", compaction.sync_directory))
+    monkeypatch.setattr(new, "sync_directory", note("sync", new.sync_directory))
     compact_store(source, copy)
     work = copy / WORK_NAME
     wanted = [

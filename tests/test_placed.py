@@ -194,7 +194,7 @@ def test_a_damaged_row_is_named_by_its_number(folder: Path) -> None:
         area = tier.placement.areas[0]
         layout = store["a"].layout
         key = int(area.keys[5])
-        with tier._lease() as (_, directory):
+        with tier.lease() as (_, directory):
             block = (area.first + 5) // layout.rows_per_block
             page = int(directory.pages[directory.tables.bases[area.table] + block])
     at = page * 4096 + 32 + (area.first + 5) % layout.rows_per_block * layout.stored_row_words * 8

@@ -1,7 +1,11 @@
 """The pipeline: order, depth, bounds, and what happens when something fails in it."""
 
+import gc
+import os
+import signal
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +13,7 @@ import pytest
 import torch
 
 import tierstore
+from tests import children
 from tierstore import errors
 
 MANY = 100_000
@@ -287,3 +292,124 @@ def test_the_reader_waits_for_room_to_announce(store_dir: Path) -> None:
 def test_a_wrong_lookahead_is_refused(store_dir: Path, lookahead: Any) -> None:
     with tierstore.open(store_dir, ddr="1MiB") as store, pytest.raises(ValueError, match="lookahead"):
         tierstore.prefetch([], make_collection(store), lookahead=lookahead)
+
+
+class Stuck:
+    """A source that gives some batches and then waits, as one that reads from a network does."""
+
+    def __init__(self, *, last: Callable[[], None] = lambda: None) -> None:
+        self.waits, self.goes_on = threading.Event(), threading.Event()
+        self._last = last
+
+    def batches(self) -> Iterator[tierstore.KeyedJaggedTensor]:
+        for i in range(3):
+            yield batch(i, i + 1)
+        self.waits.set()
+        self.goes_on.wait(100)
+        self._last()
+        yield batch(400)
+
+
+def within(seconds: float, action: Callable[[], object]) -> None:
+    """AssertionError if it takes longer: far longer than it should."""
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), f"it takes more than {seconds} s"
+
+
+def prefetch_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "tierstore-prefetch"]
+
+
+def fail() -> None:
+    raise OSError("the network is gone")
+
+
+@pytest.mark.parametrize("last", [lambda: None, fail], ids=["yields", "raises"])
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_a_pipeline_whose_source_waits_ends_at_once_and_keeps_nothing(
+    store_dir: Path, lookahead: int, last: Callable[[], None]
+) -> None:
+    stuck = Stuck(last=last)
+    store = tierstore.open(store_dir, ddr="1MiB", policy="lookahead")
+    collection = make_collection(store, MANY)
+    pipeline = tierstore.prefetch(stuck.batches(), collection, depth=4, lookahead=lookahead)
+    collection(next(pipeline)).values().sum().backward()
+    assert stuck.waits.wait(10)
+    assert (announced_keys(store) > 0) == (lookahead > 0)
+    within(10, pipeline.close)
+    (thread,) = prefetch_threads()
+    assert thread.daemon
+    assert pinned(store) == announced_keys(store) == 0
+    store["a"].pool.cache.check_integrity()  # type: ignore[attr-defined]
+    within(10, store.close)
+    gone = weakref.ref(store), weakref.ref(collection)
+    del store, collection, pipeline
+    gc.collect()
+    assert [each() for each in gone] == [None, None]
+    stuck.goes_on.set()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_leaving_the_loop_by_an_error_while_the_source_waits_leaves_nothing(
+    store_dir: Path, error: type[BaseException]
+) -> None:
+    stuck = Stuck()
+
+    def train() -> None:
+        for item in tierstore.prefetch(stuck.batches(), collection, depth=2):
+            assert stuck.waits.wait(10)
+            raise error(len(collection(item).values()))
+
+    with tierstore.open(store_dir, ddr="1MiB") as store:
+        collection = make_collection(store)
+
+        def fails() -> None:
+            with pytest.raises(error):
+                train()
+
+        within(10, fails)
+        assert pinned(store) == 0
+        store.create_table(tierstore.TableConfig(name="b", num_embeddings=5, embedding_dim=4))
+        stuck.goes_on.set()
+        for thread in prefetch_threads():
+            thread.join(10)
+        assert not prefetch_threads()
+
+
+def test_ctrl_c_while_the_source_is_waited_for(store_dir: Path) -> None:
+    def batches() -> Iterator[tierstore.KeyedJaggedTensor]:
+        yield batch(1)
+        os.kill(os.getpid(), signal.SIGINT)
+        goes_on.wait(100)
+
+    goes_on = threading.Event()
+    with tierstore.open(store_dir, ddr="1MiB") as store:
+        collection = make_collection(store)
+        pipeline = tierstore.prefetch(batches(), collection, depth=2)
+        collection(next(pipeline)).values().sum().backward()
+        with pytest.raises(KeyboardInterrupt):
+            next(pipeline)
+        assert pinned(store) == 0
+        assert store.commit() == 1
+    goes_on.set()
+
+
+@pytest.mark.parametrize("close", ["pipeline.close()", "pass"])
+def test_an_interpreter_ends_though_a_source_waits(store_dir: Path, close: str) -> None:
+    code = f"""
+    def batches():
+        yield torch.tensor([1, 2]), torch.tensor([0])
+        os.read(os.pipe()[0], 1)
+
+    with tierstore.open(sys.argv[1], ddr="1MiB", threads=1) as store:
+        bag = tierstore.TieredEmbeddingBag(store.create_table(table_config()), mode="sum")
+        pipeline = tierstore.prefetch(batches(), bag, depth=2, features=lambda pair: pair)
+        bag(*next(pipeline))
+        {close}
+    print("ended")
+    """
+    assert children.run(code, store_dir, timeout=25) == "ended\n"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from . import __version__
-from .commands import COMPACT, EXPORT, IMPORT, PUBLISH, QUANTIZE, TRACE, Command, group, progress_bar, show_help
+from .commands import BACKUP, COMPACT, EXPORT, IMPORT, PUBLISH, QUANTIZE, TRACE, Command, group, progress_bar, show_help
 from .excerpt import excerpt
 from .serve.command import add_arguments as add_serve_arguments
 
@@ -328,6 +328,7 @@ _COMMANDS: Final = {
         """example:
   tierstore repair shop shop-repaired""",
     ),
+    "backup": BACKUP,
     "compact": COMPACT,
     "trace": TRACE,
     "export": EXPORT,

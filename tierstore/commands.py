@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .updates.publish import Published
 
 __all__ = [
+    "BACKUP",
     "COMPACT",
     "EXPORT",
     "IMPORT",
@@ -278,6 +279,35 @@ IMPORT: Final = Command(
   tierstore import shop shop.safetensors
   tierstore import shop item.pt --map weight=item --optimizer rowwise_adagrad --lr 0.05
   tierstore import shop part-1.safetensors part-2.safetensors --dtype bfloat16""",
+)
+
+
+def _add_backup_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", help="folder of the store; may be trained on meanwhile")
+    parser.add_argument("target", metavar="NEW_DIR", help="folder of the backup; must not exist, or be empty")
+    parser.add_argument("--verify", action="store_true", help="read the backup and check every row")
+
+
+def _backup(options: argparse.Namespace) -> int:
+    from .opening import open_store
+    from .sizes import format_size
+
+    with open_store(options.directory, mode="r", ddr=_DDR) as store, byte_bar("backup") as show:
+        report = store.backup(options.target, verify=options.verify, progress=show)
+    checked = "" if report.verified is None else f"; {report.verified.rows:,} rows verified"
+    print(f"{report.target}: version {report.version}, {format_size(report.size_bytes)}{checked}")
+    return 0
+
+
+BACKUP: Final = Command(
+    _backup,
+    _add_backup_arguments,
+    "copy a store while it is trained on",
+    "Copy all versions that a store keeps, as of its last commit, page by page. DIR is not changed. A backup that was "
+    "cut short is no store; run the command again.",
+    """examples:
+  tierstore backup shop /backups/shop-monday
+  tierstore backup shop /backups/shop-monday --verify""",
 )
 
 

@@ -4,14 +4,11 @@ LMDB itself walks a snapshot of the tree and writes its pages anew, one after an
 them into a file, so that progress shows, Ctrl-C is heeded and a full disk is told from damage. LMDB believes what it
 walks, so the tree and the header of every page run it will copy are checked first.
 
-The copy is made and verified in a directory of its own within the target, and moved into its place at the end, manifest
-last: a target without a manifest is no store.
+The copy is made and verified in a directory of its own within the target and moved into its place at the end.
 """
 
 import contextlib
-import fcntl
 import os
-import shutil
 import threading
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
@@ -21,10 +18,8 @@ from typing import Final, NamedTuple
 import lmdb
 import numpy as np
 
-from .durable import sync_directory
 from .errors import DamagedError, TierstoreError, TruncatedError
-from .exchange.output import full_disk_errors, require_room
-from .io import ROW_FILE_NAME
+from .exchange.output import require_room
 from .io.anchor import ANCHOR_NAME, require_sound, stamp_rows_file
 from .io.blocks import BlockStatus, check_page_headers
 from .io.census import check_store, read_head, read_placement
@@ -32,10 +27,11 @@ from .io.files import RESTORE, check_rows_file, map_bytes, open_environment, row
 from .io.mapped import FileMap
 from .io.snapshot import Snapshot
 from .io.versions import garbage, stale_items
-from .manifest import MANIFEST_NAME, Manifest
+from .manifest import Manifest
 from .opening import open_store
 from .placing import plan_placement, write_placed
 from .signals import Shield
+from .target import Steps, new_store
 from .trace import Trace, read_trace
 
 __all__ = ["WORK_NAME", "CompactReport", "compact_store"]
@@ -93,70 +89,14 @@ def compact_store(
     source, target = Path(directory).absolute(), Path(target).absolute()
     Manifest.read(source)
     lookups = None if trace is None else read_trace(trace)
-    with _held(target) as work, full_disk_errors(target):
+    with new_store(target, WORK_NAME) as work:
         report = _make(source, work, lookups, progress)
-        _move(work, target)
-    sync_directory(target)
-    sync_directory(target.parent)
     return report._replace(target=target)
-
-
-@contextlib.contextmanager
-def _held(target: Path) -> Iterator[Path]:
-    """A working directory within the target, removed with all that was made for it unless a store comes of it."""
-    made = not target.exists()
-    if made:
-        target.mkdir()
-    elif not target.is_dir():
-        raise FileExistsError(f"{target} is not a directory; choose another name")
-    with contextlib.ExitStack() as stack:
-        descriptor = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        stack.callback(os.close, descriptor)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise TierstoreError(f"{target} is being written by another process; wait for it to end") from None
-        _require_empty(target)
-        try:
-            _clear(target)
-            work = target / WORK_NAME
-            work.mkdir()
-            yield work
-        except BaseException:
-            if not (target / MANIFEST_NAME).exists():
-                _clear(target)
-                if made:
-                    target.rmdir()
-            raise
-
-
-def _require_empty(target: Path) -> None:
-    """FileExistsError if there is more than what a copy that was cut short leaves."""
-    names = {path.name for path in target.iterdir()}
-    if not names <= {WORK_NAME, ROW_FILE_NAME} or names == {ROW_FILE_NAME}:
-        raise FileExistsError(
-            f"{target} is not empty (it holds {min(names - {WORK_NAME})}); choose a directory that is, or a new one"
-        )
-
-
-def _clear(target: Path) -> None:
-    """Remove what a copy that was cut short left."""
-    if (target / WORK_NAME).is_dir():
-        (target / ROW_FILE_NAME).unlink(missing_ok=True)
-        shutil.rmtree(target / WORK_NAME)
-
-
-def _move(work: Path, target: Path) -> None:
-    """Give the finished copy its place; the manifest, without which it is no store, comes last."""
-    os.rename(work / ROW_FILE_NAME, target / ROW_FILE_NAME)
-    sync_directory(target)
-    os.rename(work / MANIFEST_NAME, target / MANIFEST_NAME)
-    shutil.rmtree(work)
 
 
 def _make(source: Path, work: Path, trace: Trace | None, progress: Callable[[int, int], None] | None) -> CompactReport:
     """Make the copy in its working directory and verify it."""
-    steps = _Steps(progress)
+    steps = Steps(progress)
     if trace is None:
         _copy_rows(source, rows_path(work), steps.copied)
         # Read after the rows: a writer makes a table before it commits rows of it.
@@ -180,23 +120,6 @@ def _make(source: Path, work: Path, trace: Trace | None, progress: Callable[[int
         ) from error
     before, after = (path.stat().st_blocks * 512 for path in (rows_path(source), rows_path(work)))
     return CompactReport(work, version, found.blocks, found.rows, before, after)
-
-
-class _Steps:
-    """One progress for copying and verifying, each half of it."""
-
-    def __init__(self, show: Callable[[int, int], None] | None) -> None:
-        self._show = show
-        self._total = 0
-
-    def copied(self, done: int, total: int) -> None:
-        self._total = total
-        if self._show is not None:
-            self._show(done, 2 * total)
-
-    def verified(self, done: int, total: int) -> None:
-        if self._show is not None:
-            self._show(self._total + self._total * done // max(1, total), 2 * self._total)
 
 
 def _place_rows(source: Path, work: Path, trace: Trace, progress: Callable[[int, int], None]) -> None:

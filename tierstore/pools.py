@@ -109,6 +109,19 @@ class Pools:
         return cls(by_layout=pools, reserved_bytes=division.reserved_bytes)
 
 
+def refuse_if_clean(pools: Collection[Pool]) -> bool:
+    """Have all pools refuse further use, if no row is in use or to be written: another thread may have written one
+    since they were flushed."""
+    with contextlib.ExitStack() as stack:
+        for pool in pools:
+            stack.enter_context(pool.lock)
+        if any(pool.in_use or not pool.is_clean for pool in pools):
+            return False
+        for pool in pools:
+            pool.refuse()
+        return True
+
+
 def _hbm_sizes(rows: dict[RowLayout, int], table_bytes: int, memory: Memory) -> dict[RowLayout, HbmSize]:
     """Empty without a device tier."""
     budget = parse_size(memory.hbm, name="hbm", table_bytes=table_bytes, memory_bytes=memory_bytes(memory.device))

@@ -8,7 +8,6 @@ first value there, as if it had never been written.
 import contextlib
 import fcntl
 import os
-import shutil
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,10 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .config import TableConfig
-from .durable import sync_directory
 from .errors import DamagedError, FormatError, StoreLockedError, StoreNotFoundError
 from .excerpt import excerpt
-from .exchange.output import full_disk_errors
 from .io import ROW_FILE_NAME, LmdbColdTier
 from .io.anchor import ANCHOR_NAME, read_stamp
 from .io.census import num_places
@@ -35,10 +32,11 @@ from .io.scrub import TableShapes, table_shapes
 from .io.survivors import Survivors, choose_tree, list_entries, surviving_blocks
 from .io.wreck import take_rows
 from .lineage import NO_LINEAGE
-from .manifest import MANIFEST_NAME, Manifest
+from .manifest import Manifest
 from .opening import open_store
 from .plainfile import read_plain_file
 from .rows import KEY_ROW_BITS, MAX_ROWS
+from .target import new_store
 from .version import TableState, pack, repack, unpack
 
 __all__ = ["LOST_NAME", "WORK_NAME", "Loss", "SalvageReport", "salvage"]
@@ -147,7 +145,7 @@ def salvage(
     """
     source, target = Path(directory).absolute(), Path(target).absolute()
     report = SalvageReport(directory=source, target=target)
-    with _not_written(source), _work_folder(target) as work, full_disk_errors(target):
+    with _not_written(source), new_store(target, WORK_NAME, (ROW_FILE_NAME, ANCHOR_NAME, LOST_NAME)) as work:
         known = _manifest(source, manifest)
         made = replace(known, store_id=uuid.uuid4().hex, has_rows=True, is_placed=False)
         _save(source / ROW_FILE_NAME, known, work, made, report, stale_ok, progress)
@@ -155,7 +153,6 @@ def salvage(
         made.write(work)
         with open_store(work, mode="r", ddr=_DDR) as store:
             store.verify()
-        _move(work, target)
     return report
 
 
@@ -189,37 +186,6 @@ def _manifest(source: Path, other: "str | os.PathLike[str] | None") -> Manifest:
             f"{error}. Without a manifest nothing says which tables there are: give a copy of it with --manifest FILE; "
             "one of the same store from before its last tables were made will do for the others"
         ) from error
-
-
-@contextlib.contextmanager
-def _work_folder(target: Path) -> Iterator[Path]:
-    """A folder within the target to make the store in; unless a store comes of it, all that was made is removed."""
-    made = not target.exists()
-    if made:
-        target.mkdir()
-    names = {path.name for path in target.iterdir()} if target.is_dir() else {""}
-    if names - {WORK_NAME}:
-        raise FileExistsError(f"{target} is not an empty directory; choose one that is, or a new one")
-    work = target / WORK_NAME
-    try:
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir()
-        yield work
-    except BaseException:
-        if not (target / MANIFEST_NAME).exists():
-            shutil.rmtree(target if made else work, ignore_errors=True)
-        raise
-
-
-def _move(work: Path, target: Path) -> None:
-    """Give the finished store its place; the manifest, without which it is no store, comes last."""
-    for name in (ROW_FILE_NAME, ANCHOR_NAME, LOST_NAME):
-        os.rename(work / name, target / name)
-    sync_directory(target)
-    os.rename(work / MANIFEST_NAME, target / MANIFEST_NAME)
-    shutil.rmtree(work)
-    sync_directory(target)
-    sync_directory(target.parent)
 
 
 def _save(

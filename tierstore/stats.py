@@ -18,7 +18,9 @@ class TierStats(NamedTuple):
     lookups: int = 0
     """Ids asked for, duplicates counted."""
     unique: int = 0
-    """Ids asked for, duplicates in a batch counted once; by ddr, where every row has a slot of its own, each time."""
+    """Rows asked for: duplicates in one call count once. A read of one id 100 times is 100 ``lookups``, 1 ``unique``
+    and one use of the row to the policy. Exception: pooled lookups in a ddr with a slot for every row count each id. No
+    row leaves there, and finding duplicates would cost more than the lookup."""
     hits: int = 0
     misses: int = 0
     evictions: int = 0

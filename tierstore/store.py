@@ -39,6 +39,7 @@ from .tiers import store_stats
 from .version import TableState, Version, pack, unpack, unpack_tensors
 
 if TYPE_CHECKING:
+    from .backup import BackupReport
     from .recording import Recorder
 
 __all__ = ["Store"]
@@ -88,6 +89,7 @@ class Store:
         if not readonly:
             make_directory(directory)
         self._manifest = open_manifest(directory, readonly=readonly)
+        self._workers = Workers(threads)
         self._cold = LmdbColdTier(
             directory,
             store_id=bytes.fromhex(self._manifest.store_id),
@@ -95,8 +97,6 @@ class Store:
             version=version,
             staging_bytes=STAGING_BYTES,
         )
-        self._epoch = self._cold.last_version + 1
-        self._workers = Workers(threads)
         try:
             self._load()
         except BaseException:
@@ -108,6 +108,7 @@ class Store:
     def _load(self) -> None:
         """Check that the files belong together, make the tables known, read the last version."""
         cold = self._cold
+        self._epoch = cold.last_version + 1
         self._manifest.require_row_file(cold.path, cold.page_bytes, is_placed=cold.placement is not None)
         if not self.readonly:
             # Another writer may have made tables before the lock was ours.
@@ -530,6 +531,19 @@ class Store:
         self.require_open()
         return self._cold.verify(progress)
 
+    def backup(
+        self,
+        target: str | os.PathLike[str],
+        *,
+        verify: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> "BackupReport":
+        """Copy the store and all versions it keeps into another directory, while others train: ``backup.back_up``."""
+        from .backup import back_up
+
+        self.require_open()
+        return back_up(self._cold, self.directory, target, verify=verify, progress=progress)
+
     @property
     def workers(self) -> Workers:
         """Threads for kernels over many rows."""
@@ -583,7 +597,7 @@ class Store:
                     stack.callback(self._committer.shutdown)
 
     def __del__(self) -> None:
-        if hasattr(self, "_workers"):
+        if hasattr(self, "_cold"):
             self.close()
 
     def __enter__(self) -> "Store":

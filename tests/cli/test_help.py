@@ -21,6 +21,7 @@ HELP = {
             verify    check every row of a store
             rollback  go back to a version that the store kept
             repair    save what is sound of a damaged store
+            backup    copy a store while it is trained on
             compact   copy a store without the room it no longer needs
             trace     write down which rows a run looks up
             export    write tables to a safetensors file or torch checkpoint
@@ -116,6 +117,21 @@ HELP = {
           --traceback      show where in the code an error arose
         example:
           tierstore repair shop shop-repaired
+    """,
+    "backup": """
+        usage: tierstore backup [-h] [--verify] [--traceback] DIR NEW_DIR
+        Copy all versions that a store keeps, as of its last commit, page by page. DIR is not changed. A backup that
+        was cut short is no store; run the command again.
+        positional arguments:
+          DIR          folder of the store; may be trained on meanwhile
+          NEW_DIR      folder of the backup; must not exist, or be empty
+        options:
+          -h, --help   show this help message and exit
+          --verify     read the backup and check every row
+          --traceback  show where in the code an error arose
+        examples:
+          tierstore backup shop /backups/shop-monday
+          tierstore backup shop /backups/shop-monday --verify
     """,
     "compact": """
         usage: tierstore compact [-h] [--trace FILE.npz] [--traceback] DIR NEW_DIR

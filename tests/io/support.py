@@ -43,7 +43,7 @@ def plain_lmdb(path: Path, *, write: bool = False) -> "Iterator[lmdb.Transaction
 
 def page_of(tier: LmdbColdTier, table: int, block: int) -> int:
     """Where a block lies."""
-    with tier._lease() as (_, directory):
+    with tier.lease() as (_, directory):
         return int(directory.pages[int(directory.tables.bases[table]) + block])
 
 

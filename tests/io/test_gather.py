@@ -167,7 +167,7 @@ def test_places_in_a_block_fit_their_bits() -> None:
 
 def test_a_page_beyond_the_file_is_not_touched(tmp_path: Path) -> None:
     tier = _tier(tmp_path, WIDE, 100)
-    with tier._lease() as (_, directory):
+    with tier.lease() as (_, directory):
         directory.pages[0] = 2**32 - 1
         geo = geometry(WIDE, directory.layout_id(WIDE))
         file_map = tier._file_map

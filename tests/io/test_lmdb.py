@@ -367,7 +367,7 @@ def test_close_waits_for_reads(tmp_path: Path) -> None:
     tier = _tier(tmp_path)
     keys = keys_of(0, np.arange(1000))
     write_rows(tier, WIDE, keys, 1)
-    with tier._lease():
+    with tier.lease():
         closing = threading.Thread(target=tier.close)
         closing.start()
         closing.join(0.2)
@@ -383,7 +383,7 @@ def test_a_lease_keeps_its_snapshot(tmp_path: Path) -> None:
     keys = keys_of(0, np.arange(1000))
     write_rows(tier, WIDE, keys, 1)
     commit(tier, b"")
-    with tier._lease() as (snapshot, _):
+    with tier.lease() as (snapshot, _):
         before = [entries.pages[:count].tolist() for entries, count in snapshot.walk()]
         images = [bytes(snapshot.file_map.words[page * 512 : page * 512 + 512]) for page in before[0] if page]
         for generation in range(2, 8):

@@ -49,6 +49,8 @@ LOADING: Final = 2
 DIRTY: Final = 4
 FROZEN: Final = 8
 """Bits of a slot record's ``flags``; a free slot has none."""
+_TOUCHED: Final = 16
+"""Set only within ``touch_slots``."""
 FLAGS: Final = {"resident": RESIDENT, "loading": LOADING, "dirty": DIRTY, "frozen": FROZEN}
 UNCLEAN: Final = DIRTY | FROZEN
 
@@ -225,16 +227,26 @@ def find_keys(state: CacheState, keys: Int64s, found: Int32s) -> None:
 
 
 @kernel
-def touch_slots(state: CacheState, chosen: Int32s) -> int:
+def touch_slots(state: CacheState, chosen: Int32s, distinct: Int32s) -> int:
+    """``RowCache.touch``; ``distinct`` receives each slot once, in order of first use; ``Tally.HITS`` counts them."""
+    slots, tallies = state.slots, state.tallies
+    bad, count = NOTHING_WRONG, 0
     for i in range(chosen.size):
         slot = np.int64(chosen[i])
         if not _is_resident(state, slot):
-            return i
-        policy_touch(state, slot)
-        state.tallies[Tally.LOOKUPS] += 1
-        state.tallies[Tally.HITS] += 1
-    policy_settle(state, chosen.size)
-    return NOTHING_WRONG
+            bad = i
+            break
+        tallies[Tally.LOOKUPS] += 1
+        if not slots[slot]["flags"] & _TOUCHED:
+            slots[slot]["flags"] |= _TOUCHED
+            distinct[count] = slot
+            count += 1
+            policy_touch(state, slot)
+    for i in range(count):
+        slots[distinct[i]]["flags"] &= ~_TOUCHED
+    tallies[Tally.HITS] += count
+    policy_settle(state, count)
+    return bad
 
 
 @kernel

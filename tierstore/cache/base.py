@@ -45,7 +45,7 @@ class AdmitStatus(IntEnum):
 
 
 class CacheCounters(NamedTuple):
-    """Running totals since the cache was made; ``hits + misses`` counts unique rows of each admission."""
+    """Running totals since the cache was made; ``hits + misses`` counts unique rows of each ``admit`` or ``touch``."""
 
     lookups: int
     """Keys given to ``admit`` or ``touch`` or ``access``, duplicates counted."""
@@ -177,7 +177,7 @@ class RowCache(Protocol):
         """Whether any of the slots awaits its row."""
 
     def touch(self, slots: Int32s) -> None:
-        """Count one access of each slot, in order (hits that need no admission)."""
+        """Hits that need no admission: one access of each distinct slot, in order of first use, as ``admit`` counts."""
 
     def admit(self, admission: Admission) -> AdmitStatus:
         """Give each key a slot and pin it, in order of ``keys``, going on at ``admission.consumed``.

@@ -196,8 +196,9 @@ class DdrCache:
 
     def touch(self, slots: Int32s) -> None:
         slots = checked_slots(slots)
-        self._require(kernels.touch_slots(self._books, slots), slots, "touch", "resident")
-        self._observe(slots)
+        distinct, before = np.empty_like(slots), self._books.tallies[Tally.HITS]
+        self._require(kernels.touch_slots(self._books, slots, distinct), slots, "touch", "resident")
+        self._observe(distinct[: self._books.tallies[Tally.HITS] - before])
 
     def _observe(self, slots: Int32s) -> None:
         if self._duel:

@@ -162,7 +162,8 @@ class FullCache:
     def touch(self, slots: Int32s) -> None:
         slots = checked_slots(slots)
         self._require(self._has(slots, RESIDENT), slots, "touch", "resident")
-        self.note_hits(len(slots))
+        self._lookups += len(slots)
+        self._hits += int(_count_distinct(slots, self.number))
 
     def admit(self, admission: Admission) -> AdmitStatus:
         slots = self._slots_of(admission.keys[admission.consumed :]).astype(np.int32)
@@ -352,6 +353,18 @@ def _are_in(slots: Int32s, flags: Any) -> bool:
         if (flags[slots[i]] & _IN_OR_NOT) != RESIDENT:
             return False
     return True
+
+
+@kernel
+def _count_distinct(slots: Int32s, number: Int32s) -> int:
+    for i in range(slots.size):
+        number[slots[i]] = i
+    count = 0
+    for i in range(slots.size):
+        if i + _AHEAD < slots.size:
+            prefetch_item(number, np.int64(slots[i + _AHEAD]))
+        count += number[slots[i]] == i
+    return count
 
 
 @kernel

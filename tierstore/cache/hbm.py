@@ -236,10 +236,11 @@ class HbmCache:
 
     def touch(self, slots: Int32s) -> None:
         self._require(slots, "touch", "resident", lambda flags: flags & RESIDENT != 0)
-        for slot in slots.tolist():
+        distinct = list(dict.fromkeys(slots.tolist()))
+        for slot in distinct:
             self._clock += 1
             self._books.ranks[slot] = self._rank_after_access(int(self._books.ranks[slot]))
-        self.count(lookups=len(slots), hits=len(slots), misses=0, evictions=0)
+        self.count(lookups=len(slots), hits=len(distinct), misses=0, evictions=0)
 
     def _rank_after_access(self, rank: int) -> int:
         return int(hbm_twin.touched(torch.tensor(rank, device="cpu"), self._clock, self.policy == "lfu"))

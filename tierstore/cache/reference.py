@@ -142,10 +142,11 @@ class ReferenceCache:
         return not self._loading.isdisjoint(slots.tolist())
 
     def touch(self, slots: Int32s) -> None:
-        for slot in slots.tolist():
-            self._rows[self._key_of(slot)]
-            self._count(lookups=1, hits=1)
-        self._rows.settle([self._key_of(slot) for slot in slots.tolist()])
+        keys = [self._key_of(slot) for slot in dict.fromkeys(slots.tolist())]
+        for key in keys:
+            self._rows[key]
+        self._count(lookups=len(slots), hits=len(keys))
+        self._rows.settle(keys)
 
     def admit(self, admission: Admission) -> AdmitStatus:
         if admission.stamp < 0:

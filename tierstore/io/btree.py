@@ -35,6 +35,7 @@ __all__ = [
     "new_entries",
     "number",
     "parse_meta",
+    "repoint",
     "seek_each",
     "walk",
 ]
@@ -133,6 +134,14 @@ def parse_meta(page: bytes) -> Meta | str:
         return f"a meta page is damaged ({last_page + 1} pages)"
     totals = TreeTotals(*main), TreeTotals(*free)
     return Meta(page_bytes, last_page, txn_id, main_root, main_depth, main[3], free_root, free_depth, *totals)
+
+
+def repoint(page: bytes, meta: Meta, txn_id: int) -> bytes:
+    """A meta page of the same file, ``META_READ_BYTES`` of it, that leads to the tree of ``meta`` by another number."""
+    free_flags = struct.unpack_from("<H", page, 44)[0]
+    free = struct.pack("<IHHQQQQQ", meta.page_bytes, free_flags, meta.free_depth, *meta.free, meta.free_root)
+    main = struct.pack("<IHHQQQQQ", 0, 0, meta.main_depth, *meta.main, meta.main_root)
+    return page[:40] + free + main + struct.pack("<QQ", meta.last_page, txn_id)
 
 
 class Entries(NamedTuple):

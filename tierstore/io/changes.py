@@ -73,7 +73,7 @@ class ChangesTier(LmdbColdTier):
             since: its number; 0 for all rows that were ever written.
         """
         basis = self.basis(since)
-        with self._lease() as (snapshot, directory):
+        with self.lease() as (snapshot, directory):
             earlier = directory.emptied()
             if basis is not Basis.NOTHING:
                 fill_directory(earlier, snapshot, since)

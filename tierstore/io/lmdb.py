@@ -255,7 +255,7 @@ class LmdbColdTier:
     # -- snapshots
 
     @contextmanager
-    def _lease(self) -> Iterator[tuple[Snapshot, Directory]]:
+    def lease(self) -> Iterator[tuple[Snapshot, Directory]]:
         """The current snapshot and directory, kept until the end of the block."""
         self._check_open()
         if not self._view.is_complete:
@@ -352,7 +352,7 @@ class LmdbColdTier:
 
     def read(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: NDArray[np.bool_]) -> None:
         """See ``ColdTier.read``; ValueError for keys of no row or of several layouts, and slots out of range."""
-        with self._lease() as (snapshot, directory):
+        with self.lease() as (snapshot, directory):
             self._read_from(snapshot, directory, keys, slots, weights, state, present)
 
     def read_newer(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: NDArray[np.bool_]) -> None:
@@ -483,7 +483,7 @@ class LmdbColdTier:
     def _prune(self) -> None:
         """Delete what the kept versions do not show, a little at a time."""
         oldest = self._head.oldest
-        with self._lease() as (snapshot, directory):
+        with self.lease() as (snapshot, directory):
             if oldest > self._unlisted:
                 written = directory.written_blocks(0, oldest)
                 self._delete(snapshot, (superseded(snapshot, block_keys, oldest) for block_keys in written))
@@ -587,7 +587,7 @@ class LmdbColdTier:
             with self._writer:
                 self._check_open()
                 record, limit = self._record, self._epoch_limit
-                snapshot, directory = stack.enter_context(self._lease())
+                snapshot, directory = stack.enter_context(self.lease())
             check_census(snapshot, record)
             return verify_blocks(snapshot, directory, self._geometries, limit, progress, self.placement)
 

@@ -1,10 +1,10 @@
 """The prefetch pipeline: rows of later batches are read while this batch computes."""
 
-import contextlib
 import queue
+import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 __all__ = ["Preparable", "prefetch"]
@@ -37,7 +37,6 @@ class Retirable(Protocol):
 
 class _Ready(NamedTuple):
     batch: Any
-    ticket: Any
 
 
 class _Failed(NamedTuple):
@@ -70,7 +69,8 @@ def prefetch(
 ) -> Generator[Batch, None, None]:
     """Iterate over ``batches`` while a thread reads ahead and brings the rows of up to ``depth`` later batches in.
 
-    Closing the generator (``contextlib.closing``, or its end) ends the thread and releases what was not used.
+    Closing the generator (``contextlib.closing``, or its end) releases what was not used and ends the thread; where
+    that waits for ``batches``, it ends once they yield or end, and nobody waits for it.
     Results are the same bits for every depth: rows are brought in early, but read and updated in the order of
     the steps. Rows that do not fit beside those in use are brought in when their batch comes.
 
@@ -105,73 +105,109 @@ def _plain(
     if not lookahead:
         yield from batches
         return
-    with contextlib.closing(_look_ahead(batches, module, lookahead, get_features)) as ahead:
-        for item in ahead:
+    reader = _Reader(batches, module, lookahead, get_features)
+    try:
+        while (item := reader.next()) is not None:
             yield item.batch
+    finally:
+        reader.close()
+        reader.release()
 
 
 class _Ahead(NamedTuple):
     batch: Any
     features: Any
-    announced: "Retirable | None"
+    announced: "Retirable | None" = None
 
 
 class _Reader:
-    """Reads batches and announces each, in order.
+    """Reads batches in order, up to ``lookahead`` further than it gives them, and announces those.
 
-    What a batch raised, when it was read or announced, is kept for its turn: ``error``, after the batches before it.
+    While it waits in the caller's code, in the source or in ``features``, it may be closed and released by another
+    thread. From then on it refers to nothing but the source, and gives no more batches.
+
+    What a batch raised, when it was read or announced, is raised in its turn, after the batches before it.
     """
 
-    def __init__(self, batches: Iterable[Any], module: Preparable, get_features: Callable[[Any], Any]) -> None:
-        self._batches = iter(batches)
-        self._module = module
-        self._get_features = get_features
-        self._waiting: list[_Ahead] = []
-        self.error: BaseException | None = None
-        self.ended = False
+    def __init__(
+        self, batches: Iterable[Any], module: Preparable, lookahead: int, get_features: Callable[[Any], Any]
+    ) -> None:
+        self.module: Preparable | None = module
+        self.is_closed = False
+        self._batches = batches
+        self._iterator: Iterator[Any] | None = None
+        self._lookahead = lookahead
+        self._get_features: Callable[[Any], Any] | None = get_features
+        self._window: deque[_Ahead] = deque()
+        self._waiting: list[_Ahead] = []  # read, but there was no room to announce it
+        self._error: BaseException | None = None
+        self._ended = False
+        self._gate = threading.RLock()  # the garbage collector may close it anywhere, in this very thread
+        self._is_outside = False
 
-    def next(self, *, must: bool) -> _Ahead | None:
-        """The next batch, announced; None at the end, and unless ``must`` if the caches have no room for it yet."""
+    def next(self) -> _Ahead | None:
+        """The next batch, or None at the end. The one before is retired: it is in use."""
+        _pop_all(self._window, _retire, limit=1)
+        while not self._ended and len(self._window) <= self._lookahead and self._add(must=not self._window):
+            pass
+        if self._window:
+            return self._window[0]
+        if self._error is not None:
+            raise self._error
+        return None
+
+    def _add(self, *, must: bool) -> bool:
+        """Read a batch and announce it; False at the end, and unless ``must`` if the caches have no room for it yet."""
         try:
-            if not self._waiting:
-                batch = next(self._batches)
-                self._waiting.append(_Ahead(batch, self._get_features(batch), None))
-            item = self._waiting[0]
-            announced = self._module.announce(item.features)
+            if not self._waiting and not self._read():
+                return False
+            announced = self._announce()
         except StopIteration:
-            self.ended = True
-            return None
+            self._ended = True
+            return False
         except BaseException as error:
-            self.error, self.ended = error, True
-            return None
-        if announced is None and not must:
-            return None
+            self._error, self._ended = error, True
+            return False
+        if announced is None and self._lookahead and not must:
+            return False
+        self._window.append(self._waiting.pop()._replace(announced=announced))
+        return True
+
+    def _announce(self) -> "Retirable | None":
+        assert self.module is not None
+        return self.module.announce(self._waiting[0].features) if self._lookahead else None
+
+    def _read(self) -> bool:
+        """Take a batch from the source; False if it was closed."""
+        with self._gate:
+            if self.is_closed:
+                return False
+            self._is_outside = True
+        assert self._get_features is not None
+        try:
+            if self._iterator is None:
+                self._iterator = iter(self._batches)
+            batch = next(self._iterator)
+            item = _Ahead(batch, self._get_features(batch))
+        finally:
+            with self._gate:
+                self._is_outside = False
+        if not self.is_closed:
+            self._waiting.append(item)
+        return not self.is_closed
+
+    def close(self) -> bool:
+        """Let it read nothing more. Returns whether it is in the caller's code, which may take forever."""
+        with self._gate:
+            self.is_closed = True
+            return self._is_outside
+
+    def release(self) -> None:
+        """Retire what was announced and forget the caches; for whoever closed it, unless a thread is at work in it
+        outside the caller's code."""
+        self.module = self._get_features = self._error = None
         self._waiting.clear()
-        return item._replace(announced=announced)
-
-
-def _look_ahead(
-    batches: Iterable[Any], module: Preparable, lookahead: int, get_features: Callable[[Any], Any]
-) -> Generator[_Ahead, None, None]:
-    """Yield each batch while up to ``lookahead`` after it are announced; it is retired when the next is asked for."""
-    reader = _Reader(batches, module, get_features)
-    window: deque[_Ahead] = deque()
-    try:
-        while True:
-            while not reader.ended and len(window) <= lookahead:
-                item = reader.next(must=not window)
-                if item is None:
-                    break
-                window.append(item)
-            if not window:
-                break
-            yield window[0]
-            _retire(window.popleft())
-        if reader.error is not None:
-            raise reader.error
-    finally:
-        for item in window:
-            _retire(item)
+        _pop_all(self._window, _retire)
 
 
 def _retire(item: _Ahead) -> None:
@@ -179,89 +215,100 @@ def _retire(item: _Ahead) -> None:
         item.announced.retire()
 
 
+def _pop_all(items: deque[Any], work: Callable[[Any], None], limit: int = sys.maxsize) -> None:
+    """Do it with each item, first to last; another thread may do the same, and each item is met once."""
+    for _ in range(limit):
+        try:
+            item = items.popleft()
+        except IndexError:
+            return
+        work(item)
+
+
 def _pipeline(
     batches: Iterable[Any], module: Preparable, depth: int, lookahead: int, get_features: Callable[[Any], Any]
 ) -> Generator[Any, None, None]:
-    ready: queue.Queue[_Ready | _Failed | _End] = queue.Queue(depth)
-    stop = threading.Event()
-    worker = threading.Thread(
-        target=_fill,
-        args=(batches, module, lookahead, get_features, ready, stop),
-        name="tierstore-prefetch",
-        daemon=True,
-    )
-    worker.start()
-    ticket = None
+    worker = _Worker(_Reader(batches, module, lookahead, get_features), depth)
     try:
         while True:
-            item = _take(ready, worker)
+            item = worker.take()
             if isinstance(item, _End):
                 return
             if isinstance(item, _Failed):
                 raise item.error
-            ticket = item.ticket
             yield item.batch
-            module.forget(ticket)
-            ticket = None
+            worker.forget(1)
     finally:
-        stop.set()
-        # A bound, for a generator that the garbage collector ends in the middle of anything.
-        worker.join(_JOIN_SECONDS)
-        if ticket is not None:
-            module.forget(ticket)
-        while not ready.empty():
-            item = ready.get_nowait()
-            if isinstance(item, _Ready):
-                module.forget(item.ticket)
+        worker.stop()
 
 
-def _take(ready: "queue.Queue[Any]", worker: threading.Thread) -> Any:
-    while True:
+class _Worker:
+    """A thread that reads batches and brings their rows in.
+
+    While it waits for the source no variable of its frames refers to a batch, a ticket or the store.
+    """
+
+    def __init__(self, reader: _Reader, depth: int) -> None:
+        self._reader = reader
+        self._ready: queue.SimpleQueue[_Ready | _Failed | _End] = queue.SimpleQueue()
+        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(depth):
+            self._room.put(None)
+        self._tickets: deque[Any] = deque()  # of what was brought in and not forgotten, in order
+        self._thread = threading.Thread(target=self._run, name="tierstore-prefetch", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
         try:
-            return ready.get(timeout=_POLL_SECONDS)
-        except queue.Empty:
-            if not worker.is_alive() and ready.empty():
-                raise RuntimeError("the prefetch thread died without a word") from None
+            while self._bring_next():
+                pass
+            self._ready.put(_End())
+        except BaseException as error:
+            self._ready.put(_Failed(error))
+        finally:
+            if self._reader.is_closed:
+                self._release()
 
+    def _bring_next(self) -> bool:
+        """Read a batch, bring its rows in, hand it over when there is room; False at the end."""
+        item = self._reader.next()
+        module = self._reader.module
+        if item is None or module is None or self._reader.is_closed:
+            return False
+        self._tickets.append(module.prepare(item.features))
+        self._room.get()
+        self._ready.put(_Ready(item.batch))
+        return not self._reader.is_closed
 
-def _fill(
-    batches: Iterable[Any],
-    module: Preparable,
-    lookahead: int,
-    get_features: Callable[[Any], Any],
-    ready: "queue.Queue[_Ready | _Failed | _End]",
-    stop: threading.Event,
-) -> None:
-    """Body of the thread: read a batch, bring its rows in, hand it over; end with an error or the end."""
-    try:
-        with contextlib.closing(_with_features(batches, module, lookahead, get_features)) as ahead:
-            for item in ahead:
-                if stop.is_set():
-                    return
-                ticket = module.prepare(item.features)
-                if not _put(ready, _Ready(item.batch, ticket), stop):
-                    module.forget(ticket)
-                    return
-        _put(ready, _End(), stop)
-    except BaseException as error:
-        _put(ready, _Failed(error), stop)
+    def take(self) -> _Ready | _Failed | _End:
+        """The next batch, or how it ended; waits for it."""
+        while True:
+            try:
+                item = self._ready.get(timeout=_POLL_SECONDS)
+            except queue.Empty:
+                if not self._thread.is_alive() and self._ready.empty():
+                    raise RuntimeError("the prefetch thread died without a word") from None
+            else:
+                self._room.put(None)
+                return item
 
+    def forget(self, limit: int = sys.maxsize) -> None:
+        """Release what the next batches in order, not yet forgotten, still pin."""
+        module = self._reader.module
+        if module is not None:
+            _pop_all(self._tickets, module.forget, limit)
 
-def _with_features(
-    batches: Iterable[Any], module: Preparable, lookahead: int, get_features: Callable[[Any], Any]
-) -> Generator[_Ahead, None, None]:
-    if lookahead:
-        yield from _look_ahead(batches, module, lookahead, get_features)
-    else:
-        for batch in batches:
-            yield _Ahead(batch, get_features(batch), None)
+    def stop(self) -> None:
+        """End the thread and release what was not used. A thread in the caller's code is not waited for: it has nothing
+        to release, and ends when that code returns."""
+        is_outside = self._reader.close()
+        self._room.put(None)
+        if not is_outside and threading.get_ident() != self._thread.ident:
+            # A bound, for a generator that the garbage collector ends in the middle of anything.
+            self._thread.join(_JOIN_SECONDS)
+        if is_outside or not self._thread.is_alive():
+            self._release()
 
-
-def _put(ready: "queue.Queue[_Ready | _Failed | _End]", item: _Ready | _Failed | _End, stop: threading.Event) -> bool:
-    while not stop.is_set():
-        try:
-            ready.put(item, timeout=_POLL_SECONDS)
-            return True
-        except queue.Full:
-            continue
-    return False
+    def _release(self) -> None:
+        self.forget()
+        self._reader.release()

@@ -67,6 +67,11 @@ class Snapshot:
     def txn_id(self) -> int:
         return self._meta.txn_id
 
+    @property
+    def meta(self) -> Meta:
+        """What leads to the tree."""
+        return self._meta
+
     def limit_pages(self) -> int:
         """Pages the file has now."""
         return self.file_map.file_bytes() // self.page_bytes
