@@ -37,6 +37,7 @@ ORDER: Final = (
     "commit",
     "verify",
     "crashes",
+    "copies",
     "damage",
     "criteo",
     "quantized",

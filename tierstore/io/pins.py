@@ -29,7 +29,7 @@ import time
 from collections import Counter
 from typing import Final
 
-from ..errors import ClosedError, StoreLockedError
+from ..errors import ClosedError, StoreLockedError, TierstoreError
 from ..oserrors import translate_os_error
 from .forks import disown_in_forks
 
@@ -37,6 +37,7 @@ __all__ = ["Pins", "lock_range"]
 
 _FLOCK: Final = struct.Struct("hhqqi4x")
 """The system's ``struct flock``: type, whence, start, length, process id."""
+_NO_LOCKS: Final = (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _PATIENCE_SECONDS: Final = 60.0
 """For a writer that puts meta pages back meanwhile."""
 _PAUSE_SECONDS: Final = 0.01
@@ -99,6 +100,16 @@ class Pins:
             "store again"
         )
 
+    def _failure(self, error: OSError) -> TierstoreError:
+        if not self._is_held():
+            return self._lost()
+        if error.errno in _NO_LOCKS:
+            return TierstoreError(
+                f"{self._path}: no open-file-description locks on its file system, or in this system "
+                f"({error.strerror}); put the store on a local file system"
+            )
+        return translate_os_error(error, self._path)
+
     def hold(self, txn_id: int) -> None:
         """Lock a tree, once more if it is locked already.
 
@@ -122,7 +133,7 @@ class Pins:
                     )
                 time.sleep(_PAUSE_SECONDS)
         except OSError as error:
-            raise (translate_os_error(error, self._path) if self._is_held() else self._lost()) from error
+            raise self._failure(error) from error
         if not self._is_held():
             raise self._lost()
 
@@ -152,7 +163,7 @@ class Pins:
                     break
                 found = end = start
         except OSError as error:
-            raise (translate_os_error(error, self._path) if self._is_held() else self._lost()) from error
+            raise self._failure(error) from error
         if not self._is_held():
             raise self._lost()
         return found
