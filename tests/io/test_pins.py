@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import numpy as np
@@ -14,8 +15,10 @@ from tierstore.errors import StoreLockedError, TierstoreError
 from tierstore.io import floor, pins
 from tierstore.io.files import open_environment
 from tierstore.io.floor import Floor
+from tierstore.io.mapped import FileMap
 from tierstore.io.pins import Pins
 from tierstore.io.recovery import _readers_kept_out
+from tierstore.io.snapshot import Snapshot
 
 
 @pytest.fixture
@@ -95,6 +98,42 @@ def test_lmdb_reuses_no_page_of_the_oldest_tree_that_is_locked(stack: ExitStack,
     reader.release(environment.info()["last_txnid"] - 20)
     grown(5)
     assert grown(20) == 0
+
+
+class Reading:
+    """What a snapshot asks of an environment for reading; py-lmdb opens a path once in a process."""
+
+    def flags(self) -> dict[str, bool]:
+        return {"lock": False}
+
+    def stat(self) -> dict[str, int]:
+        return {"psize": 4096}
+
+
+def test_a_reader_begins_anew_if_its_tree_was_succeeded_before_it_was_locked(
+    stack: ExitStack, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = stack.enter_context(closing(open_environment(rows, 1 << 30, readonly=False)))
+    file_map, asking = stack.enter_context(closing(FileMap(rows, 1 << 30))), opened(stack, rows)
+    first = environment.info()["last_txnid"]
+    asked, hold = [], file_map.pins.hold
+
+    def overtaken(txn_id: int) -> None:
+        for _ in range(3 if len(asked) < 2 else 0):
+            put(environment, 1)
+        asked.append(txn_id)
+        hold(txn_id)
+
+    monkeypatch.setattr(file_map.pins, "hold", overtaken)
+    reading: Any = Reading()
+    snapshot = Snapshot(reading, rows, file_map)
+    assert asked == [first, first + 3, first + 6]
+    assert asking.oldest(1 << 40) == snapshot.txn_id == first + 6
+    again = Snapshot(reading, rows, file_map)
+    snapshot.close()
+    assert asking.oldest(1 << 40) == first + 6
+    again.close()
+    assert asking.oldest(1 << 40) is None
 
 
 def test_a_table_of_readers_of_another_shape_is_refused(
