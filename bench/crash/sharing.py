@@ -122,16 +122,16 @@ def write_on(directory: Path, scratch: Path, life: int, boot: int, seed: int, re
         serials = _shown(store).clone()
         wrong = _num_wrong(store, serials, torch.arange(ROWS))
         report("opened", serial=store.extra.get("serial", 0), digest=_digest(serials), wrong=wrong)
-        for serial in count(life * _LIFE_SERIALS + 1):
+        first = life * _LIFE_SERIALS + 1
+        for serial in count(first):
             ids = _ids(generator)
             serials[ids] = serial
             table.write(ids, _rows(serials[ids]))
-            if generator.random() < 0.2:
+            if serial == first or generator.random() < 0.2:
                 report("begin", serial=serial, digest=_digest(serials))
                 store.commit(extra={"serial": serial}, tensors={"serials": serials.clone()})
                 report("durable", serial=serial)
-                if generator.random() < 0.5:
-                    _keep_synced(directory, scratch)
+                _keep_synced(directory, scratch)
             if generator.random() < 0.1:
                 _copy(directory, scratch)
                 report("copied")
