@@ -38,6 +38,7 @@ ORDER: Final = (
     "backup",
     "verify",
     "crashes",
+    "copies",
     "damage",
     "criteo",
     "quantized",

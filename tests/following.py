@@ -10,13 +10,13 @@ import torch
 
 import tierstore
 
-__all__ = ["DIM", "EVERY", "ROWS", "Child", "Writer", "expected", "first_values"]
+__all__ = ["DIM", "EVERY", "OWN_NAMESPACE", "ROWS", "Child", "Reader", "Writer", "expected", "first_values"]
 
 ROWS, DIM = 3000, 8
 EVERY = torch.arange(ROWS)
 
 WRITER = """
-import json, sys
+import json, shutil, sys
 import torch, tierstore
 store = None
 for line in sys.stdin:
@@ -39,16 +39,46 @@ for line in sys.stdin:
         store.commit(extra={"step": order[1]}, tensors={"w": torch.tensor([float(order[1])])})
     elif order[0] == "rollback":
         store.rollback(order[1])
+    elif order[0] == "copy":
+        shutil.copytree(order[1], order[2])
     print(json.dumps(store.version if store else 0), flush=True)
 """
+
+
+READER = """
+import json, shutil, sys
+import torch, tierstore
+from tierstore import errors
+store = None
+for line in sys.stdin:
+    order = json.loads(line)
+    if order[0] == "open":
+        store = tierstore.open(order[1], mode="r", ddr="440KiB")
+    elif order[0] == "copy":
+        shutil.copytree(order[1], order[2])
+    elif order[0] == "close":
+        store.close()
+    found = None
+    try:
+        if order[0] == "refresh":
+            found = store.refresh()
+        elif order[0] == "read":
+            table = store[order[1]]
+            found = table.read(torch.arange(table.config.num_embeddings)).unique().tolist()
+    except errors.TierstoreError as error:
+        found = repr(error)
+    print(json.dumps(found), flush=True)
+"""
+OWN_NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+"""Begins a process that is number 1, as in a container."""
 
 
 class Child:
     """Another process that runs some code, which answers each line with a line."""
 
-    def __init__(self, code: str, *arguments: str) -> None:
+    def __init__(self, code: str, *arguments: str, before: tuple[str, ...] = ()) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", code, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [*before, sys.executable, "-c", code, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     def ask(self, line: str) -> str:
@@ -57,6 +87,14 @@ class Child:
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
         return self._process.stdout.readline()
+
+    def kill(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.kill()
+        self._process.wait()
+        self._process.stdin.close()
+        self._process.stdout.close()
 
     def end(self) -> None:
         assert self._process.stdin is not None
@@ -69,11 +107,21 @@ class Child:
 class Writer(Child):
     """It opens stores for writing."""
 
-    def __init__(self) -> None:
-        super().__init__(WRITER)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(WRITER, **options)
 
     def __call__(self, *order: Any) -> int:
         return int(self.ask(json.dumps(order)))
+
+
+class Reader(Child):
+    """It opens a store for reading."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(READER, **options)
+
+    def __call__(self, *order: Any) -> Any:
+        return json.loads(self.ask(json.dumps(order)))
 
 
 def first_values(table: int = 0) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.crash.hosts import kill_runs
+from bench.crash.hosts import kill_runs, share_runs
 from bench.crash.plan import commits, make_plan, stretch
 from bench.crash.promise import Promise, PromiseError
 from bench.crash.state import Difference, State
@@ -40,6 +40,25 @@ def test_a_killed_run_loses_nothing(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_a_run_killed_very_often_loses_nothing(tmp_path: Path) -> None:
     kill(tmp_path, kills=[250, 250], rounds=5, stride=1, commits=20, seed=1)
+
+
+def share(folder: Path, **arguments: Any) -> None:
+    """Processes that copy a store, follow it and are killed, and see that nothing was lost."""
+    tally = share_runs(folder, **arguments)
+    assert not tally.failures, "\n".join(tally.failures)
+    assert tally.rounds == tally.writers_killed == sum(arguments["rounds"])
+    assert (tally.lost, tally.rows_differ, tally.false_errors) == (0, 0, 0)
+    assert tally.copies_by_writers + tally.copies_by_readers > 0
+    assert tally.rows_read > 0
+
+
+def test_processes_that_share_a_store_and_copy_it_lose_nothing(tmp_path: Path) -> None:
+    share(tmp_path, rounds=[4], seed=3)
+
+
+@pytest.mark.soak
+def test_processes_that_share_a_store_for_long_lose_nothing(tmp_path: Path) -> None:
+    share(tmp_path, rounds=[100, 100], seed=2)
 
 
 ALONE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -86,15 +86,15 @@ def _as_nobody(folder: Path, name: str, mode: str) -> str:
 
 
 @needs_root
-def test_who_may_write_the_readers_table_reads(tmp_path: Path) -> None:
+def test_who_may_only_read_the_files_reads(tmp_path: Path) -> None:
     make_store(tmp_path / "store")
-    (tmp_path / "store" / "rows.lmdb-lock").chmod(0o666)
     assert _as_nobody(tmp_path, "store", "r") == "ok True"
 
 
 @needs_root
 def test_a_store_that_this_user_may_not_use(tmp_path: Path) -> None:
     make_store(tmp_path / "store")
+    (tmp_path / "store" / "rows.lmdb").chmod(0o600)
     said = _as_nobody(tmp_path, "store", "r")
     assert said.startswith(f"TierstoreError {tmp_path / 'store'}")
     assert "ermission" in said
@@ -170,7 +170,7 @@ def test_without_file_descriptors_the_error_says_what_to_raise(store: Path, mode
 
 
 def test_a_reader_that_was_killed_does_not_hold_pages_back(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its slot in LMDB's table of readers is freed by the writer, so that the file stops growing."""
+    """Its lock goes with it, so that the file stops growing."""
     code = """
     store = tierstore.open(sys.argv[1], mode="r", ddr="2MiB", threads=1)
     store["t"].read(torch.arange(10))

@@ -167,10 +167,10 @@ def _snapshot(directory: Path) -> "Iterator[tuple[lmdb.Environment, Snapshot, lm
         file_map = FileMap(path, environment.info()["map_size"])
         stack.callback(file_map.close)
         for _ in range(_ATTEMPTS):  # a writer may commit between the two
-            txn = environment.begin(write=False)
-            stack.callback(txn.abort)
             snapshot = Snapshot(environment, path, file_map)
             stack.callback(snapshot.close)
+            txn = environment.begin(write=False)
+            stack.callback(txn.abort)
             if txn.id() == snapshot.txn_id:
                 break
         else:

@@ -17,6 +17,7 @@ POINTS: Final = (
     "anchor: tree synced",
     "anchor: slot written",
     "anchor: slot synced",
+    "recovery: present meta pages kept aside",
     "recovery: anchored meta pages put back",
     "write-back: rows chosen",
     "write-back: blocks put",

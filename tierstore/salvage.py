@@ -23,7 +23,7 @@ from .excerpt import excerpt
 from .io import ROW_FILE_NAME, LmdbColdTier
 from .io.anchor import ANCHOR_NAME, read_stamp
 from .io.census import num_places
-from .io.files import LOCK_NAME, require_plain_files
+from .io.files import require_plain_files
 from .io.gather import Geometry, geometry
 from .io.mapped import FileMap
 from .io.placement import Placement
@@ -31,6 +31,7 @@ from .io.remains import Remains, read_remains
 from .io.scrub import TableShapes, table_shapes
 from .io.survivors import Survivors, choose_tree, list_entries, surviving_blocks
 from .io.wreck import take_rows
+from .io.writer_lock import LOCK_NAME
 from .lineage import NO_LINEAGE
 from .manifest import Manifest
 from .opening import open_store

@@ -581,7 +581,6 @@ class Store:
             return
         if self._process_id != os.getpid():
             self._closed = True
-            self._cold.disown()
             return
         try:
             self._end_pending()

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 from bench.data import ROOT
 
+from . import sharing
 from .chain import Tally
 
-__all__ = ["Outcome", "kill_runs"]
+__all__ = ["Outcome", "kill_runs", "share_runs"]
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 """Only a process without other threads may be forked; a graphics processor would bring some."""
@@ -33,14 +34,10 @@ def kill_runs(folder: Path, *, kills: Sequence[int], rounds: int, stride: int, c
     """
     common = "--rounds", rounds, "--stride", stride, "--commits", commits
     processes = [
-        _start(folder, "--seed", seed + number, "--kills", count, *common) for number, count in enumerate(kills)
+        _start("bench.crash", folder, "--seed", seed + number, "--kills", count, *common)
+        for number, count in enumerate(kills)
     ]
-    try:
-        found = [_result(process) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    found = _results(processes)
     tally = Tally()
     seconds = [each.pop("seconds") for each in found]
     for each in found:
@@ -48,9 +45,35 @@ def kill_runs(folder: Path, *, kills: Sequence[int], rounds: int, stride: int, c
     return Outcome(tally, seconds[0])
 
 
-def _start(folder: Path, *arguments: object) -> "subprocess.Popen[str]":
+def share_runs(folder: Path, *, rounds: Sequence[int], seed: int) -> sharing.Tally:
+    """One store for each of ``rounds``, with a seed of its own from ``seed`` on; see ``sharing.share``.
+
+    Raises:
+        RuntimeError: one of the processes failed itself.
+    """
+    processes = [
+        _start("bench.crash.sharing", folder, "--seed", seed + number, "--rounds", count)
+        for number, count in enumerate(rounds)
+    ]
+    tally = sharing.Tally()
+    for each in _results(processes):
+        for name, value in each.items():
+            setattr(tally, name, getattr(tally, name) + value)
+    return tally
+
+
+def _results(processes: "Sequence[subprocess.Popen[str]]") -> list[dict[str, Any]]:
+    try:
+        return [_result(process) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def _start(module: str, folder: Path, *arguments: object) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-m", "bench.crash", "--dir", str(folder), *map(str, arguments)],
+        [sys.executable, "-m", module, "--dir", str(folder), *map(str, arguments)],
         cwd=ROOT,
         env=os.environ | _ONE_THREAD | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tierstore.errors import TierstoreError
-from tierstore.io import anchor
+from tierstore.io import anchor, recovery
 from tierstore.io.checksum import bytes_checksum
 from tierstore.manifest import Manifest
 
@@ -32,7 +32,7 @@ def run(data: bytes) -> None:
             body = bytes(image[start : start + _BODY])
             image[start + _BODY : start + _BODY + 8] = bytes_checksum(body).to_bytes(8, "little")
     _ANCHOR.write_bytes(image)
-    for check in (anchor.require_sound, anchor.recover):
+    for check in (anchor.require_sound, recovery.recover):
         try:
             check(_ROWS, _STORE_ID)
         except TierstoreError as error:

@@ -22,7 +22,7 @@ from tests.conformance.cold_tier import (
 )
 from tests.io.support import STORE_ID, open_tier
 from tierstore.errors import ChecksumError, DamagedError, FormatError, TierstoreError
-from tierstore.io import anchor
+from tierstore.io import anchor, recovery
 from tierstore.io.anchor import ANCHOR_NAME, AnchorKeeper
 from tierstore.io.btree import META_READ_BYTES, Meta, parse_meta
 from tierstore.io.lmdb import LmdbColdTier
@@ -175,7 +175,7 @@ def test_only_what_an_anchor_vouches_for_is_built_on(tmp_path: Path) -> None:
     synced = written_after_commit(tmp_path / "store", 7, 4)
     later = tmp_path / "store later"
     before = (later / "rows.lmdb").read_bytes()
-    anchor.recover(later / "rows.lmdb", STORE_ID)
+    recovery.recover(later / "rows.lmdb", STORE_ID)
     after = (later / "rows.lmdb").read_bytes()
     assert after != before
     assert after[:8192] == (synced / "rows.lmdb").read_bytes()[:8192]
@@ -188,7 +188,7 @@ def test_a_tree_that_others_read_stays(tmp_path: Path) -> None:
     later = tmp_path / "store later"
     before = (later / "rows.lmdb").read_bytes()
     reader = open_tier(later, readonly=True)
-    anchor.recover(later / "rows.lmdb", STORE_ID)
+    recovery.recover(later / "rows.lmdb", STORE_ID)
     assert (later / "rows.lmdb").read_bytes() == before
     reader.close()
     check_second_commit(later)

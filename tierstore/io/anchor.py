@@ -9,41 +9,54 @@ LMDB's two meta pages could reach the device before the pages they lead to. So t
 2. From before that copy is written until the next anchor stands, the tier keeps a read transaction open on the
    anchored tree, and LMDB reuses no page that an open read transaction can see. So whatever later transactions wrote,
    and whichever of it reached the device, all pages of the anchored tree are as they were.
-3. Whoever opens the store for writing and finds other meta pages than the copy puts the copy back. That is the
-   anchored tree, byte for byte; it holds the last commit whole, and what it holds beyond it is dropped by its epoch.
+3. Whoever opens the store for writing and finds other meta pages than the copy puts the copy back (``recovery.py``).
+   That is the anchored tree, byte for byte; it holds the last commit whole, and what it holds beyond it is dropped by
+   its epoch.
 
 Pinned pages are not reused, so the file grows by what is written between two anchors: that is why they are set in the
 background too. At most ``3 * max(GROWTH_BYTES, half of the blocks)`` lie between the oldest pin and the newest page.
 
 Even if only the process died, what the system holds in memory may never reach the device: a sync may have failed
 before, and a system that could not write a page may drop it and call the next sync a success. So only what an anchor
-vouches for is built on, and the anchor itself is written once more first. While a reader of the same start of the
-machine (boot id) has the file open, the tree that it sees stays: going back would let its pages be reused.
+vouches for is built on, and the anchor itself is written once more first.
 
 The file holds two slots, written in turn, each with a checksum: a slot cut short leaves the other, whose tree is still
 pinned. It gets its name when it is whole, and with room for both slots, so that no later anchor needs any.
 """
 
 import contextlib
-import errno
-import fcntl
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
 from ..durable import sync_directory, write_all
-from ..errors import ChecksumError, DamagedError, FormatError, StoreLockedError, TierstoreError
+from ..errors import ChecksumError, DamagedError, FormatError, TierstoreError
 from ..killpoints import reach
 from ..oserrors import translate_os_error
 from .btree import META_READ_BYTES, Meta, parse_meta
 from .checksum import bytes_checksum
 
-__all__ = ["ANCHOR_NAME", "AnchorKeeper", "recover", "require_sound", "save_anchor", "stamp_rows_file"]
+__all__ = [
+    "ANCHOR_NAME",
+    "BEFORE_NAME",
+    "Anchor",
+    "AnchorKeeper",
+    "is_sound",
+    "keep_aside",
+    "load_anchor",
+    "read_metas",
+    "renew_anchor",
+    "require_sound",
+    "save_anchor",
+    "stamp_rows_file",
+]
 
 ANCHOR_NAME: Final = "rows.anchor"
+BEFORE_NAME: Final = "rows.before"
+"""The meta pages that the last anchor to be gone back to took the place of; see ``recovery.py``."""
 GROWTH_BYTES: Final = 64 * 2**20
 """Written since the last anchor before another is set in the background, at least."""
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
@@ -56,7 +69,7 @@ _PAGE_BYTES: Final = tuple(1 << bits for bits in range(9, 16))
 _BODY_BYTES: Final = _HEAD.size + 2 * META_READ_BYTES
 
 
-class _Anchor(NamedTuple):
+class Anchor(NamedTuple):
     number: int
     store_id: bytes
     boot_id: bytes
@@ -141,7 +154,7 @@ class AnchorKeeper:
         self.settle()
         pinned = self._pin()
         try:
-            self._metas = metas = _read_metas(self._path, self._page_bytes)
+            self._metas = metas = read_metas(self._path, self._page_bytes)
             future = self._submit(metas)
         except BaseException:
             pinned.close()
@@ -218,7 +231,7 @@ class AnchorKeeper:
         then unpin. An anchor that fails now is of no matter: the one before stands."""
         with contextlib.suppress(TierstoreError, OSError):
             self.settle()
-            if not self._has_failed and _read_metas(self._path, self._page_bytes) != self._metas:
+            if not self._has_failed and read_metas(self._path, self._page_bytes) != self._metas:
                 self.set()
         self._executor.shutdown()
         if self._anchored is not None:
@@ -237,14 +250,43 @@ def save_anchor(path: Path, store_id: bytes, page_bytes: int, metas: tuple[bytes
     is_new = not anchor_path.exists()
     newest = None if is_new else _newest_slot(anchor_path.read_bytes())
     number = 1 if newest is None else newest.number + 1
-    body = _HEAD.pack(_MAGIC, number, store_id, boot_id(), page_bytes, txn_id) + b"".join(metas)
-    slot = (body + bytes_checksum(body).to_bytes(8, "little")).ljust(_SLOT_BYTES, b"\0")
-    if not is_new:
+    slot = _slot(Anchor(number, store_id, boot_id(), page_bytes, txn_id, metas))
+    if is_new:
+        _replace(anchor_path, bytes(_place(number)) + slot)
+    else:
         _put(anchor_path, slot, _place(number))
+
+
+def renew_anchor(path: Path, anchor: Anchor) -> None:
+    """Write an anchor's slot once more, as it is: the device may not have it yet."""
+    _put(path.with_name(ANCHOR_NAME), _slot(anchor), _place(anchor.number))
+
+
+def keep_aside(path: Path, anchor: Anchor, metas: tuple[bytes, bytes]) -> None:
+    """Before an anchor is gone back to: save the meta pages that it takes the place of, as an anchor of its own, which
+    counts if it is given the name of that one.
+
+    A recovery that was cut short has put one page back, perhaps; what it saved stays.
+    """
+    before_path = path.with_name(BEFORE_NAME)
+    saved = _newest_slot(before_path.read_bytes()) if before_path.exists() else None
+    if saved is not None and all(now in pair for now, *pair in zip(metas, saved.metas, anchor.metas, strict=True)):
         return
-    draft = anchor_path.with_name(f"{ANCHOR_NAME}.new")
-    _put(draft, bytes(_place(number)) + slot, 0)
-    os.replace(draft, anchor_path)
+    number = anchor.number + 1
+    _replace(before_path, bytes(_place(number)) + _slot(anchor._replace(number=number, metas=metas)))
+
+
+def _slot(anchor: Anchor) -> bytes:
+    body = _HEAD.pack(_MAGIC, *anchor[:-1]) + b"".join(anchor.metas)
+    return (body + bytes_checksum(body).to_bytes(8, "little")).ljust(_SLOT_BYTES, b"\0")
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Have a file hold this, all or nothing."""
+    draft = path.with_name(f"{path.name}.new")
+    draft.unlink(missing_ok=True)
+    _put(draft, data, 0)
+    os.replace(draft, path)
     sync_directory(path.parent)
 
 
@@ -264,63 +306,6 @@ def _put(path: Path, data: bytes, place: int) -> None:
         os.close(descriptor)
 
 
-def recover(path: Path, store_id: bytes) -> None:
-    """Before an open for writing: have the device hold the anchor, and put the anchored meta pages back.
-
-    Raises:
-        ChecksumError, FormatError: the anchor is damaged, or the row file older than it.
-        OSError: the device refused.
-    """
-    anchor = _load(path, store_id)
-    if anchor is None:
-        return
-    anchor_path, place = path.with_name(ANCHOR_NAME), _place(anchor.number)
-    _put(anchor_path, anchor_path.read_bytes()[place : place + _SLOT_BYTES], place)
-    with _readers_kept_out(path) as is_alone:
-        if _read_metas(path, anchor.page_bytes) == anchor.metas:
-            return
-        if not is_alone:
-            if _is_sound(path, anchor):
-                return
-            raise StoreLockedError(
-                f"{path}: a write failed while the store was open for writing, and others read it; end them, then open "
-                "it again."
-            )
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            for number, meta in enumerate(anchor.metas):
-                write_all(descriptor, meta, number * anchor.page_bytes)
-            reach("recovery: anchored meta pages put back")
-            os.fdatasync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _readers_kept_out(path: Path) -> Iterator[bool]:
-    """Whether nobody has the row file open; if so nobody can open it until the end of the block.
-
-    LMDB's own lock is taken, the first byte of its table of readers. It is a lock of the open file, not of the process:
-    closing it drops no lock that this process holds otherwise.
-    """
-    try:
-        descriptor = os.open(path.with_name(f"{path.name}-lock"), os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        yield True
-        return
-    try:
-        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0))
-        is_alone = True
-    except OSError as error:
-        if error.errno not in (errno.EAGAIN, errno.EACCES):
-            raise
-        is_alone = False
-    try:
-        yield is_alone
-    finally:
-        os.close(descriptor)
-
-
 def require_sound(path: Path, store_id: bytes) -> None:
     """Before an open for reading.
 
@@ -328,26 +313,26 @@ def require_sound(path: Path, store_id: bytes) -> None:
         DamagedError: the machine stopped while the store was open for writing.
         ChecksumError, FormatError: as for ``recover``.
     """
-    anchor = _load(path, store_id)
-    if anchor is not None and not _is_sound(path, anchor):
+    anchor = load_anchor(path, store_id)
+    if anchor is not None and not is_sound(path, anchor):
         raise DamagedError(
             f"{path}: the machine stopped, or a write failed, while the store was open for writing; open it once with "
             'mode="w", which goes back to the last commit.'
         )
 
 
-def _is_sound(path: Path, anchor: _Anchor) -> bool:
+def is_sound(path: Path, anchor: Anchor) -> bool:
     """Whether the file is as the anchor says, or as a writer left it that the machine has not stopped since.
 
     LMDB leaves a mixture in a meta page whose write failed; it is no meta page but matters to nobody: the other counts.
     """
-    metas = _read_metas(path, anchor.page_bytes)
+    metas = read_metas(path, anchor.page_bytes)
     current = boot_id()
     same_boot = anchor.boot_id == current and any(current)
     return metas == anchor.metas or (same_boot and all(isinstance(parse_meta(meta), Meta) for meta in metas))
 
 
-def _load(path: Path, store_id: bytes) -> _Anchor | None:
+def load_anchor(path: Path, store_id: bytes) -> Anchor | None:
     """The anchor, or None if there is none for this row file, whose damage or strangeness others will tell.
 
     Raises:
@@ -362,7 +347,7 @@ def _load(path: Path, store_id: bytes) -> _Anchor | None:
         raise ChecksumError(f"{path.with_name(ANCHOR_NAME)} is damaged; restore the store's directory from a copy.")
     if not read_stamp(path, anchor.page_bytes) == anchor.store_id == store_id:
         return None
-    metas = [parse_meta(meta) for meta in _read_metas(path, anchor.page_bytes)]
+    metas = [parse_meta(meta) for meta in read_metas(path, anchor.page_bytes)]
     txn_ids = [meta.txn_id for meta in metas if isinstance(meta, Meta)]
     if max(txn_ids, default=-1) < anchor.txn_id:
         if len(txn_ids) < len(metas):
@@ -374,7 +359,7 @@ def _load(path: Path, store_id: bytes) -> _Anchor | None:
     return anchor
 
 
-def _newest_slot(content: bytes) -> _Anchor | None:
+def _newest_slot(content: bytes) -> Anchor | None:
     """The newest anchor whose slot matches its checksum."""
     found = []
     for place in range(2):
@@ -385,11 +370,11 @@ def _newest_slot(content: bytes) -> _Anchor | None:
             metas = body[_HEAD.size :]
             if magic == _MAGIC and page_bytes in _PAGE_BYTES:
                 pair = metas[:META_READ_BYTES], metas[META_READ_BYTES:]
-                found.append(_Anchor(number, store_id, boot, page_bytes, txn_id, pair))
+                found.append(Anchor(number, store_id, boot, page_bytes, txn_id, pair))
     return max(found, key=lambda anchor: anchor.number, default=None)
 
 
-def _read_metas(path: Path, page_bytes: int) -> tuple[bytes, bytes]:
+def read_metas(path: Path, page_bytes: int) -> tuple[bytes, bytes]:
     try:
         with path.open("rb", buffering=0) as file:
             first, second = (os.pread(file.fileno(), META_READ_BYTES, place) for place in (0, page_bytes))

@@ -27,7 +27,7 @@ from .records import (
     unpack_placement_chunk,
     unpack_store,
 )
-from .snapshot import Snapshot
+from .snapshot import Tree
 from .versions import totals_of
 
 __all__ = [
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 
-def check_store(snapshot: Snapshot, store_id: bytes) -> StoreRecord:
+def check_store(snapshot: Tree, store_id: bytes) -> StoreRecord:
     """Walk the whole tree, after which LMDB's own code may follow it, then see whose file it is.
 
     Raises:
@@ -65,7 +65,7 @@ def check_store(snapshot: Snapshot, store_id: bytes) -> StoreRecord:
     return found
 
 
-def read_placement(snapshot: Snapshot, stored: StoreRecord) -> Placement | None:
+def read_placement(snapshot: Tree, stored: StoreRecord) -> Placement | None:
     """Where the file's rows lie; None if they lie at their own places.
 
     Raises:
@@ -76,7 +76,7 @@ def read_placement(snapshot: Snapshot, stored: StoreRecord) -> Placement | None:
     return _placement(snapshot, stored, 0)
 
 
-def check_placement(snapshot: Snapshot) -> None:
+def check_placement(snapshot: Tree) -> None:
     """Read every copy of the placement; raises as ``read_placement`` does."""
     with _naming(snapshot.path, "its store record"):
         stored = unpack_store(snapshot.get(item_key(STORE_ITEM)) or b"")
@@ -84,7 +84,7 @@ def check_placement(snapshot: Snapshot) -> None:
         _placement(snapshot, stored, copy)
 
 
-def _placement(snapshot: Snapshot, stored: StoreRecord, copy: int) -> Placement:
+def _placement(snapshot: Tree, stored: StoreRecord, copy: int) -> Placement:
     parts = []
     for number in range(stored.num_placement_chunks):
         part = snapshot.get(item_key(placement_item(number, copy)))
@@ -127,7 +127,7 @@ def chosen_version(path: Path, head: Head, wanted: int | None) -> int:
     return wanted
 
 
-def read_head(snapshot: Snapshot) -> Head:
+def read_head(snapshot: Tree) -> Head:
     """Which versions there are; FormatError if the record is missing or damaged."""
     stored = snapshot.get(item_key(HEAD_ITEM))
     with _naming(snapshot.path, "its record of versions"):
@@ -136,7 +136,7 @@ def read_head(snapshot: Snapshot) -> Head:
         return unpack_head(stored)
 
 
-def read_record(snapshot: Snapshot, version: int) -> CommitRecord:
+def read_record(snapshot: Tree, version: int) -> CommitRecord:
     """The commit record of a version that the head names; of version 0, an empty one."""
     if not version:
         return CommitRecord(tables={})
@@ -150,7 +150,7 @@ def read_record(snapshot: Snapshot, version: int) -> CommitRecord:
         return record
 
 
-def check_census(snapshot: Snapshot, record: CommitRecord) -> None:
+def check_census(snapshot: Tree, record: CommitRecord) -> None:
     """Compare the blocks in the tree with what a version recorded of them.
 
     Raises:
@@ -167,7 +167,7 @@ def check_census(snapshot: Snapshot, record: CommitRecord) -> None:
             )
 
 
-def read_payload(snapshot: Snapshot, record: CommitRecord) -> bytes:
+def read_payload(snapshot: Tree, record: CommitRecord) -> bytes:
     """What a version was committed with.
 
     Raises:

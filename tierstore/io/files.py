@@ -1,7 +1,6 @@
 """The files of the cold tier: creating, locking, checking and opening them, and what LMDB's errors mean."""
 
 import errno
-import fcntl
 import os
 from pathlib import Path
 from typing import Final
@@ -12,19 +11,19 @@ from ..durable import sync_directory
 from ..errors import DamagedError, DiskFullError, FormatError, StoreLockedError, TierstoreError, TruncatedError
 from ..oserrors import translate_os_error
 from ..plainfile import require_plain_file
-from .anchor import ANCHOR_NAME, stamp_rows_file
+from .anchor import ANCHOR_NAME, BEFORE_NAME, stamp_rows_file
 from .btree import META_READ_BYTES, Meta, WalkStatus, parse_meta
 from .free_list import check_page_use
 from .mapped import FileMap
+from .writer_lock import LOCK_NAME
 
 __all__ = [
-    "LOCK_NAME",
     "MAX_PAGE_BYTES",
     "RESTORE",
     "ROW_FILE_NAME",
+    "are_successive",
     "check_rows_file",
     "create_rows_file",
-    "lock_for_writing",
     "map_bytes",
     "open_environment",
     "require_plain_files",
@@ -33,12 +32,12 @@ __all__ = [
 ]
 
 ROW_FILE_NAME: Final = "rows.lmdb"
-LOCK_NAME: Final = "writer.lock"
 MAX_PAGE_BYTES: Final = 32768
 """LMDB uses the system's page size up to this."""
 RESTORE: Final = "Restore the store's directory from a copy, or save what is sound: tierstore repair DIR NEW_DIR"
 
-_MAX_READERS: Final = 510
+_MAX_SNAPSHOTS: Final = 510
+"""Of the one writer's process, whose threads read too."""
 _MIN_MAP_BYTES: Final = 1 << 30
 _MAX_MAP_BYTES: Final = 1 << 44
 """2**32 pages of 4 KiB: the directory holds page numbers in 32 bits."""
@@ -87,7 +86,7 @@ def translate(error: lmdb.Error, path: Path) -> TierstoreError:
     if isinstance(error, lmdb.MapResizedError):
         return TierstoreError(f"{path}: the file system has grown since the store was opened; open the store again.")
     if isinstance(error, lmdb.ReadersFullError):
-        return StoreLockedError(f"{path}: {_MAX_READERS} readers have the store open; close some.")
+        return StoreLockedError(f"{path}: {_MAX_SNAPSHOTS} snapshots are open in this process; use fewer threads.")
     if isinstance(error, _CORRUPT):
         return DamagedError(f"{path}: LMDB reports {error}. {RESTORE}")
     if code == errno.EIO:
@@ -107,42 +106,12 @@ def _at_size_limit(path: Path) -> bool:
 
 def require_plain_files(directory: Path) -> None:
     """FormatError if one of the files of a store is there and is no plain file; nothing outside is read or written."""
-    for name in (LOCK_NAME, ROW_FILE_NAME, f"{ROW_FILE_NAME}-lock", ANCHOR_NAME):
+    for name in (LOCK_NAME, ROW_FILE_NAME, f"{ROW_FILE_NAME}-lock", ANCHOR_NAME, BEFORE_NAME):
         require_plain_file(directory / name)
 
 
-def lock_for_writing(directory: Path) -> int:
-    """Lock the directory for this process until the returned file descriptor is closed.
-
-    Raises:
-        StoreLockedError: names the process that holds it.
-        FormatError: a file of the store is a link, a pipe or a device.
-        TierstoreError: the lock cannot be opened.
-    """
-    require_plain_files(directory)
-    path = directory / LOCK_NAME
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise translate_os_error(error, path) from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
-        os.close(descriptor)
-        raise StoreLockedError(
-            f'{directory}: process {holder} has the store open for writing; end it first, or open with mode="r".'
-        ) from None
-    try:
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
 def open_environment(path: Path, map_size: int, readonly: bool) -> "lmdb.Environment":
+    """The file in LMDB's hands, with LMDB's own lock file only for writing: readers hold trees by ``pins.py``."""
     try:
         return lmdb.open(
             str(path),
@@ -157,10 +126,10 @@ def open_environment(path: Path, map_size: int, readonly: bool) -> "lmdb.Environ
             readahead=False,
             writemap=False,  # a full disk would end the process with SIGBUS
             meminit=True,
-            max_readers=_MAX_READERS,
+            max_readers=_MAX_SNAPSHOTS,
             max_dbs=0,
             max_spare_txns=0,
-            lock=True,
+            lock=not readonly,
             lib_version=0,  # LMDB 0.9: data version 1, which btree.py reads
         )
     except lmdb.Error as error:
@@ -217,12 +186,12 @@ def check_rows_file(path: Path) -> Meta:
 def _newest_meta(path: Path) -> Meta:
     for _ in range(_ATTEMPTS):  # a writer may replace one while the other is read
         even, odd = _read_metas(path)
-        if _are_successive(even.txn_id, odd.txn_id):
+        if are_successive(even.txn_id, odd.txn_id):
             return max(even, odd, key=lambda meta: meta.txn_id)
     raise FormatError(f"{path}: its two meta pages are not those of successive transactions. {RESTORE}")
 
 
-def _are_successive(even: int, odd: int) -> bool:
+def are_successive(even: int, odd: int) -> bool:
     """Whether the meta pages' numbers are in step; if not, LMDB might take the older of two trees for the newer.
 
     Transaction n writes meta page n % 2 and leaves that of n - 1 as it is.

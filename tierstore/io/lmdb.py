@@ -8,7 +8,6 @@ docs/format.md describes the file, directory.py the rules by which readers and t
 """
 
 import ctypes
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +23,7 @@ from ..durable import sync_directory
 from ..errors import ClosedError, ReadOnlyError, StoreNotFoundError, TierstoreError
 from ..killpoints import reach
 from ..rows import KEY_ROW_BITS, MAX_ROWS, MAX_TABLES, RowLayout
-from .anchor import AnchorKeeper, recover, require_sound
+from .anchor import AnchorKeeper, require_sound
 from .base import ColdCounters, VerifyReport
 from .btree import Entries
 from .census import (
@@ -44,22 +43,25 @@ from .files import (
     RESTORE,
     check_rows_file,
     create_rows_file,
-    lock_for_writing,
     map_bytes,
     open_environment,
     require_plain_files,
     rows_path,
     translate,
 )
+from .floor import Floor
+from .forks import disown_in_forks
 from .gather import GatherStatus, Geometry, gather_error, geometry
 from .mapped import FileMap
 from .newer import Lookout, NewerVersion
 from .reads import RowReader
 from .records import HEAD_ITEM, MAX_VERSION, CommitRecord, Head, first_records, item_key, pack_head
+from .recovery import recover
 from .snapshot import Snapshot
 from .verify import verify_blocks
 from .versions import garbage, next_totals, selected, stale_items, superseded
 from .view import View, fill_directory
+from .writer_lock import WriterLock
 from .writes import BlockRows, Staging, check_arrays, check_widths, delete_blocks, put_version
 
 __all__ = ["LmdbColdTier"]
@@ -83,7 +85,7 @@ class LmdbColdTier:
     Args:
         path: the store's directory; must exist.
         store_id: 16 bytes that all files of the store carry.
-        readonly: never write (but for LMDB's lock file); see the newest commit, and later ones after ``refresh``.
+        readonly: never write anything; see the newest commit, and later ones after ``refresh``.
         version: with ``readonly``, the kept version to see; default: the newest.
         staging_bytes: memory in which ``write`` builds blocks, at least one block.
         verify_reads: for benchmarks only: False skips the checksums of rows read.
@@ -122,12 +124,14 @@ class LmdbColdTier:
         self._state = "open"
         self._counting = Counting()
         self._geometries: dict[RowLayout, Geometry] = {}
-        self._lock_file = -1
+        self._lock: WriterLock | None = None
+        self._floor: Floor | None = None
         self._environment: lmdb.Environment | None = None
         self._map: FileMap | None = None
         self._shown: View | None = None
         self.lookout = Lookout()
         self._anchors: AnchorKeeper | None = None
+        disown_in_forks(self)
         try:
             self._open(path, store_id, create)
         except BaseException:
@@ -139,7 +143,7 @@ class LmdbColdTier:
     def _open(self, directory: Path, store_id: bytes, create: bool) -> None:
         require_plain_files(directory)
         if not self.readonly:
-            self._lock_file = lock_for_writing(directory)
+            self._lock = WriterLock(directory)
             sync_directory(directory)  # a process that ended may have left names that the device does not hold
         if not self.path.exists():
             if self.readonly or not create:
@@ -151,8 +155,9 @@ class LmdbColdTier:
             recover(self.path, store_id)
         self.page_bytes = check_rows_file(self.path).page_bytes
         self._environment = open_environment(self.path, map_bytes(directory), self.readonly)
-        self._environment.reader_check()
         self._map = FileMap(self.path, self._environment.info()["map_size"])
+        if not self.readonly:
+            self._floor = Floor(self._environment, self.path, self._map.pins)
         self._rows = RowReader(self._map, verify=self._verify_reads)
         self._shown = View(snapshot := self._new_snapshot(), is_complete=False)
         snapshot.check_free_pages()
@@ -217,12 +222,9 @@ class LmdbColdTier:
 
         LMDB's table of readers is shared memory: closing one here would free the parent's pages for reuse.
         """
-        if self._lock_file >= 0:
-            os.close(self._lock_file)
-            self._lock_file = -1
-        inherited = self._environment, self._shown, self._anchors, self.lookout
+        inherited = self._environment, self._shown, self._anchors, self._floor, self.lookout
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(inherited))  # never finalised, not even when the interpreter ends
-        self._environment = self._shown = self._anchors = None
+        self._environment = self._shown = self._anchors = self._floor = None
         self.lookout = Lookout()
         self._state = "closed"
 
@@ -232,14 +234,13 @@ class LmdbColdTier:
             with ExitStack() as stack:
                 stack.callback(self._staging.release)
                 stack.callback(self.lookout.close)
-                if self._lock_file >= 0:
-                    stack.callback(os.close, self._lock_file)
-                for part in (self._map, self._environment, self._shown, self._anchors):
+                if self._lock is not None:
+                    stack.callback(self._lock.release)
+                for part in (self._map, self._environment, self._floor, self._shown, self._anchors):
                     if part is not None:
                         stack.callback(part.close)
         finally:
-            self._map = self._environment = self._shown = self._anchors = None
-            self._lock_file = -1
+            self._map = self._environment = self._floor = self._shown = self._anchors = self._lock = None
 
     def _check_open(self) -> None:
         if self._state == "closed":
@@ -384,6 +385,8 @@ class LmdbColdTier:
     @contextmanager
     def _transaction(self) -> "Iterator[lmdb.Transaction[bytes]]":
         """A write transaction, committed at the end of the block, with LMDB's errors translated."""
+        assert self._floor is not None
+        self._floor.ask()
         try:
             with self._env.begin(write=True) as txn:
                 yield txn
@@ -456,7 +459,6 @@ class LmdbColdTier:
             if version <= self._head.last or keep < 1:
                 raise ValueError(f"version={version} must be above {self._head.last}, and keep={keep} at least 1")
             head = Head(last=version, kept=(*self._head.kept, version)[-keep:])
-            self._env.reader_check()
             with self._transaction() as txn:
                 record = CommitRecord(
                     version=version,

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from .._jit import JIT_ENABLED, inline
 from ..errors import StoreReplacedError
 from ..oserrors import translate_os_error
+from .pins import Pins
 
 __all__ = ["WILL_NEED", "FileMap", "clock_ns", "copy_words", "is_resident", "prefetch_word", "queue_read", "zeros"]
 
@@ -147,6 +148,7 @@ class FileMap:
     compares with ``file_bytes()`` first. What is written to the file with ``pwrite`` shows at once.
 
     Attributes:
+        pins: the open file, and which of its trees are read through the map.
         words: uint64 [length_bytes / 8], read-only.
         halves: uint16 view of the same bytes.
         address: of the first byte.
@@ -154,12 +156,12 @@ class FileMap:
 
     def __init__(self, path: os.PathLike[str], length_bytes: int) -> None:
         self._path = path
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.pins = Pins(path)
         self.length_bytes = -(-length_bytes // 65536) * 65536
-        address = _libc.mmap(None, self.length_bytes, _PROT_READ, _MAP_SHARED, self._fd, 0)
+        address = _libc.mmap(None, self.length_bytes, _PROT_READ, _MAP_SHARED, self.pins.descriptor, 0)
         if address is None or address == ctypes.c_void_p(-1).value:
             error = ctypes.get_errno()
-            os.close(self._fd)
+            self.pins.close()
             raise OSError(
                 error, f"cannot map {self.length_bytes} bytes of address space: {os.strerror(error)}", str(path)
             )
@@ -169,14 +171,15 @@ class FileMap:
         self.words.flags.writeable = False
         self.halves: NDArray[np.uint16] = self.words.view(np.uint16)
         _libc.madvise(address, self.length_bytes, _MADV_RANDOM)
+        _libc.madvise(address, self.length_bytes, mmap.MADV_DONTFORK)  # the map keeps the locks of ``pins``
 
     def file_bytes(self) -> int:
-        """Length of the file now."""
-        return os.fstat(self._fd).st_size
+        """Length of the file now; ClosedError if somebody closed the descriptor."""
+        return self.pins.size_bytes()
 
     def require_in_place(self) -> None:
         """StoreReplacedError unless the path still names this file."""
-        mapped = os.fstat(self._fd)
+        mapped = os.fstat(self.pins.descriptor)
         try:
             found: os.stat_result | None = os.stat(self._path)
         except (FileNotFoundError, NotADirectoryError):
@@ -191,7 +194,7 @@ class FileMap:
 
     def tells_residency(self) -> bool:
         """Whether ``is_resident`` says the truth: the kernel tells only who could write to the file or owns it."""
-        stat = os.fstat(self._fd)
+        stat = os.fstat(self.pins.descriptor)
         return stat.st_uid == os.geteuid() or os.access(self._path, os.W_OK)
 
     def drop_pages(self) -> None:
@@ -200,9 +203,8 @@ class FileMap:
 
     def close(self) -> None:
         """Unmap. Any array still over ``words`` becomes a trap."""
-        if self._fd >= 0:
+        if len(self.words):
             empty = np.empty(0, np.uint64)
             self.words, self.halves = empty, empty.view(np.uint16)
             _libc.munmap(self.address, self.length_bytes)
-            os.close(self._fd)
-            self._fd = -1
+            self.pins.close()

@@ -1,5 +1,6 @@
-"""What one LMDB read transaction shows: a tree that stays as it is, walked by our own code."""
+"""One tree of the row file, that of one LMDB transaction: it stays as it is, and is walked by our own code."""
 
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -16,6 +17,7 @@ from .btree import (
     Entries,
     Meta,
     WalkStatus,
+    find_value,
     new_entries,
     parse_meta,
     seek_each,
@@ -25,10 +27,11 @@ from .files import RESTORE, translate
 from .free_list import check_page_use, pages_freed
 from .mapped import FileMap
 
-__all__ = ["Snapshot", "raise_for_walk"]
+__all__ = ["Snapshot", "Tree", "raise_for_walk"]
 
 _CHUNK_ENTRIES: Final = 1 << 16
 _ATTEMPTS: Final = 100
+_KEY: Final = struct.Struct(">QQ")
 
 
 def raise_for_walk(path: Path, status: int, page: int) -> None:
@@ -40,19 +43,14 @@ def raise_for_walk(path: Path, status: int, page: int) -> None:
     raise DamagedError(f"{path}: page {page} of its index is damaged ({WalkStatus(status).name}). {RESTORE}")
 
 
-class Snapshot:
-    """One read transaction and the root of its tree.
+class Tree:
+    """What one meta page leads to. Nobody may write to its pages meanwhile; nothing in them is believed unchecked."""
 
-    Attributes:
-        leases: users that must end before the transaction may; guarded by the tier's lock.
-    """
-
-    def __init__(self, environment: "lmdb.Environment", path: Path, file_map: FileMap) -> None:
+    def __init__(self, path: Path, file_map: FileMap, meta: Meta) -> None:
         self.path = path
-        self.leases = 0
         self.file_map = file_map
-        self._txn, self._meta = _begin(environment, path, file_map)
-        self.page_bytes = self._meta.page_bytes
+        self._meta = meta
+        self.page_bytes = meta.page_bytes
 
     @property
     def is_empty(self) -> bool:
@@ -77,12 +75,27 @@ class Snapshot:
         return self.file_map.file_bytes() // self.page_bytes
 
     def get(self, key: bytes) -> bytes | None:
-        """A small record. The tree must have been walked before: LMDB trusts it."""
-        try:
-            value = self._txn.get(key)
-        except lmdb.Error as error:
-            raise translate(error, self.path) from error
-        return None if value is None else bytes(value)
+        """A small record."""
+        if self.is_empty:
+            return None
+        result = np.zeros(4, np.int64)
+        first, second = map(np.uint64, _KEY.unpack(key))
+        find_value(
+            self.file_map.halves,
+            self.page_bytes // 2,
+            self.limit_pages(),
+            self._meta.main_root,
+            self._meta.main_depth,
+            first,
+            second,
+            new_entries(1),
+            result,
+        )
+        size_bytes, status, page, start = result.tolist()
+        raise_for_walk(self.path, status, page)
+        if size_bytes < 0:
+            return None
+        return self.file_map.halves[start : start + (size_bytes + 1) // 2].tobytes()[:size_bytes]
 
     @property
     def freed_bytes(self) -> int:
@@ -140,9 +153,30 @@ class Snapshot:
         raise_for_walk(self.path, int(result[1]), int(result[2]))
         return entries
 
+
+class Snapshot(Tree):
+    """The newest tree, kept from being written to until it is closed: by the writer's own process with a transaction of
+    LMDB's, by a reader with a lock on the file (``pins.py``).
+
+    Attributes:
+        leases: users that must end before it may be closed; guarded by the tier's lock.
+    """
+
+    def __init__(self, environment: "lmdb.Environment", path: Path, file_map: FileMap) -> None:
+        self.leases = 0
+        self._txn: lmdb.Transaction[memoryview] | None = None
+        if environment.flags()["lock"]:
+            self._txn, meta = _begin(environment, path, file_map)
+        else:
+            meta = _pin(path, file_map, environment.stat()["psize"])
+        super().__init__(path, file_map, meta)
+
     def close(self) -> None:
         assert self.leases == 0, f"a snapshot with {self.leases} leases was closed"
-        self._txn.abort()
+        if self._txn is not None:
+            self._txn.abort()
+        else:
+            self.file_map.pins.release(self.txn_id)
 
 
 def _next_key(first: np.uint64, second: np.uint64) -> tuple[np.uint64, np.uint64]:
@@ -155,27 +189,50 @@ def _next_key(first: np.uint64, second: np.uint64) -> tuple[np.uint64, np.uint64
 def _begin(
     environment: "lmdb.Environment", path: Path, file_map: FileMap
 ) -> "tuple[lmdb.Transaction[memoryview], Meta]":
-    """A read transaction and the meta page it goes by.
+    """A read transaction in the writer's process and the meta page it goes by: LMDB writes transaction n to page n % 2.
 
-    LMDB writes transaction n to meta page n % 2. A writer in another process may overwrite that page with n + 2 before
-    we read it; then a newer transaction is begun.
+    Another thread may commit n + 2 before we read that page; then a newer transaction is begun.
     """
     try:
+        page_bytes = environment.stat()["psize"]
         for _ in range(_ATTEMPTS):
             txn = environment.begin(write=False, buffers=True)
-            stat = txn.stat(environment.open_db(txn=txn, create=False))
-            meta = _read_meta(file_map, txn.id() & 1, stat["psize"])
-            again = _read_meta(file_map, txn.id() & 1, stat["psize"])
-            same = meta is not None and meta == again and meta.txn_id == txn.id()
-            if meta is not None and same and (meta.main_entries, meta.main_depth) == (stat["entries"], stat["depth"]):
+            meta = _newest(file_map, page_bytes)
+            if meta is not None and meta.txn_id == txn.id():
                 return txn, meta
             txn.abort()
     except lmdb.Error as error:
         raise translate(error, path) from error
-    raise DamagedError(f"{path}: its meta pages do not match LMDB's view of them. {RESTORE}")
+    raise _unreadable(path)
 
 
-def _read_meta(file_map: FileMap, number: int, page_bytes: int) -> Meta | None:
-    start = number * page_bytes // 8
-    meta = parse_meta(file_map.words[start : start + META_READ_BYTES // 8].tobytes())
+def _pin(path: Path, file_map: FileMap, page_bytes: int) -> Meta:
+    """The newest tree's meta page, read once more after the tree was locked."""
+    for _ in range(_ATTEMPTS):
+        found = _newest(file_map, page_bytes)
+        if found is None:
+            continue
+        file_map.pins.hold(found.txn_id)
+        meta = _newest(file_map, page_bytes)
+        if meta is not None and meta.txn_id == found.txn_id:
+            return meta
+        file_map.pins.release(found.txn_id)
+    raise _unreadable(path)
+
+
+def _unreadable(path: Path) -> DamagedError:
+    return DamagedError(f"{path}: its meta pages cannot be read, or change all the time. {RESTORE}")
+
+
+def _newest(file_map: FileMap, page_bytes: int) -> Meta | None:
+    """The newer of the two meta pages, of which one may be damaged or in the middle of being written; None if they
+    change."""
+    both = [_read_meta(file_map, start) for start in (0, page_bytes)]
+    if both != [_read_meta(file_map, start) for start in (0, page_bytes)]:
+        return None
+    return max((meta for meta in both if meta is not None), key=lambda meta: meta.txn_id, default=None)
+
+
+def _read_meta(file_map: FileMap, start: int) -> Meta | None:
+    meta = parse_meta(file_map.words[start // 8 : (start + META_READ_BYTES) // 8].tobytes())
     return None if isinstance(meta, str) else meta

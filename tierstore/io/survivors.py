@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ..errors import DamagedError, TierstoreError
 from ..plainfile import read_plain_file
 from ..rows import KEY_ROW_BITS
-from .anchor import ANCHOR_NAME, _Anchor, _newest_slot, boot_id
+from .anchor import ANCHOR_NAME, Anchor, _newest_slot, boot_id
 from .btree import META_KEY, META_READ_BYTES, Entries, Meta, WalkStatus, new_entries, parse_meta
 from .directory import tally
 from .free_list import check_page_use, free_pages
@@ -90,12 +90,12 @@ def choose_tree(path: Path, file_map: FileMap, page_bytes: int, store_id: bytes,
     return usable[0]
 
 
-def _same_boot(anchor: _Anchor) -> bool:
+def _same_boot(anchor: Anchor) -> bool:
     current = boot_id()
     return anchor.boot_id == current and any(current)
 
 
-def _read_anchor(path: Path, store_id: bytes, page_bytes: int) -> _Anchor | None:
+def _read_anchor(path: Path, store_id: bytes, page_bytes: int) -> Anchor | None:
     """The anchor of this store, if it can be read."""
     try:
         anchor = _newest_slot(read_plain_file(path.with_name(ANCHOR_NAME), _MAX_ANCHOR_BYTES))

@@ -14,7 +14,7 @@ from ..rows import MAX_ROWS, MAX_TABLES
 from .btree import META_KEY, Entries
 from .directory import Directory, tally
 from .records import CommitRecord, Head, TableTotals, version_of_item
-from .snapshot import Snapshot
+from .snapshot import Tree
 
 __all__ = ["garbage", "next_totals", "selected", "stale_items", "superseded", "totals_of"]
 
@@ -33,7 +33,7 @@ def _joined(parts: list[Entries]) -> Entries:
     return Entries(*map(np.concatenate, (block_keys, epochs)), *map(np.concatenate, (pages, sizes)))
 
 
-def _with_successors(snapshot: Snapshot) -> Iterator[tuple[Entries, Words]]:
+def _with_successors(snapshot: Tree) -> Iterator[tuple[Entries, Words]]:
     """Blocks in key order, in chunks, and of each the epoch of the next entry of the same block; 0 if it has none."""
     held: Entries | None = None
     for entries, count in snapshot.walk():
@@ -55,7 +55,7 @@ def _successors(chunk: Entries, *, complete: bool) -> tuple[Entries, Words]:
     return selected(chunk, slice(0, len(chunk.pages) - 1)), following
 
 
-def garbage(snapshot: Snapshot, current: int, oldest: int) -> Iterator[Entries]:
+def garbage(snapshot: Tree, current: int, oldest: int) -> Iterator[Entries]:
     """What no version from ``oldest`` to ``current`` shows, found by a walk of the whole tree, in chunks."""
     for entries, following in _with_successors(snapshot):
         is_old = (following != 0) & (following <= np.uint64(oldest))
@@ -64,13 +64,13 @@ def garbage(snapshot: Snapshot, current: int, oldest: int) -> Iterator[Entries]:
             yield loose
 
 
-def stale_items(snapshot: Snapshot, head: Head) -> list[int]:
+def stale_items(snapshot: Tree, head: Head) -> list[int]:
     """Records and payload chunks of versions that the head does not name."""
     items = [item for entries, count in snapshot.walk(int(META_KEY)) for item in entries.epochs[:count].tolist()]
     return [item for item in items if version_of_item(item) and version_of_item(item) not in head.kept]
 
 
-def totals_of(snapshot: Snapshot, version: int) -> dict[int, TableTotals]:
+def totals_of(snapshot: Tree, version: int) -> dict[int, TableTotals]:
     """Count and hash of the blocks that a version shows, found by a walk of the whole tree.
 
     Raises:
@@ -99,7 +99,7 @@ def _table_totals(counts: Int64s, hashes: Words) -> dict[int, TableTotals]:
     }
 
 
-def next_totals(snapshot: Snapshot, directory: Directory, record: CommitRecord, version: int) -> dict[int, TableTotals]:
+def next_totals(snapshot: Tree, directory: Directory, record: CommitRecord, version: int) -> dict[int, TableTotals]:
     """Totals of ``version``, from those of the version before it and the blocks written since."""
     length = 1 + max([*record.tables, *directory.layouts], default=0)
     counts, hashes = np.zeros(length, np.int64), np.zeros(length, np.uint64)
@@ -114,7 +114,7 @@ def next_totals(snapshot: Snapshot, directory: Directory, record: CommitRecord, 
     return _table_totals(counts - old_counts, hashes - old_hashes)
 
 
-def _newest_epochs(snapshot: Snapshot, block_keys: Words, first: int, second: int) -> tuple[Words, Words]:
+def _newest_epochs(snapshot: Tree, block_keys: Words, first: int, second: int) -> tuple[Words, Words]:
     """Each block's newest epoch up to ``first``, and up to ``second``, which is above it; 0 for none."""
     limits = np.uint64(first), np.uint64(second)
     found = np.zeros_like(block_keys), np.zeros_like(block_keys)
@@ -130,7 +130,7 @@ def _newest_epochs(snapshot: Snapshot, block_keys: Words, first: int, second: in
     return found
 
 
-def superseded(snapshot: Snapshot, block_keys: Words, oldest: int) -> Entries:
+def superseded(snapshot: Tree, block_keys: Words, oldest: int) -> Entries:
     """The entries of these blocks that the version ``oldest`` and later ones do not show."""
     parts = []
     entries = snapshot.seek(block_keys, np.zeros_like(block_keys))

@@ -1,0 +1,146 @@
+"""Locks on trees, and what LMDB's writer is told of them."""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import numpy as np
+import pytest
+
+from tests.io.support import open_tier
+from tierstore.errors import StoreLockedError, TierstoreError
+from tierstore.io import floor, pins
+from tierstore.io.files import open_environment
+from tierstore.io.floor import Floor
+from tierstore.io.mapped import FileMap
+from tierstore.io.pins import Pins
+from tierstore.io.recovery import _readers_kept_out
+from tierstore.io.snapshot import Snapshot
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    open_tier(tmp_path).close()
+    return tmp_path / "rows.lmdb"
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def opened(stack: ExitStack, path: Path) -> Pins:
+    return stack.enter_context(closing(Pins(path)))
+
+
+def test_the_oldest_of_any_number_of_readers_is_found(stack: ExitStack, rows: Path) -> None:
+    asking, readers = opened(stack, rows), [opened(stack, rows) for _ in range(5)]
+    generator = np.random.default_rng(1)
+    held: list[tuple[Pins, int]] = []
+    for _ in range(300):
+        if len(held) > 12 or (held and generator.random() < 0.4):
+            reader, txn_id = held.pop(int(generator.integers(len(held))))
+            reader.release(txn_id)
+        else:
+            reader, txn_id = readers[generator.integers(5)], int(generator.integers(20))  # neighbours become one lock
+            reader.hold(txn_id)
+            held.append((reader, txn_id))
+        for below in (0, 1, 7, 20, 1 << 40):
+            assert asking.oldest(below) == min((txn_id for _, txn_id in held if txn_id < below), default=None)
+        for reader in readers:
+            others = (txn_id for other, txn_id in held if other is not reader)
+            assert reader.oldest(1 << 40) == min(others, default=None)
+
+
+def test_a_reader_waits_for_a_writer_that_goes_back_and_not_for_ever(
+    stack: ExitStack, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, other = opened(stack, rows), opened(stack, rows)
+    descriptor = os.open(rows, os.O_RDWR)
+    stack.callback(os.close, descriptor)
+    monkeypatch.setattr(pins, "_PATIENCE_SECONDS", 0.0)
+    with _readers_kept_out(descriptor) as is_alone:
+        assert is_alone
+        with pytest.raises(StoreLockedError, match="putting it back to its last commit"):
+            reader.hold(7)
+    reader.hold(7)
+    with _readers_kept_out(descriptor) as is_alone:
+        assert not is_alone
+    assert other.oldest(8) == 7
+
+
+def put(environment: "lmdb.Environment", number: int) -> None:
+    with environment.begin(write=True) as txn:
+        txn.put(number.to_bytes(16, "big"), bytes(20_000))
+        txn.delete((number - 1).to_bytes(16, "big"))
+
+
+def test_lmdb_reuses_no_page_of_the_oldest_tree_that_is_locked(stack: ExitStack, rows: Path) -> None:
+    environment = stack.enter_context(closing(open_environment(rows, 1 << 30, readonly=False)))
+    asking, reader = opened(stack, rows), opened(stack, rows)
+    lowest = stack.enter_context(closing(Floor(environment, rows, asking)))
+
+    def grown(times: int) -> int:
+        before = environment.info()["last_pgno"]
+        for _ in range(times):
+            lowest.ask()
+            put(environment, environment.info()["last_txnid"])
+        return int(environment.info()["last_pgno"]) - before
+
+    grown(5)
+    assert grown(20) == 0
+    reader.hold(environment.info()["last_txnid"])
+    assert grown(20) >= 15 * 5
+    reader.release(environment.info()["last_txnid"] - 20)
+    grown(5)
+    assert grown(20) == 0
+
+
+class Reading:
+    """What a snapshot asks of an environment for reading; py-lmdb opens a path once in a process."""
+
+    def flags(self) -> dict[str, bool]:
+        return {"lock": False}
+
+    def stat(self) -> dict[str, int]:
+        return {"psize": 4096}
+
+
+def test_a_reader_begins_anew_if_its_tree_was_succeeded_before_it_was_locked(
+    stack: ExitStack, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = stack.enter_context(closing(open_environment(rows, 1 << 30, readonly=False)))
+    file_map, asking = stack.enter_context(closing(FileMap(rows, 1 << 30))), opened(stack, rows)
+    first = environment.info()["last_txnid"]
+    asked, hold = [], file_map.pins.hold
+
+    def overtaken(txn_id: int) -> None:
+        for _ in range(3 if len(asked) < 2 else 0):
+            put(environment, 1)
+        asked.append(txn_id)
+        hold(txn_id)
+
+    monkeypatch.setattr(file_map.pins, "hold", overtaken)
+    reading: Any = Reading()
+    snapshot = Snapshot(reading, rows, file_map)
+    assert asked == [first, first + 3, first + 6]
+    assert asking.oldest(1 << 40) == snapshot.txn_id == first + 6
+    again = Snapshot(reading, rows, file_map)
+    snapshot.close()
+    assert asking.oldest(1 << 40) == first + 6
+    again.close()
+    assert asking.oldest(1 << 40) is None
+
+
+def test_a_table_of_readers_of_another_shape_is_refused(
+    stack: ExitStack, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = stack.enter_context(closing(open_environment(rows, 1 << 30, readonly=False)))
+    monkeypatch.setattr(floor, "_READER_BYTES", 4096)
+    with pytest.raises(TierstoreError, match=r"install the release of lmdb"):
+        Floor(environment, rows, opened(stack, rows))
+    assert "0" not in [line.split()[-1] for line in environment.readers().splitlines()]

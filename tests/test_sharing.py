@@ -1,0 +1,267 @@
+"""Processes that share a store, whatever else they do: copies from inside, forks, containers, kills."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierstore
+from tests.children import make_store, start
+from tests.following import OWN_NAMESPACE, Reader, Writer
+from tierstore import errors
+from tierstore.io.pins import Pins
+
+BIG = list(range(20_000))
+
+
+@pytest.fixture
+def children() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def new_writer(children: ExitStack, folder: Path, **options: Any) -> Writer:
+    writer = Writer(**options)
+    children.callback(writer.kill)
+    writer("open", str(folder), 1)
+    return writer
+
+
+def new_reader(children: ExitStack, folder: Path, **options: Any) -> Reader:
+    reader = Reader(**options)
+    children.callback(reader.kill)
+    reader("open", str(folder))
+    return reader
+
+
+def begin(writer: Writer) -> None:
+    """A table that does not fit in the writer's memory, all 1, committed."""
+    writer("create", "big", len(BIG), 32)
+    write(writer, 1)
+    writer("commit", 1)
+
+
+def write(writer: Writer, value: int) -> None:
+    writer("write", "big", BIG, value)
+
+
+def rows(folder: Path, mode: Any = "w") -> list[float]:
+    with tierstore.open(folder, mode=mode, ddr="4MiB") as store:
+        store.verify()
+        found: list[float] = store["big"].read(torch.tensor(BIG)).unique().tolist()
+        return found
+
+
+# Copies from inside
+
+
+def test_a_writer_that_copies_its_directory_loses_nothing(children: ExitStack, tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    writer = new_writer(children, folder)
+    begin(writer)
+    writer("copy", str(folder), str(tmp_path / "copy"))
+    assert rows(folder, "r") == [1.0]
+    for value in (2, 3, 4):
+        write(writer, value)
+    writer.kill()
+    assert rows(folder) == [1.0]
+
+
+def test_a_reader_that_copies_the_directory_sees_the_same_rows_still(children: ExitStack, tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    writer = new_writer(children, folder)
+    begin(writer)
+    reader = new_reader(children, folder)
+    reader("copy", str(folder), str(tmp_path / "copy"))
+    for value in range(2, 8):
+        write(writer, value)
+        writer("commit", value)
+        assert reader("read", "big") == [1.0]
+    assert reader("refresh") == 7
+    assert reader("read", "big") == [7.0]
+
+
+def test_a_new_writer_leaves_the_trees_alone_that_older_readers_show(children: ExitStack, tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    writer = new_writer(children, folder)
+    begin(writer)
+    first = new_reader(children, folder)
+    write(writer, 2)
+    writer("commit", 2)
+    second = new_reader(children, folder)
+    for value in range(3, 7):
+        writer.kill()
+        writer = new_writer(children, folder)
+        write(writer, value)
+        writer("commit", value)
+        assert (first("read", "big"), second("read", "big")) == ([1.0], [2.0])
+    first("close")
+    size_bytes = 0
+    for value in range(7, 15):
+        write(writer, value)
+        writer("commit", value)
+        second("refresh")
+        before, size_bytes = size_bytes, (folder / "rows.lmdb").stat().st_size
+    assert size_bytes == before, "what no reader shows any more is used again"
+
+
+# Containers
+
+
+def requires_namespaces() -> None:
+    try:
+        done = subprocess.run([*OWN_NAMESPACE, "true"], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no unshare")
+    if done.returncode:
+        pytest.skip(f"PID namespaces are not permitted here: {done.stderr.strip()}")
+
+
+def test_processes_of_the_same_number_share_a_store(children: ExitStack, tmp_path: Path) -> None:
+    """A trainer and servers, each process 1 of its container; whoever comes first."""
+    requires_namespaces()
+    folder = tmp_path / "store"
+    writer = new_writer(children, folder, before=OWN_NAMESPACE)
+    begin(writer)
+    readers = [new_reader(children, folder, before=OWN_NAMESPACE) for _ in range(2)]
+    write(writer, 2)
+    assert writer("commit", 2) == 2
+    for reader in readers:
+        assert reader("read", "big") == [1.0]
+        assert reader("refresh") == 2
+    with pytest.raises(errors.StoreLockedError, match="a process in another container, 1 there"):
+        tierstore.open(folder)
+    writer("close")
+    writer = new_writer(children, folder, before=OWN_NAMESPACE)
+    write(writer, 3)
+    assert writer("commit", 3) == 3
+    for reader in readers:
+        assert reader("read", "big") == [2.0]
+        assert reader("refresh") == 3
+        assert reader("read", "big") == [3.0]
+
+
+# Forks
+
+FORK = """
+import ctypes
+mode, how = sys.argv[2:]
+store = tierstore.open(sys.argv[1], mode=mode, ddr="2MiB", threads=1)
+store["t"].read(torch.arange(10))
+child = os.fork() if how == "python" else ctypes.PyDLL(None).fork()
+if not child:
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+    os._exit(0)
+if sys.stdin.readline() == "close\\n":
+    store.close()
+    print("closed", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def store(store_dir: Path) -> Path:
+    make_store(store_dir)
+    return store_dir
+
+
+class Forked:
+    """A process that has a store open, with a child that does nothing; how it forks: "python", or "c", unnoticed."""
+
+    def __init__(self, children: ExitStack, folder: Path, mode: str, how: str) -> None:
+        self._process = start(FORK, folder, mode, how, changes={"PYTHONWARNINGS": "ignore"})
+        children.callback(self.kill)
+        assert self._process.stdout is not None
+        self.pid, child = self._process.pid, int(self._process.stdout.readline())
+        children.callback(os.kill, child, signal.SIGKILL)
+
+    def close(self) -> None:
+        assert self._process.stdout is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write("close\n")
+        self._process.stdin.flush()
+        assert self._process.stdout.readline() == "closed\n"
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
+            assert stream is not None
+            stream.close()
+
+
+def test_a_worker_does_not_keep_the_lock_of_a_writer_that_was_killed(children: ExitStack, store: Path) -> None:
+    writer = Forked(children, store, "w", "python")
+    with pytest.raises(errors.StoreLockedError, match=rf"process {writer.pid} has the store open for writing; end it"):
+        tierstore.open(store)
+    writer.kill()
+    tierstore.open(store).close()
+
+
+def test_no_child_keeps_the_lock_of_a_writer_that_closed(children: ExitStack, store: Path) -> None:
+    writer = Forked(children, store, "w", "c")
+    writer.close()
+    tierstore.open(store).close()
+
+
+def test_whoever_is_gone_is_not_told_to_be_ended(children: ExitStack, store: Path) -> None:
+    writer = Forked(children, store, "w", "c")
+    writer.kill()
+    with pytest.raises(errors.StoreLockedError, match=rf"process {writer.pid} had .* is gone, but a child of it"):
+        tierstore.open(store)
+
+
+@pytest.mark.parametrize(("how", "end"), [("python", Forked.kill), ("c", Forked.close)])
+def test_no_child_keeps_the_pages_of_a_reader(children: ExitStack, store: Path, how: str, end: Any) -> None:
+    pins = Pins(store / "rows.lmdb")
+    children.callback(pins.close)
+    reader = Forked(children, store, "r", how)
+    assert pins.oldest(1 << 40) is not None
+    end(reader)
+    assert pins.oldest(1 << 40) is None
+
+
+# Descriptors that somebody else closes
+
+
+def require_lost(use: Any) -> None:
+    with pytest.raises(errors.ClosedError, match=r"rows\.lmdb: somebody in this process closed descriptors"):
+        use()
+
+
+@pytest.mark.parametrize("number", ["free", "another file's", "the same file's"])
+@pytest.mark.parametrize("mode", ["r", "w"])
+def test_a_descriptor_that_was_closed_is_noticed(children: ExitStack, store: Path, mode: Any, number: str) -> None:
+    opened = tierstore.open(store, mode=mode, ddr="2MiB", threads=1)
+    pins = opened._cold._file_map.pins
+    descriptor = pins.descriptor
+    os.close(descriptor)
+    if number != "free":
+        other = os.open(store / ("rows.lmdb" if number == "the same file's" else "manifest.json"), os.O_RDONLY)
+        assert other == descriptor
+        children.callback(os.close, other)
+    if number == "the same file's":
+        assert opened["t"].read(torch.arange(10)).unique().tolist() == [3.0]
+    else:
+        require_lost(lambda: opened["t"].read(torch.arange(10)))
+    require_lost(opened.commit if mode == "w" else lambda: pins.hold(1 << 20))
+    opened.close()
+    if number != "free":
+        os.fstat(descriptor)  # it was somebody else's to close
+
+
+def test_a_reader_whose_descriptor_was_closed_keeps_its_tree(store: Path, children: ExitStack) -> None:
+    pins = Pins(store / "rows.lmdb")
+    children.callback(pins.close)
+    opened = tierstore.open(store, mode="r", ddr="2MiB", threads=1)
+    os.close(opened._cold._file_map.pins.descriptor)
+    assert pins.oldest(1 << 40) == opened._cold._snapshot.txn_id
+    opened.close()
+    assert pins.oldest(1 << 40) is None

@@ -1,0 +1,94 @@
+"""How LMDB's writer learns of readers: one place in its own table of readers says what the oldest of them sees.
+
+LMDB reuses no page that a transaction in its table of readers can see. That table, ``rows.lmdb-lock``, is the writer's
+alone: readers do not know it, they lock bytes of the row file (``pins.py``). So the writer keeps one read transaction
+whose place in the table holds, before each write transaction, the number of the oldest tree that is read elsewhere.
+LMDB has no call for that, as a new writer beside readers must name a tree that it cannot begin a transaction on. The
+place is found by what it holds, and ``Environment.readers`` must list what is written there.
+
+Source: ``MDB_reader`` in LMDB 0.9's mdb.c: transaction number (8 bytes), process id (4), thread; 64 bytes each.
+"""
+
+import contextlib
+import os
+import struct
+from pathlib import Path
+from typing import Final
+
+import lmdb
+
+from ..errors import TierstoreError
+from .pins import Pins
+
+__all__ = ["Floor"]
+
+_NOBODY: Final = 2**64 - 1
+_NUMBER: Final = struct.Struct("=Q")
+_READER: Final = struct.Struct("=Qi")
+_READER_BYTES: Final = 64
+
+
+class Floor:
+    """The oldest tree of which LMDB must reuse no page, for the one writer, which asks between its transactions.
+
+    Args:
+        environment: opened for writing; no transaction on it is open.
+        path: the row file.
+        pins: of it.
+
+    Raises:
+        TierstoreError: the table is not what is known of LMDB 0.9.
+    """
+
+    def __init__(self, environment: "lmdb.Environment", path: Path, pins: Pins) -> None:
+        self._environment = environment
+        self._path = path
+        self._pins = pins
+        with contextlib.ExitStack() as stack:
+            self._txn = environment.begin(write=False)
+            stack.callback(self._txn.abort)
+            # Kept open: closing a descriptor of this file drops the locks of this process on it.
+            self._table = os.open(path.with_name(f"{path.name}-lock"), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            stack.callback(os.close, self._table)
+            self._place = self._find()
+            self._number = _NOBODY
+            self._write(_NOBODY)
+            self._held = stack.pop_all()
+
+    def _find(self) -> int:
+        """Where the number of our transaction is."""
+        wanted = _READER.pack(self._txn.id(), os.getpid())
+        table = os.pread(self._table, os.fstat(self._table).st_size, 0)
+        for place in range(0, len(table) - _READER_BYTES + 1, _READER_BYTES):
+            if table[place : place + len(wanted)] == wanted and self._is_honoured(place):
+                return place
+        raise TierstoreError(
+            f"{self._path}: the table of readers of this LMDB, {lmdb.version()}, is not as that of 0.9; install the "
+            "release of lmdb that tierstore asks for"
+        )
+
+    def _is_honoured(self, place: int) -> bool:
+        before = os.pread(self._table, _NUMBER.size, place)
+        os.pwrite(self._table, _NUMBER.pack(0), place)
+        if [str(os.getpid()), "0"] in [line.split()[::2] for line in self._environment.readers().splitlines()]:
+            return True
+        os.pwrite(self._table, before, place)
+        return False
+
+    def _write(self, number: int) -> None:
+        os.pwrite(self._table, _NUMBER.pack(number), self._place)
+        self._number = number
+
+    def ask(self) -> None:
+        """Have the next write transaction leave alone what others read; before each of them.
+
+        Raises:
+            ClosedError: somebody closed the row file's descriptor, so that the answer would not count.
+        """
+        oldest = self._pins.oldest(self._environment.info()["last_txnid"])
+        number = _NOBODY if oldest is None else oldest
+        if number != self._number:
+            self._write(number)
+
+    def close(self) -> None:
+        self._held.close()

@@ -1,0 +1,183 @@
+"""Which trees of a row file are being read: a reader locks the byte whose offset is its tree's transaction number.
+
+The lock is a shared one of the open file (an open-file-description lock, ``fcntl(2)``) on ``rows.lmdb`` itself. No
+process id is involved, and no other descriptor of the file matters. The bytes need not exist, and nothing is written.
+The kernel drops the lock when nothing refers to the open file any more; as the file's map refers to it, what is in the
+map is locked whoever closes the descriptor (``os.closerange`` does).
+
+Why no page is reused that a reader can see:
+
+- LMDB's transaction n + 1 uses pages that transactions before n freed. So it leaves the trees n and n - 1 whole, with
+  readers or without.
+- A reader locks byte n, and then looks whether n is still the newest transaction; if not, it unlocks and begins anew.
+- The writer commits n + 1, which writes a meta page, and asks for locks before it begins n + 2.
+
+Both go through the kernel's lock of the file's locks, so either the reader sees n + 1 and begins anew, or the writer
+sees the lock and tells LMDB (``floor.py``).
+
+A descriptor that somebody closed may have become another file's. So each has a position of its own, which only copies
+of it share, and is looked at after each use.
+"""
+
+import errno
+import fcntl
+import os
+import random
+import struct
+import threading
+import time
+from collections import Counter
+from typing import Final
+
+from ..errors import ClosedError, StoreLockedError, TierstoreError
+from ..oserrors import translate_os_error
+from .forks import disown_in_forks
+
+__all__ = ["Pins", "lock_range"]
+
+_FLOCK: Final = struct.Struct("hhqqi4x")
+"""The system's ``struct flock``: type, whence, start, length, process id."""
+_NO_LOCKS: Final = (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_PATIENCE_SECONDS: Final = 60.0
+"""For a writer that puts meta pages back meanwhile."""
+_PAUSE_SECONDS: Final = 0.01
+_MAX_MARK: Final = 2**31 - 1
+"""A position that every file system accepts."""
+
+
+def lock_range(descriptor: int, kind: int, start: int, length: int) -> bool:
+    """Set, or with ``F_UNLCK`` clear, a lock of the open file; False if another open file has one in the way.
+
+    ``length`` 0: to the end of all offsets.
+    """
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, start, length, 0))
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            raise
+        return False
+    return True
+
+
+class Pins:
+    """An open row file, and the trees that are read through it.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+
+    def __init__(self, path: "str | os.PathLike[str]") -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._users: Counter[int] = Counter()
+        self._mark = random.SystemRandom().randint(1, _MAX_MARK)
+        self.descriptor = -1
+        disown_in_forks(self)
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        os.lseek(self.descriptor, self._mark, os.SEEK_SET)
+        status = os.fstat(self.descriptor)
+        self._identity = status.st_dev, status.st_ino
+
+    def size_bytes(self) -> int:
+        """Length of the file now; ClosedError if the descriptor is another file's."""
+        try:
+            status = os.fstat(self.descriptor)
+        except OSError as error:
+            raise self._lost() from error
+        if (status.st_dev, status.st_ino) != self._identity:
+            raise self._lost()
+        return status.st_size
+
+    def _is_held(self) -> bool:
+        try:
+            return os.lseek(self.descriptor, 0, os.SEEK_CUR) == self._mark
+        except OSError:
+            return False
+
+    def _lost(self) -> ClosedError:
+        return ClosedError(
+            f"{self._path}: somebody in this process closed descriptors of the store (os.closerange does); open the "
+            "store again"
+        )
+
+    def _failure(self, error: OSError) -> TierstoreError:
+        if not self._is_held():
+            return self._lost()
+        if error.errno in _NO_LOCKS:
+            return TierstoreError(
+                f"{self._path}: no open-file-description locks on its file system, or in this system "
+                f"({error.strerror}); put the store on a local file system"
+            )
+        return translate_os_error(error, self._path)
+
+    def hold(self, txn_id: int) -> None:
+        """Lock a tree, once more if it is locked already.
+
+        Raises:
+            StoreLockedError: a writer has been putting meta pages back for a minute.
+            ClosedError: somebody closed the descriptor. TierstoreError: the file system has no locks.
+        """
+        with self._lock:
+            if not self._users[txn_id]:
+                self._take(txn_id)
+            self._users[txn_id] += 1
+
+    def _take(self, txn_id: int) -> None:
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        try:
+            while not lock_range(self.descriptor, fcntl.F_RDLCK, txn_id, 1):
+                if time.monotonic() > deadline:
+                    raise StoreLockedError(
+                        f"{self._path}: a process that opens the store for writing is putting it back to its last "
+                        f"commit, for more than {_PATIENCE_SECONDS:.0f} s; try again later"
+                    )
+                time.sleep(_PAUSE_SECONDS)
+        except OSError as error:
+            raise self._failure(error) from error
+        if not self._is_held():
+            raise self._lost()
+
+    def release(self, txn_id: int) -> None:
+        """Undo one ``hold``."""
+        with self._lock:
+            self._users[txn_id] -= 1
+            if not self._users[txn_id]:
+                del self._users[txn_id]
+                if self._is_held():
+                    lock_range(self.descriptor, fcntl.F_UNLCK, txn_id, 1)
+
+    def oldest(self, below: int) -> int | None:
+        """The least tree under ``below`` that somebody else reads, in this process or another; None if there is none.
+
+        The kernel names any lock that is in the way of one over a range; so the range is cut there until none is left.
+
+        Raises:
+            ClosedError: somebody closed the descriptor, and it is no answer.
+        """
+        found, end = None, below
+        try:
+            while end > 0:
+                asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, end, 0)
+                kind, _, start, _, _ = _FLOCK.unpack(fcntl.fcntl(self.descriptor, fcntl.F_OFD_GETLK, asked))
+                if kind == fcntl.F_UNLCK:
+                    break
+                found = end = start
+        except OSError as error:
+            raise self._failure(error) from error
+        if not self._is_held():
+            raise self._lost()
+        return found
+
+    def close(self) -> None:
+        """Release all. Copies that were forked without Python's knowledge keep nothing either."""
+        is_held = self._is_held()
+        descriptor, self.descriptor = self.descriptor, -1
+        if is_held:
+            lock_range(descriptor, fcntl.F_UNLCK, 0, 0)
+            os.close(descriptor)
+
+    def disown(self) -> None:
+        """See ``forks.Inherited``."""
+        if self._is_held():
+            os.close(self.descriptor)
+        self.descriptor = -1
