@@ -332,8 +332,7 @@ class LmdbColdTier:
 
     def drop_tables(self, first: int) -> None:
         """Forget the tables from index ``first`` on, which a read-only tier shows no version of."""
-        with self._writer, self._view.lock:
-            self._view.directory = self._view.directory.without_tables(first)
+        self._view.drop_tables(first)
 
     def place(self, keys: Int64s) -> Int64s:
         """See ``ColdTier.place``."""
@@ -422,8 +421,7 @@ class LmdbColdTier:
             check_widths(layout, weights, state)
             places = self.place(keys)
             rows = BlockRows(directory, geo, places, keys)
-            block_keys = rows.block_keys
-            positions = directory.positions(block_keys)
+            positions = directory.positions(block_keys := rows.block_keys)
             if not self._head.last < epoch <= MAX_VERSION:
                 raise ValueError(f"epoch={epoch} must be above {self._head.last}, the last version")
             old_pages = directory.pages[positions].astype(np.int64)
@@ -582,7 +580,6 @@ class LmdbColdTier:
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
         """See ``ColdTier.verify``. Blocks of a version and their uncommitted successors are both checked and counted.
-
         Blocks of tables that were not added cannot be checked beyond their presence, and are not counted.
         """
         with ExitStack() as stack:

@@ -60,6 +60,11 @@ class View:
             if snapshot is not None:
                 self._exchange(snapshot)
 
+    def drop_tables(self, first: int) -> None:
+        """Forget the tables from index ``first`` on."""
+        with self.lock:
+            self.directory = self.directory.without_tables(first)
+
     def _exchange(self, snapshot: Snapshot) -> None:
         old, self.snapshot = self.snapshot, snapshot
         if old.leases == 0:
