@@ -78,7 +78,6 @@ def back_up(
     with contextlib.ExitStack() as stack:
         with Shield():
             snapshot, _ = stack.enter_context(tier.lease())
-        snapshot.check_free_pages()
         work = stack.enter_context(new_store(target, WORK_NAME))
         steps = Steps(progress)
         path = rows_path(work)
@@ -92,7 +91,10 @@ def back_up(
 
 
 def _check(work: Path, kept: tuple[int, ...], steps: Steps | None) -> tuple[tuple[int, ...], VerifyReport | None]:
-    """Open the backup: it must be a store, with these versions."""
+    """Open the backup, which walks its trees: it must be a store, with these versions.
+
+    The source's are not walked before: out of the system's cache, that takes a fifth of the time of the copy.
+    """
     try:
         with open_store(work, mode="r", ddr=_DDR) as store:
             if store.versions != kept:
