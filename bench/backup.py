@@ -84,7 +84,7 @@ class _Subject:
         """Bytes a second, and the mean of the steps beside it."""
         drop(self._rows_file)
         self._training.commit()
-        taken = []
+        taken: list[float] = []
         with ThreadPoolExecutor(1) as thread:
             copy = thread.submit(self._timed, name)
             while not (taken and copy.done()):

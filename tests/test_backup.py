@@ -117,20 +117,17 @@ def test_a_backup_shows_one_moment_whatever_is_written_while_it_is_made(trained:
 
 @pytest.mark.parametrize("verify", [True, False])
 def test_backups_beside_a_thread_that_trains(trained: Trained, tmp_path: Path, verify: bool) -> None:
-    done = threading.Event()
-
     def train() -> None:
-        while not done.is_set():
+        for _ in range(8):
             trained.train()
             trained.commit()
 
+    found: list[int] = []
     thread = threading.Thread(target=train)
     thread.start()
-    try:
-        found = [trained.store.backup(tmp_path / str(i), verify=verify).version for i in range(4)]
-    finally:
-        done.set()
-        thread.join()
+    while thread.is_alive() and len(found) < 4:
+        found.append(trained.store.backup(tmp_path / str(len(found)), verify=verify).version)
+    thread.join()
     assert found == sorted(found)
     for i, version in enumerate(found):
         trained.check(tmp_path / str(i), version)
