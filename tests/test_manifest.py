@@ -107,6 +107,8 @@ TABLE = CONFIG.to_dict()
         ({"tables": [{}]}, "no 'feature_names'"),
         ({"tables": [TABLE, TABLE]}, "two tables have one name"),
         ({"tables": [{**TABLE, "name": ["x"]}]}, "name="),
+        ({"tables": [{**TABLE, "name": "a\ud800"}]}, "name='a.ud800' is no valid Unicode"),
+        ({"tables": [{**TABLE, "feature_names": ["\udfff"]}]}, "feature_names='.udfff' is no valid Unicode"),
         ({"tables": [{**TABLE, "feature_names": "ab"}]}, "feature_names must be a list"),
         ({"tables": [{**TABLE, "feature_names": [["a"]]}]}, "must be distinct strings"),
         ({"tables": [{**TABLE, "num_embeddings": 2**40 + 1}]}, "num_embeddings=1099511627777 must be in"),

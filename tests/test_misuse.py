@@ -22,6 +22,12 @@ def store(store_dir: Path) -> Any:
         yield opened
 
 
+@pytest.mark.parametrize("names", [{"name": "a\ud800"}, {"name": "a", "feature_names": ("b", "\udfff")}])
+def test_names_that_no_page_could_show(names: Any) -> None:
+    with pytest.raises(ValueError, match="is no valid Unicode: surrogates not allowed"):
+        tierstore.TableConfig(num_embeddings=1, embedding_dim=1, **names)
+
+
 @pytest.mark.parametrize("row", [-1, 100, 2**40, -(2**40)])
 def test_ids_out_of_range(store: tierstore.Store, row: int) -> None:
     message = rf"id {row} is not a row of table 'items': ids are in \[0, 100\)"

@@ -31,6 +31,13 @@ def require_int(value: object, name: str, low: int, high: int) -> None:
         raise ValueError(f"{name}={excerpt(value)} must be in [{low}, {high}]")
 
 
+def _require_unicode(text: str, name: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name}={excerpt(text)} is no valid Unicode: {error.reason} at {error.start}") from None
+
+
 @dataclass(frozen=True, kw_only=True)
 class TableConfig:
     """One embedding table.
@@ -63,6 +70,7 @@ class TableConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not 0 < len(self.name) <= _MAX_NAME:
             raise ValueError(f"name={excerpt(self.name)} must be a str of 1 to {_MAX_NAME} characters")
+        _require_unicode(self.name, "name")
         require_int(self.num_embeddings, "num_embeddings", 1, MAX_ROWS)
         require_int(self.embedding_dim, "embedding_dim", 1, 1 << 20)
         require_choice(self.dtype, get_args(DtypeName), "dtype")
@@ -77,6 +85,8 @@ class TableConfig:
         names = tuple(self.feature_names) or (self.name,)
         if not all(isinstance(name, str) for name in names) or len(set(names)) != len(names):
             raise ValueError(f"feature_names={excerpt(names)} must be distinct strings")
+        for name in names:
+            _require_unicode(name, "feature_names")
         object.__setattr__(self, "feature_names", names)
         if not isinstance(self.init, initializers.Initializer):
             raise TypeError(f"init must be a tierstore.init.Initializer, not {type(self.init).__name__}")

@@ -22,7 +22,8 @@ VERSION = "7"
 
 class FakeEngine:
     """Models "echo" (each input comes back as an output of its name), "double" (x FP32 [-1, 3] as y, twice it), "slow"
-    (waits until ``let_go``), "full", "late", "broken" (each fails in its way).
+    (waits until ``let_go``), "zeros" (so many as x INT64 [1] says, UINT8), "full", "late", "broken" (each fails in its
+    way).
 
     Attributes:
         seen: the requests, in order of arrival.
@@ -46,7 +47,7 @@ class FakeEngine:
                 outputs=(TensorSpec("y", "FP32", (-1, 3)),),
                 parameters={"features": "a,b"},
             )
-            for name in ("broken", "double", "echo", "full", "late", "slow")
+            for name in ("broken", "double", "echo", "full", "late", "slow", "zeros")
         }
 
     def models(self) -> tuple[ModelMetadata, ...]:
@@ -83,6 +84,8 @@ class FakeEngine:
                 raise
         if request.model in ("echo", "slow"):
             return dict(request.inputs)
+        if request.model == "zeros":
+            return {"x": InferTensor("UINT8", np.zeros(int(request.inputs["x"].data[0]), np.uint8))}
         x = request.inputs.get("x")
         if x is None or x.datatype != "FP32" or x.data.ndim != 2:
             raise ServeError(Status.INVALID, "input 'x' must be FP32 [-1, 3]")

@@ -72,6 +72,7 @@ class Server:
                 max_request_bytes=config.body_bytes,
                 max_held_bytes=max(GrpcLimits().max_held_bytes, config.body_bytes),
                 max_connections=min(config.connections, MAX_COUNT),
+                receive_seconds=config.receive_seconds,
                 reuse_port=config.workers > 1,
             ),
             host=config.host,

@@ -4,8 +4,7 @@ import asyncio
 import queue
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from tritonclient.utils import InferenceServerException
 
 from tests.serve.fakes import FakeEngine
 from tests.serve.grpc_harness import WAIT_SECONDS, serving, wait_until
-from tierstore.serve.grpc import server
 from tierstore.serve.grpc.limits import GrpcLimits
 from tierstore.serve.grpc.messages import INFERENCE_SERVICE
 from tierstore.serve.grpc.server import GrpcServer
@@ -172,13 +170,6 @@ def test_stream_is_answered_before_it_is_ended_as_idle(client_of: Any) -> None:
         assert code_of(answers.get(timeout=WAIT_SECONDS)) == "DEADLINE_EXCEEDED"
 
 
-def large_request() -> Any:
-    message = service_pb2.ModelInferRequest(model_name="echo")
-    message.inputs.add(name="x", datatype="FP32", shape=[1 << 20])
-    message.raw_input_contents.append(bytes(4 << 20))
-    return message
-
-
 def test_request_that_does_not_come_is_not_waited_for() -> None:
     go_on = threading.Event()
 
@@ -200,59 +191,6 @@ def test_call_without_a_request() -> None:
         with pytest.raises(grpc.RpcError, match="ended without a request") as raised:
             infer(iter([]), timeout=WAIT_SECONDS)
         assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-
-
-@pytest.fixture
-def one_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server with max_concurrent_rpcs=1 has a place for one call, of whatever kind."""
-    monkeypatch.setattr(server, "RESERVED_RPCS", 0)
-
-
-@pytest.fixture
-def stingy_channel() -> Iterator[Callable[[str], grpc.Channel]]:
-    """Makes channels that accept 64 KiB of a response that is not read, and never more."""
-    options = [("grpc.http2.lookahead_bytes", 65535), ("grpc.http2.bdp_probe", 0)]
-    with ExitStack() as channels:
-        yield lambda address: channels.enter_context(grpc.insecure_channel(address, options))
-
-
-@pytest.mark.usefixtures("one_place")
-def test_responses_that_are_not_read_do_not_keep_others_out(
-    client_of: Any, stingy_channel: Callable[[str], grpc.Channel], caplog: pytest.LogCaptureFixture
-) -> None:
-    with serving(GrpcLimits(max_concurrent_rpcs=1, send_seconds=0.5)) as served:
-        # As a stream, so that gRPC leaves the response unread.
-        infer = stingy_channel(served.address).unary_stream(f"/{INFERENCE_SERVICE}/ModelInfer")
-        held = infer(large_request().SerializeToString())
-        wait_until(lambda: len(served.engine.seen) == 1, "it to be answered")
-        client = client_of(served.address)
-        assert not succeeds(client)
-        wait_until(lambda: succeeds(client), "the call's place to be free")
-        assert "accepted no answer for 0.5 seconds" in caplog.text
-        assert held.code() is grpc.StatusCode.UNAVAILABLE
-
-
-@pytest.mark.usefixtures("one_place")
-def test_stream_whose_answers_are_not_read_is_ended(
-    client_of: Any, stingy_channel: Callable[[str], grpc.Channel]
-) -> None:
-    go_on = threading.Event()
-
-    def requests() -> Iterator[Any]:
-        yield from [large_request()] * 40
-        go_on.wait(WAIT_SECONDS)
-
-    limits = GrpcLimits(max_concurrent_rpcs=1, max_stream_idle_seconds=0.3, send_seconds=0.3)
-    with serving(limits) as served:
-        stub = service_pb2_grpc.GRPCInferenceServiceStub(stingy_channel(served.address))
-        held = stub.ModelStreamInfer(requests())
-        wait_until(lambda: len(served.engine.seen) > 0, "the first to be asked")
-        client = client_of(served.address)
-        assert not succeeds(client)
-        wait_until(lambda: succeeds(client), "the stream's place to be free")
-        go_on.set()
-        assert held.code() is grpc.StatusCode.UNAVAILABLE
-        assert len(served.engine.seen) < 40
 
 
 def test_stream_counts_as_a_call(client_of: Any) -> None:

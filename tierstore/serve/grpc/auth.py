@@ -10,6 +10,8 @@ from grpc import aio
 from ..bearer_token import Token
 from ..messages import ServeError, Status
 from .messages import HEALTH_SERVICE, INFERENCE_SERVICE
+from .service import InferenceService
+from .waiting import Call
 
 __all__ = ["BearerAuthentication"]
 
@@ -24,12 +26,12 @@ class BearerAuthentication(aio.ServerInterceptor):  # type: ignore[misc]  # gRPC
 
     Args:
         token: printable ASCII without spaces, else ValueError.
-        on_refused: told of each call that is not let through.
+        service: refuses the calls that are not let through.
     """
 
-    def __init__(self, token: str, on_refused: Callable[[ServeError], None]) -> None:
+    def __init__(self, token: str, service: InferenceService) -> None:
         self._token = Token(token)
-        self._on_refused = on_refused
+        self._service = service
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
         if details.method in _OPEN or self._is_authentic(details.invocation_metadata):
@@ -43,5 +45,5 @@ class BearerAuthentication(aio.ServerInterceptor):  # type: ignore[misc]  # gRPC
         """Answers calls of any kind, and does not wait for what they have to say."""
         del requests
         error = ServeError(Status.UNAUTHENTICATED, "this server wants metadata 'authorization: Bearer TOKEN'")
-        self._on_refused(error)
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
+        self._service.refuse(error)
+        await self._service.abort(error, Call(context), context)

@@ -6,12 +6,19 @@ from typing import Any, Final
 from ...options import check_ranges, option
 from ..encoding import MAX_ELEMENTS
 
-__all__ = ["MAX_AWAITED", "MAX_COUNT", "RESERVED_RPCS", "GrpcLimits"]
+__all__ = ["MAX_ASKING", "MAX_COUNT", "MAX_UNREAD", "RESERVED_RPCS", "GrpcLimits"]
 
+MAX_ASKING: Final = 128
+"""Calls whose request has not come yet, over all connections. One more ends one of them, see ``Waiting``."""
+MAX_UNREAD: Final = 320
+"""Calls whose client has not accepted the response yet, likewise. Both together leave room among the calls of one
+connection, which may be a proxy's."""
 RESERVED_RPCS: Final = 64
-"""Calls beside inference that are answered even while ``max_concurrent_rpcs`` are under way: health, metadata."""
-MAX_AWAITED: Final = RESERVED_RPCS // 2
-"""Of those, so many whose request has not come yet: if there is one more, the one that has taken longest is ended."""
+"""Calls beside those and inference: they are answered at once, or are being ended."""
+
+_MAX_PENDING_RPCS: Final = 65_536
+"""Calls that gRPC has taken from connections and not yet handed to us. By default it cancels some above 1000, and all
+above 3000, whoever made them: who begins and resets calls rapidly would have those of others cancelled."""
 
 MAX_COUNT: Final = (1 << 31) - 1
 """gRPC counts in 32 bits."""
@@ -41,21 +48,21 @@ class GrpcLimits:
     max_unsent_bytes: int = _count(
         1 << 30,
         "responses above 64 KiB, together, that are being encoded or that clients have not accepted yet; one beyond "
-        "that is refused instead",
+        "that ends a call of the connection that holds most, or is refused if that is its own",
     )
     max_connections: int = _count(1000, "connections at a time; one more is closed")
     max_metadata_bytes: int = _count(16 << 10, "bytes of a call's metadata", low=1024)
     max_concurrent_rpcs: int = _count(256, "inference calls under way, over all connections; a stream counts as one")
     max_streams: int = _count(128, "ModelStreamInfer calls among them")
     max_stream_idle_seconds: float = _seconds(
-        300.0, "a stream that asks nothing for so long is ended; if it accepts no answer, with its connection"
+        300.0, "a stream that asks nothing, or accepts no answer, for so long is ended"
     )
-    receive_seconds: float = _seconds(60.0, "time a client may take to send the request of a call")
+    receive_seconds: float = _seconds(30.0, "time a client may take to send the request of a call")
     send_seconds: float = _seconds(
-        60.0, "time a client may take to accept the response of a call; its connection is closed after that"
+        60.0, "time a client may take to accept the response of a call, which is ended after that"
     )
     max_concurrent_streams: int = _count(
-        1024,
+        512,
         "calls under way on one connection; more of them wait in the client, or fail as UNAVAILABLE if it sends them "
         "before it knows of the limit or while the server is still putting away an earlier one",
     )
@@ -94,6 +101,8 @@ class GrpcLimits:
             "grpc.max_metadata_size": self.max_metadata_bytes,
             "grpc.absolute_max_metadata_size": self.max_metadata_bytes,
             "grpc.max_concurrent_streams": self.max_concurrent_streams,
+            "grpc.server.max_pending_requests": _MAX_PENDING_RPCS,
+            "grpc.server.max_pending_requests_hard_limit": _MAX_PENDING_RPCS,
             "grpc.http2.max_ping_strikes": self.max_ping_strikes,
             "grpc.keepalive_permit_without_calls": 1,
             "grpc.so_reuseport": int(self.reuse_port),

@@ -1,5 +1,6 @@
 """The server of the Open Inference Protocol over gRPC, in the event loop that starts it."""
 
+import asyncio
 import ssl
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ from grpc import aio
 
 from ..base import Engine
 from .auth import BearerAuthentication
-from .limits import RESERVED_RPCS, GrpcLimits
+from .limits import MAX_ASKING, MAX_UNREAD, RESERVED_RPCS, GrpcLimits
 from .service import InferenceService
+from .waiting import know_makers
 
 __all__ = ["GrpcServer"]
 
@@ -54,16 +56,17 @@ class GrpcServer:
         self._limits = limits or GrpcLimits()
         self._service = InferenceService(engine, self._limits)
         self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        self._interceptors = [] if token is None else [BearerAuthentication(token, self._service.refuse)]
+        self._interceptors = [] if token is None else [BearerAuthentication(token, self._service)]
         self._credentials = _credentials(certificate, key) if certificate and key else None
         self._server: Any = None
 
     async def start(self) -> int:
-        """Listen; returns the port. OSError if the address cannot be listened on."""
+        """Listen; returns the port. OSError if the address cannot be listened on. Sets the loop's task factory."""
+        know_makers(asyncio.get_running_loop())
         server = aio.server(
             interceptors=self._interceptors,
             options=self._limits.channel_options(),
-            maximum_concurrent_rpcs=self._limits.max_concurrent_rpcs + RESERVED_RPCS,
+            maximum_concurrent_rpcs=self._limits.max_concurrent_rpcs + MAX_ASKING + MAX_UNREAD + RESERVED_RPCS,
         )
         server.add_generic_rpc_handlers(self._service.handlers())
         try:

@@ -3,8 +3,9 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import ExitStack, contextmanager
+import traceback
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -16,9 +17,9 @@ from ..encoding import Encoders
 from ..logs import log_refused, log_request, request_context
 from ..messages import EXTENSIONS, InferRequest, InferResponse, ServeError, Status
 from . import codec
-from .connections import Disconnection
-from .limits import MAX_AWAITED, GrpcLimits
+from .limits import MAX_ASKING, MAX_UNREAD, GrpcLimits
 from .messages import HEALTH_SERVICE, INFERENCE_SERVICE, message_class
+from .waiting import Call, Waiting
 
 __all__ = ["InferenceService"]
 
@@ -32,7 +33,7 @@ _SMALL_BYTES: Final = 64 << 10
 
 _SERVING, _NOT_SERVING = 1, 2
 
-_Answer = Callable[[Any], Any]
+_Respond = Callable[[Any], Any]
 
 
 def _details(error: ServeError) -> str:
@@ -44,35 +45,12 @@ def _counted(size: int) -> int:
     return size if size > _SMALL_BYTES else 0
 
 
-def _when_over(then: Callable[[], object]) -> None:
-    """Have something done once the call is over for which this task works, which goes on to send the response."""
-    task = asyncio.current_task()
-    assert task is not None
-    task.add_done_callback(lambda _: then())
-
-
 class _GoneError(Exception):
     """The client has left amid a response."""
 
 
-class _Unsent:
-    """The bytes that one call's responses take of what all may."""
-
-    def __init__(self, count: Callable[[int], None]) -> None:
-        self._count = count
-        self._size = 0
-
-    def add(self, size: int) -> None:
-        """Count a large response, or less of one; ServeError OVERLOADED if all together are too many."""
-        self._count(size)
-        self._size += size
-
-    def release(self) -> None:
-        self.add(-self._size)
-
-
-class _StreamAnswer(NamedTuple):
-    """A message of a stream, and what it was counted as."""
+class _Answer(NamedTuple):
+    """A response, and what it is counted as until the client has accepted it."""
 
     encoded: bytes
     unsent_bytes: int
@@ -94,7 +72,9 @@ class InferenceService:
         self._held_bytes = 0
         self._unsent_bytes = 0
         self._encoders = Encoders()
-        self._awaited: dict[asyncio.Timeout, None] = {}
+        self._asking = Waiting(MAX_ASKING)
+        self._unread = Waiting(MAX_UNREAD)
+        self._idle = Waiting(limits.max_streams)
 
     @property
     def unsent_bytes(self) -> int:
@@ -103,7 +83,7 @@ class InferenceService:
 
     def handlers(self) -> tuple[Any, ...]:
         """For ``grpc.aio.Server.add_generic_rpc_handlers``."""
-        answers: dict[str, _Answer] = {
+        answers: dict[str, _Respond] = {
             "ServerLive": self._server_live,
             "ServerReady": self._server_ready,
             "ModelReady": self._model_ready,
@@ -128,62 +108,65 @@ class InferenceService:
     # Calls are given bytes and return bytes: a malformed message then has a status of ours, and not gRPC's. Those of
     # one message are declared as of many: gRPC then leaves it to us how long to wait for it.
 
-    def _asked(self, request_name: str, answer: _Answer) -> Any:
-        async def respond(messages: AsyncIterator[bytes]) -> bytes:
-            with self._awaiting() as limit:
-                data = await self._receive(messages, limit)
-            return bytes(answer(codec.parse(request_name, data)).SerializeToString())
+    def _asked(self, request_name: str, answer: _Respond) -> Any:
+        async def handle(_: Any, context: Any) -> bytes:
+            call = Call(context)
 
-        async def handle(messages: AsyncIterator[bytes], context: Any) -> bytes:
-            return await self._or_abort(respond(messages), context)
+            async def respond() -> _Answer:
+                data = await self._receive(call, context)
+                return _Answer(bytes(answer(codec.parse(request_name, data)).SerializeToString()), 0)
+
+            return await self._or_abort(respond(), call, context)
 
         return grpc.stream_unary_rpc_method_handler(handle)
 
-    @contextmanager
-    def _awaiting(self) -> Iterator[asyncio.Timeout]:
-        """A call's time to send its request. It has less where too many take theirs: anybody may ask for health, and
-        could have all of the places by asking nothing."""
-        limit = asyncio.timeout(self._limits.receive_seconds)
-        self._awaited[limit] = None
+    async def _receive(self, call: Call, context: Any) -> bytes:
+        """A call's first request. A call takes no place of those that are under way before it has come."""
+        seconds = self._limits.receive_seconds
+        wait = self._asking.begin(call)
         try:
-            yield limit
-        finally:
-            self._awaited.pop(limit, None)
-
-    async def _receive(self, messages: AsyncIterator[bytes], limit: asyncio.Timeout) -> bytes:
-        try:
-            async with limit:
-                if len(self._awaited) > MAX_AWAITED:
-                    oldest = next(iter(self._awaited))
-                    del self._awaited[oldest]
-                    if not oldest.expired():  # else its time is up by itself just now
-                        oldest.reschedule(asyncio.get_running_loop().time())
-                return await anext(aiter(messages))
+            async with asyncio.timeout(seconds):
+                data = await context.read()
         except TimeoutError:
-            seconds = self._limits.receive_seconds
             error = ServeError(Status.DEADLINE, f"the request did not come within {seconds:g} seconds")
-        except StopAsyncIteration:
+        else:
+            if data is not grpc.aio.EOF:
+                return bytes(data)
             error = ServeError(Status.INVALID, "the call ended without a request")
+        finally:
+            wait.over()
         self.refuse(error)
         raise error
 
-    async def _or_abort(self, response: Awaitable[bytes], context: Any) -> bytes:
+    async def _or_abort(self, response: Awaitable[_Answer], call: Call, context: Any) -> bytes:
         """The response, or the status of what went wrong; either is to be accepted by the client in time."""
-        failure: ServeError | None = None
-        encoded = b""
         try:
-            encoded = await response
+            encoded, unsent_bytes = await response
         except ServeError as error:
             failure = error
         except _GoneError:
             raise asyncio.CancelledError from None  # as gRPC has it, if it notices first
+        except asyncio.CancelledError as error:
+            traceback.clear_frames(error.__traceback__)  # TaskGroup's refer to the call in a circle
+            raise
         except Exception:
             failure = self._unexpected()
-        disconnection = Disconnection(context.peer(), self._limits.send_seconds)
-        _when_over(disconnection.cancel)
-        if failure is not None:
-            await context.abort(grpc.StatusCode[failure.status.grpc], _details(failure))
-        return encoded
+        else:
+            self._leave_to_grpc(call, unsent_bytes)
+            return encoded
+        await self.abort(failure, call, context)
+        raise AssertionError("a call that is aborted goes on")
+
+    async def abort(self, error: ServeError, call: Call, context: Any) -> None:
+        """Answer a call with the status of an error; raises what gRPC then wants."""
+        self._leave_to_grpc(call, 0)
+        await context.abort(grpc.StatusCode[error.status.grpc], _details(error))
+
+    def _leave_to_grpc(self, call: Call, unsent_bytes: int) -> None:
+        """Give the client its time to accept what this task goes on to send."""
+        wait = self._unread.begin(call, size=unsent_bytes, then=lambda: self._count_unsent(-unsent_bytes))
+        wait.end_after(self._limits.send_seconds)
+        call.when_over(wait.over)
 
     def _unexpected(self) -> ServeError:
         """What the client is told of the exception being handled, which only the log shows."""
@@ -255,9 +238,9 @@ class InferenceService:
             self._num_running -= 1
 
     @contextmanager
-    def _stream_admission(self) -> Iterator[None]:
+    def _stream_admission(self, call: Call) -> Iterator[None]:
         """Likewise of streams, so that those that are held open leave room for other calls."""
-        if self._num_streams >= self._limits.max_streams:
+        if self._num_streams >= self._limits.max_streams and not self._idle.make_room(call.peer, 1):
             error = ServeError(Status.OVERLOADED, f"{self._num_streams} streams are open; try again later")
             self.refuse(error)
             raise error
@@ -282,40 +265,27 @@ class InferenceService:
             self._held_bytes -= len(data)
 
     def _count_unsent(self, size: int) -> None:
-        limit = self._limits.max_unsent_bytes
-        if size > 0 and self._unsent_bytes + size > limit:
-            error = ServeError(Status.OVERLOADED, f"clients have yet to accept {limit} bytes; try again later")
-            self._engine.note_refused("grpc", error)
-            raise error
         self._unsent_bytes += size
 
-    @contextmanager
-    def _sending(self) -> Iterator[_Unsent]:
-        """Counts a call's responses until it is over."""
-        unsent = _Unsent(self._count_unsent)
-        try:
-            yield unsent
-        finally:
-            unsent.release()
+    def _reserve_unsent(self, size: int, call: Call) -> None:
+        """Count a large response; ServeError OVERLOADED if all together are too many, and no other has more of them."""
+        limit = self._limits.max_unsent_bytes
+        while size and self._unsent_bytes + size > limit:
+            if not self._unread.make_room(call.peer, size):
+                error = ServeError(Status.OVERLOADED, f"clients have yet to accept {limit} bytes; try again later")
+                self._engine.note_refused("grpc", error)
+                raise error
+        self._count_unsent(size)
 
-    async def _model_infer(self, messages: AsyncIterator[bytes], context: Any) -> bytes:
-        """A large response keeps its place of those for inference until it has left: a client may not accept it. A
-        small one does not, or who asks for one after another would at times meet his own last call."""
-        sending = ExitStack()
-        _when_over(sending.close)
+    async def _model_infer(self, _: Any, context: Any) -> bytes:
+        call = Call(context)
 
-        async def respond() -> bytes:
-            with ExitStack() as counted:
-                counted.enter_context(self._admission())
-                unsent = counted.enter_context(self._sending())
-                data = await self._receive(messages, asyncio.timeout(self._limits.receive_seconds))
-                with self._holding(data):
-                    encoded = await self._infer(self._read(data), context.time_remaining(), unsent)
-                if _counted(len(encoded)):
-                    sending.push(counted.pop_all())
-                return encoded
+        async def respond() -> _Answer:
+            data = await self._receive(call, context)
+            with self._admission(), self._holding(data):
+                return await self._infer(self._read(data), context.time_remaining(), call)
 
-        return await self._or_abort(respond(), context)
+        return await self._or_abort(respond(), call, context)
 
     def _read(self, data: bytes) -> codec.RawRequest:
         try:
@@ -324,8 +294,8 @@ class InferenceService:
             self.refuse(error)
             raise
 
-    async def _infer(self, raw_request: codec.RawRequest, seconds_left: float | None, unsent: _Unsent) -> bytes:
-        """The bytes of the response, counted as unsent; ServeError for all that can go wrong."""
+    async def _infer(self, raw_request: codec.RawRequest, seconds_left: float | None, call: Call) -> _Answer:
+        """The response, counted as unsent; ServeError for all that can go wrong."""
         started = time.monotonic()
         message, raws = raw_request
         with request_context(message.id):
@@ -336,16 +306,16 @@ class InferenceService:
                 raise
             try:
                 response = await self._engine.infer(request)
-                encoded = await self._encode(response, bool(raws), unsent)
+                answer = await self._encode(response, bool(raws), call)
             except asyncio.CancelledError:
                 log_request(request, grpc.StatusCode.CANCELLED.name, time.monotonic() - started)
                 raise
             except Exception as error:
                 raise self._failed(request, error, started) from None
             log_request(request, "OK", time.monotonic() - started, version=response.version)
-        return encoded
+        return answer
 
-    async def _encode(self, response: InferResponse, is_raw: bool, unsent: _Unsent) -> bytes:
+    async def _encode(self, response: InferResponse, is_raw: bool, call: Call) -> _Answer:
         num_elements = codec.count_slow_elements(response, is_raw=is_raw)
         limit = self._limits.max_response_elements
         if num_elements > limit:
@@ -358,15 +328,15 @@ class InferenceService:
         if is_raw:
             self._require_size(size)
         counted = _counted(size)
-        unsent.add(counted)
+        self._reserve_unsent(counted, call)
         try:
             work = partial(codec.encode_response, response, is_raw=is_raw)
             encoded = await self._encoders.encode(lambda pause: work(pause=pause), num_elements)
             self._require_size(len(encoded))
         finally:
-            unsent.add(-counted)
-        unsent.add(_counted(len(encoded)))
-        return encoded
+            self._count_unsent(-counted)
+        self._reserve_unsent(_counted(len(encoded)), call)
+        return _Answer(encoded, _counted(len(encoded)))
 
     def _require_size(self, size: int) -> None:
         limit = self._limits.max_response_bytes
@@ -378,69 +348,85 @@ class InferenceService:
         log_request(request, failure.status.grpc, time.monotonic() - started, error=failure)
         return failure
 
-    async def _model_stream_infer(self, requests: AsyncIterator[bytes], context: Any) -> None:
+    async def _model_stream_infer(self, _: Any, context: Any) -> None:
         """Answers in the order of requests, and computes some at a time; one that fails does not end the stream."""
+        call = Call(context)
 
-        async def respond() -> bytes:
-            with self._admission(), self._stream_admission(), self._sending() as unsent:
+        async def respond() -> _Answer:
+            with self._admission(), self._stream_admission(call):
                 try:
-                    await self._pump(requests, context, unsent)
+                    await self._pump(call, context)
                 except ExceptionGroup as failed:
                     raise failed.exceptions[0] from None
-            return b""
+            return _Answer(b"", 0)
 
-        await self._or_abort(respond(), context)
+        await self._or_abort(respond(), call, context)
 
-    async def _pump(self, requests: AsyncIterator[bytes], context: Any, unsent: _Unsent) -> None:
-        arriving = aiter(requests)
+    async def _pump(self, call: Call, context: Any) -> None:
         slots = asyncio.Semaphore(self._limits.max_stream_requests)
-        answers: asyncio.Queue[asyncio.Task[_StreamAnswer] | None] = asyncio.Queue()  # bounded by the slots
+        answers: asyncio.Queue[asyncio.Task[_Answer] | None] = asyncio.Queue()  # bounded by the slots
+        unwritten: set[asyncio.Task[_Answer]] = set()
 
         async def write() -> None:
             while answer := await answers.get():
                 encoded, unsent_bytes = await answer
-                disconnection = Disconnection(context.peer(), self._limits.max_stream_idle_seconds)
-                try:
-                    await context.write(encoded)
-                except grpc.aio.InternalError:
-                    raise _GoneError from None
-                finally:
-                    disconnection.cancel()
-                unsent.add(-unsent_bytes)
+                unwritten.remove(answer)
+                await self._write(encoded, unsent_bytes, call, context)
                 slots.release()
 
         idle: ServeError | None = None
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(write())
-            try:
-                while (data := await self._next(arriving)) is not None:
-                    await slots.acquire()
-                    answer = self._stream_answer(data, context.time_remaining(), unsent)
-                    answers.put_nowait(tasks.create_task(answer))
-            except ServeError as error:
-                idle = error  # once what was asked before is answered
-            answers.put_nowait(None)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(write())
+                try:
+                    while (data := await self._next(call, context)) is not None:
+                        await slots.acquire()
+                        answer = tasks.create_task(self._stream_answer(data, context.time_remaining(), call))
+                        unwritten.add(answer)
+                        answers.put_nowait(answer)
+                except ServeError as error:
+                    idle = error  # once what was asked before is answered
+                answers.put_nowait(None)
+        finally:
+            for answer in unwritten:
+                if not answer.cancelled() and answer.exception() is None:
+                    self._count_unsent(-answer.result().unsent_bytes)
         if idle is not None:
             raise idle
 
-    async def _next(self, messages: AsyncIterator[bytes]) -> bytes | None:
+    async def _write(self, encoded: bytes, unsent_bytes: int, call: Call, context: Any) -> None:
+        """Send a message of a stream; the call is ended if the client does not accept it in time."""
+        wait = self._unread.begin(call, size=unsent_bytes, then=lambda: self._count_unsent(-unsent_bytes))
+        wait.end_after(self._limits.max_stream_idle_seconds)
+        try:
+            await context.write(encoded)
+        except grpc.aio.InternalError:
+            raise _GoneError from None
+        finally:
+            wait.over()
+
+    async def _next(self, call: Call, context: Any) -> bytes | None:
         seconds = self._limits.max_stream_idle_seconds
+        wait = self._idle.begin(call, size=1)
         try:
             async with asyncio.timeout(seconds):
-                return await anext(messages, None)
+                data = await context.read()
         except TimeoutError:
             raise ServeError(Status.DEADLINE, f"nothing came on the stream for {seconds:g} seconds") from None
+        finally:
+            wait.over()
+        return None if data is grpc.aio.EOF else bytes(data)
 
-    async def _stream_answer(self, data: bytes, seconds_left: float | None, unsent: _Unsent) -> _StreamAnswer:
+    async def _stream_answer(self, data: bytes, seconds_left: float | None, call: Call) -> _Answer:
         request_id = ""
         try:
             with self._holding(data):
                 raw_request = self._read(data)
                 request_id = raw_request.message.id
-                response = await self._infer(raw_request, seconds_left, unsent)
-                return _StreamAnswer(codec.encode_stream_response(response), _counted(len(response)))
+                response = await self._infer(raw_request, seconds_left, call)
+                return _Answer(codec.encode_stream_response(response.encoded), response.unsent_bytes)
         except ServeError as error:
             failure = error
         except Exception:
             failure = self._unexpected()
-        return _StreamAnswer(codec.encode_stream_error(_details(failure), request_id), 0)
+        return _Answer(codec.encode_stream_error(_details(failure), request_id), 0)
