@@ -96,8 +96,8 @@ def test_checkpoints_train_as_without(store_dir: Path, use_reentrant: bool) -> N
             bag = tierstore.TieredEmbeddingBag(table)
             for _ in range(2):
                 x = torch.linspace(1, 2, DIM, requires_grad=True)
-                y = run(lambda x: x * bag(IDS), x)
-                out = run(lambda y: (y * bag(IDS + 5)).sum(), y) + bag(IDS).sum()
+                y = run(lambda x, bag=bag: x * bag(IDS), x)
+                out = run(lambda y, bag=bag: (y * bag(IDS + 5)).sum(), y) + bag(IDS).sum()
                 out.backward()
             assert x.grad is not None
             ended.append(torch.cat([table.read(ALL), x.grad[None]]))

@@ -39,7 +39,7 @@ class TieredEmbeddingBag(nn.Module):
         if mode is not None and mode != pooling:
             require_choice(mode, tuple(MODES), "mode")
             raise ValueError(
-                f"mode={mode!r}, but table {table.name!r} has pooling={pooling!r}, by which collections and servers pool: "
+                f"mode={mode!r}, but table {table.name!r} has pooling={pooling!r}, by which it is served: "
                 f"leave mode out, or make the table with TableConfig(pooling={mode!r}), an existing one by tierstore "
                 f"export and tierstore import --pooling {mode}"
             )
