@@ -265,6 +265,21 @@ def test_extra_that_json_cannot_hold_commits_nothing(store: tierstore.Store) -> 
     assert store.version == 0
 
 
+def test_a_table_is_trained_as_it_is_served(store: tierstore.Store) -> None:
+    table = store.create_table(tierstore.TableConfig(name="means", num_embeddings=9, embedding_dim=2, pooling="mean"))
+    ids, offsets = torch.tensor([1, 2]), torch.tensor([0, 2])
+    mean = table.read(ids).mean(0, keepdim=True)
+    for bag in (tierstore.TieredEmbeddingBag(table), tierstore.TieredEmbeddingBag(table, mode="mean")):
+        assert torch.equal(bag(ids, offsets[:1]), mean)
+    assert torch.equal(table.pooled(ids, offsets), mean)
+    assert torch.equal(table.pooled(ids, offsets, mode="sum"), mean * 2)  # trains nothing, so nothing is at odds
+    for mode in ("sum", "max"):
+        with pytest.raises(ValueError, match=rf"leave mode out, or .* TableConfig\(pooling='{mode}'\)"):
+            tierstore.TieredEmbeddingBag(table, mode=mode)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="mode='median' is not one of sum, mean, max"):
+        tierstore.TieredEmbeddingBag(table, mode="median")  # type: ignore[arg-type]
+
+
 def test_tables_cannot_be_made_while_rows_are_in_use(store: tierstore.Store) -> None:
     out = tierstore.TieredEmbeddingBag(store["items"])(torch.tensor([[1]]))
     new = tierstore.TableConfig(name="new", num_embeddings=1, embedding_dim=1)

@@ -52,7 +52,8 @@ class TableConfig:
             hbm=, "stochastic": up or down by chance, so that on average small steps count in full. The random bits are
             a function of ``init``'s seed, the update, the row and the column; see ``tierstore/rounding.py``.
         feature_names: features looked up in this table by a collection; default: the table's name.
-        pooling: how a collection pools a bag: "sum", "mean" or "max".
+        pooling: how a bag is pooled, in training and in serving: "sum", "mean" or "max". (The default of
+            ``nn.EmbeddingBag`` is "mean".)
         init: first value of rows never written; default: Uniform(-0.01, 0.01, seed=0).
         optimizer: update rule of the rows, its state stored with each row; default: SGD(lr=0.01).
     """

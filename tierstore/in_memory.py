@@ -15,7 +15,8 @@ from . import direct, kernels
 from ._jit import JIT_ENABLED
 from .cache import FullCache
 from .cache.admission import LOADING, RESIDENT
-from .lookup import NO_ARG_MAX, NO_FLOATS
+from .joined import NO_FLOATS
+from .lookup import NO_ARG_MAX
 from .pool import Pool
 from .signals import Shield
 

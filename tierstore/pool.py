@@ -16,6 +16,7 @@ import contextlib
 import logging
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -94,25 +95,19 @@ class Lease:
 
 
 class Use:
-    """A batch between its lookup and its backward, or prefetched, in a full cache, where no pin tells of it."""
+    """A batch between its lookup and its backward, or prefetched, in a full cache, where no pin tells of it. Dropped,
+    it is over."""
 
-    __slots__ = ("_pool",)
+    __slots__ = ("__weakref__", "_pool")
 
     def __init__(self, pool: "Pool") -> None:
-        self._pool: Pool | None = pool
+        self._pool = pool
         with pool.lock:
-            pool.uses += 1
+            pool.uses.add(self)
 
     def release(self) -> None:
         """The batch is done; a second call does nothing."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            with pool.lock:
-                pool.uses -= 1
-
-    def __del__(self) -> None:
-        if self._pool is not None:
-            self._pool.dropped_uses.append(None)
+        self._pool.uses.discard(self)
 
 
 class Pool:
@@ -124,7 +119,7 @@ class Pool:
         split_batches: batches whose rows did not fit at once and were worked off in parts.
         fill_seconds: time spent bringing rows in and writing rows back.
         full: the cache, if every row has a slot of its own in it; then lookups may go by slots, with ``bring_in``.
-        uses: batches that use rows of a full cache; less ``dropped_uses``, of batches that were given up.
+        uses: batches that use rows of a full cache.
         hot: the tier above, in device memory, or None. It may hold newer rows.
         arrivals: if not None, told the keys of rows that are read in, under ``lock``.
 
@@ -181,8 +176,7 @@ class Pool:
         self._writer: ThreadPoolExecutor | None = None
         self._writer_thread = 0
         self._ahead: Future[None] | None = None
-        self.uses = 0
-        self.dropped_uses: deque[None] = deque()
+        self.uses: weakref.WeakSet[Use] = weakref.WeakSet()
         self._dropped: deque[tuple[Any, bool]] = deque()
         self._closed = False
 
@@ -478,11 +472,7 @@ class Pool:
     @property
     def in_use(self) -> bool:
         """Whether batches under way use rows, here or in the tier above, or rows are being written just now."""
-        return (
-            self.num_pinned > 0
-            or self.uses > len(self.dropped_uses)
-            or (self.hot is not None and self.hot.num_leased > 0)
-        )
+        return self.num_pinned > 0 or len(self.uses) > 0 or (self.hot is not None and self.hot.num_leased > 0)
 
     @property
     def size_bytes(self) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 
 from .errors import TierstoreError
 from .exchange.output import require_room
-from .lookup import Joined, Sources
+from .joined import Joined, Sources
 from .oserrors import translate_os_error
 from .plan.sampling import ALL, is_sampled, select
 from .recorded import Contents, Recorded

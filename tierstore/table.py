@@ -13,7 +13,8 @@ from .config import TableConfig, require_choice
 from .errors import ClosedError, ReadOnlyError
 from .hbm.lookup import HbmLookup
 from .in_memory import InMemory
-from .lookup import MODES, Jagged, Joined, Lookup, new_output
+from .joined import Jagged, Joined
+from .lookup import MODES, Lookup, new_output
 from .pool import Pool
 from .rounding import NEAREST, update_seed
 from .rows import KEY_ROW_BITS, RowLayout
@@ -111,6 +112,7 @@ class Table:
         layout: how its rows lie.
         learning_rate: the optimizer's rate in force; starts as ``config.optimizer.lr``, may be set, is part
             of a commit.
+        num_changes: how often rows were updated, written or exchanged for those of another version.
     """
 
     def __init__(self, store: "Store", config: TableConfig, index: int, layout: RowLayout) -> None:
@@ -121,6 +123,7 @@ class Table:
         self._in_memory: InMemory | None = None
         self._learning_rate = config.optimizer.lr
         self._step = 0
+        self.num_changes = 0
 
     @property
     def name(self) -> str:
@@ -158,10 +161,12 @@ class Table:
     def restore(self, state: TableState) -> None:
         """Take over what a commit kept."""
         self._step, self.learning_rate = state.step, state.learning_rate
+        self.num_changes += 1
 
     def next_hyper(self) -> Any:
         """Count one more update and give its hyper-parameters (float32 [NUM_HYPER])."""
         self._step += 1
+        self.num_changes += 1
         return self.config.optimizer.hyper(self.learning_rate, self._step)
 
     @property
@@ -253,6 +258,7 @@ class Table:
         if not len(keys):
             return
         new = rows.detach()
+        self.num_changes += 1
         self._in_pool(lambda pool: self._write(pool, keys, new))
 
     def _write(self, pool: Pool, keys: Any, rows: Tensor) -> None:
@@ -266,20 +272,23 @@ class Table:
         return (rows if rows.dtype == torch.float32 else rows.view(torch.uint16)).numpy()
 
     def pooled(
-        self, ids: Tensor, offsets: Tensor, *, mode: str = "sum", per_sample_weights: Tensor | None = None
+        self, ids: Tensor, offsets: Tensor, *, mode: str | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
         """One pooled row a bag, without gradients (``TieredEmbeddingBag`` has them).
 
         Args:
             ids: int64 or int32 [n].
             offsets: int64 or int32 [bags + 1], from 0 to n; bag i is ``ids[offsets[i]:offsets[i + 1]]``.
-            mode: "sum", "mean" or "max"; an empty bag gives zeros.
+            mode: "sum", "mean" or "max"; default: ``config.pooling``, by which the table is trained and served. An
+                empty bag gives zeros.
             per_sample_weights: float32 [n], with "sum" only.
 
         Returns:
             float32 [bags, embedding_dim], on the store's device.
         """
-        if mode not in MODES:
+        if mode is None:
+            mode = self.config.pooling
+        elif mode not in MODES:
             require_choice(mode, tuple(MODES), "mode")
         if per_sample_weights is None and mode != "max":
             memory = self._in_memory

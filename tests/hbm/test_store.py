@@ -46,14 +46,14 @@ def everything(directory: Path, table: tierstore.TableConfig, **settings: Any) -
     with open_store(directory, table, **settings) as store:
         own = store["t"]
         for number in range(6):
-            mode, kind = MODES[number % 3], (torch.int64, torch.int32)[number % 2]
+            mode, kind = table.pooling, (torch.int64, torch.int32)[number % 2]
             written = torch.from_numpy(order.integers(0, ROWS, 250)).to(kind)
             values = torch.from_numpy(order.standard_normal((250, own.layout.dim))).to(own.layout.torch_dtype)
             own.write(written, values)
             seen.append(own.read(torch.from_numpy(order.integers(0, ROWS, 250)).to(kind)))
             ids, offsets = jagged(order, 30, 17)
             seen += [own.pooled(ids.to(kind), offsets.to(kind), mode=each) for each in MODES]
-            bag = tierstore.TieredEmbeddingBag(own, mode=mode, include_last_offset=True)
+            bag = tierstore.TieredEmbeddingBag(own, include_last_offset=True)
             scale = torch.from_numpy(order.random(len(ids)).astype(np.float32)).requires_grad_()
             out = bag(ids.to(kind), offsets.to(kind), scale if mode == "sum" else None)
             (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
@@ -82,15 +82,16 @@ RULES: dict[str, optim.Optimizer] = {
 
 
 @pytest.mark.parametrize(
-    ("rule", "dim", "dtype", "policy"),
+    ("rule", "dim", "dtype", "policy", "pooling"),
     [
-        ("sgd", 1, "float32", "lru"), ("sgd", 3, "bfloat16", "lfu"), ("rowwise", 64, "float32", "lru"),
-        ("rowwise", 3, "float16", "lru"), ("adagrad", 1, "bfloat16", "tinylfu"),
-        ("adam", 64, "float16", "lru"), ("adam", 5, "float32", "reference-lfu"),
+        ("sgd", 1, "float32", "lru", "max"), ("sgd", 3, "bfloat16", "lfu", "mean"),
+        ("rowwise", 64, "float32", "lru", "sum"), ("rowwise", 3, "float16", "lru", "max"),
+        ("adagrad", 1, "bfloat16", "tinylfu", "sum"), ("adam", 64, "float16", "lru", "mean"),
+        ("adam", 5, "float32", "reference-lfu", "max"),
     ],
 )  # fmt: skip
-def test_whatever_is_asked_of_it(tmp_path: Path, rule: str, dim: int, dtype: Any, policy: str) -> None:
-    table = config(embedding_dim=dim, dtype=dtype, optimizer=RULES[rule])
+def test_whatever_is_asked_of_it(tmp_path: Path, rule: str, dim: int, dtype: Any, policy: str, pooling: Any) -> None:
+    table = config(embedding_dim=dim, dtype=dtype, optimizer=RULES[rule], pooling=pooling)
     expected, _ = everything(tmp_path / "without", table, hbm=0)
     ended, stats = everything(tmp_path / "with", table, policy=policy)
     assert [place for place, (one, other) in enumerate(zip(ended, expected, strict=True)) if one != other] == []
@@ -194,19 +195,22 @@ def test_a_torch_device_is_a_device(store_dir: Path) -> None:
 # Batches under way
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("backwards", [False, True])
-def test_forwards_whose_backward_is_to_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backwards: bool) -> None:
+def test_forwards_whose_backward_is_to_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backwards: bool, mode: Any
+) -> None:
     """More batches than the tier holds: some keep their rows pinned, the others bring them in again."""
     monkeypatch.setattr(hbm_pool, "PIN_WAIT_SECONDS", 5.0)
     ended = []
     for hbm in (0, LEAST):
         generator = torch.Generator().manual_seed(0)
-        with open_store(tmp_path / str(hbm), config(optimizer=optim.Adagrad()), hbm=hbm) as store:
-            bags = [tierstore.TieredEmbeddingBag(store["t"], mode=mode) for mode in MODES]
+        with open_store(tmp_path / str(hbm), config(optimizer=optim.Adagrad(), pooling=mode), hbm=hbm) as store:
+            bag = tierstore.TieredEmbeddingBag(store["t"])
             outs = []
-            for number in range(12):
+            for _ in range(12):
                 ids = torch.randint(0, ROWS, (60,), generator=generator)
-                outs.append(bags[number % 3](ids, torch.arange(0, 60, 7)))
+                outs.append(bag(ids, torch.arange(0, 60, 7)))
             if hbm:
                 leases = hot(store).num_leased
                 assert 0 < leases < 12
@@ -292,9 +296,9 @@ def test_backward_over_a_pool_made_anew(tmp_path: Path, mode: Any) -> None:
     """A large batch keeps no rows pinned; a table made before its backward brings another pool, with fewer sets."""
     ended = []
     for hbm in (0, 14 * 2**10):
-        with open_store(tmp_path / str(hbm), config(), hbm=hbm) as store:
+        with open_store(tmp_path / str(hbm), config(pooling=mode), hbm=hbm) as store:
             ids, offsets = jagged(np.random.default_rng(0), 60, 16)
-            bag = tierstore.TieredEmbeddingBag(store["t"], mode=mode, include_last_offset=True)
+            bag = tierstore.TieredEmbeddingBag(store["t"], include_last_offset=True)
             weights = torch.rand(len(ids), generator=torch.Generator().manual_seed(1)).requires_grad_()
             out = bag(ids, offsets, weights if mode == "sum" else None)
             if not hbm:

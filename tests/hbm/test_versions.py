@@ -140,7 +140,7 @@ for line in sys.stdin:
         store.close()
         store = tierstore.open(sys.argv[1], **settings)
     rows = store["t"].read(torch.arange(600))
-    pooled = tierstore.TieredEmbeddingBag(store["t"], mode="mean")(torch.arange(600), torch.arange(0, 600, 100))
+    pooled = tierstore.TieredEmbeddingBag(store["t"])(torch.arange(600), torch.arange(0, 600, 100)) / 100
     assert not pooled.requires_grad
     pool = store["t"].pool.hot
     pool.check_integrity()

@@ -23,12 +23,15 @@ OPTIMIZERS = [
 ]
 
 
-def make_table(store: tierstore.Store, optimizer: optim.Optimizer, dim: int = DIM) -> tierstore.Table:
+def make_table(
+    store: tierstore.Store, optimizer: optim.Optimizer, dim: int = DIM, pooling: Any = "sum"
+) -> tierstore.Table:
     return store.create_table(
         tierstore.TableConfig(
             name="items",
             num_embeddings=ROWS,
             embedding_dim=dim,
+            pooling=pooling,
             init=tierstore.init.Uniform(-1.0, 1.0, seed=3),
             optimizer=optimizer,
         )
@@ -41,9 +44,9 @@ def make_table(store: tierstore.Store, optimizer: optim.Optimizer, dim: int = DI
 def test_training_equals_torch(store_dir: Path, optimizer: optim.Optimizer, mode: Any, dim: int) -> None:
     generator = torch.Generator().manual_seed(1)
     with tierstore.open(store_dir, ddr="2MiB") as store:
-        table = make_table(store, optimizer, dim)
+        table = make_table(store, optimizer, dim, mode)
         dense = DenseTable(table.read(torch.arange(ROWS)), optimizer)
-        bag = tierstore.TieredEmbeddingBag(table, mode=mode, include_last_offset=True)
+        bag = tierstore.TieredEmbeddingBag(table, include_last_offset=True)
         for _ in range(STEPS):
             ids, offsets = jagged(generator, bags=9, rows=ROWS, longest=6)
             factor = torch.randn(9, dim, generator=generator)
@@ -116,7 +119,7 @@ def test_half_tables_round_the_float32_update(store_dir: Path, dtype: Any) -> No
 
 def test_a_bag_is_called_as_nn_embedding_bag(store_dir: Path) -> None:
     with tierstore.open(store_dir, ddr="2MiB") as store:
-        table = make_table(store, optim.SGD(lr=0.1))
+        table = make_table(store, optim.SGD(lr=0.1), pooling="mean")
         twin = torch.nn.EmbeddingBag.from_pretrained(table.read(torch.arange(ROWS)))
         bag = tierstore.TieredEmbeddingBag(table)
         flat = torch.tensor([4, 4, 9, 0, 59])

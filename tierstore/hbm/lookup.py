@@ -5,7 +5,7 @@ device groups them. Forward and backward are given to the caller's current strea
 rows were brought in ahead, else for the side stream that brings them.
 """
 
-import math
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..lookup import MODES, Joined
+from ..joined import Joined
+from ..lookup import MODES
+from ..merging import Merged
 from ..pool import Pool
 from ..rows import KEY_ROW_BITS
 from ..signals import shielded
@@ -34,6 +36,7 @@ class HbmLookup:
     def __init__(self, joined: Joined, *, mode: str) -> None:
         self.wants_zeros = True
         self.joined = joined
+        self.mode = mode
         self._mode = MODES[mode]
         self._lease: HbmLease | None = None
         self._pool: HbmPool | None = None
@@ -43,6 +46,24 @@ class HbmLookup:
         self._table_of: Tensor | None = None
         self._arg_max: Tensor | None = None
         joined.keys  # noqa: B018 - checks the ids
+
+    @classmethod
+    def merged(cls, lookups: "Sequence[HbmLookup]", widths: Sequence[int]) -> "HbmLookup":
+        """See ``Lookup.merged``."""
+        joined = Merged([lookup.joined for lookup in lookups], widths, None)
+        made = cls(joined, mode=lookups[0].mode)
+        if made._mode == kernels.MAX and len(joined):
+            made._arg_max = torch.cat(joined.winners([lookup._winners for lookup in lookups]))
+        return made
+
+    @property
+    def _winners(self) -> Any:
+        """int32 [bags, dim]: of each maximum the position that gave it, after ``forward``."""
+        if self._arg_max is not None:
+            return self._arg_max
+        table = self.joined.tables[0]
+        shape = len(self.joined.bag_starts) - 1, table.layout.dim  # of empty bags, which nobody looks at
+        return torch.full(shape, -1, dtype=torch.int32, device=table.store.device)
 
     @property
     def _is_empty(self) -> bool:
@@ -186,4 +207,4 @@ class HbmLookup:
 
 def _step_of(columns: Any) -> int:
     """See ``Bags.column_step``."""
-    return math.gcd(_WIDE, *columns.tolist())
+    return int(np.gcd.reduce(columns, initial=_WIDE))

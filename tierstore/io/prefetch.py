@@ -80,6 +80,7 @@ def prefetch(
 
     Args:
         batches: consumed by the thread (by the caller's with depth=0); never more than ``depth + lookahead + 1`` ahead.
+            Batches that are read ahead must not share memory: a reader that reuses a buffer has to copy it.
         module: its ``forward`` must be given the very object that ``features`` returned.
         depth: batches brought in ahead; 0 is a plain loop without a thread.
         lookahead: batches announced ahead of those.

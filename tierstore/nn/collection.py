@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from ..errors import TableError
 from ..hbm.lookup import HbmLookup
-from ..lookup import Jagged, Lookup
+from ..joined import Jagged
+from ..lookup import Lookup
 from ..store import Store
 from ..table import Table, check_ids, check_offsets, check_scale, make_lookup
 from .function import Announced, Prepared, PreparedLookups, run_lookups
@@ -28,9 +29,9 @@ class _Feature(NamedTuple):
 class TieredEmbeddingBagCollection(nn.Module):
     """Pools every feature of a set of tables; called as TorchRec's ``EmbeddingBagCollection`` is.
 
-    The rows are no torch parameters: each table's optimizer runs inside backward, ``Store.commit`` makes the result
-    durable, and ``state_dict()`` does not hold them. Features that share a table are merged before the update, in order
-    of the tables' ``feature_names``.
+    The rows are no torch parameters: each table's optimizer runs at the end of backward, ``Store.commit`` makes the
+    result durable, and ``state_dict()`` does not hold them. All lookups of a table in one backward pass are merged
+    before its update, in the order of the forward calls, and in each in order of the table's ``feature_names``.
 
     Args:
         store: an open store.

@@ -1,11 +1,11 @@
 """A drop-in for ``torch.nn.EmbeddingBag`` over a table of a store."""
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..config import require_choice
+from ..config import Pooling, require_choice
 from ..lookup import MODES
 from ..table import Table
 from .function import Announced, Prepared, PreparedLookups, run_lookups
@@ -16,26 +16,35 @@ __all__ = ["TieredEmbeddingBag"]
 class TieredEmbeddingBag(nn.Module):
     """Pools rows of one table; called as ``torch.nn.EmbeddingBag`` is.
 
-    The rows are no torch parameters: the table's optimizer runs inside backward, ``Store.commit`` makes the result
-    durable, and ``state_dict()`` does not hold them. Under ``torch.no_grad()``, or on a store opened read-only, nothing
-    is updated; ``eval()`` alone does not prevent it. ``padding_idx``, ``max_norm``, ``scale_grad_by_freq`` and
-    ``sparse`` of ``nn.EmbeddingBag`` have no counterpart.
+    The rows are no torch parameters: the table's optimizer runs at the end of backward, once for all lookups of a pass,
+    ``Store.commit`` makes the result durable, and ``state_dict()`` does not hold them. Under ``torch.no_grad()``, or on
+    a store opened read-only, nothing is updated; ``eval()`` alone does not prevent it. ``padding_idx``, ``max_norm``,
+    ``scale_grad_by_freq`` and ``sparse`` of ``nn.EmbeddingBag`` have no counterpart.
 
     Args:
         table: a table of an open store.
-        mode: "sum", "mean" or "max".
+        mode: "sum", "mean" or "max"; default, and all that is accepted: ``table.config.pooling``, by which collections
+            and servers pool, too. (There the default is "sum"; that of ``nn.EmbeddingBag`` is "mean".)
         include_last_offset: ``offsets`` has one entry more than there are bags, the last being the number of ids.
+
+    Raises:
+        ValueError: ``mode`` is none, or not the table's.
     """
 
-    def __init__(
-        self, table: Table, *, mode: Literal["sum", "mean", "max"] = "mean", include_last_offset: bool = False
-    ) -> None:
+    def __init__(self, table: Table, *, mode: Pooling | None = None, include_last_offset: bool = False) -> None:
         super().__init__()
         if not isinstance(table, Table):
             raise TypeError(f"table must be a Table, as store[name] gives, not {type(table).__name__}")
-        require_choice(mode, tuple(MODES), "mode")
+        pooling = table.config.pooling
+        if mode is not None and mode != pooling:
+            require_choice(mode, tuple(MODES), "mode")
+            raise ValueError(
+                f"mode={mode!r}, but table {table.name!r} has pooling={pooling!r}, by which it is served: "
+                f"leave mode out, or make the table with TableConfig(pooling={mode!r}), an existing one by tierstore "
+                f"export and tierstore import --pooling {mode}"
+            )
         self.table = table
-        self.mode = mode
+        self.mode = pooling
         self.include_last_offset = include_last_offset
         self._anchor = torch.empty(0, requires_grad=True)
         self._prepared = PreparedLookups()

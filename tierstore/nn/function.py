@@ -1,4 +1,4 @@
-"""The autograd function behind both modules: pooled lookups forward, fused optimizer backward."""
+"""The autograd function behind both modules: pooled lookups forward, gradients for the fused optimizer backward."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,12 +7,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..gradients import Turn, collect
 from ..hbm.lookup import HbmLookup
 from ..lookup import Lookup, new_output
 from ..pool import Pool
 from ..store import Store
+from ..table import Table
+from .replicas import require_one_process
 
 __all__ = ["Announced", "Prepared", "PreparedLookups", "run_lookups"]
+
+RowsRead = list[tuple[Table, int]]
 
 
 class Prepared:
@@ -39,6 +44,7 @@ class Prepared:
         self.scale = scale
         self.store = store
         self._sources = [(source, _changes(source)) for source in sources if source is not None]
+        self._staged: list[Tensor] = []
 
     def is_current(self, sources: Sequence[Tensor | None]) -> bool:
         """Whether it was made from these very tensors, and none was changed in place since."""
@@ -48,8 +54,26 @@ class Prepared:
             for one, (other, version) in zip(given, self._sources, strict=True)
         )
 
+    def require_unchanged(self) -> None:
+        """RuntimeError if memory of its tensors was changed since ``stage`` other than through torch.
+
+        Whether forward should use what they held or what they hold cannot be told: a reader may have gone on to its
+        next batch in the same buffer, or the caller may have changed the batch.
+        """
+        hosts = [_bits(source) for source, _ in self._sources if source.is_cpu]
+        if not all(torch.equal(one, other) for one, other in zip(hosts, self._staged, strict=True)):
+            raise RuntimeError(
+                "a batch changed in memory, not through torch, after prefetch brought its rows in. Give each batch "
+                "memory of its own (copy it, where the reader reuses a buffer); change ids before prefetch gets them"
+            )
+
+    def rows_read(self) -> "RowsRead":
+        """The tables, each with the count of changes that its rows have seen."""
+        return [(table, table.num_changes) for lookup in self.lookups for table in lookup.joined.tables]
+
     def stage(self) -> None:
-        """Bring the rows in and keep them pinned, as far as there is room."""
+        """Bring the rows in and keep them pinned, as far as there is room; copy the tensors for later comparison."""
+        self._staged = [_bits(source).clone() for source, _ in self._sources if source.is_cpu]
         try:
             for lookup in self.lookups:
                 lookup.stage()
@@ -104,14 +128,24 @@ class PreparedLookups:
         return prepared
 
     def take(self, features: object, sources: Sequence[Tensor | None]) -> Prepared | None:
-        """What was prepared for this object, once, unless its tensors changed since."""
+        """What was prepared for this object, once, unless its tensors changed since.
+
+        Raises:
+            RuntimeError: they changed other than through torch.
+        """
         found = self._waiting.pop(id(features), None)
         if found is None:
             return None
-        if found[1].is_current(sources):
-            return found[1]
-        found[1].release()
-        return None
+        prepared = found[1]
+        if not prepared.is_current(sources):
+            prepared.release()
+            return None
+        try:
+            prepared.require_unchanged()
+        except RuntimeError:
+            prepared.release()
+            raise
+        return prepared
 
     def drop(self, ticket: Prepared) -> None:
         """Release what was prepared and not taken."""
@@ -126,16 +160,28 @@ def _changes(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def _bits(tensor: Tensor) -> Tensor:
+    """A view in which a NaN equals itself."""
+    return tensor.detach().view(torch.int32) if tensor.dtype == torch.float32 else tensor
+
+
 def run_lookups(prepared: Prepared, anchor: Tensor, columns: int, *, trainable: bool) -> Tensor:
-    """float32 [batch, columns]. With gradients enabled and ``trainable``, backward updates the rows.
+    """float32 [batch, columns]. With gradients enabled and ``trainable``, a backward pass that ends well updates the
+    rows, unless it was asked for gradients of other tensors only.
 
     Args:
-        anchor: a tensor that requires grad, so that autograd calls backward though ids have no gradient.
+        anchor: a leaf that requires grad and stands for the rows: autograd runs backward for it though ids have no
+            gradient. It gets none itself.
         columns: columns of the output.
         trainable: whether rows may be updated; per-sample weights get their gradient in any case.
+
+    Raises:
+        RuntimeError: rows that may be updated, in a module that DistributedDataParallel replicates.
     """
     scale = prepared.scale
     if torch.is_grad_enabled() and (trainable or (scale is not None and scale.requires_grad)):
+        if trainable:
+            require_one_process(prepared.store)
         start = anchor if trainable else anchor.detach()
         out: Tensor = _PooledLookups.apply(start, scale, prepared, columns, trainable)  # type: ignore[no-untyped-call]
         return out
@@ -162,6 +208,8 @@ class _PooledLookups(torch.autograd.Function):
     ) -> Tensor:
         ctx.prepared = prepared
         ctx.trainable = trainable
+        ctx.turn = Turn.now()
+        ctx.rows_read = prepared.rows_read() if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(anchor)  # so that a second backward is refused, as torch refuses it
         return _forward(prepared, columns, keep=True)
 
@@ -169,20 +217,36 @@ class _PooledLookups(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors
-        gradient = grad_out.detach().to(torch.float32).contiguous()
+        gradient = grad_out.to(torch.float32).contiguous()
         prepared: Prepared = ctx.prepared
-        grad_scale = None
-        if ctx.trainable:
+        is_asked = ctx.trainable and torch._C._will_engine_execute_node(ctx.next_functions[0][0])
+        if is_asked:
             for lookup in prepared.lookups:
                 lookup.require_trainable()  # before any table changes
-        if ctx.needs_input_grad[1] and prepared.scale is not None:
-            grad_scale = torch.zeros(prepared.scale.shape, dtype=torch.float32, device="cpu")
-            for lookup in prepared.lookups:
-                lookup.scale_gradient(gradient, grad_scale.numpy())
-            grad_scale = grad_scale.to(prepared.scale.device)
-        if ctx.trainable:
-            for lookup in prepared.lookups:
-                lookup.update(gradient)
+        grad_scale = None if ctx.rows_read is None else _scale_gradient(prepared, ctx.rows_read, gradient)
+        if is_asked:
+            collect(ctx.turn, prepared.lookups, gradient)
         else:
             prepared.release()
         return None, grad_scale, None, None, None
+
+
+def _scale_gradient(prepared: Prepared, rows_read: RowsRead, gradient: Tensor) -> Tensor:
+    """Gradient of the per-sample weights.
+
+    Raises:
+        RuntimeError: the rows are not those that forward read.
+    """
+    for table, num_changes in rows_read:
+        if table.num_changes != num_changes:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: rows "
+                f"of table {table.name!r}, which the gradient of per_sample_weights needs as forward read them. Run "
+                "backward before you write, train or roll back the table, or give weights that require no gradient"
+            )
+    scale = prepared.scale
+    assert scale is not None, "only weights that there are require a gradient"
+    grad_scale = torch.zeros(scale.shape, dtype=torch.float32, device="cpu")
+    for lookup in prepared.lookups:
+        lookup.scale_gradient(gradient.detach(), grad_scale.numpy())
+    return grad_scale.to(scale.device)

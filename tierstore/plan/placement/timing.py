@@ -171,7 +171,7 @@ def _measure_group(
     ]
     batches = [[draw_bags(generator, shape) for _ in range(timing.batches)] for shape in timed]
     with store_of(tables, directory, timing) as store:
-        bags = [TieredEmbeddingBag(store[table.name], mode="sum", include_last_offset=True) for table in tables]
+        bags = [TieredEmbeddingBag(store[table.name], include_last_offset=True) for table in tables]
         for bag, own in zip(bags, batches, strict=True):
             for batch in own:
                 _step(bag, batch, timing)

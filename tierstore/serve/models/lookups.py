@@ -110,7 +110,7 @@ class PooledTable:
     def _pooled(self, values: Any, offsets: Any, weights: Any) -> Any:
         scale = None if weights is None else torch.from_numpy(weights)
         ids, starts = torch.from_numpy(values), torch.from_numpy(offsets)
-        return self._table.pooled(ids, starts, mode=self._pooling, per_sample_weights=scale).numpy()
+        return self._table.pooled(ids, starts, per_sample_weights=scale).numpy()
 
 
 class _Ids:

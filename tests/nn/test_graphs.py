@@ -1,0 +1,142 @@
+"""Random graphs over a few tables: as torch trains them, and in the same bits at every budget."""
+
+import tempfile
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional
+
+import tierstore
+from tests.oracle import DenseTable
+from tierstore import optim
+
+ROWS, DIM = 300, 4
+SETTINGS: list[dict[str, Any]] = [
+    {"ddr": "2MiB", "threads": 1},
+    {"ddr": "404KiB", "threads": 2},
+    {"ddr": "480KiB", "policy": "tinylfu", "threads": 1},
+    {"ddr": "2MiB", "hbm": "12KiB"},
+]
+RULES = [optim.SGD(lr=0.5), optim.RowWiseAdagrad(lr=0.5), optim.Adagrad(lr=0.5), optim.Adam(lr=0.1)]
+OTHERS = 6000
+"""Rows of a table that nobody trains, which leaves no room for all of them."""
+
+
+class Call:
+    """A lookup of one or two tables, by a module or a collection."""
+
+    def __init__(self, tables: list[int], batch: int, weighted: bool, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.tables = tables
+        lengths = torch.randint(0, 4, (len(tables) * batch,), generator=generator)
+        self.offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        self.ids = (torch.rand(int(lengths.sum()), generator=generator) ** 3 * ROWS).long()
+        self.scale = torch.rand(len(self.ids), generator=generator) if weighted else None
+        self.factor = torch.randn(batch, DIM * len(tables), generator=generator)
+        self.bounds = [int(self.offsets[batch * place]) for place in range(len(tables) + 1)]
+        self.batch = batch
+
+    def of(self, place: int) -> tuple[Tensor, Tensor]:
+        """Ids and offsets of one of its tables."""
+        offsets = self.offsets[place * self.batch : (place + 1) * self.batch + 1]
+        return self.ids[self.bounds[place] : self.bounds[place + 1]], offsets - offsets[0]
+
+    def loss_by_torch(self, leaves: list[Tensor], poolings: list[str], scale: Tensor | None) -> Tensor:
+        parts = []
+        for place, table in enumerate(self.tables):
+            ids, offsets = self.of(place)
+            own = None if scale is None else scale[self.bounds[place] : self.bounds[place + 1]]
+            parts.append(
+                functional.embedding_bag(
+                    ids, leaves[table], offsets, mode=poolings[table], per_sample_weights=own, include_last_offset=True
+                )
+            )
+        return (torch.cat(parts, 1) * self.factor).sum()
+
+    def loss(self, store: tierstore.Store, scale: Tensor | None) -> Tensor:
+        names = [f"t{table}" for table in self.tables]
+        if len(names) == 1:
+            bag = tierstore.TieredEmbeddingBag(store[names[0]], include_last_offset=True)
+            return (bag(self.ids, self.offsets, scale) * self.factor).sum()
+        features = tierstore.KeyedJaggedTensor(names, self.ids, scale, offsets=self.offsets)
+        pooled = tierstore.TieredEmbeddingBagCollection(store, tables=names)(features).values()
+        return (pooled * self.factor).sum()
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> tuple[list[str], list[list[Call]]]:
+    """(poolings of three tables, the calls of each pass)."""
+    poolings = [draw(st.sampled_from(["sum", "sum", "mean", "max"])) for _ in range(3)]
+    passes = []
+    for _ in range(draw(st.integers(1, 2))):
+        calls = []
+        for _ in range(draw(st.integers(1, 4))):
+            tables = draw(st.lists(st.integers(0, 2), min_size=1, max_size=3, unique=True))
+            weighted = draw(st.booleans()) and all(poolings[table] == "sum" for table in tables)
+            calls.append(Call(tables, draw(st.integers(1, 40)), weighted, draw(st.integers(0, 2**20))))
+        passes.append(calls)
+    return poolings, passes
+
+
+@settings(max_examples=settings.default.max_examples // 4)
+@given(graph=graphs(), rule=st.sampled_from(RULES), backwards=st.booleans())
+def test_any_graph(graph: tuple[list[str], list[list[Call]]], rule: optim.Optimizer, backwards: bool) -> None:
+    poolings, passes = graph
+    ended = [train(poolings, passes, rule, backwards, setting) for setting in SETTINGS]
+    for setting, bits in zip(SETTINGS[1:], ended[1:], strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(bits, ended[0], strict=True)), setting
+    for one, other in zip(ended[0], by_torch(poolings, passes, rule), strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-4)
+
+
+def scales_of(calls: list[Call]) -> list[Tensor | None]:
+    return [None if call.scale is None else call.scale.clone().requires_grad_() for call in calls]
+
+
+def train(poolings: list[str], passes: list[list[Call]], rule: Any, backwards: bool, setting: Any) -> list[Tensor]:
+    """Gradients of all weights, and all rows."""
+    ended: list[Tensor] = []
+    with tempfile.TemporaryDirectory() as directory, tierstore.open(directory, **setting) as store:
+        for number, pooling in enumerate([*poolings, "sum"]):
+            store.create_table(
+                tierstore.TableConfig(
+                    name=f"t{number}", num_embeddings=ROWS if number < 3 else OTHERS, embedding_dim=DIM,
+                    pooling=pooling, optimizer=rule, init=tierstore.init.Uniform(-1, 1, seed=number),  # type: ignore[arg-type]
+                )
+            )  # fmt: skip
+        for calls in passes:
+            scales = scales_of(calls)
+            losses = [call.loss(store, scale) for call, scale in zip(calls, scales, strict=True)]
+            # Autograd's order of nodes is that of these; the bits are not to follow it.
+            torch.autograd.backward(losses[::-1] if backwards else losses)
+            ended += [scale.grad for scale in scales if scale is not None and scale.grad is not None]
+            assert not store["t0"].pool.in_use
+        ended += [store[f"t{number}"].read(torch.arange(ROWS)) for number in range(3)]
+    return ended
+
+
+def by_torch(poolings: list[str], passes: list[list[Call]], rule: optim.Optimizer) -> list[Tensor]:
+    ended: list[Tensor] = []
+    tables = [DenseTable(first_values(number), rule) for number in range(3)]
+    for calls in passes:
+        scales = scales_of(calls)
+        leaves = [table.weights.clone().requires_grad_() for table in tables]
+        losses = [call.loss_by_torch(leaves, poolings, scale) for call, scale in zip(calls, scales, strict=True)]
+        torch.autograd.backward(losses)
+        ended += [scale.grad for scale in scales if scale is not None and scale.grad is not None]
+        for number, (table, leaf) in enumerate(zip(tables, leaves, strict=True)):
+            ids = [call.of(place)[0] for call in calls for place, each in enumerate(call.tables) if each == number]
+            if ids:
+                table.apply(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad, torch.cat(ids))
+    return [*ended, *(table.weights for table in tables)]
+
+
+def first_values(number: int) -> Tensor:
+    rows = torch.empty(ROWS, DIM)
+    tierstore.init.Uniform(-1, 1, seed=number).fill(
+        (torch.arange(ROWS) | number << 40).numpy(), torch.arange(ROWS, dtype=torch.int32).numpy(), rows.numpy(), DIM, 0
+    )
+    return rows

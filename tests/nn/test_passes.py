@@ -1,0 +1,328 @@
+"""A backward pass updates each table once, by gradients of the rows that forward read, and only if it was asked to."""
+
+import gc
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import tierstore
+from tests.oracle import DenseTable
+from tierstore import optim
+
+ROWS, DIM = 2000, 8
+ALL = torch.arange(ROWS)
+BUDGETS: list[dict[str, Any]] = [{"ddr": "2MiB"}, {"ddr": "404KiB"}, {"ddr": "2MiB", "hbm": "36KiB"}]
+"""All rows in memory; about a hundred of them; the same in the tier for device memory."""
+IDS = torch.arange(20).view(10, 2)
+
+
+def config(name: str = "t", **fields: Any) -> tierstore.TableConfig:
+    shape = {"num_embeddings": ROWS, "embedding_dim": DIM, "init": tierstore.init.Uniform(-1, 1)}
+    return tierstore.TableConfig(name=name, **{"optimizer": optim.SGD(lr=1.0), **shape, **fields})  # type: ignore[arg-type]
+
+
+@pytest.fixture(params=BUDGETS, ids=str)
+def store(request: pytest.FixtureRequest, store_dir: Path) -> Iterator[tierstore.Store]:
+    with tierstore.open(store_dir, **request.param) as store:
+        yield store
+        gc.collect()
+        assert not any(table.pool.in_use for table in store.tables.values())
+
+
+def factors(count: int) -> Tensor:
+    return torch.randn(count, len(IDS), DIM, generator=torch.Generator().manual_seed(1))
+
+
+# One pass is one update
+
+
+@pytest.mark.parametrize("pooling", ["sum", "mean", "max"])
+@pytest.mark.parametrize("rule", [optim.Adagrad(lr=1.0), optim.Adam(lr=0.1)], ids=lambda rule: rule.kind)
+def test_lookups_of_a_table_make_one_update(store: tierstore.Store, rule: optim.Optimizer, pooling: Any) -> None:
+    """Two modules and a collection, of different batch sizes, beside a table that only one of them has."""
+    table = store.create_table(config(optimizer=rule, pooling=pooling, feature_names=("a", "b")))
+    other = store.create_table(config("other", optimizer=rule, pooling=pooling))
+    dense, dense_other = (DenseTable(each.read(ALL), rule) for each in (table, other))
+    one, two = tierstore.TieredEmbeddingBag(table), tierstore.TieredEmbeddingBag(table)
+    collection = tierstore.TieredEmbeddingBagCollection(store)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        first, second = (torch.randint(0, 30, shape, generator=generator) for shape in ((7, 3), (50, 2)))
+        third = torch.randint(0, 30, (3 * 5,), generator=generator)
+        features = tierstore.KeyedJaggedTensor(["a", "b", "other"], third, offsets=torch.arange(3 * 5 + 1))
+        leaf, leaf_other = dense.weights.clone().requires_grad_(), dense_other.weights.clone().requires_grad_()
+        parts = [functional.embedding_bag(ids, leaf, mode=pooling) for ids in (first, second)]
+        parts += [functional.embedding_bag(ids[:, None], leaf, mode=pooling) for ids in (third[:5], third[5:10])]
+        parts.append(functional.embedding_bag(third[10:, None], leaf_other, mode=pooling))
+        made = [one(first), two(second), *collection(features).to_dict().values()]
+        weights = [torch.randn(part.shape, generator=generator) for part in parts]
+        sum((part * weight).sum() for part, weight in zip(parts, weights, strict=True)).backward()  # type: ignore[union-attr]
+        sum((part * weight).sum() for part, weight in zip(made, weights, strict=True)).backward()  # type: ignore[union-attr]
+        assert leaf.grad is not None
+        assert leaf_other.grad is not None
+        dense.apply(leaf.grad, torch.cat([first.flatten(), second.flatten(), third[:10]]))
+        dense_other.apply(leaf_other.grad, third[10:])
+        torch.testing.assert_close(table.read(ALL), dense.weights, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(other.read(ALL), dense_other.weights, rtol=1e-5, atol=1e-5)
+    assert table.state.step == other.state.step == 2
+
+
+def test_every_pass_over_a_kept_graph_is_an_update(store: tierstore.Store) -> None:
+    table = store.create_table(config())
+    bag = tierstore.TieredEmbeddingBag(table)
+    before = table.read(ALL[:20])
+    out = (bag(IDS) + bag(IDS)).sum()
+    out.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    out.backward()  # type: ignore[no-untyped-call]
+    assert torch.equal(table.read(ALL[:20]), before - 2 - 2)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        out.backward()  # type: ignore[no-untyped-call]
+    assert table.state.step == 2
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints_train_as_without(store_dir: Path, use_reentrant: bool) -> None:
+    ended = []
+    for run in (lambda part, x: part(x), lambda part, x: checkpoint(part, x, use_reentrant=use_reentrant)):
+        with tierstore.open(store_dir / str(len(ended)), ddr="404KiB") as store:
+            table = store.create_table(config(optimizer=optim.Adagrad(lr=1.0)))
+            bag = tierstore.TieredEmbeddingBag(table)
+            for _ in range(2):
+                x = torch.linspace(1, 2, DIM, requires_grad=True)
+                y = run(lambda x, bag=bag: x * bag(IDS), x)
+                out = run(lambda y, bag=bag: (y * bag(IDS + 5)).sum(), y) + bag(IDS).sum()
+                out.backward()
+            assert x.grad is not None
+            ended.append(torch.cat([table.read(ALL), x.grad[None]]))
+            assert table.state.step == 2
+            del y, out
+            assert not table.pool.in_use
+    # A reentrant checkpoint's forwards count when they are repeated, so sums have another order.
+    torch.testing.assert_close(*ended, rtol=1e-4 * use_reentrant, atol=1e-4 * use_reentrant)
+
+
+def test_passes_in_threads_are_apart(store: tierstore.Store) -> None:
+    """Each waits, in the middle of its pass, for the others to be there too."""
+    together = threading.Barrier(3)
+
+    class Meet(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            together.wait(60)
+            return grad
+
+    table = store.create_table(config())
+    bag = tierstore.TieredEmbeddingBag(table)
+    before = table.read(ALL)
+
+    def step(first: int) -> None:
+        ids = IDS[:2] + first
+        (Meet.apply(bag(ids)) + 2 * bag(ids)).sum().backward()  # type: ignore[no-untyped-call]
+
+    threads = [threading.Thread(target=step, args=(100 * number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    expected = before.clone()
+    for number in range(3):
+        expected[100 * number : 100 * number + 4] -= 3
+    assert torch.equal(table.read(ALL), expected)
+    assert table.state.step == 3
+
+
+def test_gradients_are_as_they_were_though_others_change_them(store: tierstore.Store) -> None:
+    """Addition hands one gradient to both; its other owner may empty it before the pass ends."""
+    table = store.create_table(config())
+    before = table.read(ALL[:20])
+    parameter = torch.nn.Parameter(torch.zeros(len(IDS), DIM))
+
+    def empty(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.zero_()
+
+    parameter.register_post_accumulate_grad_hook(empty)
+    out = tierstore.TieredEmbeddingBag(table)(IDS)
+    (parameter + out).backward(torch.ones(len(IDS), DIM))
+    assert torch.equal(table.read(ALL[:20]), before - 1)
+
+
+# What was not asked for is not trained
+
+
+def not_asked(out: Tensor, scale: Tensor, bag: Any) -> None:
+    (grad,) = torch.autograd.grad(out.sum(), [scale])
+    assert grad.any()
+
+
+def other_inputs(out: Tensor, scale: Tensor, bag: Any) -> None:
+    factor = torch.ones(DIM, requires_grad=True)
+    (out * factor).sum().backward(inputs=[factor, scale])
+    assert scale.grad is not None
+
+
+def no_node_at_all(out: Tensor, scale: Tensor, bag: Any) -> None:
+    factor = torch.ones(DIM, requires_grad=True)
+    torch.autograd.grad((out * factor).sum(), [factor])
+
+
+def jacobian(out: Tensor, scale: Tensor, bag: Any) -> None:
+    made = torch.autograd.functional.jacobian(lambda scale: bag(IDS, None, scale).sum(1), scale.detach())
+    assert made.shape == (len(IDS), *IDS.shape)
+    assert made.any()
+
+
+@pytest.mark.parametrize("ask", [not_asked, other_inputs, no_node_at_all, jacobian])
+def test_rows_nobody_asked_to_train_stay(store: tierstore.Store, ask: Any) -> None:
+    table = store.create_table(config())
+    bag = tierstore.TieredEmbeddingBag(table)
+    before = table.read(ALL)
+    scale = torch.ones(IDS.shape, requires_grad=True)
+    ask(bag(IDS, None, scale), scale, bag)
+    assert torch.equal(table.read(ALL), before)
+    assert table.state.step == 0
+    bag(IDS, None, scale).sum().backward()
+    assert torch.equal(table.read(ALL[:20]), before[:20] - 1)
+
+
+def test_a_pass_that_fails_leaves_nothing_behind(store: tierstore.Store) -> None:
+    class Fail(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            raise ZeroDivisionError
+
+    table = store.create_table(config())
+    bag = tierstore.TieredEmbeddingBag(table)
+    before = table.read(ALL)
+    fails = Fail.apply(torch.ones(1, requires_grad=True))  # type: ignore[no-untyped-call]
+    kept = bag(IDS)
+    with pytest.raises(ZeroDivisionError):  # nodes run newest first
+        (fails + kept.sum() + bag(IDS).sum()).backward(retain_graph=True)
+    assert torch.equal(table.read(ALL), before)
+    (bag(IDS + 40) + kept).sum().backward()
+    before[:20] -= 1
+    before[40:60] -= 1
+    assert torch.equal(table.read(ALL), before)
+    assert table.state.step == 1
+
+
+def test_nothing_grows_with_forwards_that_have_no_backward(store: tierstore.Store) -> None:
+    table = store.create_table(config())
+    bag = tierstore.TieredEmbeddingBag(table)
+    for _ in range(10):
+        bag(IDS)
+    pool = table.pool
+    assert not pool.in_use
+    assert len(pool.uses) == len(pool._dropped) == 0
+
+
+# Gradients see what forward read
+
+
+def test_gradients_of_weights_are_of_the_rows_before_the_update(store: tierstore.Store) -> None:
+    table = store.create_table(config())
+    one, two = tierstore.TieredEmbeddingBag(table), tierstore.TieredEmbeddingBag(table)
+    scales = [torch.ones(IDS.shape, requires_grad=True) for _ in range(2)]
+    expected = (table.read(IDS.flatten()) * factors(1)[0].repeat_interleave(2, 0)).sum(1).view(IDS.shape)
+    made = [one(IDS, None, scales[0]), two(IDS, None, scales[1])]
+    ((made[0] + made[1]) * factors(1)[0]).sum().backward()
+    for scale in scales:
+        assert scale.grad is not None
+        torch.testing.assert_close(scale.grad, expected, rtol=1e-5, atol=1e-5)
+
+
+def write(table: tierstore.Table, bag: Any) -> None:
+    table.write(ALL[:20], torch.full((20, DIM), 50.0))
+
+
+def train(table: tierstore.Table, bag: Any) -> None:
+    bag(IDS).sum().backward()
+
+
+@pytest.mark.parametrize("change", [write, train])
+def test_rows_changed_between_forward_and_backward(store: tierstore.Store, change: Any) -> None:
+    """As in torch: an error where the gradient needs them, no error where it does not."""
+    table = store.create_table(config())
+    other = store.create_table(config("other"))
+    bag = tierstore.TieredEmbeddingBag(table)
+    scale = torch.ones(IDS.shape, requires_grad=True)
+    out, plain, weighted = bag(IDS, None, scale), bag(IDS), bag(IDS, None, torch.full(IDS.shape, 2.0))
+    untouched = tierstore.TieredEmbeddingBag(other)(IDS, None, scale)
+    change(table, bag)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: rows of table 't'"):
+        out.sum().backward()
+    assert scale.grad is None
+    before = table.read(ALL[:20])
+    (plain + weighted + untouched).sum().backward()
+    assert torch.equal(table.read(ALL[:20]), before - 1 - 2)
+    assert scale.grad is not None
+
+
+def test_rows_of_another_version_are_changed_rows(store_dir: Path) -> None:
+    """A batch too large to be pinned does not keep the store from going back."""
+    ids = ALL.view(2, -1)
+    with tierstore.open(store_dir, ddr="404KiB") as store:
+        table = store.create_table(config())
+        store.commit()
+        scale = torch.ones(ids.shape, requires_grad=True)
+        out = tierstore.TieredEmbeddingBag(table)(ids, None, scale)
+        store.rollback(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+@pytest.mark.parametrize("aliased", [False, True])
+@pytest.mark.parametrize("ids_type", [torch.int64, torch.int32])
+def test_buffers_may_be_used_anew_after_forward(store: tierstore.Store, aliased: bool, ids_type: Any) -> None:
+    """Gradients go to the rows that forward read, whatever becomes of ids, offsets and weights."""
+    table = store.create_table(config())
+    store.create_table(config("other"))
+    collection = tierstore.TieredEmbeddingBagCollection(store)
+    before = table.read(ALL)
+    for first in (0, 500):  # the second time all rows are in
+        ids = (torch.arange(40) + first).to(ids_type)
+        offsets, weights = torch.arange(0, 41, 2), torch.full((40,), 3.0)
+        features = tierstore.KeyedJaggedTensor(["other", "t"], ids, weights, offsets=offsets)
+        collection.forward(features).values().sum().backward()
+        out = collection(features)["t"]
+        if aliased:
+            ids.numpy()[:], offsets.numpy()[:], weights.numpy()[:] = 7, 40, 0
+        else:
+            ids.fill_(7)
+            offsets.fill_(40)
+            weights.fill_(0)
+        out.sum().backward()
+        before[first + 20 : first + 40] -= 3
+        before[first + 20 : first + 40] -= 3
+        assert torch.equal(table.read(ALL), before)
+
+
+@pytest.mark.parametrize("part", ["ids", "offsets", "weights"])
+def test_a_reader_that_reuses_its_buffers_is_found_out(store: tierstore.Store, part: str) -> None:
+    table = store.create_table(config())
+    bag = tierstore.TieredEmbeddingBag(table)
+    ids, offsets, weights = torch.arange(4), torch.tensor([0, 2]), torch.tensor([1.0, 2.0, float("nan"), 3.0])
+    (batch,) = batches = [(ids, offsets, weights)]
+    before = table.read(ALL)
+    for _ in tierstore.prefetch(batches, bag, depth=1, features=lambda batch: batch):
+        bag(*batch)  # unchanged
+    for _ in tierstore.prefetch(batches, bag, depth=1, features=lambda batch: batch):
+        {"ids": ids, "offsets": offsets, "weights": weights}[part].numpy()[1] = 3
+        with pytest.raises(RuntimeError, match="memory of its own"):
+            bag(*batch)
+    assert torch.equal(table.read(ALL), before)

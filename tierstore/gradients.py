@@ -1,0 +1,131 @@
+"""Gradients of pooled rows: collected while a backward pass runs, applied at its end, as one update a table.
+
+Autograd runs the nodes of a pass in an order of its own, and may fail half way. So a node only says which gradient its
+lookups got. What was said belongs to a callback that autograd owns: it calls it when the whole pass went well, and
+drops it, with all that was collected, when something failed. A pass is known by autograd's number of it.
+"""
+
+import itertools
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .hbm.lookup import HbmLookup
+from .lookup import Lookup
+
+__all__ = ["Turn", "collect"]
+
+_NUMBERS: Final = itertools.count()
+_LOCK: Final = threading.Lock()
+
+
+class Turn(NamedTuple):
+    """When a forward call was made.
+
+    Attributes:
+        number: ascending from call to call.
+        inside: the backward pass that it was made in, or -1. A reentrant checkpoint repeats forward within a pass, and
+            finds its gradients by a pass of its own within; they belong to the outer one.
+    """
+
+    number: int
+    inside: int
+
+    @classmethod
+    def now(cls) -> "Turn":
+        """That of a call made now."""
+        inside = torch._C._current_graph_task_id()
+        if inside >= 0:
+            _current_pass(inside)
+        return cls(next(_NUMBERS), inside)
+
+
+class _Collected(NamedTuple):
+    """A gradient, float32 [batch, columns], C-contiguous, of the forward call with that number; and the CUDA stream it
+    was made on, or None."""
+
+    number: int
+    lookup: Lookup | HbmLookup
+    gradient: Tensor
+    stream: Any
+
+
+class _Pass:
+    """A backward pass under way, with what it collected."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self.collected: list[_Collected] = []
+
+    def end(self) -> None:
+        """Called by autograd when every node has run; the streams that its caller had as current are so again."""
+        _PASSES.pop(self._number, None)
+        collected, self.collected = sorted(self.collected, key=lambda each: each.number), []
+        with torch.no_grad():
+            _apply(collected)
+
+
+_PASSES: Final[weakref.WeakValueDictionary[int, _Pass]] = weakref.WeakValueDictionary()
+
+
+def _current_pass(number: int) -> _Pass:
+    """The pass under way in this thread, of that number."""
+    with _LOCK:  # autograd runs nodes of one pass in several threads, one for each device
+        found = _PASSES.get(number)
+        if found is None:
+            found = _PASSES[number] = _Pass(number)
+            torch.autograd.Variable._execution_engine.queue_callback(found.end)
+        return found
+
+
+def collect(turn: Turn, lookups: Sequence[Lookup | HbmLookup], gradient: Tensor) -> None:
+    """Have the rows of some lookups updated when the backward pass under way in this thread has ended, if it ends well.
+
+    All lookups of a pass that share a table make one update of it, their positions taken in the order of the forward
+    calls. Until then the lookups keep their rows pinned; then they are released.
+
+    Args:
+        turn: when forward was called.
+        gradient: float32 [batch, columns] of the lookups' output, C-contiguous. Kept as it is, not copied.
+    """
+    outer = _PASSES.get(turn.inside)
+    into = _current_pass(torch._C._current_graph_task_id()) if outer is None else outer
+    stream = torch.cuda.current_stream(gradient.device) if gradient.is_cuda else None
+    into.collected.extend(_Collected(turn.number, lookup, gradient, stream) for lookup in lookups)
+
+
+def _apply(collected: Sequence[_Collected]) -> None:
+    """One update of each table, of gradients in the order of forward calls."""
+    together: dict[Any, list[_Collected]] = {}
+    for each in collected:  # a table has one layout and one pooling, so all its positions come together
+        table = each.lookup.joined.tables[0]
+        together.setdefault((table.store, table.layout, each.lookup.mode), []).append(each)
+    try:
+        for group in together.values():
+            _update([each.lookup for each in group], [_follow(each) for each in group])
+    finally:
+        for each in collected:
+            each.lookup.release()
+
+
+def _follow(collected: _Collected) -> Tensor:
+    """The gradient, for use on the stream that is current now."""
+    gradient = collected.gradient.detach()
+    if collected.stream is not None:
+        current = torch.cuda.current_stream(gradient.device)
+        if current != collected.stream:
+            current.wait_stream(collected.stream)
+            gradient.record_stream(current)
+    return gradient
+
+
+def _update(lookups: Sequence[Any], gradients: Sequence[Tensor]) -> None:
+    if len(lookups) == 1:
+        lookups[0].update(gradients[0])
+        return
+    merged = lookups[0].merged(lookups, [gradient.shape[1] for gradient in gradients])
+    merged.update(torch.cat([gradient.reshape(1, -1) for gradient in gradients], dim=1))

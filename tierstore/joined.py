@@ -1,0 +1,203 @@
+"""The ids of some features of one pool laid end to end, as row keys or as slots."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+
+from . import kernels
+from .cache import FullCache
+from .optim.configs import NUM_HYPER
+from .rounding import NEAREST
+from .rows import KEY_ROW_BITS
+from .signals import shielded
+
+if TYPE_CHECKING:
+    from .table import Table
+
+__all__ = ["NO_FLOATS", "Jagged", "Joined", "Sources"]
+
+NO_FLOATS: Final = np.empty(0, np.float32)
+
+
+class Jagged(NamedTuple):
+    """Ids of many features, key-major: all bags of feature 0, then all of feature 1, ...
+
+    Attributes:
+        ids: int64 or int32 [N].
+        offsets: int64 [features * batch + 1].
+        batch: bags of each feature.
+        scale: float32 [N], per-sample weights, or None.
+    """
+
+    ids: Any
+    offsets: Any
+    batch: int
+    scale: Any = None
+
+
+class Sources(NamedTuple):
+    """Of ids laid end to end, feature by feature; the arguments of ``plan.sampling.select``, in its order.
+
+    Attributes:
+        ids: int64 or int32 [N].
+        starts: int64 [features], where each feature's begin in ``ids``.
+        firsts: int64 [features], the key of row 0 of each feature's table.
+        batch: bags of each feature.
+        bag_starts: int64 [features * batch + 1], where each bag begins in what is laid end to end.
+    """
+
+    ids: Any
+    starts: Any
+    firsts: Any
+    batch: int
+    bag_starts: Any
+
+
+class Joined:
+    """The ids of some features laid end to end, as row keys or as slots.
+
+    Args:
+        tables: the table of each feature; all in one pool.
+        features: which feature of ``jagged`` each of them is.
+        columns: where each feature's results begin in the output's columns.
+
+    Attributes:
+        tables: distinct, in order of first use.
+        table_bags: int64 [tables + 1], the bags of each.
+        bag_starts: int64 [features * batch + 1], where each bag begins in what is laid end to end.
+        scale: float32 [N], per-sample weights, or empty.
+        columns: int32 [features].
+        batch: bags of each feature.
+    """
+
+    def __init__(self, tables: "Sequence[Table]", jagged: Jagged, features: Any, columns: Any) -> None:
+        self.tables = list(dict.fromkeys(tables))
+        self.columns = np.asarray(columns, np.int32)
+        self.batch = batch = jagged.batch
+        self._owners = tables
+        self._ids = jagged.ids
+        self._keys: Any = None
+        self._slots: Any = None
+        self._slots_in: FullCache | None = None
+        if list(features) == list(range((len(jagged.offsets) - 1) // max(batch, 1))):
+            self.bag_starts = jagged.offsets.copy()
+            ends = self.bag_starts[np.arange(len(tables) + 1) * batch]
+            self._starts, self._stops = ends[:-1], ends[1:]
+        else:
+            self._choose(jagged.offsets, np.asarray(features))
+        bounds = [i for i, table in enumerate(tables) if not i or table is not tables[i - 1]]
+        self.table_bags = np.array([*bounds, len(tables)], np.int64) * batch
+        self.scale = NO_FLOATS if jagged.scale is None else self._gather(jagged.scale)
+
+    def _choose(self, offsets: Any, features: Any) -> None:
+        """Lay the chosen features end to end."""
+        lists = offsets[np.add.outer(features * self.batch, np.arange(self.batch + 1))]
+        self._starts, self._stops = lists[:, 0].copy(), lists[:, -1].copy()
+        sizes = self._stops - self._starts
+        shifts = np.cumsum(sizes) - sizes - self._starts
+        self.bag_starts = np.append((lists[:, :-1] + shifts[:, None]).ravel(), sizes.sum())
+
+    def __len__(self) -> int:
+        return int(self.bag_starts[-1])
+
+    # The caller's ids are read once: later changes of their memory reach neither keys nor slots.
+
+    @property
+    def keys(self) -> Any:
+        """int64 [N], row keys.
+
+        Raises:
+            ValueError: an id outside its table; names the table and the id.
+        """
+        if self._keys is None:
+            cache = self._slots_in
+            self._keys = self._join(self._first_keys, np.int64) if cache is None else self._slots + self._shifts(cache)
+        return self._keys
+
+    def slots(self, cache: FullCache) -> Any:
+        """int32 [N], slots of a full cache; errors as ``keys``."""
+        if self._slots_in is not cache:
+            if self._keys is None and self._slots_in is None:
+                slots = self._join(self.first_slots(cache), np.int32)
+            else:
+                slots = (self.keys - self._shifts(cache)).astype(np.int32)
+            self._slots, self._slots_in = slots, cache
+        return self._slots
+
+    def _shifts(self, cache: FullCache) -> Any:
+        """int64 [N]: by how much the key of each position is above its slot."""
+        shifts = [(table.index << KEY_ROW_BITS) - cache.first_slot(table.index) for table in self.tables]
+        return np.repeat(np.array(shifts, np.int64), np.diff(self.bag_starts[self.table_bags]))
+
+    @property
+    def _first_keys(self) -> list[int]:
+        """The key of row 0 of each feature's table."""
+        return [table.index << KEY_ROW_BITS for table in self._owners]
+
+    @property
+    def sources(self) -> "Sources":
+        """Where its rows' keys come from."""
+        firsts = np.array(self._first_keys, np.int64)
+        return Sources(self._ids, self._starts, firsts, self.batch, self.bag_starts)
+
+    def first_slots(self, cache: FullCache) -> list[int]:
+        """The slot of row 0 of each feature's table."""
+        return [cache.first_slot(table.index) for table in self._owners]
+
+    def plan(self, firsts: list[int]) -> Any:
+        """What ``kernels.join_ids`` and ``kernels.look_up`` take behind the range of bags."""
+        rows = np.array([table.config.num_embeddings for table in self._owners], np.int64)
+        return self._ids, self._starts, np.array(firsts, np.int64), rows, self.batch, self.bag_starts
+
+    @shielded
+    def _join(self, firsts: list[int], dtype: Any) -> Any:
+        joined = np.empty(len(self), dtype)
+        plan = self.plan(firsts)
+        bad: list[int] = []
+        join: Any = kernels.join_ids
+        workers = self.tables[0].store.workers
+        workers.run(lambda begin, end: bad.append(join(begin, end, *plan, joined)), workers.split(self.bag_starts))
+        self.check(bad)
+        return joined
+
+    def check(self, positions: list[int]) -> None:
+        """Raise ValueError if one of them is the position of an id outside its table."""
+        bad = [position for position in positions if position >= 0]
+        for table, (start, stop) in zip(self._owners, self._sources, strict=True) if bad else ():
+            own = [position for position in bad if start <= position < stop]
+            if own:
+                raise table.id_error(int(self._ids[min(own)]))
+
+    def _gather(self, scale: Any) -> Any:
+        return np.concatenate([scale[start:stop] for start, stop in self._sources] or [NO_FLOATS])
+
+    @property
+    def _sources(self) -> list[tuple[int, int]]:
+        """Where each feature's ids lie in the batch."""
+        return list(zip(self._starts.tolist(), self._stops.tolist(), strict=True))
+
+    def scatter(self, values: Any, out: Any) -> None:
+        """Add a value of each position to ``out``, float32 [ids of the batch], where its id came from."""
+        place = 0
+        for start, stop in self._sources:
+            out[start:stop] += values[place : place + stop - start]
+            place += stop - start
+
+    def require_trainable(self) -> None:
+        """ReadOnlyError for a table of quantized rows."""
+        for table in self.tables:
+            table.require_float()
+
+    def next_hyper(self) -> Any:
+        """Count one more update of each table: its hyper-parameters, float32 [tables, NUM_HYPER]."""
+        self.require_trainable()
+        hyper = np.zeros((len(self.tables), NUM_HYPER), np.float32)
+        for row, table in enumerate(self.tables):
+            hyper[row] = table.next_hyper()
+        return hyper
+
+    def rounding_seeds(self) -> Any:
+        """What the update counted last rounds with (``rounding``), uint64 [tables]; None if to nearest everywhere."""
+        seeds = [table.rounding_seed for table in self.tables]
+        return np.array(seeds, np.uint64) if any(seed != NEAREST for seed in seeds) else None
