@@ -248,7 +248,7 @@ def save_anchor(path: Path, store_id: bytes, page_bytes: int, metas: tuple[bytes
     txn_id = max(_parsed(path, meta).txn_id for meta in metas)
     anchor_path = path.with_name(ANCHOR_NAME)
     is_new = not anchor_path.exists()
-    newest = None if is_new else _newest_slot(anchor_path.read_bytes())
+    newest = None if is_new else _newest_slot(_slots(anchor_path))
     number = 1 if newest is None else newest.number + 1
     slot = _slot(Anchor(number, store_id, boot_id(), page_bytes, txn_id, metas))
     if is_new:
@@ -269,7 +269,7 @@ def keep_aside(path: Path, anchor: Anchor, metas: tuple[bytes, bytes]) -> None:
     A recovery that was cut short has put one page back, perhaps; what it saved stays.
     """
     before_path = path.with_name(BEFORE_NAME)
-    saved = _newest_slot(before_path.read_bytes()) if before_path.exists() else None
+    saved = _newest_slot(_slots(before_path)) if before_path.exists() else None
     if saved is not None and all(now in pair for now, *pair in zip(metas, saved.metas, anchor.metas, strict=True)):
         return
     number = anchor.number + 1
@@ -339,7 +339,7 @@ def load_anchor(path: Path, store_id: bytes) -> Anchor | None:
         ChecksumError: the anchor is damaged. FormatError: the row file is older than it.
     """
     try:
-        content = path.with_name(ANCHOR_NAME).read_bytes()
+        content = _slots(path.with_name(ANCHOR_NAME))
     except FileNotFoundError:
         return None
     anchor = _newest_slot(content)
@@ -357,6 +357,12 @@ def load_anchor(path: Path, store_id: bytes) -> Anchor | None:
             "from one copy."
         )
     return anchor
+
+
+def _slots(path: Path) -> bytes:
+    """Both slots; whatever else the file holds is not read."""
+    with path.open("rb") as file:
+        return file.read(2 * _SLOT_BYTES)
 
 
 def _newest_slot(content: bytes) -> Anchor | None:

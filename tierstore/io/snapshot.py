@@ -197,7 +197,7 @@ def _begin(
         page_bytes = environment.stat()["psize"]
         for _ in range(_ATTEMPTS):
             txn = environment.begin(write=False, buffers=True)
-            meta = _newest(file_map, page_bytes)
+            meta = _parsed(_meta_page(file_map, (txn.id() & 1) * page_bytes))
             if meta is not None and meta.txn_id == txn.id():
                 return txn, meta
             txn.abort()
@@ -227,12 +227,16 @@ def _unreadable(path: Path) -> DamagedError:
 def _newest(file_map: FileMap, page_bytes: int) -> Meta | None:
     """The newer of the two meta pages, of which one may be damaged or in the middle of being written; None if they
     change."""
-    both = [_read_meta(file_map, start) for start in (0, page_bytes)]
-    if both != [_read_meta(file_map, start) for start in (0, page_bytes)]:
+    both = [_meta_page(file_map, start) for start in (0, page_bytes)]
+    if both != [_meta_page(file_map, start) for start in (0, page_bytes)]:
         return None
-    return max((meta for meta in both if meta is not None), key=lambda meta: meta.txn_id, default=None)
+    return max((meta for meta in map(_parsed, both) if meta is not None), key=lambda meta: meta.txn_id, default=None)
 
 
-def _read_meta(file_map: FileMap, start: int) -> Meta | None:
-    meta = parse_meta(file_map.words[start // 8 : (start + META_READ_BYTES) // 8].tobytes())
+def _meta_page(file_map: FileMap, start: int) -> bytes:
+    return file_map.words[start // 8 : (start + META_READ_BYTES) // 8].tobytes()
+
+
+def _parsed(page: bytes) -> Meta | None:
+    meta = parse_meta(page)
     return None if isinstance(meta, str) else meta
