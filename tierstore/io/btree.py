@@ -30,6 +30,7 @@ __all__ = [
     "WalkStatus",
     "child_of",
     "count_keys",
+    "find_value",
     "half",
     "key_word",
     "new_entries",
@@ -464,3 +465,41 @@ def seek_each(
             result[2] = pages[depth - 1]
             return
         result[0] = i + 1
+
+
+@kernel
+def find_value(
+    halves: Halves,
+    page_halves: int,
+    limit: int,
+    root: int,
+    depth: int,
+    first: np.uint64,
+    second: np.uint64,
+    entry: Entries,
+    result: Int64s,
+) -> None:
+    """Where the value of a key is.
+
+    Args:
+        entry: scratch for one.
+        result: int64 [4]; receives the value's length in bytes, -1 if there is no such key; the WalkStatus; the page
+            where the search stopped; and the value's first half-word.
+    """
+    pages = np.zeros(MAX_DEPTH + 1, np.int64)
+    indexes = np.zeros(MAX_DEPTH + 1, np.int64)
+    counts = np.zeros(MAX_DEPTH + 1, np.int64)
+    pages[0] = root
+    status = _descend(halves, page_halves, limit, 0, depth, first, second, 0, pages, indexes, counts)
+    result[0] = -1
+    result[1] = -status
+    result[2] = pages[depth - 1]
+    if status != 0 or indexes[depth - 1] >= counts[depth - 1]:
+        return
+    node = _node(halves, page_halves, pages[depth - 1], indexes[depth - 1], True)
+    if node < 0 or not _emit(halves, page_halves, node, limit, entry, 0):
+        result[1] = 4 if node < 0 else 2
+    elif entry.block_keys[0] == first and entry.epochs[0] == second:
+        result[0] = entry.sizes[0]
+        page = entry.pages[0]
+        result[3] = page * page_halves + _HEADER_BYTES // 2 if page else node + 4 + _KEY_BYTES // 2

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -60,7 +60,7 @@ from .snapshot import Snapshot
 from .verify import verify_blocks
 from .versions import garbage, next_totals, selected, stale_items, superseded
 from .view import View, fill_directory
-from .writes import BlockRows, Staging, check_arrays, check_widths, delete_blocks, put_version
+from .writes import BlockRows, Staging, check_arrays, check_widths, delete_blocks, put_version, transaction
 
 __all__ = ["LmdbColdTier"]
 
@@ -153,7 +153,8 @@ class LmdbColdTier:
         self._environment = open_environment(self.path, map_bytes(directory), self.readonly)
         self._environment.reader_check()
         self._map = FileMap(self.path, self._environment.info()["map_size"])
-        self._rows = RowReader(self._map, verify=self._verify_reads)
+        self._lmdb_guard = self._map.guard_other()
+        self._rows = RowReader(self._map.twin(), verify=self._verify_reads)
         self._shown = View(snapshot := self._new_snapshot(), is_complete=False)
         snapshot.check_free_pages()
         self.placement = self._staging.placement = read_placement(snapshot, check_store(snapshot, store_id))
@@ -234,7 +235,7 @@ class LmdbColdTier:
                 stack.callback(self.lookout.close)
                 if self._lock_file >= 0:
                     stack.callback(os.close, self._lock_file)
-                for part in (self._map, self._environment, self._shown, self._anchors):
+                for part in (self._environment, self._map, self._shown, self._anchors):
                     if part is not None:
                         stack.callback(part.close)
         finally:
@@ -264,7 +265,8 @@ class LmdbColdTier:
             yield leased
 
     def _new_snapshot(self) -> Snapshot:
-        return Snapshot(self._env, self.path, self._file_map)
+        with self._lmdb_guard.watching():
+            return Snapshot(self._env, self.path, self._file_map)
 
     @property
     def _epoch_limit(self) -> int:
@@ -376,14 +378,15 @@ class LmdbColdTier:
 
     # -- writing
 
-    @contextmanager
-    def _transaction(self) -> "Iterator[lmdb.Transaction[bytes]]":
+    def _transaction(self) -> "AbstractContextManager[lmdb.Transaction[bytes]]":
         """A write transaction, committed at the end of the block, with LMDB's errors translated."""
-        try:
-            with self._env.begin(write=True) as txn:
-                yield txn
-        except lmdb.Error as error:
-            raise translate(error, self.path) from error
+        return transaction(self._env, self.path, self._lmdb_guard, self._spoil)
+
+    def _spoil(self) -> None:
+        """LMDB committed what may not be what was written: the tier stops, and the anchor before it stays the last."""
+        self._state = "failed"
+        if self._anchors is not None:
+            self._anchors.distrust()
 
     @contextmanager
     def _must_succeed(self) -> Iterator[None]:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from .._jit import JIT_ENABLED, inline
 from ..errors import StoreReplacedError
 from ..oserrors import translate_os_error
+from .guard import Guard, other_map
 
 __all__ = ["WILL_NEED", "FileMap", "clock_ns", "copy_words", "is_resident", "prefetch_word", "queue_read", "zeros"]
 
@@ -23,6 +24,7 @@ Words = NDArray[np.uint64]
 
 _PROT_READ: Final = 1
 _MAP_SHARED: Final = 1
+_MAP_FIXED: Final = 0x10
 _MADV_RANDOM: Final = 1
 _MADV_DONTNEED: Final = 4
 WILL_NEED: Final = np.int32(3)
@@ -143,10 +145,11 @@ def zeros(length: int, dtype: type[np.generic]) -> NDArray[Any]:
 class FileMap:
     """A read-only shared map of a file, as long as the file may ever become.
 
-    Addresses beyond the end of the file are mapped but must not be touched (SIGBUS): whoever reads through ``words``
-    compares with ``file_bytes()`` first. What is written to the file with ``pwrite`` shows at once.
+    Addresses beyond the end of the file are mapped but must not be touched: whoever reads through ``words`` compares
+    with ``file_bytes()`` first. What is written to the file with ``pwrite`` shows at once.
 
     Attributes:
+        guard: to be asked before and after every read; pages that cannot be read show zeros.
         words: uint64 [length_bytes / 8], read-only.
         halves: uint16 view of the same bytes.
         address: of the first byte.
@@ -169,6 +172,29 @@ class FileMap:
         self.words.flags.writeable = False
         self.halves: NDArray[np.uint16] = self.words.view(np.uint16)
         _libc.madvise(address, self.length_bytes, _MADV_RANDOM)
+        self._parts: list[Guard | FileMap] = []
+        self.guard = self._guard_at(address, self.length_bytes)
+
+    def _guard_at(self, address: int, length_bytes: int) -> Guard:
+        self._parts.append(guard := Guard(self._path, self._fd, address, length_bytes, self._put_back))
+        return guard
+
+    def guard_other(self) -> Guard:
+        """A guard of the map that LMDB has of the same file. It is closed with this one: close LMDB's file after it."""
+        return self._guard_at(*other_map(self.address))
+
+    def twin(self) -> "FileMap":
+        """Another map of the file, with a guard of its own; closed with this one."""
+        self._parts.append(twin := FileMap(self._path, self.length_bytes))
+        return twin
+
+    def _put_back(self, address: int, offset: int, length_bytes: int) -> None:
+        """Map the file at an address where something else is mapped."""
+        how = _MAP_SHARED | _MAP_FIXED
+        if _libc.mmap(address, length_bytes, _PROT_READ, how, self._fd, offset) != address:
+            error = ctypes.get_errno()
+            raise OSError(error, f"cannot map {length_bytes} bytes again: {os.strerror(error)}", str(self._path))
+        _libc.madvise(address, length_bytes, _MADV_RANDOM)
 
     def file_bytes(self) -> int:
         """Length of the file now."""
@@ -203,6 +229,8 @@ class FileMap:
         if self._fd >= 0:
             empty = np.empty(0, np.uint64)
             self.words, self.halves = empty, empty.view(np.uint16)
+            for part in self._parts:
+                part.close()
             _libc.munmap(self.address, self.length_bytes)
             os.close(self._fd)
             self._fd = -1

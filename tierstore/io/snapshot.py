@@ -1,5 +1,6 @@
 """What one LMDB read transaction shows: a tree that stays as it is, walked by our own code."""
 
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -16,6 +17,7 @@ from .btree import (
     Entries,
     Meta,
     WalkStatus,
+    find_value,
     new_entries,
     parse_meta,
     seek_each,
@@ -29,6 +31,7 @@ __all__ = ["Snapshot", "raise_for_walk"]
 
 _CHUNK_ENTRIES: Final = 1 << 16
 _ATTEMPTS: Final = 100
+_KEY: Final = struct.Struct(">QQ")
 
 
 def raise_for_walk(path: Path, status: int, page: int) -> None:
@@ -51,7 +54,8 @@ class Snapshot:
         self.path = path
         self.leases = 0
         self.file_map = file_map
-        self._txn, self._meta = _begin(environment, path, file_map)
+        with file_map.guard.watching():
+            self._txn, self._meta = _begin(environment, path, file_map)
         self.page_bytes = self._meta.page_bytes
 
     @property
@@ -72,21 +76,38 @@ class Snapshot:
         return self.file_map.file_bytes() // self.page_bytes
 
     def get(self, key: bytes) -> bytes | None:
-        """A small record. The tree must have been walked before: LMDB trusts it."""
-        try:
-            value = self._txn.get(key)
-        except lmdb.Error as error:
-            raise translate(error, self.path) from error
-        return None if value is None else bytes(value)
+        """A small record."""
+        if self.is_empty:
+            return None
+        result = np.zeros(4, np.int64)
+        first, second = map(np.uint64, _KEY.unpack(key))
+        with self.file_map.guard.watching():
+            find_value(
+                self.file_map.halves,
+                self.page_bytes // 2,
+                self.limit_pages(),
+                self._meta.main_root,
+                self._meta.main_depth,
+                first,
+                second,
+                new_entries(1),
+                result,
+            )
+            size_bytes, start = int(result[0]), int(result[3])
+            value = self.file_map.halves[start : start + (size_bytes + 1) // 2].tobytes()[:size_bytes]
+        raise_for_walk(self.path, int(result[1]), int(result[2]))
+        return None if size_bytes < 0 else value
 
     @property
     def freed_bytes(self) -> int:
         """What its transaction took out of use: copied pages of the tree, and blocks with a successor."""
-        return pages_freed(self.file_map.words, self._meta) * self.page_bytes
+        with self.file_map.guard.watching():
+            return pages_freed(self.file_map.words, self._meta) * self.page_bytes
 
     def check_free_pages(self) -> None:
         """Check that each page has one use; LMDB's writer believes its tree and its list of free pages unchecked."""
-        found = check_page_use(self.file_map.halves, self._meta, self.limit_pages())
+        with self.file_map.guard.watching():
+            found = check_page_use(self.file_map.halves, self._meta, self.limit_pages())
         raise_for_walk(self.path, found.status, found.page)
 
     def walk(self, first_key: int = 0) -> Iterator[tuple[Entries, int]]:
@@ -98,6 +119,7 @@ class Snapshot:
         first, second = np.uint64(first_key), np.uint64(0)
         status = WalkStatus.FULL
         while status == WalkStatus.FULL:
+            since = self.file_map.guard.begin()
             walk(
                 self.file_map.halves,
                 self.file_map.address,
@@ -110,6 +132,7 @@ class Snapshot:
                 entries,
                 result,
             )
+            self.file_map.guard.require(since)
             status = WalkStatus(int(result[1]))
             raise_for_walk(self.path, status, int(result[2]))
             count = int(result[0])
@@ -121,6 +144,7 @@ class Snapshot:
         """For each key the first entry at or after it."""
         entries = new_entries(len(block_keys))
         result = np.zeros(3, np.int64)
+        since = self.file_map.guard.begin()
         seek_each(
             self.file_map.halves,
             self.page_bytes // 2,
@@ -132,6 +156,7 @@ class Snapshot:
             entries,
             result,
         )
+        self.file_map.guard.require(since)
         raise_for_walk(self.path, int(result[1]), int(result[2]))
         return entries
 

@@ -1,5 +1,9 @@
 """The parts of a write: arguments checked, rows grouped by block, blocks put and deleted."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 import lmdb
 import numpy as np
 from numpy.typing import NDArray
@@ -9,8 +13,9 @@ from ..rows import KEY_ROW_BITS, MAX_ROWS, RowLayout
 from .blocks import BlockStatus, build_blocks, check_page_headers
 from .btree import Entries
 from .directory import Directory
-from .files import RESTORE
+from .files import RESTORE, translate
 from .gather import Geometry, queue_pages
+from .guard import Guard
 from .placement import Placement
 from .records import (
     PAYLOAD_CHUNK_BYTES,
@@ -24,7 +29,7 @@ from .records import (
 from .snapshot import Snapshot
 from .verify import block_error
 
-__all__ = ["BlockRows", "Staging", "check_arrays", "check_widths", "delete_blocks", "put_version"]
+__all__ = ["BlockRows", "Staging", "check_arrays", "check_widths", "delete_blocks", "put_version", "transaction"]
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -130,7 +135,7 @@ class Staging:
             source: places, slots, weights, state, as given to ``ColdTier.write`` but for places in place of keys.
         """
         places, slots, weights, state = source
-        file_map = snapshot.file_map
+        file_map, guard = snapshot.file_map, snapshot.file_map.guard
         block_words = layout.block_bytes // 8
         num_blocks = len(rows.block_keys)
         step = max(1, self._limit_bytes // layout.block_bytes)
@@ -143,6 +148,7 @@ class Staging:
             queue_pages(file_map.address, snapshot.page_bytes, geo.pages_per_block, next_pages)
             images = self._words[: (stop - start) * block_words].reshape(stop - start, block_words)
             result = np.zeros(3, np.int64)
+            since = guard.begin()
             build_blocks(
                 geo,
                 file_map.words,
@@ -159,6 +165,8 @@ class Staging:
                 images,
                 result,
             )
+            places_read = old_pages[start:stop] * snapshot.page_bytes
+            guard.require(since, places_read, places_read + layout.block_bytes + 16)
             if result[0] != BlockStatus.DONE:
                 block_key = int(rows.block_keys[start + int(result[1])])
                 raise block_error(snapshot.path, block_key, geo, result, self.placement)
@@ -184,7 +192,9 @@ def delete_blocks(txn: "lmdb.Transaction[bytes]", snapshot: Snapshot, entries: E
     queue_pages(file_map.address, page_bytes, 1, entries.pages)
     result = np.zeros(2, np.int64)
     limit = snapshot.limit_pages()
+    since = file_map.guard.begin()
     check_page_headers(file_map.words, page_bytes // 8, limit, entries.pages, pages_each, result)
+    file_map.guard.require(since, entries.pages * page_bytes, entries.pages * page_bytes + 16)
     if result[0] != BlockStatus.DONE:
         key = int(entries.block_keys[result[1]])
         raise DamagedError(
@@ -195,6 +205,35 @@ def delete_blocks(txn: "lmdb.Transaction[bytes]", snapshot: Snapshot, entries: E
     for at in range(0, len(keys), 16):
         deleted = txn.delete(keys[at : at + 16])
         assert deleted, "a block in the tree could not be deleted"
+
+
+@contextmanager
+def transaction(
+    environment: "lmdb.Environment", path: Path, guard: Guard, spoil: Callable[[], None]
+) -> "Iterator[lmdb.Transaction[bytes]]":
+    """A write transaction, committed at the end of the block, with LMDB's errors translated.
+
+    LMDB believes what it reads. So nothing is committed once a page could not be read.
+
+    Args:
+        guard: of the map that LMDB reads through.
+        spoil: called if a page could not be read while LMDB committed.
+
+    Raises:
+        UnreadableError, TruncatedError: a page could not be read; unless ``spoil`` was called, nothing was written.
+    """
+    is_committing = False
+    with guard.watching(hold=True) as since:
+        try:
+            with environment.begin(write=True) as txn:
+                yield txn
+                guard.require(since)
+                is_committing = True
+        except lmdb.Error as error:
+            raise translate(error, path) from error
+        finally:
+            if is_committing and not guard.is_clean(since):
+                spoil()
 
 
 def put_version(txn: "lmdb.Transaction[bytes]", record: CommitRecord, payload: bytes) -> None:
