@@ -136,11 +136,9 @@ class AnchorKeeper:
         """Begin to make the tree as it is the anchor, in the background; ``settle`` ends it.
 
         Raises:
-            TierstoreError: the anchor before this one failed, or the tree is not to be trusted.
+            TierstoreError: the anchor before this one failed.
         """
         self.settle()
-        if self._has_failed:
-            raise TierstoreError(f"{self._path}: an earlier error left the store unusable; close it and open it again.")
         pinned = self._pin()
         try:
             self._metas = metas = _read_metas(self._path, self._page_bytes)
@@ -177,10 +175,6 @@ class AnchorKeeper:
         return TierstoreError(
             f"{path} could not be written: {error}; the last commit is intact: close the store and open it again."
         )
-
-    def distrust(self) -> None:
-        """Set no more anchors, as the tree may not be what was written: the one that stands is gone back to."""
-        self._has_failed = True
 
     def wrote(self, size_bytes: int, live_bytes: int) -> None:
         """Set an anchor in the background if enough was written; wait for the last one if that falls too far behind.

@@ -15,6 +15,9 @@ that one back and letting the load fault again. Another handler may be put over 
 for one: ``begin`` looks, and puts ours over that. A forked child has handler and table too. Without compiled code
 (``NUMBA_DISABLE_JIT=1``) there is no handler, and a refused page ends the process.
 
+LMDB's own map of the file is not guarded: LMDB believes what it reads, and moves memory by it; zeros there wrote beyond
+its pages. So writers look before it does, through our map, at what it is going to read.
+
 Why not another way (20,000 random rows of 272 bytes, page cache warm, a core of 2023): ``begin`` and ``require`` take
 1 us a read of any size. Asking the system for each page before it is touched (``MADV_POPULATE_READ``) takes 280 ns a
 row, where reading it takes some 100; ``pread`` takes 540.
@@ -23,13 +26,11 @@ row, where reading it takes some 100; ``pread`` takes 540.
 import ctypes
 import mmap
 import os
-import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -39,10 +40,10 @@ from .._jit import JIT_ENABLED, callback
 from ..errors import DamagedError, TruncatedError, UnreadableError
 from ..oserrors import RESTORE
 
-__all__ = ["ASK_AGAIN", "Guard", "PageRuns", "other_map"]
+__all__ = ["ASK_AGAIN", "Guard", "PageRuns"]
 
 _SLOTS: Final = 64
-"""Maps guarded at a time; an open store has three. A fault in a map beyond them ends the process."""
+"""Maps guarded at a time; an open store has two. A fault in a map beyond them ends the process."""
 _NOTES: Final = 4096
 """Refused pages of a map that are remembered."""
 _MAX_PASSED: Final = 8
@@ -79,8 +80,6 @@ _PROT_READ: Final = np.int32(1)
 _FIXED_ZEROS: Final = np.int32(0x02 | 0x10 | 0x20)
 """MAP_PRIVATE, MAP_FIXED, MAP_ANONYMOUS."""
 _PAGE_BYTES: Final = mmap.PAGESIZE
-_MAP: Final = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) (\S+ \d+)")
-"""A line of /proc/self/maps: from, to, offset, and the file by device and number."""
 ASK_AGAIN: Final = "The system's log says why; each read asks the device again."
 _CODE_AND_ADDRESS: Final = 8, 16
 """Bytes before si_code and si_addr in ``siginfo_t``, on any 64-bit Linux."""
@@ -261,8 +260,8 @@ class Guard:
         self._address = address
         self._length = length_bytes
         self._put_back = put_back
+        self._size = os.fstat(descriptor).st_size
         self._lock = threading.Lock()
-        self._is_held = False
         self._at = _HANDLER.take_slot()
         if self._at >= 0:
             self._slot = _HANDLER.words[self._at : self._at + _SLOT_WORDS]
@@ -280,11 +279,7 @@ class Guard:
             self._at = -1
 
     def begin(self) -> int:
-        """Have the device asked again for what it refused, and return how often it refused so far.
-
-        Raises:
-            UnreadableError, TruncatedError: the map is held, and pages of it are refused.
-        """
+        """Have the device asked again for what it refused, and return how often it refused so far."""
         _HANDLER.put_in_place()
         met = self._slot[_MET]
         return met if met == self._slot[_HEALED] else self._heal()
@@ -296,7 +291,7 @@ class Guard:
                 met, healed = self._slot[_MET], self._slot[_HEALED]
                 if met == healed:
                     return met
-                if self._is_held or _identity(self._descriptor) != self._file:
+                if _identity(self._descriptor) != self._file:
                     raise self._error(self.refused(healed))
                 if covered == met:
                     for start, stop in zip(*self.refused(healed), strict=True):
@@ -327,6 +322,13 @@ class Guard:
         """Whether any of these parts begins behind the end of the file."""
         return bool((runs.starts >= os.fstat(self._descriptor).st_size).any())
 
+    def require_whole(self) -> None:
+        """TruncatedError if the file is shorter than when this was last asked, or the map made."""
+        known, self._size = self._size, os.fstat(self._descriptor).st_size
+        if self._size < known:
+            size, self._size = self._size, known
+            raise self._cut_short(f"bytes {size} to {known - 1}", size)
+
     def require(
         self, since: int, starts: "NDArray[np.int64] | None" = None, stops: "NDArray[np.int64] | None" = None
     ) -> None:
@@ -342,53 +344,29 @@ class Guard:
             raise self._error(runs)
 
     @contextmanager
-    def watching(self, *, hold: bool = False) -> Iterator[int]:
-        """Require that no page was refused within the block, which gets the count of its beginning. An error that comes
-        of a refused page becomes one that says so.
-
-        With ``hold`` refused pages show zeros until the end of the block, whoever else begins to read.
-        """
+    def watching(self) -> Iterator[None]:
+        """Require that no page was refused within the block. An error that comes of such a page becomes one that says
+        so."""
         since = self.begin()
-        self._is_held |= hold
         try:
-            yield since
+            yield
         except Exception as error:
             if not self.is_clean(since):
                 raise self._error(self.refused(since)) from error
             raise
-        finally:
-            self._is_held &= not hold
         self.require(since)
 
     def _error(self, runs: PageRuns) -> DamagedError:
         first = int(np.argmin(runs.starts))
         part = f"bytes {runs.starts[first]} to {runs.stops[first] - 1}"
         if self.is_cut_short(runs):
-            size = os.fstat(self._descriptor).st_size
-            return TruncatedError(
-                f"{self._path}: {part} were to be read, and the file was cut short to {size} bytes. {RESTORE}"
-            )
+            return self._cut_short(part, os.fstat(self._descriptor).st_size)
         return UnreadableError(f"{self._path}: the device refuses to read {part}. {ASK_AGAIN} {RESTORE}")
+
+    def _cut_short(self, part: str, size: int) -> TruncatedError:
+        return TruncatedError(f"{self._path}: {part} are missing: the file was cut short to {size} bytes. {RESTORE}")
 
 
 def _identity(descriptor: int) -> tuple[int, int]:
     status = os.fstat(descriptor)
     return status.st_dev, status.st_ino
-
-
-def other_map(address: int) -> tuple[int, int]:
-    """Address and length of a map, not guarded, of the same file from its first byte on; (0, 0) if there is none.
-
-    LMDB does not tell where its own is.
-    """
-    try:
-        lines = Path("/proc/self/maps").read_text("utf-8", "replace").splitlines()
-    except OSError:
-        return 0, 0
-    found = [match.groups() for match in map(_MAP.match, lines) if match]
-    maps = [(int(start, 16), int(stop, 16), int(offset, 16), file) for start, stop, offset, file in found]
-    ours = next((file for start, stop, _, file in maps if start <= address < stop), None)
-    words = _HANDLER.words
-    guarded = {words[at + _START] for at in range(_TABLE, _WORDS, _SLOT_WORDS) if words[at + _LENGTH]}
-    others = ((a, b - a) for a, b, offset, file in maps if file == ours and offset == 0 and a not in guarded)
-    return next(others, (0, 0))

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -60,7 +60,7 @@ from .snapshot import Snapshot
 from .verify import verify_blocks
 from .versions import garbage, next_totals, selected, stale_items, superseded
 from .view import View, fill_directory
-from .writes import BlockRows, Staging, check_arrays, check_widths, delete_blocks, put_version, transaction
+from .writes import BlockRows, Staging, check_arrays, check_widths, delete_blocks, put_version
 
 __all__ = ["LmdbColdTier"]
 
@@ -153,7 +153,6 @@ class LmdbColdTier:
         self._environment = open_environment(self.path, map_bytes(directory), self.readonly)
         self._environment.reader_check()
         self._map = FileMap(self.path, self._environment.info()["map_size"])
-        self._lmdb_guard = self._map.guard_other()
         self._rows = RowReader(self._map.twin(), verify=self._verify_reads)
         self._shown = View(snapshot := self._new_snapshot(), is_complete=False)
         snapshot.check_free_pages()
@@ -235,7 +234,7 @@ class LmdbColdTier:
                 stack.callback(self.lookout.close)
                 if self._lock_file >= 0:
                     stack.callback(os.close, self._lock_file)
-                for part in (self._environment, self._map, self._shown, self._anchors):
+                for part in (self._map, self._environment, self._shown, self._anchors):
                     if part is not None:
                         stack.callback(part.close)
         finally:
@@ -265,8 +264,7 @@ class LmdbColdTier:
             yield leased
 
     def _new_snapshot(self) -> Snapshot:
-        with self._lmdb_guard.watching():
-            return Snapshot(self._env, self.path, self._file_map)
+        return Snapshot(self._env, self.path, self._file_map)
 
     @property
     def _epoch_limit(self) -> int:
@@ -378,15 +376,15 @@ class LmdbColdTier:
 
     # -- writing
 
-    def _transaction(self) -> "AbstractContextManager[lmdb.Transaction[bytes]]":
+    @contextmanager
+    def _transaction(self) -> "Iterator[lmdb.Transaction[bytes]]":
         """A write transaction, committed at the end of the block, with LMDB's errors translated."""
-        return transaction(self._env, self.path, self._lmdb_guard, self._spoil)
-
-    def _spoil(self) -> None:
-        """LMDB committed what may not be what was written: the tier stops, and the anchor before it stays the last."""
-        self._state = "failed"
-        if self._anchors is not None:
-            self._anchors.distrust()
+        self._file_map.guard.require_whole()
+        try:
+            with self._env.begin(write=True) as txn:
+                yield txn
+        except lmdb.Error as error:
+            raise translate(error, self.path) from error
 
     @contextmanager
     def _must_succeed(self) -> Iterator[None]:
@@ -409,26 +407,26 @@ class LmdbColdTier:
             self._check_writable()
             if not len(keys):
                 return
-            if not self._view.is_complete:
-                self._build_directory()
+            self._build_directory()
             started = time.perf_counter()
             snapshot, directory = self._snapshot, self._directory
             layout, geo = self._geometry_of(directory, keys)
             check_widths(layout, weights, state)
-            places = self.place(keys)
-            rows = BlockRows(directory, geo, places, keys)
+            rows = BlockRows(directory, geo, places := self.place(keys), keys)
             block_keys = rows.block_keys
             positions = directory.positions(block_keys)
             if not self._head.last < epoch <= MAX_VERSION:
                 raise ValueError(f"epoch={epoch} must be above {self._head.last}, the last version")
             old_pages = directory.pages[positions].astype(np.int64)
+            epochs = np.full(len(block_keys), epoch, np.uint64)
+            if self._rows.is_cold:  # LMDB's way through the tree, while a page that is refused is an error
+                snapshot.seek(block_keys, epochs)
             with self._transaction() as txn:
                 self._staging.put(txn, snapshot, layout, geo, epoch, rows, old_pages, (places, slots, weights, state))
                 reach("write-back: blocks put")
             reach("write-back: transaction committed")
             with self._must_succeed():
                 snapshot = self._new_snapshot()
-                epochs = np.full(len(block_keys), epoch, np.uint64)
                 entries = snapshot.seek(block_keys, epochs)
                 assert np.array_equal(entries.block_keys, block_keys), "a block just written is not in the tree"
                 assert np.array_equal(entries.epochs, epochs), "a block just written is not in the tree"
@@ -455,6 +453,7 @@ class LmdbColdTier:
                 raise ValueError(f"version={version} must be above {self._head.last}, and keep={keep} at least 1")
             head = Head(last=version, kept=(*self._head.kept, version)[-keep:])
             self._env.reader_check()
+            read_head(self._snapshot)  # LMDB's way to the records, while a page that is refused is an error
             with self._transaction() as txn:
                 record = CommitRecord(
                     version=version,
@@ -583,7 +582,6 @@ class LmdbColdTier:
         """
         with ExitStack() as stack:
             with self._writer:
-                self._check_open()
                 record, limit = self._record, self._epoch_limit
                 snapshot, directory = stack.enter_context(self._lease())
             check_census(snapshot, record)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from .._jit import JIT_ENABLED, inline
 from ..errors import StoreReplacedError
 from ..oserrors import translate_os_error
-from .guard import Guard, other_map
+from .guard import Guard
 
 __all__ = ["WILL_NEED", "FileMap", "clock_ns", "copy_words", "is_resident", "prefetch_word", "queue_read", "zeros"]
 
@@ -172,20 +172,12 @@ class FileMap:
         self.words.flags.writeable = False
         self.halves: NDArray[np.uint16] = self.words.view(np.uint16)
         _libc.madvise(address, self.length_bytes, _MADV_RANDOM)
-        self._parts: list[Guard | FileMap] = []
-        self.guard = self._guard_at(address, self.length_bytes)
-
-    def _guard_at(self, address: int, length_bytes: int) -> Guard:
-        self._parts.append(guard := Guard(self._path, self._fd, address, length_bytes, self._put_back))
-        return guard
-
-    def guard_other(self) -> Guard:
-        """A guard of the map that LMDB has of the same file. It is closed with this one: close LMDB's file after it."""
-        return self._guard_at(*other_map(self.address))
+        self._twins: list[FileMap] = []
+        self.guard = Guard(path, self._fd, address, self.length_bytes, self._put_back)
 
     def twin(self) -> "FileMap":
         """Another map of the file, with a guard of its own; closed with this one."""
-        self._parts.append(twin := FileMap(self._path, self.length_bytes))
+        self._twins.append(twin := FileMap(self._path, self.length_bytes))
         return twin
 
     def _put_back(self, address: int, offset: int, length_bytes: int) -> None:
@@ -229,8 +221,9 @@ class FileMap:
         if self._fd >= 0:
             empty = np.empty(0, np.uint64)
             self.words, self.halves = empty, empty.view(np.uint16)
-            for part in self._parts:
-                part.close()
+            for twin in self._twins:
+                twin.close()
+            self.guard.close()
             _libc.munmap(self.address, self.length_bytes)
             os.close(self._fd)
             self._fd = -1

@@ -22,12 +22,15 @@ class RowReader:
         file_map: rows are read through; a map of its own, so that pages of rows that cannot be read are nobody else's
             trouble.
         verify: compare each row with its checksum.
+
+    Attributes:
+        is_cold: pages were not in memory the last time.
     """
 
     def __init__(self, file_map: FileMap, *, verify: bool) -> None:
         self._file_map = file_map
         self._verify = verify
-        self._cold = False
+        self.is_cold = False
         self._can_sample = file_map.tells_residency()
 
     def gather(
@@ -66,12 +69,12 @@ class RowReader:
                 np.empty(2, np.int64),
                 np.empty(1, np.uint8),
                 self._verify,
-                self._cold,
+                self.is_cold,
                 self._can_sample,
                 result,
             )
             if result[0] != GatherStatus.OUT_OF_FILE:
-                self._cold = bool(result[3])
+                self.is_cold = bool(result[3])
                 if not file_map.guard.is_clean(since) and result[0] != GatherStatus.BAD_KEY:
                     self._look_for_refused(since, geo, offsets, result)
                 return result

@@ -1,9 +1,5 @@
 """The parts of a write: arguments checked, rows grouped by block, blocks put and deleted."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-
 import lmdb
 import numpy as np
 from numpy.typing import NDArray
@@ -13,9 +9,8 @@ from ..rows import KEY_ROW_BITS, MAX_ROWS, RowLayout
 from .blocks import BlockStatus, build_blocks, check_page_headers
 from .btree import Entries
 from .directory import Directory
-from .files import RESTORE, translate
+from .files import RESTORE
 from .gather import Geometry, queue_pages
-from .guard import Guard
 from .placement import Placement
 from .records import (
     PAYLOAD_CHUNK_BYTES,
@@ -29,7 +24,7 @@ from .records import (
 from .snapshot import Snapshot
 from .verify import block_error
 
-__all__ = ["BlockRows", "Staging", "check_arrays", "check_widths", "delete_blocks", "put_version", "transaction"]
+__all__ = ["BlockRows", "Staging", "check_arrays", "check_widths", "delete_blocks", "put_version"]
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -205,35 +200,6 @@ def delete_blocks(txn: "lmdb.Transaction[bytes]", snapshot: Snapshot, entries: E
     for at in range(0, len(keys), 16):
         deleted = txn.delete(keys[at : at + 16])
         assert deleted, "a block in the tree could not be deleted"
-
-
-@contextmanager
-def transaction(
-    environment: "lmdb.Environment", path: Path, guard: Guard, spoil: Callable[[], None]
-) -> "Iterator[lmdb.Transaction[bytes]]":
-    """A write transaction, committed at the end of the block, with LMDB's errors translated.
-
-    LMDB believes what it reads. So nothing is committed once a page could not be read.
-
-    Args:
-        guard: of the map that LMDB reads through.
-        spoil: called if a page could not be read while LMDB committed.
-
-    Raises:
-        UnreadableError, TruncatedError: a page could not be read; unless ``spoil`` was called, nothing was written.
-    """
-    is_committing = False
-    with guard.watching(hold=True) as since:
-        try:
-            with environment.begin(write=True) as txn:
-                yield txn
-                guard.require(since)
-                is_committing = True
-        except lmdb.Error as error:
-            raise translate(error, path) from error
-        finally:
-            if is_committing and not guard.is_clean(since):
-                spoil()
 
 
 def put_version(txn: "lmdb.Transaction[bytes]", record: CommitRecord, payload: bytes) -> None:
