@@ -276,6 +276,23 @@ def _child(code: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
     )  # fmt: skip
 
 
+def test_a_writer_looks_before_lmdb_does(tier: LmdbColdTier) -> None:
+    """What LMDB cannot read ends the process; so what it is about to read is read before, and nothing is written."""
+    steps = lambda: write_rows(tier, WIDE, keys_of(0, ALL), 2), lambda: commit(tier, b"two")
+    index = tier._file_map.guard
+    for step in steps:
+        pages = tier._file_map.file_bytes() // PAGE
+        refuse(index, 2, pages - 2)
+        tier._rows.is_cold = True
+        with pytest.raises(UnreadableError, match=r"rows\.lmdb: the device refuses to read bytes .*repair"):
+            step()
+        assert tier._state == "open"
+        index._put_back(index._address, 0, pages * PAGE)
+        step()
+    check_rows(tier, WIDE, keys_of(0, ALL), 2)
+    tier.verify()
+
+
 FOREIGN = """
     import faulthandler, json, mmap, os, sys, tempfile
     import numpy as np
