@@ -6,6 +6,7 @@ cache holds is read all the same. So the pages of a file that are to be bad are 
 
 import contextlib
 import fcntl
+import mmap
 import os
 import struct
 from collections.abc import Iterable, Iterator
@@ -23,6 +24,7 @@ from tests.following import Writer
 from tests.serve.whole import serving
 from tierstore._jit import JIT_ENABLED
 from tierstore.errors import UnreadableError
+from tierstore.io.mapped import _libc
 from tierstore.plan.measure.page_cache import drop
 from tierstore.salvage import salvage
 
@@ -49,18 +51,30 @@ class Disk:
     def lose(self, path: Path, pages: Iterable[int]) -> None:
         """Have these pages of a file refused. Nothing of the file may be unsynced."""
         bad = set(pages)
-        drop(path)
         with path.open("rb", buffering=0) as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead
-            for page in range(path.stat().st_size // PAGE):
-                if page not in bad:
-                    os.pread(file.fileno(), PAGE, page * PAGE)
+            for _ in range(100):
+                drop(path)
+                for page in range(path.stat().st_size // PAGE):
+                    if page not in bad:
+                        os.pread(file.fileno(), PAGE, page * PAGE)
+                if not self._cached(file.fileno(), bad):
+                    break
+            assert not self._cached(file.fileno(), bad), "somebody keeps the pages in memory"
             places = [fcntl.ioctl(file, _FIBMAP, struct.pack("i", page)) for page in bad]
         self.cut = PAGE * min(struct.unpack("i", place)[0] for place in places)
         with self.image.open("r+b") as image:
             image.seek(self.cut)
             self.end = image.read()
             image.truncate(self.cut)
+
+    def _cached(self, descriptor: int, pages: set[int]) -> list[int]:
+        """Those of the pages that the page cache has."""
+        with mmap.mmap(descriptor, 0, mmap.MAP_SHARED, mmap.PROT_READ) as mapped:
+            flags = np.empty(-(-len(mapped) // PAGE), np.uint8)
+            start = np.frombuffer(mapped, np.uint8).ctypes.data
+            assert _libc.mincore(start, len(mapped), flags.ctypes.data) == 0
+        return [page for page in pages if flags[page] & 1]
 
     def heal(self) -> None:
         """Have all be read again."""

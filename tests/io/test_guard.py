@@ -368,10 +368,10 @@ def test_a_map_that_is_gone_is_nobodys(tmp_path: Path) -> None:
     path.write_bytes(bytes(PAGE))
     for _ in range(3 * guard._SLOTS):
         FileMap(path, PAGE).close()
-    free = len(guard._HANDLER._free)
+    free = len(guard._handler()._free)
     maps = [FileMap(path, PAGE) for _ in range(guard._SLOTS + 3)]
-    assert guard._HANDLER._free == []
+    assert guard._handler()._free == []
     for each in maps:
         assert each.guard.is_clean(each.guard.begin())
         each.close()
-    assert len(guard._HANDLER._free) == free
+    assert len(guard._handler()._free) == free

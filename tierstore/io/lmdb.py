@@ -419,7 +419,7 @@ class LmdbColdTier:
                 raise ValueError(f"epoch={epoch} must be above {self._head.last}, the last version")
             old_pages = directory.pages[positions].astype(np.int64)
             epochs = np.full(len(block_keys), epoch, np.uint64)
-            if self._rows.is_cold:  # LMDB's way through the tree, while a page that is refused is an error
+            if self._rows.is_cold:  # read LMDB's way to them first: a page that LMDB cannot read ends the process
                 snapshot.seek(block_keys, epochs)
             with self._transaction() as txn:
                 self._staging.put(txn, snapshot, layout, geo, epoch, rows, old_pages, (places, slots, weights, state))
@@ -453,7 +453,7 @@ class LmdbColdTier:
                 raise ValueError(f"version={version} must be above {self._head.last}, and keep={keep} at least 1")
             head = Head(last=version, kept=(*self._head.kept, version)[-keep:])
             self._env.reader_check()
-            read_head(self._snapshot)  # LMDB's way to the records, while a page that is refused is an error
+            read_head(self._snapshot)  # and so LMDB's way to the records: see write()
             with self._transaction() as txn:
                 record = CommitRecord(
                     version=version,
