@@ -282,7 +282,8 @@ def test_a_writer_looks_before_lmdb_does(tier: LmdbColdTier) -> None:
     index = tier._file_map.guard
     for step in steps:
         pages = tier._file_map.file_bytes() // PAGE
-        refuse(index, 2, pages - 2)
+        for page in set(range(2, pages)) - set(tier._directory.pages.tolist()):  # blocks are looked at anyhow
+            refuse(index, page)
         tier._rows.is_cold = True
         with pytest.raises(UnreadableError, match=r"rows\.lmdb: the device refuses to read bytes .*repair"):
             step()
