@@ -11,10 +11,11 @@
     ├── BudgetError            the memory budget cannot hold what was asked
     ├── TableError             unknown table, or a table created again with another configuration
     ├── DiskFullError          the file system has no room left; nothing committed was lost
-    └── DamagedError           what is on disk is not what was written
+    └── DamagedError           what is on disk is not what was written, or cannot be read
         ├── FormatError        not a tierstore file, or a version this release cannot read
         ├── TruncatedError     a file is shorter than its own header says
-        └── ChecksumError      a row, block or manifest does not match its checksum
+        ├── ChecksumError      a row, block or manifest does not match its checksum
+        └── UnreadableError    the device refuses to read a part of a file
 
 Every message names the file or the argument and the way out.
 """
@@ -33,6 +34,7 @@ __all__ = [
     "TableError",
     "TierstoreError",
     "TruncatedError",
+    "UnreadableError",
 ]
 
 
@@ -73,7 +75,7 @@ class DiskFullError(TierstoreError):
 
 
 class DamagedError(TierstoreError):
-    """What is on disk is not what was written."""
+    """What is on disk is not what was written, or cannot be read."""
 
 
 class FormatError(DamagedError):
@@ -86,3 +88,7 @@ class TruncatedError(DamagedError):
 
 class ChecksumError(DamagedError):
     """Data on disk does not match its checksum."""
+
+
+class UnreadableError(DamagedError):
+    """The device refuses to read a part of a file; it may do so later."""

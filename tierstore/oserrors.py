@@ -6,7 +6,10 @@ from typing import Final
 
 from .errors import DiskFullError, ReadOnlyError, TierstoreError
 
-__all__ = ["translate_os_error"]
+__all__ = ["RESTORE", "translate_os_error"]
+
+RESTORE: Final = "Restore the store's directory from a copy, or save what is sound: tierstore repair DIR NEW_DIR"
+"""The way out where what is on disk is not what was written."""
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE)

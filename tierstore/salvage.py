@@ -317,8 +317,10 @@ class _Taker:
         start = 0
         while start < len(pages):
             result = np.zeros(3, np.int64)
-            words = self._file_map.words
-            take_rows(geo, words, limit, num_places, block_keys, pages, start, keys, weights, state, lost, result)
+            words, guard, refused = self._file_map.words, self._file_map.guard, -1
+            while not guard.is_clean(refused):  # a page that was refused shows zeros from then on, so it is lost
+                refused = guard.met
+                take_rows(geo, words, limit, num_places, block_keys, pages, start, keys, weights, state, lost, result)
             stop, count, num_lost = result.tolist()
             if count:
                 rows = self._rows_at(keys[:count])

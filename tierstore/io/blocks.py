@@ -43,6 +43,8 @@ class BlockStatus(IntEnum):
     BAD_HEADER = 3
     BAD_ROW = 4
     BAD_PADDING = 5
+    UNREADABLE = 6
+    """The device refuses a page of it."""
 
 
 @inline

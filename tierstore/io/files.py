@@ -9,7 +9,7 @@ import lmdb
 
 from ..durable import sync_directory
 from ..errors import DamagedError, DiskFullError, FormatError, StoreLockedError, TierstoreError, TruncatedError
-from ..oserrors import translate_os_error
+from ..oserrors import RESTORE, translate_os_error
 from ..plainfile import require_plain_file
 from .anchor import ANCHOR_NAME, BEFORE_NAME, stamp_rows_file
 from .btree import META_READ_BYTES, Meta, WalkStatus, parse_meta
@@ -34,7 +34,6 @@ __all__ = [
 ROW_FILE_NAME: Final = "rows.lmdb"
 MAX_PAGE_BYTES: Final = 32768
 """LMDB uses the system's page size up to this."""
-RESTORE: Final = "Restore the store's directory from a copy, or save what is sound: tierstore repair DIR NEW_DIR"
 
 _MAX_SNAPSHOTS: Final = 510
 """Of the one writer's process, whose threads read too."""
@@ -226,7 +225,8 @@ def _problem_of_pages(path: Path, meta: Meta) -> str:
     """What is wrong with the use of the file's pages, or an empty string."""
     file_map = FileMap(path, path.stat().st_size)
     try:
-        found = check_page_use(file_map.halves, meta, file_map.file_bytes() // meta.page_bytes)
+        with file_map.guard.watching():
+            found = check_page_use(file_map.halves, meta, file_map.file_bytes() // meta.page_bytes)
         return "" if found.status == WalkStatus.DONE else f"{found.status.name} at page {found.page}"
     finally:
         file_map.close()

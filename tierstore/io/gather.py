@@ -33,11 +33,12 @@ from numpy.typing import NDArray
 
 from .._jit import uncounted_helper as inline
 from .._jit import uncounted_kernel as kernel
-from ..errors import ChecksumError, TruncatedError
+from ..errors import ChecksumError, TruncatedError, UnreadableError
 from ..rows import KEY_ROW_BITS, RowLayout
 from .checksum import absent_checksum, two_row_checksums
 from .directory import TableArrays
 from .files import RESTORE
+from .guard import ASK_AGAIN
 from .mapped import clock_ns, copy_words, is_resident, prefetch_word, queue_read
 
 __all__ = ["GatherStatus", "Geometry", "count_pages", "gather", "gather_error", "geometry", "queue_pages", "seen_words"]
@@ -80,6 +81,7 @@ class GatherStatus(IntEnum):
     """No such row, or a table of another layout."""
     OUT_OF_FILE = 2
     BAD_ROW = 3
+    UNREADABLE = 4
 
 
 def gather_error(path: Path, result: Int64s, keys: Int64s) -> Exception:
@@ -93,6 +95,10 @@ def gather_error(path: Path, result: Int64s, keys: Int64s) -> Exception:
         )
     if result[0] == GatherStatus.OUT_OF_FILE:
         return TruncatedError(f"{path}: row {row} of table {table} lies beyond the end of the file. {RESTORE}")
+    if result[0] == GatherStatus.UNREADABLE:
+        return UnreadableError(
+            f"{path}: row {row} of table {table} cannot be read: the device refuses its page. {ASK_AGAIN} {RESTORE}"
+        )
     return ChecksumError(f"{path}: row {row} of table {table} does not match its checksum. {RESTORE}")
 
 

@@ -158,7 +158,7 @@ class LmdbColdTier:
         self._map = FileMap(self.path, self._environment.info()["map_size"])
         if not self.readonly:
             self._floor = Floor(self._environment, self.path, self._map.pins)
-        self._rows = RowReader(self._map, verify=self._verify_reads)
+        self._rows = RowReader(self._map.twin(), verify=self._verify_reads)
         self._shown = View(snapshot := self._new_snapshot(), is_complete=False)
         snapshot.check_free_pages()
         self.placement = self._staging.placement = read_placement(snapshot, check_store(snapshot, store_id))
@@ -386,6 +386,7 @@ class LmdbColdTier:
         """A write transaction, committed at the end of the block, with LMDB's errors translated."""
         assert self._floor is not None
         self._floor.ask()
+        self._file_map.guard.require_whole()
         try:
             with self._env.begin(write=True) as txn:
                 yield txn
@@ -413,25 +414,25 @@ class LmdbColdTier:
             self._check_writable()
             if not len(keys):
                 return
-            if not self._view.is_complete:
-                self._build_directory()
+            self._build_directory()
             started = time.perf_counter()
             snapshot, directory = self._snapshot, self._directory
             layout, geo = self._geometry_of(directory, keys)
             check_widths(layout, weights, state)
-            places = self.place(keys)
-            rows = BlockRows(directory, geo, places, keys)
+            rows = BlockRows(directory, geo, places := self.place(keys), keys)
             positions = directory.positions(block_keys := rows.block_keys)
             if not self._head.last < epoch <= MAX_VERSION:
                 raise ValueError(f"epoch={epoch} must be above {self._head.last}, the last version")
             old_pages = directory.pages[positions].astype(np.int64)
+            epochs = np.full(len(block_keys), epoch, np.uint64)
+            if self._rows.is_cold:  # read LMDB's way to them first: a page that LMDB cannot read ends the process
+                snapshot.seek(block_keys, epochs)
             with self._transaction() as txn:
                 self._staging.put(txn, snapshot, layout, geo, epoch, rows, old_pages, (places, slots, weights, state))
                 reach("write-back: blocks put")
             reach("write-back: transaction committed")
             with self._must_succeed():
                 snapshot = self._new_snapshot()
-                epochs = np.full(len(block_keys), epoch, np.uint64)
                 entries = snapshot.seek(block_keys, epochs)
                 assert np.array_equal(entries.block_keys, block_keys), "a block just written is not in the tree"
                 assert np.array_equal(entries.epochs, epochs), "a block just written is not in the tree"
@@ -457,6 +458,7 @@ class LmdbColdTier:
             if version <= self._head.last or keep < 1:
                 raise ValueError(f"version={version} must be above {self._head.last}, and keep={keep} at least 1")
             head = Head(last=version, kept=(*self._head.kept, version)[-keep:])
+            read_head(self._snapshot)  # and so LMDB's way to the records: see write()
             with self._transaction() as txn:
                 record = CommitRecord(
                     version=version,
@@ -584,7 +586,6 @@ class LmdbColdTier:
         """
         with ExitStack() as stack:
             with self._writer:
-                self._check_open()
                 record, limit = self._record, self._epoch_limit
                 snapshot, directory = stack.enter_context(self.lease())
             check_census(snapshot, record)

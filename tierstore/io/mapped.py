@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from .._jit import JIT_ENABLED, inline
 from ..errors import StoreReplacedError
 from ..oserrors import translate_os_error
+from .guard import Guard
 from .pins import Pins
 
 __all__ = ["WILL_NEED", "FileMap", "clock_ns", "copy_words", "is_resident", "prefetch_word", "queue_read", "zeros"]
@@ -24,6 +25,7 @@ Words = NDArray[np.uint64]
 
 _PROT_READ: Final = 1
 _MAP_SHARED: Final = 1
+_MAP_FIXED: Final = 0x10
 _MADV_RANDOM: Final = 1
 _MADV_DONTNEED: Final = 4
 WILL_NEED: Final = np.int32(3)
@@ -144,24 +146,27 @@ def zeros(length: int, dtype: type[np.generic]) -> NDArray[Any]:
 class FileMap:
     """A read-only shared map of a file, as long as the file may ever become.
 
-    Addresses beyond the end of the file are mapped but must not be touched (SIGBUS): whoever reads through ``words``
-    compares with ``file_bytes()`` first. What is written to the file with ``pwrite`` shows at once.
+    Addresses beyond the end of the file are mapped but must not be touched: whoever reads through ``words`` compares
+    with ``file_bytes()`` first. What is written to the file with ``pwrite`` shows at once.
 
     Attributes:
         pins: the open file, and which of its trees are read through the map.
+        guard: to be asked before and after every read; pages that cannot be read show zeros.
         words: uint64 [length_bytes / 8], read-only.
         halves: uint16 view of the same bytes.
         address: of the first byte.
     """
 
-    def __init__(self, path: os.PathLike[str], length_bytes: int) -> None:
+    def __init__(self, path: os.PathLike[str], length_bytes: int, pins: Pins | None = None) -> None:
         self._path = path
-        self.pins = Pins(path)
+        self._owns_pins = pins is None
+        self.pins = Pins(path) if pins is None else pins
         self.length_bytes = -(-length_bytes // 65536) * 65536
         address = _libc.mmap(None, self.length_bytes, _PROT_READ, _MAP_SHARED, self.pins.descriptor, 0)
         if address is None or address == ctypes.c_void_p(-1).value:
             error = ctypes.get_errno()
-            self.pins.close()
+            if self._owns_pins:
+                self.pins.close()
             raise OSError(
                 error, f"cannot map {self.length_bytes} bytes of address space: {os.strerror(error)}", str(path)
             )
@@ -170,8 +175,26 @@ class FileMap:
         self.words: Words = np.ctypeslib.as_array(buffer).view(np.uint64)
         self.words.flags.writeable = False
         self.halves: NDArray[np.uint16] = self.words.view(np.uint16)
-        _libc.madvise(address, self.length_bytes, _MADV_RANDOM)
-        _libc.madvise(address, self.length_bytes, mmap.MADV_DONTFORK)  # the map keeps the locks of ``pins``
+        self._advise(address, self.length_bytes)
+        self._twins: list[FileMap] = []
+        self.guard = Guard(path, self.pins.size_bytes, address, self.length_bytes, self._put_back)
+
+    def twin(self) -> "FileMap":
+        """Another map of the open file, with a guard of its own; closed with this one."""
+        self._twins.append(twin := FileMap(self._path, self.length_bytes, self.pins))
+        return twin
+
+    def _put_back(self, address: int, offset: int, length_bytes: int) -> None:
+        """Map the file at an address where something else is mapped."""
+        how, descriptor = _MAP_SHARED | _MAP_FIXED, self.pins.descriptor
+        if _libc.mmap(address, length_bytes, _PROT_READ, how, descriptor, offset) != address:
+            error = ctypes.get_errno()
+            raise OSError(error, f"cannot map {length_bytes} bytes again: {os.strerror(error)}", str(self._path))
+        self._advise(address, length_bytes)
+
+    def _advise(self, address: int, length_bytes: int) -> None:
+        _libc.madvise(address, length_bytes, _MADV_RANDOM)
+        _libc.madvise(address, length_bytes, mmap.MADV_DONTFORK)  # the map keeps the locks of ``pins``
 
     def file_bytes(self) -> int:
         """Length of the file now; ClosedError if somebody closed the descriptor."""
@@ -206,5 +229,9 @@ class FileMap:
         if len(self.words):
             empty = np.empty(0, np.uint64)
             self.words, self.halves = empty, empty.view(np.uint16)
+            for twin in self._twins:
+                twin.close()
+            self.guard.close()
             _libc.munmap(self.address, self.length_bytes)
-            self.pins.close()
+            if self._owns_pins:
+                self.pins.close()

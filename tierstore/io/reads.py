@@ -19,13 +19,18 @@ class RowReader:
     """Gathers rows from a file, and remembers whether its pages were in memory the last time.
 
     Args:
+        file_map: rows are read through; a map of its own, so that pages of rows that cannot be read are nobody else's
+            trouble.
         verify: compare each row with its checksum.
+
+    Attributes:
+        is_cold: pages were not in memory the last time.
     """
 
     def __init__(self, file_map: FileMap, *, verify: bool) -> None:
         self._file_map = file_map
         self._verify = verify
-        self._cold = False
+        self.is_cold = False
         self._can_sample = file_map.tells_residency()
 
     def gather(
@@ -43,6 +48,7 @@ class RowReader:
         file_map = self._file_map
         offsets = np.empty(len(keys), np.int64)
         limit = snapshot.limit_pages()
+        since = file_map.guard.begin()
         while True:
             result = np.zeros(4, np.int64)
             gather(
@@ -63,14 +69,29 @@ class RowReader:
                 np.empty(2, np.int64),
                 np.empty(1, np.uint8),
                 self._verify,
-                self._cold,
+                self.is_cold,
                 self._can_sample,
                 result,
             )
             if result[0] != GatherStatus.OUT_OF_FILE:
-                self._cold = bool(result[3])
+                self.is_cold = bool(result[3])
+                if not file_map.guard.is_clean(since) and result[0] != GatherStatus.BAD_KEY:
+                    self._look_for_refused(since, geo, offsets, result)
                 return result
             # An entry published while we read may lie in what the file grew by meanwhile.
             known, limit = limit, snapshot.limit_pages()
             if limit <= known:
                 return result
+
+    def _look_for_refused(self, since: int, geo: Geometry, offsets: Int64s, result: Int64s) -> None:
+        """Have the result say so if a row lies on a page that was refused since, whatever was found there."""
+        guard = self._file_map.guard
+        refused = guard.refused(since)
+        starts, stops = offsets * 8, (offsets + geo.row_words + 1) * 8
+        if geo.pages_per_block == 1:  # the page's header is looked at too
+            starts -= starts % (geo.page_words * 8)
+        met = refused.meet(starts, stops) & (offsets != 0)
+        if met.any():
+            is_cut = guard.is_cut_short(refused)
+            result[0] = GatherStatus.OUT_OF_FILE if is_cut else GatherStatus.UNREADABLE
+            result[1] = int(np.argmax(met))

@@ -80,31 +80,33 @@ class Tree:
             return None
         result = np.zeros(4, np.int64)
         first, second = map(np.uint64, _KEY.unpack(key))
-        find_value(
-            self.file_map.halves,
-            self.page_bytes // 2,
-            self.limit_pages(),
-            self._meta.main_root,
-            self._meta.main_depth,
-            first,
-            second,
-            new_entries(1),
-            result,
-        )
-        size_bytes, status, page, start = result.tolist()
+        with self.file_map.guard.watching():
+            find_value(
+                self.file_map.halves,
+                self.page_bytes // 2,
+                self.limit_pages(),
+                self._meta.main_root,
+                self._meta.main_depth,
+                first,
+                second,
+                new_entries(1),
+                result,
+            )
+            size_bytes, status, page, start = result.tolist()
+            value = self.file_map.halves[start : start + (size_bytes + 1) // 2].tobytes()[:size_bytes]
         raise_for_walk(self.path, status, page)
-        if size_bytes < 0:
-            return None
-        return self.file_map.halves[start : start + (size_bytes + 1) // 2].tobytes()[:size_bytes]
+        return None if size_bytes < 0 else value
 
     @property
     def freed_bytes(self) -> int:
         """What its transaction took out of use: copied pages of the tree, and blocks with a successor."""
-        return pages_freed(self.file_map.words, self._meta) * self.page_bytes
+        with self.file_map.guard.watching():
+            return pages_freed(self.file_map.words, self._meta) * self.page_bytes
 
     def check_free_pages(self) -> None:
         """Check that each page has one use; LMDB's writer believes its tree and its list of free pages unchecked."""
-        found = check_page_use(self.file_map.halves, self._meta, self.limit_pages())
+        with self.file_map.guard.watching():
+            found = check_page_use(self.file_map.halves, self._meta, self.limit_pages())
         raise_for_walk(self.path, found.status, found.page)
 
     def walk(self, first_key: int = 0) -> Iterator[tuple[Entries, int]]:
@@ -116,6 +118,7 @@ class Tree:
         first, second = np.uint64(first_key), np.uint64(0)
         status = WalkStatus.FULL
         while status == WalkStatus.FULL:
+            since = self.file_map.guard.begin()
             walk(
                 self.file_map.halves,
                 self.file_map.address,
@@ -128,6 +131,7 @@ class Tree:
                 entries,
                 result,
             )
+            self.file_map.guard.require(since)
             status = WalkStatus(int(result[1]))
             raise_for_walk(self.path, status, int(result[2]))
             count = int(result[0])
@@ -139,6 +143,7 @@ class Tree:
         """For each key the first entry at or after it."""
         entries = new_entries(len(block_keys))
         result = np.zeros(3, np.int64)
+        since = self.file_map.guard.begin()
         seek_each(
             self.file_map.halves,
             self.page_bytes // 2,
@@ -150,6 +155,7 @@ class Tree:
             entries,
             result,
         )
+        self.file_map.guard.require(since)
         raise_for_walk(self.path, int(result[1]), int(result[2]))
         return entries
 
@@ -165,10 +171,11 @@ class Snapshot(Tree):
     def __init__(self, environment: "lmdb.Environment", path: Path, file_map: FileMap) -> None:
         self.leases = 0
         self._txn: lmdb.Transaction[memoryview] | None = None
-        if environment.flags()["lock"]:
-            self._txn, meta = _begin(environment, path, file_map)
-        else:
-            meta = _pin(path, file_map, environment.stat()["psize"])
+        with file_map.guard.watching():
+            if environment.flags()["lock"]:
+                self._txn, meta = _begin(environment, path, file_map)
+            else:
+                meta = _pin(path, file_map, environment.stat()["psize"])
         super().__init__(path, file_map, meta)
 
     def close(self) -> None:

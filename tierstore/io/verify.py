@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ChecksumError, DamagedError, TruncatedError
+from ..errors import ChecksumError, DamagedError, TruncatedError, UnreadableError
 from ..rows import KEY_ROW_BITS, MAX_ROWS, RowLayout
 from .base import VerifyReport
 from .blocks import BlockStatus
@@ -38,6 +38,7 @@ RANGE_PAGES: Final = 1 << 22
 _SLICE_PAGES: Final = 2048
 _SLICES_AHEAD: Final = 4
 """Slices of 8 MiB queued for reading while one is checked."""
+_KINDS: Final = {BlockStatus.OUT_OF_FILE: TruncatedError, BlockStatus.UNREADABLE: UnreadableError}
 _LISTED: Final = 10_000
 _NAMED: Final = 8
 
@@ -52,6 +53,9 @@ class Place(NamedTuple):
     status: BlockStatus
 
     def __str__(self) -> str:
+        if self.status == BlockStatus.UNREADABLE:
+            what = f"row {self.row}" if self.row >= 0 else f"block {self.block}"
+            return f"{what} of table {self.table} cannot be read: the device refuses its page"
         if self.row >= 0:
             return f"row {self.row} of table {self.table} does not match its checksum"
         place = f"block {self.block} of table {self.table}"
@@ -93,7 +97,7 @@ def _place(block_key: int, rows_per_block: int, status: int, row: int) -> Place:
 def _error(path: Path, places: list[Place], num_places: int) -> DamagedError:
     named = "; ".join(str(place) for place in places[:_NAMED])
     rest = f"; and {num_places - _NAMED:,} more places, {num_places:,} in all" if num_places > _NAMED else ""
-    kind = TruncatedError if places[0].status == BlockStatus.OUT_OF_FILE else ChecksumError
+    kind = _KINDS.get(places[0].status, ChecksumError)
     return kind(f"{path}: {named}{rest}. {RESTORE}")
 
 
@@ -207,10 +211,27 @@ def _check_slice(
     limit = snapshot.limit_pages()
     while start < stop:
         result = np.zeros(5, np.int64)
-        words = snapshot.file_map.words
+        words, guard = snapshot.file_map.words, snapshot.file_map.guard
+        since = guard.begin()
         check_range(words, snapshot.page_bytes // 8, limit, shapes, pages, start, stop, found, result)
+        if not guard.is_clean(since):
+            _mark_refused(snapshot, since, shapes, pages, found, int(result[1]))
         yield result
         start = int(result[0])
+
+
+def _mark_refused(
+    snapshot: Snapshot, since: int, shapes: TableShapes, pages: PageRange, found: Found, count: int
+) -> None:
+    """Say of the first ``count`` places found which are of blocks that could not be read."""
+    at = np.flatnonzero(np.isin(pages.block_keys, found.block_keys[:count]))
+    keys = pages.block_keys[at]
+    starts = (pages.first_page + at) * snapshot.page_bytes
+    stops = starts + shapes.pages_per_block[(keys >> np.uint64(KEY_ROW_BITS)).astype(np.int64)] * snapshot.page_bytes
+    refused = snapshot.file_map.guard.refused(since)
+    is_cut = snapshot.file_map.guard.is_cut_short(refused)
+    marked = np.isin(found.block_keys[:count], keys[refused.meet(starts, stops)])
+    found.statuses[:count][marked] = BlockStatus.OUT_OF_FILE if is_cut else BlockStatus.UNREADABLE
 
 
 def _places(shapes: TableShapes, found: Found, count: int) -> Iterator[Place]:

@@ -130,7 +130,7 @@ class Staging:
             source: places, slots, weights, state, as given to ``ColdTier.write`` but for places in place of keys.
         """
         places, slots, weights, state = source
-        file_map = snapshot.file_map
+        file_map, guard = snapshot.file_map, snapshot.file_map.guard
         block_words = layout.block_bytes // 8
         num_blocks = len(rows.block_keys)
         step = max(1, self._limit_bytes // layout.block_bytes)
@@ -143,6 +143,7 @@ class Staging:
             queue_pages(file_map.address, snapshot.page_bytes, geo.pages_per_block, next_pages)
             images = self._words[: (stop - start) * block_words].reshape(stop - start, block_words)
             result = np.zeros(3, np.int64)
+            since = guard.begin()
             build_blocks(
                 geo,
                 file_map.words,
@@ -159,6 +160,8 @@ class Staging:
                 images,
                 result,
             )
+            places_read = old_pages[start:stop] * snapshot.page_bytes
+            guard.require(since, places_read, places_read + layout.block_bytes + 16)
             if result[0] != BlockStatus.DONE:
                 block_key = int(rows.block_keys[start + int(result[1])])
                 raise block_error(snapshot.path, block_key, geo, result, self.placement)
@@ -184,7 +187,9 @@ def delete_blocks(txn: "lmdb.Transaction[bytes]", snapshot: Snapshot, entries: E
     queue_pages(file_map.address, page_bytes, 1, entries.pages)
     result = np.zeros(2, np.int64)
     limit = snapshot.limit_pages()
+    since = file_map.guard.begin()
     check_page_headers(file_map.words, page_bytes // 8, limit, entries.pages, pages_each, result)
+    file_map.guard.require(since, entries.pages * page_bytes, entries.pages * page_bytes + 16)
     if result[0] != BlockStatus.DONE:
         key = int(entries.block_keys[result[1]])
         raise DamagedError(

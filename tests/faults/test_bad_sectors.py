@@ -1,0 +1,248 @@
+"""A disk that refuses to read some of its sectors (EIO): errors of their rows, everything else goes on, and heals.
+
+The disk is an image behind a loop device. Its end is cut off, so that the device refuses to read there; what the page
+cache holds is read all the same. So the pages of a file that are to be bad are those put out of the page cache.
+"""
+
+import contextlib
+import fcntl
+import mmap
+import os
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+import tierstore
+from tests.following import Writer
+from tests.serve.whole import serving
+from tierstore._jit import JIT_ENABLED
+from tierstore.errors import UnreadableError
+from tierstore.io.mapped import _libc
+from tierstore.plan.measure.page_cache import drop
+from tierstore.salvage import salvage
+
+from .test_real_devices import _run, mounted
+from .workload import DDR, Trained, Workload, copied, differences
+
+pytestmark = pytest.mark.skipif(not JIT_ENABLED, reason="without compiled code a refused page ends the process")
+
+PAGE = 4096
+ROWS, DIM = 3000, 8
+_FIBMAP = 1
+"""ioctl: which block of the disk a block of a file is."""
+
+
+@dataclass
+class Disk:
+    """A mounted image that can lose sectors and get them back."""
+
+    place: Path
+    image: Path
+    cut: int = 0
+    end: bytes = b""
+
+    def lose(self, path: Path, pages: Iterable[int]) -> None:
+        """Have these pages of a file refused. Nothing of the file may be unsynced."""
+        bad = set(pages)
+        with path.open("rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead
+            for _ in range(100):
+                drop(path)
+                for page in range(path.stat().st_size // PAGE):
+                    if page not in bad:
+                        os.pread(file.fileno(), PAGE, page * PAGE)
+                if not self._cached(file.fileno(), bad):
+                    break
+            assert not self._cached(file.fileno(), bad), "somebody keeps the pages in memory"
+            places = [fcntl.ioctl(file, _FIBMAP, struct.pack("i", page)) for page in bad]
+        self.cut = PAGE * min(struct.unpack("i", place)[0] for place in places)
+        with self.image.open("r+b") as image:
+            image.seek(self.cut)
+            self.end = image.read()
+            image.truncate(self.cut)
+
+    def _cached(self, descriptor: int, pages: set[int]) -> list[int]:
+        """Those of the pages that the page cache has."""
+        with mmap.mmap(descriptor, 0, mmap.MAP_SHARED, mmap.PROT_READ) as mapped:
+            flags = np.empty(-(-len(mapped) // PAGE), np.uint8)
+            start = np.frombuffer(mapped, np.uint8).ctypes.data
+            assert _libc.mincore(start, len(mapped), flags.ctypes.data) == 0
+        return [page for page in pages if flags[page] & 1]
+
+    def heal(self) -> None:
+        """Have all be read again."""
+        with self.image.open("r+b") as image:
+            image.seek(self.cut)
+            image.write(self.end)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    if os.geteuid() != 0:
+        pytest.skip("mounting a disk image needs root")
+    image = tmp_path / "disk.img"
+    with image.open("wb") as file:
+        file.truncate(64 << 20)
+    _run("mkfs.ext4", "-q", "-b", str(PAGE), "-O", "^has_journal", "-E", "nodiscard,lazy_itable_init=0", image)
+    with mounted(tmp_path / "disk", "-o", "loop,noatime", image) as place:
+        yield Disk(place, image)
+
+
+def pages_of(store: Any, name: str) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Of each row the page of the row file that it lies on."""
+    index = list(store.tables).index(name)
+    layout = store[name].layout
+    assert layout.pages_per_block == 1
+    with store._cold._lease() as (_, directory):
+        blocks = np.arange(store[name].config.num_embeddings) // layout.rows_per_block
+        return directory.pages[int(directory.tables.bases[index]) + blocks].astype(np.int64)
+
+
+def refused(call: Any) -> None:
+    """The call raises the error of a row that cannot be read."""
+    with pytest.raises(UnreadableError, match=r"rows\.lmdb: .*cannot be read.* log .*tierstore repair"):
+        call()
+
+
+def test_readers_of_a_bad_disk(disk: Disk, writer_process: Writer) -> None:
+    """Rows, pooled lookups, verify and a follower; and when the disk is well again, in the same store."""
+    directory = disk.place / "store"
+    writer_process("open", str(directory))
+    writer_process("create", "t", ROWS, DIM)
+    writer_process("write", "t", list(range(ROWS)), 1)
+    writer_process("commit", 1)
+    writer_process("close")
+    every = torch.arange(ROWS)
+    with tierstore.open(directory, mode="r", ddr="1MiB", threads=2) as store:
+        table = store["t"]
+        assert (table.read(every[:1]) == 1).all()
+        pages = pages_of(store, "t")
+        page = np.unique(pages)[len(np.unique(pages)) // 2]
+        bad, good = every[pages == page], every[pages != page]
+        disk.lose(directory / "rows.lmdb", [int(page)])
+        bag = tierstore.TieredEmbeddingBag(table, mode="sum")
+        refused(lambda: table.read(every))
+        refused(lambda: bag(bad[:3], torch.tensor([0, 1])))
+        assert (table.read(good) == 1).all()
+        assert (bag(good, torch.arange(len(good))) == 1).all()
+        with pytest.raises(UnreadableError, match=r"rows\.lmdb: block \d+ of table 0 cannot be read.* in all.*repair"):
+            store.verify()
+        disk.heal()
+        assert (table.read(every) == 1).all()
+        assert (bag(bad, torch.arange(len(bad))) == 1).all()
+        store.verify()
+
+        writer_process("open", str(directory))
+        writer_process("write", "t", list(range(ROWS)), 2)
+        writer_process("commit", 2)
+        writer_process("close")
+        path = directory / "rows.lmdb"
+        disk.lose(path, range(2, path.stat().st_size // PAGE))
+        with pytest.raises(UnreadableError, match=r"rows\.lmdb: the device refuses to read bytes .*tierstore repair"):
+            store.refresh()
+        assert (table.read(every) == 1).all()
+        disk.heal()
+        assert store.refresh()
+        assert (table.read(every) == 2).all()
+
+
+def test_a_server_on_a_bad_disk(disk: Disk, writer_process: Writer, caplog: pytest.LogCaptureFixture) -> None:
+    directory = disk.place / "store"
+    writer_process("open", str(directory))
+    writer_process("create", "t", ROWS, DIM)
+    writer_process("write", "t", list(range(ROWS)), 1)
+    writer_process("commit", 1)
+    writer_process("close")
+    with tierstore.open(directory, mode="r", ddr="1MiB") as store:
+        pages = pages_of(store, "t")
+    bad, good = int(np.flatnonzero(pages == pages.max())[0]), int(np.flatnonzero(pages != pages.max())[0])
+
+    def ask(row: int) -> httpx.Response:
+        ids = {"name": "ids", "datatype": "INT64", "shape": [1], "data": [row]}
+        return httpx.post(f"{server.url}/v2/models/rows.t/infer", json={"inputs": [ids]}, timeout=60)
+
+    with serving(directory) as server:
+        disk.lose(directory / "rows.lmdb", [int(pages.max())])
+        for _ in range(3):
+            assert ask(bad).status_code == 500
+            assert ask(good).json()["outputs"][0]["data"] == [1.0] * DIM
+        assert f"rows.lmdb: row {bad} of table 0 cannot be read" in caplog.text
+        disk.heal()
+        assert ask(bad).json()["outputs"][0]["data"] == [1.0] * DIM
+
+
+@pytest.fixture
+def trained(disk: Disk, initial: dict[str, Trained]) -> Workload:
+    """A store on the disk that was trained and closed; its memory holds a fifth of the rows."""
+    workload = Workload(copied(initial), np.random.default_rng(0)).open(disk.place / "store")
+    workload.train(4)
+    workload.commit()
+    workload.close()
+    return workload
+
+
+def test_a_trainer_on_a_bad_disk(disk: Disk, trained: Workload) -> None:
+    trained.open(disk.place / "store")
+    store = trained.store
+    with contextlib.closing(trained):
+        store["trained"].read(torch.arange(1))
+        pages = pages_of(store, "trained")
+        bad = np.flatnonzero(pages == pages.max())
+        assert len(bad) > 1
+        disk.lose(disk.place / "store" / "rows.lmdb", [int(pages.max())])
+        for _ in range(2):
+            refused(lambda: trained.train_rows(bad))
+        trained.unfinished = None
+        good = np.flatnonzero((pages > 0) & (pages != pages.max()))[:20]
+        trained.train_rows(good)
+        disk.heal()
+        trained.train_rows(bad)
+        trained.train(2)
+        kept = trained.commit()
+    with tierstore.open(disk.place / "store", mode="r", ddr=DDR, threads=1) as store:
+        assert differences(store, kept) == []
+        store.verify()
+
+
+def test_a_commit_on_a_bad_disk(disk: Disk, trained: Workload) -> None:
+    """A block that keeps some of its rows cannot be rewritten while they cannot be read; no row is lost."""
+    trained.open(disk.place / "store")
+    with contextlib.closing(trained):
+        rows = np.arange(4)
+        trained.train_rows(rows)
+        page = int(pages_of(trained.store, "trained")[0])
+        disk.lose(disk.place / "store" / "rows.lmdb", [page])
+        with pytest.raises(UnreadableError, match=r"rows\.lmdb: the device refuses to read bytes .*tierstore repair"):
+            trained.commit()
+        disk.heal()
+        trained.train_rows(rows)
+        kept = trained.commit()
+    with tierstore.open(disk.place / "store", mode="r", ddr=DDR, threads=1) as store:
+        assert differences(store, kept) == []
+        store.verify()
+
+
+def test_repair_saves_what_a_bad_disk_still_reads(disk: Disk, trained: Workload, tmp_path: Path) -> None:
+    assert trained.last is not None
+    directory = disk.place / "store"
+    with tierstore.open(directory, mode="r", ddr=DDR, threads=1) as store:
+        store["trained"].read(torch.arange(1))
+        pages = pages_of(store, "trained")
+    bad = np.flatnonzero(pages == pages.max())
+    disk.lose(directory / "rows.lmdb", [int(pages.max())])
+    report = salvage(directory, tmp_path / "saved")
+    assert {loss.table for loss in report.lost} == {"trained"}
+    assert {row for loss in report.lost for row in range(loss.first, loss.last + 1)} <= set(bad.tolist())
+    with tierstore.open(tmp_path / "saved", mode="r", ddr=DDR, threads=1) as store:
+        for name, model in trained.last.tables.items():
+            found = store[name].read(torch.arange(len(model.weights))).numpy()
+            wrong = np.flatnonzero((found != model.weights).any(1))
+            assert set(wrong.tolist()) <= (set(bad.tolist()) if name == "trained" else set())
+    disk.heal()

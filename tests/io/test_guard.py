@@ -1,0 +1,379 @@
+"""Pages that cannot be read are errors of those who wanted them; nobody dies of them, and nobody reads their zeros.
+
+A page is refused here by mapping nothing of an empty file over it, in one of the three maps of a tier: touching it is
+what touching a bad sector is (SIGBUS). Mapped again, it is the file's. tests/faults has devices that really fail.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.conformance.cold_tier import NARROW, WIDE, add_tables, check_rows, commit, keys_of, write_rows
+from tests.io.support import open_tier, page_of
+from tierstore._jit import JIT_ENABLED
+from tierstore.errors import ChecksumError, TruncatedError, UnreadableError
+from tierstore.io import guard
+from tierstore.io.guard import Guard
+from tierstore.io.lmdb import LmdbColdTier
+from tierstore.io.mapped import FileMap, _libc
+
+pytestmark = pytest.mark.skipif(not JIT_ENABLED, reason="without compiled code a refused page ends the process")
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = 4096
+ROWS = WIDE.rows_per_block
+ALL = np.arange(1000)
+DAMAGED = TruncatedError, ChecksumError, UnreadableError
+Int64s = NDArray[np.int64]
+_READ, _SHARED_FIXED = 1, 0x01 | 0x10
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """A closed, committed store: tables 0 and 1 full."""
+    tier = opened(tmp_path)
+    write_rows(tier, WIDE, keys_of(0, ALL), 1)
+    write_rows(tier, NARROW, keys_of(1, np.arange(5000)), 1)
+    commit(tier, b"payload" * 1000)
+    tier.close()
+    return tmp_path
+
+
+@pytest.fixture
+def tier(written: Path) -> Iterator[LmdbColdTier]:
+    tier = opened(written)
+    check_rows(tier, WIDE, keys_of(0, ALL[:1]), 1)  # the directory is complete
+    yield tier
+    tier.close()
+
+
+def opened(path: Path, **changes: object) -> LmdbColdTier:
+    tier = open_tier(path, **changes)
+    add_tables(tier)
+    return tier
+
+
+def refuse(guarded: Guard, page: int, count: int = 1) -> None:
+    """Have these pages of a map fault, until the guard maps the file there again."""
+    empty = os.memfd_create("empty")
+    address = guarded._address + page * PAGE
+    assert _libc.mmap(address, count * PAGE, _READ, _SHARED_FIXED, empty, 0) == address
+    os.close(empty)
+
+
+def _rows_guard(tier: LmdbColdTier) -> Guard:
+    return tier._rows._file_map.guard
+
+
+def test_a_row_that_cannot_be_read(tier: LmdbColdTier) -> None:
+    refuse(_rows_guard(tier), page_of(tier, 0, 7))
+    others = np.setdiff1d(ALL, np.arange(7 * ROWS, 8 * ROWS))
+    check_rows(tier, WIDE, keys_of(0, others), 1)
+    row = 7 * ROWS + 3
+    with pytest.raises(
+        UnreadableError, match=rf"rows\.lmdb: row {row} of table 0 cannot be read.*log.*tierstore repair"
+    ):
+        check_rows(tier, WIDE, keys_of(0, np.array([5, row, 900])), 1)
+    check_rows(tier, WIDE, keys_of(0, ALL), 1)  # the device was asked again
+
+
+def test_zeros_do_not_count_though_the_page_is_the_files_again(
+    tier: LmdbColdTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another reader may map the file again between the copy of a row and its checksum."""
+    rows = _rows_guard(tier)
+    refuse(rows, page_of(tier, 0, 7))
+    from tierstore.io import reads
+
+    real = reads.gather
+
+    def gather(*arguments: object) -> None:
+        assert rows.begin() == rows.met
+        real(*arguments)  # faults, and finds zeros
+        rows.begin()
+        arguments[-1][:2] = 0  # type: ignore[index] - all checksums were good
+
+    monkeypatch.setattr(reads, "gather", gather)
+    with pytest.raises(UnreadableError, match=f"row {7 * ROWS} of table 0"):
+        check_rows(tier, WIDE, keys_of(0, ALL[7 * ROWS : 8 * ROWS]), 1)
+    monkeypatch.undo()
+    check_rows(tier, WIDE, keys_of(0, ALL), 1)
+
+
+def test_many_readers_and_a_page_that_is_refused_again_and_again(tier: LmdbColdTier) -> None:
+    rows, bad = _rows_guard(tier), page_of(tier, 0, 7)
+    others = keys_of(0, np.setdiff1d(ALL, np.arange(7 * ROWS, 8 * ROWS)))
+    errors: list[BaseException] = []
+    refusals = 0
+    done = threading.Event()
+
+    def read_others() -> None:
+        try:
+            while not done.is_set():
+                check_rows(tier, WIDE, others, 1)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=read_others) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(100):
+        refuse(rows, bad)
+        try:
+            check_rows(tier, WIDE, keys_of(0, ALL), 1)
+        except UnreadableError:
+            refusals += 1
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert refusals > 0
+    check_rows(tier, WIDE, keys_of(0, ALL), 1)
+
+
+def test_more_pages_than_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(256)) * 16 * 5000)
+    file_map = FileMap(path, path.stat().st_size)
+    since = file_map.guard.begin()
+    for page in range(5000):
+        refuse(file_map.guard, page)
+    assert not file_map.words[: 5000 * PAGE // 8].any()
+    assert file_map.guard.refused(since).stops.tolist() == [file_map.length_bytes]
+    with pytest.raises(UnreadableError, match="file: the device refuses to read bytes 0 to"):
+        file_map.guard.require(since)
+    since = file_map.guard.begin()
+    assert (file_map.words[: 5000 * PAGE // 8].view(np.uint8).reshape(-1, 256) == np.arange(256)).all()
+    file_map.guard.require(since)
+    file_map.close()
+
+
+def test_a_file_that_is_cut_short_while_it_is_read(tier: LmdbColdTier) -> None:
+    """The rows before the cut are served throughout, the others are errors; when the file is whole again, all are."""
+    content = tier.path.read_bytes()
+    pages = np.array([page_of(tier, 0, int(block)) for block in ALL // ROWS])
+    cut = int(np.median(pages))
+    before = keys_of(0, ALL[pages < cut])
+    errors: list[BaseException] = []
+    unexpected: list[BaseException] = []
+    done = threading.Event()
+
+    def read(keys: Int64s, expected: tuple[type[BaseException], ...]) -> None:
+        try:
+            while not done.is_set():
+                try:
+                    check_rows(tier, WIDE, keys, 1)
+                except expected as error:
+                    errors.append(error)
+        except BaseException as error:
+            unexpected.append(error)
+
+    threads = [threading.Thread(target=read, args=(keys_of(0, ALL), DAMAGED)) for _ in range(3)]
+    threads.append(threading.Thread(target=read, args=(before, ())))
+    for thread in threads:
+        thread.start()
+    with tier.path.open("r+b") as file:
+        for _ in range(300):
+            file.truncate(cut * PAGE)
+            file.seek(cut * PAGE)
+            file.write(content[cut * PAGE :])
+            file.flush()
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert unexpected == []
+    assert errors
+    assert all("rows.lmdb" in str(error) and "tierstore repair" in str(error) for error in errors)
+    check_rows(tier, WIDE, keys_of(0, ALL), 1)
+
+
+def test_a_cut_behind_the_look_at_the_length(tier: LmdbColdTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = tier.path.read_bytes()
+    length = len(content)
+    monkeypatch.setattr(FileMap, "file_bytes", lambda self: length)
+    os.truncate(tier.path, 4 * PAGE)
+    with pytest.raises(TruncatedError, match=r"rows\.lmdb: row 0 of table 0 lies beyond the end of the file.*repair"):
+        check_rows(tier, WIDE, keys_of(0, ALL), 1)
+    with pytest.raises(
+        TruncatedError, match=r"rows\.lmdb: bytes .* missing: the file was cut short to 16384 bytes.*repair"
+    ):
+        tier.verify()
+    expected = r"rows\.lmdb: bytes 16384 to \d+ are missing.*repair"
+    with pytest.raises(TruncatedError, match=expected), tier._transaction():
+        raise AssertionError("a transaction was begun in what is left of the file")
+    tier.path.write_bytes(content)
+    check_rows(tier, WIDE, keys_of(0, ALL), 1)
+    tier.verify()
+    monkeypatch.undo()
+    write_rows(tier, WIDE, keys_of(0, ALL), 2)
+
+
+def test_verify_lists_what_cannot_be_read_and_goes_on(tier: LmdbColdTier) -> None:
+    for block in (7, 20):
+        refuse(tier._file_map.guard, page_of(tier, 0, block))
+    with pytest.raises(UnreadableError, match=f"row {7 * ROWS} of table 0 cannot be read.*20 more|in all"):
+        tier.verify()
+    tier.verify()
+
+
+COMMIT = """
+    import sys
+    from tests.io.test_guard import *
+
+    tier = opened(Path(sys.argv[1]))
+    write_rows(tier, WIDE, keys_of(0, ALL[::5]), 2)
+    commit(tier, b"two")
+    tier.close()
+"""
+
+
+def test_pages_of_the_index(written: Path) -> None:
+    """A follower that cannot read the newest index stays where it is, and moves when it can."""
+    reader = opened(written, readonly=True)
+    check_rows(reader, WIDE, keys_of(0, ALL), 1)
+    assert _child(COMMIT, written).returncode == 0
+    pages = reader._file_map.file_bytes() // PAGE
+    refuse(reader._file_map.guard, 2, pages - 2)
+    expected = r"rows\.lmdb: the device refuses to read bytes \d+ to \d+\. .*log.*repair"
+    with pytest.raises(UnreadableError, match=expected):
+        reader.find_newer()
+    check_rows(reader, WIDE, keys_of(0, ALL), 1)
+    for _ in range(pages):  # one more page a time is the file's again
+        with contextlib.suppress(UnreadableError):
+            if reader.find_newer():
+                break
+    reader.show_newer()
+    check_rows(reader, WIDE, keys_of(0, ALL[::5]), 2)
+    reader.close()
+
+
+def test_a_block_that_cannot_be_read_is_not_rewritten(tier: LmdbColdTier) -> None:
+    refuse(tier._file_map.guard, page_of(tier, 0, 7))
+    with pytest.raises(UnreadableError, match=r"rows\.lmdb: the device refuses to read"):
+        write_rows(tier, WIDE, keys_of(0, ALL[7 * ROWS : 7 * ROWS + 2]), 2)
+    write_rows(tier, WIDE, keys_of(0, ALL[7 * ROWS : 7 * ROWS + 2]), 2)
+    commit(tier, b"two")
+    check_rows(tier, WIDE, keys_of(0, ALL[: 7 * ROWS]), 1)
+    check_rows(tier, WIDE, keys_of(0, ALL[7 * ROWS + 2 :]), 1)
+    tier.verify()
+
+
+def _child(code: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+
+
+def test_a_writer_looks_before_lmdb_does(tier: LmdbColdTier) -> None:
+    """What LMDB cannot read ends the process; so what it is about to read is read before, and nothing is written."""
+    steps = lambda: write_rows(tier, WIDE, keys_of(0, ALL), 2), lambda: commit(tier, b"two")
+    index = tier._file_map.guard
+    for step in steps:
+        pages = tier._file_map.file_bytes() // PAGE
+        for page in set(range(2, pages)) - set(tier._directory.pages.tolist()):  # blocks are looked at anyhow
+            refuse(index, page)
+        tier._rows.is_cold = True
+        with pytest.raises(UnreadableError, match=r"rows\.lmdb: the device refuses to read bytes .*repair"):
+            step()
+        assert tier._state == "open"
+        index._put_back(index._address, 0, pages * PAGE)
+        step()
+    check_rows(tier, WIDE, keys_of(0, ALL), 2)
+    tier.verify()
+
+
+FOREIGN = """
+    import faulthandler, json, mmap, os, sys, tempfile
+    import numpy as np
+    from pathlib import Path
+    from tests.io.test_guard import ALL, WIDE, check_rows, keys_of, opened
+
+    empty = os.memfd_create("empty")
+    os.ftruncate(empty, 4096)
+    strange = np.frombuffer(mmap.mmap(empty, 4096, prot=mmap.PROT_READ), np.uint8)
+    os.ftruncate(empty, 0)
+
+    def touch_what_is_nobodys():
+        strange[7] + 1
+
+    def take(step):
+        global tier
+        if step == "handler":
+            faulthandler.enable()
+        elif step == "open":
+            tier = opened(Path(sys.argv[1]))
+        elif step == "read":
+            check_rows(tier, WIDE, keys_of(0, ALL), 1)
+        elif step == "fault":
+            touch_what_is_nobodys()
+        else:
+            os.kill(os.getpid(), 7)
+
+    for steps in sys.argv[2:]:
+        said = tempfile.TemporaryFile()
+        child = os.fork()
+        if not child:
+            os.dup2(said.fileno(), 2)
+            for step in steps.split():
+                take(step)
+            os._exit(0)
+        status = os.waitpid(child, 0)[1]
+        said.seek(0)
+        print(json.dumps([os.waitstatus_to_exitcode(status), said.read().decode()]))
+"""
+
+
+def test_a_fault_of_somebody_else_ends_the_process_as_ever(written: Path) -> None:
+    """And the handler that was there, before ours or after, has its say, once."""
+    starts = "open", "handler open", "open handler", "open handler read", "handler open handler read"
+    runs = [f"{start} {end}" for start in starts for end in ("fault", "kill")]
+    done = _child(FOREIGN, written, *runs)
+    assert done.returncode == 0, done.stderr
+    for run, line in zip(runs, done.stdout.splitlines(), strict=True):
+        code, said = json.loads(line)
+        assert code == -signal.SIGBUS, (run, said)
+        assert said.count("Fatal Python error: Bus error") == ("handler" in run), (run, said)
+        assert ("touch_what_is_nobodys" in said) == ("handler" in run and "fault" in run), (run, said)
+
+
+def test_a_handler_that_was_put_over_ours(tier: LmdbColdTier) -> None:
+    """As ``faulthandler.enable()`` and a test runner's own do: the next read puts ours over it."""
+    was_enabled = faulthandler.is_enabled()
+    faulthandler.disable()
+    faulthandler.enable()
+    try:
+        refuse(_rows_guard(tier), page_of(tier, 0, 7))
+        with pytest.raises(UnreadableError):
+            check_rows(tier, WIDE, keys_of(0, ALL), 1)
+    finally:
+        if not was_enabled:
+            faulthandler.disable()
+    check_rows(tier, WIDE, keys_of(0, ALL), 1)
+
+
+def test_a_map_that_is_gone_is_nobodys(tmp_path: Path) -> None:
+    """Its place in the table is free: more maps come and go than there is room for at a time."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(PAGE))
+    for _ in range(3 * guard._SLOTS):
+        FileMap(path, PAGE).close()
+    free = len(guard._handler()._free)
+    maps = [FileMap(path, PAGE) for _ in range(guard._SLOTS + 3)]
+    assert guard._handler()._free == []
+    for each in maps:
+        assert each.guard.is_clean(each.guard.begin())
+        each.close()
+    assert len(guard._handler()._free) == free
