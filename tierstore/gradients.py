@@ -64,9 +64,15 @@ class _Pass:
     def end(self) -> None:
         """Called by autograd when every node has run; the streams that its caller had as current are so again."""
         _PASSES.pop(self._number, None)
-        collected, self.collected = sorted(self.collected, key=lambda each: each.number), []
-        with torch.no_grad():
-            _apply(collected)
+        collected, self.collected = self.collected, []
+        try:
+            if len(collected) == 1:
+                _update(collected)
+            else:
+                _update_together(sorted(collected, key=lambda each: each.number))
+        finally:
+            for each in collected:
+                each.lookup.release()
 
 
 _PASSES: Final[weakref.WeakValueDictionary[int, _Pass]] = weakref.WeakValueDictionary()
@@ -98,18 +104,14 @@ def collect(turn: Turn, lookups: Sequence[Lookup | HbmLookup], gradient: Tensor)
     into.collected.extend(_Collected(turn.number, lookup, gradient, stream) for lookup in lookups)
 
 
-def _apply(collected: Sequence[_Collected]) -> None:
+def _update_together(collected: Sequence[_Collected]) -> None:
     """One update of each table, of gradients in the order of forward calls."""
     together: dict[Any, list[_Collected]] = {}
     for each in collected:  # a table has one layout and one pooling, so all its positions come together
         table = each.lookup.joined.tables[0]
         together.setdefault((table.store, table.layout, each.lookup.mode), []).append(each)
-    try:
-        for group in together.values():
-            _update([each.lookup for each in group], [_follow(each) for each in group])
-    finally:
-        for each in collected:
-            each.lookup.release()
+    for group in together.values():
+        _update(group)
 
 
 def _follow(collected: _Collected) -> Tensor:
@@ -123,7 +125,10 @@ def _follow(collected: _Collected) -> Tensor:
     return gradient
 
 
-def _update(lookups: Sequence[Any], gradients: Sequence[Tensor]) -> None:
+def _update(collected: Sequence[_Collected]) -> None:
+    """One update of the tables of lookups that are of one pool and mode."""
+    lookups: list[Any] = [each.lookup for each in collected]
+    gradients = [_follow(each) for each in collected]
     if len(lookups) == 1:
         lookups[0].update(gradients[0])
         return

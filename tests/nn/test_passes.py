@@ -74,6 +74,14 @@ def test_lookups_of_a_table_make_one_update(store: tierstore.Store, rule: optim.
     assert table.state.step == other.state.step == 2
 
 
+def test_lookups_are_merged_in_the_order_of_their_forwards(store: tierstore.Store) -> None:
+    table = store.create_table(config(init=tierstore.init.Constant(0.0)))
+    bag = tierstore.TieredEmbeddingBag(table)
+    outs = [bag(IDS).sum() * factor for factor in (1.0, 1e8, -1e8)]  # backwards, the sum is 1
+    (outs[2] + outs[0] + outs[1]).backward()
+    assert not table.read(ALL).any()
+
+
 def test_every_pass_over_a_kept_graph_is_an_update(store: tierstore.Store) -> None:
     table = store.create_table(config())
     bag = tierstore.TieredEmbeddingBag(table)
