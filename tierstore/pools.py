@@ -11,6 +11,7 @@ from . import cache
 from .budget import PoolSize, divide, divide_hbm
 from .converting import RowSource
 from .device import memory_bytes
+from .errors import TableError
 from .hbm.build import add_hbm
 from .hbm.pool import HbmSize, host_bytes_of
 from .io import ColdTier
@@ -20,7 +21,7 @@ from .sizes import parse_size, require_memory
 from .table import Table
 from .threads import Workers
 
-__all__ = ["Memory", "Pools", "refuse_if_clean"]
+__all__ = ["Memory", "Pools", "require_unused", "retire"]
 
 _MANY_BYTES: Final = 2**62
 """Of which no percentage that is not zero is no byte."""
@@ -109,19 +110,6 @@ class Pools:
         return cls(by_layout=pools, reserved_bytes=division.reserved_bytes)
 
 
-def refuse_if_clean(pools: Collection[Pool]) -> bool:
-    """Have all pools refuse further use, if no row is in use or to be written: another thread may have written one
-    since they were flushed."""
-    with contextlib.ExitStack() as stack:
-        for pool in pools:
-            stack.enter_context(pool.lock)
-        if any(pool.in_use or not pool.is_clean for pool in pools):
-            return False
-        for pool in pools:
-            pool.refuse()
-        return True
-
-
 def _hbm_sizes(rows: dict[RowLayout, int], table_bytes: int, memory: Memory) -> dict[RowLayout, HbmSize]:
     """Empty without a device tier."""
     budget = parse_size(memory.hbm, name="hbm", table_bytes=table_bytes, memory_bytes=memory_bytes(memory.device))
@@ -138,7 +126,25 @@ def _make_cache(tables: Sequence[Table], layout: RowLayout, size: PoolSize, poli
     return cache.FullCache(own, **words)
 
 
-def refuse_if_clean(pools: Collection[Pool]) -> bool:
+def retire(pools: Collection[Pool]) -> None:
+    """Write dirty rows back and have all pools refuse further use. TableError if rows are in use."""
+    while not _refuse_if_clean(pools):
+        require_unused(pools, "create tables")
+        for pool in pools:
+            pool.flush()
+
+
+def require_unused(pools: Collection[Pool], action: str) -> None:
+    """TableError, which says what to do before, if rows are in use."""
+    for pool in pools:
+        pool.end_write_ahead()
+    if any(pool.in_use for pool in pools):
+        raise TableError(
+            f"rows are in use by a batch under way (prefetched, or its backward still to come); {action} before"
+        )
+
+
+def _refuse_if_clean(pools: Collection[Pool]) -> bool:
     """Have all pools refuse further use, if no row is in use or to be written: another thread may have written one
     since they were flushed."""
     with contextlib.ExitStack() as stack:

@@ -28,7 +28,7 @@ from .newer import Newer, changed_rows, require_same_tables
 from .optim import SGD
 from .pending import PendingCommit
 from .pool import Pool
-from .pools import Memory, Pools, refuse_if_clean
+from .pools import Memory, Pools, require_unused, retire
 from .rows import DtypeName, RowLayout
 from .signals import shielded
 from .sizes import format_size
@@ -256,19 +256,8 @@ class Store:
     def _retire_pools(self) -> None:
         """Write dirty rows back and forget the caches; the next use makes new ones."""
         with self._pools_lock:
-            while not refuse_if_clean(self._pools.values()):
-                self._require_unused("create tables")
-                for pool in self._pools.values():
-                    pool.flush()
+            retire(self._pools.values())
             self._close_pools()
-
-    def _require_unused(self, action: str) -> None:
-        for pool in self._pools.values():
-            pool.end_write_ahead()
-        if any(pool.in_use for pool in self._pools.values()):
-            raise TableError(
-                f"rows are in use by a batch under way (prefetched, or its backward still to come); {action} before"
-            )
 
     def _close_pools(self) -> None:
         for pool in self._pools.values():
@@ -381,7 +370,7 @@ class Store:
                 f"version={version} of {self.directory} is not kept; there are {kept}. Open with keep=N to keep more"
             )
         with self._pools_lock:
-            self._require_unused("go back")
+            require_unused(self._pools.values(), "go back")
             self._close_pools()
             self._cold.rollback(version)
             self._show(unpack(version, self._cold.payload))
@@ -460,7 +449,7 @@ class Store:
         with self._moving, self._pools_lock:
             self.require_open()
             newer.require_of(self._num_finds)
-            self._require_unused("move to a newer version")
+            require_unused(self._pools.values(), "move to a newer version")
             try:
                 for rows in newer.rows or ():
                     rows.show()

@@ -100,7 +100,7 @@ def pages_of(store: Any, name: str) -> np.ndarray[Any, np.dtype[np.int64]]:
     index = list(store.tables).index(name)
     layout = store[name].layout
     assert layout.pages_per_block == 1
-    with store._cold._lease() as (_, directory):
+    with store._cold.lease() as (_, directory):
         blocks = np.arange(store[name].config.num_embeddings) // layout.rows_per_block
         return directory.pages[int(directory.tables.bases[index]) + blocks].astype(np.int64)
 

@@ -6,7 +6,6 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-import lmdb
 import numpy as np
 import pytest
 
@@ -73,8 +72,8 @@ def test_a_reader_waits_for_a_writer_that_goes_back_and_not_for_ever(
     assert other.oldest(8) == 7
 
 
-def put(environment: "lmdb.Environment", number: int) -> None:
-    with environment.begin(write=True) as txn:
+def put(lowest: Floor, number: int) -> None:
+    with lowest.transaction() as txn:
         txn.put(number.to_bytes(16, "big"), bytes(20_000))
         txn.delete((number - 1).to_bytes(16, "big"))
 
@@ -87,8 +86,7 @@ def test_lmdb_reuses_no_page_of_the_oldest_tree_that_is_locked(stack: ExitStack,
     def grown(times: int) -> int:
         before = environment.info()["last_pgno"]
         for _ in range(times):
-            lowest.ask()
-            put(environment, environment.info()["last_txnid"])
+            put(lowest, environment.info()["last_txnid"])
         return int(environment.info()["last_pgno"]) - before
 
     grown(5)
@@ -115,12 +113,13 @@ def test_a_reader_begins_anew_if_its_tree_was_succeeded_before_it_was_locked(
 ) -> None:
     environment = stack.enter_context(closing(open_environment(rows, 1 << 30, readonly=False)))
     file_map, asking = stack.enter_context(closing(FileMap(rows, 1 << 30))), opened(stack, rows)
+    lowest = stack.enter_context(closing(Floor(environment, rows, asking)))
     first = environment.info()["last_txnid"]
     asked, hold = [], file_map.pins.hold
 
     def overtaken(txn_id: int) -> None:
         for _ in range(3 if len(asked) < 2 else 0):
-            put(environment, 1)
+            put(lowest, 1)
         asked.append(txn_id)
         hold(txn_id)
 

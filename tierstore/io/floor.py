@@ -12,12 +12,14 @@ Source: ``MDB_reader`` in LMDB 0.9's mdb.c: transaction number (8 bytes), proces
 import contextlib
 import os
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 import lmdb
 
 from ..errors import TierstoreError
+from .files import translate
 from .pins import Pins
 
 __all__ = ["Floor"]
@@ -29,7 +31,7 @@ _READER_BYTES: Final = 64
 
 
 class Floor:
-    """The oldest tree of which LMDB must reuse no page, for the one writer, which asks between its transactions.
+    """The oldest tree of which LMDB must reuse no page, for the one writer, which asks before each transaction.
 
     Args:
         environment: opened for writing; no transaction on it is open.
@@ -79,12 +81,22 @@ class Floor:
         os.pwrite(self._table, _NUMBER.pack(number), self._place)
         self._number = number
 
-    def ask(self) -> None:
-        """Have the next write transaction leave alone what others read; before each of them.
+    @contextlib.contextmanager
+    def transaction(self) -> "Iterator[lmdb.Transaction[bytes]]":
+        """A write transaction that leaves alone what others read; committed at the end of the block.
 
         Raises:
-            ClosedError: somebody closed the row file's descriptor, so that the answer would not count.
+            ClosedError: somebody closed the row file's descriptor, so that nothing tells what others read.
+            TierstoreError: what LMDB's error amounts to.
         """
+        self._ask()
+        try:
+            with self._environment.begin(write=True) as txn:
+                yield txn
+        except lmdb.Error as error:
+            raise translate(error, self._path) from error
+
+    def _ask(self) -> None:
         oldest = self._pins.oldest(self._environment.info()["last_txnid"])
         number = _NOBODY if oldest is None else oldest
         if number != self._number:

@@ -11,7 +11,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -381,17 +381,11 @@ class LmdbColdTier:
 
     # -- writing
 
-    @contextmanager
-    def _transaction(self) -> "Iterator[lmdb.Transaction[bytes]]":
+    def _transaction(self) -> "AbstractContextManager[lmdb.Transaction[bytes]]":
         """A write transaction, committed at the end of the block, with LMDB's errors translated."""
         assert self._floor is not None
-        self._floor.ask()
         self._file_map.guard.require_whole()
-        try:
-            with self._env.begin(write=True) as txn:
-                yield txn
-        except lmdb.Error as error:
-            raise translate(error, self.path) from error
+        return self._floor.transaction()
 
     @contextmanager
     def _must_succeed(self) -> Iterator[None]:
@@ -582,6 +576,7 @@ class LmdbColdTier:
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
         """See ``ColdTier.verify``. Blocks of a version and their uncommitted successors are both checked and counted.
+
         Blocks of tables that were not added cannot be checked beyond their presence, and are not counted.
         """
         with ExitStack() as stack:
