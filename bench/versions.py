@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import tarfile
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -23,6 +24,8 @@ __all__ = ["run"]
 
 TASKS: Final = ("train", "lookup", "cold", "warm")
 SLOWER_MAX: Final = 1.03
+_PAUSE_SECONDS: Final = 0.02
+"""Before each measurement: threads of the other process spin for a while after their work."""
 _WORKER: Final = ROOT / "bench" / "version_worker.py"
 
 
@@ -44,6 +47,7 @@ class _Worker:
     def seconds(self, part: str) -> float:
         """Of one measurement."""
         assert self._process.stdin is not None
+        time.sleep(_PAUSE_SECONDS)
         self._process.stdin.write(f"{part}\n")
         self._process.stdin.flush()
         return float(self._answer())
@@ -65,41 +69,46 @@ def _extract(commit: str, folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _both(request: Run, task: str) -> Iterator[tuple[_Worker, _Worker]]:
-    """(this version, the earlier one), ready to measure."""
-    earlier = _extract(request.config["earlier"], request.folder)
+def _both(request: Run, task: str, number: int) -> Iterator[tuple[_Worker, _Worker]]:
+    """(this version, the earlier one), ready to measure; in odd rounds the earlier one is started first."""
+    roots = {"now": ROOT, "earlier": _extract(request.config["earlier"], request.folder)}
+    workers: dict[str, _Worker] = {}
     with contextlib.ExitStack() as stack:
-        workers = []
-        for name, root in (("now", ROOT), ("earlier", earlier)):
-            worker = _Worker(root, request.folder / f"versions-{name}", task, request.config)
-            stack.callback(worker.close)
-            workers.append(worker)
-        yield workers[0], workers[1]
+        for name in sorted(roots, reverse=not number % 2):
+            workers[name] = _Worker(roots[name], request.folder / f"versions-{name}", task, request.config)
+            stack.callback(workers[name].close)
+        yield workers["now"], workers["earlier"]
 
 
-def _measure(request: Run, task: str) -> dict[str, tuple[list[float], list[float]]]:
-    """Seconds of (this version, the earlier one) by part, pair by pair."""
-    found: dict[str, tuple[list[float], list[float]]] = {}
-    with _both(request, task) as (now, earlier):
-        for part in now.parts:
-            pairs = []
-            for repetition in range(request.config["repetitions"] + 1):
-                if repetition % 2:
-                    ours = now.seconds(part)
-                    pairs.append((ours, earlier.seconds(part)))
-                else:
-                    theirs = earlier.seconds(part)
-                    pairs.append((now.seconds(part), theirs))
-            found[part] = [one for one, _ in pairs[1:]], [other for _, other in pairs[1:]]
+def _measure(request: Run, task: str) -> dict[str, list[tuple[float, float]]]:
+    """Seconds of (this version, the earlier one) by part, pair by pair.
+
+    Processes are made anew for each round: one may be faster than another of the same code, by where its memory lies.
+    """
+    found: dict[str, list[tuple[float, float]]] = {}
+    for number in range(request.config["rounds"]):
+        with _both(request, task, number) as (now, earlier):
+            for part in now.parts:
+                pairs = [_pair(now, earlier, part, turn) for turn in range(request.config["repetitions"] + 1)]
+                found.setdefault(part, []).extend(pairs[1:])
     return found
+
+
+def _pair(now: _Worker, earlier: _Worker, part: str, turn: int) -> tuple[float, float]:
+    if turn % 2:
+        ours = now.seconds(part)
+        return ours, earlier.seconds(part)
+    theirs = earlier.seconds(part)
+    return now.seconds(part), theirs
 
 
 def run(request: Run) -> Report:
     goals, rows = [], []
     figures: dict[str, Any] = {}
     for task in TASKS:
-        for part, (now, earlier) in _measure(request, task).items():
-            ratios = [one / other for one, other in zip(now, earlier, strict=True)]
+        for part, pairs in _measure(request, task).items():
+            now, earlier = ([pair[place] for pair in pairs] for place in (0, 1))
+            ratios = [one / other for one, other in pairs]
             ratio = statistics.median(ratios)
             quartiles = statistics.quantiles(ratios, n=4)
             figures[part] = {
@@ -127,7 +136,8 @@ def run(request: Run) -> Report:
         figures=figures,
         goals=goals,
         notes=[
-            f"Two processes in turns, {config['repetitions']} pairs each; the ratio is the median over pairs. "
+            f"Two processes in turns, {config['rounds']} times made anew, {config['repetitions']} pairs each time; the "
+            "ratio is the median over all pairs. "
             f"Training: {config['tables']} tables of {config['rows']:,} rows of {config['dim']}, {config['batch']:,} "
             f"samples of {config['pooling_factor']} ids. Reads: {config['read_rows']:,} random rows of "
             f"{config['cold_rows']:,}, each version from a store that it wrote itself."

@@ -31,7 +31,7 @@ _PARTS_A_THREAD: Final = 8
 _WEIGHTS: Final = 5
 """Where they are among the arguments of ``kernels.look_up`` behind ``bag_starts``."""
 _NEXT, _STATUS, _ARGUMENTS = 0, 1, 1 + _PARTS_MAX
-_NUM_WORDS: Final = _ARGUMENTS + 28
+_NUM_WORDS: Final = _ARGUMENTS + 30
 
 
 class Split(NamedTuple):
@@ -180,7 +180,7 @@ if JIT_ENABLED:
     def look_up_at(
         ids: int, num_ids: int, bag_starts: int, bags: int, body: int, team: int, parts: int, threads: int, starts: Any,
         firsts: Any, num_rows: Any, batch: int, flags: Any, asked: int, wanted: int, scale: Any, mode: int,
-        weights: Any, dim: int, half: int, columns: Any, out: Any, arg_max: Any,
+        weights: Any, dim: int, half: int, columns: Any, out: Any, arg_max: Any, slots: Any,
     ) -> Any:  # fmt: skip
         """``kernels.look_up`` of all bags, after a look at where they begin.
 
@@ -203,6 +203,7 @@ if JIT_ENABLED:
         a[16], a[17], a[18], a[19] = mode, _address(weights), weights.shape[0], weights.shape[1]
         a[20], a[21], a[22], a[23] = dim, half, _address(columns), _address(out)
         a[24], a[25], a[26], a[27] = out.shape[0], out.shape[1], _address(arg_max), arg_max.shape[0]
+        a[28], a[29] = _address(slots), slots.shape[0]
         _run_body(team, body, place, threads)
         for part in range(parts):
             if words[_STATUS + part] != kernels.DONE:
@@ -228,11 +229,13 @@ if JIT_ENABLED:
             columns = carray(_pointer(a[22]), (a[6],), np.int32)
             out = carray(_pointer(a[23]), (a[24], a[25]), np.float32)
             arg_max = carray(_pointer(a[26]), (a[27], dim), np.int32)
+            slots = carray(_pointer(a[28]), (a[29],), np.int32)
             part = _take_next(words, _NEXT)
             while part < parts:
                 words[_STATUS + part] = kernels.look_up(
                     cut(bag_starts, part, parts), cut(bag_starts, part + 1, parts), ids, starts, firsts, num_rows,
                     batch, bag_starts, flags, a[12], a[13], scale, a[16], weights, dim, a[21], columns, out, arg_max,
+                    slots,
                 )  # fmt: skip
                 part = _take_next(words, _NEXT)
 

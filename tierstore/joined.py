@@ -125,6 +125,10 @@ class Joined:
             self._slots, self._slots_in = slots, cache
         return self._slots
 
+    def note_slots(self, slots: Any, cache: FullCache) -> None:
+        """Take over what ``slots`` would find."""
+        self._slots, self._slots_in = slots, cache
+
     def _shifts(self, cache: FullCache) -> Any:
         """int64 [N]: by how much the key of each position is above its slot."""
         shifts = [(table.index << KEY_ROW_BITS) - cache.first_slot(table.index) for table in self.tables]

@@ -253,12 +253,13 @@ def _pool_feature(
 def look_up(
     begin: int, end: int, ids: Any, starts: Any, firsts: Any, num_rows: Any, batch: int, bag_starts: Any, flags: Any,
     asked: int, wanted: int, scale: Any, mode: int, weights: Any, dim: int, half: int, columns: Any, out: Any,
-    arg_max: Any,
+    arg_max: Any, slots: Any,
 ) -> Any:  # fmt: skip
     """``pool_rows`` straight from ids, of rows that have slots of their own; arguments as there and of ``join_ids``.
 
     Args:
         flags: uint8 [S], or empty: every row must have ``flags[slot] & asked == wanted``.
+        slots: int32 [N], or empty: receives the slot of each position.
 
     Returns:
         ``DONE``; or, and then ``out`` holds anything, the position in ``ids`` of the first id outside its table, or
@@ -278,6 +279,9 @@ def look_up(
             return bad
         if flags.shape[0] and not _all_flagged(ids, low, high, base, flags, asked, wanted):
             return np.int64(ABSENT)
+        if slots.shape[0]:
+            for position in range(low, high):
+                slots[position - shift] = base + np.int64(item(ids, position))
         _pool_feature(
             bag, stop, bag - feature * batch, np.int64(columns[feature]), bag_starts[bag], last, shift, base,
             bag_starts, ids, scale, mode, weights, dim, half, out, arg_max,

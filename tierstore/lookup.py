@@ -25,10 +25,11 @@ from .signals import shielded
 if TYPE_CHECKING:
     from .hbm.lookup import HbmLookup
 
-__all__ = ["MODES", "NO_ARG_MAX", "Lookup", "look_up", "new_output"]
+__all__ = ["MODES", "NO_ARG_MAX", "NO_SLOTS", "Lookup", "look_up", "new_output"]
 
 MODES: Final = {"sum": kernels.SUM, "mean": kernels.MEAN, "max": kernels.MAX}
 NO_ARG_MAX: Final = np.empty((0, 0), np.int32)
+NO_SLOTS: Final = np.empty(0, np.int32)
 
 
 def new_output(lookups: "Sequence[Lookup | HbmLookup]", batch: int, columns: int, device: torch.device) -> Tensor:
@@ -38,7 +39,7 @@ def new_output(lookups: "Sequence[Lookup | HbmLookup]", batch: int, columns: int
 
 
 def look_up(
-    pool: Pool, cache: FullCache, plan: Any, scale: Any, mode: int, columns: Any, out: Any, arg_max: Any
+    pool: Pool, cache: FullCache, plan: Any, scale: Any, mode: int, columns: Any, out: Any, arg_max: Any, slots: Any
 ) -> list[int]:
     """Pool rows of a full cache straight from ids (see ``kernels.look_up``); the caller holds ``pool.rows_lock``.
 
@@ -53,7 +54,7 @@ def look_up(
     ids, *bags = plan
     bad = direct.look_up(
         pool.workers, pool.layout.dim, ids, bags, flags, RESIDENT | LOADING, RESIDENT, scale, mode, pool.weights,
-        pool.layout.dim, pool.half, columns, out, arg_max,
+        pool.layout.dim, pool.half, columns, out, arg_max, slots,
     )  # fmt: skip
     if not bad:
         pool.note_hits(int(bags[-1][-1]))
@@ -194,13 +195,12 @@ class Lookup:
         if pool.full is not None:
             with pool.rows_lock:
                 is_fused = self._rows_in is not pool.full and not pool.layout.is_quantized
-                is_done = is_fused and self._look_up(pool, pool.full, pooled)
+                is_done = is_fused and self._look_up(pool, pool.full, pooled, keep=keep)
             if not is_done:
                 slots = self._bring_in(pool, pool.full)
                 with pool.rows_lock:
                     self._pool_part(pool, 0, slots, pooled)
             if keep:
-                self.joined.slots(pool.full)  # the caller may change the ids before backward
                 self._use = self._use or Use(pool)
             else:
                 self.release()
@@ -209,14 +209,21 @@ class Lookup:
         else:
             self._forward_leased(pool, pooled, keep=keep)
 
-    def _look_up(self, pool: Pool, cache: FullCache, out: Any) -> bool:
-        """Pool rows straight from ids; False, and nothing done, if some row is not in."""
+    def _look_up(self, pool: Pool, cache: FullCache, out: Any, *, keep: bool) -> bool:
+        """Pool rows straight from ids; False, and nothing done, if some row is not in.
+
+        Args:
+            keep: note the slots: the caller may change the ids before backward.
+        """
         joined = self.joined
         plan = joined.plan(joined.first_slots(cache))
-        bad = look_up(pool, cache, plan, self._scale, self._mode, joined.columns, out, self._arg_max)
+        slots = np.empty(len(joined), np.int32) if keep else NO_SLOTS
+        bad = look_up(pool, cache, plan, self._scale, self._mode, joined.columns, out, self._arg_max, slots)
         joined.check(bad)
         if bad:
             return False
+        if keep:
+            joined.note_slots(slots, cache)
         self._rows_in = cache
         return True
 
