@@ -37,7 +37,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .._jit import JIT_ENABLED, callback
+from .._jit import JIT_ENABLED
 from ..errors import DamagedError, TruncatedError, UnreadableError
 from ..oserrors import RESTORE
 
@@ -109,6 +109,8 @@ if JIT_ENABLED:
     from numba import types
     from numba.core.types import ExternalFunction
     from numba.extending import intrinsic
+
+    from .._jit import callback
 
     _WORD: Final = ir.IntType(64)
     _mmap: Any = ExternalFunction(
