@@ -383,15 +383,17 @@ def test_leaving_the_loop_by_an_error_while_the_source_waits_leaves_nothing(
 def test_ctrl_c_while_the_source_is_waited_for(store_dir: Path) -> None:
     def batches() -> Iterator[tierstore.KeyedJaggedTensor]:
         yield batch(1)
+        is_expected.wait(100)
         os.kill(os.getpid(), signal.SIGINT)
         goes_on.wait(100)
 
-    goes_on = threading.Event()
+    is_expected, goes_on = threading.Event(), threading.Event()
     with tierstore.open(store_dir, ddr="1MiB") as store:
         collection = make_collection(store)
         pipeline = tierstore.prefetch(batches(), collection, depth=2)
         collection(next(pipeline)).values().sum().backward()
         with pytest.raises(KeyboardInterrupt):
+            is_expected.set()
             next(pipeline)
         assert pinned(store) == 0
         assert store.commit() == 1

@@ -18,12 +18,13 @@ from tierstore.serve import program
 from tierstore.serve.grpc.limits import GrpcLimits
 from tierstore.serve.grpc.messages import INFERENCE_SERVICE
 
-ROWS, DIM = 20_000, 16
+ROWS, DIM = 100_000, 16
+"""Of which the server, with 4 MiB, has a third or so in memory."""
 
 TRAINER = """
 import sys
 import torch, tierstore
-with tierstore.open(sys.argv[1], ddr="1MiB", keep=1) as store:
+with tierstore.open(sys.argv[1], ddr="8MiB", keep=1) as store:
     table = store.create_table(tierstore.TableConfig(name="item", num_embeddings=int(sys.argv[2]),
         embedding_dim=int(sys.argv[3]), init=tierstore.init.Constant(1.0)))
     ids = torch.arange(table.config.num_embeddings)
