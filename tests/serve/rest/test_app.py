@@ -99,7 +99,7 @@ def test_what_is_not_there_is_told_in_the_protocols_form(client: triton.Inferenc
 
 
 def test_the_repository_index_lists_all_models(client: triton.InferenceServerClient) -> None:
-    names = ["broken", "double", "echo", "full", "late", "slow"]
+    names = ["broken", "double", "echo", "full", "late", "slow", "zeros"]
     expected = [{"name": name, "version": "7", "state": "READY"} for name in names]
     assert client.get_model_repository_index() == expected
 
