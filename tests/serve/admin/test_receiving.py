@@ -293,7 +293,25 @@ def test_what_was_declared_and_never_came_keeps_no_room(tmp_path: Path, monkeypa
         append(abandoned, b"1", 1)
     with pytest.raises(errors.DiskFullError, match=r"nothing was written\. Free some space, or try again after 60 s"):
         uploads.begin("c" * 16, 1000)
-    assert len(uploads.all()) == 1
+    assert {upload.id[0] for upload in uploads.all()} == {"a", "b"}, "a refused call deletes nothing"
+
+
+def test_what_is_dropped_to_make_room_is_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Disk(tmp_path, monkeypatch, size_bytes=1000)
+    uploads = Uploads(tmp_path, max_bytes=1 << 40)
+    paths = {name: uploads.begin(name * 16, 1000).path for name in ("b", "a")}
+    for age, (name, size) in enumerate({"b": 400, "a": 500}.items()):
+        paths[name].write_bytes(bytes(size))
+        os.utime(paths[name], (age, age))
+    for size in (1001, 1300):
+        with pytest.raises(errors.DiskFullError, match="nothing was written"):
+            uploads.begin("c" * 16, size)
+        assert {upload.id[0] for upload in uploads.all()} == {"a", "b"}
+    uploads.begin("c" * 16, 500)
+    assert {upload.id[0] for upload in uploads.all()} == {"a", "c"}, "one more than is kept, and room enough"
+    uploads.drop("c" * 16)
+    uploads.begin("d" * 16, 1000)
+    assert {upload.id[0] for upload in uploads.all()} == {"d"}
 
 
 def test_what_came_of_an_abandoned_upload_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

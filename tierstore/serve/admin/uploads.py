@@ -88,7 +88,8 @@ class Uploads:
 
     def begin(self, update_id: str, size_bytes: int, *, busy: Collection[str] = ()) -> Upload:
         """The upload to add to. A new one must fit into what is free now, as the others are free to grow, too: what is
-        declared keeps no room. It drops the oldest ones, and those that have not grown for long if it needs their room.
+        declared keeps no room. It drops the oldest ones, and those that have not grown for long if it needs their room;
+        one that is refused drops none.
 
         Args:
             busy: ids that are not dropped.
@@ -111,26 +112,31 @@ class Uploads:
         try:
             make_directory(self._folder)
             others = [upload for upload in self.all() if upload.id not in busy]
-            for upload in others[MAX_UPLOADS - 1 :]:
-                upload.path.unlink(missing_ok=True)
-            self._make_room(size_bytes, [upload for upload in others if upload.idle_seconds > IDLE_SECONDS])
+            self._make_room(size_bytes, kept=others[: MAX_UPLOADS - 1], surplus=others[MAX_UPLOADS - 1 :])
             path = self._folder / f"{update_id}-{size_bytes}.partial"
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
         except OSError as error:
             raise translate_os_error(error, self._folder) from error
         return Upload(update_id, path, 0, size_bytes, 0.0)
 
-    def _make_room(self, size_bytes: int, abandoned: list[Upload]) -> None:
-        """Delete abandoned uploads, the oldest first, until there is room; DiskFullError if all were not enough."""
+    def _make_room(self, size_bytes: int, *, kept: list[Upload], surplus: list[Upload]) -> None:
+        """Delete the surplus, and of the kept ones those that are idle, the oldest first, until there is room.
+
+        Raises:
+            DiskFullError: all of them were not enough; none is deleted.
+        """
+        idle = [upload for upload in kept if upload.idle_seconds > IDLE_SECONDS]
         free = _free_bytes(self._folder)
-        if free + sum(upload.received_bytes for upload in abandoned) < size_bytes + _ROOM_BYTES:
+        if free + sum(upload.received_bytes for upload in [*surplus, *idle]) < size_bytes + _ROOM_BYTES:
             raise DiskFullError(
                 f"{self._folder}: an update of {format_size(size_bytes)}, and {format_size(free)} free, of which "
                 f"{format_size(_ROOM_BYTES)} stay so; nothing was written. Free some space, or try again after "
                 f"{IDLE_SECONDS:.0f} s, when uploads that do not grow give way"
             )
-        while abandoned and _free_bytes(self._folder) < size_bytes + _ROOM_BYTES:
-            abandoned.pop().path.unlink(missing_ok=True)
+        for upload in surplus:
+            upload.path.unlink(missing_ok=True)
+        while idle and _free_bytes(self._folder) < size_bytes + _ROOM_BYTES:
+            idle.pop().path.unlink(missing_ok=True)
 
     def drop(self, update_id: str) -> None:
         """Delete an upload, if there is one."""
