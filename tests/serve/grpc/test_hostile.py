@@ -170,7 +170,7 @@ def test_unread_answers_are_bounded_in_bytes(resources: ExitStack) -> None:
 # Requests that do not come.
 
 
-@pytest.mark.parametrize("method", ["ModelInfer", "ServerLive"])
+@pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer", "ServerLive"])
 def test_half_open_calls_do_not_keep_others_out(resources: ExitStack, method: str) -> None:
     """Nor those whose request has come in part."""
     limits = GrpcLimits(max_concurrent_rpcs=2)
@@ -187,13 +187,27 @@ def test_half_open_calls_do_not_keep_others_out(resources: ExitStack, method: st
             for _ in range(20):
                 assert answers_of(stub) == 1
                 assert stub.ServerLive(service_pb2.ServerLiveRequest(), timeout=WAIT_SECONDS).live
+                [answer] = stub.ModelStreamInfer(iter([request_of(1)]), timeout=WAIT_SECONDS)
+                assert not answer.error_message
         assert not served.engine.refused
+
+
+def test_silent_streams_of_many_connections_do_not_keep_others_out(resources: ExitStack) -> None:
+    with serving(GrpcLimits(max_streams=2)) as served:
+        stub = stub_of(served, resources)
+        silent = [raw_client(served, resources) for _ in range(4)]
+        for client in silent:
+            client.begin(STREAM)
+            client.wait_handled()
+        wait_until(lambda: len(served.server._service._asking._connections) == 4, "them to be open")
+        [answer] = stub.ModelStreamInfer(iter([request_of(1)]), timeout=WAIT_SECONDS)
+        assert not answer.error_message
 
 
 def test_open_streams_leave_room_for_others(resources: ExitStack) -> None:
     with serving(GrpcLimits(max_streams=4)) as served:
         client, stub = raw_client(served, resources), stub_of(served, resources)
-        silent = [client.begin(STREAM) for _ in range(4)]
+        silent = [client.begin(STREAM, SMALL, is_whole=False) for _ in range(4)]
         wait_until(lambda: served.server._service._num_streams == 4, "them to be open")
         [answer] = stub.ModelStreamInfer(iter([request_of(1)]), timeout=WAIT_SECONDS)
         assert not answer.error_message

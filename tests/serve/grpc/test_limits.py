@@ -141,6 +141,7 @@ def test_streams_leave_room_for_other_calls(client_of: Any) -> None:
         holder.async_stream_infer("echo", [x_input()])
         assert answers.get(timeout=WAIT_SECONDS) is None
         other.start_stream(lambda result, error: answers.put(error))
+        other.async_stream_infer("echo", [x_input()])
         assert "1 streams are open" in str(answers.get(timeout=WAIT_SECONDS))
         assert other.infer("echo", [x_input()]).as_numpy("x").shape == (1, 3)
         assert isinstance(served.engine.refused[0][1], ServeError)
@@ -152,6 +153,8 @@ def test_idle_stream_is_ended(client_of: Any) -> None:
         for _ in range(2):
             client = client_of(served.address)
             client.start_stream(lambda result, error: answers.put(error))
+            client.async_stream_infer("echo", [x_input()])
+            assert answers.get(timeout=WAIT_SECONDS) is None
             error = answers.get(timeout=WAIT_SECONDS)
             assert code_of(error) == "DEADLINE_EXCEEDED"
             assert "nothing came on the stream" in str(error)
@@ -170,7 +173,8 @@ def test_stream_is_answered_before_it_is_ended_as_idle(client_of: Any) -> None:
         assert code_of(answers.get(timeout=WAIT_SECONDS)) == "DEADLINE_EXCEEDED"
 
 
-def test_request_that_does_not_come_is_not_waited_for() -> None:
+@pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])
+def test_request_that_does_not_come_is_not_waited_for(method: str) -> None:
     go_on = threading.Event()
 
     def requests() -> Iterator[Any]:
@@ -178,7 +182,7 @@ def test_request_that_does_not_come_is_not_waited_for() -> None:
         yield b""
 
     with serving(GrpcLimits(receive_seconds=0.2)) as served, grpc.insecure_channel(served.address) as channel:
-        call = channel.stream_unary(f"/{INFERENCE_SERVICE}/ModelInfer").future(requests(), timeout=WAIT_SECONDS)
+        call = channel.stream_stream(f"/{INFERENCE_SERVICE}/{method}")(requests(), timeout=WAIT_SECONDS)
         assert call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert "did not come within 0.2 seconds" in call.details()
         go_on.set()
@@ -191,6 +195,13 @@ def test_call_without_a_request() -> None:
         with pytest.raises(grpc.RpcError, match="ended without a request") as raised:
             infer(iter([]), timeout=WAIT_SECONDS)
         assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_stream_may_end_without_a_request() -> None:
+    with serving() as served, grpc.insecure_channel(served.address) as channel:
+        infer = channel.stream_stream(f"/{INFERENCE_SERVICE}/ModelStreamInfer")
+        assert list(infer(iter([]), timeout=WAIT_SECONDS)) == []
+        assert not served.engine.refused
 
 
 def test_stream_counts_as_a_call(client_of: Any) -> None:

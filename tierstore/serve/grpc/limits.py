@@ -9,7 +9,8 @@ from ..encoding import MAX_ELEMENTS
 __all__ = ["MAX_ASKING", "MAX_COUNT", "MAX_UNREAD", "RESERVED_RPCS", "GrpcLimits"]
 
 MAX_ASKING: Final = 128
-"""Calls whose request has not come yet, over all connections. One more ends one of them, see ``Waiting``."""
+"""Calls, also streams, whose first request has not come yet, over all connections. One more ends one of them, see
+``Waiting``."""
 MAX_UNREAD: Final = 320
 """Calls whose client has not accepted the response yet, likewise. Both together leave room among the calls of one
 connection, which may be a proxy's."""
@@ -53,11 +54,13 @@ class GrpcLimits:
     max_connections: int = _count(1000, "connections at a time; one more is closed")
     max_metadata_bytes: int = _count(16 << 10, "bytes of a call's metadata", low=1024)
     max_concurrent_rpcs: int = _count(256, "inference calls under way, over all connections; a stream counts as one")
-    max_streams: int = _count(128, "ModelStreamInfer calls among them")
+    max_streams: int = _count(128, "ModelStreamInfer calls among them; each counts from its first request on")
     max_stream_idle_seconds: float = _seconds(
-        300.0, "a stream that asks nothing, or accepts no answer, for so long is ended"
+        300.0, "a stream that asks nothing more, or accepts no answer, for so long is ended"
     )
-    receive_seconds: float = _seconds(30.0, "time a client may take to send the request of a call")
+    receive_seconds: float = _seconds(
+        30.0, "time a client may take to send the request of a call, or the first of a stream"
+    )
     send_seconds: float = _seconds(
         60.0, "time a client may take to accept the response of a call, which is ended after that"
     )

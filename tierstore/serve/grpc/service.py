@@ -41,6 +41,10 @@ def _details(error: ServeError) -> str:
     return text if len(text) <= _MAX_DETAIL_CHARACTERS else text[:_MAX_DETAIL_CHARACTERS] + "..."
 
 
+def _data(message: Any) -> bytes | None:
+    return None if message is grpc.aio.EOF else bytes(message)
+
+
 def _counted(size: int) -> int:
     return size if size > _SMALL_BYTES else 0
 
@@ -121,18 +125,23 @@ class InferenceService:
         return grpc.stream_unary_rpc_method_handler(handle)
 
     async def _receive(self, call: Call, context: Any) -> bytes:
-        """A call's first request. A call takes no place of those that are under way before it has come."""
+        """A call's first request; ServeError if there is none."""
+        data = await self._receive_any(call, context)
+        if data is None:
+            error = ServeError(Status.INVALID, "the call ended without a request")
+            self.refuse(error)
+            raise error
+        return data
+
+    async def _receive_any(self, call: Call, context: Any) -> bytes | None:
+        """Likewise, or None. A call takes no place of those that are under way before its first request has come."""
         seconds = self._limits.receive_seconds
         wait = self._asking.begin(call)
         try:
             async with asyncio.timeout(seconds):
-                data = await context.read()
+                return _data(await context.read())
         except TimeoutError:
             error = ServeError(Status.DEADLINE, f"the request did not come within {seconds:g} seconds")
-        else:
-            if data is not grpc.aio.EOF:
-                return bytes(data)
-            error = ServeError(Status.INVALID, "the call ended without a request")
         finally:
             wait.over()
         self.refuse(error)
@@ -353,16 +362,18 @@ class InferenceService:
         call = Call(context)
 
         async def respond() -> _Answer:
+            first = [await self._receive_any(call, context)]
             with self._admission(), self._stream_admission(call):
                 try:
-                    await self._pump(call, context)
+                    await self._pump(first.pop(), call, context)
                 except ExceptionGroup as failed:
                     raise failed.exceptions[0] from None
             return _Answer(b"", 0)
 
         await self._or_abort(respond(), call, context)
 
-    async def _pump(self, call: Call, context: Any) -> None:
+    async def _pump(self, data: bytes | None, call: Call, context: Any) -> None:
+        """Answer the first request, if there is one, and all that come after it."""
         slots = asyncio.Semaphore(self._limits.max_stream_requests)
         answers: asyncio.Queue[asyncio.Task[_Answer] | None] = asyncio.Queue()  # bounded by the slots
         unwritten: set[asyncio.Task[_Answer]] = set()
@@ -379,11 +390,13 @@ class InferenceService:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(write())
                 try:
-                    while (data := await self._next(call, context)) is not None:
+                    while data is not None:
                         await slots.acquire()
                         answer = tasks.create_task(self._stream_answer(data, context.time_remaining(), call))
                         unwritten.add(answer)
                         answers.put_nowait(answer)
+                        del data  # its bytes are counted until it is answered
+                        data = await self._next(call, context)
                 except ServeError as error:
                     idle = error  # once what was asked before is answered
                 answers.put_nowait(None)
@@ -410,12 +423,11 @@ class InferenceService:
         wait = self._idle.begin(call, size=1)
         try:
             async with asyncio.timeout(seconds):
-                data = await context.read()
+                return _data(await context.read())
         except TimeoutError:
             raise ServeError(Status.DEADLINE, f"nothing came on the stream for {seconds:g} seconds") from None
         finally:
             wait.over()
-        return None if data is grpc.aio.EOF else bytes(data)
 
     async def _stream_answer(self, data: bytes, seconds_left: float | None, call: Call) -> _Answer:
         request_id = ""
