@@ -61,8 +61,8 @@ def apply_update(directory: str | os.PathLike[str], file: str | os.PathLike[str]
     before, and a later call with the same file goes through. Tables that no version of the replica names, as an update
     brought them that failed or was gone back from, give way to those of this one; nobody is shown them.
 
-    Memory, whatever the file holds: 100 MiB, the block directory, three times the dense tensors (at most
-    ``MAX_PAYLOAD_BYTES``), and some 25 bytes for each byte of the file's header.
+    Memory, whatever the file holds: 128 MiB, the block directory, twice the payload (at most ``MAX_PAYLOAD_BYTES``),
+    and some 25 bytes for each byte of the file's header.
 
     Args:
         id: what the file must be (``file_checksum``); default: not checked.
