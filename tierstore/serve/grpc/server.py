@@ -2,6 +2,7 @@
 
 import asyncio
 import ssl
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +60,11 @@ class GrpcServer:
         self._interceptors = [] if token is None else [BearerAuthentication(token, self._service)]
         self._credentials = _credentials(certificate, key) if certificate and key else None
         self._server: Any = None
+        self._forget_makers: Callable[[], None] = lambda: None
 
     async def start(self) -> int:
-        """Listen; returns the port. OSError if the address cannot be listened on. Sets the loop's task factory."""
-        know_makers(asyncio.get_running_loop())
+        """Listen; returns the port. OSError if the address cannot be listened on. Until ``stop`` the loop's task
+        factory is the server's."""
         server = aio.server(
             interceptors=self._interceptors,
             options=self._limits.channel_options(),
@@ -76,6 +78,7 @@ class GrpcServer:
                 port = server.add_insecure_port(self._address)
         except RuntimeError as error:
             raise OSError(f"gRPC cannot listen on {self._address}: {error}") from None
+        self._forget_makers = know_makers(asyncio.get_running_loop())
         await server.start()
         self._server = server
         return int(port)
@@ -84,3 +87,4 @@ class GrpcServer:
         """Take no more calls, give those under way so long to end, then cancel them. May be called again."""
         if self._server is not None:
             await self._server.stop(grace_seconds)
+        self._forget_makers()

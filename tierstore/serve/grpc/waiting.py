@@ -36,9 +36,23 @@ class _Task(asyncio.Task[Any]):
         self.maker = weakref.ref(maker) if maker is not None else None
 
 
-def know_makers(loop: asyncio.AbstractEventLoop) -> None:
-    """Have the loop's tasks know what made them; before gRPC's server starts."""
-    loop.set_task_factory(lambda loop, coroutine, **options: _Task(coroutine, loop=loop, **options))
+def know_makers(loop: asyncio.AbstractEventLoop) -> Callable[[], None]:
+    """Have the loop's tasks know what made them; before gRPC's server starts.
+
+    Returns:
+        What puts the task factory back that there was, unless another was set since.
+    """
+
+    def make(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> _Task:
+        return _Task(coroutine, loop=loop, **options)
+
+    def forget() -> None:
+        if loop.get_task_factory() is make:
+            loop.set_task_factory(before)
+
+    before = loop.get_task_factory()
+    loop.set_task_factory(make)
+    return forget
 
 
 class Call:
