@@ -392,9 +392,13 @@ def test_ctrl_c_while_the_source_is_waited_for(store_dir: Path) -> None:
         collection = make_collection(store)
         pipeline = tierstore.prefetch(batches(), collection, depth=2)
         collection(next(pipeline)).values().sum().backward()
-        with pytest.raises(KeyboardInterrupt):
+
+        def wait() -> None:
             is_expected.set()
             next(pipeline)
+
+        with pytest.raises(KeyboardInterrupt):
+            wait()
         assert pinned(store) == 0
         assert store.commit() == 1
     goes_on.set()

@@ -78,7 +78,7 @@ def back_up(
         raise ValueError(f"{target} is inside the store {source}; choose a directory outside")
     with contextlib.ExitStack() as stack:
         with Shield():
-            snapshot, _ = stack.enter_context(tier.lease())
+            snapshot, _ = stack.enter_context(tier.lease(is_complete=False))
         work = stack.enter_context(new_store(target, WORK_NAME))
         steps = Steps(progress)
         path = rows_path(work)

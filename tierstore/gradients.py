@@ -6,6 +6,7 @@ drops it, with all that was collected, when something failed. A pass is known by
 """
 
 import itertools
+import sys
 import threading
 import weakref
 from collections.abc import Sequence
@@ -79,7 +80,17 @@ _PASSES: Final[weakref.WeakValueDictionary[int, _Pass]] = weakref.WeakValueDicti
 
 
 def _current_pass(number: int) -> _Pass:
-    """The pass under way in this thread, of that number."""
+    """The pass under way in this thread, of that number.
+
+    Raises:
+        RuntimeError: it is compiled autograd's, which calls nobody back.
+    """
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    if getattr(compiled, "in_compiled_autograd_region", False):
+        raise RuntimeError(
+            "rows are not trained under compiled autograd, which does not tell when a pass has ended; set "
+            "torch._dynamo.config.compiled_autograd = False (the model itself may be compiled)"
+        )
     with _LOCK:  # autograd runs nodes of one pass in several threads, one for each device
         found = _PASSES.get(number)
         if found is None:

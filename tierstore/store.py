@@ -462,7 +462,7 @@ class Store:
             if newer.rows is None:
                 self._close_pools()
             for name in list(self._tables)[len(newer.manifest.tables) :]:
-                del self._tables[name]
+                self._tables.pop(name).leave()
             self._leave(len(newer.manifest.tables))
             for config in newer.manifest.tables[len(self._tables) :]:
                 self._add(config)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import kernels
 from .config import TableConfig, require_choice
-from .errors import ClosedError, ReadOnlyError
+from .errors import ClosedError, ReadOnlyError, TableError
 from .hbm.lookup import HbmLookup
 from .in_memory import InMemory
 from .joined import Jagged, Joined
@@ -121,6 +121,7 @@ class Table:
         self.index = index
         self.layout = layout
         self._in_memory: InMemory | None = None
+        self._is_gone = False
         self._learning_rate = config.optimizer.lr
         self._step = 0
         self.num_changes = 0
@@ -148,9 +149,18 @@ class Table:
     def store(self) -> "Store":
         return self._store
 
+    def leave(self) -> None:
+        """The store has moved to a version without this table; another may take its place."""
+        self._is_gone, self._in_memory = True, None
+
     @property
     def pool(self) -> Pool:
-        """Where its rows live; ClosedError after the store was closed."""
+        """Where its rows live; ClosedError after the store was closed, TableError if the table went with a version."""
+        if self._is_gone:
+            raise TableError(
+                f"table {self.name!r} is not in the version that the store shows; if one of that name is there again, "
+                f"take it anew: store[{self.name!r}]"
+            )
         return self._store.pool_of(self.layout)
 
     @property

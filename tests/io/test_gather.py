@@ -221,7 +221,6 @@ def test_system_calls_in_kernels(tmp_path: Path) -> None:
     assert 0 <= elapsed < 10**9
     assert file_map.tells_residency()
     assert file_map.file_bytes() == 8192
-    file_map.drop_pages()
     assert file_map.words[1023] == 1023
     with pytest.raises(ValueError, match="read-only"):
         file_map.words[0] = 1

@@ -15,6 +15,7 @@ import textwrap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from tests.conformance.cold_tier import NARROW, WIDE, add_tables, check_rows, co
 from tests.io.support import open_tier, page_of
 from tierstore._jit import JIT_ENABLED
 from tierstore.errors import ChecksumError, TruncatedError, UnreadableError
-from tierstore.io import guard
+from tierstore.io import guard, snapshot
 from tierstore.io.guard import Guard
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.io.mapped import FileMap, _libc
@@ -222,10 +223,74 @@ def test_a_cut_behind_the_look_at_the_length(tier: LmdbColdTier, monkeypatch: py
 
 def test_verify_lists_what_cannot_be_read_and_goes_on(tier: LmdbColdTier) -> None:
     for block in (7, 20):
-        refuse(tier._file_map.guard, page_of(tier, 0, block))
+        refuse(_rows_guard(tier), page_of(tier, 0, block))
     with pytest.raises(UnreadableError, match=f"row {7 * ROWS} of table 0 cannot be read.*20 more|in all"):
         tier.verify()
     tier.verify()
+
+
+def test_a_bad_block_that_others_meet_stops_no_commit(tier: LmdbColdTier) -> None:
+    page, is_over = page_of(tier, 0, 7), threading.Event()
+
+    def meet() -> None:
+        while not is_over.is_set():
+            _rows_guard(tier).begin()
+            refuse(_rows_guard(tier), page)
+            assert not tier._file_map.rows.words[page * PAGE // 8]
+
+    thread = threading.Thread(target=meet)
+    thread.start()
+    try:
+        for version in range(2, 30):
+            write_rows(tier, WIDE, keys_of(0, ALL[:1]), version)
+            tier.commit(b"", version)
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def test_a_look_at_the_newest_version_that_fails_keeps_no_lock(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, newest, calls = opened(written, readonly=True), snapshot._newest, []
+
+    def fails(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise UnreadableError("refused")
+        return newest(*arguments)
+
+    assert _child(COMMIT, written).returncode == 0
+    before = dict(reader._file_map.pins._users)
+    monkeypatch.setattr(snapshot, "_newest", fails)
+    with pytest.raises(UnreadableError, match="refused"):
+        reader.find_newer()
+    assert dict(reader._file_map.pins._users) == before
+    reader.close()
+
+
+FORK = """
+    import sys
+    from tests.io.test_guard import *
+    from tests.io.test_guard import _libc
+
+    parents = [FileMap(Path(sys.argv[1]), 1 << 36) for _ in range(2)]
+    again = [FileMap(Path(sys.argv[1]), 1 << 36) for _ in range(2)]
+    for each in parents:
+        each.close()
+    taken = [_libc.mmap(None, 1 << 36, 0, 0x4022, -1, 0) for _ in range(2)]
+    if not (child := os.fork()):
+        for each in [FileMap(Path(sys.argv[1]), 1 << 36) for _ in range(2)]:
+            since = each.guard.begin()
+            refuse(each.guard, 3)
+            assert not each.words[3 * PAGE // 8]
+            assert not each.guard.is_clean(since)
+        print("noticed", flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+def test_a_forked_child_has_no_maps_of_its_parent(written: Path) -> None:
+    assert _child(FORK, written / "rows.lmdb").stdout == "noticed\n"
 
 
 COMMIT = """
@@ -260,7 +325,7 @@ def test_pages_of_the_index(written: Path) -> None:
 
 
 def test_a_block_that_cannot_be_read_is_not_rewritten(tier: LmdbColdTier) -> None:
-    refuse(tier._file_map.guard, page_of(tier, 0, 7))
+    refuse(_rows_guard(tier), page_of(tier, 0, 7))
     with pytest.raises(UnreadableError, match=r"rows\.lmdb: the device refuses to read"):
         write_rows(tier, WIDE, keys_of(0, ALL[7 * ROWS : 7 * ROWS + 2]), 2)
     write_rows(tier, WIDE, keys_of(0, ALL[7 * ROWS : 7 * ROWS + 2]), 2)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import compiled_autograd
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -227,6 +228,16 @@ def test_a_pass_that_fails_leaves_nothing_behind(store: tierstore.Store) -> None
     before[40:60] -= 1
     assert torch.equal(table.read(ALL), before)
     assert table.state.step == 1
+
+
+def test_compiled_autograd_is_refused(store_dir: Path) -> None:
+    with tierstore.open(store_dir, ddr="2MiB") as store:
+        bag = tierstore.TieredEmbeddingBag(store.create_table(config()))
+        with (
+            compiled_autograd._enable(lambda graph: graph),
+            pytest.raises(RuntimeError, match="compiled_autograd = False"),
+        ):
+            bag(IDS).sum().backward()
 
 
 def test_nothing_grows_with_forwards_that_have_no_backward(store: tierstore.Store) -> None:

@@ -374,3 +374,18 @@ def test_a_reader_that_missed_the_rollback_goes_on_and_says_so(
     with pytest.raises((errors.StoreReplacedError, errors.DamagedError)):
         reader.refresh()
     assert reader["new one"].read(torch.tensor([0])).tolist() == [[1.0] * 3]
+
+
+def test_a_table_that_went_with_a_version_reads_nothing_of_another(
+    reader: tierstore.Store, writer: Writer, forked: Forked
+) -> None:
+    writer.apply(forked.one)
+    reader.refresh()
+    gone, ids, offsets = reader["new one"], torch.tensor([0]), torch.tensor([0, 1])
+    gone.pooled(ids, offsets)
+    for version in (writer.go_back, lambda: writer.apply(forked.other)):
+        version()
+        reader.refresh()
+        for use in (lambda: gone.read(ids), lambda: gone.pooled(ids, offsets)):
+            with pytest.raises(errors.TableError, match="not in the version that the store shows"):
+                use()

@@ -12,8 +12,8 @@ be its checksum good. A page is noted before its zeros can be seen: no reader of
 
 The handler takes faults at addresses of its table. It hands all others to the handler that was there before, by putting
 that one back and letting the load fault again. Another handler may be put over it later, by ``faulthandler.enable()``
-for one: ``begin`` looks, and puts ours over that. A forked child has handler and table too. Without compiled code
-(``NUMBA_DISABLE_JIT=1``) there is no handler, and a refused page ends the process.
+for one: ``begin`` looks, and puts ours over that. A forked child has the handler, and a table without its maps.
+Without compiled code (``NUMBA_DISABLE_JIT=1``) there is no handler, and a refused page ends the process.
 
 LMDB's own map of the file is not guarded: LMDB believes what it reads, and moves memory by it; zeros there wrote beyond
 its pages. So writers look before it does, through our map, at what it is going to read; the rest ends the process.
@@ -40,6 +40,7 @@ from numpy.typing import NDArray
 from .._jit import JIT_ENABLED
 from ..errors import DamagedError, TruncatedError, UnreadableError
 from ..oserrors import RESTORE
+from .forks import disown_in_forks
 
 __all__ = ["ASK_AGAIN", "Guard", "PageRuns"]
 
@@ -282,7 +283,12 @@ class Guard:
             self._slot[_START], self._slot[_LENGTH] = address, length_bytes
         else:
             self._slot = memoryview(bytearray(8 * _SLOT_WORDS)).cast("q")
+        disown_in_forks(self)
         self._handler.put_in_place()
+
+    def disown(self) -> None:
+        """In a forked process, which has no such map (``FileMap``): another may come to lie there."""
+        self._slot[_LENGTH] = 0
 
     def close(self) -> None:
         """Forget the map, before it is unmapped. Again is fine."""

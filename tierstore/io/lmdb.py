@@ -158,7 +158,7 @@ class LmdbColdTier:
         self._map = FileMap(self.path, self._environment.info()["map_size"])
         if not self.readonly:
             self._floor = Floor(self._environment, self.path, self._map.pins)
-        self._rows = RowReader(self._map.twin(), verify=self._verify_reads)
+        self._rows = RowReader(self._map.rows, verify=self._verify_reads)
         self._shown = View(snapshot := self._new_snapshot(), is_complete=False)
         snapshot.check_free_pages()
         self.placement = self._staging.placement = read_placement(snapshot, check_store(snapshot, store_id))
@@ -256,10 +256,10 @@ class LmdbColdTier:
     # -- snapshots
 
     @contextmanager
-    def lease(self) -> Iterator[tuple[Snapshot, Directory]]:
-        """The current snapshot and directory, kept until the end of the block."""
+    def lease(self, *, is_complete: bool = True) -> Iterator[tuple[Snapshot, Directory]]:
+        """The current snapshot and directory, which may lack blocks if so wished, kept until the end of the block."""
         self._check_open()
-        if not self._view.is_complete:
+        if is_complete and not self._view.is_complete:
             self._build_directory()
         with self._view.lease(self._check_open) as leased:
             yield leased

@@ -5,6 +5,7 @@ Each call has a twin in plain Python for runs without the JIT.
 
 import contextlib
 import ctypes
+import functools
 import mmap
 import os
 import time
@@ -27,7 +28,6 @@ _PROT_READ: Final = 1
 _MAP_SHARED: Final = 1
 _MAP_FIXED: Final = 0x10
 _MADV_RANDOM: Final = 1
-_MADV_DONTNEED: Final = 4
 WILL_NEED: Final = np.int32(3)
 """MADV_WILLNEED: start reading these pages from the device and return at once."""
 
@@ -158,38 +158,41 @@ class FileMap:
     """
 
     def __init__(self, path: os.PathLike[str], length_bytes: int, pins: Pins | None = None) -> None:
-        self._path = path
+        self.path = path
         self._owns_pins = pins is None
         self.pins = Pins(path) if pins is None else pins
         self.length_bytes = -(-length_bytes // 65536) * 65536
-        address = _libc.mmap(None, self.length_bytes, _PROT_READ, _MAP_SHARED, self.pins.descriptor, 0)
-        if address is None or address == ctypes.c_void_p(-1).value:
-            error = ctypes.get_errno()
+        with contextlib.ExitStack() as stack:
             if self._owns_pins:
-                self.pins.close()
-            raise OSError(
-                error, f"cannot map {self.length_bytes} bytes of address space: {os.strerror(error)}", str(path)
-            )
-        self.address: int = address
-        buffer = (ctypes.c_uint8 * self.length_bytes).from_address(address)
-        self.words: Words = np.ctypeslib.as_array(buffer).view(np.uint64)
-        self.words.flags.writeable = False
-        self.halves: NDArray[np.uint16] = self.words.view(np.uint16)
-        self._advise(address, self.length_bytes)
-        self._twins: list[FileMap] = []
-        self.guard = Guard(path, self.pins.size_bytes, address, self.length_bytes, self._put_back)
+                stack.callback(self.pins.close)
+            address = _libc.mmap(None, self.length_bytes, _PROT_READ, _MAP_SHARED, self.pins.descriptor, 0)
+            if address is None or address == ctypes.c_void_p(-1).value:
+                error = ctypes.get_errno()
+                raise OSError(
+                    error, f"cannot map {self.length_bytes} bytes of address space: {os.strerror(error)}", str(path)
+                )
+            stack.callback(_libc.munmap, address, self.length_bytes)
+            self.address: int = address
+            buffer = (ctypes.c_uint8 * self.length_bytes).from_address(address)
+            self.words: Words = np.ctypeslib.as_array(buffer).view(np.uint64)
+            self.words.flags.writeable = False
+            self.halves: NDArray[np.uint16] = self.words.view(np.uint16)
+            self._advise(address, self.length_bytes)
+            self.guard = Guard(path, self.pins.size_bytes, address, self.length_bytes, self._put_back)
+            stack.pop_all()
 
-    def twin(self) -> "FileMap":
-        """Another map of the open file, with a guard of its own; closed with this one."""
-        self._twins.append(twin := FileMap(self._path, self.length_bytes, self.pins))
-        return twin
+    @functools.cached_property
+    def rows(self) -> "FileMap":
+        """Another map of the open file, with a guard of its own, to read blocks through: a page of theirs that the
+        device refuses does not disturb whoever walks the index meanwhile. Closed with this one."""
+        return FileMap(self.path, self.length_bytes, self.pins)
 
     def _put_back(self, address: int, offset: int, length_bytes: int) -> None:
         """Map the file at an address where something else is mapped."""
         how, descriptor = _MAP_SHARED | _MAP_FIXED, self.pins.descriptor
         if _libc.mmap(address, length_bytes, _PROT_READ, how, descriptor, offset) != address:
             error = ctypes.get_errno()
-            raise OSError(error, f"cannot map {length_bytes} bytes again: {os.strerror(error)}", str(self._path))
+            raise OSError(error, f"cannot map {length_bytes} bytes again: {os.strerror(error)}", str(self.path))
         self._advise(address, length_bytes)
 
     def _advise(self, address: int, length_bytes: int) -> None:
@@ -204,33 +207,29 @@ class FileMap:
         """StoreReplacedError unless the path still names this file."""
         mapped = os.fstat(self.pins.descriptor)
         try:
-            found: os.stat_result | None = os.stat(self._path)
+            found: os.stat_result | None = os.stat(self.path)
         except (FileNotFoundError, NotADirectoryError):
             found = None
         except OSError as error:
-            raise translate_os_error(error, self._path) from error
+            raise translate_os_error(error, self.path) from error
         if found is None or (found.st_dev, found.st_ino) != (mapped.st_dev, mapped.st_ino):
             what = "was deleted" if found is None else "is another file than when the store was opened"
             raise StoreReplacedError(
-                f"{self._path} {what}: the store was replaced, and what is open is the old one; open the store again"
+                f"{self.path} {what}: the store was replaced, and what is open is the old one; open the store again"
             )
 
     def tells_residency(self) -> bool:
         """Whether ``is_resident`` says the truth: the kernel tells only who could write to the file or owns it."""
         stat = os.fstat(self.pins.descriptor)
-        return stat.st_uid == os.geteuid() or os.access(self._path, os.W_OK)
-
-    def drop_pages(self) -> None:
-        """Forget this process's page-table entries, so that a dropped page cache is felt."""
-        _libc.madvise(self.address, self.length_bytes, _MADV_DONTNEED)
+        return stat.st_uid == os.geteuid() or os.access(self.path, os.W_OK)
 
     def close(self) -> None:
         """Unmap. Any array still over ``words`` becomes a trap."""
         if len(self.words):
             empty = np.empty(0, np.uint64)
             self.words, self.halves = empty, empty.view(np.uint16)
-            for twin in self._twins:
-                twin.close()
+            if "rows" in vars(self):
+                self.rows.close()
             self.guard.close()
             _libc.munmap(self.address, self.length_bytes)
             if self._owns_pins:

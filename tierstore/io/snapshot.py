@@ -1,5 +1,7 @@
 """One tree of the row file, that of one LMDB transaction: it stays as it is, and is walked by our own code."""
 
+import contextlib
+import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +11,7 @@ import lmdb
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DamagedError, TruncatedError
+from ..errors import DamagedError, TruncatedError, UnreadableError
 from .btree import (
     META_KEY,
     META_READ_BYTES,
@@ -25,6 +27,7 @@ from .btree import (
 )
 from .files import RESTORE, translate
 from .free_list import check_page_use, pages_freed
+from .guard import ASK_AGAIN
 from .mapped import FileMap
 
 __all__ = ["Snapshot", "Tree", "raise_for_walk"]
@@ -171,11 +174,10 @@ class Snapshot(Tree):
     def __init__(self, environment: "lmdb.Environment", path: Path, file_map: FileMap) -> None:
         self.leases = 0
         self._txn: lmdb.Transaction[memoryview] | None = None
-        with file_map.guard.watching():
-            if environment.flags()["lock"]:
-                self._txn, meta = _begin(environment, path, file_map)
-            else:
-                meta = _pin(path, file_map, environment.stat()["psize"])
+        if environment.flags()["lock"]:
+            self._txn, meta = _begin(environment, path, file_map)
+        else:
+            meta = _pin(path, file_map, environment.stat()["psize"])
         super().__init__(path, file_map, meta)
 
     def close(self) -> None:
@@ -203,11 +205,13 @@ def _begin(
     try:
         page_bytes = environment.stat()["psize"]
         for _ in range(_ATTEMPTS):
-            txn = environment.begin(write=False, buffers=True)
-            meta = _parsed(_meta_page(file_map, (txn.id() & 1) * page_bytes))
-            if meta is not None and meta.txn_id == txn.id():
-                return txn, meta
-            txn.abort()
+            with contextlib.ExitStack() as stack:
+                txn = environment.begin(write=False, buffers=True)
+                stack.callback(txn.abort)
+                meta = _parsed(_meta_page(file_map, (txn.id() & 1) * page_bytes))
+                if meta is not None and meta.txn_id == txn.id():
+                    stack.pop_all()
+                    return txn, meta
     except lmdb.Error as error:
         raise translate(error, path) from error
     raise _unreadable(path)
@@ -220,10 +224,12 @@ def _pin(path: Path, file_map: FileMap, page_bytes: int) -> Meta:
         if found is None:
             continue
         file_map.pins.hold(found.txn_id)
-        meta = _newest(file_map, page_bytes)
-        if meta is not None and meta.txn_id == found.txn_id:
-            return meta
-        file_map.pins.release(found.txn_id)
+        with contextlib.ExitStack() as stack:
+            stack.callback(file_map.pins.release, found.txn_id)
+            meta = _newest(file_map, page_bytes)
+            if meta is not None and meta.txn_id == found.txn_id:
+                stack.pop_all()
+                return meta
     raise _unreadable(path)
 
 
@@ -241,7 +247,14 @@ def _newest(file_map: FileMap, page_bytes: int) -> Meta | None:
 
 
 def _meta_page(file_map: FileMap, start: int) -> bytes:
-    return file_map.words[start // 8 : (start + META_READ_BYTES) // 8].tobytes()
+    """Read from the file, so that its guard has nothing to tell: others' refused pages would be in the way."""
+    try:
+        return os.pread(file_map.pins.descriptor, META_READ_BYTES, start)
+    except OSError as error:
+        file_map.file_bytes()
+        raise UnreadableError(
+            f"{file_map.path}: the device refuses its meta pages ({error}). {ASK_AGAIN} {RESTORE}"
+        ) from error
 
 
 def _parsed(page: bytes) -> Meta | None:

@@ -184,7 +184,7 @@ def _read_ahead(snapshot: Snapshot, shapes: TableShapes, pages: PageRange) -> It
     """
 
     def queue(start: int) -> None:
-        address = snapshot.file_map.address
+        address = snapshot.file_map.rows.address
         queue_range(address, snapshot.page_bytes, shapes, pages, start, start + _SLICE_PAGES)
 
     starts = range(0, len(pages.block_keys), _SLICE_PAGES)
@@ -211,7 +211,7 @@ def _check_slice(
     limit = snapshot.limit_pages()
     while start < stop:
         result = np.zeros(5, np.int64)
-        words, guard = snapshot.file_map.words, snapshot.file_map.guard
+        words, guard = snapshot.file_map.rows.words, snapshot.file_map.rows.guard
         since = guard.begin()
         check_range(words, snapshot.page_bytes // 8, limit, shapes, pages, start, stop, found, result)
         if not guard.is_clean(since):
@@ -228,8 +228,8 @@ def _mark_refused(
     keys = pages.block_keys[at]
     starts = (pages.first_page + at) * snapshot.page_bytes
     stops = starts + shapes.pages_per_block[(keys >> np.uint64(KEY_ROW_BITS)).astype(np.int64)] * snapshot.page_bytes
-    refused = snapshot.file_map.guard.refused(since)
-    is_cut = snapshot.file_map.guard.is_cut_short(refused)
+    refused = snapshot.file_map.rows.guard.refused(since)
+    is_cut = snapshot.file_map.rows.guard.is_cut_short(refused)
     marked = np.isin(found.block_keys[:count], keys[refused.meet(starts, stops)])
     found.statuses[:count][marked] = BlockStatus.OUT_OF_FILE if is_cut else BlockStatus.UNREADABLE
 

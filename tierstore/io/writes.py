@@ -130,7 +130,7 @@ class Staging:
             source: places, slots, weights, state, as given to ``ColdTier.write`` but for places in place of keys.
         """
         places, slots, weights, state = source
-        file_map, guard = snapshot.file_map, snapshot.file_map.guard
+        file_map, guard = snapshot.file_map.rows, snapshot.file_map.rows.guard
         block_words = layout.block_bytes // 8
         num_blocks = len(rows.block_keys)
         step = max(1, self._limit_bytes // layout.block_bytes)
@@ -182,7 +182,7 @@ def delete_blocks(txn: "lmdb.Transaction[bytes]", snapshot: Snapshot, entries: E
     Raises:
         DamagedError: a page header is not that of such a block.
     """
-    page_bytes, file_map = snapshot.page_bytes, snapshot.file_map
+    page_bytes, file_map = snapshot.page_bytes, snapshot.file_map.rows
     pages_each = (entries.sizes + 16 + page_bytes - 1) // page_bytes
     queue_pages(file_map.address, page_bytes, 1, entries.pages)
     result = np.zeros(2, np.int64)

@@ -80,7 +80,7 @@ class TieredEmbeddingBagCollection(nn.Module):
             ValueError, TypeError: a feature is missing, an id is no row, shapes do not fit. ClosedError, ChecksumError.
         """
         prepared = self._prepared.take(features, _sources(features)) or self._prepare(features)
-        values = run_lookups(prepared, self._anchor, self._columns, trainable=not self.store.readonly)
+        values = run_lookups(prepared, self, self._anchor, self._columns, trainable=not self.store.readonly)
         return KeyedTensor(self.feature_names, self._dims, values)
 
     def prepare(self, features: JaggedLike) -> Prepared:

@@ -70,7 +70,8 @@ class TieredEmbeddingBag(nn.Module):
         """
         sources = (input, offsets, per_sample_weights)
         prepared = self._prepared.take(input, sources) or self._prepare(*sources)
-        return run_lookups(prepared, self._anchor, self.table.layout.dim, trainable=not self.table.store.readonly)
+        columns, trainable = self.table.layout.dim, not self.table.store.readonly
+        return run_lookups(prepared, self, self._anchor, columns, trainable=trainable)
 
     def prepare(self, features: Any) -> Prepared:
         """Bring the rows of ``(input, offsets, per_sample_weights)``, or of ``input``, in ahead of ``forward``.

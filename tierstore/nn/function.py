@@ -165,11 +165,14 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().view(torch.int32) if tensor.dtype == torch.float32 else tensor
 
 
-def run_lookups(prepared: Prepared, anchor: Tensor, columns: int, *, trainable: bool) -> Tensor:
+def run_lookups(
+    prepared: Prepared, module: torch.nn.Module, anchor: Tensor, columns: int, *, trainable: bool
+) -> Tensor:
     """float32 [batch, columns]. With gradients enabled and ``trainable``, a backward pass that ends well updates the
     rows, unless it was asked for gradients of other tensors only.
 
     Args:
+        module: whose forward it is.
         anchor: a leaf that requires grad and stands for the rows: autograd runs backward for it though ids have no
             gradient. It gets none itself.
         columns: columns of the output.
@@ -179,9 +182,9 @@ def run_lookups(prepared: Prepared, anchor: Tensor, columns: int, *, trainable: 
         RuntimeError: rows that may be updated, in a module that DistributedDataParallel replicates.
     """
     scale = prepared.scale
+    if trainable:
+        require_one_process(module, prepared.store)
     if torch.is_grad_enabled() and (trainable or (scale is not None and scale.requires_grad)):
-        if trainable:
-            require_one_process(prepared.store)
         start = anchor if trainable else anchor.detach()
         out: Tensor = _PooledLookups.apply(start, scale, prepared, columns, trainable)  # type: ignore[no-untyped-call]
         return out

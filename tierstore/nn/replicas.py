@@ -1,20 +1,32 @@
 """Refusing to train rows in a module that several processes replicate."""
 
+import weakref
+from typing import Final
+
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ..store import Store
 
 __all__ = ["require_one_process"]
 
+_REPLICATED: Final["weakref.WeakKeyDictionary[torch.nn.Module, int]"] = weakref.WeakKeyDictionary()
+"""Processes that replicate a module: a reentrant checkpoint trains in backward, where nothing tells of them."""
 
-def require_one_process(store: Store) -> None:
-    """RuntimeError inside the forward of a DistributedDataParallel of several processes, which would each train rows of
-    their own: DDP exchanges gradients of parameters, and rows are none."""
-    replicated = getattr(DistributedDataParallel, "_active_ddp_module", None)
-    if replicated is not None and replicated.process_group.size() > 1:
+
+def require_one_process(module: torch.nn.Module, store: Store) -> None:
+    """RuntimeError if rows are trained in the forward of a DistributedDataParallel of several processes, which would
+    each train rows of their own: DDP exchanges gradients of parameters, and rows are none."""
+    replicated = getattr(DistributedDataParallel, "_active_ddp_module", None)  # of any thread
+    if replicated is not None and any(each is module for each in replicated.modules()):
+        _REPLICATED[module] = replicated.process_group.size()
+    elif torch._C._current_graph_task_id() < 0:
+        _REPLICATED.pop(module, None)
+    processes = _REPLICATED.get(module, 1)
+    if processes > 1 and torch.is_grad_enabled():
         raise RuntimeError(
-            f"rows of the store at {store.directory} cannot be trained inside DistributedDataParallel by "
-            f"{replicated.process_group.size()} processes: each would train rows of its own, and nothing would bring "
-            "them together. Train tables in one process; sharding over processes does not exist yet. Tables that are "
-            'not trained may be replicated: open their store with mode="r", or look them up under torch.no_grad()'
+            f"rows of the store at {store.directory} cannot be trained inside DistributedDataParallel by {processes} "
+            "processes: each would train rows of its own, and nothing would bring them together. Train tables in one "
+            "process; sharding over processes does not exist yet. Tables that are not trained may be replicated: open "
+            'their store with mode="r", or look them up under torch.no_grad()'
         )
