@@ -5,9 +5,9 @@ They lie in ``incoming/`` of the replica's directory, as ``ID-SIZE.partial``.
 
 import os
 import re
-import time
 from collections.abc import Collection
 from pathlib import Path
+from time import monotonic
 from typing import Final, NamedTuple
 
 from ...durable import make_directory, write_all
@@ -39,7 +39,7 @@ class Upload(NamedTuple):
     """One update as far as it has come.
 
     Attributes:
-        idle_seconds: since it grew.
+        idle_seconds: since it was first seen to be as large as it is.
     """
 
     id: str
@@ -69,6 +69,7 @@ class Uploads:
     def __init__(self, directory: Path, *, max_bytes: int) -> None:
         self._folder = directory / "incoming"
         self._max_bytes = max_bytes
+        self._seen: dict[str, tuple[int, float]] = {}  # by id: a size, and since when it is that
 
     def all(self) -> list[Upload]:
         """Those that there are, the one that grew last first."""
@@ -76,11 +77,15 @@ class Uploads:
             entries = [(entry, entry.stat(follow_symlinks=False)) for entry in os.scandir(self._folder)]
         except FileNotFoundError:
             return []
-        found, now = [], time.time()
+        found, seen, now = [], {}, monotonic()
         for entry, status in sorted(entries, key=lambda pair: -pair[1].st_mtime_ns):
             match = _NAME.fullmatch(entry.name)
             if match is not None and entry.is_file(follow_symlinks=False):
-                found.append(Upload(match[1], Path(entry.path), status.st_size, int(match[2]), now - status.st_mtime))
+                size, since = self._seen.get(match[1], (-1, now))
+                seen[match[1]] = status.st_size, since if size == status.st_size else now
+                idle_seconds = now - seen[match[1]][1]
+                found.append(Upload(match[1], Path(entry.path), status.st_size, int(match[2]), idle_seconds))
+        self._seen = seen
         return found
 
     def find(self, update_id: str) -> Upload | None:
