@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tierstore
-from tests.children import make_store, start
+from tests.children import make_store, run, start
 from tests.following import OWN_NAMESPACE, Reader, Writer
 from tierstore import errors
 from tierstore.io.pins import Pins
@@ -218,6 +218,16 @@ def test_whoever_is_gone_is_not_told_to_be_ended(children: ExitStack, store: Pat
         tierstore.open(store)
 
 
+def test_a_child_is_told_that_its_parent_is_the_writer(store: Path) -> None:
+    code = """
+    store = tierstore.open(sys.argv[1], ddr="2MiB", threads=1)
+    print(os.getpid())
+    forked(tierstore.open, sys.argv[1])
+    """
+    pid, answer = run(code, store, changes={"PYTHONWARNINGS": "ignore"}).splitlines()
+    assert answer.startswith(f"StoreLockedError {store}: process {pid} has the store open for writing")
+
+
 @pytest.mark.parametrize(("how", "end"), [("python", Forked.kill), ("c", Forked.close)])
 def test_no_child_keeps_the_pages_of_a_reader(children: ExitStack, store: Path, how: str, end: Any) -> None:
     pins = Pins(store / "rows.lmdb")
@@ -247,14 +257,84 @@ def test_a_descriptor_that_was_closed_is_noticed(children: ExitStack, store: Pat
         other = os.open(store / ("rows.lmdb" if number == "the same file's" else "manifest.json"), os.O_RDONLY)
         assert other == descriptor
         children.callback(os.close, other)
-    if number == "the same file's":
-        assert opened["t"].read(torch.arange(10)).unique().tolist() == [3.0]
-    else:
-        require_lost(lambda: opened["t"].read(torch.arange(10)))
-    require_lost(opened.commit if mode == "w" else lambda: pins.hold(1 << 20))
+    require_lost(lambda: opened["t"].read(torch.arange(10)))
+    for use in (opened.commit, opened._cold._sync) if mode == "w" else (opened.refresh, lambda: pins.hold(1 << 20)):
+        require_lost(use)
     opened.close()
     if number != "free":
         os.fstat(descriptor)  # it was somebody else's to close
+
+
+LOSER = """
+from tierstore.io import writer_lock
+folder, other, is_kept = sys.argv[1:]
+if not int(is_kept):
+    writer_lock.hold_open = lambda descriptor: 0
+store = tierstore.open(folder, ddr="4MiB", threads=1)
+store["big"].read(torch.arange(10))
+numbers = {int(name): Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")}
+mine = [number for number, link in numbers.items() if link.is_symlink() and folder in os.readlink(link)]
+assert len(mine) >= 5, mine
+for number in mine:
+    os.close(number)
+others = [os.open(other, os.O_RDWR | os.O_CREAT) for _ in mine]
+assert sorted(others) == sorted(mine)
+print("closed", flush=True)
+sys.stdin.readline()
+store.close()
+for number in others:
+    os.fstat(number)
+print("all there", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("is_kept", [1, 0])
+def test_a_writer_whose_descriptors_are_all_others_harms_nobody(
+    children: ExitStack, tmp_path: Path, is_kept: int
+) -> None:
+    """A map keeps its lock, if the file system has it so; if not, it leaves alone what is the next writer's."""
+    folder = tmp_path / "store"
+    writer = new_writer(children, folder)
+    begin(writer)
+    writer("close")
+    loser = start(LOSER, folder, tmp_path / "other", is_kept)
+    children.callback(loser.communicate)
+    children.callback(loser.kill)
+    assert loser.stdin is not None
+    assert loser.stdout is not None
+    assert loser.stdout.readline() == "closed\n"
+    if is_kept:
+        with pytest.raises(errors.StoreLockedError, match=f"process {loser.pid} has the store open for writing"):
+            tierstore.open(folder)
+    else:
+        writer("open", str(folder), 1)
+        write(writer, 2)
+    loser.stdin.write("close\n")
+    loser.stdin.flush()
+    assert loser.stdout.readline() == "all there\n"
+    if is_kept:
+        writer("open", str(folder), 1)
+    for value in range(3, 6):
+        write(writer, value)
+    writer.kill()
+    assert rows(folder) == [1.0]
+
+
+def test_the_floor_is_not_written_to_a_file_that_has_its_number(children: ExitStack, store: Path) -> None:
+    pins = Pins(store / "rows.lmdb")
+    children.callback(pins.close)
+    opened = tierstore.open(store, ddr="2MiB", threads=1)
+    number = opened._cold._floor._table.number
+    os.close(number)
+    other = os.open(store.parent / "other", os.O_RDWR | os.O_CREAT)
+    assert other == number
+    children.callback(os.close, other)
+    pins.hold(1)
+    with pytest.raises(errors.ClosedError, match=r"rows\.lmdb-lock: somebody in this process closed"):
+        opened.commit()
+    opened.close()
+    assert os.fstat(other).st_size == 0
 
 
 def test_a_reader_whose_descriptor_was_closed_keeps_its_tree(store: Path, children: ExitStack) -> None:

@@ -1,5 +1,6 @@
 """Locks on trees, and what LMDB's writer is told of them."""
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -10,14 +11,15 @@ import numpy as np
 import pytest
 
 from tests.io.support import open_tier
-from tierstore.errors import StoreLockedError, TierstoreError
-from tierstore.io import floor, pins
+from tierstore.errors import ClosedError, StoreLockedError, TierstoreError
+from tierstore.io import floor, pins, writer_lock
 from tierstore.io.files import open_environment
 from tierstore.io.floor import Floor
 from tierstore.io.mapped import FileMap
 from tierstore.io.pins import Pins
 from tierstore.io.recovery import _readers_kept_out
 from tierstore.io.snapshot import Snapshot
+from tierstore.io.writer_lock import WriterLock
 
 
 @pytest.fixture
@@ -70,6 +72,31 @@ def test_a_reader_waits_for_a_writer_that_goes_back_and_not_for_ever(
     with _readers_kept_out(descriptor) as is_alone:
         assert not is_alone
     assert other.oldest(8) == 7
+
+
+def test_no_lock_is_left_on_a_file_that_has_the_number(stack: ExitStack, rows: Path) -> None:
+    reader, other = opened(stack, rows), rows.with_name("other")
+    other.touch()
+    os.close(number := reader.descriptor)
+    stranger = os.open(other, os.O_RDONLY)
+    stack.callback(os.close, stranger)
+    assert stranger == number
+    with pytest.raises(ClosedError):
+        reader.hold(7)
+    assert opened(stack, other).oldest(1 << 40) is None
+
+
+def test_a_writer_lock_that_the_file_system_has_not_leaves_nothing_open(
+    rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(writer_lock.fcntl, "flock", refused)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(TierstoreError, match=r"writer\.lock"):
+        WriterLock(rows.parent)
+    assert os.listdir("/proc/self/fd") == before
 
 
 def put(lowest: Floor, number: int) -> None:

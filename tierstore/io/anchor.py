@@ -233,10 +233,14 @@ class AnchorKeeper:
             self.settle()
             if not self._has_failed and read_metas(self._path, self._page_bytes) != self._metas:
                 self.set()
-        self._executor.shutdown()
+        self.stop()
         if self._anchored is not None:
             self._anchored.close()
             self._anchored = None
+
+    def stop(self) -> None:
+        """Wait for the anchor under way and set no other one; all stays pinned."""
+        self._executor.shutdown()
 
 
 def save_anchor(path: Path, store_id: bytes, page_bytes: int, metas: tuple[bytes, bytes]) -> None:

@@ -19,6 +19,7 @@ from typing import Final
 import lmdb
 
 from ..errors import TierstoreError
+from .descriptor import OwnDescriptor
 from .files import translate
 from .pins import Pins
 
@@ -50,8 +51,8 @@ class Floor:
             self._txn = environment.begin(write=False)
             stack.callback(self._txn.abort)
             # Kept open: closing a descriptor of this file drops the locks of this process on it.
-            self._table = os.open(path.with_name(f"{path.name}-lock"), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-            stack.callback(os.close, self._table)
+            self._table = OwnDescriptor(path.with_name(f"{path.name}-lock"), os.O_RDWR | os.O_NOFOLLOW)
+            stack.callback(self._table.close)
             self._place = self._find()
             self._number = _NOBODY
             self._write(_NOBODY)
@@ -60,7 +61,7 @@ class Floor:
     def _find(self) -> int:
         """Where the number of our transaction is."""
         wanted = _READER.pack(self._txn.id(), os.getpid())
-        table = os.pread(self._table, os.fstat(self._table).st_size, 0)
+        table = os.pread(self._table.number, os.fstat(self._table.number).st_size, 0)
         for place in range(0, len(table) - _READER_BYTES + 1, _READER_BYTES):
             if table[place : place + len(wanted)] == wanted and self._is_honoured(place):
                 return place
@@ -70,15 +71,17 @@ class Floor:
         )
 
     def _is_honoured(self, place: int) -> bool:
-        before = os.pread(self._table, _NUMBER.size, place)
-        os.pwrite(self._table, _NUMBER.pack(0), place)
+        before = os.pread(self._table.number, _NUMBER.size, place)
+        os.pwrite(self._table.number, _NUMBER.pack(0), place)
         if [str(os.getpid()), "0"] in [line.split()[::2] for line in self._environment.readers().splitlines()]:
             return True
-        os.pwrite(self._table, before, place)
+        os.pwrite(self._table.number, before, place)
         return False
 
     def _write(self, number: int) -> None:
-        os.pwrite(self._table, _NUMBER.pack(number), self._place)
+        if not self._table.is_held():
+            raise self._table.lost()
+        os.pwrite(self._table.number, _NUMBER.pack(number), self._place)
         self._number = number
 
     @contextlib.contextmanager
@@ -86,7 +89,7 @@ class Floor:
         """A write transaction that leaves alone what others read; committed at the end of the block.
 
         Raises:
-            ClosedError: somebody closed the row file's descriptor, so that nothing tells what others read.
+            ClosedError: somebody closed the descriptors, so that nothing tells what others read.
             TierstoreError: what LMDB's error amounts to.
         """
         self._ask()

@@ -5,11 +5,12 @@ closed, and a fork copies all. So a DataLoader's worker would keep a store locke
 holds such a lock registers here, and a child closes its copies before anything else runs in it.
 """
 
+import ctypes
 import os
 import weakref
 from typing import Final, Protocol
 
-__all__ = ["Inherited", "disown_in_forks"]
+__all__ = ["Inherited", "disown_in_forks", "keep_for_ever"]
 
 
 class Inherited(Protocol):
@@ -26,6 +27,11 @@ _INHERITED: Final["weakref.WeakSet[Inherited]"] = weakref.WeakSet()
 def disown_in_forks(inherited: Inherited) -> None:
     """Have ``inherited.disown()`` called in each process that is forked from this one by Python, while it exists."""
     _INHERITED.add(inherited)
+
+
+def keep_for_ever(*parts: object) -> None:
+    """Have these never finalised, not even when the interpreter ends."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(parts))
 
 
 def _disown_all() -> None:

@@ -7,7 +7,6 @@ little at a time. An open for writing drops blocks of epochs that no commit made
 docs/format.md describes the file, directory.py the rules by which readers and the writer share it.
 """
 
-import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -50,7 +49,7 @@ from .files import (
     translate,
 )
 from .floor import Floor
-from .forks import disown_in_forks
+from .forks import disown_in_forks, keep_for_ever
 from .gather import GatherStatus, Geometry, gather_error, geometry
 from .mapped import FileMap
 from .newer import Lookout, NewerVersion
@@ -173,6 +172,7 @@ class LmdbColdTier:
             self._drop_loose()
 
     def _sync(self) -> None:
+        self._file_map.file_bytes()  # is it ours to sync, and the anchor after it ours to set?
         try:
             self._env.sync(True)
         except lmdb.Error as error:
@@ -218,18 +218,19 @@ class LmdbColdTier:
         self._state = "closed"
 
     def disown(self) -> None:
-        """In a forked process: forget the store without ending the transactions that the parent goes on using.
-
-        LMDB's table of readers is shared memory: closing one here would free the parent's pages for reuse.
-        """
-        inherited = self._environment, self._shown, self._anchors, self._floor, self.lookout
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(inherited))  # never finalised, not even when the interpreter ends
+        """In a forked process: forget the store without ending the parent's transactions. LMDB's table of readers is
+        shared memory: closing one here would free the parent's pages for reuse."""
+        keep_for_ever(self._environment, self._shown, self._anchors, self._floor, self.lookout)
         self._environment = self._shown = self._anchors = self._floor = None
         self.lookout = Lookout()
         self._state = "closed"
 
     def _release(self) -> None:
         """Release whatever there is, each part also if another's release fails."""
+        if self._map is not None and not self._map.pins.is_held():  # nor need LMDB's descriptors be ours any more
+            if self._anchors is not None:
+                self._anchors.stop()
+            self.disown()
         try:
             with ExitStack() as stack:
                 stack.callback(self._staging.release)

@@ -20,7 +20,18 @@ from ..oserrors import translate_os_error
 from .guard import Guard
 from .pins import Pins
 
-__all__ = ["WILL_NEED", "FileMap", "clock_ns", "copy_words", "is_resident", "prefetch_word", "queue_read", "zeros"]
+__all__ = [
+    "WILL_NEED",
+    "FileMap",
+    "clock_ns",
+    "copy_words",
+    "hold_open",
+    "is_resident",
+    "let_go",
+    "prefetch_word",
+    "queue_read",
+    "zeros",
+]
 
 Words = NDArray[np.uint64]
 
@@ -143,6 +154,26 @@ def zeros(length: int, dtype: type[np.generic]) -> NDArray[Any]:
     return np.frombuffer(buffer, dtype, length)
 
 
+def hold_open(descriptor: int) -> int:
+    """Have an open file stay open in this process, not in forked ones, whoever closes the descriptor; returns what
+    ``let_go`` takes. On overlayfs the map is of the file below, and holds nothing.
+
+    Raises:
+        OSError: the file cannot be mapped.
+    """
+    address: int | None = _libc.mmap(None, mmap.PAGESIZE, _PROT_READ, _MAP_SHARED, descriptor, 0)
+    if address is None or address == ctypes.c_void_p(-1).value:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    _libc.madvise(address, mmap.PAGESIZE, mmap.MADV_DONTFORK)
+    return address
+
+
+def let_go(address: int) -> None:
+    """Undo ``hold_open``."""
+    _libc.munmap(address, mmap.PAGESIZE)
+
+
 class FileMap:
     """A read-only shared map of a file, as long as the file may ever become.
 
@@ -204,15 +235,15 @@ class FileMap:
         return self.pins.size_bytes()
 
     def require_in_place(self) -> None:
-        """StoreReplacedError unless the path still names this file."""
-        mapped = os.fstat(self.pins.descriptor)
+        """StoreReplacedError unless the path still names this file; ClosedError if somebody closed the descriptor."""
+        self.pins.size_bytes()
         try:
             found: os.stat_result | None = os.stat(self.path)
         except (FileNotFoundError, NotADirectoryError):
             found = None
         except OSError as error:
             raise translate_os_error(error, self.path) from error
-        if found is None or (found.st_dev, found.st_ino) != (mapped.st_dev, mapped.st_ino):
+        if found is None or (found.st_dev, found.st_ino) != self.pins.identity:
             what = "was deleted" if found is None else "is another file than when the store was opened"
             raise StoreReplacedError(
                 f"{self.path} {what}: the store was replaced, and what is open is the old one; open the store again"

@@ -3,7 +3,8 @@
 The lock is a shared one of the open file (an open-file-description lock, ``fcntl(2)``) on ``rows.lmdb`` itself. No
 process id is involved, and no other descriptor of the file matters. The bytes need not exist, and nothing is written.
 The kernel drops the lock when nothing refers to the open file any more; as the file's map refers to it, what is in the
-map is locked whoever closes the descriptor (``os.closerange`` does).
+map is locked whoever closes the descriptor (``os.closerange`` does). (On overlayfs the map is of the file below, and
+the lock ends with the descriptor.)
 
 Why no page is reused that a reader can see:
 
@@ -14,24 +15,21 @@ Why no page is reused that a reader can see:
 
 Both go through the kernel's lock of the file's locks, so either the reader sees n + 1 and begins anew, or the writer
 sees the lock and tells LMDB (``floor.py``).
-
-A descriptor that somebody closed may have become another file's. So each has a position of its own, which only copies
-of it share, and is looked at after each use.
 """
 
+import contextlib
 import errno
 import fcntl
 import os
-import random
 import struct
 import threading
 import time
 from collections import Counter
 from typing import Final
 
-from ..errors import ClosedError, StoreLockedError, TierstoreError
+from ..errors import StoreLockedError, TierstoreError
 from ..oserrors import translate_os_error
-from .forks import disown_in_forks
+from .descriptor import OwnDescriptor
 
 __all__ = ["Pins", "lock_range"]
 
@@ -41,8 +39,6 @@ _NO_LOCKS: Final = (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _PATIENCE_SECONDS: Final = 60.0
 """For a writer that puts meta pages back meanwhile."""
 _PAUSE_SECONDS: Final = 0.01
-_MAX_MARK: Final = 2**31 - 1
-"""A position that every file system accepts."""
 
 
 def lock_range(descriptor: int, kind: int, start: int, length: int) -> bool:
@@ -70,39 +66,30 @@ class Pins:
         self._path = path
         self._lock = threading.Lock()
         self._users: Counter[int] = Counter()
-        self._mark = random.SystemRandom().randint(1, _MAX_MARK)
-        self.descriptor = -1
-        disown_in_forks(self)
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        os.lseek(self.descriptor, self._mark, os.SEEK_SET)
-        status = os.fstat(self.descriptor)
-        self._identity = status.st_dev, status.st_ino
+        self._file = OwnDescriptor(path, os.O_RDONLY)
+        self.identity: Final = self._file.identity
+        self.is_held: Final = self._file.is_held
+
+    @property
+    def descriptor(self) -> int:
+        return self._file.number
 
     def size_bytes(self) -> int:
-        """Length of the file now; ClosedError if the descriptor is another file's."""
+        """Length of the file now; ClosedError if somebody closed the descriptor."""
         try:
-            status = os.fstat(self.descriptor)
+            size_bytes = os.fstat(self._file.number).st_size
         except OSError as error:
-            raise self._lost() from error
-        if (status.st_dev, status.st_ino) != self._identity:
-            raise self._lost()
-        return status.st_size
+            raise self._file.lost() from error
+        self._require_held()
+        return size_bytes
 
-    def _is_held(self) -> bool:
-        try:
-            return os.lseek(self.descriptor, 0, os.SEEK_CUR) == self._mark
-        except OSError:
-            return False
-
-    def _lost(self) -> ClosedError:
-        return ClosedError(
-            f"{self._path}: somebody in this process closed descriptors of the store (os.closerange does); open the "
-            "store again"
-        )
+    def _require_held(self) -> None:
+        if not self.is_held():
+            raise self._file.lost()
 
     def _failure(self, error: OSError) -> TierstoreError:
-        if not self._is_held():
-            return self._lost()
+        if not self.is_held():
+            return self._file.lost()
         if error.errno in _NO_LOCKS:
             return TierstoreError(
                 f"{self._path}: no open-file-description locks on its file system, or in this system "
@@ -123,6 +110,7 @@ class Pins:
             self._users[txn_id] += 1
 
     def _take(self, txn_id: int) -> None:
+        self._require_held()
         deadline = time.monotonic() + _PATIENCE_SECONDS
         try:
             while not lock_range(self.descriptor, fcntl.F_RDLCK, txn_id, 1):
@@ -134,8 +122,10 @@ class Pins:
                 time.sleep(_PAUSE_SECONDS)
         except OSError as error:
             raise self._failure(error) from error
-        if not self._is_held():
-            raise self._lost()
+        if not self.is_held():  # another file may have been locked
+            with contextlib.suppress(OSError):
+                lock_range(self.descriptor, fcntl.F_UNLCK, txn_id, 1)
+            raise self._file.lost()
 
     def release(self, txn_id: int) -> None:
         """Undo one ``hold``."""
@@ -143,7 +133,7 @@ class Pins:
             self._users[txn_id] -= 1
             if not self._users[txn_id]:
                 del self._users[txn_id]
-                if self._is_held():
+                if self.is_held():
                     lock_range(self.descriptor, fcntl.F_UNLCK, txn_id, 1)
 
     def oldest(self, below: int) -> int | None:
@@ -164,20 +154,11 @@ class Pins:
                 found = end = start
         except OSError as error:
             raise self._failure(error) from error
-        if not self._is_held():
-            raise self._lost()
+        self._require_held()
         return found
 
     def close(self) -> None:
         """Release all. Copies that were forked without Python's knowledge keep nothing either."""
-        is_held = self._is_held()
-        descriptor, self.descriptor = self.descriptor, -1
-        if is_held:
-            lock_range(descriptor, fcntl.F_UNLCK, 0, 0)
-            os.close(descriptor)
-
-    def disown(self) -> None:
-        """See ``forks.Inherited``."""
-        if self._is_held():
-            os.close(self.descriptor)
-        self.descriptor = -1
+        if self.is_held():
+            lock_range(self.descriptor, fcntl.F_UNLCK, 0, 0)
+        self._file.close()

@@ -8,7 +8,9 @@ from typing import Final
 
 from ..errors import StoreLockedError
 from ..oserrors import translate_os_error
+from .descriptor import OwnDescriptor
 from .forks import disown_in_forks
+from .mapped import hold_open, let_go
 
 __all__ = ["LOCK_NAME", "WriterLock"]
 
@@ -21,6 +23,8 @@ _OR_READ: Final = 'or open with mode="r"'
 class WriterLock:
     """The directory is locked for this process until ``release``, or until the process ends.
 
+    A map keeps the lock if somebody closes the descriptor; not on overlayfs, see ``hold_open``.
+
     Raises:
         StoreLockedError: says what is known of the process that holds it.
         TierstoreError: the lock cannot be opened.
@@ -28,41 +32,46 @@ class WriterLock:
 
     def __init__(self, directory: Path) -> None:
         path = directory / LOCK_NAME
-        self._descriptor = -1
+        self._map = 0
         disown_in_forks(self)
         try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            self._descriptor = os.open(path, flags, 0o644)
+            self._file = OwnDescriptor(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as error:
             raise translate_os_error(error, path) from error
-        status = os.fstat(self._descriptor)
-        self.identity: Final = status.st_dev, status.st_ino
+        self.identity: Final = self._file.identity
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            said = _holder(self.identity, os.pread(self._descriptor, _MAX_BYTES, 0))
-            self.disown()
-            raise StoreLockedError(f"{directory}: {said}") from None
-        try:
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, f"{os.getpid()}\n{_namespace()}\n".encode(), 0)
-        except BaseException:
-            self.release()
+            self._take(directory)
+        except BaseException as error:
+            self._file.close()
+            if isinstance(error, OSError):
+                raise translate_os_error(error, path) from error
             raise
         _HELD.add(self)
+
+    def _take(self, directory: Path) -> None:
+        try:
+            fcntl.flock(self._file.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            said = _holder(self.identity, os.pread(self._file.number, _MAX_BYTES, 0))
+            raise StoreLockedError(f"{directory}: {said}") from None
+        os.ftruncate(self._file.number, 0)
+        os.pwrite(self._file.number, f"{os.getpid()}\n{_namespace()}\n".encode(), 0)
+        self._map = hold_open(self._file.number)
 
     def release(self) -> None:
         """Unlock, also where a child that was forked without Python's knowledge has a copy of the descriptor."""
         _HELD.discard(self)
-        if self._descriptor >= 0:
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-            self.disown()
+        if self._file.is_held():
+            fcntl.flock(self._file.number, fcntl.LOCK_UN)
+        self._file.close()
+        if self._map:
+            let_go(self._map)
+            self._map = 0
 
     def disown(self) -> None:
         """See ``forks.Inherited``."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+        _HELD.discard(self)
+        self._map = 0
 
 
 _HELD: Final["weakref.WeakSet[WriterLock]"] = weakref.WeakSet()
