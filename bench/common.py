@@ -45,6 +45,11 @@ class Table:
     columns: list[str]
     rows: list[list[str]]
 
+    @classmethod
+    def of_counts(cls, title: str, counts: Mapping[str, int]) -> "Table":
+        """A line for each."""
+        return cls(title=title, columns=["", "count"], rows=[[name, f"{count:,}"] for name, count in counts.items()])
+
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:

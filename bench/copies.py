@@ -73,11 +73,7 @@ def _counts(tally: Tally) -> Table:
         "rows that differ": tally.rows_differ,
         "false errors": tally.false_errors,
     }
-    return Table(
-        title="processes that share a store, copy it, and are killed",
-        columns=["", "count"],
-        rows=[[name, f"{value:,}"] for name, value in rows.items()],
-    )
+    return Table.of_counts("processes that share a store, copy it, and are killed", rows)
 
 
 if __name__ == "__main__":

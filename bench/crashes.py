@@ -76,11 +76,7 @@ def _counts(tally: Tally) -> Table:
         "runs that came to their end": tally.ended,
         "final bits that differ": tally.final_bits_differ,
     }
-    return Table(
-        title="a training run killed, taken up and killed again",
-        columns=["", "count"],
-        rows=[[name, f"{count:,}"] for name, count in rows.items()],
-    )
+    return Table.of_counts("a training run killed, taken up and killed again", rows)
 
 
 def _points(tally: Tally) -> Table:

@@ -98,7 +98,7 @@ def _check(work: Path, snapshot: Snapshot, steps: Steps | None) -> tuple[tuple[i
     """
     try:
         with open_store(work, mode="r", ddr=_DDR) as store:
-            kept = read_head(snapshot).kept  # by LMDB's own code, which believes what was just walked
+            kept = read_head(snapshot).kept
             if store.versions != kept:
                 raise DamagedError(f"{work} keeps versions {store.versions}, not {kept}")
             return kept, None if steps is None else store.verify(progress=steps.verified)

@@ -13,9 +13,9 @@ from .optim.kernels import merge_and_update, scratch
 from .pool import Pool
 from .threads import Workers
 
-__all__ = ["Bags", "Groups"]
+__all__ = ["NO_INTS", "Bags", "Groups"]
 
-_NO_INTS: Final = np.empty(0, np.int32)
+NO_INTS: Final = np.empty(0, np.int32)
 _NO_FLOATS: Final = np.empty(0, np.float32)
 _NO_FLAGS: Final = np.empty(0, np.uint8)
 
@@ -60,7 +60,7 @@ class Groups:
         self._starts = np.empty(num_positions + 2 * num_tables, np.int64)
         self._sources = np.empty(num_positions, np.int64)
         self._factors = np.empty(num_positions, np.float32) if bags.is_mean or len(bags.scale) else _NO_FLOATS
-        self._positions = np.empty(num_positions, np.int32) if len(bags.arg_max) else _NO_INTS
+        self._positions = np.empty(num_positions, np.int32) if len(bags.arg_max) else NO_INTS
         self._bag_of = np.empty_like(self._positions)
         self._firsts = self._table_starts[:-1]
 
@@ -81,7 +81,7 @@ class Groups:
         firsts[has_positions] = inverse[self._table_starts[has_positions]]
         firsts = np.minimum.accumulate(firsts[::-1])[::-1]
         self._firsts, self._counts = firsts[:-1], np.diff(firsts)
-        self._group(_NO_INTS, _NO_INTS, _NO_INTS, inverse)
+        self._group(NO_INTS, NO_INTS, NO_INTS, inverse)
 
     def _group(self, slots: Any, number: Any, row_slots: Any, inverse: Any) -> None:
         bags = self._bags
@@ -94,10 +94,6 @@ class Groups:
             )  # fmt: skip
 
         self._workers.run(work, self._workers.split(self._table_starts))
-
-    def by_table(self, values: Any) -> Any:
-        """Of an array over tables, by row number the element of its table, after ``by_slot``."""
-        return np.repeat(values, np.diff(self._table_starts))
 
     def used(self, by_number: Any) -> Any:
         """Of an array over row numbers, the elements that belong to a row."""

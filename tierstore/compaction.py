@@ -188,10 +188,9 @@ def _check_headers(snapshot: Snapshot) -> int:
         outside = entries.pages[:count] != 0
         pages, sizes = entries.pages[:count][outside], entries.sizes[:count][outside]
         pages_each = (sizes + 16 + page_bytes - 1) // page_bytes
-        words, guard = snapshot.file_map.words, snapshot.file_map.guard
-        since = guard.begin()
-        check_page_headers(words, page_bytes // 8, snapshot.limit_pages(), pages, pages_each, result)
-        guard.require(since)
+        words = snapshot.file_map.words
+        with snapshot.file_map.guard.watching():
+            check_page_headers(words, page_bytes // 8, snapshot.limit_pages(), pages, pages_each, result)
         if result[0] != BlockStatus.DONE:
             raise DamagedError(
                 f"{snapshot.path}: page {pages[result[1]]} is damaged ({BlockStatus(int(result[0])).name}). {RESTORE}"

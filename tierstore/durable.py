@@ -1,10 +1,13 @@
-"""Making a rename or a new file last: the directory that names it must be synced too."""
+"""Writing files that last, by one process at a time: the directory that names a new file must be synced too."""
 
 import errno
+import fcntl
 import os
 from pathlib import Path
 
-__all__ = ["make_directory", "sync_directory", "write_all"]
+from .errors import TierstoreError
+
+__all__ = ["lock_output", "make_directory", "sync_directory", "write_all"]
 
 
 def make_directory(directory: Path) -> None:
@@ -13,6 +16,14 @@ def make_directory(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for path in missing:
         sync_directory(path.parent)
+
+
+def lock_output(descriptor: int, path: Path) -> None:
+    """Lock an open file or directory until it is closed; TierstoreError if another process has it locked."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise TierstoreError(f"{path} is being written by another process; wait for it to end") from None
 
 
 def sync_directory(directory: Path) -> None:

@@ -65,12 +65,9 @@ class _Pass:
     def end(self) -> None:
         """Called by autograd when every node has run; the streams that its caller had as current are so again."""
         _PASSES.pop(self._number, None)
-        collected, self.collected = self.collected, []
+        collected, self.collected = sorted(self.collected, key=lambda each: each.number), []
         try:
-            if len(collected) == 1:
-                _update(collected)
-            else:
-                _update_together(sorted(collected, key=lambda each: each.number))
+            _update_all(collected)
         finally:
             for each in collected:
                 each.lookup.release()
@@ -115,7 +112,7 @@ def collect(turn: Turn, lookups: Sequence[Lookup | HbmLookup], gradient: Tensor)
     into.collected.extend(_Collected(turn.number, lookup, gradient, stream) for lookup in lookups)
 
 
-def _update_together(collected: Sequence[_Collected]) -> None:
+def _update_all(collected: Sequence[_Collected]) -> None:
     """One update of each table, of gradients in the order of forward calls."""
     together: dict[Any, list[_Collected]] = {}
     for each in collected:  # a table has one layout and one pooling, so all its positions come together

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from . import direct, kernels
 from ._jit import JIT_ENABLED
+from .backward import NO_INTS
 from .cache import FullCache
 from .cache.admission import LOADING, RESIDENT
 from .joined import NO_FLOATS
-from .lookup import NO_ARG_MAX, NO_SLOTS
+from .lookup import NO_ARG_MAX
 from .pool import Pool
 from .signals import Shield
 
@@ -110,7 +111,7 @@ class InMemory:
             status = run(
                 address, num_ids, offsets.data_ptr(), bags, *how, *self._plan, bags,
                 _NO_FLAGS if cache.is_complete else cache.flags, RESIDENT | LOADING, RESIDENT, NO_FLOATS, mode,
-                pool.weights, self._dim, pool.half, self._column, pooled, NO_ARG_MAX, NO_SLOTS,
+                pool.weights, self._dim, pool.half, self._column, pooled, NO_ARG_MAX, NO_INTS,
             )  # fmt: skip
         if status != kernels.DONE:
             return None

@@ -112,7 +112,7 @@ class Joined:
         """
         if self._keys is None:
             cache = self._slots_in
-            self._keys = self._join(self._first_keys, np.int64) if cache is None else self._slots + self._shifts(cache)
+            self._keys = self._join(self._first_keys, np.int64) if cache is None else self._slots + self.shifts(cache)
         return self._keys
 
     def slots(self, cache: FullCache) -> Any:
@@ -121,7 +121,7 @@ class Joined:
             if self._keys is None and self._slots_in is None:
                 slots = self._join(self.first_slots(cache), np.int32)
             else:
-                slots = (self.keys - self._shifts(cache)).astype(np.int32)
+                slots = (self.keys - self.shifts(cache)).astype(np.int32)
             self._slots, self._slots_in = slots, cache
         return self._slots
 
@@ -129,7 +129,7 @@ class Joined:
         """Take over what ``slots`` would find."""
         self._slots, self._slots_in = slots, cache
 
-    def _shifts(self, cache: FullCache) -> Any:
+    def shifts(self, cache: FullCache) -> Any:
         """int64 [N]: by how much the key of each position is above its slot."""
         shifts = [(table.index << KEY_ROW_BITS) - cache.first_slot(table.index) for table in self.tables]
         return np.repeat(np.array(shifts, np.int64), np.diff(self.bag_starts[self.table_bags]))

@@ -12,24 +12,22 @@ import torch
 from torch import Tensor
 
 from . import direct, kernels, quantized
-from .backward import Bags, Groups
+from .backward import NO_INTS, Bags, Groups
 from .cache import FullCache
 from .cache.admission import DIRTY, LOADING, RESIDENT
 from .errors import ClosedError
 from .joined import Joined
 from .merging import Merged
 from .pool import Lease, Pool, Use
-from .rows import KEY_ROW_BITS
 from .signals import shielded
 
 if TYPE_CHECKING:
     from .hbm.lookup import HbmLookup
 
-__all__ = ["MODES", "NO_ARG_MAX", "NO_SLOTS", "Lookup", "look_up", "new_output"]
+__all__ = ["MODES", "NO_ARG_MAX", "Lookup", "look_up", "new_output"]
 
 MODES: Final = {"sum": kernels.SUM, "mean": kernels.MEAN, "max": kernels.MAX}
 NO_ARG_MAX: Final = np.empty((0, 0), np.int32)
-NO_SLOTS: Final = np.empty(0, np.int32)
 
 
 def new_output(lookups: "Sequence[Lookup | HbmLookup]", batch: int, columns: int, device: torch.device) -> Tensor:
@@ -217,7 +215,7 @@ class Lookup:
         """
         joined = self.joined
         plan = joined.plan(joined.first_slots(cache))
-        slots = np.empty(len(joined), np.int32) if keep else NO_SLOTS
+        slots = np.empty(len(joined), np.int32) if keep else NO_INTS
         bad = look_up(pool, cache, plan, self._scale, self._mode, joined.columns, out, self._arg_max, slots)
         joined.check(bad)
         if bad:
@@ -261,10 +259,6 @@ class Lookup:
                     pool.layout.dim, pool.half, self.joined.columns, self.joined.batch, grad_out.numpy(), own,
                 )  # fmt: skip
         self.joined.scatter(own, grad_scale)
-
-    def require_trainable(self) -> None:
-        """ReadOnlyError if ``update`` would meet quantized rows."""
-        self.joined.require_trainable()
 
     @shielded
     def update(self, grad_out: Tensor) -> None:
@@ -311,16 +305,11 @@ class Lookup:
             if cache.num_frozen:
                 pool.writeback.begin_update(groups.used(row_slots))
                 flags = flags[:0]
-            keys = None if seeds is None else self._keys_of(row_slots, groups, cache)
+            keys = None if seeds is None else row_slots + self.joined.shifts(cache)
             newly_dirty = groups.update(
                 pool, 0, row_slots, codes, hyper, grad_out, flags=flags, dirty=DIRTY, seeds=seeds, keys=keys
             )
             cache.note_dirty(newly_dirty)
-
-    def _keys_of(self, row_slots: Any, groups: Groups, cache: FullCache) -> Any:
-        """int64, by row number: keys, which in a full cache are slots shifted by the same for all rows of a table."""
-        shifts = [(table.index << KEY_ROW_BITS) - cache.first_slot(table.index) for table in self._tables]
-        return row_slots + groups.by_table(np.array(shifts, np.int64))
 
     def _unique(self, pool: Pool) -> tuple[Any, Any]:
         """(inverse, unique keys in order of first use)."""

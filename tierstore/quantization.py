@@ -6,7 +6,6 @@ extra and tensors.
 """
 
 import contextlib
-import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +18,8 @@ import numpy as np
 from . import optim
 from .config import TableConfig, require_choice
 from .converting import converted
-from .durable import sync_directory
-from .errors import DamagedError, TableError, TierstoreError
+from .durable import lock_output, sync_directory
+from .errors import DamagedError, TableError
 from .exchange.output import full_disk_errors
 from .io import LmdbColdTier
 from .io.files import rows_path
@@ -127,10 +126,7 @@ def _partial(target: Path) -> Iterator[Path]:
     partial.mkdir(exist_ok=True)
     descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise TierstoreError(f"{partial} is being written by another process; wait for it to end") from None
+        lock_output(descriptor, partial)
         try:
             for path in partial.iterdir():  # what a run that was cut short left
                 path.unlink()

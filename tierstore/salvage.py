@@ -169,10 +169,11 @@ def _not_written(source: Path) -> Iterator[None]:
         yield
         return
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StoreLockedError(f"{source}: a process has the store open for writing; end it first") from None
         yield
-    except BlockingIOError:
-        raise StoreLockedError(f"{source}: a process has the store open for writing; end it first") from None
     finally:
         os.close(descriptor)
 

@@ -1,14 +1,12 @@
 """A directory that a new store comes to be in, whole or not at all."""
 
 import contextlib
-import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from .durable import sync_directory
-from .errors import TierstoreError
+from .durable import lock_output, sync_directory
 from .exchange.output import full_disk_errors
 from .io import ROW_FILE_NAME
 from .manifest import MANIFEST_NAME
@@ -56,10 +54,8 @@ def new_store(target: Path, work_name: str, names: Sequence[str] = (ROW_FILE_NAM
 def _locked(target: Path) -> Iterator[None]:
     descriptor = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_output(descriptor, target)
         yield
-    except BlockingIOError:
-        raise TierstoreError(f"{target} is being written by another process; wait for it to end") from None
     finally:
         os.close(descriptor)
 

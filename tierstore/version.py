@@ -18,7 +18,7 @@ from .excerpt import excerpt
 from .lineage import NO_LINEAGE, Lineage
 from .manifest import Manifest
 
-__all__ = ["ORIGIN_KEY", "TableState", "Version", "pack", "repack", "unpack", "unpack_tensors"]
+__all__ = ["ORIGIN_KEY", "TableState", "Version", "json_bytes", "pack", "repack", "unpack", "unpack_tensors"]
 
 ORIGIN_KEY: Final = "tierstore.update"
 """In the ``extra`` of a replica's commits: whose rows they have, see ``updates.origin``."""
@@ -130,6 +130,13 @@ def unpack(number: int, payload: bytes) -> Version:
         return Version(number, tables, header["extra"], payload[_LENGTH_BYTES + length :], lineage)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise DamagedError(f"the payload of version {number} cannot be read: {excerpt(str(error))}") from error
+
+
+def json_bytes(payload: "bytes | memoryview") -> tuple[int, int]:
+    """How many bytes of JSON ``unpack`` reads of a payload, and how many ``unpack_tensors``."""
+    own = int.from_bytes(payload[:_LENGTH_BYTES], "little")
+    tensors = payload[_LENGTH_BYTES + own :]
+    return own, int.from_bytes(tensors[:_LENGTH_BYTES], "little")
 
 
 def _state(fields: Any) -> TableState:

@@ -19,9 +19,10 @@ from tierstore.compaction import compact_store
 from tierstore.io.changes import Basis
 from tierstore.lineage import MAX_ANCESTORS, NO_LINEAGE, Ancestor, Lineage
 from tierstore.salvage import salvage
-from tierstore.updates import ORIGIN_KEY, Applied, Origin, Update, apply_update, origin_of, write_update
+from tierstore.updates import Applied, Origin, Update, apply_update, origin_of, write_update
 from tierstore.updates.delta import Source, source_of
 from tierstore.updates.publish import plan, publish
+from tierstore.version import ORIGIN_KEY
 
 
 def make(source: Path, since: int = 0) -> Update:

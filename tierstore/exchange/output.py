@@ -2,15 +2,14 @@
 
 import contextlib
 import errno
-import fcntl
 import os
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..durable import sync_directory
-from ..errors import DiskFullError, TierstoreError
+from ..durable import lock_output, sync_directory
+from ..errors import DiskFullError
 from ..sizes import format_size
 from .tensor_file import TensorFile
 
@@ -84,10 +83,7 @@ def partial_file(path: Path, *, force: bool) -> Iterator[int]:
     partial = path.with_name(path.name + ".partial")
     descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise TierstoreError(f"{partial} is being written by another process; wait for it to end") from None
+        lock_output(descriptor, partial)
         try:
             with full_disk_errors(path):
                 os.ftruncate(descriptor, 0)

@@ -172,10 +172,6 @@ class HbmLookup:
         self._retain(pool)
         self.joined.scatter(own.cpu().numpy(), grad_scale)
 
-    def require_trainable(self) -> None:
-        """As ``lookup.Lookup.require_trainable``."""
-        self.joined.require_trainable()
-
     @shielded
     def update(self, grad_out: Tensor) -> None:
         """See ``Lookup.update``."""

@@ -154,6 +154,23 @@ def zeros(length: int, dtype: type[np.generic]) -> NDArray[Any]:
     return np.frombuffer(buffer, dtype, length)
 
 
+def _map(descriptor: int, length_bytes: int, *, offset: int = 0, at: int | None = None) -> int:
+    """Map a part of an open file in this process and not in forked ones: a map keeps its file open, with its locks.
+
+    Returns the address: ``at``, where something may be mapped already, or one that the kernel chooses.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    how = _MAP_SHARED if at is None else _MAP_SHARED | _MAP_FIXED
+    address: int | None = _libc.mmap(at, length_bytes, _PROT_READ, how, descriptor, offset)
+    if address is None or address == ctypes.c_void_p(-1).value:
+        error = ctypes.get_errno()
+        raise OSError(error, f"cannot map {length_bytes} bytes of address space: {os.strerror(error)}")
+    _libc.madvise(address, length_bytes, mmap.MADV_DONTFORK)
+    return address
+
+
 def hold_open(descriptor: int) -> int:
     """Have an open file stay open in this process, not in forked ones, whoever closes the descriptor; returns what
     ``let_go`` takes. On overlayfs the map is of the file below, and holds nothing.
@@ -161,12 +178,7 @@ def hold_open(descriptor: int) -> int:
     Raises:
         OSError: the file cannot be mapped.
     """
-    address: int | None = _libc.mmap(None, mmap.PAGESIZE, _PROT_READ, _MAP_SHARED, descriptor, 0)
-    if address is None or address == ctypes.c_void_p(-1).value:
-        error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error))
-    _libc.madvise(address, mmap.PAGESIZE, mmap.MADV_DONTFORK)
-    return address
+    return _map(descriptor, mmap.PAGESIZE)
 
 
 def let_go(address: int) -> None:
@@ -196,19 +208,12 @@ class FileMap:
         with contextlib.ExitStack() as stack:
             if self._owns_pins:
                 stack.callback(self.pins.close)
-            address = _libc.mmap(None, self.length_bytes, _PROT_READ, _MAP_SHARED, self.pins.descriptor, 0)
-            if address is None or address == ctypes.c_void_p(-1).value:
-                error = ctypes.get_errno()
-                raise OSError(
-                    error, f"cannot map {self.length_bytes} bytes of address space: {os.strerror(error)}", str(path)
-                )
+            self.address = address = self._map(self.length_bytes)
             stack.callback(_libc.munmap, address, self.length_bytes)
-            self.address: int = address
             buffer = (ctypes.c_uint8 * self.length_bytes).from_address(address)
             self.words: Words = np.ctypeslib.as_array(buffer).view(np.uint64)
             self.words.flags.writeable = False
             self.halves: NDArray[np.uint16] = self.words.view(np.uint16)
-            self._advise(address, self.length_bytes)
             self.guard = Guard(path, self.pins.size_bytes, address, self.length_bytes, self._put_back)
             stack.pop_all()
 
@@ -218,17 +223,17 @@ class FileMap:
         device refuses does not disturb whoever walks the index meanwhile. Closed with this one."""
         return FileMap(self.path, self.length_bytes, self.pins)
 
-    def _put_back(self, address: int, offset: int, length_bytes: int) -> None:
-        """Map the file at an address where something else is mapped."""
-        how, descriptor = _MAP_SHARED | _MAP_FIXED, self.pins.descriptor
-        if _libc.mmap(address, length_bytes, _PROT_READ, how, descriptor, offset) != address:
-            error = ctypes.get_errno()
-            raise OSError(error, f"cannot map {length_bytes} bytes again: {os.strerror(error)}", str(self.path))
-        self._advise(address, length_bytes)
-
-    def _advise(self, address: int, length_bytes: int) -> None:
+    def _map(self, length_bytes: int, *, offset: int = 0, at: int | None = None) -> int:
+        try:
+            address = _map(self.pins.descriptor, length_bytes, offset=offset, at=at)
+        except OSError as error:
+            error.filename = str(self.path)
+            raise
         _libc.madvise(address, length_bytes, _MADV_RANDOM)
-        _libc.madvise(address, length_bytes, mmap.MADV_DONTFORK)  # the map keeps the locks of ``pins``
+        return address
+
+    def _put_back(self, address: int, offset: int, length_bytes: int) -> None:
+        self._map(length_bytes, offset=offset, at=address)
 
     def file_bytes(self) -> int:
         """Length of the file now; ClosedError if somebody closed the descriptor."""

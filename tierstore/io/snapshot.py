@@ -121,20 +121,19 @@ class Tree:
         first, second = np.uint64(first_key), np.uint64(0)
         status = WalkStatus.FULL
         while status == WalkStatus.FULL:
-            since = self.file_map.guard.begin()
-            walk(
-                self.file_map.halves,
-                self.file_map.address,
-                self.page_bytes // 2,
-                self.limit_pages(),
-                self._meta.main_root,
-                self._meta.main_depth,
-                first,
-                second,
-                entries,
-                result,
-            )
-            self.file_map.guard.require(since)
+            with self.file_map.guard.watching():
+                walk(
+                    self.file_map.halves,
+                    self.file_map.address,
+                    self.page_bytes // 2,
+                    self.limit_pages(),
+                    self._meta.main_root,
+                    self._meta.main_depth,
+                    first,
+                    second,
+                    entries,
+                    result,
+                )
             status = WalkStatus(int(result[1]))
             raise_for_walk(self.path, status, int(result[2]))
             count = int(result[0])
@@ -146,19 +145,18 @@ class Tree:
         """For each key the first entry at or after it."""
         entries = new_entries(len(block_keys))
         result = np.zeros(3, np.int64)
-        since = self.file_map.guard.begin()
-        seek_each(
-            self.file_map.halves,
-            self.page_bytes // 2,
-            self.limit_pages(),
-            self._meta.main_root,
-            self._meta.main_depth,
-            block_keys,
-            epochs,
-            entries,
-            result,
-        )
-        self.file_map.guard.require(since)
+        with self.file_map.guard.watching():
+            seek_each(
+                self.file_map.halves,
+                self.page_bytes // 2,
+                self.limit_pages(),
+                self._meta.main_root,
+                self._meta.main_depth,
+                block_keys,
+                epochs,
+                entries,
+                result,
+            )
         raise_for_walk(self.path, int(result[1]), int(result[2]))
         return entries
 

@@ -225,7 +225,7 @@ class _PooledLookups(torch.autograd.Function):
         is_asked = ctx.trainable and torch._C._will_engine_execute_node(ctx.next_functions[0][0])
         if is_asked:
             for lookup in prepared.lookups:
-                lookup.require_trainable()  # before any table changes
+                lookup.joined.require_trainable()  # before any table changes
         grad_scale = None if ctx.rows_read is None else _scale_gradient(prepared, ctx.rows_read, gradient)
         if is_asked:
             collect(ctx.turn, prepared.lookups, gradient)

@@ -2,10 +2,9 @@
 
 from .apply import Applied, apply_update, roll_back_replica
 from .delta import Update, write_update
-from .origin import ORIGIN_KEY, Origin, origin_of
+from .origin import Origin, origin_of
 
 __all__ = [
-    "ORIGIN_KEY",
     "Applied",
     "Origin",
     "Update",

@@ -13,9 +13,9 @@ from ..errors import FormatError, StoreNotFoundError
 from ..io.changes import Basis, Changes, ChangesTier
 from ..lineage import NO_LINEAGE, Lineage
 from ..manifest import Manifest
-from ..version import pack, unpack, unpack_tensors
+from ..version import ORIGIN_KEY, pack, unpack, unpack_tensors
 from .header import UpdateHeader
-from .origin import ORIGIN_KEY, Origin
+from .origin import Origin
 from .update_file import UpdateWriter, file_checksum
 
 __all__ = ["Source", "Update", "open_tier", "replica_config", "source_of", "write_update"]

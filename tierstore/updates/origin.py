@@ -9,7 +9,7 @@ from ..excerpt import excerpt
 from ..lineage import is_commit_id
 from ..version import ORIGIN_KEY
 
-__all__ = ["ORIGIN_KEY", "Origin", "is_store_id", "origin_of", "with_origin"]
+__all__ = ["Origin", "is_store_id", "origin_of", "with_origin"]
 
 _STORE_ID: Final = re.compile("[0-9a-f]{32}")
 

@@ -28,7 +28,7 @@ from ..exchange.tensor_file import TensorSpec
 from ..io.changes import Basis
 from ..plainfile import open_plain_file
 from ..rows import RowLayout
-from ..version import Version, unpack, unpack_tensors
+from ..version import Version, json_bytes, unpack, unpack_tensors
 from .chunks import MAX_CHUNK_BYTES, compress, decompress, pack_chunk, unpack_chunk
 from .header import MAX_PAYLOAD_BYTES, PAGE_BYTES, PAYLOAD, Chunk, UpdateHeader
 from .origin import Origin
@@ -63,9 +63,7 @@ def _file_checksum(file: BinaryIO) -> str:
 
 def _require_small(payload: "bytes | memoryview") -> None:
     """ValueError if a payload takes whoever applies it too much memory."""
-    extra_bytes = int.from_bytes(payload[:_LENGTH_BYTES], "little")
-    tensors = payload[_LENGTH_BYTES + extra_bytes :]
-    names_bytes = int.from_bytes(tensors[:_LENGTH_BYTES], "little")
+    extra_bytes, names_bytes = json_bytes(payload)
     for what, size, limit in (
         ("tensors and extra", len(payload), MAX_PAYLOAD_BYTES),
         ("extra", extra_bytes, _MAX_JSON_BYTES),
