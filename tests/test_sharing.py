@@ -228,6 +228,54 @@ def test_a_child_is_told_that_its_parent_is_the_writer(store: Path) -> None:
     assert answer.startswith(f"StoreLockedError {store}: process {pid} has the store open for writing")
 
 
+@pytest.mark.parametrize("mode", ["r", "w"])
+def test_a_child_opens_what_its_parent_has_open(store: Path, mode: str) -> None:
+    code = """
+    def read():
+        with tierstore.open(sys.argv[1], mode="r", ddr="2MiB") as again:
+            return again["t"].read(torch.arange(10)).unique().tolist()
+    store = tierstore.open(sys.argv[1], mode=sys.argv[2], ddr="2MiB", threads=1)
+    print("ok", store["t"].read(torch.arange(10)).unique().tolist())
+    forked(lambda: store["t"].read(torch.arange(10)))
+    forked(read)
+    """
+    read, refused, again = run(code, store, mode, changes={"PYTHONWARNINGS": "ignore"}).splitlines()
+    assert refused.startswith("ClosedError")
+    assert 'open it anew here, with mode="r"' in refused
+    assert again == read
+
+
+def test_a_child_does_not_write_by_what_its_parent_had_open(store: Path) -> None:
+    code = """
+    store = tierstore.open(sys.argv[1], ddr="2MiB", threads=1)
+    closed, closing = os.pipe()
+    if not (child := os.fork()):
+        os.close(closing)
+        os.read(closed, 1)
+        forked(tierstore.open, sys.argv[1])
+        os._exit(0)
+    store.close()
+    os.close(closing)
+    os.waitpid(child, 0)
+    """
+    said = run(code, store, changes={"PYTHONWARNINGS": "ignore"})
+    assert said.startswith("StoreLockedError")
+    assert "open the store in a new process" in said
+
+
+def test_a_reader_in_the_writer_s_process_is_as_any_other(store: Path) -> None:
+    with tierstore.open(store, ddr="2MiB") as writer, tierstore.open(store, mode="r", ddr="2MiB") as reader:
+        ids = torch.arange(2000)
+        before = reader["t"].read(ids)
+        for value in range(1, 6):
+            writer["t"].write(ids, torch.full((2000, 16), float(value)))
+            writer.commit()
+            assert torch.equal(reader["t"].read(ids), before)
+        assert reader.refresh() == writer.version
+        assert reader["t"].read(ids).unique().tolist() == [5.0]
+        writer.verify()
+
+
 @pytest.mark.parametrize(("how", "end"), [("python", Forked.kill), ("c", Forked.close)])
 def test_no_child_keeps_the_pages_of_a_reader(children: ExitStack, store: Path, how: str, end: Any) -> None:
     pins = Pins(store / "rows.lmdb")

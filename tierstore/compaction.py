@@ -161,13 +161,12 @@ def _snapshot(directory: Path) -> "Iterator[tuple[lmdb.Environment, Snapshot, lm
         raise TruncatedError(f"{path} is missing; restore it from a copy of the store")
     with contextlib.ExitStack() as stack:
         require_sound(path, store_id)
-        check_rows_file(path)
-        environment = open_environment(path, map_bytes(directory), readonly=True)
+        page_bytes = check_rows_file(path).page_bytes
+        file_map = stack.enter_context(contextlib.closing(FileMap(path, map_bytes(directory))))
+        environment = open_environment(path, file_map.length_bytes, readonly=True)
         stack.callback(environment.close)
-        file_map = FileMap(path, environment.info()["map_size"])
-        stack.callback(file_map.close)
         for _ in range(_ATTEMPTS):  # a writer may commit between the two
-            snapshot = Snapshot(environment, path, file_map)
+            snapshot = Snapshot(path, file_map, page_bytes)
             stack.callback(snapshot.close)
             txn = environment.begin(write=False)
             stack.callback(txn.abort)

@@ -34,7 +34,7 @@ def _pack(first: int, second: int) -> bytes:
 def tree(tmp_path: Path) -> Any:
     """An environment of many pages, changed many times, its map and its keys."""
     path = tmp_path / "tree.lmdb"
-    environment = open_environment(path, 1 << 28, readonly=False)
+    environment = open_environment(path, 1 << 28)
     keys = _keys(NUM_KEYS)
     generator = np.random.default_rng(1)
     for part in np.array_split(generator.permutation(len(keys)), 5):
@@ -60,7 +60,7 @@ def _listed(environment: "lmdb.Environment") -> "list[tuple[int, int, int]]":
 
 def test_the_walk_lists_what_lmdb_lists(tree: Any) -> None:
     environment, path, file_map, keys = tree
-    snapshot = Snapshot(environment, path, file_map)
+    snapshot = Snapshot(path, file_map, 4096)
     found = []
     for entries, count in snapshot.walk():
         columns = (entries.block_keys, entries.epochs, entries.sizes)
@@ -77,10 +77,10 @@ def test_the_walk_lists_what_lmdb_lists(tree: Any) -> None:
 
 @pytest.mark.parametrize("capacity", [1, 7, 118, 100_000])
 def test_a_walk_in_chunks_is_the_whole_walk(tree: Any, capacity: int) -> None:
-    environment, path, file_map, keys = tree
+    _environment, path, file_map, keys = tree
     if not JIT_ENABLED and capacity == 1:
         capacity = 3
-    snapshot = Snapshot(environment, path, file_map)
+    snapshot = Snapshot(path, file_map, 4096)
     meta = snapshot._meta
     entries, result = new_entries(capacity), np.zeros(3, np.int64)
     found: list[tuple[int, int]] = []
@@ -100,8 +100,8 @@ def test_a_walk_in_chunks_is_the_whole_walk(tree: Any, capacity: int) -> None:
 
 
 def test_seek_finds_the_first_key_not_before(tree: Any) -> None:
-    environment, path, file_map, keys = tree
-    snapshot = Snapshot(environment, path, file_map)
+    _environment, path, file_map, keys = tree
+    snapshot = Snapshot(path, file_map, 4096)
     targets = sorted(set(_keys(NUM_KEYS // 4, seed=9)) | set(keys[::7]) | {(2**64 - 1, 2**64 - 1)})
     entries = snapshot.seek(
         np.array([key for key, _ in targets], np.uint64), np.array([epoch for _, epoch in targets], np.uint64)
@@ -114,8 +114,8 @@ def test_seek_finds_the_first_key_not_before(tree: Any) -> None:
 
 def test_damaged_pages_end_in_a_status(tree: Any, tmp_path: Path) -> None:
     """Any byte of the tree, changed to anything, gives an answer: never a crash, never a wild read."""
-    environment, path, file_map, _ = tree
-    snapshot = Snapshot(environment, path, file_map)
+    _environment, path, file_map, _ = tree
+    snapshot = Snapshot(path, file_map, 4096)
     meta, limit = snapshot._meta, snapshot.limit_pages()
     image = np.array(file_map.words[: limit * 512])
     snapshot.close()
@@ -148,8 +148,8 @@ def test_damaged_pages_end_in_a_status(tree: Any, tmp_path: Path) -> None:
 
 
 def test_trees_in_circles_end(tree: Any) -> None:
-    environment, path, file_map, _ = tree
-    snapshot = Snapshot(environment, path, file_map)
+    _environment, path, file_map, _ = tree
+    snapshot = Snapshot(path, file_map, 4096)
     meta, limit = snapshot._meta, snapshot.limit_pages()
     snapshot.close()
     image = np.array(file_map.words[: limit * 512])
@@ -166,9 +166,9 @@ def test_trees_in_circles_end(tree: Any) -> None:
 
 def test_an_empty_tree(tmp_path: Path) -> None:
     path = tmp_path / "tree.lmdb"
-    environment = open_environment(path, 1 << 28, readonly=False)
+    environment = open_environment(path, 1 << 28)
     file_map = FileMap(path, 1 << 28)
-    snapshot = Snapshot(environment, path, file_map)
+    snapshot = Snapshot(path, file_map, 4096)
     assert snapshot.is_empty
     assert list(snapshot.walk()) == []
     meta = parse_meta(path.read_bytes()[:152])

@@ -23,7 +23,7 @@ LAST_KEY = b"\xff" * 16
 
 
 def _environment(path: Path) -> "lmdb.Environment":
-    environment = open_environment(path, 1 << 28, readonly=False)
+    environment = open_environment(path, 1 << 28)
     with environment.begin(write=True) as txn:
         txn.put(LAST_KEY, b"a store is never empty")
     return environment
@@ -62,7 +62,7 @@ def test_whatever_lmdb_leaves_behind_passes(tmp_path: Path) -> None:
             readers.append(environment.begin(buffers=True))
         if turn % 20 == 19:
             readers.pop(int(generator.integers(len(readers)))).abort()
-        snapshot = Snapshot(environment, path, file_map)
+        snapshot = Snapshot(path, file_map, 4096)
         snapshot.check_free_pages()
         most = max(most, check_page_use(file_map.halves, snapshot._meta, snapshot.limit_pages()).free_pages)
         snapshot.close()
@@ -276,12 +276,12 @@ def test_what_a_transaction_took_out_of_use_is_counted(tmp_path: Path, count: in
     with environment.begin(write=True) as txn:
         for key in range(2000):
             txn.put(struct.pack(">QQ", key, 5), bytes(4080))
-    first = Snapshot(environment, path, file_map)  # keeps what is freed from being used again
+    first = Snapshot(path, file_map, 4096)  # keeps what is freed from being used again
     before = first._meta
     with environment.begin(write=True) as txn:
         for key in range(count):
             txn.put(struct.pack(">QQ", key, 5), bytes([1] * 4080))
-    found = Snapshot(environment, path, file_map)
+    found = Snapshot(path, file_map, 4096)
     trees = sum(tree.branch_pages + tree.leaf_pages for tree in (before.main, before.free))
     assert count + before.main_depth <= found.freed_bytes // PAGE <= count + trees + before.free.overflow_pages
     for snapshot in (first, found):

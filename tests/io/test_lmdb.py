@@ -273,8 +273,6 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
     )
     said, _ = other.communicate()
     assert f"process {os.getpid()} " in said
-    with pytest.raises(StoreLockedError, match="already open in this process"):
-        open_tier(tmp_path, readonly=True)
     write_rows(tier, WIDE, keys_of(0, [1]), 1)
     tier.close()
     open_tier(tmp_path).close()
@@ -358,7 +356,6 @@ def test_errors_of_lmdb_have_their_own(tmp_path: Path) -> None:
     path = tmp_path / "rows.lmdb"
     assert isinstance(translate(lmdb.DiskError("x", errno.ENOSPC), path), DiskFullError)
     assert isinstance(translate(lmdb.MapFullError("x"), path), DiskFullError)
-    assert "rows.lmdb" in str(translate(lmdb.ReadersFullError("x"), path))
     assert "corrupt" in str(translate(lmdb.CorruptedError("corrupt"), path))
     assert "again" in str(translate(lmdb.MapResizedError("x"), path))
 

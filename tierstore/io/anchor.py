@@ -6,8 +6,8 @@ LMDB's two meta pages could reach the device before the pages they lead to. So t
 1. An *anchor* is set when the store is opened for writing, at each commit, and in the background whenever much was
    written since the last one: the file is synced, then a copy that was made of both meta pages before goes to
    ``rows.anchor``, synced too.
-2. From before that copy is written until the next anchor stands, the tier keeps a read transaction open on the
-   anchored tree, and LMDB reuses no page that an open read transaction can see. So whatever later transactions wrote,
+2. From before that copy is written until the next anchor stands, the tier keeps the anchored tree
+   pinned (``pins.py``), and LMDB reuses no page of a pinned tree. So whatever later transactions wrote,
    and whichever of it reached the device, all pages of the anchored tree are as they were.
 3. Whoever opens the store for writing and finds other meta pages than the copy puts the copy back (``recovery.py``).
    That is the anchored tree, byte for byte; it holds the last commit whole, and what it holds beyond it is dropped by
@@ -106,7 +106,7 @@ def read_stamp(path: Path, page_bytes: int) -> bytes:
 
 
 class Pin(Protocol):
-    """A read transaction on the tree as it is when it is made."""
+    """Keeps the pages of the tree as it is when it is made."""
 
     def close(self) -> None: ...
 
@@ -116,7 +116,7 @@ class AnchorKeeper:
 
     Args:
         sync: make all transactions so far durable; may be called beside a later transaction.
-        pin: a read transaction on the tree as it is.
+        pin: pins the tree as it is.
     """
 
     def __init__(

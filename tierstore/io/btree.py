@@ -5,7 +5,7 @@ here. Everything read is checked before it is followed: page numbers against the
 sizes, key order and depth, so that a damaged tree ends in a status and never in a wild read. LMDB itself does not
 check; a store is therefore walked once before LMDB's own code touches its tree.
 
-All pages read must be visible to a read transaction that stays open meanwhile.
+All pages read must be of a tree that stays pinned meanwhile (``pins.py``).
 """
 
 import struct

@@ -35,8 +35,6 @@ ROW_FILE_NAME: Final = "rows.lmdb"
 MAX_PAGE_BYTES: Final = 32768
 """LMDB uses the system's page size up to this."""
 
-_MAX_SNAPSHOTS: Final = 510
-"""Of the one writer's process, whose threads read too."""
 _MIN_MAP_BYTES: Final = 1 << 30
 _MAX_MAP_BYTES: Final = 1 << 44
 """2**32 pages of 4 KiB: the directory holds page numbers in 32 bits."""
@@ -58,15 +56,18 @@ def rows_path(directory: Path) -> Path:
 
 def map_bytes(directory: Path) -> int:
     """Address space for the file: as much as the file system holds, so that the disk always fills before the map."""
-    stat = os.statvfs(directory)
-    size = stat.f_frsize * stat.f_blocks
+    stat, path = os.statvfs(directory), rows_path(directory)
+    size = max(stat.f_frsize * stat.f_blocks, path.stat().st_size if path.exists() else 0)
     return -(-min(max(size, _MIN_MAP_BYTES), _MAX_MAP_BYTES) // 65536) * 65536
 
 
 def translate(error: lmdb.Error, path: Path) -> TierstoreError:
     """The error of ours that an LMDB error amounts to."""
     if "already open in this process" in str(error):
-        return StoreLockedError(f"{path}: already open in this process; close the other store first.")
+        return StoreLockedError(
+            f"{path}: LMDB has it open already in this process, or had it in one that this was forked from; open the "
+            "store in a new process."
+        )
     code = getattr(error, "code", 0)
     full = isinstance(error, lmdb.DiskError | lmdb.MapFullError) or code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     if not full and code == errno.EIO:  # LMDB's word for a write cut short, which a nearly full disk does
@@ -84,8 +85,6 @@ def translate(error: lmdb.Error, path: Path) -> TierstoreError:
         )
     if isinstance(error, lmdb.MapResizedError):
         return TierstoreError(f"{path}: the file system has grown since the store was opened; open the store again.")
-    if isinstance(error, lmdb.ReadersFullError):
-        return StoreLockedError(f"{path}: {_MAX_SNAPSHOTS} snapshots are open in this process; use fewer threads.")
     if isinstance(error, _CORRUPT):
         return DamagedError(f"{path}: LMDB reports {error}. {RESTORE}")
     if code == errno.EIO:
@@ -109,8 +108,8 @@ def require_plain_files(directory: Path) -> None:
         require_plain_file(directory / name)
 
 
-def open_environment(path: Path, map_size: int, readonly: bool) -> "lmdb.Environment":
-    """The file in LMDB's hands, with LMDB's own lock file only for writing: readers hold trees by ``pins.py``."""
+def open_environment(path: Path, map_size: int, *, readonly: bool = False) -> "lmdb.Environment":
+    """The file in LMDB's hands, with LMDB's own lock file only for writing: trees are held by ``pins.py``."""
     try:
         return lmdb.open(
             str(path),
@@ -125,7 +124,7 @@ def open_environment(path: Path, map_size: int, readonly: bool) -> "lmdb.Environ
             readahead=False,
             writemap=False,  # a full disk would end the process with SIGBUS
             meminit=True,
-            max_readers=_MAX_SNAPSHOTS,
+            max_readers=126,
             max_dbs=0,
             max_spare_txns=0,
             lock=not readonly,
@@ -145,7 +144,7 @@ def create_rows_file(path: Path, records: dict[bytes, bytes], store_id: bytes) -
     draft_lock = draft.with_name(draft.name + "-lock")
     for stale in (draft, draft_lock):
         stale.unlink(missing_ok=True)
-    environment = open_environment(draft, map_bytes(path.parent), readonly=False)
+    environment = open_environment(draft, map_bytes(path.parent))
     try:
         with environment.begin(write=True) as txn:
             for key, value in records.items():

@@ -321,7 +321,7 @@ def check_page_use(halves: Halves, meta: Meta, limit: int) -> PageUse:
     """Check both trees of a snapshot, the list of free pages, and what the meta page counts.
 
     Args:
-        halves: uint16 view of the mapped file, as long as the read transaction of ``meta`` is open.
+        halves: uint16 view of the mapped file, as long as the tree of ``meta`` is pinned.
         limit: pages in the file.
     """
     used: NDArray[np.uint64] = zeros((meta.last_page >> 6) + 1, np.uint64)

@@ -77,7 +77,7 @@ _PAUSE_SECONDS: Final = 5e-5
 class LmdbColdTier:
     """``ColdTier`` in the file ``rows.lmdb`` of a store's directory. See the module's docstring.
 
-    One process may have the directory open for writing, and any number for reading (each once). A write stages
+    One process may have the directory open for writing, and any number for reading. A write stages
     ``staging_bytes`` of blocks at a time; LMDB itself holds every block of the transaction in memory until it
     ends, so one ``write`` takes about ``pages_per_block * page_bytes`` for each distinct block: bound its rows.
 
@@ -92,7 +92,7 @@ class LmdbColdTier:
 
     Raises:
         StoreNotFoundError: there is no file, and it may not be created.
-        StoreLockedError: another writer has it, or this process has it open already.
+        StoreLockedError: a writer has it open.
         FormatError: not such a file, another version, or another store's.
         TruncatedError, DamagedError: see the message.
     """
@@ -153,9 +153,9 @@ class LmdbColdTier:
         else:
             recover(self.path, store_id)
         self.page_bytes = check_rows_file(self.path).page_bytes
-        self._environment = open_environment(self.path, map_bytes(directory), self.readonly)
-        self._map = FileMap(self.path, self._environment.info()["map_size"])
+        self._map = FileMap(self.path, map_bytes(directory))
         if not self.readonly:
+            self._environment = open_environment(self.path, self._map.length_bytes)
             self._floor = Floor(self._environment, self.path, self._map.pins)
         self._rows = RowReader(self._map.rows, verify=self._verify_reads)
         self._shown = View(snapshot := self._new_snapshot(), is_complete=False)
@@ -266,7 +266,7 @@ class LmdbColdTier:
             yield leased
 
     def _new_snapshot(self) -> Snapshot:
-        return Snapshot(self._env, self.path, self._file_map)
+        return Snapshot(self.path, self._file_map, self.page_bytes)
 
     @property
     def _epoch_limit(self) -> int:
@@ -296,8 +296,7 @@ class LmdbColdTier:
                 return None
             self._file_map.require_in_place()
             self._build_directory()  # what the newer one is compared with
-            last = self._env.info()["last_txnid"]
-            return self.lookout.look(last, self._new_snapshot, self._directory, self._record, self._view.move)
+            return self.lookout.look(self._new_snapshot(), self._directory, self._record, self._view.move)
 
     def show_newer(self) -> None:
         """Move to what ``find_newer`` found. Reads in progress finish where they are."""

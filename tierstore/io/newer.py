@@ -96,24 +96,22 @@ class Lookout:
         self._last = -1
 
     def look(
-        self,
-        last_txn: int,
-        new_snapshot: Callable[[], Snapshot],
-        before: Directory,
-        shown: CommitRecord,
-        move: Callable[[Snapshot], None],
+        self, snapshot: Snapshot, before: Directory, shown: CommitRecord, move: Callable[[Snapshot], None]
     ) -> NewerVersion | None:
         """What is newer than the commit ``shown``, whose directory is ``before``.
 
         Args:
-            last_txn: of the file; after one in which nothing newer was found, nothing is done.
+            snapshot: the newest, taken over; of a tree in which nothing newer was found before, nothing is read.
             move: has the tier show its version by another snapshot from then on.
         """
         self.close()
-        if last_txn != self._last:
-            self.found = _find(new_snapshot(), before, shown, move)
+        if snapshot.txn_id == self._last:
+            snapshot.close()
+        else:
+            last = snapshot.txn_id
+            self.found = _find(snapshot, before, shown, move)
             if self.found is None:
-                self._last = last_txn
+                self._last = last
         return self.found
 
     def take(self) -> NewerVersion:

@@ -137,14 +137,17 @@ class Pins:
                     lock_range(self.descriptor, fcntl.F_UNLCK, txn_id, 1)
 
     def oldest(self, below: int) -> int | None:
-        """The least tree under ``below`` that somebody else reads, in this process or another; None if there is none.
+        """The least tree under ``below`` that somebody reads, through this open file or another; None if there is none.
 
-        The kernel names any lock that is in the way of one over a range; so the range is cut there until none is left.
+        The kernel names any lock of another open file that is in the way of one over a range; so the range is cut there
+        until none is left.
 
         Raises:
             ClosedError: somebody closed the descriptor, and it is no answer.
         """
-        found, end = None, below
+        with self._lock:
+            found = min((txn_id for txn_id in self._users if txn_id < below), default=None)
+        end = below if found is None else found
         try:
             while end > 0:
                 asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, end, 0)

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-import lmdb
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,7 +24,7 @@ from .btree import (
     seek_each,
     walk,
 )
-from .files import RESTORE, translate
+from .files import RESTORE
 from .free_list import check_page_use, pages_freed
 from .guard import ASK_AGAIN
 from .mapped import FileMap
@@ -162,28 +161,19 @@ class Tree:
 
 
 class Snapshot(Tree):
-    """The newest tree, kept from being written to until it is closed: by the writer's own process with a transaction of
-    LMDB's, by a reader with a lock on the file (``pins.py``).
+    """The newest tree, kept from being written to by a lock on the file (``pins.py``) until it is closed.
 
     Attributes:
         leases: users that must end before it may be closed; guarded by the tier's lock.
     """
 
-    def __init__(self, environment: "lmdb.Environment", path: Path, file_map: FileMap) -> None:
+    def __init__(self, path: Path, file_map: FileMap, page_bytes: int) -> None:
         self.leases = 0
-        self._txn: lmdb.Transaction[memoryview] | None = None
-        if environment.flags()["lock"]:
-            self._txn, meta = _begin(environment, path, file_map)
-        else:
-            meta = _pin(path, file_map, environment.stat()["psize"])
-        super().__init__(path, file_map, meta)
+        super().__init__(path, file_map, _pin(path, file_map, page_bytes))
 
     def close(self) -> None:
         assert self.leases == 0, f"a snapshot with {self.leases} leases was closed"
-        if self._txn is not None:
-            self._txn.abort()
-        else:
-            self.file_map.pins.release(self.txn_id)
+        self.file_map.pins.release(self.txn_id)
 
 
 def _next_key(first: np.uint64, second: np.uint64) -> tuple[np.uint64, np.uint64]:
@@ -191,28 +181,6 @@ def _next_key(first: np.uint64, second: np.uint64) -> tuple[np.uint64, np.uint64
     if second != META_KEY:
         return first, second + np.uint64(1)
     return (first + np.uint64(1), np.uint64(0)) if first != META_KEY else (first, second)
-
-
-def _begin(
-    environment: "lmdb.Environment", path: Path, file_map: FileMap
-) -> "tuple[lmdb.Transaction[memoryview], Meta]":
-    """A read transaction in the writer's process and the meta page it goes by: LMDB writes transaction n to page n % 2.
-
-    Another thread may commit n + 2 before we read that page; then a newer transaction is begun.
-    """
-    try:
-        page_bytes = environment.stat()["psize"]
-        for _ in range(_ATTEMPTS):
-            with contextlib.ExitStack() as stack:
-                txn = environment.begin(write=False, buffers=True)
-                stack.callback(txn.abort)
-                meta = _parsed(_meta_page(file_map, (txn.id() & 1) * page_bytes))
-                if meta is not None and meta.txn_id == txn.id():
-                    stack.pop_all()
-                    return txn, meta
-    except lmdb.Error as error:
-        raise translate(error, path) from error
-    raise _unreadable(path)
 
 
 def _pin(path: Path, file_map: FileMap, page_bytes: int) -> Meta:
