@@ -6,6 +6,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -403,3 +404,13 @@ def test_the_command(trained: Trained, source: Path, tmp_path: Path, capsys: pyt
     assert main(["backup", str(source), str(source / "copy")]) == 2
     assert main(["backup", str(tmp_path / "nosuch"), str(tmp_path / "other")]) == 1
     assert names(tmp_path) == ["copy", "source"]
+
+
+@pytest.mark.parametrize("mode", ["r", "w"])
+def test_what_a_backup_left_that_was_cut_short_is_no_store(tmp_path: Path, mode: Any) -> None:
+    (tmp_path / WORK_NAME).mkdir()
+    with pytest.raises(
+        errors.StoreNotFoundError, match=rf"holds {WORK_NAME}, of a copy that was cut short; make the copy"
+    ):
+        tierstore.open(tmp_path, mode=mode)
+    assert [path.name for path in tmp_path.iterdir()] == [WORK_NAME]

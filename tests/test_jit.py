@@ -39,3 +39,10 @@ def test_kernels_are_compiled_once_and_again_when_a_helper_changes(tmp_path: Pat
     helper = tmp_path / "tierstore" / "init.py"
     helper.write_text(helper.read_text() + "\n")
     assert "compiling kernels that this machine has not used before" in run(tmp_path).stderr
+
+
+def test_without_a_folder_to_keep_kernels_in_they_are_compiled_in_each_process() -> None:
+    code = "from numba.core import caching; caching.CacheImpl._locator_classes = []\n" + RUN
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "2\n"
+    assert "set NUMBA_CACHE_DIR to a folder that this user can write to" in done.stderr

@@ -169,7 +169,7 @@ def test_unknown_tables_and_tables_made_twice(store: tierstore.Store) -> None:
 
 
 def test_opening_what_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(errors.StoreNotFoundError, match='mode="w" creates one'):
+    with pytest.raises(errors.StoreNotFoundError, match=r'check the path .open with mode="w" to create'):
         tierstore.open(tmp_path / "nothing", mode="r")
     assert not (tmp_path / "nothing").exists()
 

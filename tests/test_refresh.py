@@ -166,6 +166,22 @@ def test_a_store_that_was_replaced_says_so_and_shows_what_it_showed(writer: Writ
         assert store.version == 1
 
 
+def test_a_store_that_was_moved_commits_when_it_is_back(store_dir: Path) -> None:
+    away = store_dir.with_name("away")
+    with tierstore.open(store_dir, ddr="4MiB") as store:
+        table = store.create_table(tierstore.TableConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM))
+        store.commit()
+        table.write(EVERY[:10], torch.full((10, DIM), 7.0))
+        store_dir.rename(away)
+        for use in (store.commit, lambda: store.backup(away.with_name("copy"))):
+            with pytest.raises(StoreReplacedError, match=r"rows\.lmdb was deleted"):
+                use()
+        away.rename(store_dir)
+        store.commit()
+    with tierstore.open(store_dir, mode="r", ddr="4MiB") as store:
+        assert store["t"].read(EVERY[:10]).unique().tolist() == [7.0]
+
+
 def test_files_copied_over_a_store_that_use_its_number_again_are_another_store(
     writer: Writer, store_dir: Path, tmp_path: Path
 ) -> None:

@@ -3,7 +3,6 @@
 ``NUMBA_DISABLE_JIT=1`` runs every kernel as plain Python; tests use it to check the kernels' logic twice.
 """
 
-import contextlib
 import logging
 import math
 from collections.abc import Callable
@@ -45,11 +44,29 @@ def _stamp_of_sources() -> tuple[tuple[str, int, int], ...]:
 _STAMP: Final = _stamp_of_sources() if JIT_ENABLED else ()
 
 
+def _can_keep() -> bool:
+    """Whether there is a folder for machine code; numba refuses to compile a function it is told to keep otherwise."""
+    try:
+        numba.njit(cache=True)(_can_keep)
+    except RuntimeError:
+        _LOG.warning(
+            "no folder to keep machine code in, so each process compiles its kernels anew, which takes some seconds: "
+            "set NUMBA_CACHE_DIR to a folder that this user can write to"
+        )
+        return False
+    return True
+
+
+_KEEPS: Final = JIT_ENABLED and _can_keep()
+
+
 def _compile(function: F, *, from_python: bool = True, **options: Any) -> F:
     # Nobody in C calls kernels by name, and nobody at all helpers but kernels, in whose machine code they are. Wrappers
     # for such callers, and keeping helpers on disk, took a quarter of the time to compile everything.
     wrappers = {"no_cfunc_wrapper": True, "no_cpython_wrapper": not from_python}
-    compiled: Any = numba.njit(nogil=True, cache=from_python, error_model="numpy", **wrappers, **options)(function)
+    compiled: Any = numba.njit(nogil=True, cache=from_python and _KEEPS, error_model="numpy", **wrappers, **options)(
+        function
+    )
     _stamp(compiled)
     result: F = compiled
     return result
@@ -162,7 +179,7 @@ if JIT_ENABLED:
     def callback(function: Callable[..., None], *arguments: Any) -> Any:
         """A kernel for C, given numba's types of its arguments; its ``address`` is good as long as the object lives."""
         made = CFunc(function, (arguments, types.void), locals={}, options={"error_model": "numpy"})
-        with contextlib.suppress(RuntimeError):  # there may be no folder that this user can write to
+        if _KEEPS:
             made.enable_caching()
         _stamp(made)
         made.compile()

@@ -51,9 +51,10 @@ def back_up(
     verify: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> BackupReport:
-    """Copy a store as it is on SSD now, all versions that it keeps, into another directory.
+    """Copy a store as it is on SSD, all versions that it keeps, into another directory.
 
-    Any thread may call it while others train and commit. What was not committed is not in the backup: commit first.
+    Any thread may call it while others train and commit. What was not committed is not in the backup: commit first. A
+    store open for reading is copied as it was when it was opened, or last refreshed: ``Store.refresh`` first.
     The backup is the same store at an earlier time, with the same identity. It may be opened, trained on, or put in the
     store's place. It is synced, and was opened once.
 
@@ -70,7 +71,8 @@ def back_up(
     Raises:
         ClosedError. ValueError: the target is inside the store's directory. FileExistsError: it holds something.
         FileNotFoundError: there is no directory to make it in. DiskFullError: no room for it.
-        DamagedError: the store is not sound. TierstoreError: the system refused, or another process writes the target.
+        StoreReplacedError: the store was moved. DamagedError: it is not sound.
+        TierstoreError: the system refused, or another process writes the target.
         Whatever is raised, nothing is left of the backup.
     """
     source, target = directory.resolve(), Path(target).resolve()

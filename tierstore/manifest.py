@@ -145,7 +145,9 @@ class Manifest:
         try:
             text = read_plain_file(path, _MAX_BYTES)
         except FileNotFoundError:
-            raise StoreNotFoundError(f'no store at {directory}: {path} does not exist; mode="w" creates one') from None
+            raise StoreNotFoundError(
+                f'no store at {directory}: {path} does not exist; check the path (open with mode="w" to create a store)'
+            ) from None
         return cls._parse(path, text)
 
     @classmethod

@@ -38,6 +38,7 @@ def copy_rows_file(snapshot: Snapshot, path: Path, progress: Callable[[int, int]
         DiskFullError, TierstoreError: the system refused. DamagedError: the source is not what was written.
         StoreReplacedError: it is not at its path any more.
     """
+    snapshot.file_map.require_in_place()
     source = os.open(snapshot.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         snapshot.file_map.require_in_place()  # so it is the very file that the snapshot is of

@@ -4,12 +4,12 @@ An entry is a uint32 page number, 0 for a block that was never written; untouche
 is built from a walk of the B-tree and refreshed, entry by entry, after each write.
 
 Why entries may change under a reader: a reader holds a lease on a snapshot, that is, on the tree of some transaction t,
-by a lock that the writer asks for (``pins.py``). LMDB reuses a page only if it was freed by a transaction older than every tree that is held so, and a lease on t keeps every
-page that was part of the tree at t *or at any time after t*. A writer publishes an entry only after the transaction
-that wrote the page is on disk and visible. Whether a reader at t finds the old page number (in the tree at t) or the
-new one (in a later tree), its page therefore stays as it is until the lease ends. And a reader that starts after the
-writer took the next snapshot finds only new numbers: entries are published before the snapshot is. Entries are aligned
-32-bit words, which no processor tears.
+by a lock that the writer asks for (``pins.py``). LMDB reuses a page only if it was freed by a transaction older than
+every tree that is held so, and a lease on t keeps every page that was part of the tree at t *or at any time after t*. A
+writer publishes an entry only after the transaction that wrote the page is on disk and visible. Whether a reader at t
+finds the old page number (in the tree at t) or the new one (in a later tree), its page therefore stays as it is until
+the lease ends. And a reader that starts after the writer took the next snapshot finds only new numbers: entries are
+published before the snapshot is. Entries are aligned 32-bit words, which no processor tears.
 """
 
 from collections.abc import Iterator

@@ -445,10 +445,12 @@ class LmdbColdTier:
         """See ``ColdTier.commit``. Writes of other threads go on while the device is waited for.
 
         Raises:
-            DiskFullError: nothing was committed; what was written is still there, and commit may be tried again.
+            DiskFullError, StoreReplacedError (the file is not at its path any more): nothing was committed; what was
+                written is still there, and commit may be tried again.
         """
         with self._writer:
             self._check_writable()
+            self._file_map.require_in_place()
             if version <= self._head.last or keep < 1:
                 raise ValueError(f"version={version} must be above {self._head.last}, and keep={keep} at least 1")
             head = Head(last=version, kept=(*self._head.kept, version)[-keep:])
