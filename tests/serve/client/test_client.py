@@ -351,3 +351,44 @@ print(decode_answer(body.replace(b'"inputs"', b'"outputs"'), str(int(length) + 1
     assert {"grpc", "orjson", "starlette", "prometheus_client"} <= set(names)
     done = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("[0.0, 0.0]\n", "")
+
+
+@pytest.mark.parametrize(
+    ("ids", "error"),
+    [
+        ([1.0], TypeError),
+        ([float("nan")], TypeError),
+        (["1"], TypeError),
+        ([True], TypeError),
+        ([2**70], TypeError),
+        (torch.ones(1), TypeError),
+        (torch.ones(1, dtype=torch.bfloat16), TypeError),
+        (np.empty(0), TypeError),
+        (np.array([2**63], np.uint64), ValueError),
+    ],
+)
+def test_ids_are_integers_that_fit_and_no_others_are_sent(
+    server: Server, client: Client, ids: Any, error: type[Exception]
+) -> None:
+    with pytest.raises(error, match=r"^ids must .*int64"):
+        client.rows(ids, table="item")
+    with pytest.raises(error, match=r"^values must .*int64"):
+        client.rank([[1.0]], ids, [[1]])
+    for lengths in (ids, np.array([2**31])):
+        with pytest.raises((TypeError, ValueError), match=r"^lengths must .*int32"):
+            client.pooled([1], lengths, table="item")
+    with pytest.raises(TypeError, match=r"^dense must be real numbers"):
+        client.rank([["1"]], [1], [[1]])
+    assert not server.seen
+
+
+def test_numbers_that_fit_are_sent_as_they_are(server: Server, client: Client) -> None:
+    server.replies["/v2/models/ranking/infer"] = reply_with("probabilities", "FP32", [0])
+    dense = torch.tensor([[1.5]], dtype=torch.bfloat16)
+    client.rank(dense, np.array([2**40], np.uint64), np.array([[2**31 - 1, -(2**31)]]))
+    client.rank(np.zeros((0, 1)), [], [])
+    first, second = (sent_tensors(body, headers) for _, _, headers, body in server.seen)
+    assert first["dense"] == ("FP32", [1, 1], (1.5,))
+    assert first["values"] == ("INT64", [1], (2**40,))
+    assert first["lengths"] == ("INT32", [1, 2], (2**31 - 1, -(2**31)))
+    assert (second["values"], second["lengths"]) == (("INT64", [0], ()), ("INT32", [0], ()))

@@ -146,11 +146,14 @@ class Client:
             dense: float32 [B, C], the dense features.
             values: int64 [N], the ids of all bags: feature by feature, and in it sample by sample.
             lengths: int32 [F, B], ids of each bag.
+
+        Raises:
+            TypeError: values or lengths are not integers, dense no numbers. ValueError: an integer does not fit.
         """
         inputs: dict[str, Tensor] = {
-            "dense": _array(dense, np.float32),
-            "values": _array(values, np.int64),
-            "lengths": _array(lengths, np.int32),
+            "dense": _array(dense, "dense", np.float32),
+            "values": _array(values, "values", np.int64),
+            "lengths": _array(lengths, "lengths", np.int32),
         }
         return self._one("ranking", inputs, "probabilities")
 
@@ -160,13 +163,19 @@ class Client:
         Args:
             ids: int64 [N], bag by bag.
             lengths: int32 [B], ids of each bag.
+
+        Raises:
+            TypeError: ids or lengths are not integers. ValueError: one does not fit.
         """
-        inputs: dict[str, Tensor] = {"ids": _array(ids, np.int64), "lengths": _array(lengths, np.int32)}
+        inputs: dict[str, Tensor] = {
+            "ids": _array(ids, "ids", np.int64),
+            "lengths": _array(lengths, "lengths", np.int32),
+        }
         return self._one(f"pooled.{table}", inputs, "embeddings")
 
     def rows(self, ids: Values, *, table: str) -> NDArray[np.float32]:
-        """Rows, float32 [N, dim], of a table, by ids, int64 [N]."""
-        return self._one(f"rows.{table}", {"ids": _array(ids, np.int64)}, "rows")
+        """Rows, float32 [N, dim], of a table, by ids, int64 [N]; errors as ``pooled``."""
+        return self._one(f"rows.{table}", {"ids": _array(ids, "ids", np.int64)}, "rows")
 
     def _one(self, model: str, inputs: Mapping[str, Tensor], output: str) -> NDArray[np.float32]:
         answer = self.infer(model, inputs)
@@ -234,8 +243,29 @@ class Client:
         return reply
 
 
-def _array(values: Values, dtype: type[np.generic]) -> NDArray[Any]:
-    return np.asarray(values.detach().cpu() if isinstance(values, torch.Tensor) else values, dtype)
+def _array(values: Values, name: str, dtype: type[np.integer[Any] | np.float32]) -> NDArray[Any]:
+    """An array of that dtype: integers of integers alone, none changed; float32 of any real numbers, rounded.
+
+    Raises:
+        TypeError: values are no such numbers. ValueError: an integer does not fit.
+    """
+    if isinstance(values, torch.Tensor):
+        values = values.detach().cpu()
+        array = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+    else:
+        array = np.asarray(values)
+    if not array.size and not isinstance(values, (np.ndarray, torch.Tensor)):
+        return array.astype(dtype)  # numpy takes an empty list for floats
+    if issubclass(dtype, np.integer):
+        if array.dtype.kind not in "iu":
+            raise TypeError(f"{name} must be integers that fit {dtype.__name__}, not {array.dtype}")
+        if array.size and not np.can_cast(array.dtype, dtype):
+            for value in (int(array.min()), int(array.max())):
+                if not np.iinfo(dtype).min <= value <= np.iinfo(dtype).max:
+                    raise ValueError(f"{name} must fit {dtype.__name__}; {value} does not")
+    elif array.dtype.kind not in "iufb":
+        raise TypeError(f"{name} must be real numbers, not {array.dtype}")
+    return array.astype(dtype, copy=False)
 
 
 def _path(model: str, version: str) -> str:
