@@ -439,11 +439,10 @@ def _add_publish_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _publish(options: argparse.Namespace) -> int:
-    from pathlib import Path
-
+    from .serve.bearer_token import read_token
     from .updates.publish import plan, publish
 
-    token = None if options.token_file is None else Path(options.token_file).read_text().strip()
+    token = None if options.token_file is None else read_token(options.token_file)
     settings: dict[str, Any] = {"since": options.since, "token": token, "keep_file": options.keep_file, "bar": byte_bar}
     if options.dry_run:
         for line in plan(options.directory, options.to, **settings):

@@ -31,7 +31,7 @@ from .manifest import Manifest
 from .opening import open_store
 from .placing import plan_placement, write_placed
 from .signals import Shield
-from .target import Steps, new_store
+from .target import Steps, new_store, require_outside
 from .trace import Trace, read_trace
 
 __all__ = ["WORK_NAME", "CompactReport", "compact_store"]
@@ -82,12 +82,14 @@ def compact_store(
         progress: called as ``progress(done_bytes, total_bytes)`` while pages are copied.
 
     Raises:
-        ValueError: the trace is none, or of other tables or rows than the store has.
-        FileExistsError: the target holds something. DiskFullError: no room for the copy.
+        ValueError: the trace is none, or of other tables or rows than the store has; the target is inside the store.
+        FileExistsError: the target holds something. FileNotFoundError: there is no directory to make it in.
+        DiskFullError: no room for the copy. TierstoreError: the system refuses to write there.
         StoreNotFoundError, DamagedError: the source is none, or not sound; nothing is left of the copy.
     """
     source, target = Path(directory).absolute(), Path(target).absolute()
     Manifest.read(source)
+    require_outside(target, source)
     lookups = None if trace is None else read_trace(trace)
     with new_store(target, WORK_NAME) as work:
         report = _make(source, work, lookups, progress)

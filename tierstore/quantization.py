@@ -20,13 +20,14 @@ from .config import TableConfig, require_choice
 from .converting import converted
 from .durable import lock_output, sync_directory
 from .errors import DamagedError, TableError
-from .exchange.output import full_disk_errors
+from .exchange.output import output_errors, require_parent
 from .io import LmdbColdTier
 from .io.files import rows_path
 from .lineage import NO_LINEAGE
 from .manifest import Manifest
 from .opening import open_store
 from .rows import KEY_ROW_BITS, DtypeName, RowLayout
+from .target import require_outside
 from .version import TableState, pack, unpack, unpack_tensors
 
 __all__ = ["TARGET_DTYPES", "QuantizeReport", "QuantizedTable", "quantize"]
@@ -90,14 +91,16 @@ def quantize(
 
     Raises:
         ValueError: a wrong argument; a table is quantized already; a row holds NaN or infinity, or numbers too large
-            for the dtype: names table and row.
-        TableError: no such table. FileExistsError: the target holds something. DiskFullError.
+            for the dtype: names table and row; the target is inside the store.
+        TableError: no such table. FileExistsError: the target holds something. FileNotFoundError: there is no directory
+            to make it in. DiskFullError: no room for it. TierstoreError: the system refuses to write there.
         StoreNotFoundError, DamagedError: the source is none, or not sound. Nothing is left of the target then.
     """
     require_choice(dtype, TARGET_DTYPES, "dtype")
     source, target = Path(directory).absolute(), Path(target).absolute()
     known = Manifest.read(source)
-    with _partial(target) as work, full_disk_errors(target), _open(source, known, version) as before:
+    require_outside(target, source)
+    with _open(source, known, version) as before, output_errors(target), _partial(target) as work:
         # Read once more, after the version was chosen: a writer makes a table before it commits rows of it.
         known = Manifest.read(source)
         configs = _configs(known, dtype, tables)
@@ -120,6 +123,7 @@ def quantize(
 @contextlib.contextmanager
 def _partial(target: Path) -> Iterator[Path]:
     """``TARGET.partial``, a new directory of this process's own; removed unless it was renamed."""
+    require_parent(target)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise FileExistsError(f"{target} exists and is not an empty directory; choose another name")
     partial = target.with_name(target.name + ".partial")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from .errors import TierstoreError
-from .exchange.output import require_room
+from .exchange.output import require_parent, require_room
 from .joined import Joined, Sources
 from .oserrors import translate_os_error
 from .plan.sampling import ALL, is_sampled, select
@@ -56,8 +56,7 @@ def require_recordable(path: str | os.PathLike[str], max_bytes: int | str = "64M
         raise ValueError(f"max_bytes={max_bytes!r}: a recording takes {format_size(_BYTES_MIN)} at least")
     if os.path.lexists(target):
         raise FileExistsError(f"{target} exists; record to another name, or move it away")
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"{target.parent} is not a directory; make it first")
+    require_parent(target)
     require_room(target, size_bytes)
     return size_bytes
 

@@ -37,7 +37,7 @@ from .manifest import Manifest
 from .opening import open_store
 from .plainfile import read_plain_file
 from .rows import KEY_ROW_BITS, MAX_ROWS
-from .target import new_store
+from .target import new_store, require_outside
 from .version import TableState, pack, repack, unpack
 
 __all__ = ["LOST_NAME", "WORK_NAME", "Loss", "SalvageReport", "salvage"]
@@ -140,11 +140,13 @@ def salvage(
         progress: called as ``progress(done_blocks, total_blocks)``.
 
     Raises:
-        FileExistsError: the target holds something.
+        ValueError: the target is inside the store. FileExistsError: it holds something.
+        FileNotFoundError: there is no directory to make it in. TierstoreError: the system refuses to write there.
         StoreNotFoundError, DamagedError: the manifest or the row file is missing, or nothing leads to any row.
         StoreLockedError: the store is open for writing. DiskFullError: no room for the new store.
     """
     source, target = Path(directory).absolute(), Path(target).absolute()
+    require_outside(target, source)
     report = SalvageReport(directory=source, target=target)
     with _not_written(source), new_store(target, WORK_NAME, (ROW_FILE_NAME, ANCHOR_NAME, LOST_NAME)) as work:
         known = _manifest(source, manifest)

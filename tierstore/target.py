@@ -7,11 +7,19 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from .durable import lock_output, sync_directory
-from .exchange.output import full_disk_errors
+from .exchange.output import output_errors, require_parent
 from .io import ROW_FILE_NAME
 from .manifest import MANIFEST_NAME
 
-__all__ = ["Steps", "new_store"]
+__all__ = ["Steps", "new_store", "require_outside"]
+
+
+def require_outside(target: Path, source: Path) -> None:
+    """ValueError if a store to be made of ``source`` would be that store, or lie within it."""
+    if target.resolve() == source.resolve():
+        raise ValueError(f"{target} is the store itself; choose another directory")
+    if target.resolve().is_relative_to(source.resolve()):
+        raise ValueError(f"{target} is inside the store {source}; choose a directory outside")
 
 
 @contextlib.contextmanager
@@ -27,14 +35,9 @@ def new_store(target: Path, work_name: str, names: Sequence[str] = (ROW_FILE_NAM
 
     Raises:
         FileExistsError: the target is a file, or holds something. FileNotFoundError: nor is there a directory for it.
-        TierstoreError: another process is at work there. DiskFullError: no room.
+        TierstoreError: the system refuses, or another process is at work there. DiskFullError: no room.
     """
-    made = not target.exists()
-    if made:
-        target.mkdir()
-    elif not target.is_dir():
-        raise FileExistsError(f"{target} is not a directory; choose another name")
-    with _locked(target), full_disk_errors(target):
+    with output_errors(target), _directory(target) as is_made:
         _require_empty(target, work_name, names)
         try:
             _clear(target, work_name, names)
@@ -45,17 +48,24 @@ def new_store(target: Path, work_name: str, names: Sequence[str] = (ROW_FILE_NAM
         except BaseException:
             if not (target / MANIFEST_NAME).exists():
                 _clear(target, work_name, names)
-                if made:
+                if is_made:
                     target.rmdir()
             raise
 
 
 @contextlib.contextmanager
-def _locked(target: Path) -> Iterator[None]:
+def _directory(target: Path) -> Iterator[bool]:
+    """Make the directory, if it is not there, and hold its lock; gives whether it was made."""
+    require_parent(target)
+    is_made = not target.exists()
+    if is_made:
+        target.mkdir()
+    elif not target.is_dir():
+        raise FileExistsError(f"{target} is not a directory; choose another name")
     descriptor = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         lock_output(descriptor, target)
-        yield
+        yield is_made
     finally:
         os.close(descriptor)
 

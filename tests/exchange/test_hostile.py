@@ -79,9 +79,9 @@ def test_what_is_no_plain_file_is_said(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(errors.FormatError, match="is no plain file"):
         import_files(tmp_path / "store", [tmp_path / "pipe"])
-    with pytest.raises(FileNotFoundError, match="nosuch"):
+    with pytest.raises(FileNotFoundError, match="nosuch: no such file; give a safetensors file"):
         import_files(tmp_path / "store", [tmp_path / "nosuch"])
-    with pytest.raises(IsADirectoryError):
+    with pytest.raises(IsADirectoryError, match="is a directory; give a safetensors file"):
         import_files(tmp_path / "store", [tmp_path])
     assert not (tmp_path / "store").exists()
 

@@ -10,25 +10,28 @@ from typing import Any
 
 from ..durable import lock_output, sync_directory
 from ..errors import DiskFullError
+from ..oserrors import translate_os_error
 from ..sizes import format_size
 from .tensor_file import TensorFile
 
 __all__ = [
     "TensorWriter",
-    "full_disk_errors",
+    "output_errors",
     "partial_file",
     "require_new",
     "require_other",
+    "require_parent",
     "require_room",
     "write_text",
 ]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 @contextlib.contextmanager
-def full_disk_errors(path: Path) -> Iterator[None]:
-    """Turn what the system says of a full disk into DiskFullError."""
+def output_errors(path: Path) -> Iterator[None]:
+    """DiskFullError, ReadOnlyError or TierstoreError where the system has no room for a new file, or refuses it."""
     try:
         yield
     except OSError as error:
@@ -37,6 +40,8 @@ def full_disk_errors(path: Path) -> Iterator[None]:
                 f"{path}: no room left on the file system ({error.strerror}); nothing was kept of it. "
                 "Free some space, or choose another place"
             ) from error
+        if error.errno in _REFUSED:
+            raise translate_os_error(error, error.filename or path, instead="choose another place") from error
         raise
 
 
@@ -51,14 +56,19 @@ def require_room(path: Path, size_bytes: int) -> None:
         )
 
 
+def require_parent(path: Path) -> None:
+    """FileNotFoundError if there is no directory to make ``path`` in."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path.parent} is not a directory; make it first")
+
+
 def require_new(path: Path, *, force: bool) -> None:
     """What would prevent ``partial_file``, told before there is anything to write; errors as of that."""
     if path.is_dir():
         raise FileExistsError(f"{path} is a directory; choose the name of a file")
     if path.exists() and not force:
         raise FileExistsError(f"{path} exists; choose another name, or overwrite it with --force")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path.parent} is not a directory; make it first")
+    require_parent(path)
 
 
 def require_other(path: Path, inputs: Iterable[str | os.PathLike[str]]) -> None:
@@ -77,26 +87,26 @@ def partial_file(path: Path, *, force: bool) -> Iterator[int]:
     Raises:
         FileExistsError: there is such a file, and ``force`` is not given. FileNotFoundError: no such directory.
         DiskFullError: nothing is left of the file.
-        TierstoreError: another process writes it.
+        TierstoreError: the system refuses the file, or another process writes it.
     """
     require_new(path, force=force)
     partial = path.with_name(path.name + ".partial")
-    descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-    try:
-        lock_output(descriptor, partial)
+    with output_errors(path):
+        descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
-            with full_disk_errors(path):
+            lock_output(descriptor, partial)
+            try:
                 os.ftruncate(descriptor, 0)
                 yield descriptor
                 os.fsync(descriptor)
-            require_new(path, force=force)
-            os.replace(partial, path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
-    finally:
-        os.close(descriptor)
-    sync_directory(path.parent)
+                require_new(path, force=force)
+                os.replace(partial, path)
+            except BaseException:
+                partial.unlink(missing_ok=True)
+                raise
+        finally:
+            os.close(descriptor)
+        sync_directory(path.parent)
 
 
 def write_text(path: Path, text: str, *, force: bool) -> None:

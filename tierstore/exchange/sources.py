@@ -66,7 +66,11 @@ def open_source(path: Path) -> Source:
     Raises:
         FileNotFoundError, IsADirectoryError. FormatError: neither a safetensors file nor a torch checkpoint.
     """
-    if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file; give a safetensors file or a torch checkpoint")
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a directory; give a safetensors file or a torch checkpoint")
+    if not stat.S_ISREG(path.stat().st_mode):
         raise FormatError(f"{path} is no plain file; give a safetensors file or a torch checkpoint")
     with path.open("rb") as file:
         magic = file.read(4)

@@ -4,8 +4,20 @@ import base64
 import binascii
 import hmac
 from collections.abc import Sequence
+from pathlib import Path
 
-__all__ = ["Token"]
+__all__ = ["Token", "read_token"]
+
+
+def read_token(path: str) -> str:
+    """What a token file holds, without white space around it; ValueError if it cannot be read or is empty."""
+    try:
+        text = Path(path).read_text(encoding="ascii").strip()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"token_file={path!r} cannot be read: {error}") from None
+    if not text:
+        raise ValueError(f"token_file={path!r} is empty")
+    return text
 
 
 class Token:

@@ -4,7 +4,6 @@
 
 import math
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Final, Literal, get_args
 
 from ..config import require_choice, require_int
@@ -128,13 +127,9 @@ class ServeConfig:
         """What the token file holds; ValueError if it cannot be read or is empty."""
         if not self.token_file:
             return None
-        try:
-            text = Path(self.token_file).read_text(encoding="ascii").strip()
-        except (OSError, ValueError) as error:
-            raise ValueError(f"token_file={self.token_file!r} cannot be read: {error}") from None
-        if not text:
-            raise ValueError(f"token_file={self.token_file!r} is empty")
-        return text
+        from .bearer_token import read_token
+
+        return read_token(self.token_file)
 
     @classmethod
     def help_of(cls, name: str) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import TierstoreError
+from ..exchange.output import require_parent
 from ..io.changes import Basis
 from ..sizes import format_size
 from .client import AdminClient, PublishError
@@ -150,7 +151,8 @@ def publish(
         bar: makes a progress bar for what it is told.
 
     Raises:
-        StoreNotFoundError, DamagedError: the store. ValueError: a URL. FileExistsError: ``keep_file``.
+        StoreNotFoundError, DamagedError: the store. ValueError: a URL. FileExistsError, FileNotFoundError:
+            ``keep_file`` is there, or there is no directory for it.
     """
     with _publisher(directory, to, keep_file, bar) as publisher:
         return [publisher.send(url, since=since, token=token) for url in to]
@@ -187,8 +189,10 @@ def _publisher(
     directory: str | os.PathLike[str], to: Sequence[str], keep_file: str | os.PathLike[str] | None, bar: Bar
 ) -> Iterator[Publisher]:
     """A publisher in a temporary directory, of whose updates the last one is kept."""
-    if keep_file is not None and Path(keep_file).exists():
-        raise FileExistsError(f"{keep_file} exists; choose another name")
+    if keep_file is not None:
+        if os.path.lexists(keep_file):
+            raise FileExistsError(f"{keep_file} exists; choose another name")
+        require_parent(Path(keep_file))
     for url in to:  # a wrong URL is told before anything is done
         AdminClient(url).close()
     with tempfile.TemporaryDirectory(prefix="tierstore-") as work:
