@@ -1,5 +1,7 @@
 """Every wrong use gets its own clear error, and nothing is lost by it."""
 
+import copy
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -236,6 +238,14 @@ def test_wrong_hyper_parameters(make: Any) -> None:
         make()
 
 
+def test_hyper_parameters_are_numbers() -> None:
+    wrong: Any = "a"
+    with pytest.raises(TypeError, match="SGD: lr must be a number, not str"):
+        optim.SGD(lr=wrong)
+    with pytest.raises(TypeError, match="Adam: betas must be a number, not str"):
+        optim.Adam(betas=wrong)
+
+
 def test_rows_too_wide_for_a_block(store: tierstore.Store) -> None:
     wide = tierstore.TableConfig(name="wide", num_embeddings=10, embedding_dim=2**17)
     with pytest.raises(ValueError, match="Split the table by columns"):
@@ -257,12 +267,69 @@ def test_features_and_batches_that_do_not_fit(store: tierstore.Store) -> None:
         tierstore.TieredEmbeddingBagCollection(store)
 
 
+def test_what_is_no_batch_and_no_list_of_tables(store: tierstore.Store) -> None:
+    collection: Any = tierstore.TieredEmbeddingBagCollection(store)
+    jagged: Any = tierstore.KeyedJaggedTensor
+    one = torch.ones(1, dtype=torch.int64)
+    for batch in (one, {"items": one}, None):
+        for use in (collection, collection.prepare, collection.announce):
+            with pytest.raises(TypeError, match=rf"takes a KeyedJaggedTensor, not {type(batch).__name__}"):
+                use(batch)
+    for name, given in {"values": ([1],), "weights": (one, [1.0]), "lengths": (one, None, [1])}.items():
+        with pytest.raises(TypeError, match=f"{name} must be a Tensor, not list"):
+            jagged(["items"], *given, **({} if name == "lengths" else {"lengths": one}))
+    with pytest.raises(TypeError, match="tables must be a list of names, not the str 'items'"):
+        tierstore.TieredEmbeddingBagCollection(store, tables="items")
+    with pytest.raises(ValueError, match="tables names 'items' 2 times"):
+        tierstore.TieredEmbeddingBagCollection(store, tables=["items", "items"])
+
+
+def test_stores_tables_and_modules_are_not_pickled_or_copied(store: tierstore.Store, tmp_path: Path) -> None:
+    table = store["items"]
+    collection, bag = tierstore.TieredEmbeddingBagCollection(store), tierstore.TieredEmbeddingBag(table)
+    for each in (store, table, bag, collection, torch.nn.Sequential(bag)):
+        for use in (pickle.dumps, copy.deepcopy, lambda each: torch.save(each, tmp_path / "file")):
+            with pytest.raises(TypeError, match=r"cannot be pickled or copied: .* open the store anew"):
+                use(each)
+    torch.save(bag.state_dict(), tmp_path / "file")
+    assert pickle.loads(pickle.dumps(table.config)) == copy.deepcopy(table.config) == table.config
+    assert copy.copy(bag)(torch.tensor([[1]])).equal(bag(torch.tensor([[1]])))
+
+
+def test_lookups_under_transforms_of_torch_are_refused(store: tierstore.Store) -> None:
+    table = store["items"]
+    bag, collection = tierstore.TieredEmbeddingBag(table), tierstore.TieredEmbeddingBagCollection(store)
+    ids, offsets, scale = torch.tensor([1, 2]), torch.tensor([0, 2]), torch.ones(2)
+    features = tierstore.KeyedJaggedTensor(["items"], ids, scale, offsets=offsets)
+    for transform, use, given in (
+        (torch.func.grad, lambda scale: bag(ids, offsets[:1], scale).sum(), scale),
+        (torch.func.grad, lambda scale: (collection(features).values() * scale).sum(), scale[:1]),
+        (torch.func.vmap, lambda row: bag(row[None]), ids[:, None]),
+        (torch.func.vmap, table.read, ids[:, None]),
+        (torch.func.vmap, lambda row: table.pooled(row, torch.tensor([0, 1])), ids[:, None]),
+    ):
+        with pytest.raises(RuntimeError, match=r"not looked up under torch\.func's transforms"):
+            transform(use)(given)
+    assert table.pool.num_pinned == 0
+    pooled = bag(ids, offsets[:1]).detach()
+    assert torch.func.grad(lambda x: (x * x).sum())(pooled).equal(2 * pooled)
+
+
 def test_extra_that_json_cannot_hold_commits_nothing(store: tierstore.Store) -> None:
     with pytest.raises(TypeError, match="put tensors in tensors="):
         store.commit(extra={"x": torch.ones(1)})
     with pytest.raises(TypeError, match=r"tensors\['x'\] must be a Tensor"):
         store.commit(tensors={"x": 1})  # type: ignore[dict-item]
+    with pytest.raises(TypeError, match="tensors must have names that are str, not int"):
+        store.commit(tensors={1: torch.ones(1)})  # type: ignore[dict-item]
     assert store.version == 0
+
+
+def test_extra_keeps_nan_and_infinity(store: tierstore.Store, store_dir: Path) -> None:
+    store.commit(extra={"loss": [float("nan"), float("inf")]})
+    store.close()
+    with tierstore.open(store_dir, mode="r", ddr="1MiB") as reader:
+        assert str(reader.extra) == "{'loss': [nan, inf]}"
 
 
 def test_a_table_is_trained_as_it_is_served(store: tierstore.Store) -> None:

@@ -1,7 +1,6 @@
 """A store: a directory of embedding tables, one version at a time, larger than memory."""
 
 import contextlib
-import difflib
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -24,6 +23,7 @@ from .hbm.build import require_supported
 from .io import LmdbColdTier, VerifyReport
 from .killpoints import reach
 from .manifest import Manifest
+from .names import nearest
 from .newer import Newer, changed_rows, require_same_tables
 from .optim import SGD
 from .pending import PendingCommit
@@ -36,6 +36,7 @@ from .stats import Stats
 from .table import Table
 from .threads import Workers
 from .tiers import store_stats
+from .unpicklable import Unpicklable
 from .version import TableState, Version, pack, unpack, unpack_tensors
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["Store"]
 
 
-class Store:
+class Store(Unpicklable):
     """An open store; made by ``tierstore.open``. A context manager that closes it.
 
     Any number of threads may read while one trains; commits, ``rollback``, ``create_table`` and ``close`` are for the
@@ -212,9 +213,7 @@ class Store:
         """The table of that name; TableError names the nearest one there is."""
         if name in self._tables:
             return self._tables[name]
-        near = difflib.get_close_matches(str(name), self._tables, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(self._tables)) or 'none'}"
-        raise TableError(f"no table {name!r} in {self.directory}; {hint}")
+        raise TableError(f"no table {name!r} in {self.directory}; {nearest(str(name), sorted(self._tables))}")
 
     def __contains__(self, name: object) -> bool:
         return name in self._tables
@@ -271,7 +270,8 @@ class Store:
         """Make all rows, optimizer state, ``extra`` and ``tensors`` the current version, atomically and durably.
 
         Args:
-            extra: anything JSON can hold exactly, such as the reader's position.
+            extra: such as the reader's position; what Python's json gives back as it was: str keys, lists instead of
+                tuples. NaN and infinity are kept.
             tensors: dense weights, random states and the like.
 
         Returns:

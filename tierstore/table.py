@@ -18,6 +18,7 @@ from .lookup import MODES, Lookup, new_output
 from .pool import Pool
 from .rounding import NEAREST, update_seed
 from .rows import KEY_ROW_BITS, RowLayout
+from .unpicklable import Unpicklable
 from .version import TableState
 
 if TYPE_CHECKING:
@@ -36,9 +37,14 @@ def check_ids(ids: Tensor, name: str = "ids", *, device: torch.device = _HOST) -
 
     Raises:
         TypeError: not a tensor, or not of an integer dtype. ValueError: not 1-D, or elsewhere.
+        RuntimeError: a transform of torch.func is active.
     """
-    if type(ids) is Tensor and ids.is_cpu and ids.dtype in _ID_TYPES and ids.dim() == 1 and ids.data_ptr():
-        return ids.contiguous().numpy()
+    try:
+        if type(ids) is Tensor and ids.is_cpu and ids.dtype in _ID_TYPES and ids.dim() == 1 and ids.data_ptr():
+            return ids.contiguous().numpy()
+    except RuntimeError:
+        _refuse_transforms()
+        raise
     if not isinstance(ids, Tensor):
         raise TypeError(f"{name} must be a Tensor, not {type(ids).__name__}")
     if ids.dtype not in _ID_TYPES:
@@ -46,6 +52,16 @@ def check_ids(ids: Tensor, name: str = "ids", *, device: torch.device = _HOST) -
     if ids.dim() != 1:
         raise ValueError(f"{name} must be 1-D, not of shape {tuple(ids.shape)}")
     return _to_host(ids, name, device)
+
+
+def _refuse_transforms() -> None:
+    """RuntimeError under a transform of torch.func, whose tensors have no memory that kernels could read."""
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "rows are not looked up under torch.func's transforms (grad, vmap, jvp and others): look them up before, "
+            "and transform what computes with the result; backward() trains rows and gives per-sample weights their "
+            "gradient"
+        )
 
 
 def _to_host(values: Tensor, name: str, device: torch.device) -> Any:
@@ -103,7 +119,7 @@ def make_lookup(
     return Lookup(joined, mode=mode) if tables[0].pool.hot is None else HbmLookup(joined, mode=mode)
 
 
-class Table:
+class Table(Unpicklable):
     """One table; made by ``Store.create_table`` and found as ``store[name]``.
 
     Attributes:
@@ -302,9 +318,13 @@ class Table:
             require_choice(mode, tuple(MODES), "mode")
         if per_sample_weights is None and mode != "max":
             memory = self._in_memory
-            pooled = None if memory is None else memory.pooled(ids, offsets, MODES[mode])
-            if pooled is None:
-                pooled = self._pooled_in_memory(ids, offsets, MODES[mode])
+            try:
+                pooled = None if memory is None else memory.pooled(ids, offsets, MODES[mode])
+                if pooled is None:
+                    pooled = self._pooled_in_memory(ids, offsets, MODES[mode])
+            except RuntimeError:
+                _refuse_transforms()
+                raise
             if pooled is not None:
                 if self._store.recorder is not None:
                     self._store.recorder.note_bags(self.index, ids.numpy(), offsets.numpy())

@@ -77,6 +77,8 @@ def pack(tables: dict[str, TableState], extra: dict[str, Any], tensors: dict[str
     if not _same(kept, extra):
         raise TypeError("extra must hold only what JSON gives back as it was: str keys, lists instead of tuples")
     for name, tensor in tensors.items():
+        if not isinstance(name, str):
+            raise TypeError(f"tensors must have names that are str, not {type(name).__name__}")
         if not isinstance(tensor, Tensor):
             raise TypeError(f"tensors[{name!r}] must be a Tensor, not {type(tensor).__name__}")
     try:

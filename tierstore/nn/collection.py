@@ -1,6 +1,7 @@
 """Many features in one call, as TorchRec's ``EmbeddingBagCollection``."""
 
 import difflib
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import TableError
+from ..excerpt import excerpt
 from ..hbm.lookup import HbmLookup
 from ..joined import Jagged
 from ..lookup import Lookup
@@ -36,14 +38,24 @@ class TieredEmbeddingBagCollection(nn.Module):
     Args:
         store: an open store.
         tables: names of its tables, in order; default: all.
+
+    Raises:
+        TypeError: ``tables`` is one str. ValueError: it names a table twice. TableError: there is no such table, or two
+            of them have a feature of one name.
     """
 
     def __init__(self, store: Store, *, tables: Sequence[str] | None = None) -> None:
         super().__init__()
+        if isinstance(tables, str):
+            raise TypeError(f"tables must be a list of names, not the str {excerpt(tables)}")
+        names = list(store.tables if tables is None else tables)
+        for name, count in Counter(names).items():
+            if count > 1:
+                raise ValueError(f"tables names {excerpt(name)} {count} times; a table is looked up once for a feature")
         self.store = store
         self._features: dict[str, _Feature] = {}
         column = 0
-        for table in [store[name] for name in (list(store.tables) if tables is None else tables)]:
+        for table in [store[name] for name in names]:
             for name in table.config.feature_names:
                 if name in self._features:
                     owner = self._features[name].table.name
@@ -104,6 +116,7 @@ class TieredEmbeddingBagCollection(nn.Module):
         return self._prepare(features).announce()
 
     def _prepare(self, features: JaggedLike) -> Prepared:
+        sources = _sources(features)
         keys = list(features.keys())
         place = {name: index for index, name in enumerate(keys)}
         if len(place) < len(keys):
@@ -123,7 +136,7 @@ class TieredEmbeddingBagCollection(nn.Module):
         scale_array = None if scale is None else check_scale(scale, len(ids), "sum", "weights", device=device)
         jagged = Jagged(ids, offsets, batch, scale_array)
         lookups = [self._lookup(group, jagged, place) for group in self._groups]
-        return Prepared(lookups, batch, scale, _sources(features), self.store)
+        return Prepared(lookups, batch, scale, sources, self.store)
 
     def _group_features(self) -> list[list[_Feature]]:
         """Features that one lookup can serve: same layout, same pooling; those of one table are neighbours."""
@@ -149,4 +162,6 @@ class TieredEmbeddingBagCollection(nn.Module):
 
 
 def _sources(features: JaggedLike) -> tuple[Tensor | None, ...]:
+    if not hasattr(features, "weights_or_none"):
+        raise TypeError(f"a collection takes a KeyedJaggedTensor, not {type(features).__name__}")
     return features.values(), features.offsets(), features.weights_or_none()

@@ -31,7 +31,7 @@ class KeyedJaggedTensor:
         weights: float32 [N], one an id.
 
     Raises:
-        ValueError: shapes that do not fit together.
+        TypeError: no tensors. ValueError: shapes that do not fit together.
     """
 
     def __init__(
@@ -42,6 +42,10 @@ class KeyedJaggedTensor:
         lengths: Tensor | None = None,
         offsets: Tensor | None = None,
     ) -> None:
+        given = {"values": values, "weights": weights, "lengths": lengths, "offsets": offsets}
+        for name, tensor in given.items():
+            if not isinstance(tensor, Tensor) and (tensor is not None or name == "values"):
+                raise TypeError(f"{name} must be a Tensor, not {type(tensor).__name__}")
         if (lengths is None) == (offsets is None):
             raise ValueError("give lengths or offsets, one of the two")
         if offsets is None:

@@ -35,6 +35,8 @@ class Optimizer:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             for number in value if isinstance(value, tuple) else (value,):
+                if not isinstance(number, (int, float, np.number)):
+                    raise TypeError(f"{type(self).__name__}: {name} must be a number, not {type(number).__name__}")
                 if not (math.isfinite(number) and number >= 0):
                     raise ValueError(f"{type(self).__name__}: {name}={value} must be finite and not negative")
 

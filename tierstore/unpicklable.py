@@ -1,0 +1,16 @@
+"""Objects that live in one process: pickling or copying them is refused, with the way out."""
+
+from typing import NoReturn
+
+__all__ = ["Unpicklable"]
+
+
+class Unpicklable:
+    """Base of what holds files, locks or threads; whatever refers to it, as a module does, cannot be pickled either."""
+
+    def __reduce__(self) -> NoReturn:
+        """TypeError: for ``pickle``, ``copy``, ``torch.save`` and processes that are spawned."""
+        raise TypeError(
+            f"{self!r} cannot be pickled or copied: its files, memory and threads are this process's. In another "
+            'process open the store anew, with mode="r" if this one writes it; of a module, save the state_dict()'
+        )
