@@ -339,7 +339,7 @@ def test_rollback(store_dir: Path) -> None:
         rows = store["t"].read(ALL)[:, 0]
         assert (rows[:2000] == 2.0).all()
         assert (rows[2000:] == -1.0).all()
-        with pytest.raises(ValueError, match=r"version=3 .* is not kept; there are 1, 2"):
+        with pytest.raises(ValueError, match=r"version=3 .* is not kept; kept: 1, 2\."):
             store.rollback(3)
         put(store, ALL[:10], 5.0)
         assert store.commit() == 4  # 3 was another

@@ -84,6 +84,14 @@ def test_offsets_that_do_not_fit(store: tierstore.Store, offsets: list[int]) -> 
         store["items"].pooled(torch.tensor([1, 2, 3]), torch.tensor(offsets, dtype=torch.int64))
 
 
+@pytest.mark.parametrize("is_last_given", [True, False])
+def test_a_bag_is_told_of_the_offsets_that_were_asked_for(store: tierstore.Store, is_last_given: bool) -> None:
+    bag = tierstore.TieredEmbeddingBag(store["items"], include_last_offset=is_last_given)
+    ends = "end at" if is_last_given else "not exceed"
+    with pytest.raises(ValueError, match=f"offsets must start at 0, never descend and {ends} the number of ids, 3"):
+        bag(torch.tensor([1, 2, 3]), torch.tensor([0, 4]))
+
+
 def test_per_sample_weights_that_do_not_fit(store: tierstore.Store) -> None:
     ids, offsets = torch.tensor([1, 2]), torch.tensor([0, 2])
     table = store["items"]

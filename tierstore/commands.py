@@ -119,7 +119,7 @@ def _add_ddr(parser: argparse.ArgumentParser) -> None:
 
 def _export(options: argparse.Namespace) -> int:
     from .exchange import FORMATS, export_store
-    from .sizes import format_size
+    from .sizes import format_count, format_size
 
     _require_near(options.format, FORMATS, "--format")
     with byte_bar("export") as show:
@@ -137,8 +137,8 @@ def _export(options: argparse.Namespace) -> int:
             progress=show,
         )
     print(
-        f"{report.path}: version {report.version}, {report.rows:,} rows in {len(report.keys)} tensors, "
-        f"{format_size(report.size_bytes)}"
+        f"{report.path}: version {report.version}, {format_count(report.rows, 'row')} in "
+        f"{format_count(len(report.keys), 'tensor')}, {format_size(report.size_bytes)}"
     )
     _print_some("", report.keys)
     return 0
@@ -321,12 +321,13 @@ def _add_compact_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _compact(options: argparse.Namespace) -> int:
     from .compaction import compact_store
-    from .sizes import format_size
+    from .sizes import format_count, format_size
 
     with byte_bar("compact") as show:
         report = compact_store(options.directory, options.target, trace=options.trace, progress=show)
     print(
-        f"{report.target}: version {report.version}, {report.rows:,} rows in {report.blocks:,} blocks, verified; "
+        f"{report.target}: version {report.version}, {format_count(report.rows, 'row')} in "
+        f"{format_count(report.blocks, 'block')}, verified; "
         f"{format_size(report.bytes_before)} before, {format_size(report.bytes_after)} after"
     )
     return 0

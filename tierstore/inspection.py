@@ -8,7 +8,7 @@ from .commands import byte_bar
 from .config import MAX_KEPT_VERSIONS
 from .manifest import Manifest
 from .opening import open_store
-from .sizes import format_size
+from .sizes import format_count, format_size
 from .store import Store
 
 __all__ = ["describe_store", "roll_back_store", "verify_store"]
@@ -29,14 +29,14 @@ def describe_store(directory: str | Path) -> str:
         version = f"version {store.version}" if store.version else "nothing committed yet"
         earlier = ", ".join(map(str, store.versions[:-1]))
         version += f" (kept too: {earlier})" if earlier else ""
-        lines = [f"{store.directory}: {version}, {len(store.tables)} tables", *tables]
+        lines = [f"{store.directory}: {version}, {format_count(len(store.tables), 'table')}", *tables]
     files = sorted(path for path in Path(directory).iterdir() if path.is_file())
     lines += ["files"]
     # Row files are sparse: what counts is what they take on the device.
     lines += [f"  {path.name}  {format_size(path.stat().st_blocks * 512)} on disk" for path in files]
     if tensors:
         size = format_size(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
-        lines += ["dense state", f"  {len(tensors)} tensors, {size}"]
+        lines += ["dense state", f"  {format_count(len(tensors), 'tensor')}, {size}"]
     if extra != "{}":
         lines += ["extra", "  " + extra[:_MAX_EXTRA_CHARACTERS] + ("..." if len(extra) > _MAX_EXTRA_CHARACTERS else "")]
     return "\n".join(lines)
@@ -69,8 +69,9 @@ def verify_store(directory: str | Path) -> str:
         if not store.version:
             return f"{store.directory}: nothing committed yet, so there are no rows to check; what is there is sound"
         return (
-            f"{store.directory}: version {store.version} is sound: {report.rows:,} rows in {report.blocks:,} blocks "
-            f"of {report.tables} tables, {format_size(report.bytes)}"
+            f"{store.directory}: version {store.version} is sound: {format_count(report.rows, 'row')} in "
+            f"{format_count(report.blocks, 'block')} of {format_count(report.tables, 'table')}, "
+            f"{format_size(report.bytes)}"
         )
 
 

@@ -146,9 +146,11 @@ def salvage(
         StoreLockedError: the store is open for writing. DiskFullError: no room for the new store.
     """
     source, target = Path(directory).absolute(), Path(target).absolute()
-    require_outside(target, source)
     report = SalvageReport(directory=source, target=target)
-    with _not_written(source), new_store(target, WORK_NAME, (ROW_FILE_NAME, ANCHOR_NAME, LOST_NAME)) as work:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_not_written(source))
+        require_outside(target, source)
+        work = stack.enter_context(new_store(target, WORK_NAME, (ROW_FILE_NAME, ANCHOR_NAME, LOST_NAME)))
         known = _manifest(source, manifest)
         made = replace(known, store_id=uuid.uuid4().hex, has_rows=True, is_placed=False)
         _save(source / ROW_FILE_NAME, known, work, made, report, stale_ok, progress)

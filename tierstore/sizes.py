@@ -11,7 +11,7 @@ import psutil
 from .errors import BudgetError
 from .excerpt import excerpt
 
-__all__ = ["format_size", "machine_memory_bytes", "parse_size", "require_memory"]
+__all__ = ["format_count", "format_size", "machine_memory_bytes", "parse_size", "require_memory"]
 
 _UNITS: Final = {
     "": 1, "b": 1,
@@ -27,6 +27,11 @@ _MAX_TEXT: Final = 40
 """No size takes more characters; Python refuses integers of many thousands of digits."""
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 _SHARE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*%(\s*of\s+tables)?", re.IGNORECASE)
+
+
+def format_count(count: int, noun: str) -> str:
+    """ "1 row", "2,000 rows"."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def machine_memory_bytes() -> int:

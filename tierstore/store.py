@@ -367,7 +367,7 @@ class Store(Unpicklable):
         if version not in self.versions:
             kept = ", ".join(map(str, self.versions)) or "none"
             raise ValueError(
-                f"version={version} of {self.directory} is not kept; there are {kept}. Open with keep=N to keep more"
+                f"version={version} of {self.directory} is not kept; kept: {kept}. Open with keep=N to keep more"
             )
         with self._pools_lock:
             require_unused(self._pools.values(), "go back")

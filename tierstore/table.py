@@ -74,11 +74,18 @@ def _to_host(values: Tensor, name: str, device: torch.device) -> Any:
     return (values.cpu() if values.device.type != "cpu" else values).contiguous().numpy()
 
 
-def check_offsets(offsets: Tensor, num_ids: int, name: str = "offsets", *, device: torch.device = _HOST) -> Any:
-    """int64 numpy offsets that start at 0, do not descend and end at ``num_ids``; ValueError otherwise."""
+def check_offsets(
+    offsets: Tensor, num_ids: int, name: str = "offsets", *, device: torch.device = _HOST, is_last_given: bool = True
+) -> Any:
+    """int64 numpy offsets that start at 0, do not descend and end at ``num_ids``; ValueError otherwise.
+
+    Args:
+        is_last_given: the caller of a module gave the last one, too; else it was added.
+    """
     array = np.ascontiguousarray(check_ids(offsets, name, device=device), np.int64)
     if not len(array) or not kernels.are_offsets(array, num_ids):
-        raise ValueError(f"{name} must start at 0, never descend and end at the number of ids, {num_ids}")
+        ends = "end at" if is_last_given else "not exceed"
+        raise ValueError(f"{name} must start at 0, never descend and {ends} the number of ids, {num_ids}")
     return array
 
 
@@ -346,11 +353,19 @@ class Table(Unpicklable):
         self._in_memory = InMemory.of(self)
         return None if self._in_memory is None else self._in_memory.pooled(ids, offsets, mode)
 
-    def jagged(self, ids: Tensor, offsets: Tensor, *, mode: str, per_sample_weights: Tensor | None = None) -> Jagged:
-        """Checked ids of one feature."""
+    def jagged(
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        *,
+        mode: str,
+        per_sample_weights: Tensor | None = None,
+        is_last_given: bool = True,
+    ) -> Jagged:
+        """Checked ids of one feature; see ``check_offsets``."""
         device = self._store.device
         rows = check_ids(ids, device=device)
-        starts = check_offsets(offsets, len(rows), device=device)
+        starts = check_offsets(offsets, len(rows), device=device, is_last_given=is_last_given)
         return Jagged(rows, starts, len(starts) - 1, check_scale(per_sample_weights, len(rows), mode, device=device))
 
     def lookup(self, jagged: Jagged, *, mode: str) -> Lookup | HbmLookup:

@@ -7,16 +7,16 @@ from tierstore import cli
 def test_inspect_says_what_a_store_holds(store_with_rows, capsys):
     assert cli.main(["inspect", str(store_with_rows)]) == 0
     output = capsys.readouterr().out
-    assert f"{store_with_rows}: version 1, 1 tables" in output
+    assert f"{store_with_rows}: version 1, 1 table\n" in output
     assert "item  1,000 x 8 float32, sgd, 31.2 KiB if all in memory" in output
     assert "manifest.json" in output
-    assert "1 tensors, 24 B" in output
+    assert "1 tensor, 24 B" in output
     assert '{"note": "hello"}' in output
 
 
 def test_verify_says_what_it_checked_and_finds_damage(store_with_rows, capsys):
     assert cli.main(["verify", str(store_with_rows)]) == 0
-    assert "version 1 is sound: 10 rows in 1 blocks of 1 tables" in capsys.readouterr().out
+    assert "version 1 is sound: 10 rows in 1 block of 1 table, " in capsys.readouterr().out
     (path,) = store_with_rows.glob("*.lmdb")
     data = bytearray(path.read_bytes())
     place = data.find(b"\x00\x00\x80\x3f" * 8)
@@ -66,7 +66,7 @@ def test_rollback_of_the_command_line(tmp_path, capsys):
     assert cli.main(["inspect", str(tmp_path / "shop")]) == 0
     assert "version 4 (kept too: 2, 3)" in capsys.readouterr().out
     assert cli.main(["rollback", str(tmp_path / "shop"), "1"]) == 2
-    assert "is not kept; there are 2, 3, 4" in capsys.readouterr().err
+    assert "is not kept; kept: 2, 3, 4." in capsys.readouterr().err
     assert cli.main(["rollback", str(tmp_path / "shop"), "2"]) == 0
     assert "version 2 is the current one" in capsys.readouterr().out
     with tierstore.open(tmp_path / "shop", mode="r") as store:
@@ -77,7 +77,7 @@ def test_compact_says_what_it_saved(store_with_rows, tmp_path, capsys):
     copy = tmp_path / "compact"
     assert cli.main(["compact", str(store_with_rows), str(copy)]) == 0
     said = capsys.readouterr().out
-    assert said.startswith(f"{copy}: version 1, 10 rows in 1 blocks, verified; ")
+    assert said.startswith(f"{copy}: version 1, 10 rows in 1 block, verified; ")
     assert said.endswith(" after\n")
     assert cli.main(["compact", str(store_with_rows), str(copy)]) == 1
     assert "is not empty" in capsys.readouterr().err

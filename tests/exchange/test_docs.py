@@ -35,11 +35,12 @@ def test_commands(shop, tmp_path, capsys):
     assert copied["other"][0].optimizer == tierstore.optim.RowWiseAdagrad(lr=0.05)
 
 
-def test_python(shop):
+def test_python(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     names: dict[str, Any] = {}
     exec(compile(example, "exchange.md", "exec"), names)
-    assert names["state"]["embedding_bags.item.exp_avg"].shape == (500, 5)
+    assert names["state"]["embedding_bags.item.exp_avg"].shape == (1000, 8)
     assert names["report"].version == 2
-    with tierstore.open(shop, mode="r", ddr="8MiB") as store:
+    with tierstore.open("small", mode="r", ddr="8MiB") as store:
         assert torch.equal(store["bag"].read(torch.arange(1000)), names["bag"].weight.detach())

@@ -115,7 +115,9 @@ class TieredEmbeddingBag(nn.Module):
             flat = ids
             if not self.include_last_offset:
                 offsets = torch.cat([offsets, offsets.new_full((1,), len(flat))])
-        jagged = self.table.jagged(flat, offsets, mode=self.mode, per_sample_weights=scale)
+        jagged = self.table.jagged(
+            flat, offsets, mode=self.mode, per_sample_weights=scale, is_last_given=self.include_last_offset
+        )
         lookup = self.table.lookup(jagged, mode=self.mode)
         return Prepared([lookup], jagged.batch, scale, sources, self.table.store)
 

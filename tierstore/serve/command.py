@@ -45,9 +45,10 @@ def serve(options: argparse.Namespace) -> int:
     """Serve as the flags say; returns the exit status.
 
     Raises:
-        ImportError: what only servers need is not installed.
+        ImportError: what only servers need is not installed. StoreNotFoundError, DamagedError: there is no store.
     """
     try:
+        from ..manifest import Manifest
         from ..recording import require_recordable
         from .program import run
         from .workers import recording_paths, run_workers
@@ -61,6 +62,8 @@ def serve(options: argparse.Namespace) -> int:
     except TypeError as error:
         raise ValueError(str(error)) from None
 
+    if not config.updates:  # a replica may wait for its store; else it is told before a port is opened
+        Manifest.read(Path(config.store).absolute())
     for path in recording_paths(config):
         require_recordable(path)
 

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
-from ..errors import StoreNotFoundError, TierstoreError
+from ..errors import StoreNotFoundError, StoreReplacedError, TierstoreError
 from ..excerpt import excerpt
 from ..manifest import Manifest
 from ..names import nearest
@@ -321,8 +321,9 @@ class StoreEngine:
                 if str(error) != said:  # and not each second the same
                     said = str(error)
                     trace = None if isinstance(error, TierstoreError | ValueError | OSError) else error
-                    message = "version %d goes on to be served; to move on failed: %s"
-                    _LOG.error(message, self._version, said, exc_info=trace)
+                    until = " until this server is started again" if isinstance(error, StoreReplacedError) else ""
+                    message = "version %d goes on to be served%s; to move on failed: %s"
+                    _LOG.error(message, self._version, until, said, exc_info=trace)
                 await asyncio.sleep(_RETRY_SECONDS)
 
     async def refresh(self) -> int:

@@ -49,7 +49,8 @@ class GrpcLimits:
     max_unsent_bytes: int = _count(
         1 << 30,
         "responses above 64 KiB, together, that are being encoded or that clients have not accepted yet; one beyond "
-        "that ends a call of the connection that holds most, or is refused if that is its own",
+        "that ends a call of the connection that holds most, if it holds more than the asker's would with this one; "
+        "else it is refused",
     )
     max_connections: int = _count(1000, "connections at a time; one more is closed")
     max_metadata_bytes: int = _count(16 << 10, "bytes of a call's metadata", low=1024)
