@@ -70,5 +70,5 @@ print(*sorted(name for name in set(sys.modules) - before if name.startswith(("ti
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     light = ("", ".command", ".config", ".messages", ".waiting_threads")
     of_serve = ["tierstore.serve" + name for name in light]
-    of_all = ["tierstore.cli", "tierstore.commands", "tierstore.names", "tierstore.options"]
+    of_all = ["tierstore.cli", "tierstore.commands", "tierstore.options"]
     assert done.stdout.split() == [*of_all, *of_serve]
