@@ -328,7 +328,7 @@ def test_a_small_target_is_told_before_anything_is_written(trained: Trained, tmp
 
 
 def test_wrong_targets(trained: Trained, source: Path, tmp_path: Path) -> None:
-    for inside in (source, source / "copy", source / ".." / "source" / "copy"):
+    for inside in (source / "copy", source / ".." / "source" / "copy"):
         with pytest.raises(ValueError, match="is inside the store"):
             trained.store.backup(inside)
     with pytest.raises(FileExistsError, match=r"is not empty \(it holds source\)"):
@@ -414,3 +414,23 @@ def test_what_a_backup_left_that_was_cut_short_is_no_store(tmp_path: Path, mode:
     ):
         tierstore.open(tmp_path, mode=mode)
     assert [path.name for path in tmp_path.iterdir()] == [WORK_NAME]
+
+
+def test_a_process_forked_amid_a_backup_does_not_keep_the_target(trained: Trained, tmp_path: Path) -> None:
+    code = """
+    def cut_short(done, total):
+        if not os.fork():
+            time.sleep(600)
+            os._exit(0)
+        raise KeyboardInterrupt
+
+    os.setpgid(0, 0)
+    with tierstore.open(sys.argv[1], mode="r", ddr="1MiB", threads=1) as store:
+        try:
+            store.backup(sys.argv[2], progress=cut_short)
+        except KeyboardInterrupt:
+            print(store.backup(sys.argv[2]).version, flush=True)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.killpg(0, signal.SIGTERM)
+    """
+    assert children.run(code, trained.store.directory, tmp_path / "copy") == "3\n"

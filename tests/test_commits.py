@@ -315,7 +315,7 @@ def test_the_last_versions_are_kept_and_can_be_opened(store_dir: Path) -> None:
             assert (store["t"].read(ALL[number * 10 :]) == number).all()
             assert (store["t"].read(ALL[number * 10 - 10 : number * 10]) == number - 1).all()
             store.verify()
-    with pytest.raises(StoreNotFoundError, match="version 3 is not kept; there are 4, 5, 6"):
+    with pytest.raises(StoreNotFoundError, match="version 3 is not kept; kept: 4, 5, 6"):
         tierstore.open(store_dir, mode="r", version=3)
     with pytest.raises(ValueError, match=r"rollback\(5\)"):
         tierstore.open(store_dir, mode="w", version=5)

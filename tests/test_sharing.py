@@ -393,3 +393,36 @@ def test_a_reader_whose_descriptor_was_closed_keeps_its_tree(store: Path, childr
     assert pins.oldest(1 << 40) == opened._cold._snapshot.txn_id
     opened.close()
     assert pins.oldest(1 << 40) is None
+
+
+def test_a_child_forked_amid_lookups_is_refused_and_ends(store: Path) -> None:
+    """Whoever held a lock at the fork is not there to release it."""
+    code = """
+    import faulthandler, threading
+    store = tierstore.open(sys.argv[1], ddr="2MiB")
+    bag = tierstore.TieredEmbeddingBag(store["t"])
+    out = bag(torch.arange(20).view(10, 2)).sum()
+    stop = threading.Event()
+
+    def read():
+        while not stop.is_set():
+            store["t"].read(torch.randint(0, 2000, (50,)))
+
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(20):
+        if not (child := os.fork()):
+            faulthandler.dump_traceback_later(30, exit=True)
+            try:
+                out.backward()
+            except errors.ClosedError:
+                os._exit(0)
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+    stop.set()
+    for thread in threads:
+        thread.join()
+    print("ended")
+    """
+    assert run(code, store, changes={"PYTHONWARNINGS": "ignore"}) == "ended\n"

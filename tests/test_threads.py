@@ -8,6 +8,8 @@ import torch
 
 import tierstore
 from tierstore import optim
+from tierstore import store as store_module
+from tierstore.pending import PendingCommit
 
 ROWS, DIM, STEPS = 2000, 8, 60
 
@@ -93,3 +95,64 @@ def test_two_threads_may_train_two_tables(store_dir: Path) -> None:
         assert not failures
         for name in ("a", "b"):
             assert torch.equal(store[name].read(torch.arange(ROWS)), torch.full((ROWS, DIM), -5.0))
+
+
+def small(name: str) -> tierstore.TableConfig:
+    return tierstore.TableConfig(name=name, num_embeddings=ROWS, embedding_dim=DIM, init=tierstore.init.Constant(0.0))
+
+
+def test_a_commit_and_a_first_lookup_agree_on_the_version(store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pools that another thread makes while a commit begins belong to the next version."""
+    with tierstore.open(store_dir, ddr="440KiB") as store:
+        table = store.create_table(small("t"))
+        begun, has_read = threading.Event(), threading.Event()
+
+        def read() -> None:
+            begun.wait(60)
+            table.read(torch.arange(5))
+            has_read.set()
+
+        thread = threading.Thread(target=read)
+        thread.start()
+
+        def pending(version: int) -> PendingCommit:
+            begun.set()
+            has_read.wait(0.5)  # in vain, if the lookup waits for the commit to have begun
+            return PendingCommit(version)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store_module, "PendingCommit", pending)
+            store.commit()
+        thread.join()
+        for value in range(1, 4):
+            table.write(torch.arange(ROWS), torch.full((ROWS, DIM), float(value)))
+            assert store.commit() == value + 1
+
+
+def test_tables_are_made_and_versions_dropped_while_others_read(store_dir: Path) -> None:
+    with tierstore.open(store_dir, ddr="440KiB", keep=2) as store:
+        table = store.create_table(small("t"))
+        store.commit()
+        done, failures = threading.Event(), list[BaseException]()
+
+        def read() -> None:
+            try:
+                while not done.is_set():
+                    table.read(torch.randint(0, ROWS, (50,)))
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=read) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        try:
+            for number in range(10):
+                new = store.create_table(small(f"new {number}"))
+                new.write(torch.arange(10), torch.ones(10, DIM))
+                store.commit()
+        finally:
+            done.set()
+            for thread in threads:
+                thread.join()
+        assert not failures
+        assert all(store[f"new {number}"].read(torch.arange(10)).eq(1).all() for number in range(10))

@@ -16,7 +16,7 @@ from .io.snapshot import Snapshot
 from .manifest import Manifest
 from .opening import open_store
 from .signals import Shield
-from .target import Steps, new_store
+from .target import Steps, new_store, require_outside
 
 __all__ = ["WORK_NAME", "BackupReport", "back_up"]
 
@@ -76,8 +76,7 @@ def back_up(
         Whatever is raised, nothing is left of the backup.
     """
     source, target = directory.resolve(), Path(target).resolve()
-    if target.is_relative_to(source):
-        raise ValueError(f"{target} is inside the store {source}; choose a directory outside")
+    require_outside(target, source)
     with contextlib.ExitStack() as stack:
         with Shield():
             snapshot, _ = stack.enter_context(tier.lease(is_complete=False))

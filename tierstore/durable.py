@@ -1,13 +1,15 @@
 """Writing files that last, by one process at a time: the directory that names a new file must be synced too."""
 
+import contextlib
 import errno
 import fcntl
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from .errors import TierstoreError
 
-__all__ = ["lock_output", "make_directory", "sync_directory", "write_all"]
+__all__ = ["make_directory", "output_locked", "sync_directory", "write_all"]
 
 
 def make_directory(directory: Path) -> None:
@@ -18,12 +20,25 @@ def make_directory(directory: Path) -> None:
         sync_directory(path.parent)
 
 
-def lock_output(descriptor: int, path: Path) -> None:
-    """Lock an open file or directory until it is closed; TierstoreError if another process has it locked."""
+@contextlib.contextmanager
+def output_locked(path: Path, flags: int) -> Iterator[int]:
+    """Open a file or directory with its lock, which processes forked meanwhile do not keep; gives the descriptor.
+
+    Raises:
+        TierstoreError: another process has it locked. OSError: it cannot be opened.
+    """
+    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise TierstoreError(f"{path} is being written by another process; wait for it to end") from None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise TierstoreError(f"{path} is being written by another process; wait for it to end") from None
+        try:
+            yield descriptor
+        finally:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+    finally:
+        os.close(descriptor)
 
 
 def sync_directory(directory: Path) -> None:

@@ -3,13 +3,18 @@
 Autograd runs the nodes of a pass in an order of its own, and may fail half way. So a node only says which gradient its
 lookups got. What was said belongs to a callback that autograd owns: it calls it when the whole pass went well, and
 drops it, with all that was collected, when something failed. A pass is known by autograd's number of it.
+
+A reentrant checkpoint, or a hook, runs a pass within a pass. What the inner one collected is handed to the outer one
+when it ended well, so rows change when the outermost ends. Autograd does not say which pass is within which. A
+checkpoint repeats forward calls in the outer pass before it begins the inner one; so the pass of the thread's last
+forward call, if it has not ended, is the outer one.
 """
 
 import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -17,8 +22,9 @@ from torch import Tensor
 
 from .hbm.lookup import HbmLookup
 from .lookup import Lookup
+from .signals import shielded
 
-__all__ = ["Turn", "collect"]
+__all__ = ["Turn", "collect", "note_pass"]
 
 _NUMBERS: Final = itertools.count()
 _LOCK: Final = threading.Lock()
@@ -29,8 +35,7 @@ class Turn(NamedTuple):
 
     Attributes:
         number: ascending from call to call.
-        inside: the backward pass that it was made in, or -1. A reentrant checkpoint repeats forward within a pass, and
-            finds its gradients by a pass of its own within; they belong to the outer one.
+        inside: the backward pass that it was made in, or -1.
     """
 
     number: int
@@ -39,10 +44,15 @@ class Turn(NamedTuple):
     @classmethod
     def now(cls) -> "Turn":
         """That of a call made now."""
-        inside = torch._C._current_graph_task_id()
-        if inside >= 0:
-            _current_pass(inside)
-        return cls(next(_NUMBERS), inside)
+        return cls(next(_NUMBERS), note_pass())
+
+
+def note_pass() -> int:
+    """The number of the backward pass that runs this, -1 if none does; each forward call asks."""
+    number = torch._C._current_graph_task_id()
+    if number >= 0:
+        _INNERMOST.noted = weakref.ref(_current_pass(number))
+    return number
 
 
 class _Collected(NamedTuple):
@@ -58,14 +68,28 @@ class _Collected(NamedTuple):
 class _Pass:
     """A backward pass under way, with what it collected."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, outer: "_Pass | None") -> None:
         self._number = number
+        self._outer = outer
         self.collected: list[_Collected] = []
 
+    @property
+    def is_under_way(self) -> bool:
+        return self._number in _PASSES
+
+    def is_within(self, outer: "_Pass | None") -> None:
+        """Say which pass it is part of, or None if that is not known."""
+        if outer is not None and outer is not self:
+            self._outer = outer
+
+    @shielded
     def end(self) -> None:
         """Called by autograd when every node has run; the streams that its caller had as current are so again."""
         _PASSES.pop(self._number, None)
         collected, self.collected = sorted(self.collected, key=lambda each: each.number), []
+        if self._outer is not None and self._outer.is_under_way:
+            self._outer.collected.extend(collected)
+            return
         try:
             _update_all(collected)
         finally:
@@ -74,6 +98,15 @@ class _Pass:
 
 
 _PASSES: Final[weakref.WeakValueDictionary[int, _Pass]] = weakref.WeakValueDictionary()
+
+
+class _Innermost(threading.local):
+    """The pass that the thread's last forward call was made in, if any; it may have ended since."""
+
+    noted: "Callable[[], _Pass | None]" = staticmethod(lambda: None)
+
+
+_INNERMOST: Final = _Innermost()
 
 
 def _current_pass(number: int) -> _Pass:
@@ -91,7 +124,9 @@ def _current_pass(number: int) -> _Pass:
     with _LOCK:  # autograd runs nodes of one pass in several threads, one for each device
         found = _PASSES.get(number)
         if found is None:
-            found = _PASSES[number] = _Pass(number)
+            noted = _INNERMOST.noted()
+            outer = noted if noted is not None and noted.is_under_way else None
+            found = _PASSES[number] = _Pass(number, outer)
             torch.autograd.Variable._execution_engine.queue_callback(found.end)
         return found
 
@@ -106,8 +141,8 @@ def collect(turn: Turn, lookups: Sequence[Lookup | HbmLookup], gradient: Tensor)
         turn: when forward was called.
         gradient: float32 [batch, columns] of the lookups' output, C-contiguous. Kept as it is, not copied.
     """
-    outer = _PASSES.get(turn.inside)
-    into = _current_pass(torch._C._current_graph_task_id()) if outer is None else outer
+    into = _current_pass(torch._C._current_graph_task_id())
+    into.is_within(_PASSES.get(turn.inside))
     stream = torch.cuda.current_stream(gradient.device) if gradient.is_cuda else None
     into.collected.extend(_Collected(turn.number, lookup, gradient, stream) for lookup in lookups)
 

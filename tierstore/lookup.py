@@ -17,8 +17,9 @@ from .cache import FullCache
 from .cache.admission import DIRTY, LOADING, RESIDENT
 from .errors import ClosedError
 from .joined import Joined
+from .lease import Lease, Use
 from .merging import Merged
-from .pool import Lease, Pool, Use
+from .pool import Pool
 from .signals import shielded
 
 if TYPE_CHECKING:

@@ -33,6 +33,8 @@ from .converting import RowSource
 from .errors import BudgetError, ClosedError
 from .floats import half_code
 from .io import ColdTier
+from .io.forks import disown_in_forks
+from .lease import Lease, Use
 from .rows import KEY_ROW_BITS, RowLayout
 from .signals import shielded
 from .threads import Workers
@@ -42,72 +44,12 @@ if TYPE_CHECKING:
     from .hbm.pool import HbmPool
     from .newer import Arrivals
 
-__all__ = ["HELD_SHARE", "PIN_POLL_SECONDS", "PIN_WAIT_SECONDS", "Lease", "Pool", "Use"]
+__all__ = ["HELD_SHARE", "PIN_POLL_SECONDS", "PIN_WAIT_SECONDS", "Pool"]
 
 _LOG: Final = logging.getLogger("tierstore")
 HELD_SHARE: Final = 0.75
 PIN_WAIT_SECONDS: Final = 60.0
 PIN_POLL_SECONDS: Final = 0.1
-
-
-class Lease:
-    """The rows of the first ``consumed`` positions of a batch, pinned in their slots until ``release``."""
-
-    __slots__ = ("_admission", "_pool", "held")
-
-    def __init__(self, pool: "Pool", admission: Admission) -> None:
-        self._pool: Pool | None = pool
-        self._admission = admission
-        self.held = False
-
-    @property
-    def consumed(self) -> int:
-        return self._admission.consumed
-
-    @property
-    def num_unique(self) -> int:
-        return self._admission.num_unique
-
-    @property
-    def inverse(self) -> Any:
-        """int32 [consumed]: unique number of each position."""
-        return self._admission.inverse[: self._admission.consumed]
-
-    @property
-    def slots(self) -> Any:
-        """int32 [num_unique]."""
-        return self._admission.slots
-
-    @property
-    def active(self) -> bool:
-        """Whether the rows are still pinned."""
-        return self._pool is not None
-
-    def release(self) -> None:
-        """Unpin the rows; a second call does nothing."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.release(self._admission.slots, self.held)
-
-    def __del__(self) -> None:
-        if self._pool is not None:
-            self._pool.release_later(self._admission.slots, self.held)
-
-
-class Use:
-    """A batch between its lookup and its backward, or prefetched, in a full cache, where no pin tells of it. Dropped,
-    it is over."""
-
-    __slots__ = ("__weakref__", "_pool")
-
-    def __init__(self, pool: "Pool") -> None:
-        self._pool = pool
-        with pool.lock:
-            pool.uses.add(self)
-
-    def release(self) -> None:
-        """The batch is done; a second call does nothing."""
-        self._pool.uses.discard(self)
 
 
 class Pool:
@@ -147,13 +89,8 @@ class Pool:
         self.half = half_code(layout.dtype)
         self.weights: Any = cache.weights.view(layout.numpy_dtype)
         self.state: Any = cache.state.view(np.float32)
-        self.fill_lock = threading.RLock()
-        # Ctrl-C can come when a Condition, which is Python, has its lock and has not told; not so with the lock itself.
-        plain_lock = threading.RLock()
-        self.lock = threading.Condition(plain_lock)
+        self._make_locks(readonly=readonly)
         self._announceable = cache if isinstance(cache, Announceable) else None
-        self.rows_lock: Any = contextlib.nullcontext() if readonly else plain_lock
-        self._plain_lock = plain_lock
         self.split_batches = 0
         self.fill_seconds = 0.0
         self.hot: HbmPool | None = None
@@ -178,7 +115,21 @@ class Pool:
         self._ahead: Future[None] | None = None
         self.uses: weakref.WeakSet[Use] = weakref.WeakSet()
         self._dropped: deque[tuple[Any, bool]] = deque()
-        self._closed = False
+        self._closed = self._is_disowned = False
+        disown_in_forks(self)
+
+    def _make_locks(self, *, readonly: bool) -> None:
+        self.fill_lock = threading.RLock()
+        # Ctrl-C can come when a Condition, which is Python, has its lock and has not told; not so with the lock itself.
+        self._plain_lock = threading.RLock()
+        self.lock = threading.Condition(self._plain_lock)
+        self.rows_lock: Any = contextlib.nullcontext() if readonly else self._plain_lock
+
+    def disown(self) -> None:
+        """In a forked process: refuse further use. Whoever held a lock when it was forked, one of these or that of
+        numba's compiler, is not here to release it."""
+        self._make_locks(readonly=False)
+        self._closed = self._is_disowned = True
 
     def add_table(self, table_index: int, config: TableConfig) -> None:
         """Make the first values of a table's rows known."""
@@ -349,6 +300,8 @@ class Pool:
             self._unpin(*self._dropped.popleft())
 
     def _unpin(self, slots: Any, held: bool) -> None:
+        if self._is_disowned:
+            return
         self.cache.unpin(slots)
         if held:
             self._held_slots -= len(slots)
@@ -471,8 +424,24 @@ class Pool:
 
     @property
     def in_use(self) -> bool:
-        """Whether batches under way use rows, here or in the tier above, or rows are being written just now."""
-        return self.num_pinned > 0 or len(self.uses) > 0 or (self.hot is not None and self.hot.num_leased > 0)
+        """Whether a batch, or some call just now, uses rows here or in the tier above, or writes them."""
+        return self.num_pinned > 0 or self._has_batches or self._is_used_above
+
+    @property
+    def _has_batches(self) -> bool:
+        """Whether rows here are used by batches under way: prefetched ones, or ones whose backward is to come."""
+        return self._held_slots > 0 or len(self.uses) > 0
+
+    @property
+    def _is_used_above(self) -> bool:
+        return self.hot is not None and self.hot.num_leased > 0
+
+    def becomes_unused(self) -> bool:
+        """Wait until no call uses rows, a minute at most; False if one does still, or a batch does."""
+        with self.lock:
+            self.lock.wait_for(lambda: not self.num_pinned or self._has_batches, timeout=PIN_WAIT_SECONDS)
+            is_used = self.num_pinned > 0 or self._has_batches
+        return not (is_used or self._is_used_above)
 
     @property
     def size_bytes(self) -> int:

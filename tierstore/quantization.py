@@ -18,7 +18,7 @@ import numpy as np
 from . import optim
 from .config import TableConfig, require_choice
 from .converting import converted
-from .durable import lock_output, sync_directory
+from .durable import output_locked, sync_directory
 from .errors import DamagedError, TableError
 from .exchange.output import output_errors, require_parent
 from .io import LmdbColdTier
@@ -128,17 +128,13 @@ def _partial(target: Path) -> Iterator[Path]:
         raise FileExistsError(f"{target} exists and is not an empty directory; choose another name")
     partial = target.with_name(target.name + ".partial")
     partial.mkdir(exist_ok=True)
-    descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        lock_output(descriptor, partial)
+    with output_locked(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW):
         try:
             for path in partial.iterdir():  # what a run that was cut short left
                 path.unlink()
             yield partial
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -177,7 +177,10 @@ def _not_written(source: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             raise StoreLockedError(f"{source}: a process has the store open for writing; end it first") from None
-        yield
+        try:
+            yield
+        finally:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process forked meanwhile has a copy
     finally:
         os.close(descriptor)
 

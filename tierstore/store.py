@@ -182,8 +182,7 @@ class Store(Unpicklable):
         Raises:
             TableError: the name is taken by another configuration, rows are pinned by batches under way, or the tier
                 in device memory cannot have the table.
-            BudgetError: the system refuses memory for the table's block directory.
-            ReadOnlyError, ClosedError.
+            BudgetError: the system refuses memory for the table's block directory. ReadOnlyError, ClosedError.
         """
         self.require_writable()
         if not isinstance(config, TableConfig):
@@ -198,15 +197,16 @@ class Store(Unpicklable):
         self._require_supported(config)
         config.layout(self._manifest.page_bytes).pages_per_block  # noqa: B018 - ValueError for rows too wide
         self._end_pending()
-        self._retire_pools()
-        manifest = self._manifest.with_table(config)
-        table = self._add(config)
-        try:
-            manifest.write(self.directory)
-        except BaseException:
-            del self._tables[config.name]
-            raise
-        self._manifest = manifest
+        with self._pools_lock:  # pools are made for all tables there are
+            manifest = self._manifest.with_table(config)
+            self._retire_pools()
+            table = self._add(config)
+            try:
+                manifest.write(self.directory)
+            except BaseException:
+                del self._tables[config.name]
+                raise
+            self._manifest = manifest
         return table
 
     def __getitem__(self, name: str) -> Table:
@@ -304,11 +304,12 @@ class Store(Unpicklable):
         self._end_pending()
         states = {name: table.state for name, table in self._tables.items()}
         payload = pack(states, extra or {}, dict(tensors or {}), self._version.next_lineage())
-        pools = list(self._pools.values())
-        for pool in pools:
-            pool.settle()
-        pending = PendingCommit(self._epoch)
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self._pools_lock)  # whatever pools are made later begin at the next epoch
+            pools = list(self._pools.values())
+            for pool in pools:
+                pool.settle()
+            pending = PendingCommit(self._epoch)
             for pool in pools:
                 stack.enter_context(pool.writeback.gate)
             for pool in pools:

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from .durable import lock_output, sync_directory
+from .durable import output_locked, sync_directory
 from .exchange.output import output_errors, require_parent
 from .io import ROW_FILE_NAME
 from .manifest import MANIFEST_NAME
@@ -62,12 +62,8 @@ def _directory(target: Path) -> Iterator[bool]:
         target.mkdir()
     elif not target.is_dir():
         raise FileExistsError(f"{target} is not a directory; choose another name")
-    descriptor = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        lock_output(descriptor, target)
+    with output_locked(target, os.O_RDONLY | os.O_DIRECTORY):
         yield is_made
-    finally:
-        os.close(descriptor)
 
 
 def _require_empty(target: Path, work_name: str, names: Sequence[str]) -> None:

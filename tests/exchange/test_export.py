@@ -229,6 +229,6 @@ def test_a_kept_version_is_exported(tmp_path):
         assert report.version == version
         (found,) = safetensors.torch.load_file(tmp_path / f"out{version}").values()
         assert bits(found) == bits(rows[version - 1])
-    with pytest.raises(errors.StoreNotFoundError, match="version 1 is not kept; there are 2, 3"):
+    with pytest.raises(errors.StoreNotFoundError, match="version 1 is not kept; kept: 2, 3"):
         export_store(tmp_path / "store", tmp_path / "out1", version=1)
     assert names(tmp_path) == ["out2", "out3", "store"]

@@ -1,6 +1,7 @@
 """A backward pass updates each table once, by gradients of the rows that forward read, and only if it was asked to."""
 
 import gc
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tierstore
 from tests.oracle import DenseTable
-from tierstore import optim
+from tierstore import gradients, optim
 
 ROWS, DIM = 2000, 8
 ALL = torch.arange(ROWS)
@@ -115,6 +116,93 @@ def test_checkpoints_train_as_without(store_dir: Path, use_reentrant: bool) -> N
             assert not table.pool.in_use
     # A reentrant checkpoint's forwards count when they are repeated, so sums have another order.
     torch.testing.assert_close(*ended, rtol=1e-4 * use_reentrant, atol=1e-4 * use_reentrant)
+
+
+def nested(look: Any, weight: Tensor, fail: bool = False) -> Tensor:
+    """Two chunks in turn, each a reentrant checkpoint of a reentrant checkpoint of a lookup."""
+
+    def chunk(x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(look, x, use_reentrant=True)
+        return out
+
+    hidden: Tensor = checkpoint(chunk, weight * 1, use_reentrant=True)
+    out: Tensor = checkpoint(chunk, Fail.apply(hidden) if fail else hidden, use_reentrant=True)  # type: ignore[no-untyped-call]
+    return out.sum()
+
+
+class Fail(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ArithmeticError
+
+
+@pytest.mark.parametrize("rule", [optim.SGD(lr=0.5), optim.Adagrad(lr=0.5)], ids=lambda rule: rule.kind)
+def test_checkpoints_in_checkpoints_make_one_update(store: tierstore.Store, rule: optim.Optimizer) -> None:
+    table = store.create_table(config(optimizer=rule))
+    bag, before = tierstore.TieredEmbeddingBag(table), table.read(ALL)
+    weight = torch.linspace(-1, 1, DIM)[None].requires_grad_()
+
+    def look(x: Tensor) -> Tensor:
+        return torch.sin(bag(torch.tensor([[1]])) * x + x)
+
+    with pytest.raises(ArithmeticError):
+        nested(look, weight, fail=True).backward()  # type: ignore[no-untyped-call]
+    assert table.state.step == 0
+    assert torch.equal(table.read(ALL), before)
+    weight.grad = None
+    nested(look, weight).backward()  # type: ignore[no-untyped-call]
+    assert table.state.step == 1
+    own, rows = weight.detach().clone().requires_grad_(), before.clone().requires_grad_()
+    nested(lambda x: torch.sin(functional.embedding(torch.tensor([1]), rows) * x + x), own).backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(weight.grad, own.grad)
+    dense = DenseTable(before, rule)
+    assert rows.grad is not None
+    dense.apply(rows.grad, torch.tensor([1]))
+    torch.testing.assert_close(table.read(ALL), dense.weights)
+
+
+def test_a_pass_within_a_pass_that_fails_trains_nothing(store: tierstore.Store) -> None:
+    table = store.create_table(config())
+    bag, before = tierstore.TieredEmbeddingBag(table), table.read(ALL)
+    failed = []
+
+    def hook(grad: Tensor) -> None:
+        with torch.enable_grad():  # type: ignore[no-untyped-call]
+            bad = Fail.apply(torch.ones(1, requires_grad=True) * 1)  # type: ignore[no-untyped-call]
+            with pytest.raises(ArithmeticError) as raised:
+                (bad.sum() + bag(IDS).sum()).backward()
+            failed.append(raised)
+
+    start = torch.ones(1, requires_grad=True) * 2
+    start.register_hook(hook)
+    (start.sum() + bag(IDS + 100).sum()).backward()
+    assert len(failed) == 1
+    assert table.state.step == 1
+    assert torch.equal(table.read(IDS.flatten()), before[IDS.flatten()])
+    assert not torch.equal(table.read(IDS.flatten() + 100), before[IDS.flatten() + 100])
+    failed.clear()
+
+
+def test_ctrl_c_at_the_end_of_a_pass_waits_for_all_tables(
+    store: tierstore.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = [store.create_table(config(name, **shape)) for name, shape in (("a", {}), ("b", {"embedding_dim": 4}))]
+    out = sum(tierstore.TieredEmbeddingBag(table)(IDS).sum() for table in tables)
+    update = gradients._update
+
+    def interrupted(collected: Any) -> None:
+        update(collected)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(gradients, "_update", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        out.backward()  # type: ignore[union-attr]
+    assert [table.state.step for table in tables] == [1, 1]
+    del out
 
 
 def test_passes_in_threads_are_apart(store: tierstore.Store) -> None:

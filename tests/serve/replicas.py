@@ -70,7 +70,7 @@ def serving(
 ) -> Iterator[tuple[str, Replica]]:
     """The URL of a server, and its replica."""
     replica = Replica(directory)
-    receiver = Receiver(directory, extra=replica.extra, refresh=replica.refresh, **settings)
+    receiver = Receiver(directory, extra=replica.extra, refresh=lambda: replica.refresh(), **settings)
     middleware = [] if token is None else [Middleware(RequireToken, token=token)]
     replica.rollback = receiver.roll_back
     app = Starlette(routes=[*receiver.routes(), *admin_routes(replica)], middleware=middleware)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..durable import lock_output, sync_directory
+from ..durable import output_locked, sync_directory
 from ..errors import DiskFullError
 from ..oserrors import translate_os_error
 from ..sizes import format_size
@@ -92,9 +92,7 @@ def partial_file(path: Path, *, force: bool) -> Iterator[int]:
     require_new(path, force=force)
     partial = path.with_name(path.name + ".partial")
     with output_errors(path):
-        descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        try:
-            lock_output(descriptor, partial)
+        with output_locked(partial, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW) as descriptor:
             try:
                 os.ftruncate(descriptor, 0)
                 yield descriptor
@@ -104,8 +102,6 @@ def partial_file(path: Path, *, force: bool) -> Iterator[int]:
             except BaseException:
                 partial.unlink(missing_ok=True)
                 raise
-        finally:
-            os.close(descriptor)
         sync_directory(path.parent)
 
 

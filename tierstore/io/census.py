@@ -123,7 +123,7 @@ def chosen_version(path: Path, head: Head, wanted: int | None) -> int:
         return head.current
     if wanted not in head.kept:
         kept = ", ".join(map(str, head.kept)) or "none"
-        raise StoreNotFoundError(f"{path}: version {wanted} is not kept; there are {kept}.")
+        raise StoreNotFoundError(f"{path}: version {wanted} is not kept; kept: {kept}.")
     return wanted
 
 

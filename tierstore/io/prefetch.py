@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
+from .forks import disown_in_forks
+
 __all__ = ["Preparable", "prefetch"]
 
 Batch = TypeVar("Batch")
@@ -145,6 +147,12 @@ class _Reader:
         self._ended = False
         self._gate = threading.RLock()  # the garbage collector may close it anywhere, in this very thread
         self._is_outside = False
+        disown_in_forks(self)
+
+    def disown(self) -> None:
+        """In a forked process, where the thread that may have the gate is not."""
+        self._gate = threading.RLock()
+        self.is_closed = True
 
     def next(self) -> _Ahead | None:
         """The next batch, or None at the end. The one before is retired: it is in use."""

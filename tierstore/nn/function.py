@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..gradients import Turn, collect
+from ..gradients import Turn, collect, note_pass
 from ..hbm.lookup import HbmLookup
 from ..lookup import Lookup, new_output
 from ..pool import Pool
@@ -188,6 +188,7 @@ def run_lookups(
         start = anchor if trainable else anchor.detach()
         out: Tensor = _PooledLookups.apply(start, scale, prepared, columns, trainable)  # type: ignore[no-untyped-call]
         return out
+    note_pass()
     return _forward(prepared, columns, keep=False)
 
 

@@ -1,6 +1,7 @@
 """Updates over real sockets: sent, cut off, resumed, applied by a process of their own, and taken back."""
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -12,6 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+import tierstore
 from tests.serve.replicas import WAIT_SECONDS, serving
 from tests.updates.support import change, contents, same
 from tierstore import cli, errors
@@ -205,6 +207,30 @@ def test_a_damaged_upload_changes_nothing_and_is_sent_anew(replica_dir: Path, up
         assert not (replica_dir / "manifest.json").exists()
         assert listed(url)["uploads"] == {}
         assert replica.refreshed == 0
+
+
+def test_a_server_that_cannot_show_an_update_goes_back_by_what_it_applied_and_no_more(
+    replica_dir: Path, tmp_path: Path
+) -> None:
+    updates = []
+    for version in (1, 2):
+        change(tmp_path / "source", version, keep=2)
+        updates.append(write_update(tmp_path / "source", tmp_path / str(version), since=version - 1))
+    with serving(replica_dir) as (url, replica):
+        for update in updates:
+            upload(url, update)
+            assert apply(url, update.id).json()["was_there"] is False
+
+        async def refuse() -> None:
+            raise OSError(errno.EMFILE, "too many open files")
+
+        replica.refresh = refuse  # type: ignore[method-assign]
+        with tierstore.open(replica_dir, mode="r", ddr="1MiB") as store:
+            before = store.version
+        upload(url, updates[1])
+        assert apply(url, updates[1].id).status_code == 500
+        with tierstore.open(replica_dir, mode="r", ddr="1MiB") as store:
+            assert store.version == before
 
 
 def test_an_upload_of_one_byte_of_many_does_not_keep_others_out(replica_dir: Path, updates: dict[int, Update]) -> None:

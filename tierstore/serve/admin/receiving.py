@@ -143,9 +143,10 @@ class Receiver:
         try:
             await self._refresh()
         except Exception:
-            # The next update begins at what is shown: so must the replica.
-            with contextlib.suppress(WriteError, BusyError):  # of a first version there is none before
-                await self._writer.roll_back()
+            if not applied["was_there"]:
+                # The next update begins at what is shown: so must the replica.
+                with contextlib.suppress(WriteError, BusyError):  # of a first version there is none before
+                    await self._writer.roll_back()
             raise
         _LOG.info("applied version %d: %d rows", applied["version"], applied["rows"])
         return {**applied, "seconds": time.monotonic() - started}
