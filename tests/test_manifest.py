@@ -116,7 +116,7 @@ TABLE = CONFIG.to_dict()
         ({"tables": [{**TABLE, "embedding_dim": 1 << 20}]}, "Split the table by columns"),
         ({"tables": [{**TABLE, "init": {"kind": "uniform", "low": 10**400}}]}, "too large to convert"),
         ({"tables": [{**TABLE, "init": {"kind": "eval"}}]}, "initializer kind 'eval'"),
-        ({"tables": [{**TABLE, "optimizer": {"kind": "sgd", "lr": "x"}}]}, "must be real number"),
+        ({"tables": [{**TABLE, "optimizer": {"kind": "sgd", "lr": "x"}}]}, "lr must be a number"),
         ({"tables": [{**TABLE, "more": 1}]}, "more"),
         ({"format_version": "9" * 10**6}, "format version '999"),
     ],

@@ -31,7 +31,7 @@ def open_manifest(directory: Path, *, readonly: bool) -> Manifest:
 
 def _require_no_remains(directory: Path) -> None:
     """StoreNotFoundError, FormatError if a directory without a manifest holds other parts of a store."""
-    if work := next(directory.glob("*.partial"), None):
+    if work := next(filter(Path.is_dir, directory.glob("*.partial")), None):
         raise StoreNotFoundError(
             f"no store at {directory}: it holds {work.name}, of a copy that was cut short; make the copy again"
         )

@@ -283,8 +283,10 @@ def test_workers_end_with_their_parent(store: Path, tmp_path: Path) -> None:
 def test_workers_that_cannot_start_end_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     rest, grpc, admin, _ = free_ports(4)
     ports = ["--port", str(rest), "--grpc-port", str(grpc), "--admin-port", str(admin)]
-    assert cli.main(["serve", "--store", str(tmp_path / "none"), "--workers", "2", *ports]) == 1
+    tierstore.open(tmp_path / "store").close()
+    (tmp_path / "store" / "rows.lmdb").write_bytes(b"")
+    assert cli.main(["serve", "--store", str(tmp_path / "store"), "--workers", "2", *ports]) == 1
     said = capfd.readouterr().err
     assert "could not start" in said
-    assert str(tmp_path / "none") in said
+    assert str(tmp_path / "store") in said
     assert "Traceback" not in said
