@@ -41,8 +41,9 @@ demo: $(READY)
 # pytest comes last so that its closing line ends the output.
 test: lint kernels-without-jit pytest
 
+# OpenMP's threads of several processes would wait for each other, spinning.
 pytest: $(READY)
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
 kernels-without-jit: $(READY)
 	NUMBA_DISABLE_JIT=1 $(BIN)/python -m pytest -m "kernel and not soak" --quiet --durations=3
