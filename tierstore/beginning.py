@@ -21,8 +21,8 @@ def open_manifest(directory: Path, *, readonly: bool) -> Manifest:
     path, rows_path = directory / MANIFEST_NAME, directory / ROW_FILE_NAME
     if not path.exists():
         _require_no_remains(directory)
-    if not path.exists() and not readonly:
-        Manifest.new(min(mmap.PAGESIZE, MAX_PAGE_BYTES)).create(directory)
+        if not readonly:
+            Manifest.new(min(mmap.PAGESIZE, MAX_PAGE_BYTES)).create(directory)
     manifest = Manifest.read(directory)
     if not rows_path.exists() and (manifest.has_rows or readonly):
         raise TruncatedError(f"{rows_path} is missing; restore it from a copy of the store")
