@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .errors import TierstoreError
 
-__all__ = ["make_directory", "output_locked", "sync_directory", "write_all"]
+__all__ = ["flocked", "make_directory", "output_locked", "sync_directory", "write_all"]
 
 
 def make_directory(directory: Path) -> None:
@@ -21,22 +21,35 @@ def make_directory(directory: Path) -> None:
 
 
 @contextlib.contextmanager
+def flocked(descriptor: int, kind: int, refusal: TierstoreError) -> Iterator[None]:
+    """Hold a lock of an open file or directory, which processes forked meanwhile do not keep.
+
+    Args:
+        kind: ``fcntl.LOCK_EX`` or ``fcntl.LOCK_SH``.
+        refusal: raised if another process has it locked.
+    """
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise refusal from None
+    try:
+        yield
+    finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+@contextlib.contextmanager
 def output_locked(path: Path, flags: int) -> Iterator[int]:
-    """Open a file or directory with its lock, which processes forked meanwhile do not keep; gives the descriptor.
+    """Open a file or directory with its lock; gives the descriptor.
 
     Raises:
         TierstoreError: another process has it locked. OSError: it cannot be opened.
     """
+    refusal = TierstoreError(f"{path} is being written by another process; wait for it to end")
     descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise TierstoreError(f"{path} is being written by another process; wait for it to end") from None
-        try:
+        with flocked(descriptor, fcntl.LOCK_EX, refusal):
             yield descriptor
-        finally:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
     finally:
         os.close(descriptor)
 

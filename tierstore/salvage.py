@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .config import TableConfig
+from .durable import flocked
 from .errors import DamagedError, FormatError, StoreLockedError, StoreNotFoundError
 from .excerpt import excerpt
 from .io import ROW_FILE_NAME, LmdbColdTier
@@ -172,15 +173,10 @@ def _not_written(source: Path) -> Iterator[None]:
     except FileNotFoundError:
         yield
         return
+    refusal = StoreLockedError(f"{source}: a process has the store open for writing; end it first")
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise StoreLockedError(f"{source}: a process has the store open for writing; end it first") from None
-        try:
+        with flocked(descriptor, fcntl.LOCK_SH, refusal):
             yield
-        finally:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process forked meanwhile has a copy
     finally:
         os.close(descriptor)
 
