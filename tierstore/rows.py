@@ -6,9 +6,9 @@ Weights are float32, float16 or bfloat16, or, for inference, quantized row by ro
 (``embedding_bag_4bit_prepack``). Such rows have no optimizer state.
 
 In a cache a row is two runs of 64-bit words: ``weight_words`` of weights and ``state_words`` of float32 optimizer
-state, each zero-padded to a whole word. On disk the two runs are followed by one checksum word, and
-``rows_per_block`` neighbouring rows are packed behind a two-word header into one LMDB value that fills whole
-overflow pages. docs/format.md draws it.
+state, each zero-padded to a whole word. On disk ``rows_per_block`` rows make a block, which fills whole pages: two words
+of header, key and checksum of each row, then the rows. Blocks that are written together make a segment, one LMDB value
+of at most ``rows_per_segment`` rows, whose first pages list all their keys. docs/format.md draws it.
 """
 
 from dataclasses import dataclass
@@ -30,10 +30,14 @@ MAX_ROWS: Final = 1 << KEY_ROW_BITS
 MAX_TABLES: Final = 1 << 22
 
 WORD_BYTES: Final = 8
-PAGE_HEADER_BYTES: Final = 16
-"""LMDB's header at the start of an overflow page."""
+PAGE_HEADER_WORDS: Final = 2
+"""LMDB's header before a value that has pages of its own."""
+SEGMENT_HEADER_WORDS: Final = 6
 BLOCK_HEADER_WORDS: Final = 2
-CHECKSUM_WORDS: Final = 1
+PAIR_WORDS: Final = 2
+"""A row's key and its checksum."""
+SEGMENT_PAGES: Final = 16
+"""Of a full segment, unless one block takes more."""
 MAX_PAGES_PER_BLOCK: Final = 64
 _GOOD_FILL: Final = 0.75
 
@@ -108,8 +112,8 @@ class RowLayout:
 
     @property
     def stored_row_words(self) -> int:
-        """Words of one row on disk: weights, state, checksum."""
-        return self.weight_words + self.state_words + CHECKSUM_WORDS
+        """Words of one row on disk: key, checksum, weights, state."""
+        return self.weight_words + self.state_words + PAIR_WORDS
 
     @cached_property
     def pages_per_block(self) -> int:
@@ -126,22 +130,28 @@ class RowLayout:
             raise ValueError(
                 f"embedding_dim={self.dim} with {self.state_dim} columns of optimizer state needs "
                 f"{self.stored_row_words * WORD_BYTES} bytes a row; at most "
-                f"{MAX_PAGES_PER_BLOCK * self.page_bytes - 32} fit a block. Split the table by columns."
+                f"{MAX_PAGES_PER_BLOCK * self.page_bytes - BLOCK_HEADER_WORDS * WORD_BYTES} fit a block. Split the table "
+                "by columns."
             )
         return best
 
     def _rows_in(self, pages: int) -> int:
-        words = (pages * self.page_bytes - PAGE_HEADER_BYTES) // WORD_BYTES - BLOCK_HEADER_WORDS
-        return words // self.stored_row_words
+        return (pages * self.page_bytes // WORD_BYTES - BLOCK_HEADER_WORDS) // self.stored_row_words
 
     @property
     def rows_per_block(self) -> int:
         return self._rows_in(self.pages_per_block)
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block's LMDB value: whole overflow pages less the page header."""
-        return self.pages_per_block * self.page_bytes - PAGE_HEADER_BYTES
+    @cached_property
+    def rows_per_segment(self) -> int:
+        """As many whole blocks as fit ``SEGMENT_PAGES`` with the list of their keys; at least one block."""
+        blocks = 1
+        while self.segment_pages((blocks + 1) * self.rows_per_block) <= SEGMENT_PAGES:
+            blocks += 1
+        return blocks * self.rows_per_block
 
-    def num_blocks(self, num_rows: int) -> int:
-        return -(-num_rows // self.rows_per_block)
+    def segment_pages(self, num_rows: int) -> int:
+        """Pages that a segment of so many rows takes."""
+        index_words = PAGE_HEADER_WORDS + SEGMENT_HEADER_WORDS + num_rows
+        index_pages = -(-index_words * WORD_BYTES // self.page_bytes)
+        return index_pages + -(-num_rows // self.rows_per_block) * self.pages_per_block

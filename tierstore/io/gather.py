@@ -34,14 +34,15 @@ from numpy.typing import NDArray
 from .._jit import uncounted_helper as inline
 from .._jit import uncounted_kernel as kernel
 from ..errors import ChecksumError, TruncatedError, UnreadableError
-from ..rows import KEY_ROW_BITS, RowLayout
-from .checksum import absent_checksum, two_row_checksums
-from .directory import TableArrays
+from ..rows import BLOCK_HEADER_WORDS, KEY_ROW_BITS, PAIR_WORDS
+from .checksum import two_row_checksums
 from .files import RESTORE
 from .guard import ASK_AGAIN
 from .mapped import clock_ns, copy_words, is_resident, prefetch_word, queue_read
+from .row_map import Places, SegmentArrays, TableArrays
+from .segments import Geometry, row_seed
 
-__all__ = ["GatherStatus", "Geometry", "count_pages", "gather", "gather_error", "geometry", "queue_pages", "seen_words"]
+__all__ = ["GatherStatus", "Scratch", "count_pages", "gather", "gather_error", "new_scratch", "queue_pages", "seen_words"]
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -49,10 +50,6 @@ Words = NDArray[np.uint64]
 
 _ROW_BITS: Final = KEY_ROW_BITS
 _ROW_MASK: Final = (1 << KEY_ROW_BITS) - 1
-_PLACE_BITS: Final = 16
-_PLACE_MASK: Final = (1 << _PLACE_BITS) - 1
-_HEADER_WORDS: Final = 4
-"""Words before a block's first row: LMDB's page header, then the block's own."""
 
 QUEUE_DEPTH: Final = 512
 """Rows whose pages are queued ahead of the copy; as many times more as there are rows to a page."""
@@ -102,50 +99,34 @@ def gather_error(path: Path, result: Int64s, keys: Int64s) -> Exception:
     return ChecksumError(f"{path}: row {row} of table {table} does not match its checksum. {RESTORE}")
 
 
-class Geometry(NamedTuple):
-    """Sizes a kernel needs of a layout."""
-
-    layout_id: int
-    page_words: int
-    pages_per_block: int
-    rows_per_block: int
-    weight_words: int
-    state_words: int
-
-    @property
-    def row_words(self) -> int:
-        return self.weight_words + self.state_words
-
-
-def geometry(layout: RowLayout, layout_id: int) -> Geometry:
-    return Geometry(
-        layout_id,
-        layout.page_bytes // 8,
-        layout.pages_per_block,
-        layout.rows_per_block,
-        layout.weight_words,
-        layout.state_words,
-    )
-
-
 def seen_words(geo: Geometry, limit: int, num_rows: int) -> int:
     """Length of the scratch in which ``gather`` counts pages: bits for all pages, or a hash table if that is less."""
     row_pages = 1 if geo.pages_per_block == 1 else 2 + geo.row_words // geo.page_words
     return min((limit + 31) // 32, 1 << (2 * row_pages * num_rows).bit_length())
 
 
+class Scratch(NamedTuple):
+    """Where rows lie, by position in a batch; int64, uint64 [n]."""
+
+    offsets: Int64s
+    """Word offset of the row in the map; 0 for a row that was never written."""
+    pairs: Int64s
+    """Word offset of its key, which its checksum follows; 0 likewise."""
+    seeds: Words
+    """Of its checksum."""
+
+
+def new_scratch(num_rows: int) -> Scratch:
+    return Scratch(np.empty(num_rows, np.int64), np.empty(num_rows, np.int64), np.empty(num_rows, np.uint64))
+
+
 @inline
 def _resolve(
-    geo: Geometry,
-    limit: int,
-    keys: Int64s,
-    tables: TableArrays,
-    pages: NDArray[np.uint32],
-    offsets: Int64s,
-    result: Int64s,
-) -> None:
-    """Word offset of each row in the map, 0 for a row of a block that was never written."""
-    stored_words = geo.weight_words + geo.state_words + 1
+    geo: Geometry, limit: int, keys: Int64s, tables: TableArrays, places: Places, segments: SegmentArrays,
+    scratch: Scratch, result: Int64s,
+) -> None:  # fmt: skip
+    """Fill ``scratch``."""
+    offsets = scratch.offsets
     for i in range(len(keys)):
         table = keys[i] >> _ROW_BITS
         row = keys[i] & _ROW_MASK
@@ -154,19 +135,29 @@ def _resolve(
             result[0] = 1
             result[1] = i
             return
-        # Exact: a quotient below 2**40 lies at least 1 / rows_per_block under the next integer.
-        block = np.int64(np.float64(row) / np.float64(geo.rows_per_block))
-        offsets[i] = ((tables.bases[table] + block) << _PLACE_BITS) | (row - block * geo.rows_per_block)
+        offsets[i] = tables.bases[table] + row
+    mask = (1 << geo.place_bits) - 1
     for i in range(len(keys)):
         if i + PREFETCH_ENTRIES < len(keys):
-            prefetch_word(pages, offsets[i + PREFETCH_ENTRIES] >> _PLACE_BITS)
-        page = np.int64(pages[offsets[i] >> _PLACE_BITS])
-        if page != 0 and page + geo.pages_per_block > limit:
+            prefetch_word(places, offsets[i + PREFETCH_ENTRIES])
+        place = np.int64(places[offsets[i]])
+        if place == 0:
+            offsets[i] = scratch.pairs[i] = 0
+            continue
+        slot = place >> geo.place_bits
+        index = place & mask
+        # Exact: a quotient below 2**32 lies at least 1 / rows_per_block under the next integer.
+        block = np.int64(np.float64(index) / np.float64(geo.rows_per_block))
+        page = segments.data_pages[slot] + block * geo.pages_per_block if slot < len(segments.data_pages) else limit
+        if page + geo.pages_per_block > limit:
             result[0] = 2
             result[1] = i
             return
-        place = _HEADER_WORDS + (offsets[i] & _PLACE_MASK) * stored_words
-        offsets[i] = 0 if page == 0 else page * geo.page_words + place
+        at = page * geo.page_words
+        in_block = index - block * geo.rows_per_block
+        offsets[i] = at + geo.first_row + in_block * geo.row_stride
+        scratch.pairs[i] = at + BLOCK_HEADER_WORDS + in_block * geo.pair_stride
+        scratch.seeds[i] = row_seed(np.uint64(keys[i]), segments.numbers[slot], np.uint64(index))
 
 
 @inline
@@ -219,38 +210,17 @@ def count_pages(page_words: int, stored_words: int, limit: int, offsets: Int64s,
 
 
 @inline
-def _is_absent(words: Words, at: int, row_words: int, key: int) -> bool:
-    """Whether what is stored here is a row that was never written: zeros under the checksum of nothing."""
-    if words[at] != np.uint64(0) or words[at + row_words] != absent_checksum(np.uint64(key)):
-        return False
-    for j in range(at, at + row_words):  # noqa: SIM110
-        if words[j] != np.uint64(0):
-            return False
-    return True
-
-
-@inline
 def _copy_rows(
-    geo: Geometry,
-    words: Words,
-    start: int,
-    end: int,
-    offsets: Int64s,
-    keys: Int64s,
-    slots: Int32s,
-    weights: Words,
-    state: Words,
+    geo: Geometry, words: Words, start: int, end: int, offsets: Int64s, slots: Int32s, weights: Words, state: Words,
     present: NDArray[np.bool_],
-) -> None:
+) -> None:  # fmt: skip
     """Copy rows ``[start, end)`` as they are; a row's slot is left alone if it was never written."""
-    row_words = geo.weight_words + geo.state_words
     for i in range(start, end):
-        if i + PREFETCH_ROWS < len(keys):
+        if i + PREFETCH_ROWS < len(offsets):
             prefetch_word(words, offsets[i + PREFETCH_ROWS])
         offset = offsets[i]
-        here = offset != 0 and not (words[offset] == np.uint64(0) and _is_absent(words, offset, row_words, keys[i]))
-        present[i] = here
-        if here:
+        present[i] = offset != 0
+        if offset != 0:
             slot = np.int64(slots[i])
             copy_words(weights, slot * geo.weight_words, words, offset, geo.weight_words)
             if geo.state_words > 0:
@@ -258,41 +228,26 @@ def _copy_rows(
 
 
 @inline
-def _first_bad(
-    words: Words,
-    row_words: int,
-    start: int,
-    end: int,
-    offsets: Int64s,
-    keys: Int64s,
-    present: NDArray[np.bool_],
-    lanes: Words,
-    header_words: int,
-) -> int:
-    """-1, or the position of the first present row of ``[start, end)`` that does not match its checksum, or whose page
-    is another's: a row of an earlier epoch has a good checksum too.
+def _is_bad(words: Words, key: int, pair: int, checksum: np.uint64) -> bool:
+    return words[pair] != np.uint64(key) or words[pair + 1] != checksum
 
-    ``header_words``: words of a page if each begins with a header, which holds its number; else 0.
-    """
-    for a in range(start, end, 2):
-        b = min(a + 1, end - 1)
-        if not present[a] and not present[b]:
+
+@inline
+def _first_bad(words: Words, row_words: int, start: int, end: int, keys: Int64s, scratch: Scratch, lanes: Words) -> int:
+    """-1, or the position of the first present row of ``[start, end)`` that is not the one its key names."""
+    offsets, pairs, seeds = scratch
+    for first in range(start, end, 2):
+        second = min(first + 1, end - 1)
+        if offsets[first] == 0 and offsets[second] == 0:
             continue
         # An absent row is hashed at the other's place: at word 0, the file may be shorter than a row.
-        at_a = offsets[a] if present[a] else offsets[b]
-        at_b = offsets[b] if present[b] else offsets[a]
-        seed_a, seed_b = np.uint64(keys[a]), np.uint64(keys[b])
-        checksum_a, checksum_b = two_row_checksums(words, at_a, at_b, row_words, seed_a, seed_b, lanes)
-        if present[a] and checksum_a != words[at_a + row_words]:
+        a = first if offsets[first] != 0 else second
+        b = second if offsets[second] != 0 else first
+        of_a, of_b = two_row_checksums(words, offsets[a], offsets[b], row_words, seeds[a], seeds[b], lanes)
+        if _is_bad(words, keys[a], pairs[a], of_a):
             return a
-        if present[b] and checksum_b != words[at_b + row_words]:
+        if _is_bad(words, keys[b], pairs[b], of_b):
             return b
-        if header_words:
-            page_a, page_b = at_a // header_words, at_b // header_words
-            if words[page_a * header_words] != np.uint64(page_a):
-                return a if present[a] else b
-            if words[page_b * header_words] != np.uint64(page_b):
-                return b if present[b] else a
     return -1
 
 
@@ -354,8 +309,8 @@ def _all_resident(
 
 @kernel
 def gather(
-    geo: Geometry, words: Words, address: int, limit: int, tables: TableArrays, pages: NDArray[np.uint32],
-    keys: Int64s, slots: Int32s, weights: Words, state: Words, present: NDArray[np.bool_], offsets: Int64s,
+    geo: Geometry, words: Words, address: int, limit: int, tables: TableArrays, places: Places, segments: SegmentArrays,
+    keys: Int64s, slots: Int32s, weights: Words, state: Words, present: NDArray[np.bool_], scratch: Scratch,
     seen: NDArray[np.uint32], lanes: Words, timespec: Int64s, flag: NDArray[np.uint8], verify: bool,
     cold: bool, can_sample: bool, result: Int64s,
 ) -> None:  # fmt: skip
@@ -364,8 +319,9 @@ def gather(
     Args:
         address: of ``words[0]``.
         limit: pages in the file.
+        segments: of the layout.
         weights, state: flat views of the arenas.
-        offsets: int64 [n], scratch.
+        scratch: of as many rows.
         seen: uint32 [seen_words(geo, limit, n)], zeroed.
         lanes, timespec, flag: scratch, uint64 [8], int64 [2], uint8 [1].
         verify: compare each row with its checksum.
@@ -374,12 +330,12 @@ def gather(
         result: int64 [4], zeroed; receives GatherStatus, the position it is about, distinct pages, and 1 if the pages
             turned out cold.
     """
-    _resolve(geo, limit, keys, tables, pages, offsets, result)
+    _resolve(geo, limit, keys, tables, places, segments, scratch, result)
     if result[0] != 0:
         return
+    offsets = scratch.pairs  # a row of a block of several pages follows its key
     row_words = geo.weight_words + geo.state_words
-    stored_words = row_words + 1
-    header_words = geo.page_words if geo.pages_per_block == 1 else 0
+    stored_words = 1 if geo.pages_per_block == 1 else row_words + PAIR_WORDS
     result[2] = count_pages(geo.page_words, stored_words, limit, offsets, seen)
     for i in range(len(seen)):
         seen[i] = np.uint32(0)  # from here on, the pages that were queued
@@ -405,9 +361,9 @@ def gather(
         step = HASH_GROUP if verify else rows
         while position < end and bad < 0:
             start, position = position, min(end, position + step)
-            _copy_rows(geo, words, start, position, offsets, keys, slots, weights, state, present)
+            _copy_rows(geo, words, start, position, scratch.offsets, slots, weights, state, present)
             if verify:
-                bad = _first_bad(words, row_words, start, position, offsets, keys, present, lanes, header_words)
+                bad = _first_bad(words, row_words, start, position, keys, scratch, lanes)
         if bad >= 0:
             result[0] = 3
             result[1] = bad
