@@ -103,12 +103,6 @@ def index_pages(page_words: int, num_rows: int, is_mixed: bool) -> int:
 
 
 @inline
-def segment_pages(geo: Geometry, num_rows: int, is_mixed: bool) -> int:
-    blocks = (num_rows + geo.rows_per_block - 1) // geo.rows_per_block
-    return index_pages(geo.page_words, num_rows, is_mixed) + blocks * geo.pages_per_block
-
-
-@inline
 def row_seed(key: np.uint64, number: np.uint64, index: np.uint64) -> np.uint64:
     """What a row's checksum begins with: the same bytes as another row, or in another place, have another."""
     return key * _SEED + ((number << _INDEX_BITS) | index)
