@@ -79,7 +79,7 @@ def back_up(
     require_outside(target, source)
     with contextlib.ExitStack() as stack:
         with Shield():
-            snapshot, _ = stack.enter_context(tier.lease(is_complete=False))
+            snapshot = stack.enter_context(tier.lease_tree())
         work = stack.enter_context(new_store(target, WORK_NAME))
         steps = Steps(progress)
         path = rows_path(work)

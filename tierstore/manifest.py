@@ -21,9 +21,8 @@ from .rows import MAX_TABLES
 
 __all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "Manifest"]
 
-FORMAT_VERSION: Final = 1
-PLACED_FORMAT_VERSION: Final = 2
-"""Of a store whose rows lie as a placement says, which releases before it cannot read."""
+FORMAT_VERSION: Final = 4
+_OLD_FORMATS: Final = (1, 2)
 MANIFEST_NAME: Final = "manifest.json"
 _MAX_BYTES: Final = 16 * 2**20
 """Some 30,000 tables. Read as JSON, a hostile file of this size takes 20 times as much memory."""
@@ -41,14 +40,12 @@ class Manifest:
         page_bytes: page size of the row file.
         tables: configurations; a table's index is its place.
         has_rows: the row file was made; from then on its absence is damage.
-        is_placed: the row file says where rows lie; without it, they lie at their own places.
     """
 
     store_id: str
     page_bytes: int
     tables: tuple[TableConfig, ...] = ()
     has_rows: bool = False
-    is_placed: bool = False
 
     @classmethod
     def new(cls, page_bytes: int) -> "Manifest":
@@ -63,17 +60,12 @@ class Manifest:
             raise ValueError(f"a store holds at most {MAX_TABLES} tables")
         return replace(self, tables=(*self.tables, config))
 
-    def require_row_file(self, path: Path, page_bytes: int, *, is_placed: bool) -> None:
+    def require_row_file(self, path: Path, page_bytes: int) -> None:
         """FormatError unless the row file at ``path`` can be the one that the manifest is about."""
         if page_bytes != self.page_bytes:
             raise FormatError(
                 f"{path} has pages of {page_bytes} bytes and its manifest says {self.page_bytes}; restore both from "
                 "one copy of the store"
-            )
-        if is_placed != self.is_placed:
-            raise FormatError(
-                f"{path} {'says' if is_placed else 'does not say'} where rows lie and its manifest is of a store of "
-                "the other kind; restore both from one copy of the store"
             )
 
     def create(self, directory: Path) -> None:
@@ -118,7 +110,7 @@ class Manifest:
 
     def _text(self) -> str:
         body = {
-            "format_version": PLACED_FORMAT_VERSION if self.is_placed else FORMAT_VERSION,
+            "format_version": FORMAT_VERSION,
             "store_id": self.store_id,
             "page_bytes": self.page_bytes,
             "has_rows": self.has_rows,
@@ -161,10 +153,15 @@ class Manifest:
             raise ChecksumError(f"{path} is not a complete manifest; restore it from a copy of the store") from None
         if not intact:
             raise ChecksumError(f"{path} does not match its checksum; restore it from a copy of the store")
-        if version not in (FORMAT_VERSION, PLACED_FORMAT_VERSION):
+        if version in _OLD_FORMATS:
             raise FormatError(
-                f"{path} is of format version {excerpt(version)}; this release reads versions {FORMAT_VERSION} and "
-                f"{PLACED_FORMAT_VERSION}. Open it with the release that wrote it"
+                f"{path} is of an older release (format version {version}; this one reads {FORMAT_VERSION}): with the "
+                "older release run tierstore export, then with this one tierstore import"
+            )
+        if version != FORMAT_VERSION:
+            raise FormatError(
+                f"{path} is of format version {excerpt(version)}; this release reads version {FORMAT_VERSION}. Open it "
+                "with the release that wrote it"
             )
         try:
             return cls._from_body(body)
@@ -191,8 +188,7 @@ class Manifest:
             raise ValueError("two tables have one name")
         for layout in {table.layout(page_bytes) for table in tables}:
             _ = layout.pages_per_block  # ValueError for rows too wide
-        is_placed = body["format_version"] == PLACED_FORMAT_VERSION
-        return cls(store_id=store_id, page_bytes=page_bytes, has_rows=has_rows, tables=tables, is_placed=is_placed)
+        return cls(store_id=store_id, page_bytes=page_bytes, has_rows=has_rows, tables=tables)
 
 
 @contextlib.contextmanager

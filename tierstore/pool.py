@@ -38,7 +38,7 @@ from .lease import Lease, Use
 from .rows import KEY_ROW_BITS, RowLayout
 from .signals import shielded
 from .threads import Workers
-from .writeback import BLOCKS_A_TURN, PAUSE_SECONDS, WriteBack
+from .writeback import PAUSE_SECONDS, WriteBack
 
 if TYPE_CHECKING:
     from .hbm.pool import HbmPool
@@ -102,7 +102,7 @@ class Pool:
             cache,
             cold,
             self.lock,
-            blocks_a_write=max(1, transaction_bytes // layout.block_bytes),
+            transaction_bytes=transaction_bytes,
             outbox_rows=outbox_rows,
             epoch=epoch,
         )
@@ -234,10 +234,11 @@ class Pool:
     def _write_ahead(self, count: int, _store: object) -> None:
         self._writer_thread = threading.get_ident()
         with contextlib.suppress(Exception):
-            for first in range(0, count, BLOCKS_A_TURN):
+            step = self.writeback.rows_a_turn
+            for first in range(0, count, step):
                 if self._closed or not self.cache.num_dirty:
                     return
-                self.writeback.write_victims(min(BLOCKS_A_TURN, count - first))
+                self.writeback.write_victims(min(step, count - first))
                 time.sleep(PAUSE_SECONDS)
 
     def end_write_ahead(self) -> None:
@@ -408,7 +409,7 @@ class Pool:
 
     @shielded
     def flush(self) -> None:
-        """Write every dirty row to the cold tier, in block order. The rows stay cached, clean."""
+        """Write every dirty row to the cold tier. The rows stay cached, clean."""
         self.settle()
         with self.fill_lock:
             self.writeback.write_all()

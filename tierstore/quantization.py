@@ -33,7 +33,6 @@ from .version import TableState, pack, unpack, unpack_tensors
 __all__ = ["TARGET_DTYPES", "QuantizeReport", "QuantizedTable", "quantize"]
 
 TARGET_DTYPES: Final[tuple[str, ...]] = tuple(name for name in get_args(DtypeName) if name != "float32")
-_STAGING_BYTES: Final = 1 << 20
 _CHUNK_BYTES: Final = 8 << 20
 """Rows and optimizer state that are read at a time."""
 _DDR: Final = "64MiB"
@@ -144,7 +143,6 @@ def _open(directory: Path, manifest: Manifest, version: int | None, *, readonly:
         store_id=bytes.fromhex(manifest.store_id),
         readonly=readonly,
         version=version,
-        staging_bytes=_STAGING_BYTES,
     )
     with contextlib.closing(tier):
         yield tier

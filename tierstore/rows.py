@@ -150,8 +150,13 @@ class RowLayout:
             blocks += 1
         return blocks * self.rows_per_block
 
-    def segment_pages(self, num_rows: int) -> int:
-        """Pages that a segment of so many rows takes."""
-        index_words = PAGE_HEADER_WORDS + SEGMENT_HEADER_WORDS + num_rows
+    def segment_pages(self, num_rows: int, *, is_mixed: bool = False) -> int:
+        """Pages that a segment of so many rows takes; a mixed one lists the epoch of each."""
+        index_words = PAGE_HEADER_WORDS + SEGMENT_HEADER_WORDS + num_rows * (1 + is_mixed)
         index_pages = -(-index_words * WORD_BYTES // self.page_bytes)
         return index_pages + -(-num_rows // self.rows_per_block) * self.pages_per_block
+
+    def rows_within(self, size_bytes: int) -> int:
+        """Rows of as many whole segments as fit so many bytes; of one at least."""
+        rows = self.rows_per_segment
+        return max(1, size_bytes // (self.segment_pages(rows) * self.page_bytes)) * rows

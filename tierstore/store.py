@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from .beginning import open_manifest
-from .budget import STAGING_BYTES
 from .config import TableConfig
 from .converting import Converter, RowSource
 from .durable import make_directory
@@ -96,7 +95,6 @@ class Store(Unpicklable):
             store_id=bytes.fromhex(self._manifest.store_id),
             readonly=readonly,
             version=version,
-            staging_bytes=STAGING_BYTES,
         )
         try:
             self._load()
@@ -110,7 +108,7 @@ class Store(Unpicklable):
         """Check that the files belong together, make the tables known, read the last version."""
         cold = self._cold
         self._epoch = cold.last_version + 1
-        self._manifest.require_row_file(cold.path, cold.page_bytes, is_placed=cold.placement is not None)
+        self._manifest.require_row_file(cold.path, cold.page_bytes)
         if not self.readonly:
             # Another writer may have made tables before the lock was ours.
             self._manifest = Manifest.read(self.directory)
@@ -157,10 +155,10 @@ class Store(Unpicklable):
             try:
                 self._cold.add_table(index, *shape)
             except (MemoryError, OSError) as error:
-                directory_bytes = 4 * stored.num_blocks(config.num_embeddings)
+                map_bytes = 4 * config.num_embeddings
                 raise BudgetError(
-                    f"table {config.name!r}: the system refuses {format_size(directory_bytes)} of address space for "
-                    f"its block directory ({error}); make the table smaller, or let the system overcommit memory"
+                    f"table {config.name!r}: the system refuses {format_size(map_bytes)} of address space for "
+                    f"the map of its rows ({error}); make the table smaller, or let the system overcommit memory"
                 ) from error
             self._added[index] = shape
         return kept
@@ -429,7 +427,7 @@ class Store(Unpicklable):
         rows = None
         if manifest.tables == self._manifest.tables:
             pools, room, read = list(self._pools.values()), self._reserved_bytes, self._source(self._cold.read_newer)
-            rows = changed_rows(pools, lambda keys: found.is_changed(self._cold.place(keys)), read, room)
+            rows = changed_rows(pools, found.is_changed, read, room)
         return Newer(self, self._num_finds, version, manifest, rows)
 
     def give_up_newer(self, number: int) -> None:

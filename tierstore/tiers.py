@@ -38,7 +38,7 @@ def _ssd_stats(cold: LmdbColdTier, num_rows: int) -> TierStats:
         hits=counters.rows_read - counters.rows_absent,
         misses=counters.rows_absent,
         capacity_rows=num_rows,
-        bytes=cold.directory_bytes,
+        bytes=cold.map_bytes,
         seconds=counters.read_seconds + counters.write_seconds,
         bytes_read=counters.pages_read * cold.page_bytes,
         bytes_written=counters.bytes_written,

@@ -1,13 +1,14 @@
 """Write-back: how newer rows of one cache reach the cold tier, between commits and for them.
 
-A commit *freezes* the dirty rows: as they are at that moment they belong to its version. A thread then writes them, a
-few blocks at a time, while training goes on, and these rules keep the versions apart:
+A commit *freezes* the dirty rows: as they are at that moment they belong to its version. A thread then writes them, some
+at a time, while training goes on, and these rules keep the versions apart:
 
 - A frozen row that is about to change is copied to the *outbox* first. What is in the outbox is written for the version
   too, after its row's slot was, if that was being written just then: the copy is the last word.
-- Rows that became dirty after the freeze are written for the next version. Before that happens to a block, its frozen
-  rows and its copies in the outbox are written for theirs, so that no block is written for an earlier version after it
-  was written for a later one, and a later one holds everything the earlier one does.
+- Rows that became dirty after the freeze are written for the next version, before or after what belongs to theirs: the
+  cold tier keeps the two apart.
+
+Rows are written in the order in which they would be evicted, so that those last used together come to lie together.
 
 Locks: ``gate`` (one write-back at a time; held over device writes), then the pool's ``lock``. A slot whose row is being
 written stays pinned until it is.
@@ -25,16 +26,15 @@ import numpy as np
 from .cache import RowCache
 from .io import ColdTier
 from .killpoints import reach
-from .rows import KEY_ROW_BITS, RowLayout
+from .rows import RowLayout
 
-__all__ = ["BLOCKS_A_TURN", "MIN_OUTBOX_ROWS", "PAUSE_SECONDS", "WriteBack", "outbox_bytes"]
+__all__ = ["BYTES_A_TURN", "MIN_OUTBOX_ROWS", "PAUSE_SECONDS", "WriteBack", "outbox_bytes"]
 
 MIN_OUTBOX_ROWS: Final = 32
-BLOCKS_A_TURN: Final = 256
+BYTES_A_TURN: Final = 1 << 20
 """What a thread that writes for a commit, or ahead, writes before it lets others write."""
 PAUSE_SECONDS: Final = 5e-5
 """Between two turns: a lock released and taken again at once is given to nobody else."""
-_ROW_MASK: Final = (1 << KEY_ROW_BITS) - 1
 _KEY_AND_PLACE_BYTES: Final = 12
 
 
@@ -84,11 +84,13 @@ class WriteBack:
 
     Args:
         lock: the pool's.
-        blocks_a_write: blocks a transaction of the cold tier may hold.
+        transaction_bytes: of segments that a transaction of the cold tier may hold.
         outbox_rows: rows that the outbox holds.
         epoch: the version that rows are written for.
 
     Attributes:
+        rows_a_write: that a transaction of the cold tier may hold.
+        rows_a_turn: that a thread writes for a commit, or ahead, before it lets others write.
         waited_seconds: how long others have waited for the writer of a commit.
     """
 
@@ -99,7 +101,7 @@ class WriteBack:
         cold: ColdTier,
         lock: threading.Condition,
         *,
-        blocks_a_write: int,
+        transaction_bytes: int,
         outbox_rows: int,
         epoch: int,
     ) -> None:
@@ -108,7 +110,8 @@ class WriteBack:
         self._cache = cache
         self._cold = cold
         self._lock = lock
-        self._blocks_a_write = blocks_a_write
+        self.rows_a_write = layout.rows_within(transaction_bytes)
+        self.rows_a_turn = min(self.rows_a_write, layout.rows_within(BYTES_A_TURN))
         self._epoch = epoch
         self._outbox = _Outbox(layout, max(outbox_rows, MIN_OUTBOX_ROWS))
         self._error: BaseException | None = None
@@ -137,7 +140,7 @@ class WriteBack:
     # Between commits
 
     def write_victims(self, limit: int | None = None) -> None:
-        """Write up to ``limit`` dirty or frozen rows, the next victims, and with each what is newer in its block.
+        """Write up to ``limit`` dirty or frozen rows, the next victims.
 
         Others may admit rows meanwhile, into slots whose rows have left, so what is chosen is known by its keys. They
         may update rows: an update marks its row dirty again, so what is written of it here is never the last word.
@@ -146,42 +149,23 @@ class WriteBack:
         with self.gate:
             self.waited_seconds += time.perf_counter() - started
             with self._lock:
-                victims = self._cache.victims(self._blocks_a_write if limit is None else limit)
-                slots = self._neighbours(self._cache.keys_of(victims))
+                slots = self._cache.victims(self.rows_a_write if limit is None else limit)
                 keys = self._cache.keys_of(slots)
             reach("write-back: rows chosen")
-            if self._cache.num_frozen or self._outbox.count:
+            if self._cache.num_frozen:
                 with self._giving_up():
                     self._write_frozen(slots)  # a row that comes in now is not frozen
-                    self._write_copies(self._copies_beside(keys))
             self._write_dirty(keys)
 
     def write_all(self) -> None:
         """Write every dirty row; there is no version under way. The caller admits no rows meanwhile."""
         with self.gate:
             with self._lock:
-                victims = self._cache.victims(self._cache.num_dirty)
-                keys = self._cache.keys_of(victims)
-            self._write_dirty(keys[np.argsort(self._cold.place(keys))])
-
-    def _neighbours(self, keys: Any) -> Any:
-        """Slots of all cached rows that lie in the blocks of these rows, by place."""
-        rows_per_block = self._layout.rows_per_block
-        places = self._cold.place(keys)
-        rows = places & _ROW_MASK
-        first = np.unique((places & ~_ROW_MASK) | (rows - rows % rows_per_block))
-        slots = self._cache.find(self._cold.rows_at((first[:, None] + np.arange(rows_per_block)).ravel()))
-        return slots[slots >= 0]
-
-    def _copies_beside(self, keys: Any) -> Any:
-        """Places in the outbox of the copies that lie in the blocks of these rows."""
-        with self._lock:
-            places = self._outbox.places
-            blocks = self._blocks_of(keys)
-            return places[np.isin(self._blocks_of(self._outbox.keys[places]), blocks)]
+                keys = self._cache.keys_of(self._cache.victims(self._cache.num_dirty))
+            self._write_dirty(keys)
 
     def _write_dirty(self, keys: Any) -> None:
-        """Write the dirty ones of these rows, ascending by place, for the version that is open."""
+        """Write the dirty ones of these rows, in their order, for the version that is open."""
         cache = self._cache
         with self._lock:
             slots = cache.find(keys)
@@ -199,30 +183,17 @@ class WriteBack:
                 self._lock.notify_all()
 
     def _write_runs(self, keys: Any, slots: Any, rows: "RowCache | _Outbox", epoch: int) -> Iterator[int]:
-        """Write rows, ascending by place, in transactions of whole blocks; yields how many are written after each."""
-        first = 0
-        for stop in self._block_bounds(keys):
+        """Write rows in transactions; yields how many are written after each."""
+        for first in range(0, len(keys), self.rows_a_write):
             if self._is_busy:
                 raise RuntimeError("a signal handler may not write while a write-back is under way")
+            part = slice(first, first + self.rows_a_write)
             self._is_busy = True
             try:
-                self._cold.write(keys[first:stop], slots[first:stop], rows.weights, rows.state, epoch=epoch)
+                self._cold.write(keys[part], slots[part], rows.weights, rows.state, epoch=epoch)
             finally:
                 self._is_busy = False
-            first = stop
-            yield stop
-
-    def _block_bounds(self, keys: Any, limit: int | None = None) -> list[int]:
-        """Ends of runs of keys, sorted by place, that lie in at most ``limit`` blocks, no block in two runs."""
-        if not len(keys):
-            return []
-        step = min(self._blocks_a_write, limit or self._blocks_a_write)
-        new_block = np.flatnonzero(np.diff(self._blocks_of(keys), prepend=-1))
-        return [*new_block[step::step].tolist(), len(keys)]
-
-    def _blocks_of(self, keys: Any) -> Any:
-        places = self._cold.place(keys)
-        return (places & _ROW_MASK) // self._layout.rows_per_block + (places & ~_ROW_MASK)
+            yield min(first + self.rows_a_write, len(keys))
 
     # Commits
 
@@ -234,20 +205,15 @@ class WriteBack:
         self._epoch += 1
 
     def write_frozen(self) -> None:
-        """Write everything that belongs to the version that was frozen, in block order, other writers in between.
+        """Write everything that belongs to the version that was frozen, other writers in between.
 
         Raises:
             what the cold tier raises; also if another thread met it. The version is then given up.
         """
         with self._lock:
             slots = self._cache.frozen_slots()
-            keys = self._cache.keys_of(slots)
-        order = np.argsort(self._cold.place(keys))
-        slots, keys = slots[order], keys[order]
-        first = 0
-        for stop in self._block_bounds(keys, BLOCKS_A_TURN):
-            self._take_turn(partial(self._write_frozen, slots[first:stop]))
-            first = stop
+        for first in range(0, len(slots), self.rows_a_turn):
+            self._take_turn(partial(self._write_frozen, slots[first : first + self.rows_a_turn]))
             while self._outbox.count > len(self._outbox.keys) // 2:
                 self._take_turn(self._write_some_copies)
         while self._outbox.count:
@@ -271,8 +237,8 @@ class WriteBack:
             raise
 
     def _write_frozen(self, slots: Any) -> None:
-        """Write the frozen ones of these rows, ascending by place. One that changes meanwhile has its copy in the
-        outbox, which is written after it. The caller holds the gate."""
+        """Write the frozen ones of these rows. One that changes meanwhile has its copy in the outbox, which is written
+        after it. The caller holds the gate."""
         cache = self._cache
         with self._lock:
             taken = cache.frozen_of(slots)
@@ -289,17 +255,10 @@ class WriteBack:
                 self._lock.notify_all()
 
     def _write_some_copies(self) -> None:
-        """Write one turn's worth of the outbox. The caller holds the gate."""
-        with self._lock:
-            places = self._outbox.places
-            places = places[np.argsort(self._cold.place(self._outbox.keys[places]))]
-            stops = self._block_bounds(self._outbox.keys[places], BLOCKS_A_TURN)
-        self._write_copies(places[: stops[0]] if stops else places)
-
-    def _write_copies(self, places: Any) -> None:
-        """Write these copies, and forget them. The caller holds the gate."""
+        """Write one turn's worth of the outbox, and forget it. The caller holds the gate."""
         outbox = self._outbox
-        places = places[np.argsort(self._cold.place(outbox.keys[places]))]
+        with self._lock:
+            places = outbox.places[: self.rows_a_turn]
         for _ in self._write_runs(outbox.keys[places], places, outbox, self._epoch - 1):
             pass
         with self._lock:

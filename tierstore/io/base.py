@@ -25,14 +25,21 @@ class ColdCounters(NamedTuple):
     """Pages the rows lay on, each counted once per ``read`` call (they may have come from the page cache)."""
     read_seconds: float
     rows_written: int
-    blocks_written: int
     bytes_written: int
+    """Of the pages that rows were appended in."""
     write_seconds: float
+    """Cleaning included."""
+    rows_moved: int = 0
+    """By cleaning: live rows of segments that were to be deleted."""
+    pages_moved: int = 0
+    """Pages that they were read from."""
+    bytes_moved: int = 0
+    """Of the pages that they were appended in."""
 
 
 class VerifyReport(NamedTuple):
     tables: int
-    blocks: int
+    segments: int
     rows: int
     bytes: int
 
@@ -42,15 +49,6 @@ class ColdTier(Protocol):
 
     def add_table(self, table_index: int, layout: RowLayout, num_rows: int) -> None:
         """Make a table known. Nothing is written: a table without rows takes no room."""
-
-    def place(self, keys: Int64s) -> Int64s:
-        """Where rows lie: rows whose places, shifted to the row's part, fall in one ``rows_per_block`` share a block.
-
-        A row lies at its own key unless it was moved. What is no row gets a place that is none.
-        """
-
-    def rows_at(self, places: Int64s) -> Int64s:
-        """The keys of the rows that lie at these places, in their order; places without a row may be left out."""
 
     def read(
         self, keys: Int64s, slots: NDArray[np.int32], weights: Words, state: Words, present: NDArray[np.bool_]
@@ -65,13 +63,14 @@ class ColdTier(Protocol):
         """
 
     def write(self, keys: Int64s, slots: NDArray[np.int32], weights: Words, state: Words, *, epoch: int) -> None:
-        """Store ``weights[slots[i]]``, ``state[slots[i]]`` as row ``keys[i]`` (keys distinct, one layout).
+        """Store ``weights[slots[i]]``, ``state[slots[i]]`` as row ``keys[i]`` (keys distinct, one layout), together and
+        in this order.
 
         Visible to ``read`` on return; part of no version until ``commit``. All or nothing.
 
         Args:
-            epoch: the first version that the rows are to be part of, above ``last_version``. Of rows near each other
-                (in one block) none may be written for an earlier epoch once one was written for a later.
+            epoch: the first version that the rows are to be part of, above ``last_version``. A row written for an
+                earlier epoch than before is that of the versions up to the later one, and not what ``read`` sees.
         """
 
     def commit(self, payload: bytes, version: int, *, keep: int = 1) -> None:
@@ -112,11 +111,8 @@ class ColdTier(Protocol):
     def counters(self) -> ColdCounters: ...
 
     @property
-    def size_bytes(self) -> int:
-        """Bytes of memory held for staging (the directory is not counted; see ``directory_bytes``)."""
-
-    @property
-    def directory_bytes(self) -> int: ...
+    def map_bytes(self) -> int:
+        """Bytes of the map from rows to places."""
 
     def close(self) -> None:
         """Release files and maps; what was written since the last commit is dropped at the next open."""

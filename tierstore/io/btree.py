@@ -1,4 +1,4 @@
-"""LMDB's B-tree, read page by page: where each block lies, without touching the blocks.
+"""LMDB's B-tree, read page by page: where each segment lies, without touching the segments.
 
 Source of the page format: LMDB 0.9's mdb.c (Howard Chu), data format version 1; docs/format.md repeats what is used
 here. Everything read is checked before it is followed: page numbers against the length of the file, flags, bounds, key
@@ -24,6 +24,7 @@ __all__ = [
     "META_KEY",
     "META_READ_BYTES",
     "NO_ROOT",
+    "SEGMENTS_KEY",
     "Entries",
     "Meta",
     "TreeTotals",
@@ -49,10 +50,12 @@ MAGIC: Final = 0xBEEFC0DE
 DATA_VERSION: Final = 1
 NO_ROOT: Final = (1 << 64) - 1
 META_KEY: Final = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
-"""First key word of a record that is not a block; sorts after all blocks."""
+"""First key word of a record; sorts after all segments."""
+SEGMENTS_KEY: Final = np.uint64(0)
+"""First key word of a segment; the second is its number."""
 META_READ_BYTES: Final = 152
 MAX_PAGES: Final = 1 << 32
-"""Page numbers of blocks are held in 32 bits."""
+"""Page numbers are held in 32 bits."""
 
 _KEY_BYTES: Final = 16
 _HEADER_BYTES: Final = 16
@@ -148,8 +151,8 @@ def repoint(page: bytes, meta: Meta, txn_id: int) -> bytes:
 class Entries(NamedTuple):
     """Key, place and size of B-tree entries; the kernels' output."""
 
-    block_keys: Words
-    epochs: Words
+    kinds: Words
+    numbers: Words
     pages: Int64s
     """Page number of the value, or 0 where the value is small and lies in the tree."""
     sizes: Int64s
@@ -356,8 +359,8 @@ def _emit(halves: Halves, page_halves: int, node: int, limit: int, entries: Entr
         page_bytes = page_halves * 2
         if page < 2 or page + (_HEADER_BYTES + size + page_bytes - 1) // page_bytes > limit:
             return False
-    entries.block_keys[out] = key_word(halves, node + 4)
-    entries.epochs[out] = key_word(halves, node + 8)
+    entries.kinds[out] = key_word(halves, node + 4)
+    entries.numbers[out] = key_word(halves, node + 8)
     entries.pages[out] = page
     entries.sizes[out] = size
     return True
@@ -406,8 +409,8 @@ def walk(
             if not _emit(halves, page_halves, node, limit, entries, out):
                 status = -2
                 break
-            key_first = entries.block_keys[out]
-            key_second = entries.epochs[out]
+            key_first = entries.kinds[out]
+            key_second = entries.numbers[out]
             if out > 0 and (
                 key_first < previous_first or (key_first == previous_first and key_second <= previous_second)
             ):
@@ -438,12 +441,12 @@ def seek_each(
     limit: int,
     root: int,
     depth: int,
-    block_keys: Words,
-    epochs: Words,
+    kinds: Words,
+    numbers: Words,
     entries: Entries,
     result: Int64s,
 ) -> None:
-    """For each (block_keys[i], epochs[i]), the first entry at or after it; past the end, key (META_KEY, META_KEY).
+    """For each (kinds[i], numbers[i]), the first entry at or after it; past the end, key (META_KEY, META_KEY).
 
     ``result`` as in ``walk``.
     """
@@ -452,14 +455,14 @@ def seek_each(
     counts = np.zeros(MAX_DEPTH + 1, np.int64)
     result[0] = 0
     result[1] = 0
-    for i in range(len(block_keys)):
+    for i in range(len(kinds)):
         pages[0] = root
-        status = _descend(halves, page_halves, limit, 0, depth, block_keys[i], epochs[i], 0, pages, indexes, counts)
+        status = _descend(halves, page_halves, limit, 0, depth, kinds[i], numbers[i], 0, pages, indexes, counts)
         if status == 0 and indexes[depth - 1] >= counts[depth - 1]:
             status = _next_leaf(halves, page_halves, limit, depth, 0, pages, indexes, counts)
         if status == 1:
-            entries.block_keys[i] = META_KEY
-            entries.epochs[i] = META_KEY
+            entries.kinds[i] = META_KEY
+            entries.numbers[i] = META_KEY
             entries.pages[i] = 0
             entries.sizes[i] = 0
             continue
@@ -508,7 +511,7 @@ def find_value(
     node = _node(halves, page_halves, pages[depth - 1], indexes[depth - 1], True)
     if node < 0 or not _emit(halves, page_halves, node, limit, entry, 0):
         result[1] = 4 if node < 0 else 2
-    elif entry.block_keys[0] == first and entry.epochs[0] == second:
+    elif entry.kinds[0] == first and entry.numbers[0] == second:
         result[0] = entry.sizes[0]
         page = entry.pages[0]
         result[3] = page * page_halves + _HEADER_BYTES // 2 if page else node + 4 + _KEY_BYTES // 2

@@ -16,7 +16,7 @@ class Counting:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.totals = ColdCounters(0, 0, 0, 0.0, 0, 0, 0, 0.0)
+        self.totals = ColdCounters(0, 0, 0, 0.0, 0, 0, 0.0)
 
     def add(self, **added: float) -> None:
         """Add to the totals of these names, all at once."""

@@ -1,7 +1,7 @@
-"""Every page of the row file has one use: part of LMDB's tree of blocks, of its tree of free pages, or free.
+"""Every page of the row file has one use: part of LMDB's tree of segments, of its tree of free pages, or free.
 
 LMDB's writer believes its pages and the list of free pages it keeps in a tree of its own: a damaged page number there
-makes it overwrite blocks that are in use, a damaged length makes it read past the list's end. So before LMDB follows
+makes it overwrite segments that are in use, a damaged length makes it read past the list's end. So before LMDB follows
 them, both trees are walked, and a bitmap, one bit a page of the file, sees that none is claimed twice and none is
 forgotten. What the meta page counts must then match as well, which is all that stands for a checksum there.
 
@@ -208,7 +208,7 @@ def _claim_value(
 ) -> int:
     """Mark the pages of an entry's value and, in the tree of free pages, the pages it lists.
 
-    The headers of blocks are left unread: that would read the whole file, and whoever replaces a block looks at them.
+    The headers of segments are left unread: that would read the whole file, and whoever deletes one looks at it.
     """
     is_free_list = key_bytes == _FREE_KEY_BYTES
     size = half(halves, node) | (half(halves, node + 1) << 16)
@@ -275,7 +275,7 @@ def _use_tree(
 
     Args:
         limit: pages in the file; what is free may lie beyond.
-        key_bytes: 16 for the tree of blocks, 8 for that of free pages.
+        key_bytes: 16 for the tree of segments, 8 for that of free pages.
         used: uint64 bitmap of the pages up to ``last_page``.
         result: int64 [8], zeroed; see the names above.
     """
@@ -347,7 +347,7 @@ def check_page_use(halves: Halves, meta: Meta, limit: int) -> PageUse:
 
 
 def free_pages(halves: Halves, meta: Meta, limit: int) -> NDArray[np.bool_] | None:
-    """Which of the file's pages hold no block: free ones and those of the list itself; None if the list is damaged."""
+    """Which of the file's pages hold no segment: free ones and those of the list itself; None if the list is damaged."""
     used: NDArray[np.uint64] = np.zeros((max(meta.last_page + 1, limit) >> 6) + 1, np.uint64)
     result = np.zeros(_RESULTS, np.int64)
     if meta.free_root != NO_ROOT:

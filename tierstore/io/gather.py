@@ -34,22 +34,28 @@ from numpy.typing import NDArray
 from .._jit import uncounted_helper as inline
 from .._jit import uncounted_kernel as kernel
 from ..errors import ChecksumError, TruncatedError, UnreadableError
-from ..rows import BLOCK_HEADER_WORDS, KEY_ROW_BITS, PAIR_WORDS
+from ..rows import BLOCK_HEADER_WORDS, KEY_ROW_BITS, MAX_ROWS, PAIR_WORDS
 from .checksum import two_row_checksums
 from .files import RESTORE
 from .guard import ASK_AGAIN
 from .mapped import clock_ns, copy_words, is_resident, prefetch_word, queue_read
-from .row_map import Places, SegmentArrays, TableArrays
+from .row_map import Places, SegmentArrays
 from .segments import Geometry, row_seed
 
-__all__ = ["GatherStatus", "Scratch", "count_pages", "gather", "gather_error", "new_scratch", "queue_pages", "seen_words"]
+__all__ = [
+    "GatherStatus",
+    "Scratch",
+    "count_pages",
+    "gather",
+    "gather_error",
+    "new_scratch",
+    "queue_segments",
+    "seen_words",
+]
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
 Words = NDArray[np.uint64]
-
-_ROW_BITS: Final = KEY_ROW_BITS
-_ROW_MASK: Final = (1 << KEY_ROW_BITS) - 1
 
 QUEUE_DEPTH: Final = 512
 """Rows whose pages are queued ahead of the copy; as many times more as there are rows to a page."""
@@ -74,22 +80,15 @@ ROW_SLACK_NS: Final = 600
 
 class GatherStatus(IntEnum):
     DONE = 0
-    BAD_KEY = 1
-    """No such row, or a table of another layout."""
-    OUT_OF_FILE = 2
-    BAD_ROW = 3
-    UNREADABLE = 4
+    OUT_OF_FILE = 1
+    BAD_ROW = 2
+    UNREADABLE = 3
 
 
 def gather_error(path: Path, result: Int64s, keys: Int64s) -> Exception:
     """What a status other than DONE amounts to."""
     key = int(keys[result[1]])
-    table, row = key >> _ROW_BITS, key & _ROW_MASK
-    if result[0] == GatherStatus.BAD_KEY:
-        return ValueError(
-            f"keys[{int(result[1])}] = {key} is row {row} of table {table}: not a row of a table that was added, "
-            f"or of a table with another layout than keys[0]'s"
-        )
+    table, row = key >> KEY_ROW_BITS, key % MAX_ROWS
     if result[0] == GatherStatus.OUT_OF_FILE:
         return TruncatedError(f"{path}: row {row} of table {table} lies beyond the end of the file. {RESTORE}")
     if result[0] == GatherStatus.UNREADABLE:
@@ -122,27 +121,18 @@ def new_scratch(num_rows: int) -> Scratch:
 
 @inline
 def _resolve(
-    geo: Geometry, limit: int, keys: Int64s, tables: TableArrays, places: Places, segments: SegmentArrays,
+    geo: Geometry, limit: int, keys: Int64s, positions: Int64s, places: Places, segments: SegmentArrays,
     scratch: Scratch, result: Int64s,
 ) -> None:  # fmt: skip
     """Fill ``scratch``."""
-    offsets = scratch.offsets
-    for i in range(len(keys)):
-        table = keys[i] >> _ROW_BITS
-        row = keys[i] & _ROW_MASK
-        known = table >= 0 and table < len(tables.bases) and tables.layout_ids[table] == geo.layout_id
-        if not known or row >= tables.num_rows[table]:
-            result[0] = 1
-            result[1] = i
-            return
-        offsets[i] = tables.bases[table] + row
+    offsets, pairs, seeds = scratch
     mask = (1 << geo.place_bits) - 1
     for i in range(len(keys)):
         if i + PREFETCH_ENTRIES < len(keys):
-            prefetch_word(places, offsets[i + PREFETCH_ENTRIES])
-        place = np.int64(places[offsets[i]])
+            prefetch_word(places, positions[i + PREFETCH_ENTRIES])
+        place = np.int64(places[positions[i]])
         if place == 0:
-            offsets[i] = scratch.pairs[i] = 0
+            offsets[i] = pairs[i] = 0
             continue
         slot = place >> geo.place_bits
         index = place & mask
@@ -150,14 +140,14 @@ def _resolve(
         block = np.int64(np.float64(index) / np.float64(geo.rows_per_block))
         page = segments.data_pages[slot] + block * geo.pages_per_block if slot < len(segments.data_pages) else limit
         if page + geo.pages_per_block > limit:
-            result[0] = 2
+            result[0] = 1
             result[1] = i
             return
         at = page * geo.page_words
         in_block = index - block * geo.rows_per_block
         offsets[i] = at + geo.first_row + in_block * geo.row_stride
-        scratch.pairs[i] = at + BLOCK_HEADER_WORDS + in_block * geo.pair_stride
-        scratch.seeds[i] = row_seed(np.uint64(keys[i]), segments.numbers[slot], np.uint64(index))
+        pairs[i] = at + BLOCK_HEADER_WORDS + in_block * geo.pair_stride
+        seeds[i] = row_seed(np.uint64(keys[i]), segments.numbers[slot], np.uint64(index))
 
 
 @inline
@@ -309,7 +299,7 @@ def _all_resident(
 
 @kernel
 def gather(
-    geo: Geometry, words: Words, address: int, limit: int, tables: TableArrays, places: Places, segments: SegmentArrays,
+    geo: Geometry, words: Words, address: int, limit: int, positions: Int64s, places: Places, segments: SegmentArrays,
     keys: Int64s, slots: Int32s, weights: Words, state: Words, present: NDArray[np.bool_], scratch: Scratch,
     seen: NDArray[np.uint32], lanes: Words, timespec: Int64s, flag: NDArray[np.uint8], verify: bool,
     cold: bool, can_sample: bool, result: Int64s,
@@ -319,6 +309,7 @@ def gather(
     Args:
         address: of ``words[0]``.
         limit: pages in the file.
+        positions: of the rows in ``places``.
         segments: of the layout.
         weights, state: flat views of the arenas.
         scratch: of as many rows.
@@ -330,7 +321,7 @@ def gather(
         result: int64 [4], zeroed; receives GatherStatus, the position it is about, distinct pages, and 1 if the pages
             turned out cold.
     """
-    _resolve(geo, limit, keys, tables, places, segments, scratch, result)
+    _resolve(geo, limit, keys, positions, places, segments, scratch, result)
     if result[0] != 0:
         return
     offsets = scratch.pairs  # a row of a block of several pages follows its key
@@ -365,7 +356,7 @@ def gather(
             if verify:
                 bad = _first_bad(words, row_words, start, position, keys, scratch, lanes)
         if bad >= 0:
-            result[0] = 3
+            result[0] = 2
             result[1] = bad
             return
         now = clock_ns(timespec)
@@ -380,8 +371,7 @@ def gather(
 
 
 @kernel
-def queue_pages(address: int, page_bytes: int, pages_each: int, pages: Int64s) -> None:
-    """Start reading ``pages_each`` pages from each of ``pages`` on; 0 is skipped."""
+def queue_segments(address: int, page_words: int, first_pages: Int64s, pages: NDArray[np.int32]) -> None:
+    """Start reading segments from their first pages on."""
     for i in range(len(pages)):
-        if pages[i] != 0:
-            queue_read(address + pages[i] * page_bytes, pages_each * page_bytes)
+        queue_read(address + first_pages[i] * page_words * 8, np.int64(pages[i]) * page_words * 8)

@@ -1,16 +1,18 @@
-"""The cold tier on LMDB: blocks of rows as values, transactions by py-lmdb, reads by address.
+"""The cold tier on LMDB: a log of segments as values, transactions by py-lmdb, reads by address.
 
-Keys are (block key, epoch). An epoch is the number of the version that a block was written for. A version shows each
-block at its newest epoch up to its own number, so the blocks of the kept versions stay beside their successors, and
-``commit`` makes a version current in one small transaction. What no kept version shows any more is deleted after it, a
-little at a time. An open for writing drops blocks of epochs that no commit made current; one for reading ignores them.
-docs/format.md describes the file, directory.py the rules by which readers and the writer share it.
+Rows are appended, many at a time, and never rewritten where they lie; ``segments.py`` says what a segment is,
+``row_map.py`` how a row is found and what versions have to do with it, ``cleaning.py`` how room is won back. An epoch is
+the number of the version that rows were written for. ``commit`` makes a version current in one small transaction; what
+no kept version needs any more is deleted after it, a little at a time. An open for writing drops segments of epochs that
+no commit made current; one for reading ignores them. docs/format.md describes the file.
 """
 
+import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -23,21 +25,12 @@ from ..errors import ClosedError, ReadOnlyError, StoreNotFoundError, TierstoreEr
 from ..killpoints import reach
 from ..rows import KEY_ROW_BITS, MAX_ROWS, MAX_TABLES, RowLayout
 from .anchor import AnchorKeeper, require_sound
+from .appending import Change, NewRows, put_version
+from .arguments import check_arrays, check_widths, require_distinct
 from .base import ColdCounters, VerifyReport
-from .btree import Entries
-from .census import (
-    check_census,
-    check_store,
-    chosen_version,
-    num_places,
-    read_head,
-    read_payload,
-    read_placement,
-    read_record,
-)
-from .checksum import bytes_checksum
+from .census import check_store, chosen_version, read_head, read_payload, read_record, stale_items
+from .cleaning import DEFAULT_SLACK, Cleaner
 from .counting import Counting
-from .directory import Directory
 from .files import (
     RESTORE,
     check_rows_file,
@@ -50,18 +43,29 @@ from .files import (
 )
 from .floor import Floor
 from .forks import disown_in_forks, keep_for_ever
-from .gather import GatherStatus, Geometry, gather_error, geometry
+from .gather import GatherStatus, gather_error
+from .indexes import StoredSegments, read_indexes, require_logged, stored_segments
 from .mapped import FileMap
 from .newer import Lookout, NewerVersion
 from .reads import RowReader
-from .records import HEAD_ITEM, MAX_VERSION, CommitRecord, Head, first_records, item_key, pack_head
+from .records import (
+    HEAD_ITEM,
+    LOG_ITEM,
+    MAX_VERSION,
+    CommitRecord,
+    Head,
+    LogRecord,
+    first_records,
+    item_key,
+    pack_head,
+    pack_log,
+)
 from .recovery import recover
+from .row_map import RowMap, Segments
 from .snapshot import Snapshot
-from .verify import verify_blocks
-from .versions import garbage, next_totals, selected, stale_items, superseded
-from .view import View, fill_directory
+from .verify import verify_segments
+from .view import View
 from .writer_lock import WriterLock
-from .writes import BlockRows, Staging, check_arrays, check_widths, delete_blocks, put_version
 
 __all__ = ["LmdbColdTier"]
 
@@ -69,24 +73,26 @@ Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
 Words = NDArray[np.uint64]
 
+_LOG: Final = logging.getLogger("tierstore")
 _DELETED_TOGETHER: Final = 512
 _PAUSE_SECONDS: Final = 5e-5
 """Between two transactions of a long run of them: a lock released and taken again at once is given to nobody else."""
+_LIFE: Final = 1 << 32
+"""Each process that writes begins at the next multiple: no number that one gave away and lost is given again."""
 
 
 class LmdbColdTier:
     """``ColdTier`` in the file ``rows.lmdb`` of a store's directory. See the module's docstring.
 
-    One process may have the directory open for writing, and any number for reading. A write stages
-    ``staging_bytes`` of blocks at a time; LMDB itself holds every block of the transaction in memory until it
-    ends, so one ``write`` takes about ``pages_per_block * page_bytes`` for each distinct block: bound its rows.
+    One process may have the directory open for writing, and any number for reading. LMDB holds every segment of a
+    transaction in memory until it ends: bound the rows of a ``write``.
 
     Args:
         path: the store's directory; must exist.
         store_id: 16 bytes that all files of the store carry.
         readonly: never write anything; see the newest commit, and later ones after ``refresh``.
         version: with ``readonly``, the kept version to see; default: the newest.
-        staging_bytes: memory in which ``write`` builds blocks, at least one block.
+        slack: pages that segments may take for one that their rows need, before segments are cleaned; above 1.
         verify_reads: for benchmarks only: False skips the checksums of rows read.
         create: whether an open for writing may create the file. A store that has committed rows passes False.
 
@@ -104,25 +110,25 @@ class LmdbColdTier:
         store_id: bytes,
         readonly: bool,
         version: int | None = None,
-        staging_bytes: int,
+        slack: float = DEFAULT_SLACK,
         verify_reads: bool = True,
         create: bool = True,
     ) -> None:
         if len(store_id) != 16:
             raise ValueError(f"store_id must be 16 bytes, not {len(store_id)}")
-        if staging_bytes <= 0:
-            raise ValueError(f"staging_bytes must be positive, not {staging_bytes}")
+        if not slack > 1:
+            raise ValueError(f"slack must be above 1, not {slack}")
         self.path: Final = rows_path(path)
         self.page_bytes = 0
         self.readonly: Final = readonly
         self._wanted = version
         self._verify_reads = verify_reads
-        self._unlisted = 0  # versions up to it were committed before: the directory has no marks of them
-        self._staging = Staging(staging_bytes)
+        self._slack = slack
+        self._is_numbered = False  # whether this process has numbers of segments of its own
         self._writer = threading.RLock()  # one writer, and whoever changes what the view shows
         self._state = "open"
         self._counting = Counting()
-        self._geometries: dict[RowLayout, Geometry] = {}
+        self._tables: dict[int, tuple[RowLayout, int]] = {}
         self._lock: WriterLock | None = None
         self._floor: Floor | None = None
         self._environment: lmdb.Environment | None = None
@@ -157,15 +163,13 @@ class LmdbColdTier:
         if not self.readonly:
             self._environment = open_environment(self.path, self._map.length_bytes)
             self._floor = Floor(self._environment, self.path, self._map.pins)
-        self._rows = RowReader(self._map.rows, verify=self._verify_reads)
-        self._shown = View(snapshot := self._new_snapshot(), is_complete=False)
+        self._reader = RowReader(self._map.rows, verify=self._verify_reads)
+        self._cleaner = Cleaner(self._slack, RowReader(self._map.rows, verify=True))
+        self._shown = View(snapshot := self._new_snapshot())
         snapshot.check_free_pages()
-        self.placement = self._staging.placement = read_placement(snapshot, check_store(snapshot, store_id))
+        self._log: LogRecord = require_logged(snapshot, check_store(snapshot, store_id))
         self._head = read_head(snapshot)
         self._record = read_record(snapshot, chosen_version(self.path, self._head, self._wanted))
-        check_census(snapshot, self._record)
-        self._unlisted = self._head.last
-        self._view.is_complete = not self._record.tables
         if not self.readonly:
             self._anchors = AnchorKeeper(self.path, store_id, self.page_bytes, sync=self._sync, pin=self._new_snapshot)
             self._anchors.set()
@@ -202,10 +206,6 @@ class LmdbColdTier:
     def _snapshot(self) -> Snapshot:
         return self._view.snapshot
 
-    @property
-    def _directory(self) -> Directory:
-        return self._view.directory
-
     def close(self) -> None:
         """Wait for reads in progress, then release files and maps. Again is fine."""
         with self._writer:
@@ -233,7 +233,6 @@ class LmdbColdTier:
             self.disown()
         try:
             with ExitStack() as stack:
-                stack.callback(self._staging.release)
                 stack.callback(self.lookout.close)
                 if self._lock is not None:
                     stack.callback(self._lock.release)
@@ -257,29 +256,36 @@ class LmdbColdTier:
     # -- snapshots
 
     @contextmanager
-    def lease(self, *, is_complete: bool = True) -> Iterator[tuple[Snapshot, Directory]]:
-        """The current snapshot and directory, which may lack blocks if so wished, kept until the end of the block."""
+    def lease(self) -> Iterator[tuple[Snapshot, RowMap]]:
+        """The current snapshot and map, kept until the end of the block."""
         self._check_open()
-        if is_complete and not self._view.is_complete:
-            self._build_directory()
-        with self._view.lease(self._check_open) as leased:
-            yield leased
+        if self._view.rows is None:
+            self._make_map()
+        with self._view.lease(self._check_open) as (snapshot, rows):
+            assert rows is not None, "a map that was made is kept"
+            yield snapshot, rows
+
+    @contextmanager
+    def lease_tree(self) -> Iterator[Snapshot]:
+        """The current snapshot, kept until the end of the block."""
+        with self._view.lease(self._check_open) as (snapshot, _):
+            yield snapshot
 
     def _new_snapshot(self) -> Snapshot:
         return Snapshot(self.path, self._file_map, self.page_bytes)
 
-    @property
-    def _epoch_limit(self) -> int:
-        """Blocks of later epochs are none of ours."""
-        return self._record.version if self.readonly else MAX_VERSION
-
-    def _build_directory(self) -> None:
+    def _make_map(self) -> RowMap:
         with self._writer:
-            if not self._view.is_complete:
+            if (rows := self._view.rows) is None:
                 self._check_open()
-                directory = self._directory.emptied()
-                fill_directory(directory, self._snapshot, self._epoch_limit)
-                self._view.show(directory)
+                rows, snapshot = RowMap(self._tables), self._snapshot
+                indexes = read_indexes(snapshot, stored_segments(snapshot))
+                if self.readonly:
+                    rows.enter(snapshot, indexes, self._record.version, ())
+                else:
+                    rows.enter(snapshot, indexes, MAX_VERSION, self._head.kept)
+                self._view.show(rows)
+            return rows
 
     def find_newer(self) -> NewerVersion | None:
         """Make ready what a read-only tier can move to, for ``read_newer`` and ``show_newer``; None if there is
@@ -295,14 +301,15 @@ class LmdbColdTier:
             if not self.readonly or self._wanted is not None:
                 return None
             self._file_map.require_in_place()
-            self._build_directory()  # what the newer one is compared with
-            return self.lookout.look(self._new_snapshot(), self._directory, self._record, self._view.move)
+            rows = self._make_map()  # what the newer one is compared with
+            return self.lookout.look(self._new_snapshot(), rows, self._record, self._view.show)
 
     def show_newer(self) -> None:
         """Move to what ``find_newer`` found. Reads in progress finish where they are."""
         with self._writer:
-            snapshot, self._head, self._record, directory, *_ = self.lookout.take()
-            self._view.show(directory, snapshot)
+            found = self.lookout.take()
+            self._head, self._record = found.head, found.record
+            self._view.show(found.rows, found.snapshot)
 
     # -- tables
 
@@ -320,48 +327,38 @@ class LmdbColdTier:
             raise ValueError(f"layout.page_bytes is {layout.page_bytes}, the file's pages have {self.page_bytes} bytes")
         with self._writer:
             self._check_open()
-            if table_index in self._directory.layouts:
+            if table_index in self._tables:
                 raise ValueError(f"table {table_index} was added before")
-            stored_rows = num_places(self.path, self.placement, table_index, layout, num_rows)
-            directory = self._directory.with_table(table_index, layout, stored_rows)
-            if self._view.is_complete and not self._snapshot.is_empty:
-                fill_directory(directory, self._snapshot, self._epoch_limit, table_index)
-            with self._view.lock:
-                self._geometries[layout] = geometry(layout, directory.layout_id(layout))
-                self._view.directory = directory
+            self._tables[table_index] = layout, num_rows
+            if (rows := self._view.rows) is not None:
+                self._view.show(None if rows.unknown else rows.with_table(table_index, layout, num_rows))
 
     def drop_tables(self, first: int) -> None:
         """Forget the tables from index ``first`` on, which a read-only tier shows no version of."""
-        self._view.drop_tables(first)
+        with self._writer:
+            self._tables = {index: shape for index, shape in self._tables.items() if index < first}
+            self._view.show(None)
 
-    def place(self, keys: Int64s) -> Int64s:
-        """See ``ColdTier.place``."""
-        return keys if self.placement is None else self.placement.places(keys)
-
-    def rows_at(self, places: Int64s) -> Int64s:
-        """See ``ColdTier.rows_at``."""
-        return places if self.placement is None else self.placement.rows_at(places)
-
-    def _geometry_of(self, directory: Directory, keys: Int64s) -> tuple[RowLayout, Geometry]:
-        layout = directory.layouts.get(int(keys[0]) >> KEY_ROW_BITS)
+    def _layout_of(self, rows: RowMap, keys: Int64s) -> RowLayout:
+        layout = rows.layouts.get(int(keys[0]) >> KEY_ROW_BITS)
         if layout is None:
             raise ValueError(f"keys[0] is of table {int(keys[0]) >> KEY_ROW_BITS}, which was not added")
-        return layout, self._geometries[layout]
+        return layout
 
     # -- reading
 
     def read(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: NDArray[np.bool_]) -> None:
         """See ``ColdTier.read``; ValueError for keys of no row or of several layouts, and slots out of range."""
-        with self.lease() as (snapshot, directory):
-            self._read_from(snapshot, directory, keys, slots, weights, state, present)
+        with self.lease() as (snapshot, rows):
+            self._read_from(snapshot, rows, keys, slots, weights, state, present)
 
     def read_newer(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: NDArray[np.bool_]) -> None:
         """``read``, of what ``find_newer`` found."""
         newer = self.lookout.required()
-        self._read_from(newer.snapshot, newer.directory, keys, slots, weights, state, present)
+        self._read_from(newer.snapshot, newer.rows, keys, slots, weights, state, present)
 
     def _read_from(
-        self, snapshot: Snapshot, directory: Directory, keys: Int64s, slots: Int32s, weights: Words, state: Words,
+        self, snapshot: Snapshot, rows: RowMap, keys: Int64s, slots: Int32s, weights: Words, state: Words,
         present: NDArray[np.bool_],
     ) -> None:  # fmt: skip
         check_arrays(keys, slots, weights, state)
@@ -370,10 +367,12 @@ class LmdbColdTier:
         if not len(keys):
             return
         started = time.perf_counter()
-        layout, geo = self._geometry_of(directory, keys)
+        layout = self._layout_of(rows, keys)
         check_widths(layout, weights, state)
-        places = self.place(keys)
-        result = self._rows.gather(snapshot, directory, geo, places, slots, weights, state, present)
+        positions = rows.positions(layout, keys)
+        result = self._reader.gather(
+            snapshot, rows.segments[layout], rows.places, positions, keys, slots, weights, state, present
+        )
         if result[0] != GatherStatus.DONE:
             raise gather_error(self.path, result, keys)
         absent, seconds = len(keys) - int(np.count_nonzero(present)), time.perf_counter() - started
@@ -396,48 +395,118 @@ class LmdbColdTier:
             self._state = "failed"
             raise
 
+    @contextmanager
+    def _changing(self) -> Iterator[Change]:
+        """A write transaction that changes the log."""
+        change: Change | None = None
+        try:
+            with self._transaction() as txn:
+                change = Change(txn, self._log)
+                yield change
+                change.finish()
+        except BaseException:
+            if change is not None:
+                self._log = replace(self._log, next_number=change.record.next_number)
+            raise
+        self._log = change.record
+
     def write(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, *, epoch: int) -> None:
         """See ``ColdTier.write``; ValueError as for ``read``, for a key given twice, and for an epoch committed before.
 
         Raises:
             DiskFullError: nothing of this call was stored; reads go on.
-            ChecksumError: a stored block that would keep some of its rows is damaged.
         """
         check_arrays(keys, slots, weights, state)
         with self._writer:
             self._check_writable()
             if not len(keys):
                 return
-            self._build_directory()
             started = time.perf_counter()
-            snapshot, directory = self._snapshot, self._directory
-            layout, geo = self._geometry_of(directory, keys)
+            rows = self._make_map()
+            layout = self._layout_of(rows, keys)
             check_widths(layout, weights, state)
-            rows = BlockRows(directory, geo, places := self.place(keys), keys)
-            positions = directory.positions(block_keys := rows.block_keys)
+            require_distinct(keys)
+            rows.positions(layout, keys)
             if not self._head.last < epoch <= MAX_VERSION:
                 raise ValueError(f"epoch={epoch} must be above {self._head.last}, the last version")
-            old_pages = directory.pages[positions].astype(np.int64)
-            epochs = np.full(len(block_keys), epoch, np.uint64)
-            if self._rows.is_cold:  # read LMDB's way to them first: a page that LMDB cannot read ends the process
-                snapshot.seek(block_keys, epochs)
-            with self._transaction() as txn:
-                self._staging.put(txn, snapshot, layout, geo, epoch, rows, old_pages, (places, slots, weights, state))
-                reach("write-back: blocks put")
-            reach("write-back: transaction committed")
-            with self._must_succeed():
-                snapshot = self._new_snapshot()
-                entries = snapshot.seek(block_keys, epochs)
-                assert np.array_equal(entries.block_keys, block_keys), "a block just written is not in the tree"
-                assert np.array_equal(entries.epochs, epochs), "a block just written is not in the tree"
-                directory.publish(positions, entries.pages, epoch)
-                self._view.move(snapshot)
-                reach("write-back: blocks published")
-            bytes_written = len(block_keys) * layout.pages_per_block * self.page_bytes
-            with self._must_succeed():  # a device that failed to sync once may have dropped what it was to keep
-                self._keeper.wrote(max(bytes_written, snapshot.freed_bytes), snapshot.num_entries * self.page_bytes)
-            self._counting.add(rows_written=len(keys), blocks_written=len(block_keys), bytes_written=bytes_written)
+            new = NewRows(keys, slots, weights, state, np.array([epoch], np.uint64))
+            pages = self._append(rows, rows.segments[layout], new)
+            self._counting.add(rows_written=len(keys), bytes_written=pages * self.page_bytes)
             self._counting.add(write_seconds=time.perf_counter() - started)
+
+    def _append(self, rows: RowMap, segments: Segments, new: NewRows) -> int:
+        """Append rows, and clean a little; returns the pages that were appended."""
+        self._take_numbers()
+        layout, geo = segments.layout, segments.geo
+        moved = self._cleaner.collect(self._snapshot, rows, segments, self._head.kept)
+        dead = self._dead(rows)
+        segments.reuse(self._view.oldest())
+        if self._reader.is_cold:  # read LMDB's way first: a page that LMDB cannot read ends the process
+            self._look_ahead(dead)
+        with self._changing() as change:
+            self._delete(change, dead)
+            moved_to = None if moved is None else change.append(layout, geo, moved.rows)
+            pages_moved = change.pages
+            appended = change.append(layout, geo, new)
+            reach("write-back: segments put")
+        reach("write-back: transaction committed")
+        with self._must_succeed():
+            snapshot = self._new_snapshot()
+            txn_id = snapshot.txn_id
+            self._forget(dead, txn_id)
+            if moved is not None and moved_to is not None:  # first: a row may be moved, and newer in what is new
+                rows.publish_moved(layout, moved_to.found_in(snapshot), moved.rows.keys, txn_id=txn_id)
+            current = self._head.current
+            rows.publish(layout, appended.found_in(snapshot), new.keys, current=current, txn_id=txn_id)
+            self._view.move(snapshot)
+            reach("write-back: segments published")
+            self._wrote(rows, change.pages)
+        if moved is not None:
+            moved_bytes = pages_moved * self.page_bytes
+            self._counting.add(rows_moved=len(moved.rows.keys), bytes_moved=moved_bytes, pages_moved=moved.pages)
+        self._cleaner.plan(snapshot, segments, self._head.kept, change.pages - pages_moved)
+        return change.pages - pages_moved
+
+    def _wrote(self, rows: RowMap, pages: int) -> None:
+        """Have an anchor set if it is time: a device that failed to sync once may have dropped what it was to keep."""
+        live = sum(segments.pages for segments in rows.segments.values())
+        self._keeper.wrote(max(pages * self.page_bytes, self._snapshot.freed_bytes), live * self.page_bytes)
+
+    def _take_numbers(self) -> None:
+        """Begin where no process before has numbered segments, and see that none after will."""
+        if not self._is_numbered:
+            log = replace(self._log, next_number=(self._log.next_number // _LIFE + 1) * _LIFE)
+            with self._transaction() as txn:
+                txn.put(item_key(LOG_ITEM), pack_log(log))
+            self._log, self._is_numbered = log, True
+            with self._must_succeed():
+                self._view.move(self._new_snapshot())
+                self._keeper.set()
+
+    def _dead(self, rows: RowMap) -> list[tuple[Segments, Int64s]]:
+        """Some segments that are to be deleted, by layout."""
+        found, room = [], _DELETED_TOGETHER
+        for segments in rows.segments.values():
+            slots = np.array(segments.dead[:room], np.int64)
+            if len(slots):
+                found.append((segments, slots))
+                room -= len(slots)
+        return found
+
+    def _look_ahead(self, dead: list[tuple[Segments, Int64s]]) -> None:
+        numbers = [self._log.next_number]
+        for segments, slots in dead:
+            numbers += segments.arrays.numbers[slots].tolist()
+        self._snapshot.seek(np.zeros(len(numbers), np.uint64), np.array(numbers, np.uint64))
+
+    def _delete(self, change: Change, dead: list[tuple[Segments, Int64s]]) -> None:
+        for segments, slots in dead:
+            change.delete(self._snapshot, segments.stored(slots))
+
+    def _forget(self, dead: list[tuple[Segments, Int64s]], txn_id: int) -> None:
+        for segments, slots in dead:
+            del segments.dead[: len(slots)]
+            segments.free(slots, txn_id)
 
     # -- versions
 
@@ -456,13 +525,7 @@ class LmdbColdTier:
             head = Head(last=version, kept=(*self._head.kept, version)[-keep:])
             read_head(self._snapshot)  # and so LMDB's way to the records: see write()
             with self._transaction() as txn:
-                record = CommitRecord(
-                    version=version,
-                    payload_bytes=len(payload),
-                    payload_checksum=bytes_checksum(payload),
-                    tables=next_totals(self._snapshot, self._directory, self._record, version),
-                )
-                put_version(txn, record, payload)
+                record = put_version(txn, version, payload)
                 txn.put(item_key(HEAD_ITEM), pack_head(head))
                 reach("commit: record put")
             reach("commit: transaction committed")
@@ -479,17 +542,29 @@ class LmdbColdTier:
             self._view.move(self._new_snapshot())
 
     def _prune(self) -> None:
-        """Delete what the kept versions do not show, a little at a time."""
-        oldest = self._head.oldest
-        with self.lease() as (snapshot, directory):
-            if oldest > self._unlisted:
-                written = directory.written_blocks(0, oldest)
-                self._delete(snapshot, (superseded(snapshot, block_keys, oldest) for block_keys in written))
-            else:
-                self._delete(snapshot, garbage(snapshot, MAX_VERSION, oldest))
+        """Delete what the kept versions do not need, a little at a time."""
+        with self._writer:
+            rows = self._make_map()
+            for segments in rows.segments.values():
+                segments.release(self._head.kept, self._head.last)
+        while True:
+            with self._writer:
+                self._check_writable()
+                dead = self._dead(rows := self._make_map())
+                if not dead:
+                    break
+                with self._changing() as change:
+                    self._delete(change, dead)
+                    reach("prune: segments deleted")
+                reach("prune: transaction committed")
+                with self._must_succeed():
+                    snapshot = self._new_snapshot()
+                    self._forget(dead, snapshot.txn_id)
+                    self._view.move(snapshot)
+                    self._wrote(rows, 0)
+            time.sleep(_PAUSE_SECONDS)
         with self._writer:
             self._delete_items()
-            directory.forget_written(oldest)
             self._view.move(self._new_snapshot())
         self._anchor()  # only behind an anchor can the pages be used again
         reach("prune: done")
@@ -502,21 +577,6 @@ class LmdbColdTier:
             anchored.result()
             with self._writer:
                 self._keeper.settle()
-
-    def _delete(self, snapshot: Snapshot, chunks: Iterable[Entries]) -> bool:
-        """Delete blocks in small transactions, between which other writes get their turn; whether there were any."""
-        found = False
-        for entries in chunks:
-            for start in range(0, len(entries.pages), _DELETED_TOGETHER):
-                with self._writer:
-                    self._check_writable()
-                    with self._transaction() as txn:
-                        delete_blocks(txn, snapshot, selected(entries, slice(start, start + _DELETED_TOGETHER)))
-                        reach("prune: blocks deleted")
-                reach("prune: transaction committed")
-                found = True
-                time.sleep(_PAUSE_SECONDS)
-        return found
 
     def _delete_items(self) -> bool:
         """Delete the records and payloads of versions that are not kept; whether there were any."""
@@ -542,16 +602,20 @@ class LmdbColdTier:
                 self._keeper.set()
                 self._adopt(head, record)
                 reach("rollback: durable")
+                self._view.show(None)
                 self._drop_loose()
-                directory = self._directory.emptied()
-                fill_directory(directory, self._snapshot, MAX_VERSION)
-                self._view.show(directory)
-                self._unlisted = head.last
 
     def _drop_loose(self) -> None:
-        """Delete what no kept version shows, found by a walk of everything: what a process that ended left behind."""
-        snapshot = self._snapshot
-        found = self._delete(snapshot, garbage(snapshot, self._head.current, self._head.oldest))
+        """Delete segments of versions that are not current: what a process that ended, or a rollback, left behind."""
+        indexes = read_indexes(self._snapshot, stored_segments(self._snapshot))
+        loose = indexes.stored.chosen(indexes.oldest > self._head.current)
+        found = False
+        for start in range(0, len(loose.pages), _DELETED_TOGETHER):
+            with self._changing() as change:
+                part = StoredSegments(*(column[start : start + _DELETED_TOGETHER] for column in loose))
+                change.delete(self._snapshot, part)
+                reach("rollback: segments deleted")
+            found = True
         if self._delete_items() or found:
             self._view.move(self._new_snapshot())
 
@@ -577,24 +641,18 @@ class LmdbColdTier:
     # -- checking and counting
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
-        """See ``ColdTier.verify``. Blocks of a version and their uncommitted successors are both checked and counted.
+        """See ``ColdTier.verify``. Rows that kept versions need and such of no version yet are checked and counted.
 
-        Blocks of tables that were not added cannot be checked beyond their presence, and are not counted.
+        Rows of tables that were not added are checked, and not counted.
         """
-        with ExitStack() as stack:
-            with self._writer:
-                record, limit = self._record, self._epoch_limit
-                snapshot, directory = stack.enter_context(self.lease())
-            check_census(snapshot, record)
-            return verify_blocks(snapshot, directory, self._geometries, limit, progress, self.placement)
+        with self.lease() as (snapshot, rows):
+            return verify_segments(snapshot, rows, progress)
 
     def counters(self) -> ColdCounters:
         return self._counting.totals
 
     @property
-    def size_bytes(self) -> int:
-        return self._staging.size_bytes
-
-    @property
-    def directory_bytes(self) -> int:
-        return self._directory.size_bytes + (0 if self.placement is None else self.placement.size_bytes)
+    def map_bytes(self) -> int:
+        """See ``ColdTier.map_bytes``; of address space: memory is taken where rows exist."""
+        rows = self._view.rows
+        return 0 if rows is None else rows.size_bytes

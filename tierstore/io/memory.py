@@ -33,7 +33,7 @@ class MemoryColdTier:
         self._payloads: dict[int, bytes] = {}
         self._last_version = 0
         self._closed = False
-        self._counters = ColdCounters(0, 0, 0, 0.0, 0, 0, 0, 0.0)
+        self._counters = ColdCounters(0, 0, 0, 0.0, 0, 0, 0.0)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -50,14 +50,6 @@ class MemoryColdTier:
             if table_index in self._layouts:
                 raise ValueError(f"table {table_index} was added before")
             self._layouts[table_index] = (layout, num_rows)
-
-    def place(self, keys: Int64s) -> Int64s:
-        """See ``ColdTier.place``: no row was moved."""
-        return keys
-
-    def rows_at(self, places: Int64s) -> Int64s:
-        """See ``ColdTier.rows_at``."""
-        return places
 
     def _check_keys(self, keys: Int64s, weights: Words, state: Words) -> RowLayout:
         layouts = set()
@@ -109,10 +101,7 @@ class MemoryColdTier:
             if epoch <= self._last_version:
                 raise ValueError(f"epoch={epoch} must be above {self._last_version}, the last version")
             for key, slot in zip(keys.tolist(), slots.tolist(), strict=True):
-                epochs = self._rows.setdefault(key, {})
-                newest = max(epochs, default=0)
-                assert epoch >= newest, f"row {key} was written for epoch {newest}, now for {epoch}"
-                epochs[epoch] = weights[slot].tobytes() + state[slot].tobytes()
+                self._rows.setdefault(key, {})[epoch] = weights[slot].tobytes() + state[slot].tobytes()
             c = self._counters
             self._counters = c._replace(
                 rows_written=c.rows_written + len(keys),
@@ -159,7 +148,7 @@ class MemoryColdTier:
         return self._payloads.get(self.version, b"")
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
-        """See ``ColdTier.verify``; there is nothing to find. Each row counts as a block."""
+        """See ``ColdTier.verify``; there is nothing to find. Each row counts as a segment."""
         with self._lock:
             self._check_open()
             count = len(self._rows)
@@ -167,17 +156,13 @@ class MemoryColdTier:
                 progress(count, count)
             tables = len({key >> KEY_ROW_BITS for key in self._rows})
             size_bytes = sum(len(row) for epochs in self._rows.values() for row in epochs.values())
-            return VerifyReport(tables=tables, blocks=count, rows=count, bytes=size_bytes)
+            return VerifyReport(tables=tables, segments=count, rows=count, bytes=size_bytes)
 
     def counters(self) -> ColdCounters:
         return self._counters
 
     @property
-    def size_bytes(self) -> int:
-        return 0
-
-    @property
-    def directory_bytes(self) -> int:
+    def map_bytes(self) -> int:
         return 0
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A commit that a read-only tier does not show yet, with a directory of its own beside the tier's."""
+"""A commit that a read-only tier does not show yet, with a map of its own beside the tier's."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -8,11 +8,11 @@ from numpy.typing import NDArray
 
 from ..errors import StoreReplacedError
 from .btree import META_KEY
-from .census import check_census, read_head, read_payload, read_record
-from .directory import Directory
+from .census import read_head, read_payload, read_record
+from .indexes import read_indexes, require_logged, stored_segments
 from .records import CommitRecord, Head
+from .row_map import RowMap
 from .snapshot import Snapshot
-from .view import fill_directory
 
 __all__ = ["Lookout", "NewerVersion"]
 
@@ -21,14 +21,17 @@ class NewerVersion(NamedTuple):
     """What a tier can move to.
 
     Attributes:
-        before: the directory of what the tier shows.
+        rows: the map of it.
+        before: the map of what the tier shows.
+        shown: the version that ``before`` is a map of, or -1 if ``rows`` was not made from that.
     """
 
     snapshot: Snapshot
     head: Head
     record: CommitRecord
-    directory: Directory
-    before: Directory
+    rows: RowMap
+    before: RowMap
+    shown: int
 
     @property
     def version(self) -> int:
@@ -39,23 +42,19 @@ class NewerVersion(NamedTuple):
         """See ``ColdTier.payload``."""
         return read_payload(self.snapshot, self.record)
 
-    def is_changed(self, places: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """bool [n]: whether the rows at these places (``ColdTier.place``) are in another block than the tier shows.
-
-        A block that is written is written to another page, and pages of a tree that is still shown are not reused.
-        """
-        return self.directory.differs(self.before, places)
+    def is_changed(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """bool [n]: whether rows of one layout were written since the version that the tier shows."""
+        return self.rows.is_changed(self.before, keys, self.shown)
 
 
 def _find(
-    snapshot: Snapshot, before: Directory, shown: CommitRecord, move: Callable[[Snapshot], None]
+    snapshot: Snapshot, before: RowMap, shown: CommitRecord, show: Callable[[RowMap, Snapshot], None]
 ) -> NewerVersion | None:
-    """The newest version in a snapshot; None if it is the one that is shown, to whose snapshot this one succeeds.
+    """The newest version in a snapshot; None if it is the one that is shown, to whose snapshot this one succeeds: rows
+    that cleaning moved lie elsewhere there, and the pages where they lay can be used again.
 
-    The pages of a version's blocks are the same in every tree in which it is the current one. What the old snapshot
-    kept beside them, pages of blocks that were written and not committed, can then be used again.
-
-    Costs a walk to the records of versions, and three of the whole index if there is another version.
+    Costs a walk of the tree and, where segments came or went, a copy of the map and the indexes of those that are new.
+    After a rollback, all indexes.
 
     Raises:
         DamagedError: what is there is not what was written. StoreReplacedError: other files were copied over it.
@@ -65,23 +64,26 @@ def _find(
             pass
         head = read_head(snapshot)
         record = read_record(snapshot, head.current)
+        stored = stored_segments(snapshot)
         if head.current == shown.version:
             if record != shown:  # its payload, whose checksum it has, holds the commit's identity
                 raise StoreReplacedError(
                     f"{snapshot.path}: its version {head.current} is another commit than when the store was opened; "
                     "other files were copied over it: open the store again"
                 )
-            move(snapshot)
+        require_logged(snapshot, stored)
+        rows = before if before.has_all(stored) else before.followed(snapshot, stored, record.version)
+        if head.current == shown.version and rows is not None:
+            show(rows, snapshot)
             return None
-        for _ in snapshot.walk():
-            pass
-        check_census(snapshot, record)
-        directory = before.emptied()
-        fill_directory(directory, snapshot, record.version)
+        is_followed = rows is not None
+        if rows is None:
+            rows = RowMap(before.shapes)
+            rows.enter(snapshot, read_indexes(snapshot, stored), record.version, ())
     except BaseException:
         snapshot.close()
         raise
-    return NewerVersion(snapshot, head, record, directory, before)
+    return NewerVersion(snapshot, head, record, rows, before, shown.version if is_followed else -1)
 
 
 class Lookout:
@@ -96,20 +98,20 @@ class Lookout:
         self._last = -1
 
     def look(
-        self, snapshot: Snapshot, before: Directory, shown: CommitRecord, move: Callable[[Snapshot], None]
+        self, snapshot: Snapshot, before: RowMap, shown: CommitRecord, show: Callable[[RowMap, Snapshot], None]
     ) -> NewerVersion | None:
-        """What is newer than the commit ``shown``, whose directory is ``before``.
+        """What is newer than the commit ``shown``, whose map is ``before``.
 
         Args:
             snapshot: the newest, taken over; of a tree in which nothing newer was found before, nothing is read.
-            move: has the tier show its version by another snapshot from then on.
+            show: has the tier show its version by another map and snapshot from then on.
         """
         self.close()
         if snapshot.txn_id == self._last:
             snapshot.close()
         else:
             last = snapshot.txn_id
-            self.found = _find(snapshot, before, shown, move)
+            self.found = _find(snapshot, before, shown, show)
             if self.found is None:
                 self._last = last
         return self.found

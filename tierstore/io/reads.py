@@ -1,11 +1,12 @@
-"""The parts of a read: one gather through the directory, repeated if the file grew meanwhile."""
+"""The parts of a read: one gather through the map of places, repeated if the file grew meanwhile."""
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .directory import Directory
-from .gather import GatherStatus, Geometry, gather, seen_words
+from .gather import GatherStatus, Scratch, gather, new_scratch, seen_words
 from .mapped import FileMap
+from .row_map import Places, Segments
+from .segments import Geometry
 from .snapshot import Snapshot
 
 __all__ = ["RowReader"]
@@ -36,8 +37,9 @@ class RowReader:
     def gather(
         self,
         snapshot: Snapshot,
-        directory: Directory,
-        geo: Geometry,
+        segments: Segments,
+        places: Places,
+        positions: Int64s,
         keys: Int64s,
         slots: Int32s,
         weights: Words,
@@ -45,9 +47,9 @@ class RowReader:
         present: NDArray[np.bool_],
     ) -> Int64s:
         """See ``gather.gather`` for arguments and result."""
-        file_map = self._file_map
-        offsets = np.empty(len(keys), np.int64)
-        limit = snapshot.limit_pages()
+        file_map, geo = self._file_map, segments.geo
+        scratch = new_scratch(len(keys))
+        limit, arrays = snapshot.limit_pages(), segments.arrays
         since = file_map.guard.begin()
         while True:
             result = np.zeros(4, np.int64)
@@ -56,14 +58,15 @@ class RowReader:
                 file_map.words,
                 file_map.address,
                 limit,
-                directory.tables,
-                directory.pages,
+                positions,
+                places,
+                arrays,
                 keys,
                 slots,
                 weights.reshape(-1),
                 state.reshape(-1),
                 present,
-                offsets,
+                scratch,
                 np.zeros(seen_words(geo, limit, len(keys)), np.uint32),
                 np.empty(8, np.uint64),
                 np.empty(2, np.int64),
@@ -75,22 +78,20 @@ class RowReader:
             )
             if result[0] != GatherStatus.OUT_OF_FILE:
                 self.is_cold = bool(result[3])
-                if not file_map.guard.is_clean(since) and result[0] != GatherStatus.BAD_KEY:
-                    self._look_for_refused(since, geo, offsets, result)
+                if not file_map.guard.is_clean(since):
+                    self._look_for_refused(since, geo, scratch, result)
                 return result
-            # An entry published while we read may lie in what the file grew by meanwhile.
-            known, limit = limit, snapshot.limit_pages()
-            if limit <= known:
+            # A place entered while we read may lie in what the file, or the list of segments, grew by meanwhile.
+            known, limit, arrays = (limit, len(arrays.numbers)), snapshot.limit_pages(), segments.arrays
+            if (limit, len(arrays.numbers)) == known:
                 return result
 
-    def _look_for_refused(self, since: int, geo: Geometry, offsets: Int64s, result: Int64s) -> None:
+    def _look_for_refused(self, since: int, geo: Geometry, scratch: Scratch, result: Int64s) -> None:
         """Have the result say so if a row lies on a page that was refused since, whatever was found there."""
         guard = self._file_map.guard
         refused = guard.refused(since)
-        starts, stops = offsets * 8, (offsets + geo.row_words + 1) * 8
-        if geo.pages_per_block == 1:  # the page's header is looked at too
-            starts -= starts % (geo.page_words * 8)
-        met = refused.meet(starts, stops) & (offsets != 0)
+        starts, stops = scratch.pairs * 8, (scratch.offsets + geo.row_words) * 8
+        met = refused.meet(starts, stops) & (scratch.offsets != 0)
         if met.any():
             is_cut = guard.is_cut_short(refused)
             result[0] = GatherStatus.OUT_OF_FILE if is_cut else GatherStatus.UNREADABLE

@@ -17,7 +17,7 @@ from ..errors import DamagedError, StoreLockedError
 from ..killpoints import reach
 from .anchor import Anchor, is_sound, keep_aside, load_anchor, read_metas, renew_anchor
 from .btree import Meta, parse_meta
-from .census import check_census, check_store, read_head, read_payload, read_placement, read_record
+from .census import check_store, read_head, read_payload, read_record
 from .files import RESTORE, are_successive
 from .mapped import FileMap
 from .pins import lock_range
@@ -87,10 +87,8 @@ def _require_whole(path: Path, store_id: bytes, anchor: Anchor) -> None:
             raise DamagedError("its meta pages are none")
         tree = Tree(path, file_map, max(found, key=lambda meta: meta.txn_id))
         tree.check_free_pages()
-        read_placement(tree, check_store(tree, store_id))
-        record = read_record(tree, read_head(tree).current)
-        check_census(tree, record)
-        read_payload(tree, record)
+        check_store(tree, store_id)
+        read_payload(tree, read_record(tree, read_head(tree).current))
     except DamagedError as error:
         said = str(error).removesuffix(RESTORE).removeprefix(f"{path}: ").strip()
         look = ' mode="r" shows what can still be read.' if is_sound(path, anchor) else ""

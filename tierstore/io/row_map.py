@@ -1,20 +1,42 @@
-"""Which place in the log each row has: uint32 a row, and what is known of each segment.
+"""Which place in the log each row has: 4 bytes a row, and what is known of each segment.
 
 A place is ``slot << place_bits | index``: the segment's slot, a small number that is used again when the segment is
-gone, and the row's number in the segment. 0 stands for a row that was never written, so slot 0 is never used.
+gone, and the row's number in the segment. 0 stands for a row that was never written; slot 0 is never used. The map is
+made from the indexes of the segments, and kept up to date by the writer.
+
+**Versions.** A row may lie in several segments: once as it is now, and as kept versions show it. Rows of a segment are
+*live* if the map leads to them, *held* if only kept versions need them, else dead. Of a row's entries the newest is the
+one in the segment with the largest (newest epoch, number). That is right though segments that cleaning has put together
+hold rows of several epochs: only live rows are moved, only among segments whose rows all lie between the same two kept
+versions or are all of one open epoch, and a row written later has at least the newest epoch that there is, but for one
+written late for a version under way, which no segment with newer rows holds.
+
+What a row's successor leaves behind is counted under the last version that shows it, so that counting ends with that
+version: no list of held rows is kept.
+
+**Readers.** Entries may change under a reader. It holds a lease on a snapshot, the tree of some transaction t: pages of
+that tree, and of any later one, stay as they are (``pins.py``). The writer enters a place after the transaction that
+wrote it is visible and before the next snapshot is shown. So a reader at t finds an old place or a new one, and both
+stay readable while it holds its lease, provided that a slot is not given to another segment meanwhile: a slot waits,
+when its segment is deleted, for the leases on snapshots of before. Entries are aligned words, which no processor tears.
 """
 
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .._jit import inline, kernel
-from ..errors import TierstoreError
-from ..rows import KEY_ROW_BITS
-from .segments import COUNT, COUNT_MASK, KEYS, MIXED, NEWEST, Geometry
+from ..errors import DamagedError, TierstoreError
+from ..rows import KEY_ROW_BITS, PAGE_HEADER_WORDS, RowLayout
+from .files import RESTORE
+from .indexes import Indexes, StoredSegments, read_indexes
+from .mapped import prefetch_word, zeros
+from .segments import COUNT, COUNT_MASK, KEYS, MIXED, NEWEST, Geometry, geometry, index_lengths
+from .snapshot import Tree
 
-__all__ = ["SegmentArrays", "TableArrays", "publish"]
+__all__ = ["Places", "RowMap", "SegmentArrays", "Segments", "TableArrays", "find_positions"]
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -24,6 +46,7 @@ Places = NDArray[np.uint32]
 _ROW_BITS: Final = KEY_ROW_BITS
 _ROW_MASK: Final = (1 << KEY_ROW_BITS) - 1
 _COPY_STEP: Final = 1024
+_AHEAD: Final = 16
 
 
 class TableArrays(NamedTuple):
@@ -36,114 +59,184 @@ class TableArrays(NamedTuple):
 
 
 class SegmentArrays(NamedTuple):
-    """What is known of the segments of one layout, by slot.
-
-    ``live + held + dead == rows`` of each.
-    """
+    """What is known of the segments of one layout, by slot. Readers use the first two."""
 
     data_pages: Int64s
-    """Page of the first block; 0 where the slot is free."""
+    """Page of the first block."""
     numbers: Words
     newest: Int64s
-    """The largest epoch of its rows."""
     oldest: Int64s
+    """The largest and the least epoch of its rows."""
     rows: Int32s
+    """0 where the slot is free."""
     live: Int32s
-    """Rows whose newest version is here."""
     held: Int32s
-    """Rows that have a newer version and that a kept version needs."""
     pages: Int32s
 
 
-@inline
-def position_of(key: int | np.int64, tables: TableArrays) -> int | np.int64:
-    return tables.bases[key >> _ROW_BITS] + (key & _ROW_MASK)
+_DTYPES: Final = (np.int64, np.uint64, np.int64, np.int64, np.int32, np.int32, np.int32, np.int32)
 
 
 @kernel
-def publish(
-    keys: Int64s,
-    slot: int,
-    epoch: int,
-    place_bits: int,
-    tables: TableArrays,
-    places: Places,
-    segments: SegmentArrays,
-    held_for: Int32s,
-    late_for: Int32s,
-) -> None:
-    """Enter the rows of a segment just written, whose epochs are all the same.
+def find_positions(keys: Int64s, layout_id: int, tables: TableArrays, positions: Int64s) -> int:
+    """Where rows have their entries in the flat array; -1, or the position in ``keys`` of what is no such row."""
+    for i in range(len(keys)):
+        table = keys[i] >> _ROW_BITS
+        row = keys[i] & _ROW_MASK
+        known = table >= 0 and table < len(tables.bases) and tables.layout_ids[table] == layout_id
+        if not known or row >= tables.num_rows[table]:
+            return i
+        positions[i] = tables.bases[table] + row
+    return -1
 
-    A row that has a version of a later epoch already, for which ``epoch`` was under way when that was written, is held.
+
+@inline
+def _lose(slot: int | np.int64, segments: SegmentArrays, emptied: Int64s, count: int) -> int:
+    """A row of the segment is live no more and not held; the number of emptied segments then."""
+    segments.live[slot] -= 1
+    if segments.live[slot] == 0 and segments.held[slot] == 0:
+        emptied[count] = slot
+        return count + 1
+    return count
+
+
+@kernel
+def _publish(
+    positions: Int64s, slot: int, epoch: int, place_bits: int, places: Places, segments: SegmentArrays,
+    held_for: Int32s, late_for: Int32s, emptied: Int64s,
+) -> tuple[int, int]:  # fmt: skip
+    """Enter the rows of a segment just written, all of one epoch.
+
+    A row that has a version of a later epoch already, while that for ``epoch`` was under way, is held.
 
     Args:
-        held_for: int32 [slots], of ``epoch``: by segment, the rows that versions before it need; counted here.
-        late_for: the same, of the epoch after.
+        held_for: int32 [slots]: rows of the epochs before, by segment, that a version before ``epoch`` needs.
+        late_for: the same, for ``epoch`` itself.
+        emptied: int64 [rows], receives the slots without live and held rows.
+
+    Returns:
+        How many rows died, and how many segments were emptied.
     """
-    for index in range(len(keys)):
-        at = position_of(keys[index], tables)
+    dead, count = 0, 0
+    for index in range(len(positions)):
+        if index + _AHEAD < len(positions):
+            prefetch_word(places, positions[index + _AHEAD])
+        at = positions[index]
         old = np.int64(places[at])
-        if old == 0:
-            places[at] = np.uint32(slot << place_bits | index)
-            segments.live[slot] += 1
-            continue
         before = old >> place_bits
-        if segments.newest[before] > epoch:
+        if old != 0 and segments.newest[before] > epoch:
             segments.held[slot] += 1
             late_for[slot] += 1
             continue
         places[at] = np.uint32(slot << place_bits | index)
         segments.live[slot] += 1
-        segments.live[before] -= 1
+        if old == 0:
+            continue
         if segments.newest[before] < epoch:
+            segments.live[before] -= 1
             segments.held[before] += 1
             held_for[before] += 1
+        else:
+            dead += 1
+            count = _lose(before, segments, emptied, count)
+    return dead, count
 
 
 @kernel
-def enter_segment(
-    words: Words, index: int, slot: int, last: int, kept: Int64s, geo: Geometry, tables: TableArrays, places: Places,
-    segments: SegmentArrays, held: Int32s,
-) -> int:  # fmt: skip
-    """Enter the rows of a stored segment whose index was checked; segments come in ascending (newest epoch, number), so
-    that the newest version of a row comes last.
+def _publish_moved(
+    positions: Int64s, slot: int, place_bits: int, places: Places, segments: SegmentArrays, emptied: Int64s
+) -> int:
+    """Enter rows that cleaning has moved; returns how many segments were emptied."""
+    count = 0
+    for index in range(len(positions)):
+        before = np.int64(places[positions[index]]) >> place_bits
+        places[positions[index]] = np.uint32(slot << place_bits | index)
+        count = _lose(before, segments, emptied, count)
+    segments.live[slot] += len(positions)
+    return count
+
+
+@kernel
+def _enter(
+    words: Words, indexes: Int64s, slots: Int64s, last: int, kept: Int64s, geo: Geometry, tables: TableArrays,
+    places: Places, segments: SegmentArrays, held: NDArray[np.int32],
+) -> tuple[int, int, int]:  # fmt: skip
+    """Enter the rows of stored segments, in ascending order of (newest epoch, number).
 
     Args:
-        index: word offset of its index in the file.
-        last: versions of rows for later epochs are left out.
+        indexes: word offset of each one's index, which was checked.
+        last: rows of later epochs are left out.
         kept: int64, versions that are kept, ascending.
-        held: int32 [kept, slots]: rows that have a newer version, under the last kept version that shows them.
+        held: int32 [kept, slots]: receives the rows that have a newer version, under the last one that shows them.
 
     Returns:
-        -1, or the number of a row that cannot be.
+        -1 or the position of a segment that holds what cannot be; rows of tables that are not known; rows that died.
     """
-    num = np.int64(words[index + COUNT] & COUNT_MASK)
-    is_mixed = (words[index + COUNT] & MIXED) != np.uint64(0)
-    newest = np.int64(words[index + NEWEST])
-    for i in range(num):
-        key = np.int64(words[index + KEYS + i])
-        table = key >> _ROW_BITS
-        if table >= len(tables.bases) or tables.bases[table] < 0:
-            continue
-        if tables.layout_ids[table] != geo.layout_id or (key & _ROW_MASK) >= tables.num_rows[table]:
-            return i
-        epoch = np.int64(words[index + KEYS + num + i]) if is_mixed else newest
-        if epoch > last:
-            continue
-        at = tables.bases[table] + (key & _ROW_MASK)
-        old = np.int64(places[at])
-        if old != 0:
-            before = old >> geo.place_bits
-            segments.live[before] -= 1
-            which = len(kept) - 1
-            while which >= 0 and kept[which] >= epoch:
-                which -= 1
-            if which >= 0 and kept[which] >= segments.newest[before]:
-                segments.held[before] += 1
-                held[which, before] += 1
-        places[at] = np.uint32(slot << geo.place_bits | i)
-        segments.live[slot] += 1
-    return -1
+    unknown, dead = 0, 0
+    for s in range(len(indexes)):
+        at = indexes[s]
+        slot = slots[s]
+        num = np.int64(words[at + COUNT] & COUNT_MASK)
+        is_mixed = (words[at + COUNT] & MIXED) != np.uint64(0)
+        for i in range(num):
+            if i + _AHEAD < num:
+                ahead = np.int64(words[at + KEYS + i + _AHEAD])
+                table = ahead >> _ROW_BITS
+                if table < len(tables.bases) and tables.bases[table] >= 0:
+                    prefetch_word(places, tables.bases[table] + (ahead & _ROW_MASK))
+            epoch = np.int64(words[at + KEYS + num + i]) if is_mixed else segments.newest[slot]
+            if epoch > last:
+                continue
+            key = np.int64(words[at + KEYS + i])
+            table = key >> _ROW_BITS
+            if table < 0:
+                return s, unknown, dead
+            if table >= len(tables.bases) or tables.bases[table] < 0:
+                segments.held[slot] += 1
+                unknown += 1
+                continue
+            if tables.layout_ids[table] != geo.layout_id or (key & _ROW_MASK) >= tables.num_rows[table]:
+                return s, unknown, dead
+            position = tables.bases[table] + (key & _ROW_MASK)
+            old = np.int64(places[position])
+            if old != 0:
+                before = old >> geo.place_bits
+                segments.live[before] -= 1
+                which = len(kept) - 1
+                while which >= 0 and kept[which] >= epoch:
+                    which -= 1
+                if which >= 0 and kept[which] >= segments.oldest[before]:
+                    segments.held[before] += 1
+                    held[which, before] += 1
+                else:
+                    dead += 1
+            places[position] = np.uint32(slot << geo.place_bits | i)
+            segments.live[slot] += 1
+    return -1, unknown, dead
+
+
+@kernel
+def _list_live(
+    words: Words, indexes: Int64s, slots: Int64s, since: int, place_bits: int, tables: TableArrays, places: Places,
+    keys: Int64s, epochs: Words,
+) -> int:  # fmt: skip
+    """List the live rows of segments that are of epochs after ``since``, and the epochs; returns how many."""
+    count = 0
+    for s in range(len(slots)):
+        at = indexes[s]
+        num = np.int64(words[at + COUNT] & COUNT_MASK)
+        is_mixed = (words[at + COUNT] & MIXED) != np.uint64(0)
+        for i in range(num):
+            key = np.int64(words[at + KEYS + i])
+            table = key >> _ROW_BITS
+            epoch = words[at + KEYS + num + i] if is_mixed else words[at + NEWEST]
+            if epoch <= np.uint64(since) or table >= len(tables.bases) or tables.bases[table] < 0:
+                continue
+            if places[tables.bases[table] + (key & _ROW_MASK)] == np.uint32(slots[s] << place_bits | i):
+                keys[count] = key
+                epochs[count] = epoch
+                count += 1
+    return count
 
 
 @kernel
@@ -159,113 +252,387 @@ def _copy_used(source: Places, target: Places) -> None:
                 target[i] = source[i]
 
 
-class Segments:
-    """The segments of one layout, by slot, and which slots are free.
-
-    A slot is given away again only when no reader can still hold a place in it (``RowMap.free_slots``).
-    """
-
-    def __init__(self, geo: Geometry) -> None:
-        self.geo: Final = geo
-        self.arrays = SegmentArrays(*(np.zeros(1, dtype) for dtype in _DTYPES))
-        self.checksums: Words = np.zeros(1, np.uint64)
-        self._free: list[int] = []
-
-    @property
-    def max_slots(self) -> int:
-        return 1 << (32 - self.geo.place_bits)
-
-    def take_slots(self, count: int) -> Int64s:
-        """Free slots, in ascending order; arrays grow by half at a time, as new ones."""
-        missing = count - len(self._free)
-        if missing > 0:
-            length = len(self.arrays.numbers)
-            grown = min(self.max_slots, max(length + missing, length + length // 2))
-            if grown < length + missing:
-                raise TierstoreError(
-                    f"the log holds {length - 1} segments of rows of one kind, and can hold no more; "
-                    "run tierstore compact, or make tables of another dimension or optimizer"
-                )
-            self.arrays = SegmentArrays(*(_grown(column, grown) for column in self.arrays))
-            self.checksums = _grown(self.checksums, grown)
-            self._free.extend(range(grown - 1, length - 1, -1))
-        taken = sorted(self._free.pop() for _ in range(count))
-        return np.array(taken, np.int64)
-
-    def give_slots(self, slots: Int64s) -> None:
-        self._free.extend(slots.tolist())
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(column.nbytes for column in self.arrays) + self.checksums.nbytes
-
-
-_DTYPES: Final = (np.int64, np.uint64, np.int64, np.int64, np.int32, np.int32, np.int32, np.int32)
-
-
 def _grown(column: Any, length: int) -> Any:
     grown = np.zeros(length, column.dtype)
     grown[: len(column)] = column
     return grown
 
 
+class Segments:
+    """The segments of one layout, by slot.
+
+    Attributes:
+        arrays: by slot; replaced by longer ones when slots run out.
+        pages: of all segments.
+        rows: live and held ones of all segments.
+        dead: slots of segments without such rows, to be deleted.
+    """
+
+    def __init__(self, layout: RowLayout, layout_id: int) -> None:
+        self.layout: Final = layout
+        self.geo: Final = geometry(layout, layout_id)
+        self.arrays = SegmentArrays(*(np.zeros(1, dtype) for dtype in _DTYPES))
+        self.pages = 0
+        self.rows = 0
+        self.dead: list[int] = []
+        self.held_under: dict[int, Int32s] = {}
+        self._free: list[int] = []
+        self._waiting: list[tuple[int, list[int]]] = []
+
+    def copied(self) -> "Segments":
+        other = Segments(self.layout, self.geo.layout_id)
+        other.arrays = SegmentArrays(*(column.copy() for column in self.arrays))
+        other.pages, other.rows, other.dead = self.pages, self.rows, list(self.dead)
+        other._free = self._free + [slot for _, slots in self._waiting for slot in slots]
+        return other
+
+    @property
+    def max_slots(self) -> int:
+        return 1 << (32 - self.geo.place_bits)
+
+    @property
+    def in_use(self) -> Int64s:
+        """Slots of segments."""
+        return np.flatnonzero(self.arrays.rows)
+
+    def first_pages(self, slots: Int64s) -> Int64s:
+        """Where segments begin, with their index."""
+        arrays = self.arrays
+        lengths = index_lengths(self.geo, arrays.rows[slots], arrays.newest[slots] != arrays.oldest[slots])
+        first: Int64s = arrays.data_pages[slots] - lengths
+        return first
+
+    def stored(self, slots: Int64s) -> StoredSegments:
+        """Of segments in these slots."""
+        return StoredSegments(
+            self.arrays.numbers[slots], self.first_pages(slots), self.arrays.pages[slots].astype(np.int64)
+        )
+
+    def take(self, indexes: Indexes, txn_id: int) -> Int64s:
+        """Slots for these segments, which have no live rows yet.
+
+        Args:
+            txn_id: of the transaction that wrote them: readers of trees before it know shorter arrays only.
+        """
+        slots = self._free_slots(len(indexes.rows), txn_id)
+        arrays, stored = self.arrays, indexes.stored
+        lengths = index_lengths(self.geo, indexes.rows, indexes.newest != indexes.oldest)
+        arrays.data_pages[slots] = stored.first_pages + lengths
+        arrays.numbers[slots] = stored.numbers
+        arrays.newest[slots] = indexes.newest
+        arrays.oldest[slots] = indexes.oldest
+        arrays.live[slots] = arrays.held[slots] = 0
+        arrays.pages[slots] = stored.pages
+        arrays.rows[slots] = indexes.rows
+        self.pages += int(stored.pages.sum())
+        self.rows += int(indexes.rows.sum())
+        return slots
+
+    def _free_slots(self, count: int, txn_id: int) -> Int64s:
+        missing = count - len(self._free)
+        if missing > 0:
+            length = len(self.arrays.numbers)
+            grown = min(self.max_slots, max(length + missing, length + length // 2))
+            if grown < length + missing:
+                raise TierstoreError(
+                    f"the log holds {length - 1:,} segments of rows of one kind, and can hold no more; run tierstore "
+                    "compact, or spread the rows over tables of another dimension or optimizer"
+                )
+            self.arrays = SegmentArrays(*(_grown(column, grown) for column in self.arrays))
+            waiting = [slot for _, slots in self._waiting for slot in slots] + self._free
+            self._waiting = [(txn_id, waiting)]
+            self._free = list(range(grown - 1, length - 1, -1))
+        taken = [self._free.pop() for _ in range(count)]
+        return np.array(taken, np.int64)
+
+    def free(self, slots: Int64s, txn_id: int) -> None:
+        """Segments were deleted by a transaction; their slots wait for its readers."""
+        self.pages -= int(self.arrays.pages[slots].sum())
+        self.arrays.rows[slots] = 0
+        self._waiting.append((txn_id, slots.tolist()))
+
+    def reuse(self, oldest: int) -> None:
+        """Slots that only trees before transaction ``oldest`` knew are free."""
+        self._free += [slot for txn_id, slots in self._waiting if txn_id <= oldest for slot in slots]
+        self._waiting = [each for each in self._waiting if each[0] > oldest]
+
+    def held(self, version: int) -> Int32s:
+        """int32 [slots]: held rows, by segment, that no version after this one needs."""
+        counts = self.held_under.get(version, np.zeros(0, np.int32))
+        if len(counts) < len(self.arrays.rows):
+            counts = self.held_under[version] = _grown(counts, len(self.arrays.rows))
+        return counts
+
+    def release(self, kept: Collection[int], last: int) -> None:
+        """Let go of what only versions need that are neither kept nor to come after ``last``."""
+        for version in sorted(self.held_under.keys() - set(kept)):
+            if version > last:
+                continue
+            counts = self.held_under.pop(version)
+            if older := [each for each in kept if each < version]:
+                self.held(max(older))[: len(counts)] += counts
+                continue
+            arrays, slots = self.arrays, np.flatnonzero(counts)
+            arrays.held[slots] -= counts[slots]
+            self.rows -= int(counts.sum())
+            gone = (arrays.live[slots] == 0) & (arrays.held[slots] == 0) & (arrays.rows[slots] > 0)
+            self.dead += slots[gone].tolist()
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(column.nbytes for column in (*self.arrays, *self.held_under.values()))
+
+
+_NONE: Final[Mapping[RowLayout, Segments]] = {}
+
+
 class RowMap:
-    """Places of the rows of all tables, and the segments of all layouts. One thread at a time may change it, while any
-    number read it: see ``View``.
+    """Places of the rows of some tables, and the segments of their layouts.
+
+    One thread at a time may change it, while any number read it: see the module's docstring.
 
     Attributes:
         places: uint32 [rows of all tables].
         tables: by table index.
         layouts: by table index.
         segments: by layout.
+        unknown: stored rows of tables that are not known. Their segments are left alone.
     """
 
-    def __init__(self) -> None:
-        self.layouts: dict[int, RowLayout] = {}
-        self.places: Places = np.zeros(0, np.uint32)
-        empty = np.zeros(0, np.int64)
-        self.tables = TableArrays(empty, empty, empty)
-        self.segments: dict[RowLayout, Segments] = {}
-        self._held: dict[tuple[int, RowLayout], Int32s] = {}
-        self._leaving: list[tuple[int, Segments, Int64s]] = []
+    def __init__(
+        self, shapes: Mapping[int, tuple[RowLayout, int]], segments: Mapping[RowLayout, Segments] = _NONE
+    ) -> None:
+        self.shapes = dict(sorted(shapes.items()))
+        self.layouts = {index: layout for index, (layout, _) in self.shapes.items()}
+        self.segments: dict[RowLayout, Segments] = dict(segments)
+        for layout in self.layouts.values():
+            if layout not in self.segments:
+                self.segments[layout] = Segments(layout, len(self.segments))
+        length = 1 + max(self.shapes, default=-1)
+        self.tables = TableArrays(*(np.full(length, -1, np.int64) for _ in range(3)))
+        total = 0
+        for index, (layout, num_rows) in self.shapes.items():
+            self.tables.bases[index], self.tables.num_rows[index] = total, num_rows
+            self.tables.layout_ids[index] = self.segments[layout].geo.layout_id
+            total += num_rows
+        self.places: Places = zeros(total, np.uint32)
+        self.unknown = 0
 
     @property
     def size_bytes(self) -> int:
         """Of address space; memory is taken where rows exist."""
-        held = sum(counts.nbytes for counts in self._held.values())
-        return self.places.nbytes + held + sum(each.size_bytes for each in self.segments.values())
+        return self.places.nbytes + sum(each.size_bytes for each in self.segments.values())
 
     def with_table(self, table_index: int, layout: RowLayout, num_rows: int) -> "RowMap":
-        """A map that knows one table more; readers may go on using the old one."""
-        other = RowMap()
-        other.layouts = {**self.layouts, table_index: layout}
-        other.segments = dict(self.segments)
-        if layout not in other.segments:
-            other.segments[layout] = Segments(geometry(layout, len(other.segments)))
-        row = (len(self.places), num_rows, other.segments[layout].geo.layout_id)
-        length = max(len(self.tables.bases), table_index + 1)
-        columns = []
-        for column, value in zip(self.tables, row, strict=True):
-            grown = np.full(length, -1, np.int64)
-            grown[: len(column)] = column
-            grown[table_index] = value
-            columns.append(grown)
-        other.tables = TableArrays(*columns)
-        other.places = zeros(len(self.places) + num_rows, np.uint32)
-        _copy_used(self.places, other.places)
-        other._held, other._leaving = self._held, self._leaving
+        """A map that knows one table more, without rows; readers may go on using the old one."""
+        other = RowMap({**self.shapes, table_index: (layout, num_rows)}, self.segments)
+        other.unknown = self.unknown
+        for index in self.shapes:
+            source, target = (int(tables.bases[index]) for tables in (self.tables, other.tables))
+            count = int(self.tables.num_rows[index])
+            _copy_used(self.places[source : source + count], other.places[target : target + count])
         return other
 
-    def held_under(self, version: int, layout: RowLayout) -> Int32s:
-        """int32 [slots]: rows that have a newer version, and that the kept versions up to this one need."""
-        length = len(self.segments[layout].arrays.numbers)
-        counts = self._held.get((version, layout), np.zeros(0, np.int32))
-        if len(counts) < length:
-            counts = self._held[version, layout] = _grown(counts, length)
-        return counts
+    def copied(self) -> "RowMap":
+        """Another map of the same, which may be changed while readers use this one."""
+        other = RowMap(self.shapes, {layout: each.copied() for layout, each in self.segments.items()})
+        other.unknown = self.unknown
+        _copy_used(self.places, other.places)
+        return other
 
-    def release(self, kept: Collection[int]) -> None:
-        """Rows that only versions need that are not kept any more are dead."""
-        for version, layout in [pair for pair in self._held if pair[0] not in kept]:
-            counts = self._held.pop((version, layout))
-            self.segments[layout].arrays.held[: len(counts)] -= counts
+    def enter(self, tree: Tree, indexes: Indexes, last: int, kept: Collection[int]) -> None:
+        """Enter stored segments, those of later epochs than ``last`` left out.
+
+        Args:
+            kept: versions whose rows are to be counted as held.
+
+        Raises:
+            DamagedError: a segment holds what cannot be a row of its tables.
+        """
+        layout_ids = self._layout_ids(indexes.first_keys >> _ROW_BITS)
+        shown = indexes.oldest <= last
+        self.unknown += int(indexes.rows[(layout_ids < 0) & shown].sum())
+        for segments in self.segments.values():
+            own = indexes.chosen(np.flatnonzero((layout_ids == segments.geo.layout_id) & shown))
+            self._enter_own(tree, segments, own, last, np.array(sorted(kept), np.int64))
+
+    def has_all(self, stored: StoredSegments) -> bool:
+        """Whether these are all the segments that the map leads to, and more."""
+        return not any(len(slots) for _, slots in self._gone(stored)) and len(stored.numbers) == sum(
+            len(segments.in_use) for segments in self.segments.values()
+        )
+
+    def _gone(self, stored: StoredSegments) -> Iterator[tuple[Segments, Int64s]]:
+        """By layout, the slots of segments that are not among these."""
+        for segments in self.segments.values():
+            slots = segments.in_use
+            yield segments, slots[~np.isin(segments.arrays.numbers[slots], stored.numbers)]
+
+    def followed(self, tree: Tree, stored: StoredSegments, version: int) -> "RowMap | None":
+        """For a reader: the map of a later tree, which has the segments ``stored``, up to a version. None if a segment is
+        gone that shows rows and has no successor: versions were rolled back.
+
+        Raises: as for ``enter``.
+        """
+        other = self.copied()
+        known = [each.arrays.numbers[each.in_use] for each in other.segments.values()]
+        is_known = np.isin(stored.numbers, np.concatenate([np.empty(0, np.uint64), *known]))
+        other.enter(tree, read_indexes(tree, stored.chosen(~is_known)), version, ())
+        for segments, slots in other._gone(stored):
+            if segments.arrays.live[slots].any():
+                return None
+            segments.free(slots, tree.txn_id)
+            segments.dead.clear()
+        return other
+
+    def is_changed(self, before: "RowMap", keys: Int64s, since: int) -> NDArray[np.bool_]:
+        """bool [n]: which rows of one layout are others than an earlier map shows, those aside that are of versions up
+        to ``since`` and were only moved."""
+        if not len(keys):
+            return np.zeros(0, np.bool_)
+        layout = self.layouts[int(keys[0]) >> _ROW_BITS]
+        now, newest = self._found(layout, keys)
+        then, _ = before._found(layout, keys)
+        changed: NDArray[np.bool_] = (now != then).any(axis=1) & ((newest > since) | (now[:, 0] == 0))
+        return changed
+
+    def _found(self, layout: RowLayout, keys: Int64s) -> tuple[Int64s, Int64s]:
+        """Number of the segment and number in the segment of each row, int64 [n, 2], and the segment's newest epoch; 0
+        for rows that were never written."""
+        segments = self.segments[layout]
+        places = self.places[self.positions(layout, keys)].astype(np.int64)
+        slots = places >> segments.geo.place_bits
+        numbers = segments.arrays.numbers[slots].astype(np.int64)
+        found = np.stack([numbers, places & ((1 << segments.geo.place_bits) - 1)], axis=1)
+        return found, segments.arrays.newest[slots]
+
+    def _layout_ids(self, tables: Int64s) -> Int64s:
+        """By table index; -1 for tables that are not known."""
+        known = np.append(self.tables.layout_ids, -1)
+        found: Int64s = known[np.where((tables >= 0) & (tables < len(known)), tables, len(known) - 1)]
+        return found
+
+    def _enter_own(self, tree: Tree, segments: Segments, indexes: Indexes, last: int, kept: Int64s) -> None:
+        self._require_shapes(tree, segments, indexes)
+        slots = segments.take(indexes, tree.txn_id)
+        order = np.lexsort((indexes.stored.numbers, indexes.newest))
+        at = indexes.stored.first_pages * segments.geo.page_words + PAGE_HEADER_WORDS
+        held = np.zeros((len(kept), len(segments.arrays.rows)), np.int32)
+        file_map = tree.file_map.rows
+        since = file_map.guard.begin()
+        bad, unknown, dead = _enter(
+            file_map.words, at[order], slots[order], last, kept, segments.geo, self.tables, self.places,
+            segments.arrays, held,
+        )  # fmt: skip
+        starts = indexes.stored.first_pages * tree.page_bytes
+        file_map.guard.require(since, starts, starts + tree.page_bytes)
+        if bad >= 0:
+            raise _not_of_its_tables(tree, int(indexes.stored.numbers[order[bad]]))
+        self.unknown += unknown
+        arrays = segments.arrays
+        segments.rows -= dead
+        for version, counts in zip(kept.tolist(), held, strict=True):
+            if counts.any():
+                segments.held(version)[:] += counts
+        segments.dead += slots[(arrays.live[slots] == 0) & (arrays.held[slots] == 0)].tolist()
+
+    def _require_shapes(self, tree: Tree, segments: Segments, indexes: Indexes) -> None:
+        """Segments take the pages that so many rows do."""
+        geo = segments.geo
+        pages = index_lengths(geo, indexes.rows, indexes.newest != indexes.oldest)
+        pages += -(-indexes.rows // geo.rows_per_block) * geo.pages_per_block
+        bad = (indexes.rows > geo.rows_per_segment) | (indexes.stored.pages != pages)
+        if bad.any():
+            raise _not_of_its_tables(tree, int(indexes.stored.numbers[int(np.argmax(bad))]))
+
+    def publish(self, layout: RowLayout, indexes: Indexes, keys: Int64s, *, current: int, txn_id: int) -> None:
+        """Enter segments just written, of one epoch, one after another.
+
+        Args:
+            keys: int64, of all of them.
+            current: the version that is current.
+            txn_id: of the transaction that wrote them.
+        """
+        segments, positions = self.segments[layout], self.positions(layout, keys)
+        slots = segments.take(indexes, txn_id)
+        epoch, first = int(indexes.newest[0]), 0
+        held_for = segments.held(max(current, epoch - 1))
+        late_for = segments.held(epoch)
+        for slot, count in zip(slots.tolist(), indexes.rows.tolist(), strict=True):
+            part = positions[first : first + count]
+            first += count
+            emptied = np.empty(count, np.int64)
+            dead, num_emptied = _publish(
+                part, slot, epoch, segments.geo.place_bits, self.places, segments.arrays, held_for, late_for, emptied
+            )
+            segments.rows -= dead
+            segments.dead += emptied[:num_emptied].tolist()
+
+    def publish_moved(self, layout: RowLayout, indexes: Indexes, keys: Int64s, *, txn_id: int) -> None:
+        """Enter segments of rows that lie elsewhere so far, one after another; arguments as for ``publish``."""
+        segments, positions = self.segments[layout], self.positions(layout, keys)
+        slots, first = segments.take(indexes, txn_id), 0
+        segments.rows -= len(keys)
+        for slot, count in zip(slots.tolist(), indexes.rows.tolist(), strict=True):
+            part = positions[first : first + count]
+            first += count
+            emptied = np.empty(count, np.int64)
+            num_emptied = _publish_moved(part, slot, segments.geo.place_bits, self.places, segments.arrays, emptied)
+            segments.dead += emptied[:num_emptied].tolist()
+
+    def positions(self, layout: RowLayout, keys: Int64s) -> Int64s:
+        """Where rows of one layout have their entries.
+
+        Raises:
+            ValueError: one is no row of a table with this layout.
+        """
+        positions = np.empty(len(keys), np.int64)
+        bad = find_positions(keys, self.segments[layout].geo.layout_id, self.tables, positions)
+        if bad >= 0:
+            raise ValueError(
+                f"keys has {keys[bad]}, row {keys[bad] & _ROW_MASK} of table {keys[bad] >> _ROW_BITS}: not a row of a "
+                "table that was added, or of a table with another layout than keys[0]'s"
+            )
+        return positions
+
+    def live_rows(self, tree: Tree, layout: RowLayout, slots: Int64s, since: int = 0) -> tuple[Int64s, Words]:
+        """Keys and epochs of the live rows of segments, in their order, those up to an epoch left out.
+
+        Raises:
+            DamagedError: an index cannot be read.
+        """
+        segments = self.segments[layout]
+        page_words = segments.geo.page_words
+        at = segments.first_pages(slots) * page_words
+        count = int(segments.arrays.live[slots].sum())
+        keys, epochs = np.empty(count, np.int64), np.empty(count, np.uint64)
+        file_map = tree.file_map.rows
+        since_fault = file_map.guard.begin()
+        count = _list_live(
+            file_map.words, at + PAGE_HEADER_WORDS, slots, since, segments.geo.place_bits, self.tables, self.places,
+            keys, epochs,
+        )  # fmt: skip
+        file_map.guard.require(since_fault, at * 8, (at + page_words) * 8)
+        return keys[:count], epochs[:count]
+
+    def written_since(self, tree: Tree, since: int) -> Int64s:
+        """Keys of the rows that are of epochs after ``since``, ascending."""
+        parts = [np.empty(0, np.int64)]
+        for layout, segments in self.segments.items():
+            slots = segments.in_use
+            slots = slots[(segments.arrays.newest[slots] > since) & (segments.arrays.live[slots] > 0)]
+            parts.append(self.live_rows(tree, layout, slots, since)[0])
+        return np.sort(np.concatenate(parts))
+
+    def stored_rows(self, table: int, first: int, stop: int) -> Int64s:
+        """Which of the rows ``[first, stop)`` of a table were ever written, ascending."""
+        base = int(self.tables.bases[table])
+        rows: Int64s = np.flatnonzero(self.places[base + first : base + stop]) + first
+        return rows
+
+
+def _not_of_its_tables(tree: Tree, number: int) -> DamagedError:
+    return DamagedError(
+        f"{tree.path}: segment {number} cannot be one of its tables' rows (wrong number or size: is the manifest "
+        f"another store's?). {RESTORE}"
+    )

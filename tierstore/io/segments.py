@@ -5,7 +5,7 @@ fills ``pages_per_block`` pages and names its rows too, so that what is left of 
 """
 
 from enum import IntEnum
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,25 @@ from ..rows import BLOCK_HEADER_WORDS, PAGE_HEADER_WORDS, PAIR_WORDS, SEGMENT_HE
 from .checksum import row_checksum
 from .mapped import copy_words
 
-__all__ = ["Geometry", "IndexStatus", "build_segment", "check_index", "geometry", "index_pages", "row_seed"]
+__all__ = [
+    "COUNT",
+    "COUNT_MASK",
+    "KEYS",
+    "MIXED",
+    "NEWEST",
+    "NUMBER",
+    "OLDEST",
+    "Geometry",
+    "SegmentStatus",
+    "block_word",
+    "build_segment",
+    "check_index",
+    "geometry",
+    "index_lengths",
+    "index_pages",
+    "page_header_status",
+    "row_seed",
+]
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -29,8 +47,9 @@ _ORDINAL_BITS: Final = np.uint64(24)
 _OVERFLOW_FLAG: Final = np.uint64(0x04 << 16)
 _FLAGS_AND_COUNT: Final = np.uint64(0xFFFF_FFFF_3FEF_0000)
 """Of a page header's second word: the flags that last, and the number of pages."""
-_SEED: Final = np.uint64(0x9E3779B185EBCA87)
-_INDEX_BITS: Final = np.uint64(20)
+_KEY_FACTOR: Final = np.uint64(0x9E3779B185EBCA87)
+_NUMBER_FACTOR: Final = np.uint64(0xC2B2AE3D27D4EB4F)
+"""Odd, so that keys and numbers are spread over all seeds."""
 
 # The index: where each word is, in words behind LMDB's header.
 CHECKSUM: Final = 0
@@ -42,11 +61,16 @@ OLDEST: Final = 5
 KEYS: Final = SEGMENT_HEADER_WORDS
 
 
-class IndexStatus(IntEnum):
+class SegmentStatus(IntEnum):
     DONE = 0
     OUT_OF_FILE = 1
     BAD_PAGE_HEADER = 2
     BAD_INDEX = 3
+    BAD_BLOCK = 4
+    BAD_ROW = 5
+    BAD_PADDING = 6
+    UNREADABLE = 7
+    """The device refuses a page of it."""
 
 
 class Geometry(NamedTuple):
@@ -102,10 +126,34 @@ def index_pages(page_words: int, num_rows: int, is_mixed: bool) -> int:
     return (words + page_words - 1) // page_words
 
 
+def index_lengths(geo: Geometry, rows: Any, is_mixed: Any) -> Any:
+    """``index_pages`` of several segments: int64 [n]."""
+    words = PAGE_HEADER_WORDS + SEGMENT_HEADER_WORDS + np.asarray(rows, np.int64) * (1 + np.asarray(is_mixed, np.int64))
+    return -(-words // geo.page_words)
+
+
 @inline
 def row_seed(key: np.uint64, number: np.uint64, index: np.uint64) -> np.uint64:
     """What a row's checksum begins with: the same bytes as another row, or in another place, have another."""
-    return key * _SEED + ((number << _INDEX_BITS) | index)
+    return key * _KEY_FACTOR + number * _NUMBER_FACTOR + index
+
+
+@inline
+def block_word(newest: np.uint64, block: int) -> np.uint64:
+    """The second word of a block: the newest epoch of the segment's rows, and the block's number in the segment."""
+    return (newest << _ORDINAL_BITS) | np.uint64(block)
+
+
+@inline
+def page_header_status(words: Words, page_words: int, limit: int, page: int, pages: int) -> int:
+    """SegmentStatus of the header that LMDB put before a value of so many pages; it frees as many as that says."""
+    if page < 2 or page + pages > limit:
+        return 1
+    at = page * page_words
+    expected = _OVERFLOW_FLAG | (np.uint64(pages) << np.uint64(32))
+    if words[at] != np.uint64(page) or (words[at + 1] & _FLAGS_AND_COUNT) != expected:
+        return 2
+    return 0
 
 
 @kernel
@@ -152,7 +200,7 @@ def build_segment(
         begin = block * geo.rows_per_block
         stop = min(num, begin + geo.rows_per_block)
         image[start] = np.uint64(number)
-        image[start + 1] = (image[NEWEST] << _ORDINAL_BITS) | np.uint64(block)
+        image[start + 1] = block_word(image[NEWEST], block)
         if stop - begin < geo.rows_per_block:
             image[start + BLOCK_HEADER_WORDS : start + used] = np.uint64(0)
         image[start + used : start + block_words] = np.uint64(0)
@@ -168,27 +216,18 @@ def build_segment(
             image[pair + 1] = row_checksum(image, at, row_words, row_seed(key, np.uint64(number), np.uint64(i)))
 
 
-@kernel
-def check_index(
-    words: Words, page_words: int, limit: int, page: int, pages: int, number: int, max_rows: int
-) -> tuple[int, int]:
-    """IndexStatus of the index of segment ``number``, which the tree says begins at ``page`` and has ``pages``; and the
-    page of its first block."""
-    if page < 2 or page + pages > limit:
-        return 1, 0
-    at = page * page_words
-    expected = _OVERFLOW_FLAG | (np.uint64(pages) << np.uint64(32))
-    if words[at] != np.uint64(page) or (words[at + 1] & _FLAGS_AND_COUNT) != expected:
-        return 2, 0
-    at += PAGE_HEADER_WORDS
+@inline
+def check_index(words: Words, page_words: int, limit: int, page: int, pages: int, number: np.uint64) -> int:
+    """SegmentStatus of the index of segment ``number``, which the tree says begins at ``page`` and has ``pages``."""
+    status = page_header_status(words, page_words, limit, page, pages)
+    if status != 0:
+        return status
+    at = page * page_words + PAGE_HEADER_WORDS
     num = np.int64(words[at + COUNT] & COUNT_MASK)
     is_mixed = (words[at + COUNT] & MIXED) != np.uint64(0)
-    if words[at + MAGIC] != _MAGIC or words[at + NUMBER] != np.uint64(number) or num < 1 or num > max_rows:
-        return 3, 0
-    first = index_pages(page_words, num, is_mixed)
-    if first > pages:
-        return 3, 0
+    if words[at + MAGIC] != _MAGIC or words[at + NUMBER] != number or num < 1 or num > pages * page_words:
+        return 3
+    if index_pages(page_words, num, is_mixed) >= pages:
+        return 3
     length = KEYS - MAGIC + num * (2 if is_mixed else 1)
-    if row_checksum(words, at + MAGIC, length, np.uint64(number)) != words[at + CHECKSUM]:
-        return 3, 0
-    return 0, page + first
+    return 0 if row_checksum(words, at + MAGIC, length, number) == words[at + CHECKSUM] else 3

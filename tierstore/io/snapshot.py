@@ -60,7 +60,7 @@ class Tree:
 
     @property
     def num_entries(self) -> int:
-        """Blocks and records in the tree."""
+        """Segments and records in the tree."""
         return self._meta.main_entries
 
     @property
@@ -101,7 +101,7 @@ class Tree:
 
     @property
     def freed_bytes(self) -> int:
-        """What its transaction took out of use: copied pages of the tree, and blocks with a successor."""
+        """What its transaction took out of use: copied pages of the tree, and segments deleted."""
         with self.file_map.guard.watching():
             return pages_freed(self.file_map.words, self._meta) * self.page_bytes
 
@@ -112,7 +112,7 @@ class Tree:
         raise_for_walk(self.path, found.status, found.page)
 
     def walk(self, first_key: int = 0) -> Iterator[tuple[Entries, int]]:
-        """Entries in key order from ``first_key`` on, in chunks; each chunk is valid until the next is asked for."""
+        """Entries in key order from key word ``first_key`` on, in chunks; each chunk is valid until the next is asked for."""
         if self.is_empty:
             return
         entries = new_entries(_CHUNK_ENTRIES)
@@ -137,12 +137,12 @@ class Tree:
             raise_for_walk(self.path, status, int(result[2]))
             count = int(result[0])
             if count:
-                first, second = _next_key(entries.block_keys[count - 1], entries.epochs[count - 1])
+                first, second = _next_key(entries.kinds[count - 1], entries.numbers[count - 1])
                 yield entries, count
 
-    def seek(self, block_keys: NDArray[np.uint64], epochs: NDArray[np.uint64]) -> Entries:
+    def seek(self, kinds: NDArray[np.uint64], numbers: NDArray[np.uint64]) -> Entries:
         """For each key the first entry at or after it."""
-        entries = new_entries(len(block_keys))
+        entries = new_entries(len(kinds))
         result = np.zeros(3, np.int64)
         with self.file_map.guard.watching():
             seek_each(
@@ -151,8 +151,8 @@ class Tree:
                 self.limit_pages(),
                 self._meta.main_root,
                 self._meta.main_depth,
-                block_keys,
-                epochs,
+                kinds,
+                numbers,
                 entries,
                 result,
             )
@@ -161,18 +161,12 @@ class Tree:
 
 
 class Snapshot(Tree):
-    """The newest tree, kept from being written to by a lock on the file (``pins.py``) until it is closed.
-
-    Attributes:
-        leases: users that must end before it may be closed; guarded by the tier's lock.
-    """
+    """The newest tree, kept from being written to by a lock on the file (``pins.py``) until it is closed."""
 
     def __init__(self, path: Path, file_map: FileMap, page_bytes: int) -> None:
-        self.leases = 0
         super().__init__(path, file_map, _pin(path, file_map, page_bytes))
 
     def close(self) -> None:
-        assert self.leases == 0, f"a snapshot with {self.leases} leases was closed"
         self.file_map.pins.release(self.txn_id)
 
 

@@ -61,7 +61,7 @@ def apply_update(directory: str | os.PathLike[str], file: str | os.PathLike[str]
     before, and a later call with the same file goes through. Tables that no version of the replica names, as an update
     brought them that failed or was gone back from, give way to those of this one; nobody is shown them.
 
-    Memory, whatever the file holds: 128 MiB, the block directory, twice the payload (at most ``MAX_PAYLOAD_BYTES``),
+    Memory, whatever the file holds: 128 MiB, the map of the rows, twice the payload (at most ``MAX_PAYLOAD_BYTES``),
     and some 25 bytes for each byte of the file's header.
 
     Args:
@@ -187,16 +187,14 @@ class _Writer:
         return written
 
     def _write(self, index: int, rows: Int64s, weights: Words) -> None:
-        """Rows of one table, some blocks at a time."""
+        """Rows of one table, some at a time."""
         layout = self._layouts[index]
-        keys = rows | (index << KEY_ROW_BITS)
-        places = self._tier.place(keys)
-        order = np.argsort(places, kind="stable").astype(np.int32)
-        block_starts = np.flatnonzero(np.diff(places[order] // layout.rows_per_block, prepend=-1))
-        step = max(1, _TRANSACTION_BYTES // layout.block_bytes)
+        keys, slots = rows | (index << KEY_ROW_BITS), np.arange(len(rows), dtype=np.int32)
         state = np.zeros((len(rows), layout.state_words), np.uint64)
-        for slots in np.split(order, block_starts[step::step]):
-            self._tier.write(keys[slots], slots, weights, state, epoch=self._epoch)
+        step = layout.rows_within(_TRANSACTION_BYTES)
+        for first in range(0, len(rows), step):
+            part = slice(first, first + step)
+            self._tier.write(keys[part], slots[part], weights, state, epoch=self._epoch)
 
     def _reset(self, index: int, config: TableConfig) -> None:
         """Give rows that the replica has and the update has not their first values again."""

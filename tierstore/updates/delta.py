@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 from .. import optim
 from ..config import TableConfig
-from ..errors import FormatError, StoreNotFoundError
+from ..errors import StoreNotFoundError
 from ..io.changes import Basis, Changes, ChangesTier
 from ..lineage import NO_LINEAGE, Lineage
 from ..manifest import Manifest
@@ -20,7 +20,6 @@ from .update_file import UpdateWriter, file_checksum
 
 __all__ = ["Source", "Update", "open_tier", "replica_config", "source_of", "write_update"]
 
-_STAGING_BYTES: Final = 1 << 20
 _OPTIMIZER_PREFIX: Final = "optimizer."
 """Names of the tensors that only training needs."""
 
@@ -71,12 +70,9 @@ def open_tier(directory: Path, manifest: Manifest, *, readonly: bool) -> Iterato
         directory,
         store_id=bytes.fromhex(manifest.store_id),
         readonly=readonly,
-        staging_bytes=_STAGING_BYTES,
         create=False,
     )
     with contextlib.closing(tier):
-        if (tier.placement is not None) != manifest.is_placed:
-            raise FormatError(f"{directory}: row file and manifest are of two stores; restore both from one copy")
         yield tier
 
 
@@ -117,11 +113,10 @@ def write_update(
 ) -> Update:
     """Write what changed since a version to a file: rows, tables, ``extra`` and tensors but the optimizer's.
 
-    If the store keeps that version, exactly the rows whose weights differ are sent; if not, all rows of the blocks
-    written since; if the version is not in the lineage of the current one, every row that was ever written
-    (``header.basis`` says which; in the last case ``header.since`` is 0). The store is opened read-only and may be
-    trained on meanwhile. The same call gives the same bytes. Memory: some 32 MiB, two block directories and the dense
-    tensors.
+    The rows that were written since that version are sent; if it is not in the lineage of the current one, every row
+    that was ever written (``header.basis`` says which; in the last case ``header.since`` is 0). The store is opened
+    read-only and may be trained on meanwhile. The same call gives the same bytes. Memory: some 32 MiB, the map of the
+    rows, 8 bytes for each row sent, and the dense tensors.
 
     Args:
         directory: the store's.

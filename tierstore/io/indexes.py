@@ -1,0 +1,163 @@
+"""The indexes of the segments in a tree: which rows each has, read without reading rows."""
+
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .._jit import kernel
+from ..errors import ChecksumError, DamagedError, FormatError, TruncatedError
+from ..rows import PAGE_HEADER_WORDS
+from .btree import SEGMENTS_KEY
+from .checksum import mix_key
+from .files import RESTORE
+from .mapped import queue_read
+from .records import LOG_ITEM, LogRecord, item_key, unpack_log
+from .segments import COUNT, COUNT_MASK, KEYS, NEWEST, OLDEST, SegmentStatus, check_index
+from .snapshot import Tree
+
+__all__ = [
+    "Indexes",
+    "StoredSegments",
+    "numbers_hash",
+    "read_indexes",
+    "require_logged",
+    "segment_error",
+    "stored_segments",
+]
+
+Int64s = NDArray[np.int64]
+Words = NDArray[np.uint64]
+
+_QUEUED: Final = 256
+"""Indexes whose reading is begun ahead."""
+
+
+class StoredSegments(NamedTuple):
+    """The segments that a tree lists, by ascending number."""
+
+    numbers: Words
+    first_pages: Int64s
+    pages: Int64s
+    """How many pages each has."""
+
+    def chosen(self, which: "NDArray[np.bool_] | Int64s") -> "StoredSegments":
+        return StoredSegments(*(column[which] for column in self))
+
+
+class Indexes(NamedTuple):
+    """What the indexes of segments say, in the order of ``stored``."""
+
+    stored: StoredSegments
+    rows: Int64s
+    newest: Int64s
+    oldest: Int64s
+    """The largest and the least epoch of its rows."""
+    first_keys: Int64s
+    """Of its first row: all are of one layout."""
+
+    def chosen(self, which: "NDArray[np.bool_] | Int64s") -> "Indexes":
+        return Indexes(self.stored.chosen(which), *(column[which] for column in self[1:]))
+
+
+def stored_segments(tree: Tree) -> StoredSegments:
+    """The segments of a tree.
+
+    Raises:
+        DamagedError: the tree is damaged.
+    """
+    parts = [(np.empty(0, np.uint64), np.empty(0, np.int64), np.empty(0, np.int64))]
+    for entries, count in tree.walk():
+        own = entries.kinds[:count] == SEGMENTS_KEY
+        sizes = entries.sizes[:count][own]
+        if (bad := (sizes + 16) % tree.page_bytes != 0).any():
+            raise DamagedError(
+                f"{tree.path}: its index has segment {entries.numbers[:count][own][int(np.argmax(bad))]}, which does "
+                f"not fill its pages. {RESTORE}"
+            )
+        parts.append((entries.numbers[:count][own], entries.pages[:count][own], (sizes + 16) // tree.page_bytes))
+        if not own.all():
+            break
+    return StoredSegments(*map(np.concatenate, zip(*parts, strict=True)))
+
+
+def require_logged(tree: Tree, stored: StoredSegments) -> LogRecord:
+    """Compare the segments with what the writer counted: one that went missing is found here.
+
+    Raises:
+        FormatError: the record of the log is damaged. DamagedError: there are other segments than it counts.
+    """
+    found = tree.get(item_key(LOG_ITEM))
+    try:
+        if found is None:
+            raise ValueError("it is missing")
+        log = unpack_log(found)
+    except ValueError as error:
+        raise FormatError(f"{tree.path}: its record of the log is damaged: {error}. {RESTORE}") from error
+    if (len(stored.numbers), numbers_hash(stored.numbers)) != (log.num_segments, log.hash):
+        others = "others" if len(stored.numbers) == log.num_segments else "there are"
+        raise DamagedError(
+            f"{tree.path}: its index has {len(stored.numbers):,} segments, its record of the log {log.num_segments:,} "
+            f"{others}. {RESTORE}"
+        )
+    return log
+
+
+def numbers_hash(numbers: Words) -> int:
+    """Sum of ``checksum.mix_key`` of the numbers of segments, modulo 2**64."""
+    return int(_hash(np.ascontiguousarray(numbers)))
+
+
+@kernel
+def _hash(numbers: Words) -> np.uint64:
+    total = np.uint64(0)
+    for i in range(len(numbers)):
+        total += mix_key(np.uint64(0), numbers[i])
+    return total
+
+
+@kernel
+def _read(
+    words: Words, address: int, page_words: int, limit: int, stored: StoredSegments, rows: Int64s, newest: Int64s,
+    oldest: Int64s, first_keys: Int64s,
+) -> tuple[int, int]:  # fmt: skip
+    """Check indexes and fill the columns of ``Indexes``; returns a SegmentStatus, and the position it is about."""
+    for ahead in range(len(rows) + _QUEUED):
+        if ahead < len(rows) and stored.first_pages[ahead] < limit:
+            queue_read(address + stored.first_pages[ahead] * page_words * 8, page_words * 8)
+        i = ahead - _QUEUED
+        if i < 0:
+            continue
+        status = check_index(words, page_words, limit, stored.first_pages[i], stored.pages[i], stored.numbers[i])
+        if status != 0:
+            return status, i
+        at = stored.first_pages[i] * page_words + PAGE_HEADER_WORDS
+        rows[i] = np.int64(words[at + COUNT] & COUNT_MASK)
+        newest[i] = np.int64(words[at + NEWEST])
+        oldest[i] = np.int64(words[at + OLDEST])
+        first_keys[i] = np.int64(words[at + KEYS])
+    return 0, 0
+
+
+def read_indexes(tree: Tree, stored: StoredSegments) -> Indexes:
+    """The indexes of these segments.
+
+    Raises:
+        DamagedError: one is not what was written.
+    """
+    file_map, count = tree.file_map.rows, len(stored.numbers)
+    columns = tuple(np.empty(count, np.int64) for _ in range(4))
+    since = file_map.guard.begin()
+    status, at = _read(file_map.words, file_map.address, tree.page_bytes // 8, tree.limit_pages(), stored, *columns)
+    starts = stored.first_pages * tree.page_bytes
+    file_map.guard.require(since, starts, starts + tree.page_bytes)
+    if status:
+        raise segment_error(tree, int(stored.numbers[at]), status)
+    return Indexes(stored, *columns)
+
+
+def segment_error(tree: Tree, number: int, status: int) -> DamagedError:
+    """What a SegmentStatus other than DONE amounts to."""
+    if status == SegmentStatus.OUT_OF_FILE:
+        return TruncatedError(f"{tree.path}: segment {number} lies beyond the end of the file. {RESTORE}")
+    return ChecksumError(f"{tree.path}: segment {number} is damaged ({SegmentStatus(status).name}). {RESTORE}")
