@@ -8,21 +8,14 @@ from typing import Any
 import lmdb
 
 from tierstore.io.anchor import ANCHOR_NAME
-from tierstore.io.files import create_rows_file, map_bytes
+from tierstore.io.files import map_bytes
 from tierstore.io.lmdb import LmdbColdTier
-from tierstore.io.placement import Placement
-from tierstore.io.records import first_records
 
 STORE_ID = bytes(range(16))
 
 
-def place_rows(path: Path, placement: Placement) -> None:
-    """Begin a file whose rows lie as the placement says."""
-    create_rows_file(path / "rows.lmdb", first_records(STORE_ID, placement.pack()), STORE_ID)
-
-
 def open_tier(path: Path, **changes: Any) -> LmdbColdTier:
-    settings: dict[str, Any] = {"store_id": STORE_ID, "readonly": False, "staging_bytes": 1 << 20} | changes
+    settings: dict[str, Any] = {"store_id": STORE_ID, "readonly": False} | changes
     return LmdbColdTier(path, **settings)
 
 
