@@ -329,11 +329,10 @@ class Segments:
         return slots
 
     def _free_slots(self, count: int, txn_id: int) -> Int64s:
-        missing = count - len(self._free)
-        if missing > 0:
+        if len(self._free) < count:
             length = len(self.arrays.numbers)
-            grown = min(self.max_slots, max(length + missing, length + length // 2))
-            if grown < length + missing:
+            grown = min(self.max_slots, max(length + count, length + length // 2))
+            if grown < length + count:
                 raise TierstoreError(
                     f"the log holds {length - 1:,} segments of rows of one kind, and can hold no more; run tierstore "
                     "compact, or spread the rows over tables of another dimension or optimizer"
@@ -342,8 +341,7 @@ class Segments:
             waiting = [slot for _, slots in self._waiting for slot in slots] + self._free
             self._waiting = [(txn_id, waiting)]
             self._free = list(range(grown - 1, length - 1, -1))
-        taken = [self._free.pop() for _ in range(count)]
-        return np.array(taken, np.int64)
+        return np.array([self._free.pop() for _ in range(count)], np.int64)
 
     def free(self, slots: Int64s, txn_id: int) -> None:
         """Segments were deleted by a transaction; their slots wait for its readers."""
