@@ -467,8 +467,8 @@ class RowMap:
             yield segments, slots[~np.isin(segments.arrays.numbers[slots], stored.numbers)]
 
     def followed(self, tree: Tree, stored: StoredSegments, version: int) -> "RowMap | None":
-        """For a reader: the map of a later tree, which has the segments ``stored``, up to a version. None if a segment is
-        gone that shows rows and has no successor: versions were rolled back.
+        """For a reader: the map of a later tree, which has the segments ``stored``, up to a version. None if a segment
+        is gone that shows rows and has no successor: versions were rolled back.
 
         Raises: as for ``enter``.
         """
