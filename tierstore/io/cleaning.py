@@ -2,9 +2,9 @@
 
 Each write may clean about as much as it appends, as long as the segments take more pages than ``slack`` times those
 that their rows need. Victims are the segments with the fewest live rows a page, of a sample where there are many. That
-is greedy cleaning (Rosenblum and Ousterhout, "The Design and Implementation of a Log-Structured File System", 1992). The
-rows go to segments of their own, so that long-lived ones come to lie apart from the others. Their pages are read ahead,
-a turn before they are needed.
+is greedy cleaning (Rosenblum and Ousterhout, "The Design and Implementation of a Log-Structured File System", 1992).
+The rows go to segments of their own, so that long-lived ones come to lie apart from the others. Their pages are read
+ahead, a turn before they are needed.
 
 Segments with rows that only a kept version needs are left alone, as are rows of other versions' intervals together:
 ``row_map.py`` tells why.
