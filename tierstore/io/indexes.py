@@ -48,7 +48,7 @@ class StoredSegments(NamedTuple):
     """How many pages each has."""
 
     def chosen(self, which: "NDArray[np.bool_] | Int64s") -> "StoredSegments":
-        return StoredSegments(*(column[which] for column in self))
+        return StoredSegments(self.numbers[which], self.first_pages[which], self.pages[which])
 
 
 class Indexes(NamedTuple):

@@ -37,6 +37,12 @@ class Found(NamedTuple):
     stops: Int64s
     """The bytes ``[start, stop)`` of the file hold what is damaged."""
 
+    def first(self, count: int) -> "Found":
+        """Those places alone, of as many as there is room for."""
+        return Found(
+            self.keys[:count], self.numbers[:count], self.statuses[:count], self.starts[:count], self.stops[:count]
+        )
+
 
 def new_found(length: int) -> Found:
     keys, statuses, starts, stops = np.zeros((4, length), np.int64)
@@ -44,7 +50,7 @@ def new_found(length: int) -> Found:
 
 
 @inline
-def _note(found: Found, count: int, key: int, number: np.uint64, status: int, start: int, stop: int) -> int:
+def _note(found: Found, count: int, key: int | np.int64, number: np.uint64, status: int, start: int, stop: int) -> int:
     if count < len(found.keys):
         found.keys[count] = key
         found.numbers[count] = number

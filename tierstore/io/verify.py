@@ -1,7 +1,7 @@
 """Reading and checking every stored segment, at the rate at which the device reads its files from end to end.
 
-In a file that has been in use, segments that follow one another by number lie anywhere. So they are read in the order in
-which they lie, a slice of them at a time, the slices that follow being read meanwhile.
+In a file that has been in use, segments that follow one another by number lie anywhere. So they are read in the order
+in which they lie, a slice of them at a time, the slices that follow being read meanwhile.
 """
 
 from collections import deque
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from ..rows import KEY_ROW_BITS, MAX_ROWS
 from .base import VerifyReport
+from .census import read_head, read_payload, read_record
 from .gather import queue_segments
 from .indexes import (
     Indexes,
@@ -46,14 +47,17 @@ _NAMED: Final = 8
 
 
 def verify_segments(snapshot: Snapshot, rows: RowMap, progress: Callable[[int, int], None] | None) -> VerifyReport:
-    """Check each segment of a tree; see ``ColdTier.verify``. ``progress`` is told how much of the file was passed.
+    """Check all that a tree leads to; see ``ColdTier.verify``. ``progress`` is told how much of the file was passed.
 
     Of segments of tables that are not in the map, the index alone is checked.
 
     Raises:
-        DamagedError: when all was read; names the first places and says how many there are.
+        DamagedError: the tree, a record or a payload is not what was written; or, when all segments were read, some are
+            not: names the first places and says how many there are.
     """
     snapshot.check_free_pages()
+    for version in read_head(snapshot).kept:
+        read_payload(snapshot, read_record(snapshot, version))
     stored = stored_segments(snapshot)
     require_logged(snapshot, stored)
     check, total = _Check(snapshot, rows), snapshot.limit_pages() * snapshot.page_bytes
@@ -80,7 +84,7 @@ def _read_ahead(snapshot: Snapshot, stored: StoredSegments) -> Iterator[StoredSe
     """
 
     def queue(start: int) -> StoredSegments:
-        part = stored.chosen(slice(start, start + SLICE_SEGMENTS))
+        part = stored.chosen(np.arange(start, min(start + SLICE_SEGMENTS, len(stored.pages))))
         stops = part.first_pages + part.pages
         first = np.append(True, part.first_pages[1:] > stops[:-1] + _MERGED_PAGES)  # of segments read together
         starts = part.first_pages[first]
@@ -89,6 +93,9 @@ def _read_ahead(snapshot: Snapshot, stored: StoredSegments) -> Iterator[StoredSe
         return part
 
     starts = range(0, len(stored.pages), SLICE_SEGMENTS)
+    if len(starts) < 2:  # a thread would take longer to start
+        yield from map(queue, starts)
+        return
     with ThreadPoolExecutor(1, "tierstore-verify") as executor:
         queued = deque(executor.submit(queue, start) for start in starts[:_SLICES_AHEAD])
         try:
@@ -144,27 +151,26 @@ class _Check:
 
     def _look_into(self, segments: Segments, indexes: Indexes) -> None:
         """Check segments of one layout, whose indexes and sizes are sound."""
-        guard, found, numbers = self._file_map.guard, self._found, indexes.stored.numbers
+        guard, stored, page_bytes = self._file_map.guard, indexes.stored, self._snapshot.page_bytes
         since = guard.begin()
         count = check_segments(
             segments.geo, self._file_map.words, indexes, segments.data_pages(indexes), self._rows.tables, self._lanes,
-            found, 0,
+            self._found, 0,
         )  # fmt: skip
         self._num_places += max(0, count - _LISTED)
-        keys, found_in, statuses, starts, stops = (column[:count] for column in found)
+        found = self._found.first(count)
         if not guard.is_clean(since):
             refused = guard.refused(since)
-            status = refused_status(guard, refused)
-            met = refused.meet(starts, stops)
-            statuses[met] = status
+            met = refused.meet(found.starts, found.stops)
+            found.statuses[met] = status = refused_status(guard, refused)
             # What was zero anyhow, or read before another reader was refused, is noted nowhere.
-            starts = indexes.stored.first_pages * self._snapshot.page_bytes
-            unread = numbers[refused.meet(starts, starts + indexes.stored.pages * self._snapshot.page_bytes)]
-            unread = np.setdiff1d(unread, found_in[met])
+            starts = stored.first_pages * page_bytes
+            unread = stored.numbers[refused.meet(starts, starts + stored.pages * page_bytes)]
+            unread = np.setdiff1d(unread, found.numbers[met])
             self._note(np.full(len(unread), -1), unread, np.full(len(unread), status))
-        self._note(keys, found_in, statuses)
-        self.segments += len(numbers)
-        self.pages += int(indexes.stored.pages.sum())
+        self._note(found.keys, found.numbers, found.statuses)
+        self.segments += len(stored.numbers)
+        self.pages += int(stored.pages.sum())
 
     def _note(self, keys: Int64s, numbers: Words, statuses: Int64s) -> None:
         self._num_places += len(keys)
