@@ -536,8 +536,8 @@ class RowMap:
             file_map.words, at[order], slots[order], last, kept, segments.geo, self.tables, self.places,
             segments.arrays, held,
         )  # fmt: skip
-        starts = indexes.stored.first_pages * tree.page_bytes
-        file_map.guard.require(since, starts, starts + tree.page_bytes)
+        starts, stops = indexes.stored.first_pages * tree.page_bytes, segments.data_pages(indexes) * tree.page_bytes
+        file_map.guard.require(since, starts, stops)
         if bad >= 0:
             raise _not_of_its_tables(tree, int(indexes.stored.numbers[order[bad]]))
         self.unknown += unknown
@@ -602,9 +602,10 @@ class RowMap:
         """Keys and epochs of the live rows of segments, in their order, those up to an epoch left out.
 
         Raises:
-            DamagedError: an index cannot be read.
+            DamagedError: an index is not what it was when it was entered, or cannot be read.
         """
         segments = self.segments[layout]
+        read_indexes(tree, segments.stored(slots))  # a damaged epoch would be written anew, with a good checksum
         page_words = segments.geo.page_words
         at = segments.first_pages(slots) * page_words
         count = int(segments.arrays.live[slots].sum())
@@ -615,7 +616,7 @@ class RowMap:
             file_map.words, at + PAGE_HEADER_WORDS, slots, since, segments.geo.place_bits, self.tables, self.places,
             keys, epochs,
         )  # fmt: skip
-        file_map.guard.require(since_fault, at * 8, (at + page_words) * 8)
+        file_map.guard.require(since_fault, at * 8, segments.arrays.data_pages[slots] * tree.page_bytes)
         return keys[:count], epochs[:count]
 
     def written_since(self, tree: Tree, since: int) -> Int64s:
