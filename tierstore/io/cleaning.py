@@ -124,7 +124,8 @@ class Cleaner:
         share = len(slots) / len(arrays.rows)
         slots = slots[(arrays.rows[slots] > 0) & (arrays.held[slots] == 0) & (arrays.live[slots] > 0)]
         needed = arrays.live[slots] * pages_a_row
-        excess = (arrays.pages[slots].sum() - self.slack * needed.sum()) / share
+        of_all = segments.pages - arrays.pages[segments.dead].sum() - self.slack * segments.rows * pages_a_row
+        excess = min(of_all, (arrays.pages[slots].sum() - self.slack * needed.sum()) / share)
         fill = needed / arrays.pages[slots]
         chosen = fill < _FULL
         if self._spoiled:
