@@ -6,11 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 import tierstore
 from bench.damage import PAGE, Sample, make_aged
 from tests.conformance.cold_tier import LONG, WIDE, add_tables, commit, keys_of, write_rows
-from tests.io.support import flip, open_tier, place_of, refuse
+from tests.io.support import RowPlace, flip, open_tier, place_of, refuse
 from tierstore._jit import JIT_ENABLED
 from tierstore.errors import ChecksumError, DamagedError, UnreadableError
 from tierstore.inspection import verify_store
@@ -82,6 +83,45 @@ def test_an_index_is_named_with_all_else(folder: Path) -> None:
             tier.verify()
     expected = f"segment {index.number} is damaged (BAD_INDEX); row 500 of table 1 in segment {row.number} does not"
     assert expected in str(caught.value)
+
+
+def _say(folder: Path, place: RowPlace, word: int, content: int) -> None:
+    """Change a word of an index, and make its checksum that of what it says then."""
+    data = np.fromfile(folder / "rows.lmdb", np.uint64)
+    index = data[place.segment_page * PAGE // 8 + 2 :]
+    index[word] = content
+    num, is_mixed = int(index[3]) & 0xFFFF_FFFF, int(index[3]) >> 32
+    index[0] = xxhash.xxh64_intdigest(index[1 : 6 + num * (1 + is_mixed)].tobytes(), seed=place.number)
+    data.tofile(folder / "rows.lmdb")
+
+
+@pytest.mark.parametrize(
+    ("word", "content"),
+    [(5, 0), (4, 99), (3, 1 << 32 | 54), (3, 53), (6, 56), (7, 56), (7, 1 << 40), (7, 1 << 63)],
+    ids=["oldest", "newest", "mixed", "fewer rows", "no row", "no row later", "another layout", "no key"],
+)
+def test_an_index_that_says_what_cannot_be(folder: Path, word: int, content: int) -> None:
+    """Though its checksum is right: of 54 rows of one epoch."""
+    with leased(folder) as (tier, _, _):
+        place = place_of(tier, 0, int(np.argmax([place_of(tier, 0, row).number < 2**32 + 4 for row in range(54)])))
+        _say(folder, place, word, content)
+        with pytest.raises(ChecksumError, match=rf"segment {place.number} is damaged \(BAD_"):
+            tier.verify()
+
+
+@pytest.mark.parametrize("word", [8, 9], ids=["first epoch", "last epoch"])
+def test_epochs_that_the_index_denies(folder: Path, word: int) -> None:
+    """Of two rows, of epochs 1 and 2, moved together."""
+    with leased(folder) as (tier, _, rows):
+        segments = rows.segments[rows.layouts[2]]
+        [slot] = np.flatnonzero(segments.arrays.newest != segments.arrays.oldest)
+        assert (segments.arrays.rows[slot], segments.arrays.oldest[slot], segments.arrays.newest[slot]) == (2, 1, 2)
+        keys, _ = rows.live_rows(tier._snapshot, segments.layout, np.array([slot]))
+        place = place_of(tier, 2, int(keys[0]) % (1 << 40))
+        for epoch in (0, 3):
+            _say(folder, place, word, epoch)
+            with pytest.raises(ChecksumError, match=rf"segment {place.number} is damaged \(BAD_INDEX\)"):
+                tier.verify()
 
 
 def test_many_places_are_counted_and_the_first_ones_named(folder: Path) -> None:
