@@ -141,8 +141,8 @@ def _report(stores: list[_Store], seconds: dict[str, list[float]], config: dict[
         goals=goals,
         notes=[
             f"{config['repetitions']} repetitions; plain reads of {config['limit_kib']} KiB. verify counts bytes of "
-            "segments it checked, the plain read those of the file. Before each of the two the file was put out of every "
-            "map and out of the page cache (mincore: less than 1 % stayed)."
+            "segments it checked, the plain read those of the file. Before each of the two the file was put out of "
+            "every map and out of the page cache (mincore: less than 1 % stayed)."
         ],
     )
 

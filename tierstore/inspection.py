@@ -70,7 +70,7 @@ def verify_store(directory: str | Path) -> str:
             return f"{store.directory}: nothing committed yet, so there are no rows to check; what is there is sound"
         return (
             f"{store.directory}: version {store.version} is sound: {format_count(report.rows, 'row')} in "
-            f"{format_count(report.blocks, 'block')} of {format_count(report.tables, 'table')}, "
+            f"{format_count(report.segments, 'segment')} of {format_count(report.tables, 'table')}, "
             f"{format_size(report.bytes)}"
         )
 

@@ -1,5 +1,7 @@
 """Opening tiers, and getting at the file behind their back."""
 
+import mmap
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +12,9 @@ import numpy as np
 
 from tierstore.io.anchor import ANCHOR_NAME
 from tierstore.io.files import map_bytes
+from tierstore.io.guard import Guard
 from tierstore.io.lmdb import LmdbColdTier
+from tierstore.io.mapped import _libc
 from tierstore.rows import BLOCK_HEADER_WORDS
 
 STORE_ID = bytes(range(16))
@@ -65,6 +69,22 @@ def place_of(tier: LmdbColdTier, table: int, row: int) -> RowPlace:
             pair=8 * (words + BLOCK_HEADER_WORDS + in_block * geo.pair_stride),
             row=8 * (words + geo.first_row + in_block * geo.row_stride),
         )
+
+
+def page_of(tier: LmdbColdTier, table: int, block: int) -> int:
+    """Where a block's worth of rows lies, of rows that were written in order."""
+    with tier.lease() as (_, rows):
+        rows_per_block = rows.layouts[table].rows_per_block
+    return place_of(tier, table, block * rows_per_block).block_page
+
+
+def refuse(guarded: Guard, page: int, count: int = 1) -> None:
+    """Have these pages of a map fault, until the guard maps the file there again."""
+    empty = os.memfd_create("empty")
+    address = guarded._address + page * mmap.PAGESIZE
+    read, shared_fixed = 1, 0x01 | 0x10
+    assert _libc.mmap(address, count * mmap.PAGESIZE, read, shared_fixed, empty, 0) == address
+    os.close(empty)
 
 
 def flip(path: Path, offset: int, bits: int = 1) -> None:

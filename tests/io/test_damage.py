@@ -3,168 +3,268 @@
 LMDB's own code trusts its file, so whatever could crash runs in the test's process only behind our checks.
 """
 
+import contextlib
+import os
 import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from tests.conformance.cold_tier import NARROW, WIDE, add_tables, check_rows, commit, keys_of, read_rows, write_rows
-from tests.io.support import flip, open_tier, page_of, plain_lmdb
-from tierstore.errors import ChecksumError, DamagedError, FormatError, StoreNotFoundError, TruncatedError
+from tests.io.support import RowPlace, flip, open_tier, place_of, plain_lmdb, refuse
+from tierstore._jit import JIT_ENABLED
+from tierstore.errors import (
+    ChecksumError,
+    DamagedError,
+    FormatError,
+    StoreNotFoundError,
+    TruncatedError,
+    UnreadableError,
+)
 from tierstore.io.files import check_rows_file
+from tierstore.io.indexes import read_indexes, stored_segments
 from tierstore.io.lmdb import LmdbColdTier
-from tierstore.io.records import commit_item, item_key, payload_item
+from tierstore.io.records import commit_item, item_key, payload_item, segment_key
+from tierstore.io.row_map import RowMap
 
 PAGE = 4096
+ALL = np.arange(1000)
 ROWS = WIDE.rows_per_block
+SEGMENT_ROWS = WIDE.rows_per_segment
 
 
-def _reopened(path: Path, *, readonly: bool = True) -> LmdbColdTier:
-    tier = open_tier(path, readonly=readonly)
-    add_tables(tier)
-    return tier
+@contextlib.contextmanager
+def opened(path: Path, *, readonly: bool = True) -> Iterator[LmdbColdTier]:
+    with contextlib.closing(open_tier(path, readonly=readonly)) as tier:
+        add_tables(tier)
+        yield tier
 
 
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
     """A closed, committed store: tables 0 and 1 full."""
-    tier = open_tier(tmp_path)
-    add_tables(tier)
-    write_rows(tier, WIDE, keys_of(0, np.arange(1000)), 1)
-    write_rows(tier, NARROW, keys_of(1, np.arange(5000)), 1)
-    commit(tier, b"payload" * 1000)
-    tier.close()
+    with opened(tmp_path, readonly=False) as tier:
+        write_rows(tier, WIDE, keys_of(0, ALL), 1)
+        write_rows(tier, NARROW, keys_of(1, np.arange(5000)), 1)
+        commit(tier, b"payload" * 1000)
     return tmp_path
 
 
-def _place(path: Path, block: int) -> int:
-    """File offset of a block of table 0."""
-    with _closing(_reopened(path)) as tier:
-        return page_of(tier, 0, block) * PAGE
+def place(path: Path, row: int, table: int = 0) -> RowPlace:
+    """Where a row lies in the file."""
+    with opened(path) as tier:
+        return place_of(tier, table, row)
 
 
-class _closing:
-    def __init__(self, tier: LmdbColdTier) -> None:
-        self.tier = tier
-
-    def __enter__(self) -> LmdbColdTier:
-        return self.tier
-
-    def __exit__(self, *_: object) -> None:
-        self.tier.close()
+def put(path: Path, offset: int, content: bytes) -> None:
+    """Overwrite bytes of the rows file."""
+    with (path / "rows.lmdb").open("r+b") as file:
+        file.seek(offset)
+        file.write(content)
 
 
-@pytest.mark.parametrize("word", [0, 31, 32, 33], ids=["first weight", "last weight", "state", "checksum"])
-@pytest.mark.parametrize("row", [0, ROWS - 1])
-def test_a_flipped_bit_in_a_row(written: Path, word: int, row: int) -> None:
-    block = 7
-    flip(written, _place(written, block) + 32 + (row * WIDE.stored_row_words + word) * 8 + 3, bits=16)
-    bad = block * ROWS + row
-    with _closing(_reopened(written)) as tier:
-        with pytest.raises(ChecksumError, match=rf"rows\.lmdb: row {bad} of table 0 .*copy"):
-            check_rows(tier, WIDE, keys_of(0, np.arange(1000)), 1)
-        others = np.setdiff1d(np.arange(1000), [bad])
-        check_rows(tier, WIDE, keys_of(0, others), 1)
-        with pytest.raises(ChecksumError, match=f"row {bad} of table 0"):
-            tier.verify()
-
-
-def test_a_damaged_row_is_not_copied_into_a_new_block(written: Path) -> None:
-    flip(written, _place(written, 3) + 32 + 5)
-    with _closing(_reopened(written, readonly=False)) as tier:
-        neighbour = 3 * ROWS + 1
-        with pytest.raises(ChecksumError, match=f"row {3 * ROWS} of table 0"):
-            write_rows(tier, WIDE, keys_of(0, [1, neighbour]), 2)
-        check_rows(tier, WIDE, keys_of(0, [1, neighbour]), 1)
-        whole = keys_of(0, np.arange(3 * ROWS, 4 * ROWS))
-        write_rows(tier, WIDE, whole, 3)
-        check_rows(tier, WIDE, whole, 3)
-        commit(tier, b"")
+def expect_bad_rows(tier: LmdbColdTier, bad: "list[int] | np.ndarray") -> None:
+    """These rows of table 0 cannot be read, and verify says so; all others are right."""
+    for row in bad:
+        with pytest.raises(ChecksumError, match=rf"rows\.lmdb: row {row} of table 0 .*copy"):
+            read_rows(tier, WIDE, keys_of(0, [int(row)]))
+    check_rows(tier, WIDE, keys_of(0, np.setdiff1d(ALL, bad)), 1)
+    with pytest.raises(ChecksumError, match=rf"rows\.lmdb: .*row {min(bad)} of table 0 in segment .*copy"):
         tier.verify()
 
 
-@pytest.mark.parametrize("at", [16, 24], ids=["block key", "epoch"])
+@pytest.mark.parametrize("word", [0, 31, 32], ids=["first weight", "last weight", "state"])
+@pytest.mark.parametrize("row", [0, ROWS - 1, 7 * ROWS, 999])
+def test_a_flipped_bit_in_a_row(written: Path, word: int, row: int) -> None:
+    flip(written, place(written, row).row + word * 8 + 3, bits=16)
+    with opened(written) as tier:
+        expect_bad_rows(tier, [row])
+
+
+@pytest.mark.parametrize("at", [0, 7, 8, 15], ids=["key", "key", "checksum", "checksum"])
+def test_a_flipped_bit_before_a_row(written: Path, at: int) -> None:
+    flip(written, place(written, 300).pair + at, bits=16)
+    with opened(written) as tier:
+        expect_bad_rows(tier, [300])
+
+
+@pytest.mark.parametrize("at", [0, 8, 11], ids=["segment", "number in it", "newest epoch"])
 def test_a_flipped_bit_in_a_block_header(written: Path, at: int) -> None:
-    flip(written, _place(written, 3) + at, bits=4)
-    with _closing(_reopened(written, readonly=False)) as tier:
-        with pytest.raises(ChecksumError, match=r"block 3 of table 0 .*BAD_HEADER"):
+    """Rows have checksums of their own, and are read."""
+    found = place(written, 3 * ROWS)
+    flip(written, found.block_page * PAGE + at, bits=4)
+    with opened(written) as tier:
+        check_rows(tier, WIDE, keys_of(0, ALL), 1)
+        with pytest.raises(ChecksumError, match=rf"segment {found.number} is damaged \(BAD_BLOCK\)"):
             tier.verify()
-        with pytest.raises(ChecksumError, match=r"block 3 of table 0 .*BAD_HEADER"):
-            write_rows(tier, WIDE, keys_of(0, [3 * ROWS]), 2)
 
 
-def test_a_flipped_bit_in_a_page_header_is_seen_before_lmdb_believes_it(written: Path) -> None:
-    flip(written, _place(written, 3) + 12, bits=2)  # number of pages
-    with _closing(_reopened(written, readonly=False)) as tier:
-        for rows in ([3 * ROWS], np.arange(3 * ROWS, 4 * ROWS)):
-            with pytest.raises(ChecksumError, match=r"block 3 of table 0 .*BAD_PAGE_HEADER"):
-                write_rows(tier, WIDE, keys_of(0, rows), 2)
-        with pytest.raises(ChecksumError, match="BAD_PAGE_HEADER"):
+@pytest.mark.parametrize(("at", "status"), [(12, "BAD_PAGE_HEADER"), (16, "BAD_INDEX"), (100, "BAD_INDEX")])
+@pytest.mark.parametrize("readonly", [True, False])
+def test_a_flipped_bit_in_an_index(written: Path, at: int, status: str, readonly: bool) -> None:
+    found = place(written, 300)
+    flip(written, found.segment_page * PAGE + at, bits=2)
+    with (
+        pytest.raises(ChecksumError, match=rf"rows\.lmdb: segment {found.number} is damaged \({status}\).*copy"),
+        opened(written, readonly=readonly) as tier,
+    ):
+        read_rows(tier, WIDE, keys_of(0, [0]))
+
+
+def test_an_index_that_is_damaged_while_the_store_is_open(written: Path) -> None:
+    """Rows are read, as they say themselves which they are; verify finds it, and no damaged epoch is made use of."""
+    with opened(written, readonly=False) as tier:
+        write_rows(tier, WIDE, keys_of(0, [999]), 1)
+        found = place_of(tier, 0, 300)
+        flip(written, found.segment_page * PAGE + 16 + 8 * 4)  # the newest epoch
+        check_rows(tier, WIDE, keys_of(0, ALL), 1)
+        expected = rf"segment {found.number} is damaged \(BAD_INDEX\)"
+        with pytest.raises(ChecksumError, match=expected):
             tier.verify()
+        with tier.lease() as (snapshot, rows), pytest.raises(ChecksumError, match=expected):
+            rows.written_since(snapshot, 0)
+
+
+@pytest.mark.skipif(not JIT_ENABLED, reason="without compiled code a refused page ends the process")
+def test_an_index_of_several_pages_that_cannot_be_read(written: Path) -> None:
+    """Of each of its pages it is asked whether it could be read: zeros would be keys of other rows."""
+    with opened(written) as tier:
+        found = place_of(tier, 1, 0)
+        assert found.block_page > found.segment_page + 2
+        with tier.lease() as (snapshot, rows):
+            indexes, guard = read_indexes(snapshot, stored_segments(snapshot)), snapshot.file_map.rows.guard
+            uses = (
+                lambda: RowMap(rows.shapes).enter(snapshot, indexes, 1, ()),
+                lambda: rows.live_rows(snapshot, NARROW, rows.segments[NARROW].in_use),
+                tier.verify,
+            )
+            for page in range(found.segment_page, found.block_page):
+                for use in uses:
+                    guard.begin()  # it is asked about what was refused before
+                    refuse(guard, page)
+                    with pytest.raises(UnreadableError, match=r"rows\.lmdb: .*device refuses.*log says why.*copy"):
+                        use()
+        tier.verify()
 
 
 def test_a_page_header_damaged_between_write_and_commit(written: Path) -> None:
-    place = _place(written, 3)
-    with _closing(_reopened(written, readonly=False)) as tier:
-        write_rows(tier, WIDE, keys_of(0, [3 * ROWS]), 2)
-        flip(written, place + 12, bits=2)
-        with pytest.raises(DamagedError, match=r"block 3 of table 0 .*BAD_PAGE_HEADER"):
+    """LMDB frees as many pages as a page header says: that is looked at before."""
+    found = place(written, 0)
+    header = found.segment_page * PAGE + 12  # number of pages
+    with opened(written, readonly=False) as tier:
+        write_rows(tier, WIDE, keys_of(0, ALL), 2)
+        flip(written, header, bits=2)
+        expected = rf"segment {found.number} is damaged \(BAD_PAGE_HEADER\)"
+        with pytest.raises(DamagedError, match=expected):
             commit(tier, b"")
         assert tier.version == 2  # what could not be deleted is what the version replaced
-        flip(written, place + 12, bits=2)
+        with pytest.raises(ChecksumError, match=expected):
+            tier.verify()
+        flip(written, header, bits=2)
         assert commit(tier, b"") == 3
         tier.verify()
     with plain_lmdb(written) as txn:
-        assert txn.get(struct.pack(">QQ", 3, 1)) is None
+        assert txn.get(segment_key(found.number)) is None
 
 
 def test_nonzero_padding(written: Path) -> None:
-    flip(written, _place(written, 3) + PAGE - 4)
-    with _closing(_reopened(written)) as tier, pytest.raises(ChecksumError, match="BAD_PADDING"):
+    """At the end of a block, in the place of a row that there is none of, and behind the keys."""
+    last = place(written, 999)
+    assert last.index % ROWS < ROWS - 1, "a place is free in the last block"
+    with opened(written) as tier:
+        places = [last.pair + 16, last.row + WIDE.row_bytes, last.row + 2 * WIDE.row_bytes - 1]
+        places += [(last.block_page + 1) * PAGE - 4, (last.segment_page + 1) * PAGE - 1]
+        for at in (*places, last.segment_page * PAGE + 16 + 8 * (6 + last.index + 1)):
+            flip(written, at)
+            check_rows(tier, WIDE, keys_of(0, ALL), 1)
+            with pytest.raises(ChecksumError, match=rf"segment {last.number} is damaged \(BAD_PADDING\)"):
+                tier.verify()
+            flip(written, at)
         tier.verify()
 
 
 def test_a_zeroed_page_is_damage_and_not_absent_rows(written: Path) -> None:
-    with (written / "rows.lmdb").open("r+b") as file:
-        file.seek(_place(written, 5))
-        file.write(bytes(PAGE))
-    with _closing(_reopened(written)) as tier:
-        with pytest.raises(ChecksumError, match=f"row {5 * ROWS} of table 0"):
-            read_rows(tier, WIDE, keys_of(0, [5 * ROWS]))
-        with pytest.raises(ChecksumError, match="block 5 of table 0"):
+    put(written, place(written, 5 * ROWS).block_page * PAGE, bytes(PAGE))
+    with opened(written) as tier:
+        expect_bad_rows(tier, np.arange(5 * ROWS, 6 * ROWS))
+
+
+@pytest.mark.parametrize("other", [6 * ROWS, 5 * ROWS + SEGMENT_ROWS], ids=["of its segment", "of another"])
+def test_two_pages_exchanged(written: Path, other: int) -> None:
+    first, second = (place(written, row).block_page * PAGE for row in (5 * ROWS, other))
+    data = (written / "rows.lmdb").read_bytes()
+    put(written, first, data[second : second + PAGE])
+    put(written, second, data[first : first + PAGE])
+    with opened(written) as tier:
+        expect_bad_rows(tier, np.concatenate([np.arange(row, row + ROWS) for row in (5 * ROWS, other)]))
+
+
+@pytest.mark.parametrize("other", [301, 300 + SEGMENT_ROWS], ids=["of its block", "of another segment"])
+def test_a_row_in_the_place_of_another(written: Path, other: int) -> None:
+    """With its key and its checksum, or without."""
+    data = (written / "rows.lmdb").read_bytes()
+    source, target = place(written, 300), place(written, other)
+    put(written, target.row, data[source.row : source.row + WIDE.row_bytes])
+    with opened(written) as tier:
+        expect_bad_rows(tier, [other])
+    put(written, target.pair, data[source.pair : source.pair + 16])
+    with opened(written) as tier:
+        expect_bad_rows(tier, [other])
+    put(written, target.pair, data[target.pair : target.pair + 8])
+    with opened(written) as tier:
+        expect_bad_rows(tier, [other])
+
+
+def test_an_older_page_of_the_same_place(tmp_path: Path) -> None:
+    """As a device shows that lost a write: the page that lay there before, of the same rows and whole."""
+    before: dict[int, bytes] = {}
+    with opened(tmp_path, readonly=False) as tier:
+        for version in range(1, 40):
+            write_rows(tier, WIDE, keys_of(0, ALL), version)
+            commit(tier, b"")
+            data = tier.path.read_bytes()
+            places = [place_of(tier, 0, row).block_page * PAGE for row in range(0, 1000, ROWS)]
+            if lost := [(row, at) for row, at in zip(range(0, 1000, ROWS), places, strict=True) if at in before]:
+                break
+            before = {at: data[at : at + PAGE] for at in places} | before
+    row, at = lost[0]
+    assert before[at] != data[at : at + PAGE]
+    put(tmp_path, at, before[at])
+    with opened(tmp_path) as tier:
+        with pytest.raises(ChecksumError, match=f"row {row} of table 0"):
+            read_rows(tier, WIDE, keys_of(0, [row]))
+        check_rows(tier, WIDE, keys_of(0, np.setdiff1d(ALL, np.arange(row, row + ROWS))), version)
+        with pytest.raises(ChecksumError, match=f"row {row} of table 0 in segment"):
             tier.verify()
 
 
-def test_an_absent_row_must_be_zero(tmp_path: Path) -> None:
-    with _closing(_reopened(tmp_path, readonly=False)) as tier:
-        write_rows(tier, WIDE, keys_of(0, [0]), 1)
-        commit(tier, b"")
-        place = page_of(tier, 0, 0) * PAGE
-    flip(tmp_path, place + 32 + WIDE.stored_row_words * 8)
-    with _closing(_reopened(tmp_path)) as tier:
-        check_rows(tier, WIDE, keys_of(0, [0]), 1)
-        with pytest.raises(ChecksumError, match="row 1 of table 0"):
-            read_rows(tier, WIDE, keys_of(0, [1]))
-        with pytest.raises(ChecksumError, match="row 1 of table 0"):
-            tier.verify()
+def test_segments_under_each_others_numbers(written: Path) -> None:
+    numbers = [place(written, row).number for row in (0, SEGMENT_ROWS)]
+    with plain_lmdb(written, write=True) as txn:
+        values = [bytes(txn.get(segment_key(number))) for number in numbers]
+        assert len(values[0]) == len(values[1])
+        for number, value in zip(numbers, reversed(values), strict=True):
+            txn.put(segment_key(number), value)
+    with opened(written) as tier, pytest.raises(ChecksumError, match=rf"segment {numbers[0]} is damaged \(BAD_INDEX\)"):
+        tier.verify()
 
 
-def test_two_blocks_swapped(written: Path) -> None:
-    a, b = _place(written, 5), _place(written, 6)
-    with (written / "rows.lmdb").open("r+b") as file:
-        data = file.read()
-        file.seek(a + 16)
-        file.write(data[b + 16 : b + PAGE])
-        file.seek(b + 16)
-        file.write(data[a + 16 : a + PAGE])
-    with _closing(_reopened(written)) as tier:
-        with pytest.raises(ChecksumError, match=f"row {5 * ROWS} of table 0"):
-            read_rows(tier, WIDE, keys_of(0, [5 * ROWS]))
-        with pytest.raises(ChecksumError, match="BAD_HEADER"):
-            tier.verify()
+def test_a_segment_with_the_index_of_another(written: Path) -> None:
+    """Even with a checksum that was made for it."""
+    number, other = (place(written, row).number for row in (0, SEGMENT_ROWS))
+    with plain_lmdb(written, write=True) as txn:
+        value, index = bytearray(txn.get(segment_key(number))), bytearray(txn.get(segment_key(other)))[: PAGE - 16]
+        index[16:24] = number.to_bytes(8, "little")
+        sealed = xxhash.xxh64_intdigest(bytes(index[8 : 8 * (6 + SEGMENT_ROWS)]), seed=number)
+        index[:8] = sealed.to_bytes(8, "little")
+        value[: PAGE - 16] = index
+        txn.put(segment_key(number), bytes(value))
+    with opened(written) as tier, pytest.raises(ChecksumError, match=f"row .* in segment {number} does not match"):
+        tier.verify()
 
 
 def _truncate(share: float) -> Callable[[Path], None]:
@@ -208,13 +308,11 @@ def test_a_file_that_is_none(
 
 
 def test_a_file_cut_while_it_is_open(written: Path) -> None:
-    with _closing(_reopened(written)) as tier:
+    with opened(written) as tier:
         check_rows(tier, WIDE, keys_of(0, [0]), 1)
-        page = page_of(tier, 0, 40)
-        with (written / "rows.lmdb").open("r+b") as file:
-            file.truncate(page * PAGE)
-        with pytest.raises(TruncatedError, match="beyond the end of the file"):
-            read_rows(tier, WIDE, keys_of(0, [40 * ROWS]))
+        os.truncate(written / "rows.lmdb", place_of(tier, 0, 900).block_page * PAGE)
+        with pytest.raises(TruncatedError, match="row 900 of table 0 lies beyond the end of the file"):
+            read_rows(tier, WIDE, keys_of(0, [900]))
         with pytest.raises(DamagedError):
             tier.verify()
 
@@ -228,7 +326,7 @@ def test_free_pages_at_the_end_may_be_missing(written: Path) -> None:
         for number in range(20):
             txn.delete(struct.pack(">QQ", 1 << 50, number))
     assert path.stat().st_size < (check_rows_file(path).last_page + 1) * PAGE
-    with _closing(_reopened(written, readonly=False)) as tier:
+    with opened(written, readonly=False) as tier:
         check_rows(tier, WIDE, keys_of(0, np.arange(1000)), 1)
         write_rows(tier, WIDE, keys_of(0, np.arange(1000)), 2)
         commit(tier, b"")
@@ -254,26 +352,34 @@ def test_an_lmdb_file_with_other_keys(tmp_path: Path) -> None:
         open_tier(tmp_path)
 
 
-def test_a_block_missing_from_the_index(written: Path) -> None:
+def test_a_segment_missing_from_the_tree(written: Path) -> None:
+    number = place(written, 0).number
     with plain_lmdb(written, write=True) as txn:
-        assert txn.delete(struct.pack(">QQ", 9, 1))
-    with pytest.raises(DamagedError, match=r"table 0 has \d+ blocks in the index, version 1 recorded"):
+        assert txn.delete(segment_key(number))
+    with pytest.raises(DamagedError, match=r"its index has \d+ segments, and its record of the log counts \d+ others"):
         open_tier(written)
 
 
-def test_a_block_under_another_key(written: Path) -> None:
+def test_a_segment_under_another_number(written: Path) -> None:
+    number = place(written, 0).number
     with plain_lmdb(written, write=True) as txn:
-        value = txn.pop(struct.pack(">QQ", 9, 1))
-        txn.put(struct.pack(">QQ", 900, 1), value)
+        txn.put(segment_key(900), txn.pop(segment_key(number)))
     with pytest.raises(DamagedError, match="others"):
         open_tier(written)
 
 
-def test_a_block_of_another_size(written: Path) -> None:
+def test_a_segment_of_another_size(written: Path) -> None:
+    """Its index is whole, and says otherwise."""
+    number = place(written, 0).number
     with plain_lmdb(written, write=True) as txn:
-        txn.put(struct.pack(">QQ", 9, 1), bytes(2 * PAGE - 16))
-    with _closing(_reopened(written)) as tier, pytest.raises(DamagedError, match="block 9 of table 0 cannot be"):
+        value = bytes(txn.get(segment_key(number)))
+        txn.put(segment_key(number), value + bytes(PAGE))
+    with opened(written) as tier, pytest.raises(DamagedError, match=f"segment {number} cannot be one of its tables'"):
         read_rows(tier, WIDE, keys_of(0, [0]))
+    with plain_lmdb(written, write=True) as txn:
+        txn.put(segment_key(number), value[:-8])
+    with pytest.raises(DamagedError, match=f"segment {number}, which does not fill its pages"):
+        open_tier(written)
 
 
 def test_a_damaged_commit_record(written: Path) -> None:
@@ -286,14 +392,24 @@ def test_a_damaged_commit_record(written: Path) -> None:
 
 
 def test_a_damaged_payload(written: Path) -> None:
+    """verify looks at those of earlier versions too."""
+    with opened(written, readonly=False) as tier:
+        tier.commit(b"two", 2, keep=2)
     with plain_lmdb(written, write=True) as txn:
         txn.put(item_key(payload_item(1, 0)), b"Payload" * 1000)
-    with _closing(_reopened(written)) as tier, pytest.raises(ChecksumError, match="payload"):
+    with opened(written) as tier:
+        assert tier.payload == b"two"
+        with pytest.raises(ChecksumError, match="the payload of version 1 is damaged"):
+            tier.verify()
+    with (
+        contextlib.closing(open_tier(written, readonly=True, version=1)) as tier,
+        pytest.raises(ChecksumError, match="payload"),
+    ):
         _ = tier.payload
 
 
 def test_random_damage_never_passes_and_never_crashes(written: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Any byte of a block or of the tree changed: an error, or the rows as they were written."""
+    """Any byte of a segment or of the tree changed: an error, or the rows as they were written."""
     source = (written / "rows.lmdb").read_bytes()
     generator = np.random.default_rng(0)
     caught = 0
@@ -302,7 +418,7 @@ def test_random_damage_never_passes_and_never_crashes(written: Path, tmp_path_fa
         (folder / "rows.lmdb").write_bytes(source)
         flip(folder, int(generator.integers(2 * PAGE, len(source))), bits=1 << int(generator.integers(8)))
         try:
-            with _closing(_reopened(folder)) as tier:
+            with opened(folder) as tier:
                 _, present = read_rows(tier, WIDE, keys_of(0, np.arange(1000)))
                 check_rows(tier, WIDE, keys_of(0, np.arange(1000)), 1)
                 check_rows(tier, NARROW, keys_of(1, np.arange(5000)), 1)

@@ -1,26 +1,35 @@
-"""verify finds all damage, not the first place only, wherever the blocks lie and however many there are."""
+"""verify finds all damage, not the first place only, wherever the segments lie and however many there are."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 import tierstore
-from bench.damage import PAGE, Sample, make_sample
-from tierstore.errors import ChecksumError, DamagedError
+from bench.damage import PAGE, Sample, make_aged
+from tests.conformance.cold_tier import LONG, WIDE, add_tables, commit, keys_of, write_rows
+from tests.io.support import RowPlace, flip, open_tier, place_of, refuse
+from tierstore._jit import JIT_ENABLED
+from tierstore.errors import ChecksumError, DamagedError, UnreadableError
 from tierstore.inspection import verify_store
 from tierstore.io import verify
-from tierstore.io.blocks import BlockStatus
+from tierstore.io.indexes import stored_segments
+from tierstore.io.lmdb import LmdbColdTier
+from tierstore.io.row_map import RowMap
+from tierstore.io.snapshot import Snapshot
+from tierstore.rows import RowLayout
 
 pytestmark = pytest.mark.kernel
 
-WIDE_ROWS = 14  # of 64 float32 and a column of state in a page of 4 KiB
-WIDE_ROW_BYTES = 34 * 8
+NUM_ROWS = 56 + 600 + 4 - 3  # of the sample: the last row of each table is absent
 
 
 @pytest.fixture(scope="module")
 def sample(tmp_path_factory: pytest.TempPathFactory) -> Sample:
-    return make_sample(tmp_path_factory.mktemp("sample") / "store", seed=3)
+    return make_aged(tmp_path_factory.mktemp("sample") / "store", seed=3)
 
 
 @pytest.fixture
@@ -30,81 +39,189 @@ def folder(sample: Sample, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _block_pages(sample: Sample, version: int) -> dict[tuple[int, int], int]:
-    """Page of each block of that epoch, by table and number, found by its header."""
-    words = np.frombuffer(sample.files["rows.lmdb"], np.uint64).reshape(-1, PAGE // 8)
-    found = {}
-    for page, (number, head, key, epoch) in enumerate(words[:, :4].tolist()):
-        if number == page and head >> 16 & 0xFFFF == 4 and epoch == version and key >> 62 == 0:
-            found[key >> 40, key & (1 << 40) - 1] = page
-    return found
+@contextlib.contextmanager
+def leased(folder: Path) -> Iterator[tuple[LmdbColdTier, Snapshot, RowMap]]:
+    """The cold tier of a store, its tree and its map."""
+    with (
+        tierstore.open(folder, mode="r", ddr="1MiB") as store,
+        store._cold.lease() as (snapshot, rows),
+    ):
+        yield store._cold, snapshot, rows
 
 
-def _flip(folder: Path, offset: int) -> None:
-    data = bytearray((folder / "rows.lmdb").read_bytes())
-    data[offset] ^= 4
-    (folder / "rows.lmdb").write_bytes(data)
-
-
-def _error(folder: Path) -> str:
+def error(folder: Path) -> str:
     with tierstore.open(folder, mode="r", ddr="1MiB") as store, pytest.raises(ChecksumError) as caught:
         store.verify()
     return str(caught.value)
 
 
-def test_every_damaged_place_is_named(folder: Path, sample: Sample) -> None:
-    pages = _block_pages(sample, 2)
-    first, second = pages[0, 1] * PAGE, pages[0, 3] * PAGE
-    _flip(folder, first + 32 + 3 * WIDE_ROW_BYTES)
-    _flip(folder, first + 32 + 9 * WIDE_ROW_BYTES + 8)
-    _flip(folder, second + 17)
-    _flip(folder, pages[1, 0] * PAGE + PAGE - 1)
-    message = _error(folder)
+def test_every_damaged_place_is_named(folder: Path) -> None:
+    with leased(folder) as (tier, _, _):
+        first, second, third, last = (place_of(tier, *row) for row in ((0, 3), (0, 9), (1, 500), (2, 1)))
+    flip(folder, last.segment_page * PAGE + 1000)
+    flip(folder, first.row)
+    flip(folder, second.pair + 8)
+    flip(folder, third.block_page * PAGE + 8)
+    message = error(folder)
     assert message.startswith(f"{folder / 'rows.lmdb'}: ")
-    for place in (
-        f"row {WIDE_ROWS + 3} of table 0 does not match its checksum",
-        f"row {WIDE_ROWS + 9} of table 0 does not match its checksum",
-        f"block 3 of table 0 is damaged ({BlockStatus.BAD_HEADER.name})",
-        f"block 0 of table 1 is damaged ({BlockStatus.BAD_PADDING.name})",
-    ):
-        assert place in message
+    named = [
+        f"segment {third.number} is damaged (BAD_BLOCK)",
+        f"segment {last.number} is damaged (BAD_PADDING)",
+        f"row 3 of table 0 in segment {first.number} does not match its checksum",
+        f"row 9 of table 0 in segment {second.number} does not match its checksum",
+    ]
+    assert "; ".join(sorted(named[:2]) + named[2:]) in message
     assert "tierstore repair DIR NEW_DIR" in message
 
 
-def test_many_places_are_counted_and_the_first_ones_named(folder: Path, sample: Sample) -> None:
-    """A page of a table with hundreds of rows zeroed: each of its rows is damaged, and the block's two headers."""
+def test_an_index_is_named_with_all_else(folder: Path) -> None:
+    with leased(folder) as (tier, _, _):
+        index, row = place_of(tier, 0, 3), place_of(tier, 1, 500)
+        flip(folder, index.segment_page * PAGE + 16 + 48)
+        flip(folder, row.row)
+        with pytest.raises(ChecksumError) as caught:
+            tier.verify()
+    expected = f"segment {index.number} is damaged (BAD_INDEX); row 500 of table 1 in segment {row.number} does not"
+    assert expected in str(caught.value)
+
+
+def _say(folder: Path, place: RowPlace, word: int, content: int) -> None:
+    """Change a word of an index, and make its checksum that of what it says then."""
+    data = np.fromfile(folder / "rows.lmdb", np.uint64)
+    index = data[place.segment_page * PAGE // 8 + 2 :]
+    index[word] = content
+    num, is_mixed = int(index[3]) & 0xFFFF_FFFF, int(index[3]) >> 32
+    index[0] = xxhash.xxh64_intdigest(index[1 : 6 + num * (1 + is_mixed)].tobytes(), seed=place.number)
+    data.tofile(folder / "rows.lmdb")
+
+
+@pytest.mark.parametrize(
+    ("word", "content"),
+    [(5, 0), (4, 99), (3, 1 << 32 | 54), (3, 53), (6, 56), (7, 56), (7, 1 << 40), (7, 1 << 63)],
+    ids=["oldest", "newest", "mixed", "fewer rows", "no row", "no row later", "another layout", "no key"],
+)
+def test_an_index_that_says_what_cannot_be(folder: Path, word: int, content: int) -> None:
+    """Though its checksum is right: of 54 rows of one epoch."""
+    with leased(folder) as (tier, _, _):
+        place = place_of(tier, 0, int(np.argmax([place_of(tier, 0, row).number < 2**32 + 4 for row in range(54)])))
+        _say(folder, place, word, content)
+        with pytest.raises(ChecksumError, match=rf"segment {place.number} is damaged \(BAD_"):
+            tier.verify()
+
+
+@pytest.mark.parametrize("word", [8, 9], ids=["first epoch", "last epoch"])
+def test_epochs_that_the_index_denies(folder: Path, word: int) -> None:
+    """Of two rows, of epochs 1 and 2, moved together."""
+    with leased(folder) as (tier, _, rows):
+        segments = rows.segments[rows.layouts[2]]
+        [slot] = np.flatnonzero(segments.arrays.newest != segments.arrays.oldest)
+        assert (segments.arrays.rows[slot], segments.arrays.oldest[slot], segments.arrays.newest[slot]) == (2, 1, 2)
+        keys, _ = rows.live_rows(tier._snapshot, segments.layout, np.array([slot]))
+        place = place_of(tier, 2, int(keys[0]) % (1 << 40))
+        for epoch in (0, 3):
+            _say(folder, place, word, epoch)
+            with pytest.raises(ChecksumError, match=rf"segment {place.number} is damaged \(BAD_INDEX\)"):
+                tier.verify()
+
+
+def test_many_places_are_counted_and_the_first_ones_named(folder: Path) -> None:
+    """A page with many rows zeroed: each of its rows is damaged, and the header of the block."""
+    with leased(folder) as (tier, _, rows):
+        place, num_places = place_of(tier, 1, 3), rows.layouts[1].rows_per_block + 1
     data = bytearray((folder / "rows.lmdb").read_bytes())
-    page = _block_pages(sample, 2)[1, 1]
-    data[page * PAGE : (page + 1) * PAGE] = bytes(PAGE)
+    data[place.block_page * PAGE : (place.block_page + 1) * PAGE] = bytes(PAGE)
     (folder / "rows.lmdb").write_bytes(data)
-    with tierstore.open(folder, mode="r", ddr="1MiB") as store:
-        num_places = store["narrow"].layout.rows_per_block + 2
-    message = _error(folder)
+    message = error(folder)
     assert f"and {num_places - 8} more places, {num_places} in all" in message
     assert message.count("; ") == 8
 
 
-def test_ranges_and_slices_of_any_size_find_the_same(
-    folder: Path, sample: Sample, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _flip(folder, _block_pages(sample, 2)[2, 0] * PAGE + 40)
-    whole = _error(folder)
-    for range_pages, slice_pages in ((1, 1), (7, 2), (16, 5), (64, 1)):
-        monkeypatch.setattr(verify, "RANGE_PAGES", range_pages)
-        monkeypatch.setattr(verify, "_SLICE_PAGES", slice_pages)
-        assert _error(folder) == whole
+def test_more_places_than_are_listed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them are counted."""
+    data = np.fromfile(folder / "rows.lmdb", np.uint64)
+    with leased(folder) as (tier, _, _):
+        whole = tier.verify()
+        for table, (_, num_rows) in tier._tables.items():
+            for row in range(num_rows - 1):
+                data[place_of(tier, table, row).pair // 8 + 1] ^= np.uint64(1)
+    data.tofile(folder / "rows.lmdb")
+    monkeypatch.setattr(verify, "_LISTED", 100)
+    message = error(folder)
+    assert f"; and {NUM_ROWS - 8} more places, {NUM_ROWS} in all" in message
+    assert whole.rows == NUM_ROWS
 
 
-def test_what_is_counted_does_not_depend_on_ranges(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with tierstore.open(folder, mode="r", ddr="1MiB") as store:
-        calls: list[tuple[int, int]] = []
-        report = store.verify(progress=lambda done, total: calls.append((done, total)))
-        assert report.tables == 3
-        assert report.rows == 420 + 400 + 3 - 3 * 2
-        monkeypatch.setattr(verify, "RANGE_PAGES", 5)
-        monkeypatch.setattr(verify, "_SLICE_PAGES", 3)
-        assert store.verify() == report
-    assert calls[-1] == ((folder / "rows.lmdb").stat().st_size,) * 2
+def test_slices_of_any_size_find_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, int]] = []
+    with leased(folder) as (tier, tree, _):
+        report, stored = tier.verify(), stored_segments(tree)
+        place = place_of(tier, 2, 0)
+    assert report == (3, len(stored.pages), NUM_ROWS, int(stored.pages.sum()) * PAGE)
+    flip(folder, place.row + 40)
+    whole = error(folder)
+    flip(folder, place.row + 40)
+    for size in (1, 2, 5, 100):
+        monkeypatch.setattr(verify, "SLICE_SEGMENTS", size)
+        with tierstore.open(folder, mode="r", ddr="1MiB") as store:
+            assert store.verify(progress=lambda done, total: calls.append((done, total))) == report
+        flip(folder, place.row + 40)
+        assert error(folder) == whole
+        flip(folder, place.row + 40)
+        assert calls == sorted(calls)
+        assert calls[-1] == ((folder / "rows.lmdb").stat().st_size,) * 2
+        assert len(calls) == -(-len(stored.pages) // size) + 1
+        calls.clear()
+
+
+def test_rows_are_counted_once(tmp_path: Path) -> None:
+    """However often they were written, and also those of no version yet."""
+    with contextlib.closing(open_tier(tmp_path)) as tier:
+        add_tables(tier)
+        for generation in (1, 2, 3):
+            write_rows(tier, WIDE, keys_of(0, np.arange(0, 100 * generation)), generation)
+            write_rows(tier, WIDE, keys_of(2, [generation]), generation)
+            if generation < 3:
+                tier.commit(b"", generation, keep=2)
+        assert tier.verify()[::2] == (2, 300 + 3)
+        for version, count in ((1, 101), (2, 202)):
+            with contextlib.closing(open_tier(tmp_path, readonly=True, version=version)) as reader:
+                add_tables(reader)
+                report = reader.verify()
+                assert (report.rows, report.bytes) == (count, tier.verify().bytes)
+
+
+def test_of_tables_that_are_not_known_the_index_is_checked(tmp_path: Path) -> None:
+    with contextlib.closing(open_tier(tmp_path)) as tier:
+        add_tables(tier)
+        write_rows(tier, WIDE, keys_of(0, np.arange(100)), 1)
+        write_rows(tier, LONG, keys_of(5, np.arange(10)), 1)
+        commit(tier, b"")
+        place = place_of(tier, 5, 3)
+        known = tier.verify()
+    with contextlib.closing(open_tier(tmp_path, readonly=True)) as reader:
+        reader.add_table(0, WIDE, 1000)
+        flip(tmp_path, place.row)
+        report = reader.verify()
+        assert (report.tables, report.rows) == (1, 100)
+        assert report.segments < known.segments
+        flip(tmp_path, place.segment_page * PAGE + 16 + 48)
+        with pytest.raises(ChecksumError, match=rf"segment {place.number} is damaged \(BAD_INDEX\)"):
+            reader.verify()
+
+
+@pytest.mark.skipif(not JIT_ENABLED, reason="without compiled code a refused page ends the process")
+def test_a_page_of_zeros_that_cannot_be_read(tmp_path: Path) -> None:
+    """What the device refuses reads as zeros, which would be right here."""
+    with contextlib.closing(open_tier(tmp_path)) as tier:
+        layout = RowLayout(dim=1500)
+        assert (layout.rows_per_block, layout.pages_per_block) == (2, 3)
+        tier.add_table(0, layout, 10)
+        write_rows(tier, layout, keys_of(0, [1]), 1)
+        place = place_of(tier, 0, 1)
+        refuse(tier._reader._file_map.guard, place.block_page + 2)
+        with pytest.raises(UnreadableError, match=rf"rows\.lmdb: segment {place.number} cannot be read.*log says why"):
+            tier.verify()
+        tier.verify()
 
 
 def test_a_damaged_free_list_is_found_by_a_reader_too(folder: Path, sample: Sample) -> None:
@@ -112,10 +229,12 @@ def test_a_damaged_free_list_is_found_by_a_reader_too(folder: Path, sample: Samp
     newest = max((0, 1), key=lambda page: int(words[page * 512 + 18]))
     free_root = int(words[newest * 512 + 10])
     assert free_root < len(words) // 512
-    _flip(folder, free_root * PAGE + PAGE - 8)
+    flip(folder, free_root * PAGE + PAGE - 8)
     with pytest.raises(DamagedError, match=r"rows\.lmdb: page"), tierstore.open(folder, mode="r", ddr="1MiB") as store:
         store.verify()
 
 
 def test_in_words(folder: Path) -> None:
-    assert "version 2 is sound: 817 rows in" in verify_store(folder)
+    with leased(folder) as (tier, _, _):
+        segments = tier.verify().segments
+    assert f"version 5 is sound: {NUM_ROWS} rows in {segments} segments of 3 tables, " in verify_store(folder)

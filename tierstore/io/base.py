@@ -38,6 +38,14 @@ class ColdCounters(NamedTuple):
 
 
 class VerifyReport(NamedTuple):
+    """What was found sound.
+
+    Attributes:
+        tables: that have rows.
+        segments: that were checked, and their ``bytes``: with rows of earlier versions, and rows that nobody needs.
+        rows: that a read finds, each counted once.
+    """
+
     tables: int
     segments: int
     rows: int
@@ -102,7 +110,9 @@ class ColdTier(Protocol):
         """What the current version was committed with; b"" before the first commit."""
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
-        """Read and check every stored row of the current snapshot. ``progress(done_bytes, total_bytes)``.
+        """Read and check every row that is stored, also for earlier versions and for none yet.
+
+        Rows of tables that were not added are not counted. ``progress(done_bytes, total_bytes)``.
 
         Raises:
             DamagedError: names the file, the place and the way out.

@@ -101,10 +101,9 @@ def require_logged(tree: Tree, stored: StoredSegments) -> LogRecord:
     except ValueError as error:
         raise FormatError(f"{tree.path}: its record of the log is damaged: {error}. {RESTORE}") from error
     if (len(stored.numbers), numbers_hash(stored.numbers)) != (log.num_segments, log.hash):
-        others = "others" if len(stored.numbers) == log.num_segments else "there are"
         raise DamagedError(
-            f"{tree.path}: its index has {len(stored.numbers):,} segments, its record of the log {log.num_segments:,} "
-            f"{others}. {RESTORE}"
+            f"{tree.path}: its index has {len(stored.numbers):,} segments, and its record of the log counts "
+            f"{log.num_segments:,} others. {RESTORE}"
         )
     return log
 

@@ -646,9 +646,9 @@ class LmdbColdTier:
     # -- checking and counting
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
-        """See ``ColdTier.verify``. Rows that kept versions need and such of no version yet are checked and counted.
+        """See ``ColdTier.verify``. Also checked: the tree, the list of free pages, and the payload of each version.
 
-        Rows of tables that were not added are checked, and not counted.
+        Of segments of tables that were not added, only the index is checked.
         """
         with self.lease() as (snapshot, rows):
             return verify_segments(snapshot, rows, progress)
