@@ -186,17 +186,17 @@ class _Copy:
             layouts.append((config.layout(self._known.page_bytes), new.layout(self._made.page_bytes)))
             for tier, layout in zip((self._before, self._after), layouts[-1], strict=True):
                 tier.add_table(index, layout, config.num_embeddings)
-        counts = np.zeros(len(layouts), np.int64)
-        if version := self._before.version:
-            for keys in self._copied(layouts):
-                counts += np.bincount(keys >> KEY_ROW_BITS, minlength=len(counts))
-            kept = unpack(version, self._before.payload)
-            states = {config.name: TableState(0, config.optimizer.lr) for config in self._made.tables}
-            self._after.commit(pack(states, kept.extra, unpack_tensors(kept), NO_LINEAGE.following(0)), version)
-        return [int(count) for count in counts]
+        version = self._before.version
+        if not version:
+            return [0] * len(layouts)
+        counts = self._copy_rows(layouts)
+        kept = unpack(version, self._before.payload)
+        states = {config.name: TableState(0, config.optimizer.lr) for config in self._made.tables}
+        self._after.commit(pack(states, kept.extra, unpack_tensors(kept), NO_LINEAGE.following(0)), version)
+        return counts
 
-    def _copied(self, layouts: list[tuple[RowLayout, RowLayout]]) -> Iterator[Any]:
-        """Copy all rows, whole segments at a time; yields the keys that were copied, int64 [n]."""
+    def _copy_rows(self, layouts: list[tuple[RowLayout, RowLayout]]) -> list[int]:
+        """Copy all rows, whole segments at a time; returns how many there are of each table."""
         with self._before.lease() as (snapshot, rows):
             total = sum(int(each.arrays.live.sum()) * layout.row_bytes for layout, each in rows.segments.items())
             done = 0
@@ -210,7 +210,7 @@ class _Copy:
                     done += len(words) * before.row_bytes
                     if self._progress is not None:
                         self._progress(done, total)
-                    yield found.keys
+            return rows.counts()
 
     def _converted(self, keys: Any, weights: Any, before: RowLayout, after: RowLayout) -> Any:
         words, bad = converted(weights, before, after)
