@@ -49,7 +49,8 @@ class CompactReport(NamedTuple):
     """What was copied.
 
     Attributes:
-        rows: a row that several versions show differently counts for each.
+        rows: of the version.
+        segments: of all versions.
         bytes_before, bytes_after: of the two row files, as they take room on the device.
     """
 
