@@ -327,7 +327,7 @@ def _compact(options: argparse.Namespace) -> int:
         report = compact_store(options.directory, options.target, trace=options.trace, progress=show)
     print(
         f"{report.target}: version {report.version}, {format_count(report.rows, 'row')} in "
-        f"{format_count(report.blocks, 'block')}, verified; "
+        f"{format_count(report.segments, 'segment')}, verified; "
         f"{format_size(report.bytes_before)} before, {format_size(report.bytes_after)} after"
     )
     return 0
@@ -337,7 +337,7 @@ COMPACT: Final = Command(
     _compact,
     _add_compact_arguments,
     "copy a store without the room it no longer needs",
-    "Copy all versions kept, blocks in order of their rows, without free pages; then verify the copy. "
+    "Copy all versions kept, rows in order of their numbers, without free pages; then verify the copy. "
     "DIR is not changed.",
     """examples:
   tierstore compact shop shop-compact

@@ -1,46 +1,47 @@
-"""A copy of a store in which blocks lie in key order and no page is free.
+"""A copy of a store whose rows lie in the order asked for, in full segments, without free room.
 
-LMDB itself walks a snapshot of the tree and writes its pages anew, one after another, into a pipe; this end of it puts
-them into a file, so that progress shows, Ctrl-C is heeded and a full disk is told from damage. LMDB believes what it
-walks, so the tree and the header of every page run it will copy are checked first.
+The source is read as one snapshot. For each version that it keeps, the rows that are others than in the version before
+are appended to a new store: by their keys, or first those of a trace, so that rows which were read often and together
+lie side by side. A row's epoch in the copy is the number of the first kept version that shows it.
 
 The copy is made and verified in a directory of its own within the target and moved into its place at the end.
 """
 
 import contextlib
 import os
-import threading
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import lmdb
 import numpy as np
+from numpy.typing import NDArray
 
-from .errors import DamagedError, TierstoreError, TruncatedError
+from .errors import DamagedError
 from .exchange.output import require_room
-from .io.anchor import ANCHOR_NAME, require_sound, stamp_rows_file
-from .io.blocks import BlockStatus, check_page_headers
-from .io.census import check_store, read_head, read_placement
-from .io.files import RESTORE, check_rows_file, map_bytes, open_environment, rows_path, translate
-from .io.mapped import FileMap
+from .io import LmdbColdTier
+from .io.census import read_head, read_payload, read_record
+from .io.files import RESTORE, rows_path
+from .io.indexes import Indexes, read_indexes, stored_segments
+from .io.orders import some_first, stored_batches
+from .io.records import Head
+from .io.row_map import RowMap
 from .io.snapshot import Snapshot
-from .io.versions import garbage, stale_items
 from .manifest import Manifest
 from .opening import open_store
-from .placing import plan_placement, write_placed
-from .signals import Shield
+from .packing import order_by_co_access, require_tables, table_accesses
+from .rows import RowLayout
 from .target import Steps, new_store, require_outside
 from .trace import Trace, read_trace
 
 __all__ = ["WORK_NAME", "CompactReport", "compact_store"]
 
+Int64s = NDArray[np.int64]
+Shapes = Mapping[int, tuple[RowLayout, int]]
+
 WORK_NAME: Final = "compact.partial"
 """Where in the target a copy is made; what is in it may be deleted."""
-_PIPE_BYTES: Final = 1 << 20
-_META_PAGES: Final = 2
-_ATTEMPTS: Final = 100
+_BATCH_BYTES: Final = 8 << 20
+"""Of segments that are written in one transaction."""
 _DDR: Final = "64MiB"
 
 
@@ -48,12 +49,14 @@ class CompactReport(NamedTuple):
     """What was copied.
 
     Attributes:
+        rows: of the version.
+        segments: of all versions.
         bytes_before, bytes_after: of the two row files, as they take room on the device.
     """
 
     target: Path
     version: int
-    blocks: int
+    segments: int
     rows: int
     bytes_before: int
     bytes_after: int
@@ -66,20 +69,21 @@ def compact_store(
     trace: str | os.PathLike[str] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> CompactReport:
-    """Copy a store, all versions that it keeps, without free pages and with blocks in key order; then verify the copy.
+    """Copy a store, all versions that it keeps, into full segments with rows in key order; then verify the copy.
 
-    With a trace, rows that it has read often and together lie side by side in the copy, whatever table they are of, so
-    that one page brings in several of a batch's. Rows that are not in the trace lie where they did in a plain copy. The
-    copy keeps to this order, and plain copies of it do.
+    With a trace, rows that it has read often and together come first, side by side, whatever table they are of, so that
+    one page brings in several of a batch's. The others follow in key order. Training on the copy appends rows anew, in
+    the order in which they leave memory.
 
     The source is opened read-only and may be trained on meanwhile; what it has not committed is not in the copy. The
-    copy is a store of the same identity, to put in the source's place.
+    copy is a store of the same identity, to put in the source's place. Memory: 8 bytes a row, some 32 MiB, and what the
+    trace takes.
 
     Args:
         directory: the source.
         target: the copy's directory; must not exist, or be empty, or hold what a copy that was cut short left.
         trace: a file as trace.py describes it, of tables of the store.
-        progress: called as ``progress(done_bytes, total_bytes)`` while pages are copied.
+        progress: called as ``progress(done_bytes, total_bytes)`` while rows are copied and verified.
 
     Raises:
         ValueError: the trace is none, or of other tables or rows than the store has; the target is inside the store.
@@ -88,160 +92,105 @@ def compact_store(
         StoreNotFoundError, DamagedError: the source is none, or not sound; nothing is left of the copy.
     """
     source, target = Path(directory).absolute(), Path(target).absolute()
-    Manifest.read(source)
+    known = Manifest.read(source)
     require_outside(target, source)
     lookups = None if trace is None else read_trace(trace)
     with new_store(target, WORK_NAME) as work:
-        report = _make(source, work, lookups, progress)
+        report = _make(source, known.store_id, work, lookups, progress)
     return report._replace(target=target)
 
 
-def _make(source: Path, work: Path, trace: Trace | None, progress: Callable[[int, int], None] | None) -> CompactReport:
+def _make(
+    source: Path, store_id: str, work: Path, trace: Trace | None, progress: Callable[[int, int], None] | None
+) -> CompactReport:
     """Make the copy in its working directory and verify it."""
     steps = Steps(progress)
-    if trace is None:
-        _copy_rows(source, rows_path(work), steps.copied)
-        # Read after the rows: a writer makes a table before it commits rows of it.
-        Manifest.read(source).write(work)
-    else:
-        _place_rows(source, work, trace, steps.copied)
-    if trace is not None or _has_loose(work):
-        _drop_loose(work)
-        again = work / WORK_NAME
-        again.mkdir()
-        _copy_rows(work, rows_path(again), lambda _done, _total: None)
-        os.replace(rows_path(again), rows_path(work))
+    tier = LmdbColdTier(source, store_id=bytes.fromhex(store_id), readonly=True)
+    with contextlib.closing(tier), tier.lease_tree() as snapshot:
+        # Read after the snapshot was taken: a writer makes a table before it commits rows of it.
+        manifest = Manifest.read(source)
+        _copy_rows(snapshot, manifest, trace, work, steps.copied)
+    manifest.write(work)
     try:
         with open_store(work, mode="r", ddr=_DDR) as store:
             found = store.verify(progress=steps.verified)
             version = store.version
     except DamagedError as error:
-        raise DamagedError(
-            f"the copy of {source} is not sound, most likely because the source is not: check it with "
-            f"tierstore verify {source} (the copy said: {error})"
-        ) from error
+        raise DamagedError(f"the copy of {source} did not keep what was written to it; try again ({error})") from error
     before, after = (path.stat().st_blocks * 512 for path in (rows_path(source), rows_path(work)))
-    return CompactReport(work, version, found.blocks, found.rows, before, after)
+    return CompactReport(work, version, found.segments, found.rows, before, after)
 
 
-def _place_rows(source: Path, work: Path, trace: Trace, progress: Callable[[int, int], None]) -> None:
-    """Make a copy in which rows lie as the trace asks, and its manifest."""
-    with _snapshot(source) as (_, snapshot, _):
-        manifest = Manifest.read(source)
-        placement = plan_placement(manifest.tables, manifest.page_bytes, trace)
-        if placement is None:
-            raise ValueError("the trace has no lookup; without --trace the copy has rows in order of their numbers")
-        require_room(rows_path(work), snapshot.limit_pages() * snapshot.page_bytes)
-        old = read_placement(snapshot, check_store(snapshot, bytes.fromhex(manifest.store_id)))
-        write_placed(snapshot, manifest, old, placement, work, progress)
-    replace(manifest, is_placed=True).write(work)
+def _copy_rows(
+    snapshot: Snapshot, manifest: Manifest, trace: Trace | None, work: Path, progress: Callable[[int, int], None]
+) -> None:
+    """Write the versions that a snapshot keeps into a new row file, synced."""
+    shapes = {
+        index: (config.layout(manifest.page_bytes), config.num_embeddings)
+        for index, config in enumerate(manifest.tables)
+    }
+    head, indexes = read_head(snapshot), read_indexes(snapshot, stored_segments(snapshot))
+    everything = RowMap(shapes)
+    everything.enter(snapshot, indexes, head.current, head.kept)
+    if everything.unknown:
+        raise DamagedError(
+            f"{snapshot.path} has {everything.unknown:,} rows of tables that its manifest does not have. {RESTORE}"
+        )
+    leading = _leading(trace, manifest, everything)
+    total = sum(_size_bytes(layout, segments.rows) for layout, segments in everything.segments.items())
+    del everything
+    require_room(rows_path(work), total)
+    with _new_tier(work, manifest.store_id, shapes) as tier:
+        done = 0
+        for version, rows, since in _versions(snapshot, shapes, indexes, head):
+            for layout, first in leading.items():
+                keys = some_first(rows, layout, first, since)
+                for batch in stored_batches(snapshot, rows, keys, layout.rows_within(_BATCH_BYTES)):
+                    tier.write(batch.keys, batch.slots, batch.weights, batch.state, epoch=version)
+                    done += _size_bytes(layout, len(batch.keys))
+                    progress(done, total)
+            tier.commit(read_payload(snapshot, read_record(snapshot, version)), version, keep=len(head.kept))
+        if head.last > head.current:  # numbers are not used again
+            tier.commit(b"", head.last, keep=len(head.kept) + 1)
+            tier.rollback(head.current)
 
 
-def _drop_loose(work: Path) -> None:
-    """Drop what no version shows, as any open for writing does."""
-    with open_store(work, mode="w", ddr=_DDR):
-        pass
-    (work / ANCHOR_NAME).unlink()
+def _leading(trace: Trace | None, manifest: Manifest, rows: RowMap) -> dict[RowLayout, Int64s]:
+    """Which keys come first, by layout: those of the trace that are stored."""
+    leading = dict.fromkeys(rows.segments, np.empty(0, np.int64))
+    if trace is not None:
+        require_tables(trace, manifest.tables)
+        names = [config.name for config in manifest.tables]
+        for layout in leading:
+            accesses = table_accesses(trace, {names[i]: i for i, own in rows.layouts.items() if own == layout})
+            stored = accesses.chosen(rows.is_stored(layout, accesses.keys))
+            leading[layout] = order_by_co_access(stored, layout.rows_per_block)
+    return leading
 
 
-def _has_loose(work: Path) -> bool:
-    """Whether there is anything that no version shows, such as what the source had not committed."""
-    with _snapshot(work) as (_, snapshot, _):
-        head = read_head(snapshot)
-        return any(garbage(snapshot, head.current, head.oldest)) or bool(stale_items(snapshot, head))
+def _size_bytes(layout: RowLayout, num_rows: int) -> int:
+    """Of full segments of so many rows, rounded down."""
+    size = layout.rows_per_segment
+    return num_rows * layout.segment_pages(size) * layout.page_bytes // size
+
+
+def _versions(snapshot: Snapshot, shapes: Shapes, indexes: Indexes, head: Head) -> Iterator[tuple[int, RowMap, int]]:
+    """Each kept version, a map of what it shows, and the version before it; the map becomes the next one's."""
+    rows, since = RowMap(shapes), 0
+    for version in head.kept:
+        is_own = (indexes.newest > since) & (indexes.newest <= version)  # no segment is of rows on both sides of one
+        rows.enter(snapshot, indexes.chosen(is_own), version, ())
+        yield version, rows, since
+        since = version
 
 
 @contextlib.contextmanager
-def _snapshot(directory: Path) -> "Iterator[tuple[lmdb.Environment, Snapshot, lmdb.Transaction]]":
-    """A snapshot of a row file whose trees LMDB may follow, and LMDB's own transaction on it.
-
-    Raises:
-        DamagedError: they are damaged. FormatError: the file is another store's.
-    """
-    path, store_id = rows_path(directory), bytes.fromhex(Manifest.read(directory).store_id)
-    if not path.exists():
-        raise TruncatedError(f"{path} is missing; restore it from a copy of the store")
-    with contextlib.ExitStack() as stack:
-        require_sound(path, store_id)
-        page_bytes = check_rows_file(path).page_bytes
-        file_map = stack.enter_context(contextlib.closing(FileMap(path, map_bytes(directory))))
-        environment = open_environment(path, file_map.length_bytes, readonly=True)
-        stack.callback(environment.close)
-        for _ in range(_ATTEMPTS):  # a writer may commit between the two
-            snapshot = Snapshot(path, file_map, page_bytes)
-            stack.callback(snapshot.close)
-            txn = environment.begin(write=False)
-            stack.callback(txn.abort)
-            if txn.id() == snapshot.txn_id:
-                break
-        else:
-            raise TierstoreError(f"{path}: written to without a pause; try again")
-        snapshot.check_free_pages()
-        check_store(snapshot, store_id)
-        yield environment, snapshot, txn
-
-
-def _check_headers(snapshot: Snapshot) -> int:
-    """Check the header of every run of pages outside the tree; returns how many pages these are."""
-    total = 0
-    page_bytes, result = snapshot.page_bytes, np.zeros(2, np.int64)
-    for entries, count in snapshot.walk():
-        outside = entries.pages[:count] != 0
-        pages, sizes = entries.pages[:count][outside], entries.sizes[:count][outside]
-        pages_each = (sizes + 16 + page_bytes - 1) // page_bytes
-        words = snapshot.file_map.words
-        with snapshot.file_map.guard.watching():
-            check_page_headers(words, page_bytes // 8, snapshot.limit_pages(), pages, pages_each, result)
-        if result[0] != BlockStatus.DONE:
-            raise DamagedError(
-                f"{snapshot.path}: page {pages[result[1]]} is damaged ({BlockStatus(int(result[0])).name}). {RESTORE}"
-            )
-        total += int(pages_each.sum())
-    return total
-
-
-def _copy_rows(source: Path, path: Path, progress: Callable[[int, int], None]) -> None:
-    """Copy the newest tree of a row file into a new, synced file, stamped as its store's."""
-    with _snapshot(source) as (environment, snapshot, txn):
-        stat = txn.stat(environment.open_db(txn=txn, create=False))
-        pages = _META_PAGES + stat["branch_pages"] + stat["leaf_pages"] + _check_headers(snapshot)
-        total = pages * snapshot.page_bytes
-        require_room(path, total)
-        with contextlib.closing(_compacted(environment, txn, snapshot.path)) as parts, open(path, "xb") as file:
-            for part in parts:
-                file.write(part)
-                progress(file.tell(), total)
-        if path.stat().st_size != total:
-            raise DamagedError(f"{snapshot.path}: LMDB copied {path.stat().st_size} bytes of {total}. {RESTORE}")
-        stamp_rows_file(path, bytes.fromhex(Manifest.read(source).store_id), snapshot.page_bytes)
-
-
-def _compacted(environment: "lmdb.Environment", txn: "lmdb.Transaction", path: Path) -> Generator[bytes, None, None]:
-    """The bytes of the compacted file.
-
-    LMDB writes in a thread; if this end is closed early, its next write fails, which ends it.
-    """
-    failures: list[Exception] = []
-    read_end, write_end = os.pipe2(os.O_CLOEXEC)
-
-    def work() -> None:
-        try:
-            environment.copyfd(write_end, compact=True, txn=txn)
-        except Exception as error:
-            failures.append(error)
-        finally:
-            os.close(write_end)
-
-    thread = threading.Thread(target=work, name="tierstore-compact")
-    thread.start()
-    try:
-        while part := os.read(read_end, _PIPE_BYTES):
-            yield part
-    finally:
-        os.close(read_end)
-        with Shield():  # the environment must outlive the thread
-            thread.join()
-    for error in failures:
-        if isinstance(error, lmdb.Error):
-            raise translate(error, path) from error
-        raise error
+def _new_tier(work: Path, store_id: str, shapes: Shapes) -> Iterator[LmdbColdTier]:
+    """A row file to be written; synced at the end of the block, so that it needs no anchor."""
+    tier = LmdbColdTier(work, store_id=bytes.fromhex(store_id), readonly=False)
+    with contextlib.closing(tier):
+        for index, shape in shapes.items():
+            tier.add_table(index, *shape)
+        yield tier
+    with rows_path(work).open("rb") as file:
+        os.fsync(file.fileno())

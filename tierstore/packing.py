@@ -9,14 +9,19 @@ Eisenman et al., "Bandana: Using Non-Volatile Memory for Storing Deep Learning M
 Hash Partitioner", 2017.)
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ._jit import kernel
+from .config import TableConfig
+from .excerpt import excerpt
+from .rows import KEY_ROW_BITS
+from .trace import Trace
 
-__all__ = ["Accesses", "order_by_co_access", "order_by_frequency"]
+__all__ = ["Accesses", "order_by_co_access", "require_tables", "table_accesses"]
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -39,6 +44,33 @@ class Accesses(NamedTuple):
     starts: Int64s
     """[samples + 1]: sample s is ``keys[starts[s]:starts[s + 1]]``."""
 
+    def chosen(self, which: NDArray[np.bool_]) -> "Accesses":
+        """Those at which ``which``, bool [n], is True."""
+        return Accesses(self.keys[which], np.concatenate([[0], np.cumsum(which)])[self.starts])
+
+
+def require_tables(trace: Trace, tables: Sequence[TableConfig]) -> None:
+    """ValueError if the trace has no lookup, or is of other tables, or of rows that they do not have."""
+    sizes = {config.name: config.num_embeddings for config in tables}
+    for name, table in trace.tables.items():
+        if name not in sizes:
+            raise ValueError(f"the trace has a table {excerpt(name)} and the store has none of that name")
+        if (most := int(table.ids.max(initial=-1))) >= sizes[name]:
+            raise ValueError(f"the trace has row {most} of table {excerpt(name)}, which has {sizes[name]} rows")
+    if not trace.num_lookups:
+        raise ValueError("the trace has no lookup; without --trace the copy has rows in order of their numbers")
+
+
+def table_accesses(trace: Trace, indexes: Mapping[str, int]) -> Accesses:
+    """The lookups of some tables, entry by entry; ``indexes``: of the tables in the store, by name."""
+    tables = {indexes[name]: table for name, table in trace.tables.items() if name in indexes}
+    keys = [np.empty(0, np.int64), *((index << KEY_ROW_BITS) + table.ids for index, table in tables.items())]
+    lengths = [np.diff(table.offsets) for table in tables.values()]
+    samples = [np.empty(0, np.int64), *(np.repeat(np.arange(trace.num_entries), length) for length in lengths)]
+    order = np.argsort(np.concatenate(samples), kind="stable")
+    starts = np.concatenate([[0], np.cumsum(np.sum(lengths, axis=0, dtype=np.int64))])
+    return Accesses(np.concatenate(keys)[order], starts)
+
 
 class _Ranked(NamedTuple):
     keys: Int64s
@@ -55,11 +87,6 @@ def _rank(keys: Int64s) -> _Ranked:
     rank = np.empty(len(rows), np.int32)
     rank[order] = np.arange(len(rows), dtype=np.int32)
     return _Ranked(rows[order], counts[order], rank[number.reshape(-1)])
-
-
-def order_by_frequency(accesses: Accesses) -> Int64s:
-    """The distinct keys, most frequent first, ties by first access."""
-    return _rank(accesses.keys).keys
 
 
 def order_by_co_access(accesses: Accesses, rows_per_block: int) -> Int64s:

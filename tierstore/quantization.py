@@ -1,8 +1,8 @@
 """An inference store from a trained one: rows in fewer bytes, without optimizer state.
 
-Rows go from one cold tier to another, block by block, past any cache. The new store is made in a directory beside its
-own, ``TARGET.partial``, verified there, and renamed: it is there whole, or not at all. It keeps the version's number,
-extra and tensors.
+Rows go from one cold tier to another in key order, past any cache, and fill whole segments. The new store is made in a
+directory beside its own, ``TARGET.partial``, verified there, and renamed: it is there whole, or not at all. It keeps
+the version's number, extra and tensors.
 """
 
 import contextlib
@@ -23,10 +23,11 @@ from .errors import DamagedError, TableError
 from .exchange.output import output_errors, require_parent
 from .io import LmdbColdTier
 from .io.files import rows_path
+from .io.orders import by_key, stored_batches
 from .lineage import NO_LINEAGE
 from .manifest import Manifest
 from .opening import open_store
-from .rows import KEY_ROW_BITS, DtypeName, RowLayout
+from .rows import KEY_ROW_BITS, MAX_ROWS, DtypeName, RowLayout
 from .target import require_outside
 from .version import TableState, pack, unpack, unpack_tensors
 
@@ -76,8 +77,7 @@ def quantize(
     int8 and int4 rows have the bits that ``torch.ops.quantized.embedding_bag_byte_prepack`` and
     ``embedding_bag_4bit_prepack`` give for each row (but for the sign of a bias of zero, where both zeros are in the
     row). Rows never written stay so; their first values are quantized when they are read, from float32 whatever dtype
-    the source has. The source is opened read-only and may be trained on meanwhile. Memory: some 32 MiB and the block
-    directories. Time: each row of the tables is asked for, also those never written (some 20 ns each).
+    the source has. The source is opened read-only and may be trained on meanwhile. Memory: 8 bytes a row, some 32 MiB.
 
     Args:
         directory: the source.
@@ -86,7 +86,7 @@ def quantize(
         tables: names of the tables to convert; default: all. The others are there too, in the dtype they have. What is
             converted is rounded to nearest, and so would training on it be.
         version: which of the source's kept versions; default: the last.
-        progress: called as ``progress(done_bytes, total_bytes)`` of the source's tables.
+        progress: called as ``progress(done_bytes, total_bytes)`` of the source's rows.
 
     Raises:
         ValueError: a wrong argument; a table is quantized already; a row holds NaN or infinity, or numbers too large
@@ -165,7 +165,7 @@ def _configs(known: Manifest, dtype: DtypeName, tables: Sequence[str] | None) ->
 
 
 class _Copy:
-    """Reads every row of one tier, and writes those that are there to the other."""
+    """Reads the stored rows of one tier, and appends them to the other."""
 
     def __init__(
         self,
@@ -178,62 +178,50 @@ class _Copy:
         self._known, self._made = known, made
         self._before, self._after = before, after
         self._progress = progress
-        self._done = 0
-        self._total = sum(config.size_bytes(known.page_bytes) for config in known.tables)
 
     def run(self) -> list[int]:
         """Rows that were ever written, table by table."""
-        for config, new in zip(self._known.tables, self._made.tables, strict=True):
-            index = self._known.tables.index(config)
-            self._before.add_table(index, config.layout(self._known.page_bytes), config.num_embeddings)
-            self._after.add_table(index, new.layout(self._made.page_bytes), new.num_embeddings)
+        layouts = []
+        for index, (config, new) in enumerate(zip(self._known.tables, self._made.tables, strict=True)):
+            layouts.append((config.layout(self._known.page_bytes), new.layout(self._made.page_bytes)))
+            for tier, layout in zip((self._before, self._after), layouts[-1], strict=True):
+                tier.add_table(index, layout, config.num_embeddings)
         version = self._before.version
         if not version:
-            return [0] * len(self._known.tables)
-        rows = [self._copy(index) for index in range(len(self._known.tables))]
+            return [0] * len(layouts)
+        counts = self._copy_rows(layouts)
         kept = unpack(version, self._before.payload)
         states = {config.name: TableState(0, config.optimizer.lr) for config in self._made.tables}
         self._after.commit(pack(states, kept.extra, unpack_tensors(kept), NO_LINEAGE.following(0)), version)
-        return rows
+        return counts
 
-    def _copy(self, index: int) -> int:
-        """One table; returns how many rows of it there are."""
-        config, new = self._known.tables[index], self._made.tables[index]
-        old_layout, layout = config.layout(self._known.page_bytes), new.layout(self._made.page_bytes)
-        blocks = max(1, _CHUNK_BYTES // (old_layout.row_bytes * layout.rows_per_block))
-        step, count = blocks * layout.rows_per_block, 0
-        for start in range(0, config.num_embeddings, step):
-            stop = min(start + step, config.num_embeddings)
-            rows, weights = self._read(old_layout, index, start, stop)
-            if len(rows):
-                words = self._converted(config.name, rows, weights, old_layout, layout)
-                keys, state = rows | (index << KEY_ROW_BITS), np.zeros((len(rows), layout.state_words), np.uint64)
-                slots = np.arange(len(rows), dtype=np.int32)
-                self._after.write(keys, slots, words, state, epoch=self._before.version)
-                count += len(rows)
-            self._done += (stop - start) * old_layout.row_bytes
-            if self._progress is not None:
-                self._progress(self._done, self._total)
-        return count
+    def _copy_rows(self, layouts: list[tuple[RowLayout, RowLayout]]) -> list[int]:
+        """Copy all rows, whole segments at a time; returns how many there are of each table."""
+        with self._before.lease() as (snapshot, rows):
+            total = sum(int(each.arrays.live.sum()) * layout.row_bytes for layout, each in rows.segments.items())
+            done = 0
+            for before, after in dict.fromkeys(layouts):
+                tables = [index for index, each in enumerate(layouts) if each == (before, after)]
+                size = max(1, _CHUNK_BYTES // (before.row_bytes * after.rows_per_segment)) * after.rows_per_segment
+                for found in stored_batches(snapshot, rows, by_key(rows, tables), size):
+                    words = self._converted(found.keys, found.weights, before, after)
+                    state = np.zeros((len(words), after.state_words), np.uint64)
+                    self._after.write(found.keys, found.slots, words, state, epoch=self._before.version)
+                    done += len(words) * before.row_bytes
+                    if self._progress is not None:
+                        self._progress(done, total)
+            return rows.counts()
 
-    def _converted(self, table: str, rows: Any, weights: Any, before: RowLayout, after: RowLayout) -> Any:
+    def _converted(self, keys: Any, weights: Any, before: RowLayout, after: RowLayout) -> Any:
         words, bad = converted(weights, before, after)
         if bad >= 0:
+            table = self._known.tables[int(keys[bad]) >> KEY_ROW_BITS].name
             raise ValueError(
-                f"row {rows[bad]} of table {table!r} holds NaN, infinity or numbers too large for {after.dtype}; leave "
-                "the table as it is (name the others with tables=, --table) or choose another dtype"
+                f"row {keys[bad] % MAX_ROWS} of table {table!r} holds NaN, infinity or numbers too large for "
+                f"{after.dtype}; leave the table as it is (name the others with tables=, --table) or choose another "
+                "dtype"
             )
         return words
-
-    def _read(self, layout: RowLayout, index: int, start: int, stop: int) -> tuple[Any, Any]:
-        """Numbers of the rows of ``[start, stop)`` that were ever written, and their weights, uint64 [n, words]."""
-        rows = np.arange(start, stop, dtype=np.int64)
-        slots = np.arange(len(rows), dtype=np.int32)
-        weights = np.empty((len(rows), layout.weight_words), np.uint64)
-        state = np.empty((len(rows), layout.state_words), np.uint64)
-        present = np.empty(len(rows), np.bool_)
-        self._before.read(rows | (index << KEY_ROW_BITS), slots, weights, state, present)
-        return rows[present], weights[present]
 
 
 def _verify(work: Path, rows: int) -> None:

@@ -135,7 +135,7 @@ HELP = {
     """,
     "compact": """
         usage: tierstore compact [-h] [--trace FILE.npz] [--traceback] DIR NEW_DIR
-        Copy all versions kept, blocks in order of their rows, without free pages; then verify the copy. DIR is not
+        Copy all versions kept, rows in order of their numbers, without free pages; then verify the copy. DIR is not
         changed.
         positional arguments:
           DIR               folder of the store

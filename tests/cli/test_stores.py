@@ -77,7 +77,7 @@ def test_compact_says_what_it_saved(store_with_rows, tmp_path, capsys):
     copy = tmp_path / "compact"
     assert cli.main(["compact", str(store_with_rows), str(copy)]) == 0
     said = capsys.readouterr().out
-    assert said.startswith(f"{copy}: version 1, 10 rows in 1 block, verified; ")
+    assert said.startswith(f"{copy}: version 1, 10 rows in 1 segment, verified; ")
     assert said.endswith(" after\n")
     assert cli.main(["compact", str(store_with_rows), str(copy)]) == 1
     assert "is not empty" in capsys.readouterr().err

@@ -4,11 +4,13 @@ import json
 import os
 import struct
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
 
 import tierstore
+from tests.stored import segments_of
 from tierstore import errors
 from tierstore.exchange import export_store, import_files, importing
 
@@ -127,6 +129,18 @@ def test_many_chunks_and_a_small_budget_change_nothing(tmp_path, monkeypatch, fo
     assert len(shown) > 10
     assert shown == sorted(shown)
     assert {total for _, total in shown} == {2 * 5000 * 9 * 4} == {shown[-1][0]}
+
+
+@pytest.mark.parametrize("ddr", ["6MiB", "64MiB"])
+def test_rows_are_appended_once_in_key_order_in_full_segments(tmp_path, ddr):
+    """Whether they leave memory meanwhile, or at the commit, which may begin with the newest of them."""
+    tensors = {"embedding_bags.a.weight": some(40_000, 64), "embedding_bags.b.weight": some(10_000, 64)}
+    import_files(tmp_path / "store", [saved(tmp_path / "file", tensors)], ddr=ddr)
+    found = segments_of(tmp_path / "store")
+    keys = np.concatenate(found.keys)
+    assert np.array_equal(np.sort(keys), np.concatenate([np.arange(40_000), np.arange(10_000) + (1 << 40)]))
+    assert (np.diff(keys) < 0).sum() <= 1
+    assert len(found.partial()) < 0.02 * len(found.keys)
 
 
 @pytest.mark.parametrize(

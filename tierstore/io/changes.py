@@ -68,13 +68,7 @@ class ChangesTier(LmdbColdTier):
         Raises:
             ChecksumError, TruncatedError: a row is damaged.
         """
-        layout = rows.layouts[int(keys[0]) >> KEY_ROW_BITS]
-        weights = np.empty((len(keys), layout.weight_words), np.uint64)
-        state = np.empty((len(keys), layout.state_words), np.uint64)
-        present = np.empty(len(keys), np.bool_)
-        self._read_from(snapshot, rows, keys, np.arange(len(keys), dtype=np.int32), weights, state, present)
-        assert present.all(), "a row of the map was not read"
-        return weights
+        return self._reader.stored(snapshot, rows, keys).weights
 
 
 class Changes:

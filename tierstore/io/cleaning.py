@@ -16,8 +16,9 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import DamagedError
 from .appending import NewRows
-from .gather import GatherStatus, queue_segments
+from .gather import queue_segments
 from .reads import RowReader
 from .row_map import RowMap, Segments
 from .snapshot import Snapshot
@@ -70,37 +71,23 @@ class Cleaner:
 
     def collect(self, snapshot: Snapshot, rows: RowMap, segments: Segments, kept: tuple[int, ...]) -> Moved | None:
         """The live rows of what ``plan`` chose, segment by segment; None if there are none."""
-        parts = []
+        epochs, parts = [], []
         for slot in self._victims(segments, kept):
-            keys, epochs = rows.live_rows(snapshot, segments.layout, np.array([slot]))
-            found = self._read(snapshot, rows, segments, keys)
-            if found is None:
+            try:
+                keys, epochs_of = rows.live_rows(snapshot, segments.layout, np.array([slot]))
+                parts.append(self._reader.stored(snapshot, rows, keys))
+                epochs.append(epochs_of)
+            except DamagedError as error:
                 number = int(segments.arrays.numbers[slot])
                 self._spoiled.add(number)
-                _LOG.warning(
-                    "%s: segment %d is damaged, and stays as it is; run tierstore verify", snapshot.path, number
-                )
-            else:
-                parts.append((keys, epochs, *found))
+                _LOG.warning("segment %d is damaged, and stays as it is; run tierstore verify (%s)", number, error)
         if not parts:
             return None
-        keys, epochs, weights, state, pages = zip(*parts, strict=True)
-        moved = np.concatenate(keys)
-        slots = np.arange(len(moved), dtype=np.int32)
-        epochs = np.concatenate(epochs)
-        return Moved(NewRows(moved, slots, np.concatenate(weights), np.concatenate(state), epochs), sum(pages))
-
-    def _read(
-        self, snapshot: Snapshot, rows: RowMap, segments: Segments, keys: Int64s
-    ) -> tuple[Words, Words, int] | None:
-        """Weights and state of rows, and how many pages they are on; None if one is damaged."""
-        layout = segments.layout
-        weights = np.empty((len(keys), layout.weight_words), np.uint64)
-        state = np.empty((len(keys), layout.state_words), np.uint64)
-        slots, present = np.arange(len(keys), dtype=np.int32), np.empty(len(keys), np.bool_)
-        positions = rows.positions(layout, keys)
-        result = self._reader.gather(snapshot, segments, rows.places, positions, keys, slots, weights, state, present)
-        return (weights, state, int(result[2])) if result[0] == GatherStatus.DONE else None
+        moved, _, weights, state, pages = zip(*parts, strict=True)
+        keys = np.concatenate(moved)
+        slots = np.arange(len(keys), dtype=np.int32)
+        rows_moved = NewRows(keys, slots, np.concatenate(weights), np.concatenate(state), np.concatenate(epochs))
+        return Moved(rows_moved, sum(pages))
 
     def _victims(self, segments: Segments, kept: tuple[int, ...]) -> list[int]:
         """Slots that ``plan`` chose, as far as they can still be cleaned."""

@@ -1,19 +1,39 @@
 """The parts of a read: one gather through the map of places, repeated if the file grew meanwhile."""
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
-from .gather import GatherStatus, Scratch, gather, new_scratch, seen_words
+from ..rows import KEY_ROW_BITS
+from .gather import GatherStatus, Scratch, gather, gather_error, new_scratch, seen_words
 from .mapped import FileMap
-from .row_map import Places, Segments
+from .row_map import Places, RowMap, Segments
 from .segments import Geometry
 from .snapshot import Snapshot
 
-__all__ = ["RowReader"]
+__all__ = ["RowReader", "StoredRows"]
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
 Words = NDArray[np.uint64]
+
+
+class StoredRows(NamedTuple):
+    """Rows of one layout, as they are stored.
+
+    Attributes:
+        keys: int64 [n].
+        slots: int32 [n], from 0 on.
+        weights, state: uint64 [n, words].
+        pages: that they are on.
+    """
+
+    keys: Int64s
+    slots: Int32s
+    weights: Words
+    state: Words
+    pages: int
 
 
 class RowReader:
@@ -33,6 +53,23 @@ class RowReader:
         self._verify = verify
         self.is_cold = False
         self._can_sample = file_map.tells_residency()
+
+    def stored(self, snapshot: Snapshot, rows: RowMap, keys: Int64s) -> StoredRows:
+        """Rows of one layout that were written; at least one.
+
+        Raises:
+            ChecksumError, TruncatedError, UnreadableError: a row is damaged; names it.
+        """
+        layout, count = rows.layouts[int(keys[0]) >> KEY_ROW_BITS], len(keys)
+        weights, state = (np.empty((count, words), np.uint64) for words in (layout.weight_words, layout.state_words))
+        slots, present = np.arange(count, dtype=np.int32), np.empty(count, np.bool_)
+        positions = rows.positions(layout, keys)
+        segments = rows.segments[layout]
+        result = self.gather(snapshot, segments, rows.places, positions, keys, slots, weights, state, present)
+        if result[0] != GatherStatus.DONE:
+            raise gather_error(snapshot.path, result, keys)
+        assert present.all(), "a row of the map was not read"
+        return StoredRows(keys, slots, weights, state, int(result[2]))
 
     def gather(
         self,

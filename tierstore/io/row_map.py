@@ -634,11 +634,21 @@ class RowMap:
         parts = (self.places[bases[index] : bases[index] + num_rows] for index, (_, num_rows) in self.shapes.items())
         return [int(np.count_nonzero(part)) for part in parts]
 
-    def stored_rows(self, table: int, first: int, stop: int) -> Int64s:
-        """Which of the rows ``[first, stop)`` of a table were ever written, ascending."""
-        base = int(self.tables.bases[table])
-        rows: Int64s = np.flatnonzero(self.places[base + first : base + stop]) + first
+    def stored_rows(self, table: int, first: int, stop: int, since: int = 0) -> Int64s:
+        """Which of the rows ``[first, stop)`` of a table were written for versions after ``since``, ascending.
+
+        Args:
+            since: a version that is kept; 0 for all rows that were ever written.
+        """
+        base, segments = int(self.tables.bases[table]), self.segments[self.layouts[table]]
+        slots = self.places[base + first : base + stop] >> segments.geo.place_bits
+        rows: Int64s = np.flatnonzero(segments.arrays.newest[slots] > since) + first
         return rows
+
+    def is_stored(self, layout: RowLayout, keys: Int64s, since: int = 0) -> NDArray[np.bool_]:
+        """bool [n]: which rows of one layout ``stored_rows`` would list."""
+        stored: NDArray[np.bool_] = self._found(layout, keys)[1] > since
+        return stored
 
 
 def _not_of_its_tables(tree: Tree, number: int) -> DamagedError:
