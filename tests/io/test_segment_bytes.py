@@ -10,7 +10,15 @@ import xxhash
 from numpy.typing import NDArray
 
 from tests.kernels import from_python
-from tierstore.io.segments import SegmentStatus, build_segment, check_index, geometry, row_seed
+from tierstore.io.segments import (
+    SegmentStatus,
+    block_word,
+    build_segment,
+    check_index,
+    geometry,
+    row_seed,
+    unpack_block_word,
+)
 from tierstore.rows import RowLayout
 
 pytestmark = [pytest.mark.kernel, pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")]
@@ -30,6 +38,11 @@ NUMBER = (3 << 32) + 5
 PAGE = 7
 """Where the segment lies in the image of a file."""
 
+PRIMES = (0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5)
+"""Of XXH64."""
+
+_block_word = from_python(block_word)
+_unpack_block_word = from_python(unpack_block_word)
 _check_index = from_python(check_index)
 _row_seed = from_python(row_seed)
 
@@ -43,6 +56,16 @@ class Rows(NamedTuple):
 
 def oracle_seed(key: int, number: int, index: int) -> int:
     return (key * 0x9E3779B185EBCA87 + number * 0xC2B2AE3D27D4EB4F + index) % 2**64
+
+
+def oracle_word(number: int, newest: int, block: int, rows: int, *, is_last: bool) -> int:
+    word, total = newest << 24 | is_last << 7 | block, PRIMES[4]
+    for part in (number, word | rows << 8):  # XXH64's round, twice, and its avalanche
+        total = (total + part * PRIMES[1]) % 2**64
+        total = (total << 31 | total >> 33) * PRIMES[0] % 2**64
+    for bits, prime in ((33, PRIMES[1]), (29, PRIMES[2]), (32, 1)):
+        total = (total ^ total >> bits) * prime % 2**64
+    return word | total % 2**16 << 8
 
 
 def oracle_index(layout: RowLayout, rows: Rows, number: int) -> bytes:
@@ -64,7 +87,8 @@ def oracle_block(layout: RowLayout, rows: Rows, number: int, block: int) -> byte
         seed = oracle_seed(rows.keys[index], number, index)
         pairs.append(struct.pack("<QQ", rows.keys[index], xxhash.xxh64_intdigest(rows.contents[index], seed=seed)))
         payloads.append(rows.contents[index])
-    header = struct.pack("<QQ", number, max(rows.epochs) << 24 | block)
+    is_last = first + layout.rows_per_block >= len(rows.keys)
+    header = struct.pack("<QQ", number, oracle_word(number, max(rows.epochs), block, len(pairs), is_last=is_last))
     if layout.pages_per_block == 1:
         found = header + b"".join(pairs).ljust(16 * layout.rows_per_block, b"\0") + b"".join(payloads)
     else:
@@ -115,6 +139,23 @@ def test_row_seeds() -> None:
     for key, number, index in ((0, 1, 0), (5 << 40 | 77, NUMBER, 3), ((1 << 62) - 1, 1 << 63, 1 << 20)):
         found = int(_row_seed(np.uint64(key), np.uint64(number), np.uint64(index)))
         assert found % 2**64 == oracle_seed(key, number, index)
+
+
+def test_a_blocks_header_tells_what_it_is_and_a_changed_bit_is_seen() -> None:
+    """Its rows are not in it, yet no other number of them will do."""
+    for newest, block, rows, is_last in ((1, 0, 1, True), (1 << 39, 14, 170, False), (1000, 127, 15, True)):
+        number, word = np.uint64(NUMBER), np.uint64(oracle_word(NUMBER, newest, block, rows, is_last=is_last))
+        assert tuple(map(int, _unpack_block_word(word))) == (newest, block, is_last)
+
+        def is_right(number: np.uint64, word: np.uint64, rows: int) -> bool:
+            newest, block, is_last = _unpack_block_word(word)
+            return int(_block_word(number, np.uint64(newest), block, rows, is_last)) == int(word)
+
+        assert [each for each in range(1, 200) if is_right(number, word, each)] == [rows]
+        for bit in range(64):
+            changed = np.uint64(1 << bit)
+            assert not is_right(number ^ changed, word, rows)
+            assert not is_right(number, word ^ changed, rows)
 
 
 def in_a_file(layout: RowLayout, value: bytes, page: int = PAGE) -> Words:

@@ -12,13 +12,14 @@ from numpy.typing import NDArray
 
 from .._jit import inline, kernel
 from ..rows import BLOCK_HEADER_WORDS, PAGE_HEADER_WORDS, PAIR_WORDS, SEGMENT_HEADER_WORDS, RowLayout
-from .checksum import row_checksum
+from .checksum import mix_key, row_checksum
 from .mapped import copy_words
 
 __all__ = [
     "COUNT",
     "COUNT_MASK",
     "KEYS",
+    "MAX_BLOCKS",
     "MIXED",
     "NEWEST",
     "NUMBER",
@@ -33,6 +34,7 @@ __all__ = [
     "index_pages",
     "page_header_status",
     "row_seed",
+    "unpack_block_word",
 ]
 
 Int64s = NDArray[np.int64]
@@ -43,7 +45,13 @@ _MAGIC: Final = np.uint64(int.from_bytes(b"tierlogs", "little"))
 MIXED: Final = np.uint64(1 << 32)
 """Beside the number of rows: each has an epoch of its own, listed behind the keys."""
 COUNT_MASK: Final = np.uint64(0xFFFF_FFFF)
-_ORDINAL_BITS: Final = np.uint64(24)
+_EPOCH_SHIFT: Final = np.uint64(24)
+"""In the second word of a block; below are 16 bits of a checksum, _LAST_BLOCK, and seven bits of the block's number."""
+_CHECK_SHIFT: Final = np.uint64(8)
+_CHECK_MASK: Final = np.uint64(0xFFFF)
+_LAST_BLOCK: Final = np.uint64(0x80)
+MAX_BLOCKS: Final = 0x80
+"""Of a segment; their numbers fit below _LAST_BLOCK."""
 _OVERFLOW_FLAG: Final = np.uint64(0x04 << 16)
 _FLAGS_AND_COUNT: Final = np.uint64(0xFFFF_FFFF_3FEF_0000)
 """Of a page header's second word: the flags that last, and the number of pages."""
@@ -139,9 +147,26 @@ def row_seed(key: np.uint64, number: np.uint64, index: np.uint64) -> np.uint64:
 
 
 @inline
-def block_word(newest: np.uint64, block: int) -> np.uint64:
-    """The second word of a block: the newest epoch of the segment's rows, and the block's number in the segment."""
-    return (newest << _ORDINAL_BITS) | np.uint64(block)
+def block_word(number: np.uint64, newest: np.uint64, block: int, rows: int, is_last: bool) -> np.uint64:
+    """The second word of a block, by which it is understood where the index is damaged.
+
+    Args:
+        number: of the segment, which is the first word.
+        newest: epoch of the segment's rows.
+        block: its number in the segment.
+        rows: in this block. They are not in the word, but in its checksum: of the last block's places for rows it tells
+            those that were never filled from those that were overwritten with zeros.
+    """
+    word = (newest << _EPOCH_SHIFT) | np.uint64(block) | (_LAST_BLOCK if is_last else np.uint64(0))
+    check = mix_key(number, word | (np.uint64(rows) << _CHECK_SHIFT)) & _CHECK_MASK
+    return word | (check << _CHECK_SHIFT)
+
+
+@inline
+def unpack_block_word(word: np.uint64) -> tuple[np.uint64, int, bool]:
+    """What it says, right or not: the newest epoch, the block's number in the segment, whether it is the last one."""
+    block = np.int64(word & np.uint64(MAX_BLOCKS - 1))
+    return word >> _EPOCH_SHIFT, block, (word & _LAST_BLOCK) != np.uint64(0)  # type: ignore[return-value]
 
 
 @inline
@@ -200,7 +225,7 @@ def build_segment(
         begin = block * geo.rows_per_block
         stop = min(num, begin + geo.rows_per_block)
         image[start] = np.uint64(number)
-        image[start + 1] = block_word(image[NEWEST], block)
+        image[start + 1] = block_word(image[NUMBER], image[NEWEST], block, stop - begin, stop == num)
         if stop - begin < geo.rows_per_block:
             image[start + BLOCK_HEADER_WORDS : start + used] = np.uint64(0)
         image[start + used : start + block_words] = np.uint64(0)
