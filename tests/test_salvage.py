@@ -1,56 +1,57 @@
-"""Repair saves every sound row of the last version, says what was lost, and never passes an old row for a new one."""
+"""Repair saves every row that is certain to be the last version's, lists the others, and takes no old row for new.
+
+``wrecks.Image.expected`` says what can be proven, from the places of all that the sound file holds.
+"""
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterator
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import tierstore
-from bench.damage import PAGE, Case, Expected, Sample, make_sample
-from tests.placing import place_sample
+from bench.damage import Case
+from tests.wrecks import PAGE, TABLES, History, Image, Rows, Segment, extra_of, rows_of, tensors_of
 from tierstore.errors import DamagedError, FormatError, StoreLockedError, StoreNotFoundError, TierstoreError
-from tierstore.io.btree import META_KEY, Meta, parse_meta
-from tierstore.io.records import HEAD_ITEM
+from tierstore.io.checksum import bytes_checksum
+from tierstore.io.records import HEAD_ITEM, LOG_ITEM, STORE_ITEM
 from tierstore.manifest import Manifest
-from tierstore.salvage import LOST_NAME, Loss, SalvageReport, salvage
+from tierstore.rows import KEY_ROW_BITS
+from tierstore.salvage import LOST_NAME, SalvageReport, salvage
 
-WIDE_ROWS = 14
-"""In a block of the first sample: 64 float32 and a column of state."""
-KEPT_ROWS = 15
-"""In a block of the second: 64 float32."""
-WIDE_ROW_BYTES = 34 * 8
-
-
-@pytest.fixture(scope="module", params=["plain", "placed"])
-def sample(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Sample:
-    folder = tmp_path_factory.mktemp("sample") / "store"
-    made = make_sample(folder, seed=5)
-    return made if request.param == "plain" else place_sample(folder, made)
+META = 2**64 - 1
+Change = tuple[int, bytes]
+"""Where in the row file, and what is there then."""
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Sample:
-    """A store with several versions of each block in one tree, and several leaves."""
-    folder = tmp_path_factory.mktemp("kept") / "store"
-    generator = torch.Generator().manual_seed(1)
-    with tierstore.open(folder, ddr="1MiB", threads=1, keep=3) as store:
-        table = store.create_table(tierstore.TableConfig(name="wide", num_embeddings=3000, embedding_dim=64))
-        for version in (1, 2, 3, 4):
-            ids = torch.arange(0, 3000, 1 if version < 3 else version)
-            table.write(ids, torch.rand((len(ids), 64), generator=generator) + version)
-            store.commit(extra={"step": version}, tensors={"dense": torch.full((5,), float(version))})
-    with tierstore.open(folder, mode="r", ddr="1MiB", threads=1) as store:
-        expected = Expected.of(store)
-    return Sample({path.name: path.read_bytes() for path in folder.iterdir()}, expected)
+def cleaned(tmp_path_factory: pytest.TempPathFactory) -> History:
+    """Large segments, some of which cleaning has put together from several epochs."""
+    folder = tmp_path_factory.mktemp("cleaned") / "store"
+    return History(folder, 0, turns=250, slack=1.05, sizes=[1, 30, 100, 400])
 
 
-def _is_placed(sample: Sample) -> bool:
-    """Whether places of rows are other than their numbers; some places of a block may then be nobody's."""
-    return Manifest._parse(Path(), sample.files["manifest.json"]).is_placed
+@pytest.fixture(scope="module")
+def scattered(tmp_path_factory: pytest.TempPathFactory) -> History:
+    """Many small segments, listed on several leaves."""
+    return History(tmp_path_factory.mktemp("scattered") / "store", 1, turns=600, slack=8.0, sizes=[1, 7, 7])
+
+
+@pytest.fixture(scope="module", params=["cleaned", "scattered"])
+def history(request: pytest.FixtureRequest) -> History:
+    found: History = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.fixture(scope="module")
+def image(history: History) -> Image:
+    return Image(history)
 
 
 def _put(folder: Path, files: dict[str, bytes]) -> Path:
@@ -61,263 +62,323 @@ def _put(folder: Path, files: dict[str, bytes]) -> Path:
     return folder
 
 
-def _saved(tmp_path: Path, files: dict[str, bytes], **options: object) -> tuple[SalvageReport, Expected]:
-    source, target = _put(tmp_path / "damaged", files), tmp_path / "saved"
-    shutil.rmtree(target, ignore_errors=True)
-    report = salvage(source, target, **options)  # type: ignore[arg-type]
-    assert {path.name: path.read_bytes() for path in source.iterdir()} == files, "the source was changed"
-    assert (target / LOST_NAME).read_text().splitlines() == report.lines()
-    with tierstore.open(target, mode="r", ddr="1MiB", threads=1) as store:
-        store.verify()
-        return report, Expected.of(store)
-
-
-def _first_values(sample: Sample, tmp_path: Path) -> dict[str, torch.Tensor]:
-    """What rows of the sample's tables are before anything is written."""
-    folder = tmp_path / "first values"
-    manifest = Manifest.read(_put(tmp_path / "manifest", {"manifest.json": sample.files["manifest.json"]}))
-    with tierstore.open(folder, ddr="1MiB", threads=1) as store:
-        for config in manifest.tables:
-            store.create_table(config)
-        rows = Expected.of(store).rows
-    shutil.rmtree(folder)
-    return rows
-
-
-def _check(report: SalvageReport, found: Expected, sample: Sample, first: dict[str, torch.Tensor]) -> None:
-    """Each row is what was committed, or its first value; then it is listed, or the table has blocks missing."""
-    expected = sample.expected
-    assert report.version == found.version == expected.version
-    for name, rows in expected.rows.items():
-        lost = torch.zeros(len(rows), dtype=torch.bool)
-        for loss in report.lost:
-            if loss.table == name:
-                lost[loss.first : loss.last + 1] = True
-        same = (found.rows[name] == rows).all(1)
-        is_first = (found.rows[name] == first[name]).all(1)
-        assert (same | is_first).all(), f"{name}: a row is neither the committed one nor its first value"
-        if not report.missing.get(name):
-            assert (same | lost).all(), f"{name}: a row was lost and is not listed"
-    if report.payload_lost:
-        assert (found.extra, found.tensors) == ({}, {})
-    else:
-        assert found.extra == expected.extra
-        assert all(torch.equal(found.tensors[name], value) for name, value in expected.tensors.items())
-
-
-class Layout:
-    """Where in a row file the newest tree and its blocks lie, found without the product's walk."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-        metas = [parse_meta(data[at : at + 152]) for at in (0, PAGE)]
-        self.meta = max((meta for meta in metas if isinstance(meta, Meta)), key=lambda meta: meta.txn_id)
-        self.branches: list[int] = []
-        self.leaves: list[int] = []
-        self.entries: list[tuple[int, int, int, int]] = []
-        """Key, epoch, page or 0, and where the node is."""
-        for page, depth in self._pages(self.meta.main_root, self.meta.main_depth):
-            (self.leaves if depth == 1 else self.branches).append(page)
-            for node in self.nodes(page) if depth == 1 else ():
-                key, epoch = (int.from_bytes(data[node + at : node + at + 8], "big") for at in (8, 16))
-                big = data[node + 4] & 1
-                self.entries.append((key, epoch, self._word(node + 24) if big else 0, node))
-
-    def _word(self, at: int) -> int:
-        return int.from_bytes(self.data[at : at + 8], "little")
-
-    def nodes(self, page: int) -> list[int]:
-        at = page * PAGE
-        count = (int.from_bytes(self.data[at + 12 : at + 14], "little") - 16) // 2
-        return [at + int.from_bytes(self.data[at + 16 + 2 * i : at + 18 + 2 * i], "little") for i in range(count)]
-
-    def _pages(self, page: int, depth: int) -> Iterator[tuple[int, int]]:
-        yield page, depth
-        for node in self.nodes(page) if depth > 1 else ():
-            yield from self._pages(int.from_bytes(self.data[node : node + 6], "little"), depth - 1)
-
-
-def _changed(files: dict[str, bytes], *changes: tuple[int, bytes]) -> dict[str, bytes]:
+def _changed(files: dict[str, bytes], changes: Iterable[Change]) -> dict[str, bytes]:
     data = bytearray(files["rows.lmdb"])
     for at, content in changes:
         data[at : at + len(content)] = content
     return files | {"rows.lmdb": bytes(data)}
 
 
+def _salvaged(tmp_path: Path, files: dict[str, bytes], **options: Any) -> SalvageReport:
+    source, target = _put(tmp_path / "damaged", files), tmp_path / "saved"
+    shutil.rmtree(target, ignore_errors=True)
+    report = salvage(source, target, **options)
+    assert {path.name: path.read_bytes() for path in source.iterdir()} == files, "the source was changed"
+    assert (target / LOST_NAME).read_text().splitlines() == report.lines()
+    assert report.is_whole == (not report.lines())
+    return report
+
+
+def _lost(report: SalvageReport) -> set[int]:
+    """Keys of the rows that are listed."""
+    tables = {config.name: index for index, config in enumerate(TABLES)}
+    return {
+        tables[loss.table] << KEY_ROW_BITS | row for loss in report.lost for row in range(loss.first, loss.last + 1)
+    }
+
+
+def _check_payload(folder: Path, report: SalvageReport) -> None:
+    with tierstore.open(folder, mode="r", ddr="1MiB", threads=1) as store:
+        assert store.version == report.version
+        tensors = store.tensors()
+        assert store.extra == ({} if report.payload_lost else extra_of(report.version))
+        assert tensors.keys() == (set() if report.payload_lost else {"dense"})
+        assert all(torch.equal(value, tensors_of(report.version)[name]) for name, value in tensors.items())
+
+
+def _check_exactly(
+    tmp_path: Path, history: History, image: Image, changes: list[Change], what: object, modes: tuple[bool, ...]
+) -> None:
+    """Damage of segments: all that can be proven is saved, nothing else, and what is lost is listed.
+
+    Args:
+        modes: of ``stale_ok``.
+    """
+    files = _changed(history.files, changes)
+    for stale_ok in modes:
+        expected = image.expected(files["rows.lmdb"], stale_ok=stale_ok)
+        report = _salvaged(tmp_path, files, stale_ok=stale_ok)
+        found = rows_of(tmp_path / "saved")
+        assert found == expected.saved, what
+        assert _lost(report) == expected.lost, what
+        assert (report.missing, report.unproven, report.rows) == (expected.missing, expected.unproven, len(found)), what
+        assert (report.version, report.payload_lost, report.doubts) == (history.version, False, []), what
+        if not stale_ok:
+            _check_rows(found, report, history)
+
+
+def _check_rows(found: Rows, report: SalvageReport, history: History) -> None:
+    """Each row is the version's, and each that is not is listed, unless it was in segments that are missing."""
+    assert found.items() <= history.rows.items(), "a row is not the version's"
+    lost = _lost(report)
+    assert not lost & found.keys()
+    assert report.missing or history.rows.keys() - found.keys() == lost
+
+
 @pytest.mark.kernel
-def test_a_sound_store_is_saved_whole(sample: Sample, tmp_path: Path) -> None:
-    report, found = _saved(tmp_path, sample.files)
+def test_a_store_is_saved_whole(history: History, image: Image, tmp_path: Path) -> None:
+    """In the file there are also superseded rows, and such of versions that were gone back from or never came to be."""
+    assert any(each.is_mixed for each in image.segments)
+    assert any(each.newest > image.version for each in image.segments)
+    report = _salvaged(tmp_path, history.files)
     assert report.is_whole
-    assert report.lines() == []
-    assert found.differences(sample.expected) == []
-    assert report.rows == 420 + 400 + 3 - 3 * 2
+    assert rows_of(tmp_path / "saved") == history.rows == image.expected(image.data).saved
+    assert report.rows == len(history.rows)
+    _check_payload(tmp_path / "saved", report)
 
 
-def test_optimizer_state_is_saved_with_the_rows(sample: Sample, tmp_path: Path) -> None:
-    """One more update of a saved store and of the original end in the same bits."""
-    _saved(tmp_path, sample.files)
-    ends = []
-    for folder in (tmp_path / "saved", _put(tmp_path / "original", sample.files)):
-        with tierstore.open(folder, ddr="1MiB", threads=1) as store:
-            bag = tierstore.TieredEmbeddingBag(store["wide"], mode="sum")
-            bag(torch.arange(56), torch.arange(56)).square().sum().backward()
-            ends.append(store["wide"].read(torch.arange(56)))
-    assert torch.equal(*ends)
+def test_random_damage_of_segments(history: History, image: Image, tmp_path: Path) -> None:
+    """Bits, sectors, pages and runs of them, here and there: of one segment, of several, of whole ones."""
+    random = np.random.default_rng(3)
+    outcomes = {"whole": 0, "lost": 0, "missing": 0}
+    for turn in range(40):
+        changes = []
+        for _ in range(int(random.integers(1, 5))):
+            each = image.segments[int(random.integers(len(image.segments)))]
+            at = int(random.integers(each.start * 8, each.stop * 8))
+            length = min(int(random.choice([1, 8, 512, PAGE, 3 * PAGE, 16 * PAGE])), each.stop * 8 - at)
+            if random.random() < 0.4:  # from the index on
+                at, length = each.start * 8, min(int(random.choice([1, 2, 3, 16])) * PAGE, (each.stop - each.start) * 8)
+            changes.append((at, random.bytes(length) if random.random() < 0.5 else bytes(length)))
+        expected = image.expected(_changed(history.files, changes)["rows.lmdb"])
+        outcomes["missing" if expected.missing else "lost" if expected.lost else "whole"] += 1
+        what = turn, [(at, len(content)) for at, content in changes]
+        _check_exactly(tmp_path, history, image, changes, what, (False, True))
+    assert min(outcomes.values()) > 3, outcomes
 
 
-@pytest.mark.kernel
-def test_damaged_rows_are_listed_and_their_neighbours_saved(sample: Sample, tmp_path: Path) -> None:
-    layout = Layout(sample.files["rows.lmdb"])
-    page = next(page for key, _, page, _ in layout.entries if key == 1)
-    places = [page * PAGE + 32 + row * WIDE_ROW_BYTES + 5 for row in (2, 3, 9)]
-    report, found = _saved(tmp_path, _changed(sample.files, *((at, b"\xa7") for at in places)))
-    if _is_placed(sample):
-        assert (1 <= report.lost_rows <= 3, report.is_whole, report.payload_lost) == (True, False, False)
-    else:
-        assert report.lost == [Loss("wide", WIDE_ROWS + 2, WIDE_ROWS + 3), Loss("wide", WIDE_ROWS + 9, WIDE_ROWS + 9)]
-        assert (report.lost_rows, report.is_whole, report.payload_lost) == (3, False, False)
-    _check(report, found, sample, _first_values(sample, tmp_path))
+def _flip(image: Image, at: int, bits: int = 0x10) -> Change:
+    return at, bytes([image.data[at] ^ bits])
 
 
-@pytest.mark.parametrize("which", [pytest.param("sample", marks=pytest.mark.kernel), "kept"])
-def test_any_damaged_page_of_the_tree(sample: Sample, kept: Sample, which: str, tmp_path: Path) -> None:
-    """Zeroed in turn: leaves, branches, the root. Rows come back by the headers of their blocks."""
-    chosen = sample if which == "sample" else kept
-    first = _first_values(chosen, tmp_path)
-    layout = Layout(chosen.files["rows.lmdb"])
-    pages = [*layout.leaves[:: max(1, len(layout.leaves) // 6)], *layout.branches]
-    for page in pages:
-        report, found = _saved(tmp_path, _changed(chosen.files, (page * PAGE, bytes(PAGE))))
-        _check(report, found, chosen, first)
-        assert report.lost_rows == 0
-        # Of the head and the version's own records, those found elsewhere may be of an earlier version.
-        items = {epoch for key, epoch, _, node in layout.entries if key == META_KEY and node // PAGE == page}
-        assert report.is_whole or any(item == HEAD_ITEM or item >> 24 == report.version for item in items)
+def _without_index(image: Image, each: Segment) -> Change:
+    return each.start * 8, bytes(PAGE)
 
 
-def test_a_lost_leaf_and_a_lost_block_do_not_bring_back_the_version_before(kept: Sample, tmp_path: Path) -> None:
-    """The newest epoch of a block is gone from the tree and its page too; an older one is there."""
-    first = _first_values(kept, tmp_path)
-    layout = Layout(kept.files["rows.lmdb"])
-    stale = 0
-    for this, following in zip(layout.entries, layout.entries[1:], strict=False):
-        if this[0] == following[0] and following[1] == kept.expected.version and stale < 12:
-            key, _, page, node = following
-            # One entry made unreadable, or its whole leaf; and the block's page zeroed.
-            for damage in ((node + 6, b"\x31"), (node // PAGE * PAGE, bytes(PAGE))):
-                files = _changed(kept.files, damage, (page * PAGE, bytes(PAGE)))
-                report, found = _saved(tmp_path, files)
-                _check(report, found, kept, first)
-                rows = range(key * KEPT_ROWS, min(3000, (key + 1) * KEPT_ROWS))
-                listed = {row for loss in report.lost for row in range(loss.first, loss.last + 1)}
-                assert set(rows) <= listed or report.missing
-                if not report.missing:
-                    with_old, old = _saved(tmp_path, files, stale_ok=True)
-                    assert with_old.unproven > 0
-                    assert not torch.equal(old.rows["wide"], found.rows["wide"])
-            stale += 6
-    assert stale
+def _damages(image: Image, each: Segment) -> dict[str, list[Change]]:
+    """Damage of one segment in two places at once."""
+    index, last = _without_index(image, each), each.blocks[-1]
+    ends = {"the last row's key and checksum": [(each.pairs[-1] * 8, bytes(16))]}
+    if (len(each.keys) % each.layout.rows_per_block) and each.layout.pages_per_block == 1:
+        ends["an unused place"] = [((each.pairs[-1] + 2) * 8, b"\1" * 16)]
+    return {
+        "no index": [index],
+        "a bit of the index": [_flip(image, each.index_stop * 8 - 3)],
+        "the page header": [_flip(image, each.start * 8)],
+        "a row's key": [_flip(image, each.pairs[0] * 8)],
+        "a row's key in both places": [_flip(image, each.pairs[0] * 8), _flip(image, (each.start + 8) * 8)],
+        "no index and a row": [index, _flip(image, each.rows[0] * 8)],
+        "no index and a block's number": [index, _flip(image, last * 8)],
+        "no index and a block's epoch": [index, _flip(image, last * 8 + 11, 0x01)],
+        "no index and a block's place": [index, _flip(image, last * 8 + 8, 0x01)],
+        "no index and a block's end": [index, _flip(image, last * 8 + 8, 0x80)],
+        "an older epoch in every block": [index, *((block * 8 + 11, b"\0" * 5) for block in each.blocks)],
+        "nothing": [(each.start * 8, bytes((each.stop - each.start) * 8))],
+        **{f"no index and {what}": [index, *change] for what, change in ends.items()},
+    }
 
 
-def test_a_changed_key_in_the_tree(kept: Sample, tmp_path: Path) -> None:
-    first = _first_values(kept, tmp_path)
-    layout = Layout(kept.files["rows.lmdb"])
-    for at, bits in ((8 + 7, 0x40), (8 + 4, 1), (16 + 7, 2), (16 + 7, 1), (24, 1), (0, 8), (6, 1)):
-        node = layout.entries[len(layout.entries) // 2][3]
-        byte = bytes([kept.files["rows.lmdb"][node + at] ^ bits])
-        report, found = _saved(tmp_path, _changed(kept.files, (node + at, byte)))
-        _check(report, found, kept, first)
-        assert report.lost_rows == 0
+def test_a_segment_without_its_index(history: History, image: Image, tmp_path: Path) -> None:
+    """Each block says what it is; where that is damaged too, its rows are not known and no older row is taken."""
+    shown = [each for each in image.segments if each.newest <= image.version]
+    chosen = {(each.layout, each.is_mixed, len(each.blocks) > 1): each for each in shown}
+    assert len(chosen) > 4
+    for each in chosen.values():
+        for what, changes in _damages(image, each).items():
+            _check_exactly(tmp_path, history, image, changes, (each.number, what), (False,))
 
 
-def test_random_damage(kept: Sample, sample: Sample, tmp_path: Path) -> None:
-    """Several places at once, of any size: what is saved is right, what is not is listed."""
-    generator = np.random.default_rng(7)
-    outcomes = {"whole": 0, "part": 0, "refused": 0}
-    for chosen in (kept, sample):
-        first = _first_values(chosen, tmp_path)
-        size = len(chosen.files["rows.lmdb"])
-        for _ in range(30):
-            changes = []
-            for _ in range(int(generator.integers(1, 6))):
-                at = int(generator.integers(size))
-                length = int(generator.choice([1, 1, 8, 300, PAGE, 3 * PAGE]))
-                changes.append((at, generator.bytes(min(length, size - at))))
-            try:
-                report, found = _saved(tmp_path, _changed(chosen.files, *changes))
-            except DamagedError:
-                outcomes["refused"] += 1
-                continue
-            outcomes["whole" if report.is_whole else "part"] += 1
-            if report.version == chosen.expected.version:
-                _check(report, found, chosen, first)
-            else:
-                assert report.doubts
-    assert outcomes["part"] > 15
-    assert outcomes["refused"] < 20
+def test_any_damaged_page_of_the_tree(history: History, image: Image, tmp_path: Path) -> None:
+    """Zeroed in turn: leaves, branches, the root, those of the list of free pages. Segments tell what they are."""
+    for page in [*image.leaves, *image.branches, *image.free_leaves]:
+        report = _salvaged(tmp_path, _changed(history.files, [(page * PAGE, bytes(PAGE))]))
+        items = {item for kind, item, node in image.nodes if kind == META and node // PAGE == page}
+        found = rows_of(tmp_path / "saved")
+        if HEAD_ITEM in items:  # rows of later versions are in the file
+            assert "The record of versions is damaged" in report.doubts[0]
+            assert found == {}
+        else:
+            assert report.is_whole
+            assert found == history.rows
 
 
-def test_a_damaged_payload_costs_the_payload_alone(sample: Sample, tmp_path: Path) -> None:
-    data = sample.files["rows.lmdb"]
-    at = data.rfind(b'{"extra"')
-    places = []
-    while at >= 0:
-        places.append((at, b"["))
-        at = data.rfind(b'{"extra"', 0, at)
-    report, found = _saved(tmp_path, _changed(sample.files, *places))
+def test_the_list_of_free_pages_and_the_tree_damaged(scattered: History, tmp_path: Path) -> None:
+    """Then nothing tells segments of the version from such as were deleted, whose pages are there yet."""
+    image = Image(scattered)
+    assert len(image.leaves) > 1
+    changes = [(page * PAGE, bytes(PAGE)) for page in (image.leaves[0], image.free_leaves[0])]
+    report = _salvaged(tmp_path, files := _changed(scattered.files, changes))
+    assert rows_of(tmp_path / "saved") == {}
+    assert report.missing == -1
+    assert "Neither a tree of segments nor a list of free pages is sound" in report.doubts[0]
+    assert _lost(report) >= scattered.rows.keys()
+    report = _salvaged(tmp_path, files, stale_ok=True)
+    found = rows_of(tmp_path / "saved")
+    assert found.keys() >= scattered.rows.keys()
+    assert all(row in scattered.all_rows[key] for key, row in found.items())
+    assert report.unproven == report.rows == len(found)
+
+
+def test_a_segment_is_missing_that_no_leaf_names(scattered: History, tmp_path: Path) -> None:
+    """The record of the log tells that one is missing; which, and so what else is old, nothing tells."""
+    image = Image(scattered)
+    gone = next(node for kind, _, node in image.nodes if kind == 0)
+    each = image._segment(image._little(gone + 24, 8))
+    hole = (each.start * 8, bytes((each.stop - each.start) * 8))
+    files = _changed(scattered.files, [(gone // PAGE * PAGE, bytes(PAGE)), hole])
+    report = _salvaged(tmp_path, files)
+    assert (report.rows, report.missing) == (0, 1)
+    assert "Nothing proves which segments belong to the version" in report.doubts[0]
+    report = _salvaged(tmp_path, files, stale_ok=True)
+    assert (
+        rows_of(tmp_path / "saved")
+        == image.expected(_changed(scattered.files, [hole])["rows.lmdb"], stale_ok=True).saved
+    )
+
+
+def _record(image: Image, item: int) -> int:
+    """The byte where a small record begins."""
+    return next(node for kind, number, node in image.nodes if (kind, number) == (META, item)) + 24
+
+
+def test_a_damaged_record_of_the_log(history: History, image: Image, tmp_path: Path) -> None:
+    """The meta page counts pages: that none is missing is proven by it, or not at all."""
+    change = _flip(image, _record(image, LOG_ITEM) + 9)
+    assert _salvaged(tmp_path, _changed(history.files, [change])).is_whole
+    assert rows_of(tmp_path / "saved") == history.rows
+    each = image.segments[3]
+    for damage in (_without_index(image, each), (each.start * 8, bytes((each.stop - each.start) * 8))):
+        report = _salvaged(tmp_path, _changed(history.files, [change, damage]))
+        assert (report.rows, report.missing, len(report.doubts)) == (0, -1, 1)
+
+
+def test_a_damaged_head(tmp_path: Path) -> None:
+    """An older leaf tells the version; that there is no row of a later one proves the rows."""
+    history = History(tmp_path / "store", 2, turns=60, slack=1.5, sizes=[1, 30], left_over=False)
+    report = _salvaged(tmp_path, _changed(history.files, [_flip(image := Image(history), _record(image, HEAD_ITEM))]))
+    assert len(report.doubts) == 1
+    assert (
+        f"The record of versions is damaged; the newest of earlier ones that is left says {history.version}."
+        in (report.doubts[0])
+    )
+    assert rows_of(tmp_path / "saved") == history.rows
+    _check_payload(tmp_path / "saved", report)
+
+
+def test_a_damaged_payload_costs_the_payload_alone(history: History, image: Image, tmp_path: Path) -> None:
+    node = next(node for kind, item, node in image.nodes if (kind, item) == (META, (history.version << 24) + 1))
+    at = image._little(node + 24, 8) * PAGE
+    report = _salvaged(tmp_path, _changed(history.files, [_flip(image, at + 5000)]))
     assert report.payload_lost
-    assert report.lost == []
-    assert f"extra and tensors of version {sample.expected.version}" in report.lines()[0]
-    _check(report, found, sample, _first_values(sample, tmp_path))
+    assert report.lines() == [
+        f"extra and tensors of version {history.version}, and how many updates each table has had"
+    ]
+    assert rows_of(tmp_path / "saved") == history.rows
+    _check_payload(tmp_path / "saved", report)
+
+
+def test_random_damage_anywhere(cleaned: History, scattered: History, tmp_path: Path) -> None:
+    """What is saved is right, what is not is listed, or nothing is proven and nothing saved."""
+    random = np.random.default_rng(7)
+    outcomes = {"whole": 0, "part": 0, "refused": 0}
+    for turn in range(60):
+        history = (cleaned, scattered)[turn % 2]
+        size, changes = len(history.files["rows.lmdb"]), []
+        for _ in range(int(random.integers(1, 6))):
+            at = int(random.integers(size))
+            length = min(int(random.choice([1, 1, 8, 300, PAGE, 3 * PAGE])), size - at)
+            changes.append((at, random.bytes(length)))
+        try:
+            report = _salvaged(tmp_path, _changed(history.files, changes))
+        except DamagedError:
+            outcomes["refused"] += 1
+            continue
+        outcomes["whole" if report.is_whole else "part"] += 1
+        assert report.version == history.version or report.doubts
+        if report.version == history.version:
+            _check_rows(rows_of(tmp_path / "saved"), report, history)
+            _check_payload(tmp_path / "saved", report)
+    assert min(outcomes["whole"], outcomes["part"]) > 10, outcomes
+    assert outcomes["refused"] < 10, outcomes
 
 
 @pytest.mark.kernel
 @pytest.mark.parametrize("meta", [0, 1])
-def test_damaged_meta_pages(sample: Sample, tmp_path: Path, meta: int) -> None:
+def test_damaged_meta_pages(history: History, tmp_path: Path, meta: int) -> None:
     """The anchor stands in; without it the other page does, and that is said."""
-    files = _changed(sample.files, (meta * PAGE, bytes(150)))
-    report, found = _saved(tmp_path, files)
-    assert report.is_whole
-    assert found.differences(sample.expected) == []
-    report, _ = _saved(tmp_path, {name: content for name, content in files.items() if name != "rows.anchor"})
+    files = _changed(history.files, [(meta * PAGE, bytes(150))])
+    assert _salvaged(tmp_path, files).is_whole
+    assert rows_of(tmp_path / "saved") == history.rows
+    report = _salvaged(tmp_path, {name: content for name, content in files.items() if name != "rows.anchor"})
     assert "later commits may be missing" in report.lines()[0]
-    both = _changed(sample.files, (0, bytes(150)), (PAGE, bytes(150)))
-    report, found = _saved(tmp_path, both)
-    assert found.differences(sample.expected) == []
-    with pytest.raises(DamagedError, match=r"rows\.lmdb: neither its meta pages nor rows\.anchor lead to a tree"):
-        _saved(tmp_path, {name: content for name, content in both.items() if name != "rows.anchor"})
+    both = _changed(history.files, [(0, bytes(150)), (PAGE, bytes(150))])
+    assert _salvaged(tmp_path, both).is_whole
+    report = _salvaged(tmp_path, {name: content for name, content in both.items() if name != "rows.anchor"})
+    assert "Neither a tree of segments nor a list of free pages is sound" in report.doubts[0]
+    assert report.rows == 0
 
 
-def test_a_file_cut_short(kept: Sample, tmp_path: Path) -> None:
-    first = _first_values(kept, tmp_path)
-    data = kept.files["rows.lmdb"]
-    saved = 0
-    for share in (0.97, 0.9, 0.8, 0.6, 0.3):
-        with contextlib.suppress(DamagedError):  # where no record of any version is left
-            report, found = _saved(tmp_path, kept.files | {"rows.lmdb": data[: int(len(data) * share)]})
-            assert not report.is_whole
-            assert report.version == kept.expected.version or report.doubts
-            if report.version == kept.expected.version:
-                _check(report, found, kept, first)
-                saved += 1
-    assert saved
+def test_a_file_cut_short(history: History, image: Image, tmp_path: Path) -> None:
+    """As far as the tree is left, what was cut off is known; else what is saved is right."""
+    sizes = np.linspace(0.2, 1, 12)[:-1] * len(image.data)
+    exactly = 0
+    for size in [*sizes.astype(int).tolist(), max(each.stop for each in image.segments) * 8 - 3 * PAGE]:
+        files = history.files | {"rows.lmdb": image.data[:size]}
+        with contextlib.suppress(DamagedError):  # where no record of versions is left
+            report = _salvaged(tmp_path, files)
+            if report.version == history.version:
+                _check_rows(found := rows_of(tmp_path / "saved"), report, history)
+            if not report.doubts:
+                assert found == image.expected(files["rows.lmdb"]).saved
+                exactly += 1
+    assert exactly
 
 
-def test_without_a_manifest(sample: Sample, tmp_path: Path) -> None:
-    backup = tmp_path / "backup.json"
-    backup.write_bytes(sample.files["manifest.json"])
-    damaged = sample.files | {"manifest.json": sample.files["manifest.json"][:100]}
+def test_without_a_manifest(cleaned: History, tmp_path: Path) -> None:
+    """A copy will do; of an older one, tables that it does not know are left out."""
+    backup, manifest = tmp_path / "backup.json", cleaned.files["manifest.json"]
+    backup.write_bytes(manifest)
+    damaged = cleaned.files | {"manifest.json": manifest[:100]}
     with pytest.raises(DamagedError, match=r"manifest\.json .* give a copy of it with --manifest FILE"):
-        _saved(tmp_path, damaged)
+        _salvaged(tmp_path, damaged)
     assert not (tmp_path / "saved").exists()
-    report, found = _saved(tmp_path, damaged, manifest=backup)
+    assert _salvaged(tmp_path, damaged, manifest=backup).is_whole
+    assert rows_of(tmp_path / "saved") == cleaned.rows
+    known = Manifest._parse(backup, manifest)
+    backup.write_text(replace(known, tables=known.tables[:2])._text())
+    report = _salvaged(tmp_path, damaged, manifest=backup)
     assert report.is_whole
-    assert found.differences(sample.expected) == []
+    assert report.rows == sum(key >> KEY_ROW_BITS < 2 for key in cleaned.rows)
+    _check_payload(tmp_path / "saved", report)
 
 
-def test_the_manifest_of_another_store(sample: Sample, kept: Sample, tmp_path: Path) -> None:
+def test_the_manifest_of_another_store(cleaned: History, scattered: History, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="belongs to store"):
-        _saved(tmp_path, sample.files | {"manifest.json": kept.files["manifest.json"]})
+        _salvaged(tmp_path, cleaned.files | {"manifest.json": scattered.files["manifest.json"]})
+    known = Manifest._parse(tmp_path, cleaned.files["manifest.json"])
+    other = replace(known, tables=(replace(known.tables[0], embedding_dim=8), *known.tables[1:]))
+    with pytest.raises(DamagedError, match="cannot be one of its tables' rows"):
+        _salvaged(tmp_path, cleaned.files | {"manifest.json": other._text().encode()})
+
+
+def test_a_store_of_an_older_release(cleaned: History, tmp_path: Path) -> None:
+    image = Image(cleaned)
+    at = _record(image, STORE_ITEM)
+    for number, expected in ((3, "run tierstore export"), (9, "this release reads")):
+        body = image.data[at : at + 8] + struct.pack("<Q", number) + image.data[at + 16 : at + 32]
+        change = at, body + struct.pack("<Q", bytes_checksum(body))
+        with pytest.raises(FormatError, match=rf"rows\.lmdb: format version {number}.*{expected}"):
+            _salvaged(tmp_path, _changed(cleaned.files, [change]))
 
 
 def _occupied(target: Path) -> None:
@@ -326,16 +387,16 @@ def _occupied(target: Path) -> None:
 
 
 @pytest.mark.parametrize("occupy", [_occupied, lambda target: target.write_text("a file")])
-def test_a_target_that_holds_something(sample: Sample, tmp_path: Path, occupy: Callable[[Path], None]) -> None:
-    source, target = _put(tmp_path / "source", sample.files), tmp_path / "target"
+def test_a_target_that_holds_something(cleaned: History, tmp_path: Path, occupy: Callable[[Path], None]) -> None:
+    source, target = _put(tmp_path / "source", cleaned.files), tmp_path / "target"
     occupy(target)
     with pytest.raises(FileExistsError, match=r"is not (empty|a directory)"):
         salvage(source, target)
     assert target.exists()
 
 
-def test_a_store_that_is_open_for_writing(sample: Sample, tmp_path: Path) -> None:
-    source = _put(tmp_path / "source", sample.files)
+def test_a_store_that_is_open_for_writing(cleaned: History, tmp_path: Path) -> None:
+    source = _put(tmp_path / "source", cleaned.files)
     with tierstore.open(source, ddr="1MiB"), pytest.raises(StoreLockedError, match="open for writing"):
         salvage(source, tmp_path / "target")
     assert not (tmp_path / "target").exists()
@@ -346,17 +407,26 @@ def test_no_store(tmp_path: Path) -> None:
         salvage(tmp_path, tmp_path / "target")
 
 
-def test_progress_counts_blocks(sample: Sample, tmp_path: Path) -> None:
+def test_a_store_without_a_commit(tmp_path: Path) -> None:
+    with tierstore.open(tmp_path / "store", ddr="1MiB", threads=1) as store:
+        store.create_table(TABLES[0])
+    report = salvage(tmp_path / "store", tmp_path / "saved")
+    assert (report.version, report.is_whole) == (0, True)
+
+
+def test_progress(cleaned: History, tmp_path: Path) -> None:
     calls: list[tuple[int, int]] = []
-    _saved(tmp_path, sample.files, progress=lambda done, total: calls.append((done, total)))
-    assert calls[-1][0] == calls[-1][1] > 0
+    _salvaged(tmp_path, cleaned.files, progress=lambda done, total: calls.append((done, total)))
+    assert calls == sorted(calls)
+    assert {total for _, total in calls} == {2 * len(cleaned.files["rows.lmdb"])}
+    assert calls[-1][0] == calls[-1][1]
 
 
-def test_every_error_is_one_of_ours(sample: Sample, tmp_path: Path) -> None:
-    """Each byte of the records and meta pages changed: saved, or refused in words."""
+def test_every_error_is_one_of_ours(scattered: History, tmp_path: Path) -> None:
+    """Bytes of the records and meta pages changed: saved, or refused in words."""
+    image = Image(scattered)
     refused: list[str] = []
-    layout = Layout(sample.files["rows.lmdb"])
-    nodes = [node for key, _, _, node in layout.entries if key == 2**64 - 1]
+    nodes = [node for kind, _, node in image.nodes if kind == META]
     places = [
         *range(0, 152, 11),
         *range(PAGE, PAGE + 152, 11),
@@ -364,9 +434,9 @@ def test_every_error_is_one_of_ours(sample: Sample, tmp_path: Path) -> None:
     ]
     for place in places:
         try:
-            _, found = _saved(tmp_path, Case("flip", "rows.lmdb", place, 4).applied(sample.files, {}))
-            assert found.rows.keys() == sample.expected.rows.keys()
+            report = _salvaged(tmp_path, Case("flip", "rows.lmdb", place, 4).applied(scattered.files, {}))
+            assert report.version
         except TierstoreError as error:
             refused.append(str(error))
-    assert len(refused) < len(places) // 2
+    assert len(refused) < len(places) // 10
     assert all("rows.lmdb" in message for message in refused)

@@ -1,7 +1,7 @@
 """What is sound of a damaged store, saved into a new one, and a list of what was lost.
 
 The source is only read. Rows are those of its last version, each held against its own checksum; io/survivors.py tells
-which blocks are certain to be of that version. The new store keeps the version's number. A row that was lost has its
+which of them are certain to be of that version. The new store keeps the version's number. A row that was lost has its
 first value there, as if it had never been written.
 """
 
@@ -9,7 +9,7 @@ import contextlib
 import fcntl
 import os
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -17,28 +17,26 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .config import TableConfig
 from .durable import flocked
-from .errors import DamagedError, FormatError, StoreLockedError, StoreNotFoundError
+from .errors import ChecksumError, DamagedError, FormatError, StoreLockedError, StoreNotFoundError, TruncatedError
 from .excerpt import excerpt
 from .io import ROW_FILE_NAME, LmdbColdTier
 from .io.anchor import ANCHOR_NAME, read_stamp
-from .io.census import num_places
 from .io.files import require_plain_files
-from .io.gather import Geometry, geometry
+from .io.gather import queue_segments
 from .io.mapped import FileMap
-from .io.placement import Placement
 from .io.remains import Remains, read_remains
-from .io.scrub import TableShapes, table_shapes
-from .io.survivors import Survivors, choose_tree, list_entries, surviving_blocks
-from .io.wreck import take_rows
+from .io.row_map import RowMap, Segments
+from .io.segments import Geometry
+from .io.survivors import choose_tree, find_segments, surviving_rows
+from .io.wreck import LOST, Runs, choose_rows, read_rows, selected, settled
 from .io.writer_lock import LOCK_NAME
 from .lineage import NO_LINEAGE
 from .manifest import Manifest
 from .opening import open_store
 from .plainfile import read_plain_file
-from .rows import KEY_ROW_BITS, MAX_ROWS
-from .target import new_store, require_outside
+from .rows import RowLayout
+from .target import Steps, new_store, require_outside
 from .version import TableState, pack, repack, unpack
 
 __all__ = ["LOST_NAME", "WORK_NAME", "Loss", "SalvageReport", "salvage"]
@@ -47,7 +45,6 @@ LOST_NAME: Final = "lost.txt"
 """In the new store: what was lost, a line each."""
 WORK_NAME: Final = "repair.partial"
 """Where in the target the store is made; what is in it may be deleted."""
-_STAGING_BYTES: Final = 1 << 20
 _BATCH_BYTES: Final = 8 << 20
 _MAX_MANIFEST_BYTES: Final = 64 * 2**20
 _DDR: Final = "64MiB"
@@ -55,7 +52,7 @@ _SHOWN: Final = 20
 
 
 class Loss(NamedTuple):
-    """Rows ``first`` to ``last`` of a table were lost. Of a lost block, rows that were never written are among them."""
+    """Rows ``first`` to ``last`` of a table were lost."""
 
     table: str
     first: int
@@ -69,10 +66,10 @@ class SalvageReport:
     Attributes:
         version: whose rows, extra and tensors these are; the new store has the same number.
         rows: saved.
-        lost: what was lost of each table, in order.
-        missing: by table, blocks that the version had and of which nothing at all was found: which rows they held is
-            not known. -1 where their number is not known either.
-        unproven: blocks taken, with ``stale_ok``, that may be older than the version.
+        lost: what was lost of each table, in order; rows without proof that they are of the version are among it.
+        missing: segments of which not all rows are known; rows that only they held are not in ``lost``. -1 where their
+            number is not known either.
+        unproven: rows taken, with ``stale_ok``, that are or may be older than the version.
         payload_lost: extra, tensors and the tables' steps are gone.
         doubts: what could not be proven, in sentences.
     """
@@ -82,7 +79,7 @@ class SalvageReport:
     version: int = 0
     rows: int = 0
     lost: list[Loss] = field(default_factory=list)
-    missing: dict[str, int] = field(default_factory=dict)
+    missing: int = 0
     unproven: int = 0
     payload_lost: bool = False
     doubts: list[str] = field(default_factory=list)
@@ -113,11 +110,14 @@ class SalvageReport:
         lines = [*self.doubts]
         if self.payload_lost:
             lines.append(f"extra and tensors of version {self.version}, and how many updates each table has had")
-        for table, count in self.missing.items():
-            blocks = "an unknown number of blocks" if count < 0 else f"{count} blocks"
-            lines.append(f"table {excerpt(table)}: {blocks} more, of rows that are not known")
+        if self.missing:
+            count = "an unknown number of segments" if self.missing < 0 else f"{self.missing} segments"
+            lines.append(
+                f"rows that are not known, in {count}; other rows that may be newer there count as lost, or, with "
+                "--stale-ok, as older ones"
+            )
         if self.unproven:
-            lines.append(f"{self.unproven} blocks were saved that may be older than version {self.version}")
+            lines.append(f"{self.unproven} rows were saved that may be older than version {self.version}")
         return lines + [f"table {excerpt(loss.table)}: rows {loss.first} to {loss.last}" for loss in self.lost]
 
 
@@ -131,19 +131,20 @@ def salvage(
 ) -> SalvageReport:
     """Save every sound row of a store's last version, its extra and its tensors into a new store.
 
-    Takes 32 bytes of memory a block, and more where the index is damaged.
+    Reads the row file twice. Takes 8 bytes of memory a row, and some 100 a segment.
 
     Args:
         directory: the damaged store; only read, and no process may have it open for writing.
         target: the new store's directory; must not exist, or be empty.
         manifest: a copy of the store's manifest.json, where its own cannot be read.
-        stale_ok: also take blocks that may be older than the version, where nothing newer was found.
-        progress: called as ``progress(done_blocks, total_blocks)``.
+        stale_ok: also take rows that may be older than the version, or gone back from, where nothing newer was found.
+        progress: called as ``progress(done_bytes, total_bytes)``.
 
     Raises:
         ValueError: the target is inside the store. FileExistsError: it holds something.
         FileNotFoundError: there is no directory to make it in. TierstoreError: the system refuses to write there.
-        StoreNotFoundError, DamagedError: the manifest or the row file is missing, or nothing leads to any row.
+        StoreNotFoundError, DamagedError: the manifest or the row file is missing, or nothing says which version is the
+            last. FormatError: the store is of an older release, or the manifest of other tables.
         StoreLockedError: the store is open for writing. DiskFullError: no room for the new store.
     """
     source, target = Path(directory).absolute(), Path(target).absolute()
@@ -153,8 +154,8 @@ def salvage(
         require_outside(target, source)
         work = stack.enter_context(new_store(target, WORK_NAME, (ROW_FILE_NAME, ANCHOR_NAME, LOST_NAME)))
         known = _manifest(source, manifest)
-        made = replace(known, store_id=uuid.uuid4().hex, has_rows=True, is_placed=False)
-        _save(source / ROW_FILE_NAME, known, work, made, report, stale_ok, progress)
+        made = replace(known, store_id=uuid.uuid4().hex, has_rows=True)
+        _save(source / ROW_FILE_NAME, known, work, made, report, stale_ok, Steps(progress))
         (work / LOST_NAME).write_text("".join(f"{line}\n" for line in report.lines()))
         made.write(work)
         with open_store(work, mode="r", ddr=_DDR) as store:
@@ -186,7 +187,7 @@ def _manifest(source: Path, other: "str | os.PathLike[str] | None") -> Manifest:
         return Manifest._parse(Path(other), read_plain_file(Path(other), _MAX_MANIFEST_BYTES))
     try:
         return Manifest.read(source)
-    except (StoreNotFoundError, DamagedError) as error:
+    except (StoreNotFoundError, ChecksumError, TruncatedError) as error:
         raise type(error)(
             f"{error}. Without a manifest nothing says which tables there are: give a copy of it with --manifest FILE; "
             "one of the same store from before its last tables were made will do for the others"
@@ -194,46 +195,35 @@ def _manifest(source: Path, other: "str | os.PathLike[str] | None") -> Manifest:
 
 
 def _save(
-    path: Path,
-    known: Manifest,
-    work: Path,
-    made: Manifest,
-    report: SalvageReport,
-    stale_ok: bool,
-    progress: Callable[[int, int], None] | None,
+    path: Path, known: Manifest, work: Path, made: Manifest, report: SalvageReport, stale_ok: bool, steps: Steps
 ) -> None:
     """Make the new store's row file."""
-    size = path.stat().st_size
-    if size < 2 * known.page_bytes:
+    size, page_bytes = path.stat().st_size, known.page_bytes
+    if size < 2 * page_bytes:
         raise DamagedError(f"{path}: {size} bytes are less than its two meta pages; there is nothing to save")
-    file_map = FileMap(path, size)
-    try:
-        store_id = bytes.fromhex(known.store_id)
-        meta = choose_tree(path, file_map, known.page_bytes, store_id, report.doubts)
-        listed = list_entries(file_map, meta)
-        remains = read_remains(path, file_map, known.page_bytes, listed, known.is_placed, report.doubts)
+    rows = RowMap({index: (each.layout(page_bytes), each.num_embeddings) for index, each in enumerate(known.tables)})
+    with contextlib.ExitStack() as stack:
+        stack.callback((file_map := FileMap(path, size)).close)
+        chosen = choose_tree(path, file_map, page_bytes, bytes.fromhex(known.store_id), report.doubts)
+        found = find_segments(file_map, page_bytes, chosen.pages, rows, steps.copied)
+        remains = read_remains(path, file_map, page_bytes, found.leaves, chosen.pages, report.doubts)
         _require_same_store(path, known, remains)
-        report.version = remains.record.version
-        shapes, geometries = _shapes(path, known, remains.placement)
-        survivors = surviving_blocks(file_map, meta, listed, remains.record, shapes)
-        tier = LmdbColdTier(work, store_id=bytes.fromhex(made.store_id), readonly=False, staging_bytes=_STAGING_BYTES)
-        try:
-            total = sum(len(s.pages) for s in survivors.values())
-            taker = _Taker(file_map, tier, remains.placement, report, stale_ok, progress, total)
-            for index, config in enumerate(known.tables):
-                tier.add_table(index, config.layout(known.page_bytes), config.num_embeddings)
-            for index, config in enumerate(known.tables if report.version else ()):
-                places = num_places(
-                    path, remains.placement, index, config.layout(known.page_bytes), config.num_embeddings
-                )
-                taker.take(config, geometries[index], survivors[index], places, remains.has_totals)
-            if report.version:
-                report.lost = list(taker.losses(known.tables))
-                tier.commit(_payload(known, remains, report), report.version)
-        finally:
-            tier.close()
-    finally:
-        file_map.close()
+        report.version = remains.version
+        tier = LmdbColdTier(work, store_id=bytes.fromhex(made.store_id), readonly=False)
+        stack.callback(tier.close)
+        for index, (layout, num_rows) in rows.shapes.items():
+            tier.add_table(index, layout, num_rows)
+        if report.version:
+            survivors = surviving_rows(path, chosen, found, remains, rows, report.doubts)
+            report.missing = survivors.missing
+            taker = _Taker(file_map, tier, rows, report, stale_ok)
+            total, done = sum(int(runs.rows.sum()) for runs in survivors.runs), 0
+            for segments, runs, proven in zip(rows.segments.values(), survivors.runs, survivors.proven, strict=True):
+                for count in taker.take(segments, runs, proven):
+                    steps.verified(done := done + count, total)
+            report.lost = [loss for index, each in enumerate(known.tables) for loss in _losses(rows, index, each.name)]
+            tier.commit(_payload(known, remains, report), report.version)
+        steps.verified(1, 1)
 
 
 def _require_same_store(path: Path, known: Manifest, remains: Remains) -> None:
@@ -245,21 +235,14 @@ def _require_same_store(path: Path, known: Manifest, remains: Remains) -> None:
         )
 
 
-def _shapes(path: Path, known: Manifest, placement: Placement | None) -> tuple[TableShapes, list[Geometry]]:
-    layouts = [config.layout(known.page_bytes) for config in known.tables]
-    geometries = [geometry(layout, 0) for layout in layouts]
-    blocks = [
-        layout.num_blocks(num_places(path, placement, index, layout, config.num_embeddings))
-        for index, (layout, config) in enumerate(zip(layouts, known.tables, strict=True))
-    ]
-    return table_shapes(dict(enumerate(zip(geometries, blocks, strict=True)))), geometries
-
-
 def _payload(known: Manifest, remains: Remains, report: SalvageReport) -> bytes:
     """The version's payload, or an empty one for its tables. As a commit of the new store it is made from no other."""
+    names = {config.name for config in known.tables}
     if remains.payload is not None:
         with contextlib.suppress(DamagedError):
-            return repack(unpack(report.version, remains.payload), NO_LINEAGE.following(0))
+            version = unpack(report.version, remains.payload)
+            tables = {name: state for name, state in version.tables.items() if name in names}
+            return repack(version._replace(tables=tables), NO_LINEAGE.following(0))
     report.payload_lost = True
     return pack(
         {config.name: TableState(0, config.optimizer.lr) for config in known.tables}, {}, {}, NO_LINEAGE.following(0)
@@ -267,80 +250,66 @@ def _payload(known: Manifest, remains: Remains, report: SalvageReport) -> bytes:
 
 
 class _Taker:
-    """Copies sound rows, table by table, and notes what is lost."""
+    """Copies sound rows into the new store, layout by layout; the map it is given says of each what became of it."""
 
     def __init__(
-        self,
-        file_map: FileMap,
-        tier: LmdbColdTier,
-        placement: Placement | None,
-        report: SalvageReport,
-        stale_ok: bool,
-        progress: Callable[[int, int], None] | None,
-        total: int,
+        self, file_map: FileMap, tier: LmdbColdTier, rows: RowMap, report: SalvageReport, stale_ok: bool
     ) -> None:
         self._file_map = file_map
         self._tier = tier
-        self._placement = placement
-        self._lost: list[NDArray[np.int64]] = []
+        self._rows = rows
         self._report = report
         self._stale_ok = stale_ok
-        self._progress = progress
-        self._done, self._total = 0, total
 
-    def take(self, config: TableConfig, geo: Geometry, blocks: Survivors, num_places: int, has_totals: bool) -> None:
-        """Save the rows in the blocks of one table."""
-        taken = np.ones(len(blocks.pages), np.bool_) if self._stale_ok else blocks.proven
-        self._report.unproven += int((taken & ~blocks.proven).sum())
-        if not taken.all():
-            keys = blocks.block_keys[~taken].astype(np.int64)
-            firsts = (keys & -MAX_ROWS) + (keys & (MAX_ROWS - 1)) * geo.rows_per_block
-            self._lost.append(self._rows_at((firsts[:, None] + np.arange(geo.rows_per_block)).ravel()))
-        if blocks.missing or not has_totals:
-            self._report.missing[config.name] = blocks.missing if has_totals else -1
-        self._copy(geo, num_places, blocks.block_keys[taken], blocks.pages[taken])
+    def take(self, segments: Segments, runs: Runs, proven: NDArray[np.bool_]) -> Iterator[int]:
+        """Save the rows of one layout, some runs at a time; gives how many rows were looked at each time."""
+        layout, geo, stops, start = segments.layout, segments.geo, np.cumsum(runs.rows), 0
+        batch = _Batch(layout, max(geo.rows_per_segment, _BATCH_BYTES // layout.row_bytes))
+        while start < len(stops):
+            before = int(stops[start] - runs.rows[start])
+            part = slice(start, int(np.searchsorted(stops, before + len(batch.keys), "right")))
+            start, own = part.stop, selected(runs, part)
+            count = self._read(geo, own, batch)
+            num_taken, unproven = choose_rows(
+                geo.layout_id, self._rows.tables, self._rows.places, batch.keys[:count], batch.sound,
+                np.repeat(proven[part], own.rows), self._stale_ok, batch.taken,
+            )  # fmt: skip
+            if num_taken:
+                slots = batch.taken[:num_taken]
+                self._tier.write(batch.keys[slots], slots, batch.weights, batch.state, epoch=self._report.version)
+            self._report.rows += num_taken
+            self._report.unproven += unproven
+            yield count
 
-    def losses(self, configs: Sequence[TableConfig]) -> Iterator[Loss]:
-        """What was lost of each table, in order."""
-        keys = np.unique(np.concatenate([np.empty(0, np.int64), *self._lost]))
-        for index, config in enumerate(configs):
-            rows = keys[keys >> KEY_ROW_BITS == index] & (MAX_ROWS - 1)
-            yield from _ranges(config.name, rows[rows < config.num_embeddings])
-
-    def _rows_at(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        return places if self._placement is None else self._placement.rows_at(places)
-
-    def _copy(self, geo: Geometry, num_places: int, block_keys: NDArray[np.uint64], pages: NDArray[np.int64]) -> None:
-        """Write the sound rows of these blocks to the new store, and note the others."""
-        row_bytes = 8 * geo.row_words
-        room = max(geo.rows_per_block, min(_BATCH_BYTES // row_bytes, geo.rows_per_block * max(1, len(pages))))
-        keys, lost = np.empty((2, room), np.int64)
-        weights, state = np.empty((room, geo.weight_words), np.uint64), np.empty((room, geo.state_words), np.uint64)
-        limit = self._file_map.file_bytes() // (8 * geo.page_words)
-        slots = np.arange(room, dtype=np.int32)
-        start = 0
-        while start < len(pages):
-            result = np.zeros(3, np.int64)
-            words, guard, refused = self._file_map.words, self._file_map.guard, -1
-            while not guard.is_clean(refused):  # a page that was refused shows zeros from then on, so it is lost
-                refused = guard.met
-                take_rows(geo, words, limit, num_places, block_keys, pages, start, keys, weights, state, lost, result)
-            stop, count, num_lost = result.tolist()
-            if count:
-                rows = self._rows_at(keys[:count])
-                if len(rows) < count:
-                    raise DamagedError("rows lie where none can be: is the manifest another store's?")
-                self._tier.write(rows, slots[:count], weights, state, epoch=self._report.version)
-            self._report.rows += count
-            self._lost.append(self._rows_at(lost[:num_lost]))
-            self._done += stop - start
-            start = stop
-            if self._progress is not None:
-                self._progress(self._done, self._total)
+    def _read(self, geo: Geometry, runs: Runs, batch: "_Batch") -> int:
+        """Fill a batch; returns how many rows it has then."""
+        file_map = self._file_map
+        firsts = np.where(runs.index_pages > 0, runs.index_pages, runs.data_pages)
+        lengths = runs.data_pages - firsts + -(-runs.rows // geo.rows_per_block) * geo.pages_per_block
+        queue_segments(file_map.address, geo.page_words, firsts, lengths.astype(np.int32))
+        limit = file_map.file_bytes() // (8 * geo.page_words)
+        weights, state = batch.weights.reshape(-1), batch.state.reshape(-1)
+        return settled(
+            file_map, lambda: read_rows(geo, file_map.words, limit, runs, batch.keys, batch.sound, weights, state)
+        )
 
 
-def _ranges(table: str, rows: NDArray[np.int64]) -> Iterator[Loss]:
-    """Neighbouring rows together."""
-    for run in np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1):
-        if len(run):
-            yield Loss(table, int(run[0]), int(run[-1]))
+class _Batch:
+    """Room for rows of one layout."""
+
+    def __init__(self, layout: RowLayout, room: int) -> None:
+        self.keys = np.empty(room, np.int64)
+        self.sound = np.empty(room, np.bool_)
+        self.taken = np.empty(room, np.int32)
+        self.weights = np.empty((room, layout.weight_words), np.uint64)
+        self.state = np.empty((room, layout.state_words), np.uint64)
+
+
+def _losses(rows: RowMap, table: int, name: str) -> Iterator[Loss]:
+    """What was lost of a table, neighbouring rows together."""
+    base, count = int(rows.tables.bases[table]), int(rows.tables.num_rows[table])
+    lost = np.flatnonzero(rows.places[base : base + count] == LOST)
+    ends = np.flatnonzero(np.diff(lost, append=-1) != 1)
+    begins = np.append(0, ends[:-1] + 1)[: len(ends)]
+    for first, last in zip(lost[begins].tolist(), lost[ends].tolist(), strict=True):
+        yield Loss(name, first, last)

@@ -34,7 +34,7 @@ from .btree import (
 )
 from .mapped import zeros
 
-__all__ = ["PageUse", "check_page_use", "free_pages", "pages_freed"]
+__all__ = ["PageUse", "PagesInUse", "check_page_use", "pages_freed", "pages_in_use"]
 
 _BRANCH: Final = 0x01
 _LEAF: Final = 0x02
@@ -317,6 +317,22 @@ def _use_tree(
             indexes[level] = 0
 
 
+def _claimed(halves: Halves, meta: Meta, limit: int, key_bytes: int, used: Words) -> Int64s:
+    """Check one of the two trees, and the list of free pages if it is that one; the result of ``_use_tree``."""
+    is_main = key_bytes == _MAIN_KEY_BYTES
+    root, depth = (meta.main_root, meta.main_depth) if is_main else (meta.free_root, meta.free_depth)
+    result = np.zeros(_RESULTS, np.int64)
+    if root != NO_ROOT:
+        root = min(root, meta.last_page + 1)
+        _use_tree(halves, meta.page_bytes // 2, limit, meta.last_page, root, depth, key_bytes, used, result)
+    totals = TreeTotals(*result[_BRANCHES : _ENTRIES + 1].tolist())
+    # A transaction frees at least the root it replaced, so the list's last record is the transaction's own.
+    is_newest = is_main or result[_NEWEST] == meta.txn_id or meta.txn_id <= 1
+    if result[_STATUS] == WalkStatus.DONE and not (is_newest and totals == (meta.main if is_main else meta.free)):
+        result[_STATUS], result[_PAGE] = WalkStatus.BAD_TOTALS, meta.txn_id % 2
+    return result
+
+
 def check_page_use(halves: Halves, meta: Meta, limit: int) -> PageUse:
     """Check both trees of a snapshot, the list of free pages, and what the meta page counts.
 
@@ -325,39 +341,44 @@ def check_page_use(halves: Halves, meta: Meta, limit: int) -> PageUse:
         limit: pages in the file.
     """
     used: NDArray[np.uint64] = zeros((meta.last_page >> 6) + 1, np.uint64)
-    claimed = free_pages = newest = 0
-    for root, depth, key_bytes, totals in (
-        (meta.main_root, meta.main_depth, _MAIN_KEY_BYTES, meta.main),
-        (meta.free_root, meta.free_depth, _FREE_KEY_BYTES, meta.free),
-    ):
-        result = np.zeros(_RESULTS, np.int64)
-        if root != NO_ROOT:
-            root = min(root, meta.last_page + 1)
-            _use_tree(halves, meta.page_bytes // 2, limit, meta.last_page, root, depth, key_bytes, used, result)
+    claimed = free = 0
+    for key_bytes in (_MAIN_KEY_BYTES, _FREE_KEY_BYTES):
+        result = _claimed(halves, meta, limit, key_bytes, used)
         if result[_STATUS] != WalkStatus.DONE:
             return PageUse(WalkStatus(int(result[_STATUS])), int(result[_PAGE]), 0)
-        if TreeTotals(*result[_BRANCHES : _ENTRIES + 1].tolist()) != totals:
-            return PageUse(WalkStatus.BAD_TOTALS, meta.txn_id % 2, 0)
         claimed += int(result[_BRANCHES] + result[_LEAVES] + result[_OVERFLOWS] + result[_FREE])
-        free_pages, newest = int(result[_FREE]), int(result[_NEWEST])
-    # A transaction frees at least the root it replaced, so the list's last record is the transaction's own.
-    if claimed != meta.last_page - 1 or (newest != meta.txn_id and meta.txn_id > 1):
+        free = int(result[_FREE])
+    if claimed != meta.last_page - 1:
         return PageUse(WalkStatus.BAD_TOTALS, meta.txn_id % 2, 0)
-    return PageUse(WalkStatus.DONE, 0, free_pages)
+    return PageUse(WalkStatus.DONE, 0, free)
 
 
-def free_pages(halves: Halves, meta: Meta, limit: int) -> NDArray[np.bool_] | None:
-    """Which of the file's pages hold no segment: free ones and those of the list itself; None if that is damaged."""
-    used: NDArray[np.uint64] = np.zeros((max(meta.last_page + 1, limit) >> 6) + 1, np.uint64)
-    result = np.zeros(_RESULTS, np.int64)
-    if meta.free_root != NO_ROOT:
-        page_halves = meta.page_bytes // 2
-        _use_tree(
-            halves, page_halves, limit, meta.last_page, meta.free_root, meta.free_depth, _FREE_KEY_BYTES, used, result
-        )
-    is_whole = TreeTotals(*result[_BRANCHES : _ENTRIES + 1].tolist()) == meta.free
-    if result[_STATUS] != WalkStatus.DONE or not is_whole or (result[_NEWEST] != meta.txn_id and meta.txn_id > 1):
-        return None
-    bits = np.unpackbits(used.view(np.uint8), bitorder="little")[:limit].astype(np.bool_)
-    bits[meta.last_page + 1 :] = True
-    return bits
+class PagesInUse(NamedTuple):
+    """What can be told of the pages of a damaged file.
+
+    Attributes:
+        pages: bool [pages of the file], those of the tree of segments and of its values; None if neither that tree nor
+            the list of free pages is sound.
+        tree_is_sound, list_is_sound: what it is told from.
+    """
+
+    pages: NDArray[np.bool_] | None
+    tree_is_sound: bool
+    list_is_sound: bool
+
+    @property
+    def is_whole(self) -> bool:
+        return self.tree_is_sound and self.list_is_sound
+
+
+def pages_in_use(halves: Halves, meta: Meta, limit: int) -> PagesInUse:
+    """Tell pages in use from others by what is sound; arguments as for ``check_page_use``."""
+    found, sound = [], []
+    for key_bytes in (_MAIN_KEY_BYTES, _FREE_KEY_BYTES):
+        used = np.zeros((max(meta.last_page + 1, limit) >> 6) + 1, np.uint64)
+        sound.append(bool(_claimed(halves, meta, limit, key_bytes, used)[_STATUS] == WalkStatus.DONE))
+        found.append(np.unpackbits(used.view(np.uint8), bitorder="little")[:limit].astype(np.bool_))
+    in_tree, not_in_tree = found
+    not_in_tree[:2] = not_in_tree[meta.last_page + 1 :] = True
+    pages = in_tree if sound[0] else ~not_in_tree if sound[1] else None
+    return PagesInUse(pages, *sound)

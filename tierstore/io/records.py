@@ -19,6 +19,7 @@ __all__ = [
     "CommitRecord",
     "Head",
     "LogRecord",
+    "OtherFormatError",
     "commit_item",
     "first_records",
     "item_key",
@@ -49,6 +50,10 @@ MAX_PAYLOAD_BYTES: Final = ((1 << _ITEM_BITS) - 1) * PAYLOAD_CHUNK_BYTES
 _MAGIC: Final = b"tierrows"
 _FORMAT: Final = 4
 _OLD_FORMATS: Final = (1, 2, 3)
+
+
+class OtherFormatError(ValueError):
+    """A record that is sound, of another release's format."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,18 +137,18 @@ def pack_store(store_id: bytes) -> bytes:
 
 
 def unpack_store(data: bytes) -> bytes:
-    """The store's id; ValueError or struct.error say what is wrong."""
+    """The store's id; ValueError, OtherFormatError among them, or struct.error say what is wrong."""
     body = _unsealed(data)
     magic, version, store_id = struct.unpack_from("<8sQ16s", body)
     if magic != _MAGIC:
         raise ValueError("the record is not a tierstore record")
     if version in _OLD_FORMATS:
-        raise ValueError(
+        raise OtherFormatError(
             f"format version {version}, of an older release; this one reads version {_FORMAT}: with the older release "
             "run tierstore export, then with this one tierstore import"
         )
     if version != _FORMAT or len(body) != 32:
-        raise ValueError(f"format version {version}; this release reads version {_FORMAT}")
+        raise OtherFormatError(f"format version {version}; this release reads version {_FORMAT}")
     return bytes(store_id)
 
 

@@ -1,14 +1,18 @@
-"""Which blocks of a damaged row file are those of its last version, and what proves it.
+"""Which segments of a damaged row file belong to its last version, and which of their rows are certain to be of it.
 
-The tree may be broken anywhere, and freed pages hold older versions of blocks, whose rows match their checksums as well
-as the newest ones do. So a block counts only with proof that it is the newest one of its version. What was found of a
-table must agree, in number and hash, with what the commit recorded of it, be it found through the tree or by the
-headers of the pages that the list of free pages leaves out. Where it does not agree, a block still counts if the tree
-leads to it, its own header says the same, the tree goes on behind that entry, where a newer one would be, and no page
-holds a newer one.
+Every segment and every block says what it is, and a number is never given to two segments; so they are found wherever
+they lie. But freed pages hold segments that were deleted: rows that were superseded, or gone back from, match their
+checksums as well. What belongs is on the pages that the tree claims or, if that is damaged, on those that the list of
+free pages leaves out. That nothing is missing is proven by the record of the log, which has count and hash of the
+numbers of all segments, or by the number of pages that the meta page counts.
+
+Of a row's entries the newest is the one in the segment with the largest (newest epoch, number): ``row_map.py`` tells
+why. It is certain unless there is a newer segment of which a row is not known, as neither the row nor the index can be
+read.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -17,52 +21,57 @@ from numpy.typing import NDArray
 
 from ..errors import DamagedError, TierstoreError
 from ..plainfile import read_plain_file
-from ..rows import KEY_ROW_BITS
 from .anchor import ANCHOR_NAME, Anchor, _newest_slot, boot_id
-from .btree import META_KEY, META_READ_BYTES, Entries, Meta, WalkStatus, new_entries, parse_meta
-from .directory import tally
-from .free_list import check_page_use, free_pages
+from .btree import META_READ_BYTES, Meta, parse_meta
+from .free_list import PagesInUse, pages_in_use
+from .gather import queue_segments
+from .indexes import numbers_hash
 from .mapped import FileMap
-from .records import CommitRecord, TableTotals
-from .scrub import TableShapes
-from .wreck import GAP, Walk, list_sound, new_walk, read_headers, scan_blocks
+from .remains import Remains
+from .row_map import RowMap
+from .segments import MAX_BLOCKS, Geometry, index_lengths
+from .wreck import (
+    BLOCK_DTYPES,
+    INDEX_DTYPES,
+    BlocksFound,
+    IndexesFound,
+    Runs,
+    find_blocks,
+    find_indexes,
+    joined,
+    selected,
+    settled,
+)
 
-__all__ = ["Survivors", "choose_tree", "list_entries", "old_records", "surviving_blocks"]
+__all__ = ["Chosen", "Found", "Survivors", "choose_tree", "find_segments", "surviving_rows"]
 
+Int64s = NDArray[np.int64]
 Words = NDArray[np.uint64]
 Flags = NDArray[np.bool_]
 
-_CHUNK_ENTRIES: Final = 1 << 16
+_CHUNK_PAGES: Final = 2048
 _MAX_ANCHOR_BYTES: Final = 1 << 16
-_LEAF: Final = 0x02
-_LASTING: Final = 0x3FEF
-"""The flags of a page that mean something on disk."""
 
 
-class Survivors(NamedTuple):
-    """Blocks of one table, ascending by key.
+class Chosen(NamedTuple):
+    """The tree that is to be saved.
 
     Attributes:
-        proven: bool [blocks], whether each is certain to be the newest of its version.
-        missing: how many more blocks the version has, of which nothing was found; -1 where that is not known.
+        pages: bool [pages of the file], those of the tree and its values; None if that cannot be told.
+        value_pages: how many pages its values take, as its meta page says.
     """
 
-    block_keys: Words
-    pages: NDArray[np.int64]
-    proven: Flags
-    missing: int
+    pages: Flags | None
+    value_pages: int
 
 
-def choose_tree(path: Path, file_map: FileMap, page_bytes: int, store_id: bytes, doubts: list[str]) -> Meta:
-    """The tree to save: a sound one that holds every commit that returned, or else the newest that can be entered.
+def choose_tree(path: Path, file_map: FileMap, page_bytes: int, store_id: bytes, doubts: list[str]) -> Chosen:
+    """Choose a sound tree that holds every commit that returned, or else the newest of which the pages can be told.
 
     An anchored tree and all later ones hold every commit that returned.
 
     Args:
         doubts: receives what cannot be proven, in sentences.
-
-    Raises:
-        DamagedError: there is none.
     """
     raw = file_map.words.view(np.uint8)
     on_file = [raw[at : at + META_READ_BYTES].tobytes() for at in (0, page_bytes)]
@@ -70,24 +79,31 @@ def choose_tree(path: Path, file_map: FileMap, page_bytes: int, store_id: bytes,
     anchored = [] if anchor is None else list(anchor.metas)
     if anchor is not None and not _same_boot(anchor) and on_file != anchored:
         on_file = []  # of what was written after the anchor, any part may have been lost
-    parsed = [parse_meta(meta) for meta in (*anchored, *on_file)]
+    parsed = [parse_meta(meta) for meta in dict.fromkeys((*anchored, *on_file))]
     metas = [meta for meta in parsed if isinstance(meta, Meta) and meta.page_bytes == page_bytes]
-    metas.sort(key=lambda meta: meta.txn_id, reverse=True)
     metas = [meta for meta in metas if anchor is None or meta.txn_id >= anchor.txn_id]
+    metas.sort(key=lambda meta: meta.txn_id, reverse=True)
     limit = file_map.file_bytes() // page_bytes
-    usable = [meta for meta in metas if _can_enter(file_map, meta, limit)]
-    if not usable:
-        raise DamagedError(f"{path}: neither its meta pages nor {ANCHOR_NAME} lead to a tree; nothing can be saved.")
+    told = [(meta, pages_in_use(file_map.halves, meta, limit)) for meta in metas]
+    told = [each for each in told if each[1].pages is not None]
+    if not told:
+        doubts.append("Neither a tree of segments nor a list of free pages is sound: any row may be an old one.")
+        return Chosen(None, 0)
     if anchor is not None:
-        sound = [m for m in usable if check_page_use(file_map.halves, m, limit).status == WalkStatus.DONE]
-        return (sound or usable)[0]
-    is_newest = len(metas) == 2 and metas[0].txn_id == metas[1].txn_id + 1 and usable[0] is metas[0]
-    if not is_newest or free_pages(file_map.halves, usable[0], limit) is None:
+        told.sort(key=lambda each: not each[1].is_whole)
+    elif not _is_newest(metas, *told[0]):
         doubts.append(
             f"The meta pages of {path.name} or what they lead to are damaged, and no {ANCHOR_NAME} tells which of the "
             "two was the newer: later commits may be missing."
         )
-    return usable[0]
+    meta, in_use = told[0]
+    return Chosen(in_use.pages, meta.main.overflow_pages)
+
+
+def _is_newest(metas: list[Meta], meta: Meta, in_use: PagesInUse) -> bool:
+    """Whether a tree is that of the later of two transactions, whose number its list of free pages has too."""
+    is_later = len(metas) == 2 and meta.txn_id == metas[1].txn_id + 1
+    return is_later and in_use.list_is_sound
 
 
 def _same_boot(anchor: Anchor) -> bool:
@@ -105,195 +121,158 @@ def _read_anchor(path: Path, store_id: bytes, page_bytes: int) -> Anchor | None:
     return anchor if same else None
 
 
-def _can_enter(file_map: FileMap, meta: Meta, limit: int) -> bool:
-    """Whether any entry can be reached from the root, or the list of free pages tells which pages are leaves."""
-    entries = new_entries(_CHUNK_ENTRIES)
-    walk = new_walk(meta.main_root, meta.main_depth, limit)
-    count = list_sound(file_map.halves, meta.page_bytes // 2, limit, meta.main_depth, walk, entries)
-    return bool((entries.sizes[:count] != GAP).any()) or free_pages(file_map.halves, meta, limit) is not None
+class Found(NamedTuple):
+    """What was found in a file.
 
-
-def _joined(parts: list[Entries]) -> Entries:
-    if not parts:
-        return new_entries(0)
-    block_keys, epochs, pages, sizes = zip(*parts, strict=True)
-    return Entries(*map(np.concatenate, (block_keys, epochs)), *map(np.concatenate, (pages, sizes)))
-
-
-def _selected(entries: Entries, which: "Flags | NDArray[np.int64] | slice") -> Entries:
-    return Entries(entries.block_keys[which], entries.epochs[which], entries.pages[which], entries.sizes[which])
-
-
-def list_entries(file_map: FileMap, meta: Meta) -> Entries:
-    """All entries of the tree that can be read, in its order; see ``wreck.list_sound``. 32 bytes of memory an entry.
-
-    Where a branch is broken, the leaves below it are found by their headers among the pages that are not free, and come
-    last, with a gap between them.
+    Attributes:
+        indexes: the segments whose indexes are sound.
+        blocks: by layout, blocks of other segments.
+        leaves: int64, pages that look like leaves of a tree.
     """
-    limit = file_map.file_bytes() // meta.page_bytes
-    walk = new_walk(meta.main_root, meta.main_depth, limit)
-    parts = list(_walked(file_map, meta.page_bytes, meta.main_depth, walk))
-    if any((part.sizes == GAP).any() for part in parts):
-        gap = new_entries(1)
-        gap.sizes[0] = GAP
-        gap.block_keys[0] = META_KEY
-        for page in _stray_leaves(file_map, meta, walk.seen).tolist():
-            parts += [gap, *_walked(file_map, meta.page_bytes, 1, new_walk(page, 1, limit)), gap]
-    return _joined(parts)
+
+    indexes: IndexesFound
+    blocks: list[BlocksFound]
+    leaves: Int64s
+
+    @property
+    def numbers(self) -> Words:
+        """Of all segments of which something was found."""
+        return np.unique(np.concatenate([self.indexes.numbers, *(blocks.numbers for blocks in self.blocks)]))
+
+    @property
+    def newest(self) -> int:
+        """The newest epoch."""
+        return int(np.concatenate([self.indexes.newest, *(blocks.newest for blocks in self.blocks)]).max(initial=0))
 
 
-def _walked(file_map: FileMap, page_bytes: int, depth: int, walk: Walk) -> Iterator[Entries]:
-    limit = len(walk.seen)
-    while True:
-        entries = new_entries(_CHUNK_ENTRIES)
-        entries.block_keys[:] = META_KEY
-        count = list_sound(file_map.halves, page_bytes // 2, limit, depth, walk, entries)
-        if count == 0:
-            return
-        yield Entries(*(column[:count].copy() for column in entries))  # type: ignore[arg-type]
-
-
-def _stray_leaves(file_map: FileMap, meta: Meta, seen: Flags) -> NDArray[np.int64]:
-    """Pages that are leaves by their headers, are not free, and were not reached."""
-    is_free = free_pages(file_map.halves, meta, len(seen))
-    if is_free is None:
-        return np.empty(0, np.int64)
-    leaves = _leaves(file_map, meta.page_bytes)
-    return leaves[~is_free[leaves] & ~seen[leaves]]
-
-
-def _leaves(file_map: FileMap, page_bytes: int) -> NDArray[np.int64]:
-    """Pages that are leaves by their headers, free ones too."""
-    limit = file_map.file_bytes() // page_bytes
-    heads = file_map.words[: limit * page_bytes // 8].reshape(limit, -1)[:, :2]
-    flags = (heads[:, 1] >> np.uint64(16)) & np.uint64(_LASTING)
-    return np.flatnonzero((heads[:, 0] == np.arange(limit, dtype=np.uint64)) & (flags == np.uint64(_LEAF)))
-
-
-def old_records(file_map: FileMap, page_bytes: int) -> Entries:
-    """Records on leaves of any age: what is left of them where the leaf that holds the newest is lost."""
-    limit = file_map.file_bytes() // page_bytes
-    parts: list[Entries] = []
-    for page in _leaves(file_map, page_bytes).tolist():
-        for entries in _walked(file_map, page_bytes, 1, new_walk(page, 1, limit)):
-            is_record = (entries.sizes != GAP) & (entries.block_keys == META_KEY)
-            parts.append(_selected(entries, is_record))
-    return _joined(parts)
-
-
-def _newest(entries: Entries) -> Entries:
-    """Of each block the entry with the highest epoch, ascending by key."""
-    order = np.lexsort((entries.epochs, entries.block_keys))
-    keys = entries.block_keys[order]
-    is_last = np.append(keys[1:] != keys[:-1], True)[: len(keys)]
-    return _selected(entries, order[is_last])
-
-
-def _tables_of(entries: Entries) -> NDArray[np.int64]:
-    return (entries.block_keys >> np.uint64(KEY_ROW_BITS)).astype(np.int64)
-
-
-def _agree(entries: Entries, record: CommitRecord, num_tables: int) -> Flags:
-    """Of each table, whether these are the blocks that the commit recorded."""
-    counts, hashes = np.zeros(num_tables, np.int64), np.zeros(num_tables, np.uint64)
-    tally(entries.block_keys, entries.epochs, counts, hashes)
-    wanted = [record.tables.get(table, TableTotals()) for table in range(num_tables)]
-    same = [TableTotals(num_blocks=int(count), hash=int(total)) for count, total in zip(counts, hashes, strict=True)]
-    return np.array([one == other for one, other in zip(same, wanted, strict=True)], np.bool_)
-
-
-class _Tree(NamedTuple):
-    """Blocks of known tables that the tree leads to, with epochs up to the version."""
-
-    blocks: Entries
-    is_certain: Flags
-    """The block's header says the same, and nothing is missing behind the entry."""
-    same_epoch: Flags
-
-
-def _tree_blocks(file_map: FileMap, page_bytes: int, listed: Entries, shapes: TableShapes, version: int) -> _Tree:
-    num_tables = len(shapes.num_blocks)
-    table = np.minimum(_tables_of(listed), num_tables - 1)
-    block = (listed.block_keys & np.uint64((1 << KEY_ROW_BITS) - 1)).astype(np.int64)
-    is_known = (listed.sizes != GAP) & (_tables_of(listed) < num_tables)
-    fits = is_known & (listed.pages > 0) & (block < shapes.num_blocks[table])
-    fits &= listed.sizes == shapes.pages_per_block[table] * page_bytes - 16
-    keys, epochs = np.zeros_like(listed.block_keys), np.zeros_like(listed.epochs)
-    limit = file_map.file_bytes() // page_bytes
-    read_headers(file_map.words, page_bytes // 8, limit, np.where(fits, listed.pages, 0), keys, epochs)
-    agrees = fits & (keys == listed.block_keys) & (epochs == listed.epochs)
-    is_record = (listed.sizes != GAP) & (listed.block_keys == META_KEY)
-    is_strange = (listed.sizes != GAP) & ~is_record & (_tables_of(listed) >= num_tables)
-    is_sound = agrees | is_record | is_strange
-    is_certain = agrees & np.append(is_sound[1:], True)[: len(agrees)]
-    chosen = fits & (listed.epochs > 0) & (listed.epochs <= np.uint64(version))
-    return _Tree(_selected(listed, chosen), is_certain[chosen], (epochs == listed.epochs)[chosen])
-
-
-def _scanned(file_map: FileMap, page_bytes: int, shapes: TableShapes, version: int) -> Entries:
-    """Blocks of these tables by their headers, wherever they lie in the file."""
-    limit = file_map.file_bytes() // page_bytes
-    parts: list[Entries] = []
-    for start in range(2, limit, _CHUNK_ENTRIES):
-        entries = new_entries(_CHUNK_ENTRIES)
-        count = scan_blocks(file_map.words, page_bytes // 8, limit, start, shapes, version, entries)
-        parts.append(_selected(entries, slice(0, count)))
-    return _joined(parts)
-
-
-def surviving_blocks(
-    file_map: FileMap, meta: Meta, listed: Entries, record: CommitRecord, shapes: TableShapes
-) -> dict[int, Survivors]:
-    """The newest block of each number, table by table, for a version; a record without tables proves nothing.
+def find_segments(
+    file_map: FileMap, page_bytes: int, in_use: Flags | None, rows: RowMap, progress: Callable[[int, int], None]
+) -> Found:
+    """Find segments, and blocks of segments whose indexes are not sound, by what each says of itself.
 
     Args:
-        listed: the tree's entries, of ``list_entries``.
-        shapes: of all tables of the store.
+        in_use: bool [pages of the file], where to look for them; None for everywhere.
+        rows: knows the layouts.
+        progress: told how much of the file was read, in bytes.
     """
-    num_tables = len(shapes.num_blocks)
-    if not num_tables:
-        return {}
-    tree = _tree_blocks(file_map, meta.page_bytes, listed, shapes, record.version)
-    by_key = np.lexsort((tree.blocks.epochs, tree.blocks.block_keys))
-    keys = tree.blocks.block_keys[by_key]
-    last = by_key[np.append(keys[1:] != keys[:-1], True)[: len(keys)]]
-    newest, is_certain, same_epoch = _selected(tree.blocks, last), tree.is_certain[last], tree.same_epoch[last]
-    agrees = _agree(newest, record, num_tables)
-    found = {}
-    others = np.zeros_like(shapes.pages_per_block)
-    others[~agrees] = shapes.pages_per_block[~agrees]
-    scanned = new_entries(0)
-    is_free: Flags | None = None
-    if not agrees.all():
-        scanned = _scanned(file_map, meta.page_bytes, shapes._replace(pages_per_block=others), record.version)
-        is_free = free_pages(file_map.halves, meta, file_map.file_bytes() // meta.page_bytes)
-    for table in range(num_tables):
-        own = _tables_of(newest) == table
-        if agrees[table]:
-            part = _selected(newest, own)
-            found[table] = Survivors(part.block_keys, part.pages, same_epoch[own], 0)
-        else:
-            pieces = _selected(scanned, _tables_of(scanned) == table)
-            wanted = record.tables.get(table, TableTotals())
-            found[table] = _pieced(table, _selected(newest, own), is_certain[own], pieces, is_free, wanted)
-    return found
+    limit = file_map.file_bytes() // page_bytes
+    wanted = np.ones(limit, np.bool_) if in_use is None else in_use.copy()
+    found = [_looked(file_map, page_bytes, 2, 2, wanted, rows)]
+    for start in range(2, limit, _CHUNK_PAGES):
+        stop = min(limit, start + _CHUNK_PAGES)
+        ahead = np.array([min(limit, stop + _CHUNK_PAGES) - stop], np.int32)
+        queue_segments(file_map.address, page_bytes // 8, np.array([stop]), ahead)
+        found.append(_looked(file_map, page_bytes, start, stop, wanted, rows))
+        progress(stop * page_bytes, limit * page_bytes)
+    indexes, blocks, leaves = zip(*found, strict=True)
+    orphans = [joined(own) for own in zip(*blocks, strict=True)]
+    known = joined(indexes)
+    orphans = [selected(own, ~np.isin(own.numbers, known.numbers)) for own in orphans]
+    return Found(known, orphans, np.concatenate(leaves))
 
 
-def _pieced(
-    table: int, newest: Entries, is_certain: Flags, scanned: Entries, is_free: Flags | None, wanted: TableTotals
+def _looked(file_map: FileMap, page_bytes: int, start: int, stop: int, wanted: Flags, rows: RowMap) -> Found:
+    """What is on pages ``[start, stop)``. Pages of segments whose indexes are sound are wanted no more then."""
+    words, limit, length = file_map.words, len(wanted), stop - start
+    indexes = IndexesFound(*(np.empty(length, dtype) for dtype in INDEX_DTYPES))
+    leaves = np.empty(length, np.int64)
+    counts = settled(
+        file_map, lambda: find_indexes(words, page_bytes // 8, limit, start, stop, wanted, rows.tables, indexes, leaves)
+    )
+    indexes, leaves = selected(indexes, slice(counts[0])), leaves[: counts[1]]
+    for first, pages in zip(indexes.pages.tolist(), indexes.lengths.tolist(), strict=True):
+        wanted[first : first + pages] = False
+    blocks = []
+    for segments in rows.segments.values():
+        room = BlocksFound(*(np.empty(length, dtype) for dtype in BLOCK_DTYPES))
+        count = settled(file_map, partial(find_blocks, segments.geo, words, limit, start, stop, wanted, room))
+        blocks.append(selected(room, slice(count)))
+    return Found(indexes, blocks, leaves)
+
+
+class Survivors(NamedTuple):
+    """Rows of the last version, those of newer segments first.
+
+    Attributes:
+        runs: by layout.
+        proven: by layout, bool [runs]: no segment of which rows are not known can have newer ones.
+        missing: segments of which rows are not known; -1 if their number is not known either.
+    """
+
+    runs: list[Runs]
+    proven: list[Flags]
+    missing: int
+
+
+def surviving_rows(
+    path: Path, chosen: Chosen, found: Found, remains: Remains, rows: RowMap, doubts: list[str]
 ) -> Survivors:
-    """The blocks of a table of which the tree does not show what was committed."""
-    in_use = _newest(scanned if is_free is None else _selected(scanned, ~is_free[scanned.pages]))
-    record = CommitRecord(tables={table: wanted})
-    if is_free is not None and _agree(in_use, record, table + 1)[table]:
-        return Survivors(in_use.block_keys, in_use.pages, np.ones(len(in_use.pages), np.bool_), 0)
-    # Block by block: what the tree leads to for certain, unless some page has a newer one.
-    best = _newest(_joined([scanned, in_use, newest]))
-    place = np.searchsorted(newest.block_keys, best.block_keys)
-    place = np.minimum(place, max(0, len(newest.pages) - 1))
-    proven = np.zeros(len(best.pages), np.bool_)
-    if len(newest.pages):
-        same = (newest.block_keys[place] == best.block_keys) & (newest.epochs[place] == best.epochs)
-        proven = same & is_certain[place]
-        best.pages[proven] = newest.pages[place[proven]]
-    return Survivors(best.block_keys, best.pages, proven, max(0, wanted.num_blocks - len(best.pages)))
+    """Where the rows of the last version are, and which of them are certain to be.
+
+    Raises:
+        DamagedError: a segment holds what cannot be rows of the tables.
+    """
+    missing = _missing(chosen, found, remains)
+    if missing is None:
+        doubts.append("Nothing proves which segments belong to the version: rows may be older, or gone back from.")
+        num_missing = -1 if remains.log is None else remains.log.num_segments - len(found.numbers)
+    else:
+        num_missing = len(missing)
+    all_runs, proven = [], []
+    for segments, blocks in zip(rows.segments.values(), found.blocks, strict=True):
+        shown = selected(blocks, blocks.newest <= remains.version)
+        unknown = _incomplete(shown)
+        num_missing += len(unknown) if num_missing >= 0 else 0
+        runs = joined([_indexed_runs(path, segments.geo, found.indexes), _block_runs(segments.geo, shown)])
+        order = np.lexsort((runs.numbers, runs.newest))[::-1]
+        runs = selected(runs, order[runs.newest[order] <= remains.version])
+        if missing is not None:
+            unknown += [(remains.version, number) for number in missing.tolist()]
+        epoch, number = max(unknown, default=(0, 0))
+        is_newer = (runs.newest > epoch) | ((runs.newest == epoch) & (runs.numbers >= np.uint64(number)))
+        all_runs.append(runs)
+        proven.append(is_newer & (missing is not None))
+    return Survivors(all_runs, proven, num_missing)
+
+
+def _missing(chosen: Chosen, found: Found, remains: Remains) -> Words | None:
+    """Numbers of the segments of the tree of which nothing was found; None where nothing proves that these are all, or
+    that the version is the tree's."""
+    numbers, log = found.numbers, remains.log
+    if chosen.pages is None or not (remains.is_certain or found.newest <= remains.version):
+        return None
+    for every in (np.union1d(numbers, remains.numbers), numbers):
+        if log is not None and (len(every), numbers_hash(every)) == (log.num_segments, log.hash):
+            return np.setdiff1d(every, numbers)
+    pages = int(found.indexes.lengths.sum()) + remains.value_pages
+    is_counted = log is None and pages == chosen.value_pages and len(numbers) == len(found.indexes.numbers)
+    return numbers[:0] if is_counted else None
+
+
+def _incomplete(blocks: BlocksFound) -> list[tuple[int, int]]:
+    """Newest epoch and number of the segments of these blocks of which a row cannot be read."""
+    numbers, which = np.unique(blocks.numbers, return_inverse=True)
+    newest, last = np.zeros(len(numbers), np.int64), np.full(len(numbers), MAX_BLOCKS)
+    newest[which], last[which[blocks.is_last]] = blocks.newest, blocks.blocks[blocks.is_last]
+    is_whole = blocks.sound == blocks.rows
+    whole = np.unique(which[is_whole] * MAX_BLOCKS + blocks.blocks[is_whole])
+    bad = np.bincount(whole // MAX_BLOCKS, minlength=len(numbers)) != last + 1
+    return list(zip(newest[bad].tolist(), numbers[bad].tolist(), strict=True))
+
+
+def _indexed_runs(path: Path, geo: Geometry, indexes: IndexesFound) -> Runs:
+    own = selected(indexes, indexes.layout_ids == geo.layout_id)
+    data_pages = own.pages + index_lengths(geo, own.rows, own.is_mixed)
+    stops = data_pages + -(-own.rows // geo.rows_per_block) * geo.pages_per_block
+    bad = (own.rows > geo.rows_per_segment) | (stops != own.pages + own.lengths)
+    if bad.any():
+        raise DamagedError(
+            f"{path}: segment {own.numbers[int(np.argmax(bad))]} cannot be one of its tables' rows: the manifest is of "
+            "other tables; give the store's own with --manifest FILE"
+        )
+    return Runs(own.numbers, own.newest, own.pages, data_pages, np.zeros_like(own.pages), own.rows)
+
+
+def _block_runs(geo: Geometry, blocks: BlocksFound) -> Runs:
+    firsts = blocks.blocks * geo.rows_per_block
+    return Runs(blocks.numbers, blocks.newest, np.zeros_like(blocks.pages), blocks.pages, firsts, blocks.rows)

@@ -1,0 +1,294 @@
+"""Stores with a long history, what each version of them holds, and what can be proven of them after damage."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import tierstore
+from tierstore.io.btree import Meta, parse_meta
+from tierstore.io.lmdb import LmdbColdTier
+from tierstore.lineage import NO_LINEAGE
+from tierstore.manifest import Manifest
+from tierstore.rows import KEY_ROW_BITS, RowLayout
+from tierstore.version import TableState, pack
+
+PAGE = 4096
+WORDS = PAGE // 8
+Words = NDArray[np.uint64]
+Rows = dict[int, bytes]
+"""Weights and state of rows, by key."""
+
+TABLES = [
+    tierstore.TableConfig(
+        name="wide", num_embeddings=700, embedding_dim=64, optimizer=tierstore.optim.RowWiseAdagrad(lr=0.1)
+    ),
+    tierstore.TableConfig(name="narrow", num_embeddings=900, embedding_dim=5, dtype="float16"),
+    tierstore.TableConfig(
+        name="also wide", num_embeddings=300, embedding_dim=64, optimizer=tierstore.optim.RowWiseAdagrad(lr=0.1)
+    ),
+    tierstore.TableConfig(name="long", num_embeddings=40, embedding_dim=1500),
+]
+"""Rows of three layouts, one of blocks of several pages; two tables share one."""
+LAYOUTS = [config.layout(PAGE) for config in TABLES]
+
+
+def layout_of(key: int) -> RowLayout:
+    return LAYOUTS[key >> KEY_ROW_BITS]
+
+
+def open_tier(folder: Path, **settings: Any) -> LmdbColdTier:
+    tier = LmdbColdTier(folder, store_id=bytes.fromhex(Manifest.read(folder).store_id), **settings)
+    for index, config in enumerate(TABLES):
+        tier.add_table(index, LAYOUTS[index], config.num_embeddings)
+    return tier
+
+
+def rows_of(folder: Path) -> Rows:
+    """All rows that a store's current version has."""
+    found: Rows = {}
+    tier = open_tier(folder, readonly=True)
+    for index, (layout, config) in enumerate(zip(LAYOUTS, TABLES, strict=True)):
+        count = config.num_embeddings
+        weights, state = (np.empty((count, words), np.uint64) for words in (layout.weight_words, layout.state_words))
+        present = np.empty(count, np.bool_)
+        keys = np.arange(count) | index << KEY_ROW_BITS
+        tier.read(keys, np.arange(count, dtype=np.int32), weights, state, present)
+        found |= {int(keys[i]): weights[i].tobytes() + state[i].tobytes() for i in np.flatnonzero(present)}
+    tier.close()
+    return found
+
+
+class History:
+    """A store that was written through its cold tier in any order: versions ahead of their time and late for it, kept
+    ones, some gone back to, processes that ended. ``left_over``: rows of no version are left at the end.
+
+    Attributes:
+        files: of the store.
+        version: the current one.
+        rows: its rows.
+        all_rows: every value that a row ever had.
+    """
+
+    def __init__(
+        self, folder: Path, seed: int, *, turns: int, slack: float, sizes: list[int], left_over: bool = True
+    ) -> None:
+        with tierstore.open(folder, ddr="1MiB", threads=1) as store:
+            for config in TABLES:
+                store.create_table(config)
+        self._random, self._sizes = np.random.default_rng(seed), sizes
+        self._epochs: dict[int, Rows] = {}
+        self.all_rows: dict[int, set[bytes]] = {}
+        tier = open_tier(folder, readonly=False, slack=slack)
+        self._write(tier)
+        self._commit(tier)
+        for turn in range(turns):
+            action = self._random.choice(["write"] * 16 + ["commit"] * 4 + ["rollback", "reopen"])
+            if action == "write" or (left_over and turn > turns - 4):
+                self._write(tier)
+            elif action == "commit":
+                self._commit(tier)
+            elif action == "rollback":
+                tier.rollback(int(self._random.choice(tier.versions)))
+                self._drop(tier)
+            else:
+                tier.close()
+                tier = open_tier(folder, readonly=False, slack=slack)
+                self._drop(tier)
+        for _ in range(0 if left_over else 2):
+            self._commit(tier)
+        self.version = tier.version
+        self._drop(tier)
+        tier.close()
+        self.rows = {key: row for _, rows in sorted(self._epochs.items()) for key, row in rows.items()}
+        self.files = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def _write(self, tier: LmdbColdTier) -> None:
+        table = int(self._random.integers(len(TABLES)))
+        layout, num_rows = LAYOUTS[table], TABLES[table].num_embeddings
+        count = int(min(num_rows, self._random.choice(self._sizes)))
+        keys = self._random.choice(num_rows, count, replace=False) | table << KEY_ROW_BITS
+        weights = self._random.integers(0, 2**64, (count, layout.weight_words), np.uint64)
+        state = self._random.integers(0, 2**64, (count, layout.state_words), np.uint64)
+        epoch = tier.last_version + int(self._random.choice([1, 1, 1, 2]))
+        tier.write(keys, np.arange(count, dtype=np.int32), weights, state, epoch=epoch)
+        for i, key in enumerate(keys.tolist()):
+            row = weights[i].tobytes() + state[i].tobytes()
+            self._epochs.setdefault(epoch, {})[key] = row
+            self.all_rows.setdefault(key, set()).add(row)
+
+    def _commit(self, tier: LmdbColdTier) -> None:
+        version = tier.last_version + 1
+        tables = {config.name: TableState(version, 0.5) for config in TABLES}
+        payload = pack(tables, extra_of(version), tensors_of(version), NO_LINEAGE.following(0))
+        tier.commit(payload, version, keep=int(self._random.choice([1, 1, 2, 3])))
+
+    def _drop(self, tier: LmdbColdTier) -> None:
+        """What was written for later versions than the current one is of none."""
+        self._epochs = {epoch: rows for epoch, rows in self._epochs.items() if epoch <= tier.version}
+
+
+def extra_of(version: int) -> dict[str, Any]:
+    return {"step": version}
+
+
+def tensors_of(version: int) -> dict[str, torch.Tensor]:
+    return {"dense": torch.full((3000,), float(version))}
+
+
+class Segment(NamedTuple):
+    """Where in the file a segment lies; places are in words.
+
+    Attributes:
+        start, stop: of all its pages.
+        index_stop: where its index ends.
+        keys: of its rows.
+        pairs, rows: where the key and the words of each row begin.
+        blocks: where each block begins.
+    """
+
+    number: int
+    newest: int
+    is_mixed: bool
+    layout: RowLayout
+    start: int
+    stop: int
+    index_stop: int
+    keys: list[int]
+    pairs: list[int]
+    rows: list[int]
+    blocks: list[int]
+
+
+class Expected(NamedTuple):
+    """What is to come of a repair.
+
+    Attributes:
+        saved: rows by key, words included.
+        lost: keys.
+        missing: segments of which not all rows are known.
+        unproven: how many of the saved may be older.
+    """
+
+    saved: Rows
+    lost: set[int]
+    missing: int
+    unproven: int
+
+
+class Image:
+    """What is where in a sound row file, found without the product's walk, and what is left of it after damage.
+
+    Attributes:
+        leaves, branches, free_leaves: pages of the newest tree, and of its list of free pages.
+        nodes: of the newest tree: both words of the key, and the byte where the node begins.
+        segments: those of the newest tree.
+    """
+
+    def __init__(self, history: History) -> None:
+        self.version = history.version
+        self.data = history.files["rows.lmdb"]
+        self.words = np.frombuffer(self.data, np.uint64)
+        metas = [parse_meta(self.data[at : at + 152]) for at in (0, PAGE)]
+        self.meta = max((meta for meta in metas if isinstance(meta, Meta)), key=lambda meta: meta.txn_id)
+        pages = list(self._pages(self.meta.main_root, self.meta.main_depth))
+        self.leaves = [page for page, depth in pages if depth == 1]
+        self.branches = [page for page, depth in pages if depth > 1]
+        free = self._pages(self.meta.free_root, self.meta.free_depth)
+        self.free_leaves = [page for page, depth in free if depth == 1]
+        self.nodes = [
+            (self._big(node + 8), self._big(node + 16), node) for page in self.leaves for node in self._in(page)
+        ]
+        self.segments = [self._segment(self._little(node + 24, 8)) for kind, _, node in self.nodes if kind == 0]
+
+    def _big(self, at: int) -> int:
+        return int.from_bytes(self.data[at : at + 8], "big")
+
+    def _little(self, at: int, size: int) -> int:
+        return int.from_bytes(self.data[at : at + size], "little")
+
+    def _in(self, page: int) -> list[int]:
+        """Where the nodes of a page of a tree begin."""
+        at = page * PAGE
+        return [at + self._little(at + 16 + 2 * i, 2) for i in range((self._little(at + 12, 2) - 16) // 2)]
+
+    def _pages(self, page: int, depth: int) -> Iterator[tuple[int, int]]:
+        yield page, depth
+        for node in self._in(page) if depth > 1 else ():
+            yield from self._pages(self._little(node, 6), depth - 1)
+
+    def _segment(self, page: int) -> Segment:
+        start = page * WORDS
+        _, _, number, count, newest, _ = self.words[start + 2 : start + 8].tolist()
+        num, is_mixed = count & 0xFFFF_FFFF, bool(count >> 32)
+        keys = self.words[start + 8 : start + 8 + num].astype(int).tolist()
+        layout, index_stop = layout_of(keys[0]), start + 8 + num * (1 + is_mixed)
+        words, per_block = layout.weight_words + layout.state_words, layout.rows_per_block
+        block_words, first = layout.pages_per_block * WORDS, -(-index_stop // WORDS) * WORDS
+        blocks = [first + block * block_words for block in range(-(-num // per_block))]
+        pairs, rows = [], []
+        for i in range(num):
+            at, place = blocks[i // per_block] + 2, i % per_block
+            apart = layout.pages_per_block == 1
+            pairs.append(at + 2 * place if apart else at + (words + 2) * place)
+            rows.append(at + 2 * per_block + words * place if apart else pairs[-1] + 2)
+        stop = blocks[-1] + block_words
+        return Segment(number, newest, is_mixed, layout, start, stop, index_stop, keys, pairs, rows, blocks)
+
+    def expected(self, damaged: bytes, *, stale_ok: bool = False) -> Expected:
+        """What can be saved if no more than segments are damaged."""
+        now = np.frombuffer(damaged[: len(damaged) // PAGE * PAGE], np.uint64)
+        entries: list[tuple[int, int, int, bytes | None]] = []
+        """Newest epoch and number of the segment, key, row if it is sound."""
+        unknown = dict.fromkeys(LAYOUTS, (0, 0))
+        missing = 0
+        for each in self.segments:
+            found, is_known = self._entries(each, now)
+            entries += found
+            newest = each.newest if found else self.version
+            if not is_known and newest <= self.version:
+                missing += 1
+                for layout in [each.layout] if found else LAYOUTS:
+                    unknown[layout] = max(unknown[layout], (newest, each.number))
+        saved: Rows = {}
+        lost: set[int] = set()
+        unproven = 0
+        for newest, number, key, row in sorted(entries, key=lambda entry: entry[:2], reverse=True):
+            if newest <= self.version and key not in saved:
+                is_certain = key not in lost and (newest, number) >= unknown[layout_of(key)]
+                lost.add(key)
+                if row is not None and (is_certain or stale_ok):
+                    saved[key] = row
+                    unproven += not is_certain
+        return Expected(saved, lost - saved.keys(), missing, unproven)
+
+    def _entries(self, segment: Segment, now: Words) -> tuple[list[tuple[int, int, int, bytes | None]], bool]:
+        """Entries of a segment that can be told, and whether these are all."""
+
+        def same(start: int, stop: int) -> bool:
+            return np.array_equal(self.words[start:stop], now[start:stop])
+
+        words = segment.layout.weight_words + segment.layout.state_words
+        rows = [
+            now[row : row + words].tobytes() if same(pair, pair + 2) and same(row, row + words) else None
+            for pair, row in zip(segment.pairs, segment.rows, strict=True)
+        ]
+        found = [(segment.newest, segment.number, key, row) for key, row in zip(segment.keys, rows, strict=True)]
+        if same(segment.start, segment.index_stop):
+            return found, True
+        told, per_block = [], segment.layout.rows_per_block
+        for block, start in enumerate(segment.blocks):
+            own = slice(block * per_block, (block + 1) * per_block)
+            if same(start, start + 2) and (block + 1 < len(segment.blocks) or self._ends(segment, start, own, now)):
+                told += [entry for entry in found[own] if entry[3] is not None]
+        return told, len(told) == len(found)
+
+    def _ends(self, segment: Segment, start: int, own: slice, now: Words) -> bool:
+        """Whether the last block's places for rows look unused from the same place on as before."""
+        stride = 2 if segment.layout.pages_per_block == 1 else segment.layout.stored_row_words
+        places = range(start + 2, start + 2 + stride * segment.layout.rows_per_block, stride)
+        used = [i for i, pair in enumerate(places) if now[pair : pair + 2].any()]
+        return bool(used) and used[-1] + 1 == len(segment.keys[own])
