@@ -212,6 +212,22 @@ def test_any_damaged_page_of_the_tree(history: History, image: Image, tmp_path: 
             assert found == history.rows
 
 
+def test_a_changed_bit_anywhere_on_a_leaf(history: History, image: Image, tmp_path: Path) -> None:
+    """Also such that lead to other pages or name other segments, and the same on the list of free pages."""
+    random = np.random.default_rng(11)
+    for page in [*image.leaves, *image.free_leaves]:
+        places = [*random.integers(0, PAGE, 12), *(node - page * PAGE + 24 for node in image.nodes_of(page)[:4])]
+        for at in places:
+            report = _salvaged(
+                tmp_path, _changed(history.files, [_flip(image, page * PAGE + int(at), 1 << int(at) % 8)])
+            )
+            found = rows_of(tmp_path / "saved")
+            if report.doubts:
+                assert "The record of versions is damaged" in report.doubts[0]
+            else:
+                assert (found, report.lost) == (history.rows, [])
+
+
 def test_the_list_of_free_pages_and_the_tree_damaged(scattered: History, tmp_path: Path) -> None:
     """Then nothing tells segments of the version from such as were deleted, whose pages are there yet."""
     image = Image(scattered)
@@ -237,7 +253,7 @@ def test_a_segment_is_missing_that_no_leaf_names(scattered: History, tmp_path: P
     hole = (each.start * 8, bytes((each.stop - each.start) * 8))
     files = _changed(scattered.files, [(gone // PAGE * PAGE, bytes(PAGE)), hole])
     report = _salvaged(tmp_path, files)
-    assert (report.rows, report.missing) == (0, 1)
+    assert (report.rows, report.missing) == (0, -1)
     assert "Nothing proves which segments belong to the version" in report.doubts[0]
     report = _salvaged(tmp_path, files, stale_ok=True)
     assert (

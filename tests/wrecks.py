@@ -200,7 +200,7 @@ class Image:
         free = self._pages(self.meta.free_root, self.meta.free_depth)
         self.free_leaves = [page for page, depth in free if depth == 1]
         self.nodes = [
-            (self._big(node + 8), self._big(node + 16), node) for page in self.leaves for node in self._in(page)
+            (self._big(node + 8), self._big(node + 16), node) for page in self.leaves for node in self.nodes_of(page)
         ]
         self.segments = [self._segment(self._little(node + 24, 8)) for kind, _, node in self.nodes if kind == 0]
 
@@ -210,14 +210,14 @@ class Image:
     def _little(self, at: int, size: int) -> int:
         return int.from_bytes(self.data[at : at + size], "little")
 
-    def _in(self, page: int) -> list[int]:
+    def nodes_of(self, page: int) -> list[int]:
         """Where the nodes of a page of a tree begin."""
         at = page * PAGE
         return [at + self._little(at + 16 + 2 * i, 2) for i in range((self._little(at + 12, 2) - 16) // 2)]
 
     def _pages(self, page: int, depth: int) -> Iterator[tuple[int, int]]:
         yield page, depth
-        for node in self._in(page) if depth > 1 else ():
+        for node in self.nodes_of(page) if depth > 1 else ():
             yield from self._pages(self._little(node, 6), depth - 1)
 
     def _segment(self, page: int) -> Segment:

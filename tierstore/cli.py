@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from . import __version__
-from .commands import BACKUP, COMPACT, EXPORT, IMPORT, PUBLISH, QUANTIZE, TRACE, Command, group, progress_bar, show_help
+from .commands import BACKUP, COMPACT, EXPORT, IMPORT, PUBLISH, QUANTIZE, TRACE, Command, byte_bar, group, show_help
 from .excerpt import excerpt
 from .serve.command import add_arguments as add_serve_arguments
 
@@ -261,14 +261,14 @@ def _add_repair_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="NEW_DIR", help="folder of the new store; must not exist, or be empty")
     parser.add_argument("--manifest", metavar="FILE", help="a copy of manifest.json, where that of DIR cannot be read")
     parser.add_argument(
-        "--stale-ok", action="store_true", help="take blocks too that may be of an earlier version, and count them"
+        "--stale-ok", action="store_true", help="take rows too that may be of an earlier version, and count them"
     )
 
 
 def _repair(options: argparse.Namespace) -> int:
     from .salvage import salvage
 
-    with progress_bar("repair", unit=" blocks", unit_scale=True) as show:
+    with byte_bar("repair") as show:
         report = salvage(
             options.directory, options.target, manifest=options.manifest, stale_ok=options.stale_ok, progress=show
         )

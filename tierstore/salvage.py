@@ -36,6 +36,7 @@ from .manifest import Manifest
 from .opening import open_store
 from .plainfile import read_plain_file
 from .rows import RowLayout
+from .sizes import format_count
 from .target import Steps, new_store, require_outside
 from .version import TableState, pack, repack, unpack
 
@@ -67,8 +68,8 @@ class SalvageReport:
         version: whose rows, extra and tensors these are; the new store has the same number.
         rows: saved.
         lost: what was lost of each table, in order; rows without proof that they are of the version are among it.
-        missing: segments of which not all rows are known; rows that only they held are not in ``lost``. -1 where their
-            number is not known either.
+        missing: segments of which not all rows are known; rows that only they held are not in ``lost``. -1 where
+            nothing proves which segments there are.
         unproven: rows taken, with ``stale_ok``, that are or may be older than the version.
         payload_lost: extra, tensors and the tables' steps are gone.
         doubts: what could not be proven, in sentences.
@@ -110,14 +111,13 @@ class SalvageReport:
         lines = [*self.doubts]
         if self.payload_lost:
             lines.append(f"extra and tensors of version {self.version}, and how many updates each table has had")
-        if self.missing:
-            count = "an unknown number of segments" if self.missing < 0 else f"{self.missing} segments"
+        if self.missing > 0:
             lines.append(
-                f"rows that are not known, in {count}; other rows that may be newer there count as lost, or, with "
-                "--stale-ok, as older ones"
+                f"{format_count(self.missing, 'segment')} of which not all rows are known; rows that may be newer there "
+                "were taken with --stale-ok alone, else they are lost"
             )
         if self.unproven:
-            lines.append(f"{self.unproven} rows were saved that may be older than version {self.version}")
+            lines.append(f"{format_count(self.unproven, 'row')} saved that may be older than version {self.version}")
         return lines + [f"table {excerpt(loss.table)}: rows {loss.first} to {loss.last}" for loss in self.lost]
 
 

@@ -113,7 +113,7 @@ HELP = {
         options:
           -h, --help       show this help message and exit
           --manifest FILE  a copy of manifest.json, where that of DIR cannot be read
-          --stale-ok       take blocks too that may be of an earlier version, and count them
+          --stale-ok       take rows too that may be of an earlier version, and count them
           --traceback      show where in the code an error arose
         example:
           tierstore repair shop shop-repaired

@@ -357,28 +357,28 @@ class PagesInUse(NamedTuple):
     """What can be told of the pages of a damaged file.
 
     Attributes:
-        pages: bool [pages of the file], those of the tree of segments and of its values; None if neither that tree nor
-            the list of free pages is sound.
-        tree_is_sound, list_is_sound: what it is told from.
+        pages: bool [pages of the file], those that the tree of segments claims, or that the list of free pages leaves
+            out to it; None if neither is sound.
+        list_is_sound: whether the list is.
+        is_whole: whether both are, and agree.
     """
 
     pages: NDArray[np.bool_] | None
-    tree_is_sound: bool
     list_is_sound: bool
-
-    @property
-    def is_whole(self) -> bool:
-        return self.tree_is_sound and self.list_is_sound
+    is_whole: bool
 
 
 def pages_in_use(halves: Halves, meta: Meta, limit: int) -> PagesInUse:
     """Tell pages in use from others by what is sound; arguments as for ``check_page_use``."""
-    found, sound = [], []
+    found = []
     for key_bytes in (_MAIN_KEY_BYTES, _FREE_KEY_BYTES):
         used = np.zeros((max(meta.last_page + 1, limit) >> 6) + 1, np.uint64)
-        sound.append(bool(_claimed(halves, meta, limit, key_bytes, used)[_STATUS] == WalkStatus.DONE))
-        found.append(np.unpackbits(used.view(np.uint8), bitorder="little")[:limit].astype(np.bool_))
-    in_tree, not_in_tree = found
-    not_in_tree[:2] = not_in_tree[meta.last_page + 1 :] = True
-    pages = in_tree if sound[0] else ~not_in_tree if sound[1] else None
-    return PagesInUse(pages, *sound)
+        is_sound = _claimed(halves, meta, limit, key_bytes, used)[_STATUS] == WalkStatus.DONE
+        claimed = np.unpackbits(used.view(np.uint8), bitorder="little")[:limit].astype(np.bool_)
+        found.append(claimed if is_sound else None)
+    in_tree, others = found
+    if others is not None:
+        others[:2] = others[meta.last_page + 1 :] = True
+    told = [pages for pages in (in_tree, None if others is None else ~others) if pages is not None]
+    is_whole = len(told) == 2 and np.array_equal(told[0], told[1])
+    return PagesInUse(np.logical_or.reduce(told) if told else None, others is not None, is_whole)

@@ -2,9 +2,9 @@
 
 Every segment and every block says what it is, and a number is never given to two segments; so they are found wherever
 they lie. But freed pages hold segments that were deleted: rows that were superseded, or gone back from, match their
-checksums as well. What belongs is on the pages that the tree claims or, if that is damaged, on those that the list of
-free pages leaves out. That nothing is missing is proven by the record of the log, which has count and hash of the
-numbers of all segments, or by the number of pages that the meta page counts.
+checksums as well. What belongs is on the pages that the tree claims, or that the list of free pages leaves out. That it
+is all and nothing else is proven by the record of the log, which has count and hash of the numbers of all segments, or,
+if that is damaged, by the number of pages that the meta page counts.
 
 Of a row's entries the newest is the one in the segment with the largest (newest epoch, number): ``row_map.py`` tells
 why. It is certain unless there is a newer segment of which a row is not known, as neither the row nor the index can be
@@ -87,7 +87,7 @@ def choose_tree(path: Path, file_map: FileMap, page_bytes: int, store_id: bytes,
     told = [(meta, pages_in_use(file_map.halves, meta, limit)) for meta in metas]
     told = [each for each in told if each[1].pages is not None]
     if not told:
-        doubts.append("Neither a tree of segments nor a list of free pages is sound: any row may be an old one.")
+        doubts.append("Neither a tree of segments nor a list of free pages is sound.")
         return Chosen(None, 0)
     if anchor is not None:
         told.sort(key=lambda each: not each[1].is_whole)
@@ -143,6 +143,11 @@ class Found(NamedTuple):
     def newest(self) -> int:
         """The newest epoch."""
         return int(np.concatenate([self.indexes.newest, *(blocks.newest for blocks in self.blocks)]).max(initial=0))
+
+    def of(self, members: Words) -> "Found":
+        """What was found of some segments."""
+        blocks = [selected(each, np.isin(each.numbers, members)) for each in self.blocks]
+        return self._replace(indexes=selected(self.indexes, np.isin(self.indexes.numbers, members)), blocks=blocks)
 
 
 def find_segments(
@@ -212,41 +217,41 @@ def surviving_rows(
     Raises:
         DamagedError: a segment holds what cannot be rows of the tables.
     """
-    missing = _missing(chosen, found, remains)
-    if missing is None:
-        doubts.append("Nothing proves which segments belong to the version: rows may be older, or gone back from.")
-        num_missing = -1 if remains.log is None else remains.log.num_segments - len(found.numbers)
+    members, missing = _members(chosen, found, remains), found.numbers[:0]
+    if members is None:
+        doubts.append(
+            "Nothing proves which segments belong to the version. Rows may be older, or gone back from: they were taken "
+            "with --stale-ok alone, else they are lost."
+        )
     else:
-        num_missing = len(missing)
-    all_runs, proven = [], []
+        missing, found = np.setdiff1d(members, found.numbers), found.of(members)
+    all_runs, proven, num_missing = [], [], len(missing)
     for segments, blocks in zip(rows.segments.values(), found.blocks, strict=True):
         shown = selected(blocks, blocks.newest <= remains.version)
-        unknown = _incomplete(shown)
-        num_missing += len(unknown) if num_missing >= 0 else 0
+        incomplete = _incomplete(shown)
+        num_missing += len(incomplete)
         runs = joined([_indexed_runs(path, segments.geo, found.indexes), _block_runs(segments.geo, shown)])
         order = np.lexsort((runs.numbers, runs.newest))[::-1]
         runs = selected(runs, order[runs.newest[order] <= remains.version])
-        if missing is not None:
-            unknown += [(remains.version, number) for number in missing.tolist()]
-        epoch, number = max(unknown, default=(0, 0))
+        unknown = [(remains.version, number) for number in missing.tolist()]
+        epoch, number = max(incomplete + unknown, default=(0, 0))
         is_newer = (runs.newest > epoch) | ((runs.newest == epoch) & (runs.numbers >= np.uint64(number)))
         all_runs.append(runs)
-        proven.append(is_newer & (missing is not None))
-    return Survivors(all_runs, proven, num_missing)
+        proven.append(is_newer & (members is not None))
+    return Survivors(all_runs, proven, -1 if members is None else num_missing)
 
 
-def _missing(chosen: Chosen, found: Found, remains: Remains) -> Words | None:
-    """Numbers of the segments of the tree of which nothing was found; None where nothing proves that these are all, or
-    that the version is the tree's."""
+def _members(chosen: Chosen, found: Found, remains: Remains) -> Words | None:
+    """Numbers of the segments of the tree; None where nothing proves that, or that the version is the tree's."""
     numbers, log = found.numbers, remains.log
     if chosen.pages is None or not (remains.is_certain or found.newest <= remains.version):
         return None
-    for every in (np.union1d(numbers, remains.numbers), numbers):
+    for every in (numbers, np.unique(remains.numbers), np.union1d(numbers, remains.numbers)):
         if log is not None and (len(every), numbers_hash(every)) == (log.num_segments, log.hash):
-            return np.setdiff1d(every, numbers)
+            return every
     pages = int(found.indexes.lengths.sum()) + remains.value_pages
     is_counted = log is None and pages == chosen.value_pages and len(numbers) == len(found.indexes.numbers)
-    return numbers[:0] if is_counted else None
+    return numbers if is_counted else None
 
 
 def _incomplete(blocks: BlocksFound) -> list[tuple[int, int]]:
