@@ -19,7 +19,6 @@ __all__ = ["Rows", "TierReader", "build_flat", "build_once", "build_store", "ope
 
 _STORE_ID = bytes(16)
 _CHUNK_ROWS = 200_000
-_STAGING_BYTES = 64 << 20
 
 Floats = NDArray[np.float32]
 Int64s = NDArray[np.int64]
@@ -94,7 +93,7 @@ def build_store(parent: Path, rows: Rows, tables: int = 1) -> Path:
         raise ValueError(f"{rows.count} rows cannot be divided among {tables} tables")
 
     def build(target: Path) -> None:
-        tier = LmdbColdTier(target, store_id=_STORE_ID, readonly=False, staging_bytes=_STAGING_BYTES)
+        tier = LmdbColdTier(target, store_id=_STORE_ID, readonly=False)
         layout = rows.layout(tier.page_bytes)
         for table in range(tables):
             tier.add_table(table, layout, rows_a_table)
@@ -115,9 +114,7 @@ class TierReader:
     """A cold tier opened to read batches of rows into buffers of its own; ``tables`` as it was built with."""
 
     def __init__(self, folder: Path, rows: Rows, batch_rows: int, *, verify: bool, tables: int = 1) -> None:
-        self.tier = LmdbColdTier(
-            folder, store_id=_STORE_ID, readonly=True, staging_bytes=_STAGING_BYTES, verify_reads=verify
-        )
+        self.tier = LmdbColdTier(folder, store_id=_STORE_ID, readonly=True, verify_reads=verify)
         self.path = self.tier.path
         layout = rows.layout(self.tier.page_bytes)
         self._tables = tables

@@ -1,8 +1,8 @@
 """Does verify check every row at the rate at which the device reads the file from end to end?
 
-Two stores of the same rows: one written in order, whose blocks lie in the file as their keys follow one another, and
-one whose blocks were then all rewritten in random order. Before each measurement the file is put out of the page cache.
-The limit is a plain read of the same file from its first byte to its last, in turns with verify.
+Two stores of the same rows: one written in order, and one whose rows were then all rewritten in random order, so that
+segments lie where others were before. Before each measurement the file is put out of the page cache. The limit is a
+plain read of the same file from its first byte to its last, in turns with verify.
 """
 
 import os
@@ -24,20 +24,16 @@ from .rowdata import Rows, build_once, build_store
 __all__ = ["run"]
 
 _STORE_ID = bytes(16)
-_STAGING_BYTES = 64 << 20
 
 
 def _rewrite(folder: Path, rows: Rows, batch: int) -> None:
-    """Write all rows again as they are, a random set of blocks at a time, and commit."""
-    tier = LmdbColdTier(folder, store_id=_STORE_ID, readonly=False, staging_bytes=_STAGING_BYTES)
+    """Write all rows again as they are, a random set at a time, and commit."""
+    tier = LmdbColdTier(folder, store_id=_STORE_ID, readonly=False)
     layout = rows.layout(tier.page_bytes)
     tier.add_table(0, layout, rows.count)
-    per_block = layout.rows_per_block
-    blocks = np.random.default_rng(rows.seed).permutation(layout.num_blocks(rows.count))
     version = tier.version + 1
-    for part in np.array_split(blocks, max(1, rows.count // batch)):
-        ids = (part[:, None] * per_block + np.arange(per_block)).ravel().astype(np.int64)
-        ids = ids[ids < rows.count]
+    order = np.random.default_rng(rows.seed).permutation(rows.count)
+    for ids in np.array_split(order, max(1, rows.count // batch)):
         slots = np.arange(len(ids), dtype=np.int32)
         weights = np.zeros((len(ids), layout.weight_words), np.uint64)
         state = np.zeros((len(ids), layout.state_words), np.uint64)
@@ -76,11 +72,11 @@ class _Store:
 
     def __init__(self, name: str, folder: Path, rows: Rows, limit_bytes: int) -> None:
         self.name = name
-        self.tier = LmdbColdTier(folder, store_id=_STORE_ID, readonly=True, staging_bytes=_STAGING_BYTES)
+        self.tier = LmdbColdTier(folder, store_id=_STORE_ID, readonly=True)
         self.tier.add_table(0, rows.layout(self.tier.page_bytes), rows.count)
         self.path = self.tier.path
         self.file_bytes = self.path.stat().st_size
-        self.report = self.tier.verify()  # compiles, and builds the directory
+        self.report = self.tier.verify()  # compiles, and makes the map
         self._limit_bytes = limit_bytes
 
     def actions(self) -> dict[str, Callable[[], object]]:
@@ -123,8 +119,8 @@ def _report(stores: list[_Store], seconds: dict[str, list[float]], config: dict[
             )
         figures[store.name] = {
             "file_bytes": store.file_bytes,
-            "block_bytes": store.report.bytes,
-            "blocks": store.report.blocks,
+            "segment_bytes": store.report.bytes,
+            "segments": store.report.segments,
             "rows": store.report.rows,
             "read_mb_per_s": asdict(limit),
             "verify_mb_per_s": asdict(own),
@@ -145,7 +141,7 @@ def _report(stores: list[_Store], seconds: dict[str, list[float]], config: dict[
         goals=goals,
         notes=[
             f"{config['repetitions']} repetitions; plain reads of {config['limit_kib']} KiB. verify counts bytes of "
-            "blocks it checked, the plain read those of the file. Before each of the two the file was put out of every "
+            "segments it checked, the plain read those of the file. Before each of the two the file was put out of every "
             "map and out of the page cache (mincore: less than 1 % stayed)."
         ],
     )

@@ -95,7 +95,7 @@ def test_a_damaged_copy_opened_before_and_beside(tmp_path: Path, damage: str, mo
     [
         *("tierstore.store.Workers", "tierstore.store.unpack", "tierstore.store.Table"),
         *("tierstore.io.lmdb.FileMap", "tierstore.io.lmdb.View", "tierstore.io.lmdb.read_head"),
-        *("tierstore.io.lmdb.check_census", "tierstore.io.snapshot.check_page_use"),
+        *("tierstore.io.lmdb.require_logged", "tierstore.io.snapshot.check_page_use"),
     ],
 )
 def test_a_store_that_was_opened_by_half_holds_nothing(

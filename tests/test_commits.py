@@ -80,7 +80,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     "point",
-    ["write-back: blocks put", "write-back: blocks published", "commit: frozen rows written", "commit: record put"],
+    ["write-back: segments put", "write-back: segments published", "commit: frozen rows written", "commit: record put"],
 )
 def test_a_version_shows_what_was_there_when_it_was_asked_for(
     store_dir: Path, gate: Gate, policy: str, point: str, placed: bool
@@ -123,7 +123,7 @@ def test_a_version_shows_what_was_there_when_it_was_asked_for(
 def test_more_changes_than_the_outbox_holds_wait_for_the_writer(store_dir: Path, gate: Gate) -> None:
     with open_store(store_dir) as store:
         put(store, ALL[:4000], 1.0)
-        gate.close("write-back: blocks put")
+        gate.close("write-back: segments put")
         pending = store.commit_async()
         assert gate.reached.wait(60)
         change = threading.Thread(target=put, args=(store, ALL[:4000], 2.0))
@@ -160,7 +160,7 @@ def test_tensors_are_copied_at_the_call(store_dir: Path, gate: Gate) -> None:
     weights, extra = torch.ones(3), {"list": [1]}
     with open_store(store_dir) as store:
         put(store, ALL[:1], 1.0)
-        gate.close("write-back: blocks put")
+        gate.close("write-back: segments put")
         store.commit_async(extra=extra, tensors={"weights": weights})
         assert gate.reached.wait(60)
         weights += 1
@@ -174,7 +174,7 @@ def test_tensors_are_copied_at_the_call(store_dir: Path, gate: Gate) -> None:
 def test_closing_ends_the_commit_first(store_dir: Path, gate: Gate) -> None:
     store = open_store(store_dir)
     put(store, ALL, 1.0)
-    gate.close("write-back: blocks put")
+    gate.close("write-back: segments put")
     store.commit_async()
     assert gate.reached.wait(60)
     closing = threading.Thread(target=store.close)
@@ -254,7 +254,7 @@ def test_a_write_back_that_meets_a_full_disk_ends_the_commit_too(
         is_full = threading.Event()
         monkeypatch.setattr(writeback, "BLOCKS_A_TURN", 4)
         failing(store, lambda _: is_full.is_set(), monkeypatch)
-        gate.close("write-back: blocks published")
+        gate.close("write-back: segments published")
         pending = store.commit_async()
         assert gate.reached.wait(60)
         is_full.set()

@@ -8,12 +8,22 @@ from . import optim
 from .excerpt import excerpt
 from .rows import MAX_ROWS, DtypeName, QuantizedName, RowLayout
 
-__all__ = ["MAX_KEPT_VERSIONS", "Pooling", "Rounding", "TableConfig", "require_choice", "require_int"]
+__all__ = [
+    "MAX_KEPT_VERSIONS",
+    "MAX_SLACK",
+    "Pooling",
+    "Rounding",
+    "TableConfig",
+    "require_choice",
+    "require_int",
+    "require_slack",
+]
 
 Pooling = Literal["sum", "mean", "max"]
 Rounding = Literal["nearest", "stochastic"]
 _HALFS: Final = ("float16", "bfloat16")
 MAX_KEPT_VERSIONS: Final = 1000
+MAX_SLACK: Final = 10
 _MAX_NAME: Final = 200
 
 
@@ -29,6 +39,14 @@ def require_int(value: object, name: str, low: int, high: int) -> None:
         raise TypeError(f"{name} must be an int, not {type(value).__name__}")
     if not low <= value <= high:
         raise ValueError(f"{name}={excerpt(value)} must be in [{low}, {high}]")
+
+
+def require_slack(value: object) -> None:
+    """TypeError unless a number, ValueError unless above 1, and at most 10."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"slack must be a number, not {type(value).__name__}")
+    if not 1 < value <= MAX_SLACK:
+        raise ValueError(f"slack={excerpt(value)} must be above 1, and at most {MAX_SLACK}")
 
 
 def _require_unicode(text: str, name: str) -> None:

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from . import cache
-from .config import MAX_KEPT_VERSIONS, require_choice, require_int
+from .config import MAX_KEPT_VERSIONS, require_choice, require_int, require_slack
 from .device import resolve_device
+from .io.cleaning import DEFAULT_SLACK
 from .oserrors import translate_os_error
 from .rows import DtypeName, FloatName, QuantizedName
 from .sizes import parse_size
@@ -22,6 +23,7 @@ def open_store(
     mode: Literal["r", "w"] = "w",
     version: int | None = None,
     keep: int = 1,
+    slack: float = DEFAULT_SLACK,
     ddr: int | str = "50%",
     hbm: int | str = 0,
     device: str = "cpu",
@@ -36,9 +38,12 @@ def open_store(
         mode: "w" opens for reading and writing, or creates; "r" opens what is there, read-only.
         version: with mode="r", which of the kept versions to open; default: the last.
         keep: how many of the last versions each commit keeps, to be opened with ``version=`` or gone back to with
-            ``Store.rollback``. Each takes the blocks that changed after it.
-        ddr: budget of host memory for caches, indexes and write staging together (the block directory, 4 bytes a block
-            where blocks exist, comes on top): bytes, "512MiB", "50%" (of the
+            ``Store.rollback``. Each takes room for the rows that changed after it.
+        slack: room that rows may take on the device, of what they need, before segments of the row file whose rows
+            were mostly written anew are put together; above 1, at most 10. Less makes the file smaller, and writing
+            dearer.
+        ddr: budget of host memory for caches, indexes and write staging together (the map from rows to their places, 4
+            bytes a row where rows were written, comes on top): bytes, "512MiB", "50%" (of the
             machine's memory) or "5% of tables" (of all tables' rows and optimizer state).
         hbm: budget of device memory for the hottest rows, their index and staging: bytes, "2GiB", "50%" (of the
             device's memory), "10% of tables"; 0 for none. With device="cpu" it is a tier of the same make in host
@@ -65,6 +70,7 @@ def open_store(
     parse_size(ddr, name="ddr")
     parse_size(hbm, name="hbm")
     require_int(keep, "keep", 1, MAX_KEPT_VERSIONS)
+    require_slack(slack)
     if threads is None:
         threads = default_threads()
     require_int(threads, "threads", 1, 1024)
@@ -74,6 +80,7 @@ def open_store(
             readonly=mode == "r",
             version=version,
             keep=keep,
+            slack=slack,
             ddr=ddr,
             hbm=hbm,
             device=resolve_device(device, hbm),

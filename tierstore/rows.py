@@ -6,9 +6,9 @@ Weights are float32, float16 or bfloat16, or, for inference, quantized row by ro
 (``embedding_bag_4bit_prepack``). Such rows have no optimizer state.
 
 In a cache a row is two runs of 64-bit words: ``weight_words`` of weights and ``state_words`` of float32 optimizer
-state, each zero-padded to a whole word. On disk ``rows_per_block`` rows make a block, which fills whole pages: two words
-of header, key and checksum of each row, then the rows. Blocks that are written together make a segment, one LMDB value
-of at most ``rows_per_segment`` rows, whose first pages list all their keys. docs/format.md draws it.
+state, each zero-padded to a whole word. On disk ``rows_per_block`` rows make a block, which fills whole pages: two
+words of header, key and checksum of each row, then the rows. Blocks that are written together make a segment, one LMDB
+value of at most ``rows_per_segment`` rows, whose first pages list all their keys. docs/format.md draws it.
 """
 
 from dataclasses import dataclass
@@ -130,8 +130,8 @@ class RowLayout:
             raise ValueError(
                 f"embedding_dim={self.dim} with {self.state_dim} columns of optimizer state needs "
                 f"{self.stored_row_words * WORD_BYTES} bytes a row; at most "
-                f"{MAX_PAGES_PER_BLOCK * self.page_bytes - BLOCK_HEADER_WORDS * WORD_BYTES} fit a block. Split the table "
-                "by columns."
+                f"{MAX_PAGES_PER_BLOCK * self.page_bytes - BLOCK_HEADER_WORDS * WORD_BYTES} fit a block. Split the "
+                "table by columns."
             )
         return best
 

@@ -59,6 +59,7 @@ class Store(Unpicklable):
         readonly: bool,
         version: int | None,
         keep: int,
+        slack: float,
         ddr: int | str,
         hbm: int | str,
         device: torch.device,
@@ -95,6 +96,7 @@ class Store(Unpicklable):
             store_id=bytes.fromhex(self._manifest.store_id),
             readonly=readonly,
             version=version,
+            slack=slack,
         )
         try:
             self._load()

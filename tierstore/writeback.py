@@ -1,7 +1,7 @@
 """Write-back: how newer rows of one cache reach the cold tier, between commits and for them.
 
-A commit *freezes* the dirty rows: as they are at that moment they belong to its version. A thread then writes them, some
-at a time, while training goes on, and these rules keep the versions apart:
+A commit *freezes* the dirty rows: as they are at that moment they belong to its version. A thread then writes them,
+some at a time, while training goes on, and these rules keep the versions apart:
 
 - A frozen row that is about to change is copied to the *outbox* first. What is in the outbox is written for the version
   too, after its row's slot was, if that was being written just then: the copy is the last word.

@@ -261,5 +261,5 @@ def point_dooms(generator: random.Random) -> Iterator[Doom]:
     for name in POINTS:
         if name.partition(":")[0] not in order:
             # The pages are put back where something was written after the last anchor.
-            yield Doom(point=("write-back: blocks published", 3), reboot=True)
+            yield Doom(point=("write-back: segments published", 3), reboot=True)
             yield Doom(point=(name, 1))

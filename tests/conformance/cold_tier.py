@@ -256,7 +256,8 @@ class ColdTierConformance:
 
 
 class ColdTierMachine(RuleBasedStateMachine):
-    """Any sequence of writes, commits and reads against a dict. A subclass makes the tier."""
+    """Any sequence of writes for two versions at a time, commits that succeed or are given up, rollbacks and reads,
+    against a dict of each row's generation by epoch. A subclass makes the tier."""
 
     def make(self) -> ColdTier:
         raise NotImplementedError
@@ -265,45 +266,80 @@ class ColdTierMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.tier = self.make()
         add_tables(self.tier)
-        self.rows: dict[int, int] = {}
-        self.committed: dict[int, int] = {}
-        self.generation = 0
-        self.versions = 0
-        self.last_payload = b""
+        self.rows: dict[int, dict[int, int]] = {}
+        self.payloads: dict[int, bytes] = {}
+        self.generation = self.last = 0
+        self.open_epoch, self.under_way = 1, 0
 
     def some_keys(self, table: int, seed: int, count: int) -> Int64s:
         num_rows = TABLES[table][1]
         rows = np.random.default_rng(seed).choice(num_rows, min(count, num_rows), replace=False)
         return keys_of(table, rows)
 
-    @rule(table=st.sampled_from(sorted(TABLES)), seed=st.integers(0, 5), count=st.integers(1, 60))
-    def write(self, table: int, seed: int, count: int) -> None:
+    def shown(self, key: int, version: int | None = None) -> int | None:
+        """The generation of a row as it is now, or in a version."""
+        epochs = [epoch for epoch in self.rows.get(key, {}) if version is None or epoch <= version]
+        return self.rows[key][max(epochs)] if epochs else None
+
+    def drop_after(self, version: int) -> None:
+        """Nobody sees epochs after this one any more."""
+        for key, epochs in self.rows.items():
+            self.rows[key] = {epoch: row for epoch, row in epochs.items() if epoch <= version}
+        self.open_epoch, self.under_way = self.last + 1, 0
+
+    @rule(
+        table=st.sampled_from(sorted(TABLES)), seed=st.integers(0, 5), count=st.integers(1, 300), late=st.booleans()
+    )
+    def write(self, table: int, seed: int, count: int, late: bool) -> None:
         self.generation += 1
+        epoch = self.under_way if late and self.under_way else self.open_epoch
         keys = self.some_keys(table, seed, count)
-        write_rows(self.tier, TABLES[table][0], keys, self.generation)
-        self.rows.update(dict.fromkeys(keys.tolist(), self.generation))
+        write_rows(self.tier, TABLES[table][0], keys, self.generation, epoch=epoch)
+        for key in keys.tolist():
+            self.rows.setdefault(key, {})[epoch] = self.generation
 
-    @rule(payload=st.binary(max_size=40))
-    def commit(self, payload: bytes) -> None:
-        self.versions += 1
-        assert commit(self.tier, payload) == self.versions
-        self.last_payload = payload
-        self.committed = dict(self.rows)
+    @rule(give_up=st.booleans())
+    def begin_version(self, give_up: bool) -> None:
+        if not self.under_way:
+            self.under_way, self.open_epoch = self.open_epoch, self.open_epoch + 1
+        elif give_up:
+            self.under_way = 0
 
-    @rule(table=st.sampled_from(sorted(TABLES)), seed=st.integers(0, 7), count=st.integers(1, 60))
+    @rule(payload=st.binary(max_size=40), keep=st.integers(1, 3))
+    def commit(self, payload: bytes, keep: int) -> None:
+        if not self.under_way:
+            self.under_way, self.open_epoch = self.open_epoch, self.open_epoch + 1
+        self.last, self.under_way = self.under_way, 0
+        self.tier.commit(payload, self.last, keep=keep)
+        self.payloads[self.last] = payload
+        self.payloads = {version: self.payloads[version] for version in sorted(self.payloads)[-keep:]}
+        assert self.tier.versions == tuple(self.payloads)
+
+    @rule(back=st.integers(0, 2))
+    def roll_back(self, back: int) -> None:
+        if back < len(self.payloads) and not self.under_way:
+            version = sorted(self.payloads)[-1 - back]
+            self.tier.rollback(version)
+            self.payloads = {kept: payload for kept, payload in self.payloads.items() if kept <= version}
+            self.drop_after(version)
+
+    @rule(table=st.sampled_from(sorted(TABLES)), seed=st.integers(0, 7), count=st.integers(1, 300))
     def read(self, table: int, seed: int, count: int) -> None:
-        keys = self.some_keys(table, seed, count)
-        words, present = read_rows(self.tier, TABLES[table][0], keys)
-        for key, row, found in zip(keys.tolist(), words, present.tolist(), strict=True):
-            assert found == (key in self.rows)
-            if found:
-                expected = words_of(np.array([key]), self.rows[key], len(row))[0]
-                np.testing.assert_array_equal(row, expected)
+        self.check_rows(self.tier, table, self.some_keys(table, seed, count))
+
+    def check_rows(self, tier: ColdTier, table: int, keys: Int64s, version: int | None = None) -> None:
+        words, present = read_rows(tier, TABLES[table][0], keys)
+        shown = [self.shown(key, version) for key in keys.tolist()]
+        assert present.tolist() == [generation is not None for generation in shown]
+        generations = np.array([generation or 0 for generation in shown], np.uint64)[present, None]
+        expected = words_of(keys[present], 0, words.shape[1]) + generations * np.uint64(1 << 50)
+        np.testing.assert_array_equal(words[present], expected)
 
     @rule()
     def verify(self) -> None:
-        assert self.tier.verify().rows >= len(self.rows)
-        assert (self.tier.version, self.tier.payload) == (self.versions, self.last_payload)
+        assert self.tier.verify().rows >= sum(bool(epochs) for epochs in self.rows.values())
+        current = max(self.payloads, default=0)
+        assert (self.tier.version, self.tier.payload) == (current, self.payloads.get(current, b""))
 
     def teardown(self) -> None:
         if hasattr(self, "tier"):

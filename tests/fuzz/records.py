@@ -1,4 +1,4 @@
-"""The records beside the blocks, with the right checksum, and the payload of a commit."""
+"""The records beside the segments, with the right checksum, and the payload of a commit."""
 
 import contextlib
 import struct
@@ -51,10 +51,9 @@ def seeds() -> list[bytes]:
         {"w": torch.ones(3)},
         NO_LINEAGE.following(2).following(3),
     )
-    totals = {0: records.TableTotals(num_blocks=3, hash=7), 5: records.TableTotals(num_blocks=1, hash=2**63)}
-    record = records.CommitRecord(version=3, payload_bytes=100, payload_checksum=1, tables=totals)
-    whole = [records.pack_store(b"0123456789abcdef"), records.pack_commit(record)]
-    whole += records.first_records(b"0123456789abcdef", bytes(range(200))).values()
+    record = records.CommitRecord(version=3, payload_bytes=100, payload_checksum=1)
+    log = records.LogRecord(next_number=1 << 33, num_segments=3, hash=2**63)
+    whole = [*records.first_records(b"0123456789abcdef").values(), records.pack_commit(record), records.pack_log(log)]
     found = [bytes([choice]) + packed[:-8] for packed in whole for choice in range(len(_UNPACKERS))]
     return [*found, bytes([len(_UNPACKERS)]) + payload]
 

@@ -52,7 +52,7 @@ def _walk(halves: np.ndarray, place: tuple[int, int, int, int], size_bytes: int)
             raise FindingError("a value beyond the end of the file")
         if WalkStatus(int(result[1])) != WalkStatus.FULL:
             return
-        last = (int(entries.block_keys[count - 1]) << 64 | int(entries.epochs[count - 1])) + 1
+        last = (int(entries.kinds[count - 1]) << 64 | int(entries.numbers[count - 1])) + 1
         if last >> 128:
             raise FindingError("entries after the last key")
         first, second = np.uint64(last >> 64), np.uint64(last % 2**64)

@@ -3,26 +3,21 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lmdb
+import numpy as np
 
 from tierstore.io.anchor import ANCHOR_NAME
-from tierstore.io.files import create_rows_file, map_bytes
+from tierstore.io.files import map_bytes
 from tierstore.io.lmdb import LmdbColdTier
-from tierstore.io.placement import Placement
-from tierstore.io.records import first_records
+from tierstore.rows import BLOCK_HEADER_WORDS
 
 STORE_ID = bytes(range(16))
 
 
-def place_rows(path: Path, placement: Placement) -> None:
-    """Begin a file whose rows lie as the placement says."""
-    create_rows_file(path / "rows.lmdb", first_records(STORE_ID, placement.pack()), STORE_ID)
-
-
 def open_tier(path: Path, **changes: Any) -> LmdbColdTier:
-    settings: dict[str, Any] = {"store_id": STORE_ID, "readonly": False, "staging_bytes": 1 << 20} | changes
+    settings: dict[str, Any] = {"store_id": STORE_ID, "readonly": False} | changes
     return LmdbColdTier(path, **settings)
 
 
@@ -41,10 +36,35 @@ def plain_lmdb(path: Path, *, write: bool = False) -> "Iterator[lmdb.Transaction
         environment.close()
 
 
-def page_of(tier: LmdbColdTier, table: int, block: int) -> int:
-    """Where a block lies."""
-    with tier.lease() as (_, directory):
-        return int(directory.pages[int(directory.tables.bases[table]) + block])
+class RowPlace(NamedTuple):
+    """Where a row lies: its segment's number, the row's in it, first pages of the segment and of the block, and the
+    bytes of the file where its key, which the checksum follows, and its payload begin."""
+
+    number: int
+    index: int
+    segment_page: int
+    block_page: int
+    pair: int
+    row: int
+
+
+def place_of(tier: LmdbColdTier, table: int, row: int) -> RowPlace:
+    """Where a stored row lies."""
+    with tier.lease() as (_, rows):
+        segments = rows.segments[rows.layouts[table]]
+        geo, place = segments.geo, int(rows.places[int(rows.tables.bases[table]) + row])
+        slot, index = place >> geo.place_bits, place % (1 << geo.place_bits)
+        block, in_block = divmod(index, geo.rows_per_block)
+        block_page = int(segments.arrays.data_pages[slot]) + block * geo.pages_per_block
+        words = block_page * geo.page_words
+        return RowPlace(
+            number=int(segments.arrays.numbers[slot]),
+            index=index,
+            segment_page=int(segments.first_pages(np.array([slot]))[0]),
+            block_page=block_page,
+            pair=8 * (words + BLOCK_HEADER_WORDS + in_block * geo.pair_stride),
+            row=8 * (words + geo.first_row + in_block * geo.row_stride),
+        )
 
 
 def flip(path: Path, offset: int, bits: int = 1) -> None:

@@ -1,5 +1,6 @@
 """The walk over LMDB's pages, against what LMDB itself lists; and over damaged pages."""
 
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from tierstore._jit import JIT_ENABLED
 from tierstore.io.btree import NO_ROOT, WalkStatus, new_entries, parse_meta, seek_each, walk
 from tierstore.io.files import open_environment
 from tierstore.io.mapped import FileMap
-from tierstore.io.records import block_key_bytes
 from tierstore.io.snapshot import Snapshot
 
 pytestmark = pytest.mark.kernel
@@ -27,7 +27,7 @@ def _keys(count: int, seed: int = 0) -> "list[tuple[int, int]]":
 
 
 def _pack(first: int, second: int) -> bytes:
-    return block_key_bytes(np.array([first], np.uint64), np.array([second], np.uint64))
+    return struct.pack(">QQ", first, second)
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_the_walk_lists_what_lmdb_lists(tree: Any) -> None:
     snapshot = Snapshot(path, file_map, 4096)
     found = []
     for entries, count in snapshot.walk():
-        columns = (entries.block_keys, entries.epochs, entries.sizes)
+        columns = (entries.kinds, entries.numbers, entries.sizes)
         found += list(zip(*(column[:count].tolist() for column in columns), strict=True))
         for page, size in zip(entries.pages[:count].tolist(), entries.sizes[:count].tolist(), strict=True):
             assert (page == 0) == (size == len(SMALL))
@@ -90,11 +90,11 @@ def test_a_walk_in_chunks_is_the_whole_walk(tree: Any, capacity: int) -> None:
         walk(file_map.halves, file_map.address, *place, first, second, entries, result)
         assert result[1] in (WalkStatus.DONE, WalkStatus.FULL)
         count = int(result[0])
-        found += zip(entries.block_keys[:count].tolist(), entries.epochs[:count].tolist(), strict=True)
+        found += zip(entries.kinds[:count].tolist(), entries.numbers[:count].tolist(), strict=True)
         if result[1] == WalkStatus.DONE:
             break
         assert count == capacity
-        first, second = entries.block_keys[count - 1], entries.epochs[count - 1] + np.uint64(1)
+        first, second = entries.kinds[count - 1], entries.numbers[count - 1] + np.uint64(1)
     assert found == keys
     snapshot.close()
 
@@ -108,7 +108,7 @@ def test_seek_finds_the_first_key_not_before(tree: Any) -> None:
     )
     for i, target in enumerate(targets):
         expected = next((key for key in keys if key >= target), (2**64 - 1, 2**64 - 1))
-        assert (int(entries.block_keys[i]), int(entries.epochs[i])) == expected
+        assert (int(entries.kinds[i]), int(entries.numbers[i])) == expected
     snapshot.close()
 
 

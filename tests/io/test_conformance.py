@@ -1,5 +1,6 @@
 """The contract of tierstore/io/base.py, on a device and in memory; and the file's own promises: reopen, recover."""
 
+import contextlib
 import shutil
 import tempfile
 from pathlib import Path
@@ -8,14 +9,14 @@ from typing import Any
 import hypothesis
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
-from tests.conformance.cold_tier import TABLES, ColdTierConformance, ColdTierMachine, add_tables, keys_of
-from tests.io.support import open_tier, place_rows
+from tests.conformance.cold_tier import TABLES, ColdTierConformance, ColdTierMachine, add_tables
+from tests.io.support import open_tier
 from tierstore._jit import JIT_ENABLED
-from tierstore.io import MemoryColdTier
+from tierstore.io import LmdbColdTier, MemoryColdTier
 from tierstore.io.base import ColdTier
-from tierstore.io.placement import Area, Placement
 
 
 class TestMemory(ColdTierConformance):
@@ -30,35 +31,13 @@ class TestLmdb(ColdTierConformance):
         return open_tier(tmp_path)
 
 
-class TestLmdbTinyStaging(ColdTierConformance):
-    """One block at a time."""
+class TestLmdbMuchCleaned(ColdTierConformance):
+    """Segments are moved as soon as there is any slack."""
 
     num_threads_rounds = 20
 
     def make(self, tmp_path: Any) -> ColdTier:
-        return open_tier(tmp_path, staging_bytes=1)
-
-
-def mixed_placement() -> Placement:
-    """Some rows of every table, in no order, two tables of one layout in one area."""
-    generator = np.random.default_rng(0)
-    areas = []
-    for host, shares in ((0, {0: 400, 2: 50}), (1, {1: 3000}), (5, {5: 40})):
-        rows = [keys_of(table, generator.permutation(TABLES[table][1])[:count]) for table, count in shares.items()]
-        layout, num_rows = TABLES[host]
-        first = layout.num_blocks(num_rows) * layout.rows_per_block
-        areas.append(Area(host, first, generator.permutation(np.concatenate(rows))))
-    return Placement(areas)
-
-
-class TestLmdbPlaced(ColdTierConformance):
-    """Rows that do not lie at their own places."""
-
-    num_threads_rounds = 20
-
-    def make(self, tmp_path: Any) -> ColdTier:
-        place_rows(tmp_path, mixed_placement())
-        return open_tier(tmp_path)
+        return open_tier(tmp_path, slack=1.001)
 
 
 class MemoryMachine(ColdTierMachine):
@@ -67,48 +46,58 @@ class MemoryMachine(ColdTierMachine):
 
 
 class LmdbMachine(ColdTierMachine):
+    """With a reader that follows, and one of each kept version now and then."""
+
     def make(self) -> ColdTier:
         self.folder = Path(tempfile.mkdtemp())
-        self.prepare_folder()
-        return open_tier(self.folder)
+        self.follower: LmdbColdTier | None = None
+        return self.opened()
 
-    def prepare_folder(self) -> None:
-        """Before the file is there."""
+    def opened(self, **changes: Any) -> LmdbColdTier:
+        return open_tier(self.folder, slack=1.05, **changes)
 
     @rule()
     def reopen(self) -> None:
         self.tier.close()
-        self.tier = open_tier(self.folder)
+        self.drop_after(max(self.payloads, default=0))
+        self.tier = self.opened()
         add_tables(self.tier)
-        self.rows = dict(self.committed)
-        assert (self.tier.version, self.tier.payload) == (self.versions, self.last_payload)
+        assert self.tier.versions == tuple(self.payloads)
 
-    @rule()
-    def look_with_a_reader(self) -> None:
-        self.tier.close()
-        self.tier = open_tier(self.folder, readonly=True)
-        add_tables(self.tier)
-        self.rows = dict(self.committed)
-        for table in (0, 1, 2, 5):
-            self.read(table=table, seed=1, count=30)
-        self.verify()
-        self.reopen()
+    @rule(seed=st.integers(0, 7))
+    def look_at_every_version(self, seed: int) -> None:
+        for version in self.payloads:
+            with contextlib.closing(self.opened(readonly=True, version=version)) as reader:
+                add_tables(reader)
+                for table in TABLES:
+                    self.check_rows(reader, table, self.some_keys(table, seed, 300), version)
+
+    @rule(seed=st.integers(0, 7))
+    def follow(self, seed: int) -> None:
+        if self.follower is None:
+            self.follower = self.opened(readonly=True)
+            add_tables(self.follower)
+        shown = {key: self.shown(key, self.follower.version) for key in self.rows}
+        if (found := self.follower.find_newer()) is not None:
+            for table in TABLES:
+                keys = self.some_keys(table, seed, 300)
+                others = [shown.get(key) != self.shown(key, found.version) for key in keys.tolist()]
+                assert (found.is_changed(keys) >= np.array(others)).all(), "a row changed and nobody was told"
+            self.follower.show_newer()
+        assert self.follower.version == max(self.payloads, default=0)
+        for table in TABLES:
+            self.check_rows(self.follower, table, self.some_keys(table, seed, 300), self.follower.version)
 
     def teardown(self) -> None:
         super().teardown()
         if hasattr(self, "folder"):
+            if self.follower is not None:
+                self.follower.close()
             shutil.rmtree(self.folder)
 
 
-class PlacedMachine(LmdbMachine):
-    def prepare_folder(self) -> None:
-        place_rows(self.folder, mixed_placement())
-
-
-_settings = hypothesis.settings(max_examples=15 if JIT_ENABLED else 4, stateful_step_count=15)
+_settings = hypothesis.settings(max_examples=30 if JIT_ENABLED else 4, stateful_step_count=25)
 TestMemoryMachine = pytest.mark.kernel(MemoryMachine.TestCase)
 TestMemoryMachine.settings = _settings
 TestLmdbMachine = LmdbMachine.TestCase
 TestLmdbMachine.settings = _settings
-TestPlacedMachine = PlacedMachine.TestCase
-TestPlacedMachine.settings = _settings

@@ -1,4 +1,4 @@
-"""The kernels that copy rows out and build blocks, in every mode, on small tables."""
+"""The kernels that copy rows out, in every mode, on small tables."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.conformance.cold_tier import NARROW, WIDE, check_rows, keys_of, read_rows, write_rows
-from tests.io.support import flip, open_tier, page_of
+from tests.io.support import flip, open_tier, place_of
 from tests.kernels import from_python
 from tierstore._jit import JIT_ENABLED, kernel
 from tierstore.errors import ChecksumError
@@ -16,14 +16,16 @@ from tierstore.io.gather import (
     MAX_GROUP,
     QUEUE_DEPTH,
     SAMPLE_EVERY,
+    GatherStatus,
     count_pages,
     gather,
-    geometry,
+    new_scratch,
     seen_words,
 )
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.io.mapped import FileMap, clock_ns, copy_words, is_resident, prefetch_word, queue_read, zeros
-from tierstore.rows import RowLayout
+from tierstore.io.segments import geometry
+from tierstore.rows import PAIR_WORDS, RowLayout
 
 pytestmark = pytest.mark.kernel
 
@@ -45,7 +47,7 @@ def _tier(path: Path, layout: RowLayout, num_rows: int, every: int = 1) -> LmdbC
 @pytest.mark.parametrize("verify", [True, False])
 def test_every_mode_copies_the_same(tmp_path: Path, verify: bool, cold: bool, can_sample: bool) -> None:
     tier = _tier(tmp_path, NARROW, NUM_ROWS, every=3)
-    tier._rows._verify, tier._rows._cold, tier._rows._can_sample = verify, cold, can_sample
+    tier._reader._verify, tier._reader.is_cold, tier._reader._can_sample = verify, cold, can_sample
     rows = np.random.default_rng(0).integers(0, NUM_ROWS, NUM_READ)
     slots = np.random.default_rng(1).permutation(NUM_READ).astype(np.int32)
     weights = np.zeros((NUM_READ, NARROW.weight_words), np.uint64)
@@ -63,7 +65,7 @@ def test_batches_of_any_length(tmp_path: Path, layout: RowLayout, count: int) ->
     num_rows = 2 * MAX_GROUP + 2
     tier = _tier(tmp_path, layout, num_rows)
     for cold in (False, True):
-        tier._rows._cold = cold
+        tier._reader.is_cold = cold
         check_rows(tier, layout, keys_of(0, np.random.default_rng(count).permutation(num_rows)[:count]), 1)
     tier.close()
 
@@ -73,13 +75,13 @@ def test_batches_of_any_length(tmp_path: Path, layout: RowLayout, count: int) ->
 def test_each_position_is_verified(tmp_path: Path, cold: bool, at: int) -> None:
     tier = _tier(tmp_path, WIDE, 300)
     rows = np.random.default_rng(2).permutation(300)[:100]
-    block, place = divmod(int(rows[at]), WIDE.rows_per_block)
-    offset = page_of(tier, 0, block) * 4096 + 32 + place * WIDE.stored_row_words * 8
-    tier._rows._cold = cold
-    flip(tmp_path, offset + 40)
-    with pytest.raises(ChecksumError, match=f"row {rows[at]} of table 0"):
-        read_rows(tier, WIDE, keys_of(0, rows))
-    flip(tmp_path, offset + 40)
+    place = place_of(tier, 0, int(rows[at]))
+    tier._reader.is_cold = cold
+    for offset in (place.pair, place.pair + 8, place.row, place.row + 8 * (WIDE.stored_row_words - PAIR_WORDS) - 1):
+        flip(tmp_path, offset)
+        with pytest.raises(ChecksumError, match=f"row {rows[at]} of table 0"):
+            read_rows(tier, WIDE, keys_of(0, rows))
+        flip(tmp_path, offset)
     check_rows(tier, WIDE, keys_of(0, rows), 1)
     tier.close()
 
@@ -92,9 +94,9 @@ def test_distinct_pages_are_counted(tmp_path: Path, layout: RowLayout) -> None:
     read_rows(tier, layout, keys_of(0, rows))
     pages = set()
     for row in rows.tolist():
-        block, place = divmod(row, layout.rows_per_block)
-        start = page_of(tier, 0, block) * 4096 + 32 + place * layout.stored_row_words * 8
-        pages |= set(range(start // 4096, (start + layout.stored_row_words * 8 - 1) // 4096 + 1))
+        place = place_of(tier, 0, row)
+        end = place.row + 8 * (layout.stored_row_words - PAIR_WORDS)
+        pages |= set(range(place.pair // 4096, (end - 1) // 4096 + 1))
     assert tier.counters().pages_read == len(pages)
     tier.close()
 
@@ -125,7 +127,7 @@ def test_a_row_of_zeros_that_was_written_is_present(tmp_path: Path, verify: bool
     slots = np.arange(40, dtype=np.int32)
     weights, state = np.zeros((40, WIDE.weight_words), np.uint64), np.zeros((40, WIDE.state_words), np.uint64)
     tier.write(keys_of(0, written), slots[: len(written)], weights, state, epoch=1)
-    tier._verify_reads = verify
+    tier._reader._verify = verify
     weights[:], state[:] = 7, 7
     present = np.zeros(40, np.bool_)
     tier.read(keys_of(0, np.arange(40)), slots, weights, state, present)
@@ -136,66 +138,48 @@ def test_a_row_of_zeros_that_was_written_is_present(tmp_path: Path, verify: bool
     tier.close()
 
 
-@pytest.mark.parametrize("word", [0, 1, WIDE.stored_row_words - 1], ids=["first", "second", "checksum"])
-def test_damage_to_an_absent_row_is_found(tmp_path: Path, word: int) -> None:
-    tier = _tier(tmp_path, WIDE, 40, every=2)
-    block, place = divmod(21, WIDE.rows_per_block)
-    offset = page_of(tier, 0, block) * 4096 + 32 + (place * WIDE.stored_row_words + word) * 8
-    flip(tmp_path, offset)
-    with pytest.raises(ChecksumError, match="row 21 of table 0"):
-        read_rows(tier, WIDE, keys_of(0, np.arange(40)))
-    flip(tmp_path, offset)
-    read_rows(tier, WIDE, keys_of(0, np.arange(40)))
-    tier.close()
-
-
-def test_division_is_exact_at_the_largest_rows() -> None:
-    """Rows up to 2**40, blocks of any length: the kernel divides in floating point."""
+def test_division_is_exact() -> None:
+    """Blocks of any length: the kernel divides the number of a row in its segment in floating point."""
     generator = np.random.default_rng(4)
     for rows_per_block in [*range(1, 255), 2046, 4095, 65535]:
-        multiples = generator.integers(0, 2**40 // rows_per_block, 200) * rows_per_block
-        rows = np.concatenate([multiples, multiples - 1, multiples + 1, [2**40 - 1]])
-        rows = rows[(rows >= 0) & (rows < 2**40)]
+        multiples = generator.integers(0, 2**32 // rows_per_block, 200) * rows_per_block
+        rows = np.concatenate([multiples, multiples - 1, multiples + 1, [2**32 - 1]])
+        rows = rows[(rows >= 0) & (rows < 2**32)]
         np.testing.assert_array_equal((rows / np.float64(rows_per_block)).astype(np.int64), rows // rows_per_block)
 
 
-def test_places_in_a_block_fit_their_bits() -> None:
-    for page_bytes in (4096, 16384, 32768):
-        for dim in (1, 2, 4, 8, 64):
-            assert RowLayout(dim=dim, dtype="float16", page_bytes=page_bytes).rows_per_block < 1 << 16
-
-
-def test_a_page_beyond_the_file_is_not_touched(tmp_path: Path) -> None:
+def test_a_place_beyond_the_file_or_the_list_of_segments_is_not_touched(tmp_path: Path) -> None:
     tier = _tier(tmp_path, WIDE, 100)
-    with tier.lease() as (_, directory):
-        directory.pages[0] = 2**32 - 1
-        geo = geometry(WIDE, directory.layout_id(WIDE))
-        file_map = tier._file_map
-        weights = np.zeros(WIDE.weight_words, np.uint64)
-        result = np.zeros(4, np.int64)
-        gather(
-            geo,
-            file_map.words,
-            file_map.address,
-            file_map.file_bytes() // 4096,
-            directory.tables,
-            directory.pages,
-            keys_of(0, [0]),
-            np.zeros(1, np.int32),
-            weights,
-            np.zeros(1, np.uint64),
-            np.zeros(1, np.bool_),
-            np.zeros(1, np.int64),
-            np.zeros(4, np.uint32),
-            np.zeros(8, np.uint64),
-            np.zeros(2, np.int64),
-            np.zeros(1, np.uint8),
-            True,
-            False,
-            True,
-            result,
-        )
-    assert result.tolist()[:2] == [2, 0]
+    with tier.lease() as (_, rows):
+        segments, file_map = rows.segments[WIDE], tier._file_map
+        data_pages = segments.arrays.data_pages.copy()
+        for place, page in ((2**32 - 1, 0), (int(rows.places[0]), 2**32 - 1)):
+            data_pages[1:] = page
+            result = np.zeros(4, np.int64)
+            gather(
+                segments.geo,
+                file_map.words,
+                file_map.address,
+                file_map.file_bytes() // 4096,
+                np.zeros(1, np.int64),
+                np.array([place], np.uint32),
+                segments.arrays._replace(data_pages=data_pages),
+                keys_of(0, [0]),
+                np.zeros(1, np.int32),
+                np.zeros(WIDE.weight_words, np.uint64),
+                np.zeros(1, np.uint64),
+                np.zeros(1, np.bool_),
+                new_scratch(1),
+                np.zeros(4, np.uint32),
+                np.zeros(8, np.uint64),
+                np.zeros(2, np.int64),
+                np.zeros(1, np.uint8),
+                True,
+                False,
+                True,
+                result,
+            )
+            assert result.tolist()[:2] == [GatherStatus.OUT_OF_FILE, 0]
     tier.close()
 
 

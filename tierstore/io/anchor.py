@@ -14,7 +14,7 @@ LMDB's two meta pages could reach the device before the pages they lead to. So t
    its epoch.
 
 Pinned pages are not reused, so the file grows by what is written between two anchors: that is why they are set in the
-background too. At most ``3 * max(GROWTH_BYTES, half of the blocks)`` lie between the oldest pin and the newest page.
+background too. At most ``3 * max(GROWTH_BYTES, 1/32 of the segments)`` lie between the oldest pin and the newest page.
 
 Even if only the process died, what the system holds in memory may never reach the device: a sync may have failed
 before, and a system that could not write a page may drop it and call the next sync a success. So only what an anchor
@@ -57,8 +57,10 @@ __all__ = [
 ANCHOR_NAME: Final = "rows.anchor"
 BEFORE_NAME: Final = "rows.before"
 """The meta pages that the last anchor to be gone back to took the place of; see ``recovery.py``."""
-GROWTH_BYTES: Final = 64 * 2**20
-"""Written since the last anchor before another is set in the background, at least."""
+GROWTH_BYTES: Final = 16 * 2**20
+_GROWTH_PART: Final = 32
+"""Before another anchor is set in the background, so much is written since the last one, or this part of the segments if
+that is more. No page is written twice meanwhile, so more of them cost little: a sync of what is on its way anyhow."""
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _SLOT_BYTES: Final = 4096
 _HEAD: Final = struct.Struct("<8sQ16s16sQQ")
@@ -194,14 +196,14 @@ class AnchorKeeper:
 
         Args:
             size_bytes: what the last transaction wrote, or took out of use if that is more: pages of the tree are
-                copied too, four or more for a transaction of a few blocks.
-            live_bytes: size of the blocks in the tree.
+                copied too, four or more for a transaction of one segment.
+            live_bytes: size of the segments in the tree.
 
         Raises:
             TierstoreError: the background's last anchor failed.
         """
         self._written_bytes += size_bytes
-        limit = max(GROWTH_BYTES, live_bytes // 2)
+        limit = max(GROWTH_BYTES, live_bytes // _GROWTH_PART)
         behind = self._pending is not None and not self._pending[1].done()
         if self._written_bytes >= limit and not (behind and self._between_bytes + self._written_bytes < 3 * limit):
             self.start()

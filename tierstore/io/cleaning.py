@@ -1,10 +1,10 @@
 """Cleaning: live rows of the emptiest segments are moved together, so that the segments can be deleted.
 
 Each write may clean about as much as it appends, as long as the segments take more pages than ``slack`` times those
-that their rows need. Victims are the segments with the fewest live rows a page, of a sample where there are many: greedy
-cleaning (Rosenblum and Ousterhout, "The Design and Implementation of a Log-Structured File System", 1992), whose rows go
-to segments of their own, so that long-lived rows come to lie apart from the others. Their pages are read ahead, a turn
-before they are needed.
+that their rows need. Victims are the segments with the fewest live rows a page, of a sample where there are many. That
+is greedy cleaning (Rosenblum and Ousterhout, "The Design and Implementation of a Log-Structured File System", 1992).
+The rows go to segments of their own, so that long-lived ones come to lie apart from the others. Their pages are read
+ahead, a turn before they are needed.
 
 Segments with rows that only a kept version needs are left alone, as are rows of other versions' intervals together:
 ``row_map.py`` tells why.
@@ -124,7 +124,8 @@ class Cleaner:
         share = len(slots) / len(arrays.rows)
         slots = slots[(arrays.rows[slots] > 0) & (arrays.held[slots] == 0) & (arrays.live[slots] > 0)]
         needed = arrays.live[slots] * pages_a_row
-        excess = (arrays.pages[slots].sum() - self.slack * needed.sum()) / share
+        of_all = segments.pages - arrays.pages[segments.dead].sum() - self.slack * segments.rows * pages_a_row
+        excess = min(of_all, (arrays.pages[slots].sum() - self.slack * needed.sum()) / share)
         fill = needed / arrays.pages[slots]
         chosen = fill < _FULL
         if self._spoiled:

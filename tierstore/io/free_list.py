@@ -347,7 +347,7 @@ def check_page_use(halves: Halves, meta: Meta, limit: int) -> PageUse:
 
 
 def free_pages(halves: Halves, meta: Meta, limit: int) -> NDArray[np.bool_] | None:
-    """Which of the file's pages hold no segment: free ones and those of the list itself; None if the list is damaged."""
+    """Which of the file's pages hold no segment: free ones and those of the list itself; None if that is damaged."""
     used: NDArray[np.uint64] = np.zeros((max(meta.last_page + 1, limit) >> 6) + 1, np.uint64)
     result = np.zeros(_RESULTS, np.int64)
     if meta.free_root != NO_ROOT:

@@ -1,16 +1,18 @@
 """The indexes of the segments in a tree: which rows each has, read without reading rows."""
 
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .._jit import kernel
-from ..errors import ChecksumError, DamagedError, FormatError, TruncatedError
+from ..errors import ChecksumError, DamagedError, FormatError, TruncatedError, UnreadableError
 from ..rows import PAGE_HEADER_WORDS
 from .btree import SEGMENTS_KEY
 from .checksum import mix_key
 from .files import RESTORE
+from .guard import ASK_AGAIN, Guard, PageRuns
 from .mapped import queue_read
 from .records import LOG_ITEM, LogRecord, item_key, unpack_log
 from .segments import COUNT, COUNT_MASK, KEYS, NEWEST, OLDEST, SegmentStatus, check_index
@@ -19,8 +21,12 @@ from .snapshot import Tree
 __all__ = [
     "Indexes",
     "StoredSegments",
+    "damage_error",
+    "damage_words",
+    "look_at_indexes",
     "numbers_hash",
     "read_indexes",
+    "refused_status",
     "require_logged",
     "segment_error",
     "stored_segments",
@@ -42,7 +48,7 @@ class StoredSegments(NamedTuple):
     """How many pages each has."""
 
     def chosen(self, which: "NDArray[np.bool_] | Int64s") -> "StoredSegments":
-        return StoredSegments(*(column[which] for column in self))
+        return StoredSegments(self.numbers[which], self.first_pages[which], self.pages[which])
 
 
 class Indexes(NamedTuple):
@@ -118,46 +124,78 @@ def _hash(numbers: Words) -> np.uint64:
 
 @kernel
 def _read(
-    words: Words, address: int, page_words: int, limit: int, stored: StoredSegments, rows: Int64s, newest: Int64s,
-    oldest: Int64s, first_keys: Int64s,
-) -> tuple[int, int]:  # fmt: skip
-    """Check indexes and fill the columns of ``Indexes``; returns a SegmentStatus, and the position it is about."""
+    words: Words, address: int, page_words: int, limit: int, stored: StoredSegments, statuses: Int64s, rows: Int64s,
+    newest: Int64s, oldest: Int64s, first_keys: Int64s,
+) -> None:  # fmt: skip
+    """Check indexes and fill the columns of ``Indexes`` where they are sound."""
     for ahead in range(len(rows) + _QUEUED):
         if ahead < len(rows) and stored.first_pages[ahead] < limit:
             queue_read(address + stored.first_pages[ahead] * page_words * 8, page_words * 8)
         i = ahead - _QUEUED
         if i < 0:
             continue
-        status = check_index(words, page_words, limit, stored.first_pages[i], stored.pages[i], stored.numbers[i])
-        if status != 0:
-            return status, i
-        at = stored.first_pages[i] * page_words + PAGE_HEADER_WORDS
-        rows[i] = np.int64(words[at + COUNT] & COUNT_MASK)
-        newest[i] = np.int64(words[at + NEWEST])
-        oldest[i] = np.int64(words[at + OLDEST])
-        first_keys[i] = np.int64(words[at + KEYS])
-    return 0, 0
+        statuses[i] = check_index(words, page_words, limit, stored.first_pages[i], stored.pages[i], stored.numbers[i])
+        if statuses[i] == 0:
+            at = stored.first_pages[i] * page_words + PAGE_HEADER_WORDS
+            rows[i] = np.int64(words[at + COUNT] & COUNT_MASK)
+            newest[i] = np.int64(words[at + NEWEST])
+            oldest[i] = np.int64(words[at + OLDEST])
+            first_keys[i] = np.int64(words[at + KEYS])
+
+
+def look_at_indexes(tree: Tree, stored: StoredSegments) -> tuple[Indexes, Int64s]:
+    """The indexes of these segments, zeros where one is not what was written, and the SegmentStatus of each."""
+    file_map, count = tree.file_map.rows, len(stored.numbers)
+    statuses, *columns = (np.zeros(count, np.int64) for _ in range(5))
+    since = file_map.guard.begin()
+    _read(
+        file_map.words, file_map.address, tree.page_bytes // 8, tree.limit_pages(), stored, statuses, *columns
+    )  # fmt: skip
+    if not file_map.guard.is_clean(since):
+        starts = stored.first_pages * tree.page_bytes
+        refused = file_map.guard.refused(since)
+        met = refused.meet(starts, starts + stored.pages * tree.page_bytes)
+        statuses[met] = refused_status(file_map.guard, refused)
+    return Indexes(stored, *columns), statuses
 
 
 def read_indexes(tree: Tree, stored: StoredSegments) -> Indexes:
     """The indexes of these segments.
 
     Raises:
-        DamagedError: one is not what was written.
+        DamagedError: one is not what was written, or cannot be read.
     """
-    file_map, count = tree.file_map.rows, len(stored.numbers)
-    columns = tuple(np.empty(count, np.int64) for _ in range(4))
-    since = file_map.guard.begin()
-    status, at = _read(file_map.words, file_map.address, tree.page_bytes // 8, tree.limit_pages(), stored, *columns)
-    starts = stored.first_pages * tree.page_bytes
-    file_map.guard.require(since, starts, starts + tree.page_bytes)
-    if status:
-        raise segment_error(tree, int(stored.numbers[at]), status)
-    return Indexes(stored, *columns)
+    indexes, statuses = look_at_indexes(tree, stored)
+    if statuses.any():
+        at = int(np.argmax(statuses > 0))
+        raise segment_error(tree, int(stored.numbers[at]), int(statuses[at]))
+    return indexes
+
+
+def refused_status(guard: Guard, refused: PageRuns) -> SegmentStatus:
+    """Of what lies on pages that were refused."""
+    return SegmentStatus.OUT_OF_FILE if guard.is_cut_short(refused) else SegmentStatus.UNREADABLE
 
 
 def segment_error(tree: Tree, number: int, status: int) -> DamagedError:
     """What a SegmentStatus other than DONE amounts to."""
+    return damage_error(tree.path, status, damage_words(f"segment {number}", status))
+
+
+def damage_words(what: str, status: int) -> str:
+    """Says what a SegmentStatus means for something, a segment or a row."""
     if status == SegmentStatus.OUT_OF_FILE:
-        return TruncatedError(f"{tree.path}: segment {number} lies beyond the end of the file. {RESTORE}")
-    return ChecksumError(f"{tree.path}: segment {number} is damaged ({SegmentStatus(status).name}). {RESTORE}")
+        return f"{what} lies beyond the end of the file"
+    if status == SegmentStatus.UNREADABLE:
+        return f"{what} cannot be read: the device refuses a page of it"
+    if status == SegmentStatus.BAD_ROW:
+        return f"{what} does not match its checksum"
+    return f"{what} is damaged ({SegmentStatus(status).name})"
+
+
+def damage_error(path: Path, status: int, words: str) -> DamagedError:
+    """The error for what ``damage_words`` says, of the class of this status."""
+    if status == SegmentStatus.UNREADABLE:
+        return UnreadableError(f"{path}: {words}. {ASK_AGAIN} {RESTORE}")
+    kind = TruncatedError if status == SegmentStatus.OUT_OF_FILE else ChecksumError
+    return kind(f"{path}: {words}. {RESTORE}")

@@ -1,10 +1,10 @@
 """The cold tier on LMDB: a log of segments as values, transactions by py-lmdb, reads by address.
 
-Rows are appended, many at a time, and never rewritten where they lie; ``segments.py`` says what a segment is,
-``row_map.py`` how a row is found and what versions have to do with it, ``cleaning.py`` how room is won back. An epoch is
-the number of the version that rows were written for. ``commit`` makes a version current in one small transaction; what
-no kept version needs any more is deleted after it, a little at a time. An open for writing drops segments of epochs that
-no commit made current; one for reading ignores them. docs/format.md describes the file.
+Rows are appended, many at a time, and never rewritten where they lie. ``segments.py`` says what a segment is,
+``row_map.py`` how a row is found and what versions have to do with it, ``cleaning.py`` how room is won back. An epoch
+is the number of the version that rows were written for. ``commit`` makes a version current in one small transaction;
+what no kept version needs any more is deleted after it, a little at a time. An open for writing drops segments of
+epochs that no commit made current; one for reading ignores them. docs/format.md describes the file.
 """
 
 import logging
@@ -445,7 +445,10 @@ class LmdbColdTier:
             self._look_ahead(dead)
         with self._changing() as change:
             self._delete(change, dead)
-            moved_to = None if moved is None else change.append(layout, geo, moved.rows)
+            moved_to = None
+            if moved is not None:
+                moved_to = change.append(layout, geo, moved.rows)
+                reach("cleaning: rows put")
             pages_moved = change.pages
             appended = change.append(layout, geo, new)
             reach("write-back: segments put")
@@ -456,6 +459,7 @@ class LmdbColdTier:
             self._forget(dead, txn_id)
             if moved is not None and moved_to is not None:  # first: a row may be moved, and newer in what is new
                 rows.publish_moved(layout, moved_to.found_in(snapshot), moved.rows.keys, txn_id=txn_id)
+                reach("cleaning: rows published")
             current = self._head.current
             rows.publish(layout, appended.found_in(snapshot), new.keys, current=current, txn_id=txn_id)
             self._view.move(snapshot)
@@ -479,6 +483,7 @@ class LmdbColdTier:
             with self._transaction() as txn:
                 txn.put(item_key(LOG_ITEM), pack_log(log))
             self._log, self._is_numbered = log, True
+            reach("log: numbers taken")
             with self._must_succeed():
                 self._view.move(self._new_snapshot())
                 self._keeper.set()

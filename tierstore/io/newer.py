@@ -65,12 +65,11 @@ def _find(
         head = read_head(snapshot)
         record = read_record(snapshot, head.current)
         stored = stored_segments(snapshot)
-        if head.current == shown.version:
-            if record != shown:  # its payload, whose checksum it has, holds the commit's identity
-                raise StoreReplacedError(
-                    f"{snapshot.path}: its version {head.current} is another commit than when the store was opened; "
-                    "other files were copied over it: open the store again"
-                )
+        if head.current == shown.version and record != shown:  # its payload, whose checksum it has, tells commits apart
+            raise StoreReplacedError(
+                f"{snapshot.path}: its version {head.current} is another commit than when the store was opened; "
+                "other files were copied over it: open the store again"
+            )
         require_logged(snapshot, stored)
         rows = before if before.has_all(stored) else before.followed(snapshot, stored, record.version)
         if head.current == shown.version and rows is not None:

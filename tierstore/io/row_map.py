@@ -308,6 +308,20 @@ class Segments:
             self.arrays.numbers[slots], self.first_pages(slots), self.arrays.pages[slots].astype(np.int64)
         )
 
+    def data_pages(self, indexes: Indexes) -> Int64s:
+        """Where the first blocks of these segments begin."""
+        lengths: Int64s = index_lengths(self.geo, indexes.rows, indexes.newest != indexes.oldest)
+        return indexes.stored.first_pages + lengths
+
+    def fits(self, indexes: Indexes) -> NDArray[np.bool_]:
+        """Which of these segments take the pages that so many rows of the layout do."""
+        geo = self.geo
+        stops = self.data_pages(indexes) + -(-indexes.rows // geo.rows_per_block) * geo.pages_per_block
+        found: NDArray[np.bool_] = (indexes.rows <= geo.rows_per_segment) & (
+            indexes.stored.first_pages + indexes.stored.pages == stops
+        )
+        return found
+
     def take(self, indexes: Indexes, txn_id: int) -> Int64s:
         """Slots for these segments, which have no live rows yet.
 
@@ -316,8 +330,7 @@ class Segments:
         """
         slots = self._free_slots(len(indexes.rows), txn_id)
         arrays, stored = self.arrays, indexes.stored
-        lengths = index_lengths(self.geo, indexes.rows, indexes.newest != indexes.oldest)
-        arrays.data_pages[slots] = stored.first_pages + lengths
+        arrays.data_pages[slots] = self.data_pages(indexes)
         arrays.numbers[slots] = stored.numbers
         arrays.newest[slots] = indexes.newest
         arrays.oldest[slots] = indexes.oldest
@@ -329,11 +342,10 @@ class Segments:
         return slots
 
     def _free_slots(self, count: int, txn_id: int) -> Int64s:
-        missing = count - len(self._free)
-        if missing > 0:
+        if len(self._free) < count:
             length = len(self.arrays.numbers)
-            grown = min(self.max_slots, max(length + missing, length + length // 2))
-            if grown < length + missing:
+            grown = min(self.max_slots, max(length + count, length + length // 2))
+            if grown < length + count:
                 raise TierstoreError(
                     f"the log holds {length - 1:,} segments of rows of one kind, and can hold no more; run tierstore "
                     "compact, or spread the rows over tables of another dimension or optimizer"
@@ -342,8 +354,7 @@ class Segments:
             waiting = [slot for _, slots in self._waiting for slot in slots] + self._free
             self._waiting = [(txn_id, waiting)]
             self._free = list(range(grown - 1, length - 1, -1))
-        taken = [self._free.pop() for _ in range(count)]
-        return np.array(taken, np.int64)
+        return np.array([self._free.pop() for _ in range(count)], np.int64)
 
     def free(self, slots: Int64s, txn_id: int) -> None:
         """Segments were deleted by a transaction; their slots wait for its readers."""
@@ -449,7 +460,7 @@ class RowMap:
         Raises:
             DamagedError: a segment holds what cannot be a row of its tables.
         """
-        layout_ids = self._layout_ids(indexes.first_keys >> _ROW_BITS)
+        layout_ids = self.layout_ids(indexes)
         shown = indexes.oldest <= last
         self.unknown += int(indexes.rows[(layout_ids < 0) & shown].sum())
         for segments in self.segments.values():
@@ -469,8 +480,8 @@ class RowMap:
             yield segments, slots[~np.isin(segments.arrays.numbers[slots], stored.numbers)]
 
     def followed(self, tree: Tree, stored: StoredSegments, version: int) -> "RowMap | None":
-        """For a reader: the map of a later tree, which has the segments ``stored``, up to a version. None if a segment is
-        gone that shows rows and has no successor: versions were rolled back.
+        """For a reader: the map of a later tree, which has the segments ``stored``, up to a version. None if a segment
+        is gone that shows rows and has no successor: versions were rolled back.
 
         Raises: as for ``enter``.
         """
@@ -506,14 +517,15 @@ class RowMap:
         found = np.stack([numbers, places & ((1 << segments.geo.place_bits) - 1)], axis=1)
         return found, segments.arrays.newest[slots]
 
-    def _layout_ids(self, tables: Int64s) -> Int64s:
-        """By table index; -1 for tables that are not known."""
-        known = np.append(self.tables.layout_ids, -1)
+    def layout_ids(self, indexes: Indexes) -> Int64s:
+        """Of these segments; -1 for rows of tables that are not known."""
+        known, tables = np.append(self.tables.layout_ids, -1), indexes.first_keys >> _ROW_BITS
         found: Int64s = known[np.where((tables >= 0) & (tables < len(known)), tables, len(known) - 1)]
         return found
 
     def _enter_own(self, tree: Tree, segments: Segments, indexes: Indexes, last: int, kept: Int64s) -> None:
-        self._require_shapes(tree, segments, indexes)
+        if not (fits := segments.fits(indexes)).all():
+            raise _not_of_its_tables(tree, int(indexes.stored.numbers[int(np.argmin(fits))]))
         slots = segments.take(indexes, tree.txn_id)
         order = np.lexsort((indexes.stored.numbers, indexes.newest))
         at = indexes.stored.first_pages * segments.geo.page_words + PAGE_HEADER_WORDS
@@ -524,8 +536,8 @@ class RowMap:
             file_map.words, at[order], slots[order], last, kept, segments.geo, self.tables, self.places,
             segments.arrays, held,
         )  # fmt: skip
-        starts = indexes.stored.first_pages * tree.page_bytes
-        file_map.guard.require(since, starts, starts + tree.page_bytes)
+        starts, stops = indexes.stored.first_pages * tree.page_bytes, segments.data_pages(indexes) * tree.page_bytes
+        file_map.guard.require(since, starts, stops)
         if bad >= 0:
             raise _not_of_its_tables(tree, int(indexes.stored.numbers[order[bad]]))
         self.unknown += unknown
@@ -535,15 +547,6 @@ class RowMap:
             if counts.any():
                 segments.held(version)[:] += counts
         segments.dead += slots[(arrays.live[slots] == 0) & (arrays.held[slots] == 0)].tolist()
-
-    def _require_shapes(self, tree: Tree, segments: Segments, indexes: Indexes) -> None:
-        """Segments take the pages that so many rows do."""
-        geo = segments.geo
-        pages = index_lengths(geo, indexes.rows, indexes.newest != indexes.oldest)
-        pages += -(-indexes.rows // geo.rows_per_block) * geo.pages_per_block
-        bad = (indexes.rows > geo.rows_per_segment) | (indexes.stored.pages != pages)
-        if bad.any():
-            raise _not_of_its_tables(tree, int(indexes.stored.numbers[int(np.argmax(bad))]))
 
     def publish(self, layout: RowLayout, indexes: Indexes, keys: Int64s, *, current: int, txn_id: int) -> None:
         """Enter segments just written, of one epoch, one after another.
@@ -599,9 +602,10 @@ class RowMap:
         """Keys and epochs of the live rows of segments, in their order, those up to an epoch left out.
 
         Raises:
-            DamagedError: an index cannot be read.
+            DamagedError: an index is not what it was when it was entered, or cannot be read.
         """
         segments = self.segments[layout]
+        read_indexes(tree, segments.stored(slots))  # a damaged epoch would be written anew, with a good checksum
         page_words = segments.geo.page_words
         at = segments.first_pages(slots) * page_words
         count = int(segments.arrays.live[slots].sum())
@@ -612,7 +616,7 @@ class RowMap:
             file_map.words, at + PAGE_HEADER_WORDS, slots, since, segments.geo.place_bits, self.tables, self.places,
             keys, epochs,
         )  # fmt: skip
-        file_map.guard.require(since_fault, at * 8, (at + page_words) * 8)
+        file_map.guard.require(since_fault, at * 8, segments.arrays.data_pages[slots] * tree.page_bytes)
         return keys[:count], epochs[:count]
 
     def written_since(self, tree: Tree, since: int) -> Int64s:
@@ -623,6 +627,12 @@ class RowMap:
             slots = slots[(segments.arrays.newest[slots] > since) & (segments.arrays.live[slots] > 0)]
             parts.append(self.live_rows(tree, layout, slots, since)[0])
         return np.sort(np.concatenate(parts))
+
+    def counts(self) -> list[int]:
+        """How many rows of each table were ever written, in the order of ``shapes``."""
+        bases = self.tables.bases
+        parts = (self.places[bases[index] : bases[index] + num_rows] for index, (_, num_rows) in self.shapes.items())
+        return [int(np.count_nonzero(part)) for part in parts]
 
     def stored_rows(self, table: int, first: int, stop: int) -> Int64s:
         """Which of the rows ``[first, stop)`` of a table were ever written, ascending."""

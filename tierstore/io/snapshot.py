@@ -112,7 +112,7 @@ class Tree:
         raise_for_walk(self.path, found.status, found.page)
 
     def walk(self, first_key: int = 0) -> Iterator[tuple[Entries, int]]:
-        """Entries in key order from key word ``first_key`` on, in chunks; each chunk is valid until the next is asked for."""
+        """Entries in key order from key word ``first_key`` on, in chunks; each is valid until the next is asked for."""
         if self.is_empty:
             return
         entries = new_entries(_CHUNK_ENTRIES)

@@ -51,6 +51,7 @@ def open_run_store(config: RunConfig) -> Store:
         section.path,
         mode="w",
         keep=section.keep,
+        slack=section.slack,
         ddr=section.ddr,
         hbm=section.hbm,
         device=section.device,

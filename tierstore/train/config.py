@@ -9,8 +9,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from ..config import MAX_KEPT_VERSIONS
+from ..config import MAX_KEPT_VERSIONS, MAX_SLACK
 from ..excerpt import excerpt
+from ..io.cleaning import DEFAULT_SLACK
 from ..rows import MAX_ROWS
 from ..sections import ConfigError
 from ..sizes import parse_size
@@ -74,6 +75,7 @@ class StoreSection:
     )
     threads: int = _option(0, "threads of the store; 0 chooses")
     keep: int = _option(1, "commits to keep; tierstore rollback goes back to one")
+    slack: float = _option(DEFAULT_SLACK, "room that rows may take on the device, of what they need, before cleaning")
     record: str = _option(
         "", 'file to record in which rows are looked up, as "trace.npz", for tierstore plan; "": none'
     )
@@ -84,6 +86,7 @@ class StoreSection:
         _require(bool(self.device), "store.device", self.device, 'a device, as "cpu" or "cuda"')
         _require_count("store.threads", self.threads, 0, _MAX_THREADS)
         _require_count("store.keep", self.keep, 1, MAX_KEPT_VERSIONS)
+        _require(1 < self.slack <= MAX_SLACK, "store.slack", self.slack, f"a number above 1, and at most {MAX_SLACK}")
         _require(0 < self.record_rate <= 1, "store.record_rate", self.record_rate, "a number above 0, and at most 1")
 
     @property
