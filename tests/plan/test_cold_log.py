@@ -17,6 +17,8 @@ LAYOUT = RowLayout(dim=320)
 WIDE = RowLayout(dim=1250)
 """Two rows in three pages, each on two of them."""
 SLACK = 1.4
+NUM_ROWS = 2000
+"""On disk."""
 
 
 def batches_of(*batches: list[int], rate: float = 1.0) -> Accesses:
@@ -61,7 +63,7 @@ class SlowLog:
     def clean(self) -> tuple[int, int]:
         """One segment after another, the emptiest first."""
         moved = cleaned = 0
-        while len(self.segments) > SLACK * len(self.places) / self.size:
+        while len(self.segments) * self.size > SLACK * len(self.places) + (SLACK - 1) * NUM_ROWS:
             closed = [number for number in self.segments if number not in self.open.values()]
             emptiest = min(closed, key=lambda number: len(self.live(number)), default=None)
             if emptiest is None or len(keys := self.live(emptiest)) == self.size:
@@ -97,7 +99,7 @@ def slow_shares(accesses: Accesses, capacity: int, layout: RowLayout, *, is_writ
     return LogShares(pages / missed, moved / missed, cleaned / missed)
 
 
-def drawn_batches(seed: int, *, num_batches: int = 80, batch: int = 300) -> Accesses:
+def drawn_batches(seed: int, *, num_batches: int = 100, batch: int = 300) -> Accesses:
     generator = np.random.default_rng(seed)
     rows = generator.zipf(1.2, (num_batches, batch)) % 2000
     tables = generator.integers(0, 2, (num_batches, batch))
@@ -105,19 +107,19 @@ def drawn_batches(seed: int, *, num_batches: int = 80, batch: int = 300) -> Acce
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, WIDE])
-@pytest.mark.parametrize("capacity", [256, 512, 1024])
+@pytest.mark.parametrize("capacity", [256, 1024])
 def test_as_much_as_a_loop_counts(layout: RowLayout, capacity: int) -> None:
     """Segments that are equally empty are cleaned in another order, and what is moved is a little more or less."""
     accesses = drawn_batches(capacity)
     for is_written in (False, True):
         expected = slow_shares(accesses, capacity, layout, is_written=is_written)
-        found = ColdLog(accesses, is_written=is_written).shares(capacity, layout)
+        found = ColdLog(accesses, NUM_ROWS, is_written=is_written).shares(capacity, layout)
         assert expected is not None
         assert found is not None
         assert found.pages == pytest.approx(expected.pages, rel=1e-2 if is_written else 1e-12)
         assert found.moved == pytest.approx(expected.moved, rel=0.05)
         assert found.cleaned == pytest.approx(expected.cleaned, rel=0.05)
-        assert (found.moved > 0.1) == is_written
+        assert (found.moved > 0.03) == is_written
 
 
 def test_where_a_row_is_read() -> None:
@@ -135,7 +137,7 @@ def test_rows_that_leave_together_are_read_together() -> None:
     """Whatever their ids: batches of rows from all over, each again after all others."""
     rows = np.random.default_rng(0).permutation(45 * 60).reshape(60, 45)
     batches = batches_of(*(rows.tolist() * 6))
-    packed, scattered = (ColdLog(batches, is_written=each).shares(45, LAYOUT) for each in (True, False))
+    packed, scattered = (ColdLog(batches, NUM_ROWS, is_written=each).shares(45, LAYOUT) for each in (True, False))
     assert packed == (pytest.approx(1 / 3, rel=0.01), 0, 0), "and segments are overwritten whole"
     assert scattered is not None
     assert scattered.pages > 0.95
@@ -146,7 +148,7 @@ def test_rows_that_have_not_changed_lie_by_their_ids() -> None:
     tables = [[key for row in batch[:6] for key in (row, row | 1 << KEY_ROW_BITS)] for batch in near]
     for batches, pages in ((near, 5 / 15), (tables, 4 / 12)):
         for is_written in (False, True):
-            shares = ColdLog(batches_of(*batches), is_written=is_written).shares(64, LAYOUT)
+            shares = ColdLog(batches_of(*batches), NUM_ROWS, is_written=is_written).shares(64, LAYOUT)
             assert shares is not None
             assert shares.pages == pytest.approx(pages, rel=0.02)
             assert shares.moved == 0, "no row is overwritten"
@@ -154,7 +156,7 @@ def test_rows_that_have_not_changed_lie_by_their_ids() -> None:
 
 def test_between_sizes_on_a_line_and_beyond_them_as_at_the_largest() -> None:
     accesses = drawn_batches(5)
-    found = ColdLog(accesses, is_written=True)
+    found = ColdLog(accesses, NUM_ROWS, is_written=True)
     small, middle, large = (found.shares(size, LAYOUT) for size in (64, 76.1, 91))
     assert small is not None
     assert middle is not None
@@ -163,23 +165,23 @@ def test_between_sizes_on_a_line_and_beyond_them_as_at_the_largest() -> None:
         assert between == pytest.approx((low + high) / 2, rel=0.01)
     sizes = [round(2 ** (step / 2)) for step in range(26)]
     ends = [slow_shares(accesses, size, LAYOUT, is_written=False) for size in (1, *sizes)]
-    unwritten = ColdLog(accesses, is_written=False)
+    unwritten = ColdLog(accesses, NUM_ROWS, is_written=False)
     assert unwritten.shares(1e9, LAYOUT) == [share for share in ends if share is not None][-1]
     assert unwritten.shares(0, LAYOUT) == ends[0]
 
 
 def test_rows_that_fit_leave_nothing_to_count() -> None:
-    assert ColdLog(batches_of([1], [1], [1]), is_written=True).shares(4, LAYOUT) is None
+    assert ColdLog(batches_of([1], [1], [1]), NUM_ROWS, is_written=True).shares(4, LAYOUT) is None
 
 
 def test_a_cache_that_fills_late_is_taken_for_a_smaller_one() -> None:
     """Of 40 batches of rows of their own the last leave a cache of 512, which the first half does not fill."""
     batches = batches_of(*([*range(first, first + 15)] for first in range(0, 600 * 15, 15 * 15)))
-    found = ColdLog(batches, is_written=True)
+    found = ColdLog(batches, NUM_ROWS, is_written=True)
     assert found.shares(512, LAYOUT) == found.shares(256, LAYOUT) is not None
 
 
 def test_a_sample_does_not_tell() -> None:
-    assert cold_log_of(batches_of([1, 2], rate=0.5), is_written=True) is None
-    assert cold_log_of(batches_of([]), is_written=True) is None
-    assert cold_log_of(batches_of([1]), is_written=True) is not None
+    assert cold_log_of(batches_of([1, 2], rate=0.5), 1, is_written=True) is None
+    assert cold_log_of(batches_of([]), 1, is_written=True) is None
+    assert cold_log_of(batches_of([1]), 1, is_written=True) is not None

@@ -135,8 +135,8 @@ def test_hosts_with_figures_of_zero() -> None:
 
 def test_what_is_on_ssd_has_to_fit() -> None:
     """Blocks of a page have 14 rows with state and 15 without, segments 15 of them and a page of index. Of a training
-    rows of two versions are kept, the later with slack, and deleted segments wait for an anchor."""
-    for workload, share, rows in ((TRAINED, 1.5 * 2.4, 14), (SERVED, 1.05, 15)):
+    rows of two versions are there, with slack."""
+    for workload, share, rows in ((TRAINED, 1.05 * 2.8, 14), (SERVED, 1.05, 15)):
         wanted = share * 600_000 / (15 * rows) * 16 * 4096
         for capacity, fits in ((wanted * 1.0001, True), (wanted * 0.9999, False)):
             drive = replace(DRIVE, capacity_bytes=capacity)
@@ -145,7 +145,7 @@ def test_what_is_on_ssd_has_to_fit() -> None:
 
 def test_the_map_of_rows_has_to_fit_beside_the_budget() -> None:
     """4 bytes a row and 50 a segment, in each process."""
-    for workload, segments, workers in ((TRAINED, 2.4 * 600_000 / 210, 1), (SERVED, 600_000 / 225, 3)):
+    for workload, segments, workers in ((TRAINED, 2.8 * 600_000 / 210, 1), (SERVED, 600_000 / 225, 3)):
         wanted = 8 * MIB + workers * (4 * 600_000 + 50 * math.ceil(segments))
         for capacity, fits in ((wanted + 1, True), (wanted - 1, False)):
             host = make_host(ddr=replace(make_host().ddr, capacity_bytes=capacity))
@@ -154,8 +154,8 @@ def test_the_map_of_rows_has_to_fit_beside_the_budget() -> None:
 
 
 def test_a_store_leads_to_so_many_segments_and_no_more() -> None:
-    """Of 32 bits of a place 8 say which of 210 rows of a segment it is; in training there may be 2.4 times as many."""
-    most = 210 * 2**24 / 2.4
+    """Of 32 bits of a place 8 say which of 210 rows of a segment it is; in training there may be 2.8 times as many."""
+    most = 210 * 2**24 / 2.8
     for rows, said in ((0.999 * most, ""), (1.001 * most, "use more hosts")):
         workload = make_workload(rows=int(rows))
         host = make_host(ddr=replace(make_host().ddr, capacity_bytes=1e12), storage=(DRIVE,) * 10)

@@ -68,24 +68,24 @@ def flat_pools(workload: Workload) -> Demand:
 
 def test_a_training_misses_and_writes_as_predicted(store_dir: Path) -> None:
     """A store that is trained on drawn ids: rows that are missing a batch within 4 %, rows written within 8 %. By a
-    trace of these ids pages read are within 2 %, rows moved within 10 %; by formula pages within 5 %, and of rows moved
-    there is never more than the formula says."""
-    workload = replace(WORKLOAD, tables=(replace(TABLES[0], exponent=0.9),), batch_samples=250)
-    ddr, steps, warm = 2_500_000, 360, 180
+    trace of these ids pages read are within 2 %, rows moved within 15 %; by formula within 5 % and 25 %."""
+    table = replace(TABLES[0], num_embeddings=12_000, exponent=0.9)
+    workload = replace(WORKLOAD, tables=(table,), batch_samples=250)
+    ddr, steps, warm = 1_300_000, 360, 180
     demand = Demand.analytic(workload)
     (load,) = pool_loads(make_setup(workload, ddr_bytes=float(ddr)), demand)
     with make_store(store_dir, workload, ddr=ddr, policy="lru") as store:
-        store["a"].write(torch.arange(30_000), torch.zeros(30_000, 64))
+        store["a"].write(torch.arange(12_000), torch.zeros(12_000, 64))
         store.commit()
         module = tierstore.TieredEmbeddingBagCollection(store)
         generator = np.random.default_rng(0)
-        weights = np.arange(1, 30_001) ** -0.9
-        rows = generator.permutation(30_000)
+        weights = np.arange(1, 12_001) ** -0.9
+        rows = generator.permutation(12_000)
         drawn = []
         for step in range(steps):
             if step == warm:
                 before = store.stats()
-            ids = rows[generator.choice(30_000, 500, p=weights / weights.sum())]
+            ids = rows[generator.choice(12_000, 500, p=weights / weights.sum())]
             drawn.append(ids)
             features = tierstore.KeyedJaggedTensor(["a"], torch.from_numpy(ids), offsets=torch.arange(0, 501, 2))
             module(features).values().sum().backward()
@@ -100,11 +100,11 @@ def test_a_training_misses_and_writes_as_predicted(store_dir: Path) -> None:
     )
     assert load.rows_written == pytest.approx(written, rel=0.08)
     assert load.pages_read == pytest.approx(pages / 4096, rel=0.05)
-    assert moved < load.rows_moved
+    assert load.rows_moved == pytest.approx(moved, rel=0.25)
     accesses = Accesses(np.concatenate(drawn), np.arange(0, 500 * steps + 1, 500), ("a",))
     (load,) = pool_loads(make_setup(workload, ddr_bytes=float(ddr)), Demand.from_accesses(workload, accesses))
     assert load.pages_read / load.misses == pytest.approx(pages / 4096 / counted_misses, rel=0.02)
-    assert load.rows_moved / load.misses == pytest.approx(moved / counted_misses, rel=0.1)
+    assert load.rows_moved / load.misses == pytest.approx(moved / counted_misses, rel=0.15)
 
 
 def test_more_memory_writes_no_more_by_a_trace() -> None:
@@ -137,7 +137,7 @@ def test_one_pool_by_hand() -> None:
     pages = 1_000_000 / 14
     assert load.pages_read == pytest.approx(pages * (1 - (1 - 1 / pages) ** 500), rel=1e-4)
     live, cached = load.rows_moved / (load.rows_moved + 500), load.ddr_rows / 1e6
-    assert -math.log(live) / (1 - live) == pytest.approx((1.4 - cached) / (1 - cached))
+    assert -math.log(live) / (1 - live) == pytest.approx((1.8 - cached) / (1 - cached))
     assert load.segments_cleaned == pytest.approx(load.rows_moved / (210 * live), rel=1e-3)
     assert load.pages_written == pytest.approx((500 + load.rows_moved) / 210 * 16)
 

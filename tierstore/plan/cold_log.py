@@ -44,16 +44,18 @@ class LogShares(NamedTuple):
 class ColdLog:
     """Under a cache that keeps the rows used last; those of other policies leave in nearly the same company.
 
-    Rows lie in order of their ids at first, as a copy, an import or a first filling leaves them. What the trace has
-    changed is in a log of its own, as behind a commit: the kept version has the rows before.
+    Rows lie in order of their ids at first, as a copy, an import or a first filling leaves them. They are of a version
+    that is kept; what the trace changes is of the next one.
 
     Args:
         accesses: once a batch, of every row; gone through when a size is asked for, and again for other sizes.
+        num_rows: on disk, whether there are accesses to them or not.
         is_written: each row of a batch changes, and is appended when it leaves.
     """
 
-    def __init__(self, accesses: Accesses, *, is_written: bool) -> None:
+    def __init__(self, accesses: Accesses, num_rows: int, *, is_written: bool) -> None:
         self._accesses = accesses
+        self._num_rows = num_rows
         self._is_written = is_written
         self._found: dict[tuple[int, RowLayout], LogShares | None] = {}
 
@@ -84,9 +86,11 @@ class ColdLog:
         numbers, keys = self._rows
         if capacity >= len(keys):
             return None
-        starts = self._accesses.starts
-        log = _new_log(layout, keys, int(np.diff(starts).max()))
-        counted = _go_through(log, numbers, starts, (len(starts) - 1) // 2, capacity, self._is_written, DEFAULT_SLACK)
+        starts, garbage = self._accesses.starts, DEFAULT_SLACK - 1
+        most = (1 + garbage) * len(keys) + garbage * self._num_rows + np.diff(starts).max()
+        log = _new_log(layout, keys, min(most, len(numbers)))
+        halfway = (len(starts) - 1) // 2
+        counted = _go_through(log, numbers, starts, halfway, capacity, self._is_written, garbage, self._num_rows)
         missed, pages, moved, cleaned = counted
         return LogShares(pages / missed, moved / missed, cleaned / missed) if missed else None
 
@@ -99,11 +103,11 @@ class ColdLog:
         return numbers, keys
 
 
-def cold_log_of(accesses: Accesses, *, is_written: bool) -> ColdLog | None:
+def cold_log_of(accesses: Accesses, num_rows: int, *, is_written: bool) -> ColdLog | None:
     """None for a sample of the rows, which lacks neighbours, and where there is no access."""
     if accesses.sampling_rate < 1 or not len(accesses.keys):
         return None
-    return ColdLog(accesses, is_written=is_written)
+    return ColdLog(accesses, num_rows, is_written=is_written)
 
 
 class PagesOfRows(NamedTuple):
@@ -151,12 +155,12 @@ _FREE, _CHANGED, _OPEN, _USED = 0, 1, 2, 4
 _LEAVING, _MOVED = 0, 1
 
 
-def _new_log(layout: RowLayout, keys: Int64s, most_appended: int) -> _Log:
-    """Of rows with these keys; ``most_appended``: before there is time to clean."""
+def _new_log(layout: RowLayout, keys: Int64s, most: float) -> _Log:
+    """Of rows with these keys; ``most``: that the log has at any time, superseded ones included."""
     size, row_mask = layout.rows_per_segment, (1 << KEY_ROW_BITS) - 1
     rows = keys & row_mask
     unchanged, segments = np.unique((keys & ~row_mask) | rows // size, return_inverse=True)
-    num_segments = math.ceil((DEFAULT_SLACK * len(keys) + most_appended) / size) + _SPARE_SEGMENTS
+    num_segments = math.ceil(most / size) + _SPARE_SEGMENTS
     pages = pages_of_rows(layout)
     return _Log(
         places=(num_segments + segments) * size + rows % size,
@@ -172,7 +176,7 @@ def _new_log(layout: RowLayout, keys: Int64s, most_appended: int) -> _Log:
 
 @kernel
 def _go_through(
-    log: Any, numbers: Any, starts: Any, counted_from: Any, capacity: Any, is_written: Any, slack: Any
+    log: Any, numbers: Any, starts: Any, counted_from: Any, capacity: Any, is_written: Any, garbage: Any, num_rows: Any
 ) -> tuple[int, int, int, int]:
     """Rows missing, pages read, rows moved and segments cleaned, from batch ``counted_from`` on; none if the cache was
     not full by then."""
@@ -202,7 +206,7 @@ def _go_through(
                         _append(log, out, _LEAVING)
             last = before[root]
             after[last], before[row], after[row], before[root] = row, last, root, row
-        rows, segments = _clean(log, slack)
+        rows, segments = _clean(log, garbage * (log.counts[_CHANGED] + num_rows))
         moved += rows
         cleaned += segments
     return missed, pages, moved, cleaned
@@ -244,11 +248,11 @@ def _append(log: Any, row: Any, kind: Any) -> None:
 
 
 @inline
-def _clean(log: Any, slack: Any) -> tuple[int, int]:
-    """Move what is live in the emptiest segments, until the log has no more of them than it may; how many rows, from
-    how many segments."""
+def _clean(log: Any, garbage: Any) -> tuple[int, int]:
+    """Move what is live in the emptiest segments, until the log has no more than so many superseded rows; how many rows,
+    from how many segments."""
     counts, (num_segments, size) = log.counts, log.rows.shape
-    excess = num_segments - counts[_FREE] - slack * counts[_CHANGED] / size
+    excess = num_segments - counts[_FREE] - (counts[_CHANGED] + garbage) / size
     moved = cleaned = 0
     if excess <= 0:
         return moved, cleaned

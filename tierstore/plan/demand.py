@@ -140,7 +140,7 @@ class Demand:
                 curve=make_curve(distinct, policy, sampling_rate=sampling_rate)
                 if len(distinct.keys)
                 else _unused(policy),
-                cold_log=cold_log_of(distinct, is_written=workload.is_training),
+                cold_log=cold_log_of(distinct, _rows(tables), is_written=workload.is_training),
                 new_rows=numbered(distinct.keys).num_rows / accesses.sampling_rate / max(accesses.all_batches, 1),
             )
 

@@ -32,9 +32,6 @@ _STEPS: Final = 100
 _MOST_CACHED: Final = 0.999
 _FILE_SHARE: Final = 1.05
 """Of a file of segments, over their bytes: the tree above them, and free pages."""
-_TRAINING_FILE_SHARE: Final = 1.5
-"""The same in training: pages of deleted segments are not used again before the next anchor, which is set when half as
-much was written as there is."""
 _PLACE_BITS: Final = 32
 
 
@@ -164,14 +161,11 @@ class StoreFile(NamedTuple):
 def file_of(layout: RowLayout, num_rows: int, workload: Workload) -> StoreFile:
     """Of so many rows.
 
-    In training all rows may be written again between two commits: then there are those of the version before and, with
-    the slack of cleaning, the newer ones.
+    In training all rows may be written again between two commits: then both versions are there, with their slack.
     """
-    copies = 1 + DEFAULT_SLACK if workload.is_training else 1
-    segments = copies * num_rows / layout.rows_per_segment
-    share = _TRAINING_FILE_SHARE if workload.is_training else _FILE_SHARE
+    segments = (2 * DEFAULT_SLACK if workload.is_training else 1) * num_rows / layout.rows_per_segment
     most = 1 << (_PLACE_BITS - geometry(layout, 0).place_bits)
-    return StoreFile(num_rows, math.ceil(segments), most, share * segments * segment_bytes(layout))
+    return StoreFile(num_rows, math.ceil(segments), most, _FILE_SHARE * segments * segment_bytes(layout))
 
 
 class _Share(NamedTuple):
@@ -288,14 +282,15 @@ def _live_in_victims(cached: float) -> float:
 
     Of N rows that are overwritten at random a copy is live with the chance ``exp(-a / N)`` after a further ones were
     appended. Segments are cleaned when u of them is left, and what was moved again when u of that is, and so on: with
-    ``slack N`` rows in the log ``-ln u / (1 - u) = slack``, and u / (1 - u) are moved for each that is appended (M.
-    Rosenblum and J. Ousterhout, 1992; P. Desnoyers, Analytic modeling of SSD write performance, SYSTOR 2012). Of a row
-    in memory the copy on disk is live until it leaves: as long as it takes to append as many rows as are cached.
+    ``s N`` rows in the log ``-ln u / (1 - u) = s``, and u / (1 - u) are moved for each that is appended (M. Rosenblum
+    and J. Ousterhout, 1992; P. Desnoyers, Analytic modeling of SSD write performance, SYSTOR 2012). Of a row in memory
+    the copy on disk is live until it leaves: as long as it takes to append as many rows as are cached. Rows of the kept
+    version count, too, so that the newer ones have the slack of both.
 
     Args:
         cached: of all rows.
     """
-    slack, live = (DEFAULT_SLACK - cached) / (1 - cached), 0.0
+    slack, live = (2 * DEFAULT_SLACK - 1 - cached) / (1 - cached), 0.0
     for _ in range(_STEPS):
         live = math.exp(-slack * (1 - live))
     return live

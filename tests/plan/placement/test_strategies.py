@@ -193,9 +193,9 @@ def test_ssd_that_is_too_small_or_not_there() -> None:
 
 def test_hosts_share_the_segments() -> None:
     """1,524 rows of 32 bytes, with key and checksum, fill 12 pages behind 3 of index; in training all rows may be there
-    in two versions, one of them with slack, and half as much beside them that was deleted."""
+    in two versions, with slack."""
     table = TableShape(name="t", num_embeddings=1524 * 6, embedding_dim=4)
-    for optimizer, share in (("none", 1.05), ("sgd", 1.5 * 2.4)):
+    for optimizer, share in (("none", 1.05), ("sgd", 1.05 * 2.8)):
         workload = Workload(name="w", tables=(table,), optimizer=optimizer)
         for hosts in (1, 2, 3):
             assert stored_bytes(workload, hosts) == pytest.approx(share * 6 / hosts * 15 * 4096, abs=1)
