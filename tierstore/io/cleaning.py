@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import DamagedError
 from .appending import NewRows
 from .gather import GatherStatus, queue_segments
 from .reads import RowReader
@@ -70,50 +71,49 @@ class Cleaner:
 
     def collect(self, snapshot: Snapshot, rows: RowMap, segments: Segments, kept: tuple[int, ...]) -> Moved | None:
         """The live rows of what ``plan`` chose, segment by segment; None if there are none."""
-        parts = []
-        for slot in self._victims(segments, kept):
-            keys, epochs = rows.live_rows(snapshot, segments.layout, np.array([slot]))
-            found = self._read(snapshot, rows, segments, keys)
-            if found is None:
-                number = int(segments.arrays.numbers[slot])
-                self._spoiled.add(number)
-                _LOG.warning(
-                    "%s: segment %d is damaged, and stays as it is; run tierstore verify", snapshot.path, number
-                )
-            else:
-                parts.append((keys, epochs, *found))
-        if not parts:
-            return None
-        keys, epochs, weights, state, pages = zip(*parts, strict=True)
-        moved = np.concatenate(keys)
-        slots = np.arange(len(moved), dtype=np.int32)
-        epochs = np.concatenate(epochs)
-        return Moved(NewRows(moved, slots, np.concatenate(weights), np.concatenate(state), epochs), sum(pages))
+        victims = self._victims(segments, kept)
+        moved = self._read(snapshot, rows, segments, victims)
+        if moved is None:
+            is_sound = [self._is_sound(snapshot, rows, segments, slot) for slot in victims.tolist()]
+            moved = self._read(snapshot, rows, segments, victims[is_sound])
+        return moved if moved is not None and len(moved.rows.keys) else None
 
-    def _read(
-        self, snapshot: Snapshot, rows: RowMap, segments: Segments, keys: Int64s
-    ) -> tuple[Words, Words, int] | None:
-        """Weights and state of rows, and how many pages they are on; None if one is damaged."""
+    def _is_sound(self, snapshot: Snapshot, rows: RowMap, segments: Segments, slot: int) -> bool:
+        """Whether a segment can be moved; one that cannot is not chosen again."""
+        if self._read(snapshot, rows, segments, np.array([slot])) is not None:
+            return True
+        number = int(segments.arrays.numbers[slot])
+        self._spoiled.add(number)
+        _LOG.warning("%s: segment %d is damaged, and stays as it is; run tierstore verify", snapshot.path, number)
+        return False
+
+    def _read(self, snapshot: Snapshot, rows: RowMap, segments: Segments, victims: Int64s) -> Moved | None:
+        """The live rows of segments, all at once; None if one is damaged."""
         layout = segments.layout
+        try:
+            keys, epochs = rows.live_rows(snapshot, layout, victims)
+        except DamagedError:
+            return None
         weights = np.empty((len(keys), layout.weight_words), np.uint64)
         state = np.empty((len(keys), layout.state_words), np.uint64)
         slots, present = np.arange(len(keys), dtype=np.int32), np.empty(len(keys), np.bool_)
         positions = rows.positions(layout, keys)
         result = self._reader.gather(snapshot, segments, rows.places, positions, keys, slots, weights, state, present)
-        return (weights, state, int(result[2])) if result[0] == GatherStatus.DONE else None
+        if result[0] != GatherStatus.DONE:
+            return None
+        return Moved(NewRows(keys, slots, weights, state, epochs), int(result[2]))
 
-    def _victims(self, segments: Segments, kept: tuple[int, ...]) -> list[int]:
+    def _victims(self, segments: Segments, kept: tuple[int, ...]) -> Int64s:
         """Slots that ``plan`` chose, as far as they can still be cleaned."""
         plan = self._plans.pop(segments.geo.layout_id, None)
         if plan is None:
-            return []
+            return np.empty(0, np.int64)
         arrays = segments.arrays
         is_there = plan.slots < len(arrays.numbers)  # not so after a rollback, maybe
         slots, numbers = plan.slots[is_there], plan.numbers[is_there]
         slots = slots[(arrays.numbers[slots] == numbers) & (arrays.rows[slots] > 0)]
         slots = slots[(arrays.held[slots] == 0) & (arrays.live[slots] > 0)]
-        together = self._interval(segments, slots, kept) == self._interval(segments, slots[:1], kept)
-        victims: list[int] = slots[together].tolist()
+        victims: Int64s = slots[self._interval(segments, slots, kept) == self._interval(segments, slots[:1], kept)]
         return victims
 
     def plan(self, snapshot: Snapshot, segments: Segments, kept: tuple[int, ...], appended: int) -> None:
