@@ -287,9 +287,7 @@ class ColdTierMachine(RuleBasedStateMachine):
             self.rows[key] = {epoch: row for epoch, row in epochs.items() if epoch <= version}
         self.open_epoch, self.under_way = self.last + 1, 0
 
-    @rule(
-        table=st.sampled_from(sorted(TABLES)), seed=st.integers(0, 5), count=st.integers(1, 300), late=st.booleans()
-    )
+    @rule(table=st.sampled_from(sorted(TABLES)), seed=st.integers(0, 5), count=st.integers(1, 300), late=st.booleans())
     def write(self, table: int, seed: int, count: int, late: bool) -> None:
         self.generation += 1
         epoch = self.under_way if late and self.under_way else self.open_epoch

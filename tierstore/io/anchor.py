@@ -59,8 +59,8 @@ BEFORE_NAME: Final = "rows.before"
 """The meta pages that the last anchor to be gone back to took the place of; see ``recovery.py``."""
 GROWTH_BYTES: Final = 16 * 2**20
 _GROWTH_PART: Final = 32
-"""Before another anchor is set in the background, so much is written since the last one, or this part of the segments if
-that is more. No page is written twice meanwhile, so more of them cost little: a sync of what is on its way anyhow."""
+"""Before another anchor is set in the background, so much is written since the last one, or this part of the segments
+if that is more. No page is written twice meanwhile, so more of them cost little: a sync of what is on its way anyhow."""
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _SLOT_BYTES: Final = 4096
 _HEAD: Final = struct.Struct("<8sQ16s16sQQ")

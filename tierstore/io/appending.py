@@ -71,7 +71,7 @@ class Change:
         image = np.empty(
             layout.segment_pages(min(per_segment, len(new.keys)), is_mixed=True) * geo.page_words, np.uint64
         )
-        parts = []
+        parts: list[tuple[int, ...]] = []
         for start in range(0, len(new.keys), per_segment):
             part = slice(start, start + per_segment)
             epochs = new.epochs[part] if len(new.epochs) > 1 else new.epochs
@@ -84,7 +84,7 @@ class Change:
             build_segment(
                 geo, number, epochs, keys, new.slots[part], new.weights.reshape(-1), new.state.reshape(-1), value
             )
-            self._txn.put(segment_key(number), value, dupdata=False)
+            self._txn.put(segment_key(number), value.data, dupdata=False)
             parts.append((number, pages, len(keys), int(epochs.max()), int(epochs.min()), int(keys[0])))
         numbers, pages_each, *rest = (np.array(column, np.int64) for column in zip(*parts, strict=True))
         self.pages += int(pages_each.sum())

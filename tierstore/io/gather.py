@@ -219,7 +219,7 @@ def _copy_rows(
 
 @inline
 def _is_bad(words: Words, key: int, pair: int, checksum: np.uint64) -> bool:
-    return words[pair] != np.uint64(key) or words[pair + 1] != checksum
+    return words[pair] != np.uint64(key) or words[pair + 1] != checksum  # type: ignore[no-any-return]
 
 
 @inline
@@ -374,4 +374,4 @@ def gather(
 def queue_segments(address: int, page_words: int, first_pages: Int64s, pages: NDArray[np.int32]) -> None:
     """Start reading segments from their first pages on."""
     for i in range(len(pages)):
-        queue_read(address + first_pages[i] * page_words * 8, np.int64(pages[i]) * page_words * 8)
+        queue_read(address + first_pages[i] * page_words * 8, pages[i] * np.int64(page_words * 8))

@@ -47,7 +47,7 @@ class StoredSegments(NamedTuple):
     pages: Int64s
     """How many pages each has."""
 
-    def chosen(self, which: "NDArray[np.bool_] | Int64s") -> "StoredSegments":
+    def chosen(self, which: "NDArray[np.bool_] | Int64s | slice") -> "StoredSegments":
         return StoredSegments(self.numbers[which], self.first_pages[which], self.pages[which])
 
 

@@ -44,7 +44,7 @@ from .files import (
 from .floor import Floor
 from .forks import disown_in_forks, keep_for_ever
 from .gather import GatherStatus, gather_error
-from .indexes import StoredSegments, read_indexes, require_logged, stored_segments
+from .indexes import read_indexes, require_logged, stored_segments
 from .mapped import FileMap
 from .newer import Lookout, NewerVersion
 from .reads import RowReader
@@ -617,8 +617,7 @@ class LmdbColdTier:
         found = False
         for start in range(0, len(loose.pages), _DELETED_TOGETHER):
             with self._changing() as change:
-                part = StoredSegments(*(column[start : start + _DELETED_TOGETHER] for column in loose))
-                change.delete(self._snapshot, part)
+                change.delete(self._snapshot, loose.chosen(slice(start, start + _DELETED_TOGETHER)))
                 reach("rollback: segments deleted")
             found = True
         if self._delete_items() or found:

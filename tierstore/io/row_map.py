@@ -271,7 +271,7 @@ class Segments:
     def __init__(self, layout: RowLayout, layout_id: int) -> None:
         self.layout: Final = layout
         self.geo: Final = geometry(layout, layout_id)
-        self.arrays = SegmentArrays(*(np.zeros(1, dtype) for dtype in _DTYPES))
+        self.arrays = SegmentArrays._make(np.zeros(1, dtype) for dtype in _DTYPES)
         self.pages = 0
         self.rows = 0
         self.dead: list[int] = []
@@ -281,7 +281,7 @@ class Segments:
 
     def copied(self) -> "Segments":
         other = Segments(self.layout, self.geo.layout_id)
-        other.arrays = SegmentArrays(*(column.copy() for column in self.arrays))
+        other.arrays = SegmentArrays._make(column.copy() for column in self.arrays)
         other.pages, other.rows, other.dead = self.pages, self.rows, list(self.dead)
         other._free = self._free + [slot for _, slots in self._waiting for slot in slots]
         return other
@@ -350,7 +350,7 @@ class Segments:
                     f"the log holds {length - 1:,} segments of rows of one kind, and can hold no more; run tierstore "
                     "compact, or spread the rows over tables of another dimension or optimizer"
                 )
-            self.arrays = SegmentArrays(*(_grown(column, grown) for column in self.arrays))
+            self.arrays = SegmentArrays._make(_grown(column, grown) for column in self.arrays)
             waiting = [slot for _, slots in self._waiting for slot in slots] + self._free
             self._waiting = [(txn_id, waiting)]
             self._free = list(range(grown - 1, length - 1, -1))
@@ -391,7 +391,7 @@ class Segments:
 
     @property
     def size_bytes(self) -> int:
-        return sum(column.nbytes for column in (*self.arrays, *self.held_under.values()))
+        return sum(column.nbytes for column in self.arrays) + sum(counts.nbytes for counts in self.held_under.values())
 
 
 _NONE: Final[Mapping[RowLayout, Segments]] = {}

@@ -162,9 +162,10 @@ def check_segments(
             count = _note(found, count, -1, number, status, at, data)
         for block in range((num + geo.rows_per_block - 1) // geo.rows_per_block):
             first = block * geo.rows_per_block
+            rows = min(geo.rows_per_block, num - first)
+            header = block_word(number, np.uint64(indexes.newest[s]), block, rows, first + rows == num)
             count = _check_block(
-                geo, words, number, block_word(np.uint64(indexes.newest[s]), block), at + KEYS + first,
-                data + block * geo.pages_per_block * geo.page_words, first, min(geo.rows_per_block, num - first),
-                lanes, found, count,
+                geo, words, number, header, at + KEYS + first, data + block * geo.pages_per_block * geo.page_words,
+                first, rows, lanes, found, count,
             )  # fmt: skip
     return count

@@ -78,7 +78,6 @@ class Publisher:
         header = (update := self.update(since)).header
         told = {
             Basis.ROWS: f"changed since version {since}",
-            Basis.BLOCKS: f"in blocks written since version {since}, which is not kept any more",
             Basis.NOTHING: "ever written" if not since else f"ever written: nothing tells what changed since {since}",
         }[header.basis]
         counts = [f"  {name}: {rows:,} rows" for name, rows in header.rows_of_tables().items()]
