@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DamagedError
+from ..rows import RowLayout
 from .appending import NewRows
 from .gather import queue_segments
 from .reads import RowReader
@@ -103,8 +104,9 @@ class Cleaner:
         victims: list[int] = slots[together].tolist()
         return victims
 
-    def plan(self, snapshot: Snapshot, segments: Segments, kept: tuple[int, ...], appended: int) -> None:
-        """Choose victims for the next turn, after ``appended`` pages were written, and begin to read them."""
+    def plan(self, snapshot: Snapshot, segments: Segments, kept: tuple[int, ...], appended: int) -> bool:
+        """Choose victims for the next turn, after ``appended`` pages were written, and begin to read them; whether
+        there are any, whose rows take fewer pages together."""
         geo, arrays = segments.geo, segments.arrays
         pages_a_row = segments.layout.segment_pages(geo.rows_per_segment) / geo.rows_per_segment
         slots = self._sample(len(arrays.rows))
@@ -119,7 +121,7 @@ class Cleaner:
             chosen &= ~np.isin(arrays.numbers[slots], np.array(list(self._spoiled), np.uint64))
         slots, fill = slots[chosen], fill[chosen]
         if excess <= 0 or not len(slots):
-            return
+            return False
         order = np.argsort(fill, kind="stable")
         slots, fill = slots[order], fill[order]
         together = self._interval(segments, slots, kept) == self._interval(segments, slots[:1], kept)
@@ -127,9 +129,19 @@ class Cleaner:
         freed = np.cumsum(arrays.pages[slots] * (1 - fill))
         count = 1 + int(np.searchsorted(freed, min(excess, _PAGES_A_PAGE * appended)))
         slots = slots[:count]
+        if arrays.pages[slots].sum() <= self._pages_together(segments.layout, int(arrays.live[slots].sum())):
+            return False
         self._plans[geo.layout_id] = _Plan(slots, arrays.numbers[slots].copy())
         address = snapshot.file_map.rows.address
         queue_segments(address, geo.page_words, segments.first_pages(slots), arrays.pages[slots])
+        return True
+
+    @staticmethod
+    def _pages_together(layout: RowLayout, num_rows: int) -> int:
+        """At most so many pages are filled by rows of several epochs."""
+        whole, rest = divmod(num_rows, layout.rows_per_segment)
+        pages = whole * layout.segment_pages(layout.rows_per_segment, is_mixed=True)
+        return pages + layout.segment_pages(rest, is_mixed=True)
 
     def _sample(self, length: int) -> Int64s:
         if length <= _SAMPLE:

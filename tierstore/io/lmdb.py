@@ -75,6 +75,8 @@ Words = NDArray[np.uint64]
 
 _LOG: Final = logging.getLogger("tierstore")
 _DELETED_TOGETHER: Final = 512
+_CLEANED_PAGES: Final = 64
+"""Pages that are as if they were appended, in a transaction that only cleans."""
 _PAUSE_SECONDS: Final = 5e-5
 """Between two transactions of a long run of them: a lock released and taken again at once is given to nobody else."""
 _LIFE: Final = 1 << 32
@@ -434,8 +436,8 @@ class LmdbColdTier:
             self._counting.add(rows_written=len(keys), bytes_written=pages * self.page_bytes)
             self._counting.add(write_seconds=time.perf_counter() - started)
 
-    def _append(self, rows: RowMap, segments: Segments, new: NewRows) -> int:
-        """Append rows, and clean a little; returns the pages that were appended."""
+    def _append(self, rows: RowMap, segments: Segments, new: NewRows | None) -> int:
+        """Append rows, if there are any, and clean a little; returns the pages that were appended."""
         self._take_numbers()
         layout, geo = segments.layout, segments.geo
         moved = self._cleaner.collect(self._snapshot, rows, segments, self._head.kept)
@@ -450,7 +452,7 @@ class LmdbColdTier:
                 moved_to = change.append(layout, geo, moved.rows)
                 reach("cleaning: rows put")
             pages_moved = change.pages
-            appended = change.append(layout, geo, new)
+            appended = None if new is None else change.append(layout, geo, new)
             reach("write-back: segments put")
         reach("write-back: transaction committed")
         with self._must_succeed():
@@ -460,8 +462,9 @@ class LmdbColdTier:
             if moved is not None and moved_to is not None:  # first: a row may be moved, and newer in what is new
                 rows.publish_moved(layout, moved_to.found_in(snapshot), moved.rows.keys, txn_id=txn_id)
                 reach("cleaning: rows published")
-            current = self._head.current
-            rows.publish(layout, appended.found_in(snapshot), new.keys, current=current, txn_id=txn_id)
+            if new is not None and appended is not None:
+                current = self._head.current
+                rows.publish(layout, appended.found_in(snapshot), new.keys, current=current, txn_id=txn_id)
             self._view.move(snapshot)
             reach("write-back: segments published")
             self._wrote(rows, change.pages)
@@ -547,11 +550,15 @@ class LmdbColdTier:
             self._view.move(self._new_snapshot())
 
     def _prune(self) -> None:
-        """Delete what the kept versions do not need, a little at a time."""
+        """Delete what the kept versions do not need, a little at a time, and clean what that leaves half empty: while
+        rows are written, the segments that lose rows hold them for the version before, and are not cleaned."""
         with self._writer:
             rows = self._make_map()
             for segments in rows.segments.values():
                 segments.release(self._head.kept, self._head.last)
+        for layout in rows.segments:
+            while self._clean(layout):
+                time.sleep(_PAUSE_SECONDS)
         while True:
             with self._writer:
                 self._check_writable()
@@ -573,6 +580,17 @@ class LmdbColdTier:
             self._view.move(self._new_snapshot())
         self._anchor()  # only behind an anchor can the pages be used again
         reach("prune: done")
+
+    def _clean(self, layout: RowLayout) -> bool:
+        """Clean a little; whether there was anything to clean."""
+        with self._writer:
+            self._check_writable()
+            rows = self._make_map()
+            segments = rows.segments[layout]
+            is_due = self._cleaner.plan(self._snapshot, segments, self._head.kept, _CLEANED_PAGES)
+            if is_due:
+                self._append(rows, segments, None)
+            return is_due
 
     def _anchor(self) -> None:
         """Set an anchor while other threads go on writing."""
