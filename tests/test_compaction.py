@@ -238,26 +238,6 @@ def test_rows_of_a_trace_come_first_and_those_of_one_sample_lie_in_one_block(sou
         assert store._cold.counters().pages_read == 2  # one for each call
 
 
-def test_rows_that_no_version_stores_do_not_part_those_that_are_read_together(tmp_path):
-    """Every other row of a trace was never written."""
-    per_block = table_config("a").layout(4096).rows_per_block
-    with tierstore.open(tmp_path / "source", ddr="8MiB") as store:
-        store.create_table(table_config("a"))
-        store["a"].write(torch.arange(0, ROWS, 2), torch.ones(ROWS // 2, 9))
-        store.commit()
-    group = np.random.default_rng(0).permutation(ROWS)[: ROWS // (2 * per_block) * 2 * per_block]
-    samples = group.reshape(-1, 2 * per_block)
-    stored_ids = [set(sample[sample % 2 == 0].tolist()) for sample in samples]
-    ids = np.repeat(samples, 8, axis=0).ravel()
-    entries = TableTrace(ids, np.arange(0, len(ids) + 1, 2 * per_block))
-    write_trace(Trace(tables={"a": entries}, batch_samples=10), tmp_path / "trace.npz")
-    compact_store(tmp_path / "source", tmp_path / "copy", trace=tmp_path / "trace.npz")
-    keys = segments_of(tmp_path / "copy").of_layout(table_config("a").layout(4096))
-    block_of = {key: place // per_block for place, key in enumerate(keys.tolist())}
-    blocks = [len({block_of[row] for row in own}) for own in stored_ids]
-    assert np.mean(blocks) < 3.2, "of half a sample, which is about a block, and begins anywhere in one"
-
-
 def test_a_plain_copy_of_a_packed_one_is_in_key_order_again(source, tmp_path, made, capsys):
     assert main(["compact", str(source), str(tmp_path / "packed"), "--trace", str(made / "trace.npz")]) == 0
     assert "version 13" in capsys.readouterr().out

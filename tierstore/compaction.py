@@ -136,9 +136,9 @@ def _copy_rows(
         raise DamagedError(
             f"{snapshot.path} has {everything.unknown:,} rows of tables that its manifest does not have. {RESTORE}"
         )
-    leading = _leading(trace, manifest, everything)
     total = sum(_size_bytes(layout, segments.rows) for layout, segments in everything.segments.items())
     del everything
+    leading = _leading(trace, manifest)
     require_room(rows_path(work), total)
     with _new_tier(work, manifest.store_id, shapes) as tier:
         done = 0
@@ -155,16 +155,16 @@ def _copy_rows(
             tier.rollback(head.current)
 
 
-def _leading(trace: Trace | None, manifest: Manifest, rows: RowMap) -> dict[RowLayout, Int64s]:
-    """Which keys come first, by layout: those of the trace that are stored."""
-    leading = dict.fromkeys(rows.segments, np.empty(0, np.int64))
+def _leading(trace: Trace | None, manifest: Manifest) -> dict[RowLayout, Int64s]:
+    """Which keys come first, by layout of the tables."""
+    layouts = [config.layout(manifest.page_bytes) for config in manifest.tables]
+    leading = dict.fromkeys(layouts, np.empty(0, np.int64))
     if trace is not None:
         require_tables(trace, manifest.tables)
-        names = [config.name for config in manifest.tables]
         for layout in leading:
-            accesses = table_accesses(trace, {names[i]: i for i, own in rows.layouts.items() if own == layout})
-            stored = accesses.chosen(rows.is_stored(layout, accesses.keys))
-            leading[layout] = order_by_co_access(stored, layout.rows_per_block)
+            own = [index for index, each in enumerate(layouts) if each == layout]
+            accesses = table_accesses(trace, {manifest.tables[index].name: index for index in own})
+            leading[layout] = order_by_co_access(accesses, layout.rows_per_block)
     return leading
 
 

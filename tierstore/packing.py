@@ -44,10 +44,6 @@ class Accesses(NamedTuple):
     starts: Int64s
     """[samples + 1]: sample s is ``keys[starts[s]:starts[s + 1]]``."""
 
-    def chosen(self, which: NDArray[np.bool_]) -> "Accesses":
-        """Those at which ``which``, bool [n], is True."""
-        return Accesses(self.keys[which], np.concatenate([[0], np.cumsum(which)])[self.starts])
-
 
 def require_tables(trace: Trace, tables: Sequence[TableConfig]) -> None:
     """ValueError if the trace has no lookup, or is of other tables, or of rows that they do not have."""

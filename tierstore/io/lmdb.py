@@ -44,7 +44,7 @@ from .floor import Floor
 from .forks import disown_in_forks, keep_for_ever
 from .gather import GatherStatus, gather_error
 from .indexes import read_indexes, require_logged, stored_segments
-from .log import Log
+from .log import Log, Written
 from .mapped import FileMap
 from .newer import Lookout, NewerVersion
 from .reads import RowReader
@@ -422,16 +422,18 @@ class LmdbColdTier:
             if not self._head.last < epoch <= MAX_VERSION:
                 raise ValueError(f"epoch={epoch} must be above {self._head.last}, the last version")
             new = NewRows(keys, slots, weights, state, np.array([epoch], np.uint64))
-            is_cold, page_bytes = self._reader.is_cold, self.page_bytes
+            is_cold = self._reader.is_cold
             written = self._appender.append(rows, rows.segments[layout], new, self._head.kept, is_cold=is_cold)
-            self._counting.add(
-                rows_written=len(keys),
-                bytes_written=written.pages * page_bytes,
-                rows_moved=written.rows_moved,
-                pages_moved=written.pages_read,
-                bytes_moved=written.pages_moved * page_bytes,
-                write_seconds=time.perf_counter() - started,
-            )
+            self._count(written, rows_written=len(keys), write_seconds=time.perf_counter() - started)
+
+    def _count(self, written: Written, **more: float) -> None:
+        self._counting.add(
+            bytes_written=written.pages * self.page_bytes,
+            rows_moved=written.rows_moved,
+            pages_moved=written.pages_read,
+            bytes_moved=written.pages_moved * self.page_bytes,
+            **more,
+        )
 
     # -- versions
 
@@ -467,22 +469,32 @@ class LmdbColdTier:
             self._view.move(self._new_snapshot())
 
     def _prune(self) -> None:
-        """Delete what the kept versions do not need, a little at a time."""
+        """Delete what the kept versions do not need, and clean what that leaves too empty, a little at a time."""
         with self._writer:
             rows = self._make_map()
             for segments in rows.segments.values():
                 segments.release(self._head.kept, self._head.last)
-        is_going_on = True
-        while is_going_on:
-            with self._writer:
-                self._check_writable()
-                is_going_on = self._appender.delete_dead(self._make_map())
-            time.sleep(_PAUSE_SECONDS)
+        for work in (self._clean, self._delete_dead):
+            while work():
+                time.sleep(_PAUSE_SECONDS)
         with self._writer:
             self._delete_items()
             self._view.move(self._new_snapshot())
         self._anchor()  # only behind an anchor can the pages be used again
         reach("prune: done")
+
+    def _clean(self) -> bool:
+        with self._writer:
+            self._check_writable()
+            written = self._appender.clean(self._make_map(), self._head.kept, is_cold=self._reader.is_cold)
+            if written is not None:
+                self._count(written)
+            return written is not None
+
+    def _delete_dead(self) -> bool:
+        with self._writer:
+            self._check_writable()
+            return self._appender.delete_dead(self._make_map())
 
     def _anchor(self) -> None:
         """Set an anchor while other threads go on writing."""

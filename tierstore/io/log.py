@@ -28,6 +28,8 @@ __all__ = ["Log", "Written"]
 Int64s = NDArray[np.int64]
 Dead = list[tuple[Segments, Int64s]]
 
+_CLEANED_PAGES: Final = 64
+"""In a transaction that only cleans, victims are chosen as if so many pages had been appended before."""
 _DELETED_TOGETHER: Final = 512
 _LIFE: Final = 1 << 32
 """Each process that writes begins at the next multiple: no number that one gave away and lost is given again."""
@@ -94,11 +96,12 @@ class Log:
         self._record = change.record
 
     def append(
-        self, rows: RowMap, segments: Segments, new: NewRows, kept: tuple[int, ...], *, is_cold: bool
+        self, rows: RowMap, segments: Segments, new: NewRows | None, kept: tuple[int, ...], *, is_cold: bool
     ) -> Written:
         """Append rows of one layout and one epoch, and clean a little.
 
         Args:
+            new: None to clean only.
             kept: versions, ascending; the last one is current.
             is_cold: the file's pages were not in memory of late.
         """
@@ -116,7 +119,7 @@ class Log:
                 moved_to = change.append(layout, geo, moved.rows)
                 reach("cleaning: rows put")
             pages_moved = change.pages
-            appended = change.append(layout, geo, new)
+            appended = None if new is None else change.append(layout, geo, new)
             reach("write-back: segments put")
         reach("write-back: transaction committed")
         with self._must_succeed():
@@ -125,14 +128,22 @@ class Log:
             if moved is not None and moved_to is not None:  # first: a row may be moved, and newer in what is new
                 rows.publish_moved(layout, moved_to.found_in(snapshot), moved.rows.keys, txn_id=txn_id)
                 reach("cleaning: rows published")
-            current = kept[-1] if kept else 0
-            rows.publish(layout, appended.found_in(snapshot), new.keys, current=current, txn_id=txn_id)
+            if new is not None and appended is not None:
+                current = kept[-1] if kept else 0
+                rows.publish(layout, appended.found_in(snapshot), new.keys, current=current, txn_id=txn_id)
             self._view.move(snapshot)
             reach("write-back: segments published")
             self._wrote(rows, change.pages)
         pages = change.pages - pages_moved
         self._cleaner.plan(snapshot, segments, kept, pages)
         return Written(pages) if moved is None else Written(pages, len(moved.rows.keys), moved.pages, pages_moved)
+
+    def clean(self, rows: RowMap, kept: tuple[int, ...], *, is_cold: bool) -> Written | None:
+        """Clean a little, arguments as for ``append``; None if there is nothing to clean."""
+        for segments in rows.segments.values():
+            if self._cleaner.plan(self._view.snapshot, segments, kept, _CLEANED_PAGES):
+                return self.append(rows, segments, None, kept, is_cold=is_cold)
+        return None
 
     def _wrote(self, rows: RowMap, pages: int) -> None:
         """Have an anchor set if it is time: a device that failed to sync once may have dropped what it was to keep."""

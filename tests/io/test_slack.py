@@ -1,0 +1,37 @@
+"""However a store is rewritten, a commit leaves its segments no larger than the slack allows."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.conformance.cold_tier import WIDE, check_rows, commit, keys_of, write_rows
+from tests.io.support import open_tier
+
+
+@pytest.mark.parametrize("slack", [1.1, 1.4])
+@pytest.mark.parametrize("num_rows", [1, 40, 6000])
+@pytest.mark.parametrize("writes", [1, 3])
+def test_a_commit_leaves_no_more_than_the_slack(tmp_path: Path, slack: float, num_rows: int, writes: int) -> None:
+    """Half of the rows are rewritten for each version, so that every segment loses some, in few transactions or one."""
+    tier = open_tier(tmp_path, slack=slack)
+    tier.add_table(0, WIDE, num_rows)
+    generator = np.random.default_rng(0)
+    generations = np.zeros(num_rows, np.int64)
+    try:
+        for version in range(1, 9):
+            rows = generator.permutation(num_rows)[: num_rows if version == 1 else -(-num_rows // 2)]
+            for part in np.array_split(rows, writes):
+                if len(part):
+                    write_rows(tier, WIDE, keys_of(0, part), version)
+            generations[rows] = version
+            commit(tier, b"")
+            with tier.lease() as (_, found):
+                segments = found.segments[WIDE]
+                per_segment = WIDE.segment_pages(WIDE.rows_per_segment)
+                needed = num_rows * per_segment / WIDE.rows_per_segment
+                assert segments.pages <= slack * needed + per_segment, f"version {version}"
+        for version in np.unique(generations).tolist():
+            check_rows(tier, WIDE, keys_of(0, np.flatnonzero(generations == version)), version)
+    finally:
+        tier.close()
