@@ -25,7 +25,7 @@ from tests.conformance.cold_tier import (
     read_rows,
     write_rows,
 )
-from tests.io.support import STORE_ID, open_tier, plain_lmdb
+from tests.io.support import STORE_ID, flip, open_tier, place_of, plain_lmdb
 from tierstore.errors import ChecksumError, DiskFullError, ReadOnlyError, StoreLockedError, StoreNotFoundError
 from tierstore.io.files import translate
 from tierstore.io.indexes import stored_segments
@@ -475,19 +475,9 @@ def test_a_damaged_segment_is_not_cleaned(part: str, tmp_path: Path, caplog: pyt
     tier = _tier(tmp_path, slack=1.01)
     write_rows(tier, WIDE, keys_of(0, np.arange(200)), 1)
     commit(tier, b"")
-    write_rows(tier, WIDE, keys_of(0, np.arange(0, 200, 2)), 2)
-    commit(tier, b"")
-    with tier.lease() as (_, rows):
-        segments = rows.segments[WIDE]
-        slot = np.flatnonzero(segments.arrays.rows == 200)[:1]
-        data_page, index_page = int(segments.arrays.data_pages[slot][0]), int(segments.first_pages(slot)[0])
-    damage = data_page * 4096 + 8 * (2 + 2 * WIDE.rows_per_block) + WIDE.row_bytes + 1
-    if part == "its index":
-        damage = index_page * 4096 + 16 + 8 * 50
-    with (tmp_path / "rows.lmdb").open("r+b") as file:
-        file.seek(damage)
-        file.write(b"?")
-    for generation in range(3, 9):
+    place = place_of(tier, 0, 1)
+    flip(tmp_path, place.row if part == "a row" else place.segment_page * 4096 + 16 + 8 * 50)
+    for generation in range(2, 9):
         write_rows(tier, WIDE, keys_of(0, np.arange(0, 200, 2)), generation)
         commit(tier, b"")
     assert "is damaged, and stays as it is" in caplog.text

@@ -118,11 +118,11 @@ class Cleaner:
         geo, arrays = segments.geo, segments.arrays
         pages_a_row = segments.layout.segment_pages(geo.rows_per_segment) / geo.rows_per_segment
         slots = self._sample(len(arrays.rows))
-        share = len(slots) / len(arrays.rows)
+        scale = len(arrays.rows) / max(1, len(slots))
         slots = slots[arrays.live[slots] > 0]
         needed = (arrays.live[slots] + arrays.held[slots]) * pages_a_row
         of_all = segments.pages - arrays.pages[segments.dead].sum() - self.slack * segments.rows * pages_a_row
-        excess = min(of_all, (arrays.pages[slots].sum() - self.slack * needed.sum()) / share)
+        excess = min(of_all, (arrays.pages[slots].sum() - self.slack * needed.sum()) * scale)
         fill = needed / arrays.pages[slots]
         chosen = fill < _FULL
         if self._spoiled:

@@ -93,7 +93,7 @@ def find_positions(keys: Int64s, layout_id: int, tables: TableArrays, positions:
 @inline
 def _is_known(table: int | np.int64, tables: TableArrays) -> bool:
     """Whether there is a table with this index, which may be any number."""
-    return 0 <= table < len(tables.bases) and tables.bases[table] >= 0
+    return 0 <= table < len(tables.bases) and tables.bases[table] >= 0  # type: ignore[return-value]
 
 
 @inline
