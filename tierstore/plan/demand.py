@@ -7,7 +7,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from ..cache import REFERENCE_PREFIX
+from ..cache import AUTO, REFERENCE_PREFIX, resolve_policy
 from ..excerpt import excerpt
 from ..names import nearest
 from ..rows import KEY_ROW_BITS, RowLayout
@@ -77,7 +77,7 @@ class Demand:
         return sum(pool.unique for pool in self.pools)
 
     @classmethod
-    def analytic(cls, workload: Workload, policy: str = "lru") -> "Demand":
+    def analytic(cls, workload: Workload, policy: str = AUTO) -> "Demand":
         """By Zipf's law of each table (``TableShape.exponent``), ids drawn independently; see ``analytic``.
 
         Of tinylfu, and of lfu, the curve is that of a cache of the rows that are accessed most.
@@ -85,6 +85,7 @@ class Demand:
         Raises:
             ValueError: there is no formula for the policy; names those that have one.
         """
+        policy = resolve_policy(policy)
         if policy not in ANALYTIC_POLICIES:
             raise ValueError(
                 f"policy={excerpt(policy)} has no formula; a trace is needed, or one of {', '.join(ANALYTIC_POLICIES)}"
@@ -112,7 +113,7 @@ class Demand:
         cls,
         workload: Workload,
         accesses: Accesses,
-        policy: str = "lru",
+        policy: str = AUTO,
         *,
         sampling_rate: float = 1.0,
         make_curve: CurveMaker = curve,
@@ -130,6 +131,7 @@ class Demand:
             ValueError: it has no access, or a table that the workload has not, or a row beyond its table.
         """
         _check(workload, accesses)
+        policy = resolve_policy(policy)
         is_written_together = workload.is_training and policy.removeprefix(REFERENCE_PREFIX) == "lru"
 
         def pool(layout: RowLayout, tables: list[TableShape]) -> PoolDemand:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 from ..budget import Division, divide, divide_hbm
-from ..cache import REFERENCE_PREFIX
+from ..cache import REFERENCE_PREFIX, resolve_policy
 from ..errors import BudgetError
 from ..hbm.pool import HbmSize, host_bytes_of
 from ..pool import HELD_SHARE
@@ -237,7 +237,7 @@ def _written(own: _Share, misses: float) -> float:
     """
     if not misses or not own.is_training:
         return 0.0
-    policy = own.setup.policy.removeprefix(REFERENCE_PREFIX)
+    policy = resolve_policy(own.setup.policy).removeprefix(REFERENCE_PREFIX)
     if policy == "tinylfu":
         return min(max(misses, own.transaction_blocks), own.unique)
     if policy == "lru" and own.pool.rewrites is not None:
