@@ -46,7 +46,8 @@ def open_store(
         device: where the hottest rows and results live: "cpu", or "cuda", "cuda:1" with hbm= above 0.
         policy: which rows leave memory first. "auto" is what we think best and may change between releases: now
             "tinylfu" in host memory and "lru" in device memory. Others: "lru", "lfu", "tinylfu" (by counts that outlive
-            residence and age, or "lru" where a sample says that it hits more) or "lookahead" (by next use, as far as ``prefetch`` with ``lookahead=`` announced it). Each has a slow,
+            residence and age, or "lru" where a sample says that it hits more) or
+            "lookahead" (by next use, as far as ``prefetch`` with ``lookahead=`` announced it). Each has a slow,
             independent implementation, as "reference-lru".
         threads: threads for lookups and updates, the calling one included; default: the CPUs this process may use.
             Results do not depend on it.

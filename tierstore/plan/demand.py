@@ -7,7 +7,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from ..cache import AUTO, REFERENCE_PREFIX, resolve_policy
+from ..cache import REFERENCE_PREFIX, resolve_policy
 from ..excerpt import excerpt
 from ..names import nearest
 from ..rows import KEY_ROW_BITS, RowLayout
@@ -77,7 +77,7 @@ class Demand:
         return sum(pool.unique for pool in self.pools)
 
     @classmethod
-    def analytic(cls, workload: Workload, policy: str = AUTO) -> "Demand":
+    def analytic(cls, workload: Workload, policy: str = "lru") -> "Demand":
         """By Zipf's law of each table (``TableShape.exponent``), ids drawn independently; see ``analytic``.
 
         Of tinylfu, and of lfu, the curve is that of a cache of the rows that are accessed most.
@@ -113,7 +113,7 @@ class Demand:
         cls,
         workload: Workload,
         accesses: Accesses,
-        policy: str = AUTO,
+        policy: str = "lru",
         *,
         sampling_rate: float = 1.0,
         make_curve: CurveMaker = curve,

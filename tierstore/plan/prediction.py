@@ -40,7 +40,7 @@ class Setup:
     hbm_bytes: float = 0.0
     page_cache_bytes: float = 0.0
     hosts: int = 1
-    policy: str = "auto"
+    policy: str = "lru"
     prefetch_depth: int = 2
     threads: int = 1
     rows_per_read: float = 1.0

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
-from ..cache import AUTO
 from ..cache import POLICIES as STORE_POLICIES
 from ..excerpt import excerpt
 from ..options import check_ranges, option
@@ -252,7 +251,7 @@ class _Finder(NamedTuple):
                     ddr_bytes=rows * host.ddr.capacity_bytes,
                     hbm_bytes=hbm,
                     page_cache_bytes=(space.used_share - rows) * host.ddr.capacity_bytes,
-                    policy=self.demand.policy if self.demand.policy in STORE_POLICIES else AUTO,
+                    policy=self.demand.policy if self.demand.policy in STORE_POLICIES else "lru",
                     threads=max(1, cores // count),
                     workers=count,
                 )
