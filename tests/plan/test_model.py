@@ -112,7 +112,7 @@ def test_query_sizes() -> None:
         ({"ddr_bytes": -1.0}, "ddr_bytes=-1.0"),
         ({"ddr_bytes": math.nan}, "ddr_bytes=nan"),
         ({"ddr_bytes": 100.0}, r"too little for 64 rows"),
-        ({"policy": "lur"}, "policy='lur' is not one of lru"),
+        ({"policy": "lur"}, "policy='lur' is not one of auto, lru"),
         ({"policy": "lfu"}, "curves are of lru, the setup's policy is lfu"),
         ({"replicas": 2}, "for serving; training has hosts"),
     ],
