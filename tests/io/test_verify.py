@@ -21,7 +21,7 @@ from tierstore.io.lmdb import LmdbColdTier
 from tierstore.io.records import segment_key
 from tierstore.io.row_map import RowMap
 from tierstore.io.snapshot import Snapshot
-from tierstore.rows import RowLayout
+from tierstore.rows import MAX_ROWS, RowLayout
 
 pytestmark = pytest.mark.kernel
 
@@ -98,7 +98,7 @@ def _say(folder: Path, place: RowPlace, word: int, content: int) -> None:
 
 @pytest.mark.parametrize(
     ("word", "content"),
-    [(5, 0), (4, 99), (3, 1 << 32 | 54), (3, 53), (3, 30), (6, 56), (7, 56), (7, 1 << 40), (7, 1 << 63)],
+    [(5, 0), (4, 99), (3, 1 << 32 | 54), (3, 53), (3, 30), (6, 1000), (7, 1000), (7, 1 << 40), (7, 1 << 63)],
     ids=[
         "oldest",
         "newest",
@@ -111,28 +111,33 @@ def _say(folder: Path, place: RowPlace, word: int, content: int) -> None:
         "no key",
     ],
 )
-def test_an_index_that_says_what_cannot_be(folder: Path, word: int, content: int) -> None:
-    """Though its checksum is right: of 54 rows of one epoch."""
-    with leased(folder) as (tier, _, _):
-        place = place_of(tier, 0, int(np.argmax([place_of(tier, 0, row).number < 2**32 + 4 for row in range(54)])))
-        _say(folder, place, word, content)
+def test_an_index_that_says_what_cannot_be(tmp_path: Path, word: int, content: int) -> None:
+    """Though its checksum is right."""
+    with contextlib.closing(open_tier(tmp_path)) as tier:
+        add_tables(tier)
+        write_rows(tier, WIDE, keys_of(0, np.arange(54)), 7)
+        place = place_of(tier, 0, 0)
+        tier.verify()
+        _say(tmp_path, place, word, content)
         with pytest.raises(ChecksumError, match=rf"segment {place.number} is damaged \(BAD_"):
             tier.verify()
 
 
-@pytest.mark.parametrize("word", [8, 9], ids=["first epoch", "last epoch"])
-def test_epochs_that_the_index_denies(folder: Path, word: int) -> None:
-    """Of two rows, of epochs 1 and 2, moved together."""
-    with leased(folder) as (tier, _, rows):
+def test_epochs_that_the_index_denies(folder: Path) -> None:
+    """Of rows that were moved together."""
+    with leased(folder) as (tier, tree, rows):
         segments = rows.segments[rows.layouts[2]]
-        [slot] = np.flatnonzero(segments.arrays.newest != segments.arrays.oldest)
-        assert (segments.arrays.rows[slot], segments.arrays.oldest[slot], segments.arrays.newest[slot]) == (2, 1, 2)
-        keys, _ = rows.live_rows(tier._snapshot, segments.layout, np.array([slot]))
-        place = place_of(tier, 2, int(keys[0]) % (1 << 40))
-        for epoch in (0, 3):
-            _say(folder, place, word, epoch)
-            with pytest.raises(ChecksumError, match=rf"segment {place.number} is damaged \(BAD_INDEX\)"):
-                tier.verify()
+        [slot, *_] = np.flatnonzero(segments.arrays.newest != segments.arrays.oldest)
+        keys, _ = rows.live_rows(tree, segments.layout, np.array([slot]))
+        place, num = place_of(tier, 2, int(keys[0]) % MAX_ROWS), int(segments.arrays.rows[slot])
+        whole = (folder / "rows.lmdb").read_bytes()
+        for word in (6 + num, 6 + 2 * num - 1):
+            for epoch in (segments.arrays.oldest[slot] - 1, segments.arrays.newest[slot] + 1):
+                _say(folder, place, word, epoch)
+                with pytest.raises(ChecksumError, match=rf"segment {place.number} is damaged \(BAD_INDEX\)"):
+                    tier.verify()
+                (folder / "rows.lmdb").write_bytes(whole)
+        tier.verify()
 
 
 def test_many_places_are_counted_and_the_first_ones_named(folder: Path) -> None:
