@@ -184,6 +184,7 @@ def _without_index(image: Image, each: Segment) -> Change:
 def _damages(image: Image, each: Segment) -> dict[str, list[Change]]:
     """Damage of one segment in two places at once."""
     index, last = _without_index(image, each), each.blocks[-1]
+    firsts = [_flip(image, row * 8) for row in each.rows[:: each.layout.rows_per_block]]
     ends = {"the last row's key and checksum": [(each.pairs[-1] * 8, bytes(16))]}
     if (len(each.keys) % each.layout.rows_per_block) and each.layout.pages_per_block == 1:
         ends["an unused place"] = [((each.pairs[-1] + 2) * 8, b"\1" * 16)]
@@ -198,6 +199,7 @@ def _damages(image: Image, each: Segment) -> dict[str, list[Change]]:
         "no index and a block's epoch": [index, _flip(image, last * 8 + 11, 0x01)],
         "no index and a block's place": [index, _flip(image, last * 8 + 8, 0x01)],
         "no index and a block's end": [index, _flip(image, last * 8 + 8, 0x80)],
+        "no index, no end and a row of every block": [index, _flip(image, last * 8), *firsts],
         "an older epoch in every block": [index, *((block * 8 + 11, b"\0" * 5) for block in each.blocks)],
         "nothing": [(each.start * 8, bytes((each.stop - each.start) * 8))],
         **{f"no index and {what}": [index, *change] for what, change in ends.items()},
