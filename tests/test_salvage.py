@@ -138,7 +138,6 @@ def _check_rows(found: Rows, report: SalvageReport, history: History) -> None:
     assert report.missing or history.rows.keys() - found.keys() == lost
 
 
-@pytest.mark.kernel
 def test_a_store_is_saved_whole(history: History, image: Image, tmp_path: Path) -> None:
     """In the file there are also superseded rows, and such of versions that were gone back from or never came to be."""
     assert any(each.is_mixed for each in image.segments)
@@ -214,6 +213,19 @@ def test_a_segment_without_its_index(history: History, image: Image, tmp_path: P
     for each in chosen.values():
         for what, changes in _damages(image, each).items():
             _check_exactly(tmp_path, history, image, changes, (each.number, what), (False,))
+
+
+@pytest.mark.kernel
+def test_a_short_history(tmp_path: Path) -> None:
+    """All kinds of damage again, in a store that is small enough for kernels in plain Python."""
+    history = History(tmp_path / "store", 4, turns=12, slack=1.5, sizes=[1, 7, 30])
+    image = Image(history)
+    each = max(image.segments, key=lambda each: (each.newest <= image.version, len(each.blocks)))
+    damages = _damages(image, each)
+    for what in ("no index", "no index and a row", "a row's key"):
+        _check_exactly(tmp_path, history, image, damages[what], what, (False, True))
+    report = _salvaged(tmp_path, _changed(history.files, [_flip(image, image.leaves[0] * PAGE)]))
+    assert "The record of versions is damaged" in report.doubts[0]
 
 
 def test_any_damaged_page_of_the_tree(history: History, image: Image, tmp_path: Path) -> None:
@@ -345,7 +357,6 @@ def test_random_damage_anywhere(cleaned: History, scattered: History, tmp_path: 
     assert outcomes["refused"] < 10, outcomes
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("meta", [0, 1])
 def test_damaged_meta_pages(history: History, tmp_path: Path, meta: int) -> None:
     """The anchor stands in; without it the other page does, and that is said."""
