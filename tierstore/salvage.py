@@ -206,7 +206,7 @@ def _save(
         stack.callback((file_map := FileMap(path, size)).close)
         chosen = choose_tree(path, file_map, page_bytes, bytes.fromhex(known.store_id), report.doubts)
         found = find_segments(file_map, page_bytes, chosen.pages, rows, steps.copied)
-        remains = read_remains(path, file_map, page_bytes, found.leaves, chosen.pages, report.doubts)
+        remains = read_remains(path, file_map, page_bytes, found.leaves, chosen.agreed, report.doubts)
         _require_same_store(path, known, remains)
         report.version = remains.version
         tier = LmdbColdTier(work, store_id=bytes.fromhex(made.store_id), readonly=False)
