@@ -114,7 +114,7 @@ class SalvageReport:
         if self.missing > 0:
             lines.append(
                 f"{format_count(self.missing, 'segment')} of which not all rows are known; rows that may be newer there "
-                "were taken with --stale-ok alone, else they are lost"
+                "are lost, or taken with --stale-ok"
             )
         if self.unproven:
             lines.append(f"{format_count(self.unproven, 'row')} saved that may be older than version {self.version}")
