@@ -138,7 +138,6 @@ def _check_rows(found: Rows, report: SalvageReport, history: History) -> None:
     assert report.missing or history.rows.keys() - found.keys() == lost
 
 
-@pytest.mark.kernel
 def test_a_store_is_saved_whole(history: History, image: Image, tmp_path: Path) -> None:
     """In the file there are also superseded rows, and such of versions that were gone back from or never came to be."""
     assert any(each.is_mixed for each in image.segments)
@@ -184,6 +183,7 @@ def _without_index(image: Image, each: Segment) -> Change:
 def _damages(image: Image, each: Segment) -> dict[str, list[Change]]:
     """Damage of one segment in two places at once."""
     index, last = _without_index(image, each), each.blocks[-1]
+    firsts = [_flip(image, row * 8) for row in each.rows[:: each.layout.rows_per_block]]
     ends = {"the last row's key and checksum": [(each.pairs[-1] * 8, bytes(16))]}
     if (len(each.keys) % each.layout.rows_per_block) and each.layout.pages_per_block == 1:
         ends["an unused place"] = [((each.pairs[-1] + 2) * 8, b"\1" * 16)]
@@ -198,6 +198,7 @@ def _damages(image: Image, each: Segment) -> dict[str, list[Change]]:
         "no index and a block's epoch": [index, _flip(image, last * 8 + 11, 0x01)],
         "no index and a block's place": [index, _flip(image, last * 8 + 8, 0x01)],
         "no index and a block's end": [index, _flip(image, last * 8 + 8, 0x80)],
+        "no index, no end and a row of every block": [index, _flip(image, last * 8), *firsts],
         "an older epoch in every block": [index, *((block * 8 + 11, b"\0" * 5) for block in each.blocks)],
         "nothing": [(each.start * 8, bytes((each.stop - each.start) * 8))],
         **{f"no index and {what}": [index, *change] for what, change in ends.items()},
@@ -208,10 +209,23 @@ def test_a_segment_without_its_index(history: History, image: Image, tmp_path: P
     """Each block says what it is; where that is damaged too, its rows are not known and no older row is taken."""
     shown = [each for each in image.segments if each.newest <= image.version]
     chosen = {(each.layout, each.is_mixed, len(each.blocks) > 1): each for each in shown}
-    assert len(chosen) > 4
+    assert len(chosen) > 3
     for each in chosen.values():
         for what, changes in _damages(image, each).items():
             _check_exactly(tmp_path, history, image, changes, (each.number, what), (False,))
+
+
+@pytest.mark.kernel
+def test_a_short_history(tmp_path: Path) -> None:
+    """All kinds of damage again, in a store that is small enough for kernels in plain Python."""
+    history = History(tmp_path / "store", 4, turns=12, slack=1.5, sizes=[1, 7, 30])
+    image = Image(history)
+    each = max(image.segments, key=lambda each: (each.newest <= image.version, len(each.blocks)))
+    damages = _damages(image, each)
+    for what in ("no index", "no index and a row", "a row's key"):
+        _check_exactly(tmp_path, history, image, damages[what], what, (False, True))
+    report = _salvaged(tmp_path, _changed(history.files, [_flip(image, image.leaves[0] * PAGE)]))
+    assert "The record of versions is damaged" in report.doubts[0]
 
 
 def test_any_damaged_page_of_the_tree(history: History, image: Image, tmp_path: Path) -> None:
@@ -232,7 +246,7 @@ def test_a_changed_bit_anywhere_on_a_leaf(history: History, image: Image, tmp_pa
     """Also such that lead to other pages or name other segments, and the same on the list of free pages."""
     random = np.random.default_rng(11)
     for page in [*image.leaves, *image.free_leaves]:
-        places = [*random.integers(0, PAGE, 12), *(node - page * PAGE + 24 for node in image.nodes_of(page)[:4])]
+        places = [*random.integers(0, PAGE, 12), *(node - page * PAGE + 24 for node in image.nodes_of(page)[:9])]
         for at in places:
             report = _salvaged(
                 tmp_path, _changed(history.files, [_flip(image, page * PAGE + int(at), 1 << int(at) % 8)])
@@ -343,7 +357,6 @@ def test_random_damage_anywhere(cleaned: History, scattered: History, tmp_path: 
     assert outcomes["refused"] < 10, outcomes
 
 
-@pytest.mark.kernel
 @pytest.mark.parametrize("meta", [0, 1])
 def test_damaged_meta_pages(history: History, tmp_path: Path, meta: int) -> None:
     """The anchor stands in; without it the other page does, and that is said."""

@@ -114,7 +114,7 @@ class SalvageReport:
         if self.missing > 0:
             lines.append(
                 f"{format_count(self.missing, 'segment')} of which not all rows are known; rows that may be newer there "
-                "were taken with --stale-ok alone, else they are lost"
+                "are lost, or taken with --stale-ok"
             )
         if self.unproven:
             lines.append(f"{format_count(self.unproven, 'row')} saved that may be older than version {self.version}")
@@ -206,7 +206,7 @@ def _save(
         stack.callback((file_map := FileMap(path, size)).close)
         chosen = choose_tree(path, file_map, page_bytes, bytes.fromhex(known.store_id), report.doubts)
         found = find_segments(file_map, page_bytes, chosen.pages, rows, steps.copied)
-        remains = read_remains(path, file_map, page_bytes, found.leaves, chosen.pages, report.doubts)
+        remains = read_remains(path, file_map, page_bytes, found.leaves, chosen.agreed, report.doubts)
         _require_same_store(path, known, remains)
         report.version = remains.version
         tier = LmdbColdTier(work, store_id=bytes.fromhex(made.store_id), readonly=False)

@@ -359,11 +359,13 @@ class PagesInUse(NamedTuple):
     Attributes:
         pages: bool [pages of the file], those that the tree of segments claims, or that the list of free pages leaves
             out to it; None if neither is sound.
+        agreed: the same, where both are sound only those of both.
         list_is_sound: whether the list is.
         is_whole: whether both are, and agree.
     """
 
     pages: NDArray[np.bool_] | None
+    agreed: NDArray[np.bool_] | None
     list_is_sound: bool
     is_whole: bool
 
@@ -380,5 +382,7 @@ def pages_in_use(halves: Halves, meta: Meta, limit: int) -> PagesInUse:
     if others is not None:
         others[:2] = others[meta.last_page + 1 :] = True
     told = [pages for pages in (in_tree, None if others is None else ~others) if pages is not None]
+    if not told:
+        return PagesInUse(None, None, list_is_sound=False, is_whole=False)
     is_whole = len(told) == 2 and np.array_equal(told[0], told[1])
-    return PagesInUse(np.logical_or.reduce(told) if told else None, others is not None, is_whole)
+    return PagesInUse(np.any(told, axis=0), np.all(told, axis=0), others is not None, is_whole)

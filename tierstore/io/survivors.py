@@ -57,11 +57,14 @@ class Chosen(NamedTuple):
     """The tree that is to be saved.
 
     Attributes:
-        pages: bool [pages of the file], those of the tree and its values; None if that cannot be told.
+        pages: bool [pages of the file], those of the tree and its values; None if that cannot be told. If the tree and
+            the list of free pages do not agree, other pages are among them.
+        agreed: of these, the pages on which they do.
         value_pages: how many pages its values take, as its meta page says.
     """
 
     pages: Flags | None
+    agreed: Flags | None
     value_pages: int
 
 
@@ -88,7 +91,7 @@ def choose_tree(path: Path, file_map: FileMap, page_bytes: int, store_id: bytes,
     told = [each for each in told if each[1].pages is not None]
     if not told:
         doubts.append("Neither a tree of segments nor a list of free pages is sound.")
-        return Chosen(None, 0)
+        return Chosen(None, None, 0)
     if anchor is not None:
         told.sort(key=lambda each: not each[1].is_whole)
     elif not _is_newest(metas, *told[0]):
@@ -97,7 +100,7 @@ def choose_tree(path: Path, file_map: FileMap, page_bytes: int, store_id: bytes,
             "two was the newer: later commits may be missing."
         )
     meta, in_use = told[0]
-    return Chosen(in_use.pages, meta.main.overflow_pages)
+    return Chosen(in_use.pages, in_use.agreed, meta.main.overflow_pages)
 
 
 def _is_newest(metas: list[Meta], meta: Meta, in_use: PagesInUse) -> bool:
@@ -220,8 +223,8 @@ def surviving_rows(
     members, missing = _members(chosen, found, remains), found.numbers[:0]
     if members is None:
         doubts.append(
-            "Nothing proves which segments belong to the version. Rows may be older, or gone back from: they were taken "
-            "with --stale-ok alone, else they are lost."
+            "Nothing proves which segments belong to the version. Rows may be older, or gone back from: they are lost, or "
+            "taken with --stale-ok."
         )
     else:
         missing, found = np.setdiff1d(members, found.numbers), found.of(members)
