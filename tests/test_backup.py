@@ -14,7 +14,6 @@ from torch import Tensor
 
 import tierstore
 from tests import children
-from tests.placing import place_store
 from tierstore import errors
 from tierstore.backup import WORK_NAME
 from tierstore.cli import main
@@ -218,16 +217,6 @@ def test_what_was_never_committed_is_not_in_it(source: Path, tmp_path: Path) -> 
         with tierstore.open(tmp_path / "copy", mode=mode, ddr="8MiB") as store:  # type: ignore[arg-type]
             assert store.version == 0
             assert torch.equal(store["a"].read(torch.arange(ROWS)), first)
-
-
-def test_a_placed_store(trained: Trained, source: Path, tmp_path: Path) -> None:
-    trained.store.close()
-    place_store(source)
-    with tierstore.open(source, ddr=DDR, keep=2) as store:
-        store.backup(tmp_path / "copy", verify=True)
-    trained.check(tmp_path / "copy", 3)
-    with tierstore.open(tmp_path / "copy", ddr=DDR) as store:
-        assert store._cold.placement is not None
 
 
 def raising(number: int) -> Callable[..., int]:
