@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import tierstore
-from tests.placing import place_store
 from tierstore import killpoints, optim, writeback
 from tierstore.errors import DiskFullError, ReadOnlyError, StoreNotFoundError, TableError
 from tierstore.pending import PendingCommit
@@ -20,11 +19,8 @@ ALL = torch.arange(ROWS)
 POLICIES = ["lru", "lfu", "reference-lru"]
 
 
-def open_store(directory: Path, *, placed: bool = False, **settings: Any) -> tierstore.Store:
+def open_store(directory: Path, **settings: Any) -> tierstore.Store:
     settings = {"ddr": "600KiB", "threads": 1} | settings
-    if placed:
-        open_store(directory).close()
-        place_store(directory, samples=20_000)
     store = tierstore.open(directory, **settings)
     if store.readonly:
         return store
@@ -76,18 +72,17 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate.open()
 
 
-@pytest.mark.parametrize("placed", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     "point",
     ["write-back: segments put", "write-back: segments published", "commit: frozen rows written", "commit: record put"],
 )
 def test_a_version_shows_what_was_there_when_it_was_asked_for(
-    store_dir: Path, gate: Gate, policy: str, point: str, placed: bool
+    store_dir: Path, gate: Gate, policy: str, point: str
 ) -> None:
     """Rows change before and after they were written, are evicted, and are read while the writer stands still."""
     generator = torch.Generator().manual_seed(POLICIES.index(policy))
-    with open_store(store_dir, policy=policy, keep=3, placed=placed) as store:
+    with open_store(store_dir, policy=policy, keep=3) as store:
         capacity = store["t"].pool.cache.capacity
         assert capacity < ROWS / 2
         put(store, ALL, 1.0)
@@ -378,31 +373,6 @@ def test_what_a_version_dropped_is_used_again(store_dir: Path) -> None:
         data = store.verify().bytes
     assert max(sizes) < 2.5 * data, f"{max(sizes) / data:.2f}"
     assert max(sizes[10:]) == max(sizes[:10])
-
-
-def test_rows_moved_into_one_block_go_down_version_by_version(store_dir: Path) -> None:
-    """A row that changed since the freeze, and one beside it in its new block that did not, in one write-back."""
-    with open_store(store_dir, placed=True) as store:
-        cold, pool = store._cold, store["t"].pool
-        assert cold.placement is not None
-        per_block = store["t"].layout.rows_per_block
-        rows = cold.placement.areas[0].keys[:per_block].tolist()
-        changed = torch.tensor(rows[:1])
-        kept = torch.tensor([next(row for row in rows if row // per_block != rows[0] // per_block)])
-        put(store, changed, 1.0)
-        put(store, kept, 1.0)
-        store.commit()
-        put(store, changed, 2.0)
-        put(store, kept, 2.0)
-        writeback_ = pool.writeback
-        with writeback_.gate, pool.lock:
-            writeback_.freeze()
-        put(store, changed, 3.0)
-        store["t"].read(kept)  # so that the other is the next victim
-        writeback_.write_victims(1)
-        writeback_.write_frozen()
-        assert cold.verify().rows >= 2
-        assert store["t"].read(torch.cat([changed, kept]))[:, 0].tolist() == [3.0, 2.0]
 
 
 def test_a_slot_that_another_row_took_is_not_written_for_the_one_before(

@@ -15,7 +15,7 @@ import torch
 
 import tierstore
 from tests import children
-from tests.placing import random_trace
+from tests.packed import random_trace
 from tests.stored import offset_of, segment_offset, segments_of
 from tierstore import compaction, errors
 from tierstore.cli import main

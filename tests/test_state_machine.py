@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import tierstore
-from tests.placing import place_store
+from tests.packed import pack_store
 from tierstore import optim
 from tierstore._jit import JIT_ENABLED
 
@@ -130,10 +130,10 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(seed=st.integers(0, 9))
     def pack(self, seed: int) -> None:
-        """Go on with a copy whose rows lie elsewhere."""
+        """Go on with a copy whose rows lie in another order."""
         self.store.close()
         self.pending = None
-        place_store(self.directory / "store", seed)
+        pack_store(self.directory / "store", seed)
         self.store = tierstore.open(self.directory / "store", **self.settings)
         self.show_version()
 

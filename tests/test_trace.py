@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.placing import random_trace
+from tests.packed import random_trace
 from tierstore.cli import main
 from tierstore.trace import TableTrace, Trace, read_trace, write_trace
 

@@ -8,7 +8,6 @@ import torch
 from safetensors import safe_open
 
 import tierstore
-from tests.placing import place_store
 from tests.updates.support import ROWS, SMALL, assign, change, contents, edited, extra_of, same, table_config
 from tierstore import errors
 from tierstore.exchange.rows import read_rows
@@ -69,12 +68,9 @@ def test_rows_written_with_the_bits_they_had_are_not_sent_unless_they_are_new(tm
     assert sent_rows(make(source, 1)) == {"item": {5, 700, 800}}
 
 
-@pytest.mark.parametrize("placed", [False, True], ids=["plain", "placed"])
-def test_a_version_that_is_not_kept_is_told_by_blocks_and_what_is_sent_is_enough(tmp_path: Path, placed: bool) -> None:
+def test_a_version_that_is_not_kept_is_told_by_blocks_and_what_is_sent_is_enough(tmp_path: Path) -> None:
     source, replica = tmp_path / "source", tmp_path / "replica"
     changed = change(source, 1)
-    if placed:
-        place_store(source)
     apply_update(replica, make(source).path)
     changed = change(source, 2, names=("item",))
     changed = {"item": changed["item"] | change(source, 3, names=("item",))["item"]}
@@ -84,19 +80,6 @@ def test_a_version_that_is_not_kept_is_told_by_blocks_and_what_is_sent_is_enough
     assert changed["item"] <= sent["item"]
     apply_update(replica, update.path)
     assert same(contents(source), contents(replica))
-
-
-def test_only_rows_that_differ_are_sent_of_a_placed_store(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    change(source, 1, keep=2)
-    place_store(source)
-    changed = change(source, 2, keep=2)
-    assert sent_rows(make(source, 1)) == changed
-    for version, row in enumerate((0, 2, 4, 899), start=2):  # the first ones were moved, the last was not
-        with tierstore.open(source, keep=2, **SMALL) as store:
-            store["item"].write(torch.tensor([row]), torch.full((1, 6), float(version)))
-            store.commit()
-        assert sent_rows(make(source, version)) == {"item": {row}, "user": set()}
 
 
 def test_a_version_that_was_rolled_back_is_no_basis(tmp_path: Path) -> None:

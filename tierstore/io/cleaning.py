@@ -145,8 +145,8 @@ class Cleaner:
 
     def _sample(self, length: int) -> Int64s:
         if length <= _SAMPLE:
-            return np.arange(1, length)
-        return np.unique(self._random.integers(1, length, _SAMPLE))
+            return np.arange(length)
+        return np.unique(self._random.integers(0, length, _SAMPLE))
 
     def _interval(self, segments: Segments, slots: Int64s, kept: tuple[int, ...]) -> Int64s:
         """A number for the kept versions between which the rows of a segment were written; one for each open epoch."""
