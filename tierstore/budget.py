@@ -25,8 +25,9 @@ STAGING_BYTES: Final = 256 * 2**10
 """Block images under construction."""
 TRANSACTION_SHARE: Final = 1 / 8
 MIN_TRANSACTION_BYTES: Final = 128 * 2**10
-MAX_TRANSACTION_BYTES: Final = 64 * 2**20
-"""Pages that LMDB keeps until a write-back transaction ends: a share of the budget, within bounds."""
+MAX_TRANSACTION_BYTES: Final = 2**20
+"""Pages that LMDB keeps until a write-back transaction ends: a share of the budget, within bounds. Larger ones cost as
+much a row, and write more rows that are used once more before they leave."""
 OUTBOX_SHARE: Final = 1 / 16
 """Rows in a pool's outbox, of the rows in its cache."""
 OVERFLOW_SHARE: Final = 1 / 16

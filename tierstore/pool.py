@@ -234,7 +234,7 @@ class Pool:
     def _write_ahead(self, count: int, _store: object) -> None:
         self._writer_thread = threading.get_ident()
         with contextlib.suppress(Exception):
-            step = self.writeback.rows_a_turn
+            step = self.writeback.rows_a_write
             for first in range(0, count, step):
                 if self._closed or not self.cache.num_dirty:
                     return

@@ -28,11 +28,9 @@ from .io import ColdTier
 from .killpoints import reach
 from .rows import RowLayout
 
-__all__ = ["BYTES_A_TURN", "MIN_OUTBOX_ROWS", "PAUSE_SECONDS", "WriteBack", "outbox_bytes"]
+__all__ = ["MIN_OUTBOX_ROWS", "PAUSE_SECONDS", "WriteBack", "outbox_bytes"]
 
 MIN_OUTBOX_ROWS: Final = 32
-BYTES_A_TURN: Final = 1 << 20
-"""What a thread that writes for a commit, or ahead, writes before it lets others write."""
 PAUSE_SECONDS: Final = 5e-5
 """Between two turns: a lock released and taken again at once is given to nobody else."""
 _KEY_AND_PLACE_BYTES: Final = 12
@@ -89,8 +87,8 @@ class WriteBack:
         epoch: the version that rows are written for.
 
     Attributes:
-        rows_a_write: that a transaction of the cold tier may hold.
-        rows_a_turn: that a thread writes for a commit, or ahead, before it lets others write.
+        rows_a_write: that a transaction of the cold tier may hold, and that a thread writes for a commit, or ahead,
+            before it lets others write.
         waited_seconds: how long others have waited for the writer of a commit.
     """
 
@@ -111,7 +109,6 @@ class WriteBack:
         self._cold = cold
         self._lock = lock
         self.rows_a_write = layout.rows_within(transaction_bytes)
-        self.rows_a_turn = min(self.rows_a_write, layout.rows_within(BYTES_A_TURN))
         self._epoch = epoch
         self._outbox = _Outbox(layout, max(outbox_rows, MIN_OUTBOX_ROWS))
         self._error: BaseException | None = None
@@ -212,8 +209,8 @@ class WriteBack:
         """
         with self._lock:
             slots = self._cache.frozen_slots()
-        for first in range(0, len(slots), self.rows_a_turn):
-            self._take_turn(partial(self._write_frozen, slots[first : first + self.rows_a_turn]))
+        for first in range(0, len(slots), self.rows_a_write):
+            self._take_turn(partial(self._write_frozen, slots[first : first + self.rows_a_write]))
             while self._outbox.count > len(self._outbox.keys) // 2:
                 self._take_turn(self._write_some_copies)
         while self._outbox.count:
@@ -258,7 +255,7 @@ class WriteBack:
         """Write one turn's worth of the outbox, and forget it. The caller holds the gate."""
         outbox = self._outbox
         with self._lock:
-            places = outbox.places[: self.rows_a_turn]
+            places = outbox.places[: self.rows_a_write]
         for _ in self._write_runs(outbox.keys[places], places, outbox, self._epoch - 1):
             pass
         with self._lock:
