@@ -31,6 +31,8 @@ from .rows import RowLayout
 __all__ = ["MIN_OUTBOX_ROWS", "PAUSE_SECONDS", "WriteBack", "outbox_bytes"]
 
 MIN_OUTBOX_ROWS: Final = 32
+_VICTIMS_SHARE: Final = 1 / 8
+"""Of the rows in a cache, what is written together at most: rows far from leaving may well change once more."""
 PAUSE_SECONDS: Final = 5e-5
 """Between two turns: a lock released and taken again at once is given to nobody else."""
 _KEY_AND_PLACE_BYTES: Final = 12
@@ -108,7 +110,7 @@ class WriteBack:
         self._cache = cache
         self._cold = cold
         self._lock = lock
-        self.rows_a_write = layout.rows_within(transaction_bytes)
+        self.rows_a_write = min(layout.rows_within(transaction_bytes), max(1, int(cache.capacity * _VICTIMS_SHARE)))
         self._epoch = epoch
         self._outbox = _Outbox(layout, max(outbox_rows, MIN_OUTBOX_ROWS))
         self._error: BaseException | None = None
