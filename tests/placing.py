@@ -6,16 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-import tierstore
-from bench.damage import Expected, Sample
 from tierstore.compaction import compact_store
 from tierstore.manifest import Manifest
 from tierstore.trace import TableTrace, Trace, write_trace
 
-__all__ = ["place_sample", "place_store", "random_trace"]
+__all__ = ["place_store", "random_trace"]
 
 
 def random_trace(rows: Mapping[str, int], seed: int, samples: int = 60) -> Trace:
@@ -40,19 +37,3 @@ def place_store(folder: Path, seed: int = 0, samples: int = 60) -> Path:
     os.rename(copy, folder)
     trace.unlink()
     return folder
-
-
-def place_sample(folder: Path, sample: Sample) -> Sample:
-    """The same rows, in ``folder``, elsewhere, some of them written again since."""
-    place_store(folder)
-    with tierstore.open(folder, ddr="1MiB", threads=1) as store:
-        extra, tensors = store.extra, store.tensors()
-        for _ in range(2):
-            for table in store.tables.values():
-                ids = torch.arange(table.config.num_embeddings // 2)
-                table.write(ids, table.read(ids))
-            store.commit(extra=extra, tensors=tensors)
-    with tierstore.open(folder, mode="r", ddr="1MiB", threads=1) as store:
-        expected = Expected.of(store)
-    assert expected.differences(sample.expected) in ([], ["version"])
-    return Sample({name: (folder / name).read_bytes() for name in sample.files}, expected)
