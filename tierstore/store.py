@@ -513,9 +513,7 @@ class Store(Unpicklable):
         return self.recorder
 
     def verify(self, *, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
-        """Read and check all rows on SSD, of every version, and what leads to them.
-
-        The report counts rows as they are now. ``progress(done_bytes, total_bytes)``.
+        """Read and check the rows of all versions on SSD; count those of now. ``progress(done_bytes, total_bytes)``.
 
         Raises:
             DamagedError: names the file, the place and the way out.
