@@ -4,11 +4,14 @@
 """
 
 import contextlib
+import os
 import shutil
 import struct
-from collections.abc import Callable, Iterable
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,7 @@ from tests.wrecks import PAGE, TABLES, History, Image, Rows, Segment, extra_of, 
 from tierstore.errors import DamagedError, FormatError, StoreLockedError, StoreNotFoundError, TierstoreError
 from tierstore.io.checksum import bytes_checksum
 from tierstore.io.records import HEAD_ITEM, LOG_ITEM, STORE_ITEM
+from tierstore.io.wreck import settled
 from tierstore.manifest import Manifest
 from tierstore.rows import KEY_ROW_BITS
 from tierstore.salvage import LOST_NAME, SalvageReport, salvage
@@ -28,6 +32,15 @@ from tierstore.salvage import LOST_NAME, SalvageReport, salvage
 META = 2**64 - 1
 Change = tuple[int, bytes]
 """Where in the row file, and what is there then."""
+
+
+@pytest.fixture
+def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """In memory if there is room: each repair syncs a dozen times."""
+    shared = Path("/dev/shm")
+    base = shared if os.access(shared, os.W_OK) else tmp_path_factory.getbasetemp()
+    with tempfile.TemporaryDirectory(dir=base) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(scope="module")
@@ -143,18 +156,21 @@ def test_random_damage_of_segments(history: History, image: Image, tmp_path: Pat
     outcomes = {"whole": 0, "lost": 0, "missing": 0}
     for turn in range(40):
         changes = []
-        for _ in range(int(random.integers(1, 5))):
+        for _ in range(int(random.integers(1, 4))):
             each = image.segments[int(random.integers(len(image.segments)))]
             at = int(random.integers(each.start * 8, each.stop * 8))
             length = min(int(random.choice([1, 8, 512, PAGE, 3 * PAGE, 16 * PAGE])), each.stop * 8 - at)
             if random.random() < 0.4:  # from the index on
-                at, length = each.start * 8, min(int(random.choice([1, 2, 3, 16])) * PAGE, (each.stop - each.start) * 8)
+                at, length = (
+                    each.start * 8,
+                    min(int(random.choice([1, 1, 1, 2, 3, 16])) * PAGE, (each.stop - each.start) * 8),
+                )
             changes.append((at, random.bytes(length) if random.random() < 0.5 else bytes(length)))
         expected = image.expected(_changed(history.files, changes)["rows.lmdb"])
         outcomes["missing" if expected.missing else "lost" if expected.lost else "whole"] += 1
         what = turn, [(at, len(content)) for at, content in changes]
         _check_exactly(tmp_path, history, image, changes, what, (False, True))
-    assert min(outcomes.values()) > 3, outcomes
+    assert min(outcomes.values()) > 2, outcomes
 
 
 def _flip(image: Image, at: int, bits: int = 0x10) -> Change:
@@ -251,15 +267,14 @@ def test_a_segment_is_missing_that_no_leaf_names(scattered: History, tmp_path: P
     gone = next(node for kind, _, node in image.nodes if kind == 0)
     each = image._segment(image._little(gone + 24, 8))
     hole = (each.start * 8, bytes((each.stop - each.start) * 8))
-    files = _changed(scattered.files, [(gone // PAGE * PAGE, bytes(PAGE)), hole])
-    report = _salvaged(tmp_path, files)
-    assert (report.rows, report.missing) == (0, -1)
-    assert "Nothing proves which segments belong to the version" in report.doubts[0]
-    report = _salvaged(tmp_path, files, stale_ok=True)
-    assert (
-        rows_of(tmp_path / "saved")
-        == image.expected(_changed(scattered.files, [hole])["rows.lmdb"], stale_ok=True).saved
-    )
+    expected = image.expected(_changed(scattered.files, [hole])["rows.lmdb"], stale_ok=True).saved
+    for change in ((gone // PAGE * PAGE, bytes(PAGE)), _flip(image, gone + 8 + 15)):  # its leaf; its number there
+        files = _changed(scattered.files, [change, hole])
+        report = _salvaged(tmp_path, files)
+        assert (report.rows, report.missing) == (0, -1)
+        assert "Nothing proves which segments belong to the version" in report.doubts[0]
+        _salvaged(tmp_path, files, stale_ok=True)
+        assert rows_of(tmp_path / "saved") == expected
 
 
 def _record(image: Image, item: int) -> int:
@@ -395,6 +410,24 @@ def test_a_store_of_an_older_release(cleaned: History, tmp_path: Path) -> None:
         change = at, body + struct.pack("<Q", bytes_checksum(body))
         with pytest.raises(FormatError, match=rf"rows\.lmdb: format version {number}.*{expected}"):
             _salvaged(tmp_path, _changed(cleaned.files, [change]))
+
+
+def test_what_was_read_while_pages_were_refused_is_read_again() -> None:
+    class Refusing:
+        met = 0
+
+        def is_clean(self, since: int) -> bool:
+            return since == self.met
+
+    file_map: Any = SimpleNamespace(guard=Refusing())
+    results = iter([1, 2, 3, 4])
+
+    def call() -> int:
+        result = next(results)
+        file_map.guard.met += result < 3
+        return result
+
+    assert settled(file_map, call) == 3
 
 
 def _occupied(target: Path) -> None:

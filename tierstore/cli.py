@@ -40,7 +40,9 @@ _TRAIN_FLAGS: Final = (
     _Flag("--ddr", "store.ddr", str, "SIZE", 'memory for rows, as "512MiB", "50%%" or "5%% of tables"'),
     _Flag("--hbm", "store.hbm", str, "SIZE", "GPU memory for rows, written as --ddr is; 0: none"),
     _Flag("--device", "store.device", str, "NAME", "where the model computes: cpu, or cuda beside --hbm"),
-    _Flag("--policy", "store.policy", str, "NAME", "which rows leave memory first: lru, lfu, tinylfu or lookahead"),
+    _Flag(
+        "--policy", "store.policy", str, "NAME", "which rows leave memory first: auto, lru, lfu, tinylfu or lookahead"
+    ),
     _Flag("--threads", "store.threads", int, "N", "threads of the store"),
     _Flag("--record", "store.record", str, "FILE.npz", "record which rows are looked up, for tierstore plan"),
     _Flag("--record-rate", "store.record_rate", float, "X", "share of the rows that is recorded"),

@@ -27,7 +27,7 @@ def open_store(
     ddr: int | str = "50%",
     hbm: int | str = 0,
     device: str = "cpu",
-    policy: str = "lru",
+    policy: str = cache.AUTO,
     threads: int | None = None,
     dtype: DtypeName | Literal["stored"] | None = None,
 ) -> Store:
@@ -49,7 +49,9 @@ def open_store(
             device's memory), "10% of tables"; 0 for none. With device="cpu" it is a tier of the same make in host
             memory: slow, and there to be tested.
         device: where the hottest rows and results live: "cpu", or "cuda", "cuda:1" with hbm= above 0.
-        policy: which rows leave memory first: "lru", "lfu", "tinylfu" (by counts that outlive residence and age) or
+        policy: which rows leave memory first. "auto" is what we think best and may change between releases: now
+            "tinylfu" in host memory and "lru" in device memory. Others: "lru", "lfu", "tinylfu" (by counts that outlive
+            residence and age, or "lru" where a sample says that it hits more) or
             "lookahead" (by next use, as far as ``prefetch`` with ``lookahead=`` announced it). Each has a slow,
             independent implementation, as "reference-lru".
         threads: threads for lookups and updates, the calling one included; default: the CPUs this process may use.

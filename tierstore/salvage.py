@@ -131,7 +131,7 @@ def salvage(
 ) -> SalvageReport:
     """Save every sound row of a store's last version, its extra and its tensors into a new store.
 
-    Reads the row file twice. Takes 8 bytes of memory a row, and some 100 a segment.
+    Reads the row file twice. Takes 8 bytes of memory a row, some 100 a segment, and a few a page.
 
     Args:
         directory: the damaged store; only read, and no process may have it open for writing.

@@ -27,15 +27,19 @@ class TierStats(NamedTuple):
     """Rows that left for others; of hbm, those of the cache, not of overflow slots."""
     capacity_rows: int = 0
     bytes: int = 0
-    """Memory the tier holds: arenas, index, policy and staging; for ssd, the block directory and staging."""
+    """Memory the tier holds: arenas, index, policy and staging; for ssd, the map from rows to places."""
     seconds: float = 0.0
     """Time spent moving rows into the tier (ddr, hbm) or reading and writing them (ssd)."""
     bytes_read: int = 0
     """Bytes of pages read (ssd)."""
     bytes_written: int = 0
-    """Bytes of blocks written (ssd)."""
+    """Bytes of segments appended for rows written back (ssd)."""
     rows_written: int = 0
     """Rows written back (ssd)."""
+    bytes_moved: int = 0
+    """Bytes of segments that cleaning appended, beside ``bytes_written`` (ssd)."""
+    rows_moved: int = 0
+    """Rows in them (ssd)."""
     split_batches: int = 0
     """Batches whose rows did not fit the tier at once and were worked off in parts."""
     conflict_misses: int = 0

@@ -43,4 +43,6 @@ def _ssd_stats(cold: LmdbColdTier, num_rows: int) -> TierStats:
         bytes_read=counters.pages_read * cold.page_bytes,
         bytes_written=counters.bytes_written,
         rows_written=counters.rows_written,
+        bytes_moved=counters.bytes_moved,
+        rows_moved=counters.rows_moved,
     )

@@ -26,7 +26,7 @@ def _tell(figures: dict[str, Any]) -> Told:
         ["memory, rows of 256 bytes", f"{host['ddr']['row_bytes_per_s'] / 1e9:.1f} GB/s"],
         ["matrix products", f"{host['processor']['flops'] / 1e9:.0f} GFLOP/s"],
         ["SSD reads of 4 KiB", f"{drive['reads_per_s']:,.0f}/s"],
-        ["SSD writes of 4 KiB", f"{drive['writes_per_s']:,.0f}/s"],
+        ["SSD writes", f"{drive['write_bytes_per_s'] / 1e9:.2f} GB/s"],
         *([name.replace("_", " "), f"{value:.3g}"] for name, value in host["costs"].items()),
     ]
     return Told(tables=[Table(title="this machine, and tierstore's own work on it", columns=["what", ""], rows=rows)])

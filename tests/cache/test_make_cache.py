@@ -11,7 +11,7 @@ from tierstore.cache import POLICIES, DdrCache, ReferenceCache, capacity_for, ma
 
 def test_policies() -> None:
     assert (
-        *("lru", "lfu", "tinylfu", "lookahead"),
+        *("auto", "lru", "lfu", "tinylfu", "lookahead"),
         *("reference-lru", "reference-lfu", "reference-tinylfu", "reference-lookahead"),
     ) == POLICIES
 
@@ -20,7 +20,7 @@ def test_policies() -> None:
 def test_each_policy_makes_its_cache(policy: str) -> None:
     cache = make_cache(policy, 3, weight_words=2, state_words=1)
     assert isinstance(cache, ReferenceCache if policy.startswith("reference") else DdrCache)
-    assert cache.policy == policy
+    assert cache.policy == {"auto": "tinylfu"}.get(policy, policy)
     assert (cache.capacity, cache.weights.shape, cache.state.shape) == (3, (3, 2), (3, 1))
 
 
@@ -40,6 +40,7 @@ def test_twins_have_one_capacity(policy: str) -> None:
 
 def test_all_is_exact() -> None:
     assert tierstore.cache.__all__ == [
+        "AUTO",
         "OVERHEAD_BYTES",
         "POLICIES",
         "REFERENCE_PREFIX",
@@ -57,6 +58,7 @@ def test_all_is_exact() -> None:
         "capacity_for",
         "full_size_bytes",
         "make_cache",
+        "resolve_policy",
         "size_bytes_of",
     ]
 

@@ -47,8 +47,8 @@ HELP = {
           --ddr SIZE            memory for rows, as "512MiB", "50%" or "5% of tables" (store.ddr)
           --hbm SIZE            GPU memory for rows, written as --ddr is; 0: none (store.hbm)
           --device NAME         where the model computes: cpu, or cuda beside --hbm (store.device)
-          --policy NAME         which rows leave memory first: lru, lfu, tinylfu or lookahead
-                                (store.policy)
+          --policy NAME         which rows leave memory first: auto, lru, lfu, tinylfu or
+                                lookahead (store.policy)
           --threads N           threads of the store (store.threads)
           --record FILE.npz     record which rows are looked up, for tierstore plan (store.record)
           --record-rate X       share of the rows that is recorded (store.record_rate)
@@ -255,7 +255,7 @@ HELP = {
                                 50%)
           --dtype NAME          what rows are kept in memory as: "stored", or fewer bits: "float16", "bfloat16",
                                 "int8", "int4" (default: stored)
-          --policy NAME         which rows leave memory first: lru, lfu or tinylfu (default: lru)
+          --policy NAME         which rows leave memory first: auto, lru, lfu or tinylfu (default: auto)
           --threads N           threads of a lookup and of the model; 0: the CPUs there are but one, shared by
                                 workers
           --host TEXT           address that REST and gRPC listen on; 0.0.0.0 for all (default: 127.0.0.1)

@@ -11,7 +11,7 @@ from pathlib import Path
 from .mutate import mutations
 
 CORPUS = Path(__file__).parent / "corpus"
-PLAIN = ("manifest", "records", "runfile", "criteo", "npy", "parquet", "walk", "infer", "update", "anchor")
+PLAIN = ("manifest", "records", "runfile", "criteo", "npy", "parquet", "walk", "segments", "infer", "update", "anchor")
 COMPILED = ("store",)
 LAST_INPUT = "last-input"
 

@@ -83,12 +83,19 @@ def some_edits(step: int) -> list[bytes]:
 
 
 class GuardedArray(np.ndarray):
-    """An array whose elements are read only within its bounds: an index below 0 would be read from the end."""
+    """An array whose elements are used only within its bounds: an index below 0 would be read from the end."""
 
     def __getitem__(self, at: object) -> object:
-        if isinstance(at, int | np.integer) and not 0 <= at < len(self):
-            raise IndexError(f"half-word {at} of {len(self)} was read")
+        self._check(at)
         return super().__getitem__(at)
+
+    def __setitem__(self, at: object, value: object) -> None:
+        self._check(at)
+        super().__setitem__(at, value)
+
+    def _check(self, at: object) -> None:
+        if isinstance(at, int | np.integer) and not 0 <= at < len(self):
+            raise IndexError(f"element {at} of {len(self)} was used")
 
 
 def guarded_halves(image: bytearray) -> NDArray[np.uint16]:

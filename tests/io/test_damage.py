@@ -86,10 +86,11 @@ def test_a_flipped_bit_in_a_row(written: Path, word: int, row: int) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 7, 8, 15], ids=["key", "key", "checksum", "checksum"])
-def test_a_flipped_bit_before_a_row(written: Path, at: int) -> None:
-    flip(written, place(written, 300).pair + at, bits=16)
+@pytest.mark.parametrize("row", [300, 301])
+def test_a_flipped_bit_before_a_row(written: Path, row: int, at: int) -> None:
+    flip(written, place(written, row).pair + at, bits=16)
     with opened(written) as tier:
-        expect_bad_rows(tier, [300])
+        expect_bad_rows(tier, [row])
 
 
 @pytest.mark.parametrize("at", [0, 8, 11], ids=["segment", "number in it", "newest epoch"])

@@ -18,6 +18,7 @@ from tierstore.inspection import verify_store
 from tierstore.io import verify
 from tierstore.io.indexes import stored_segments
 from tierstore.io.lmdb import LmdbColdTier
+from tierstore.io.records import segment_key
 from tierstore.io.row_map import RowMap
 from tierstore.io.snapshot import Snapshot
 from tierstore.rows import RowLayout
@@ -97,8 +98,18 @@ def _say(folder: Path, place: RowPlace, word: int, content: int) -> None:
 
 @pytest.mark.parametrize(
     ("word", "content"),
-    [(5, 0), (4, 99), (3, 1 << 32 | 54), (3, 53), (6, 56), (7, 56), (7, 1 << 40), (7, 1 << 63)],
-    ids=["oldest", "newest", "mixed", "fewer rows", "no row", "no row later", "another layout", "no key"],
+    [(5, 0), (4, 99), (3, 1 << 32 | 54), (3, 53), (3, 30), (6, 56), (7, 56), (7, 1 << 40), (7, 1 << 63)],
+    ids=[
+        "oldest",
+        "newest",
+        "mixed",
+        "fewer rows",
+        "fewer blocks",
+        "no row",
+        "no row later",
+        "another layout",
+        "no key",
+    ],
 )
 def test_an_index_that_says_what_cannot_be(folder: Path, word: int, content: int) -> None:
     """Though its checksum is right: of 54 rows of one epoch."""
@@ -229,9 +240,23 @@ def test_a_damaged_free_list_is_found_by_a_reader_too(folder: Path, sample: Samp
     newest = max((0, 1), key=lambda page: int(words[page * 512 + 18]))
     free_root = int(words[newest * 512 + 10])
     assert free_root < len(words) // 512
-    flip(folder, free_root * PAGE + PAGE - 8)
-    with pytest.raises(DamagedError, match=r"rows\.lmdb: page"), tierstore.open(folder, mode="r", ddr="1MiB") as store:
-        store.verify()
+    with tierstore.open(folder, mode="r", ddr="1MiB") as store:
+        flip(folder, free_root * PAGE + PAGE - 8)
+        with pytest.raises(DamagedError, match=r"rows\.lmdb: page"):
+            store.verify()
+
+
+def test_a_segment_that_went_missing_since_the_store_was_opened(tmp_path: Path) -> None:
+    with contextlib.closing(open_tier(tmp_path)) as tier:
+        add_tables(tier)
+        write_rows(tier, WIDE, keys_of(0, np.arange(300)), 1)
+        with tier._transaction() as txn:
+            assert txn.delete(segment_key(place_of(tier, 0, 0).number))
+        tier._view.move(tier._new_snapshot())
+        with pytest.raises(
+            DamagedError, match=r"rows\.lmdb: its index has 1 segments, and its record of the log counts 2"
+        ):
+            tier.verify()
 
 
 def test_in_words(folder: Path) -> None:

@@ -22,18 +22,16 @@ def random_trace(seed: int, samples: int) -> Trace:
     return Trace(tables={"a": table(), "b": table()}, batch_samples=BATCH, sampling_rate=0.5)
 
 
-def batches_of(trace: Trace) -> list[list[int]]:
-    samples = [
+def batches_of(trace: Trace, bounds: list[int] | None = None) -> list[list[int]]:
+    """Between these samples; default: batches of the trace's size."""
+    bounds = bounds or [*range(0, trace.num_samples, trace.batch_samples), trace.num_samples]
+    return [
         [
             index << 40 | int(row)
             for index, table in enumerate(trace.tables.values())
-            for row in table.ids[table.offsets[sample] : table.offsets[sample + 1]]
+            for row in table.ids[table.offsets[first] : table.offsets[stop]]
         ]
-        for sample in range(trace.num_samples)
-    ]
-    step = trace.batch_samples
-    return [
-        [key for sample in samples[first : first + step] for key in sample] for first in range(0, len(samples), step)
+        for first, stop in pairwise(bounds)
     ]
 
 
@@ -41,7 +39,7 @@ def listed(keys: np.ndarray, starts: np.ndarray) -> list[list[int]]:
     return [keys[begin:end].tolist() for begin, end in pairwise(starts)]
 
 
-def test_accesses_go_sample_by_sample() -> None:
+def test_accesses_go_batch_by_batch_and_table_by_table() -> None:
     for samples in (0, 1, 4, 10):
         trace = random_trace(samples, samples)
         found = accesses_of(trace)
@@ -52,14 +50,11 @@ def test_accesses_go_sample_by_sample() -> None:
 def test_batches_of_a_recording() -> None:
     """Of different sizes, an entry being a sample or a batch."""
     trace = random_trace(4, 10)
-    own = [list(batch) for batch in batches_of(replace(trace, batch_samples=1))]
     starts = np.array([0, 3, 3, 8, 10])
     found = accesses_of(replace(trace, batch_starts=starts))
-    assert listed(found.keys, found.starts) == [
-        [key for sample in own[begin:end] for key in sample] for begin, end in pairwise(starts.tolist())
-    ]
+    assert listed(found.keys, found.starts) == batches_of(trace, starts.tolist())
     found = accesses_of(replace(trace, batch_starts=np.arange(11) * 7))
-    assert listed(found.keys, found.starts) == own
+    assert listed(found.keys, found.starts) == batches_of(trace, list(range(11)))
 
 
 def test_batches_that_a_recording_does_not_list() -> None:

@@ -65,8 +65,8 @@ HELP = {
           TRACE              a trace, of tierstore trace or another that can be read
         options:
           -h, --help         show this help message and exit
-          --policy NAMES     some of lru, lfu, tinylfu, perfect-lfu, opt, with commas between (default: lru);
-                             perfect-lfu and opt are bounds that no store reaches
+          --policy NAMES     some of auto, lru, lfu, tinylfu, perfect-lfu, opt, with commas between (default:
+                             lru); perfect-lfu and opt are bounds that no store reaches
           --sizes ROWS       sizes of caches, with commas between, as 1000,20000,5%
           --sampling-rate R  let this share of the rows stand for all (default: 1, every row)
           --once-a-batch     count a row once a batch, as the tiers of a store do
@@ -111,7 +111,7 @@ HELP = {
                                 where tables go (default: compare all)
           --hbm-share S         share of an accelerator's memory that rows may take
           --ddr-share S         share of a host's memory that rows may take
-          --policy NAME         with ssd: of the caches (default: lru)
+          --policy NAME         with ssd: of the caches (default: auto)
           --json PATH           write the plans to a file
           --force               replace that file if it exists
           --traceback           show where in the code an error arose

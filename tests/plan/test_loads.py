@@ -12,8 +12,8 @@ from tierstore.plan.prediction import ResourceLoad
 from tierstore.plan.tiers import PoolLoad, pool_loads
 
 IDS, UNIQUE, MISSES, BAGS = 4000, 2000, 500, 1000
-ROW, BLOCK, PAGE = 264, 4080, 4096
-"""Bytes of a row of 64 float32 with one accumulator, of a block's value, of a page."""
+ROW, SEGMENT, PAGE = 264, 16 * 4096 / 210, 4096
+"""Bytes of a row of 64 float32 with one accumulator; of a segment, a row of it; of a page."""
 
 
 def loads(setup: Setup, *, miss_ratio: float = 0.25, is_ahead: bool = True) -> tuple[dict[str, ResourceLoad], PoolLoad]:
@@ -41,16 +41,19 @@ def test_training_in_host_memory() -> None:
     lookups = (_pooling_ns(ROW) + _updating_ns(ROW)) * 1e-9
     assert found["lookups"] == ("lookups", pytest.approx(lookups / 2), IDS, "ids")
     assert found["model"] == ("model", pytest.approx(3e5 * 1000 / 1e11), 3e8, "flops")
-    cold = (90_000 + IDS * 40 + UNIQUE * 15 + MISSES * (200 + 0.5 * ROW) + pool.blocks_read * 300) * 1e-9
+    cold = (90_000 + IDS * 40 + UNIQUE * 15 + MISSES * (200 + 0.5 * ROW) + pool.pages_read * 300) * 1e-9
     assert found["cold rows"] == ("cold rows", pytest.approx(cold), MISSES, "rows")
-    back = pool.blocks_written * (2000 + 1.0 * BLOCK) * 1e-9 + pool.transactions * 400e-6
-    assert found["write-back"] == ("write-back", pytest.approx(back), pool.blocks_written, "blocks")
-    assert found["ssd reads"] == ("ssd reads", pytest.approx(pool.blocks_read / 1e5 + 1e-4), pool.blocks_read, "reads")
-    pages = pool.blocks_written + pool.leaves_written
-    assert found["ssd writes"] == ("ssd writes", pytest.approx(pages / 5e4), pytest.approx(pages * PAGE), "bytes")
+    moving_ns = pool.rows_moved * (600 + 2.0 * ROW)
+    back = (MISSES * (800 + 1.0 * ROW) + moving_ns) * 1e-9 + pool.transactions * 400e-6
+    assert pool.rows_moved > 100
+    assert found["write-back"] == ("write-back", pytest.approx(back), MISSES, "rows")
+    reads = pool.pages_read + pool.segments_cleaned
+    assert found["ssd reads"] == ("ssd reads", pytest.approx(reads / 1e5 + 1e-4), reads, "reads")
+    written = (MISSES + pool.rows_moved) * SEGMENT
+    assert found["ssd writes"] == ("ssd writes", pytest.approx(written / 1e9), pytest.approx(written), "bytes")
     moved = (IDS + MISSES + 2 * UNIQUE) * ROW
     assert found["ddr"] == ("ddr", pytest.approx(moved / 1e10), moved, "bytes")
-    computing, sync = 200e-6 + lookups + 4 * 3e8 / 1e11, pool.blocks_written * 700e-9
+    computing, sync = 200e-6 + lookups + 4 * 3e8 / 1e11, written / PAGE * 700e-9
     busy = computing + cold + back + sync
     assert found["cores"] == ("cores", pytest.approx(busy / 4), pytest.approx(busy), "core-seconds")
     assert found["wait for a core"].seconds == pytest.approx((cold + back + sync) / 4)
@@ -65,7 +68,7 @@ def test_what_is_not_brought_in_ahead_is_not_handed_over_nor_waited_for() -> Non
     assert found["batch"].seconds == pytest.approx(ahead["batch"].seconds - 40e-6)
     assert found["cold rows"].seconds == pytest.approx(ahead["cold rows"].seconds - 90e-6)
     assert found["wait ahead"].seconds == 0
-    sync = pool.blocks_written * 700e-9
+    sync = pool.pages_written * 700e-9
     assert found["wait for a core"].seconds == pytest.approx(sync / 4), "one thread syncs all the same"
 
 
@@ -91,7 +94,7 @@ def test_where_all_rows_have_a_slot_no_id_is_looked_for() -> None:
         assert found[idle].seconds == 0
 
 
-def test_drives_share_reads_and_large_blocks_are_bytes() -> None:
+def test_drives_share_reads_and_slow_ones_are_told_by_bytes() -> None:
     one, _ = loads(make_setup())
     three, _ = loads(make_setup(host=make_host(drives=3)))
     latency = DRIVE.read_latency_us * 1e-6
@@ -102,12 +105,11 @@ def test_drives_share_reads_and_large_blocks_are_bytes() -> None:
         read_latency_us=0.0,
         reads_per_s=1e9,
         read_bytes_per_s=1e6,
-        writes_per_s=1e9,
         write_bytes_per_s=1e6,
     )
     found, pool = loads(make_setup(host=make_host(storage=(narrow,))))
-    assert found["ssd reads"].seconds == pytest.approx(pool.blocks_read * PAGE / 1e6)
-    assert found["ssd writes"].seconds == pytest.approx((pool.blocks_written + pool.leaves_written) * PAGE / 1e6)
+    assert found["ssd reads"].seconds == pytest.approx((pool.pages_read + 16 * pool.segments_cleaned) * PAGE / 1e6)
+    assert found["ssd writes"].seconds == pytest.approx((MISSES + pool.rows_moved) * SEGMENT / 1e6)
 
 
 def test_rows_in_device_memory() -> None:
@@ -121,7 +123,7 @@ def test_rows_in_device_memory() -> None:
     up = MISSES * ROW + IDS * 8
     assert found["pcie"] == ("pcie", pytest.approx(up / 2e10 + 10e-6), up, "bytes")
     copies = 2 * MISSES * (40 + 15 + 10 + 6 + (0.1 + 0.05) * ROW)
-    bringing = MISSES * (200 + 0.5 * ROW) + pool.blocks_read * 300
+    bringing = MISSES * (200 + 0.5 * ROW) + pool.pages_read * 300
     assert found["cold rows"].seconds == pytest.approx((90_000 + copies + bringing) * 1e-9)
     assert found["ddr"].amount == (2 * MISSES + MISSES) * ROW
 

@@ -69,7 +69,7 @@ def test_overrides_win(write: Write) -> None:
         ("[setup]\nddr = -1", [], r"setup\.ddr = -1: expected a size"),
         ("[setup]\nhosts = -1", [], r"plan\.toml: setup\.hosts=-1: expected a whole number from 0 to 65,536"),
         ("[setup]\npolicy = 'lur'", [], r"setup\.policy = 'lur': did you mean 'lru'\?"),
-        ("[setup]\npolicy = 'opt'", [], r"setup\.policy = 'opt': policies are lru, lfu, tinylfu"),
+        ("[setup]\npolicy = 'opt'", [], r"setup\.policy = 'opt': policies are auto, lru, lfu, tinylfu"),
         ("[curves]\npolicies = ['perfect']", [], r"curves\.policies = 'perfect': did you mean 'perfect-lfu'\?"),
         ("[pricing]\npue = 0.5", [], r"plan\.toml: pricing\.pue=0\.5: expected a number from 1 to "),
         ("[pricing]\nyears = nan", [], r"pricing\.years=nan: expected a number"),

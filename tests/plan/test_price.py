@@ -51,7 +51,7 @@ def test_years_of_life_are_the_warranty_over_the_wear() -> None:
 
 def test_each_drive_wears_by_what_it_is_written_and_rated_for() -> None:
     """One takes a hundredth of what the other takes, and is rated for a thirtieth of it."""
-    fast = replace(DRIVE, writes_per_s=100 * DRIVE.writes_per_s, drive_writes_a_day=3.0)
+    fast = replace(DRIVE, write_bytes_per_s=100 * DRIVE.write_bytes_per_s, drive_writes_a_day=3.0)
     slow = replace(DRIVE, drive_writes_a_day=0.1)
     setup = make_setup(host=make_host(storage=(fast, slow)))
     found = predict(setup, flat_demand(setup.workload, unique=2000, miss_ratio=0.25))

@@ -83,7 +83,7 @@ def test_the_same_arguments_find_the_same() -> None:
 def test_the_cheaper_host_is_chosen_and_drives_that_last() -> None:
     cheap = replace(HOST, name="cheap", usd=100.0)
     assert find(Target(samples_per_s=30_000.0), hosts=(HOST, cheap)).best.setup.host.name == "cheap"
-    worn = replace(cheap, storage=(DRIVE,) * 4)
+    worn = replace(cheap, storage=(replace(DRIVE, drive_writes_a_day=0.03),) * 4)
     target, space = Target(samples_per_s=30_000.0), replace(SPACE, memory_shares=(0.25,))
     found = find(target, hosts=(HOST, worn), space=space)
     assert found.best.setup.host.name != "cheap"

@@ -3,6 +3,7 @@
 ===================  =============================================================
 policy               cache
 ===================  =============================================================
+"auto"               what we think best: "tinylfu"; may change between releases
 "lru"                host memory, exact least-recently-used; array kernels
 "lfu"                host memory, exact least-frequently-used; array kernels
 "tinylfu"            host memory, least frequently used by counts that outlive
@@ -30,6 +31,7 @@ from .full import TABLE_BYTES, FullCache, full_size_bytes
 from .reference import ReferenceCache
 
 __all__ = [
+    "AUTO",
     "OVERHEAD_BYTES",
     "POLICIES",
     "REFERENCE_PREFIX",
@@ -47,10 +49,15 @@ __all__ = [
     "capacity_for",
     "full_size_bytes",
     "make_cache",
+    "resolve_policy",
     "size_bytes_of",
 ]
 
 REFERENCE_PREFIX: Final = "reference-"
+AUTO: Final = "auto"
+"""The default policy's name."""
+_BEST: Final = "tinylfu"
+"""Of the host's policies that need no announcements; docs/performance.md has the measurements."""
 _CLASSES: Final[dict[str, Callable[..., RowCache]]] = {
     "lru": DdrCache,
     "lfu": DdrCache,
@@ -62,13 +69,19 @@ _CLASSES: Final[dict[str, Callable[..., RowCache]]] = {
     "reference-lookahead": ReferenceCache,
 }
 
-POLICIES: Final[tuple[str, ...]] = tuple(_CLASSES)
+POLICIES: Final[tuple[str, ...]] = (AUTO, *_CLASSES)
 """Names that ``make_cache`` accepts."""
 
 
-def _check_policy(policy: str) -> None:
+def resolve_policy(policy: str) -> str:
+    """The policy that a name stands for: "auto" stands for another, any other for itself."""
+    return _BEST if policy == AUTO else policy
+
+
+def _checked(policy: str) -> str:
+    policy = resolve_policy(policy)
     if policy in _CLASSES:
-        return
+        return policy
     nearest = difflib.get_close_matches(str(policy).lower(), POLICIES, n=1, cutoff=0.0)[0]
     raise ValueError(f"policy={policy!r} is unknown; did you mean {nearest!r}? Policies: {', '.join(POLICIES)}")
 
@@ -85,7 +98,7 @@ def make_cache(policy: str, capacity: int, *, weight_words: int, state_words: in
     Raises:
         ValueError: unknown policy (names the nearest), or a size out of range.
     """
-    _check_policy(policy)
+    policy = _checked(policy)
     return _CLASSES[policy](capacity, weight_words=weight_words, state_words=state_words, policy=policy)
 
 
@@ -113,5 +126,4 @@ def size_bytes_of(policy: str, capacity: int, *, weight_words: int, state_words:
 
 
 def _fast_twin(policy: str) -> Any:
-    _check_policy(policy)
-    return policy.removeprefix(REFERENCE_PREFIX)
+    return _checked(policy).removeprefix(REFERENCE_PREFIX)

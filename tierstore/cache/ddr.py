@@ -201,8 +201,8 @@ class DdrCache:
         self._observe(distinct[: self._books.tallies[Tally.HITS] - before])
 
     def _observe(self, slots: Int32s) -> None:
-        if self._duel:
-            self._duel.observe(self.keys_of(slots))
+        if self._duel and len(self._duel.observe(self.keys_of(slots))) % 2:
+            self._duel.turn()
 
     def admit(self, admission: Admission) -> AdmitStatus:
         if admission.stamp < 0:
@@ -343,12 +343,12 @@ class DdrCache:
         keys = checked_keys(keys)
         is_hit = np.empty(len(keys), np.bool_)
         start = 0
-        while start < len(keys):
-            stop = start + (self._duel.accesses_left if self._duel else len(keys))
-            kernels.replay_keys(self._books, keys[start:stop], is_hit[start:stop])
-            if self._duel:
-                self._duel.observe(keys[start:stop])
-            start = stop
+        if self._duel:
+            for turn in self._duel.observe(keys).tolist():
+                kernels.replay_keys(self._books, keys[start : turn + 1], is_hit[start : turn + 1])
+                self._duel.turn()
+                start = turn + 1
+        kernels.replay_keys(self._books, keys[start:], is_hit[start:])
         return is_hit
 
     def can_announce(self, num_keys: int) -> bool:

@@ -1,15 +1,18 @@
 """How large TinyLFU's window is: two small caches replay a sample of the accesses, one by LRU and one by frequency.
 
 The sample is by key: a row is in it or not, in proportion to what the small caches hold of the real one, so that each
-hits about the share of its accesses that the real cache would hit under its policy. Once a capacity of accesses the
-window is set to one of two sizes, by which of the two had more hits lately.
+hits about the share of its accesses that the real cache would hit under its policy. The window holds the whole cache,
+which is LRU, until frequency leads by as many hits as a sixteenth of a small cache's slots; then a hundredth of it,
+until recency has made up that lead. The lead is bounded on both sides, so what happened long ago delays no turn for
+long.
 
 Sources: C. Waldspurger, T. Saemundson, I. Ahmad and N. Park, Cache modeling and optimization using miniature
 simulations (USENIX ATC 2017); choosing by a sample of either policy, M. Qureshi, A. Jaleel, Y. Patt, S. Steely
-and J. Emer, Adaptive insertion policies for high performance caching (ISCA 2007), set dueling.
+and J. Emer, Adaptive insertion policies for high performance caching (ISCA 2007), set dueling; a bounded running sum
+that turns at a threshold, E. Page, Continuous inspection schemes (Biometrika, 1954), CUSUM.
 """
 
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,10 +26,13 @@ from .index import mixed_key
 __all__ = ["SAMPLED_ROWS", "Duel", "duel_bytes_of", "narrow_window"]
 
 SAMPLED_ROWS: Final = 256
-"""Slots of each small cache; those of the real one if it has fewer."""
-_KEPT: Final = 0.8
-"""What the lead so far counts for beside a new period. With 0.5, or with periods of a quarter, some drift that turns
-back costs 1 to 2 points of hit rate."""
+"""Slots of each small cache; those of the real one if it has fewer. Twice as many bring the worst cases of changing
+accesses a sixth nearer to LRU, for twice the time."""
+_ROWS_PER_LEAD: Final = 16
+"""Slots of a small cache for each hit that frequency leads by at most. With twice as many, chance turns the window too
+often; with half as many, it turns too late for caches that see 10 to 40 accesses a slot."""
+_RECENCY_LEAD: Final = 4
+"""Times as much, by which recency leads at most."""
 _WINDOW_SHARE: Final = 100
 _HALF: Final = np.uint64(32)
 _SALT: Final = np.uint64(0x9E3779B97F4A7C15)
@@ -44,14 +50,35 @@ def duel_bytes_of(capacity: int) -> int:
 
 
 @kernel
-def _sample_keys(keys: Int64s, capacity: Any, sampled_rows: Any, sampled: Int64s) -> int:
-    """Those of the keys that are in the sample; a hash of their own, for they are hashed again by the small caches."""
+def _sample(keys: Int64s, capacity: int, sampled_rows: int, positions: Int64s) -> int:
+    """List the positions of the keys that are in the sample; returns how many.
+
+    Their hash is another than that by which the small caches place them."""
     count = 0
     for i in range(keys.size):
         salted = (mixed_key(keys[i]) * _SALT) >> _HALF
         if (salted * np.uint64(capacity)) >> _HALF < np.uint64(sampled_rows):
-            sampled[count] = keys[i]
+            positions[count] = i
             count += 1
+    return count
+
+
+@kernel
+def _score(
+    by_frequency: NDArray[np.bool_], by_recency: NDArray[np.bool_], lead_max: int, standing: Int64s, turns: Int64s
+) -> int:
+    """Bring ``standing`` (lead, whether frequency decides) up to date with these hits. List where that turns; returns
+    how often."""
+    lead, is_narrow = standing[0], standing[1]
+    count = 0
+    for i in range(by_frequency.size):
+        lead += np.int64(by_frequency[i]) - np.int64(by_recency[i])
+        lead = min(max(lead, -_RECENCY_LEAD * lead_max), lead_max)
+        if (is_narrow == 0 and lead == lead_max) or (is_narrow == 1 and lead < 0):
+            is_narrow = 1 - is_narrow
+            turns[count] = i
+            count += 1
+    standing[0], standing[1] = lead, is_narrow
     return count
 
 
@@ -65,37 +92,35 @@ class Duel:
     def __init__(self, state: CacheState) -> None:
         self._tallies = state.tallies
         self._capacity = len(state.slots) - 1
-        rows = min(self._capacity, SAMPLED_ROWS)
-        self._recency = new_state(rows, "lru")
-        self._frequency = new_state(rows, "tinylfu")
-        self._frequency.tallies[Tally.WINDOW_LIMIT] = narrow_window(rows)
-        self._tallies[Tally.WINDOW_LIMIT] = narrow_window(self._capacity)
-        self._accesses = 0
-        self._hits_ahead = 0
-        self._lead = 0.0
+        self._sampled_rows = min(self._capacity, SAMPLED_ROWS)
+        self._recency = new_state(self._sampled_rows, "lru")
+        self._frequency = new_state(self._sampled_rows, "tinylfu")
+        self._frequency.tallies[Tally.WINDOW_LIMIT] = narrow_window(self._sampled_rows)
+        self._tallies[Tally.WINDOW_LIMIT] = self._capacity
+        self._lead_max = max(1, self._sampled_rows // _ROWS_PER_LEAD)
+        self._standing = np.zeros(2, np.int64)
 
-    @property
-    def accesses_left(self) -> int:
-        """Accesses until the next choice, at least 1."""
-        return self._capacity - self._accesses
+    def observe(self, keys: Int64s) -> Int64s:
+        """These rows are accessed once each, in order.
 
-    def observe(self, keys: Int64s) -> None:
-        """These rows were accessed once each, in order; then choose, if it is time."""
-        sampled = np.empty(len(keys), np.int64)
-        count = _sample_keys(keys, self._capacity, len(self._recency.slots) - 1, sampled)
-        if count:
-            is_hit: NDArray[np.bool_] = np.empty(count, np.bool_)
-            replay_keys(self._frequency, sampled[:count], is_hit)
-            self._hits_ahead += int(np.count_nonzero(is_hit))
-            replay_keys(self._recency, sampled[:count], is_hit)
-            self._hits_ahead -= int(np.count_nonzero(is_hit))
-        self._accesses += len(keys)
-        if self._accesses >= self._capacity:
-            self._choose()
+        Returns:
+            int64: positions of the accesses after which the window is to turn from wide to narrow or back.
+        """
+        positions = np.empty(len(keys), np.int64)
+        positions = positions[: _sample(keys, self._capacity, self._sampled_rows, positions)]
+        if not len(positions):
+            return positions
+        sampled = keys[positions]
+        by_frequency: NDArray[np.bool_] = np.empty(len(sampled), np.bool_)
+        by_recency = np.empty_like(by_frequency)
+        replay_keys(self._frequency, sampled, by_frequency)
+        replay_keys(self._recency, sampled, by_recency)
+        turns = np.empty_like(positions)
+        count = _score(by_frequency, by_recency, self._lead_max, self._standing, turns)
+        found: Int64s = positions[turns[:count]]
+        return found
 
-    def _choose(self) -> None:
-        self._lead = _KEPT * self._lead + self._hits_ahead
-        self._accesses = self._hits_ahead = 0
-        if self._lead:
-            limit = self._capacity if self._lead < 0 else narrow_window(self._capacity)
-            self._tallies[Tally.WINDOW_LIMIT] = limit
+    def turn(self) -> None:
+        """Make the wide window narrow, or the narrow one wide."""
+        both = self._capacity + narrow_window(self._capacity)
+        self._tallies[Tally.WINDOW_LIMIT] = both - self._tallies[Tally.WINDOW_LIMIT]

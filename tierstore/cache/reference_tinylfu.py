@@ -4,6 +4,7 @@ The rules are those of tinylfu.py, sketch.py and dueling.py, and so are their co
 """
 
 import math
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Final
 
@@ -19,7 +20,8 @@ BLOCK: Final = 64
 HALVING_PERIOD: Final = 50
 FILED_PER_ACCESS: Final = 4
 SAMPLED_ROWS: Final = 256
-KEPT: Final = 0.8
+ROWS_PER_LEAD: Final = 16
+RECENCY_LEAD: Final = 4
 WINDOW_SHARE: Final = 100
 WORD: Final = 2**64
 HALF: Final = 2**32
@@ -58,34 +60,34 @@ class Sketch:
 
 
 class Duel:
-    """Two small caches replay a sample of the accesses; says whether recency did better lately."""
+    """Two small caches replay a sample of the accesses; says whether frequency did better lately."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._sampled_rows = min(capacity, SAMPLED_ROWS)
         self._recency: cachetools.LRUCache[int, int] = cachetools.LRUCache(self._sampled_rows)
         self._frequency = TinyLFU(self._sampled_rows, is_sample=True)
-        self._accesses = 0
-        self._ahead = 0
-        self._lead = 0.0
+        self._lead = 0
+        self._lead_max = max(1, self._sampled_rows // ROWS_PER_LEAD)
+        self._is_narrow = False
 
-    def observe(self, keys: list[int]) -> float | None:
-        """After a capacity of accesses by how many hits frequency leads, else None."""
+    def observe(self, keys: list[int]) -> bool:
+        """Whether frequency decides after these accesses."""
         for key in keys:
             salted = mixed(key) * 0x9E3779B97F4A7C15 % WORD // HALF
             if salted * self._capacity // HALF < self._sampled_rows:
-                self._ahead += (key in self._frequency) - (key in self._recency)
+                self._lead += (key in self._frequency) - (key in self._recency)
+                self._lead = sorted([-RECENCY_LEAD * self._lead_max, self._lead, self._lead_max])[1]
+                if self._lead == self._lead_max:
+                    self._is_narrow = True
+                if self._lead < 0:
+                    self._is_narrow = False
                 self._frequency.access(key)
                 if key in self._recency:
                     self._recency[key]
                 else:
                     self._recency[key] = 0
-        self._accesses += len(keys)
-        if self._accesses < self._capacity:
-            return None
-        self._lead = KEPT * self._lead + self._ahead
-        self._accesses = self._ahead = 0
-        return self._lead
+        return self._is_narrow
 
 
 class TinyLFU(Pinnable):
@@ -99,10 +101,10 @@ class TinyLFU(Pinnable):
     def __init__(self, maxsize: int, is_sample: bool = False) -> None:
         super().__init__(maxsize)
         self._counts: dict[int, int] = {}
-        self._levels: list[dict[int, None]] = [{} for _ in range(LEVELS)]
+        self._levels: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(LEVELS)]
         self._window: dict[int, None] = {}
         self._narrow = max(1, maxsize // WINDOW_SHARE)
-        self._limit = self._narrow
+        self._limit = self._narrow if is_sample else maxsize
         self._sketch = Sketch(maxsize)
         self._unhalved = 0
         self._duel = None if is_sample else Duel(maxsize)
@@ -153,18 +155,19 @@ class TinyLFU(Pinnable):
                 break
             oldest = next(iter(self._window))
             del self._window[oldest]
-            self._levels[self._counts[oldest]][oldest] = None
+            level = self._levels[self._counts[oldest]]
+            level[oldest] = None
+            level.move_to_end(oldest, last=False)
         self._unhalved += len(keys)
         if self._unhalved >= HALVING_PERIOD * self.maxsize:
             self._unhalved = 0
             self._halve()
-        lead = self._duel.observe(keys) if self._duel else None
-        if lead:
-            self._limit = int(self.maxsize) if lead < 0 else self._narrow
+        if self._duel:
+            self._limit = self._narrow if self._duel.observe(keys) else int(self.maxsize)
 
     def _halve(self) -> None:
         self._sketch.halve()
         self._counts = {key: count // 2 for key, count in self._counts.items()}
         pairs = zip(self._levels[::2], self._levels[1::2], strict=True)
         merged = [lower | upper for lower, upper in pairs]
-        self._levels = merged + [{} for _ in range(LEVELS - len(merged))]
+        self._levels = merged + [OrderedDict() for _ in range(LEVELS - len(merged))]

@@ -3,10 +3,11 @@
 A step is O(1).
 
 A row that misses is about to be used, so it is always let in. It enters the *window*, the end of the list, in order of
-use. A row that leaves a full window is filed in the *main* part by its count of accesses: behind the rows accessed as
-often, before those accessed more. So a newcomer that loses against the rows in the cache is the next victim. A row
-accessed in main goes up one level; into the window only if that has room. Counts outlive residence in a sketch
-(sketch.py), and all counts are halved every ``HALVING_PERIOD`` accesses a slot, which leaves the list as it is.
+use. A row that leaves a full window is filed in the *main* part by its count of accesses: before the rows accessed as
+often, behind those accessed less. So a newcomer replaces a row only if it was accessed more often, and a loop over more
+rows than there are slots keeps hitting some of them. A row accessed in main goes up one level, behind the rows there;
+into the window only if that has room. Counts outlive residence in a sketch (sketch.py), and
+all counts are halved every ``HALVING_PERIOD`` accesses a slot, which leaves the list as it is.
 
 With a window of one hundredth of the slots this is LFU with nearly perfect counts; with a window of all slots it is
 exact LRU. dueling.py chooses.
@@ -42,16 +43,17 @@ _FILED_PER_ACCESS: Final = 4
 
 
 @inline
-def _file(state: CacheState, slot: Any, level: Any) -> None:
-    """Enter a slot into main, last of its level."""
+def _file(state: CacheState, slot: Any, level: Any, is_new: Any) -> None:
+    """Enter a slot into main: first of its level if it is new there, else last."""
     slots, tails, tallies = state.slots, state.level_tail, state.tallies
     root = np.int64(slots.size - 1)
-    below = level
+    below = level - 1 if is_new else level
     while below >= 0 and tails[below] == root:
         below -= 1
     before = np.int64(tails[below]) if below >= 0 else root
     link_after(slots, slot, before)
-    tails[level] = slot
+    if not is_new or tails[level] == root:
+        tails[level] = slot
     slots[slot]["rank"] = level
     if tallies[Tally.MAIN_LAST] == before:
         tallies[Tally.MAIN_LAST] = slot
@@ -92,7 +94,7 @@ def tinylfu_touch(state: CacheState, slot: Any) -> None:
         tallies[Tally.WINDOW_ROWS] += 1
         _enter_window(state, slot, count)
     else:
-        _file(state, slot, count)
+        _file(state, slot, count, False)
 
 
 @inline
@@ -141,7 +143,7 @@ def tinylfu_settle(state: CacheState, num_accesses: Any) -> None:
         oldest = np.int64(slots[tallies[Tally.MAIN_LAST]]["next"])
         unlink(slots, oldest)
         tallies[Tally.WINDOW_ROWS] -= 1
-        _file(state, oldest, np.int64(slots[oldest]["rank"]) & MAX_FREQUENCY)
+        _file(state, oldest, np.int64(slots[oldest]["rank"]) & MAX_FREQUENCY, True)
         left -= 1
     tallies[Tally.UNHALVED] += num_accesses
     if tallies[Tally.UNHALVED] >= HALVING_PERIOD * (slots.size - 1):

@@ -17,7 +17,9 @@ from .pool import HbmPool, HbmSize
 
 __all__ = ["POLICIES", "add_hbm", "hbm_stats", "require_supported"]
 
-POLICIES: Final[dict[str, PolicyName]] = {"lru": "lru", "lfu": "lfu", "tinylfu": "lfu", "lookahead": "lru"}
+POLICIES: Final[dict[str, PolicyName]] = {
+    "auto": "lru", "lru": "lru", "lfu": "lfu", "tinylfu": "lfu", "lookahead": "lru"
+}  # fmt: skip
 """The device's policy for each of the host's. Its LFU asks a sketch before it lets a row in, as TinyLFU does."""
 
 

@@ -60,7 +60,7 @@ BEFORE_NAME: Final = "rows.before"
 GROWTH_BYTES: Final = 16 * 2**20
 _GROWTH_PART: Final = 32
 """Before another anchor is set in the background, so much is written since the last one, or this part of the segments
-if that is more. No page is written twice meanwhile, so more of them cost little: a sync of what is on its way anyhow."""
+if that is more. No page is written twice meanwhile, so more anchors cost little: syncs of what is on its way."""
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _SLOT_BYTES: Final = 4096
 _HEAD: Final = struct.Struct("<8sQ16s16sQQ")

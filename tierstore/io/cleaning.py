@@ -6,8 +6,9 @@ is greedy cleaning (Rosenblum and Ousterhout, "The Design and Implementation of 
 The rows go to segments of their own, so that long-lived ones come to lie apart from the others. Their pages are read
 ahead, a turn before they are needed.
 
-Segments with rows that only a kept version needs are left alone, as are rows of other versions' intervals together:
-``row_map.py`` tells why.
+Only live rows are moved. A segment that also has rows which a kept version needs stays until that version is dropped,
+and counts as fuller. Rows that were written between different kept versions are not put together: ``row_map.py`` tells
+why.
 """
 
 import logging
@@ -72,49 +73,56 @@ class Cleaner:
 
     def collect(self, snapshot: Snapshot, rows: RowMap, segments: Segments, kept: tuple[int, ...]) -> Moved | None:
         """The live rows of what ``plan`` chose, segment by segment; None if there are none."""
-        epochs, parts = [], []
-        for slot in self._victims(segments, kept):
-            try:
-                keys, epochs_of = rows.live_rows(snapshot, segments.layout, np.array([slot]))
-                parts.append(self._reader.stored(snapshot, rows, keys))
-                epochs.append(epochs_of)
-            except DamagedError as error:
-                number = int(segments.arrays.numbers[slot])
-                self._spoiled.add(number)
-                _LOG.warning("segment %d is damaged, and stays as it is; run tierstore verify (%s)", number, error)
-        if not parts:
-            return None
-        moved, _, weights, state, pages = zip(*parts, strict=True)
-        keys = np.concatenate(moved)
-        slots = np.arange(len(keys), dtype=np.int32)
-        rows_moved = NewRows(keys, slots, np.concatenate(weights), np.concatenate(state), np.concatenate(epochs))
-        return Moved(rows_moved, sum(pages))
+        victims = self._victims(segments, kept)
+        try:
+            return self._read(snapshot, rows, segments, victims)
+        except DamagedError:
+            sound = [slot for slot in victims.tolist() if self._is_sound(snapshot, rows, segments, slot)]
+            return self._read(snapshot, rows, segments, np.array(sound, np.int64))
 
-    def _victims(self, segments: Segments, kept: tuple[int, ...]) -> list[int]:
+    def _is_sound(self, snapshot: Snapshot, rows: RowMap, segments: Segments, slot: int) -> bool:
+        """Whether a segment can be moved; one that cannot is not chosen again."""
+        try:
+            self._read(snapshot, rows, segments, np.array([slot]))
+        except DamagedError as error:
+            number = int(segments.arrays.numbers[slot])
+            self._spoiled.add(number)
+            _LOG.warning("segment %d is damaged, and stays as it is; run tierstore verify (%s)", number, error)
+            return False
+        return True
+
+    def _read(self, snapshot: Snapshot, rows: RowMap, segments: Segments, victims: Int64s) -> Moved | None:
+        """The live rows of segments; None if there are none. DamagedError if one cannot be read."""
+        keys, epochs = rows.live_rows(snapshot, segments.layout, victims)
+        if not len(keys):
+            return None
+        found = self._reader.stored(snapshot, rows, keys)
+        return Moved(NewRows(keys, found.slots, found.weights, found.state, epochs), found.pages)
+
+    def _victims(self, segments: Segments, kept: tuple[int, ...]) -> Int64s:
         """Slots that ``plan`` chose, as far as they can still be cleaned."""
         plan = self._plans.pop(segments.geo.layout_id, None)
         if plan is None:
-            return []
+            return np.empty(0, np.int64)
         arrays = segments.arrays
         is_there = plan.slots < len(arrays.numbers)  # not so after a rollback, maybe
         slots, numbers = plan.slots[is_there], plan.numbers[is_there]
         slots = slots[(arrays.numbers[slots] == numbers) & (arrays.rows[slots] > 0)]
-        slots = slots[(arrays.held[slots] == 0) & (arrays.live[slots] > 0)]
-        together = self._interval(segments, slots, kept) == self._interval(segments, slots[:1], kept)
-        victims: list[int] = slots[together].tolist()
+        slots = slots[arrays.live[slots] > 0]
+        victims: Int64s = slots[self._interval(segments, slots, kept) == self._interval(segments, slots[:1], kept)]
         return victims
 
     def plan(self, snapshot: Snapshot, segments: Segments, kept: tuple[int, ...], appended: int) -> bool:
         """Choose victims for the next turn, after ``appended`` pages were written, and begin to read them; whether
-        there are any, whose rows take fewer pages together."""
+        there are any."""
         geo, arrays = segments.geo, segments.arrays
         pages_a_row = segments.layout.segment_pages(geo.rows_per_segment) / geo.rows_per_segment
         slots = self._sample(len(arrays.rows))
-        share = len(slots) / len(arrays.rows)
-        slots = slots[(arrays.rows[slots] > 0) & (arrays.held[slots] == 0) & (arrays.live[slots] > 0)]
-        needed = arrays.live[slots] * pages_a_row
+        scale = len(arrays.rows) / max(1, len(slots))
+        slots = slots[arrays.live[slots] > 0]
+        needed = (arrays.live[slots] + arrays.held[slots]) * pages_a_row
         of_all = segments.pages - arrays.pages[segments.dead].sum() - self.slack * segments.rows * pages_a_row
-        excess = min(of_all, (arrays.pages[slots].sum() - self.slack * needed.sum()) / share)
+        excess = min(of_all, (arrays.pages[slots].sum() - self.slack * needed.sum()) * scale)
         fill = needed / arrays.pages[slots]
         chosen = fill < _FULL
         if self._spoiled:
@@ -127,21 +135,13 @@ class Cleaner:
         together = self._interval(segments, slots, kept) == self._interval(segments, slots[:1], kept)
         slots, fill = slots[together], fill[together]
         freed = np.cumsum(arrays.pages[slots] * (1 - fill))
-        count = 1 + int(np.searchsorted(freed, min(excess, _PAGES_A_PAGE * appended)))
-        slots = slots[:count]
-        if arrays.pages[slots].sum() <= self._pages_together(segments.layout, int(arrays.live[slots].sum())):
+        slots = slots[: 1 + int(np.searchsorted(freed, min(excess, _PAGES_A_PAGE * appended)))]
+        if arrays.pages[slots].sum() <= _pages_together(segments.layout, int(arrays.live[slots].sum())):
             return False
         self._plans[geo.layout_id] = _Plan(slots, arrays.numbers[slots].copy())
         address = snapshot.file_map.rows.address
         queue_segments(address, geo.page_words, segments.first_pages(slots), arrays.pages[slots])
         return True
-
-    @staticmethod
-    def _pages_together(layout: RowLayout, num_rows: int) -> int:
-        """At most so many pages are filled by rows of several epochs."""
-        whole, rest = divmod(num_rows, layout.rows_per_segment)
-        pages = whole * layout.segment_pages(layout.rows_per_segment, is_mixed=True)
-        return pages + layout.segment_pages(rest, is_mixed=True)
 
     def _sample(self, length: int) -> Int64s:
         if length <= _SAMPLE:
@@ -154,3 +154,10 @@ class Cleaner:
         current = kept[-1] if kept else 0
         found: Int64s = np.where(newest <= current, np.searchsorted(kept, newest), len(kept) + newest)
         return found
+
+
+def _pages_together(layout: RowLayout, num_rows: int) -> int:
+    """At most so many pages are filled by rows of several epochs."""
+    whole, rest = divmod(num_rows, layout.rows_per_segment)
+    pages = whole * layout.segment_pages(layout.rows_per_segment, is_mixed=True)
+    return pages + layout.segment_pages(rest, is_mixed=True)

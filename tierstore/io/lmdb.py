@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -25,7 +24,7 @@ from ..errors import ClosedError, ReadOnlyError, StoreNotFoundError, TierstoreEr
 from ..killpoints import reach
 from ..rows import KEY_ROW_BITS, MAX_ROWS, MAX_TABLES, RowLayout
 from .anchor import AnchorKeeper, require_sound
-from .appending import Change, NewRows, put_version
+from .appending import NewRows, put_version
 from .arguments import check_arrays, check_widths, require_distinct
 from .base import ColdCounters, VerifyReport
 from .census import check_store, chosen_version, read_head, read_payload, read_record, stale_items
@@ -45,23 +44,21 @@ from .floor import Floor
 from .forks import disown_in_forks, keep_for_ever
 from .gather import GatherStatus, gather_error
 from .indexes import read_indexes, require_logged, stored_segments
+from .log import Log, Written
 from .mapped import FileMap
 from .newer import Lookout, NewerVersion
 from .reads import RowReader
 from .records import (
     HEAD_ITEM,
-    LOG_ITEM,
     MAX_VERSION,
     CommitRecord,
     Head,
-    LogRecord,
     first_records,
     item_key,
     pack_head,
-    pack_log,
 )
 from .recovery import recover
-from .row_map import RowMap, Segments
+from .row_map import RowMap
 from .snapshot import Snapshot
 from .verify import verify_segments
 from .view import View
@@ -74,13 +71,8 @@ Int32s = NDArray[np.int32]
 Words = NDArray[np.uint64]
 
 _LOG: Final = logging.getLogger("tierstore")
-_DELETED_TOGETHER: Final = 512
-_CLEANED_PAGES: Final = 64
-"""Pages that are as if they were appended, in a transaction that only cleans."""
 _PAUSE_SECONDS: Final = 5e-5
 """Between two transactions of a long run of them: a lock released and taken again at once is given to nobody else."""
-_LIFE: Final = 1 << 32
-"""Each process that writes begins at the next multiple: no number that one gave away and lost is given again."""
 
 
 class LmdbColdTier:
@@ -126,7 +118,6 @@ class LmdbColdTier:
         self._wanted = version
         self._verify_reads = verify_reads
         self._slack = slack
-        self._is_numbered = False  # whether this process has numbers of segments of its own
         self._writer = threading.RLock()  # one writer, and whoever changes what the view shows
         self._state = "open"
         self._counting = Counting()
@@ -138,6 +129,7 @@ class LmdbColdTier:
         self._shown: View | None = None
         self.lookout = Lookout()
         self._anchors: AnchorKeeper | None = None
+        self._log: Log | None = None
         disown_in_forks(self)
         try:
             self._open(path, store_id, create)
@@ -166,15 +158,23 @@ class LmdbColdTier:
             self._environment = open_environment(self.path, self._map.length_bytes)
             self._floor = Floor(self._environment, self.path, self._map.pins)
         self._reader = RowReader(self._map.rows, verify=self._verify_reads)
-        self._cleaner = Cleaner(self._slack, RowReader(self._map.rows, verify=True))
         self._shown = View(snapshot := self._new_snapshot())
         snapshot.check_free_pages()
-        self._log: LogRecord = require_logged(snapshot, check_store(snapshot, store_id))
+        log = require_logged(snapshot, check_store(snapshot, store_id))
         self._head = read_head(snapshot)
         self._record = read_record(snapshot, chosen_version(self.path, self._head, self._wanted))
         if not self.readonly:
             self._anchors = AnchorKeeper(self.path, store_id, self.page_bytes, sync=self._sync, pin=self._new_snapshot)
             self._anchors.set()
+            self._log = Log(
+                log,
+                Cleaner(self._slack, RowReader(self._map.rows, verify=True)),
+                self._view,
+                self._anchors,
+                transaction=self._transaction,
+                new_snapshot=self._new_snapshot,
+                must_succeed=self._must_succeed,
+            )
             self._drop_loose()
 
     def _sync(self) -> None:
@@ -193,6 +193,11 @@ class LmdbColdTier:
     def _keeper(self) -> AnchorKeeper:
         assert self._anchors is not None
         return self._anchors
+
+    @property
+    def _appender(self) -> Log:
+        assert self._log is not None
+        return self._log
 
     @property
     def _file_map(self) -> FileMap:
@@ -223,7 +228,7 @@ class LmdbColdTier:
         """In a forked process: forget the store without ending the parent's transactions. LMDB's table of readers is
         shared memory: closing one here would free the parent's pages for reuse."""
         keep_for_ever(self._environment, self._shown, self._anchors, self._floor, self.lookout)
-        self._environment = self._shown = self._anchors = self._floor = None
+        self._environment = self._shown = self._anchors = self._floor = self._log = None
         self.lookout = Lookout()
         self._state = "closed"
 
@@ -242,7 +247,7 @@ class LmdbColdTier:
                     if part is not None:
                         stack.callback(part.close)
         finally:
-            self._map = self._environment = self._floor = self._shown = self._anchors = self._lock = None
+            self._map = self._environment = self._floor = self._shown = self._anchors = self._lock = self._log = None
 
     def _check_open(self) -> None:
         if self._state == "closed":
@@ -397,21 +402,6 @@ class LmdbColdTier:
             self._state = "failed"
             raise
 
-    @contextmanager
-    def _changing(self) -> Iterator[Change]:
-        """A write transaction that changes the log."""
-        change: Change | None = None
-        try:
-            with self._transaction() as txn:
-                change = Change(txn, self._log)
-                yield change
-                change.finish()
-        except BaseException:
-            if change is not None:
-                self._log = replace(self._log, next_number=change.record.next_number)
-            raise
-        self._log = change.record
-
     def write(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, *, epoch: int) -> None:
         """See ``ColdTier.write``; ValueError as for ``read``, for a key given twice, and for an epoch committed before.
 
@@ -432,89 +422,18 @@ class LmdbColdTier:
             if not self._head.last < epoch <= MAX_VERSION:
                 raise ValueError(f"epoch={epoch} must be above {self._head.last}, the last version")
             new = NewRows(keys, slots, weights, state, np.array([epoch], np.uint64))
-            pages = self._append(rows, rows.segments[layout], new)
-            self._counting.add(rows_written=len(keys), bytes_written=pages * self.page_bytes)
-            self._counting.add(write_seconds=time.perf_counter() - started)
+            is_cold = self._reader.is_cold
+            written = self._appender.append(rows, rows.segments[layout], new, self._head.kept, is_cold=is_cold)
+            self._count(written, rows_written=len(keys), write_seconds=time.perf_counter() - started)
 
-    def _append(self, rows: RowMap, segments: Segments, new: NewRows | None) -> int:
-        """Append rows, if there are any, and clean a little; returns the pages that were appended."""
-        self._take_numbers()
-        layout, geo = segments.layout, segments.geo
-        moved = self._cleaner.collect(self._snapshot, rows, segments, self._head.kept)
-        dead = self._dead(rows)
-        segments.reuse(self._view.oldest())
-        if self._reader.is_cold:  # read LMDB's way first: a page that LMDB cannot read ends the process
-            self._look_ahead(dead)
-        with self._changing() as change:
-            self._delete(change, dead)
-            moved_to = None
-            if moved is not None:
-                moved_to = change.append(layout, geo, moved.rows)
-                reach("cleaning: rows put")
-            pages_moved = change.pages
-            appended = None if new is None else change.append(layout, geo, new)
-            reach("write-back: segments put")
-        reach("write-back: transaction committed")
-        with self._must_succeed():
-            snapshot = self._new_snapshot()
-            txn_id = snapshot.txn_id
-            self._forget(dead, txn_id)
-            if moved is not None and moved_to is not None:  # first: a row may be moved, and newer in what is new
-                rows.publish_moved(layout, moved_to.found_in(snapshot), moved.rows.keys, txn_id=txn_id)
-                reach("cleaning: rows published")
-            if new is not None and appended is not None:
-                current = self._head.current
-                rows.publish(layout, appended.found_in(snapshot), new.keys, current=current, txn_id=txn_id)
-            self._view.move(snapshot)
-            reach("write-back: segments published")
-            self._wrote(rows, change.pages)
-        if moved is not None:
-            moved_bytes = pages_moved * self.page_bytes
-            self._counting.add(rows_moved=len(moved.rows.keys), bytes_moved=moved_bytes, pages_moved=moved.pages)
-        self._cleaner.plan(snapshot, segments, self._head.kept, change.pages - pages_moved)
-        return change.pages - pages_moved
-
-    def _wrote(self, rows: RowMap, pages: int) -> None:
-        """Have an anchor set if it is time: a device that failed to sync once may have dropped what it was to keep."""
-        live = sum(segments.pages for segments in rows.segments.values())
-        self._keeper.wrote(max(pages * self.page_bytes, self._snapshot.freed_bytes), live * self.page_bytes)
-
-    def _take_numbers(self) -> None:
-        """Begin where no process before has numbered segments, and see that none after will."""
-        if not self._is_numbered:
-            log = replace(self._log, next_number=(self._log.next_number // _LIFE + 1) * _LIFE)
-            with self._transaction() as txn:
-                txn.put(item_key(LOG_ITEM), pack_log(log))
-            self._log, self._is_numbered = log, True
-            reach("log: numbers taken")
-            with self._must_succeed():
-                self._view.move(self._new_snapshot())
-                self._keeper.set()
-
-    def _dead(self, rows: RowMap) -> list[tuple[Segments, Int64s]]:
-        """Some segments that are to be deleted, by layout."""
-        found, room = [], _DELETED_TOGETHER
-        for segments in rows.segments.values():
-            slots = np.array(segments.dead[:room], np.int64)
-            if len(slots):
-                found.append((segments, slots))
-                room -= len(slots)
-        return found
-
-    def _look_ahead(self, dead: list[tuple[Segments, Int64s]]) -> None:
-        numbers = [self._log.next_number]
-        for segments, slots in dead:
-            numbers += segments.arrays.numbers[slots].tolist()
-        self._snapshot.seek(np.zeros(len(numbers), np.uint64), np.array(numbers, np.uint64))
-
-    def _delete(self, change: Change, dead: list[tuple[Segments, Int64s]]) -> None:
-        for segments, slots in dead:
-            change.delete(self._snapshot, segments.stored(slots))
-
-    def _forget(self, dead: list[tuple[Segments, Int64s]], txn_id: int) -> None:
-        for segments, slots in dead:
-            del segments.dead[: len(slots)]
-            segments.free(slots, txn_id)
+    def _count(self, written: Written, **more: float) -> None:
+        self._counting.add(
+            bytes_written=written.pages * self.page_bytes,
+            rows_moved=written.rows_moved,
+            pages_moved=written.pages_read,
+            bytes_moved=written.pages_moved * self.page_bytes,
+            **more,
+        )
 
     # -- versions
 
@@ -550,47 +469,32 @@ class LmdbColdTier:
             self._view.move(self._new_snapshot())
 
     def _prune(self) -> None:
-        """Delete what the kept versions do not need, a little at a time, and clean what that leaves half empty: while
-        rows are written, the segments that lose rows hold them for the version before, and are not cleaned."""
+        """Delete what the kept versions do not need, and clean what that leaves too empty, a little at a time."""
         with self._writer:
             rows = self._make_map()
             for segments in rows.segments.values():
                 segments.release(self._head.kept, self._head.last)
-        for layout in rows.segments:
-            while self._clean(layout):
+        for work in (self._clean, self._delete_dead):
+            while work():
                 time.sleep(_PAUSE_SECONDS)
-        while True:
-            with self._writer:
-                self._check_writable()
-                dead = self._dead(rows := self._make_map())
-                if not dead:
-                    break
-                with self._changing() as change:
-                    self._delete(change, dead)
-                    reach("prune: segments deleted")
-                reach("prune: transaction committed")
-                with self._must_succeed():
-                    snapshot = self._new_snapshot()
-                    self._forget(dead, snapshot.txn_id)
-                    self._view.move(snapshot)
-                    self._wrote(rows, 0)
-            time.sleep(_PAUSE_SECONDS)
         with self._writer:
             self._delete_items()
             self._view.move(self._new_snapshot())
         self._anchor()  # only behind an anchor can the pages be used again
         reach("prune: done")
 
-    def _clean(self, layout: RowLayout) -> bool:
-        """Clean a little; whether there was anything to clean."""
+    def _clean(self) -> bool:
         with self._writer:
             self._check_writable()
-            rows = self._make_map()
-            segments = rows.segments[layout]
-            is_due = self._cleaner.plan(self._snapshot, segments, self._head.kept, _CLEANED_PAGES)
-            if is_due:
-                self._append(rows, segments, None)
-            return is_due
+            written = self._appender.clean(self._make_map(), self._head.kept, is_cold=self._reader.is_cold)
+            if written is not None:
+                self._count(written)
+            return written is not None
+
+    def _delete_dead(self) -> bool:
+        with self._writer:
+            self._check_writable()
+            return self._appender.delete_dead(self._make_map())
 
     def _anchor(self) -> None:
         """Set an anchor while other threads go on writing."""
@@ -631,14 +535,8 @@ class LmdbColdTier:
     def _drop_loose(self) -> None:
         """Delete segments of versions that are not current: what a process that ended, or a rollback, left behind."""
         indexes = read_indexes(self._snapshot, stored_segments(self._snapshot))
-        loose = indexes.stored.chosen(indexes.oldest > self._head.current)
-        found = False
-        for start in range(0, len(loose.pages), _DELETED_TOGETHER):
-            with self._changing() as change:
-                change.delete(self._snapshot, loose.chosen(slice(start, start + _DELETED_TOGETHER)))
-                reach("rollback: segments deleted")
-            found = True
-        if self._delete_items() or found:
+        self._appender.drop(indexes.stored.chosen(indexes.oldest > self._head.current))
+        if self._delete_items():
             self._view.move(self._new_snapshot())
 
     @property

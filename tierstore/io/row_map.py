@@ -36,7 +36,7 @@ from .mapped import prefetch_word, zeros
 from .segments import COUNT, COUNT_MASK, KEYS, MIXED, NEWEST, Geometry, geometry, index_lengths
 from .snapshot import Tree
 
-__all__ = ["Places", "RowMap", "SegmentArrays", "Segments", "TableArrays", "find_positions"]
+__all__ = ["Places", "RowMap", "SegmentArrays", "Segments", "TableArrays", "can_be_stored", "find_positions"]
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -88,6 +88,21 @@ def find_positions(keys: Int64s, layout_id: int, tables: TableArrays, positions:
             return i
         positions[i] = tables.bases[table] + row
     return -1
+
+
+@inline
+def _is_known(table: int | np.int64, tables: TableArrays) -> bool:
+    """Whether there is a table with this index, which may be any number."""
+    return 0 <= table < len(tables.bases) and tables.bases[table] >= 0  # type: ignore[return-value]
+
+
+@inline
+def can_be_stored(key: np.int64, layout_id: int, tables: TableArrays) -> bool:
+    """Whether a segment of this layout may have the key: of a row of a table with it, or of an unknown table."""
+    table = key >> _ROW_BITS
+    if not _is_known(table, tables):
+        return bool(table >= 0)
+    return bool(tables.layout_ids[table] == layout_id and (key & _ROW_MASK) < tables.num_rows[table])
 
 
 @inline
@@ -181,22 +196,19 @@ def _enter(
         for i in range(num):
             if i + _AHEAD < num:
                 ahead = np.int64(words[at + KEYS + i + _AHEAD])
-                table = ahead >> _ROW_BITS
-                if table < len(tables.bases) and tables.bases[table] >= 0:
-                    prefetch_word(places, tables.bases[table] + (ahead & _ROW_MASK))
+                if _is_known(ahead >> _ROW_BITS, tables):
+                    prefetch_word(places, tables.bases[ahead >> _ROW_BITS] + (ahead & _ROW_MASK))
+            key = np.int64(words[at + KEYS + i])
+            table = key >> _ROW_BITS
+            if not can_be_stored(key, geo.layout_id, tables):
+                return s, unknown, dead
             epoch = np.int64(words[at + KEYS + num + i]) if is_mixed else segments.newest[slot]
             if epoch > last:
                 continue
-            key = np.int64(words[at + KEYS + i])
-            table = key >> _ROW_BITS
-            if table < 0:
-                return s, unknown, dead
-            if table >= len(tables.bases) or tables.bases[table] < 0:
+            if not _is_known(table, tables):
                 segments.held[slot] += 1
                 unknown += 1
                 continue
-            if tables.layout_ids[table] != geo.layout_id or (key & _ROW_MASK) >= tables.num_rows[table]:
-                return s, unknown, dead
             position = tables.bases[table] + (key & _ROW_MASK)
             old = np.int64(places[position])
             if old != 0:
@@ -230,7 +242,7 @@ def _list_live(
             key = np.int64(words[at + KEYS + i])
             table = key >> _ROW_BITS
             epoch = words[at + KEYS + num + i] if is_mixed else words[at + NEWEST]
-            if epoch <= np.uint64(since) or table >= len(tables.bases) or tables.bases[table] < 0:
+            if epoch <= np.uint64(since) or not _is_known(table, tables):
                 continue
             if places[tables.bases[table] + (key & _ROW_MASK)] == np.uint32(slots[s] << place_bits | i):
                 keys[count] = key

@@ -6,10 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._jit import inline, kernel
-from ..rows import BLOCK_HEADER_WORDS, KEY_ROW_BITS, PAGE_HEADER_WORDS
+from ..rows import BLOCK_HEADER_WORDS, PAGE_HEADER_WORDS
 from .checksum import two_row_checksums
 from .indexes import Indexes
-from .row_map import TableArrays
+from .row_map import TableArrays, can_be_stored
 from .segments import COUNT, KEYS, MIXED, NEWEST, OLDEST, Geometry, SegmentStatus, block_word, row_seed
 
 __all__ = ["Found", "check_segments", "new_found"]
@@ -21,8 +21,6 @@ _BAD_INDEX: Final = int(SegmentStatus.BAD_INDEX)
 _BAD_BLOCK: Final = int(SegmentStatus.BAD_BLOCK)
 _BAD_ROW: Final = int(SegmentStatus.BAD_ROW)
 _BAD_PADDING: Final = int(SegmentStatus.BAD_PADDING)
-_ROW_BITS: Final = KEY_ROW_BITS
-_ROW_MASK: Final = (1 << KEY_ROW_BITS) - 1
 
 
 class Found(NamedTuple):
@@ -78,12 +76,7 @@ def _index_status(
     end = at + KEYS + num
     newest = oldest = words[end] if is_mixed else words[at + NEWEST]
     for i in range(num):
-        key = np.int64(words[at + KEYS + i])
-        table = key >> _ROW_BITS
-        is_known = 0 <= table < len(tables.bases) and tables.bases[table] >= 0
-        if table < 0 or (
-            is_known and (tables.layout_ids[table] != geo.layout_id or (key & _ROW_MASK) >= tables.num_rows[table])
-        ):
+        if not can_be_stored(np.int64(words[at + KEYS + i]), geo.layout_id, tables):
             return _BAD_INDEX
         if is_mixed:
             newest = max(newest, words[end + i])

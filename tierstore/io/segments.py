@@ -250,7 +250,7 @@ def check_index(words: Words, page_words: int, limit: int, page: int, pages: int
     at = page * page_words + PAGE_HEADER_WORDS
     num: int = np.int64(words[at + COUNT] & COUNT_MASK)  # type: ignore[assignment]
     is_mixed = (words[at + COUNT] & MIXED) != np.uint64(0)
-    if words[at + MAGIC] != _MAGIC or words[at + NUMBER] != number or num < 1 or num > pages * page_words:
+    if words[at + MAGIC] != _MAGIC or words[at + NUMBER] != number or num < 1:
         return 3
     if index_pages(page_words, num, is_mixed) >= pages:
         return 3

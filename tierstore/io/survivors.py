@@ -201,7 +201,7 @@ class Survivors(NamedTuple):
     Attributes:
         runs: by layout.
         proven: by layout, bool [runs]: no segment of which rows are not known can have newer ones.
-        missing: segments of which rows are not known; -1 if their number is not known either.
+        missing: segments of which rows are not known; -1 where nothing proves which segments there are.
     """
 
     runs: list[Runs]
@@ -225,6 +225,7 @@ def surviving_rows(
         )
     else:
         missing, found = np.setdiff1d(members, found.numbers), found.of(members)
+    unknown = [(remains.version, number) for number in missing.tolist()]
     all_runs, proven, num_missing = [], [], len(missing)
     for segments, blocks in zip(rows.segments.values(), found.blocks, strict=True):
         shown = selected(blocks, blocks.newest <= remains.version)
@@ -233,7 +234,6 @@ def surviving_rows(
         runs = joined([_indexed_runs(path, segments.geo, found.indexes), _block_runs(segments.geo, shown)])
         order = np.lexsort((runs.numbers, runs.newest))[::-1]
         runs = selected(runs, order[runs.newest[order] <= remains.version])
-        unknown = [(remains.version, number) for number in missing.tolist()]
         epoch, number = max(incomplete + unknown, default=(0, 0))
         is_newer = (runs.newest > epoch) | ((runs.newest == epoch) & (runs.numbers >= np.uint64(number)))
         all_runs.append(runs)

@@ -235,6 +235,8 @@ def find_blocks(
     """List the blocks of a layout on wanted pages ``[start, stop)``; returns how many."""
     out = 0
     for page in range(start, min(stop, limit - geo.pages_per_block + 1)):
+        if not wanted[page]:
+            continue
         at = page * geo.page_words
         newest, block, is_last = unpack_block_word(words[at + 1])
         rows = geo.rows_per_block
@@ -242,7 +244,7 @@ def find_blocks(
         while is_last and rows > 0 and words[pair] == np.uint64(0) and words[pair + 1] == np.uint64(0):
             rows -= 1
             pair -= geo.pair_stride
-        if not wanted[page] or block_word(words[at], newest, block, rows, is_last) != words[at + 1]:
+        if block_word(words[at], newest, block, rows, is_last) != words[at + 1]:
             continue
         sound = 0
         for i in range(rows):

@@ -77,16 +77,16 @@ def numbered(keys: Int64s) -> Numbered:
 
 
 def accesses_of(trace: Trace) -> Accesses:
-    """Entry by entry, and table by table within an entry, in batches as the trace was made in."""
-    lengths = np.stack([np.diff(table.offsets) for table in trace.tables.values()], axis=1)
-    begins = np.cumsum(lengths.ravel()) - lengths.ravel()
+    """Batch by batch as the trace was made, and table by table within a batch: the order in which modules look up."""
+    ends = trace.batch_bounds
+    bounds = np.stack([table.offsets[ends] for table in trace.tables.values()], axis=1)
+    lengths = np.diff(bounds, axis=0)
+    begins = (np.cumsum(lengths) - lengths.ravel()).reshape(lengths.shape)
     keys = np.empty(trace.num_lookups, np.int64)
     for index, table in enumerate(trace.tables.values()):
-        own = begins.reshape(lengths.shape)[:, index]
-        places = np.repeat(own - table.offsets[:-1], lengths[:, index]) + np.arange(len(table.ids))
+        places = np.repeat(begins[:, index] - bounds[:-1, index], lengths[:, index]) + np.arange(len(table.ids))
         keys[places] = table.ids | (index << KEY_ROW_BITS)
-    ends = np.append(0, np.cumsum(lengths.sum(1)))
-    starts, names = ends[trace.batch_bounds], tuple(trace.tables)
+    starts, names = np.append(0, np.cumsum(lengths.sum(1))), tuple(trace.tables)
     return Accesses(keys, starts, names, trace.sampling_rate, _unlisted(trace), trace.all_lookups)
 
 

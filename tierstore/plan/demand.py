@@ -7,14 +7,13 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from ..cache import REFERENCE_PREFIX
 from ..excerpt import excerpt
 from ..names import nearest
 from ..rows import KEY_ROW_BITS, RowLayout
 from .accesses import Accesses, numbered, of_tables, once_a_batch
 from .analytic import Popularity, frequency_curve, lru_curve, popularity
+from .cold_log import ColdLog, cold_log_of
 from .curves import MissRatioCurve, curve
-from .rewrites import Rewrites, rewrites_of
 from .workload import TableShape, Workload
 
 __all__ = ["ANALYTIC_POLICIES", "CurveMaker", "Demand", "PoolDemand"]
@@ -40,10 +39,8 @@ class PoolDemand:
         unique: distinct rows of a batch, on average.
         curve: of once-a-batch accesses, in rows of this pool.
         new_rows: of ``unique``, those that no batch before had; 0 where no trace says it.
-        rows_a_block: of a batch's distinct rows, those that lie in one block, on average, rows lying in order of their
-            ids; 1 where no whole trace says it.
-        rewrites: what a cache of rows has written, which keeps the trace; None where no whole trace says it, in
-            serving, and of policies other than lru.
+        cold_log: what is read and moved below a cache of rows, which keeps the trace; None where no whole trace says
+            it.
     """
 
     layout: RowLayout
@@ -53,8 +50,7 @@ class PoolDemand:
     unique: float
     curve: MissRatioCurve
     new_rows: float = 0.0
-    rows_a_block: float = 1.0
-    rewrites: Rewrites | None = None
+    cold_log: ColdLog | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +126,6 @@ class Demand:
             ValueError: it has no access, or a table that the workload has not, or a row beyond its table.
         """
         _check(workload, accesses)
-        is_written_together = workload.is_training and policy.removeprefix(REFERENCE_PREFIX) == "lru"
 
         def pool(layout: RowLayout, tables: list[TableShape]) -> PoolDemand:
             names = {table.name for table in tables}
@@ -145,8 +140,7 @@ class Demand:
                 curve=make_curve(distinct, policy, sampling_rate=sampling_rate)
                 if len(distinct.keys)
                 else _unused(policy),
-                rows_a_block=_rows_a_block(distinct, layout),
-                rewrites=rewrites_of(distinct) if is_written_together else None,
+                cold_log=cold_log_of(distinct, _rows(tables), is_written=workload.is_training),
                 new_rows=numbered(distinct.keys).num_rows / accesses.sampling_rate / max(accesses.all_batches, 1),
             )
 
@@ -154,8 +148,7 @@ class Demand:
         return cls(batch_samples=workload.batch_samples, policy=policy, pools=pools)
 
     def laid_out(self, workload: Workload) -> "Demand":
-        """The same demand of the same tables whose rows are of another type, or have another optimizer's state;
-        ``rows_a_block`` stays that of the layout that it was found of.
+        """The same demand of the same tables whose rows are of another type, or have another optimizer's state.
 
         Raises:
             ValueError: the tables, their rows or the batch are others than those that it was found of.
@@ -210,16 +203,6 @@ def _check(workload: Workload, accesses: Accesses) -> None:
         highest = int(own.max() & ((1 << KEY_ROW_BITS) - 1)) if len(own) else 0
         if highest >= rows[name]:
             raise ValueError(f"the trace has row {highest:,} of table {excerpt(name)}, which has {rows[name]:,} rows")
-
-
-def _rows_a_block(distinct: Accesses, layout: RowLayout) -> float:
-    """A sample of the rows does not tell which are neighbours."""
-    if distinct.sampling_rate < 1 or not len(distinct.keys):
-        return 1.0
-    row_mask = (1 << KEY_ROW_BITS) - 1
-    tables, rows = distinct.keys & ~row_mask, distinct.keys & row_mask
-    blocks = once_a_batch(distinct._replace(keys=tables | rows // layout.rows_per_block))
-    return len(distinct.keys) / len(blocks.keys)
 
 
 def _lookups_a_batch(accesses: Accesses) -> float:

@@ -9,9 +9,9 @@ to make room for it first; and so do ``LINKS`` and ``DRIVES``. ``SHARED`` ones l
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from .host import Host, Storage
+from .host import Host
 from .prediction import ResourceLoad, Setup
-from .tiers import PoolLoad
+from .tiers import PoolLoad, segment_bytes
 from .workload import Workload
 
 __all__ = [
@@ -98,8 +98,7 @@ def bottleneck_of(loads: Sequence[ResourceLoad], *, is_ahead: bool) -> str:
 
 def fixed_seconds(setup: Setup, pools: Sequence[PoolLoad]) -> float:
     """Of a query, whatever its samples."""
-    blocks = sum(pool.blocks_read for pool in pools)
-    latencies = _read_latency_s(setup.host, blocks) + _network_latency_s(setup)
+    latencies = _read_latency_s(setup.host, pools) + _network_latency_s(setup)
     return _batch_s(setup, is_ahead=False) + latencies + (_pcie_latency_s(setup) if setup.hbm_bytes else 0.0)
 
 
@@ -209,21 +208,22 @@ def _directions(setup: Setup) -> int:
 
 
 def _bringing_ns(setup: Setup, pool: PoolLoad) -> float:
-    """That a block that was rewritten lies in a page new to the process is in the cost of writing it."""
     costs = setup.host.costs
     a_row = costs.miss_ns + costs.miss_ns_per_byte * pool.layout.row_bytes
-    return pool.misses * a_row + pool.blocks_read * costs.read_ns
+    return pool.misses * a_row + pool.pages_read * costs.read_ns
 
 
 def _write_back(setup: Setup, pools: Sequence[PoolLoad]) -> ResourceLoad:
     """One thread, as LMDB has one writer."""
-    costs = setup.host.costs
-    nanoseconds = sum(
-        pool.blocks_written * (costs.write_ns + costs.write_ns_per_byte * pool.layout.block_bytes)
-        + 1e3 * pool.transactions * costs.transaction_us
-        for pool in pools
-    )
-    return ResourceLoad("write-back", nanoseconds * 1e-9, sum(pool.blocks_written for pool in pools), "blocks")
+    nanoseconds = sum(_writing_ns(setup, pool) for pool in pools)
+    return ResourceLoad("write-back", nanoseconds * 1e-9, sum(pool.rows_written for pool in pools), "rows")
+
+
+def _writing_ns(setup: Setup, pool: PoolLoad) -> float:
+    costs, row_bytes = setup.host.costs, pool.layout.row_bytes
+    appending = pool.rows_written * (costs.append_ns + costs.append_ns_per_byte * row_bytes)
+    moving = pool.rows_moved * (costs.move_ns + costs.move_ns_per_byte * row_bytes)
+    return appending + moving + 1e3 * pool.transactions * costs.transaction_us
 
 
 def _pcie(setup: Setup, pools: Sequence[PoolLoad]) -> ResourceLoad:
@@ -243,44 +243,35 @@ def _pcie_latency_s(setup: Setup) -> float:
 
 
 def _ssd_reads(setup: Setup, pools: Sequence[PoolLoad]) -> ResourceLoad:
-    """Blocks, or bytes, whichever take longer; all drives together."""
-    blocks = sum(pool.blocks_read for pool in pools)
-    if not blocks:
+    """Pages and segments, or their bytes, whichever take longer; all drives together."""
+    reads = sum(pool.pages_read + pool.segments_cleaned for pool in pools)
+    if not reads:
         return ResourceLoad("ssd reads", 0.0, 0.0, "reads")
-    size = sum(pool.blocks_read * _block_file_bytes(pool) for pool in pools)
+    size = sum(
+        pool.pages_read * pool.layout.page_bytes + pool.segments_cleaned * segment_bytes(pool.layout) for pool in pools
+    )
     drives = setup.host.storage
-    by_count = blocks / sum(drive.reads_per_s for drive in drives)
+    by_count = reads / sum(drive.reads_per_s for drive in drives)
     by_bytes = size / sum(drive.read_bytes_per_s for drive in drives)
-    return ResourceLoad("ssd reads", max(by_count, by_bytes) + _read_latency_s(setup.host, blocks), blocks, "reads")
+    return ResourceLoad("ssd reads", max(by_count, by_bytes) + _read_latency_s(setup.host, pools), reads, "reads")
 
 
-def _read_latency_s(host: Host, blocks: float) -> float:
-    """Of the last read, which nothing hides, if there is one."""
-    return min(1.0, blocks) * max((drive.read_latency_us for drive in host.storage), default=0.0) * 1e-6
-
-
-def _block_file_bytes(pool: PoolLoad) -> int:
-    return pool.layout.pages_per_block * pool.layout.page_bytes
+def _read_latency_s(host: Host, pools: Sequence[PoolLoad]) -> float:
+    """Of the last page, which nothing hides, if there is one."""
+    pages = sum(pool.pages_read for pool in pools)
+    return min(1.0, pages) * max((drive.read_latency_us for drive in host.storage), default=0.0) * 1e-6
 
 
 def _ssd_writes(setup: Setup, pools: Sequence[PoolLoad]) -> ResourceLoad:
-    """Blocks and the leaves of the tree above them, or their bytes, whichever take longer."""
-    blocks = sum(pool.blocks_written for pool in pools)
+    """Segments, which are large."""
     size = written_bytes(pools)
-    if not blocks:
-        return ResourceLoad("ssd writes", 0.0, 0.0, "bytes")
-    drives: tuple[Storage, ...] = setup.host.storage
-    by_count = (blocks + sum(pool.leaves_written for pool in pools)) / sum(drive.writes_per_s for drive in drives)
-    by_bytes = size / sum(drive.write_bytes_per_s for drive in drives)
-    return ResourceLoad("ssd writes", max(by_count, by_bytes), size, "bytes")
+    speed = sum(drive.write_bytes_per_s for drive in setup.host.storage)
+    return ResourceLoad("ssd writes", size / speed if size else 0.0, size, "bytes")
 
 
 def written_bytes(pools: Sequence[PoolLoad]) -> float:
     """To the drives of a host."""
-    return sum(
-        (pool.blocks_written * pool.layout.pages_per_block + pool.leaves_written) * pool.layout.page_bytes
-        for pool in pools
-    )
+    return sum(pool.pages_written * pool.layout.page_bytes for pool in pools)
 
 
 # What all share
@@ -321,6 +312,5 @@ def _of_cores(setup: Setup, seconds: Mapping[str, float], sync_s: float, *, is_a
 
 
 def _sync_s(setup: Setup, pools: Sequence[PoolLoad]) -> float:
-    """Core-seconds of the thread that has what was written reach the device. What goes along of the tree is in it."""
-    pages = sum(pool.blocks_written * pool.layout.pages_per_block for pool in pools)
-    return pages * setup.host.costs.sync_ns * 1e-9
+    """Core-seconds of the thread that has what was written reach the device."""
+    return sum(pool.pages_written for pool in pools) * setup.host.costs.sync_ns * 1e-9

@@ -126,9 +126,9 @@ def _faster(setup: Setup) -> Iterator[tuple[str, Host, float | None]]:
     """(resource, host of which it is a tenth faster, price)."""
     host = setup.host
     drives_usd = STEP * sum(drive.usd for drive in host.storage) or None
-    for way in ("read", "write"):
-        drives = tuple(_scaled(drive, f"{way}s_per_s", f"{way}_bytes_per_s") for drive in host.storage)
-        yield f"ssd {way}s", replace(host, storage=drives), drives_usd
+    for way, names in (("reads", ("reads_per_s", "read_bytes_per_s")), ("writes", ("write_bytes_per_s",))):
+        drives = tuple(_scaled(drive, *names) for drive in host.storage)
+        yield f"ssd {way}", replace(host, storage=drives), drives_usd
     yield "ddr bandwidth", replace(host, ddr=_scaled(host.ddr, "bytes_per_s", "row_bytes_per_s")), None
     if setup.hosts > 1:
         yield "network", replace(host, network=_scaled(host.network, "bytes_per_s")), None

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Final
 
-from ..cache import POLICIES
+from ..cache import POLICIES, resolve_policy
 from ..excerpt import excerpt
 from ..sizes import format_size
 from .demand import Demand
@@ -11,16 +11,14 @@ from .loads import DRIVES, SHARED, bottleneck_of, fixed_seconds, loads_of, step_
 from .prediction import Latency, Prediction, Setup, TierLoad
 from .price import Pricing, drive_writes_a_day, price_of
 from .queueing import Queue, latency_at
-from .tiers import PoolLoad, pool_loads
+from .tiers import PoolLoad, file_of, pool_loads
 
 __all__ = ["misfit", "predict", "queue_of"]
 
-DIRECTORY_BYTES: Final = 4
-"""Of host memory, for each block on disk, outside the budget."""
-FILE_SHARE: Final = 1.05
-"""Of a file of blocks, over the bytes of its blocks: the tree above them, and free pages."""
-TRAINING_FILE_SHARE: Final = 2.1
-"""The same where all rows are written again between two commits, and both versions kept (``bench.commit``)."""
+MAP_BYTES: Final = 4
+"""Of host memory, for each row on disk and each process that serves or trains, outside the budget: where it lies."""
+SEGMENT_BYTES: Final = 50
+"""The same, for each segment."""
 
 
 def predict(
@@ -96,7 +94,7 @@ def _check(setup: Setup, demand: Demand) -> None:
             raise ValueError(f"{name}={excerpt(getattr(setup, name))}: expected 0 or more")
     if setup.policy not in POLICIES:
         raise ValueError(f"policy={excerpt(setup.policy)} is not one of {', '.join(POLICIES)}")
-    if demand.policy in POLICIES and demand.policy != setup.policy:
+    if demand.policy in POLICIES and demand.policy != resolve_policy(setup.policy):
         raise ValueError(f"the demand's curves are of {demand.policy}, the setup's policy is {setup.policy}")
     if setup.workload.is_training and (setup.workers > 1 or setup.replicas > 1):
         raise ValueError("workers and replicas are for serving; training has hosts")
@@ -111,12 +109,18 @@ def misfit(setup: Setup, demand: Demand) -> str:
     least = min((each.hbm.capacity_bytes for each in host.accelerators), default=0.0)
     if setup.hbm_bytes > least:
         return _too_little("memory of an accelerator", setup.hbm_bytes, least)
-    blocks = [(pool.layout, pool.layout.num_blocks(-(-pool.num_rows // setup.hosts))) for pool in demand.pools]
-    memory = setup.ddr_bytes + setup.page_cache_bytes + DIRECTORY_BYTES * sum(count for _, count in blocks)
+    files = [file_of(pool.layout, -(-pool.num_rows // setup.hosts), setup.workload) for pool in demand.pools]
+    for file in files:
+        if file.segments > file.segments_max:
+            return (
+                f"segments: {file.segments:,} of rows of one layout are wanted of a host, a store finds its rows in "
+                f"{file.segments_max:,}; use more hosts"
+            )
+    maps = sum(MAP_BYTES * file.rows + SEGMENT_BYTES * file.segments for file in files)
+    memory = setup.ddr_bytes + setup.page_cache_bytes + setup.workers * maps
     if memory > host.ddr.capacity_bytes:
         return _too_little("memory", memory, host.ddr.capacity_bytes)
-    share = TRAINING_FILE_SHARE if setup.workload.is_training else FILE_SHARE
-    stored = share * sum(count * layout.pages_per_block * layout.page_bytes for layout, count in blocks)
+    stored = sum(file.bytes for file in files)
     capacity = sum(drive.capacity_bytes for drive in host.storage)
     if stored > capacity:
         return _too_little("SSD", stored, capacity)

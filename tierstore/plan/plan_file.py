@@ -38,7 +38,7 @@ _MAX_SCALE: Final = 1e6
 _MAX_RATE: Final = 1e12
 _MAX_HOSTS: Final = 1 << 16
 _MAX_PARTS: Final = 1 << 10
-_MODELLED: Final = ("lru", "lfu", "tinylfu")
+_MODELLED: Final = ("auto", "lru", "lfu", "tinylfu")
 
 
 def _require_size(section: str, key: str, value: int | str) -> None:
@@ -136,7 +136,7 @@ class SetupSection:
     hosts: int = option(
         0, "each holds an equal part of the rows; 0: one, or what the search finds", low=0, high=_MAX_HOSTS
     )
-    policy: str = option("lru", "which rows leave memory first: lru, lfu or tinylfu")
+    policy: str = option("auto", "which rows leave memory first: auto, lru, lfu or tinylfu")
     prefetch_depth: int = option(2, "batches whose rows are fetched ahead; 0: none", low=0, high=1024)
     threads: int = option(0, "of the store; 0: the host's cores", low=0, high=1 << 16)
     rows_per_read: float = option(1.0, "useful rows a block brings in: more for a packed store", low=1, high=4096)
@@ -193,14 +193,14 @@ class SearchSection:
 class CurvesSection:
     """[curves]: what the report shows of the accesses beside the plan's own curve; needs a trace."""
 
-    policies: tuple[str, ...] = option((), "others to compare with: lru, lfu, tinylfu, perfect-lfu, opt")
+    policies: tuple[str, ...] = option((), "others to compare with: auto, lru, lfu, tinylfu, perfect-lfu, opt")
     by_table: bool = option(False, "a curve for each table")
     windows: int = option(0, "parts of the trace, each with its own curve, to see drift; 0: none", low=0, high=100)
 
     def __post_init__(self) -> None:
         check_ranges(self)
         for policy in self.policies:
-            _require_policy("curves.policies", policy, POLICIES)
+            _require_policy("curves.policies", policy, ("auto", *POLICIES))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,7 +64,7 @@ def drive_writes_a_day(host: Host, bytes_per_s: float, pricing: Pricing) -> floa
     """
     if not bytes_per_s:
         return 0.0
-    speed = sum(drive.writes_per_s for drive in host.storage)
+    speed = sum(drive.write_bytes_per_s for drive in host.storage)
     a_day = bytes_per_s * _SECONDS_A_DAY * pricing.hours_a_day / 24
     return a_day / speed * max(map(_wear, host.storage))
 
@@ -80,4 +80,4 @@ def years_of_life(prediction: Prediction, pricing: Pricing) -> float:
 
 def _wear(drive: Storage) -> float:
     """How fast it is written over beside other drives of its host."""
-    return drive.writes_per_s / drive.capacity_bytes
+    return drive.write_bytes_per_s / drive.capacity_bytes

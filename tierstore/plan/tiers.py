@@ -4,27 +4,35 @@ Budgets become rows by the store's own rule (``budget.divide``), index, policy a
 """
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from ..budget import Division, divide, divide_hbm
-from ..cache import REFERENCE_PREFIX
 from ..errors import BudgetError
 from ..hbm.pool import HbmSize, host_bytes_of
+from ..io.cleaning import DEFAULT_SLACK
+from ..io.segments import geometry
 from ..pool import HELD_SHARE
 from ..rows import RowLayout
+from .cold_log import LogShares, pages_of_rows
 from .demand import Demand, PoolDemand
 from .prediction import Setup
+from .workload import Workload
 
-__all__ = ["PoolLoad", "pool_loads", "rows_together"]
+__all__ = ["PoolLoad", "StoreFile", "file_of", "pool_loads", "rows_together", "segment_bytes"]
 
-BLOCKS_A_LEAF: Final = 80
-"""Of the 120 that a page of 4 KiB has room for: leaves of a tree that changes are two thirds full."""
 _LEAST_TRANSACTIONS: Final = 0.5
-"""In a step that has rows leave: trained stores with much memory made 0.5 to 0.7."""
+"""In a step that has rows leave: trained stores with much memory made 0.3 to 0.5."""
 _FULL_SHARE: Final = 0.6
-"""Of what a transaction may hold: those of stores with little memory held 0.5 to 0.7."""
-_STEPS: Final = 50
+"""Of what a transaction may hold: those of trained stores held 0.5 to 0.9."""
+_STEPS: Final = 100
+_MOST_CACHED: Final = 0.999
+_FILE_SHARE: Final = 1.05
+"""Of a file of segments, over their bytes: the tree above them, and free pages."""
+_PLACE_BITS: Final = 32
 
 
 class PoolLoad(NamedTuple):
@@ -42,11 +50,12 @@ class PoolLoad(NamedTuple):
         misses: rows asked of the SSD.
         is_full: every row has a slot in host memory, and stays there.
         keeps_batch: the rows of a batch can stay pinned until its backward, so that they can be brought in ahead.
-        device_misses: of ``misses``, those whose block the system has not in memory.
-        blocks_read: by the device, for missing rows, and for the rest of blocks that are rewritten.
-        blocks_written: rewritten for rows that left.
-        leaves_written: pages of the tree above those blocks that are written along.
-        transactions: in which blocks are written.
+        device_misses: of ``misses``, those whose page the system has not in memory.
+        pages_read: by the device, for missing rows.
+        rows_written: appended, as they left.
+        rows_moved: by cleaning: appended once more, so that segments can be deleted.
+        segments_cleaned: such segments, those that the device has to read.
+        transactions: in which rows are appended.
     """
 
     layout: RowLayout
@@ -62,10 +71,17 @@ class PoolLoad(NamedTuple):
     device_misses: float
     is_full: bool
     keeps_batch: bool
-    blocks_read: float
-    blocks_written: float
-    leaves_written: float
+    pages_read: float
+    rows_written: float
+    rows_moved: float
+    segments_cleaned: float
     transactions: float
+
+    @property
+    def pages_written(self) -> float:
+        """Of full segments."""
+        size = self.layout.rows_per_segment
+        return (self.rows_written + self.rows_moved) / size * self.layout.segment_pages(size)
 
 
 def pool_loads(setup: Setup, demand: Demand) -> tuple[PoolLoad, ...]:
@@ -81,9 +97,9 @@ def pool_loads(setup: Setup, demand: Demand) -> tuple[PoolLoad, ...]:
     staging = accelerators * sum(host_bytes_of(layout, size) for layout, size in hot.items())
     budget = int(setup.ddr_bytes / setup.workers)
     division = _division(budget, rows, len(setup.workload.tables), setup.policy, staging)
-    blocks = _blocks_in_page_cache(setup, demand)
+    share = _page_cache_share(setup, rows)
     loads = []
-    for pool, (layout, count), cached_blocks in zip(demand.pools, rows, blocks, strict=True):
+    for pool, (layout, count) in zip(demand.pools, rows, strict=True):
         size = division.pools[layout]
         hbm_rows = accelerators * hot[layout].cached_rows if accelerators else 0
         own = _Share(
@@ -93,8 +109,8 @@ def pool_loads(setup: Setup, demand: Demand) -> tuple[PoolLoad, ...]:
             hbm_rows=min(hbm_rows, count),
             ddr_rows=size.cached_rows,
             is_full=size.is_full,
-            cached_blocks=cached_blocks,
-            transaction_blocks=division.transaction_bytes // layout.block_bytes,
+            cached_share=share,
+            transaction_rows=layout.rows_within(division.transaction_bytes),
         )
         loads.append(_load(own))
     return tuple(loads)
@@ -118,15 +134,38 @@ def _hbm_sizes(budget: int, rows: tuple[tuple[RowLayout, int], ...], policy: str
         raise ValueError(str(error)) from None
 
 
-def _blocks_in_page_cache(setup: Setup, demand: Demand) -> list[float]:
-    """Of each pool; pools share the page cache in proportion to their blocks on SSD."""
-    counts = [pool.layout.num_blocks(math.ceil(pool.num_rows / setup.hosts)) for pool in demand.pools]
-    sizes = [
-        count * pool.layout.pages_per_block * pool.layout.page_bytes
-        for pool, count in zip(demand.pools, counts, strict=True)
-    ]
-    share = min(1.0, setup.page_cache_bytes / sum(sizes))
-    return [share * count for count in counts]
+def _page_cache_share(setup: Setup, rows: Sequence[tuple[RowLayout, int]]) -> float:
+    """Of the pages on SSD, those that the page cache has room for; pools share it in proportion to theirs."""
+    stored = sum(-(-count // layout.rows_per_segment) * segment_bytes(layout) for layout, count in rows)
+    return min(1.0, setup.page_cache_bytes / stored)
+
+
+def segment_bytes(layout: RowLayout) -> int:
+    """Of a full one."""
+    return layout.segment_pages(layout.rows_per_segment) * layout.page_bytes
+
+
+class StoreFile(NamedTuple):
+    """Rows of one layout in a store's file, at its largest.
+
+    Attributes:
+        segments_max: that a store's map can lead to.
+    """
+
+    rows: int
+    segments: int
+    segments_max: int
+    bytes: float
+
+
+def file_of(layout: RowLayout, num_rows: int, workload: Workload) -> StoreFile:
+    """Of so many rows.
+
+    In training all rows may be written again between two commits: then both versions are there, with their slack.
+    """
+    segments = (2 * DEFAULT_SLACK if workload.is_training else 1) * num_rows / layout.rows_per_segment
+    most = 1 << (_PLACE_BITS - geometry(layout, 0).place_bits)
+    return StoreFile(num_rows, math.ceil(segments), most, _FILE_SHARE * segments * segment_bytes(layout))
 
 
 class _Share(NamedTuple):
@@ -138,8 +177,12 @@ class _Share(NamedTuple):
     hbm_rows: int
     ddr_rows: int
     is_full: bool
-    cached_blocks: float
-    transaction_blocks: float
+    cached_share: float
+    transaction_rows: int
+
+    @property
+    def layout(self) -> RowLayout:
+        return self.pool.layout
 
     @property
     def is_training(self) -> bool:
@@ -150,8 +193,15 @@ class _Share(NamedTuple):
         return self.pool.unique / self.setup.hosts
 
     @property
-    def num_blocks(self) -> int:
-        return self.pool.layout.num_blocks(self.num_rows)
+    def num_pages(self) -> float:
+        """That rows are on."""
+        return self.num_rows / self.layout.rows_per_block * self.layout.pages_per_block
+
+    @property
+    def row_pages(self) -> float:
+        """That one row is on, on average."""
+        pages = pages_of_rows(self.layout)
+        return float(np.mean(pages.last - pages.first + 1))
 
     def missed(self, rows: float) -> float:
         """Of a batch's distinct rows, those that a cache of so many has not; all hosts' caches together are as one."""
@@ -164,17 +214,20 @@ def _load(own: _Share) -> PoolLoad:
     again = unique if own.is_training and not stays and unique > top else 0.0
     both = rows_together(own.hbm_rows, own.ddr_rows, is_training=own.is_training)
     misses = 0.0 if own.is_full or stays else own.missed(both)
-    from_device = min(misses, own.missed(rows_together(both, own.cached_blocks, is_training=own.is_training)))
+    with_page_cache = rows_together(both, own.cached_share * own.num_pages, is_training=own.is_training)
+    from_device = min(misses, own.missed(with_page_cache))
     if own.hbm_rows:
         hbm_misses = again + (0.0 if stays else own.missed(own.hbm_rows))
     else:
         hbm_misses = unique + again
         misses += again
-        from_device += again if own.cached_blocks < unique else 0.0
-    elsewhere = 1 - _found_by_chance(own.cached_blocks / own.num_blocks, own.pool.layout.rows_per_block)
-    written = _written(own, min(misses, unique))  # a row that is brought in twice has changed once
+        from_device += again if own.cached_share * own.num_pages < unique else 0.0
+    log = _log_shares(own, both, from_device) if misses else LogShares(0.0, 0.0, 0.0)
+    pages = min(log.pages, own.row_pages / own.setup.rows_per_read)
+    elsewhere = 1 - _found_by_chance(own.cached_share, own.layout)
+    written = min(misses, unique) if own.is_training else 0.0  # a row that is brought in twice has changed once
     return PoolLoad(
-        layout=own.pool.layout,
+        layout=own.layout,
         num_rows=own.num_rows,
         lookups=own.pool.lookups / own.setup.hosts,
         bags=len(own.pool.tables) * own.setup.workload.batch_samples / own.setup.hosts,
@@ -187,23 +240,12 @@ def _load(own: _Share) -> PoolLoad:
         device_misses=from_device * elsewhere,
         is_full=own.is_full,
         keeps_batch=stays or unique <= HELD_SHARE * top,
-        blocks_read=(_blocks(from_device, own) + written) * elsewhere,
-        blocks_written=written,
-        leaves_written=_leaves(own, written),
-        transactions=_transactions(own, written) if written else 0.0,
+        pages_read=from_device * elsewhere * pages,
+        rows_written=written,
+        rows_moved=written * log.moved,
+        segments_cleaned=written * log.cleaned * (1 - own.cached_share),
+        transactions=max(_LEAST_TRANSACTIONS, written / (_FULL_SHARE * own.transaction_rows)) if written else 0.0,
     )
-
-
-def _leaves(own: _Share, blocks: float) -> float:
-    """Each transaction writes the leaves above its blocks once; its blocks lie anywhere, by chance."""
-    leaves = math.ceil(own.num_blocks / BLOCKS_A_LEAF)
-    together = max(1, own.transaction_blocks)
-    return blocks / together * -leaves * math.expm1(-together / leaves)
-
-
-def _transactions(own: _Share, written: float) -> float:
-    """Less than full ones, as rows are written ahead too, fewer at once; and where few rows leave, few at a time."""
-    return max(_LEAST_TRANSACTIONS, written / (_FULL_SHARE * max(1, own.transaction_blocks)))
 
 
 def rows_together(upper: float, lower: float, *, is_training: bool) -> float:
@@ -216,53 +258,39 @@ def rows_together(upper: float, lower: float, *, is_training: bool) -> float:
     return max(upper + lower / 2, lower) if is_training else max(upper, lower)
 
 
-def _found_by_chance(share: float, rows_per_block: int) -> float:
-    """The chance that a row's block is in a page cache of this share of all blocks because of its other rows."""
-    return 1.0 if share >= 1 else 1 - (1 - share) ** ((rows_per_block - 1) / rows_per_block)
+def _found_by_chance(share: float, layout: RowLayout) -> float:
+    """The chance that a row's page is in a page cache of this share of all pages because of its other rows."""
+    others = max(0.0, 1 - layout.pages_per_block / layout.rows_per_block)
+    return 1.0 if share >= 1 else 1 - (1 - share) ** others
 
 
-def _blocks(rows: float, own: _Share) -> float:
-    """Distinct blocks that so many rows lie in, by chance, or as a packed store has them, whichever are fewer."""
-    count = own.num_blocks
-    touched = -count * math.expm1(rows * math.log1p(-1 / count)) if count > 1 else 1.0
-    return min(rows / max(own.setup.rows_per_read, own.pool.rows_a_block), touched)
+def _log_shares(own: _Share, rows: float, read: float) -> LogShares:
+    """Of the rows that miss a cache of so many, of which some are read from the device: by a whole trace; else they lie
+    anywhere, and are overwritten alike."""
+    log = own.pool.cold_log
+    by_trace = log.shares(rows * own.setup.hosts, own.layout) if log is not None else None
+    if by_trace is not None:
+        return by_trace
+    crowding = read * own.row_pages / own.num_pages
+    pages = own.row_pages * (-math.expm1(-crowding) / crowding if crowding else 1.0)
+    live = _live_in_victims(min(rows / own.num_rows, _MOST_CACHED))
+    return LogShares(pages, live / (1 - live), 1 / (1 - live) / own.layout.rows_per_segment)
 
 
-def _written(own: _Share, misses: float) -> float:
-    """Blocks rewritten in a step for rows that leave.
+def _live_in_victims(cached: float) -> float:
+    """The share u of a segment's rows that are still live when cleaning comes to it, if all rows are used alike.
 
-    LRU's victims leave in the order in which they are written, and with what was written along; of other policies that
-    is not taken for granted. TinyLFU's may be used again first, and rows that came in later leave before them: so each
-    step a whole transaction is written at least, if so many rows changed.
-    """
-    if not misses or not own.is_training:
-        return 0.0
-    policy = own.setup.policy.removeprefix(REFERENCE_PREFIX)
-    if policy == "tinylfu":
-        return min(max(misses, own.transaction_blocks), own.unique)
-    if policy == "lru" and own.pool.rewrites is not None:
-        known = own.pool.rewrites.share(own.ddr_rows * own.setup.hosts, own.pool.layout.rows_per_block)
-        if known is not None:
-            return known * misses
-    share = _written_share(own.ddr_rows / own.num_blocks) if policy == "lru" else 1.0
-    return min(share * misses, _blocks(misses, own))
-
-
-def _written_share(neighbours: float) -> float:
-    """Blocks written for each row that leaves, by chance: x in ``x = exp(-x * neighbours)``.
-
-    A block that is written takes along all of its newer rows, which need not be written when they leave. While a row is
-    cached as many rows leave as there are cached, its neighbours among them; so its block is written x * neighbours
-    times.
+    Of N rows that are overwritten at random a copy is live with the chance ``exp(-a / N)`` after a further ones were
+    appended. Segments are cleaned when u of them is left, and what was moved again when u of that is, and so on: with
+    ``s N`` rows in the log ``-ln u / (1 - u) = s``, and u / (1 - u) are moved for each that is appended (M. Rosenblum
+    and J. Ousterhout, 1992; P. Desnoyers, Analytic modeling of SSD write performance, SYSTOR 2012). Of a row in memory
+    the copy on disk is live until it leaves: as long as it takes to append as many rows as are cached. Rows of the kept
+    version count, too, so that the newer ones have the slack of both.
 
     Args:
-        neighbours: other cached rows in its block.
+        cached: of all rows.
     """
-    low, high = 0.0, 1.0
+    slack, live = (2 * DEFAULT_SLACK - 1 - cached) / (1 - cached), 0.0
     for _ in range(_STEPS):
-        middle = (low + high) / 2
-        if middle < math.exp(-middle * neighbours):
-            low = middle
-        else:
-            high = middle
-    return high
+        live = math.exp(-slack * (1 - live))
+    return live

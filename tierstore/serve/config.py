@@ -34,7 +34,7 @@ class ServeConfig:
     dtype: ServedDtype = option(
         "stored", 'what rows are kept in memory as: "stored", or fewer bits: "float16", "bfloat16", "int8", "int4"'
     )
-    policy: str = option("lru", "which rows leave memory first: lru, lfu or tinylfu")
+    policy: str = option("auto", "which rows leave memory first: auto, lru, lfu or tinylfu")
     threads: int = option(0, "threads of a lookup and of the model; 0: the CPUs there are but one, shared by workers")
     host: str = option("127.0.0.1", "address that REST and gRPC listen on; 0.0.0.0 for all")
     port: int = option(8000, "port of REST; 0: any that is free")

@@ -69,9 +69,9 @@ class StoreSection:
         "the last bits of a result depend on it, as the dense part is computed by other kernels",
     )
     policy: str = _option(
-        "lru",
-        'which rows leave memory first: "lru", "lfu", "tinylfu", "lookahead" with train.lookahead, or "reference-" and '
-        "one of them",
+        "auto",
+        'which rows leave memory first: "auto" (what we think best), "lru", "lfu", "tinylfu", "lookahead" with '
+        'train.lookahead, or "reference-" and one of them',
     )
     threads: int = _option(0, "threads of the store; 0 chooses")
     keep: int = _option(1, "commits to keep; tierstore rollback goes back to one")

@@ -15,7 +15,7 @@ from tierstore.plan.measure.loops import LoopSizes, measure_loops
 from tierstore.plan.measure.measurement import Measurement, measure, measure_host, sizes_for
 from tierstore.plan.parts import read_host
 
-TINY = LoopSizes(rows=20_000, samples=64, pooling_factor=4, miss_rows=256, passes=1, cold_blocks=64)
+TINY = LoopSizes(rows=20_000, samples=64, pooling_factor=4, miss_rows=256, passes=1, cold_rows=64)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_every_cost_was_measured(found: Measurement) -> None:
     assert fit_costs(found.loops) == (costs, found.fitted_ns)
     assert 1 < costs.batch_us < 1e6
     assert costs.read_ns > 0
-    assert costs.write_ns + 4096 * costs.write_ns_per_byte > 0
+    assert costs.append_ns + 264 * costs.append_ns_per_byte > 0
     assert costs.miss_ns + 264 * costs.miss_ns_per_byte > 0
 
 
@@ -77,18 +77,19 @@ def test_loops_do_the_work_that_they_say(tmp_path: Path) -> None:
     for loop in loops:
         if loop.stage == "sync":
             assert loop.work["sync_ns"] >= 1
-        if loop.stage == "write-back":
+        if loop.stage in ("write-back", "cleaning"):
             assert loop.work["transaction_us"] > 0
-            assert loop.work["write_ns"] >= 1
-            assert round(loop.work["write_ns_per_byte"] / loop.work["write_ns"], 3) in (4080, 16368)
+            assert loop.work["append_ns"] >= 1
+            assert round(loop.work["append_ns_per_byte"] / loop.work["append_ns"], 3) in (72, 264, 4104)
+            assert (loop.work["move_ns"] > 0.3 * loop.work["append_ns"]) == (loop.stage == "cleaning")
 
 
 def test_sizes_follow_the_time_and_the_device() -> None:
-    assert sizes_for(50, 1e6) == dataclasses.replace(LoopSizes(), cold_blocks=250_000)
-    assert sizes_for(100, 3000).cold_blocks == 750
+    assert sizes_for(50, 1e6) == dataclasses.replace(LoopSizes(), cold_rows=250_000)
+    assert sizes_for(100, 3000).cold_rows == 750
     small = sizes_for(1, 100)
     assert small.rows == 20_000
-    assert small.cold_blocks == 64
+    assert small.cold_rows == 64
     assert small.miss_rows % small.pooling_factor == 0
 
 

@@ -91,7 +91,6 @@ def test_an_ssd(tmp_path: Path) -> None:
     assert ssd.capacity_bytes >= os.statvfs(tmp_path).f_bavail
     for rate in (ssd.read_bytes_per_s, ssd.write_bytes_per_s):
         assert 1e5 < rate < 1e12
-    assert 1 < ssd.writes_per_s < 1e8
 
 
 def test_the_file_is_removed_whatever_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

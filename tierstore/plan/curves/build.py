@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple, TypedDict, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
+from ...cache import resolve_policy
 from ...excerpt import excerpt
 from ...rows import KEY_ROW_BITS
 from ..accesses import Accesses, numbered
@@ -60,7 +61,7 @@ def curve(accesses: Accesses, policy: str, **options: Unpack[CurveOptions]) -> M
     Args:
         accesses: each counts. What the tiers of a store count is ``once_a_batch(accesses)``. Of a sample of the rows
             (``accesses.sampling_rate``) the curve is that of all rows, by estimate; ``all_lookups`` make it better.
-        policy: of ``POLICIES``.
+        policy: of ``POLICIES``, or "auto" for what that stands for.
         options: see ``CurveOptions``.
 
     Raises:
@@ -119,7 +120,7 @@ def _between(
     _check(accesses, sampling_rate)
     keys = accesses.keys
     sample = every_access(keys, bounds) if sampling_rate == 1 else sample_of(keys, bounds, sampling_rate)
-    return curves_of(accesses, policy, bounds, sizes, sample, correct, progress)
+    return curves_of(accesses, resolve_policy(policy), bounds, sizes, sample, correct, progress)
 
 
 def curves_of(

@@ -26,7 +26,7 @@ def add_curve_arguments(parser: argparse.ArgumentParser) -> None:
         "--policy",
         default=_POLICY,
         metavar="NAMES",
-        help="some of lru, lfu, tinylfu, perfect-lfu, opt, with commas between (default: lru); "
+        help="some of auto, lru, lfu, tinylfu, perfect-lfu, opt, with commas between (default: lru); "
         "perfect-lfu and opt are bounds that no store reaches",
     )
     parser.add_argument("--sizes", metavar="ROWS", help="sizes of caches, with commas between, as 1000,20000,5%%")
@@ -90,10 +90,11 @@ def _read(path: str) -> "Accesses":
 
 
 def _policies(text: str) -> list[str]:
+    from ...cache import resolve_policy
     from ...names import nearest
     from .base import POLICIES
 
-    names = [name.strip() for name in text.split(",")]
+    names = [resolve_policy(name.strip()) for name in text.split(",")]
     for name in names:
         if name not in POLICIES:
             raise ValueError(f"--policy {name}: {nearest(name, POLICIES)}")

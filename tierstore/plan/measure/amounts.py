@@ -8,8 +8,9 @@ import numpy as np
 
 from ...nn import KeyedJaggedTensor
 from ...rows import RowLayout
+from .subject import Subject, transactions_in
 
-__all__ = ["Amounts", "writing_work"]
+__all__ = ["Amounts", "Written"]
 
 
 class Amounts(NamedTuple):
@@ -52,10 +53,31 @@ class Amounts(NamedTuple):
         return {**self.bringing(layout), **self.hits(layout)}
 
 
-def writing_work(layout: RowLayout, blocks: float, transactions: float) -> dict[str, float]:
-    """Of blocks in so many transactions."""
-    return {
-        "write_ns": blocks,
-        "write_ns_per_byte": blocks * layout.block_bytes,
-        "transaction_us": 1000 * transactions,
-    }
+class Written(NamedTuple):
+    """What the cold tier was made to write, in a step or in all: rows appended and moved, bytes, transactions."""
+
+    rows: float
+    moved: float
+    bytes: float
+    transactions: float
+
+    @classmethod
+    def by(cls, subject: Subject) -> "Written":
+        """Since it was opened; of transactions, since its file was made."""
+        found = subject.store.stats().ssd
+        total_bytes = found.bytes_written + found.bytes_moved
+        return cls(found.rows_written, found.rows_moved, total_bytes, transactions_in(subject.store.directory))
+
+    def since(self, before: "Written", steps: int) -> "Written":
+        """In each of so many steps."""
+        return Written(*((now - then) / steps for now, then in zip(self, before, strict=True)))
+
+    def work(self, layout: RowLayout) -> dict[str, float]:
+        """As ``Loop.work`` has it."""
+        return {
+            "append_ns": self.rows,
+            "append_ns_per_byte": self.rows * layout.row_bytes,
+            "move_ns": self.moved,
+            "move_ns_per_byte": self.moved * layout.row_bytes,
+            "transaction_us": 1000 * self.transactions,
+        }

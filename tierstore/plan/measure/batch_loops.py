@@ -8,7 +8,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -16,9 +16,9 @@ import numpy as np
 
 from ...io.prefetch import prefetch
 from ...nn import KeyedJaggedTensor
-from .amounts import Amounts, writing_work
+from .amounts import Amounts, Written
 from .fit import Loop
-from .subject import Subject, fill, jagged, median_ns, opened, transactions_in
+from .subject import Subject, fill, jagged, median_ns, opened
 
 __all__ = ["of_batches"]
 
@@ -48,7 +48,7 @@ def of_batches(path: Path, rows: int, passes: int) -> Iterator[Loop]:
         batches = [jagged(np.full(_TABLES, row), 1, tables=_TABLES) for row in range(_BATCHES)]
         yield from _tables(subject, batches, passes)
     with opened(path, _DIM, int(each * _TABLES * _CACHED_SHARE)) as subject:
-        yield from _ahead(subject, int(each * _USED_SHARE), lambda: transactions_in(path))
+        yield from _ahead(subject, int(each * _USED_SHARE))
 
 
 def _tables(subject: Subject, batches: list[KeyedJaggedTensor], passes: int) -> Iterator[Loop]:
@@ -73,24 +73,23 @@ class _Times(NamedTuple):
     others: float
 
 
-def _ahead(subject: Subject, rows: int, transactions: Callable[[], int]) -> Iterator[Loop]:
+def _ahead(subject: Subject, rows: int) -> Iterator[Loop]:
     generator = np.random.default_rng(2)
     ids = [generator.integers(0, rows, _TABLES * _IDS) for _ in range(_WARM_STEPS + _STEPS)]
     batches = [jagged(each, 1, tables=_TABLES) for each in ids]
     _pass(subject, batches[:_WARM_STEPS])
-    before, made = subject.store.stats(), transactions()
+    before, written = subject.store.stats(), Written.by(subject)
     times = _pass(subject, batches[_WARM_STEPS:])
-    after, made = subject.store.stats(), transactions() - made
+    after, written = subject.store.stats(), Written.by(subject).since(written, _STEPS)
     layout = subject.layout
     distinct = (after.ddr.unique - before.ddr.unique) / _STEPS
     missing = Amounts(0, (after.ssd.lookups - before.ssd.lookups) / _STEPS, 0)
     amounts = Amounts(_TABLES * _IDS, distinct, _TABLES * _IDS)
-    blocks = (after.ssd.bytes_written - before.ssd.bytes_written) / layout.page_bytes / _STEPS
     computing = {**amounts.lookup(layout), **amounts.training(layout), **_more("table_us", "step_table_us")}
     yield Loop("steps whose batches are brought in ahead", "hand-over", times.own, {"hand_over_us": 1000, **computing})
     bringing = {"admit_ns": amounts.ids, "admit_row_ns": distinct, **missing.bringing(layout)}
-    writing = writing_work(layout, blocks, made / _STEPS)
-    yield Loop("bringing them in ahead", "ahead", times.others, {"ahead_us": 1000, **bringing, **writing})
+    work = {"ahead_us": 1000, **bringing, **written.work(layout)}
+    yield Loop("bringing them in ahead", "ahead", times.others, work)
 
 
 def _pass(subject: Subject, batches: list[KeyedJaggedTensor]) -> _Times:

@@ -5,7 +5,6 @@ from typing import Final, NamedTuple
 
 from ...sizes import format_size
 from ..host import Accelerator, Host, Storage
-from .direct import READ_BYTES
 from .measurement import Measurement
 
 __all__ = ["describe"]
@@ -21,6 +20,8 @@ _GROWING: Final = {
     "update_row": "  and a distinct row of the batch",
     "update_bag": "  and a bag",
     "miss": "bringing in a row",
+    "append": "appending a row that left",
+    "move": "moving a row, so that room comes free",
 }
 
 
@@ -62,7 +63,6 @@ def _storage(ssd: Storage) -> Iterator[_Line]:
     yield _Line("one read of 4 KiB", f"{ssd.read_latency_us:,.0f} us", "none other under way: what one miss waits")
     yield _Line("reads of 4 KiB at random", f"{ssd.reads_per_s:,.0f} /s", "many under way: the limit of cold rows")
     yield _Line("large reads", _giga(ssd.read_bytes_per_s), "1 MiB each, 8 under way")
-    yield _Line("writes of 4 KiB at random", f"{ssd.writes_per_s:,.0f} /s", "lasting, synced at the end of each burst")
     yield _Line("large writes", _giga(ssd.write_bytes_per_s), "1 MiB each, lasting")
 
 
@@ -91,11 +91,9 @@ def _costs(host: Host) -> Iterator[_Line]:
         ns, ns_per_byte = getattr(costs, f"{name}_ns"), getattr(costs, f"{name}_ns_per_byte")
         meaning = f"of {_ROW_BYTES} bytes: {ns:,.1f} + {ns_per_byte:.3f} a byte"
         yield _Line(what, f"{ns + _ROW_BYTES * ns_per_byte:,.1f} ns", meaning)
-    yield _Line("asking for a block", f"{costs.read_ns:,.0f} ns", "of the device, beside its own time")
-    block_ns = costs.write_ns + READ_BYTES * costs.write_ns_per_byte
-    yield _Line("writing back a block", f"{block_ns:,.0f} ns", "of 4 KiB: merging rows into it, in a transaction")
-    yield _Line("  and each transaction of them", f"{costs.transaction_us:,.0f} us", "")
-    yield _Line("  and handing a page of it to the device", f"{costs.sync_ns:,.0f} ns", "on a thread beside")
+    yield _Line("asking for a page", f"{costs.read_ns:,.0f} ns", "of the device, beside its own time")
+    yield _Line("a transaction of appended rows", f"{costs.transaction_us:,.0f} us", "")
+    yield _Line("handing a written page to the device", f"{costs.sync_ns:,.0f} ns", "on a thread beside")
 
 
 def _reads(found: Measurement) -> Iterator[str]:

@@ -6,9 +6,9 @@ it. The loops of a table:
 - its rows all in memory: lookups (*lookup*), then training steps on the same batches (*training*), whose ids are
   many times the same few or nearly all different, in bags of one or several;
 - some of these batches where the cache holds what they use but not every row (*hits*);
-- batches of rows that are not in the cache, their blocks in the system's page cache (*misses*), then not (*cold*);
+- batches of rows that are not in the cache, their pages in the system's page cache (*misses*), then not (*cold*);
 
-Those of ``write_loops`` are training steps that have blocks written; those of ``batch_loops`` have hardly any ids.
+Those of ``write_loops`` are training steps that have rows written; those of ``batch_loops`` have hardly any ids.
 """
 
 import functools
@@ -40,7 +40,7 @@ _TINY_DIM: Final = 64
 _COLD_DIMS: Final = (64, 128)
 _WRITE_DIMS: Final = (16, 64)
 _WIDE_DIM: Final = 1024
-"""Its rows lie in blocks of four pages, so that a block's cost can be told from a byte's."""
+"""So that a row's cost can be told from a byte's."""
 _WIDE_SHARE: Final = 1 / 16
 """Rows of that table, of those of others."""
 _EXPONENTS: Final = (1.05, 0.0)
@@ -66,7 +66,7 @@ class LoopSizes:
         pooling_factor: ids of its bags; in other loops over the same ids there is one in each.
         miss_rows: of a batch whose rows are not.
         passes: over the batches whose rows are in memory.
-        cold_blocks: read from the device in one go; on a slow one fewer than ``miss_rows``.
+        cold_rows: read from the device in one go; on a slow one fewer than ``miss_rows``.
     """
 
     rows: int = 400_000
@@ -74,7 +74,7 @@ class LoopSizes:
     pooling_factor: int = 8
     miss_rows: int = 4096
     passes: int = 10
-    cold_blocks: int = 4096
+    cold_rows: int = 4096
 
     @property
     def ids(self) -> int:
@@ -184,8 +184,8 @@ def _misses(path: Path, dim: int, sizes: LoopSizes) -> Iterator[Loop]:
 
 def _cold(path: Path, dim: int, sizes: LoopSizes) -> Iterator[Loop]:
     """As misses, in batches that a slow device reads in time; by turns from the page cache and from the device."""
-    rows = min(sizes.miss_rows, sizes.cold_blocks) // sizes.pooling_factor * sizes.pooling_factor
-    differences, blocks = [], []
+    rows = min(sizes.miss_rows, sizes.cold_rows) // sizes.pooling_factor * sizes.pooling_factor
+    differences, pages = [], []
     with opened(path, dim, int(sizes.rows * _MISS_SHARE)) as subject:
         walk, count = Walk(sizes.rows), max(rows, sizes.pooling_factor)
         page_bytes = subject.layout.page_bytes
@@ -195,7 +195,7 @@ def _cold(path: Path, dim: int, sizes: LoopSizes) -> Iterator[Loop]:
             drop(path / ROWS_FILE)
             before = subject.store.stats().ssd.bytes_read
             cold_ns = thread_ns(subject.forward, walk.next(count, sizes.pooling_factor))
-            blocks.append((subject.store.stats().ssd.bytes_read - before) / page_bytes)
+            pages.append((subject.store.stats().ssd.bytes_read - before) / page_bytes)
             differences.append(cold_ns - warm_ns)
     name = f"reads beyond misses, {subject.name}"
-    yield Loop(name, "cold", max(statistics.median(differences), 1.0), {"read_ns": statistics.median(blocks)})
+    yield Loop(name, "cold", max(statistics.median(differences), 1.0), {"read_ns": statistics.median(pages)})

@@ -134,7 +134,7 @@ def sizes_for(seconds: float, reads_per_s: float) -> LoopSizes:
         pooling_factor=whole.pooling_factor,
         miss_rows=max(256, int(whole.miss_rows * share) // whole.pooling_factor * whole.pooling_factor),
         passes=max(3, int(whole.passes * share)),
-        cold_blocks=max(64, int(reads_per_s * _COLD_SECONDS * share)),
+        cold_rows=max(64, int(reads_per_s * _COLD_SECONDS * share)),
     )
 
 

@@ -21,15 +21,11 @@ DEPTHS: Final = (1, 4, 16, 64)
 BLOCK_BYTES: Final = (READ_BYTES, 4 * READ_BYTES, 16 * READ_BYTES)
 _LARGE_BYTES: Final = 1 << 20
 _LARGE_DEPTH: Final = 8
-_SYNCED_BLOCKS: Final = 1 << 14
-"""Written between two syncs: 64 MiB, as between two anchors of a store."""
 _FILE_PARTS: Final = 8
 _FILE_SHARE: Final = 0.1
 """Of what is free; the file of which blocks are read takes no more."""
 _LEAST_FILE_BYTES: Final = 16 << 20
 _IN_MEMORY: Final = ("tmpfs", "ramfs", "rootfs")
-_WRITE_SHARE: Final = 0.25
-"""Of the time, for writes at random: one drive writes for a long time what another reads at once."""
 
 
 class ReadRate(NamedTuple):
@@ -71,11 +67,11 @@ def _file_system(folder: Path) -> str:
 
 
 def measure_storage(folder: Path, *, seconds: float, file_bytes: int) -> StorageFigures:
-    """Write a file in ``folder``, read it and write over it at random, and remove it.
+    """Write a file in ``folder``, read it, and remove it.
 
-    Reads are of uniformly random places, each thread waiting for its own. The large writes are those that make the
-    file; they, and the writes at random, are counted until the system says that they are where a power cut leaves
-    them. What a drive does after minutes of writing is not seen.
+    Reads are of uniformly random places, each thread waiting for its own. The writes are those that make the file,
+    counted until the system says that they are where a power cut leaves them. What a drive does after minutes of
+    writing is not seen.
 
     Args:
         seconds: to spend on it, about, without writing the file.
@@ -95,10 +91,9 @@ def measure_storage(folder: Path, *, seconds: float, file_bytes: int) -> Storage
     path = folder / "blocks"
     try:
         large_writes = _write_file(path, size_bytes)
-        each = seconds * (1 - _WRITE_SHARE) / (len(DEPTHS) * len(BLOCK_BYTES) + 1)
+        each = seconds / (len(DEPTHS) * len(BLOCK_BYTES) + 1)
         reads = tuple(_reads(path, size, depth, each) for size in BLOCK_BYTES for depth in DEPTHS)
         large_reads = _reads(path, _LARGE_BYTES, _LARGE_DEPTH, each)
-        writes_per_s = _writes(path, seconds * _WRITE_SHARE)
     finally:
         path.unlink(missing_ok=True)
     small = [read for read in reads if read.block_bytes == READ_BYTES]
@@ -107,7 +102,6 @@ def measure_storage(folder: Path, *, seconds: float, file_bytes: int) -> Storage
         read_latency_us=small[0].latency_us,
         reads_per_s=max(read.reads_per_s for read in small),
         read_bytes_per_s=large_reads.reads_per_s * _LARGE_BYTES,
-        writes_per_s=max(1.0, writes_per_s),
         write_bytes_per_s=large_writes * _LARGE_BYTES,
     )
     return StorageFigures(found, reads)
@@ -147,25 +141,3 @@ def _reads(path: Path, block_bytes: int, depth: int, seconds: float) -> ReadRate
             lambda count: reader.read(reader.random_offsets(generator, count)), seconds=seconds, first=4 * depth
         )
     return ReadRate(block_bytes, depth, rate)
-
-
-def _writes(path: Path, seconds: float) -> float:
-    """Blocks of 4 KiB a second that the device takes as LMDB gives them: through the page cache, in ascending order,
-    then synced. Only the sync is counted; the median over several."""
-    generator = np.random.default_rng(0)
-    blocks = path.stat().st_size // READ_BYTES
-    count = max(1, min(_SYNCED_BLOCKS, blocks // 8))
-    block = generator.bytes(READ_BYTES)
-    rates: list[float] = []
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        end = time.monotonic() + seconds
-        while not rates or time.monotonic() < end:
-            for number in np.sort(generator.choice(blocks, count, replace=False)).tolist():
-                os.pwrite(descriptor, block, number * READ_BYTES)
-            began = time.perf_counter()
-            os.fsync(descriptor)
-            rates.append(count / (time.perf_counter() - began))
-    finally:
-        os.close(descriptor)
-    return statistics.median(rates)

@@ -1,54 +1,54 @@
-"""Loops of training steps that have blocks written, over and over the same: what that costs.
+"""Loops of training steps that have rows appended, and moved: what that costs.
 
-Each step misses all of its rows, and puts as many newer ones out. What writes them may be another thread, so the whole
-process's time counts, once every row was rewritten and an anchor was just set, so that no other is set meanwhile:
+Each step misses its rows, and puts as many newer ones out. What writes them may be another thread, so the whole
+process's time counts, once every row was rewritten and while no anchor is set:
 
-- with a cache whose budget allows of large transactions and with one of small ones, so that a transaction's cost can be
-  told from its blocks' (*write-back*);
+- rows are used in the same order round after round, so that segments are deleted whole, with a cache whose budget allows
+  of large transactions and with one of small ones, so that a transaction's cost can be told from its rows' (*write-back*);
+- rows are used in any order, so that cleaning moves as many as it ever does (*cleaning*);
 - what was written, handed to the device (*sync*).
 """
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from ...io.anchor import ANCHOR_NAME, GROWTH_BYTES
 from ...nn import KeyedJaggedTensor
-from ...rows import RowLayout
-from .amounts import Amounts, writing_work
+from .amounts import Amounts, Written
 from .fit import Loop
 from .page_cache import warm
-from .subject import ROWS_FILE, Subject, Walk, opened, transactions_in
+from .subject import ROWS_FILE, Subject, Walk, jagged, opened
 
 __all__ = ["of_writes"]
 
-_CACHED_SHARES: Final = (1 / 8, 1 / 64)
-"""Of the rows, those that the caches hold."""
+_LOOPS: Final = (("write-back", 8, 1), ("write-back", 64, 1), ("cleaning", 8, 2))
+"""Stage, which part of the rows the cache holds, and how often as many as all rows are used before."""
 _LEAST_CACHED: Final = 128
-_GONE_THROUGH: Final = (1.0, 1 / 8)
-"""Of the rows, before each of the loops."""
 _WRITTEN_BYTES: Final = GROWTH_BYTES // 4
 """By the steps of a loop: less than what sets an anchor."""
+
+Draw = Callable[[int], KeyedJaggedTensor]
+"""The next batch, of so many ids."""
 
 
 class _Pass(NamedTuple):
     """Some steps.
 
     Attributes:
-        ns: of a step, of all threads.
-        blocks, transactions: written in a step.
+        ns, work: of a step, of all threads.
         sync_ns: of handing to the device what all of them wrote, of the thread that does.
-        pages: of that, those of blocks.
+        pages: that is.
     """
 
     ns: float
-    blocks: float
-    transactions: float
+    work: dict[str, float]
     sync_ns: float
     pages: float
-    amounts: Amounts
 
 
 def of_writes(path: Path, dim: int, rows: int, miss_rows: int) -> Iterator[Loop]:
@@ -59,60 +59,47 @@ def of_writes(path: Path, dim: int, rows: int, miss_rows: int) -> Iterator[Loop]
         miss_rows: at most so many in a step.
     """
     warm(path / ROWS_FILE)
-    walk = Walk(rows)
-    for share, gone_through in zip(_CACHED_SHARES, _GONE_THROUGH, strict=True):
-        cached = max(_LEAST_CACHED, int(rows * share))
+    for stage, part, rounds in _LOOPS:
+        cached = max(_LEAST_CACHED, rows // part)
         count = max(8, min(miss_rows, cached) // 2)
+        draw = Walk(rows).next if stage == "write-back" else _anywhere(rows)
         with opened(path, dim, cached) as subject:
-            _go_round(path, subject, walk, int(rows * gone_through), count)
-            found = _steps(path, subject, walk, rows, count)
-            name = f"write-back, {subject.name}, 1 of {1 / share:.0f} cached"
-            yield Loop(name, "write-back", found.ns, _work(subject.layout, found))
-            yield Loop(
-                f"sync, {subject.name}, 1 of {1 / share:.0f} cached", "sync", found.sync_ns, {"sync_ns": found.pages}
-            )
+            _go_round(path, subject, draw, rounds * rows, count)
+            found = _steps(path, subject, draw, rows, count)
+            name = f"{stage}, {subject.name}, 1 of {part} cached"
+            yield Loop(name, stage, found.ns, found.work)
+            yield Loop(f"sync after {name}", "sync", found.sync_ns, {"sync_ns": found.pages})
 
 
-def _work(layout: RowLayout, found: _Pass) -> dict[str, float]:
-    writing = writing_work(layout, found.blocks, found.transactions)
-    return {**found.amounts.misses(layout), **found.amounts.training(layout), **writing}
+def _anywhere(rows: int) -> Draw:
+    generator = np.random.default_rng(3)
+    return lambda count: jagged(generator.integers(0, rows, count), 1)
 
 
-def _go_round(path: Path, subject: Subject, walk: Walk, rows: int, count: int) -> None:
-    """Train on all rows once, and on until an anchor is set."""
-    train = subject.trainer(walk.next(count))
-    for _ in range(-(-rows // count)):
-        train(walk.next(count))
-    before = _written(subject)
-    anchor = path / ANCHOR_NAME
-    set_at = anchor.stat().st_mtime_ns
-    while anchor.stat().st_mtime_ns == set_at and _written(subject) - before < 2 * GROWTH_BYTES:
-        train(walk.next(count))
+def _go_round(path: Path, subject: Subject, draw: Draw, rows: int, count: int) -> None:
+    """Train on so many rows, and on until no anchor is due."""
+    train, anchor = subject.trainer(draw(count)), path / ANCHOR_NAME
+    used, set_at, before = 0, anchor.stat().st_mtime_ns, 0.0
+    while used < rows or Written.by(subject).bytes - before > GROWTH_BYTES - _WRITTEN_BYTES:
+        train(draw(count))
+        used += count
+        if anchor.stat().st_mtime_ns != set_at:
+            set_at, before = anchor.stat().st_mtime_ns, Written.by(subject).bytes
 
 
-def _steps(path: Path, subject: Subject, walk: Walk, rows: int, count: int) -> _Pass:
-    train = subject.trainer(walk.next(count))
+def _steps(path: Path, subject: Subject, draw: Draw, rows: int, count: int) -> _Pass:
+    train, layout = subject.trainer(draw(count)), subject.layout
     taken: list[KeyedJaggedTensor] = []
     _sync_ns(path)
-    written, transactions, began = _written(subject), transactions_in(path), time.process_time()
-    while _written(subject) - written < _WRITTEN_BYTES and len(taken) * count < rows:
-        taken.append(walk.next(count))
+    before, missed, began = Written.by(subject), subject.store.stats().ddr.misses, time.process_time()
+    while Written.by(subject).bytes - before.bytes < _WRITTEN_BYTES and len(taken) * count < rows:
+        taken.append(draw(count))
         train(taken[-1])
-    ns = 1e9 * (time.process_time() - began)
-    steps, pages = len(taken), (_written(subject) - written) / subject.layout.page_bytes
-    return _Pass(
-        ns=ns / steps,
-        blocks=pages / subject.layout.pages_per_block / steps,
-        transactions=(transactions_in(path) - transactions) / steps,
-        sync_ns=_sync_ns(path),
-        pages=max(pages, 1.0),
-        amounts=Amounts.of(taken),
-    )
-
-
-def _written(subject: Subject) -> int:
-    """Bytes of blocks."""
-    return subject.store.stats().ssd.bytes_written
+    ns, steps = 1e9 * (time.process_time() - began), len(taken)
+    amounts, written = Amounts.of(taken), Written.by(subject).since(before, steps)
+    missing = Amounts(0, (subject.store.stats().ddr.misses - missed) / steps, 0)
+    work = amounts.hits(layout) | missing.bringing(layout) | amounts.training(layout) | written.work(layout)
+    return _Pass(ns / steps, work, _sync_ns(path), max(1.0, written.bytes * steps / layout.page_bytes))
 
 
 def _sync_ns(path: Path) -> float:

@@ -29,7 +29,6 @@ _UNITS: Final = {
     "read_latency_us": ("one read", 1.0, " us"),
     "reads_per_s": ("reads", 1e-3, "k/s"),
     "read_bytes_per_s": ("read", 1e-9, " GB/s"),
-    "writes_per_s": ("writes", 1e-3, "k/s"),
     "write_bytes_per_s": ("written", 1e-9, " GB/s"),
     "drive_writes_a_day": ("drive writes a day", 1.0, ""),
     "watts": ("", 1.0, " W"),

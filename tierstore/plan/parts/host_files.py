@@ -18,6 +18,7 @@ __all__ = ["host_from_dict", "host_to_dict", "read_host", "require_host_path", "
 
 _MAX_BYTES: Final = 1 << 20
 _MAX_REASON: Final = 200
+_FIGURES_BEFORE: Final = frozenset(("write_ns", "writes_per_s"))
 _DELETE: Final = "\\u007f"
 """A character that JSON leaves as it is in a text and TOML does not allow there."""
 
@@ -103,6 +104,11 @@ def _read(kind: Any, value: Any, key: str) -> Any:
     with naming(key):
         if not isinstance(value, Mapping):
             raise ValueError(f"expected a table, not {excerpt(value)}")
+        if before := _FIGURES_BEFORE & set(value):
+            raise ValueError(
+                f"an older tierstore wrote this file: {min(before)!r} is of blocks, which it rewrote and this one does "
+                "not; run tierstore plan measure again"
+            )
         for name in value:
             require_name(name, hints, "key")
         missing = next((name for name in hints if name not in value), None)

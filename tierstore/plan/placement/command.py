@@ -23,7 +23,7 @@ def add_place_arguments(parser: argparse.ArgumentParser) -> None:
         "--hbm-share", type=float, metavar="S", help="share of an accelerator's memory that rows may take"
     )
     parser.add_argument("--ddr-share", type=float, metavar="S", help="share of a host's memory that rows may take")
-    parser.add_argument("--policy", default="lru", metavar="NAME", help="with ssd: of the caches (default: lru)")
+    parser.add_argument("--policy", default="auto", metavar="NAME", help="with ssd: of the caches (default: auto)")
     parser.add_argument("--json", metavar="PATH", help="write the plans to a file")
     parser.add_argument("--force", action="store_true", help="replace that file if it exists")
 

@@ -2,11 +2,13 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 
 from ...errors import BudgetError
 from ..host import Host
 from ..prediction import Prediction
+from ..tiers import file_of
 from ..workload import Workload
 from .plan import PlacedPart, PlacementPlan, Room, Step, StoreModel, TierUse
 
@@ -43,13 +45,9 @@ def place_on_ssd(
 
 
 def stored_bytes(workload: Workload, hosts: int) -> int:
-    """Pages of the blocks of one host's rows, each block whole."""
-    total = 0
-    for table in workload.tables:
-        layout = workload.layout(table)
-        blocks = layout.num_blocks(-(-table.num_embeddings // hosts))
-        total += blocks * layout.pages_per_block * layout.page_bytes
-    return total
+    """What the file of one host's rows takes at most."""
+    files = (file_of(workload.layout(table), -(-table.num_embeddings // hosts), workload) for table in workload.tables)
+    return math.ceil(sum(file.bytes for file in files))
 
 
 def _caches(workload: Workload, host: Host, hosts: int, ddr: float, hbm: float) -> Iterator[TierUse]:

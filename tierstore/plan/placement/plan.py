@@ -147,7 +147,7 @@ class Room:
 
     hbm_share: float = option(0.8, "of an accelerator's memory", low=0, high=1)
     ddr_share: float = option(0.8, "of a host's memory", low=0, high=1)
-    ssd_share: float = option(0.45, "of the drives; in training a block may be there in two versions", low=0, high=1)
+    ssd_share: float = option(0.95, "of the drives; files are reckoned at their largest", low=0, high=1)
 
     def __post_init__(self) -> None:
         check_ranges(self)

@@ -8,7 +8,7 @@ from .plan import StoreModel
 __all__ = ["planned_store"]
 
 
-def planned_store(policy: str = "lru") -> StoreModel:
+def planned_store(policy: str = "auto") -> StoreModel:
     """``predict`` with the demand that follows from the workload alone."""
 
     def model(workload: Workload, host: Host, *, hosts: int, ddr_bytes: float, hbm_bytes: float) -> Prediction:

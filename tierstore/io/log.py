@@ -1,0 +1,218 @@
+"""The log of one row file, for its one writer: rows appended, segments cleaned and deleted, each in one transaction.
+
+After a transaction the map of rows and what readers are shown follow it. If they cannot, an error leaves
+``must_succeed``, and the caller stops.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+import lmdb
+import numpy as np
+from numpy.typing import NDArray
+
+from ..killpoints import reach
+from .anchor import AnchorKeeper
+from .appending import Change, NewRows
+from .cleaning import Cleaner
+from .indexes import StoredSegments
+from .records import LOG_ITEM, LogRecord, item_key, pack_log
+from .row_map import RowMap, Segments
+from .snapshot import Snapshot
+from .view import View
+
+__all__ = ["Log", "Written"]
+
+Int64s = NDArray[np.int64]
+Dead = list[tuple[Segments, Int64s]]
+
+_CLEANED_PAGES: Final = 64
+"""In a transaction that only cleans, victims are chosen as if so many pages had been appended before."""
+_DELETED_TOGETHER: Final = 512
+_LIFE: Final = 1 << 32
+"""Each process that writes begins at the next multiple: no number that one gave away and lost is given again."""
+
+
+class Written(NamedTuple):
+    """What a call appended.
+
+    Attributes:
+        pages: of the rows that were given.
+        rows_moved, pages_read, pages_moved: by cleaning: rows, the pages that they were on, and those that they are on.
+    """
+
+    pages: int
+    rows_moved: int = 0
+    pages_read: int = 0
+    pages_moved: int = 0
+
+
+class Log:
+    """See the module's docstring. The caller sees to it that one thread at a time is in here.
+
+    Args:
+        record: as the tree has it.
+        view: what readers are shown.
+        transaction: makes a write transaction.
+        new_snapshot: of the newest tree.
+        must_succeed: what runs within it must not fail.
+    """
+
+    def __init__(
+        self,
+        record: LogRecord,
+        cleaner: Cleaner,
+        view: View,
+        anchors: AnchorKeeper,
+        *,
+        transaction: "Callable[[], AbstractContextManager[lmdb.Transaction[bytes]]]",
+        new_snapshot: Callable[[], Snapshot],
+        must_succeed: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._record = record
+        self._cleaner = cleaner
+        self._view = view
+        self._anchors = anchors
+        self._transaction = transaction
+        self._new_snapshot = new_snapshot
+        self._must_succeed = must_succeed
+        self._is_numbered = False  # whether this process has numbers of segments of its own
+
+    @contextmanager
+    def _changing(self) -> Iterator[Change]:
+        """A transaction that changes the log."""
+        change: Change | None = None
+        try:
+            with self._transaction() as txn:
+                change = Change(txn, self._record)
+                yield change
+                change.finish()
+        except BaseException:
+            if change is not None:
+                self._record = replace(self._record, next_number=change.record.next_number)
+            raise
+        self._record = change.record
+
+    def append(
+        self, rows: RowMap, segments: Segments, new: NewRows | None, kept: tuple[int, ...], *, is_cold: bool
+    ) -> Written:
+        """Append rows of one layout and one epoch, and clean a little.
+
+        Args:
+            new: None to clean only.
+            kept: versions, ascending; the last one is current.
+            is_cold: the file's pages were not in memory of late.
+        """
+        self._take_numbers()
+        layout, geo, snapshot = segments.layout, segments.geo, self._view.snapshot
+        moved = self._cleaner.collect(snapshot, rows, segments, kept)
+        dead = _some_dead(rows)
+        segments.reuse(self._view.oldest())
+        if is_cold:  # read LMDB's way first: a page that LMDB cannot read ends the process
+            self._look_ahead(dead)
+        with self._changing() as change:
+            _delete(change, snapshot, dead)
+            moved_to = None
+            if moved is not None:
+                moved_to = change.append(layout, geo, moved.rows)
+                reach("cleaning: rows put")
+            pages_moved = change.pages
+            appended = None if new is None else change.append(layout, geo, new)
+            reach("write-back: segments put")
+        reach("write-back: transaction committed")
+        with self._must_succeed():
+            snapshot = self._new_snapshot()
+            _forget(dead, txn_id := snapshot.txn_id)
+            if moved is not None and moved_to is not None:  # first: a row may be moved, and newer in what is new
+                rows.publish_moved(layout, moved_to.found_in(snapshot), moved.rows.keys, txn_id=txn_id)
+                reach("cleaning: rows published")
+            if new is not None and appended is not None:
+                current = kept[-1] if kept else 0
+                rows.publish(layout, appended.found_in(snapshot), new.keys, current=current, txn_id=txn_id)
+            self._view.move(snapshot)
+            reach("write-back: segments published")
+            self._wrote(rows, change.pages)
+        pages = change.pages - pages_moved
+        self._cleaner.plan(snapshot, segments, kept, pages)
+        return Written(pages) if moved is None else Written(pages, len(moved.rows.keys), moved.pages, pages_moved)
+
+    def clean(self, rows: RowMap, kept: tuple[int, ...], *, is_cold: bool) -> Written | None:
+        """Clean a little, arguments as for ``append``; None if there is nothing to clean."""
+        for segments in rows.segments.values():
+            if self._cleaner.plan(self._view.snapshot, segments, kept, _CLEANED_PAGES):
+                return self.append(rows, segments, None, kept, is_cold=is_cold)
+        return None
+
+    def _wrote(self, rows: RowMap, pages: int) -> None:
+        """Have an anchor set if it is time: a device that failed to sync once may have dropped what it was to keep."""
+        snapshot, live = self._view.snapshot, sum(segments.pages for segments in rows.segments.values())
+        self._anchors.wrote(max(pages * snapshot.page_bytes, snapshot.freed_bytes), live * snapshot.page_bytes)
+
+    def _take_numbers(self) -> None:
+        """Begin where no process before has numbered segments, and see that none after will."""
+        if self._is_numbered:
+            return
+        record = replace(self._record, next_number=(self._record.next_number // _LIFE + 1) * _LIFE)
+        with self._transaction() as txn:
+            txn.put(item_key(LOG_ITEM), pack_log(record))
+        self._record, self._is_numbered = record, True
+        reach("log: numbers taken")
+        with self._must_succeed():
+            self._view.move(self._new_snapshot())
+            self._anchors.set()
+
+    def _look_ahead(self, dead: Dead) -> None:
+        numbers = [self._record.next_number]
+        for segments, slots in dead:
+            numbers += segments.arrays.numbers[slots].tolist()
+        self._view.snapshot.seek(np.zeros(len(numbers), np.uint64), np.array(numbers, np.uint64))
+
+    def delete_dead(self, rows: RowMap) -> bool:
+        """Delete some of the segments whose rows nobody needs; False if there are none."""
+        dead = _some_dead(rows)
+        if not dead:
+            return False
+        with self._changing() as change:
+            _delete(change, self._view.snapshot, dead)
+            reach("prune: segments deleted")
+        reach("prune: transaction committed")
+        with self._must_succeed():
+            snapshot = self._new_snapshot()
+            _forget(dead, snapshot.txn_id)
+            self._view.move(snapshot)
+            self._wrote(rows, 0)
+        return True
+
+    def drop(self, stored: StoredSegments) -> None:
+        """Delete segments that no map leads to."""
+        for start in range(0, len(stored.pages), _DELETED_TOGETHER):
+            with self._changing() as change:
+                change.delete(self._view.snapshot, stored.chosen(slice(start, start + _DELETED_TOGETHER)))
+                reach("rollback: segments deleted")
+            with self._must_succeed():
+                self._view.move(self._new_snapshot())
+
+
+def _some_dead(rows: RowMap) -> Dead:
+    """Some segments that are to be deleted, by layout."""
+    found: Dead = []
+    room = _DELETED_TOGETHER
+    for segments in rows.segments.values():
+        slots = np.array(segments.dead[:room], np.int64)
+        if len(slots):
+            found.append((segments, slots))
+            room -= len(slots)
+    return found
+
+
+def _delete(change: Change, snapshot: Snapshot, dead: Dead) -> None:
+    for segments, slots in dead:
+        change.delete(snapshot, segments.stored(slots))
+
+
+def _forget(dead: Dead, txn_id: int) -> None:
+    for segments, slots in dead:
+        del segments.dead[: len(slots)]
+        segments.free(slots, txn_id)
