@@ -169,8 +169,7 @@ def _trillions(config: dict[str, Any]) -> dict[str, Any]:
         dtype="float16",
         dense_flops=asked["dense_flops"],
     )
-    host = load_host(asked["host"])
-    host = with_parts(host, memory_bytes=host.ddr.capacity_bytes, drives=len(host.storage), accelerators=8)
+    host = _share_of(load_host(asked["host"]), asked["stores_a_host"])
     demand = Demand.analytic(workload)
     setup = Setup(
         workload=workload,
@@ -178,7 +177,7 @@ def _trillions(config: dict[str, Any]) -> dict[str, Any]:
         ddr_bytes=asked["ddr_share"] * host.ddr.capacity_bytes,
         hbm_bytes=asked["hbm_share"] * host.accelerators[0].hbm.capacity_bytes,
         page_cache_bytes=asked["page_cache_share"] * host.ddr.capacity_bytes,
-        hosts=asked["hosts"],
+        hosts=asked["hosts"] * asked["stores_a_host"],
         threads=host.processor.cores,
     )
     found = predict(setup, demand)
@@ -196,6 +195,29 @@ def _trillions(config: dict[str, Any]) -> dict[str, Any]:
         "watts": found.price.watts,
         "usd": found.price.usd,
     }
+
+
+def _share_of(host: Host, count: int) -> Host:
+    """What each of so many processes has of it."""
+    less = with_parts(
+        host,
+        memory_bytes=host.ddr.capacity_bytes / count,
+        drives=len(host.storage) // count,
+        accelerators=len(host.accelerators) // count,
+    )
+    processor = replace(less.processor, cores=less.processor.cores // count)
+    less = replace(
+        less,
+        processor=_divided(processor, count, "flops", "watts", "usd"),
+        ddr=_divided(less.ddr, count, "bytes_per_s", "row_bytes_per_s"),
+        network=_divided(less.network, count, "bytes_per_s"),
+    )
+    found: Host = _divided(less, count, "watts", "usd")
+    return found
+
+
+def _divided(part: Any, count: int, *names: str) -> Any:
+    return replace(part, **{name: getattr(part, name) / count for name in names})
 
 
 def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
@@ -231,8 +253,9 @@ def _tier_table(figures: dict[str, Any]) -> Table:
         ]
         for tier in figures["trillions"]["tiers"]
     ]  # fmt: skip
-    columns = ["tier of a host", "TB", "rows, billions", "rows asked for, millions a step", "had"]
-    return Table(title="twelve trillion parameters on sixteen hosts of eight GPUs: tiers", columns=columns, rows=rows)
+    columns = ["tier", "TB", "rows, billions", "rows asked for, millions a step", "had"]
+    title = "twelve trillion parameters on sixteen hosts of eight GPUs, each with a store of its own: tiers of one"
+    return Table(title=title, columns=columns, rows=rows)
 
 
 def _load_table(figures: dict[str, Any]) -> Table:
@@ -243,7 +266,7 @@ def _load_table(figures: dict[str, Any]) -> Table:
         if load["seconds"]
     ]
     title = (
-        f"the same: what a step of {1e3 * found['step_s']:.0f} ms keeps busy on a host "
+        f"the same: what a step of {1e3 * found['step_s']:.0f} ms keeps busy of what it has "
         f"({found['samples_per_s'] / 1e3:,.0f} thousand samples/s; the bottleneck: {found['bottleneck']})"
     )
     return Table(title=title, columns=["resource", "ms", "amount"], rows=rows)

@@ -66,9 +66,10 @@ def _plain(point: Point) -> dict[str, Any]:
         "analytic_hit_rate": None if analytic is None else hit_rate_of(analytic),
         "predicted_step_s": point.predicted.step_s,
         "predicted_step_s_of_rounds": [prediction.step_s for prediction in point.predictions],
-        "predicted_blocks_written": next(
-            load.amount for load in point.predicted.loads if load.resource == "write-back"
-        ),
+        **{
+            f"predicted_{name}": getattr(point.below, name)
+            for name in ("misses", "pages_read", "rows_written", "rows_moved")
+        },
         "bottleneck": point.predicted.bottleneck,
         "loads": {load.resource: load.seconds for load in point.predicted.loads},
     }
@@ -78,22 +79,34 @@ def _tell(figures: dict[str, Any]) -> Told:
     points: list[dict[str, Any]] = figures["points"]
     hits = [100 * (each["predicted_hit_rate"] - each["hit_rate"]) for each in points]
     times = [100 * (each["predicted_step_s"] / each["step_s"] - 1) for each in points]
+    pages = [100 * (_pages_a_row(each, "predicted_") / _pages_a_row(each) - 1) for each in points]
     goals = [
         Goal(name="points the predicted hit rate is off, on average", value=_mean(hits), at_most=1),
         Goal(name="points it is off at worst", value=round(max(map(abs, hits)), 3), at_most=2),
         Goal(name="% the predicted step time is off, on average", value=_mean(times), at_most=15),
+        Goal(name="% the predicted pages read a missing row are off, on average", value=_mean(pages), at_most=5),
     ]
     others = [
         ("from a tenth of the rows", "sampled_hit_rate"),
         ("by Zipf's law alone, where it holds", "analytic_hit_rate"),
     ]
     said = [f"{name}: {_off(points, key)}" for name, key in others]
-    return Told(tables=[_table(points)], goals=goals, notes=[_NOTE + " Hit rates predicted " + "; ".join(said) + "."])
+    return Told(
+        tables=[_table(points), _cold_table(points)],
+        goals=goals,
+        notes=[_NOTE + " Hit rates predicted " + "; ".join(said) + "."],
+    )
 
 
 def _off(points: Sequence[dict[str, Any]], key: str) -> str:
     errors = [100 * (each[key] - each["hit_rate"]) for each in points if each[key] is not None]
     return f"{_mean(errors)} points off on average, {max(map(abs, errors)):.2f} at worst" if errors else "none"
+
+
+def _pages_a_row(point: dict[str, Any], prefix: str = "") -> float:
+    """Read for each row that is missing."""
+    misses = point["rows_read"] if not prefix else point["predicted_misses"]
+    return float(point[f"{prefix}pages_read"] / misses)
 
 
 def _mean(errors: Sequence[float]) -> float:
@@ -120,6 +133,24 @@ def _table(points: Sequence[dict[str, Any]]) -> Table:
         "predicted", "off", "bottleneck",
     ]  # fmt: skip
     return Table(title="training steps over host memory and SSD, predicted and measured", columns=columns, rows=rows)
+
+
+def _cold_table(points: Sequence[dict[str, Any]]) -> Table:
+    rows = [
+        [
+            each["workload"], f"{each['budget_percent']:g} %", f"{each['rows_read']:,.0f}",
+            f"{each['predicted_misses']:,.0f}",
+            *(
+                f"{each[f'{prefix}{name}']:,.0f}"
+                for name in ("pages_read", "rows_written", "rows_moved")
+                for prefix in ("", "predicted_")
+            ),
+        ]
+        for each in points
+    ]  # fmt: skip
+    columns = ["workload", "DDR", "rows missing", "predicted"]
+    columns += [each for name in ("pages read", "rows written", "rows moved") for each in (name, "predicted")]
+    return Table(title="what a step has the cold tier do, measured and predicted", columns=columns, rows=rows)
 
 
 _NOTE: Final = (

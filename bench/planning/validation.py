@@ -4,6 +4,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -14,6 +15,7 @@ from tierstore.plan import Host, MissRatioCurve, Prediction, Setup, TableShape, 
 from tierstore.plan.curves import windows
 from tierstore.plan.demand import Demand
 from tierstore.plan.model import predict
+from tierstore.plan.tiers import PoolLoad, pool_loads
 from tierstore.trace import TableTrace, Trace
 
 from ..steps import CHUNK, StepWorkload, step_of, timed
@@ -33,7 +35,9 @@ class Measured(NamedTuple):
     hit_rate: float
     step_s: float
     rows_read: float
-    blocks_written: float
+    pages_read: float
+    rows_written: float
+    rows_moved: float
 
 
 class Point(NamedTuple):
@@ -42,6 +46,8 @@ class Point(NamedTuple):
     Attributes:
         runs: one in each round.
         predictions: by the trace of the very lookups, whole, and by the costs that were measured before each round.
+        below: what the cold tier has to do, predicted like ``predictions``; a page in the page cache counts, as it does
+            in ``Measured``.
         sampled: by a sample of its rows.
         analytic: by Zipf's law alone; None where the lookups are none of it.
     """
@@ -50,6 +56,7 @@ class Point(NamedTuple):
     budget_percent: float
     runs: tuple[Measured, ...]
     predictions: tuple[Prediction, ...]
+    below: PoolLoad
     sampled: Prediction
     analytic: Prediction | None
 
@@ -134,7 +141,9 @@ def fully_measured(path: Path, workload: StepWorkload, percent: float, config: d
         (ended.ddr.hits - began.ddr.hits) / max(unique, 1),
         seconds / steps,
         (ended.ssd.lookups - began.ssd.lookups) / steps,
-        (ended.ssd.bytes_written - began.ssd.bytes_written) / page / steps,
+        (ended.ssd.bytes_read - began.ssd.bytes_read) / page / steps,
+        (ended.ssd.rows_written - began.ssd.rows_written) / steps,
+        (ended.ssd.rows_moved - began.ssd.rows_moved) / steps,
     )
 
 
@@ -187,6 +196,7 @@ def points_of(
                 budget_percent=percent,
                 runs=tuple(of_budget),
                 predictions=tuple(predict(setup, exact) for setup in setups),
+                below=pool_loads(replace(setups[0], page_cache_bytes=0.0), exact)[0],
                 sampled=predict(setups[0], sampled),
                 analytic=None if analytic is None else predict(setups[0], analytic),
             )

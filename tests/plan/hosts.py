@@ -51,7 +51,6 @@ COSTS = SoftwareCosts(
     move_ns=600.0,
     move_ns_per_byte=2.0,
     transaction_us=400.0,
-    sync_ns=700.0,
 )
 DRIVE = Storage(
     capacity_bytes=1e12,

@@ -159,8 +159,9 @@ def test_a_store_leads_to_so_many_segments_and_no_more() -> None:
     for rows, said in ((0.999 * most, ""), (1.001 * most, "use more hosts")):
         workload = make_workload(rows=int(rows))
         host = make_host(ddr=replace(make_host().ddr, capacity_bytes=1e12), storage=(DRIVE,) * 10)
-        assert said in misfit(make_setup(workload, host=host), flat_demand(workload, unique=10, miss_ratio=0.5))
-        assert bool(said) == bool(misfit(make_setup(workload, host=host), flat_demand(workload, unique=10, miss_ratio=0.5)))
+        found = misfit(make_setup(workload, host=host), flat_demand(workload, unique=10, miss_ratio=0.5))
+        assert found.endswith(said)
+        assert bool(found) == bool(said)
 
 
 def test_no_queue_of_a_training() -> None:
@@ -209,9 +210,7 @@ def grown(host: Host, by: float) -> dict[str, Host]:
     faster_reads = tuple(
         replace(each, reads_per_s=each.reads_per_s * by, read_bytes_per_s=each.read_bytes_per_s * by) for each in drives
     )
-    faster_writes = tuple(
-        replace(each, write_bytes_per_s=each.write_bytes_per_s * by) for each in drives
-    )
+    faster_writes = tuple(replace(each, write_bytes_per_s=each.write_bytes_per_s * by) for each in drives)
     return {
         "reads": replace(host, storage=faster_reads),
         "writes": replace(host, storage=faster_writes),

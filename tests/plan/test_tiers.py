@@ -13,8 +13,8 @@ from tests.plan.hosts import GIB, MIB, flat_demand, make_host, make_setup, make_
 from tierstore.plan import TableShape, Workload
 from tierstore.plan.accesses import Accesses
 from tierstore.plan.demand import Demand
-from tierstore.plan.traces import draw_zipf
 from tierstore.plan.tiers import pool_loads, rows_together
+from tierstore.plan.traces import draw_zipf
 
 TABLES = (
     TableShape(name="a", num_embeddings=30_000, embedding_dim=64, pooling_factor=2.0, exponent=1.05),
@@ -230,7 +230,7 @@ def test_a_tier_in_device_memory_takes_what_the_curve_gives_it() -> None:
 
 @pytest.mark.parametrize("exponent", [0.0, 0.8, 1.2])
 def test_cleaning_by_formula_is_near_what_is_simulated(exponent: float) -> None:
-    """Rows moved within a quarter, pages read within a fifth, of ids that are drawn until nearly all rows have changed."""
+    """Rows moved within a quarter, pages within a fifth, of ids that are drawn until nearly all rows have changed."""
     table = TableShape(name="a", num_embeddings=20_000, embedding_dim=64, pooling_factor=2.0, exponent=exponent)
     workload = Workload(name="w", tables=(table,), batch_samples=1000, optimizer="rowwise_adagrad")
     ids = draw_zipf(20_000, exponent, 2000 * 800, seed=1)

@@ -249,7 +249,7 @@ def _append(log: Any, row: Any, kind: Any) -> None:
 
 @inline
 def _clean(log: Any, garbage: Any) -> tuple[int, int]:
-    """Move what is live in the emptiest segments, until the log has no more than so many superseded rows; how many rows,
+    """Move what is live in the emptiest segments until the log has only so many superseded rows; how many rows, and
     from how many segments."""
     counts, (num_segments, size) = log.counts, log.rows.shape
     excess = num_segments - counts[_FREE] - (counts[_CHANGED] + garbage) / size

@@ -118,12 +118,11 @@ class SoftwareCosts:
     miss_ns: float = option(0.0, "of bringing in a row from a page that the system has in memory", low=0)
     miss_ns_per_byte: float = option(0.0, "the same, a byte of the row", low=0)
     read_ns: float = option(0.0, "of asking the device for a page, beside the device's own time", low=0)
-    append_ns: float = option(0.0, "of appending a row to the log", low=0)
+    append_ns: float = option(0.0, "of appending a row to the log, and having the device keep it", low=0)
     append_ns_per_byte: float = option(0.0, "the same, a byte of the row", low=0)
     move_ns: float = option(0.0, "of a row that cleaning moves: reading and appending it", low=0)
     move_ns_per_byte: float = option(0.0, "the same, a byte of the row", low=0)
     transaction_us: float = option(0.0, "of a transaction in which rows are appended, however many", low=0)
-    sync_ns: float = option(0.0, "of handing a written page to the device, on a thread beside", low=0)
 
     def __post_init__(self) -> None:
         check_ranges(self)

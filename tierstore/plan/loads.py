@@ -63,7 +63,7 @@ def loads_of(setup: Setup, pools: Sequence[PoolLoad], *, is_ahead: bool) -> tupl
         _ddr(setup, pools),
     ]
     seconds = {load.resource: load.seconds for load in work}
-    return (*work, *_of_cores(setup, seconds, _sync_s(setup, pools), is_ahead=is_ahead))
+    return (*work, *_of_cores(setup, seconds, is_ahead=is_ahead))
 
 
 def step_seconds(seconds: Mapping[str, float], *, is_ahead: bool) -> float:
@@ -291,7 +291,7 @@ def _ddr_rows(setup: Setup, pool: PoolLoad) -> float:
     return pool.lookups + pool.misses + (2 * pool.unique if setup.workload.is_training else 0.0)
 
 
-def _of_cores(setup: Setup, seconds: Mapping[str, float], sync_s: float, *, is_ahead: bool) -> tuple[ResourceLoad, ...]:
+def _of_cores(setup: Setup, seconds: Mapping[str, float], *, is_ahead: bool) -> tuple[ResourceLoad, ...]:
     """The work of all threads, over the cores, and how long threads wait for one; a dense part without accelerator
     takes all of them.
 
@@ -301,16 +301,10 @@ def _of_cores(setup: Setup, seconds: Mapping[str, float], sync_s: float, *, is_a
     computing = seconds["batch"] + seconds["lookups"] * threads
     computing += 0.0 if setup.hbm_bytes else seconds["model"] * cores
     ahead = seconds["cold rows"] + seconds["write-back"]
-    busy = computing + ahead + sync_s
-    waiting = (busy - computing if is_ahead else sync_s) / cores
-    waiting_ahead = (busy - ahead) / cores if is_ahead else 0.0
+    busy = computing + ahead
+    waiting, waiting_ahead = (ahead / cores, computing / cores) if is_ahead else (0.0, 0.0)
     return (
         ResourceLoad("wait for a core", waiting, waiting, "seconds"),
         ResourceLoad("wait ahead", waiting_ahead, waiting_ahead, "seconds"),
         ResourceLoad("cores", busy / cores, busy, "core-seconds"),
     )
-
-
-def _sync_s(setup: Setup, pools: Sequence[PoolLoad]) -> float:
-    """Core-seconds of the thread that has what was written reach the device."""
-    return sum(pool.pages_written for pool in pools) * setup.host.costs.sync_ns * 1e-9

@@ -75,13 +75,11 @@ def test_loops_do_the_work_that_they_say(tmp_path: Path) -> None:
     assert named["steps whose batches are brought in ahead"]["hand_over_us"] == 1000
     assert named["lookup, one id a table"]["table_us"] == 31_000
     for loop in loops:
-        if loop.stage == "sync":
-            assert loop.work["sync_ns"] >= 1
         if loop.stage in ("write-back", "cleaning"):
             assert loop.work["transaction_us"] > 0
             assert loop.work["append_ns"] >= 1
             assert round(loop.work["append_ns_per_byte"] / loop.work["append_ns"], 3) in (72, 264, 4104)
-            assert (loop.work["move_ns"] > 0.3 * loop.work["append_ns"]) == (loop.stage == "cleaning")
+            assert (loop.work["move_ns"] > 0.1 * loop.work["append_ns"]) == (loop.stage == "cleaning")
 
 
 def test_sizes_follow_the_time_and_the_device() -> None:

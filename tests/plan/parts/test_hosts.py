@@ -146,7 +146,10 @@ def changed(**changes: Any) -> str:
         (changed(nmae="x"), "there is no key 'nmae'; did you mean 'name'"),
         (changed(processor__flops=None), "processor: key 'flops' is missing"),
         (changed(costs=None), "key 'costs' is missing"),
-        (changed(costs__write_ns=9), "costs: an older tierstore .*'write_ns' is of blocks.* run tierstore plan measure"),
+        (
+            changed(costs__write_ns=9),
+            "costs: an older tierstore .*'write_ns' is of blocks.* run tierstore plan",
+        ),
         (changed(storage__1__writes_per_s=9), r"storage\[1\]: an older tierstore .*run tierstore plan measure again"),
         (changed(storage__1__reads_per_s="fast"), r"storage\[1\].reads_per_s='fast': expected a number"),
         (changed(storage__0__reads_per_s=0), r"storage\[0\]: reads_per_s=0: expected a number from 1 to"),

@@ -54,19 +54,17 @@ class Amounts(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What the cold tier was made to write, in a step or in all: rows appended and moved, bytes, transactions."""
+    """What the cold tier was made to write, in a step or in all: rows appended and moved, and transactions."""
 
     rows: float
     moved: float
-    bytes: float
     transactions: float
 
     @classmethod
     def by(cls, subject: Subject) -> "Written":
         """Since it was opened; of transactions, since its file was made."""
         found = subject.store.stats().ssd
-        total_bytes = found.bytes_written + found.bytes_moved
-        return cls(found.rows_written, found.rows_moved, total_bytes, transactions_in(subject.store.directory))
+        return cls(found.rows_written, found.rows_moved, transactions_in(subject.store.directory))
 
     def since(self, before: "Written", steps: int) -> "Written":
         """In each of so many steps."""

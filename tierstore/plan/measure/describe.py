@@ -93,7 +93,6 @@ def _costs(host: Host) -> Iterator[_Line]:
         yield _Line(what, f"{ns + _ROW_BYTES * ns_per_byte:,.1f} ns", meaning)
     yield _Line("asking for a page", f"{costs.read_ns:,.0f} ns", "of the device, beside its own time")
     yield _Line("a transaction of appended rows", f"{costs.transaction_us:,.0f} us", "")
-    yield _Line("handing a written page to the device", f"{costs.sync_ns:,.0f} ns", "on a thread beside")
 
 
 def _reads(found: Measurement) -> Iterator[str]:

@@ -42,7 +42,6 @@ STAGES: Final[Mapping[str, tuple[str, ...]]] = {
     "cold": ("read_ns",),
     "write-back": ("append_ns", "append_ns_per_byte", "transaction_us"),
     "cleaning": ("move_ns", "move_ns_per_byte"),
-    "sync": ("sync_ns",),
     "hand-over": ("hand_over_us",),
     "ahead": ("ahead_us",),
 }
