@@ -16,7 +16,7 @@ def test_inspect_says_what_a_store_holds(store_with_rows, capsys):
 
 def test_verify_says_what_it_checked_and_finds_damage(store_with_rows, capsys):
     assert cli.main(["verify", str(store_with_rows)]) == 0
-    assert "version 1 is sound: 10 rows in 1 block of 1 table, " in capsys.readouterr().out
+    assert "version 1 is sound: 10 rows in 1 segment of 1 table, " in capsys.readouterr().out
     (path,) = store_with_rows.glob("*.lmdb")
     data = bytearray(path.read_bytes())
     place = data.find(b"\x00\x00\x80\x3f" * 8)

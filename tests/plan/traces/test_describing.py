@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bench.data import criteo_keys
-from tests.placing import random_trace
+from tests.packed import random_trace
 from tierstore.plan import Accesses, accesses_of
 from tierstore.plan.traces import describe
 

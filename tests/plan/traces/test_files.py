@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.placing import random_trace
+from tests.packed import random_trace
 from tierstore._jit import JIT_ENABLED
 from tierstore.plan import Accesses, accesses_of, once_a_batch
 from tierstore.plan.traces import oracle_general as records
