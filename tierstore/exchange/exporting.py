@@ -73,7 +73,7 @@ def export_store(
     """Write every row of some tables, as of one version, to one file; rows never written have their first values.
 
     Quantized rows are written as they are, uint8 [rows, stored columns]: what ``torch.ops.quantized`` looks up in.
-    The store is opened read-only and may be trained on meanwhile. Memory: ``ddr``, the block directory and at most
+    The store is opened read-only and may be trained on meanwhile. Memory: ``ddr``, 4 bytes a row and at most
     64 MiB, however large the tables are.
 
     Args:

@@ -78,7 +78,7 @@ def import_files(
     weights is taken too; without it in the file a table keeps what state it has. ``extra`` and tensors of the last
     commit stay, and so do the kept versions.
 
-    Memory: ``ddr``, the block directory and at most 64 MiB, however large the tables are. A run cut short leaves the
+    Memory: ``ddr``, 4 bytes a row and at most 64 MiB, however large the tables are. A run cut short leaves the
     last commit as it was (and perhaps new tables, empty); repeat it from the start.
 
     Args:
@@ -102,7 +102,8 @@ def import_files(
         sources = [stack.enter_context(contextlib.closing(open_source(path))) for path in paths]
         if not (Path(directory) / MANIFEST_NAME).exists():
             match_tables(sources, mapping or {}, settings, {})  # bad input makes no store
-        store = stack.enter_context(open_store(directory, mode="w", keep=_keep(directory), ddr=ddr))
+        # Rows leave memory, and so are appended, in the order in which they came.
+        store = stack.enter_context(open_store(directory, mode="w", keep=_keep(directory), ddr=ddr, policy="lru"))
         matches = match_tables(sources, mapping or {}, settings, _configs(store))
         known = set(store.tables)
         tables = [_table(store, match, known) for match in matches]
