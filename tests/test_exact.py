@@ -22,8 +22,8 @@ OPTIMIZERS = [
     optim.Adam(lr=0.1),
 ]
 SETTINGS: list[dict[str, Any]] = [
-    {"ddr": TIGHT},
-    {"ddr": TIGHT, "depth": 3, "threads": 3},
+    {"ddr": TIGHT, "policy": "lru"},
+    {"ddr": TIGHT, "policy": "lru", "depth": 3, "threads": 3},
     {"ddr": "440KiB", "policy": "lfu", "depth": 1, "threads": 2},
     {"ddr": "440KiB", "policy": "reference-lru", "depth": 5},
     {"ddr": "480KiB", "policy": "tinylfu", "depth": 3, "threads": 2},
@@ -118,7 +118,7 @@ def test_training_ends_in_the_same_bits(tmp_path: Path, optimizer: optim.Optimiz
 def test_half_tables_end_in_the_same_bits(tmp_path: Path, dtype: str) -> None:
     config = {"optimizer": optim.RowWiseAdagrad(lr=0.1), "pooling": "sum", "dtype": dtype}
     expected, _ = train(tmp_path / "in memory", config, ddr="2MiB", threads=1)
-    ended, _ = train(tmp_path / "tight", config, ddr=TIGHT, depth=2, threads=2)
+    ended, _ = train(tmp_path / "tight", config, ddr=TIGHT, policy="lru", depth=2, threads=2)
     assert torch.equal(ended.view(torch.int16), expected.view(torch.int16))
     ended, _ = train(tmp_path / "hbm", config, ddr="2MiB", hbm=TINY, depth=2)
     assert torch.equal(ended.view(torch.int16), expected.view(torch.int16))

@@ -127,7 +127,7 @@ def run_and_fail(collection: Any) -> None:
 
 
 def test_a_batch_larger_than_the_cache_works(store_dir: Path) -> None:
-    with tierstore.open(store_dir, ddr="396KiB") as store:
+    with tierstore.open(store_dir, ddr="396KiB", policy="lru") as store:
         collection = make_collection(store, rows=5000)
         before = store["a"].read(torch.arange(5000))
         for item in tierstore.prefetch([batch(*range(5000))] * 3, collection, depth=2):

@@ -150,7 +150,7 @@ def test_tables_that_share_a_pool_keep_their_own_rules(tmp_path: Path) -> None:
 
 def test_random_work_against_a_model(store_dir: Path) -> None:
     order = random.Random(2)
-    with open_store(store_dir, ddr="404KiB", keep=2) as store:
+    with open_store(store_dir, ddr="404KiB", policy="lru", keep=2) as store:
         table = store["t"]
         bag = tierstore.TieredEmbeddingBag(table, mode="sum")
         live, saved = [0.0] * ROWS, [0.0] * ROWS
@@ -358,7 +358,7 @@ def test_no_reader_sees_half_an_update(store_dir: Path, monkeypatch: pytest.Monk
 
 
 def test_inference_beside_training(store_dir: Path) -> None:
-    with open_store(store_dir, ddr="404KiB") as store:
+    with open_store(store_dir, ddr="404KiB", policy="lru") as store:
         table, done = store["t"], threading.Event()
         failures: list[Any] = []
         checked = [0, 0]

@@ -92,7 +92,7 @@ def test_training_and_commits_side_by_side(store_dir: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     batches = [torch.randint(0, ROWS, (40, 5), generator=generator) for _ in range(30)]
     expected = torch.zeros(ROWS)
-    with open_store(store_dir, keep=100, ddr="404KiB") as store:
+    with open_store(store_dir, keep=100, ddr="404KiB", policy="lru") as store:
         bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
         states, pending = {}, []
         for number, ids in enumerate(tierstore.prefetch(batches, bag, depth=3, features=same)):
@@ -133,7 +133,7 @@ def test_rolling_back_forgets_what_was_in_device_memory(store_dir: Path) -> None
 
 SERVER = """
 import sys, torch, tierstore
-settings = {"mode": "r", "ddr": "404KiB", "hbm": sys.argv[2]}
+settings = {"mode": "r", "ddr": "404KiB", "policy": "lru", "hbm": sys.argv[2]}
 store = tierstore.open(sys.argv[1], **settings)
 for line in sys.stdin:
     if line == "open again\\n":
@@ -277,7 +277,7 @@ def test_training_through_trouble_ends_in_the_same_bits(tmp_path: Path, monkeypa
     for hbm in (0, LEAST):
         directory = tmp_path / str(hbm)
         table = config(optimizer=optim.Adam(lr=0.1))
-        settings: dict[str, Any] = {"ddr": "404KiB"} if hbm else {}
+        settings: dict[str, Any] = {"ddr": "404KiB", "policy": "lru"} if hbm else {}
         with open_store(directory, table, hbm=hbm, **settings) as store:
             trouble = Trouble(monkeypatch, store["t"].pool, store._cold, 0) if hbm else None
             attempt = (lambda action: action()) if trouble is None else trouble.until_it_works
@@ -331,7 +331,7 @@ def test_a_disk_that_is_full_at_a_commit(store_dir: Path, monkeypatch: pytest.Mo
     def refuse(*_: Any, **__: Any) -> None:
         raise DiskFullError("no room")
 
-    with open_store(store_dir, ddr="404KiB") as store:
+    with open_store(store_dir, ddr="404KiB", policy="lru") as store:
         put(store, ALL, 1.0)
         assert store.commit() == 1
         put(store, ALL[:100], 2.0)
@@ -369,7 +369,7 @@ def test_interrupts_at_any_moment_leave_every_row_right(store_dir: Path) -> None
     steps, interrupted = torch.zeros(ROWS), 0
     previous = signal.signal(signal.SIGINT, interrupt)
     thread = threading.Thread(target=bother, daemon=True)
-    with open_store(store_dir, ddr="404KiB") as store:
+    with open_store(store_dir, ddr="404KiB", policy="lru") as store:
         table = store["t"]
         bag = tierstore.TieredEmbeddingBag(table, mode="sum")
         generator = torch.Generator().manual_seed(0)

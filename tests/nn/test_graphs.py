@@ -16,7 +16,7 @@ from tierstore import optim
 ROWS, DIM = 300, 4
 SETTINGS: list[dict[str, Any]] = [
     {"ddr": "2MiB", "threads": 1},
-    {"ddr": "404KiB", "threads": 2},
+    {"ddr": "404KiB", "policy": "lru", "threads": 2},
     {"ddr": "480KiB", "policy": "tinylfu", "threads": 1},
     {"ddr": "2MiB", "hbm": "12KiB"},
 ]

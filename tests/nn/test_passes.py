@@ -20,7 +20,7 @@ from tierstore import gradients, optim
 
 ROWS, DIM = 2000, 8
 ALL = torch.arange(ROWS)
-BUDGETS: list[dict[str, Any]] = [{"ddr": "2MiB"}, {"ddr": "404KiB"}, {"ddr": "2MiB", "hbm": "36KiB"}]
+BUDGETS: list[dict[str, Any]] = [{"ddr": "2MiB"}, {"ddr": "404KiB", "policy": "lru"}, {"ddr": "2MiB", "hbm": "36KiB"}]
 """All rows in memory; about a hundred of them; the same in the tier for device memory."""
 IDS = torch.arange(20).view(10, 2)
 
@@ -101,7 +101,7 @@ def test_every_pass_over_a_kept_graph_is_an_update(store: tierstore.Store) -> No
 def test_checkpoints_train_as_without(store_dir: Path, use_reentrant: bool) -> None:
     ended = []
     for run in (lambda part, x: part(x), lambda part, x: checkpoint(part, x, use_reentrant=use_reentrant)):
-        with tierstore.open(store_dir / str(len(ended)), ddr="404KiB") as store:
+        with tierstore.open(store_dir / str(len(ended)), ddr="404KiB", policy="lru") as store:
             table = store.create_table(config(optimizer=optim.Adagrad(lr=1.0)))
             bag = tierstore.TieredEmbeddingBag(table)
             for _ in range(2):
@@ -375,7 +375,7 @@ def test_rows_changed_between_forward_and_backward(store: tierstore.Store, chang
 def test_rows_of_another_version_are_changed_rows(store_dir: Path) -> None:
     """A batch too large to be pinned does not keep the store from going back."""
     ids = ALL.view(2, -1)
-    with tierstore.open(store_dir, ddr="404KiB") as store:
+    with tierstore.open(store_dir, ddr="404KiB", policy="lru") as store:
         table = store.create_table(config())
         store.commit()
         scale = torch.ones(ids.shape, requires_grad=True)
