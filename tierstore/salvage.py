@@ -26,8 +26,9 @@ from .io.files import require_plain_files
 from .io.gather import queue_segments
 from .io.mapped import FileMap
 from .io.remains import Remains, read_remains
-from .io.row_map import RowMap, Segments
+from .io.row_map import RowMap
 from .io.segments import Geometry
+from .io.slots import Segments
 from .io.survivors import choose_tree, find_segments, surviving_rows
 from .io.wreck import LOST, Runs, choose_rows, read_rows, selected, settled
 from .io.writer_lock import LOCK_NAME
@@ -113,8 +114,8 @@ class SalvageReport:
             lines.append(f"extra and tensors of version {self.version}, and how many updates each table has had")
         if self.missing > 0:
             lines.append(
-                f"{format_count(self.missing, 'segment')} of which not all rows are known; rows that may be newer there "
-                "are lost, or taken with --stale-ok"
+                f"{format_count(self.missing, 'segment')} of which not all rows are known; rows that may be newer "
+                "there are lost, or taken with --stale-ok"
             )
         if self.unproven:
             lines.append(f"{format_count(self.unproven, 'row')} saved that may be older than version {self.version}")

@@ -22,7 +22,8 @@ from ..rows import RowLayout
 from .appending import NewRows
 from .gather import queue_segments
 from .reads import RowReader
-from .row_map import RowMap, Segments
+from .row_map import RowMap
+from .slots import Segments
 from .snapshot import Snapshot
 
 __all__ = ["DEFAULT_SLACK", "Cleaner", "Moved"]

@@ -39,8 +39,9 @@ from .checksum import two_row_checksums
 from .files import RESTORE
 from .guard import ASK_AGAIN
 from .mapped import clock_ns, copy_words, is_resident, prefetch_word, queue_read
-from .row_map import Places, SegmentArrays
+from .row_map import Places
 from .segments import Geometry, row_seed
+from .slots import SegmentArrays
 
 __all__ = [
     "GatherStatus",

@@ -19,7 +19,8 @@ from .appending import Change, NewRows
 from .cleaning import Cleaner
 from .indexes import StoredSegments
 from .records import LOG_ITEM, LogRecord, item_key, pack_log
-from .row_map import RowMap, Segments
+from .row_map import RowMap
+from .slots import Segments
 from .snapshot import Snapshot
 from .view import View
 

@@ -8,8 +8,9 @@ from numpy.typing import NDArray
 from ..rows import KEY_ROW_BITS
 from .gather import GatherStatus, Scratch, gather, gather_error, new_scratch, seen_words
 from .mapped import FileMap
-from .row_map import Places, RowMap, Segments
+from .row_map import Places, RowMap
 from .segments import Geometry
+from .slots import Segments
 from .snapshot import Snapshot
 
 __all__ = ["RowReader", "StoredRows"]

@@ -22,21 +22,22 @@ when its segment is deleted, for the leases on snapshots of before. Entries are 
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .._jit import inline, kernel
-from ..errors import DamagedError, TierstoreError
+from ..errors import DamagedError
 from ..rows import KEY_ROW_BITS, PAGE_HEADER_WORDS, RowLayout
 from .files import RESTORE
 from .indexes import Indexes, StoredSegments, read_indexes
 from .mapped import prefetch_word, zeros
-from .segments import COUNT, COUNT_MASK, KEYS, MIXED, NEWEST, Geometry, geometry, index_lengths
+from .segments import COUNT, COUNT_MASK, KEYS, MIXED, NEWEST, Geometry
+from .slots import SegmentArrays, Segments
 from .snapshot import Tree
 
-__all__ = ["Places", "RowMap", "SegmentArrays", "Segments", "TableArrays", "can_be_stored", "find_positions"]
+__all__ = ["Places", "RowMap", "TableArrays", "can_be_stored", "find_positions"]
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -56,25 +57,6 @@ class TableArrays(NamedTuple):
     """Position of row 0 in the flat array of places."""
     num_rows: Int64s
     layout_ids: Int64s
-
-
-class SegmentArrays(NamedTuple):
-    """What is known of the segments of one layout, by slot. Readers use the first two."""
-
-    data_pages: Int64s
-    """Page of the first block."""
-    numbers: Words
-    newest: Int64s
-    oldest: Int64s
-    """The largest and the least epoch of its rows."""
-    rows: Int32s
-    """0 where the slot is free."""
-    live: Int32s
-    held: Int32s
-    pages: Int32s
-
-
-_DTYPES: Final = (np.int64, np.uint64, np.int64, np.int64, np.int32, np.int32, np.int32, np.int32)
 
 
 @kernel
@@ -262,148 +244,6 @@ def _copy_used(source: Places, target: Places) -> None:
         if used:
             for i in range(start, end):
                 target[i] = source[i]
-
-
-def _grown(column: Any, length: int) -> Any:
-    grown = np.zeros(length, column.dtype)
-    grown[: len(column)] = column
-    return grown
-
-
-class Segments:
-    """The segments of one layout, by slot.
-
-    Attributes:
-        arrays: by slot; replaced by longer ones when slots run out.
-        pages: of all segments.
-        rows: live and held ones of all segments.
-        dead: slots of segments without such rows, to be deleted.
-    """
-
-    def __init__(self, layout: RowLayout, layout_id: int) -> None:
-        self.layout: Final = layout
-        self.geo: Final = geometry(layout, layout_id)
-        self.arrays = SegmentArrays._make(np.zeros(1, dtype) for dtype in _DTYPES)
-        self.pages = 0
-        self.rows = 0
-        self.dead: list[int] = []
-        self.held_under: dict[int, Int32s] = {}
-        self._free: list[int] = []
-        self._waiting: list[tuple[int, list[int]]] = []
-
-    def copied(self) -> "Segments":
-        other = Segments(self.layout, self.geo.layout_id)
-        other.arrays = SegmentArrays._make(column.copy() for column in self.arrays)
-        other.pages, other.rows, other.dead = self.pages, self.rows, list(self.dead)
-        other._free = self._free + [slot for _, slots in self._waiting for slot in slots]
-        return other
-
-    @property
-    def max_slots(self) -> int:
-        return 1 << (32 - self.geo.place_bits)
-
-    @property
-    def in_use(self) -> Int64s:
-        """Slots of segments."""
-        return np.flatnonzero(self.arrays.rows)
-
-    def first_pages(self, slots: Int64s) -> Int64s:
-        """Where segments begin, with their index."""
-        arrays = self.arrays
-        lengths = index_lengths(self.geo, arrays.rows[slots], arrays.newest[slots] != arrays.oldest[slots])
-        first: Int64s = arrays.data_pages[slots] - lengths
-        return first
-
-    def stored(self, slots: Int64s) -> StoredSegments:
-        """Of segments in these slots."""
-        return StoredSegments(
-            self.arrays.numbers[slots], self.first_pages(slots), self.arrays.pages[slots].astype(np.int64)
-        )
-
-    def data_pages(self, indexes: Indexes) -> Int64s:
-        """Where the first blocks of these segments begin."""
-        lengths: Int64s = index_lengths(self.geo, indexes.rows, indexes.newest != indexes.oldest)
-        return indexes.stored.first_pages + lengths
-
-    def fits(self, indexes: Indexes) -> NDArray[np.bool_]:
-        """Which of these segments take the pages that so many rows of the layout do."""
-        geo = self.geo
-        stops = self.data_pages(indexes) + -(-indexes.rows // geo.rows_per_block) * geo.pages_per_block
-        found: NDArray[np.bool_] = (indexes.rows <= geo.rows_per_segment) & (
-            indexes.stored.first_pages + indexes.stored.pages == stops
-        )
-        return found
-
-    def take(self, indexes: Indexes, txn_id: int) -> Int64s:
-        """Slots for these segments, which have no live rows yet.
-
-        Args:
-            txn_id: of the transaction that wrote them: readers of trees before it know shorter arrays only.
-        """
-        slots = self._free_slots(len(indexes.rows), txn_id)
-        arrays, stored = self.arrays, indexes.stored
-        arrays.data_pages[slots] = self.data_pages(indexes)
-        arrays.numbers[slots] = stored.numbers
-        arrays.newest[slots] = indexes.newest
-        arrays.oldest[slots] = indexes.oldest
-        arrays.live[slots] = arrays.held[slots] = 0
-        arrays.pages[slots] = stored.pages
-        arrays.rows[slots] = indexes.rows
-        self.pages += int(stored.pages.sum())
-        self.rows += int(indexes.rows.sum())
-        return slots
-
-    def _free_slots(self, count: int, txn_id: int) -> Int64s:
-        if len(self._free) < count:
-            length = len(self.arrays.numbers)
-            grown = min(self.max_slots, max(length + count, length + length // 2))
-            if grown < length + count:
-                raise TierstoreError(
-                    f"the log holds {length - 1:,} segments of rows of one kind, and can hold no more; run tierstore "
-                    "compact, or spread the rows over tables of another dimension or optimizer"
-                )
-            self.arrays = SegmentArrays._make(_grown(column, grown) for column in self.arrays)
-            waiting = [slot for _, slots in self._waiting for slot in slots] + self._free
-            self._waiting = [(txn_id, waiting)]
-            self._free = list(range(grown - 1, length - 1, -1))
-        return np.array([self._free.pop() for _ in range(count)], np.int64)
-
-    def free(self, slots: Int64s, txn_id: int) -> None:
-        """Segments were deleted by a transaction; their slots wait for its readers."""
-        self.pages -= int(self.arrays.pages[slots].sum())
-        self.arrays.rows[slots] = 0
-        self._waiting.append((txn_id, slots.tolist()))
-
-    def reuse(self, oldest: int) -> None:
-        """Slots that only trees before transaction ``oldest`` knew are free."""
-        self._free += [slot for txn_id, slots in self._waiting if txn_id <= oldest for slot in slots]
-        self._waiting = [each for each in self._waiting if each[0] > oldest]
-
-    def held(self, version: int) -> Int32s:
-        """int32 [slots]: held rows, by segment, that no version after this one needs."""
-        counts = self.held_under.get(version, np.zeros(0, np.int32))
-        if len(counts) < len(self.arrays.rows):
-            counts = self.held_under[version] = _grown(counts, len(self.arrays.rows))
-        return counts
-
-    def release(self, kept: Collection[int], last: int) -> None:
-        """Let go of what only versions need that are neither kept nor to come after ``last``."""
-        for version in sorted(self.held_under.keys() - set(kept)):
-            if version > last:
-                continue
-            counts = self.held_under.pop(version)
-            if older := [each for each in kept if each < version]:
-                self.held(max(older))[: len(counts)] += counts
-                continue
-            arrays, slots = self.arrays, np.flatnonzero(counts)
-            arrays.held[slots] -= counts[slots]
-            self.rows -= int(counts.sum())
-            gone = (arrays.live[slots] == 0) & (arrays.held[slots] == 0) & (arrays.rows[slots] > 0)
-            self.dead += slots[gone].tolist()
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(column.nbytes for column in self.arrays) + sum(counts.nbytes for counts in self.held_under.values())
 
 
 _NONE: Final[Mapping[RowLayout, Segments]] = {}

@@ -26,9 +26,10 @@ from .indexes import (
     require_logged,
     stored_segments,
 )
-from .row_map import RowMap, Segments
+from .row_map import RowMap
 from .scrub import check_segments, new_found
 from .segments import SegmentStatus
+from .slots import Segments
 from .snapshot import Snapshot
 
 __all__ = ["verify_segments"]
