@@ -258,6 +258,24 @@ def test_a_changed_bit_anywhere_on_a_leaf(history: History, image: Image, tmp_pa
                 assert (found, report.lost) == (history.rows, [])
 
 
+def test_a_leaf_that_leads_to_a_segment_that_was_deleted(cleaned: History, tmp_path: Path) -> None:
+    """As many pages are in use then, each once: the tree looks sound."""
+    image = Image(cleaned)
+    rows = image.words.reshape(-1, PAGE // 8)
+    is_index = (rows[:, 0] == np.arange(len(rows))) & (rows[:, 3] == int.from_bytes(b"tierlogs", "little"))
+    deleted = [page for page in np.flatnonzero(is_index).tolist() if page not in image.used]
+    tried = 0
+    for kind, _, node in image.nodes:
+        length = len(image.value_of(node))
+        others = [page for page in deleted if not image.used & set(range(page, page + length))]
+        if kind == 0 and others and tried < 6:
+            tried += 1
+            change = node + 24, struct.pack("<Q", others[tried % len(others)])
+            assert _salvaged(tmp_path, _changed(cleaned.files, [change])).is_whole
+            assert rows_of(tmp_path / "saved") == cleaned.rows
+    assert tried > 2
+
+
 def test_the_list_of_free_pages_and_the_tree_damaged(scattered: History, tmp_path: Path) -> None:
     """Then nothing tells segments of the version from such as were deleted, whose pages are there yet."""
     image = Image(scattered)

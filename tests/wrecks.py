@@ -185,6 +185,7 @@ class Image:
     Attributes:
         leaves, branches, free_leaves: pages of the newest tree, and of its list of free pages.
         nodes: of the newest tree: both words of the key, and the byte where the node begins.
+        used: pages of this tree, and of its values.
         segments: those of the newest tree.
     """
 
@@ -202,6 +203,8 @@ class Image:
         self.nodes = [
             (self._big(node + 8), self._big(node + 16), node) for page in self.leaves for node in self.nodes_of(page)
         ]
+        self.used = {*self.leaves, *self.branches}
+        self.used |= {page for _, _, node in self.nodes for page in self.value_of(node)}
         self.segments = [self._segment(self._little(node + 24, 8)) for kind, _, node in self.nodes if kind == 0]
 
     def _big(self, at: int) -> int:
@@ -214,6 +217,11 @@ class Image:
         """Where the nodes of a page of a tree begin."""
         at = page * PAGE
         return [at + self._little(at + 16 + 2 * i, 2) for i in range((self._little(at + 12, 2) - 16) // 2)]
+
+    def value_of(self, node: int) -> range:
+        """The pages of a node's value; none if it lies on the leaf."""
+        first, size = self._little(node + 24, 8), self._little(node, 2) | self._little(node + 2, 2) << 16
+        return range(first, first + -(-(size + 16) // PAGE)) if self._little(node + 4, 2) else range(0)
 
     def _pages(self, page: int, depth: int) -> Iterator[tuple[int, int]]:
         yield page, depth

@@ -113,8 +113,8 @@ class SalvageReport:
             lines.append(f"extra and tensors of version {self.version}, and how many updates each table has had")
         if self.missing > 0:
             lines.append(
-                f"{format_count(self.missing, 'segment')} of which not all rows are known; rows that may be newer there "
-                "are lost, or taken with --stale-ok"
+                f"{format_count(self.missing, 'segment')} of which not all rows are known; rows that may be newer "
+                "there are lost, or taken with --stale-ok"
             )
         if self.unproven:
             lines.append(f"{format_count(self.unproven, 'row')} saved that may be older than version {self.version}")

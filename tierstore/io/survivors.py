@@ -223,8 +223,8 @@ def surviving_rows(
     members, missing = _members(chosen, found, remains), found.numbers[:0]
     if members is None:
         doubts.append(
-            "Nothing proves which segments belong to the version. Rows may be older, or gone back from: they are lost, or "
-            "taken with --stale-ok."
+            "Nothing proves which segments belong to the version. Rows may be older, or gone back from: they are lost, "
+            "or taken with --stale-ok."
         )
     else:
         missing, found = np.setdiff1d(members, found.numbers), found.of(members)
