@@ -67,7 +67,7 @@ class History:
     ones, some gone back to, processes that ended. ``left_over``: rows of no version are left at the end.
 
     Attributes:
-        files: of the store.
+        files: of the store; ``files_open`` are those that a killed process would have left.
         version: the current one.
         rows: its rows.
         all_rows: every value that a row ever had.
@@ -102,8 +102,9 @@ class History:
             self._commit(tier)
         self.version = tier.version
         self._drop(tier)
-        tier.close()
         self.rows = {key: row for _, rows in sorted(self._epochs.items()) for key, row in rows.items()}
+        self.files_open = {path.name: path.read_bytes() for path in folder.iterdir()}
+        tier.close()
         self.files = {path.name: path.read_bytes() for path in folder.iterdir()}
 
     def _write(self, tier: LmdbColdTier) -> None:
@@ -189,9 +190,9 @@ class Image:
         segments: those of the newest tree.
     """
 
-    def __init__(self, history: History) -> None:
-        self.version = history.version
-        self.data = history.files["rows.lmdb"]
+    def __init__(self, data: bytes, version: int) -> None:
+        self.version = version
+        self.data = data
         self.words = np.frombuffer(self.data, np.uint64)
         metas = [parse_meta(self.data[at : at + 152]) for at in (0, PAGE)]
         self.meta = max((meta for meta in metas if isinstance(meta, Meta)), key=lambda meta: meta.txn_id)
