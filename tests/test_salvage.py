@@ -22,6 +22,7 @@ import tierstore
 from bench.damage import Case
 from tests.wrecks import PAGE, TABLES, History, Image, Rows, Segment, extra_of, rows_of, tensors_of
 from tierstore.errors import DamagedError, FormatError, StoreLockedError, StoreNotFoundError, TierstoreError
+from tierstore.io.anchor import _newest_slot, _slot
 from tierstore.io.checksum import bytes_checksum
 from tierstore.io.records import HEAD_ITEM, LOG_ITEM, STORE_ITEM
 from tierstore.io.wreck import settled
@@ -64,7 +65,7 @@ def history(request: pytest.FixtureRequest) -> History:
 
 @pytest.fixture(scope="module")
 def image(history: History) -> Image:
-    return Image(history)
+    return Image(history.files["rows.lmdb"], history.version)
 
 
 def _put(folder: Path, files: dict[str, bytes]) -> Path:
@@ -219,7 +220,7 @@ def test_a_segment_without_its_index(history: History, image: Image, tmp_path: P
 def test_a_short_history(tmp_path: Path) -> None:
     """All kinds of damage again, in a store that is small enough for kernels in plain Python."""
     history = History(tmp_path / "store", 4, turns=12, slack=1.5, sizes=[1, 7, 30])
-    image = Image(history)
+    image = Image(history.files["rows.lmdb"], history.version)
     each = max(image.segments, key=lambda each: (each.newest <= image.version, len(each.blocks)))
     damages = _damages(image, each)
     for what in ("no index", "no index and a row", "a row's key"):
@@ -258,9 +259,46 @@ def test_a_changed_bit_anywhere_on_a_leaf(history: History, image: Image, tmp_pa
                 assert (found, report.lost) == (history.rows, [])
 
 
+def test_a_leaf_that_leads_to_a_segment_that_was_deleted(cleaned: History, tmp_path: Path) -> None:
+    """As many pages are in use then, each once: the tree looks sound."""
+    image = Image(cleaned.files["rows.lmdb"], cleaned.version)
+    rows = image.words.reshape(-1, PAGE // 8)
+    is_index = (rows[:, 0] == np.arange(len(rows))) & (rows[:, 3] == int.from_bytes(b"tierlogs", "little"))
+    deleted = [page for page in np.flatnonzero(is_index).tolist() if page not in image.used]
+    tried = 0
+    for kind, _, node in image.nodes:
+        length = len(image.value_of(node))
+        others = [page for page in deleted if not image.used & set(range(page, page + length))]
+        if kind == 0 and others and tried < 6:
+            tried += 1
+            change = node + 24, struct.pack("<Q", others[tried % len(others)])
+            assert _salvaged(tmp_path, _changed(cleaned.files, [change])).is_whole
+            assert rows_of(tmp_path / "saved") == cleaned.rows
+    assert tried > 2
+
+
+def test_a_writer_that_was_killed(cleaned: History, tmp_path: Path) -> None:
+    """What it wrote after the last anchor may be damaged; if the machine stopped too, its data may not be there."""
+    files, every = cleaned.files_open, Image(cleaned.files_open["rows.lmdb"], cleaned.version)
+    for page in [*every.leaves, *every.branches, *every.free_leaves]:
+        assert _salvaged(tmp_path, _changed(files, [(page * PAGE, bytes(PAGE))])).is_whole
+        assert rows_of(tmp_path / "saved") == cleaned.rows
+    anchor = _newest_slot(files["rows.anchor"])
+    assert anchor is not None
+    at_anchor = _changed(files, [(PAGE * i, meta) for i, meta in enumerate(anchor.metas)])["rows.lmdb"]
+    known = {each.number for each in Image(at_anchor, cleaned.version).segments}
+    later = [each for each in every.segments if each.number not in known]
+    assert any(each.newest <= cleaned.version for each in later), "nothing was moved after the anchor"
+    files = _changed(files, [(each.start * 8, bytes((each.stop - each.start) * 8)) for each in later])
+    assert not _salvaged(tmp_path, files).is_whole
+    stopped = files | {"rows.anchor": _slot(anchor._replace(boot_id=bytes(16)))}
+    assert _salvaged(tmp_path, stopped).is_whole
+    assert rows_of(tmp_path / "saved") == cleaned.rows
+
+
 def test_the_list_of_free_pages_and_the_tree_damaged(scattered: History, tmp_path: Path) -> None:
     """Then nothing tells segments of the version from such as were deleted, whose pages are there yet."""
-    image = Image(scattered)
+    image = Image(scattered.files["rows.lmdb"], scattered.version)
     assert len(image.leaves) > 1
     changes = [(page * PAGE, bytes(PAGE)) for page in (image.leaves[0], image.free_leaves[0])]
     report = _salvaged(tmp_path, files := _changed(scattered.files, changes))
@@ -277,7 +315,7 @@ def test_the_list_of_free_pages_and_the_tree_damaged(scattered: History, tmp_pat
 
 def test_a_segment_is_missing_that_no_leaf_names(scattered: History, tmp_path: Path) -> None:
     """The record of the log tells that one is missing; which, and so what else is old, nothing tells."""
-    image = Image(scattered)
+    image = Image(scattered.files["rows.lmdb"], scattered.version)
     gone = next(node for kind, _, node in image.nodes if kind == 0)
     each = image._segment(image._little(gone + 24, 8))
     hole = (each.start * 8, bytes((each.stop - each.start) * 8))
@@ -310,7 +348,13 @@ def test_a_damaged_record_of_the_log(history: History, image: Image, tmp_path: P
 def test_a_damaged_head(tmp_path: Path) -> None:
     """An older leaf tells the version; that there is no row of a later one proves the rows."""
     history = History(tmp_path / "store", 2, turns=60, slack=1.5, sizes=[1, 30], left_over=False)
-    report = _salvaged(tmp_path, _changed(history.files, [_flip(image := Image(history), _record(image, HEAD_ITEM))]))
+    report = _salvaged(
+        tmp_path,
+        _changed(
+            history.files,
+            [_flip(image := Image(history.files["rows.lmdb"], history.version), _record(image, HEAD_ITEM))],
+        ),
+    )
     assert len(report.doubts) == 1
     assert (
         f"The record of versions is damaged; the newest of earlier ones that is left says {history.version}."
@@ -416,7 +460,7 @@ def test_the_manifest_of_another_store(cleaned: History, scattered: History, tmp
 
 
 def test_a_store_of_an_older_release(cleaned: History, tmp_path: Path) -> None:
-    image = Image(cleaned)
+    image = Image(cleaned.files["rows.lmdb"], cleaned.version)
     at = _record(image, STORE_ITEM)
     for number, expected in ((3, "run tierstore export"), (9, "this release reads")):
         body = image.data[at : at + 8] + struct.pack("<Q", number) + image.data[at + 16 : at + 32]
@@ -486,7 +530,7 @@ def test_progress(cleaned: History, tmp_path: Path) -> None:
 
 def test_every_error_is_one_of_ours(scattered: History, tmp_path: Path) -> None:
     """Bytes of the records and meta pages changed: saved, or refused in words."""
-    image = Image(scattered)
+    image = Image(scattered.files["rows.lmdb"], scattered.version)
     refused: list[str] = []
     nodes = [node for kind, _, node in image.nodes if kind == META]
     places = [

@@ -67,7 +67,7 @@ class History:
     ones, some gone back to, processes that ended. ``left_over``: rows of no version are left at the end.
 
     Attributes:
-        files: of the store.
+        files: of the store; ``files_open`` are those that a killed process would have left.
         version: the current one.
         rows: its rows.
         all_rows: every value that a row ever had.
@@ -102,8 +102,9 @@ class History:
             self._commit(tier)
         self.version = tier.version
         self._drop(tier)
-        tier.close()
         self.rows = {key: row for _, rows in sorted(self._epochs.items()) for key, row in rows.items()}
+        self.files_open = {path.name: path.read_bytes() for path in folder.iterdir()}
+        tier.close()
         self.files = {path.name: path.read_bytes() for path in folder.iterdir()}
 
     def _write(self, tier: LmdbColdTier) -> None:
@@ -185,12 +186,13 @@ class Image:
     Attributes:
         leaves, branches, free_leaves: pages of the newest tree, and of its list of free pages.
         nodes: of the newest tree: both words of the key, and the byte where the node begins.
+        used: pages of this tree, and of its values.
         segments: those of the newest tree.
     """
 
-    def __init__(self, history: History) -> None:
-        self.version = history.version
-        self.data = history.files["rows.lmdb"]
+    def __init__(self, data: bytes, version: int) -> None:
+        self.version = version
+        self.data = data
         self.words = np.frombuffer(self.data, np.uint64)
         metas = [parse_meta(self.data[at : at + 152]) for at in (0, PAGE)]
         self.meta = max((meta for meta in metas if isinstance(meta, Meta)), key=lambda meta: meta.txn_id)
@@ -202,6 +204,8 @@ class Image:
         self.nodes = [
             (self._big(node + 8), self._big(node + 16), node) for page in self.leaves for node in self.nodes_of(page)
         ]
+        self.used = {*self.leaves, *self.branches}
+        self.used |= {page for _, _, node in self.nodes for page in self.value_of(node)}
         self.segments = [self._segment(self._little(node + 24, 8)) for kind, _, node in self.nodes if kind == 0]
 
     def _big(self, at: int) -> int:
@@ -214,6 +218,11 @@ class Image:
         """Where the nodes of a page of a tree begin."""
         at = page * PAGE
         return [at + self._little(at + 16 + 2 * i, 2) for i in range((self._little(at + 12, 2) - 16) // 2)]
+
+    def value_of(self, node: int) -> range:
+        """The pages of a node's value; none if it lies on the leaf."""
+        first, size = self._little(node + 24, 8), self._little(node, 2) | self._little(node + 2, 2) << 16
+        return range(first, first + -(-(size + 16) // PAGE)) if self._little(node + 4, 2) else range(0)
 
     def _pages(self, page: int, depth: int) -> Iterator[tuple[int, int]]:
         yield page, depth
