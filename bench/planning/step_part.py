@@ -66,10 +66,8 @@ def _plain(point: Point) -> dict[str, Any]:
         "analytic_hit_rate": None if analytic is None else hit_rate_of(analytic),
         "predicted_step_s": point.predicted.step_s,
         "predicted_step_s_of_rounds": [prediction.step_s for prediction in point.predictions],
-        **{
-            f"predicted_{name}": getattr(point.below, name)
-            for name in ("misses", "pages_read", "rows_written", "rows_moved")
-        },
+        "predicted_rows_read": point.below.misses,
+        **{f"predicted_{name}": getattr(point.below, name) for name in ("pages_read", "rows_written", "rows_moved")},
         "bottleneck": point.predicted.bottleneck,
         "loads": {load.resource: load.seconds for load in point.predicted.loads},
     }
@@ -104,9 +102,8 @@ def _off(points: Sequence[dict[str, Any]], key: str) -> str:
 
 
 def _pages_a_row(point: dict[str, Any], prefix: str = "") -> float:
-    """Read for each row that is missing."""
-    misses = point["rows_read"] if not prefix else point["predicted_misses"]
-    return float(point[f"{prefix}pages_read"] / misses)
+    """For each row that is missing."""
+    return float(point[f"{prefix}pages_read"] / point[f"{prefix}rows_read"])
 
 
 def _mean(errors: Sequence[float]) -> float:
@@ -138,18 +135,18 @@ def _table(points: Sequence[dict[str, Any]]) -> Table:
 def _cold_table(points: Sequence[dict[str, Any]]) -> Table:
     rows = [
         [
-            each["workload"], f"{each['budget_percent']:g} %", f"{each['rows_read']:,.0f}",
-            f"{each['predicted_misses']:,.0f}",
+            each["workload"], f"{each['budget_percent']:g} %",
             *(
                 f"{each[f'{prefix}{name}']:,.0f}"
-                for name in ("pages_read", "rows_written", "rows_moved")
+                for name in ("rows_read", "pages_read", "rows_written", "rows_moved")
                 for prefix in ("", "predicted_")
             ),
         ]
         for each in points
     ]  # fmt: skip
-    columns = ["workload", "DDR", "rows missing", "predicted"]
-    columns += [each for name in ("pages read", "rows written", "rows moved") for each in (name, "predicted")]
+    columns = ["workload", "DDR"]
+    for name in ("rows missing", "pages read", "rows written", "rows moved"):
+        columns += [name, "predicted"]
     return Table(title="what a step has the cold tier do, measured and predicted", columns=columns, rows=rows)
 
 

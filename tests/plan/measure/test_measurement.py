@@ -70,7 +70,7 @@ def test_loops_do_the_work_that_they_say(tmp_path: Path) -> None:
     assert single["pool_bag_ns"] == 256
     assert single["pool_row_ns"] == lookup["pool_row_ns"], "the same ids"
     assert named["lookup, rows of 264 bytes, 1 a bag, any rows"]["pool_row_ns"] > 250
-    assert named["missed lookup, rows of 72 bytes"]["miss_ns"] == 256
+    assert 200 < named["missed lookup, rows of 72 bytes"]["miss_ns"] <= 256, "an eighth of the rows is cached"
     assert 1 <= named["reads beyond misses, rows of 520 bytes"]["read_ns"] <= 64
     assert named["steps whose batches are brought in ahead"]["hand_over_us"] == 1000
     assert named["lookup, one id a table"]["table_us"] == 31_000

@@ -48,10 +48,6 @@ class Amounts(NamedTuple):
         """In of rows that are not in the cache."""
         return {"miss_ns": self.rows, "miss_ns_per_byte": self.rows * layout.row_bytes}
 
-    def misses(self, layout: RowLayout) -> dict[str, float]:
-        """Of a lookup none of whose rows is in the cache."""
-        return {**self.bringing(layout), **self.hits(layout)}
-
 
 class Written(NamedTuple):
     """What the cold tier was made to write, in a step or in all: rows appended and moved, and transactions."""

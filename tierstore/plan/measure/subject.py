@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -25,8 +25,9 @@ from ...store import Store
 __all__ = [
     "CHUNK",
     "ROWS_FILE",
+    "Draw",
     "Subject",
-    "Walk",
+    "drawn",
     "fill",
     "jagged",
     "median_ns",
@@ -44,6 +45,11 @@ ROWS_FILE: Final = "rows.lmdb"
 CHUNK: Final = 100_000
 
 Int64s = NDArray[np.int64]
+
+
+class Draw(Protocol):
+    def __call__(self, count: int, pooling_factor: int = 1) -> KeyedJaggedTensor:
+        """The next batch: so many ids, in bags of ``pooling_factor``."""
 
 
 class Subject(NamedTuple):
@@ -105,18 +111,10 @@ def jagged(ids: Int64s, pooling_factor: int, *, tables: int = 1) -> KeyedJaggedT
     return KeyedJaggedTensor([f"f{number}" for number in range(tables)], torch.from_numpy(ids), offsets=offsets)
 
 
-class Walk:
-    """Batches none of whose rows comes again before all others of ``rows`` came."""
-
-    def __init__(self, rows: int) -> None:
-        self._order = np.random.default_rng(1).permutation(rows)
-        self._first = 0
-
-    def next(self, count: int, pooling_factor: int = 1) -> KeyedJaggedTensor:
-        """The next ``count`` rows, in bags of ``pooling_factor``."""
-        places = np.arange(self._first, self._first + count)
-        self._first += count
-        return jagged(np.take(self._order, places, mode="wrap"), pooling_factor)
+def drawn(rows: int) -> Draw:
+    """Batches of any rows, each as likely."""
+    generator = np.random.default_rng(1)
+    return lambda count, pooling_factor=1: jagged(generator.integers(0, rows, count), pooling_factor)
 
 
 def transactions_in(path: Path) -> int:
