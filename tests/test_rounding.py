@@ -181,7 +181,10 @@ def test_each_update_is_that_in_float32_rounded(
 ) -> None:
     """A table in float32 is given the rows before each update, and so has what is to be rounded after it."""
     own = {"optimizer": optimizer, "embedding_dim": dim}
-    with tierstore.open(tmp_path / "plain", ddr="8MiB") as exact, tierstore.open(tmp_path / "store", ddr=ddr) as store:
+    with (
+        tierstore.open(tmp_path / "plain", ddr="8MiB") as exact,
+        tierstore.open(tmp_path / "store", ddr=ddr, policy="lru") as store,
+    ):
         plain = exact.create_table(table_config("plain", **own))
         store.create_table(table_config("first", dtype=dtype, **own))
         table = store.create_table(table_config("second", dtype=dtype, rounding="stochastic", **own))
@@ -204,7 +207,7 @@ def test_a_table_beside_it_is_rounded_to_nearest(tmp_path: Path, ddr: str, dtype
     """Both in one lookup, of one pool."""
     ended: dict[str, list[Any]] = {}
     for rounding in ("nearest", "stochastic"):
-        with tierstore.open(tmp_path / rounding, ddr=ddr) as store:
+        with tierstore.open(tmp_path / rounding, ddr=ddr, policy="lru") as store:
             tables = [
                 store.create_table(table_config("a", dtype=dtype)),
                 store.create_table(table_config("b", dtype=dtype, rounding=rounding)),
@@ -232,7 +235,7 @@ def test_a_training_goes_on_in_the_same_bits_after_it_was_reopened(tmp_path: Pat
         for number in range(8):
             step(table, number)
         expected = bits_of(table)
-    with tierstore.open(tmp_path / "parts", ddr=TIGHT) as store:
+    with tierstore.open(tmp_path / "parts", ddr=TIGHT, policy="lru") as store:
         table = store.create_table(config)
         for number in range(6):
             if number == 4:
