@@ -114,7 +114,7 @@ def jagged(ids: Int64s, pooling_factor: int, *, tables: int = 1) -> KeyedJaggedT
 def drawn(rows: int) -> Draw:
     """Batches of any rows, each as likely."""
     generator = np.random.default_rng(1)
-    return lambda count, pooling_factor=1: jagged(generator.integers(0, rows, count), pooling_factor)
+    return lambda count, pooling_factor=1: jagged(generator.integers(0, rows, size=(count,)), pooling_factor)
 
 
 def transactions_in(path: Path) -> int:
