@@ -120,11 +120,13 @@ class Cleaner:
         """Choose victims for the next turn, after ``appended`` pages were written, and begin to read them."""
         geo, arrays = segments.geo, segments.arrays
         pages_a_row = segments.layout.segment_pages(geo.rows_per_segment) / geo.rows_per_segment
+        of_all = segments.pages - arrays.pages[segments.dead].sum() - self.slack * segments.rows * pages_a_row
+        if of_all <= 0:
+            return
         slots = self._sample(len(arrays.rows))
         share = len(slots) / len(arrays.rows)
         slots = slots[(arrays.rows[slots] > 0) & (arrays.held[slots] == 0) & (arrays.live[slots] > 0)]
         needed = arrays.live[slots] * pages_a_row
-        of_all = segments.pages - arrays.pages[segments.dead].sum() - self.slack * segments.rows * pages_a_row
         excess = min(of_all, (arrays.pages[slots].sum() - self.slack * needed.sum()) / share)
         fill = needed / arrays.pages[slots]
         chosen = fill < _FULL
