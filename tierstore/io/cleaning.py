@@ -118,11 +118,13 @@ class Cleaner:
         there are any."""
         geo, arrays = segments.geo, segments.arrays
         pages_a_row = segments.layout.segment_pages(geo.rows_per_segment) / geo.rows_per_segment
+        of_all = segments.pages - arrays.pages[segments.dead].sum() - self.slack * segments.rows * pages_a_row
+        if of_all <= 0:
+            return False
         slots = self._sample(len(arrays.rows))
         scale = len(arrays.rows) / max(1, len(slots))
         slots = slots[arrays.live[slots] > 0]
         needed = (arrays.live[slots] + arrays.held[slots]) * pages_a_row
-        of_all = segments.pages - arrays.pages[segments.dead].sum() - self.slack * segments.rows * pages_a_row
         excess = min(of_all, (arrays.pages[slots].sum() - self.slack * needed.sum()) * scale)
         fill = needed / arrays.pages[slots]
         chosen = fill < _FULL
