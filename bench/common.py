@@ -8,12 +8,13 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from . import machine
 from .data import ROOT
+from .earlier import measure_earlier
 
 __all__ = ["Goal", "Report", "Run", "Spread", "Table", "aligned", "measure", "per_second", "program"]
 
@@ -60,11 +61,19 @@ class Goal:
     at_least: float | None = None
     at_most: float | None = None
     exactly: float | None = None
+    before: float | None = None
+    """What an earlier version reached in the same run."""
 
     @property
     def wanted(self) -> str:
         bounds = {"at least": self.at_least, "at most": self.at_most, "exactly": self.exactly}
         return next(f"{words} {bound:g}" for words, bound in bounds.items() if bound is not None)
+
+    @property
+    def told(self) -> str:
+        """The goal and what was reached, in a line."""
+        before = "" if self.before is None else f", before {self.before:.4g}"
+        return f"{self.name}: {self.value:.4g}{before}, wanted {self.wanted}"
 
     @property
     def met(self) -> bool:
@@ -181,7 +190,7 @@ def _print(report: Report, described: dict[str, Any], quick: bool) -> None:
     for note in report.notes:
         print(f"\n{note}")
     for goal in report.goals:
-        print(f"\n{'met' if goal.met else 'MISSED'}: {goal.name}: {goal.value:.4g}, wanted {goal.wanted}", end="")
+        print(f"\n{'met' if goal.met else 'MISSED'}: {goal.told}", end="")
     print(f"\n\nOn: {machine.summary(described)}")
     if quick:
         print("A quick run: small sizes, not results.")
@@ -200,6 +209,14 @@ def _parts_of(text: str, known: Sequence[str], parser: argparse.ArgumentParser) 
     if unknown := set(chosen) - set(known):
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     return chosen
+
+
+def _flags(given: argparse.Namespace) -> list[str]:
+    """What an earlier version is told."""
+    only = getattr(given, "only", "")
+    return [
+        *(["--quick"] if given.quick else []), *(["--only", only] if only else []), "--config", str(given.config)
+    ]  # fmt: skip
 
 
 def program(
@@ -221,6 +238,9 @@ def program(
     parser.add_argument(
         "--dir", type=Path, default=ROOT / ".bench", metavar="DIR", help="where stores are built and kept [.bench]"
     )
+    parser.add_argument(
+        "--beside", metavar="COMMIT", help="run it over that commit's library too, before, and tell what that reached"
+    )
     if parts:
         parser.add_argument("--only", default="", metavar="PARTS", help=f"some of {','.join(parts)}; the rest stays")
     given = parser.parse_args(arguments)
@@ -232,11 +252,16 @@ def program(
         parts=_parts_of(given.only, parts, parser) if parts else (),
         earlier=_earlier(given.json, given.quick) if parts else {},
     )
+    before = measure_earlier(given.beside, name, _flags(given), given.dir) if given.beside else None
     described = machine.describe(given.dir)
     start = time.perf_counter()
     report = run(request)
     if given.quick:
         report.goals.clear()
+    if before is not None:
+        reached = {goal["name"]: goal["value"] for goal in before["goals"]}
+        report.goals = [replace(goal, before=reached.get(goal.name)) for goal in report.goals]
+        report.figures["before"] = before["figures"] | {"commit": given.beside}
     seconds = time.perf_counter() - start
     _print(report, described, given.quick)
     if given.json:

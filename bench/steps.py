@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 import tierstore
 from tierstore.models import DLRM
@@ -53,31 +54,31 @@ def zipf(config: dict[str, Any], exponent: float, count: int) -> StepWorkload:
 
 
 def criteo(path: Path, config: dict[str, Any], count: int) -> StepWorkload:
-    """Criteo's lookups, each table's ids in order of first use, batch after batch, from the start again at the end."""
+    """Criteo's lookups: ids hashed (scattered over each table), samples in an order of their own each epoch."""
     keys = criteo_keys(path)
+    generator = np.random.default_rng(config["seed"])
+    # A sample lists its columns in ascending order.
     columns, batch = keys >> 40, config["criteo_batch"]
-    # A row lists its columns in ascending order.
-    samples = np.cumsum(np.diff(columns, prepend=columns[0]) <= 0)
-    ids, rows = np.empty(len(keys), np.int64), []
-    for table in range(26):
-        _, firsts, inverse = np.unique(keys[columns == table], return_index=True, return_inverse=True)
-        ids[columns == table] = np.argsort(np.argsort(firsts))[inverse]
-        rows.append(len(firsts))
-    whole = int(samples[-1]) // batch
-    batches = []
-    for step in range(whole):
-        own = samples // batch == step
-        values, places = ids[own], columns[own] * batch + samples[own] % batch
-        order = np.argsort(places, kind="stable")
-        lengths = np.bincount(places, minlength=26 * batch)
-        batches.append(
-            tierstore.KeyedJaggedTensor(
-                [f"f{table}" for table in range(26)],
-                torch.from_numpy(values[order]),
-                lengths=torch.from_numpy(lengths),
-            )
-        )
-    return StepWorkload("Criteo's lookups", rows, config["dim"], [batches[step % whole] for step in range(count)])
+    samples = np.cumsum(np.diff(columns, prepend=columns[0]) <= 0) - 1
+    lookups, rows = np.full((int(samples[-1]) + 1, 26), -1), []
+    for column in range(26):
+        own = columns == column
+        values, ids = np.unique(keys[own], return_inverse=True)
+        lookups[samples[own], column] = generator.permutation(len(values))[ids]
+        rows.append(len(values))
+    batches: list[tierstore.KeyedJaggedTensor] = []
+    while len(batches) < count:
+        order = generator.permutation(len(lookups))
+        batches += [_ragged(lookups[part]) for part in order[: len(order) // batch * batch].reshape(-1, batch)]
+    return StepWorkload("Criteo's lookups", rows, config["dim"], batches[:count])
+
+
+def _ragged(ids: NDArray[np.int64]) -> tierstore.KeyedJaggedTensor:
+    """Bags of at most one id, from int64 [samples, features], -1 for none."""
+    by_feature = ids.T
+    keys = [f"f{feature}" for feature in range(len(by_feature))]
+    lengths = torch.from_numpy((by_feature >= 0).reshape(-1).astype(np.int64))
+    return tierstore.KeyedJaggedTensor(keys, torch.from_numpy(by_feature[by_feature >= 0]), lengths=lengths)
 
 
 def kaggle(config: dict[str, Any], count: int) -> StepWorkload:

@@ -103,7 +103,9 @@ def _short(result: dict[str, Any]) -> list[str]:
 
 
 def _goal(goal: dict[str, Any]) -> str:
-    return f"- {'met' if goal['met'] else '**missed**'}: {goal['name']}: {goal['value']:.4g}, wanted {goal['wanted']}"
+    before = "" if goal.get("before") is None else f", before {goal['before']:.4g}"
+    reached = f"{goal['name']}: {goal['value']:.4g}{before}, wanted {goal['wanted']}"
+    return f"- {'met' if goal['met'] else '**missed**'}: {reached}"
 
 
 def _section(name: str, result: dict[str, Any]) -> list[str]:

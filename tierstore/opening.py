@@ -39,21 +39,19 @@ def open_store(
         version: with mode="r", which of the kept versions to open; default: the last.
         keep: how many of the last versions each commit keeps, to be opened with ``version=`` or gone back to with
             ``Store.rollback``. Each takes room for the rows that changed after it.
-        slack: room that rows may take on the device, of what they need, before segments of the row file whose rows
-            were mostly written anew are put together; above 1, at most 10. Less makes the file smaller, and writing
-            dearer.
-        ddr: budget of host memory for caches, indexes and write staging together (the map from rows to their places, 4
-            bytes a row where rows were written, comes on top): bytes, "512MiB", "50%" (of the
-            machine's memory) or "5% of tables" (of all tables' rows and optimizer state).
+        slack: size of the row file over what its rows need, above which it is cleaned; above 1, at most 10. Less makes
+            the file smaller, and writing dearer.
+        ddr: budget of host memory for caches, indexes and write staging: bytes, "512MiB", "50%" (of the machine's
+            memory) or "5% of tables" (of all tables' rows and optimizer state). The map from rows to their places, 4
+            bytes a stored row, comes on top.
         hbm: budget of device memory for the hottest rows, their index and staging: bytes, "2GiB", "50%" (of the
             device's memory), "10% of tables"; 0 for none. With device="cpu" it is a tier of the same make in host
             memory: slow, and there to be tested.
         device: where the hottest rows and results live: "cpu", or "cuda", "cuda:1" with hbm= above 0.
-        policy: which rows leave memory first. "auto" is what we think best and may change between releases: now
-            "tinylfu" in host memory and "lru" in device memory. Others: "lru", "lfu", "tinylfu" (by counts that outlive
-            residence and age, or "lru" where a sample says that it hits more) or
-            "lookahead" (by next use, as far as ``prefetch`` with ``lookahead=`` announced it). Each has a slow,
-            independent implementation, as "reference-lru".
+        policy: which rows leave memory first: "lru", "lfu", "tinylfu" (by counts that outlive residence and age, or
+            "lru" where a sample says that it hits more) or "lookahead" (by next use, as far as ``prefetch`` with
+            ``lookahead=`` announced it); "auto": "tinylfu" in host memory and "lru" in device memory, and that may
+            change between releases. Each has a slow, independent implementation, as "reference-lru".
         threads: threads for lookups and updates, the calling one included; default: the CPUs this process may use.
             Results do not depend on it.
         dtype: with mode="r", what rows are kept in memory as, without their optimizer state: "float16", "bfloat16",

@@ -40,6 +40,8 @@ class TierStats(NamedTuple):
     """Bytes of segments that cleaning appended, beside ``bytes_written`` (ssd)."""
     rows_moved: int = 0
     """Rows in them (ssd)."""
+    pages_moved: int = 0
+    """Pages that those rows were read from (ssd)."""
     split_batches: int = 0
     """Batches whose rows did not fit the tier at once and were worked off in parts."""
     conflict_misses: int = 0

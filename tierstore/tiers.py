@@ -45,4 +45,5 @@ def _ssd_stats(cold: LmdbColdTier, num_rows: int) -> TierStats:
         rows_written=counters.rows_written,
         bytes_moved=counters.bytes_moved,
         rows_moved=counters.rows_moved,
+        pages_moved=counters.pages_moved,
     )
