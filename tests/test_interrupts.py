@@ -15,6 +15,7 @@ import torch
 
 import tierstore
 from tierstore import errors, optim
+from tierstore.io import row_map
 from tierstore.signals import Shield
 
 ROWS = 20_000
@@ -213,8 +214,8 @@ def test_a_table_too_large_for_the_machine_leaves_the_store_usable(
 
     with tierstore.open(store_dir, ddr="1MiB") as store:
         with monkeypatch.context() as patch:
-            patch.setattr(store._cold, "add_table", refuse)
-            with pytest.raises(errors.BudgetError, match=r"refuses 25.4 MiB of address space"):
+            patch.setattr(row_map, "zeros", refuse)
+            with pytest.raises(errors.BudgetError, match=r"refuses 381.5 MiB of address space"):
                 store.create_table(tierstore.TableConfig(name="vast", num_embeddings=10**8, embedding_dim=64))
         store.create_table(CONFIG)
         store.commit()

@@ -37,26 +37,24 @@ def open_store(
         directory: where manifest.json and the row file lie.
         mode: "w" opens for reading and writing, or creates; "r" opens what is there, read-only.
         version: with mode="r", which of the kept versions to open; default: the last.
-        keep: how many of the last versions each commit keeps, to be opened with ``version=`` or gone back to with
-            ``Store.rollback``. Each takes room for the rows that changed after it.
+        keep: versions that stay, for ``version=`` and ``Store.rollback``; each takes room for rows changed after it.
         slack: size of the row file over what its rows need, above which it is cleaned; above 1, at most 10. Less makes
             the file smaller, and writing dearer.
         ddr: budget of host memory for caches, indexes and write staging: bytes, "512MiB", "50%" (of the machine's
             memory) or "5% of tables" (of all tables' rows and optimizer state). The map from rows to their places, 4
             bytes a stored row, comes on top.
-        hbm: budget of device memory for the hottest rows, their index and staging: bytes, "2GiB", "50%" (of the
-            device's memory), "10% of tables"; 0 for none. With device="cpu" it is a tier of the same make in host
-            memory: slow, and there to be tested.
+        hbm: budget of device memory for the hottest rows, their index and staging, as ``ddr`` is told ("50%" is of the
+            device's memory); 0 for none. With device="cpu" it is the same tier in host memory: slow, for tests.
         device: where the hottest rows and results live: "cpu", or "cuda", "cuda:1" with hbm= above 0.
         policy: which rows leave memory first: "lru", "lfu", "tinylfu" (by counts that outlive residence and age, or
             "lru" where a sample says that it hits more) or "lookahead" (by next use, as far as ``prefetch`` with
-            ``lookahead=`` announced it); "auto": "tinylfu" in host memory and "lru" in device memory, and that may
-            change between releases. Each has a slow, independent implementation, as "reference-lru".
-        threads: threads for lookups and updates, the calling one included; default: the CPUs this process may use.
-            Results do not depend on it.
-        dtype: with mode="r", what rows are kept in memory as, without their optimizer state: "float16", "bfloat16",
-            "int8" or "int4" (quantized row by row), where they are stored in more bits; "stored" for what they are
-            stored as. Default: as stored, state included.
+            ``lookahead=`` announced it); "auto": now "tinylfu" in host memory, "lru" in device memory. Each has a slow,
+            independent implementation, as "reference-lru".
+        threads: for lookups and updates, the calling one included, with the same results; default: the CPUs this
+            process may use.
+        dtype: with mode="r", what rows are kept in memory as, without optimizer state: "float16", "bfloat16", "int8" or
+            "int4" (quantized row by row), where they are stored in more bits; "stored" for what they are stored as.
+            Default: as stored, state included.
 
     Raises:
         ValueError, TypeError: a wrong argument.
@@ -71,8 +69,7 @@ def open_store(
     parse_size(hbm, name="hbm")
     require_int(keep, "keep", 1, MAX_KEPT_VERSIONS)
     require_slack(slack)
-    if threads is None:
-        threads = default_threads()
+    threads = default_threads() if threads is None else threads
     require_int(threads, "threads", 1, 1024)
     try:
         return Store(

@@ -17,7 +17,7 @@ from .beginning import open_manifest
 from .config import TableConfig
 from .converting import Converter, RowSource
 from .durable import make_directory
-from .errors import BudgetError, ClosedError, ReadOnlyError, TableError
+from .errors import ClosedError, ReadOnlyError, TableError
 from .hbm.build import require_supported
 from .io import LmdbColdTier, VerifyReport
 from .killpoints import reach
@@ -30,7 +30,6 @@ from .pool import Pool
 from .pools import Memory, Pools, require_unused, retire
 from .rows import DtypeName, RowLayout
 from .signals import shielded
-from .sizes import format_size
 from .stats import Stats
 from .table import Table
 from .threads import Workers
@@ -154,14 +153,7 @@ class Store(Unpicklable):
         kept = stored if self._dtype is None else self._converter.keep(index, config.name, stored, self._dtype)
         shape = stored, config.num_embeddings
         if self._added.get(index) != shape:
-            try:
-                self._cold.add_table(index, *shape)
-            except (MemoryError, OSError) as error:
-                map_bytes = 4 * config.num_embeddings
-                raise BudgetError(
-                    f"table {config.name!r}: the system refuses {format_size(map_bytes)} of address space for "
-                    f"the map of its rows ({error}); make the table smaller, or let the system overcommit memory"
-                ) from error
+            self._cold.add_table(index, *shape)
             self._added[index] = shape
         return kept
 
@@ -182,7 +174,7 @@ class Store(Unpicklable):
         Raises:
             TableError: the name is taken by another configuration, rows are pinned by batches under way, or the tier
                 in device memory cannot have the table.
-            BudgetError: the system refuses memory for the table's block directory. ReadOnlyError, ClosedError.
+            BudgetError: the system refuses memory for the map of the rows. ReadOnlyError, ClosedError.
         """
         self.require_writable()
         if not isinstance(config, TableConfig):
@@ -399,7 +391,7 @@ class Store(Unpicklable):
         Raises:
             DamagedError: what is there is not what was written. StoreReplacedError: its files were deleted, or others
                 put in their place. The store goes on to show what it showed.
-            TableError: a new table cannot be kept as ``dtype``. BudgetError: nor its directory.
+            TableError: a new table cannot be kept as ``dtype``. BudgetError: nor a map of its rows.
             ClosedError.
         """
         with self._moving:

@@ -110,7 +110,8 @@ class WriteBack:
         self._cache = cache
         self._cold = cold
         self._lock = lock
-        self.rows_a_write = min(layout.rows_within(transaction_bytes), max(1, int(cache.capacity * _VICTIMS_SHARE)))
+        rows = min(layout.rows_within(transaction_bytes), max(1, int(cache.capacity * _VICTIMS_SHARE)))
+        self.rows_a_write = rows - rows % layout.rows_per_segment or rows
         self._epoch = epoch
         self._outbox = _Outbox(layout, max(outbox_rows, MIN_OUTBOX_ROWS))
         self._error: BaseException | None = None

@@ -160,6 +160,7 @@ def test_refusals_name_the_slot_and_its_state() -> None:
 def books_with_rows(policy: PolicyName) -> DdrCache:
     """Six slots: one never used, one freed; pinned, dirty and loading rows; counts 1 to 3."""
     cache = DdrCache(6, weight_words=1, state_words=0, policy=policy)
+    cache._books.tallies[Tally.WINDOW_LIMIT] = 1  # so that tinylfu has rows in main
     visit(cache, 1, 2, 3, 4, 6, 2, 3, 3)
     cache.evict(cache.find(keys_from(4, 6)))
     cache.mark_dirty(admitted(cache, 2).slots)

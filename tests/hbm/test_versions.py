@@ -61,7 +61,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate.go_on.set()
 
 
-@pytest.mark.parametrize("point", ["write-back: blocks put", "commit: frozen rows written"])
+@pytest.mark.parametrize("point", ["write-back: segments put", "commit: frozen rows written"])
 def test_a_version_shows_what_was_there_when_it_was_asked_for(store_dir: Path, gate: Gate, point: str) -> None:
     """Rows change, go down into host memory and are read again while the writer of the version stands still."""
     with open_store(store_dir, keep=3) as store:

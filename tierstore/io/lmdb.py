@@ -58,7 +58,7 @@ from .records import (
     pack_head,
 )
 from .recovery import recover
-from .row_map import RowMap
+from .row_map import RowMap, new_places
 from .snapshot import Snapshot
 from .verify import verify_segments
 from .view import View
@@ -325,6 +325,7 @@ class LmdbColdTier:
 
         Raises:
             ValueError: a table added before, or numbers out of range, or another page size than ``page_bytes``.
+            BudgetError: the system refuses memory for the map of the rows.
         """
         if not 0 <= table_index < MAX_TABLES:
             raise ValueError(f"table_index must be in [0, {MAX_TABLES}), not {table_index}")
@@ -336,9 +337,11 @@ class LmdbColdTier:
             self._check_open()
             if table_index in self._tables:
                 raise ValueError(f"table {table_index} was added before")
-            self._tables[table_index] = layout, num_rows
             if (rows := self._view.rows) is not None:
                 self._view.show(None if rows.unknown else rows.with_table(table_index, layout, num_rows))
+            else:  # the first reader makes the map, but what the system refuses is told now
+                new_places(sum(other for _, other in self._tables.values()) + num_rows)
+            self._tables[table_index] = layout, num_rows
 
     def drop_tables(self, first: int) -> None:
         """Forget the tables from index ``first`` on, which a read-only tier shows no version of."""

@@ -28,8 +28,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._jit import inline, kernel
-from ..errors import DamagedError
+from ..errors import BudgetError, DamagedError
 from ..rows import KEY_ROW_BITS, PAGE_HEADER_WORDS, RowLayout
+from ..sizes import format_size
 from .files import RESTORE
 from .indexes import Indexes, StoredSegments, read_indexes
 from .mapped import prefetch_word, zeros
@@ -37,7 +38,7 @@ from .segments import COUNT, COUNT_MASK, KEYS, MIXED, NEWEST, Geometry
 from .slots import SegmentArrays, Segments
 from .snapshot import Tree
 
-__all__ = ["Places", "RowMap", "TableArrays", "can_be_stored", "find_positions"]
+__all__ = ["Places", "RowMap", "TableArrays", "can_be_stored", "find_positions", "new_places"]
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -246,6 +247,21 @@ def _copy_used(source: Places, target: Places) -> None:
                 target[i] = source[i]
 
 
+def new_places(total: int) -> Places:
+    """Of so many rows, without segments.
+
+    Raises:
+        BudgetError: the system refuses memory for them.
+    """
+    try:
+        return zeros(total, np.uint32)
+    except (MemoryError, OSError) as error:
+        raise BudgetError(
+            f"the system refuses {format_size(4 * total)} of address space for the map of {total:,} rows ({error}); "
+            "make the tables smaller, or let the system overcommit memory"
+        ) from error
+
+
 _NONE: Final[Mapping[RowLayout, Segments]] = {}
 
 
@@ -278,7 +294,7 @@ class RowMap:
             self.tables.bases[index], self.tables.num_rows[index] = total, num_rows
             self.tables.layout_ids[index] = self.segments[layout].geo.layout_id
             total += num_rows
-        self.places: Places = zeros(total, np.uint32)
+        self.places: Places = new_places(total)
         self.unknown = 0
 
     @property
