@@ -40,7 +40,7 @@ def test_rows_that_come_into_pools_made_meanwhile_are_dropped(writer: Writer, st
         assert torch.equal(store["t"].read(EVERY), expected(_5=CHANGED))
 
 
-def test_a_block_that_the_newer_version_has_not(writer: Writer, store_dir: Path) -> None:
+def test_a_row_that_the_newer_version_has_not(writer: Writer, store_dir: Path) -> None:
     writer("create", "u", 50, DIM)
     writer("commit", 2)
     writer("write", "u", [7], 5)
@@ -120,6 +120,21 @@ def test_a_row_that_cannot_be_kept_leaves_the_store_as_it_was(writer: Writer, st
         writer("write", "t", CHANGED, 5)
         assert writer("commit", 3) == store.refresh() == 3
         assert torch.equal(store["t"].read(EVERY), expected(_5=CHANGED).half())
+
+
+def test_tables_that_are_stored_differently_and_kept_alike(writer: Writer, store_dir: Path) -> None:
+    writer("create", "u", 50, DIM, "float16")
+    writer("write", "u", [6, 7], 5)
+    writer("commit", 2)
+    with tierstore.open(store_dir, mode="r", ddr="4MiB", dtype="float16") as store:
+        assert store["u"].pool is store["t"].pool
+        store["t"].read(EVERY)
+        assert (store["u"].read(torch.tensor([6, 7])) == 5).all()
+        writer("write", "t", CHANGED, 5)
+        writer("write", "u", [7], 6)
+        assert writer("commit", 3) == store.refresh() == 3
+        assert torch.equal(store["t"].read(EVERY), expected(_5=CHANGED).half())
+        assert store["u"].read(torch.tensor([6, 7]))[:, 0].tolist() == [5, 6]
 
 
 def test_more_rows_come_in_than_are_noted(writer: Writer, store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

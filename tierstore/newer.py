@@ -136,7 +136,7 @@ class _Rows(NamedTuple):
 
 
 def _read_changed(pool: Pool, keys: Any, read: RowSource, room: int) -> tuple[_Rows, Any]:
-    """Of rows in changed blocks, those that are others, at most ``room`` of them, and the keys of those to evict."""
+    """Of rows that were written, those that are others, at most ``room`` of them, and the keys of those to evict."""
     if not room:
         return _read(pool, keys[:0], read), keys
     rows = _read(pool, keys, read)

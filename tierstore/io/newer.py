@@ -43,7 +43,7 @@ class NewerVersion(NamedTuple):
         return read_payload(self.snapshot, self.record)
 
     def is_changed(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """bool [n]: whether rows of one layout were written since the version that the tier shows."""
+        """bool [n]: whether rows were written since the version that the tier shows."""
         return self.rows.is_changed(self.before, keys, self.shown)
 
 

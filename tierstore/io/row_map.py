@@ -365,14 +365,15 @@ class RowMap:
         return other
 
     def is_changed(self, before: "RowMap", keys: Int64s, since: int) -> NDArray[np.bool_]:
-        """bool [n]: which rows of one layout are others than an earlier map shows, those aside that are of versions up
-        to ``since`` and were only moved."""
-        if not len(keys):
-            return np.zeros(0, np.bool_)
-        layout = self.layouts[int(keys[0]) >> _ROW_BITS]
-        now, newest = self._found(layout, keys)
-        then, _ = before._found(layout, keys)
-        changed: NDArray[np.bool_] = (now != then).any(axis=1) & ((newest > since) | (now[:, 0] == 0))
+        """bool [n]: which rows are others than an earlier map shows, those aside that are of versions up to ``since``
+        and were only moved."""
+        changed = np.zeros(len(keys), np.bool_)
+        layout_ids = self.tables.layout_ids[keys >> _ROW_BITS]
+        for layout, segments in self.segments.items():
+            own = np.flatnonzero(layout_ids == segments.geo.layout_id)
+            now, newest = self._found(layout, keys[own])
+            then, _ = before._found(layout, keys[own])
+            changed[own] = (now != then).any(axis=1) & ((newest > since) | (now[:, 0] == 0))
         return changed
 
     def _found(self, layout: RowLayout, keys: Int64s) -> tuple[Int64s, Int64s]:
