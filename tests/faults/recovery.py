@@ -19,7 +19,7 @@ from .workload import DDR, Snapshot, Workload, copied, differences
 
 __all__ = ["Counts", "check", "crash_points", "explore", "other_boot", "promised"]
 
-_ANCHORS = 4
+_ANCHORS = 2
 """There are others before the one that makes a version durable, and after it, while what it superseded is deleted."""
 
 
@@ -133,8 +133,8 @@ def explore(
 
 
 def _ordered(recorder: Recorder, first: Snapshot, points: int, generator: np.random.Generator) -> list[int]:
-    """All crash points, those first that are to be tried where not all are: at which anchors are in flight since the
-    last commit began, at which most is, a third of so many while a commit is under way, and others at random."""
+    """All crash points, those first that are to be tried where not all are: at which the first and the last anchors
+    are in flight since the last commit began, at which most is, a third of so many while a commit is under way, and others at random."""
     times = crash_points(recorder)
     if not 0 < points < len(times):
         return times
@@ -146,7 +146,8 @@ def _ordered(recorder: Recorder, first: Snapshot, points: int, generator: np.ran
     ]
     begun = max((mark.time for mark in recorder.marks if mark.label == "begun"), default=-1)
     fullest = max(times, key=lambda time: len(pending(recorder, time)[1]))
-    chosen = [*[time for time in anchored if time > begun][:_ANCHORS], fullest]
+    last = [time for time in anchored if time > begun]
+    chosen = [*last[:_ANCHORS], *last[-_ANCHORS:], fullest]
     drawn = generator.permutation(sorted({*under_way} - {*chosen}))[: points // 3].tolist()
     return list(dict.fromkeys([*chosen, *drawn, *generator.permutation(times).tolist()]))
 

@@ -143,7 +143,11 @@ def test_epochs_that_the_index_denies(folder: Path) -> None:
 def test_many_places_are_counted_and_the_first_ones_named(folder: Path) -> None:
     """A page with many rows zeroed: each of its rows is damaged, and the header of the block."""
     with leased(folder) as (tier, _, rows):
-        place, num_places = place_of(tier, 1, 3), rows.layouts[1].rows_per_block + 1
+        place, arrays = place_of(tier, 1, 3), rows.segments[rows.layouts[1]].arrays
+        rows_per_block = rows.layouts[1].rows_per_block
+        first = place.index - place.index % rows_per_block
+        [slot] = np.flatnonzero(arrays.numbers == place.number)
+        num_places = min(rows_per_block, int(arrays.rows[slot]) - first) + 1
     data = bytearray((folder / "rows.lmdb").read_bytes())
     data[place.block_page * PAGE : (place.block_page + 1) * PAGE] = bytes(PAGE)
     (folder / "rows.lmdb").write_bytes(data)
