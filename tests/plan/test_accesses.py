@@ -28,8 +28,9 @@ def batches_of(trace: Trace, bounds: list[int] | None = None) -> list[list[int]]
     return [
         [
             index << 40 | int(row)
+            for sample in range(first, stop)
             for index, table in enumerate(trace.tables.values())
-            for row in table.ids[table.offsets[first] : table.offsets[stop]]
+            for row in table.ids[table.offsets[sample] : table.offsets[sample + 1]]
         ]
         for first, stop in pairwise(bounds)
     ]
@@ -39,7 +40,7 @@ def listed(keys: np.ndarray, starts: np.ndarray) -> list[list[int]]:
     return [keys[begin:end].tolist() for begin, end in pairwise(starts)]
 
 
-def test_accesses_go_batch_by_batch_and_table_by_table() -> None:
+def test_accesses_go_sample_by_sample() -> None:
     for samples in (0, 1, 4, 10):
         trace = random_trace(samples, samples)
         found = accesses_of(trace)
@@ -75,10 +76,11 @@ def test_lookups_of_all_rows_go_with_their_tables() -> None:
     assert of_table(once_a_batch(accesses), 1).all_lookups is None
 
 
-def test_each_row_of_a_batch_once_in_order_of_first_use() -> None:
+def test_each_row_of_a_batch_once_table_by_table_in_order_of_first_use() -> None:
     trace = random_trace(1, 30)
     found = once_a_batch(accesses_of(trace))
-    assert listed(found.keys, found.starts) == [list(dict.fromkeys(batch)) for batch in batches_of(trace)]
+    distinct = [dict.fromkeys(batch) for batch in batches_of(trace)]
+    assert listed(found.keys, found.starts) == [sorted(batch, key=lambda key: key >> 40) for batch in distinct]
 
 
 def test_accesses_of_one_table() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from bench.workload import ids_of
 from tests.plan.hosts import make_workload, slow_lru
+from tierstore.cache import resolve_policy
 from tierstore.plan import Accesses, TableShape, accesses_of
 from tierstore.plan.demand import Demand
 from tierstore.plan.placement.traffic import measured_demand
@@ -174,6 +175,8 @@ def _no_ids() -> TableTrace:
 
 
 def test_policies_with_a_formula() -> None:
-    assert Demand.analytic(make_workload(), "tinylfu").pools[0].curve.policy == "tinylfu"
+    for policy, formula in (("tinylfu", "tinylfu"), ("auto", resolve_policy("auto"))):
+        demand = Demand.analytic(make_workload(), policy)
+        assert (demand.policy, demand.pools[0].curve.policy) == (policy, formula)
     with pytest.raises(ValueError, match=r"policy='opt' has no formula; a trace is needed, or one of lru, lfu"):
         Demand.analytic(make_workload(), "opt")

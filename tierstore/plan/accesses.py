@@ -77,16 +77,15 @@ def numbered(keys: Int64s) -> Numbered:
 
 
 def accesses_of(trace: Trace) -> Accesses:
-    """Batch by batch as the trace was made, and table by table within a batch: the order in which modules look up."""
-    ends = trace.batch_bounds
-    bounds = np.stack([table.offsets[ends] for table in trace.tables.values()], axis=1)
-    lengths = np.diff(bounds, axis=0)
+    """Entry by entry, and table by table within an entry, in batches as the trace was made in."""
+    lengths = np.stack([np.diff(table.offsets) for table in trace.tables.values()], axis=1)
     begins = (np.cumsum(lengths) - lengths.ravel()).reshape(lengths.shape)
     keys = np.empty(trace.num_lookups, np.int64)
     for index, table in enumerate(trace.tables.values()):
-        places = np.repeat(begins[:, index] - bounds[:-1, index], lengths[:, index]) + np.arange(len(table.ids))
+        places = np.repeat(begins[:, index] - table.offsets[:-1], lengths[:, index]) + np.arange(len(table.ids))
         keys[places] = table.ids | (index << KEY_ROW_BITS)
-    starts, names = np.append(0, np.cumsum(lengths.sum(1))), tuple(trace.tables)
+    ends = np.append(0, np.cumsum(lengths.sum(1)))
+    starts, names = ends[trace.batch_bounds], tuple(trace.tables)
     return Accesses(keys, starts, names, trace.sampling_rate, _unlisted(trace), trace.all_lookups)
 
 
@@ -101,13 +100,16 @@ def _unlisted(trace: Trace) -> int:
 
 
 def once_a_batch(accesses: Accesses) -> Accesses:
-    """Each row of a batch once, in order of first use: what the tiers of a store count (``TierStats.unique``). How
-    many these would be of all rows, no recording of a sample knows."""
+    """Each row of a batch once: what the tiers of a store count (``TierStats.unique``), in the order in which modules
+    look up: table by table within a batch, and a table's rows in order of first use. How many these would be of all
+    rows, no recording of a sample knows."""
     numbers, num_rows = numbered(accesses.keys)
     is_first = np.empty(len(numbers), np.bool_)
     _first_in_batch(numbers, accesses.starts, np.full(num_rows, -1, np.int64), is_first)
     starts = np.append(0, np.cumsum(is_first))[accesses.starts]
-    return accesses._replace(keys=accesses.keys[is_first], starts=starts, all_lookups=None)
+    keys = accesses.keys[is_first]
+    order = np.lexsort((keys >> KEY_ROW_BITS, np.repeat(np.arange(accesses.num_batches), np.diff(starts))))
+    return accesses._replace(keys=keys[order], starts=starts, all_lookups=None)
 
 
 @kernel

@@ -7,6 +7,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
+from ..cache import resolve_policy
 from ..excerpt import excerpt
 from ..names import nearest
 from ..rows import KEY_ROW_BITS, RowLayout
@@ -59,7 +60,7 @@ class Demand:
 
     Attributes:
         batch_samples: samples of the batches that it was found of.
-        policy: of the curves.
+        policy: of the caches, as ``tierstore.open`` takes it; the curves are of what it stands for.
         pools: in order of their first tables.
     """
 
@@ -81,7 +82,8 @@ class Demand:
         Raises:
             ValueError: there is no formula for the policy; names those that have one.
         """
-        if policy not in ANALYTIC_POLICIES:
+        formula = resolve_policy(policy)
+        if formula not in ANALYTIC_POLICIES:
             raise ValueError(
                 f"policy={excerpt(policy)} has no formula; a trace is needed, or one of {', '.join(ANALYTIC_POLICIES)}"
             )
@@ -97,7 +99,7 @@ class Demand:
                 num_rows=_rows(tables),
                 lookups=sum(lookups),
                 unique=found.unique,
-                curve=_analytic_curve(found, policy),
+                curve=_analytic_curve(found, formula),
             )
 
         pools = tuple(pool(layout, tables) for layout, tables in _by_layout(workload).items())
@@ -139,7 +141,7 @@ class Demand:
                 unique=min(lookups, _a_batch(distinct)),
                 curve=make_curve(distinct, policy, sampling_rate=sampling_rate)
                 if len(distinct.keys)
-                else _unused(policy),
+                else _unused(resolve_policy(policy)),
                 cold_log=cold_log_of(distinct, _rows(tables), is_written=workload.is_training),
                 new_rows=numbered(distinct.keys).num_rows / accesses.sampling_rate / max(accesses.all_batches, 1),
             )

@@ -94,7 +94,7 @@ def _check(setup: Setup, demand: Demand) -> None:
             raise ValueError(f"{name}={excerpt(getattr(setup, name))}: expected 0 or more")
     if setup.policy not in POLICIES:
         raise ValueError(f"policy={excerpt(setup.policy)} is not one of {', '.join(POLICIES)}")
-    if demand.policy in POLICIES and demand.policy != resolve_policy(setup.policy):
+    if demand.policy in POLICIES and resolve_policy(demand.policy) != resolve_policy(setup.policy):
         raise ValueError(f"the demand's curves are of {demand.policy}, the setup's policy is {setup.policy}")
     if setup.workload.is_training and (setup.workers > 1 or setup.replicas > 1):
         raise ValueError("workers and replicas are for serving; training has hosts")

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final, Protocol
 
+from ..cache import resolve_policy
 from ..sections import ConfigError
 from .accesses import Accesses, once_a_batch
 from .asking import accesses_of_plan, hosts_of, query_sizes_of, setup_of, space_of, target_of, workload_of
@@ -137,11 +138,8 @@ def _curves(asked: PlanFile, setup: Setup, demand: Demand, accesses: Accesses | 
     """Those of the pools with what the plan holds of them, then what the section asks for."""
     shown = []
     for pool, load in zip(demand.pools, pool_loads(setup, demand), strict=True):
-        name = (
-            demand.policy
-            if len(demand.pools) == 1
-            else f"{demand.policy}, {len(pool.tables)} tables of {pool.layout.dim}"
-        )
+        policy = pool.curve.policy
+        name = policy if len(demand.pools) == 1 else f"{policy}, {len(pool.tables)} tables of {pool.layout.dim}"
         shown.append(ShownCurve("pool", name, pool.curve, float(setup.hosts * (load.hbm_rows + load.ddr_rows))))
     if accesses is None:
         return tuple(shown)
@@ -150,8 +148,8 @@ def _curves(asked: PlanFile, setup: Setup, demand: Demand, accesses: Accesses | 
     chosen = sum(each.chosen_rows or 0.0 for each in shown)
     shown += [
         ShownCurve("policy", policy, curve(distinct, policy, sampling_rate=rate))
-        for policy in section.policies
-        if policy != demand.policy
+        for policy in dict.fromkeys(map(resolve_policy, section.policies))
+        if policy != resolve_policy(demand.policy)
     ]
     if section.by_table:
         found = by_table(distinct, demand.policy, sampling_rate=rate)

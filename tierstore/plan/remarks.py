@@ -4,6 +4,7 @@ import math
 from itertools import groupby
 from typing import Final
 
+from ..cache import resolve_policy
 from ..sizes import format_size
 from .accesses import Accesses
 from .plan_file import PlanFile
@@ -126,6 +127,7 @@ def assumptions_of(asked: PlanFile, setup: Setup, accesses: Accesses | None) -> 
                 f"the trace has {accesses.all_batches} batches only: most rows in it are used for the first time"
             )
     found.append(f"host: {setup.host.source or setup.host.name}")
-    if setup.policy != "lru" and accesses is None:
-        found.append(f"{setup.policy} without a trace: as if memory held the rows that are used most")
+    policy = resolve_policy(setup.policy)
+    if policy != "lru" and accesses is None:
+        found.append(f"{policy} without a trace: as if memory held the rows that are used most")
     return tuple(found)
