@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -54,18 +55,25 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """A figure that was asked for; of the three bounds one is given."""
+    """A figure that was asked for; of the four bounds one is given.
+
+    Attributes:
+        before: what an earlier version reached in the same run.
+        times_before: how many times that it is to reach.
+    """
 
     name: str
     value: float
     at_least: float | None = None
     at_most: float | None = None
     exactly: float | None = None
+    times_before: float | None = None
     before: float | None = None
-    """What an earlier version reached in the same run."""
 
     @property
     def wanted(self) -> str:
+        if self.times_before is not None:
+            return f"at least {self.times_before:g} x before"
         bounds = {"at least": self.at_least, "at most": self.at_most, "exactly": self.exactly}
         return next(f"{words} {bound:g}" for words, bound in bounds.items() if bound is not None)
 
@@ -81,6 +89,7 @@ class Goal:
             (self.at_least is None or self.value >= self.at_least)
             and (self.at_most is None or self.value <= self.at_most)
             and (self.exactly is None or self.value == self.exactly)
+            and (self.times_before is None or self.value >= self.times_before * (self.before or math.inf))
         )
 
 

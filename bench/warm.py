@@ -150,7 +150,7 @@ def run(request: Run) -> Report:
             value=round(shares[f"{name}, {threads}"], 3),
             at_least=wanted,
         )
-        for name, wanted in ((PLAIN, 0.8), (VERIFIED, 0.5))
+        for name, wanted in ((PLAIN, 0.8), (VERIFIED, 0.55))
         for threads in config["threads"]
     ]
     return Report(
