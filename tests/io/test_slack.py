@@ -35,3 +35,23 @@ def test_a_commit_leaves_no_more_than_the_slack(tmp_path: Path, slack: float, nu
             check_rows(tier, WIDE, keys_of(0, np.flatnonzero(generations == version)), version)
     finally:
         tier.close()
+
+
+def test_a_few_rows_of_a_version_do_not_keep_others_from_being_cleaned(tmp_path: Path) -> None:
+    """The emptiest segment has all that could be moved for a kept version, and would be no smaller elsewhere."""
+    size, generator = WIDE.rows_per_segment, np.random.default_rng(0)
+    pages = WIDE.segment_pages(size)
+    tier = open_tier(tmp_path, slack=1.4)
+    tier.add_table(0, WIDE, 20 * size + 1)
+    try:
+        for rows in (1 + np.arange(20 * size), np.arange(1)):
+            write_rows(tier, WIDE, keys_of(0, rows), 1)
+        commit(tier, b"")
+        for number in range(60):
+            write_rows(tier, WIDE, keys_of(0, 1 + generator.permutation(20 * size)[:size]), 2)
+            with tier.lease() as (_, found):
+                segments = found.segments[WIDE]
+                stored = segments.pages - segments.arrays.pages[segments.dead].sum()
+                assert stored <= (1.4 * segments.rows / size + 2) * pages, f"write {number}"
+    finally:
+        tier.close()

@@ -135,16 +135,17 @@ class Cleaner:
             return False
         order = np.argsort(fill, kind="stable")
         slots, fill = slots[order], fill[order]
-        together = self._interval(segments, slots, kept) == self._interval(segments, slots[:1], kept)
-        slots, fill = slots[together], fill[together]
-        freed = np.cumsum(arrays.pages[slots] * (1 - fill))
-        slots = slots[: 1 + int(np.searchsorted(freed, min(excess, _PAGES_A_PAGE * appended)))]
-        if arrays.pages[slots].sum() <= _pages_together(segments.layout, int(arrays.live[slots].sum())):
-            return False
-        self._plans[geo.layout_id] = _Plan(slots, arrays.numbers[slots].copy())
-        address = snapshot.file_map.rows.address
-        queue_segments(address, geo.page_words, segments.first_pages(slots), arrays.pages[slots])
-        return True
+        while len(slots):
+            together = self._interval(segments, slots, kept) == self._interval(segments, slots[:1], kept)
+            freed = np.cumsum(arrays.pages[slots[together]] * (1 - fill[together]))
+            victims = slots[together][: 1 + int(np.searchsorted(freed, min(excess, _PAGES_A_PAGE * appended)))]
+            if arrays.pages[victims].sum() > _pages_together(segments.layout, int(arrays.live[victims].sum())):
+                self._plans[geo.layout_id] = _Plan(victims, arrays.numbers[victims].copy())
+                address = snapshot.file_map.rows.address
+                queue_segments(address, geo.page_words, segments.first_pages(victims), arrays.pages[victims])
+                return True
+            slots, fill = slots[~together], fill[~together]  # few rows of a version, which would lie no closer
+        return False
 
     def _sample(self, length: int) -> Int64s:
         if length <= _SAMPLE:
