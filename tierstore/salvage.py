@@ -87,10 +87,6 @@ class SalvageReport:
     doubts: list[str] = field(default_factory=list)
 
     @property
-    def lost_rows(self) -> int:
-        return sum(loss.last - loss.first + 1 for loss in self.lost)
-
-    @property
     def is_whole(self) -> bool:
         """Whether all of the version was saved, for certain."""
         return not (self.lost or self.missing or self.unproven or self.payload_lost or self.doubts)
