@@ -5,14 +5,14 @@ shape also of the whole model, with the MLPs of the published DLRM baseline. Ste
 fill the cache and bring the row file to its steady size. Then the row file is put out of the page cache, or into it.
 """
 
-import functools
 import mmap
 import os
 import shutil
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -23,8 +23,9 @@ import tierstore
 
 from . import diskio, oscache
 from .common import Goal, Report, Run, Table, program
-from .data import find_criteo
+from .data import CRITEO_NAME, find_criteo
 from .device import direct_reader
+from .parts import Part, Told, run_parts
 from .steps import CHUNK, StepWorkload, criteo, fill, kaggle, step_of, timed, zipf
 
 __all__ = ["run"]
@@ -73,6 +74,10 @@ class _Case(NamedTuple):
     workload: StepWorkload
     percent: float
     is_cached: bool = False
+
+
+_Cases = Callable[[Run, Path], Iterator[_Case]]
+"""Yields each with its store filled."""
 
 
 def _budget(path: Path, workload: StepWorkload, percent: float) -> int:
@@ -183,20 +188,29 @@ class _Limits(NamedTuple):
         return read / self.reads_per_s + written / self.written_bytes_per_s
 
 
-def _cases(request: Run, path: Path) -> Iterator[_Case]:
-    """Each with its store filled."""
+def _zipf(request: Run, path: Path) -> Iterator[_Case]:
     config = request.config
-    count = config["warm_steps"] + config["steps"]
-    makers = [functools.partial(zipf, config, exponent, count) for exponent in config["exponents"]]
-    path_of_criteo = find_criteo()
-    if path_of_criteo is not None:
-        makers.append(functools.partial(criteo, path_of_criteo, config, config["criteo_steps"]))
-    for make in makers:
-        workload = make()
-        for percent in config["budgets"]:
-            fill(path, workload, config)
-            yield _Case(path, workload, percent)
-    workload = kaggle(config, count)
+    for exponent in config["exponents"]:
+        yield from _budgets(zipf(config, exponent, config["warm_steps"] + config["steps"]), path, config)
+
+
+def _criteo(request: Run, path: Path) -> Iterator[_Case]:
+    found = find_criteo()
+    if found is None:
+        print(f"without {CRITEO_NAME}: set TIERSTORE_CRITEO to the file")
+    else:
+        yield from _budgets(criteo(found, request.config, request.config["criteo_steps"]), path, request.config)
+
+
+def _budgets(workload: StepWorkload, path: Path, config: dict[str, Any]) -> Iterator[_Case]:
+    for percent in config["budgets"]:
+        fill(path, workload, config)
+        yield _Case(path, workload, percent)
+
+
+def _kaggle(request: Run, path: Path) -> Iterator[_Case]:
+    config = request.config
+    workload = kaggle(config, config["warm_steps"] + config["steps"])
     model = workload._replace(name="Criteo-Kaggle's model, Zipf 1.05", is_model=True)
     fill(path, workload, config)
     for each in (workload, model):
@@ -204,16 +218,24 @@ def _cases(request: Run, path: Path) -> Iterator[_Case]:
             yield _Case(path, each, percent, is_cached)
 
 
-def _measure(request: Run) -> tuple[list[Point], _Limits]:
+def _measure(cases: _Cases, request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
     path = request.folder / "tiers_store"
     points: list[Point] = []
     limits: list[_Limits] = []
-    for case in _cases(request, path):
+    for case in cases(request, path):
         points.append(_point(case, request.config))
         limits.append(_Limits(_reads_per_s(path), _written_bytes_per_s(request.folder)))
         print("  ".join(_row(points[-1], "")), flush=True)
-    shutil.rmtree(path)
-    return points, _Limits(*(statistics.median(each) for each in zip(*limits, strict=True)))
+    shutil.rmtree(path, ignore_errors=True)
+    device = _Limits(*(statistics.median(each) for each in zip(*limits, strict=True))) if limits else _Limits(1, 1)
+    compute = {point.workload: point.step_s for point in points if point.budget_percent >= 100}
+    rooflines = [max(compute[point.workload], device.seconds(point)) for point in points]
+    return {
+        "device": device._asdict(),
+        "points": [
+            point._asdict() | {"roofline_s": roofline} for point, roofline in zip(points, rooflines, strict=True)
+        ],
+    }
 
 
 _COLUMNS: Final = (
@@ -269,41 +291,55 @@ def _beside_simulation(points: list[Point], config: dict[str, Any]) -> Iterator[
             )
 
 
-def run(request: Run) -> Report:
-    config = request.config
-    points, limits = _measure(request)
-    compute = {point.workload: point.step_s for point in points if point.budget_percent >= 100}
-    rooflines = {point: max(compute[point.workload], limits.seconds(point)) for point in points}
-    return Report(
-        question="Is a training step over tiers no slower than its compute, or than the device needs for its pages?",
+def _tell(title: str, note: str, config: dict[str, Any], figures: dict[str, Any]) -> Told:
+    rooflines = {
+        Point(**{key: value for key, value in each.items() if key != "roofline_s"}): each["roofline_s"]
+        for each in figures["points"]
+    }
+    device = _Limits(**figures["device"])
+    return Told(
         tables=[
             Table(
-                title="a step of the tables, by how much of them is in DDR",
+                title=f"{title}: a step, by how much of the tables is in DDR",
                 columns=list(_COLUMNS),
-                rows=[_row(point, f"{1e3 * rooflines[point]:.1f}") for point in points],
+                rows=[_row(point, f"{1e3 * roofline:.1f}") for point, roofline in rooflines.items()],
             )
         ],
-        figures={
-            "points": [
-                point._asdict() | {"roofline_s": rooflines[point], "over_roofline": point.step_s / rooflines[point]}
-                for point in points
-            ],
-            "device": limits._asdict(),
-        },
-        goals=list(_goals(points, rooflines, config)),
+        goals=list(_goals(list(rooflines), rooflines, config)),
         notes=[
-            f"Row-wise Adagrad, {config['steps']} steps after {config['warm_steps']} (Criteo's lookups: the second "
-            f"half of {config['criteo_steps']}), {config['depth']} batches brought in ahead; Zipf: {config['tables']} "
-            f"tables of {config['rows']:,} rows of {config['dim']}, {config['batch']:,} samples of "
-            f"{config['pooling_factor']} ids a table. Every row was written and committed before the first step. Pages "
-            "and rows are of a step. Roofline: the larger of a step with every row in DDR, and of what the device "
-            f"needs for the pages read ({limits.reads_per_s:,.0f} a second at queue depth {LIMIT_DEPTH}) and written "
-            f"({limits.written_bytes_per_s / 2**20:,.0f} MiB a second, one after the other), as if none were in the "
-            "page cache. Where all rows are in DDR every lookup is a hit, and repeated ids are counted as often as "
-            "they come; else once a batch."
+            f"{note} The device reads {device.reads_per_s:,.0f} pages a second at queue depth {LIMIT_DEPTH}, and "
+            f"writes {device.written_bytes_per_s / 2**20:,.0f} MiB a second, one after the other."
         ],
     )
 
 
+def run(request: Run) -> Report:
+    config = request.config
+    notes = {
+        "zipf": f"Zipf: {config['tables']} tables of {config['rows']:,} rows of {config['dim']}, {config['batch']:,} "
+        f"samples of {config['pooling_factor']} ids a table; {config['steps']} steps after {config['warm_steps']}.",
+        "criteo": f"Criteo's lookups, {config['criteo_batch']:,} samples a batch, ids hashed and samples shuffled: the "
+        f"second half of {config['criteo_steps']} steps.",
+        "kaggle": f"Criteo-Kaggle's tables times {config['kaggle_scale']:g}, {config['kaggle_batch']:,} samples a "
+        f"batch: {config['steps']} steps after {config['warm_steps']}.",
+    }
+    parts = {
+        name: Part(partial(_measure, cases), partial(_tell, name, notes[name], config))
+        for name, cases in _PARTS.items()
+    }
+    question = "Is a training step over tiers no slower than its compute, or than the device needs for its pages?"
+    report = run_parts(request, question, parts)
+    report.notes.append(
+        f"Row-wise Adagrad, {config['depth']} batches brought in ahead; every row was written and committed before the "
+        "first step. Pages and rows are of a step. Roofline: the larger of a step with every row in DDR, and of what "
+        "the device needs for the pages read and written, as if none were in the page cache. Where all rows are in DDR "
+        "every lookup is a hit, and repeated ids are counted as often as they come; else once a batch."
+    )
+    return report
+
+
+_PARTS: Final[dict[str, _Cases]] = {"zipf": _zipf, "criteo": _criteo, "kaggle": _kaggle}
+
+
 if __name__ == "__main__":
-    sys.exit(program("tiers", run))
+    sys.exit(program("tiers", run, parts=tuple(_PARTS)))

@@ -53,10 +53,9 @@ def _lookups(sweep: str, label: str) -> Plot:
 
 def _of_tiers(axes: Any, figures: dict[str, Any], quantity: str, scale: float) -> None:
     """A line for each workload of bench.tiers, over the share of its tables in DDR."""
-    for name in dict.fromkeys(point["workload"] for point in figures["points"]):
-        mine = [point for point in figures["points"] if point["workload"] == name]
-        if len(mine) < 3:
-            continue
+    points = [point for part in ("zipf", "criteo") for point in figures[part]["points"]]
+    for name in dict.fromkeys(point["workload"] for point in points):
+        mine = [point for point in points if point["workload"] == name]
         shares = [point["budget_percent"] for point in mine]
         (line,) = axes.plot(shares, [scale * point[quantity] for point in mine], marker="o", label=name)
         if quantity == "step_s":

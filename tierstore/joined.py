@@ -135,6 +135,16 @@ class Joined:
         return np.repeat(np.array(shifts, np.int64), np.diff(self.bag_starts[self.table_bags]))
 
     @property
+    def order(self) -> Any:
+        """int64 [N], positions sample by sample: rows that were used by one sample lie together when they have left
+        memory. None if the positions are in that order, or no row will be written."""
+        if self.batch in (1, len(self.bag_starts) - 1) or self.tables[0].store.readonly:
+            return None
+        order = np.empty(len(self), np.int64)
+        kernels.order_by_sample(self.bag_starts, self.batch, order)
+        return order
+
+    @property
     def _first_keys(self) -> list[int]:
         """The key of row 0 of each feature's table."""
         return [table.index << KEY_ROW_BITS for table in self._owners]

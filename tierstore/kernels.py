@@ -518,6 +518,44 @@ def _number_rows(first: int, last: int, slots: Any, number: Any, unique_slots: A
 
 
 @kernel
+def order_by_sample(bag_starts: Any, batch: Any, order: Any) -> None:
+    """Positions of key-major bags (``Jagged``), those of sample 0 in all features first.
+
+    Args:
+        bag_starts: int64 [features * batch + 1].
+        order: int64 [N], out.
+    """
+    count = 0
+    for sample in range(batch):
+        for bag in range(sample, bag_starts.shape[0] - 1, batch):
+            for position in range(bag_starts[bag], bag_starts[bag + 1]):
+                order[count] = position
+                count += 1
+
+
+@kernel
+def renumber(order: Any, numbers: Any, slots: Any, inverse: Any, slots_in_order: Any) -> None:
+    """Number the rows that were numbered in the order of ``order_by_sample`` in the order of the positions.
+
+    Args:
+        order: int64 [N]; numbers: int32 [N], the row's number at each position of ``order``.
+        slots: int32 [rows], by number; inverse: int32 [N], out, the row's new number at each position.
+        slots_in_order: int32 [rows], out, by new number.
+    """
+    for i in range(order.shape[0]):
+        inverse[order[i]] = numbers[i]
+    renumbered = np.full(slots.shape[0], -1, np.int32)
+    count = 0
+    for position in range(inverse.shape[0]):
+        number = inverse[position]
+        if renumbered[number] < 0:
+            renumbered[number] = count
+            slots_in_order[count] = slots[number]
+            count += 1
+        inverse[position] = renumbered[number]
+
+
+@kernel
 def unique_in_order(keys: Any, scratch: Any, unique_keys: Any, inverse: Any) -> Any:
     """Number the distinct keys in order of first use.
 

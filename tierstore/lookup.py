@@ -124,7 +124,7 @@ class Lookup:
             self._bring_in(pool, pool.full)
             self._use = self._use or Use(pool)
         elif len(self.joined):
-            lease = pool.acquire(self.joined.keys)
+            lease = pool.acquire(self.joined.keys, self.joined.order)
             if not self._keep(pool, lease):
                 lease.release()
             pool.write_ahead(self._tables[0].store)
@@ -142,12 +142,12 @@ class Lookup:
         self._lease = lease
         return True
 
-    def _leases(self, pool: Pool, keys: Any) -> Iterator[tuple[int, Lease]]:
+    def _leases(self, pool: Pool, keys: Any, order: Any = None) -> Iterator[tuple[int, Lease]]:
         """Slots are numbers of this very pool: whoever uses a lease reads the arenas of the pool it is of."""
         if self._lease is not None:
             yield 0, self._lease
         else:
-            yield from pool.leases(keys)
+            yield from pool.leases(keys, order)
 
     def _bring_in(self, pool: Pool, cache: FullCache) -> Any:
         """int32 [N]: the slot of each position, its row in. It stays in: the cache evicts nothing."""
@@ -166,7 +166,7 @@ class Lookup:
         if pool.full is not None:
             yield 0, self._bring_in(pool, pool.full)
             return
-        for first, lease in self._leases(pool, self.joined.keys):
+        for first, lease in self._leases(pool, self.joined.keys, self.joined.order):
             yield first, lease.slots[lease.inverse]
             if keep and not lease.held:
                 self._keep(pool, lease)

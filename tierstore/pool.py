@@ -95,7 +95,7 @@ class Pool:
         self.fill_seconds = 0.0
         self.hot: HbmPool | None = None
         self.arrivals: Arrivals | None = None
-        self._put = CacheCounters(lookups=0, hits=0, misses=0, evictions=0)
+        self._no_lookups = CacheCounters(lookups=0, hits=0, misses=0, evictions=0)
         self._read_rows: RowSource = read or cold.read
         self.writeback = WriteBack(
             layout,
@@ -159,16 +159,26 @@ class Pool:
             if self._announceable and not self._closed:
                 self._announceable.retire(batch)
 
-    def acquire(self, keys: Any) -> Lease:
+    def acquire(self, keys: Any, order: Any = None) -> Lease:
         """Pin the rows of as many leading positions of ``keys`` as there is room for, at least one.
 
         Args:
             keys: int64 [n], n > 0.
+            order: int64 [n], the positions in the order in which the rows come into use, if there is room for all.
 
         Raises:
             BudgetError: every slot stayed pinned by others for a minute.
             DamagedError: a row on SSD failed its check; no row stays pinned.
         """
+        if order is not None:
+            admission = Admission(keys[order])
+            with self.fill_lock:
+                self._stage(admission, read=True, whole=True)
+            if admission.consumed:
+                numbers, admission.inverse = admission.inverse, np.empty_like(admission.inverse)
+                slots, admission.unique_slots = admission.slots, np.empty_like(admission.slots)
+                kernels.renumber(order, numbers, slots, admission.inverse, admission.unique_slots)
+                return Lease(self, admission)
         return Lease(self, self._pinned(keys))
 
     def _pinned(self, keys: Any, rows: tuple[Any, Any] | None = None) -> Admission:
@@ -247,14 +257,15 @@ class Pool:
         if ahead is not None:
             ahead.result()
 
-    def leases(self, keys: Any) -> Iterator[tuple[int, Lease]]:
-        """Leases that together cover ``keys`` in order: (first position, lease); one if the rows fit.
+    def leases(self, keys: Any, order: Any = None) -> Iterator[tuple[int, Lease]]:
+        """Leases that together cover ``keys`` in order: (first position, lease); one if the rows fit. ``order`` is as
+        for ``acquire``.
 
         Each is released when the next is asked for, unless the caller held it: then it is the caller's to release.
         """
         start = 0
         while start < len(keys):
-            lease = self.acquire(keys[start:])
+            lease = self.acquire(keys[start:], None if start else order)
             consumed = lease.consumed
             if not start and consumed < len(keys):
                 self.split_batches += 1
@@ -483,17 +494,19 @@ class Pool:
         self._release_dropped()
         return self._closed or self.cache.num_pinned < self.cache.capacity
 
-    def _stage(self, admission: Admission, *, read: bool) -> None:
-        """Admit what there is room for and, with ``read``, bring its rows in. The caller holds ``fill_lock``."""
+    def _stage(self, admission: Admission, *, read: bool, whole: bool = False) -> None:
+        """Admit what there is room for (with ``whole`` all or nothing) and, with ``read``, bring its rows in. The
+        caller holds ``fill_lock``."""
         try:
             while True:
                 with self.lock:
                     self.require_open()
                     self._release_dropped()
-                    before = self.cache.counters()
                     status = self.cache.admit(admission)
-                    if not read:
-                        self._note_put(before)
+                    if whole and status is AdmitStatus.ALL_PINNED:
+                        self._note_no_lookup(admission)
+                        self._give_up(admission)
+                        return
                 if status is not AdmitStatus.DIRTY_VICTIM:
                     break
                 started = time.perf_counter()
@@ -503,31 +516,36 @@ class Pool:
             if self._leaving:
                 share = self.cache.num_dirty / max(1, self.cache.num_resident)
                 self._leaving = int(admission.num_missing * share)
-            if read and admission.num_missing:
+            if not read:
+                self._note_no_lookup(admission)
+            elif admission.num_missing:
                 self._load(admission.missing_slots)
         except BaseException:
             with self.lock:
-                self.cache.abandon(admission)
-                self.lock.notify_all()
+                self._give_up(admission)
             raise
 
-    def _note_put(self, before: CacheCounters) -> None:
-        """What was counted since is no lookup: a row came down."""
-        after = self.cache.counters()
-        self._put = CacheCounters(
-            lookups=self._put.lookups + after.lookups - before.lookups,
-            hits=self._put.hits + after.hits - before.hits,
-            misses=self._put.misses + after.misses - before.misses,
+    def _give_up(self, admission: Admission) -> None:
+        self.cache.abandon(admission)
+        self.lock.notify_all()
+
+    def _note_no_lookup(self, admission: Admission) -> None:
+        """What the cache counted for it is no lookup: rows came down from the tier above, or nothing came of it."""
+        lookups, hits, misses, _ = self._no_lookups
+        self._no_lookups = CacheCounters(
+            lookups=lookups + admission.consumed,
+            hits=hits + admission.num_unique - admission.num_missing,
+            misses=misses + admission.num_missing,
             evictions=0,
         )
 
     def counters(self) -> CacheCounters:
         """What was looked up in the cache, and what was evicted from it for that or for rows that came down."""
-        every, put = self.cache.counters(), self._put
+        every, others = self.cache.counters(), self._no_lookups
         return CacheCounters(
-            lookups=every.lookups - put.lookups,
-            hits=every.hits - put.hits,
-            misses=every.misses - put.misses,
+            lookups=every.lookups - others.lookups,
+            hits=every.hits - others.hits,
+            misses=every.misses - others.misses,
             evictions=every.evictions,
         )
 
