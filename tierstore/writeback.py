@@ -149,7 +149,7 @@ class WriteBack:
         with self.gate:
             self.waited_seconds += time.perf_counter() - started
             with self._lock:
-                slots = self._cache.victims(self.rows_a_write if limit is None else limit)
+                slots = self._cache.by_admission(self._cache.victims(self.rows_a_write if limit is None else limit))
                 keys = self._cache.keys_of(slots)
             reach("write-back: rows chosen")
             if self._cache.num_frozen:
@@ -161,7 +161,7 @@ class WriteBack:
         """Write every dirty row; there is no version under way. The caller admits no rows meanwhile."""
         with self.gate:
             with self._lock:
-                keys = self._cache.keys_of(self._cache.victims(self._cache.num_dirty))
+                keys = self._cache.keys_of(self._cache.by_admission(self._cache.victims(self._cache.num_dirty)))
             self._write_dirty(keys)
 
     def _write_dirty(self, keys: Any) -> None:
@@ -211,7 +211,7 @@ class WriteBack:
             what the cold tier raises; also if another thread met it. The version is then given up.
         """
         with self._lock:
-            slots = self._cache.frozen_slots()
+            slots = self._cache.by_admission(self._cache.frozen_slots())
         for first in range(0, len(slots), self.rows_a_write):
             self._take_turn(partial(self._write_frozen, slots[first : first + self.rows_a_write]))
             while self._outbox.count > len(self._outbox.keys) // 2:

@@ -393,6 +393,14 @@ class RowCacheConformance:
         assert order_of(cache) == order
         cache.check_integrity()
 
+    def test_slots_are_told_in_the_order_of_their_last_admissions(self) -> None:
+        cache = self.make_of(6, 1, 2, 3, 4, 5, 6)
+        for values in ((6, 2, 6, 4), (5, 2)):
+            cache.unpin(admitted(cache, *values).slots)
+        slots = cache.find(keys_from(2, 4, 6, 5))
+        assert cache.keys_of(cache.by_admission(slots)).tolist() == [6, 4, 5, 2]
+        assert cache.by_admission(slots[:0]).tolist() == []
+
     def test_a_failed_write_back_is_marked_again(self) -> None:
         cache = self.make_of(1, 1)
         cache.mark_dirty(cache.find(keys_from(1)))

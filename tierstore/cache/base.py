@@ -210,6 +210,10 @@ class RowCache(Protocol):
     def victims(self, limit: int) -> Int32s:
         """Up to ``limit`` dirty and frozen slots, next victims first, pinned ones included. Changes nothing."""
 
+    def by_admission(self, slots: Int32s) -> Int32s:
+        """The same slots in the order of their rows' last admissions and, of one, of first use in it; as given by a cache
+        that does not know it. Changes nothing."""
+
     def clean(self, slots: Int32s) -> Int32s:
         """Make dirty slots clean; returns those of ``slots`` that were dirty, in order.
 

@@ -260,6 +260,11 @@ class DdrCache:
         assert count == len(found), f"{count} dirty or frozen slots in the list, {len(found)} expected"
         return found
 
+    def by_admission(self, slots: Int32s) -> Int32s:
+        records = self._books.slots[slots]
+        sorted_slots: Int32s = slots[np.lexsort((records["number"], records["stamp"]))]
+        return sorted_slots
+
     def clean(self, slots: Int32s) -> Int32s:
         return self._clear(slots, kernels.DIRTY, Tally.DIRTY)
 

@@ -228,6 +228,9 @@ class FullCache:
         """See RowCache. A call walks over the whole cache."""
         return self._flagged(UNCLEAN)[:limit]
 
+    def by_admission(self, slots: Int32s) -> Int32s:
+        return slots
+
     def clean(self, slots: Int32s) -> Int32s:
         cleaned = self._clear(slots, DIRTY)
         self._dirty -= len(cleaned)

@@ -323,6 +323,9 @@ class HbmCache:
         slots = self.slots_with(DIRTY | FROZEN)
         return self._by_rank(slots)[:limit]
 
+    def by_admission(self, slots: Int32s) -> Int32s:
+        return slots
+
     def clean(self, slots: Int32s) -> Int32s:
         return self._clear(slots, DIRTY)
 

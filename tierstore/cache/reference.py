@@ -88,6 +88,7 @@ class ReferenceCache:
         self._free = list(range(capacity))
         self._counters = CacheCounters(lookups=0, hits=0, misses=0, evictions=0)
         self._numbers: dict[int, int] = {}
+        self._admitted: dict[int, tuple[int, int]] = {}
         self._stamp = 0
 
     @property
@@ -185,6 +186,7 @@ class ReferenceCache:
             admission.num_missing += 1
         self._rows.pins[key] = self._rows.pins.get(key, 0) + 1
         self._numbers[key] = admission.num_unique
+        self._admitted[slot] = admission.stamp, admission.num_unique
         admission.unique_slots[admission.num_unique] = slot
         admission.num_unique += 1
         return AdmitStatus.COMPLETE
@@ -256,6 +258,9 @@ class ReferenceCache:
     def victims(self, limit: int) -> Int32s:
         unclean = self._dirty | self._frozen
         return np.array([slot for slot in self.resident_slots().tolist() if slot in unclean][:limit], np.int32)
+
+    def by_admission(self, slots: Int32s) -> Int32s:
+        return np.array(sorted(slots.tolist(), key=self._admitted.__getitem__), np.int32)
 
     def clean(self, slots: Int32s) -> Int32s:
         return self._remove(slots, self._dirty)
