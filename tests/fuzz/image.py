@@ -44,7 +44,7 @@ def build_store(folder: Path) -> None:
 
 
 def metadata_pages(content: bytes) -> list[int]:
-    """Pages of the row file that hold no block: they say where the rest is."""
+    """Meta pages and pages of LMDB's trees: they say where the rest is."""
     pages = []
     for page in range(len(content) // PAGE_BYTES):
         number, _, flags = struct.unpack_from("<QHH", content, page * PAGE_BYTES)
