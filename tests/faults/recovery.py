@@ -133,8 +133,8 @@ def explore(
 
 
 def _ordered(recorder: Recorder, first: Snapshot, points: int, generator: np.random.Generator) -> list[int]:
-    """All crash points. Where only ``points`` of them are to be tried, these come first: in which the first and the last
-    anchors since the last commit began are in flight; in which most is; some while a commit is under way.
+    """All crash points. Where only ``points`` of them are to be tried, these come first: in which the first and
+    the last anchors since the last commit began are in flight; in which most is; some while a commit is under way.
     """
     times = crash_points(recorder)
     if not 0 < points < len(times):
