@@ -348,7 +348,7 @@ def test_damage_is_not_copied_in_silence(trained: Trained, source: Path, tmp_pat
         with (source / "rows.lmdb").open("r+b") as file:
             file.seek(root * 4096)
             file.write(bytes(64))
-        with pytest.raises(errors.DamagedError, match=f"page {root} of its index is damaged"):
+        with pytest.raises(errors.DamagedError, match=f"page {root} of its tree is damaged"):
             store.backup(tmp_path / "copy")
     assert names(tmp_path) == ["source"]
 

@@ -32,7 +32,7 @@ def wide_rows() -> torch.Tensor:
 
 
 def build_store(folder: Path) -> None:
-    """Two tables, two levels of index, pages freed by a second commit, a payload with tensors, an anchor."""
+    """Two tables, two levels of tree, pages freed by a second commit, a payload with tensors, an anchor."""
     with tierstore.open(folder, ddr="4MiB", threads=1) as store:
         wide, narrow = store.create_table(WIDE), store.create_table(NARROW)
         wide.write(torch.arange(560), torch.arange(560.0)[:, None].expand(560, WIDE.embedding_dim).contiguous())
