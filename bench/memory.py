@@ -99,8 +99,8 @@ class Found(NamedTuple):
     growth: Growth
     held_bytes: int
     """What ``stats().ddr.bytes`` says."""
-    directory_bytes: int
-    """The block directory's, outside the budget."""
+    map_bytes: int
+    """Of the map from rows to places, outside the budget."""
 
 
 def _batches(config: dict[str, Any], rows: int) -> Batches:
@@ -217,7 +217,7 @@ def run(request: Run) -> Report:
     for name, (ddr, each) in found.items():
         budget = parse_size(ddr, name="ddr")
         over = each.growth.anonymous - budget
-        sizes = (budget, each.held_bytes, each.growth.anonymous, over, each.directory_bytes, each.growth.file)
+        sizes = (budget, each.held_bytes, each.growth.anonymous, over, each.map_bytes, each.growth.file)
         rows.append([name, *(f"{size / _MIB:,.1f}" for size in sizes)])
         allowed = _SLACK_SHARE * budget + _SLACK_BYTES
         goals.append(
@@ -236,7 +236,7 @@ def run(request: Run) -> Report:
                     "held, by stats()",
                     "grew at most",
                     "over",
-                    "directory",
+                    "map",
                     "page cache mapped",
                 ],
                 rows=rows,
@@ -248,8 +248,8 @@ def run(request: Run) -> Report:
             f"{config['tables']} tables of {config['rows']:,} rows of {config['dim']} float32 with row-wise Adagrad, "
             f"batches of {config['batch']:,} samples with {config['pooling_factor']} ids a table, {config['steps']} "
             "steps prefetched two deep, a commit in the background and one waited for. Growth is of anonymous memory, "
-            "so it has what a batch takes, results and gradients too, which are outside the budget; the directory is "
-            "also. Looked at every 2 ms."
+            "so it has what a batch takes, results and gradients too, which are outside the budget; so is the map from "
+            "rows to places. Looked at every 2 ms."
         ],
     )
 

@@ -33,8 +33,8 @@ class Period(NamedTuple):
     seconds: float
     rows_read: int
     rows_written: int
-    block_bytes: int
-    """Of the blocks that were written, by the store's own count."""
+    segment_bytes: int
+    """Of segments that were appended, those of cleaning too, by the store's own count."""
     process_bytes: int
     """Dirtied by the process (/proc/self/io)."""
     device_bytes: int | None
@@ -60,7 +60,7 @@ class _Meter:
             ended - began,
             ssd_now.lookups - ssd.lookups,
             ssd_now.rows_written - ssd.rows_written,
-            ssd_now.bytes_written - ssd.bytes_written,
+            ssd_now.bytes_written + ssd_now.bytes_moved - ssd.bytes_written - ssd.bytes_moved,
             (process_now - process).written,
             (device_now - device).written if device is not None and device_now is not None else None,
         )
@@ -187,7 +187,7 @@ def _row(case: _Case, name: str, periods: list[Period]) -> list[str]:
         f"{1000 * statistics.median(each.seconds for each in periods):,.0f}",
         f"{read.median:,.0f}",
         f"{wrote.median:,.0f}",
-        amplified(sum(each.block_bytes for each in periods)),
+        amplified(sum(each.segment_bytes for each in periods)),
         amplified(sum(each.process_bytes for each in periods)),
         amplified(None if None in device else sum(each for each in device if each is not None)),
     ]
@@ -231,7 +231,7 @@ def run(request: Run) -> Report:
                     "ms",
                     "rows read/s",
                     "rows written/s",
-                    "blocks",
+                    "appended",
                     "dirtied by the process",
                     "written by the device",
                 ],
@@ -248,8 +248,8 @@ def run(request: Run) -> Report:
         ],
         notes=[
             f"Steps of {config['batch_rows']:,} rows, {config['steps']} between commits, {config['repetitions']} "
-            f"repetitions; a stored row has {uniform.row_bytes} bytes, and a block is written whole. The page cache "
-            "was dropped before the steps. Reading alone, none changed: "
+            f"repetitions; a stored row has {uniform.row_bytes} bytes. Appended: bytes of segments, cleaning included. "
+            "The page cache was dropped before the steps. Reading alone, none changed: "
             f"{uniform.reads_per_s.median:,.0f} rows a second; the device, direct reads of 4 KiB at queue depth 64: "
             f"{uniform.limit_reads_per_s.median:,.0f}. The device's bytes are everyone's, and those of pages dirtied "
             "before may come later: the system writes them when it likes, and at commits."

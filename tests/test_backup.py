@@ -336,10 +336,10 @@ def test_wrong_targets(trained: Trained, source: Path, tmp_path: Path) -> None:
 def test_damage_is_not_copied_in_silence(trained: Trained, source: Path, tmp_path: Path) -> None:
     with trained.store._cold.lease() as (snapshot, _):
         entries, _ = next(iter(snapshot.walk()))
-        block, root = int(entries.pages[0]), snapshot.meta.main_root
+        page, root = int(entries.pages[0]), snapshot.meta.main_root
     trained.store.close()
     with (source / "rows.lmdb").open("r+b") as file:
-        file.seek(block * 4096 + 60)
+        file.seek(page * 4096 + 60)
         file.write(b"\x5a")
     with tierstore.open(source, mode="r", ddr="1MiB") as store:
         with pytest.raises(errors.DamagedError, match="the backup is not sound"):
@@ -348,7 +348,7 @@ def test_damage_is_not_copied_in_silence(trained: Trained, source: Path, tmp_pat
         with (source / "rows.lmdb").open("r+b") as file:
             file.seek(root * 4096)
             file.write(bytes(64))
-        with pytest.raises(errors.DamagedError, match=f"page {root} of its index is damaged"):
+        with pytest.raises(errors.DamagedError, match=f"page {root} of its tree is damaged"):
             store.backup(tmp_path / "copy")
     assert names(tmp_path) == ["source"]
 

@@ -39,7 +39,7 @@ def clear_root(folder: Path, place: int) -> None:
             put(folder / "rows.lmdb", root * 4096, bytes(64))
 
 
-def clear_blocks(folder: Path) -> None:
+def damage_pages(folder: Path) -> None:
     for page in range(8, (folder / "rows.lmdb").stat().st_size // 4096, 3):
         put(folder / "rows.lmdb", page * 4096 + 40, b"damage")
 
@@ -49,7 +49,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "meta page": lambda folder: put(folder / "rows.lmdb", 16, bytes(4)),
     "tree": lambda folder: clear_root(folder, 128),
     "free pages": lambda folder: clear_root(folder, 80),
-    "blocks": clear_blocks,
+    "many pages": damage_pages,
     "cut short": lambda folder: os.truncate(folder / "rows.lmdb", 40_000),
     "anchor": lambda folder: put(folder / "rows.anchor", 0, bytes(8192)),
     "table of readers": lambda folder: put(folder / "rows.lmdb-lock", 0, b"\xa5" * 9000),

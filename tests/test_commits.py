@@ -381,28 +381,27 @@ def test_a_slot_that_another_row_took_is_not_written_for_the_one_before(
     """Rows come in while victims are written."""
     with open_store(store_dir, policy="lru") as store:
         pool, table = store["t"].pool, store["t"]
-        per_block = table.layout.rows_per_block
-        victim, neighbour, frozen, beside = (torch.tensor([row]) for row in (0, 1, 5 * per_block, 5 * per_block + 1))
-        table.read(neighbour)
+        victim, clean, frozen, newcomer = (torch.tensor([row]) for row in range(4))
+        table.read(clean)
         put(store, frozen, 1.0)
         with pool.writeback.gate, pool.lock:
             pool.writeback.freeze()
         put(store, victim, 2.0)
         table.read(torch.arange(10_000, 10_000 + pool.cache.capacity - 3))
         table.read(frozen)
-        slot = int(pool.cache.find(neighbour.numpy())[0])
+        slot = int(pool.cache.find(clean.numpy())[0])
 
         def take_the_slot(point: str) -> None:
             if point == "write-back: rows chosen":
                 monkeypatch.setattr(killpoints, "hook", None)
-                put(store, beside, 3.0)
-                assert pool.cache.find(beside.numpy())[0] == slot
+                put(store, newcomer, 3.0)
+                assert pool.cache.find(newcomer.numpy())[0] == slot
 
         monkeypatch.setattr(killpoints, "hook", take_the_slot)
         pool.writeback.write_victims(1)
         assert pool.cache.num_dirty == 1
         pool.writeback.write_frozen()
-        assert table.read(torch.cat([victim, frozen, beside]))[:, 0].tolist() == [2.0, 1.0, 3.0]
+        assert table.read(torch.cat([victim, frozen, newcomer]))[:, 0].tolist() == [2.0, 1.0, 3.0]
 
 
 def _steps(store: tierstore.Store, batches: int) -> None:

@@ -9,10 +9,10 @@ from typing import Final, NamedTuple
 from .errors import DamagedError
 from .exchange.output import require_room
 from .io import LmdbColdTier, VerifyReport
-from .io.census import read_head
 from .io.copying import copied_bytes, copy_rows_file
 from .io.files import rows_path
 from .io.snapshot import Snapshot
+from .io.stored_records import read_head
 from .manifest import Manifest
 from .opening import open_store
 from .signals import Shield

@@ -22,7 +22,7 @@ __all__ = ["MIN_CACHED_ROWS", "STAGING_BYTES", "Division", "PoolSize", "divide",
 MIN_CACHED_ROWS: Final = 64
 """Fewest rows a layout's cache must hold (all its rows, if there are fewer)."""
 STAGING_BYTES: Final = 256 * 2**10
-"""Block images under construction."""
+"""A segment under construction."""
 TRANSACTION_SHARE: Final = 1 / 8
 MIN_TRANSACTION_BYTES: Final = 128 * 2**10
 MAX_TRANSACTION_BYTES: Final = 2**20

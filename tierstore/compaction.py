@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from .errors import DamagedError
 from .exchange.output import require_room
 from .io import LmdbColdTier
-from .io.census import read_head, read_payload, read_record
 from .io.files import RESTORE, rows_path
 from .io.indexes import Indexes, read_indexes, stored_segments
 from .io.orders import some_first, stored_batches
 from .io.records import Head
 from .io.row_map import RowMap
 from .io.snapshot import Snapshot
+from .io.stored_records import read_head, read_payload, read_record
 from .manifest import Manifest
 from .opening import open_store
 from .packing import order_by_co_access, require_tables, table_accesses

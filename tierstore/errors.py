@@ -14,7 +14,7 @@
     └── DamagedError           what is on disk is not what was written, or cannot be read
         ├── FormatError        not a tierstore file, or a version this release cannot read
         ├── TruncatedError     a file is shorter than its own header says
-        ├── ChecksumError      a row, block or manifest does not match its checksum
+        ├── ChecksumError      a row, an index of a segment or the manifest does not match its checksum
         └── UnreadableError    the device refuses to read a part of a file
 
 Every message names the file or the argument and the way out.

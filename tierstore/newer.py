@@ -1,6 +1,6 @@
 """A newer version of a store that is open for reading: made ready while lookups go on, then shown all at once.
 
-Of the rows in the caches, those whose blocks changed are read anew, and those that are others kept beside the caches,
+Of the rows in the caches, those that were written since are read anew. Those that changed are kept beside the caches,
 as far as the store's staging memory goes; likely next victims are left out and evicted instead. What comes in meanwhile
 is noted by the pools. To show the version is then to copy rows in memory.
 """

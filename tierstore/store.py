@@ -385,7 +385,7 @@ class Store(Unpicklable):
         """The first part of ``refresh``: make a newer commit ready; None if there is none. Lookups go on meanwhile.
 
         What an earlier call gave cannot be shown any more. Memory: for rows, at most the part of ``ddr`` that write
-        staging has in a store open for writing; 4 bytes a block for a second directory; 8 bytes for each row in
+        staging has in a store open for writing; 4 bytes a stored row for a second map; 8 bytes for each row in
         memory that changed, and, for a moment, 12 for each that is in memory.
 
         Raises:
@@ -415,7 +415,7 @@ class Store(Unpicklable):
             for index, config in enumerate(manifest.tables[len(self._tables) :], len(self._tables)):
                 self._require_supported(config)
                 self._enter(config, index)
-            if len(self._added) == num_added:  # else what was found lacks the blocks of a new table
+            if len(self._added) == num_added:  # else what was found lacks the rows of a new table
                 break
         version.require_of({config.name for config in manifest.tables})
         rows = None

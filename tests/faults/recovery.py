@@ -133,8 +133,9 @@ def explore(
 
 
 def _ordered(recorder: Recorder, first: Snapshot, points: int, generator: np.random.Generator) -> list[int]:
-    """All crash points, those first that are to be tried where not all are: at which the first and the last anchors
-    are in flight since the last commit began, at which most is, a third of so many while a commit is under way, and others at random."""
+    """All crash points. Where only ``points`` of them are to be tried, these come first: in which the first and
+    the last anchors since the last commit began are in flight; in which most is; some while a commit is under way.
+    """
     times = crash_points(recorder)
     if not 0 < points < len(times):
         return times

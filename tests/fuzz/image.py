@@ -32,7 +32,7 @@ def wide_rows() -> torch.Tensor:
 
 
 def build_store(folder: Path) -> None:
-    """Two tables, two levels of index, pages freed by a second commit, a payload with tensors, an anchor."""
+    """Two tables, two levels of tree, pages freed by a second commit, a payload with tensors, an anchor."""
     with tierstore.open(folder, ddr="4MiB", threads=1) as store:
         wide, narrow = store.create_table(WIDE), store.create_table(NARROW)
         wide.write(torch.arange(560), torch.arange(560.0)[:, None].expand(560, WIDE.embedding_dim).contiguous())
@@ -44,7 +44,7 @@ def build_store(folder: Path) -> None:
 
 
 def metadata_pages(content: bytes) -> list[int]:
-    """Pages of the row file that hold no block: they say where the rest is."""
+    """Meta pages and pages of LMDB's trees: they say where the rest is."""
     pages = []
     for page in range(len(content) // PAGE_BYTES):
         number, _, flags = struct.unpack_from("<QHH", content, page * PAGE_BYTES)

@@ -349,7 +349,7 @@ def test_another_lmdb_file(tmp_path: Path) -> None:
 def test_an_lmdb_file_with_other_keys(tmp_path: Path) -> None:
     with plain_lmdb(tmp_path, write=True) as txn:
         txn.put(b"key", b"value")
-    with pytest.raises(DamagedError, match="index is damaged"):
+    with pytest.raises(DamagedError, match="tree is damaged"):
         open_tier(tmp_path)
 
 
@@ -357,7 +357,7 @@ def test_a_segment_missing_from_the_tree(written: Path) -> None:
     number = place(written, 0).number
     with plain_lmdb(written, write=True) as txn:
         assert txn.delete(segment_key(number))
-    with pytest.raises(DamagedError, match=r"its index has \d+ segments, and its record of the log counts \d+ others"):
+    with pytest.raises(DamagedError, match=r"its tree has \d+ segments, and its record of the log counts \d+ others"):
         open_tier(written)
 
 

@@ -115,7 +115,7 @@ def test_an_older_tree_that_calls_itself_the_newest(tmp_path: Path) -> None:
     (tmp_path / "rows.lmdb").write_bytes(data)
     (tmp_path / "rows.anchor").unlink()  # it holds both pages as they were
     for mode in ("r", "w"):
-        with pytest.raises(DamagedError, match=rf"rows\.lmdb: page {older} of its index is damaged \(BAD_TOTALS\)"):
+        with pytest.raises(DamagedError, match=rf"rows\.lmdb: page {older} of its tree is damaged \(BAD_TOTALS\)"):
             tierstore.open(tmp_path, mode=mode)
 
 

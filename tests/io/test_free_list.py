@@ -168,7 +168,7 @@ def _count_too_large(image: Image) -> int:
     return WalkStatus.BAD_FREE_LIST
 
 
-def _page_of_a_block(image: Image) -> int:
+def _page_of_a_segment(image: Image) -> int:
     _, start, _ = _longest(image)
     for leaf in image.leaves(image.meta.main_root, image.meta.main_depth):
         for node in image.nodes(leaf):
@@ -178,7 +178,7 @@ def _page_of_a_block(image: Image) -> int:
                 place = sum(each > page for each in listed)
                 image.put(start + 8 * (place + 1), page)
                 return WalkStatus.USED_TWICE
-    raise AssertionError("no block")
+    raise AssertionError("no segment")
 
 
 def _page_of_a_meta(image: Image) -> int:
@@ -214,7 +214,7 @@ def _records_out_of_order(image: Image) -> int:
 
 
 def _branch_key(image: Image) -> int:
-    """A key that belongs into the child before: LMDB would look for its block in the wrong leaf."""
+    """A key that belongs into the child before: LMDB would look for its segment in the wrong leaf."""
     node = image.nodes(image.meta.main_root)[1]
     image.bytes[node + 8 : node + 24] = 0
     return WalkStatus.BAD_ORDER
@@ -237,7 +237,7 @@ def _length_of_a_list(image: Image) -> int:
     "damage",
     [
         _count_too_large,
-        _page_of_a_block,
+        _page_of_a_segment,
         _page_of_a_meta,
         _page_beyond_the_end,
         _page_twice,

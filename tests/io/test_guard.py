@@ -55,7 +55,7 @@ def written(tmp_path: Path) -> Path:
 @pytest.fixture
 def tier(written: Path) -> Iterator[LmdbColdTier]:
     tier = opened(written)
-    check_rows(tier, WIDE, keys_of(0, ALL[:1]), 1)  # the directory is complete
+    check_rows(tier, WIDE, keys_of(0, ALL[:1]), 1)  # makes the map
     yield tier
     tier.close()
 
@@ -222,7 +222,7 @@ def test_verify_lists_what_cannot_be_read_and_goes_on(tier: LmdbColdTier) -> Non
     tier.verify()
 
 
-def test_a_bad_block_that_others_meet_stops_no_commit(tier: LmdbColdTier) -> None:
+def test_a_bad_page_that_others_meet_stops_no_commit(tier: LmdbColdTier) -> None:
     page, is_over = page_of(tier, 0, 7), threading.Event()
 
     def meet() -> None:

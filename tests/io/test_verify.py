@@ -263,7 +263,7 @@ def test_a_segment_that_went_missing_since_the_store_was_opened(tmp_path: Path) 
             assert txn.delete(segment_key(place_of(tier, 0, 0).number))
         tier._view.move(tier._new_snapshot())
         with pytest.raises(
-            DamagedError, match=r"rows\.lmdb: its index has 1 segments, and its record of the log counts 2"
+            DamagedError, match=r"rows\.lmdb: its tree has 1 segments, and its record of the log counts 2"
         ):
             tier.verify()
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from .._jit import JIT_ENABLED, inline
 
-__all__ = ["absent_checksum", "bytes_checksum", "mix_key", "row_checksum", "two_row_checksums"]
+__all__ = ["bytes_checksum", "mix_key", "row_checksum", "two_row_checksums"]
 
 Words = NDArray[np.uint64]
 
@@ -185,15 +185,9 @@ def two_row_checksums(
 
 
 @inline
-def absent_checksum(seed: np.uint64) -> np.uint64:
-    """XXH64 of no bytes: what stands in the checksum word of a row that was never written."""
-    return _avalanche(seed + _P5)
-
-
-@inline
-def mix_key(block_key: np.uint64, epoch: np.uint64) -> np.uint64:
-    """A well-mixed word for one (block, epoch); their sum over a table is the table's directory hash."""
-    return _avalanche(_round(_round(_P5, block_key), epoch))
+def mix_key(first: np.uint64, second: np.uint64) -> np.uint64:
+    """A well-mixed word for an ordered pair."""
+    return _avalanche(_round(_round(_P5, first), second))
 
 
 def bytes_checksum(data: bytes) -> int:

@@ -9,7 +9,7 @@ All of this decides speed only; every row is bounds-checked and verified in eith
 
 Where the time of warm pages goes, in ns a row (20,000 random rows out of 8M of 64 float32, an AMD EPYC of 2022; there
 ``numpy.take`` on a flat file needs 60-66, ``python -m bench.warm`` compares): the copy 55-60, which is memory itself;
-the directory 7-10, nearly all of it cache misses; counting pages 2-4; the call from Python 2-4; checksums 17-24. What
+the map 7-10, nearly all of it cache misses; counting pages 2-4; the call from Python 2-4; checksums 17-24. What
 it took, and what did not help:
 - Reference counts of the tuples of arrays cost as much as the copy did; hence ``uncounted_kernel``.
 - The checksum word of a row that starts with a non-zero word is left alone where nothing is verified: it costs a cache
@@ -19,7 +19,7 @@ it took, and what did not help:
   are copied, fetched ahead or not, costs 15-30 more: a hash is so many instructions that the next row is out of the
   processor's sight. Fetching the next group's lines while hashing does not overlap either: the fetches wait for the
   page tables.
-- Looking the directory up in the shadow of the copy, group by group, costs more in ends of loops than it hides.
+- Looking places up in the shadow of the copy, group by group, costs more in ends of loops than it hides.
   Fetching all lines of a row ahead instead of the first, and further ahead than 8 rows, changes nothing.
 - A loop over vectors in place of memcpy is slower by 10 here, though not by itself.
 """

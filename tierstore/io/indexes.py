@@ -78,7 +78,7 @@ def stored_segments(tree: Tree) -> StoredSegments:
         sizes = entries.sizes[:count][own]
         if (bad := (sizes + 16) % tree.page_bytes != 0).any():
             raise DamagedError(
-                f"{tree.path}: its index has segment {entries.numbers[:count][own][int(np.argmax(bad))]}, which does "
+                f"{tree.path}: its tree has segment {entries.numbers[:count][own][int(np.argmax(bad))]}, which does "
                 f"not fill its pages. {RESTORE}"
             )
         parts.append((entries.numbers[:count][own], entries.pages[:count][own], (sizes + 16) // tree.page_bytes))
@@ -102,7 +102,7 @@ def require_logged(tree: Tree, stored: StoredSegments) -> LogRecord:
         raise FormatError(f"{tree.path}: its record of the log is damaged: {error}. {RESTORE}") from error
     if (len(stored.numbers), numbers_hash(stored.numbers)) != (log.num_segments, log.hash):
         raise DamagedError(
-            f"{tree.path}: its index has {len(stored.numbers):,} segments, and its record of the log counts "
+            f"{tree.path}: its tree has {len(stored.numbers):,} segments, and its record of the log counts "
             f"{log.num_segments:,} others. {RESTORE}"
         )
     return log

@@ -27,7 +27,6 @@ from .anchor import AnchorKeeper, require_sound
 from .appending import NewRows, put_version
 from .arguments import check_arrays, check_widths, require_distinct
 from .base import ColdCounters, VerifyReport
-from .census import check_store, chosen_version, read_head, read_payload, read_record, stale_items
 from .cleaning import DEFAULT_SLACK, Cleaner
 from .counting import Counting
 from .files import (
@@ -60,6 +59,7 @@ from .records import (
 from .recovery import recover
 from .row_map import RowMap, new_places
 from .snapshot import Snapshot
+from .stored_records import check_store, chosen_version, read_head, read_payload, read_record, stale_items
 from .verify import verify_segments
 from .view import View
 from .writer_lock import WriterLock

@@ -219,8 +219,8 @@ class FileMap:
 
     @functools.cached_property
     def rows(self) -> "FileMap":
-        """Another map of the open file, with a guard of its own, to read blocks through: a page of theirs that the
-        device refuses does not disturb whoever walks the index meanwhile. Closed with this one."""
+        """Another map of the open file, with a guard of its own, to read rows through: a page of theirs that the
+        device refuses does not disturb whoever walks the tree meanwhile. Closed with this one."""
         return FileMap(self.path, self.length_bytes, self.pins)
 
     def _map(self, length_bytes: int, *, offset: int = 0, at: int | None = None) -> int:

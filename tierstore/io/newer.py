@@ -8,11 +8,11 @@ from numpy.typing import NDArray
 
 from ..errors import StoreReplacedError
 from .btree import META_KEY
-from .census import read_head, read_payload, read_record
 from .indexes import read_indexes, require_logged, stored_segments
 from .records import CommitRecord, Head
 from .row_map import RowMap
 from .snapshot import Snapshot
+from .stored_records import read_head, read_payload, read_record
 
 __all__ = ["Lookout", "NewerVersion"]
 

@@ -17,11 +17,11 @@ from ..errors import DamagedError, StoreLockedError
 from ..killpoints import reach
 from .anchor import Anchor, is_sound, keep_aside, load_anchor, read_metas, renew_anchor
 from .btree import Meta, parse_meta
-from .census import check_store, read_head, read_payload, read_record
 from .files import RESTORE, are_successive
 from .mapped import FileMap
 from .pins import lock_range
 from .snapshot import Tree
+from .stored_records import check_store, read_head, read_payload, read_record
 
 __all__ = ["recover"]
 

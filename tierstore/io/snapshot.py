@@ -41,8 +41,8 @@ def raise_for_walk(path: Path, status: int, page: int) -> None:
     if status in (WalkStatus.DONE, WalkStatus.FULL):
         return
     if status == WalkStatus.OUT_OF_FILE:
-        raise TruncatedError(f"{path}: page {page} of its index leads beyond the end of the file. {RESTORE}")
-    raise DamagedError(f"{path}: page {page} of its index is damaged ({WalkStatus(status).name}). {RESTORE}")
+        raise TruncatedError(f"{path}: page {page} of its tree leads beyond the end of the file. {RESTORE}")
+    raise DamagedError(f"{path}: page {page} of its tree is damaged ({WalkStatus(status).name}). {RESTORE}")
 
 
 class Tree:

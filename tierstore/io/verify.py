@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from ..rows import KEY_ROW_BITS, MAX_ROWS
 from .base import VerifyReport
-from .census import read_head, read_payload, read_record
 from .gather import queue_segments
 from .indexes import (
     Indexes,
@@ -31,6 +30,7 @@ from .scrub import check_segments, new_found
 from .segments import SegmentStatus
 from .slots import Segments
 from .snapshot import Snapshot
+from .stored_records import read_head, read_payload, read_record
 
 __all__ = ["verify_segments"]
 

@@ -132,14 +132,14 @@ class SetupSection:
 
     ddr: int | str = option("", 'memory for rows, of a host: "64GiB", "50%" of its memory, "5% of tables"; "": search')
     hbm: int | str = option("", 'memory for rows, of a GPU; written as ddr is; "": none, or what the search finds')
-    page_cache: int | str = option(0, "memory that the system has left for blocks of the stores' files")
+    page_cache: int | str = option(0, "memory that the system has left for pages of the stores' files")
     hosts: int = option(
         0, "each holds an equal part of the rows; 0: one, or what the search finds", low=0, high=_MAX_HOSTS
     )
     policy: str = option("auto", "which rows leave memory first: auto, lru, lfu or tinylfu")
     prefetch_depth: int = option(2, "batches whose rows are fetched ahead; 0: none", low=0, high=1024)
     threads: int = option(0, "of the store; 0: the host's cores", low=0, high=1 << 16)
-    rows_per_read: float = option(1.0, "useful rows a block brings in: more for a packed store", low=1, high=4096)
+    rows_per_read: float = option(1.0, "useful rows that a page brings in: more for a packed store", low=1, high=4096)
     workers: int = option(1, "of serving: processes of a host, each with its part of ddr", low=1, high=1024)
     replicas: int = option(0, "of serving: groups of hosts that share the queries; 0: as hosts", low=0, high=_MAX_HOSTS)
     batch_samples_max: int = option(4096, "of serving: most samples of a batch of several queries", low=1)

@@ -26,9 +26,9 @@ class Setup:
 
     Attributes:
         ddr_bytes, hbm_bytes: budgets for rows, of one host and of one accelerator, as ``tierstore.open`` takes them.
-        page_cache_bytes: of a host's memory, what the system has left for blocks of the stores' files.
+        page_cache_bytes: of a host's memory, what the system has left for pages of the stores' files.
         hosts: each holds an equal part of the rows; 1: no network.
-        rows_per_read: useful rows a block read brings in; 1 unless a store is packed (``tierstore compact --trace``).
+        rows_per_read: useful rows a page read brings in; 1 unless a store is packed (``tierstore compact --trace``).
         workers: of serving: processes of a host, each with its part of ``ddr_bytes`` and an executor of its own.
         replicas: of serving: groups of ``hosts`` hosts, each with all rows, that share the queries.
         batch_samples_max: of serving: most samples of a batch of several queries (``--max-batch-samples``).
@@ -60,7 +60,7 @@ class TierLoad(NamedTuple):
     Attributes:
         rows: capacity, in rows.
         lookups: rows asked of the tier, each once a batch.
-        hit_rate: the share of them that it had; of the ssd, the share whose block the system had in memory.
+        hit_rate: the share of them that it had; of the ssd, the share whose page the system had in memory.
     """
 
     tier: TierName

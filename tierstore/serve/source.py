@@ -69,7 +69,7 @@ _TIER_COUNTERS: Final = {
     "bytes_read": "Bytes of pages read from the tier; of ssd.",
 }
 _TIER_GAUGES: Final = {
-    "bytes": "Memory that the tier holds: rows, index, policy and staging; of ssd, block directory and staging.",
+    "bytes": "Memory that the tier holds: rows, index, policy and staging; of ssd, the map from rows to places.",
     "capacity_rows": "Rows that the tier has room for.",
 }
 

@@ -195,8 +195,8 @@ class TrainSection:
     )
     commit_every: int = _option(
         1000,
-        "steps between commits; 0: only at the end. What is written back between commits is reclaimed only later, "
-        "so the file on disk can be a few times the data; more frequent commits cap it",
+        "steps between commits; 0: only at the end. Rows that changed since the last commit are on disk twice until "
+        "the next one",
     )
     torch_threads: int = _option(1, "threads of torch; another number may change the last bits of a result")
 

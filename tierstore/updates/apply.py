@@ -37,7 +37,7 @@ Words = NDArray[np.uint64]
 
 KEEP: Final = 2
 _TRANSACTION_BYTES: Final = 16 << 20
-"""Blocks of one transaction, all of which LMDB holds in memory."""
+"""Of segments in one transaction, all of which LMDB holds in memory."""
 
 
 class Applied(NamedTuple):

@@ -148,7 +148,7 @@ def changed(**changes: Any) -> str:
         (changed(costs=None), "key 'costs' is missing"),
         (
             changed(costs__write_ns=9),
-            "costs: an older tierstore .*'write_ns' is of blocks.* run tierstore plan",
+            "costs: an older tierstore .*'write_ns' is a cost of its way.* run tierstore plan",
         ),
         (changed(storage__1__writes_per_s=9), r"storage\[1\]: an older tierstore .*run tierstore plan measure again"),
         (changed(storage__1__reads_per_s="fast"), r"storage\[1\].reads_per_s='fast': expected a number"),

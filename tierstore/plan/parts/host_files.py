@@ -106,8 +106,8 @@ def _read(kind: Any, value: Any, key: str) -> Any:
             raise ValueError(f"expected a table, not {excerpt(value)}")
         if before := _FIGURES_BEFORE & set(value):
             raise ValueError(
-                f"an older tierstore wrote this file: {min(before)!r} is of blocks, which it rewrote and this one does "
-                "not; run tierstore plan measure again"
+                f"an older tierstore wrote this file: {min(before)!r} is a cost of its way of writing; run "
+                "tierstore plan measure again"
             )
         for name in value:
             require_name(name, hints, "key")

@@ -72,7 +72,7 @@ def tiers_plot(result: PlanResult) -> Plot:
         for tier in tiers
     ]
     table = Table(("tier", "capacity of a host", "rows", "lookups a step", "hit rate"), tuple(rows))
-    note = "Each row counts once a batch. Of the ssd, the hit rate is the share whose block the system has in memory."
+    note = "Each row counts once a batch. Of the ssd, the hit rate is the share whose page the system has in memory."
     return Plot("tiers", title, note, {"data": data, "layout": layout}, table)
 
 
