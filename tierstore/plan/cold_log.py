@@ -19,13 +19,13 @@ from ..rows import BLOCK_HEADER_WORDS, KEY_ROW_BITS, PAIR_WORDS, RowLayout
 from ..writeback import rows_a_write
 from .accesses import Accesses, numbered
 
-__all__ = ["ColdLog", "LogShares", "Writing", "cold_log_of", "pages_of_rows"]
+__all__ = ["AHEAD_EVERY", "ColdLog", "LogShares", "Writing", "cold_log_of", "pages_of_rows"]
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 
 _STEPS_AN_OCTAVE: Final = 2
-_AHEAD_EVERY: Final = 2
+AHEAD_EVERY: Final = 2
 """Batches: when a thread is to write ahead, the write before is under way every other time."""
 
 
@@ -45,11 +45,6 @@ class Writing(NamedTuple):
     def transaction_rows(self, cached_rows: float) -> int:
         """At most, under a cache of so many rows."""
         return rows_a_write(self.layout, self.transaction_bytes, int(cached_rows))
-
-    def transactions(self, written: float, cached_rows: float) -> float:
-        """Of a batch that has so many rows written."""
-        full = written / self.transaction_rows(cached_rows)
-        return full + (max(1.0, full) - full) / _AHEAD_EVERY if self.is_ahead else full
 
 
 class LogShares(NamedTuple):
@@ -267,7 +262,7 @@ def _go_through(
             _link(ring, row)
             ring.is_newer[row] = together > 0
         counted[_MISSED] += missing
-        if is_ahead and has_written and batch % _AHEAD_EVERY == 0:
+        if is_ahead and has_written and batch % AHEAD_EVERY == 0:
             for first in range(0, missing, together):
                 _write(log, ring, min(together, missing - first), counted)
 
@@ -378,7 +373,7 @@ def _emptiest(log: Any, excess: Any) -> Any:
     """Of a sample of the segments where there are many, those that free so many pages."""
     size, least = log.rows.shape[1], log.state[_LEAST]
     stride = 1 + (len(log.live) - least) // MOST_SAMPLED
-    found = np.arange(least + log.state[_PAGES] % stride, len(log.live), stride)
+    found = np.arange(least + log.state[_PAGES] % stride, len(log.live), stride)  # beginning anywhere
     needed = log.live[found] * (log.pages_of[size] / size)
     is_worth = (needed > 0) & (needed < FULL_SHARE * log.pages[found])
     found, needed = found[is_worth], needed[is_worth]

@@ -11,19 +11,22 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from ..budget import Division, divide, divide_hbm
+from ..cache import REFERENCE_PREFIX, resolve_policy
 from ..errors import BudgetError
 from ..hbm.pool import HbmSize, host_bytes_of
 from ..io.cleaning import DEFAULT_SLACK
 from ..io.segments import geometry
 from ..pool import HELD_SHARE
 from ..rows import RowLayout
-from .cold_log import LogShares, Writing, pages_of_rows
+from .cold_log import AHEAD_EVERY, LogShares, Writing, pages_of_rows
 from .demand import Demand, PoolDemand
 from .prediction import Setup
 from .workload import Workload
 
 __all__ = ["PoolLoad", "StoreFile", "file_of", "pool_loads", "rows_together", "segment_bytes"]
 
+_BY_COUNT: Final = ("lfu", "tinylfu")
+"""Policies whose next victim is mostly a row of the batch before, which is newer than on disk."""
 _HALVINGS: Final = 24
 _MOST_CACHED: Final = 0.999
 _FILE_SHARE: Final = 1.05
@@ -221,10 +224,8 @@ def _load(own: _Share) -> PoolLoad:
     keeps_batch = stays or unique <= HELD_SHARE * top
     is_ahead = own.is_training and own.setup.prefetch_depth > 0 and keeps_batch
     writing = Writing(own.layout, own.transaction_bytes, is_ahead)
-    written = _written(own, writing, both, misses) if misses and own.is_training else 0.0
-    transactions = writing.transactions(written, own.ddr_rows) if written else 0.0
-    together = written / transactions if written else 0.0
-    log = _log_shares(own, writing, both, from_device, together) if misses else LogShares(0.0, 0.0, 0.0)
+    written = _written(own, writing, both, misses) if misses and own.is_training else _NOTHING
+    log = _log_shares(own, writing, both, from_device, written.together) if misses else LogShares(0.0, 0.0, 0.0)
     pages = min(log.pages, own.row_pages / own.setup.rows_per_read)
     elsewhere = 1 - _found_by_chance(own.cached_share, own.layout)
     return PoolLoad(
@@ -242,18 +243,42 @@ def _load(own: _Share) -> PoolLoad:
         is_full=own.is_full,
         keeps_batch=keeps_batch,
         pages_read=from_device * elsewhere * pages,
-        rows_written=written,
-        rows_moved=written * log.moved,
-        segments_cleaned=written * log.cleaned * (1 - own.cached_share),
-        transactions=transactions,
+        rows_written=written.rows,
+        rows_moved=written.rows * log.moved,
+        segments_cleaned=written.rows * log.cleaned * (1 - own.cached_share),
+        transactions=written.transactions,
     )
 
 
-def _written(own: _Share, writing: Writing, rows: float, misses: float) -> float:
-    """Those that leave, and those that change once more after they were written: the next victims are written together,
-    half a transaction before they leave on average. A row that is brought in twice has changed once."""
-    early = writing.transaction_rows(own.ddr_rows) / 2
-    return min(misses + own.missed(rows - early) - own.missed(rows), own.unique)
+class _Written(NamedTuple):
+    """In a step."""
+
+    rows: float
+    transactions: float
+
+    @property
+    def together(self) -> float:
+        """Rows of a transaction, on average."""
+        return self.rows / self.transactions if self.transactions else 0.0
+
+
+_NOTHING: Final = _Written(0.0, 0.0)
+
+
+def _written(own: _Share, writing: Writing, rows: float, misses: float) -> _Written:
+    """Rows that leave, and rows that change once more after they were written: the next victims are written together,
+    half a transaction before they leave on average. By count each batch has a whole transaction written. A row that is
+    brought in twice has changed once.
+
+    Args:
+        rows: that all tiers in memory hold.
+    """
+    together = writing.transaction_rows(own.ddr_rows)
+    if resolve_policy(own.setup.policy).removeprefix(REFERENCE_PREFIX) in _BY_COUNT:
+        return _Written(min(max(misses, together), own.unique), max(1.0, misses / together))
+    written = min(misses + own.missed(rows - together / 2) - own.missed(rows), own.unique)
+    full = written / together
+    return _Written(written, full + (max(1.0, full) - full) / AHEAD_EVERY if writing.is_ahead else full)
 
 
 def rows_together(upper: float, lower: float, *, is_training: bool) -> float:
