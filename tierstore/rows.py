@@ -156,6 +156,12 @@ class RowLayout:
         index_pages = -(-index_words * WORD_BYTES // self.page_bytes)
         return index_pages + -(-num_rows // self.rows_per_block) * self.pages_per_block
 
+    def pages_for(self, num_rows: int, *, is_mixed: bool = False) -> int:
+        """Pages that so many rows take together: whole segments, and one of the rest."""
+        whole, rest = divmod(num_rows, self.rows_per_segment)
+        pages = whole * self.segment_pages(self.rows_per_segment, is_mixed=is_mixed)
+        return pages + self.segment_pages(rest, is_mixed=is_mixed) if rest else pages
+
     def rows_within(self, size_bytes: int) -> int:
         """Rows of as many whole segments as fit so many bytes; of one at least."""
         rows = self.rows_per_segment

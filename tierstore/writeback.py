@@ -28,7 +28,7 @@ from .io import ColdTier
 from .killpoints import reach
 from .rows import RowLayout
 
-__all__ = ["MIN_OUTBOX_ROWS", "PAUSE_SECONDS", "WriteBack", "outbox_bytes"]
+__all__ = ["MIN_OUTBOX_ROWS", "PAUSE_SECONDS", "WriteBack", "outbox_bytes", "rows_a_write"]
 
 MIN_OUTBOX_ROWS: Final = 32
 _VICTIMS_SHARE: Final = 1 / 8
@@ -41,6 +41,12 @@ _KEY_AND_PLACE_BYTES: Final = 12
 def outbox_bytes(layout: RowLayout, rows: int) -> int:
     """What an outbox of ``rows`` rows takes."""
     return rows * (layout.row_bytes + _KEY_AND_PLACE_BYTES)
+
+
+def rows_a_write(layout: RowLayout, transaction_bytes: int, cached_rows: int) -> int:
+    """Rows that are written together at most, under a cache of so many: whole segments, if it is one at least."""
+    rows = min(layout.rows_within(transaction_bytes), max(1, int(cached_rows * _VICTIMS_SHARE)))
+    return rows - rows % layout.rows_per_segment or rows
 
 
 class _Outbox:
@@ -110,8 +116,7 @@ class WriteBack:
         self._cache = cache
         self._cold = cold
         self._lock = lock
-        rows = min(layout.rows_within(transaction_bytes), max(1, int(cache.capacity * _VICTIMS_SHARE)))
-        self.rows_a_write = rows - rows % layout.rows_per_segment or rows
+        self.rows_a_write = rows_a_write(layout, transaction_bytes, cache.capacity)
         self._epoch = epoch
         self._outbox = _Outbox(layout, max(outbox_rows, MIN_OUTBOX_ROWS))
         self._error: BaseException | None = None

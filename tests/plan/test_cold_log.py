@@ -1,13 +1,13 @@
 """What a cold tier reads and moves, counted against a loop over lists and sets."""
 
-from collections import OrderedDict
+from collections import Counter
 
 import numpy as np
 import pytest
 
 from tierstore.io.segments import geometry
 from tierstore.plan.accesses import Accesses, once_a_batch
-from tierstore.plan.cold_log import ColdLog, LogShares, cold_log_of, pages_of_rows
+from tierstore.plan.cold_log import ColdLog, LogShares, Writing, cold_log_of, pages_of_rows
 from tierstore.rows import KEY_ROW_BITS, RowLayout
 
 pytestmark = pytest.mark.kernel
@@ -16,6 +16,7 @@ LAYOUT = RowLayout(dim=320)
 """Three rows in a page, 45 in a segment."""
 WIDE = RowLayout(dim=1250)
 """Two rows in three pages, each on two of them."""
+PLAIN = Writing(LAYOUT, 1 << 20, is_ahead=False)
 SLACK = 1.4
 NUM_ROWS = 2000
 """On disk."""
@@ -31,72 +32,105 @@ def batches_of(*batches: list[int], rate: float = 1.0) -> Accesses:
 class SlowLog:
     """Places are ``(segment, index)``; segments of rows that have not changed are named by table and number."""
 
-    def __init__(self, layout: RowLayout, *, is_written: bool) -> None:
-        self.size, self.is_written = layout.rows_per_segment, is_written
+    def __init__(self, layout: RowLayout) -> None:
+        self.layout, self.size = layout, layout.rows_per_segment
         self.pages = pages_of_rows(layout)
         self.segments: dict[int, list[int]] = {}
         self.places: dict[int, tuple[object, int]] = {}
-        self.open: dict[str, int | None] = {"leaving": None, "moved": None}
         self.next = 0
 
     def place(self, key: int) -> tuple[object, int]:
         row = key % (1 << KEY_ROW_BITS)
         return self.places.get(key, ((key >> KEY_ROW_BITS, row // self.size), row % self.size))
 
-    def pages_of(self, keys: list[int]) -> int:
-        found = set()
-        for segment, index in map(self.place, keys):
-            found |= {(segment, page) for page in range(self.pages.first[index], self.pages.last[index] + 1)}
-        return len(found)
+    def pages_of(self, key: int) -> set[tuple[object, int]]:
+        segment, index = self.place(key)
+        return {(segment, page) for page in range(self.pages.first[index], self.pages.last[index] + 1)}
 
-    def append(self, key: int, kind: str) -> None:
-        number = self.open[kind]
-        if number is None or len(self.segments[number]) == self.size:
-            number, self.open[kind], self.next = self.next, self.next, self.next + 1
-            self.segments[number] = []
-        self.places[key] = number, len(self.segments[number])
-        self.segments[number].append(key)
+    def append(self, keys: list[int]) -> None:
+        for first in range(0, len(keys), self.size):
+            part, self.next = keys[first : first + self.size], self.next + 1
+            self.segments[self.next] = part
+            self.places |= {key: (self.next, index) for index, key in enumerate(part)}
+        self.segments = {number: keys for number, keys in self.segments.items() if self.live(number)}
 
     def live(self, number: int) -> list[int]:
         return [key for index, key in enumerate(self.segments[number]) if self.places[key] == (number, index)]
 
+    def needed(self, number: int) -> float:
+        """Pages, if the segment were full."""
+        return len(self.live(number)) / self.size * self.layout.segment_pages(self.size)
+
     def clean(self) -> tuple[int, int]:
-        """One segment after another, the emptiest first."""
-        moved = cleaned = 0
-        while len(self.segments) * self.size > SLACK * len(self.places) + (SLACK - 1) * NUM_ROWS:
-            closed = [number for number in self.segments if number not in self.open.values()]
-            emptiest = min(closed, key=lambda number: len(self.live(number)), default=None)
-            if emptiest is None or len(keys := self.live(emptiest)) == self.size:
-                break
-            moved, cleaned = moved + len(keys), cleaned + bool(keys)
-            for key in keys:
-                self.append(key, "moved")
-            del self.segments[emptiest]
-        return moved, cleaned
+        pages = {number: self.layout.segment_pages(len(keys)) for number, keys in self.segments.items()}
+        allowed = SLACK * len(self.places) + (SLACK - 1) * NUM_ROWS
+        excess = sum(pages.values()) - allowed / self.size * self.layout.segment_pages(self.size)
+        victims = []
+        for number in sorted(pages, key=lambda number: (int(self.size * self.needed(number) / pages[number]), -number)):
+            if excess > 0 and self.needed(number) < 0.95 * pages[number]:
+                excess -= pages[number] - self.needed(number)
+                victims.append(number)
+        keys = [key for number in victims for key in self.live(number)]
+        if sum(pages[number] for number in victims) <= self.layout.pages_for(len(keys)):
+            return 0, 0
+        self.append(keys)
+        return len(keys), len(victims)
 
 
-def slow_shares(accesses: Accesses, capacity: int, layout: RowLayout, *, is_written: bool) -> LogShares | None:
-    log, cached = SlowLog(layout, is_written=is_written), OrderedDict[int, None]()
-    missed = pages = moved = cleaned = 0
+class SlowStore:
+    """A cache over the log.
+
+    Attributes:
+        is_newer: of the rows in memory, those used longest ago first.
+    """
+
+    def __init__(self, layout: RowLayout, capacity: int, together: int) -> None:
+        self.log, self.capacity, self.together = SlowLog(layout), capacity, together
+        self.is_newer: dict[int, bool] = {}
+        self.has_written = False
+        self.counts = Counter[str]()
+
+    def write(self, most: int) -> None:
+        keys = [key for key, is_newer in self.is_newer.items() if is_newer][:most]
+        self.is_newer |= dict.fromkeys(keys, False)
+        self.has_written = True
+        self.log.append(keys)
+        moved, cleaned = self.log.clean()
+        self.counts.update(written=len(keys), moved=moved, cleaned=cleaned)
+
+    def look_up(self, keys: list[int]) -> int:
+        """Rows that were missing."""
+        missing, read = 0, set[tuple[object, int]]()
+        for key in keys:
+            if key not in self.is_newer:
+                missing, pages = missing + 1, self.log.pages_of(key) - read
+                read |= pages
+                self.counts.update(missed=1, pages=len(pages))
+                if len(self.is_newer) == self.capacity:
+                    oldest = next(iter(self.is_newer))
+                    if self.is_newer[oldest]:
+                        self.write(self.together)
+                    del self.is_newer[oldest]
+            self.is_newer.pop(key, None)
+            self.is_newer[key] = self.together > 0
+        return missing
+
+
+def slow_shares(accesses: Accesses, capacity: int, writing: Writing, *, is_written: bool) -> LogShares | None:
+    together = min(writing.layout.rows_within(writing.transaction_bytes), max(1, capacity // 8))
+    store = SlowStore(writing.layout, capacity, is_written * together)
     for batch in range(accesses.num_batches):
         if batch == accesses.num_batches // 2:
-            if len(cached) < capacity:
+            if len(store.is_newer) < capacity:
                 return None
-            missed = pages = moved = cleaned = 0
-        missing = []
-        for key in accesses.keys[accesses.starts[batch] : accesses.starts[batch + 1]].tolist():
-            if key not in cached:
-                missing.append(key)
-                if len(cached) == capacity:
-                    out, _ = cached.popitem(last=False)
-                    if is_written:
-                        log.append(out, "leaving")
-            cached[key] = None
-            cached.move_to_end(key)
-        missed, pages = missed + len(missing), pages + log.pages_of(missing)
-        rows, segments = log.clean()
-        moved, cleaned = moved + rows, cleaned + segments
-    return LogShares(pages / missed, moved / missed, cleaned / missed)
+            store.counts.clear()
+        missing = store.look_up(accesses.keys[accesses.starts[batch] : accesses.starts[batch + 1]].tolist())
+        if writing.is_ahead and store.has_written and batch % 2 == 0:
+            for first in range(0, missing, together):
+                store.write(min(together, missing - first))
+    counts = store.counts
+    written = max(counts["written"], 1)
+    return LogShares(counts["pages"] / counts["missed"], counts["moved"] / written, counts["cleaned"] / written)
 
 
 def drawn_batches(seed: int, *, num_batches: int = 100, batch: int = 300) -> Accesses:
@@ -108,12 +142,13 @@ def drawn_batches(seed: int, *, num_batches: int = 100, batch: int = 300) -> Acc
 
 @pytest.mark.parametrize("layout", [LAYOUT, WIDE])
 @pytest.mark.parametrize("capacity", [256, 1024])
-def test_as_much_as_a_loop_counts(layout: RowLayout, capacity: int) -> None:
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_as_much_as_a_loop_counts(layout: RowLayout, capacity: int, is_ahead: bool) -> None:
     """Segments that are equally empty are cleaned in another order, and what is moved is a little more or less."""
-    accesses = drawn_batches(capacity)
+    accesses, writing = drawn_batches(capacity), Writing(layout, 1 << 17, is_ahead)
     for is_written in (False, True):
-        expected = slow_shares(accesses, capacity, layout, is_written=is_written)
-        found = ColdLog(accesses, NUM_ROWS, is_written=is_written).shares(capacity, layout)
+        expected = slow_shares(accesses, capacity, writing, is_written=is_written)
+        found = ColdLog(accesses, NUM_ROWS, is_written=is_written).shares(capacity, writing)
         assert expected is not None
         assert found is not None
         assert found.pages == pytest.approx(expected.pages, rel=1e-2 if is_written else 1e-12)
@@ -137,7 +172,8 @@ def test_rows_that_leave_together_are_read_together() -> None:
     """Whatever their ids: batches of rows from all over, each again after all others."""
     rows = np.random.default_rng(0).permutation(45 * 60).reshape(60, 45)
     batches = batches_of(*(rows.tolist() * 6))
-    packed, scattered = (ColdLog(batches, NUM_ROWS, is_written=each).shares(45, LAYOUT) for each in (True, False))
+    of_segments = Writing(LAYOUT, 1 << 16, is_ahead=False)
+    packed, scattered = (ColdLog(batches, NUM_ROWS, is_written=each).shares(512, of_segments) for each in (True, False))
     assert packed == (pytest.approx(1 / 3, rel=0.01), 0, 0), "and segments are overwritten whole"
     assert scattered is not None
     assert scattered.pages > 0.95
@@ -148,7 +184,7 @@ def test_rows_that_have_not_changed_lie_by_their_ids() -> None:
     tables = [[key for row in batch[:6] for key in (row, row | 1 << KEY_ROW_BITS)] for batch in near]
     for batches, pages in ((near, 5 / 15), (tables, 4 / 12)):
         for is_written in (False, True):
-            shares = ColdLog(batches_of(*batches), NUM_ROWS, is_written=is_written).shares(64, LAYOUT)
+            shares = ColdLog(batches_of(*batches), NUM_ROWS, is_written=is_written).shares(64, PLAIN)
             assert shares is not None
             assert shares.pages == pytest.approx(pages, rel=0.02)
             assert shares.moved == 0, "no row is overwritten"
@@ -157,28 +193,28 @@ def test_rows_that_have_not_changed_lie_by_their_ids() -> None:
 def test_between_sizes_on_a_line_and_beyond_them_as_at_the_largest() -> None:
     accesses = drawn_batches(5)
     found = ColdLog(accesses, NUM_ROWS, is_written=True)
-    small, middle, large = (found.shares(size, LAYOUT) for size in (64, 76.1, 91))
+    small, middle, large = (found.shares(size, PLAIN) for size in (64, 76.1, 91))
     assert small is not None
     assert middle is not None
     assert large is not None
     for low, between, high in zip(small, middle, large, strict=True):
         assert between == pytest.approx((low + high) / 2, rel=0.01)
     sizes = [round(2 ** (step / 2)) for step in range(26)]
-    ends = [slow_shares(accesses, size, LAYOUT, is_written=False) for size in (1, *sizes)]
+    ends = [slow_shares(accesses, size, PLAIN, is_written=False) for size in (1, *sizes)]
     unwritten = ColdLog(accesses, NUM_ROWS, is_written=False)
-    assert unwritten.shares(1e9, LAYOUT) == [share for share in ends if share is not None][-1]
-    assert unwritten.shares(0, LAYOUT) == ends[0]
+    assert unwritten.shares(1e9, PLAIN) == [share for share in ends if share is not None][-1]
+    assert unwritten.shares(0, PLAIN) == ends[0]
 
 
 def test_rows_that_fit_leave_nothing_to_count() -> None:
-    assert ColdLog(batches_of([1], [1], [1]), NUM_ROWS, is_written=True).shares(4, LAYOUT) is None
+    assert ColdLog(batches_of([1], [1], [1]), NUM_ROWS, is_written=True).shares(4, PLAIN) is None
 
 
 def test_a_cache_that_fills_late_is_taken_for_a_smaller_one() -> None:
     """Of 40 batches of rows of their own the last leave a cache of 512, which the first half does not fill."""
     batches = batches_of(*([*range(first, first + 15)] for first in range(0, 600 * 15, 15 * 15)))
     found = ColdLog(batches, NUM_ROWS, is_written=True)
-    assert found.shares(512, LAYOUT) == found.shares(256, LAYOUT) is not None
+    assert found.shares(512, PLAIN) == found.shares(256, PLAIN) is not None
 
 
 def test_a_sample_does_not_tell() -> None:

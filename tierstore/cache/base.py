@@ -211,8 +211,8 @@ class RowCache(Protocol):
         """Up to ``limit`` dirty and frozen slots, next victims first, pinned ones included. Changes nothing."""
 
     def by_admission(self, slots: Int32s) -> Int32s:
-        """The same slots in the order of their rows' last admissions and, of one, of first use in it; as given by a cache
-        that does not know it. Changes nothing."""
+        """The same slots in the order of their rows' last admissions and, of one, of first use in it; as given, by a
+        cache that does not know it. Changes nothing."""
 
     def clean(self, slots: Int32s) -> Int32s:
         """Make dirty slots clean; returns those of ``slots`` that were dirty, in order.

@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DamagedError
-from ..rows import RowLayout
 from .appending import NewRows
 from .gather import queue_segments
 from .reads import RowReader
@@ -26,7 +25,7 @@ from .row_map import RowMap
 from .slots import Segments
 from .snapshot import Snapshot
 
-__all__ = ["DEFAULT_SLACK", "Cleaner", "Moved"]
+__all__ = ["DEFAULT_SLACK", "FULL_SHARE", "MOST_SAMPLED", "Cleaner", "Moved"]
 
 Int64s = NDArray[np.int64]
 Words = NDArray[np.uint64]
@@ -34,11 +33,11 @@ Words = NDArray[np.uint64]
 _LOG: Final = logging.getLogger("tierstore")
 
 DEFAULT_SLACK: Final = 1.4
-_SAMPLE: Final = 4096
+MOST_SAMPLED: Final = 4096
 """Segments that are looked at for victims."""
 _PAGES_A_PAGE: Final = 4
 """Pages that are freed for one that was appended, at most, while the slack is exceeded."""
-_FULL: Final = 0.95
+FULL_SHARE: Final = 0.95
 """Segments with more of the rows that would fill them are not moved."""
 
 
@@ -127,7 +126,7 @@ class Cleaner:
         needed = (arrays.live[slots] + arrays.held[slots]) * pages_a_row
         excess = min(of_all, (arrays.pages[slots].sum() - self.slack * needed.sum()) * scale)
         fill = needed / arrays.pages[slots]
-        chosen = fill < _FULL
+        chosen = fill < FULL_SHARE
         if self._spoiled:
             chosen &= ~np.isin(arrays.numbers[slots], np.array(list(self._spoiled), np.uint64))
         slots, fill = slots[chosen], fill[chosen]
@@ -139,7 +138,8 @@ class Cleaner:
             together = self._interval(segments, slots, kept) == self._interval(segments, slots[:1], kept)
             freed = np.cumsum(arrays.pages[slots[together]] * (1 - fill[together]))
             victims = slots[together][: 1 + int(np.searchsorted(freed, min(excess, _PAGES_A_PAGE * appended)))]
-            if arrays.pages[victims].sum() > _pages_together(segments.layout, int(arrays.live[victims].sum())):
+            # Rows of several epochs take most pages.
+            if arrays.pages[victims].sum() > segments.layout.pages_for(int(arrays.live[victims].sum()), is_mixed=True):
                 self._plans[geo.layout_id] = _Plan(victims, arrays.numbers[victims].copy())
                 address = snapshot.file_map.rows.address
                 queue_segments(address, geo.page_words, segments.first_pages(victims), arrays.pages[victims])
@@ -148,9 +148,9 @@ class Cleaner:
         return False
 
     def _sample(self, length: int) -> Int64s:
-        if length <= _SAMPLE:
+        if length <= MOST_SAMPLED:
             return np.arange(length)
-        return np.unique(self._random.integers(0, length, _SAMPLE))
+        return np.unique(self._random.integers(0, length, MOST_SAMPLED))
 
     def _interval(self, segments: Segments, slots: Int64s, kept: tuple[int, ...]) -> Int64s:
         """A number for the kept versions between which the rows of a segment were written; one for each open epoch."""
@@ -158,10 +158,3 @@ class Cleaner:
         current = kept[-1] if kept else 0
         found: Int64s = np.where(newest <= current, np.searchsorted(kept, newest), len(kept) + newest)
         return found
-
-
-def _pages_together(layout: RowLayout, num_rows: int) -> int:
-    """At most so many pages are filled by rows of several epochs."""
-    whole, rest = divmod(num_rows, layout.rows_per_segment)
-    pages = whole * layout.segment_pages(layout.rows_per_segment, is_mixed=True)
-    return pages + layout.segment_pages(rest, is_mixed=True)

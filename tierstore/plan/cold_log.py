@@ -1,7 +1,8 @@
 """What a cold tier that is a log reads, appends and moves, by a trace that is gone through with a cache over it.
 
 Rows are appended in the order in which they leave memory, so rows that left together lie together, and often come back
-together. Cleaning is as in ``io.cleaning``: the emptiest segments first, whose live rows go to segments of their own.
+together. They are as many a transaction as in ``writeback``, and its last segment is seldom full. Cleaning is as in
+``io.cleaning``: the emptiest segments first, whose live rows go to segments of their own.
 """
 
 import functools
@@ -12,28 +13,45 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._jit import inline, kernel
-from ..io.cleaning import DEFAULT_SLACK
+from ..io.cleaning import DEFAULT_SLACK, FULL_SHARE, MOST_SAMPLED
 from ..io.segments import geometry
 from ..rows import BLOCK_HEADER_WORDS, KEY_ROW_BITS, PAIR_WORDS, RowLayout
+from ..writeback import rows_a_write
 from .accesses import Accesses, numbered
 
-__all__ = ["ColdLog", "LogShares", "cold_log_of", "pages_of_rows"]
+__all__ = ["AHEAD_EVERY", "ColdLog", "LogShares", "Writing", "cold_log_of", "pages_of_rows"]
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 
 _STEPS_AN_OCTAVE: Final = 2
-_SPARE_SEGMENTS: Final = 4
-"""Open ones, and such as rows are moved to before those that they come from are free."""
+AHEAD_EVERY: Final = 2
+"""Batches: when a thread is to write ahead, the write before is under way every other time."""
+
+
+class Writing(NamedTuple):
+    """How rows are written back.
+
+    Attributes:
+        layout: of the rows.
+        transaction_bytes: as of ``budget.Division``.
+        is_ahead: batches are brought in ahead, and while one is, a thread writes what the next one puts out.
+    """
+
+    layout: RowLayout
+    transaction_bytes: int
+    is_ahead: bool
+
+    def transaction_rows(self, cached_rows: float) -> int:
+        """At most, under a cache of so many rows."""
+        return rows_a_write(self.layout, self.transaction_bytes, int(cached_rows))
 
 
 class LogShares(NamedTuple):
-    """For each row that is missing in memory.
-
-    Attributes:
-        pages: that missing rows lie on, each once a batch.
-        moved: rows that cleaning moves.
-        cleaned: segments that they are from.
+    """Attributes:
+    pages: that missing rows lie on, each once a batch; for each row that is missing in memory.
+    moved: rows that cleaning moves, for each row that is written.
+    cleaned: segments that they are from, likewise.
     """
 
     pages: float
@@ -57,9 +75,9 @@ class ColdLog:
         self._accesses = accesses
         self._num_rows = num_rows
         self._is_written = is_written
-        self._found: dict[tuple[int, RowLayout], LogShares | None] = {}
+        self._found: dict[tuple[int, Writing], LogShares | None] = {}
 
-    def shares(self, rows: float, layout: RowLayout) -> LogShares | None:
+    def shares(self, rows: float, writing: Writing) -> LogShares | None:
         """Under a cache of so many rows; of a larger one than any that half of the trace fills, as of the largest of
         these. None if it fills none.
 
@@ -67,32 +85,35 @@ class ColdLog:
         """
         place = _STEPS_AN_OCTAVE * math.log2(max(rows, 1.0))
         lower = int(place)
-        above = self._of_step(lower + 1, layout)
+        above = self._of_step(lower + 1, writing)
         for step in range(lower, -1, -1):
-            below = self._of_step(step, layout)
+            below = self._of_step(step, writing)
             if below is not None:
                 weight = place - lower if above is not None else 0.0
                 return LogShares(*(a + weight * (b - a) for a, b in zip(below, above or below, strict=True)))
         return None
 
-    def _of_step(self, step: int, layout: RowLayout) -> LogShares | None:
-        key = step, layout
+    def _of_step(self, step: int, writing: Writing) -> LogShares | None:
+        key = step, writing
         if key not in self._found:
-            self._found[key] = self._go_through(round(2 ** (step / _STEPS_AN_OCTAVE)), layout)
+            self._found[key] = self._go_through(round(2 ** (step / _STEPS_AN_OCTAVE)), writing)
         return self._found[key]
 
-    def _go_through(self, capacity: int, layout: RowLayout) -> LogShares | None:
+    def _go_through(self, capacity: int, writing: Writing) -> LogShares | None:
         """Of the second half, the cache being full from the first."""
         numbers, keys = self._rows
         if capacity >= len(keys):
             return None
-        starts, garbage = self._accesses.starts, DEFAULT_SLACK - 1
-        most = (1 + garbage) * len(keys) + garbage * self._num_rows + np.diff(starts).max()
-        log = _new_log(layout, keys, min(most, len(numbers)))
-        halfway = (len(starts) - 1) // 2
-        counted = _go_through(log, numbers, starts, halfway, capacity, self._is_written, garbage, self._num_rows)
-        missed, pages, moved, cleaned = counted
-        return LogShares(pages / missed, moved / missed, cleaned / missed) if missed else None
+        starts, together = self._accesses.starts, writing.transaction_rows(capacity)
+        log, ring = _new_log(writing.layout, keys, self._num_rows, together), _new_ring(len(keys))
+        halfway, counted = (len(starts) - 1) // 2, np.zeros(5, np.int64)
+        _go_through(
+            log, ring, numbers, starts, halfway, capacity, together * self._is_written, writing.is_ahead, counted
+        )
+        missed, pages, written, moved, cleaned = counted.tolist()
+        if not missed:
+            return None
+        return LogShares(pages / missed, moved / max(written, 1), cleaned / max(written, 1))
 
     @functools.cached_property
     def _rows(self) -> tuple[Int32s, Int64s]:
@@ -133,10 +154,13 @@ class _Log(NamedTuple):
     Attributes:
         places: int64 [rows], ``segment * rows_per_segment + index``.
         rows: int32 [segments of the log, rows_per_segment], what was appended there.
-        live: int64 [segments], rows that have their place there; of the log -1 where nothing was appended.
-        free: int64 [segments of the log], such segments' numbers, as many as ``counts`` says.
-        counts: int64 [6]: free segments; rows that have changed; the open segment of rows that leave memory and that
-            of rows that are moved; rows appended to each of these.
+        live: int64 [segments of the log], rows that have their place there; 0 of a free segment.
+        pages: int64 [segments of the log], that a segment takes, with those of superseded rows.
+        free: int64 [segments of the log], such segments' numbers, as many as ``state`` says.
+        state: int64 [4]: free segments; the least number of one that was used; rows that have changed; pages of the
+            log.
+        pages_of: int64 [rows_per_segment + 1], of a segment of so many rows.
+        num_rows: on disk, in the version that is kept.
         first, last: see ``PagesOfRows``.
         read_in: int32 [segments, pages], the batch that last read each page.
     """
@@ -144,76 +168,116 @@ class _Log(NamedTuple):
     places: Int64s
     rows: Int32s
     live: Int64s
+    pages: Int64s
     free: Int64s
-    counts: Int64s
+    state: Int64s
+    pages_of: Int64s
+    num_rows: int
     first: Int64s
     last: Int64s
     read_in: Int32s
 
 
-_FREE, _CHANGED, _OPEN, _USED = 0, 1, 2, 4
-_LEAVING, _MOVED = 0, 1
+_FREE, _LEAST, _CHANGED, _PAGES = 0, 1, 2, 3
 
 
-def _new_log(layout: RowLayout, keys: Int64s, most: float) -> _Log:
-    """Of rows with these keys; ``most``: that the log has at any time, superseded ones included."""
+class _Ring(NamedTuple):
+    """The rows in memory, in order of their last use, the root behind the newest and before the oldest.
+
+    Attributes:
+        before, after: int64 [rows + 1]; -1 of rows that are not in memory. The root is the last.
+        is_newer: bool [rows], in memory than on disk.
+    """
+
+    before: Int64s
+    after: Int64s
+    is_newer: NDArray[np.bool_]
+
+
+_MISSED, _READ, _WRITTEN, _MOVED, _CLEANED = 0, 1, 2, 3, 4
+
+
+def _new_log(layout: RowLayout, keys: Int64s, num_rows: int, together: int) -> _Log:
+    """Of rows with these keys; ``together``: rows of a transaction, at most."""
     size, row_mask = layout.rows_per_segment, (1 << KEY_ROW_BITS) - 1
     rows = keys & row_mask
     unchanged, segments = np.unique((keys & ~row_mask) | rows // size, return_inverse=True)
-    num_segments = math.ceil(most / size) + _SPARE_SEGMENTS
+    most = DEFAULT_SLACK * len(keys) + (DEFAULT_SLACK - 1) * num_rows + together
+    num_segments = 2 * layout.pages_for(math.ceil(most)) // layout.segment_pages(1)
     pages = pages_of_rows(layout)
     return _Log(
         places=(num_segments + segments) * size + rows % size,
         rows=np.empty((num_segments, size), np.int32),
-        live=np.full(num_segments + len(unchanged), -1, np.int64),
+        live=np.zeros(num_segments, np.int64),
+        pages=np.zeros(num_segments, np.int64),
         free=np.arange(num_segments),
-        counts=np.array([num_segments, 0, -1, -1, size, size]),
+        state=np.array([num_segments, num_segments, 0, 0]),
+        pages_of=np.array([layout.pages_for(count) for count in range(size + 1)]),
+        num_rows=num_rows,
         first=pages.first,
         last=pages.last,
         read_in=np.full((num_segments + len(unchanged), int(pages.last[-1]) + 1), -1, np.int32),
     )
 
 
+def _new_ring(num_rows: int) -> _Ring:
+    before, after = np.full(num_rows + 1, -1, np.int64), np.full(num_rows + 1, -1, np.int64)
+    before[num_rows] = after[num_rows] = num_rows
+    return _Ring(before, after, np.zeros(num_rows, np.bool_))
+
+
 @kernel
 def _go_through(
-    log: Any, numbers: Any, starts: Any, counted_from: Any, capacity: Any, is_written: Any, garbage: Any, num_rows: Any
-) -> tuple[int, int, int, int]:
-    """Rows missing, pages read, rows moved and segments cleaned, from batch ``counted_from`` on; none if the cache was
-    not full by then."""
-    # A ring of the rows that are in, the one used longest ago behind the root.
-    root = len(log.places)
-    before, after = np.full(root + 1, -1, np.int64), np.full(root + 1, -1, np.int64)
-    before[root] = after[root] = root
-    used = missed = pages = moved = cleaned = 0
+    log: Any, ring: Any, numbers: Any, starts: Any, counted_from: Any, capacity: Any, together: Any, is_ahead: Any,
+    counted: Any,
+) -> None:  # fmt: skip
+    """Count from batch ``counted_from`` on; nothing if the cache was not full by then.
+
+    Args:
+        together: rows of a transaction, at most; 0: nothing is written.
+        counted: int64 [5]: rows missing, pages read, rows written, rows moved, segments cleaned.
+    """
+    used, root, has_written = 0, len(log.places), False
     for batch in range(len(starts) - 1):
         if batch == counted_from:
+            counted[:] = 0
             if used < capacity:
-                return 0, 0, 0, 0
-            missed = pages = moved = cleaned = 0
+                return
+        missing = 0
         for i in range(starts[batch], starts[batch + 1]):
             row = numbers[i]
-            if after[row] >= 0:
-                _unlink(before, after, row)
+            if ring.after[row] >= 0:
+                _unlink(ring, row)
             else:
-                missed += 1
-                pages += _read(log, row, batch)
-                if used < capacity:
-                    used += 1
-                else:
-                    out = after[root]
-                    _unlink(before, after, out)
-                    if is_written:
-                        _append(log, out, _LEAVING)
-            last = before[root]
-            after[last], before[row], after[row], before[root] = row, last, root, row
-        rows, segments = _clean(log, garbage * (log.counts[_CHANGED] + num_rows))
-        moved += rows
-        cleaned += segments
-    return missed, pages, moved, cleaned
+                missing += 1
+                counted[_READ] += _read(log, row, batch)
+                used += 1
+            if used > capacity:
+                out = ring.after[root]
+                if ring.is_newer[out]:
+                    _write(log, ring, together, counted)
+                    has_written = True
+                _unlink(ring, out)
+                used -= 1
+            _link(ring, row)
+            ring.is_newer[row] = together > 0
+        counted[_MISSED] += missing
+        if is_ahead and has_written and batch % AHEAD_EVERY == 0:
+            for first in range(0, missing, together):
+                _write(log, ring, min(together, missing - first), counted)
 
 
 @inline
-def _unlink(before: Any, after: Any, row: Any) -> None:
+def _link(ring: Any, row: Any) -> None:
+    """As the one used last."""
+    root = len(ring.is_newer)
+    last = ring.before[root]
+    ring.after[last], ring.before[row], ring.after[row], ring.before[root] = row, last, root, row
+
+
+@inline
+def _unlink(ring: Any, row: Any) -> None:
+    before, after = ring.before, ring.after
     after[before[row]], before[after[row]] = after[row], before[row]
     after[row] = -1
 
@@ -231,53 +295,91 @@ def _read(log: Any, row: Any, batch: Any) -> int:
 
 
 @inline
-def _append(log: Any, row: Any, kind: Any) -> None:
-    """Give a row its next place, among those that leave memory or those that are moved."""
-    counts, size = log.counts, log.rows.shape[1]
-    if counts[_USED + kind] == size:
-        counts[_FREE] -= 1
-        counts[_OPEN + kind] = log.free[counts[_FREE]]
-        counts[_USED + kind] = log.live[counts[_OPEN + kind]] = 0
-    old, segment, index = log.places[row] // size, counts[_OPEN + kind], counts[_USED + kind]
-    counts[_CHANGED] += old >= len(log.rows)
-    log.live[old] -= 1
-    log.live[segment] += 1
-    log.rows[segment, index] = row
-    log.places[row] = segment * size + index
-    counts[_USED + kind] += 1
+def _write(log: Any, ring: Any, most: Any, counted: Any) -> None:
+    """One transaction: so many newer rows at most, those used longest ago; and cleaning."""
+    rows, count, root = np.empty(most, np.int32), 0, len(log.places)
+    row = ring.after[root]
+    while row != root and count < most:
+        if ring.is_newer[row]:
+            ring.is_newer[row] = False
+            rows[count] = row
+            count += 1
+        row = ring.after[row]
+    counted[_WRITTEN] += count
+    _append(log, rows[:count])
+    _clean(log, counted)
 
 
 @inline
-def _clean(log: Any, garbage: Any) -> tuple[int, int]:
-    """Move what is live in the emptiest segments until the log has only so many superseded rows; how many rows, and
-    from how many segments."""
-    counts, (num_segments, size) = log.counts, log.rows.shape
-    excess = num_segments - counts[_FREE] - (counts[_CHANGED] + garbage) / size
-    moved = cleaned = 0
+def _append(log: Any, rows: Any) -> None:
+    """Give rows their next places, in segments of their own."""
+    state, size = log.state, log.rows.shape[1]
+    for first in range(0, len(rows), size):
+        part = rows[first : first + size]
+        assert state[_FREE] > 0, "there are twice as many segments as there can be"
+        state[_FREE] -= 1
+        state[_LEAST] = min(state[_LEAST], state[_FREE])
+        segment = log.free[state[_FREE]]
+        log.live[segment], log.pages[segment] = len(part), log.pages_of[len(part)]
+        state[_PAGES] += log.pages[segment]
+        for index in range(len(part)):
+            old = log.places[part[index]] // size
+            log.rows[segment, index] = part[index]
+            log.places[part[index]] = segment * size + index
+            if old >= len(log.rows):
+                state[_CHANGED] += 1
+            else:
+                _lose(log, old)
+
+
+@inline
+def _lose(log: Any, segment: Any) -> None:
+    """A row of the segment is live there no more; without any the segment is free."""
+    log.live[segment] -= 1
+    if not log.live[segment]:
+        log.state[_PAGES] -= log.pages[segment]
+        log.free[log.state[_FREE]] = segment
+        log.state[_FREE] += 1
+
+
+@inline
+def _clean(log: Any, counted: Any) -> None:
+    """Move what is live in the emptiest segments, if the log takes more pages than the slack allows."""
+    size = log.rows.shape[1]
+    allowed = DEFAULT_SLACK * log.state[_CHANGED] + (DEFAULT_SLACK - 1) * log.num_rows
+    excess = log.state[_PAGES] - allowed * log.pages_of[size] / size
     if excess <= 0:
-        return moved, cleaned
-    by_live = np.zeros(size, np.int64)
-    for segment in range(num_segments):
-        if 0 <= log.live[segment] < size and segment != counts[_OPEN] and segment != counts[_OPEN + 1]:
-            by_live[log.live[segment]] += 1
-    fullest = -1
-    while excess > 0 and fullest < size - 1:
-        fullest += 1
-        excess -= by_live[fullest] * (1 - fullest / size)
-    spared = int(-excess / (1 - fullest / size))  # of the fullest ones
-    for segment in range(num_segments):
-        live = log.live[segment]
-        if not 0 <= live <= fullest or segment == counts[_OPEN] or segment == counts[_OPEN + 1]:
-            continue
-        if live == fullest and spared > 0:
-            spared -= 1
-            continue
-        for index in range(size):
-            if log.places[log.rows[segment, index]] == segment * size + index:
-                _append(log, log.rows[segment, index], _MOVED)
-        moved += live
-        cleaned += live > 0
-        log.live[segment] = -1
-        log.free[counts[_FREE]] = segment
-        counts[_FREE] += 1
-    return moved, cleaned
+        return
+    victims = _emptiest(log, excess)
+    live = log.live[victims].sum()
+    if log.pages[victims].sum() <= live // size * log.pages_of[size] + log.pages_of[live % size]:
+        return
+    rows, count = np.empty(live, np.int32), 0
+    for segment in victims:
+        index, end = segment * size, count + log.live[segment]
+        while count < end:
+            row = log.rows[segment, index % size]
+            if log.places[row] == index:
+                rows[count] = row
+                count += 1
+            index += 1
+    _append(log, rows)
+    counted[_MOVED] += live
+    counted[_CLEANED] += len(victims)
+
+
+@inline
+def _emptiest(log: Any, excess: Any) -> Any:
+    """Of a sample of the segments where there are many, those that free so many pages."""
+    size, least = log.rows.shape[1], log.state[_LEAST]
+    stride = 1 + (len(log.live) - least) // MOST_SAMPLED
+    found = np.arange(least + log.state[_PAGES] % stride, len(log.live), stride)  # beginning anywhere
+    needed = log.live[found] * (log.pages_of[size] / size)
+    is_worth = (needed > 0) & (needed < FULL_SHARE * log.pages[found])
+    found, needed = found[is_worth], needed[is_worth]
+    freed = log.pages[found] - needed
+    fill = (size * needed / log.pages[found]).astype(np.int64)
+    last = np.searchsorted(np.cumsum(np.bincount(fill, freed)), excess)
+    at_last = np.flatnonzero(fill == last)
+    enough = 1 + np.searchsorted(np.cumsum(freed[at_last]), excess - freed[fill < last].sum())
+    return np.concatenate((found[fill < last], found[at_last[:enough]]))

@@ -11,24 +11,23 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from ..budget import Division, divide, divide_hbm
+from ..cache import REFERENCE_PREFIX, resolve_policy
 from ..errors import BudgetError
 from ..hbm.pool import HbmSize, host_bytes_of
 from ..io.cleaning import DEFAULT_SLACK
 from ..io.segments import geometry
 from ..pool import HELD_SHARE
 from ..rows import RowLayout
-from .cold_log import LogShares, pages_of_rows
+from .cold_log import AHEAD_EVERY, LogShares, Writing, pages_of_rows
 from .demand import Demand, PoolDemand
 from .prediction import Setup
 from .workload import Workload
 
 __all__ = ["PoolLoad", "StoreFile", "file_of", "pool_loads", "rows_together", "segment_bytes"]
 
-_LEAST_TRANSACTIONS: Final = 0.5
-"""In a step that has rows leave: trained stores with much memory made 0.3 to 0.5."""
-_FULL_SHARE: Final = 0.6
-"""Of what a transaction may hold: those of trained stores held 0.5 to 0.9."""
-_STEPS: Final = 100
+_BY_COUNT: Final = ("lfu", "tinylfu")
+"""Policies whose next victim is mostly a row of the batch before, which is newer than on disk."""
+_HALVINGS: Final = 24
 _MOST_CACHED: Final = 0.999
 _FILE_SHARE: Final = 1.05
 """Of a file of segments, over their bytes: the tree above them, and free pages."""
@@ -110,7 +109,7 @@ def pool_loads(setup: Setup, demand: Demand) -> tuple[PoolLoad, ...]:
             ddr_rows=size.cached_rows,
             is_full=size.is_full,
             cached_share=share,
-            transaction_rows=layout.rows_within(division.transaction_bytes),
+            transaction_bytes=division.transaction_bytes,
         )
         loads.append(_load(own))
     return tuple(loads)
@@ -178,7 +177,7 @@ class _Share(NamedTuple):
     ddr_rows: int
     is_full: bool
     cached_share: float
-    transaction_rows: int
+    transaction_bytes: int
 
     @property
     def layout(self) -> RowLayout:
@@ -222,10 +221,13 @@ def _load(own: _Share) -> PoolLoad:
         hbm_misses = unique + again
         misses += again
         from_device += again if own.cached_share * own.num_pages < unique else 0.0
-    log = _log_shares(own, both, from_device) if misses else LogShares(0.0, 0.0, 0.0)
+    keeps_batch = stays or unique <= HELD_SHARE * top
+    is_ahead = own.is_training and own.setup.prefetch_depth > 0 and keeps_batch
+    writing = Writing(own.layout, own.transaction_bytes, is_ahead)
+    written = _written(own, writing, both, misses) if misses and own.is_training else _NOTHING
+    log = _log_shares(own, writing, both, from_device, written.together) if misses else LogShares(0.0, 0.0, 0.0)
     pages = min(log.pages, own.row_pages / own.setup.rows_per_read)
     elsewhere = 1 - _found_by_chance(own.cached_share, own.layout)
-    written = min(misses, unique) if own.is_training else 0.0  # a row that is brought in twice has changed once
     return PoolLoad(
         layout=own.layout,
         num_rows=own.num_rows,
@@ -239,13 +241,44 @@ def _load(own: _Share) -> PoolLoad:
         misses=misses,
         device_misses=from_device * elsewhere,
         is_full=own.is_full,
-        keeps_batch=stays or unique <= HELD_SHARE * top,
+        keeps_batch=keeps_batch,
         pages_read=from_device * elsewhere * pages,
-        rows_written=written,
-        rows_moved=written * log.moved,
-        segments_cleaned=written * log.cleaned * (1 - own.cached_share),
-        transactions=max(_LEAST_TRANSACTIONS, written / (_FULL_SHARE * own.transaction_rows)) if written else 0.0,
+        rows_written=written.rows,
+        rows_moved=written.rows * log.moved,
+        segments_cleaned=written.rows * log.cleaned * (1 - own.cached_share),
+        transactions=written.transactions,
     )
+
+
+class _Written(NamedTuple):
+    """In a step."""
+
+    rows: float
+    transactions: float
+
+    @property
+    def together(self) -> float:
+        """Rows of a transaction, on average."""
+        return self.rows / self.transactions if self.transactions else 0.0
+
+
+_NOTHING: Final = _Written(0.0, 0.0)
+
+
+def _written(own: _Share, writing: Writing, rows: float, misses: float) -> _Written:
+    """Rows that leave, and rows that change once more after they were written: the next victims are written together,
+    half a transaction before they leave on average. By count each batch has a whole transaction written. A row that is
+    brought in twice has changed once.
+
+    Args:
+        rows: that all tiers in memory hold.
+    """
+    together = writing.transaction_rows(own.ddr_rows)
+    if resolve_policy(own.setup.policy).removeprefix(REFERENCE_PREFIX) in _BY_COUNT:
+        return _Written(min(max(misses, together), own.unique), max(1.0, misses / together))
+    written = min(misses + own.missed(rows - together / 2) - own.missed(rows), own.unique)
+    full = written / together
+    return _Written(written, full + (max(1.0, full) - full) / AHEAD_EVERY if writing.is_ahead else full)
 
 
 def rows_together(upper: float, lower: float, *, is_training: bool) -> float:
@@ -264,20 +297,25 @@ def _found_by_chance(share: float, layout: RowLayout) -> float:
     return 1.0 if share >= 1 else 1 - (1 - share) ** others
 
 
-def _log_shares(own: _Share, rows: float, read: float) -> LogShares:
-    """Of the rows that miss a cache of so many, of which some are read from the device: by a whole trace; else they lie
-    anywhere, and are overwritten alike."""
+def _log_shares(own: _Share, writing: Writing, rows: float, read: float, together: float) -> LogShares:
+    """Of the rows that miss a cache of so many: by a whole trace; else they lie anywhere, and are overwritten alike.
+
+    Args:
+        read: of them, from the device.
+        together: that a transaction has on average; 0 if nothing is written.
+    """
     log = own.pool.cold_log
-    by_trace = log.shares(rows * own.setup.hosts, own.layout) if log is not None else None
+    by_trace = log.shares(rows * own.setup.hosts, writing) if log is not None else None
     if by_trace is not None:
         return by_trace
     crowding = read * own.row_pages / own.num_pages
     pages = own.row_pages * (-math.expm1(-crowding) / crowding if crowding else 1.0)
-    live = _live_in_victims(min(rows / own.num_rows, _MOST_CACHED))
+    live = _live_in_victims(min(rows / own.num_rows, _MOST_CACHED), own.layout, together) if together else 0.0
     return LogShares(pages, live / (1 - live), 1 / (1 - live) / own.layout.rows_per_segment)
 
 
-def _live_in_victims(cached: float) -> float:
+@lru_cache(maxsize=4096)
+def _live_in_victims(cached: float, layout: RowLayout, together: float) -> float:
     """The share u of a segment's rows that are still live when cleaning comes to it, if all rows are used alike.
 
     Of N rows that are overwritten at random a copy is live with the chance ``exp(-a / N)`` after a further ones were
@@ -285,12 +323,19 @@ def _live_in_victims(cached: float) -> float:
     ``s N`` rows in the log ``-ln u / (1 - u) = s``, and u / (1 - u) are moved for each that is appended (M. Rosenblum
     and J. Ousterhout, 1992; P. Desnoyers, Analytic modeling of SSD write performance, SYSTOR 2012). Of a row in memory
     the copy on disk is live until it leaves: as long as it takes to append as many rows as are cached. Rows of the kept
-    version count, too, so that the newer ones have the slack of both.
+    version count, too, so that the newer ones have the slack of both. The slack is of pages, of which segments that are
+    not full take more: the last one of the rows that a transaction appends, and that of the rows that it moves.
 
     Args:
         cached: of all rows.
+        together: rows that a transaction appends.
     """
-    slack, live = (2 * DEFAULT_SLACK - 1 - cached) / (1 - cached), 0.0
-    for _ in range(_STEPS):
-        live = math.exp(-slack * (1 - live))
-    return live
+    slack, full_segment = (2 * DEFAULT_SLACK - 1 - cached) / (1 - cached), layout.segment_pages(layout.rows_per_segment)
+    low, high = 0.0, 1.0
+    for _ in range(_HALVINGS):
+        live = (low + high) / 2
+        moved = together * live / (1 - live)
+        least = (together + moved) / layout.rows_per_segment * full_segment
+        taken = layout.pages_for(math.ceil(together)) + layout.pages_for(math.ceil(moved))
+        low, high = (live, high) if -math.log(live) / (1 - live) > slack * least / taken else (low, live)
+    return low
