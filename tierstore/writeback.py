@@ -8,7 +8,7 @@ some at a time, while training goes on, and these rules keep the versions apart:
 - Rows that became dirty after the freeze are written for the next version, before or after what belongs to theirs: the
   cold tier keeps the two apart.
 
-Rows are written in the order in which they would be evicted, so that those last used together come to lie together.
+The next victims are written, in the order of their last use: those last used together come to lie together.
 
 Locks: ``gate`` (one write-back at a time; held over device writes), then the pool's ``lock``. A slot whose row is being
 written stays pinned until it is.

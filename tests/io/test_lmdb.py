@@ -1,5 +1,6 @@
 """What only the tier on a file promises: reopening, recovery, locks, a full disk, bounded memory."""
 
+import contextlib
 import errno
 import os
 import signal
@@ -26,10 +27,18 @@ from tests.conformance.cold_tier import (
     write_rows,
 )
 from tests.io.support import STORE_ID, flip, open_tier, place_of, plain_lmdb
-from tierstore.errors import ChecksumError, DiskFullError, ReadOnlyError, StoreLockedError, StoreNotFoundError
+from tierstore.errors import (
+    ChecksumError,
+    DiskFullError,
+    ReadOnlyError,
+    StoreLockedError,
+    StoreNotFoundError,
+    TierstoreError,
+)
 from tierstore.io.files import translate
 from tierstore.io.indexes import stored_segments
 from tierstore.io.lmdb import LmdbColdTier
+from tierstore.io.slots import Segments
 from tierstore.rows import RowLayout
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -300,6 +309,52 @@ def test_a_creation_cut_short_leaves_nothing_in_the_way(tmp_path: Path) -> None:
         "rows.lmdb-lock",
         "writer.lock",
     ]
+
+
+def test_a_commit_that_finds_no_room_to_clean_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with contextlib.closing(open_tier(tmp_path)) as tier:
+        add_tables(tier)
+        keys = keys_of(0, np.arange(500))
+        for version in (1, 2):
+            write_rows(tier, WIDE, keys, version)
+            with monkeypatch.context() as patch:
+                patch.setattr(tier._appender, "clean", _no_room)
+                assert commit(tier, b"") == version
+        assert "no room to clean up" in caplog.text
+        with tier.lease() as (snapshot, _):
+            assert len(stored_segments(snapshot).pages) == _segments(500), "what is dead goes before cleaning begins"
+        check_rows(tier, WIDE, keys, 2)
+
+
+def _no_room(*_: object) -> None:
+    raise DiskFullError("no room left")
+
+
+def test_a_commit_ends_though_others_write_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every turn of cleaning finds more to do, as rows are written in between."""
+    with contextlib.closing(open_tier(tmp_path)) as tier:
+        add_tables(tier)
+        write_rows(tier, WIDE, keys_of(0, np.arange(500)), 1)
+        calls: list[None] = []
+        monkeypatch.setattr(tier, "_clean", lambda: not calls.append(None))
+        assert commit(tier, b"") == 1
+        assert len(calls) < 30
+
+
+def test_more_segments_than_there_are_slots_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is told before anything is written; what is there is read on, and may be written anew."""
+    monkeypatch.setattr(Segments, "max_slots", 9)
+    with contextlib.closing(open_tier(tmp_path)) as tier:
+        tier.add_table(0, WIDE, 50 * WIDE.rows_per_segment)
+        size = WIDE.rows_per_segment
+        write_rows(tier, WIDE, keys_of(0, np.arange(4 * size)), 1)
+        with pytest.raises(TierstoreError, match="can hold no more"):
+            write_rows(tier, WIDE, keys_of(0, 4 * size + np.arange(9 * size)), 1)
+        check_rows(tier, WIDE, keys_of(0, np.arange(4 * size)), 1)
+        assert commit(tier, b"") == 1
+        tier.verify()
 
 
 def test_a_full_disk(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from .records import (
 from .segments import Geometry, build_segment, page_header_status
 from .snapshot import Snapshot
 
-__all__ = ["Change", "NewRows", "put_version"]
+__all__ = ["Change", "NewRows", "put_version", "require_headers"]
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -91,20 +91,8 @@ class Change:
         self._count(numbers.astype(np.uint64), 1)
         return Appended(numbers.astype(np.uint64), pages_each, *rest)
 
-    def delete(self, snapshot: Snapshot, stored: StoredSegments) -> None:
-        """Delete segments, after a look at the page headers that LMDB is going to believe.
-
-        Raises:
-            DamagedError: a page header is not that of such a segment.
-        """
-        file_map, page_bytes = snapshot.file_map.rows, snapshot.page_bytes
-        queue_segments(file_map.address, page_bytes // 8, stored.first_pages, np.ones(len(stored.pages), np.int32))
-        since = file_map.guard.begin()
-        status, at = _check_headers(file_map.words, page_bytes // 8, snapshot.limit_pages(), stored)
-        starts = stored.first_pages * page_bytes
-        file_map.guard.require(since, starts, starts + PAGE_HEADER_WORDS * 8)
-        if status:
-            raise segment_error(snapshot, int(stored.numbers[at]), status)
+    def delete(self, stored: StoredSegments) -> None:
+        """Delete segments, after ``require_headers``."""
         for number in stored.numbers.tolist():
             deleted = self._txn.delete(segment_key(number))
             assert deleted, "a segment in the tree could not be deleted"
@@ -140,6 +128,23 @@ class Appended(NamedTuple):
         assert np.array_equal(entries.numbers, self.numbers), "a segment just written is not in the tree"
         stored = StoredSegments(self.numbers, entries.pages, self.pages)
         return Indexes(stored, self.rows, self.newest, self.oldest, self.first_keys)
+
+
+def require_headers(snapshot: Snapshot, stored: StoredSegments) -> None:
+    """Look at LMDB's way to segments, and at the page headers that it is going to believe when it deletes them.
+
+    Raises:
+        DamagedError: a page header is not that of such a segment, or something cannot be read.
+    """
+    snapshot.seek(np.zeros_like(stored.numbers), stored.numbers)
+    file_map, page_bytes = snapshot.file_map.rows, snapshot.page_bytes
+    queue_segments(file_map.address, page_bytes // 8, stored.first_pages, np.ones(len(stored.pages), np.int32))
+    since = file_map.guard.begin()
+    status, at = _check_headers(file_map.words, page_bytes // 8, snapshot.limit_pages(), stored)
+    starts = stored.first_pages * page_bytes
+    file_map.guard.require(since, starts, starts + PAGE_HEADER_WORDS * 8)
+    if status:
+        raise segment_error(snapshot, int(stored.numbers[at]), status)
 
 
 @kernel

@@ -1,10 +1,11 @@
 """Cleaning: live rows of the emptiest segments are moved together, so that the segments can be deleted.
 
-Each write may clean about as much as it appends, as long as the segments take more pages than ``slack`` times those
-that their rows need. Victims are the segments with the fewest live rows a page, of a sample where there are many. That
-is greedy cleaning (Rosenblum and Ousterhout, "The Design and Implementation of a Log-Structured File System", 1992).
-The rows go to segments of their own, so that long-lived ones come to lie apart from the others. Their pages are read
-ahead, a turn before they are needed.
+Each write may clean a little, as long as the segments take more pages than ``slack`` times those that their rows need:
+it moves rows of ``1 / (slack - 1)`` pages for each page that it appends, which keeps the slack. Victims are the
+segments with the fewest live rows a page, of a sample where there are many. That is greedy cleaning (Rosenblum and
+Ousterhout, "The Design and Implementation of a Log-Structured File System", 1992). The rows go to segments of their
+own, so that long-lived ones come to lie apart from the others. Their pages are read ahead, a turn before they are
+needed.
 
 Only live rows are moved. A segment that also has rows which a kept version needs stays until that version is dropped,
 and counts as fuller. Rows that were written between different kept versions are not put together: ``row_map.py`` tells
@@ -137,7 +138,9 @@ class Cleaner:
         while len(slots):
             together = self._interval(segments, slots, kept) == self._interval(segments, slots[:1], kept)
             freed = np.cumsum(arrays.pages[slots[together]] * (1 - fill[together]))
-            victims = slots[together][: 1 + int(np.searchsorted(freed, min(excess, _PAGES_A_PAGE * appended)))]
+            moved = np.cumsum(arrays.live[slots[together]]) * pages_a_row
+            enough = 1 + int(np.searchsorted(freed, min(excess, _PAGES_A_PAGE * appended)))
+            victims = slots[together][: max(1, min(enough, int(np.searchsorted(moved, appended / (self.slack - 1)))))]
             # Rows of several epochs take most pages.
             if arrays.pages[victims].sum() > segments.layout.pages_for(int(arrays.live[victims].sum()), is_mixed=True):
                 self._plans[geo.layout_id] = _Plan(victims, arrays.numbers[victims].copy())

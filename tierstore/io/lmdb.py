@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..durable import sync_directory
-from ..errors import ClosedError, ReadOnlyError, StoreNotFoundError, TierstoreError
+from ..errors import ClosedError, DiskFullError, ReadOnlyError, StoreNotFoundError, TierstoreError
 from ..killpoints import reach
 from ..rows import KEY_ROW_BITS, MAX_ROWS, MAX_TABLES, RowLayout
 from .anchor import AnchorKeeper, require_sound
@@ -425,8 +425,7 @@ class LmdbColdTier:
             if not self._head.last < epoch <= MAX_VERSION:
                 raise ValueError(f"epoch={epoch} must be above {self._head.last}, the last version")
             new = NewRows(keys, slots, weights, state, np.array([epoch], np.uint64))
-            is_cold = self._reader.is_cold
-            written = self._appender.append(rows, rows.segments[layout], new, self._head.kept, is_cold=is_cold)
+            written = self._appender.append(rows, rows.segments[layout], new, self._head.kept)
             self._count(written, rows_written=len(keys), write_seconds=time.perf_counter() - started)
 
     def _count(self, written: Written, **more: float) -> None:
@@ -472,16 +471,24 @@ class LmdbColdTier:
             self._view.move(self._new_snapshot())
 
     def _prune(self) -> None:
-        """Delete what the kept versions do not need, and clean what that leaves too empty, a little at a time."""
+        """Delete what the kept versions do not need, and clean what that leaves too empty, a little at a time. A full
+        disk leaves that to later commits."""
         with self._writer:
             rows = self._make_map()
             for segments in rows.segments.values():
                 segments.release(self._head.kept, self._head.last)
-        for work in (self._clean, self._delete_dead):
-            while work():
-                time.sleep(_PAUSE_SECONDS)
+            turns = self._appender.take_turns(rows)
+        try:
+            for work in (self._delete_dead, self._clean, self._delete_dead):
+                for _ in range(turns):
+                    if not work():
+                        break
+                    time.sleep(_PAUSE_SECONDS)
+            with self._writer:
+                self._delete_items()
+        except DiskFullError as error:
+            _LOG.warning("the commit stands; there was no room to clean up after it (%s)", error)
         with self._writer:
-            self._delete_items()
             self._view.move(self._new_snapshot())
         self._anchor()  # only behind an anchor can the pages be used again
         reach("prune: done")
@@ -489,7 +496,7 @@ class LmdbColdTier:
     def _clean(self) -> bool:
         with self._writer:
             self._check_writable()
-            written = self._appender.clean(self._make_map(), self._head.kept, is_cold=self._reader.is_cold)
+            written = self._appender.clean(self._make_map(), self._head.kept)
             if written is not None:
                 self._count(written)
             return written is not None

@@ -4,6 +4,7 @@ After a transaction the map of rows and what readers are shown follow it. If the
 ``must_succeed``, and the caller stops.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -13,9 +14,10 @@ import lmdb
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import DamagedError
 from ..killpoints import reach
 from .anchor import AnchorKeeper
-from .appending import Change, NewRows
+from .appending import Change, NewRows, require_headers
 from .cleaning import Cleaner
 from .indexes import StoredSegments
 from .records import LOG_ITEM, LogRecord, item_key, pack_log
@@ -25,6 +27,8 @@ from .snapshot import Snapshot
 from .view import View
 
 __all__ = ["Log", "Written"]
+
+_LOG: Final = logging.getLogger("tierstore")
 
 Int64s = NDArray[np.int64]
 Dead = list[tuple[Segments, Int64s]]
@@ -79,6 +83,7 @@ class Log:
         self._transaction = transaction
         self._new_snapshot = new_snapshot
         self._must_succeed = must_succeed
+        self._appended = 0
         self._is_numbered = False  # whether this process has numbers of segments of its own
 
     @contextmanager
@@ -96,25 +101,23 @@ class Log:
             raise
         self._record = change.record
 
-    def append(
-        self, rows: RowMap, segments: Segments, new: NewRows | None, kept: tuple[int, ...], *, is_cold: bool
-    ) -> Written:
+    def append(self, rows: RowMap, segments: Segments, new: NewRows | None, kept: tuple[int, ...]) -> Written:
         """Append rows of one layout and one epoch, and clean a little.
 
         Args:
             new: None to clean only.
             kept: versions, ascending; the last one is current.
-            is_cold: the file's pages were not in memory of late.
         """
         self._take_numbers()
         layout, geo, snapshot = segments.layout, segments.geo, self._view.snapshot
         moved = self._cleaner.collect(snapshot, rows, segments, kept)
-        dead = _some_dead(rows)
+        dead = _some_dead(rows, snapshot)
         segments.reuse(self._view.oldest())
-        if is_cold:  # read LMDB's way first: a page that LMDB cannot read ends the process
-            self._look_ahead(dead)
+        for each in (moved and moved.rows, new):
+            segments.require_room(0 if each is None else len(each.keys))
+        self._look_ahead()
         with self._changing() as change:
-            _delete(change, snapshot, dead)
+            _delete(change, dead)
             moved_to = None
             if moved is not None:
                 moved_to = change.append(layout, geo, moved.rows)
@@ -136,15 +139,24 @@ class Log:
             reach("write-back: segments published")
             self._wrote(rows, change.pages)
         pages = change.pages - pages_moved
-        self._cleaner.plan(snapshot, segments, kept, pages)
+        self._appended += pages
+        if new is not None:
+            self._cleaner.plan(snapshot, segments, kept, pages)
         return Written(pages) if moved is None else Written(pages, len(moved.rows.keys), moved.pages, pages_moved)
 
-    def clean(self, rows: RowMap, kept: tuple[int, ...], *, is_cold: bool) -> Written | None:
+    def clean(self, rows: RowMap, kept: tuple[int, ...]) -> Written | None:
         """Clean a little, arguments as for ``append``; None if there is nothing to clean."""
         for segments in rows.segments.values():
             if self._cleaner.plan(self._view.snapshot, segments, kept, _CLEANED_PAGES):
-                return self.append(rows, segments, None, kept, is_cold=is_cold)
+                return self.append(rows, segments, None, kept)
         return None
+
+    def take_turns(self, rows: RowMap) -> int:
+        """How often to ``clean`` and ``delete_dead``, at most, for what was appended since the last call and what is
+        dead by now: while others write there is always more."""
+        dead = sum(len(segments.dead) for segments in rows.segments.values())
+        turns, self._appended = 2 + self._appended // _CLEANED_PAGES + dead // _DELETED_TOGETHER, 0
+        return turns
 
     def _wrote(self, rows: RowMap, pages: int) -> None:
         """Have an anchor set if it is time: a device that failed to sync once may have dropped what it was to keep."""
@@ -165,19 +177,18 @@ class Log:
             self._view.move(self._new_snapshot())
             self._anchors.set()
 
-    def _look_ahead(self, dead: Dead) -> None:
-        numbers = [self._record.next_number]
-        for segments, slots in dead:
-            numbers += segments.arrays.numbers[slots].tolist()
-        self._view.snapshot.seek(np.zeros(len(numbers), np.uint64), np.array(numbers, np.uint64))
+    def _look_ahead(self) -> None:
+        """Read LMDB's way to what is appended: a page that LMDB cannot read ends the process."""
+        self._view.snapshot.seek(np.zeros(1, np.uint64), np.array([self._record.next_number], np.uint64))
 
     def delete_dead(self, rows: RowMap) -> bool:
         """Delete some of the segments whose rows nobody needs; False if there are none."""
-        dead = _some_dead(rows)
+        dead = _some_dead(rows, self._view.snapshot)
         if not dead:
             return False
+        self._look_ahead()
         with self._changing() as change:
-            _delete(change, self._view.snapshot, dead)
+            _delete(change, dead)
             reach("prune: segments deleted")
         reach("prune: transaction committed")
         with self._must_succeed():
@@ -190,28 +201,45 @@ class Log:
     def drop(self, stored: StoredSegments) -> None:
         """Delete segments that no map leads to."""
         for start in range(0, len(stored.pages), _DELETED_TOGETHER):
+            part = stored.chosen(slice(start, start + _DELETED_TOGETHER))
+            require_headers(self._view.snapshot, part)
+            self._look_ahead()
             with self._changing() as change:
-                change.delete(self._view.snapshot, stored.chosen(slice(start, start + _DELETED_TOGETHER)))
+                change.delete(part)
                 reach("rollback: segments deleted")
             with self._must_succeed():
                 self._view.move(self._new_snapshot())
 
 
-def _some_dead(rows: RowMap) -> Dead:
-    """Some segments that are to be deleted, by layout."""
+def _some_dead(rows: RowMap, snapshot: Snapshot) -> Dead:
+    """Some segments that are to be deleted, by layout. One that is damaged stays, until the file is opened anew."""
     found: Dead = []
     room = _DELETED_TOGETHER
     for segments in rows.segments.values():
         slots = np.array(segments.dead[:room], np.int64)
         if len(slots):
+            try:
+                require_headers(snapshot, segments.stored(slots))
+            except DamagedError:
+                sound = [slot for slot in slots.tolist() if _can_be_deleted(segments, slot, snapshot)]
+                segments.dead[:room], slots = sound, np.array(sound, np.int64)
             found.append((segments, slots))
             room -= len(slots)
-    return found
+    return [each for each in found if len(each[1])]
 
 
-def _delete(change: Change, snapshot: Snapshot, dead: Dead) -> None:
+def _can_be_deleted(segments: Segments, slot: int, snapshot: Snapshot) -> bool:
+    try:
+        require_headers(snapshot, segments.stored(np.array([slot])))
+    except DamagedError as error:
+        _LOG.warning("a segment that nobody needs is damaged, and stays (%s)", error)
+        return False
+    return True
+
+
+def _delete(change: Change, dead: Dead) -> None:
     for segments, slots in dead:
-        change.delete(snapshot, segments.stored(slots))
+        change.delete(segments.stored(slots))
 
 
 def _forget(dead: Dead, txn_id: int) -> None:

@@ -126,18 +126,22 @@ class Segments:
         self.rows += int(indexes.rows.sum())
         return slots
 
+    def require_room(self, num_rows: int) -> None:
+        """TierstoreError if segments of so many rows would be too many."""
+        count, length = -(-num_rows // self.geo.rows_per_segment), len(self.arrays.numbers)
+        if count > max(len(self._free), self.max_slots - length):
+            raise TierstoreError(
+                f"the log holds {length - 1:,} segments of rows of one kind, and can hold no more; run tierstore "
+                "compact, or spread the rows over tables of another dimension or optimizer"
+            )
+
     def _free_slots(self, count: int, txn_id: int) -> Int64s:
         if len(self._free) < count:
             length = len(self.arrays.numbers)
-            grown = min(self.max_slots, max(length + count, length + length // 2))
-            if grown < length + count:
-                raise TierstoreError(
-                    f"the log holds {length - 1:,} segments of rows of one kind, and can hold no more; run tierstore "
-                    "compact, or spread the rows over tables of another dimension or optimizer"
-                )
+            grown = min(self.max_slots, length + max(count, length // 2))
+            assert grown >= length + count, "more segments than there are slots for"
             self.arrays = SegmentArrays._make(_grown(column, grown) for column in self.arrays)
-            waiting = [slot for _, slots in self._waiting for slot in slots] + self._free
-            self._waiting = [(txn_id, waiting)]
+            self._waiting = [(txn_id, [slot for _, slots in self._waiting for slot in slots] + self._free)]
             self._free = list(range(grown - 1, length - 1, -1))
         return np.array([self._free.pop() for _ in range(count)], np.int64)
 
