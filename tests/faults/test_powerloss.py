@@ -67,8 +67,10 @@ def record(scenario: Scenario, scratch: Path, initial: dict[str, Trained], **set
     """Run a scenario in an empty directory."""
     (scratch / "run" / "store").mkdir(parents=True)
     with Recorder(scratch / "run", **settings) as recorder:
-        scenario(Workload(copied(initial), np.random.default_rng(0), recorder.mark), scratch / "run" / "store")
+        workload = Workload(copied(initial), np.random.default_rng(0), recorder.mark)
+        scenario(workload, scratch / "run" / "store")
     assert recorder.problems == []
+    assert workload.moved > 0
     return recorder
 
 
