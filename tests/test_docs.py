@@ -51,12 +51,12 @@ def test_plots_are_of_the_committed_results() -> None:
 
 def test_a_plot_knows_what_it_was_drawn_from(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="plots need matplotlib")
-    (name, (_, plot)), figures = next(iter(PLOTS.items())), {"file_bytes": [10, 20, 21], "data_bytes": 10}
-    assert not is_current(tmp_path / name, figures)
-    draw(tmp_path / name, plot, figures)
-    assert "<svg" in (tmp_path / name).read_text()
-    assert is_current(tmp_path / name, figures)
-    assert not is_current(tmp_path / name, figures | {"data_bytes": 11})
+    path, figures = tmp_path / "plot.svg", {"sizes": [10, 20, 21], "rows": 10}
+    assert not is_current(path, figures)
+    draw(path, lambda axes, figures: axes.plot(figures["sizes"]), figures)
+    assert "<svg" in path.read_text()
+    assert is_current(path, figures)
+    assert not is_current(path, figures | {"rows": 11})
 
 
 def test_committed_results_name_their_machine_and_configuration() -> None:

@@ -87,13 +87,11 @@ class SlowStore:
     def __init__(self, layout: RowLayout, capacity: int, together: int) -> None:
         self.log, self.capacity, self.together = SlowLog(layout), capacity, together
         self.is_newer: dict[int, bool] = {}
-        self.has_written = False
         self.counts = Counter[str]()
 
     def write(self, most: int) -> None:
         keys = [key for key, is_newer in self.is_newer.items() if is_newer][:most]
         self.is_newer |= dict.fromkeys(keys, False)
-        self.has_written = True
         self.log.append(keys)
         moved, cleaned = self.log.clean()
         self.counts.update(written=len(keys), moved=moved, cleaned=cleaned)
@@ -117,7 +115,7 @@ class SlowStore:
 
 
 def slow_shares(accesses: Accesses, capacity: int, writing: Writing, *, is_written: bool) -> LogShares | None:
-    together = min(writing.layout.rows_within(writing.transaction_bytes), max(1, capacity // 8))
+    together = writing.transaction_rows(capacity)
     store = SlowStore(writing.layout, capacity, is_written * together)
     for batch in range(accesses.num_batches):
         if batch == accesses.num_batches // 2:
@@ -125,7 +123,7 @@ def slow_shares(accesses: Accesses, capacity: int, writing: Writing, *, is_writt
                 return None
             store.counts.clear()
         missing = store.look_up(accesses.keys[accesses.starts[batch] : accesses.starts[batch + 1]].tolist())
-        if writing.is_ahead and store.has_written and batch % 2 == 0:
+        if writing.is_ahead and is_written and len(store.is_newer) == capacity and batch % 2 == 0:
             for first in range(0, missing, together):
                 store.write(min(together, missing - first))
     counts = store.counts

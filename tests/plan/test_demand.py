@@ -47,13 +47,14 @@ def trace() -> Trace:
 
 
 def distinct_batches(trace: Trace, names: tuple[str, ...]) -> list[list[tuple[str, int]]]:
-    """Table by table within a batch."""
+    """Sample by sample within a batch."""
     batches = []
     for first in range(0, SAMPLES, BATCH):
         rows: dict[tuple[str, int], None] = {}
-        for name in names:
-            ids, offsets = trace.tables[name]
-            rows |= {(name, int(row)): None for row in ids[offsets[first] : offsets[min(first + BATCH, SAMPLES)]]}
+        for sample in range(first, min(first + BATCH, SAMPLES)):
+            for name in names:
+                ids, offsets = trace.tables[name]
+                rows |= {(name, int(row)): None for row in ids[offsets[sample] : offsets[sample + 1]]}
         batches.append(list(rows))
     return batches
 

@@ -100,16 +100,14 @@ def _unlisted(trace: Trace) -> int:
 
 
 def once_a_batch(accesses: Accesses) -> Accesses:
-    """Each row of a batch once: what the tiers of a store count (``TierStats.unique``), in the order in which modules
-    look up: table by table within a batch, and a table's rows in order of first use. How many these would be of all
-    rows, no recording of a sample knows."""
+    """Each row of a batch once: what the tiers of a store count (``TierStats.unique``), in the order in which rows come
+    into use there: that of first use, sample by sample across tables where the trace has samples. How many these would
+    be of all rows, no recording of a sample knows."""
     numbers, num_rows = numbered(accesses.keys)
     is_first = np.empty(len(numbers), np.bool_)
     _first_in_batch(numbers, accesses.starts, np.full(num_rows, -1, np.int64), is_first)
     starts = np.append(0, np.cumsum(is_first))[accesses.starts]
-    keys = accesses.keys[is_first]
-    order = np.lexsort((keys >> KEY_ROW_BITS, np.repeat(np.arange(accesses.num_batches), np.diff(starts))))
-    return accesses._replace(keys=keys[order], starts=starts, all_lookups=None)
+    return accesses._replace(keys=accesses.keys[is_first], starts=starts, all_lookups=None)
 
 
 @kernel

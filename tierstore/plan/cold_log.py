@@ -1,8 +1,8 @@
 """What a cold tier that is a log reads, appends and moves, by a trace that is gone through with a cache over it.
 
 Rows are appended in the order in which they leave memory, so rows that left together lie together, and often come back
-together. They are as many a transaction as in ``writeback``, and its last segment is seldom full. Cleaning is as in
-``io.cleaning``: the emptiest segments first, whose live rows go to segments of their own.
+together. They are as many a transaction as in ``writeback``: whole segments mostly. Cleaning is as in ``io.cleaning``:
+the emptiest segments first, whose live rows go to segments of their own, the last of which is seldom full.
 """
 
 import functools
@@ -237,7 +237,7 @@ def _go_through(
         together: rows of a transaction, at most; 0: nothing is written.
         counted: int64 [5]: rows missing, pages read, rows written, rows moved, segments cleaned.
     """
-    used, root, has_written = 0, len(log.places), False
+    used, root = 0, len(log.places)
     for batch in range(len(starts) - 1):
         if batch == counted_from:
             counted[:] = 0
@@ -256,13 +256,12 @@ def _go_through(
                 out = ring.after[root]
                 if ring.is_newer[out]:
                     _write(log, ring, together, counted)
-                    has_written = True
                 _unlink(ring, out)
                 used -= 1
             _link(ring, row)
             ring.is_newer[row] = together > 0
         counted[_MISSED] += missing
-        if is_ahead and has_written and batch % AHEAD_EVERY == 0:
+        if is_ahead and together and used == capacity and batch % AHEAD_EVERY == 0:
             for first in range(0, missing, together):
                 _write(log, ring, min(together, missing - first), counted)
 

@@ -224,7 +224,7 @@ def _load(own: _Share) -> PoolLoad:
     keeps_batch = stays or unique <= HELD_SHARE * top
     is_ahead = own.is_training and own.setup.prefetch_depth > 0 and keeps_batch
     writing = Writing(own.layout, own.transaction_bytes, is_ahead)
-    written = _written(own, writing, both, misses) if misses and own.is_training else _NOTHING
+    written = _written(own, writing, both, misses) if misses and own.is_training else _Written(0.0, 0.0)
     log = _log_shares(own, writing, both, from_device, written.together) if misses else LogShares(0.0, 0.0, 0.0)
     pages = min(log.pages, own.row_pages / own.setup.rows_per_read)
     elsewhere = 1 - _found_by_chance(own.cached_share, own.layout)
@@ -257,12 +257,9 @@ class _Written(NamedTuple):
     transactions: float
 
     @property
-    def together(self) -> float:
-        """Rows of a transaction, on average."""
-        return self.rows / self.transactions if self.transactions else 0.0
-
-
-_NOTHING: Final = _Written(0.0, 0.0)
+    def together(self) -> int:
+        """Rows of a transaction, on average; 0: there is none."""
+        return max(1, round(self.rows / self.transactions)) if self.transactions else 0
 
 
 def _written(own: _Share, writing: Writing, rows: float, misses: float) -> _Written:
@@ -297,7 +294,7 @@ def _found_by_chance(share: float, layout: RowLayout) -> float:
     return 1.0 if share >= 1 else 1 - (1 - share) ** others
 
 
-def _log_shares(own: _Share, writing: Writing, rows: float, read: float, together: float) -> LogShares:
+def _log_shares(own: _Share, writing: Writing, rows: float, read: float, together: int) -> LogShares:
     """Of the rows that miss a cache of so many: by a whole trace; else they lie anywhere, and are overwritten alike.
 
     Args:
@@ -315,7 +312,7 @@ def _log_shares(own: _Share, writing: Writing, rows: float, read: float, togethe
 
 
 @lru_cache(maxsize=4096)
-def _live_in_victims(cached: float, layout: RowLayout, together: float) -> float:
+def _live_in_victims(cached: float, layout: RowLayout, together: int) -> float:
     """The share u of a segment's rows that are still live when cleaning comes to it, if all rows are used alike.
 
     Of N rows that are overwritten at random a copy is live with the chance ``exp(-a / N)`` after a further ones were
@@ -324,7 +321,8 @@ def _live_in_victims(cached: float, layout: RowLayout, together: float) -> float
     and J. Ousterhout, 1992; P. Desnoyers, Analytic modeling of SSD write performance, SYSTOR 2012). Of a row in memory
     the copy on disk is live until it leaves: as long as it takes to append as many rows as are cached. Rows of the kept
     version count, too, so that the newer ones have the slack of both. The slack is of pages, of which segments that are
-    not full take more: the last one of the rows that a transaction appends, and that of the rows that it moves.
+    not full take more: the last one of the rows that a transaction moves, and of those that it appends if they are not
+    whole segments.
 
     Args:
         cached: of all rows.
@@ -336,6 +334,6 @@ def _live_in_victims(cached: float, layout: RowLayout, together: float) -> float
         live = (low + high) / 2
         moved = together * live / (1 - live)
         least = (together + moved) / layout.rows_per_segment * full_segment
-        taken = layout.pages_for(math.ceil(together)) + layout.pages_for(math.ceil(moved))
+        taken = layout.pages_for(together) + layout.pages_for(math.ceil(moved))
         low, high = (live, high) if -math.log(live) / (1 - live) > slack * least / taken else (low, live)
     return low
