@@ -24,6 +24,7 @@ __all__ = [
     "damage_error",
     "damage_words",
     "look_at_indexes",
+    "no_indexes",
     "numbers_hash",
     "read_indexes",
     "refused_status",
@@ -64,6 +65,17 @@ class Indexes(NamedTuple):
 
     def chosen(self, which: "NDArray[np.bool_] | Int64s") -> "Indexes":
         return Indexes(self.stored.chosen(which), *(column[which] for column in self[1:]))
+
+    def joined(self, more: "Indexes") -> "Indexes":
+        """These and more."""
+        stored = StoredSegments._make(map(np.concatenate, zip(self.stored, more.stored, strict=True)))
+        return Indexes(stored, *map(np.concatenate, zip(self[1:], more[1:], strict=True)))
+
+
+def no_indexes() -> Indexes:
+    """Of no segments."""
+    columns = [np.empty(0, np.int64) for _ in range(6)]
+    return Indexes(StoredSegments(np.empty(0, np.uint64), *columns[:2]), *columns[2:])
 
 
 def stored_segments(tree: Tree) -> StoredSegments:

@@ -266,11 +266,12 @@ class LmdbColdTier:
     def lease(self) -> Iterator[tuple[Snapshot, RowMap]]:
         """The current snapshot and map, kept until the end of the block."""
         self._check_open()
-        if self._view.rows is None:
-            self._make_map()
-        with self._view.lease(self._check_open) as (snapshot, rows):
-            assert rows is not None, "a map that was made is kept"
-            yield snapshot, rows
+        while True:
+            with self._view.lease(self._check_open) as (snapshot, rows):
+                if rows is not None:
+                    yield snapshot, rows
+                    return
+            self._make_map()  # may be dropped again before it is leased: by a rollback
 
     @contextmanager
     def lease_tree(self) -> Iterator[Snapshot]:
@@ -309,7 +310,7 @@ class LmdbColdTier:
                 return None
             self._file_map.require_in_place()
             rows = self._make_map()  # what the newer one is compared with
-            return self.lookout.look(self._new_snapshot(), rows, self._record, self._view.show)
+            return self.lookout.look(self._new_snapshot(), rows, self._record, self._view)
 
     def show_newer(self) -> None:
         """Move to what ``find_newer`` found. Reads in progress finish where they are."""
@@ -321,7 +322,7 @@ class LmdbColdTier:
     # -- tables
 
     def add_table(self, table_index: int, layout: RowLayout, num_rows: int) -> None:
-        """See ``ColdTier.add_table``.
+        """See ``ColdTier.add_table``. Nothing is read or written until all tables that have rows are added.
 
         Raises:
             ValueError: a table added before, or numbers out of range, or another page size than ``page_bytes``.
@@ -353,6 +354,8 @@ class LmdbColdTier:
         layout = rows.layouts.get(int(keys[0]) >> KEY_ROW_BITS)
         if layout is None:
             raise ValueError(f"keys[0] is of table {int(keys[0]) >> KEY_ROW_BITS}, which was not added")
+        if rows.unknown:
+            raise ValueError(f"{self.path}: has rows of tables that were not added; add all tables before")
         return layout
 
     # -- reading

@@ -1,6 +1,5 @@
 """A commit that a read-only tier does not show yet, with a map of its own beside the tier's."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +12,7 @@ from .records import CommitRecord, Head
 from .row_map import RowMap
 from .snapshot import Snapshot
 from .stored_records import read_head, read_payload, read_record
+from .view import View
 
 __all__ = ["Lookout", "NewerVersion"]
 
@@ -47,20 +47,18 @@ class NewerVersion(NamedTuple):
         return self.rows.is_changed(self.before, keys, self.shown)
 
 
-def _find(
-    snapshot: Snapshot, before: RowMap, shown: CommitRecord, show: Callable[[RowMap, Snapshot], None]
-) -> NewerVersion | None:
+def _find(snapshot: Snapshot, before: RowMap, shown: CommitRecord, view: View) -> NewerVersion | None:
     """The newest version in a snapshot; None if it is the one that is shown, to whose snapshot this one succeeds: rows
     that cleaning moved lie elsewhere there, and the pages where they lay can be used again.
 
-    Costs a walk of the tree and, where segments came or went, a copy of the map and the indexes of those that are new.
-    After a rollback, all indexes.
+    Costs a walk of the tree and the indexes of new segments, and a copy of the map for another version. After a
+    rollback, all indexes.
 
     Raises:
         DamagedError: what is there is not what was written. StoreReplacedError: other files were copied over it.
     """
     try:
-        for _ in snapshot.walk(int(META_KEY)):  # LMDB's own code follows it then
+        for _ in snapshot.walk(int(META_KEY)):  # damage on the way to the records is found first
             pass
         head = read_head(snapshot)
         record = read_record(snapshot, head.current)
@@ -71,12 +69,13 @@ def _find(
                 "other files were copied over it: open the store again"
             )
         require_logged(snapshot, stored)
-        rows = before if before.has_all(stored) else before.followed(snapshot, stored, record.version)
-        if head.current == shown.version and rows is not None:
-            show(rows, snapshot)
+        is_same = head.current == shown.version
+        rows = before if is_same else before.copied()
+        is_followed = rows.follow(snapshot, stored, record.version, view.oldest())
+        if is_same and is_followed:
+            view.move(snapshot)
             return None
-        is_followed = rows is not None
-        if rows is None:
+        if not is_followed:
             rows = RowMap(before.shapes)
             rows.enter(snapshot, read_indexes(snapshot, stored), record.version, ())
     except BaseException:
@@ -96,21 +95,19 @@ class Lookout:
         self.found: NewerVersion | None = None
         self._last = -1
 
-    def look(
-        self, snapshot: Snapshot, before: RowMap, shown: CommitRecord, show: Callable[[RowMap, Snapshot], None]
-    ) -> NewerVersion | None:
+    def look(self, snapshot: Snapshot, before: RowMap, shown: CommitRecord, view: View) -> NewerVersion | None:
         """What is newer than the commit ``shown``, whose map is ``before``.
 
         Args:
             snapshot: the newest, taken over; of a tree in which nothing newer was found before, nothing is read.
-            show: has the tier show its version by another map and snapshot from then on.
+            view: of the tier; shows its version by this snapshot from then on, if nothing is newer.
         """
         self.close()
         if snapshot.txn_id == self._last:
             snapshot.close()
         else:
             last = snapshot.txn_id
-            self.found = _find(snapshot, before, shown, show)
+            self.found = _find(snapshot, before, shown, view)
             if self.found is None:
                 self._last = last
         return self.found

@@ -19,9 +19,10 @@ that tree, and of any later one, stay as they are (``pins.py``). The writer ente
 wrote it is visible and before the next snapshot is shown. So a reader at t finds an old place or a new one, and both
 stay readable while it holds its lease, provided that a slot is not given to another segment meanwhile: a slot waits,
 when its segment is deleted, for the leases on snapshots of before. Entries are aligned words, which no processor tears.
+A process that follows the writer changes its map in the same way while it shows the same version (``RowMap.follow``).
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -32,7 +33,7 @@ from ..errors import BudgetError, DamagedError
 from ..rows import KEY_ROW_BITS, PAGE_HEADER_WORDS, RowLayout
 from ..sizes import format_size
 from .files import RESTORE
-from .indexes import Indexes, StoredSegments, read_indexes
+from .indexes import Indexes, StoredSegments, no_indexes, read_indexes
 from .mapped import prefetch_word, zeros
 from .segments import COUNT, COUNT_MASK, KEYS, MIXED, NEWEST, Geometry
 from .slots import SegmentArrays, Segments
@@ -262,6 +263,17 @@ def new_places(total: int) -> Places:
         ) from error
 
 
+class _Found(NamedTuple):
+    """Where some rows lie, each [n]; 0 for rows that were never written."""
+
+    numbers: Words
+    indexes: Int64s
+    """In the segment."""
+    newest: Int64s
+    oldest: Int64s
+    """Epochs of the segment."""
+
+
 _NONE: Final[Mapping[RowLayout, Segments]] = {}
 
 
@@ -275,7 +287,9 @@ class RowMap:
         tables: by table index.
         layouts: by table index.
         segments: by layout.
-        unknown: stored rows of tables that are not known. Their segments are left alone.
+        unknown: stored rows of tables that are not known. Their segments are left alone, with the rows of known tables
+            in some of them: add the tables before rows are read or written.
+        later: the segments that ``enter`` left out, as all their rows are of later epochs.
     """
 
     def __init__(
@@ -296,6 +310,7 @@ class RowMap:
             total += num_rows
         self.places: Places = new_places(total)
         self.unknown = 0
+        self.later = no_indexes()
 
     @property
     def size_bytes(self) -> int:
@@ -305,7 +320,7 @@ class RowMap:
     def with_table(self, table_index: int, layout: RowLayout, num_rows: int) -> "RowMap":
         """A map that knows one table more, without rows; readers may go on using the old one."""
         other = RowMap({**self.shapes, table_index: (layout, num_rows)}, self.segments)
-        other.unknown = self.unknown
+        other.unknown, other.later = self.unknown, self.later
         for index in self.shapes:
             source, target = (int(tables.bases[index]) for tables in (self.tables, other.tables))
             count = int(self.tables.num_rows[index])
@@ -315,7 +330,7 @@ class RowMap:
     def copied(self) -> "RowMap":
         """Another map of the same, which may be changed while readers use this one."""
         other = RowMap(self.shapes, {layout: each.copied() for layout, each in self.segments.items()})
-        other.unknown = self.unknown
+        other.unknown, other.later = self.unknown, self.later
         _copy_used(self.places, other.places)
         return other
 
@@ -330,64 +345,67 @@ class RowMap:
         """
         layout_ids = self.layout_ids(indexes)
         shown = indexes.oldest <= last
+        self.later = indexes.chosen(~shown)
         self.unknown += int(indexes.rows[(layout_ids < 0) & shown].sum())
         for segments in self.segments.values():
             own = indexes.chosen(np.flatnonzero((layout_ids == segments.geo.layout_id) & shown))
             self._enter_own(tree, segments, own, last, np.array(sorted(kept), np.int64))
 
-    def has_all(self, stored: StoredSegments) -> bool:
-        """Whether these are all the segments that the map leads to, and more."""
-        return not any(len(slots) for _, slots in self._gone(stored)) and len(stored.numbers) == sum(
-            len(segments.in_use) for segments in self.segments.values()
-        )
+    def follow(self, tree: Tree, stored: StoredSegments, last: int, oldest: int) -> bool:
+        """For a reader: enter what a later tree has, up to version ``last``. Reads only indexes that are new.
 
-    def _gone(self, stored: StoredSegments) -> Iterator[tuple[Segments, Int64s]]:
-        """By layout, the slots of segments that are not among these."""
-        for segments in self.segments.values():
-            slots = segments.in_use
-            yield segments, slots[~np.isin(segments.arrays.numbers[slots], stored.numbers)]
+        Readers may use the map meanwhile if they are shown the same version; show them the tree next.
 
-    def followed(self, tree: Tree, stored: StoredSegments, version: int) -> "RowMap | None":
-        """For a reader: the map of a later tree, which has the segments ``stored``, up to a version. None if a segment
-        is gone that shows rows and has no successor: versions were rolled back.
+        Args:
+            stored: the segments of the tree.
+            oldest: transaction of the oldest tree that is in use.
+
+        Returns:
+            False if a segment that shows rows is gone, or of a later version, and has no successor: versions were
+            rolled back, and a new map is to be made.
 
         Raises: as for ``enter``.
         """
-        other = self.copied()
-        known = [each.arrays.numbers[each.in_use] for each in other.segments.values()]
-        is_known = np.isin(stored.numbers, np.concatenate([np.empty(0, np.uint64), *known]))
-        other.enter(tree, read_indexes(tree, stored.chosen(~is_known)), version, ())
-        for segments, slots in other._gone(stored):
-            if segments.arrays.live[slots].any():
-                return None
-            segments.free(slots, tree.txn_id)
+        known = [each.arrays.numbers[each.in_use] for each in self.segments.values()]
+        later = self.later.chosen(np.isin(self.later.stored.numbers, stored.numbers))
+        is_known = np.isin(stored.numbers, np.concatenate([later.stored.numbers, *known]))
+        came = later.joined(read_indexes(tree, stored.chosen(~is_known)))
+        for segments in self.segments.values():
+            segments.reuse(oldest)
+        self.enter(tree, came, last, ())
+        for segments in self.segments.values():
+            arrays, slots = segments.arrays, segments.in_use
+            gone = slots[~np.isin(arrays.numbers[slots], stored.numbers) | (arrays.oldest[slots] > last)]
+            if arrays.live[gone].any():
+                return False
+            segments.free(gone, tree.txn_id)
             segments.dead.clear()
-        return other
+        return True
 
     def is_changed(self, before: "RowMap", keys: Int64s, since: int) -> NDArray[np.bool_]:
-        """bool [n]: which rows are others than an earlier map shows, those aside that are of versions up to ``since``
-        and were only moved."""
+        """bool [n]: which rows are others than a map of version ``since`` shows.
+
+        A row that lies elsewhere was only moved if its segment is of versions up to ``since``, and not of earlier ones
+        than the one it was in: then ``since`` was rolled back. No segment has rows of before and after a kept version.
+        """
         changed = np.zeros(len(keys), np.bool_)
         layout_ids = self.tables.layout_ids[keys >> _ROW_BITS]
         for layout, segments in self.segments.items():
             own = np.flatnonzero(layout_ids == segments.geo.layout_id)
-            now, newest = self._found(layout, keys[own])
-            then, _ = before._found(layout, keys[own])
-            changed[own] = (now != then).any(axis=1) & ((newest > since) | (now[:, 0] == 0))
+            now, then = self._found(layout, keys[own]), before._found(layout, keys[own])
+            is_other = (now.newest > since) | (now.numbers == 0) | (now.newest < then.oldest)
+            changed[own] = ((now.numbers != then.numbers) | (now.indexes != then.indexes)) & is_other
         return changed
 
-    def _found(self, layout: RowLayout, keys: Int64s) -> tuple[Int64s, Int64s]:
-        """Number of the segment and number in the segment of each row, int64 [n, 2], and the segment's newest epoch; 0
-        for rows that were never written."""
+    def _found(self, layout: RowLayout, keys: Int64s) -> "_Found":
         segments = self.segments[layout]
         places = self.places[self.positions(layout, keys)].astype(np.int64)
         slots = places >> segments.geo.place_bits
-        numbers = segments.arrays.numbers[slots].astype(np.int64)
-        found = np.stack([numbers, places & ((1 << segments.geo.place_bits) - 1)], axis=1)
-        return found, segments.arrays.newest[slots]
+        arrays, indexes = segments.arrays, places & ((1 << segments.geo.place_bits) - 1)
+        return _Found(arrays.numbers[slots], indexes, arrays.newest[slots], arrays.oldest[slots])
 
     def layout_ids(self, indexes: Indexes) -> Int64s:
-        """Of these segments; -1 for rows of tables that are not known."""
+        """Of these segments, by the first row of each; -1 if that is of a table that is not known."""
         known, tables = np.append(self.tables.layout_ids, -1), indexes.first_keys >> _ROW_BITS
         found: Int64s = known[np.where((tables >= 0) & (tables < len(known)), tables, len(known) - 1)]
         return found
@@ -516,7 +534,7 @@ class RowMap:
 
     def is_stored(self, layout: RowLayout, keys: Int64s, since: int = 0) -> NDArray[np.bool_]:
         """bool [n]: which rows of one layout ``stored_rows`` would list."""
-        stored: NDArray[np.bool_] = self._found(layout, keys)[1] > since
+        stored: NDArray[np.bool_] = self._found(layout, keys).newest > since
         return stored
 
 

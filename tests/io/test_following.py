@@ -1,0 +1,169 @@
+"""A read-only tier beside a writer in the same process: what it is told, what it costs, and races."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.conformance.cold_tier import WIDE, check_rows, keys_of, words_of, write_rows
+from tests.io.support import open_tier
+from tierstore.io import lmdb, row_map
+from tierstore.io.lmdb import LmdbColdTier
+from tierstore.io.reads import RowReader
+from tierstore.io.row_map import RowMap
+from tierstore.io.snapshot import Snapshot
+
+NUM_ROWS = 430
+FIRST = keys_of(0, [0])
+
+
+def _opened(path: Path, tables: tuple[int, ...] = (0,), **changes: Any) -> LmdbColdTier:
+    tier = open_tier(path, **{"slack": 1.05} | changes)
+    for table in tables:
+        tier.add_table(table, WIDE, NUM_ROWS)
+    return tier
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[LmdbColdTier]:
+    with closing(_opened(tmp_path)) as tier:
+        yield tier
+
+
+@pytest.fixture
+def follower(writer: LmdbColdTier, tmp_path: Path) -> Iterator[LmdbColdTier]:
+    """At version 2, whose row 0 is of generation 2; all others are of generation 1."""
+    write_rows(writer, WIDE, keys_of(0, np.arange(210)), 1)
+    writer.commit(b"", 1)
+    write_rows(writer, WIDE, FIRST, 2)
+    writer.commit(b"", 2, keep=2)
+    with closing(_opened(tmp_path, readonly=True)) as tier:
+        check_rows(tier, WIDE, FIRST, 2)
+        yield tier
+
+
+def test_a_row_that_was_rolled_back_and_then_moved(writer: LmdbColdTier, follower: LmdbColdTier) -> None:
+    writer.rollback(1)
+    write_rows(writer, WIDE, keys_of(0, np.arange(1, 151)), 3)
+    writer.commit(b"", 3)
+    found = follower.find_newer()
+    assert found is not None
+    assert found.is_changed(keys_of(0, [0, 1, 200])).tolist() == [True, True, False]
+    follower.show_newer()
+    check_rows(follower, WIDE, FIRST, 1)
+
+
+@pytest.mark.parametrize("moment", ["rollback: transaction committed", "rollback: durable"])
+def test_a_rollback_that_has_not_deleted_its_segments(
+    writer: LmdbColdTier, follower: LmdbColdTier, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look(reached: str) -> None:
+        if reached != moment:
+            return
+        found = follower.find_newer()
+        assert found is not None
+        assert found.version == 1
+        assert found.is_changed(FIRST).all()
+        follower.show_newer()
+        check_rows(follower, WIDE, FIRST, 1)
+
+    monkeypatch.setattr(lmdb, "reach", look)
+    writer.rollback(1)
+    assert follower.version == 1
+    assert follower.find_newer() is None
+    check_rows(follower, WIDE, FIRST, 1)
+
+
+def test_polls_beside_a_writer_copy_nothing_and_read_new_indexes_only(
+    writer: LmdbColdTier, follower: LmdbColdTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies, num_read = [], []
+    copied, read = RowMap.copied, row_map.read_indexes
+    monkeypatch.setattr(RowMap, "copied", lambda rows: copies.append(1) or copied(rows))
+    monkeypatch.setattr(row_map, "read_indexes", lambda *both: num_read.append(len(both[1].numbers)) or read(*both))
+    for poll in range(40):
+        write_rows(writer, WIDE, keys_of(0, np.arange(poll, poll + 30)), 3, epoch=3)
+        num_read.clear()
+        assert follower.find_newer() is None
+        assert sum(num_read) <= 2, "one segment is new, and one of moved rows"
+        check_rows(follower, WIDE, keys_of(0, np.arange(1, 210)), 1)
+        check_rows(follower, WIDE, FIRST, 2)
+    assert not copies
+    writer.commit(b"", 3, keep=3)  # rows of before and after version 2 are not put together
+    found = follower.find_newer()
+    assert found is not None
+    assert found.is_changed(keys_of(0, np.arange(210))).tolist() == [row < 69 for row in range(210)]
+    follower.show_newer()
+    check_rows(follower, WIDE, keys_of(0, np.arange(69)), 3)
+    check_rows(follower, WIDE, keys_of(0, np.arange(69, 210)), 1)
+    assert len(copies) == 1
+
+
+def test_rows_that_are_moved_are_entered_while_others_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease on an old snapshot goes on to find every row, and slots are not given again before it ends."""
+    copies, copied = [], RowMap.copied
+    monkeypatch.setattr(RowMap, "copied", lambda rows: copies.append(1) or copied(rows))
+    others = np.flatnonzero(np.arange(NUM_ROWS) % 3)
+    keys = keys_of(0, np.arange(0, NUM_ROWS, 3))
+
+    def check_leased(reader: RowReader, snapshot: Snapshot, rows: RowMap) -> None:
+        found = reader.stored(snapshot, rows, keys)
+        words = np.concatenate([found.weights, found.state], axis=1)
+        np.testing.assert_array_equal(words, words_of(keys, 1, words.shape[1]))
+
+    with closing(_opened(tmp_path, slack=100.0)) as tier:
+        for first in range(0, NUM_ROWS, 10):
+            write_rows(tier, WIDE, keys_of(0, np.arange(first, first + 10)), 1)
+        tier.commit(b"", 1)
+        write_rows(tier, WIDE, keys_of(0, others), 2)
+        tier.commit(b"", 2)
+    with closing(_opened(tmp_path, readonly=True)) as follower, closing(_opened(tmp_path, slack=1.001)) as tier:
+        reader = follower._reader
+        segments = follower._make_map().segments[WIDE]
+        for _ in range(2):
+            with follower.lease() as (snapshot, rows):
+                for turn in range(30):
+                    write_rows(tier, WIDE, keys_of(0, others[turn : turn + 3]), 3)
+                    tier._delete_dead()
+                    assert follower.find_newer() is None
+                    check_leased(reader, snapshot, rows)
+        assert tier.counters().rows_moved >= len(keys)
+        assert follower._view.rows is rows
+        assert not copies
+        check_rows(follower, WIDE, keys_of(0, others), 2)
+        assert follower.find_newer() is None
+        assert len(segments.in_use) < 43
+
+
+def test_a_map_that_is_dropped_before_it_is_leased(follower: LmdbColdTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, made = LmdbColdTier._make_map, []
+
+    def make_and_drop(tier: LmdbColdTier) -> RowMap:
+        made.append(make(tier))
+        if len(made) == 1:
+            tier._view.show(None)
+        return made[-1]
+
+    follower.drop_tables(1)
+    monkeypatch.setattr(LmdbColdTier, "_make_map", make_and_drop)
+    check_rows(follower, WIDE, FIRST, 2)
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize("readonly", [False, True])
+def test_rows_of_tables_that_were_not_added(tmp_path: Path, readonly: bool) -> None:
+    """The rows of table 0 lie in a segment that begins with one of table 1."""
+    keys = np.concatenate([keys_of(1, [0]), FIRST])
+    with closing(_opened(tmp_path, (0, 1))) as tier:
+        write_rows(tier, WIDE, keys, 1)
+        tier.commit(b"", 1)
+    with closing(_opened(tmp_path, readonly=readonly)) as tier:
+        with pytest.raises(ValueError, match="rows of tables that were not added"):
+            check_rows(tier, WIDE, FIRST, 1)
+        tier.add_table(1, WIDE, NUM_ROWS)
+        check_rows(tier, WIDE, keys, 1)
+    with closing(_opened(tmp_path)) as tier, pytest.raises(ValueError, match="rows of tables that were not added"):
+        write_rows(tier, WIDE, FIRST, 2)
