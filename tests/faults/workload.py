@@ -101,7 +101,7 @@ class Workload:
     Attributes:
         last: the last commit that returned.
         unfinished: the table that a call is changing, and what it is to be afterwards.
-        moved: rows that cleaning moved, as long as stores were open that are closed by now.
+        moved: rows that cleaning had moved by the last commit, of one time that the store was open.
     """
 
     tables: dict[str, Trained]
@@ -168,6 +168,7 @@ class Workload:
     def snapshot(self) -> Snapshot:
         """What a commit now must keep."""
         self.serial += 1
+        self.moved = max(self.moved, self.store.stats().ssd.rows_moved)
         extra = {"step": self.steps, "serial": self.serial}
         return Snapshot(extra, {"dense": torch.arange(3) * self.steps}, copied(self.tables))
 
@@ -214,7 +215,6 @@ class Workload:
         self.unfinished = None
 
     def close(self) -> None:
-        self.moved += self.store.stats().ssd.rows_moved
         self.store.close()
 
 
