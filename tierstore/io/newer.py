@@ -69,7 +69,7 @@ def _find(snapshot: Snapshot, before: RowMap, shown: CommitRecord, view: View) -
                 "other files were copied over it: open the store again"
             )
         require_logged(snapshot, stored)
-        is_same = head.current == shown.version
+        is_same = head.current == shown.version  # then rows are what they were, if elsewhere: no copy is needed
         rows = before if is_same else before.copied()
         is_followed = rows.follow(snapshot, stored, record.version, view.oldest())
         if is_same and is_followed:

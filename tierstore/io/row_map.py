@@ -354,7 +354,7 @@ class RowMap:
     def follow(self, tree: Tree, stored: StoredSegments, last: int, oldest: int) -> bool:
         """For a reader: enter what a later tree has, up to version ``last``. Reads only indexes that are new.
 
-        Readers may use the map meanwhile if they are shown the same version; show them the tree next.
+        Rows may be read through the map meanwhile if it is of this version; show readers the tree next.
 
         Args:
             stored: the segments of the tree.
