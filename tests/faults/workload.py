@@ -117,7 +117,8 @@ class Workload:
 
     def open(self, directory: Path, **settings: Any) -> "Workload":
         """Open the store and create the tables that it lacks."""
-        self.store = tierstore.open(directory, **{"ddr": DDR, "threads": 1, "keep": self.keep, "slack": SLACK, **settings})
+        own = {"ddr": DDR, "threads": 1, "keep": self.keep, "slack": SLACK}
+        self.store = tierstore.open(directory, **(own | settings))
         for config in configs():
             self.store.create_table(config)
             self.mark("table", config.name)
