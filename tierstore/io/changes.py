@@ -4,7 +4,7 @@ That is what changed only if the current version was made from the earlier one: 
 without being written. The lineage of the current version tells (``lineage``); it is the caller's to look at.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from functools import cached_property
@@ -13,8 +13,9 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..rows import KEY_ROW_BITS, MAX_ROWS
+from ..rows import MAX_ROWS
 from .lmdb import LmdbColdTier
+from .orders import by_key, stored_batches
 from .row_map import RowMap
 from .snapshot import Snapshot
 
@@ -25,7 +26,6 @@ Words = NDArray[np.uint64]
 
 CHUNK_BYTES: Final = 8 << 20
 """Rows with their state that are read at a time."""
-_LIST_STEP: Final = 1 << 20
 
 
 class Basis(Enum):
@@ -60,15 +60,7 @@ class ChangesTier(LmdbColdTier):
             since: its number; 0 for all rows that were ever written.
         """
         with self.lease() as (snapshot, rows):
-            yield Changes(self, snapshot, rows, since)
-
-    def gather(self, snapshot: Snapshot, rows: RowMap, keys: Int64s) -> Words:
-        """Weights of stored rows of one table; keys are not empty.
-
-        Raises:
-            ChecksumError, TruncatedError: a row is damaged.
-        """
-        return self._reader.stored(snapshot, rows, keys).weights
+            yield Changes(snapshot, rows, since)
 
 
 class Changes:
@@ -78,8 +70,7 @@ class Changes:
         basis: what it was told from.
     """
 
-    def __init__(self, tier: ChangesTier, snapshot: Snapshot, rows: RowMap, since: int) -> None:
-        self._tier = tier
+    def __init__(self, snapshot: Snapshot, rows: RowMap, since: int) -> None:
         self._snapshot = snapshot
         self._rows = rows
         self._since = since
@@ -89,22 +80,18 @@ class Changes:
     def _written(self) -> Int64s:
         return self._rows.written_since(self._snapshot, self._since)
 
-    def rows(self, table: int, num_rows: int) -> Iterator[ChangedRows]:
+    def rows(self, table: int) -> Iterator[ChangedRows]:
         """The table's changed rows, in ascending chunks; none is empty.
 
         Raises:
             ChecksumError, TruncatedError: a row is damaged.
         """
         step = max(1, CHUNK_BYTES // self._rows.layouts[table].row_bytes)
-        for changed in self._changed(table, num_rows):
-            for start in range(0, len(changed), step):
-                rows = changed[start : start + step]
-                yield ChangedRows(rows, self._tier.gather(self._snapshot, self._rows, rows | (table << KEY_ROW_BITS)))
+        for batch in stored_batches(self._snapshot, self._rows, self._keys(table), step):
+            yield ChangedRows(batch.keys & (MAX_ROWS - 1), batch.weights)
 
-    def _changed(self, table: int, num_rows: int) -> Iterator[Int64s]:
+    def _keys(self, table: int) -> Iterable[Int64s]:
         if self.basis is Basis.NOTHING:
-            for start in range(0, num_rows, _LIST_STEP):
-                yield self._rows.stored_rows(table, start, min(start + _LIST_STEP, num_rows))
-        else:
-            first, stop = np.searchsorted(self._written, [table * MAX_ROWS, (table + 1) * MAX_ROWS])
-            yield self._written[first:stop] & (MAX_ROWS - 1)
+            return by_key(self._rows, [table])
+        first, stop = np.searchsorted(self._written, [table * MAX_ROWS, (table + 1) * MAX_ROWS])
+        return [self._written[first:stop]]

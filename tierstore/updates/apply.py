@@ -200,7 +200,7 @@ class _Writer:
         """Give rows that the replica has and the update has not their first values again."""
         sent = _Sent(self._update, index)
         with self._tier.changes(0) as stored:
-            for changed in stored.rows(index, config.num_embeddings):
+            for changed in stored.rows(index):
                 lost = sent.missing(changed.rows)
                 if len(lost):
                     keys = lost | (index << KEY_ROW_BITS)

@@ -167,7 +167,7 @@ def _write_rows(
     done, total = 0, sum(sizes)
     for index, (config, size) in enumerate(zip(manifest.tables, sizes, strict=True)):
         layout = config.layout(manifest.page_bytes)
-        for chunk in changes.rows(index, config.num_embeddings):
+        for chunk in changes.rows(index):
             writer.add_rows(index, layout, chunk.rows, chunk.weights)
             if progress is not None:
                 progress(done + int(chunk.rows[-1]) * layout.row_bytes, total)
