@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -32,10 +33,12 @@ def _outcome(folder: Path, name: str) -> Outcome:
 
 def run(request: Run) -> Report:
     folder = request.folder / "demo"
-    seconds, outcomes = [], []
+    seconds, outcomes, ratios = [], [], []
     for _ in range(request.config["repetitions"]):
         seconds.append(_demonstrate(folder, request.config["rows"]))
         outcomes = [_outcome(folder, name) for name in _RUNS]
+        tiered, in_memory = (each.samples_per_s.median for each in outcomes)
+        ratios.append(tiered / in_memory)
     shutil.rmtree(folder)
     wall = Spread.of(seconds)
     return Report(
@@ -45,7 +48,15 @@ def run(request: Run) -> Report:
             "seconds": wall.median,
             "runs": {each.name: {"summary": each.summary} for each in outcomes},
         },
-        goals=[Goal(name="seconds", value=round(wall.median, 1), at_most=180), equal_bits(outcomes)],
+        goals=[
+            Goal(name="seconds", value=round(wall.median, 1), at_most=180),
+            Goal(
+                name="samples a second with 10 % in DDR, of those with all rows in memory",
+                value=round(statistics.median(ratios), 3),
+                at_least=0.75,
+            ),
+            equal_bits(outcomes),
+        ],
         notes=["Generated data; environment set up and kernels compiled before, where an earlier run did so."],
     )
 
