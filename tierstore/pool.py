@@ -109,7 +109,7 @@ class Pool:
         self._tables: dict[int, TableConfig] = {}
         self._held_slots = 0
         self._said_lookahead = False
-        self._leaving = 0  # dirty rows that the next batch will put out, or 0 while none has
+        self._leaving = 0  # dirty rows that the next batch will put out, in whole segments; 0 while none has
         self._writer: ThreadPoolExecutor | None = None
         self._writer_thread = 0
         self._ahead: Future[None] | None = None
@@ -510,12 +510,13 @@ class Pool:
                 if status is not AdmitStatus.DIRTY_VICTIM:
                     break
                 started = time.perf_counter()
-                self.writeback.write_victims()
+                self.writeback.write_victims(self._leaving or None)
                 self.fill_seconds += time.perf_counter() - started
-                self._leaving = 1
+                self._leaving = self._leaving or 1
             if self._leaving:
                 share = self.cache.num_dirty / max(1, self.cache.num_resident)
-                self._leaving = int(admission.num_missing * share)
+                size = self.layout.rows_per_segment
+                self._leaving = -int(-admission.num_missing * share // size) * size
             if not read:
                 self._note_no_lookup(admission)
             elif admission.num_missing:

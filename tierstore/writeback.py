@@ -32,6 +32,9 @@ __all__ = ["MIN_OUTBOX_ROWS", "PAUSE_SECONDS", "WriteBack", "outbox_bytes", "row
 
 MIN_OUTBOX_ROWS: Final = 32
 _VICTIMS_SHARE: Final = 1 / 8
+_NEAR: Final = 4
+"""Rows are written before they have to leave only among so many next victims for each: behind the newest rows, which
+leave first, TinyLFU has clean ones, and behind these rows that are used too often to be written now."""
 """Of the rows in a cache, what is written together at most: rows far from leaving may well change once more."""
 PAUSE_SECONDS: Final = 5e-5
 """Between two turns: a lock released and taken again at once is given to nobody else."""
@@ -145,7 +148,7 @@ class WriteBack:
     # Between commits
 
     def write_victims(self, limit: int | None = None) -> None:
-        """Write up to ``limit`` dirty or frozen rows, the next victims.
+        """Write up to ``limit`` dirty or frozen rows, the next victims; ``rows_a_write`` at most.
 
         Others may admit rows meanwhile, into slots whose rows have left, so what is chosen is known by its keys. They
         may update rows: an update marks its row dirty again, so what is written of it here is never the last word.
@@ -154,7 +157,8 @@ class WriteBack:
         with self.gate:
             self.waited_seconds += time.perf_counter() - started
             with self._lock:
-                slots = self._cache.by_admission(self._cache.victims(self.rows_a_write if limit is None else limit))
+                limit = self.rows_a_write if limit is None else min(limit, self.rows_a_write)
+                slots = self._cache.by_admission(self._cache.victims(limit, _NEAR * limit))
                 keys = self._cache.keys_of(slots)
             reach("write-back: rows chosen")
             if self._cache.num_frozen:

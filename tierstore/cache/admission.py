@@ -300,14 +300,15 @@ def mark_slots(state: CacheState, chosen: Int32s) -> int:
 
 
 @kernel
-def victim_slots(state: CacheState, found: Int32s) -> int:
-    """Fill ``found`` with dirty and frozen slots in eviction order, as far as there are any; returns how many."""
+def victim_slots(state: CacheState, found: Int32s, within: int) -> int:
+    """Fill ``found`` as ``RowCache.victims`` says; returns how many there are."""
     slots = state.slots
     left = state.tallies[Tally.DIRTY] + state.tallies[Tally.FROZEN]
     root = np.int64(slots.size - 1)
     slot = np.int64(slots[root]["next"])
-    count = 0
-    while slot != root and count < min(left, found.size):
+    count, walked = 0, 0
+    while slot != root and count < min(left, found.size) and (walked < within or count == 0):
+        walked += 1
         if slots[slot]["flags"] & UNCLEAN:
             found[count] = slot
             count += 1

@@ -9,6 +9,7 @@ A slot is free, or resident. A resident slot may be *pinned* (in use; no policy 
 a version under way will show: it must be copied before it may change), or clean.
 """
 
+import sys
 from enum import IntEnum
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -207,8 +208,12 @@ class RowCache(Protocol):
         """The rows are newer than the tier below. AssertionError if one is loading (``filled`` comes first) or frozen
         (``thaw``)."""
 
-    def victims(self, limit: int) -> Int32s:
-        """Up to ``limit`` dirty and frozen slots, next victims first, pinned ones included. Changes nothing."""
+    def victims(self, limit: int, within: int = sys.maxsize) -> Int32s:
+        """Up to ``limit`` dirty and frozen slots, next victims first, pinned ones included. Changes nothing.
+
+        Args:
+            within: only of so many slots, the next victims, or the first one behind them if none of them is dirty.
+        """
 
     def by_admission(self, slots: Int32s) -> Int32s:
         """The same slots in the order of their rows' last admissions and, of one, of first use in it; as given, by a

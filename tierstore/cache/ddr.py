@@ -7,6 +7,7 @@ size, up to ``FIXED_BYTES``. Nothing else grows with the capacity; memory is tak
 used.
 """
 
+import sys
 from typing import Final, Literal, get_args
 
 import numpy as np
@@ -253,12 +254,12 @@ class DdrCache:
         slots = checked_slots(slots)
         self._require(kernels.mark_slots(self._books, slots), slots, "mark dirty", "resident, not loading, not frozen")
 
-    def victims(self, limit: int) -> Int32s:
-        """See RowCache. A call may walk over the whole cache."""
+    def victims(self, limit: int, within: int = sys.maxsize) -> Int32s:
+        """See RowCache. A call may walk over ``within`` slots, or the whole cache."""
         found: Int32s = np.empty(min(limit, self.num_dirty + self.num_frozen), np.int32)
-        count = kernels.victim_slots(self._books, found)
-        assert count == len(found), f"{count} dirty or frozen slots in the list, {len(found)} expected"
-        return found
+        count = kernels.victim_slots(self._books, found, within)
+        assert within < self.capacity or count == len(found), f"{count} dirty slots in the list, not {len(found)}"
+        return found[:count]
 
     def by_admission(self, slots: Int32s) -> Int32s:
         records = self._books.slots[slots]

@@ -5,6 +5,7 @@ Row r of a table is in slot ``first + r``, ``first`` being the table's. Beside i
 taken from the system as slots are first used.
 """
 
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -224,7 +225,7 @@ class FullCache:
         self._dirty += len(np.unique(slots[(flags & DIRTY) == 0]))
         self.flags[slots] |= np.uint8(DIRTY)
 
-    def victims(self, limit: int) -> Int32s:
+    def victims(self, limit: int, within: int = sys.maxsize) -> Int32s:  # noqa: ARG002 - none leaves
         """See RowCache. A call walks over the whole cache."""
         return self._flagged(UNCLEAN)[:limit]
 

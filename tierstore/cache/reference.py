@@ -5,6 +5,7 @@ It shares nothing with the fast cache but the contract. Its rows take the same m
 of some hundred bytes a row, is not counted in ``size_bytes``.
 """
 
+import sys
 from collections.abc import Iterator
 from typing import Final, Literal
 
@@ -255,9 +256,11 @@ class ReferenceCache:
             assert slot not in self._frozen, f"slot {slot} is frozen"
             self._dirty.add(slot)
 
-    def victims(self, limit: int) -> Int32s:
+    def victims(self, limit: int, within: int = sys.maxsize) -> Int32s:
         unclean = self._dirty | self._frozen
-        return np.array([slot for slot in self.resident_slots().tolist() if slot in unclean][:limit], np.int32)
+        slots = self.resident_slots().tolist()
+        near, far = ([slot for slot in part if slot in unclean] for part in (slots[:within], slots[within:]))
+        return np.array((near or far[:1])[:limit], np.int32)
 
     def by_admission(self, slots: Int32s) -> Int32s:
         return np.array(sorted(slots.tolist(), key=self._admitted.__getitem__), np.int32)
