@@ -393,6 +393,15 @@ class RowCacheConformance:
         assert order_of(cache) == order
         cache.check_integrity()
 
+    def test_victims_near_the_first_one(self) -> None:
+        cache = self.make_of(6, 1, 2, 3, 4, 5, 6)
+        order = order_of(cache)
+        cache.mark_dirty(cache.find(keys_from(order[1], order[2], order[4])))
+        for within, expected in ((1, [1]), (2, [1, 2]), (3, [1, 2]), (4, [1, 2, 4]), (100, [1, 2, 4])):
+            keys = cache.keys_of(cache.victims(10, within)).tolist()
+            assert keys == [order[place] for place in expected]
+        assert cache.keys_of(cache.victims(2, 4)).tolist() == [order[1], order[2]]
+
     def test_slots_are_told_in_the_order_of_their_last_admissions(self) -> None:
         cache = self.make_of(6, 1, 2, 3, 4, 5, 6)
         for values in ((6, 2, 6, 4), (5, 2)):

@@ -307,11 +307,11 @@ def victim_slots(state: CacheState, found: Int32s, within: int) -> int:
     root = np.int64(slots.size - 1)
     slot = np.int64(slots[root]["next"])
     count, walked = 0, 0
-    while slot != root and count < min(left, found.size) and (walked < within or count == 0):
-        walked += 1
+    while slot != root and count < min(left, found.size) and walked < within:
         if slots[slot]["flags"] & UNCLEAN:
             found[count] = slot
             count += 1
+        walked += count > 0
         slot = np.int64(slots[slot]["next"])
     return count
 

@@ -212,7 +212,7 @@ class RowCache(Protocol):
         """Up to ``limit`` dirty and frozen slots, next victims first, pinned ones included. Changes nothing.
 
         Args:
-            within: only of so many slots, the next victims, or the first one behind them if none of them is dirty.
+            within: only of so many slots, in the order of eviction, from the first one that is dirty or frozen on.
         """
 
     def by_admission(self, slots: Int32s) -> Int32s:

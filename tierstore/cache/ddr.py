@@ -255,7 +255,7 @@ class DdrCache:
         self._require(kernels.mark_slots(self._books, slots), slots, "mark dirty", "resident, not loading, not frozen")
 
     def victims(self, limit: int, within: int = sys.maxsize) -> Int32s:
-        """See RowCache. A call may walk over ``within`` slots, or the whole cache."""
+        """See RowCache. A call may walk over the whole cache."""
         found: Int32s = np.empty(min(limit, self.num_dirty + self.num_frozen), np.int32)
         count = kernels.victim_slots(self._books, found, within)
         assert within < self.capacity or count == len(found), f"{count} dirty slots in the list, not {len(found)}"

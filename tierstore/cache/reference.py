@@ -259,8 +259,8 @@ class ReferenceCache:
     def victims(self, limit: int, within: int = sys.maxsize) -> Int32s:
         unclean = self._dirty | self._frozen
         slots = self.resident_slots().tolist()
-        near, far = ([slot for slot in part if slot in unclean] for part in (slots[:within], slots[within:]))
-        return np.array((near or far[:1])[:limit], np.int32)
+        first = next((place for place, slot in enumerate(slots) if slot in unclean), 0)
+        return np.array([slot for slot in slots[first:][:within] if slot in unclean][:limit], np.int32)
 
     def by_admission(self, slots: Int32s) -> Int32s:
         return np.array(sorted(slots.tolist(), key=self._admitted.__getitem__), np.int32)
