@@ -53,7 +53,7 @@ def _lookups(sweep: str, label: str) -> Plot:
 
 def _of_tiers(axes: Any, figures: dict[str, Any], quantity: str, scale: float) -> None:
     """A line for each workload of bench.tiers, over the share of its tables in DDR."""
-    points = [point for part in ("zipf", "criteo") for point in figures[part]["points"]]
+    points = [point for part in ("zipf", "criteo") if part in figures for point in figures[part]["points"]]
     for name in dict.fromkeys(point["workload"] for point in points):
         mine = [point for point in points if point["workload"] == name]
         shares = [point["budget_percent"] for point in mine]
