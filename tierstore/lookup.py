@@ -166,7 +166,8 @@ class Lookup:
         if pool.full is not None:
             yield 0, self._bring_in(pool, pool.full)
             return
-        for first, lease in self._leases(pool, self.joined.keys, self.joined.order):
+        order = self.joined.order if self._lease is None else None
+        for first, lease in self._leases(pool, self.joined.keys, order):
             yield first, lease.slots[lease.inverse]
             if keep and not lease.held:
                 self._keep(pool, lease)

@@ -517,14 +517,16 @@ class Pool:
                 share = self.cache.num_dirty / max(1, self.cache.num_resident)
                 size = self.layout.rows_per_segment
                 self._leaving = -int(-admission.num_missing * share // size) * size
-            if not read:
-                self._note_no_lookup(admission)
-            elif admission.num_missing:
+            if read and admission.num_missing:
                 self._load(admission.missing_slots)
         except BaseException:
             with self.lock:
+                if not read:
+                    self._note_no_lookup(admission)
                 self._give_up(admission)
             raise
+        if not read:
+            self._note_no_lookup(admission)
 
     def _give_up(self, admission: Admission) -> None:
         self.cache.abandon(admission)

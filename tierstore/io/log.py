@@ -113,8 +113,7 @@ class Log:
         moved = self._cleaner.collect(snapshot, rows, segments, kept)
         dead = _some_dead(rows, snapshot)
         segments.reuse(self._view.oldest())
-        for each in (moved and moved.rows, new):
-            segments.require_room(0 if each is None else len(each.keys))
+        segments.require_room(len(each.keys) for each in (moved and moved.rows, new) if each is not None)
         self._look_ahead()
         with self._changing() as change:
             _delete(change, dead)

@@ -1,6 +1,6 @@
 """What is known of the segments of one layout, by slot, and which slots are free: see ``row_map.py``."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -126,9 +126,10 @@ class Segments:
         self.rows += int(indexes.rows.sum())
         return slots
 
-    def require_room(self, num_rows: int) -> None:
-        """TierstoreError if segments of so many rows would be too many."""
-        count, length = -(-num_rows // self.geo.rows_per_segment), len(self.arrays.numbers)
+    def require_room(self, runs: Iterable[int]) -> None:
+        """TierstoreError if segments of runs of so many rows would be too many."""
+        count = sum(-(-num_rows // self.geo.rows_per_segment) for num_rows in runs)
+        length = len(self.arrays.numbers)
         if count > max(len(self._free), self.max_slots - length):
             raise TierstoreError(
                 f"the log holds {length - 1:,} segments of rows of one kind, and can hold no more; run tierstore "
