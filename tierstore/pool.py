@@ -14,6 +14,7 @@ while it keeps a transient one, so a caller that finds every slot pinned waits f
 
 import contextlib
 import logging
+import math
 import threading
 import time
 import weakref
@@ -109,7 +110,8 @@ class Pool:
         self._tables: dict[int, TableConfig] = {}
         self._held_slots = 0
         self._said_lookahead = False
-        self._leaving = 0  # dirty rows that the next batch will put out, in whole segments; 0 while none has
+        self._leaving = 0  # dirty rows that the last batch put out, in whole segments
+        self._evictions = 0  # up to then
         self._writer: ThreadPoolExecutor | None = None
         self._writer_thread = 0
         self._ahead: Future[None] | None = None
@@ -226,8 +228,7 @@ class Pool:
         return len(absent)
 
     def write_ahead(self, store: object) -> None:
-        """Have a thread write rows that will have to leave for the next batch, while that is read, if rows had to be
-        written before others could leave.
+        """A batch is in: have a thread write as many rows as had to leave for it, while the next one is read.
 
         What it cannot write stays dirty, and whoever needs the slot meets the error.
 
@@ -235,8 +236,11 @@ class Pool:
             store: kept alive meanwhile; dropped, it would be closed, maybe by this very thread.
         """
         with self.lock:
-            is_wanted = self._leaving > 0 and not self._closed and (self._ahead is None or self._ahead.done())
-            if is_wanted:
+            evictions, size = self.cache.counters().evictions, self.layout.rows_per_segment
+            share = self.cache.num_dirty / max(1, self.cache.num_resident)
+            self._leaving = math.ceil(int((evictions - self._evictions) * share) / size) * size
+            self._evictions = evictions
+            if self._leaving and not self._closed and (self._ahead is None or self._ahead.done()):
                 self._writer = self._writer or ThreadPoolExecutor(1, "tierstore-write")
                 with contextlib.suppress(RuntimeError):  # no thread is to be had, or the interpreter ends
                     self._ahead = self._writer.submit(self._write_ahead, self._leaving, store)
@@ -512,11 +516,6 @@ class Pool:
                 started = time.perf_counter()
                 self.writeback.write_victims(self._leaving or None)
                 self.fill_seconds += time.perf_counter() - started
-                self._leaving = self._leaving or 1
-            if self._leaving:
-                share = self.cache.num_dirty / max(1, self.cache.num_resident)
-                size = self.layout.rows_per_segment
-                self._leaving = -int(-admission.num_missing * share // size) * size
             if read and admission.num_missing:
                 self._load(admission.missing_slots)
         except BaseException:

@@ -308,7 +308,7 @@ def victim_slots(state: CacheState, found: Int32s, within: int) -> int:
     slot = np.int64(slots[root]["next"])
     count, walked = 0, 0
     while slot != root and count < min(left, found.size) and walked < within:
-        if slots[slot]["flags"] & UNCLEAN:
+        if slots[slot]["flags"] & UNCLEAN and not slots[slot]["pins"]:
             found[count] = slot
             count += 1
         walked += count > 0
