@@ -398,7 +398,7 @@ def test_a_slot_that_another_row_took_is_not_written_for_the_one_before(
                 assert pool.cache.find(newcomer.numpy())[0] == slot
 
         monkeypatch.setattr(killpoints, "hook", take_the_slot)
-        pool.writeback.write_victims(1)
+        pool.writeback.make_room()
         assert pool.cache.num_dirty == 1
         pool.writeback.write_frozen()
         assert table.read(torch.cat([victim, frozen, newcomer]))[:, 0].tolist() == [2.0, 1.0, 3.0]
@@ -417,13 +417,15 @@ def test_rows_that_will_leave_are_written_ahead(store_dir: Path) -> None:
     with open_store(store_dir) as store:
         writers: list[str] = []
         pool = store["t"].pool
-        write = pool.writeback.write_victims
+        write = pool.writeback.write_ahead
 
-        def noted(limit: int | None = None) -> None:
-            writers.append(threading.current_thread().name)
-            write(limit)
+        def noted(count: int) -> bool:
+            is_written = write(count)
+            if is_written:
+                writers.append(threading.current_thread().name)
+            return is_written
 
-        pool.writeback.write_victims = noted  # type: ignore[method-assign]
+        pool.writeback.write_ahead = noted  # type: ignore[method-assign]
         _steps(store, 60)
         assert any(name.startswith("tierstore-write") for name in writers)
         store.create_table(tierstore.TableConfig(name="u", num_embeddings=5, embedding_dim=DIM))  # no row is in use

@@ -14,7 +14,6 @@ while it keeps a transient one, so a caller that finds every slot pinned waits f
 
 import contextlib
 import logging
-import math
 import threading
 import time
 import weakref
@@ -110,8 +109,7 @@ class Pool:
         self._tables: dict[int, TableConfig] = {}
         self._held_slots = 0
         self._said_lookahead = False
-        self._leaving = 0  # dirty rows that the last batch put out, in whole segments
-        self._evictions = 0  # up to then
+        self._leaving = 0  # rows that left the cache for the last batch that fitted
         self._writer: ThreadPoolExecutor | None = None
         self._writer_thread = 0
         self._ahead: Future[None] | None = None
@@ -175,8 +173,11 @@ class Pool:
         if order is not None:
             admission = Admission(keys[order])
             with self.fill_lock:
+                before = self.cache.counters().evictions
                 self._stage(admission, read=True, whole=True)
+                evicted = self.cache.counters().evictions - before
             if admission.consumed:
+                self._leaving = evicted
                 numbers, admission.inverse = admission.inverse, np.empty_like(admission.inverse)
                 slots, admission.unique_slots = admission.slots, np.empty_like(admission.slots)
                 kernels.renumber(order, numbers, slots, admission.inverse, admission.unique_slots)
@@ -236,11 +237,8 @@ class Pool:
             store: kept alive meanwhile; dropped, it would be closed, maybe by this very thread.
         """
         with self.lock:
-            evictions, size = self.cache.counters().evictions, self.layout.rows_per_segment
-            share = self.cache.num_dirty / max(1, self.cache.num_resident)
-            self._leaving = math.ceil(int((evictions - self._evictions) * share) / size) * size
-            self._evictions = evictions
-            if self._leaving and not self._closed and (self._ahead is None or self._ahead.done()):
+            is_wanted = self._leaving and self.cache.num_dirty and (self._ahead is None or self._ahead.done())
+            if is_wanted and not self._closed:
                 self._writer = self._writer or ThreadPoolExecutor(1, "tierstore-write")
                 with contextlib.suppress(RuntimeError):  # no thread is to be had, or the interpreter ends
                     self._ahead = self._writer.submit(self._write_ahead, self._leaving, store)
@@ -248,11 +246,9 @@ class Pool:
     def _write_ahead(self, count: int, _store: object) -> None:
         self._writer_thread = threading.get_ident()
         with contextlib.suppress(Exception):
-            step = self.writeback.rows_a_write
-            for first in range(0, count, step):
-                if self._closed or not self.cache.num_dirty:
+            for _ in range(0, count, self.writeback.rows_a_write):
+                if self._closed or not self.writeback.write_ahead(count):
                     return
-                self.writeback.write_victims(min(step, count - first))
                 time.sleep(PAUSE_SECONDS)
 
     def end_write_ahead(self) -> None:
@@ -514,7 +510,7 @@ class Pool:
                 if status is not AdmitStatus.DIRTY_VICTIM:
                     break
                 started = time.perf_counter()
-                self.writeback.write_victims(self._leaving or None)
+                self.writeback.make_room()
                 self.fill_seconds += time.perf_counter() - started
             if read and admission.num_missing:
                 self._load(admission.missing_slots)

@@ -32,9 +32,6 @@ __all__ = ["MIN_OUTBOX_ROWS", "PAUSE_SECONDS", "WriteBack", "outbox_bytes", "row
 
 MIN_OUTBOX_ROWS: Final = 32
 _VICTIMS_SHARE: Final = 1 / 8
-_NEAR: Final = 4
-"""Rows are written before they have to leave only among so many next victims for each: behind the newest rows, which
-leave first, TinyLFU has clean ones, and behind these rows that are used too often to be written now."""
 """Of the rows in a cache, what is written together at most: rows far from leaving may well change once more."""
 PAUSE_SECONDS: Final = 5e-5
 """Between two turns: a lock released and taken again at once is given to nobody else."""
@@ -147,8 +144,21 @@ class WriteBack:
 
     # Between commits
 
-    def write_victims(self, limit: int | None = None) -> None:
-        """Write up to ``limit`` dirty or frozen rows, the next victims; ``rows_a_write`` at most.
+    def make_room(self) -> None:
+        """The row that leaves next is dirty or frozen: write it, and those that will leave soon after it.
+
+        An order by recency has no clean rows behind it, and a transaction is filled. An order by count has the newest
+        rows first, then clean ones, and behind these rows that are used too often to be written now.
+        """
+        self._write_victims(self.rows_a_write, self._layout.rows_per_segment)
+
+    def write_ahead(self, count: int) -> bool:
+        """Write those of the ``count`` rows that will leave next that are dirty or frozen, ``rows_a_write`` at most;
+        False if they do not fill a segment."""
+        return self._write_victims(count, count, least=self._layout.rows_per_segment)
+
+    def _write_victims(self, count: int, gap: int, *, least: int = 1) -> bool:
+        """Write what ``RowCache.victims`` finds, ``rows_a_write`` at most; False if that is fewer than ``least``.
 
         Others may admit rows meanwhile, into slots whose rows have left, so what is chosen is known by its keys. They
         may update rows: an update marks its row dirty again, so what is written of it here is never the last word.
@@ -157,20 +167,22 @@ class WriteBack:
         with self.gate:
             self.waited_seconds += time.perf_counter() - started
             with self._lock:
-                limit = self.rows_a_write if limit is None else min(limit, self.rows_a_write)
-                slots = self._cache.by_admission(self._cache.victims(limit, _NEAR * limit))
+                slots = self._cache.by_admission(self._cache.victims(count, gap)[: self.rows_a_write])
                 keys = self._cache.keys_of(slots)
+            if len(keys) < least:
+                return False
             reach("write-back: rows chosen")
             if self._cache.num_frozen:
                 with self._giving_up():
                     self._write_frozen(slots)  # a row that comes in now is not frozen
             self._write_dirty(keys)
+        return True
 
     def write_all(self) -> None:
         """Write every dirty row; there is no version under way. The caller admits no rows meanwhile."""
         with self.gate:
             with self._lock:
-                keys = self._cache.keys_of(self._cache.by_admission(self._cache.victims(self._cache.num_dirty)))
+                keys = self._cache.keys_of(self._cache.by_admission(self._cache.dirty_slots()))
             self._write_dirty(keys)
 
     def _write_dirty(self, keys: Any) -> None:

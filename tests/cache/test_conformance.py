@@ -74,9 +74,9 @@ class HbmLru(Lru):
     num_accesses = 2000
     device = "cpu"
 
-    # It knows nothing of these, which are of write-back.
+    # What leaves next depends on the set; the order of admissions is not known.
+    test_victims_are_the_unclean_ones_of_those_that_leave_next = None
     test_slots_are_told_in_the_order_of_their_last_admissions = None
-    test_victims_near_the_first_one = None
 
     def make(self, capacity: int, *, weight_words: int = 2, state_words: int = 1) -> RowCache:
         return HbmCache(

@@ -67,8 +67,9 @@ class TwinMachine(RuleBasedStateMachine):
 
     def take(self, limit: int) -> tuple[Int32s, Int32s]:
         """The next victims, written back as far as they were dirty; frozen ones are only thawed."""
-        victims = self.fast.victims(limit), self.slow.victims(limit)
-        assert self.fast.keys_of(victims[0]).tolist() == self.slow.keys_of(victims[1]).tolist()
+        for gap in (1, 2, limit):
+            victims = self.fast.victims(limit, gap), self.slow.victims(limit, gap)
+            assert self.fast.keys_of(victims[0]).tolist() == self.slow.keys_of(victims[1]).tolist()
         thawed = self.fast.thaw(victims[0]), self.slow.thaw(victims[1])
         assert self.fast.keys_of(thawed[0]).tolist() == self.slow.keys_of(thawed[1]).tolist()
         fast, slow = take(self.fast, limit), take(self.slow, limit)
@@ -123,7 +124,8 @@ class TwinMachine(RuleBasedStateMachine):
         flight = self.flights[place % len(self.flights)]
         self.fill(flight)
         self.mark(flight.fast.slots, flight.slow.slots)
-        self.write_back(limit)
+        for cache, slots in ((self.fast, flight.fast.slots), (self.slow, flight.slow.slots)):
+            assert cache.clean(slots[:limit]).tolist() == slots[:limit].tolist()
 
     @precondition(lambda self: self.flights)
     @rule(place=places, dirty=st.integers(0, 2**12 - 1))
@@ -168,7 +170,7 @@ class TwinMachine(RuleBasedStateMachine):
         else:
             self.fast.evict(fast)
 
-    @precondition(lambda self: not self.fast.num_pinned and not self.fast.victims(1).size)
+    @precondition(lambda self: not (self.fast.num_pinned or self.fast.num_dirty or self.fast.num_frozen))
     @rule(keys=batches)
     def replay(self, keys: Int64s) -> None:
         assert self.fast.access(keys).tolist() == self.slow.access(keys).tolist()
@@ -185,6 +187,8 @@ class TwinMachine(RuleBasedStateMachine):
         for count in ("num_resident", "num_dirty", "num_frozen", "num_pinned"):
             assert getattr(fast, count) == getattr(slow, count), count
         assert fast.counters() == slow.counters()
+        for fast_slots, slow_slots in ((fast.dirty_slots(), slow.dirty_slots()), (fast.frozen_slots(), slow.frozen_slots())):
+            assert sorted(fast.keys_of(fast_slots).tolist()) == sorted(slow.keys_of(slow_slots).tolist())
         fast_slots, slow_slots = fast.resident_slots(), slow.resident_slots()
         for cache, slots in ((fast, fast_slots), (slow, slow_slots)):
             loaded = np.array([slot for slot in slots if not cache.is_loading(np.array([slot], np.int32))], np.int32)

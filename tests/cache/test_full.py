@@ -36,7 +36,7 @@ def outcome(cache: RowCache, action: str, keys: Any) -> Any:
 
 def seen(cache: RowCache) -> Any:
     """What anybody can see of a cache, by key."""
-    unclean = cache.victims(len(KEYS))
+    unclean = np.concatenate([cache.dirty_slots(), cache.frozen_slots()])
     return (
         cache.num_resident, cache.num_dirty, cache.num_frozen, cache.num_pinned, cache.counters(),
         (cache.find(KEYS) >= 0).tolist(), sorted(cache.keys_of(unclean).tolist()),

@@ -42,7 +42,7 @@ def admitted(cache: RowCache, *values: int) -> Admission:
 
 def take(cache: RowCache, limit: int) -> Int32s:
     """The next victims among dirty rows, clean and pinned."""
-    taken = cache.clean(cache.victims(limit))
+    taken = cache.clean(cache.victims(limit, limit))
     cache.pin(taken)
     return taken
 
@@ -119,7 +119,7 @@ class RowCacheConformance:
         assert cache.counters() == CacheCounters(lookups=0, hits=0, misses=0, evictions=0)
         assert cache.find(keys_from(0, 1, -1)).tolist() == [-1, -1, -1]
         assert cache.resident_slots().tolist() == []
-        assert cache.victims(5).tolist() == cache.frozen_slots().tolist() == []
+        assert cache.victims(5, 5).tolist() == cache.dirty_slots().tolist() == cache.frozen_slots().tolist() == []
         cache.check_integrity()
 
     @pytest.mark.parametrize("capacity", [0, -1])
@@ -382,25 +382,33 @@ class RowCacheConformance:
         cache.mark_dirty(cache.find(keys_from(dirty[0])))
         cache.pin(cache.find(keys_from(order[1])))
         assert cache.num_dirty == 3
-        taken = take(cache, 2)
-        assert cache.keys_of(taken).tolist() == [order[1], order[2]]
-        assert (cache.num_dirty, cache.num_pinned) == (1, 2)
+        taken = take(cache, 5)
+        assert cache.keys_of(taken).tolist() == [order[2], order[4]]
+        assert (cache.num_dirty, cache.num_pinned) == (1, 3)
         cache.unpin(taken)
         assert cache.num_pinned == 1
-        assert cache.keys_of(take(cache, 2)).tolist() == [order[4]]
+        cache.unpin(cache.find(keys_from(order[1])))
+        assert cache.keys_of(take(cache, 5)).tolist() == [order[1]]
         assert cache.num_dirty == 0
         assert take(cache, 2).tolist() == []
         assert order_of(cache) == order
         cache.check_integrity()
 
-    def test_victims_near_the_first_one(self) -> None:
+    def test_victims_are_the_unclean_ones_of_those_that_leave_next(self) -> None:
         cache = self.make_of(6, 1, 2, 3, 4, 5, 6)
         order = order_of(cache)
-        cache.mark_dirty(cache.find(keys_from(order[1], order[2], order[4])))
-        for within, expected in ((1, [1]), (2, [1, 2]), (3, [1, 2]), (4, [1, 2, 4]), (100, [1, 2, 4])):
-            keys = cache.keys_of(cache.victims(10, within)).tolist()
-            assert keys == [order[place] for place in expected]
-        assert cache.keys_of(cache.victims(2, 4)).tolist() == [order[1], order[2]]
+        slots = cache.find(keys_from(*order))
+        cache.mark_dirty(slots[[1, 2, 4]])
+        for count, expected in ((0, []), (1, []), (2, [1]), (3, [1, 2]), (4, [1, 2]), (5, [1, 2, 4]), (100, [1, 2, 4])):
+            assert cache.victims(count, 6).tolist() == slots[expected].tolist()
+        for gap, expected in ((0, []), (1, []), (2, [1, 2, 4]), (6, [1, 2, 4])):
+            assert cache.victims(6, gap).tolist() == slots[expected].tolist()
+        cache.pin(slots[[0, 2]])
+        assert cache.victims(1, 6).tolist() == cache.victims(6, 1).tolist() == slots[[1]].tolist()
+        assert cache.victims(3, 2).tolist() == slots[[1, 4]].tolist()
+        assert sorted(cache.dirty_slots().tolist()) == sorted(slots[[1, 2, 4]].tolist())
+        assert order_of(cache) == order
+        cache.check_integrity()
 
     def test_slots_are_told_in_the_order_of_their_last_admissions(self) -> None:
         cache = self.make_of(6, 1, 2, 3, 4, 5, 6)
@@ -440,8 +448,8 @@ class RowCacheConformance:
         assert sorted(cache.frozen_slots().tolist()) == sorted(slots[[0, 2]].tolist())
         cache.check_integrity()
         cache.mark_dirty(slots[[1]])
-        assert cache.keys_of(cache.victims(10)).tolist() == [order[0], order[1], order[2]]
-        assert cache.keys_of(cache.victims(2)).tolist() == [order[0], order[1]]
+        assert cache.keys_of(cache.victims(10, 10)).tolist() == [order[0], order[1], order[2]]
+        assert cache.keys_of(cache.victims(2, 2)).tolist() == [order[0], order[1]]
         for action in (cache.mark_dirty, cache.evict):
             with pytest.raises(AssertionError):
                 action(slots[[2]])

@@ -300,18 +300,20 @@ def mark_slots(state: CacheState, chosen: Int32s) -> int:
 
 
 @kernel
-def victim_slots(state: CacheState, found: Int32s, within: int) -> int:
-    """Fill ``found`` as ``RowCache.victims`` says; returns how many there are."""
+def victim_slots(state: CacheState, found: Int32s, gap: int) -> int:
+    """``RowCache.victims`` of ``found.size`` slots; returns how many of them are dirty or frozen."""
     slots = state.slots
-    left = state.tallies[Tally.DIRTY] + state.tallies[Tally.FROZEN]
     root = np.int64(slots.size - 1)
     slot = np.int64(slots[root]["next"])
-    count, walked = 0, 0
-    while slot != root and count < min(left, found.size) and walked < within:
-        if slots[slot]["flags"] & UNCLEAN and not slots[slot]["pins"]:
-            found[count] = slot
-            count += 1
-        walked += count > 0
+    count, left, clean = 0, found.size, 0
+    while slot != root and left > 0 and clean < gap:
+        if slots[slot]["pins"] == 0:
+            left -= 1
+            clean += 1
+            if slots[slot]["flags"] & UNCLEAN:
+                found[count] = slot
+                count += 1
+                clean = 0
         slot = np.int64(slots[slot]["next"])
     return count
 

@@ -9,7 +9,6 @@ A slot is free, or resident. A resident slot may be *pinned* (in use; no policy 
 a version under way will show: it must be copied before it may change), or clean.
 """
 
-import sys
 from enum import IntEnum
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -208,12 +207,9 @@ class RowCache(Protocol):
         """The rows are newer than the tier below. AssertionError if one is loading (``filled`` comes first) or frozen
         (``thaw``)."""
 
-    def victims(self, limit: int, within: int = sys.maxsize) -> Int32s:
-        """Up to ``limit`` dirty and frozen slots, next victims first, pinned ones included. Changes nothing.
-
-        Args:
-            within: only of so many slots, in the order of eviction, from the first one that is dirty or frozen on.
-        """
+    def victims(self, count: int, gap: int) -> Int32s:
+        """Of the ``count`` slots that will leave next, none of them pinned, those that are dirty or frozen, in the order
+        of eviction; none behind ``gap`` in a row that are neither. Changes nothing."""
 
     def by_admission(self, slots: Int32s) -> Int32s:
         """The same slots in the order of their rows' last admissions and, of one, of first use in it; as given, by a
@@ -228,6 +224,9 @@ class RowCache(Protocol):
 
     def freeze(self) -> None:
         """Make every dirty slot frozen. AssertionError if some are frozen already."""
+
+    def dirty_slots(self) -> Int32s:
+        """Every dirty slot, in any order."""
 
     def frozen_slots(self) -> Int32s:
         """Every frozen slot, in any order."""

@@ -7,7 +7,6 @@ size, up to ``FIXED_BYTES``. Nothing else grows with the capacity; memory is tak
 used.
 """
 
-import sys
 from typing import Final, Literal, get_args
 
 import numpy as np
@@ -254,11 +253,10 @@ class DdrCache:
         slots = checked_slots(slots)
         self._require(kernels.mark_slots(self._books, slots), slots, "mark dirty", "resident, not loading, not frozen")
 
-    def victims(self, limit: int, within: int = sys.maxsize) -> Int32s:
-        """See RowCache. A call may walk over the whole cache."""
-        found: Int32s = np.empty(min(limit, self.num_dirty + self.num_frozen), np.int32)
-        count = kernels.victim_slots(self._books, found, within)
-        return found[:count]
+    def victims(self, count: int, gap: int) -> Int32s:
+        """See RowCache. A call walks past every pinned slot before these."""
+        found: Int32s = np.empty(min(count, self.num_resident), np.int32)
+        return found[: kernels.victim_slots(self._books, found, gap)]
 
     def by_admission(self, slots: Int32s) -> Int32s:
         records = self._books.slots[slots]
@@ -288,10 +286,16 @@ class DdrCache:
     def unfreeze(self) -> None:
         kernels.move_flags(self._books, kernels.FROZEN, int(Tally.FROZEN), kernels.DIRTY, int(Tally.DIRTY))
 
+    def dirty_slots(self) -> Int32s:
+        return self._flagged(kernels.DIRTY, self.num_dirty)
+
     def frozen_slots(self) -> Int32s:
-        found: Int32s = np.empty(self.num_frozen, np.int32)
-        count = kernels.flagged_slots(self._books, kernels.FROZEN, found)
-        assert count == len(found), f"{count} frozen slots, {len(found)} expected"
+        return self._flagged(kernels.FROZEN, self.num_frozen)
+
+    def _flagged(self, flag: int, expected: int) -> Int32s:
+        found: Int32s = np.empty(expected, np.int32)
+        count = kernels.flagged_slots(self._books, flag, found)
+        assert count == expected, f"{count} slots with flag {flag}, {expected} expected"
         return found
 
     def keys_of(self, slots: Int32s) -> Int64s:

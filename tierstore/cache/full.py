@@ -5,7 +5,6 @@ Row r of a table is in slot ``first + r``, ``first`` being the table's. Beside i
 taken from the system as slots are first used.
 """
 
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -225,9 +224,8 @@ class FullCache:
         self._dirty += len(np.unique(slots[(flags & DIRTY) == 0]))
         self.flags[slots] |= np.uint8(DIRTY)
 
-    def victims(self, limit: int, within: int = sys.maxsize) -> Int32s:  # noqa: ARG002 - none leaves
-        """See RowCache. A call walks over the whole cache."""
-        return self._flagged(UNCLEAN)[:limit]
+    def victims(self, count: int, gap: int) -> Int32s:  # noqa: ARG002 - none leaves
+        return np.empty(0, np.int32)
 
     def by_admission(self, slots: Int32s) -> Int32s:
         return slots
@@ -273,10 +271,11 @@ class FullCache:
         found = [np.flatnonzero(part & np.uint8(flag)) + i * _PART_SLOTS for i, part in enumerate(self._parts())]
         return np.concatenate(found).astype(np.int32)
 
+    def dirty_slots(self) -> Int32s:
+        return self._flagged(DIRTY)
+
     def frozen_slots(self) -> Int32s:
-        found = self._flagged(FROZEN)
-        assert len(found) == self._frozen, f"{len(found)} frozen slots, {self._frozen} expected"
-        return found
+        return self._flagged(FROZEN)
 
     def keys_of(self, slots: Int32s) -> Int64s:
         slots = checked_slots(slots)

@@ -318,10 +318,11 @@ class HbmCache:
         )
         self._books.flags[self._send(slots)] |= DIRTY
 
-    def victims(self, limit: int) -> Int32s:
-        """See RowCache; next victims of the whole cache, set or no set."""
-        slots = self.slots_with(DIRTY | FROZEN)
-        return self._by_rank(slots)[:limit]
+    def victims(self, count: int, gap: int) -> Int32s:  # noqa: ARG002 - it knows no order for that
+        """The first ``count`` slots that are dirty or frozen and not pinned: which row leaves next depends on the set."""
+        flags = self._books.flags
+        is_found = (flags & (DIRTY | FROZEN) != 0) & (flags < PIN)
+        return self._by_rank(torch.nonzero(is_found).flatten().to(torch.int32))[:count]
 
     def by_admission(self, slots: Int32s) -> Int32s:
         return slots
@@ -354,6 +355,10 @@ class HbmCache:
     def _move(self, source: int, target: int) -> None:
         flags = self._books.flags
         flags.copy_(torch.where(flags & source != 0, (flags & ~source) | target, flags))
+
+    def dirty_slots(self) -> Int32s:
+        found: Int32s = self.slots_with(DIRTY).cpu().numpy()
+        return found
 
     def frozen_slots(self) -> Int32s:
         found: Int32s = self.slots_with(FROZEN).cpu().numpy()

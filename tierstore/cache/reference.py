@@ -5,8 +5,8 @@ It shares nothing with the fast cache but the contract. Its rows take the same m
 of some hundred bytes a row, is not counted in ``size_bytes``.
 """
 
-import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Final, Literal
 
 import cachetools
@@ -256,11 +256,11 @@ class ReferenceCache:
             assert slot not in self._frozen, f"slot {slot} is frozen"
             self._dirty.add(slot)
 
-    def victims(self, limit: int, within: int = sys.maxsize) -> Int32s:
-        unclean = self._dirty | self._frozen
-        slots = self.resident_slots().tolist()
-        first = next((place for place, slot in enumerate(slots) if slot in unclean), 0)
-        return np.array([slot for slot in slots[first:][:within] if slot in unclean][:limit], np.int32)
+    def victims(self, count: int, gap: int) -> Int32s:
+        leaving = [slot for slot in self.resident_slots().tolist() if self._key_of(slot) not in self._rows.pins]
+        places = [place for place, slot in enumerate(leaving[:count]) if slot in self._dirty | self._frozen]
+        near = [place - before <= gap for before, place in pairwise([-1, *places])]
+        return np.array([leaving[place] for place in places[: [*near, False].index(False)]], np.int32)
 
     def by_admission(self, slots: Int32s) -> Int32s:
         return np.array(sorted(slots.tolist(), key=self._admitted.__getitem__), np.int32)
@@ -287,6 +287,9 @@ class ReferenceCache:
     def unfreeze(self) -> None:
         self._dirty |= self._frozen
         self._frozen = set()
+
+    def dirty_slots(self) -> Int32s:
+        return np.array(sorted(self._dirty), np.int32)
 
     def frozen_slots(self) -> Int32s:
         return np.array(sorted(self._frozen), np.int32)

@@ -154,6 +154,8 @@ class TinyLFU(Pinnable):
             if len(self._window) <= self._limit:
                 break
             oldest = next(iter(self._window))
+            if oldest in self.pins:
+                break
             del self._window[oldest]
             level = self._levels[self._counts[oldest]]
             level[oldest] = None

@@ -18,7 +18,7 @@ OVERFLOW_INDEX_BYTES: Final = 3 * 8
 
 def overflow_bytes(rows: int) -> int:
     """Host memory that ``rows`` overflow slots take."""
-    return size_bytes_of(rows, weight_words=0, state_words=0, policy="lru") + rows * np.dtype(np.int32).itemsize
+    return size_bytes_of(rows, weight_words=0, state_words=0, policy="lru")
 
 
 _NOBODY: Final = -1
@@ -33,7 +33,6 @@ class Overflow:
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         self._rows = DdrCache(capacity, weight_words=0, state_words=0, policy="lru")
-        self._pins = np.zeros(capacity, np.int32)
         self._keys = torch.full((capacity,), _NOBODY, dtype=torch.int64, device=device)
         self._ordered: tuple[Tensor, Tensor] | None = None
         """``_keys`` sorted, and the slot of each; None after a change."""
@@ -44,7 +43,7 @@ class Overflow:
 
     @property
     def size_bytes(self) -> int:
-        return self._rows.size_bytes + self._pins.nbytes
+        return self._rows.size_bytes
 
     def find(self, keys: Tensor) -> Tensor | None:
         """int32 [n], on the keys' device: each key's slot or -1, the slots pinned. None if no key can have one."""
@@ -55,7 +54,7 @@ class Overflow:
         ordered, order = self._ordered
         place = torch.searchsorted(ordered, keys).clamp(max=self.capacity - 1)
         found = torch.where(ordered[place] == keys, order[place], -1).to(torch.int32)
-        self._pin(present(found), 1)
+        self._rows.pin(present(found))
         return found
 
     def admit(self, keys: Any, make_room: Callable[[Any], None]) -> Admission | None:
@@ -72,17 +71,15 @@ class Overflow:
             return admission
         try:
             while (status := self._rows.admit(admission)) is AdmitStatus.DIRTY_VICTIM:
-                dirty = self.dirty_slots()
-                idle = dirty[self._pins[dirty] == 0]
-                make_room(idle)
-                self._rows.clean(idle)
+                leaving = self._rows.victims(self.capacity, self.capacity)
+                make_room(leaving)
+                self._rows.clean(leaving)
         except BaseException:
             self._drop(admission)
             raise
         if status is AdmitStatus.ALL_PINNED:
             self._drop(admission)
             return None
-        self._pins[admission.slots] += 1
         self._note(admission)
         return admission
 
@@ -98,7 +95,6 @@ class Overflow:
 
     def abandon(self, admission: Admission) -> None:
         """Undo ``admit``."""
-        self._pins[admission.slots] -= 1
         self._drop(admission)
 
     def _drop(self, admission: Admission) -> None:
@@ -117,15 +113,11 @@ class Overflow:
         """Undo one pin of each slot; its row is newer than the one below if it changed."""
         if changed:
             self._rows.mark_dirty(slots)
-        self._pin(slots, -1)
-
-    def _pin(self, slots: Any, count: int) -> None:
-        self._pins[slots] += count
-        (self._rows.pin if count > 0 else self._rows.unpin)(slots)
+        self._rows.unpin(slots)
 
     def dirty_slots(self) -> Any:
-        """Slots of newer rows, next to go first."""
-        return self._rows.victims(self._rows.num_dirty)
+        """Slots of newer rows."""
+        return self._rows.dirty_slots()
 
     def clean(self, slots: Any) -> None:
         """The rows of these slots were written down."""
@@ -142,11 +134,9 @@ class Overflow:
         self._ordered = None
 
     def check_integrity(self) -> None:
-        """AssertionError unless the books are whole, nothing is loading, and pins agree."""
+        """AssertionError unless the books are whole and nothing is loading."""
         self._rows.check_integrity()
         assert not self._rows.is_loading(self._rows.resident_slots()), "an overflow slot is loading with nobody at it"
-        pinned = int((self._pins != 0).sum())
-        assert pinned == self._rows.num_pinned, f"{pinned} slots pinned, {self._rows.num_pinned} in the books"
         keys = self._keys.cpu().numpy()
         slots = self.resident_slots
         known = int((keys != _NOBODY).sum())

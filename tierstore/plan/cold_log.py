@@ -237,7 +237,7 @@ def _go_through(
         together: rows of a transaction, at most; 0: nothing is written.
         counted: int64 [5]: rows missing, pages read, rows written, rows moved, segments cleaned.
     """
-    used, root, size, most = 0, len(log.places), log.rows.shape[1], together
+    used, root = 0, len(log.places)
     for batch in range(len(starts) - 1):
         if batch == counted_from:
             counted[:] = 0
@@ -255,18 +255,15 @@ def _go_through(
             if used > capacity:
                 out = ring.after[root]
                 if ring.is_newer[out]:
-                    _write(log, ring, most, counted)
+                    _write(log, ring, together, counted)
                 _unlink(ring, out)
                 used -= 1
             _link(ring, row)
             ring.is_newer[row] = together > 0
         counted[_MISSED] += missing
-        leaving = (missing + size - 1) // size * size
-        if used == capacity and leaving > 0:
-            most = min(together, leaving)
         if is_ahead and together and used == capacity and batch % AHEAD_EVERY == 0:
-            for first in range(0, leaving, together):
-                _write(log, ring, min(together, leaving - first), counted)
+            for first in range(0, missing, together):
+                _write(log, ring, min(together, missing - first), counted)
 
 
 @inline

@@ -270,8 +270,7 @@ def _written(own: _Share, writing: Writing, rows: float, misses: float) -> _Writ
     Args:
         rows: that all tiers in memory hold.
     """
-    size = own.layout.rows_per_segment
-    together = min(writing.transaction_rows(own.ddr_rows), max(1, math.ceil(misses / size)) * size)
+    together = writing.transaction_rows(own.ddr_rows)
     if resolve_policy(own.setup.policy).removeprefix(REFERENCE_PREFIX) in _BY_COUNT:
         return _Written(min(max(misses, together), own.unique), max(1.0, misses / together))
     written = min(misses + own.missed(rows - together / 2) - own.missed(rows), own.unique)
