@@ -109,7 +109,6 @@ class Pool:
         self._tables: dict[int, TableConfig] = {}
         self._held_slots = 0
         self._said_lookahead = False
-        self._leaving = 0  # rows that left the cache for the last batch that fitted
         self._writer: ThreadPoolExecutor | None = None
         self._writer_thread = 0
         self._ahead: Future[None] | None = None
@@ -173,11 +172,8 @@ class Pool:
         if order is not None:
             admission = Admission(keys[order])
             with self.fill_lock:
-                before = self.cache.counters().evictions
                 self._stage(admission, read=True, whole=True)
-                evicted = self.cache.counters().evictions - before
             if admission.consumed:
-                self._leaving = evicted
                 numbers, admission.inverse = admission.inverse, np.empty_like(admission.inverse)
                 slots, admission.unique_slots = admission.slots, np.empty_like(admission.slots)
                 kernels.renumber(order, numbers, slots, admission.inverse, admission.unique_slots)
@@ -228,20 +224,22 @@ class Pool:
             self.acquire(cache.keys_at(absent)).release()
         return len(absent)
 
-    def write_ahead(self, store: object) -> None:
-        """A batch is in: have a thread write as many rows as had to leave for it, while the next one is read.
+    def write_ahead(self, count: int, store: object) -> None:
+        """A batch is in: have a thread write rows that will have to leave for the next one, while that is read.
 
         What it cannot write stays dirty, and whoever needs the slot meets the error.
 
         Args:
+            count: rows that were brought in for it; of the next victims so many are looked at.
             store: kept alive meanwhile; dropped, it would be closed, maybe by this very thread.
         """
         with self.lock:
-            is_wanted = self._leaving and self.cache.num_dirty and (self._ahead is None or self._ahead.done())
+            is_full = self.cache.num_resident == self.cache.capacity
+            is_wanted = is_full and self.cache.num_dirty and (self._ahead is None or self._ahead.done())
             if is_wanted and not self._closed:
                 self._writer = self._writer or ThreadPoolExecutor(1, "tierstore-write")
                 with contextlib.suppress(RuntimeError):  # no thread is to be had, or the interpreter ends
-                    self._ahead = self._writer.submit(self._write_ahead, self._leaving, store)
+                    self._ahead = self._writer.submit(self._write_ahead, count, store)
 
     def _write_ahead(self, count: int, _store: object) -> None:
         self._writer_thread = threading.get_ident()

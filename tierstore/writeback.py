@@ -154,8 +154,8 @@ class WriteBack:
 
     def write_ahead(self, count: int) -> bool:
         """Write those of the ``count`` rows that will leave next that are dirty or frozen, ``rows_a_write`` at most;
-        False if they do not fill a segment."""
-        return self._write_victims(count, count, least=self._layout.rows_per_segment)
+        False if they fill neither that nor a segment."""
+        return self._write_victims(count, count, least=min(self._layout.rows_per_segment, self.rows_a_write))
 
     def _write_victims(self, count: int, gap: int, *, least: int = 1) -> bool:
         """Write what ``RowCache.victims`` finds, ``rows_a_write`` at most; False if that is fewer than ``least``.

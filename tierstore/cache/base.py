@@ -208,8 +208,8 @@ class RowCache(Protocol):
         (``thaw``)."""
 
     def victims(self, count: int, gap: int) -> Int32s:
-        """Of the ``count`` slots that will leave next, none of them pinned, those that are dirty or frozen, in the order
-        of eviction; none behind ``gap`` in a row that are neither. Changes nothing."""
+        """Of the ``count`` slots that will leave next, none of them pinned, those that are dirty or frozen, in the
+        order of eviction; none behind ``gap`` in a row that are neither. Changes nothing."""
 
     def by_admission(self, slots: Int32s) -> Int32s:
         """The same slots in the order of their rows' last admissions and, of one, of first use in it; as given, by a

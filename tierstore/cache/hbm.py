@@ -319,7 +319,7 @@ class HbmCache:
         self._books.flags[self._send(slots)] |= DIRTY
 
     def victims(self, count: int, gap: int) -> Int32s:  # noqa: ARG002 - it knows no order for that
-        """The first ``count`` slots that are dirty or frozen and not pinned: which row leaves next depends on the set."""
+        """The first ``count`` dirty and frozen slots that are not pinned: which one leaves next depends on the set."""
         flags = self._books.flags
         is_found = (flags & (DIRTY | FROZEN) != 0) & (flags < PIN)
         return self._by_rank(torch.nonzero(is_found).flatten().to(torch.int32))[:count]

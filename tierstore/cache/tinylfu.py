@@ -9,8 +9,8 @@ rows than there are slots keeps hitting some of them. A row accessed in main goe
 into the window only if that has room. Counts outlive residence in a sketch (sketch.py), and
 all counts are halved every ``HALVING_PERIOD`` accesses a slot, which leaves the list as it is.
 
-A pinned row, and those behind it, stay in the window though it is full: filed, the rows of the newest batches would head
-the list, and each search for a victim would walk past them all.
+A pinned row, and those behind it, stay in the window though it is full: filed, the rows of the newest batches would
+head the list, and each search for a victim would walk past them all.
 
 With a window of one hundredth of the slots this is LFU with nearly perfect counts; with a window of all slots it is
 exact LRU. dueling.py chooses.
@@ -139,8 +139,8 @@ def _halve(state: CacheState) -> None:
 
 @inline
 def tinylfu_settle(state: CacheState, num_accesses: Any) -> None:
-    """After so many accesses: rows beyond the window's limit go into main, oldest first, up to one that is pinned; halve
-    if it is time."""
+    """After so many accesses: rows beyond the window's limit go into main, oldest first, up to a pinned one; halve if
+    it is time."""
     slots, tallies = state.slots, state.tallies
     left = _FILED_PER_ACCESS * num_accesses
     while left > 0 and tallies[Tally.WINDOW_ROWS] > tallies[Tally.WINDOW_LIMIT]:

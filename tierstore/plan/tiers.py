@@ -264,15 +264,15 @@ class _Written(NamedTuple):
 
 def _written(own: _Share, writing: Writing, rows: float, misses: float) -> _Written:
     """Rows that leave, and rows that change once more after they were written: the next victims are written together,
-    half a transaction before they leave on average. By count each batch has a whole transaction written. A row that is
-    brought in twice has changed once.
+    half a transaction before they leave on average. By count each batch has those of the one before written, and behind
+    these are clean ones. A row that is brought in twice has changed once.
 
     Args:
         rows: that all tiers in memory hold.
     """
     together = writing.transaction_rows(own.ddr_rows)
     if resolve_policy(own.setup.policy).removeprefix(REFERENCE_PREFIX) in _BY_COUNT:
-        return _Written(min(max(misses, together), own.unique), max(1.0, misses / together))
+        return _Written(min(misses, own.unique), max(1.0, misses / together))
     written = min(misses + own.missed(rows - together / 2) - own.missed(rows), own.unique)
     full = written / together
     return _Written(written, full + (max(1.0, full) - full) / AHEAD_EVERY if writing.is_ahead else full)
