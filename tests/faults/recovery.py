@@ -108,13 +108,15 @@ def explore(
         first: the version at the beginning of the record.
         scratch: a directory for the states; each is removed once it was checked.
         points: 0 for all; with ``parts`` of each part.
-        least: states; while there were fewer, further instants are tried. How many each has depends on threads.
+        least: states; while there were fewer, or none showed the version before a commit or the one under way, further
+            instants are tried. What each has depends on threads.
         part, parts: try only every ``parts``-th of these instants.
         boots: how often the machine has started anew with the last of these losses.
     """
     counts = Counts()
     for time in _ordered(recorder, first, points, generator)[part::parts]:
-        if 0 < points <= counts.crash_points and counts.states >= least:
+        is_enough = counts.states >= least and counts.went_back and counts.went_ahead
+        if 0 < points <= counts.crash_points and is_enough:
             break
         safe, unsafe = pending(recorder, time)
         versions, tables = promised(recorder, time, first)
