@@ -84,7 +84,6 @@ def train(
                 if pool.hot is not None:
                     pool.hot.check_integrity()
         for table in store.tables.values():
-            table.pool.end_write_ahead()
             assert not table.pool.in_use
         live = torch.cat([table.read(everything) for table in store.tables.values()])
         store.commit()

@@ -29,11 +29,6 @@ class Lease:
         return self._admission.num_unique
 
     @property
-    def num_missing(self) -> int:
-        """Rows that were brought in for it."""
-        return self._admission.num_missing
-
-    @property
     def inverse(self) -> Any:
         """int32 [consumed]: unique number of each position."""
         return self._admission.inverse[: self._admission.consumed]

@@ -127,7 +127,6 @@ class Lookup:
             lease = pool.acquire(self.joined.keys, self.joined.order)
             if not self._keep(pool, lease):
                 lease.release()
-            pool.write_ahead(lease.num_missing, self._tables[0].store)
 
     def release(self) -> None:
         """Unpin whatever is pinned; the lookup still works, it only has to bring its rows in again."""

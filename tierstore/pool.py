@@ -19,7 +19,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -38,7 +37,7 @@ from .lease import Lease, Use
 from .rows import KEY_ROW_BITS, RowLayout
 from .signals import shielded
 from .threads import Workers
-from .writeback import PAUSE_SECONDS, WriteBack
+from .writeback import WriteBack
 
 if TYPE_CHECKING:
     from .hbm.pool import HbmPool
@@ -109,9 +108,6 @@ class Pool:
         self._tables: dict[int, TableConfig] = {}
         self._held_slots = 0
         self._said_lookahead = False
-        self._writer: ThreadPoolExecutor | None = None
-        self._writer_thread = 0
-        self._ahead: Future[None] | None = None
         self.uses: weakref.WeakSet[Use] = weakref.WeakSet()
         self._dropped: deque[tuple[Any, bool]] = deque()
         self._closed = self._is_disowned = False
@@ -223,37 +219,6 @@ class Pool:
         if len(absent):
             self.acquire(cache.keys_at(absent)).release()
         return len(absent)
-
-    def write_ahead(self, count: int, store: object) -> None:
-        """A batch is in: have a thread write rows that will have to leave for the next one, while that is read.
-
-        What it cannot write stays dirty, and whoever needs the slot meets the error.
-
-        Args:
-            count: rows that were brought in for it; of the next victims so many are looked at.
-            store: kept alive meanwhile; dropped, it would be closed, maybe by this very thread.
-        """
-        with self.lock:
-            is_full = self.cache.num_resident == self.cache.capacity
-            is_wanted = is_full and self.cache.num_dirty and (self._ahead is None or self._ahead.done())
-            if is_wanted and not self._closed:
-                self._writer = self._writer or ThreadPoolExecutor(1, "tierstore-write")
-                with contextlib.suppress(RuntimeError):  # no thread is to be had, or the interpreter ends
-                    self._ahead = self._writer.submit(self._write_ahead, count, store)
-
-    def _write_ahead(self, count: int, _store: object) -> None:
-        self._writer_thread = threading.get_ident()
-        with contextlib.suppress(Exception):
-            for _ in range(0, count, self.writeback.rows_a_write):
-                if self._closed or not self.writeback.write_ahead(count):
-                    return
-                time.sleep(PAUSE_SECONDS)
-
-    def end_write_ahead(self) -> None:
-        """Wait until ``write_ahead`` writes nothing and pins no row for it."""
-        ahead = self._ahead
-        if ahead is not None:
-            ahead.result()
 
     def leases(self, keys: Any, order: Any = None) -> Iterator[tuple[int, Lease]]:
         """Leases that together cover ``keys`` in order: (first position, lease); one if the rows fit. ``order`` is as
@@ -466,10 +431,8 @@ class Pool:
             self.lock.notify_all()
 
     def close(self) -> None:
-        """Refuse further use, and end the thread that writes ahead."""
+        """Refuse further use."""
         self.refuse()
-        if self._writer is not None:
-            self._writer.shutdown(wait=threading.get_ident() != self._writer_thread)
         hot, self.hot = self.hot, None  # each knows the other: memory is freed when the last one lets go, not later
         if hot is not None:
             hot.close()

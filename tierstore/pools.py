@@ -136,8 +136,6 @@ def retire(pools: Collection[Pool]) -> None:
 
 def require_unused(pools: Collection[Pool], action: str) -> None:
     """TableError, which says what to do before, if rows are in use."""
-    for pool in pools:
-        pool.end_write_ahead()
     if not all(pool.becomes_unused() for pool in pools):
         raise TableError(
             f"rows are in use by a batch under way (prefetched, or its backward still to come); {action} before"

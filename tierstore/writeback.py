@@ -15,6 +15,7 @@ written stays pinned until it is.
 """
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -95,8 +96,7 @@ class WriteBack:
         epoch: the version that rows are written for.
 
     Attributes:
-        rows_a_write: that a transaction of the cold tier may hold, and that a thread writes for a commit, or ahead,
-            before it lets others write.
+        rows_a_write: that a transaction of the cold tier may hold, and that a commit writes before it lets others.
         waited_seconds: how long others have waited for the writer of a commit.
     """
 
@@ -147,18 +147,8 @@ class WriteBack:
     def make_room(self) -> None:
         """The row that leaves next is dirty or frozen: write it, and those that will leave soon after it.
 
-        An order by recency has no clean rows behind it, and a transaction is filled. An order by count has the newest
-        rows first, then clean ones, and behind these rows that are used too often to be written now.
-        """
-        self._write_victims(self.rows_a_write, self._layout.rows_per_segment)
-
-    def write_ahead(self, count: int) -> bool:
-        """Write those of the ``count`` rows that will leave next that are dirty or frozen, ``rows_a_write`` at most;
-        False if they fill neither that nor a segment."""
-        return self._write_victims(count, count, least=min(self._layout.rows_per_segment, self.rows_a_write))
-
-    def _write_victims(self, count: int, gap: int, *, least: int = 1) -> bool:
-        """Write what ``RowCache.victims`` finds, ``rows_a_write`` at most; False if that is fewer than ``least``.
+        If every row is trained, an order by recency has no clean ones behind it, and a transaction is filled. An order
+        by count has the newest rows first, then clean ones, and behind these rows used too often to be written now.
 
         Others may admit rows meanwhile, into slots whose rows have left, so what is chosen is known by its keys. They
         may update rows: an update marks its row dirty again, so what is written of it here is never the last word.
@@ -167,16 +157,14 @@ class WriteBack:
         with self.gate:
             self.waited_seconds += time.perf_counter() - started
             with self._lock:
-                slots = self._cache.by_admission(self._cache.victims(count, gap)[: self.rows_a_write])
-                keys = self._cache.keys_of(slots)
-            if len(keys) < least:
-                return False
+                near = math.ceil(self._cache.capacity * _VICTIMS_SHARE)
+                slots = self._cache.victims(near, self._layout.rows_per_segment)[: self.rows_a_write]
+                keys = self._cache.keys_of(slots := self._cache.by_admission(slots))
             reach("write-back: rows chosen")
             if self._cache.num_frozen:
                 with self._giving_up():
                     self._write_frozen(slots)  # a row that comes in now is not frozen
             self._write_dirty(keys)
-        return True
 
     def write_all(self) -> None:
         """Write every dirty row; there is no version under way. The caller admits no rows meanwhile."""

@@ -98,6 +98,7 @@ def explore(
     states_each: int,
     generator: np.random.Generator,
     least: int = 0,
+    needs_both: bool = False,
     boots: int = 1,
     part: int = 0,
     parts: int = 1,
@@ -108,15 +109,15 @@ def explore(
         first: the version at the beginning of the record.
         scratch: a directory for the states; each is removed once it was checked.
         points: 0 for all; with ``parts`` of each part.
-        least: states; while there were fewer, or none showed the version before a commit or the one under way, further
-            instants are tried. What each has depends on threads.
+        least: states; while there were fewer, further instants are tried. How many each has depends on threads.
+        needs_both: also while no state showed the version before a commit, or none the one under way.
         part, parts: try only every ``parts``-th of these instants.
         boots: how often the machine has started anew with the last of these losses.
     """
     counts = Counts()
     for time in _ordered(recorder, first, points, generator)[part::parts]:
-        is_enough = counts.states >= least and counts.went_back and counts.went_ahead
-        if 0 < points <= counts.crash_points and is_enough:
+        is_one_missing = needs_both and not (counts.went_back and counts.went_ahead)
+        if 0 < points <= counts.crash_points and counts.states >= least and not is_one_missing:
             break
         safe, unsafe = pending(recorder, time)
         versions, tables = promised(recorder, time, first)

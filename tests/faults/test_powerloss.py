@@ -100,6 +100,7 @@ def try_states(
         points=points,
         states_each=states_each,
         least=least,
+        needs_both=True,
         generator=np.random.default_rng(part),
         part=part,
         parts=parts,
@@ -161,6 +162,7 @@ def lost_again(
         points=points,
         states_each=states_each,
         least=least,
+        needs_both=True,
         generator=generator,
         boots=2,
     )

@@ -91,7 +91,6 @@ def train(
         for pool in {table.pool for table in store.tables.values()}:
             if pool.hot is not None:
                 pool.hot.check_integrity()
-            pool.end_write_ahead()
             assert not pool.in_use
         rows, stats = read_all(store), store.stats()
         store.commit()

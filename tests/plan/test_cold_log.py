@@ -16,7 +16,7 @@ LAYOUT = RowLayout(dim=320)
 """Three rows in a page, 45 in a segment."""
 WIDE = RowLayout(dim=1250)
 """Two rows in three pages, each on two of them."""
-PLAIN = Writing(LAYOUT, 1 << 20, is_ahead=False)
+PLAIN = Writing(LAYOUT, 1 << 20)
 SLACK = 1.4
 NUM_ROWS = 2000
 """On disk."""
@@ -96,12 +96,11 @@ class SlowStore:
         moved, cleaned = self.log.clean()
         self.counts.update(written=len(keys), moved=moved, cleaned=cleaned)
 
-    def look_up(self, keys: list[int]) -> int:
-        """Rows that were missing."""
-        missing, read = 0, set[tuple[object, int]]()
+    def look_up(self, keys: list[int]) -> None:
+        read = set[tuple[object, int]]()
         for key in keys:
             if key not in self.is_newer:
-                missing, pages = missing + 1, self.log.pages_of(key) - read
+                pages = self.log.pages_of(key) - read
                 read |= pages
                 self.counts.update(missed=1, pages=len(pages))
                 if len(self.is_newer) == self.capacity:
@@ -111,7 +110,6 @@ class SlowStore:
                     del self.is_newer[oldest]
             self.is_newer.pop(key, None)
             self.is_newer[key] = self.together > 0
-        return missing
 
 
 def slow_shares(accesses: Accesses, capacity: int, writing: Writing, *, is_written: bool) -> LogShares | None:
@@ -122,10 +120,7 @@ def slow_shares(accesses: Accesses, capacity: int, writing: Writing, *, is_writt
             if len(store.is_newer) < capacity:
                 return None
             store.counts.clear()
-        missing = store.look_up(accesses.keys[accesses.starts[batch] : accesses.starts[batch + 1]].tolist())
-        if writing.is_ahead and is_written and len(store.is_newer) == capacity and batch % 2 == 0:
-            for first in range(0, missing, together):
-                store.write(min(together, missing - first))
+        store.look_up(accesses.keys[accesses.starts[batch] : accesses.starts[batch + 1]].tolist())
     counts = store.counts
     written = max(counts["written"], 1)
     return LogShares(counts["pages"] / counts["missed"], counts["moved"] / written, counts["cleaned"] / written)
@@ -140,10 +135,9 @@ def drawn_batches(seed: int, *, num_batches: int = 100, batch: int = 300) -> Acc
 
 @pytest.mark.parametrize("layout", [LAYOUT, WIDE])
 @pytest.mark.parametrize("capacity", [256, 1024])
-@pytest.mark.parametrize("is_ahead", [False, True])
-def test_as_much_as_a_loop_counts(layout: RowLayout, capacity: int, is_ahead: bool) -> None:
+def test_as_much_as_a_loop_counts(layout: RowLayout, capacity: int) -> None:
     """Segments that are equally empty are cleaned in another order, and what is moved is a little more or less."""
-    accesses, writing = drawn_batches(capacity), Writing(layout, 1 << 17, is_ahead)
+    accesses, writing = drawn_batches(capacity), Writing(layout, 1 << 17)
     for is_written in (False, True):
         expected = slow_shares(accesses, capacity, writing, is_written=is_written)
         found = ColdLog(accesses, NUM_ROWS, is_written=is_written).shares(capacity, writing)
@@ -170,7 +164,7 @@ def test_rows_that_leave_together_are_read_together() -> None:
     """Whatever their ids: batches of rows from all over, each again after all others."""
     rows = np.random.default_rng(0).permutation(45 * 60).reshape(60, 45)
     batches = batches_of(*(rows.tolist() * 6))
-    of_segments = Writing(LAYOUT, 1 << 16, is_ahead=False)
+    of_segments = Writing(LAYOUT, 1 << 16)
     packed, scattered = (ColdLog(batches, NUM_ROWS, is_written=each).shares(512, of_segments) for each in (True, False))
     assert packed == (pytest.approx(1 / 3, rel=0.01), 0, 0), "and segments are overwritten whole"
     assert scattered is not None

@@ -47,8 +47,7 @@ def test_without_prefetching_everything_waits() -> None:
     apart = {name: ahead_s - seconds(plain)[name] for name, ahead_s in seconds(ahead).items()}
     assert apart["batch"] == pytest.approx(40e-6), "is handed over"
     assert apart["cold rows"] == pytest.approx(90e-6)
-    assert all(apart[name] == 0 for name in (*LINKS, "lookups", "model", "ddr"))
-    assert all(apart[name] > 0 for name in (*DRIVES, "write-back")), "transactions are smaller"
+    assert all(apart[name] == 0 for name in (*LINKS, *DRIVES, "lookups", "write-back", "model", "ddr"))
     assert plain.step_s == step_seconds(seconds(plain), is_ahead=False) > ahead.step_s
 
 
@@ -240,13 +239,11 @@ def test_more_of_any_part_never_slows_a_step(setup: Setup, by: float) -> None:
 @settings(max_examples=60, deadline=None)
 @given(setups)
 def test_prefetching_costs_a_step_no_more_than_itself(setup: Setup) -> None:
-    """Bringing a batch in ahead, handing it over and writing ahead what it puts out, in smaller transactions, are work
-    of their own: where little is missing they may show."""
+    """Bringing a batch in ahead and handing it over are work of their own: where little is missing they may show."""
     costs = setup.host.costs
     free = replace(setup, host=replace(setup.host, costs=replace(costs, hand_over_us=0.0, ahead_us=0.0)))
     for each, more_s in ((free, 0.0), (setup, 1e-6 * (costs.hand_over_us + costs.ahead_us))):
         before, ahead = plan(each), plan(replace(each, prefetch_depth=each.prefetch_depth + 1))
-        more_s += sum(seconds(ahead)[name] - seconds(before)[name] for name in (*DRIVES, "write-back"))
         assert ahead.step_s <= (before.step_s + more_s) * ROUNDING
 
 

@@ -14,7 +14,7 @@ from .._jit import uncounted_inline as inline
 from .._jit import uncounted_kernel as kernel
 from .base import AdmitStatus, Int32s, Int64s
 from .index import index_erase, index_find, index_insert, index_prefetch
-from .policies import CacheState, Tally, policy_insert, policy_remove, policy_settle, policy_touch
+from .policies import CacheState, Tally, policy_begin, policy_insert, policy_remove, policy_settle, policy_touch
 
 __all__ = [
     "DIRTY",
@@ -143,8 +143,9 @@ def admit_keys(
     """
     slots, tallies = state.slots, state.tallies
     root = np.int64(slots.size - 1)
-    cursor = np.int64(slots[root]["next"])
     consumed, num_unique, num_missing = progress[0], progress[1], progress[2]
+    policy_begin(state, keys.size - consumed)
+    cursor = np.int64(slots[root]["next"])
     first_consumed, first_unique, first_missing = consumed, num_unique, num_missing
     status = _COMPLETE
     while consumed < keys.size:
@@ -200,6 +201,7 @@ def replay_keys(state: CacheState, keys: Int64s, is_hit: NDArray[np.bool_]) -> N
     misses, evictions = 0, 0
     for i in range(keys.size):
         key = keys[i]
+        policy_begin(state, 1)
         slot = index_find(state.entries, slots, key)
         is_hit[i] = slot >= 0
         if slot >= 0:
@@ -231,6 +233,7 @@ def touch_slots(state: CacheState, chosen: Int32s, distinct: Int32s) -> int:
     """``RowCache.touch``; ``distinct`` receives each slot once, in order of first use; ``Tally.HITS`` counts them."""
     slots, tallies = state.slots, state.tallies
     bad, count = NOTHING_WRONG, 0
+    policy_begin(state, chosen.size)
     for i in range(chosen.size):
         slot = np.int64(chosen[i])
         if not _is_resident(state, slot):
@@ -306,7 +309,7 @@ def victim_slots(state: CacheState, found: Int32s, gap: int) -> int:
     root = np.int64(slots.size - 1)
     slot = np.int64(slots[root]["next"])
     count, left, clean = 0, found.size, 0
-    while slot != root and left > 0 and clean < gap:
+    while slot != root and left > 0 and (clean < gap or 8 * count < gap):
         if slots[slot]["pins"] == 0:
             left -= 1
             clean += 1

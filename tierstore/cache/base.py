@@ -209,7 +209,8 @@ class RowCache(Protocol):
 
     def victims(self, count: int, gap: int) -> Int32s:
         """Of the ``count`` slots that will leave next, none of them pinned, those that are dirty or frozen, in the
-        order of eviction; none behind ``gap`` in a row that are neither. Changes nothing."""
+        order of eviction. None behind ``gap`` in a row that are neither, unless an eighth of ``gap`` is not found
+        before. A cache that finds its victims in sets knows no such order, and gives any ``count``. Changes nothing."""
 
     def by_admission(self, slots: Int32s) -> Int32s:
         """The same slots in the order of their rows' last admissions and, of one, of first use in it; as given, by a

@@ -13,9 +13,9 @@ import numpy as np
 from .._jit import uncounted_inline as inline
 from .books import CacheState, Tally, link_after, unlink
 from .lookahead import lookahead_insert, lookahead_remove, lookahead_touch
-from .tinylfu import tinylfu_insert, tinylfu_remove, tinylfu_settle, tinylfu_touch
+from .tinylfu import tinylfu_file, tinylfu_insert, tinylfu_remove, tinylfu_settle, tinylfu_touch
 
-__all__ = ["CacheState", "Tally", "policy_insert", "policy_remove", "policy_settle", "policy_touch"]
+__all__ = ["CacheState", "Tally", "policy_begin", "policy_insert", "policy_remove", "policy_settle", "policy_touch"]
 
 
 @inline
@@ -128,6 +128,13 @@ def policy_remove(state: CacheState, slot: Any) -> None:
         if state.bucket.size:
             _leave_bucket(state, slot)
         unlink(state.slots, slot)
+
+
+@inline
+def policy_begin(state: CacheState, num_accesses: Any) -> None:
+    """Before a call that counts so many accesses: bring the order of eviction up to date."""
+    if state.sketch.size:
+        tinylfu_file(state, num_accesses)
 
 
 @inline

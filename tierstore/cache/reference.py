@@ -6,7 +6,6 @@ of some hundred bytes a row, is not counted in ``size_bytes``.
 """
 
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Final, Literal
 
 import cachetools
@@ -145,6 +144,7 @@ class ReferenceCache:
 
     def touch(self, slots: Int32s) -> None:
         keys = [self._key_of(slot) for slot in dict.fromkeys(slots.tolist())]
+        self._rows.begin(len(slots))
         for key in keys:
             self._rows[key]
         self._count(lookups=len(slots), hits=len(keys))
@@ -157,6 +157,7 @@ class ReferenceCache:
             self._numbers = {}
         assert admission.stamp == self._stamp, "another admission ran between the calls of one"
         num_before = admission.num_unique
+        self._rows.begin(len(admission.keys) - admission.consumed)
         status = self._admit(admission)
         self._rows.settle([self._key_of(slot) for slot in admission.slots[num_before:].tolist()])
         return status
@@ -258,9 +259,15 @@ class ReferenceCache:
 
     def victims(self, count: int, gap: int) -> Int32s:
         leaving = [slot for slot in self.resident_slots().tolist() if self._key_of(slot) not in self._rows.pins]
-        places = [place for place, slot in enumerate(leaving[:count]) if slot in self._dirty | self._frozen]
-        near = [place - before <= gap for before, place in pairwise([-1, *places])]
-        return np.array([leaving[place] for place in places[: [*near, False].index(False)]], np.int32)
+        found: list[int] = []
+        clean = 0
+        for slot in leaving[:count]:
+            if clean >= gap and len(found) >= gap / 8:
+                break
+            is_unclean = slot in self._dirty | self._frozen
+            found += [slot] * is_unclean
+            clean = 0 if is_unclean else clean + 1
+        return np.array(found, np.int32)
 
     def by_admission(self, slots: Int32s) -> Int32s:
         return np.array(sorted(slots.tolist(), key=self._admitted.__getitem__), np.int32)
@@ -314,6 +321,7 @@ class ReferenceCache:
         is_hit = np.zeros(len(keys), np.bool_)
         for i, key in enumerate(keys.tolist()):
             self._count(lookups=1)
+            self._rows.begin(1)
             if key in self._rows:
                 self._rows[key]
                 self._count(hits=1)

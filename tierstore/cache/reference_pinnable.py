@@ -33,5 +33,8 @@ class Pinnable(cachetools.Cache[int, int]):
         del self[key]
         return key, slot
 
+    def begin(self, num_accesses: int) -> None:
+        """So many accesses are about to be counted."""
+
     def settle(self, keys: list[int]) -> None:
         """These keys were accessed by one call."""

@@ -142,15 +142,15 @@ class TinyLFU(Pinnable):
 
     def access(self, key: int) -> None:
         """A single access, settled at once."""
+        self.begin(1)
         if key in self:
             self[key]
         else:
             self[key] = 0
         self.settle([key])
 
-    def settle(self, keys: list[int]) -> None:
-        """These keys were accessed by one call."""
-        for _ in range(FILED_PER_ACCESS * len(keys)):
+    def begin(self, num_accesses: int) -> None:
+        for _ in range(FILED_PER_ACCESS * num_accesses):
             if len(self._window) <= self._limit:
                 break
             oldest = next(iter(self._window))
@@ -160,6 +160,9 @@ class TinyLFU(Pinnable):
             level = self._levels[self._counts[oldest]]
             level[oldest] = None
             level.move_to_end(oldest, last=False)
+
+    def settle(self, keys: list[int]) -> None:
+        """These keys were accessed by one call."""
         self._unhalved += len(keys)
         if self._unhalved >= HALVING_PERIOD * self.maxsize:
             self._unhalved = 0

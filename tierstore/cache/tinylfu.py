@@ -9,8 +9,8 @@ rows than there are slots keeps hitting some of them. A row accessed in main goe
 into the window only if that has room. Counts outlive residence in a sketch (sketch.py), and
 all counts are halved every ``HALVING_PERIOD`` accesses a slot, which leaves the list as it is.
 
-A pinned row, and those behind it, stay in the window though it is full: filed, the rows of the newest batches would
-head the list, and each search for a victim would walk past them all.
+A pinned row, and those behind it, stay in the window though it is full, until an admission begins that finds them let
+go. Filed before, the rows of the batches in use would head the list, and each search for a victim would walk past them.
 
 With a window of one hundredth of the slots this is LFU with nearly perfect counts; with a window of all slots it is
 exact LRU. dueling.py chooses.
@@ -30,6 +30,7 @@ from .sketch import sketch_count, sketch_halve, sketch_raise
 __all__ = [
     "HALVING_PERIOD",
     "IN_WINDOW",
+    "tinylfu_file",
     "tinylfu_insert",
     "tinylfu_remove",
     "tinylfu_settle",
@@ -138,9 +139,8 @@ def _halve(state: CacheState) -> None:
 
 
 @inline
-def tinylfu_settle(state: CacheState, num_accesses: Any) -> None:
-    """After so many accesses: rows beyond the window's limit go into main, oldest first, up to a pinned one; halve if
-    it is time."""
+def tinylfu_file(state: CacheState, num_accesses: Any) -> None:
+    """Before so many accesses: rows beyond the window's limit go into main, oldest first, up to a pinned one."""
     slots, tallies = state.slots, state.tallies
     left = _FILED_PER_ACCESS * num_accesses
     while left > 0 and tallies[Tally.WINDOW_ROWS] > tallies[Tally.WINDOW_LIMIT]:
@@ -151,6 +151,12 @@ def tinylfu_settle(state: CacheState, num_accesses: Any) -> None:
         tallies[Tally.WINDOW_ROWS] -= 1
         _file(state, oldest, np.int64(slots[oldest]["rank"]) & MAX_FREQUENCY, True)
         left -= 1
+
+
+@inline
+def tinylfu_settle(state: CacheState, num_accesses: Any) -> None:
+    """After so many accesses: halve if it is time."""
+    slots, tallies = state.slots, state.tallies
     tallies[Tally.UNHALVED] += num_accesses
     if tallies[Tally.UNHALVED] >= HALVING_PERIOD * (slots.size - 1):
         tallies[Tally.UNHALVED] = 0

@@ -19,14 +19,12 @@ from ..rows import BLOCK_HEADER_WORDS, KEY_ROW_BITS, PAIR_WORDS, RowLayout
 from ..writeback import rows_a_write
 from .accesses import Accesses, numbered
 
-__all__ = ["AHEAD_EVERY", "ColdLog", "LogShares", "Writing", "cold_log_of", "pages_of_rows"]
+__all__ = ["ColdLog", "LogShares", "Writing", "cold_log_of", "pages_of_rows"]
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 
 _STEPS_AN_OCTAVE: Final = 2
-AHEAD_EVERY: Final = 2
-"""Batches: when a thread is to write ahead, the write before is under way every other time."""
 
 
 class Writing(NamedTuple):
@@ -35,12 +33,10 @@ class Writing(NamedTuple):
     Attributes:
         layout: of the rows.
         transaction_bytes: as of ``budget.Division``.
-        is_ahead: batches are brought in ahead, and while one is, a thread writes what the next one puts out.
     """
 
     layout: RowLayout
     transaction_bytes: int
-    is_ahead: bool
 
     def transaction_rows(self, cached_rows: float) -> int:
         """At most, under a cache of so many rows."""
@@ -107,9 +103,7 @@ class ColdLog:
         starts, together = self._accesses.starts, writing.transaction_rows(capacity)
         log, ring = _new_log(writing.layout, keys, self._num_rows, together), _new_ring(len(keys))
         halfway, counted = (len(starts) - 1) // 2, np.zeros(5, np.int64)
-        _go_through(
-            log, ring, numbers, starts, halfway, capacity, together * self._is_written, writing.is_ahead, counted
-        )
+        _go_through(log, ring, numbers, starts, halfway, capacity, together * self._is_written, counted)
         missed, pages, written, moved, cleaned = counted.tolist()
         if not missed:
             return None
@@ -228,8 +222,7 @@ def _new_ring(num_rows: int) -> _Ring:
 
 @kernel
 def _go_through(
-    log: Any, ring: Any, numbers: Any, starts: Any, counted_from: Any, capacity: Any, together: Any, is_ahead: Any,
-    counted: Any,
+    log: Any, ring: Any, numbers: Any, starts: Any, counted_from: Any, capacity: Any, together: Any, counted: Any,
 ) -> None:  # fmt: skip
     """Count from batch ``counted_from`` on; nothing if the cache was not full by then.
 
@@ -261,9 +254,6 @@ def _go_through(
             _link(ring, row)
             ring.is_newer[row] = together > 0
         counted[_MISSED] += missing
-        if is_ahead and together and used == capacity and batch % AHEAD_EVERY == 0:
-            for first in range(0, missing, together):
-                _write(log, ring, min(together, missing - first), counted)
 
 
 @inline

@@ -18,7 +18,7 @@ from ..io.cleaning import DEFAULT_SLACK
 from ..io.segments import geometry
 from ..pool import HELD_SHARE
 from ..rows import RowLayout
-from .cold_log import AHEAD_EVERY, LogShares, Writing, pages_of_rows
+from .cold_log import LogShares, Writing, pages_of_rows
 from .demand import Demand, PoolDemand
 from .prediction import Setup
 from .workload import Workload
@@ -222,8 +222,7 @@ def _load(own: _Share) -> PoolLoad:
         misses += again
         from_device += again if own.cached_share * own.num_pages < unique else 0.0
     keeps_batch = stays or unique <= HELD_SHARE * top
-    is_ahead = own.is_training and own.setup.prefetch_depth > 0 and keeps_batch
-    writing = Writing(own.layout, own.transaction_bytes, is_ahead)
+    writing = Writing(own.layout, own.transaction_bytes)
     written = _written(own, writing, both, misses) if misses and own.is_training else _Written(0.0, 0.0)
     log = _log_shares(own, writing, both, from_device, written.together) if misses else LogShares(0.0, 0.0, 0.0)
     pages = min(log.pages, own.row_pages / own.setup.rows_per_read)
@@ -274,8 +273,7 @@ def _written(own: _Share, writing: Writing, rows: float, misses: float) -> _Writ
     if resolve_policy(own.setup.policy).removeprefix(REFERENCE_PREFIX) in _BY_COUNT:
         return _Written(min(misses, own.unique), max(1.0, misses / together))
     written = min(misses + own.missed(rows - together / 2) - own.missed(rows), own.unique)
-    full = written / together
-    return _Written(written, full + (max(1.0, full) - full) / AHEAD_EVERY if writing.is_ahead else full)
+    return _Written(written, written / together)
 
 
 def rows_together(upper: float, lower: float, *, is_training: bool) -> float:
