@@ -175,7 +175,7 @@ def _apart(request: Run, name: str, exponent: float) -> _Case:
 
 def _row(case: _Case, name: str, periods: list[Period]) -> list[str]:
     def amplified(total: int | None) -> str:
-        return "" if total is None else f"{total / (rows * case.row_bytes):.1f}"
+        return "" if total is None or not rows else f"{total / (rows * case.row_bytes):.1f}"
 
     rows = sum(each.rows_written for each in periods)
     read = Spread.of([each.rows_read / each.seconds for each in periods])
