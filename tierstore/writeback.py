@@ -29,12 +29,12 @@ from .io import ColdTier
 from .killpoints import reach
 from .rows import RowLayout
 
-__all__ = ["MIN_OUTBOX_ROWS", "PAUSE_SECONDS", "WriteBack", "outbox_bytes", "rows_a_write"]
+__all__ = ["MIN_OUTBOX_ROWS", "WriteBack", "outbox_bytes", "rows_a_write"]
 
 MIN_OUTBOX_ROWS: Final = 32
 _VICTIMS_SHARE: Final = 1 / 8
 """Of the rows in a cache, what is written together at most: rows far from leaving may well change once more."""
-PAUSE_SECONDS: Final = 5e-5
+_PAUSE_SECONDS: Final = 5e-5
 """Between two turns: a lock released and taken again at once is given to nobody else."""
 _KEY_AND_PLACE_BYTES: Final = 12
 
@@ -158,8 +158,9 @@ class WriteBack:
             self.waited_seconds += time.perf_counter() - started
             with self._lock:
                 near = math.ceil(self._cache.capacity * _VICTIMS_SHARE)
-                slots = self._cache.victims(near, self._layout.rows_per_segment)[: self.rows_a_write]
-                keys = self._cache.keys_of(slots := self._cache.by_admission(slots))
+                victims = self._cache.victims(near, self._layout.rows_per_segment)
+                slots = self._cache.by_admission(victims[: self.rows_a_write])
+                keys = self._cache.keys_of(slots)
             reach("write-back: rows chosen")
             if self._cache.num_frozen:
                 with self._giving_up():
@@ -233,7 +234,7 @@ class WriteBack:
     def _take_turn(self, write: Callable[[], None]) -> None:
         with self.gate, self._giving_up():
             write()
-        time.sleep(PAUSE_SECONDS)
+        time.sleep(_PAUSE_SECONDS)
 
     @contextlib.contextmanager
     def _giving_up(self) -> Iterator[None]:

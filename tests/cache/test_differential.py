@@ -187,11 +187,9 @@ class TwinMachine(RuleBasedStateMachine):
         for count in ("num_resident", "num_dirty", "num_frozen", "num_pinned"):
             assert getattr(fast, count) == getattr(slow, count), count
         assert fast.counters() == slow.counters()
-        for fast_slots, slow_slots in (
-            (fast.dirty_slots(), slow.dirty_slots()),
-            (fast.frozen_slots(), slow.frozen_slots()),
-        ):
-            assert sorted(fast.keys_of(fast_slots).tolist()) == sorted(slow.keys_of(slow_slots).tolist())
+        for listed in ("dirty_slots", "frozen_slots"):
+            one, other = (sorted(cache.keys_of(getattr(cache, listed)()).tolist()) for cache in (fast, slow))
+            assert one == other, listed
         fast_slots, slow_slots = fast.resident_slots(), slow.resident_slots()
         for cache, slots in ((fast, fast_slots), (slow, slow_slots)):
             loaded = np.array([slot for slot in slots if not cache.is_loading(np.array([slot], np.int32))], np.int32)

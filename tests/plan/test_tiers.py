@@ -123,7 +123,8 @@ def test_a_training_misses_and_writes_as_predicted(store_dir: Path) -> None:
 
 
 def test_by_count_every_step_writes_what_leaves(store_dir: Path) -> None:
-    """As the next victims are the rows of the batch before, and behind them are clean ones."""
+    """As the next victims are the rows of the batch before, and behind them are clean ones. Some are used once more
+    before they leave, and are written twice: 5 % here, which the model leaves out."""
     found = train(store_dir, "tinylfu", steps=160)
     (load,) = pool_loads(found.setup, Demand.analytic(found.setup.workload, "tinylfu"))
     assert load.misses == pytest.approx(found.misses, rel=0.12), "the curve is of single accesses"
@@ -163,7 +164,7 @@ def test_one_pool_by_hand() -> None:
     live, cached = load.rows_moved / (load.rows_moved + 500), load.ddr_rows / 1e6
     together, moved = round(500 / load.transactions), load.rows_moved / 500 * round(500 / load.transactions)
     fill = (together + moved) / 210 * 16 / sum(load.layout.pages_for(math.ceil(rows)) for rows in (together, moved))
-    assert 0.9 < fill < 1
+    assert 0.99 < fill < 1
     assert -math.log(live) / (1 - live) == pytest.approx((1.8 - cached) / (1 - cached) * fill)
     assert load.segments_cleaned == pytest.approx(load.rows_moved / (210 * live), rel=1e-3)
     assert load.pages_written == pytest.approx((500 + load.rows_moved) / 210 * 16)

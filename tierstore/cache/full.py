@@ -272,10 +272,15 @@ class FullCache:
         return np.concatenate(found).astype(np.int32)
 
     def dirty_slots(self) -> Int32s:
-        return self._flagged(DIRTY)
+        return self._counted(DIRTY, self._dirty)
 
     def frozen_slots(self) -> Int32s:
-        return self._flagged(FROZEN)
+        return self._counted(FROZEN, self._frozen)
+
+    def _counted(self, flag: int, expected: int) -> Int32s:
+        found = self._flagged(flag)
+        assert len(found) == expected, f"{len(found)} slots with flag {flag}, {expected} expected"
+        return found
 
     def keys_of(self, slots: Int32s) -> Int64s:
         slots = checked_slots(slots)

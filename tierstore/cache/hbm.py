@@ -320,9 +320,8 @@ class HbmCache:
 
     def victims(self, count: int, gap: int) -> Int32s:  # noqa: ARG002 - it knows no order for that
         """The first ``count`` dirty and frozen slots that are not pinned: which one leaves next depends on the set."""
-        flags = self._books.flags
-        is_found = (flags & (DIRTY | FROZEN) != 0) & (flags < PIN)
-        return self._by_rank(torch.nonzero(is_found).flatten().to(torch.int32))[:count]
+        slots = self.slots_with(DIRTY | FROZEN)
+        return self._by_rank(slots[self._books.flags[slots] < PIN])[:count]
 
     def by_admission(self, slots: Int32s) -> Int32s:
         return slots

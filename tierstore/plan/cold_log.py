@@ -236,13 +236,12 @@ def _go_through(
             counted[:] = 0
             if used < capacity:
                 return
-        missing = 0
         for i in range(starts[batch], starts[batch + 1]):
             row = numbers[i]
             if ring.after[row] >= 0:
                 _unlink(ring, row)
             else:
-                missing += 1
+                counted[_MISSED] += 1
                 counted[_READ] += _read(log, row, batch)
                 used += 1
             if used > capacity:
@@ -253,7 +252,6 @@ def _go_through(
                 used -= 1
             _link(ring, row)
             ring.is_newer[row] = together > 0
-        counted[_MISSED] += missing
 
 
 @inline
