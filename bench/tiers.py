@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
 
 import tierstore
+from tierstore import rows
 
 from . import diskio, oscache
 from .common import Goal, Report, Run, Table, program
@@ -74,6 +76,8 @@ class _Case(NamedTuple):
     workload: StepWorkload
     percent: float
     is_cached: bool = False
+    slack: float | None = None
+    """None: the library's; those before the log had none."""
 
 
 _Cases = Callable[[Run, Path], Iterator[_Case]]
@@ -100,7 +104,8 @@ def _budget(path: Path, workload: StepWorkload, percent: float) -> int:
 def _point(case: _Case, config: dict[str, Any]) -> Point:
     path, workload = case.path, case.workload
     steps = len(workload.batches) // 2 if workload.name.startswith("Criteo's") else config["steps"]
-    with tierstore.open(path, mode="w", ddr=_budget(path, workload, case.percent)) as store:
+    options: Any = {} if case.slack is None else {"slack": case.slack}
+    with tierstore.open(path, mode="w", ddr=_budget(path, workload, case.percent), **options) as store:
         module = tierstore.TieredEmbeddingBagCollection(store)
         step = step_of(module, workload)
         before_them = workload.batches[:-steps]
@@ -143,6 +148,38 @@ def _point(case: _Case, config: dict[str, Any]) -> Point:
             process.written / steps,
             os.path.getsize(path / ROWS_FILE) / workload.table_bytes,
         )
+
+
+def _measure_slack(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
+    """Criteo's lookups by the slack of the file and by the size of segments."""
+    config, path, found = request.config, request.folder / "tiers_store", find_criteo()
+    points: list[dict[str, Any]] = []
+    workload = criteo(found, config, config["criteo_steps"]) if found else None
+    for pages in config["segment_pages"] if workload else ():
+        with mock.patch.object(rows, "SEGMENT_PAGES", pages):
+            for slack in config["slacks"]:
+                assert workload
+                fill(path, workload, config)
+                point = _point(_Case(path, workload, config["slack_budget"], slack=slack), config)
+                points.append({"segment_pages": pages, "slack": slack} | point._asdict())
+                print("  ".join(_slack_row(points[-1])), flush=True)
+    shutil.rmtree(path, ignore_errors=True)
+    return {"points": points}
+
+
+def _slack_row(point: dict[str, Any]) -> list[str]:
+    pages = ("pages_read", "pages_written", "cleaning_read", "cleaning_written")
+    return [
+        f"{point['segment_pages'] * PAGE_BYTES // 2**10} KiB", f"{point['slack']:g}", f"{1e3 * point['step_s']:.1f}",
+        *(f"{point[name]:,.0f}" for name in pages), f"{point['dirtied']:.2f}", f"{point['file_bytes']:.2f}",
+    ]  # fmt: skip
+
+
+def _tell_slack(config: dict[str, Any], figures: dict[str, Any]) -> Told:
+    columns = "segment", "slack", "step ms", "pages read", "pages written", "cleaning read", "cleaning written"
+    title = f"slack: a step of Criteo's lookups, {config['slack_budget']} % of the rows in DDR"
+    lines = [_slack_row(point) for point in figures["points"]]
+    return Told(tables=[Table(title=title, columns=[*columns, "dirtied for a byte", "file over rows"], rows=lines)])
 
 
 def _reads_per_s(path: Path) -> float:
@@ -326,7 +363,7 @@ def run(request: Run) -> Report:
     parts = {
         name: Part(partial(_measure, cases), partial(_tell, name, notes[name], config))
         for name, cases in _PARTS.items()
-    }
+    } | {_SLACK: Part(_measure_slack, partial(_tell_slack, config))}
     question = "Is a training step over tiers no slower than its compute, or than the device needs for its pages?"
     report = run_parts(request, question, parts)
     report.notes.append(
@@ -339,7 +376,8 @@ def run(request: Run) -> Report:
 
 
 _PARTS: Final[dict[str, _Cases]] = {"zipf": _zipf, "criteo": _criteo, "kaggle": _kaggle}
+_SLACK: Final = "slack"
 
 
 if __name__ == "__main__":
-    sys.exit(program("tiers", run, parts=tuple(_PARTS)))
+    sys.exit(program("tiers", run, parts=(*_PARTS, _SLACK)))

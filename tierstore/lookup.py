@@ -124,8 +124,8 @@ class Lookup:
             self._bring_in(pool, pool.full)
             self._use = self._use or Use(pool)
         elif len(self.joined):
-            lease = pool.acquire(self.joined.keys, self.joined.order)
-            if not self._keep(pool, lease):
+            lease = pool.acquire_whole(self.joined.keys, self.joined.order)
+            if lease is not None and not self._keep(pool, lease):
                 lease.release()
 
     def release(self) -> None:
@@ -141,13 +141,6 @@ class Lookup:
         self._lease = lease
         return True
 
-    def _leases(self, pool: Pool, keys: Any, order: Any = None) -> Iterator[tuple[int, Lease]]:
-        """Slots are numbers of this very pool: whoever uses a lease reads the arenas of the pool it is of."""
-        if self._lease is not None:
-            yield 0, self._lease
-        else:
-            yield from pool.leases(keys, order)
-
     def _bring_in(self, pool: Pool, cache: FullCache) -> Any:
         """int32 [N]: the slot of each position, its row in. It stays in: the cache evicts nothing."""
         slots = self.joined.slots(cache)
@@ -159,14 +152,18 @@ class Lookup:
     def _parts(self, pool: Pool, *, keep: bool) -> Iterator[tuple[int, Any]]:
         """(first position, int32 slot of each from there on): parts of the batch whose rows are in, in order.
 
+        Slots are numbers of this very pool: whoever uses them reads the arenas of the pool they are of.
+
         Args:
             keep: leave the rows pinned if they are all in and there is room.
         """
         if pool.full is not None:
             yield 0, self._bring_in(pool, pool.full)
             return
-        order = self.joined.order if self._lease is None else None
-        for first, lease in self._leases(pool, self.joined.keys, order):
+        if self._lease is not None:
+            yield 0, self._lease.slots[self._lease.inverse]
+            return
+        for first, lease in pool.leases(self.joined.keys, self.joined.order):
             yield first, lease.slots[lease.inverse]
             if keep and not lease.held:
                 self._keep(pool, lease)
@@ -288,11 +285,11 @@ class Lookup:
             return
         inverse, unique_keys = self._unique(pool)
         groups.by_number(inverse, len(unique_keys))
-        for first, lease in self._leases(pool, unique_keys):
+        for first, slots in self._row_parts(pool, unique_keys):
             with pool.lock:
-                pool.writeback.begin_update(lease.slots)
+                pool.writeback.begin_update(slots)
                 keys = None if seeds is None else unique_keys[first:]
-                groups.update(pool, first, lease.slots, codes, hyper, grad_out.numpy(), seeds=seeds, keys=keys)
+                groups.update(pool, first, slots, codes, hyper, grad_out.numpy(), seeds=seeds, keys=keys)
         self.release()
 
     def _update_full(
@@ -322,3 +319,12 @@ class Lookup:
         scratch = np.full(1 << (2 * len(keys) - 1).bit_length(), -1, np.int32)
         count = kernels.unique_in_order(keys, scratch, unique_keys, inverse)
         return inverse, unique_keys[:count]
+
+    def _row_parts(self, pool: Pool, unique_keys: Any) -> Iterator[tuple[int, Any]]:
+        """(first number, int32 slot of each from there on): parts of the rows, pinned. Those used last come first, as
+        they are the likeliest to be in still."""
+        if self._lease is not None:
+            yield 0, self._lease.slots
+            return
+        for passed, lease in pool.leases(unique_keys[::-1].copy()):
+            yield len(unique_keys) - passed - lease.num_unique, lease.slots[::-1].copy()

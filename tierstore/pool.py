@@ -106,7 +106,7 @@ class Pool:
             epoch=epoch,
         )
         self._tables: dict[int, TableConfig] = {}
-        self._held_slots = 0
+        self._held_slots = self._last_rows = 0
         self._said_lookahead = False
         self.uses: weakref.WeakSet[Use] = weakref.WeakSet()
         self._dropped: deque[tuple[Any, bool]] = deque()
@@ -154,27 +154,39 @@ class Pool:
             if self._announceable and not self._closed:
                 self._announceable.retire(batch)
 
-    def acquire(self, keys: Any, order: Any = None) -> Lease:
+    def acquire(self, keys: Any) -> Lease:
         """Pin the rows of as many leading positions of ``keys`` as there is room for, at least one.
 
         Args:
             keys: int64 [n], n > 0.
-            order: int64 [n], the positions in the order in which the rows come into use, if there is room for all.
 
         Raises:
             BudgetError: every slot stayed pinned by others for a minute.
             DamagedError: a row on SSD failed its check; no row stays pinned.
         """
-        if order is not None:
-            admission = Admission(keys[order])
-            with self.fill_lock:
-                self._stage(admission, read=True, whole=True)
-            if admission.consumed:
-                numbers, admission.inverse = admission.inverse, np.empty_like(admission.inverse)
-                slots, admission.unique_slots = admission.slots, np.empty_like(admission.slots)
-                kernels.renumber(order, numbers, slots, admission.inverse, admission.unique_slots)
-                return Lease(self, admission)
         return Lease(self, self._pinned(keys))
+
+    def acquire_whole(self, keys: Any, order: Any = None) -> Lease | None:
+        """Pin the rows of all ``keys``; None, and nothing is read, if there is no room for all.
+
+        Args:
+            keys: int64 [n], n > 0.
+            order: int64 [n], the positions in the order in which the rows come into use; default: as they are.
+
+        Raises:
+            DamagedError: a row on SSD failed its check; no row stays pinned.
+        """
+        admission = Admission(keys if order is None else keys[order])
+        with self.fill_lock:
+            self._stage(admission, read=True, whole=True)
+        if not admission.consumed:
+            self._last_rows = self.cache.capacity
+            return None
+        if order is not None:
+            numbers, admission.inverse = admission.inverse, np.empty_like(admission.inverse)
+            slots, admission.unique_slots = admission.slots, np.empty_like(admission.slots)
+            kernels.renumber(order, numbers, slots, admission.inverse, admission.unique_slots)
+        return Lease(self, admission)
 
     def _pinned(self, keys: Any, rows: tuple[Any, Any] | None = None) -> Admission:
         """Admit leading positions of ``keys``, at least one; with ``rows``, put them there and unpin them."""
@@ -222,13 +234,14 @@ class Pool:
 
     def leases(self, keys: Any, order: Any = None) -> Iterator[tuple[int, Lease]]:
         """Leases that together cover ``keys`` in order: (first position, lease); one if the rows fit. ``order`` is as
-        for ``acquire``.
+        for ``acquire_whole``.
 
         Each is released when the next is asked for, unless the caller held it: then it is the caller's to release.
         """
         start = 0
         while start < len(keys):
-            lease = self.acquire(keys[start:], None if start else order)
+            whole = None if start or order is None else self.acquire_whole(keys, order)
+            lease = whole or self.acquire(keys[start:])
             consumed = lease.consumed
             if not start and consumed < len(keys):
                 self.split_batches += 1
@@ -239,15 +252,27 @@ class Pool:
                     lease.release()
             start += consumed
 
+    @property
+    def has_room(self) -> bool:
+        """Whether one more lease could be held, of as many rows as the last for which that was asked."""
+        if self.hot is not None:
+            return self.hot.has_room
+        with self.lock:
+            self._release_dropped()
+            return self._can_hold(self._last_rows)
+
+    def _can_hold(self, rows: int) -> bool:
+        return self._held_slots + rows <= self.cache.capacity * HELD_SHARE
+
     def hold(self, lease: Lease) -> bool:
         """Let a lease outlive its call, if held pins leave room for others; else False."""
         with self.lock:
             self._release_dropped()
-            if self._held_slots + lease.num_unique > self.cache.capacity * HELD_SHARE:
-                return False
-            self._held_slots += lease.num_unique
-            lease.held = True
-            return True
+            self._last_rows = lease.num_unique
+            if self._can_hold(lease.num_unique):
+                self._held_slots += lease.num_unique
+                lease.held = True
+            return lease.held
 
     def release(self, slots: Any, held: bool) -> None:
         """Unpin; called by ``Lease.release``."""

@@ -119,6 +119,7 @@ class HbmPool:
         self.fill_seconds = 0.0
         self._held_lock = threading.Lock()
         self._held_rows = self._held_overflow = 0
+        self._last_rows = self._last_overflow = 0
         self._num_leased = 0
         self._closed = False
 
@@ -190,17 +191,26 @@ class HbmPool:
 
     def hold(self, lease: HbmLease) -> bool:
         """Let a lease outlive its call, if held pins leave room for others; else False."""
-        rows, overflow = len(lease.slots), len(lease.overflow)
         with self._held_lock:
-            fits = (
-                self._held_rows + rows <= (self.cache.capacity + self.overflow.capacity) * HELD_SHARE
-                and self._held_overflow + overflow <= self.overflow.capacity - self._least_part
-            )
-            if fits:
-                self._held_rows += rows
-                self._held_overflow += overflow
+            self._last_rows, self._last_overflow = len(lease.slots), len(lease.overflow)
+            if self._can_hold_one_more:
+                self._held_rows += self._last_rows
+                self._held_overflow += self._last_overflow
                 lease.held = True
-        return fits
+            return lease.held
+
+    @property
+    def has_room(self) -> bool:
+        """See ``Pool.has_room``."""
+        with self._held_lock:
+            return self._can_hold_one_more
+
+    @property
+    def _can_hold_one_more(self) -> bool:
+        return (
+            self._held_rows + self._last_rows <= (self.cache.capacity + self.overflow.capacity) * HELD_SHARE
+            and self._held_overflow + self._last_overflow <= self.overflow.capacity - self._least_part
+        )
 
     def retain(self, *objects: Any) -> None:
         """Keep objects until the work given to the calling thread's current stream so far, which uses them, is done."""

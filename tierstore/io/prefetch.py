@@ -19,6 +19,10 @@ _JOIN_SECONDS: Final = 30.0
 class Preparable(Protocol):
     """A module whose rows can be brought in ahead: ``TieredEmbeddingBag``, ``TieredEmbeddingBagCollection``."""
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the rows of one more batch, as large as the last, would stay until it is used."""
+
     def prepare(self, features: Any) -> Any:
         """Bring rows in for the forward call that will be given ``features``; returns a ticket."""
 
@@ -74,14 +78,15 @@ def prefetch(
     Closing the generator (``contextlib.closing``, or its end) releases what was not used and ends the thread; where
     that waits for ``batches``, it ends once they yield or end, and nobody waits for it.
     Results are the same bits for every depth: rows are brought in early, but read and updated in the order of
-    the steps. Rows that do not fit beside those in use are brought in when their batch comes.
+    the steps. Where rows of ``depth`` batches do not fit beside those in use, fewer are brought in ahead,
+    one at least.
 
     With ``lookahead`` the reader is that many batches further ahead, and a store opened with policy="lookahead" learns
     which rows they use, so that it evicts those whose next use is farthest. The batches wait in memory, those that the
     store has no room to remember excepted: they are not read before it has. Other policies make nothing of it.
 
     Args:
-        batches: consumed by the thread (by the caller's with depth=0); never more than ``depth + lookahead + 1`` ahead.
+        batches: consumed by the thread (by the caller's with depth=0); never more than ``depth + lookahead`` ahead.
             Batches that are read ahead must not share memory: a reader that reuses a buffer has to copy it.
         module: its ``forward`` must be given the very object that ``features`` returned.
         depth: batches brought in ahead; 0 is a plain loop without a thread.
@@ -260,9 +265,9 @@ class _Worker:
     def __init__(self, reader: _Reader, depth: int) -> None:
         self._reader = reader
         self._ready: queue.SimpleQueue[_Ready | _Failed | _End] = queue.SimpleQueue()
-        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
-        for _ in range(depth):
-            self._room.put(None)
+        self._places: queue.SimpleQueue[None] = queue.SimpleQueue()  # one for each batch that may yet be brought in
+        for _ in range(depth + 1):  # one is in use
+            self._places.put(None)
         self._tickets: deque[Any] = deque()  # of what was brought in and not forgotten, in order
         self._thread = threading.Thread(target=self._run, name="tierstore-prefetch", daemon=True)
         self._thread.start()
@@ -279,14 +284,24 @@ class _Worker:
                 self._release()
 
     def _bring_next(self) -> bool:
-        """Read a batch, bring its rows in, hand it over when there is room; False at the end."""
+        """When there is a place, read a batch, bring its rows in and hand it over; False at the end."""
+        self._places.get()
         item = self._reader.next()
         module = self._reader.module
-        if item is None or module is None or self._reader.is_closed:
+        if item is None or module is None or not self._waited_for_room(module):
             return False
         self._tickets.append(module.prepare(item.features))
-        self._room.get()
         self._ready.put(_Ready(item.batch))
+        return not self._reader.is_closed
+
+    def _waited_for_room(self, module: Preparable) -> bool:
+        """Wait until rows would stay, or no batch is ahead of the one in use; False if closed meanwhile."""
+        places = 0
+        while len(self._tickets) > 1 and not self._reader.is_closed and not module.has_room:
+            self._places.get()  # in the end one that a batch has left
+            places += 1
+        for _ in range(places):
+            self._places.put(None)
         return not self._reader.is_closed
 
     def take(self) -> _Ready | _Failed | _End:
@@ -298,20 +313,20 @@ class _Worker:
                 if not self._thread.is_alive() and self._ready.empty():
                     raise RuntimeError("the prefetch thread died without a word") from None
             else:
-                self._room.put(None)
                 return item
 
     def forget(self, limit: int = sys.maxsize) -> None:
-        """Release what the next batches in order, not yet forgotten, still pin."""
+        """Release what the next batches in order, not yet forgotten, still pin; others may take their places."""
         module = self._reader.module
         if module is not None:
             _pop_all(self._tickets, module.forget, limit)
+        self._places.put(None)
 
     def stop(self) -> None:
         """End the thread and release what was not used. A thread in the caller's code is not waited for: it has nothing
         to release, and ends when that code returns."""
         is_outside = self._reader.close()
-        self._room.put(None)
+        self._places.put(None)
         if not is_outside and threading.get_ident() != self._thread.ident:
             # A bound, for a generator that the garbage collector ends in the middle of anything.
             self._thread.join(_JOIN_SECONDS)

@@ -95,6 +95,14 @@ class TieredEmbeddingBagCollection(nn.Module):
         values = run_lookups(prepared, self, self._anchor, self._columns, trainable=not self.store.readonly)
         return KeyedTensor(self.feature_names, self._dims, values)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the rows of one more batch, as large as the last, would stay until it is used.
+
+        Asked by ``tierstore.prefetch``.
+        """
+        return all(group[0].table.pool.has_room for group in self._groups)
+
     def prepare(self, features: JaggedLike) -> Prepared:
         """Bring the rows of ``features`` in ahead of ``forward``, which must be given the same object.
 

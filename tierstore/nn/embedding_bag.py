@@ -73,6 +73,14 @@ class TieredEmbeddingBag(nn.Module):
         columns, trainable = self.table.layout.dim, not self.table.store.readonly
         return run_lookups(prepared, self, self._anchor, columns, trainable=trainable)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the rows of one more batch, as large as the last, would stay until it is used.
+
+        Asked by ``tierstore.prefetch``.
+        """
+        return self.table.pool.has_room
+
     def prepare(self, features: Any) -> Prepared:
         """Bring the rows of ``(input, offsets, per_sample_weights)``, or of ``input``, in ahead of ``forward``.
 

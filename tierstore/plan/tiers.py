@@ -219,8 +219,9 @@ def _load(own: _Share) -> PoolLoad:
         hbm_misses = again + (0.0 if stays else own.missed(own.hbm_rows))
     else:
         hbm_misses = unique + again
-        misses += again
-        from_device += again if own.cached_share * own.num_pages < unique else 0.0
+        read_again = max(0.0, again - top)  # backward begins with the rows that are in still
+        misses += read_again
+        from_device += read_again if own.cached_share * own.num_pages < unique else 0.0
     keeps_batch = stays or unique <= HELD_SHARE * top
     writing = Writing(own.layout, own.transaction_bytes)
     written = _written(own, writing, both, misses) if misses and own.is_training else _Written(0.0, 0.0)
