@@ -54,18 +54,20 @@ def _replay(policy: PolicyName, capacity: int, keys: Keys) -> Replay:
 
 def _replay_peer(policy: PolicyName, capacity: int, keys: Keys) -> Replay:
     cache = _PEERS[policy](capacity)
-    settle = getattr(cache, "settle", None)
+    twin = cache if isinstance(cache, TinyLFU) else None
     hits = np.zeros(len(keys), np.bool_)
     listed = keys.tolist()
     start = time.perf_counter()
     for position, key in enumerate(listed):
+        if twin:
+            twin.begin(1)
         try:
             cache[key]
             hits[position] = True
         except KeyError:
             cache[key] = None
-        if settle:
-            settle([key])
+        if twin:
+            twin.settle([key])
     return Replay(hits, time.perf_counter() - start)
 
 
