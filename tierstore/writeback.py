@@ -15,7 +15,6 @@ written stays pinned until it is.
 """
 
 import contextlib
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -157,9 +156,8 @@ class WriteBack:
         with self.gate:
             self.waited_seconds += time.perf_counter() - started
             with self._lock:
-                near = math.ceil(self._cache.capacity * _VICTIMS_SHARE)
-                victims = self._cache.victims(near, self._layout.rows_per_segment)
-                slots = self._cache.by_admission(victims[: self.rows_a_write])
+                victims = self._cache.victims(self.rows_a_write, self._layout.rows_per_segment)
+                slots = self._cache.by_admission(victims)
                 keys = self._cache.keys_of(slots)
             reach("write-back: rows chosen")
             if self._cache.num_frozen:
