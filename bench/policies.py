@@ -8,6 +8,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import cachetools
@@ -54,21 +55,21 @@ def _replay(policy: PolicyName, capacity: int, keys: Keys) -> Replay:
 
 def _replay_peer(policy: PolicyName, capacity: int, keys: Keys) -> Replay:
     cache = _PEERS[policy](capacity)
-    twin = cache if isinstance(cache, TinyLFU) else None
+    access = cache.access if isinstance(cache, TinyLFU) else partial(_access, cache)
     hits = np.zeros(len(keys), np.bool_)
     listed = keys.tolist()
     start = time.perf_counter()
     for position, key in enumerate(listed):
-        if twin:
-            twin.begin(1)
-        try:
-            cache[key]
-            hits[position] = True
-        except KeyError:
-            cache[key] = None
-        if twin:
-            twin.settle([key])
+        hits[position] = key in cache
+        access(key)
     return Replay(hits, time.perf_counter() - start)
+
+
+def _access(cache: cachetools.Cache[int, None], key: int) -> None:
+    try:
+        cache[key]
+    except KeyError:
+        cache[key] = None
 
 
 class Outcome(NamedTuple):

@@ -154,11 +154,12 @@ def _measure_slack(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
     """Criteo's lookups by the slack of the file and by the size of segments."""
     config, path, found = request.config, request.folder / "tiers_store", find_criteo()
     points: list[dict[str, Any]] = []
-    workload = criteo(found, config, config["criteo_steps"]) if found else None
-    for pages in config["segment_pages"] if workload else ():
+    if found is None:
+        return {"points": points}
+    workload = criteo(found, config, config["criteo_steps"])
+    for pages in config["segment_pages"]:
         with mock.patch.object(rows, "SEGMENT_PAGES", pages):
             for slack in config["slacks"]:
-                assert workload
                 fill(path, workload, config)
                 point = _point(_Case(path, workload, config["slack_budget"], slack=slack), config)
                 points.append({"segment_pages": pages, "slack": slack} | point._asdict())
