@@ -20,8 +20,8 @@ from tierstore.config import TableConfig
 from tierstore.hbm.lanes import HostLane
 from tierstore.hbm.pool import HbmPool, HbmSize
 from tierstore.io import MemoryColdTier
+from tierstore.kernels.threads import Workers
 from tierstore.pool import Pool
-from tierstore.threads import Workers
 
 from .common import Goal, Report, Run, Table, program
 from .data import criteo_keys, require_criteo
@@ -65,7 +65,7 @@ def _hbm(policy: PolicyName, capacity: int, keys: NDArray[np.int64], size: int, 
     cold.add_table(0, layout, rows)
     below = make_cache("lru", rows, weight_words=layout.weight_words, state_words=layout.state_words)
     pool = Pool(layout, below, cold, Workers(1), transaction_bytes=1 << 20, outbox_rows=64, epoch=1, readonly=True)
-    pool.add_table(0, config)
+    pool.filler.add_table(0, config)
     overflow = int(capacity * overflow_share)
     sizes = HbmSize(cached_rows=capacity - overflow, overflow_rows=overflow, staging_rows=4096)
     hot = HbmPool(pool, sizes, HostLane(), torch.device("cpu"), policy)

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from tempfile import mkdtemp
 
-from tierstore.killpoints import POINTS
+from tierstore.system.killpoints import POINTS
 
 from .common import Goal, Report, Run, Table, program
 from .crash.chain import Tally

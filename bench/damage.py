@@ -33,8 +33,8 @@ from torch import Tensor
 import tierstore
 from tierstore.errors import DamagedError, TierstoreError
 from tierstore.io import LmdbColdTier
-from tierstore.manifest import Manifest
 from tierstore.rows import KEY_ROW_BITS
+from tierstore.store.manifest import Manifest
 
 from .common import Goal, Report, Run, Table, program
 

@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
 import torch
 
 import tierstore
-from tierstore.sizes import parse_size
+from tierstore.system.sizes import parse_size
 
 from .common import Goal, Report, Run, Table, program
 from .workload import Batches, make_store

@@ -21,12 +21,12 @@ import torch
 from numpy.typing import NDArray
 
 import tierstore
-from tierstore.compaction import compact_store
 from tierstore.io import LmdbColdTier
-from tierstore.lineage import NO_LINEAGE
-from tierstore.manifest import Manifest
+from tierstore.offline.compaction import compact_store
+from tierstore.store.lineage import NO_LINEAGE
+from tierstore.store.manifest import Manifest
+from tierstore.store.version import TableState, pack
 from tierstore.trace import TableTrace, Trace, write_trace
-from tierstore.version import TableState, pack
 
 from . import oscache
 from .common import Goal, Report, Run, Table, program

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from tierstore.sizes import parse_size
+from tierstore.system.sizes import parse_size
 
 __all__ = ["PLOTS", "Plot", "draw", "is_current"]
 

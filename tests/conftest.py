@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 
 from bench.data import find_criteo
 from tests.following import DIM, ROWS, Writer
-from tierstore._jit import JIT_ENABLED
+from tierstore.kernels.jit import JIT_ENABLED
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.compaction import compact_store
-from tierstore.manifest import Manifest
+from tierstore.offline.compaction import compact_store
+from tierstore.store.manifest import Manifest
 from tierstore.trace import TableTrace, Trace, write_trace
 
 __all__ = ["pack_store", "random_trace"]

@@ -79,7 +79,7 @@ def train(
             out = collection(features).values()
             (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
             for pool in {table.pool for table in store.tables.values()}:
-                with pool.lock:
+                with pool.arena.lock:
                     pool.cache.check_integrity()
                 if pool.hot is not None:
                     pool.hot.check_integrity()

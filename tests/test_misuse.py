@@ -42,7 +42,7 @@ def test_ids_out_of_range(store: tierstore.Store, row: int) -> None:
         store["items"].pooled(ids, torch.tensor([0, 2]))
     with pytest.raises(ValueError, match=message):
         tierstore.TieredEmbeddingBag(store["items"])(ids, offsets)
-    assert store["items"].pool.num_pinned == 0
+    assert store["items"].pool.pins.num_pinned == 0
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_lookups_under_transforms_of_torch_are_refused(store: tierstore.Store) -
     ):
         with pytest.raises(RuntimeError, match=r"not looked up under torch\.func's transforms"):
             transform(use)(given)
-    assert table.pool.num_pinned == 0
+    assert table.pool.pins.num_pinned == 0
     pooled = bag(ids, offsets[:1]).detach()
     assert torch.func.grad(lambda x: (x * x).sum())(pooled).equal(2 * pooled)
 

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import tierstore
 from tests.packed import pack_store
 from tierstore import optim
-from tierstore._jit import JIT_ENABLED
+from tierstore.kernels.jit import JIT_ENABLED
 
 ROWS = 300
 LR = 0.5
@@ -172,7 +172,7 @@ class StoreMachine(RuleBasedStateMachine):
         if not hasattr(self, "store"):
             return
         for table in self.store.tables.values():
-            with table.pool.lock:
+            with table.pool.arena.lock:
                 table.pool.cache.check_integrity()
             if table.pool.hot is not None:
                 table.pool.hot.check_integrity()

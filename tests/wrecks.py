@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 import tierstore
 from tierstore.io.btree import Meta, parse_meta
 from tierstore.io.lmdb import LmdbColdTier
-from tierstore.lineage import NO_LINEAGE
-from tierstore.manifest import Manifest
 from tierstore.rows import KEY_ROW_BITS, RowLayout
-from tierstore.version import TableState, pack
+from tierstore.store.lineage import NO_LINEAGE
+from tierstore.store.manifest import Manifest
+from tierstore.store.version import TableState, pack
 
 PAGE = 4096
 WORDS = PAGE // 8

@@ -8,11 +8,11 @@ from . import errors, init, optim
 from .config import TableConfig
 from .io.prefetch import prefetch
 from .nn import KeyedJaggedTensor, KeyedTensor, TieredEmbeddingBag, TieredEmbeddingBagCollection
-from .opening import open_store as open  # noqa: A004 - tierstore.open, as gzip.open
-from .quantization import QuantizedTable, QuantizeReport, quantize
-from .stats import Stats, TierStats
-from .store import Store
-from .table import Table
+from .offline.quantization import QuantizedTable, QuantizeReport, quantize
+from .pool.stats import Stats, TierStats
+from .store import Store, Table
+from .store import open_store as open  # noqa: A004 - tierstore.open, as gzip.open
+from .system.release import __version__
 
 __all__ = [
     "KeyedJaggedTensor",
@@ -34,5 +34,3 @@ __all__ = [
     "prefetch",
     "quantize",
 ]
-
-__version__ = "0.1.0"

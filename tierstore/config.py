@@ -5,8 +5,8 @@ from typing import Any, Final, Literal, get_args
 
 from . import init as initializers
 from . import optim
-from .excerpt import excerpt
 from .rows import MAX_ROWS, DtypeName, QuantizedName, RowLayout
+from .system.excerpt import excerpt
 
 __all__ = [
     "MAX_KEPT_VERSIONS",

@@ -11,8 +11,9 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from . import floats
-from ._jit import inline, kernel
+from .kernels import floats
+from .kernels.hashing import mix64, unit
+from .kernels.jit import inline, kernel
 
 __all__ = ["Constant", "Initializer", "Normal", "Uniform", "from_dict"]
 
@@ -122,21 +123,6 @@ def from_dict(fields: dict[str, Any]) -> Initializer:
     if kind not in _KINDS:
         raise ValueError(f"initializer kind {kind!r} is not one of {sorted(_KINDS)}")
     return _KINDS[kind](**rest)
-
-
-@kernel
-def mix64(value: Any) -> Any:
-    """SplitMix64's output function."""
-    value = np.uint64(value + np.uint64(0x9E3779B97F4A7C15))
-    value = np.uint64((value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9))
-    value = np.uint64((value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB))
-    return np.uint64(value ^ (value >> np.uint64(31)))
-
-
-@inline
-def unit(bits: Any) -> Any:
-    """float64 in [0, 1) from the top 53 bits."""
-    return np.float64(np.uint64(bits >> np.uint64(11))) * (1.0 / 9007199254740992.0)
 
 
 @inline

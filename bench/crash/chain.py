@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from tierstore.killpoints import POINTS
+from tierstore.system.killpoints import POINTS
 
 from .inspection import inspect
 from .life import FILE_CALL, Settings, live

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import tierstore
-from tierstore import killpoints
 from tierstore.io import ROW_FILE_NAME, anchor
-from tierstore.manifest import MANIFEST_NAME
+from tierstore.store.manifest import MANIFEST_NAME
+from tierstore.system import killpoints
 
 from .dense import Dense
 from .plan import Action, configs, make_batch, stretch

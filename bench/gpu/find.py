@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from tierstore.cache import hbm_twin
+from tierstore.cache.flags import RESIDENT
 from tierstore.cache.hbm import HbmCache
-from tierstore.cache.hbm_books import RESIDENT, Plan, mixed, sets_of
+from tierstore.cache.hbm_books import Plan, mixed, sets_of
 from tierstore.hbm.grouping import Grouping, group
 
 from ..common import Spread, Table

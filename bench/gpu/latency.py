@@ -42,7 +42,7 @@ def _fill_host_memory(store: tierstore.Store) -> None:
     for table in store.tables.values():
         for start in range(0, table.config.num_embeddings, _CHUNK_ROWS):
             rows = np.arange(start, min(start + _CHUNK_ROWS, table.config.num_embeddings))
-            for _, lease in table.pool.leases(table.index << KEY_ROW_BITS | rows):
+            for _, lease in table.pool.leases.parts(table.index << KEY_ROW_BITS | rows):
                 lease.release()
 
 

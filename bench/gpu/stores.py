@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import tierstore
-from tierstore.budget import hbm_bytes_of
 from tierstore.hbm import build, lanes
 from tierstore.hbm.lanes import Lane, Mark
 from tierstore.models import DLRM
 from tierstore.rows import RowLayout
+from tierstore.store.budget import hbm_bytes_of
 
 from .ids import Zipf
 from .rig import Rig

@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.cache.reference_tinylfu import TinyLFU
-from tierstore.init import mix64
+from tierstore.kernels.hashing import mix64
 from tierstore.plan import Accesses
 from tierstore.plan.curves import POLICIES, MissRatioCurve, curve
 from tierstore.plan.curves.build import curves_of
 from tierstore.plan.curves.sampled import Sample, sample_of
-from tierstore.plan.sampling import is_sampled
+from tierstore.trace.sampling import is_sampled
 
 from ..oracles import belady_hits, perfect_count_hits
 

@@ -21,7 +21,7 @@ import torch
 
 import tierstore
 from tierstore.models import DLRM
-from tierstore.recording import Recorder
+from tierstore.store.recording import Recorder
 
 from ..common import Spread
 from ..workload import ids_of, make_store

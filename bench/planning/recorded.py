@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from tierstore.plan import Accesses, accesses_of, once_a_batch
 from tierstore.plan.curves import curve
-from tierstore.plan.sampling import is_sampled
-from tierstore.recorded import Recorded
 from tierstore.rows import KEY_ROW_BITS
+from tierstore.trace.recorded import Recorded
+from tierstore.trace.sampling import is_sampled
 
 from ..data import criteo_batches, require_criteo
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from tests.conformance.row_cache import RowCacheConformance, SettledTinyLFU
-from tierstore._jit import JIT_ENABLED
 from tierstore.cache import RowCache, make_cache
 from tierstore.cache.hbm import HbmCache
+from tierstore.kernels.jit import JIT_ENABLED
 
 
 class Lru(RowCacheConformance):

@@ -9,11 +9,11 @@ import psutil
 import pytest
 
 from tests.conformance.row_cache import admitted, keys_from, order_of, slots_from, visit
-from tierstore._jit import JIT_ENABLED
 from tierstore.cache import OVERHEAD_BYTES, Admission, AdmitStatus, DdrCache, capacity_for
-from tierstore.cache.admission import DIRTY, LOADING, RESIDENT
 from tierstore.cache.ddr import FIXED_BYTES, size_bytes_of
+from tierstore.cache.flags import DIRTY, LOADING, RESIDENT
 from tierstore.cache.policies import Tally
+from tierstore.kernels.jit import JIT_ENABLED
 
 PolicyName = Literal["lru", "lfu", "tinylfu", "lookahead"]
 POLICY_NAMES: tuple[PolicyName, ...] = ("lru", "lfu", "tinylfu", "lookahead")

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tierstore.cache import hbm_triton, hbm_twin
-from tierstore.cache.hbm_books import DIRTY, LOADING, PIN, RESIDENT, WAYS, Books, Status, mixed, sets_of
+from tierstore.cache.flags import DIRTY, LOADING, RESIDENT
+from tierstore.cache.hbm_books import PIN, WAYS, Books, Status, mixed, sets_of
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

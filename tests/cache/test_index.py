@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.kernels import from_python
-from tierstore._jit import JIT_ENABLED
+from tests.kernel_calls import from_python
 from tierstore.cache import index as kernels
 from tierstore.cache.index import ABSENT, SLOT_DTYPE, index_places
+from tierstore.kernels.jit import JIT_ENABLED
 
 pytestmark = pytest.mark.kernel
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from bench.data import criteo_keys
 from bench.drift import changing, drifting
 from tests.conformance.row_cache import SettledTinyLFU, oracle_access, oracle_order, order_of
-from tierstore._jit import JIT_ENABLED
 from tierstore.cache import DdrCache
 from tierstore.cache.base import Int64s
 from tierstore.cache.policies import Tally
+from tierstore.kernels.jit import JIT_ENABLED
 
 PolicyName = Literal["lru", "lfu", "tinylfu"]
 ORACLES: "dict[PolicyName, type[cachetools.Cache[int, Any]]]" = {

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tierstore.commands import progress_bar
+from tierstore.system.terminal import progress_bar
 
 
 class Terminal(io.StringIO):

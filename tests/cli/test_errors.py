@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import tierstore
-from tierstore import cli
+from tierstore.cli import entry as cli
 
 
 @pytest.mark.parametrize(
@@ -70,5 +70,6 @@ print(*sorted(name for name in set(sys.modules) - before if name.startswith(("ti
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     light = ("", ".command", ".config", ".messages", ".waiting_threads")
     of_serve = ["tierstore.serve" + name for name in light]
-    of_all = ["tierstore.cli", "tierstore.commands", "tierstore.options"]
-    assert done.stdout.split() == [*of_all, *of_serve]
+    of_cli = ["tierstore.cli", "tierstore.cli.commands", "tierstore.cli.entry"]
+    of_settings = ["tierstore.settings.options"]
+    assert done.stdout.split() == [*of_cli, *of_serve, *of_settings, "tierstore.system.terminal"]

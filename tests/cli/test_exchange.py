@@ -5,7 +5,7 @@ import contextlib
 import pytest
 
 import tierstore
-from tierstore import cli
+from tierstore.cli import entry as cli
 
 
 def test_tables_go_to_a_file_and_into_another_store(store_with_rows, tmp_path, capsys):
@@ -48,7 +48,7 @@ def test_foreign_tensors_become_tables_with_the_optimizer_asked_for(tmp_path, ca
 
 @pytest.mark.parametrize("command", ["export", "compact"])
 def test_an_interrupted_command_leaves_nothing(command, store_with_rows, tmp_path, capsys, monkeypatch):
-    from tierstore import commands
+    from tierstore.cli import commands
 
     def interrupt(done, total):
         raise KeyboardInterrupt

@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from tierstore import cli
+from tierstore.cli import entry as cli
 
 HELP = {
     "": """

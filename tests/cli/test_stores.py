@@ -1,7 +1,7 @@
 """inspect, verify, repair, rollback and compact."""
 
 import tierstore
-from tierstore import cli
+from tierstore.cli import entry as cli
 
 
 def test_inspect_says_what_a_store_holds(store_with_rows, capsys):

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tierstore import cli, target
+from tierstore.cli import entry as cli
+from tierstore.store import target
 
 MAKERS = {"backup": [], "compact": [], "repair": [], "quantize": ["--dtype", "int8"]}
 

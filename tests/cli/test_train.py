@@ -2,7 +2,7 @@
 
 import pytest
 
-from tierstore import cli
+from tierstore.cli import entry as cli
 from tierstore.train import RunConfig, config_file
 
 

@@ -9,7 +9,7 @@ import torch
 
 import tierstore
 from bench.data import ROOT
-from tierstore import cli
+from tierstore.cli import entry as cli
 
 from .support import OPTIMIZERS, config, contents, make_store
 

@@ -11,8 +11,8 @@ import torch
 import tierstore
 from tierstore import errors
 from tierstore.exchange import export_store, exporting
-from tierstore.exchange import output as output_module
 from tierstore.exchange.rows import rows_a_chunk
+from tierstore.system import output as output_module
 
 from .support import OPTIMIZERS, bits, config, make_store, weights
 

@@ -308,7 +308,7 @@ def test_metadata_that_is_not_ours_is_an_error(tmp_path, change, message):
 )
 def test_metadata_out_of_range_is_an_error(tmp_path, name, value):
     from tierstore.exchange.metadata import Metadata, TableMetadata
-    from tierstore.version import TableState
+    from tierstore.store.version import TableState
 
     good = Metadata(3, (TableMetadata("weight", config(), TableState(4, 0.5)),)).to_dict()
     assert Metadata.from_dict(json.loads(json.dumps(good)), "F").to_dict() == good

@@ -22,11 +22,11 @@ import torch
 import tierstore
 from tests.following import Writer
 from tests.serve.whole import serving
-from tierstore._jit import JIT_ENABLED
 from tierstore.errors import UnreadableError
 from tierstore.io.mapped import _libc
+from tierstore.kernels.jit import JIT_ENABLED
+from tierstore.offline.salvage import salvage
 from tierstore.plan.measure.page_cache import drop
-from tierstore.salvage import salvage
 
 from .test_real_devices import _run, mounted
 from .workload import DDR, Trained, Workload, copied, differences

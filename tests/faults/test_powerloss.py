@@ -227,7 +227,7 @@ def no_pins() -> Iterator[None]:
 @contextlib.contextmanager
 def no_sync_of_the_directory() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("tierstore.manifest", "tierstore.io.files", "tierstore.io.anchor"):
+        for module in ("tierstore.store.manifest", "tierstore.io.files", "tierstore.io.anchor"):
             patch.setattr(f"{module}.sync_directory", lambda directory: None)
         yield
 

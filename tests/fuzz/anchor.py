@@ -5,7 +5,7 @@ from pathlib import Path
 from tierstore.errors import TierstoreError
 from tierstore.io import anchor, recovery
 from tierstore.io.checksum import bytes_checksum
-from tierstore.manifest import Manifest
+from tierstore.store.manifest import Manifest
 
 from .image import build_store, edited
 from .target import FindingError, Target, scratch_folder

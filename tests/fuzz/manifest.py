@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tierstore import TableConfig, init, optim
 from tierstore.errors import TierstoreError
-from tierstore.manifest import MANIFEST_NAME, Manifest, _digest
+from tierstore.store.manifest import MANIFEST_NAME, Manifest, _digest
 
 from .target import FindingError, Target, scratch_folder
 

@@ -8,8 +8,8 @@ import torch
 from tierstore.errors import TierstoreError
 from tierstore.io import records
 from tierstore.io.checksum import bytes_checksum
-from tierstore.lineage import NO_LINEAGE
-from tierstore.version import TableState, pack, unpack
+from tierstore.store.lineage import NO_LINEAGE
+from tierstore.store.version import TableState, pack, unpack
 
 from .target import FindingError, Target
 

@@ -9,11 +9,11 @@ import numpy as np
 import tierstore
 from tierstore.errors import DamagedError
 from tierstore.io.changes import Basis
-from tierstore.lineage import NO_LINEAGE
+from tierstore.store.lineage import NO_LINEAGE
+from tierstore.store.version import pack
 from tierstore.updates.header import PAGE_BYTES
 from tierstore.updates.origin import Origin
 from tierstore.updates.update_file import UpdateFile, UpdateWriter
-from tierstore.version import pack
 
 from .target import FindingError, Target, scratch_folder
 

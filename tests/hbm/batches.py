@@ -9,9 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tierstore import backward, floats, kernels
+from tierstore import kernels
 from tierstore.hbm.batch import Bags, Groups
-from tierstore.threads import Workers
+from tierstore.kernels import floats
+from tierstore.kernels.threads import Workers
+from tierstore.pool import backward
 
 __all__ = ["Batch", "Updated", "bits", "make_batch", "numba_dot", "numba_pool", "numba_update"]
 

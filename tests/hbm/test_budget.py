@@ -15,7 +15,7 @@ import tierstore
 from tierstore import optim
 from tierstore.errors import BudgetError
 from tierstore.hbm.pool import HbmPool
-from tierstore.sizes import parse_size
+from tierstore.system.sizes import parse_size
 
 POLICIES = ["lru", "lfu", "tinylfu", "lookahead"]
 OPTIMIZERS = [optim.SGD(), optim.RowWiseAdagrad(), optim.Adagrad(), optim.Adam()]
@@ -159,7 +159,7 @@ def test_no_budget_is_no_tier(store_dir: Path, hbm: Any) -> None:
     with make(store_dir, [table], ddr="1MiB", hbm=hbm) as store:
         assert use(store) == []
         assert store["table 0"].pool.hot is None
-        assert store.stats().hbm == tierstore.stats.TierStats()
+        assert store.stats().hbm == tierstore.TierStats()
 
 
 def test_a_share_of_the_tables(store_dir: Path) -> None:

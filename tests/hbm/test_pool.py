@@ -22,8 +22,8 @@ from tierstore.hbm.lease import HbmLease
 from tierstore.hbm.pool import HbmPool, HbmSize
 from tierstore.hbm.staging import Staging
 from tierstore.io import MemoryColdTier
+from tierstore.kernels.threads import Workers
 from tierstore.pool import Pool
-from tierstore.threads import Workers
 
 CACHED, OVERFLOW, STAGED, BELOW, ROWS, DIM = 32, 8, 4, 64, 600, 3
 """One set, so that more than 32 rows at once overflow; and three columns, so that rows have padding."""
@@ -42,6 +42,7 @@ class Below:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
+        self.transfers = self
         self.layout = pool.layout
         self.before_take: Callable[[], None] = nothing
         self.before_put: Callable[[], None] = nothing
@@ -50,12 +51,12 @@ class Below:
 
     def take(self, keys: Any, weights: Any, state: Any) -> None:
         self.before_take()
-        self._pool.take(keys, weights, state)
+        self._pool.transfers.take(keys, weights, state)
         self.up += keys.tolist()
 
     def put(self, keys: Any, weights: Any, state: Any) -> None:
         self.before_put()
-        self._pool.put(keys, weights, state)
+        self._pool.transfers.put(keys, weights, state)
         self.down += keys.tolist()
 
 
@@ -78,7 +79,7 @@ def below(cold: TroubledTier) -> Below:
     cold.add_table(0, layout, ROWS)
     rows = cache.make_cache("lru", BELOW, weight_words=layout.weight_words, state_words=layout.state_words)
     pool = Pool(layout, rows, cold, Workers(1), transaction_bytes=1 << 16, outbox_rows=8, epoch=1, readonly=False)
-    pool.add_table(0, CONFIG)
+    pool.filler.add_table(0, CONFIG)
     return Below(pool)
 
 

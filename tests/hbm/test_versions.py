@@ -31,11 +31,12 @@ from tests.hbm.stores import (
     shown,
     step,
 )
-from tierstore import killpoints, optim
+from tierstore import optim
 from tierstore.errors import ChecksumError, DiskFullError, TableError
 from tierstore.exchange import export_store, import_files
 from tierstore.exchange.rows import read_rows, write_rows
 from tierstore.pool import Pool
+from tierstore.system import killpoints
 
 # Versions
 

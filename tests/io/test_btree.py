@@ -8,11 +8,11 @@ import lmdb
 import numpy as np
 import pytest
 
-from tierstore._jit import JIT_ENABLED
 from tierstore.io.btree import NO_ROOT, WalkStatus, new_entries, parse_meta, seek_each, walk
 from tierstore.io.files import open_environment
 from tierstore.io.mapped import FileMap
 from tierstore.io.snapshot import Snapshot
+from tierstore.kernels.jit import JIT_ENABLED
 
 pytestmark = pytest.mark.kernel
 

@@ -6,8 +6,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore._jit import kernel
 from tierstore.io.checksum import bytes_checksum, mix_key, row_checksum, two_row_checksums
+from tierstore.kernels.jit import kernel
 
 pytestmark = pytest.mark.kernel
 

@@ -14,9 +14,9 @@ from hypothesis.stateful import rule
 
 from tests.conformance.cold_tier import TABLES, ColdTierConformance, ColdTierMachine, add_tables
 from tests.io.support import open_tier
-from tierstore._jit import JIT_ENABLED
 from tierstore.io import LmdbColdTier, MemoryColdTier
 from tierstore.io.base import ColdTier
+from tierstore.kernels.jit import JIT_ENABLED
 
 
 class TestMemory(ColdTierConformance):

@@ -17,7 +17,6 @@ import xxhash
 
 from tests.conformance.cold_tier import NARROW, WIDE, add_tables, check_rows, commit, keys_of, read_rows, write_rows
 from tests.io.support import RowPlace, flip, open_tier, place_of, plain_lmdb, refuse
-from tierstore._jit import JIT_ENABLED
 from tierstore.errors import (
     ChecksumError,
     DamagedError,
@@ -31,6 +30,7 @@ from tierstore.io.indexes import read_indexes, stored_segments
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.io.records import commit_item, item_key, payload_item, segment_key
 from tierstore.io.row_map import RowMap
+from tierstore.kernels.jit import JIT_ENABLED
 
 PAGE = 4096
 ALL = np.arange(1000)

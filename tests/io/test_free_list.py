@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tierstore._jit import JIT_ENABLED
 from tierstore.io.btree import META_READ_BYTES, Meta, WalkStatus, parse_meta
 from tierstore.io.files import open_environment
 from tierstore.io.free_list import PageUse, check_page_use
 from tierstore.io.mapped import FileMap
 from tierstore.io.snapshot import Snapshot
+from tierstore.kernels.jit import JIT_ENABLED
 
 pytestmark = pytest.mark.kernel
 

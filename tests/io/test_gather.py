@@ -7,8 +7,7 @@ import pytest
 
 from tests.conformance.cold_tier import NARROW, WIDE, check_rows, keys_of, read_rows, write_rows
 from tests.io.support import flip, open_tier, place_of
-from tests.kernels import from_python
-from tierstore._jit import JIT_ENABLED, kernel
+from tests.kernel_calls import from_python
 from tierstore.errors import ChecksumError
 from tierstore.io.gather import (
     BLIND_ROWS,
@@ -25,6 +24,7 @@ from tierstore.io.gather import (
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.io.mapped import FileMap, clock_ns, copy_words, is_resident, prefetch_word, queue_read, zeros
 from tierstore.io.segments import geometry
+from tierstore.kernels.jit import JIT_ENABLED, kernel
 from tierstore.rows import PAIR_WORDS, RowLayout
 
 pytestmark = pytest.mark.kernel

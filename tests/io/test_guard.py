@@ -23,13 +23,13 @@ from numpy.typing import NDArray
 
 from tests.conformance.cold_tier import NARROW, WIDE, add_tables, check_rows, commit, keys_of, write_rows
 from tests.io.support import open_tier, page_of, refuse
-from tierstore._jit import JIT_ENABLED
 from tierstore.errors import ChecksumError, TruncatedError, UnreadableError
 from tierstore.io import guard, snapshot
 from tierstore.io.guard import Guard
 from tierstore.io.indexes import stored_segments
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.io.mapped import FileMap
+from tierstore.kernels.jit import JIT_ENABLED
 
 pytestmark = pytest.mark.skipif(not JIT_ENABLED, reason="without compiled code a refused page ends the process")
 

@@ -7,11 +7,11 @@ import pytest
 
 from tests.io.support import STORE_ID, open_tier
 from tests.io.test_anchor import check_second_commit, written_after_commit
-from tierstore import killpoints
 from tierstore.errors import DamagedError
 from tierstore.io import anchor, recovery
 from tierstore.io.anchor import ANCHOR_NAME, BEFORE_NAME
 from tierstore.io.btree import Meta, parse_meta
+from tierstore.system import killpoints
 
 PAGE = 4096
 

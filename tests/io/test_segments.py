@@ -12,8 +12,7 @@ import pytest
 import xxhash
 from numpy.typing import NDArray
 
-from tests.kernels import from_python
-from tierstore._jit import kernel
+from tests.kernel_calls import from_python
 from tierstore.io.segments import (
     SegmentStatus,
     block_word,
@@ -23,6 +22,7 @@ from tierstore.io.segments import (
     row_seed,
     unpack_block_word,
 )
+from tierstore.kernels.jit import kernel
 from tierstore.rows import RowLayout
 
 pytestmark = [pytest.mark.kernel, pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")]

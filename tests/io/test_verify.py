@@ -12,15 +12,15 @@ import tierstore
 from bench.damage import PAGE, Sample, make_aged
 from tests.conformance.cold_tier import LONG, WIDE, add_tables, commit, keys_of, write_rows
 from tests.io.support import RowPlace, flip, open_tier, place_of, refuse
-from tierstore._jit import JIT_ENABLED
 from tierstore.errors import ChecksumError, DamagedError, UnreadableError
-from tierstore.inspection import verify_store
 from tierstore.io import verify
 from tierstore.io.indexes import stored_segments
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.io.records import segment_key
 from tierstore.io.row_map import RowMap
 from tierstore.io.snapshot import Snapshot
+from tierstore.kernels.jit import JIT_ENABLED
+from tierstore.offline.inspection import verify_store
 from tierstore.rows import MAX_ROWS, RowLayout
 
 pytestmark = pytest.mark.kernel

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.plan.hosts import SHOP_HOST, shop_workload
-from tierstore import cli
+from tierstore.cli import entry as cli
 from tierstore.plan import plan_file, planning
 from tierstore.plan.describing import workload_toml
 from tierstore.plan.parts import load_host, write_host

@@ -11,11 +11,11 @@ from tierstore.cache import resolve_policy
 from tierstore.plan import Accesses, TableShape, accesses_of
 from tierstore.plan.demand import Demand
 from tierstore.plan.placement.traffic import measured_demand
-from tierstore.plan.sampling import is_sampled
 from tierstore.plan.traces import describe
 from tierstore.plan.workload import Workload
-from tierstore.recorded import Recorded
 from tierstore.trace import TableTrace, Trace
+from tierstore.trace.recorded import Recorded
+from tierstore.trace.sampling import is_sampled
 
 BATCH, SAMPLES = 50, 1010
 WORKLOAD = Workload(

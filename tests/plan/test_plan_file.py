@@ -9,7 +9,7 @@ import pytest
 
 from tierstore.plan import plan_file
 from tierstore.plan.plan_file import PlanFile, TableSpec
-from tierstore.sections import ConfigError
+from tierstore.settings.sections import ConfigError
 
 Write = Callable[[str], Path]
 

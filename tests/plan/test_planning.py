@@ -27,7 +27,7 @@ from tierstore.plan.remarks import warnings_of
 from tierstore.plan.result import PlanResult
 from tierstore.plan.search import describe_setup
 from tierstore.plan.traces import generate
-from tierstore.sections import ConfigError
+from tierstore.settings.sections import ConfigError
 from tierstore.trace import write_trace
 
 Asked = Callable[..., PlanFile]

@@ -11,6 +11,7 @@ import torch
 
 import tierstore
 from tests.plan.hosts import GIB, MIB, flat_demand, make_host, make_setup, make_workload
+from tierstore.cache import FullCache
 from tierstore.plan import Setup, TableShape, Workload
 from tierstore.plan.accesses import Accesses
 from tierstore.plan.demand import Demand
@@ -51,7 +52,7 @@ def test_a_budget_is_as_many_rows_as_the_store_makes_of_it(store_dir: Path, poli
         assert {load.layout: load.ddr_rows for load in loads} == {
             layout: pool.cache.capacity for layout, pool in pools.items()
         }
-        assert [load.is_full for load in loads] == [pool.full is not None for pool in pools.values()]
+        assert [load.is_full for load in loads] == [isinstance(pool.cache, FullCache) for pool in pools.values()]
 
 
 def test_a_budget_of_device_memory_too(store_dir: Path) -> None:

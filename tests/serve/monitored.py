@@ -8,8 +8,8 @@ from typing import Any
 
 import uvicorn
 
+from tierstore.pool.stats import Stats, TierStats
 from tierstore.serve.source import PooledStats, TableInfo
-from tierstore.stats import Stats, TierStats
 
 WAIT_SECONDS = 20
 

@@ -18,11 +18,12 @@ import torch
 import tierstore
 from tests.serve.whole import FREE_PORTS, WAIT_SECONDS, command, wait_for
 from tests.updates.support import ROWS, change, contents, table_config
-from tierstore import cli
+from tierstore.cli import entry as cli
 from tierstore.serve import waiting_threads
 from tierstore.serve.client import Client
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.workers import recording_paths, share_of
+from tierstore.system import sizes
 from tierstore.trace import read_trace
 
 
@@ -192,7 +193,7 @@ def test_a_token_must_be_one(tmp_path: Path, text: str) -> None:
 def test_shares_of_budgets() -> None:
     for size, share in {"2GiB": 1 << 30, "1000001": 500_000, "50%": None, 7: 3, "0": 0}.items():
         part = share_of(size, 2)
-        parsed = tierstore.sizes.parse_size(part, name="ddr", memory_bytes=1000)
+        parsed = sizes.parse_size(part, name="ddr", memory_bytes=1000)
         assert parsed == (250 if share is None else share)
     assert share_of("5% of tables", 2) == "2.500000% of tables"
 

@@ -24,11 +24,11 @@ from tests.serve.test_engine import bags_of
 from tests.serve.whole import ADMIN, SMALL, InThread, serving, wait_for
 from tests.train.runs import TRAIN_ROWS, config_of
 from tests.updates.support import ROWS, change, table_config
-from tierstore import cli
-from tierstore.manifest import Manifest
+from tierstore.cli import entry as cli
 from tierstore.serve import hot_rows
 from tierstore.serve.client.client import Client
 from tierstore.serve.messages import ServeError, Status
+from tierstore.store.manifest import Manifest
 from tierstore.trace import read_trace
 from tierstore.train import train
 from tierstore.train.config import RunConfig

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tierstore import cli
+from tierstore.cli import entry as cli
 from tierstore.train import config_file, train, warmup
 from tierstore.train.build import build_run, open_data, open_run_store
 from tierstore.train.feed import feed

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tierstore
-from tierstore.stats import Stats, TierStats
+from tierstore.pool.stats import Stats, TierStats
 from tierstore.train.progress import Progress
 from tierstore.train.summary import Summary
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tests.train.runs import TEST_ROWS, TRAIN_ROWS, config_of
-from tierstore.plan.sampling import is_sampled
 from tierstore.trace import read_trace
+from tierstore.trace.sampling import is_sampled
 from tierstore.train import train
 from tierstore.train.config import ConfigError
 from tierstore.train.tracing import trace_run

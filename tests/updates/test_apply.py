@@ -29,7 +29,7 @@ from tests.updates.support import (
     version_of,
 )
 from tierstore import errors
-from tierstore._jit import JIT_ENABLED
+from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.updates import Update, apply_update, roll_back_replica, write_update
 from tierstore.updates.child import main as child
 from tierstore.updates.chunks import MAX_CHUNK_BYTES, decompress, pack_chunk, unpack_chunk
@@ -284,7 +284,7 @@ def test_the_child_says_what_became_of_it(
 
 KILLED = """
     import hashlib, shutil
-    from tierstore import killpoints
+    from tierstore.system import killpoints
     from tierstore.updates import apply_update, origin_of, roll_back_replica
 
     first, file, work = map(Path, sys.argv[1:4])

@@ -12,9 +12,9 @@ from tests.updates.support import ROWS, SMALL, assign, change, contents, edited,
 from tierstore import errors
 from tierstore.exchange.rows import read_rows
 from tierstore.io.changes import Basis
+from tierstore.store.version import ORIGIN_KEY
 from tierstore.updates import Origin, Update, apply_update, origin_of, write_update
 from tierstore.updates.update_file import UpdateFile
-from tierstore.version import ORIGIN_KEY
 
 
 def sent_rows(update: Update) -> dict[str, set[int]]:

@@ -14,15 +14,16 @@ import torch
 import tierstore
 from tests.serve.replicas import serving
 from tests.updates.support import ROWS, SMALL, change, contents, extra_of, same, table_config
-from tierstore import errors, lineage, version
-from tierstore.compaction import compact_store
+from tierstore import errors
 from tierstore.io.changes import Basis
-from tierstore.lineage import MAX_ANCESTORS, NO_LINEAGE, Ancestor, Lineage
-from tierstore.salvage import salvage
+from tierstore.offline.compaction import compact_store
+from tierstore.offline.salvage import salvage
+from tierstore.store import lineage, version
+from tierstore.store.lineage import MAX_ANCESTORS, NO_LINEAGE, Ancestor, Lineage
+from tierstore.store.version import ORIGIN_KEY
 from tierstore.updates import Applied, Origin, Update, apply_update, origin_of, write_update
 from tierstore.updates.delta import Source, source_of
 from tierstore.updates.publish import plan, publish
-from tierstore.version import ORIGIN_KEY
 
 
 def make(source: Path, since: int = 0) -> Update:
@@ -155,7 +156,7 @@ def test_a_version_of_which_no_row_is_left_is_still_gone_on_from(tmp_path: Path)
 KILLED = """
 import os, signal, sys
 import torch, tierstore
-from tierstore import killpoints
+from tierstore.system import killpoints
 
 def hook(name):
     if name == "commit: transaction committed":

@@ -11,7 +11,7 @@ import torch
 import tierstore
 from tests.children import run
 from tests.updates.support import change, edited, table_config
-from tierstore._jit import JIT_ENABLED
+from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.updates import write_update
 from tierstore.updates.apply import _Sent
 from tierstore.updates.chunks import MAX_CHUNK_BYTES

@@ -14,10 +14,12 @@ from tests.children import run, start
 from tests.faults.test_real_devices import fill_up, mounted
 from tests.serve.replicas import serving
 from tests.updates.support import SMALL, change, contents, extra_of, same, table_config, version_of
-from tierstore import cli, errors, killpoints
-from tierstore._jit import JIT_ENABLED
+from tierstore import errors
+from tierstore.cli import entry as cli
 from tierstore.io.changes import ChangesTier
-from tierstore.manifest import Manifest
+from tierstore.kernels.jit import JIT_ENABLED
+from tierstore.store.manifest import Manifest
+from tierstore.system import killpoints
 from tierstore.updates import Update, apply_update, roll_back_replica, write_update
 from tierstore.updates.publish import publish
 
@@ -151,7 +153,7 @@ def test_an_update_that_fails_after_it_is_durable_keeps_its_tables(
 
 KILLED = """
     import shutil
-    from tierstore import killpoints
+    from tierstore.system import killpoints
     from tierstore.updates import apply_update, roll_back_replica
 
     first, one, other, work = map(Path, sys.argv[1:5])

@@ -10,19 +10,15 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from .._jit import uncounted_inline as inline
-from .._jit import uncounted_kernel as kernel
+from ..kernels.jit import uncounted_inline as inline
+from ..kernels.jit import uncounted_kernel as kernel
 from .base import AdmitStatus, Int32s, Int64s
+from .flags import DIRTY, FROZEN, LOADING, RESIDENT, UNCLEAN
 from .index import index_erase, index_find, index_insert, index_prefetch
 from .policies import CacheState, Tally, policy_begin, policy_insert, policy_remove, policy_settle, policy_touch
 
 __all__ = [
-    "DIRTY",
-    "FLAGS",
-    "FROZEN",
-    "LOADING",
     "NOTHING_WRONG",
-    "RESIDENT",
     "abandon_slots",
     "admit_keys",
     "clear_slots",
@@ -44,15 +40,8 @@ __all__ = [
     "walk_slots",
 ]
 
-RESIDENT: Final = 1
-LOADING: Final = 2
-DIRTY: Final = 4
-FROZEN: Final = 8
-"""Bits of a slot record's ``flags``; a free slot has none."""
 _TOUCHED: Final = 16
 """Set only within ``touch_slots``."""
-FLAGS: Final = {"resident": RESIDENT, "loading": LOADING, "dirty": DIRTY, "frozen": FROZEN}
-UNCLEAN: Final = DIRTY | FROZEN
 
 NOTHING_WRONG: Final = -1
 """What kernels over slots return; otherwise the position of the first slot that forbids the operation. Those before

@@ -20,11 +20,15 @@ __all__ = [
     "AdmitStatus",
     "Announceable",
     "CacheCounters",
+    "DirtyRows",
     "Int32s",
     "Int64s",
     "Listable",
     "Listing",
+    "Pins",
+    "Replayable",
     "RowCache",
+    "Slots",
     "Words",
 ]
 
@@ -144,8 +148,11 @@ class Announceable(Protocol):
         happens for 0, and for a batch retired before. Memory is given back in the order of announcing."""
 
 
-class RowCache(Protocol):
-    """See the module's docstring. Slots are int32, keys int64 (``rows.KEY_ROW_BITS``)."""
+class Slots(Protocol):
+    """Which rows are resident, where, and who leaves for another: what whoever brings rows in needs.
+
+    Slots are int32, keys int64 (``rows.KEY_ROW_BITS``).
+    """
 
     weights: Words
     """uint64 [capacity, weight_words], 64-byte aligned."""
@@ -156,13 +163,6 @@ class RowCache(Protocol):
     def capacity(self) -> int: ...
     @property
     def num_resident(self) -> int: ...
-    @property
-    def num_dirty(self) -> int: ...
-    @property
-    def num_frozen(self) -> int: ...
-    @property
-    def num_pinned(self) -> int:
-        """Slots pinned at least once."""
 
     @property
     def size_bytes(self) -> int:
@@ -199,9 +199,33 @@ class RowCache(Protocol):
         admission is then as it was before its first ``admit``.
         """
 
+    def keys_of(self, slots: Int32s) -> Int64s: ...
+    def resident_slots(self) -> Int32s:
+        """int32 [num_resident]: every resident slot in eviction order, pinned, dirty and loading ones included."""
+
+    def evict(self, slots: Int32s) -> None:
+        """Drop these rows, which must be resident, clean and unpinned (AssertionError)."""
+
+
+class Pins(Protocol):
+    """Which slots are in use, so that no policy may evict them."""
+
+    @property
+    def num_pinned(self) -> int:
+        """Slots pinned at least once."""
+
     def pin(self, slots: Int32s) -> None: ...
     def unpin(self, slots: Int32s) -> None:
         """Undo one pin of each slot. AssertionError if one is not pinned, or is loading and this is its last pin."""
+
+
+class DirtyRows(Protocol):
+    """Which rows are newer than the tier below: what write-back needs."""
+
+    @property
+    def num_dirty(self) -> int: ...
+    @property
+    def num_frozen(self) -> int: ...
 
     def mark_dirty(self, slots: Int32s) -> None:
         """The rows are newer than the tier below. AssertionError if one is loading (``filled`` comes first) or frozen
@@ -242,12 +266,13 @@ class RowCache(Protocol):
     def unfreeze(self) -> None:
         """Make every frozen slot dirty: the version under way was given up."""
 
-    def keys_of(self, slots: Int32s) -> Int64s: ...
-    def resident_slots(self) -> Int32s:
-        """int32 [num_resident]: every resident slot in eviction order, pinned, dirty and loading ones included."""
 
-    def evict(self, slots: Int32s) -> None:
-        """Drop these rows, which must be resident, clean and unpinned (AssertionError)."""
+class RowCache(Slots, Pins, DirtyRows, Protocol):
+    """All of it; see the module's docstring."""
+
+
+class Replayable(Protocol):
+    """A cache that simulations replay accesses on, and that can be checked."""
 
     def access(self, keys: Int64s) -> NDArray[np.bool_]:
         """Replay single accesses in order, evicting at once and loading nothing: bool [n], True for a hit.

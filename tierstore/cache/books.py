@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .._jit import uncounted_inline as inline
+from ..kernels.jit import uncounted_inline as inline
 from .base import Int32s, Int64s, Words
 from .index import SLOT_DTYPE, SlotRecords, index_places
 from .sketch import BLOCK_BYTES, sketch_width

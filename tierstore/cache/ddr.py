@@ -26,6 +26,7 @@ from .books import (
     state_bytes_of,
 )
 from .dueling import SAMPLED_ROWS, Duel, duel_bytes_of
+from .flags import DIRTY, FLAGS, FROZEN, LOADING
 from .index import SLOT_DTYPE
 from .integrity import check_state
 from .lookahead import announce_keys, has_room, retire_batch
@@ -192,7 +193,7 @@ class DdrCache:
         return found
 
     def is_loading(self, slots: Int32s) -> bool:
-        return bool((self._books.slots["flags"][checked_slots(slots)] & kernels.LOADING).any())
+        return bool((self._books.slots["flags"][checked_slots(slots)] & LOADING).any())
 
     def touch(self, slots: Int32s) -> None:
         slots = checked_slots(slots)
@@ -264,15 +265,15 @@ class DdrCache:
         return sorted_slots
 
     def clean(self, slots: Int32s) -> Int32s:
-        return self._clear(slots, kernels.DIRTY, Tally.DIRTY)
+        return self._clear(slots, DIRTY, Tally.DIRTY)
 
     def frozen_of(self, slots: Int32s) -> Int32s:
         slots = checked_slots(slots)
-        frozen: Int32s = slots[(self._books.slots["flags"][slots] & kernels.FROZEN) != 0]
+        frozen: Int32s = slots[(self._books.slots["flags"][slots] & FROZEN) != 0]
         return frozen
 
     def thaw(self, slots: Int32s) -> Int32s:
-        return self._clear(slots, kernels.FROZEN, Tally.FROZEN)
+        return self._clear(slots, FROZEN, Tally.FROZEN)
 
     def _clear(self, slots: Int32s, flag: int, tally: Tally) -> Int32s:
         slots = checked_slots(slots)
@@ -281,16 +282,16 @@ class DdrCache:
 
     def freeze(self) -> None:
         assert not self.num_frozen, f"{self.num_frozen} slots are frozen already"
-        kernels.move_flags(self._books, kernels.DIRTY, int(Tally.DIRTY), kernels.FROZEN, int(Tally.FROZEN))
+        kernels.move_flags(self._books, DIRTY, int(Tally.DIRTY), FROZEN, int(Tally.FROZEN))
 
     def unfreeze(self) -> None:
-        kernels.move_flags(self._books, kernels.FROZEN, int(Tally.FROZEN), kernels.DIRTY, int(Tally.DIRTY))
+        kernels.move_flags(self._books, FROZEN, int(Tally.FROZEN), DIRTY, int(Tally.DIRTY))
 
     def dirty_slots(self) -> Int32s:
-        return self._flagged(kernels.DIRTY, self.num_dirty)
+        return self._flagged(DIRTY, self.num_dirty)
 
     def frozen_slots(self) -> Int32s:
-        return self._flagged(kernels.FROZEN, self.num_frozen)
+        return self._flagged(FROZEN, self.num_frozen)
 
     def _flagged(self, flag: int, expected: int) -> Int32s:
         found: Int32s = np.empty(expected, np.int32)
@@ -384,7 +385,7 @@ class DdrCache:
             raise AssertionError(f"cannot {action} slot {slot}: the cache has {self.capacity} slots")
         record = self._books.slots[slot]
         flags = int(record["flags"])
-        names = [name for name, flag in kernels.FLAGS.items() if flags & flag]
+        names = [name for name, flag in FLAGS.items() if flags & flag]
         raise AssertionError(
             f"cannot {action} slot {slot}: it must be {condition}; it is {', '.join(names) or 'free'}, "
             f"pinned {int(record['pins'])} times"

@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from .._jit import uncounted_kernel as kernel
+from ..kernels.jit import uncounted_kernel as kernel
 from .admission import replay_keys
 from .base import Int64s
 from .books import CacheState, Tally, new_state, state_bytes_of

@@ -11,12 +11,12 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from .._jit import prefetch_item
-from .._jit import uncounted_kernel as kernel
+from ..kernels.jit import prefetch_item
+from ..kernels.jit import uncounted_kernel as kernel
 from ..rows import KEY_ROW_BITS
-from .admission import DIRTY, FLAGS, FROZEN, LOADING, RESIDENT, UNCLEAN
 from .base import Admission, AdmitStatus, CacheCounters, Int32s, Int64s, Listing
 from .ddr import ALIGNMENT_BYTES, CAPACITY_MAX, aligned_arena, checked_keys, checked_slots
+from .flags import DIRTY, FLAGS, FROZEN, LOADING, RESIDENT, UNCLEAN
 from .index import ABSENT
 
 __all__ = ["FULL_OVERHEAD_BYTES", "TABLE_BYTES", "FullCache", "full_size_bytes"]
@@ -226,6 +226,15 @@ class FullCache:
 
     def victims(self, count: int, gap: int) -> Int32s:  # noqa: ARG002 - none leaves
         return np.empty(0, np.int32)
+
+    def can_announce(self, num_keys: int) -> bool:  # noqa: ARG002 - announcing takes no room
+        return True
+
+    def announce(self, keys: Int64s) -> int:  # noqa: ARG002 - every row stays in
+        return 1
+
+    def retire(self, batch: int) -> None:
+        pass
 
     def by_admission(self, slots: Int32s) -> Int32s:
         return slots

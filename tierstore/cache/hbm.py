@@ -25,21 +25,8 @@ from torch import Tensor
 
 from . import hbm_twin
 from .base import Admission, AdmitStatus, CacheCounters, Int32s, Int64s
-from .hbm_books import (
-    DIRTY,
-    FROZEN,
-    LOADING,
-    NO_SUCH_SLOT,
-    PIN,
-    RESIDENT,
-    STAMP_BITS,
-    WAYS,
-    Books,
-    Plan,
-    Status,
-    mixed,
-    sets_of,
-)
+from .flags import DIRTY, FROZEN, LOADING, RESIDENT
+from .hbm_books import NO_SUCH_SLOT, PIN, STAMP_BITS, WAYS, Books, Plan, Status, mixed, sets_of
 
 __all__ = ["CAPACITY_MAX", "INDEX_BYTES", "HbmCache", "PolicyName"]
 

@@ -13,12 +13,8 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "DIRTY",
-    "FROZEN",
-    "LOADING",
     "NO_SUCH_SLOT",
     "PIN",
-    "RESIDENT",
     "STAMP_BITS",
     "WAYS",
     "Books",
@@ -31,10 +27,6 @@ __all__ = [
 WAYS: Final = 32
 """Slots of a set: as many as a warp has threads, and 256 bytes of keys."""
 
-RESIDENT: Final = 1
-DIRTY: Final = 2
-FROZEN: Final = 4
-LOADING: Final = 8
 PIN: Final = 16
 """One pin of a slot; a slot's flags are at least this while it is pinned."""
 STAMP_BITS: Final = 40

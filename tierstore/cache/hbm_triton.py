@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .hbm_books import DIRTY, FROZEN, LOADING, PIN, RESIDENT, STAMP_BITS, WAYS, Books, Plan, Status
+from .flags import DIRTY, FROZEN, LOADING, RESIDENT
+from .hbm_books import PIN, STAMP_BITS, WAYS, Books, Plan, Status
 from .hbm_twin import MAX_COUNT
 
 __all__ = ["commit", "find", "plan"]

@@ -5,7 +5,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from .hbm_books import DIRTY, FROZEN, LOADING, PIN, RESIDENT, STAMP_BITS, WAYS, Books, Plan, Status
+from .flags import DIRTY, FROZEN, LOADING, RESIDENT
+from .hbm_books import PIN, STAMP_BITS, WAYS, Books, Plan, Status
 
 __all__ = ["MAX_COUNT", "STAMP_MASK", "commit", "find", "plan", "touched"]
 

@@ -15,8 +15,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from .._jit import prefetch_item
-from .._jit import uncounted_inline as inline
+from ..kernels.jit import prefetch_item
+from ..kernels.jit import uncounted_inline as inline
 from .base import Int64s, Words
 
 __all__ = [

@@ -4,10 +4,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from .._jit import uncounted_kernel as kernel
-from .admission import DIRTY, FROZEN, LOADING, RESIDENT
+from ..kernels.jit import uncounted_kernel as kernel
 from .base import Int64s
 from .books import MAX_BATCHES, CacheState, Tally
+from .flags import DIRTY, FROZEN, LOADING, RESIDENT
 from .index import index_find
 from .lookahead import UNKNOWN
 from .tinylfu import IN_WINDOW

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .._jit import uncounted_inline as inline
+from ..kernels.jit import uncounted_inline as inline
 from .books import CacheState, Tally, link_after, unlink
 from .lookahead import lookahead_insert, lookahead_remove, lookahead_touch
 from .tinylfu import tinylfu_file, tinylfu_insert, tinylfu_remove, tinylfu_settle, tinylfu_touch

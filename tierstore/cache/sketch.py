@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from .._jit import uncounted_inline as inline
+from ..kernels.jit import uncounted_inline as inline
 from .index import mixed_key
 
 __all__ = ["BLOCK_BYTES", "Counters", "sketch_count", "sketch_halve", "sketch_raise", "sketch_width"]

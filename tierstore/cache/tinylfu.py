@@ -23,7 +23,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from .._jit import uncounted_inline as inline
+from ..kernels.jit import uncounted_inline as inline
 from .books import MAX_FREQUENCY, CacheState, Tally, link_after, unlink
 from .sketch import sketch_count, sketch_halve, sketch_raise
 

@@ -8,16 +8,15 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ..config import require_choice
-from ..opening import open_store
-from ..store import Store
-from ..table import Table
+from ..store import Store, Table, open_store
+from ..system.output import partial_file, require_room
 from .keys import DEFAULT_KEY, state_key, weight_keys
 from .metadata import Metadata, TableMetadata
-from .output import TensorWriter, partial_file, require_room
 from .rows import Rows, read_rows, rows_a_chunk
 from .safetensors_file import SafetensorsFile
 from .states import StateTensor, state_tensors
 from .tensor_file import TensorFile, TensorSpec
+from .tensor_writer import TensorWriter
 from .torch_file import TorchFile
 
 __all__ = ["FORMATS", "ExportReport", "export_store"]

@@ -12,13 +12,11 @@ from torch import Tensor
 
 from ..config import MAX_KEPT_VERSIONS, Pooling, Rounding, TableConfig
 from ..io.files import rows_path
-from ..manifest import MANIFEST_NAME
-from ..opening import open_store
 from ..optim import Optimizer
 from ..rows import DtypeName
-from ..store import Store
-from ..table import Table
-from ..version import TableState
+from ..store import Store, Table, open_store
+from ..store.manifest import MANIFEST_NAME
+from ..store.version import TableState
 from .matching import Match, Settings, match_tables
 from .rows import rows_a_chunk, write_rows
 from .sources import Source, open_source

@@ -10,11 +10,11 @@ import torch
 
 from ..config import TableConfig
 from ..errors import TableError
-from ..excerpt import excerpt, excerpt_names
 from ..io import MAX_PAGE_BYTES
 from ..optim import Optimizer
 from ..rows import QuantizedName
-from ..version import TableState
+from ..store.version import TableState
+from ..system.excerpt import excerpt, excerpt_names
 from .keys import state_key, table_of
 from .sources import Source, TensorInfo
 from .states import StateTensor, state_tensors

@@ -5,8 +5,8 @@ from typing import Any, Final, NamedTuple
 
 from ..config import TableConfig
 from ..errors import FormatError
-from ..excerpt import excerpt
-from ..version import TableState
+from ..store.version import TableState
+from ..system.excerpt import excerpt
 
 __all__ = ["Metadata", "TableMetadata"]
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from .. import kernels
 from ..rows import KEY_ROW_BITS
-from ..table import Table
+from ..store import Table
 
 __all__ = ["CHUNK_BYTES", "Rows", "read_rows", "rows_a_chunk", "write_rows"]
 
@@ -48,11 +48,11 @@ def read_rows(table: Table, start: int, stop: int) -> Rows:
     pool.settle()
     weights = np.empty((stop - start, layout.stored_columns), layout.numpy_dtype)
     state = np.empty((stop - start, layout.state_dim), np.float32)
-    for first, lease in pool.leases(_keys(table, start, stop)):
-        part = slice(first, first + lease.consumed)
-        with pool.lock:
-            kernels.copy_rows_out(lease.inverse, lease.slots, pool.weights, layout.stored_columns, weights[part])
-            kernels.copy_rows_out(lease.inverse, lease.slots, pool.state, layout.state_dim, state[part])
+    for first, lease in pool.leases.parts(_keys(table, start, stop)):
+        part = slice(first, first + lease.num_positions)
+        with pool.arena.lock:
+            kernels.copy_rows_out(lease.inverse, lease.slots, pool.arena.weights, layout.stored_columns, weights[part])
+            kernels.copy_rows_out(lease.inverse, lease.slots, pool.arena.state, layout.state_dim, state[part])
     return Rows(weights, state)
 
 
@@ -82,12 +82,12 @@ def _write_rows(table: Table, start: int, weights: Any, state: Any) -> int:
         return 0
     pool, layout = table.pool, table.layout
     weights, state = weights[changed], state[changed]
-    for first, lease in pool.leases(_keys(table, start, stop)[changed]):
-        part = slice(first, first + lease.consumed)
-        with pool.lock:
+    for first, lease in pool.leases.parts(_keys(table, start, stop)[changed]):
+        part = slice(first, first + lease.num_positions)
+        with pool.arena.lock:
             pool.writeback.begin_update(lease.slots)
-            kernels.copy_rows_in(lease.inverse, lease.slots, weights[part], pool.weights, layout.dim)
-            kernels.copy_rows_in(lease.inverse, lease.slots, state[part], pool.state, layout.state_dim)
+            kernels.copy_rows_in(lease.inverse, lease.slots, weights[part], pool.arena.weights, layout.dim)
+            kernels.copy_rows_in(lease.inverse, lease.slots, state[part], pool.arena.state, layout.state_dim)
     return len(changed)
 
 

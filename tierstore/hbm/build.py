@@ -9,9 +9,9 @@ from ..cache.hbm import PolicyName
 from ..config import TableConfig
 from ..errors import BudgetError, TableError
 from ..pool import Pool
+from ..pool.stats import TierStats, of_counters
 from ..rows import QuantizedName, RowLayout
-from ..sizes import format_size
-from ..stats import TierStats, of_counters
+from ..system.sizes import format_size
 from .lanes import open_lane
 from .pool import HbmPool, HbmSize
 
@@ -67,7 +67,7 @@ def require_supported(config: TableConfig, *, readonly: bool) -> None:
 
 def hbm_stats(pools: Iterable[Pool]) -> TierStats:
     """What the device tier over these pools did."""
-    hot = [pool.hot for pool in pools if pool.hot is not None]
+    hot = [pool.hot for pool in pools if isinstance(pool.hot, HbmPool)]
     return of_counters([pool.cache.counters() for pool in hot])._replace(
         capacity_rows=sum(pool.cache.capacity + pool.overflow.capacity for pool in hot),
         bytes=sum(pool.size_bytes for pool in hot),

@@ -30,13 +30,14 @@ import torch
 from torch import Tensor
 
 from ..cache import Admission
+from ..cache.flags import DIRTY, LOADING
 from ..cache.hbm import HbmCache, PolicyName
-from ..cache.hbm_books import DIRTY, LOADING, Plan, Status
+from ..cache.hbm_books import Plan, Status
 from ..cache.hbm_sketch import FrequencySketch
 from ..errors import BudgetError, ClosedError, TableError
 from ..pool import HELD_SHARE, PIN_POLL_SECONDS, PIN_WAIT_SECONDS, Pool
 from ..rows import RowLayout
-from ..signals import shielded
+from ..system.signals import shielded
 from . import rows_twin
 from .grouping import Grouping, group
 from .lanes import Lane
@@ -95,7 +96,7 @@ class HbmPool:
         self.device = device
         self.layout = layout
         self.kernels = _kernels_for(device)
-        self._below = below
+        self._below = below.transfers
         # Not inference tensors, whoever uses the rows first: they will be written to outside inference mode too.
         with torch.inference_mode(False), lane.side():
             self.cache = HbmCache(
@@ -453,6 +454,11 @@ class HbmPool:
         with self.fill_lock, self.lane.side():
             self._reclaim(wait=True)
             return self._num_leased
+
+    @property
+    def num_dirty(self) -> int:
+        """Rows, of those in the cache, that are newer than below."""
+        return self.cache.num_dirty
 
     @property
     def size_bytes(self) -> int:

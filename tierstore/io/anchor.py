@@ -32,10 +32,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
-from ..durable import sync_directory, write_all
 from ..errors import ChecksumError, DamagedError, FormatError, TierstoreError
-from ..killpoints import reach
-from ..oserrors import translate_os_error
+from ..system.durable import sync_directory, write_all
+from ..system.killpoints import reach
+from ..system.oserrors import translate_os_error
 from .btree import META_READ_BYTES, Meta, parse_meta
 from .checksum import bytes_checksum
 

@@ -7,7 +7,7 @@ import lmdb
 import numpy as np
 from numpy.typing import NDArray
 
-from .._jit import kernel
+from ..kernels.jit import kernel
 from ..rows import PAGE_HEADER_WORDS, RowLayout
 from .checksum import bytes_checksum
 from .gather import queue_segments

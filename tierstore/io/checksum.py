@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from .._jit import JIT_ENABLED, inline
+from ..kernels.jit import JIT_ENABLED, inline
 
 __all__ = ["bytes_checksum", "mix_key", "row_checksum", "two_row_checksums"]
 

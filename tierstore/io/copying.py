@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-from ..durable import write_all
 from ..errors import DamagedError, DiskFullError, TierstoreError, TruncatedError
-from ..oserrors import translate_os_error
+from ..system.durable import write_all
+from ..system.oserrors import translate_os_error
 from .btree import META_READ_BYTES, parse_meta, repoint
 from .files import RESTORE
 from .snapshot import Snapshot

@@ -5,7 +5,7 @@ import random
 from typing import Final
 
 from ..errors import ClosedError
-from .forks import disown_in_forks
+from ..system.forks import disown_in_forks
 
 __all__ = ["OwnDescriptor"]
 

@@ -7,10 +7,10 @@ from typing import Final
 
 import lmdb
 
-from ..durable import sync_directory
 from ..errors import DamagedError, DiskFullError, FormatError, StoreLockedError, TierstoreError, TruncatedError
-from ..oserrors import RESTORE, translate_os_error
-from ..plainfile import require_plain_file
+from ..system.durable import sync_directory
+from ..system.oserrors import RESTORE, translate_os_error
+from ..system.plainfile import require_plain_file
 from .anchor import ANCHOR_NAME, BEFORE_NAME, stamp_rows_file
 from .btree import META_READ_BYTES, Meta, WalkStatus, parse_meta
 from .free_list import check_page_use

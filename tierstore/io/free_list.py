@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .._jit import inline, kernel
+from ..kernels.jit import inline, kernel
 from .btree import (
     MAX_DEPTH,
     META_KEY,

@@ -31,9 +31,9 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .._jit import uncounted_helper as inline
-from .._jit import uncounted_kernel as kernel
 from ..errors import ChecksumError, TruncatedError, UnreadableError
+from ..kernels.jit import uncounted_helper as inline
+from ..kernels.jit import uncounted_kernel as kernel
 from ..rows import BLOCK_HEADER_WORDS, KEY_ROW_BITS, MAX_ROWS, PAIR_WORDS
 from .checksum import two_row_checksums
 from .files import RESTORE

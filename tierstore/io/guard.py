@@ -37,10 +37,10 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .._jit import JIT_ENABLED
 from ..errors import DamagedError, TruncatedError, UnreadableError
-from ..oserrors import RESTORE
-from .forks import disown_in_forks
+from ..kernels.jit import JIT_ENABLED
+from ..system.forks import disown_in_forks
+from ..system.oserrors import RESTORE
 
 __all__ = ["ASK_AGAIN", "Guard", "PageRuns"]
 
@@ -111,7 +111,7 @@ if JIT_ENABLED:
     from numba.core.types import ExternalFunction
     from numba.extending import intrinsic
 
-    from .._jit import callback
+    from ..kernels.jit import callback
 
     _WORD: Final = ir.IntType(64)
     _mmap: Any = ExternalFunction(

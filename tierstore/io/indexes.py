@@ -6,8 +6,8 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .._jit import kernel
 from ..errors import ChecksumError, DamagedError, FormatError, TruncatedError, UnreadableError
+from ..kernels.jit import kernel
 from ..rows import PAGE_HEADER_WORDS
 from .btree import SEGMENTS_KEY
 from .checksum import mix_key

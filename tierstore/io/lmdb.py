@@ -19,10 +19,11 @@ import lmdb
 import numpy as np
 from numpy.typing import NDArray
 
-from ..durable import sync_directory
 from ..errors import ClosedError, DiskFullError, ReadOnlyError, StoreNotFoundError, TierstoreError
-from ..killpoints import reach
 from ..rows import KEY_ROW_BITS, MAX_ROWS, MAX_TABLES, RowLayout
+from ..system.durable import sync_directory
+from ..system.forks import disown_in_forks, keep_for_ever
+from ..system.killpoints import reach
 from .anchor import AnchorKeeper, require_sound
 from .appending import NewRows, put_version
 from .arguments import check_arrays, check_widths, require_distinct
@@ -40,22 +41,13 @@ from .files import (
     translate,
 )
 from .floor import Floor
-from .forks import disown_in_forks, keep_for_ever
 from .gather import GatherStatus, gather_error
 from .indexes import read_indexes, require_logged, stored_segments
 from .log import Log, Written
 from .mapped import FileMap
 from .newer import Lookout, NewerVersion
 from .reads import RowReader
-from .records import (
-    HEAD_ITEM,
-    MAX_VERSION,
-    CommitRecord,
-    Head,
-    first_records,
-    item_key,
-    pack_head,
-)
+from .records import HEAD_ITEM, MAX_VERSION, CommitRecord, Head, first_records, item_key, pack_head
 from .recovery import recover
 from .row_map import RowMap, new_places
 from .snapshot import Snapshot

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DamagedError
-from ..killpoints import reach
+from ..system.killpoints import reach
 from .anchor import AnchorKeeper
 from .appending import Change, NewRows, require_headers
 from .cleaning import Cleaner

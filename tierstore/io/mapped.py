@@ -14,9 +14,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from .._jit import JIT_ENABLED, inline
 from ..errors import StoreReplacedError
-from ..oserrors import translate_os_error
+from ..kernels.jit import JIT_ENABLED, inline
+from ..system.oserrors import translate_os_error
 from .guard import Guard
 from .pins import Pins
 

@@ -28,7 +28,7 @@ from collections import Counter
 from typing import Final
 
 from ..errors import StoreLockedError, TierstoreError
-from ..oserrors import translate_os_error
+from ..system.oserrors import translate_os_error
 from .descriptor import OwnDescriptor
 
 __all__ = ["Pins", "lock_range"]

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
-from .forks import disown_in_forks
+from ..system.forks import disown_in_forks
 
 __all__ = ["Preparable", "prefetch"]
 

@@ -12,9 +12,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..durable import write_all
 from ..errors import DamagedError, StoreLockedError
-from ..killpoints import reach
+from ..system.durable import write_all
+from ..system.killpoints import reach
 from .anchor import Anchor, is_sound, keep_aside, load_anchor, read_metas, renew_anchor
 from .btree import Meta, parse_meta
 from .files import RESTORE, are_successive

@@ -28,10 +28,10 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .._jit import inline, kernel
 from ..errors import BudgetError, DamagedError
+from ..kernels.jit import inline, kernel
 from ..rows import KEY_ROW_BITS, PAGE_HEADER_WORDS, RowLayout
-from ..sizes import format_size
+from ..system.sizes import format_size
 from .files import RESTORE
 from .indexes import Indexes, StoredSegments, no_indexes, read_indexes
 from .mapped import prefetch_word, zeros

@@ -5,7 +5,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .._jit import inline, kernel
+from ..kernels.jit import inline, kernel
 from ..rows import BLOCK_HEADER_WORDS, PAGE_HEADER_WORDS
 from .checksum import two_row_checksums
 from .indexes import Indexes

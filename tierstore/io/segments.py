@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .._jit import inline, kernel
+from ..kernels.jit import inline, kernel
 from ..rows import BLOCK_HEADER_WORDS, PAGE_HEADER_WORDS, PAIR_WORDS, SEGMENT_HEADER_WORDS, RowLayout
 from .checksum import mix_key, row_checksum
 from .mapped import copy_words

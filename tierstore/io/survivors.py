@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DamagedError, TierstoreError
-from ..plainfile import read_plain_file
+from ..system.plainfile import read_plain_file
 from .anchor import ANCHOR_NAME, Anchor, _newest_slot, boot_id
 from .btree import META_READ_BYTES, Meta, parse_meta
 from .free_list import PagesInUse, pages_in_use

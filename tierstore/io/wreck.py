@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from .._jit import inline, kernel
+from ..kernels.jit import inline, kernel
 from ..rows import BLOCK_HEADER_WORDS, KEY_ROW_BITS, PAGE_HEADER_WORDS
 from .btree import Entries, Halves, count_keys, half, key_word, number
 from .checksum import row_checksum

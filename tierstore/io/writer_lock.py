@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import StoreLockedError
-from ..oserrors import translate_os_error
+from ..system.forks import disown_in_forks
+from ..system.oserrors import translate_os_error
 from .descriptor import OwnDescriptor
-from .forks import disown_in_forks
 from .mapped import hold_open, let_go
 
 __all__ = ["LOCK_NAME", "WriterLock"]

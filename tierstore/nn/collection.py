@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import TableError
-from ..excerpt import excerpt
-from ..hbm.lookup import HbmLookup
-from ..joined import Jagged
 from ..lookup import Lookup
-from ..store import Store
-from ..table import Table, check_ids, check_offsets, check_scale, make_lookup
+from ..lookup.hbm import HbmLookup
+from ..lookup.joined import Jagged
+from ..store import Store, Table
+from ..store.table import check_ids, check_offsets, check_scale, make_lookup
+from ..system.excerpt import excerpt
 from .function import Announced, Prepared, PreparedLookups, run_lookups
 from .jagged import JaggedLike, KeyedTensor
 

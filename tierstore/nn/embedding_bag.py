@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Pooling, require_choice
-from ..lookup import MODES
-from ..table import Table
+from ..lookup.lookup import MODES
+from ..store import Table
 from .function import Announced, Prepared, PreparedLookups, run_lookups
 
 __all__ = ["TieredEmbeddingBag"]

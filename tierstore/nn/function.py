@@ -7,17 +7,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..gradients import Turn, collect, note_pass
-from ..hbm.lookup import HbmLookup
-from ..lookup import Lookup, new_output
+from ..lookup import Lookup
+from ..lookup.gradients import Turn, collect, note_pass
+from ..lookup.hbm import HbmLookup
+from ..lookup.lookup import new_output
+from ..lookup.tables import LookupTable
 from ..pool import Pool
 from ..store import Store
-from ..table import Table
 from .replicas import require_one_process
 
 __all__ = ["Announced", "Prepared", "PreparedLookups", "run_lookups"]
 
-RowsRead = list[tuple[Table, int]]
+RowsRead = list[tuple[LookupTable, int]]
 
 
 class Prepared:

@@ -8,14 +8,25 @@ from typing import Any, Final
 
 import numpy as np
 
-from .. import floats
-from .._jit import prefetch_item, uncounted_kernel
-from .._jit import uncounted_inline as inline
-from .._jit import uncounted_template as template
-from ..floats import FLOAT32
-from ..kernels import halving_sum, padded_width
-from ..rounding import store_row
-from ..simd import WIDE, add16, divide16, fill16, item, load16, multiply16, prefetch_line, sqrt16, store16, subtract16
+from ..kernels import floats, halving_sum, padded_width
+from ..kernels.floats import FLOAT32
+from ..kernels.jit import prefetch_item, uncounted_kernel
+from ..kernels.jit import uncounted_inline as inline
+from ..kernels.jit import uncounted_template as template
+from ..kernels.rounding import store_row
+from ..kernels.simd import (
+    WIDE,
+    add16,
+    divide16,
+    fill16,
+    item,
+    load16,
+    multiply16,
+    prefetch_line,
+    sqrt16,
+    store16,
+    subtract16,
+)
 
 __all__ = ["RUN", "merge_and_update", "scratch"]
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .._jit import kernel
 from ..kernels import unique_in_order
+from ..kernels.jit import kernel
 from ..rows import KEY_ROW_BITS
 from ..trace import Trace
 

@@ -5,9 +5,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TypeVar
 
-from ..excerpt import excerpt
-from ..sections import ConfigError
-from ..sizes import format_size, parse_size
+from ..settings.sections import ConfigError
+from ..system.excerpt import excerpt
+from ..system.sizes import format_size, parse_size
 from .accesses import Accesses
 from .host import Host
 from .parts import host_names, load_host

@@ -12,11 +12,11 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .._jit import inline, kernel
 from ..io.cleaning import DEFAULT_SLACK, FULL_SHARE, MOST_SAMPLED
 from ..io.segments import geometry
+from ..kernels.jit import inline, kernel
+from ..pool.writeback import rows_a_write
 from ..rows import BLOCK_HEADER_WORDS, KEY_ROW_BITS, PAIR_WORDS, RowLayout
-from ..writeback import rows_a_write
 from .accesses import Accesses, numbered
 
 __all__ = ["ColdLog", "LogShares", "Writing", "cold_log_of", "pages_of_rows"]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ..commands import Command, group, progress_bar
+from ..system.terminal import Command, group, progress_bar
 
 if TYPE_CHECKING:
     from .result import PlanResult
@@ -44,7 +44,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _require_writable(options: argparse.Namespace) -> None:
     """What would prevent the files, told before minutes of work."""
-    from ..exchange.output import require_new
+    from ..system.output import require_new
 
     paths = [Path(path) for path in (options.html, options.json) if path]
     for path in paths:
@@ -60,7 +60,7 @@ def _require_writable(options: argparse.Namespace) -> None:
 def _tell(result: "PlanResult", options: argparse.Namespace) -> None:
     import sys
 
-    from ..exchange.output import write_text
+    from ..system.output import write_text
     from .json_file import write_json
     from .report import describe, page_of
 

@@ -8,9 +8,9 @@ from typing import Final, Protocol
 import numpy as np
 
 from ..cache import resolve_policy
-from ..excerpt import excerpt
-from ..names import nearest
 from ..rows import KEY_ROW_BITS, RowLayout
+from ..settings.names import nearest
+from ..system.excerpt import excerpt
 from .accesses import Accesses, numbered, of_tables, once_a_batch
 from .analytic import Popularity, frequency_curve, lru_curve, popularity
 from .cold_log import ColdLog, cold_log_of

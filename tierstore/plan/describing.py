@@ -2,8 +2,8 @@
 
 from dataclasses import fields
 
-from ..sections import toml_value
-from ..sizes import format_size
+from ..settings.sections import toml_value
+from ..system.sizes import format_size
 from .workload import TableShape, Workload
 
 __all__ = ["describe_workload", "workload_toml"]

@@ -6,7 +6,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from ..options import check_ranges, option
+from ..settings.options import check_ranges, option
 
 __all__ = ["Accelerator", "Host", "Link", "Memory", "Processor", "SoftwareCosts", "Storage"]
 

@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..excerpt import excerpt
-from ..exchange.output import write_text
+from ..system.excerpt import excerpt
+from ..system.output import write_text
 
 __all__ = ["read_json", "write_json"]
 

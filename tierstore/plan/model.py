@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from ..cache import POLICIES, resolve_policy
-from ..excerpt import excerpt
-from ..sizes import format_size
+from ..system.excerpt import excerpt
+from ..system.sizes import format_size
 from .demand import Demand
 from .loads import DRIVES, SHARED, bottleneck_of, fixed_seconds, loads_of, step_seconds, written_bytes
 from .prediction import Latency, Prediction, Setup, TierLoad

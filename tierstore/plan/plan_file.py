@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from .. import sections
-from ..excerpt import excerpt
-from ..names import nearest
-from ..options import check_ranges, option
 from ..rows import MAX_ROWS, DtypeName
-from ..sections import ConfigError, Override, to_dict, to_toml
-from ..sizes import parse_size
+from ..settings import sections
+from ..settings.names import nearest
+from ..settings.options import check_ranges, option
+from ..settings.sections import ConfigError, Override, to_dict, to_toml
+from ..system.excerpt import excerpt
+from ..system.sizes import parse_size
 from .curves import POLICIES
 from .price import Pricing
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Final, Protocol
 
 from ..cache import resolve_policy
-from ..sections import ConfigError
+from ..settings.sections import ConfigError
 from .accesses import Accesses, once_a_batch
 from .asking import accesses_of_plan, hosts_of, query_sizes_of, setup_of, space_of, target_of, workload_of
 from .curves import by_table, curve, windows

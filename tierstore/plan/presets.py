@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..config import require_int
-from ..excerpt import excerpt
-from ..names import nearest
-from ..toml_file import read_toml
+from ..settings.names import nearest
+from ..settings.toml_file import read_toml
+from ..system.excerpt import excerpt
 from .published import PUBLISHED
 from .workload import TableShape, Workload
 

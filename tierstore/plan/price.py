@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from ..options import check_ranges, option
+from ..settings.options import check_ranges, option
 from .host import Accelerator, Host, Memory, Processor, Storage
 from .prediction import Prediction, Price
 

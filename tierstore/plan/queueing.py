@@ -11,8 +11,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .._jit import kernel
-from ..excerpt import excerpt
+from ..kernels.jit import kernel
+from ..system.excerpt import excerpt
 from .prediction import Latency
 
 __all__ = ["LatencyBound", "Queue", "highest_rate", "latencies", "latency_alone", "latency_at", "parse_query_sizes"]

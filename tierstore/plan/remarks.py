@@ -5,7 +5,7 @@ from itertools import groupby
 from typing import Final
 
 from ..cache import resolve_policy
-from ..sizes import format_size
+from ..system.sizes import format_size
 from .accesses import Accesses
 from .plan_file import PlanFile
 from .prediction import Prediction, Setup

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from ..cache import POLICIES as STORE_POLICIES
-from ..excerpt import excerpt
-from ..options import check_ranges, option
 from ..rows import DtypeName
-from ..sizes import format_size
+from ..settings.options import check_ranges, option
+from ..system.excerpt import excerpt
+from ..system.sizes import format_size
 from .demand import Demand
 from .host import Host
 from .model import predict, queue_of

@@ -10,7 +10,6 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from ..budget import Division, divide, divide_hbm
 from ..cache import REFERENCE_PREFIX, resolve_policy
 from ..errors import BudgetError
 from ..hbm.pool import HbmSize, host_bytes_of
@@ -18,6 +17,7 @@ from ..io.cleaning import DEFAULT_SLACK
 from ..io.segments import geometry
 from ..pool import HELD_SHARE
 from ..rows import RowLayout
+from ..store.budget import Division, divide, divide_hbm
 from .cold_log import LogShares, Writing, pages_of_rows
 from .demand import Demand, PoolDemand
 from .prediction import Setup

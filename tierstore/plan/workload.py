@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
 from ..config import require_choice
-from ..excerpt import excerpt
 from ..optim import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
-from ..options import check_ranges, option
 from ..rows import MAX_ROWS, DtypeName, RowLayout
+from ..settings.options import check_ranges, option
+from ..system.excerpt import excerpt
 
 __all__ = ["OPTIMIZERS", "OptimizerName", "TableShape", "Workload"]
 

@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ..names import nearest
+from ..settings.names import nearest
 from . import waiting_threads
 from .config import ServeConfig
 
@@ -48,8 +48,8 @@ def serve(options: argparse.Namespace) -> int:
         ImportError: what only servers need is not installed. StoreNotFoundError, DamagedError: there is no store.
     """
     try:
-        from ..manifest import Manifest
-        from ..recording import require_recordable
+        from ..store.manifest import Manifest
+        from ..store.recording import require_recordable
         from .program import run
         from .workers import recording_paths, run_workers
     except ImportError as error:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from typing import Final, Literal, get_args
 
 from ..config import require_choice, require_int
-from ..options import option
-from ..sizes import parse_size
+from ..settings.options import option
+from ..system.sizes import parse_size
 
 __all__ = ["OutOfRange", "ServeConfig", "ServedDtype"]
 
@@ -118,7 +118,7 @@ class ServeConfig:
     @property
     def num_threads(self) -> int:
         """Threads of a lookup and of the model; one core is left to the event loop."""
-        from ..threads import default_threads
+        from ..kernels.threads import default_threads
 
         return self.threads or max(1, (default_threads() - 1) // self.workers)
 

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
 from ..errors import StoreNotFoundError, StoreReplacedError, TierstoreError
-from ..excerpt import excerpt
-from ..manifest import Manifest
-from ..names import nearest
-from ..newer import Newer
-from ..opening import open_store
-from ..stats import Stats, TierStats
-from ..store import Store
+from ..pool.stats import Stats, TierStats
+from ..settings.names import nearest
+from ..store import Store, open_store
+from ..store.manifest import Manifest
+from ..store.newer import Newer
+from ..system.excerpt import excerpt
 from ..updates.origin import origin_of
 from .base import Model
 from .batching.batcher import Batcher, BatchingConfig, BatchResult, Ran

@@ -15,11 +15,11 @@ from typing import Any, Final
 import numpy as np
 
 from ..errors import ClosedError, DamagedError, FormatError, TierstoreError
-from ..listing import resident_keys
-from ..plainfile import open_plain_file
 from ..pool import Pool
 from ..rows import KEY_ROW_BITS
 from ..store import Store
+from ..store.listing import resident_keys
+from ..system.plainfile import open_plain_file
 from ..trace import read_trace
 
 __all__ = ["hot_rows", "hot_rows_path", "load_hot_rows", "rows_of_trace", "save_hot_rows", "warm_up"]
@@ -110,8 +110,8 @@ def warm_up(store: Store, rows: Mapping[str, Any], stop: Callable[[], bool]) -> 
                 return done
             part = chosen[first : first + step]
             try:
-                for _, lease in pool.leases(part):
-                    done += lease.num_unique
+                for _, lease in pool.leases.parts(part):
+                    done += len(lease.slots)
             except ClosedError:
                 return done
             except DamagedError as error:  # whoever asks for such a row will be told

@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from ..excerpt import excerpt
+from ..system.excerpt import excerpt
 from .messages import InferRequest, ServeError
 
 __all__ = ["JsonFormatter", "TextFormatter", "configure", "log_refused", "log_request", "request_context"]

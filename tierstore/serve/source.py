@@ -7,7 +7,7 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from ..stats import Stats
+from ..pool.stats import Stats
 
 __all__ = ["PooledStats", "Source", "SourceCollector", "TableInfo"]
 

@@ -8,8 +8,7 @@ from .. import init, optim
 from ..config import TableConfig
 from ..models import DLRM
 from ..nn import TieredEmbeddingBagCollection
-from ..opening import open_store
-from ..store import Store
+from ..store import Store, open_store
 from .config import DataSection, OptimizerSection, RunConfig
 from .readers import FeatureHasher, Reader, Schema, open_reader
 

@@ -11,8 +11,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from ..pending import PendingCommit
 from ..store import Store
+from ..store.pending import PendingCommit
 from .build import Run
 from .config import RunConfig
 from .config_file import from_dict, to_dict

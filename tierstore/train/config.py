@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from ..config import MAX_KEPT_VERSIONS, MAX_SLACK
-from ..excerpt import excerpt
 from ..io.cleaning import DEFAULT_SLACK
 from ..rows import MAX_ROWS
-from ..sections import ConfigError
-from ..sizes import parse_size
+from ..settings.sections import ConfigError
+from ..system.excerpt import excerpt
+from ..system.sizes import parse_size
 from .readers.open import DataFormat
 
 __all__ = [

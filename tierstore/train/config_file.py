@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .. import sections
-from ..sections import Override, to_dict, to_toml
+from ..settings import sections
+from ..settings.sections import Override, to_dict, to_toml
 from .config import RunConfig
 
 __all__ = ["Override", "from_dict", "load", "parse_override", "to_dict", "to_toml"]

@@ -17,8 +17,8 @@ import numpy as np
 
 from ..errors import TierstoreError
 from ..io import ROW_FILE_NAME
-from ..opening import open_store
-from ..sizes import format_size
+from ..store import open_store
+from ..system.sizes import format_size
 from .build import open_data, table_configs
 from .config import DataSection, EmbeddingSection, ModelSection, OptimizerSection, RunConfig, StoreSection, TrainSection
 from .config_file import to_toml

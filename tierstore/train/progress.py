@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ..sizes import format_size
-from ..stats import Stats
+from ..pool.stats import Stats
 from ..store import Store
+from ..system.sizes import format_size
 
 __all__ = ["Progress"]
 

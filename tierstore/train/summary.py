@@ -14,9 +14,9 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from ..sizes import format_size
-from ..stats import Stats, TierStats
+from ..pool.stats import Stats, TierStats
 from ..store import Store
+from ..system.sizes import format_size
 from .metrics import Evaluation
 
 __all__ = ["Summary", "digest_bits", "own_bytes", "peak_rss_bytes"]

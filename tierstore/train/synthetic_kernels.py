@@ -5,7 +5,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from .._jit import inline, kernel
+from ..kernels.jit import inline, kernel
 from .readers.hashing import GOLDEN, splitmix64
 
 __all__ = ["MAX_LINE_BYTES", "format_rows"]

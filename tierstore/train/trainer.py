@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..pending import PendingCommit
-from ..recording import Recorder, require_recordable
+from ..store.pending import PendingCommit
+from ..store.recording import Recorder, require_recordable
 from .build import Run, build_run, open_data, open_run_store
 from .checkpoint import Position, commit_run, require_resumable, restore_run
 from .config import RunConfig

@@ -5,8 +5,8 @@ import dataclasses
 import tempfile
 from typing import Final
 
-from .._jit import JIT_ENABLED
 from ..errors import TierstoreError
+from ..kernels.jit import JIT_ENABLED
 from .build import build_run, open_data, open_run_store
 from .checkpoint import Position, commit_run
 from .config import RunConfig

@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 
 from ..config import TableConfig
 from ..errors import StoreNotFoundError, TableError, TierstoreError
-from ..floats import half_code
 from ..io.changes import Basis, ChangesTier
-from ..manifest import MANIFEST_NAME, Manifest
-from ..opening import open_store
-from ..oserrors import translate_os_error
-from ..quantized import fill_first_values
+from ..kernels.floats import half_code
+from ..kernels.quantized import fill_first_values
 from ..rows import KEY_ROW_BITS, RowLayout
-from ..version import TableState, Version, repack, unpack
+from ..store import open_store
+from ..store.manifest import MANIFEST_NAME, Manifest
+from ..store.version import TableState, Version, repack, unpack
+from ..system.oserrors import translate_os_error
 from .delta import open_tier
 from .header import UpdateHeader
 from .origin import Origin, origin_of, with_origin

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
 from ..errors import TierstoreError
-from ..excerpt import excerpt
+from ..system.excerpt import excerpt
 from .delta import Update
 from .origin import Origin
 

@@ -11,9 +11,9 @@ from .. import optim
 from ..config import TableConfig
 from ..errors import StoreNotFoundError
 from ..io.changes import Basis, Changes, ChangesTier
-from ..lineage import NO_LINEAGE, Lineage
-from ..manifest import Manifest
-from ..version import ORIGIN_KEY, pack, unpack, unpack_tensors
+from ..store.lineage import NO_LINEAGE, Lineage
+from ..store.manifest import Manifest
+from ..store.version import ORIGIN_KEY, pack, unpack, unpack_tensors
 from .header import UpdateHeader
 from .origin import Origin
 from .update_file import UpdateWriter, file_checksum

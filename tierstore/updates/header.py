@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from ..config import TableConfig, require_int
-from ..excerpt import excerpt
 from ..io.changes import Basis
-from ..lineage import is_commit_id
 from ..rows import MAX_ROWS, MAX_TABLES
+from ..store.lineage import is_commit_id
+from ..system.excerpt import excerpt
 from .chunks import MAX_CHUNK_BYTES, chunk_bytes
 from .origin import Origin, is_store_id
 

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 from ..errors import FormatError
-from ..excerpt import excerpt
-from ..lineage import is_commit_id
-from ..version import ORIGIN_KEY
+from ..store.lineage import is_commit_id
+from ..store.version import ORIGIN_KEY
+from ..system.excerpt import excerpt
 
 __all__ = ["Origin", "is_store_id", "origin_of", "with_origin"]
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import TierstoreError
-from ..exchange.output import require_parent
 from ..io.changes import Basis
-from ..sizes import format_size
+from ..system.output import require_parent
+from ..system.sizes import format_size
 from .client import AdminClient, PublishError
 from .delta import Update, source_of, write_update
 from .origin import Origin

@@ -21,14 +21,14 @@ from numpy.typing import NDArray
 
 from ..config import TableConfig
 from ..errors import ChecksumError, FormatError, TruncatedError
-from ..excerpt import excerpt
-from ..exchange.output import partial_file
 from ..exchange.safetensors_file import METADATA_KEY, SafetensorsFile
 from ..exchange.tensor_file import TensorSpec
 from ..io.changes import Basis
-from ..plainfile import open_plain_file
 from ..rows import RowLayout
-from ..version import Version, json_bytes, unpack, unpack_tensors
+from ..store.version import Version, json_bytes, unpack, unpack_tensors
+from ..system.excerpt import excerpt
+from ..system.output import partial_file
+from ..system.plainfile import open_plain_file
 from .chunks import MAX_CHUNK_BYTES, compress, decompress, pack_chunk, unpack_chunk
 from .header import MAX_PAYLOAD_BYTES, PAGE_BYTES, PAYLOAD, Chunk, UpdateHeader
 from .origin import Origin

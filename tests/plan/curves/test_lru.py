@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore._jit import JIT_ENABLED
+from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.plan.curves.lru import StackDistances
 
 pytestmark = pytest.mark.kernel

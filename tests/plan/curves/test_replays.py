@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from bench.oracles import belady_hits, perfect_count_hits
 from tests.conformance.row_cache import SettledTinyLFU, oracle_access
-from tierstore._jit import JIT_ENABLED
+from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.plan.curves import POLICIES
 from tierstore.plan.curves.replays import replay_of
 

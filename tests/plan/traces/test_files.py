@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.packed import random_trace
-from tierstore._jit import JIT_ENABLED
+from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.plan import Accesses, accesses_of, once_a_batch
 from tierstore.plan.traces import oracle_general as records
 from tierstore.plan.traces import read_accesses, write_accesses

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.plan.traces.chi_square import deviation
-from tierstore._jit import JIT_ENABLED
+from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.plan import TableShape, Workload
 from tierstore.plan.traces import generate
 

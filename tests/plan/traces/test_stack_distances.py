@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from bench.data import find_criteo
 from tests.plan.traces.chi_square import deviation
-from tierstore._jit import JIT_ENABLED
+from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.plan.traces import StackDistances, draw_stack_distances, read_stack_distances
 
 pytestmark = pytest.mark.kernel

@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.plan.traces.chi_square import deviation
-from tierstore._jit import JIT_ENABLED
+from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.plan.traces import draw_zipf
 from tierstore.plan.traces.scatter import scatter, scatter_of
 

@@ -16,7 +16,8 @@ import pytest
 import tierstore
 from tests.serve.replicas import WAIT_SECONDS, serving
 from tests.updates.support import change, contents, same
-from tierstore import cli, errors
+from tierstore import errors
+from tierstore.cli import entry as cli
 from tierstore.serve.admin import uploads as uploads_module
 from tierstore.serve.admin.receiving import MAX_BUSY
 from tierstore.serve.admin.uploads import MAX_UPLOADS, Uploads, append

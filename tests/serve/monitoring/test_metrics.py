@@ -15,13 +15,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.serve.monitored import Clock, FakeSource
+from tierstore.pool.stats import Stats, TierStats
 from tierstore.serve.messages import Status
 from tierstore.serve.monitoring.histogram import Histogram
 from tierstore.serve.monitoring.metrics import Metrics
 from tierstore.serve.monitoring.status import snapshot
 from tierstore.serve.monitoring.window import QUANTILE_ERROR, Window, by_second, summarize
 from tierstore.serve.source import SourceCollector
-from tierstore.stats import Stats, TierStats
 
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 

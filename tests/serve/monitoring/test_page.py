@@ -12,12 +12,12 @@ from starlette.routing import Route
 
 from tests.chromium import WatchedPage
 from tests.serve.monitored import WAIT_SECONDS, Clock, FakeSource, Served, serving
+from tierstore.pool.stats import TierStats
 from tierstore.serve.admin.app import admin_app, admin_routes
 from tierstore.serve.messages import Status
 from tierstore.serve.monitoring.app import monitoring_routes
 from tierstore.serve.monitoring.metrics import Metrics
 from tierstore.serve.source import PooledStats, TableInfo
-from tierstore.stats import TierStats
 
 DESKTOP, PHONE = {"width": 1280, "height": 800}, {"width": 360, "height": 740}
 NOTHING = "\N{EN DASH}"

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...cache import resolve_policy
-from ...excerpt import excerpt
 from ...rows import KEY_ROW_BITS
+from ...system.excerpt import excerpt
 from ..accesses import Accesses, numbered
 from .base import MissRatioCurve
 from .replays import Progress, replay_of

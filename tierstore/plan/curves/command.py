@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ...commands import progress_bar
 from ...rows import MAX_ROWS
+from ...system.terminal import progress_bar
 
 if TYPE_CHECKING:
     from ..accesses import Accesses
@@ -52,7 +52,7 @@ def run_curve(options: argparse.Namespace) -> int:
     Raises:
         ValueError: options or the trace are no good; says why. OSError.
     """
-    from ...exchange.output import require_new, require_other
+    from ...system.output import require_new, require_other
     from ..accesses import once_a_batch
     from ..json_file import write_json
     from .text import describe_curves
@@ -91,7 +91,7 @@ def _read(path: str) -> "Accesses":
 
 def _policies(text: str) -> list[str]:
     from ...cache import resolve_policy
-    from ...names import nearest
+    from ...settings.names import nearest
     from .base import POLICIES
 
     names = [resolve_policy(name.strip()) for name in text.split(",")]

@@ -5,10 +5,10 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._jit import prefetch_item
-from ..._jit import uncounted_inline as inline
-from ..._jit import uncounted_kernel as kernel
-from ...init import mix64
+from ...kernels.hashing import mix64
+from ...kernels.jit import prefetch_item
+from ...kernels.jit import uncounted_inline as inline
+from ...kernels.jit import uncounted_kernel as kernel
 
 __all__ = ["empty_entries", "grown_entries", "is_half_full", "place_of", "prefetch_place"]
 

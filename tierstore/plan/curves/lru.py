@@ -14,8 +14,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._jit import uncounted_inline as inline
-from ..._jit import uncounted_kernel as kernel
+from ...kernels.jit import uncounted_inline as inline
+from ...kernels.jit import uncounted_kernel as kernel
 from .entries import empty_entries, grown_entries, is_half_full, place_of, prefetch_place
 
 __all__ = ["StackDistances"]

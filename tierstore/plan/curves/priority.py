@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._jit import uncounted_inline as inline
-from ..._jit import uncounted_kernel as kernel
+from ...kernels.jit import uncounted_inline as inline
+from ...kernels.jit import uncounted_kernel as kernel
 from ..accesses import Numbered
 
 __all__ = ["perfect_counts", "replay", "times_of_next_use"]

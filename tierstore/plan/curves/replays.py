@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...cache.ddr import DdrCache
-from ...names import nearest
+from ...settings.names import nearest
 from ..accesses import Numbered, numbered
 from .base import POLICIES
 from .lru import StackDistances

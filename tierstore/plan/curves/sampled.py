@@ -13,9 +13,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._jit import uncounted_kernel as kernel
-from ...excerpt import excerpt
-from ...init import mix64
+from ...kernels.hashing import mix64
+from ...kernels.jit import uncounted_kernel as kernel
+from ...system.excerpt import excerpt
 from .entries import empty_entries, grown_entries, is_half_full, place_of, prefetch_place
 
 __all__ = ["Sample", "every_access", "sample_of", "sampled_sizes"]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ...excerpt import excerpt, excerpt_names
+from ...system.excerpt import excerpt, excerpt_names
 from .base import MissRatioCurve
 
 __all__ = ["Split", "shared_hit_rate", "split_by_gain"]

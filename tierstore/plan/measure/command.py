@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Final
 
-from ...commands import progress_bar
+from ...system.terminal import progress_bar
 from .describe import describe
 from .measurement import measure
 

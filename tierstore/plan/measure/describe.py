@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from ...sizes import format_size
+from ...system.sizes import format_size
 from ..host import Accelerator, Host, Storage
 from .measurement import Measurement
 

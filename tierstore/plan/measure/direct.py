@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._jit import JIT_ENABLED, kernel
+from ...kernels.jit import JIT_ENABLED, kernel
 
 __all__ = ["READ_BYTES", "DirectReader", "DirectWriter", "direct_reader"]
 

@@ -11,8 +11,8 @@ from typing import Final
 
 import psutil
 
-from ...sizes import format_size
-from ...threads import default_threads
+from ...kernels.threads import default_threads
+from ...system.sizes import format_size
 from ..host import Host, Link
 from .accelerators import measure_accelerators
 from .fit import Fitted, Loop, fit_costs

@@ -12,9 +12,9 @@ import psutil
 import torch
 from numpy.typing import NDArray
 
-from ..._jit import kernel
 from ...io.mapped import prefetch_word, zeros
-from ...sizes import machine_memory_bytes
+from ...kernels.jit import kernel
+from ...system.sizes import machine_memory_bytes
 from ..host import Memory, Processor
 from .timing import rate_of
 

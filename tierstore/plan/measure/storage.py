@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from ...sizes import format_size
+from ...system.sizes import format_size
 from ..host import Storage
 from .direct import READ_BYTES, DirectWriter, direct_reader
 from .timing import rate_of

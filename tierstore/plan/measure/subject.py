@@ -18,9 +18,8 @@ from ... import optim
 from ...config import TableConfig
 from ...io.btree import META_READ_BYTES, parse_meta
 from ...nn import KeyedJaggedTensor, TieredEmbeddingBagCollection
-from ...opening import open_store
 from ...rows import RowLayout
-from ...store import Store
+from ...store import Store, open_store
 
 __all__ = [
     "CHUNK",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from ...names import nearest
+from ...settings.names import nearest
 from ..host import Link, Memory, Processor, SoftwareCosts, Storage
 
 __all__ = ["DATA", "FIGURES", "Figure", "Part", "load_part", "parts", "read_figure", "require_name"]

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
-from ...excerpt import excerpt
+from ...system.excerpt import excerpt
 from ..host import Accelerator, Host, Link, Memory, Processor, SoftwareCosts, Storage
 from .catalog import FIGURES, load_part, require_name
 

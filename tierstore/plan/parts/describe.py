@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Final
 
-from ...sizes import format_size
+from ...system.sizes import format_size
 from .catalog import FIGURES, Part, parts
 from .hosts import example_hosts
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, cast, get_args, get_origin, get_type_hints
 
-from ...excerpt import excerpt
-from ...exchange.output import require_new, write_text
+from ...system.excerpt import excerpt
+from ...system.output import require_new, write_text
 from ..host import Host, SoftwareCosts
 from .catalog import require_name
 from .compose import compose, naming

@@ -34,7 +34,7 @@ def run_place(options: argparse.Namespace) -> int:
     Raises:
         ValueError: an argument, or a file, that cannot be; names it.
     """
-    from ...exchange.output import require_new, require_other
+    from ...system.output import require_new, require_other
     from ..json_file import write_json
     from ..parts import load_host
     from ..presets import load_workload

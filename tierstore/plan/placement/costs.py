@@ -7,7 +7,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ...options import check_ranges, option
+from ...settings.options import check_ranges, option
 from .measurement import Measurement, require_measurements
 from .shapes import LookupShape
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Final
 
-from ...sizes import format_size
+from ...system.sizes import format_size
 from .plan import PlacementPlan
 from .sharding import ShardPlan
 

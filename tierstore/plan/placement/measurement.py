@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
-from ...excerpt import excerpt
+from ...system.excerpt import excerpt
 from ..json_file import read_json, write_json
 from .shapes import LookupShape
 

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, Protocol
 
-from ...options import check_ranges, option
+from ...settings.options import check_ranges, option
 from ..host import Host
 from ..prediction import Prediction, ResourceLoad
 from ..workload import Workload

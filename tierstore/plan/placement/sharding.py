@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...config import require_choice, require_int
-from ...sizes import format_size
+from ...system.sizes import format_size
 from ..workload import Workload
 from .costs import CostModel
 from .greedy import improve, longest_first, lower_bound

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from ...config import TableConfig
 from ...nn import TieredEmbeddingBag
-from ...opening import open_store
-from ...options import check_ranges, option
 from ...rows import RowLayout
-from ...store import Store
+from ...settings.options import check_ranges, option
+from ...store import Store, open_store
 from ..traces import draw_zipf
 from ..workload import OPTIMIZERS, OptimizerName, TableShape
 from .measurement import Measurement

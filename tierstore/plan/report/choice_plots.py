@@ -4,7 +4,7 @@ import html
 import math
 from typing import Any
 
-from ...sizes import format_size
+from ...system.sizes import format_size
 from ..result import Alternative, Grid, Placed, PlanResult
 from .figure import MARK, TONES, Plot, Table, axis, label
 from .sentences import summary_of

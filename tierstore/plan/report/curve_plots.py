@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ...sizes import format_size
+from ...system.sizes import format_size
 from ..curves import MissRatioCurve
 from ..result import PlanResult, ShownCurve
 from .figure import DASHES, MARK, TONES, Plot, Table, axis, label

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
-from ...sizes import format_size
+from ...system.sizes import format_size
 from .words import duration, named, quantity
 
 __all__ = [

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, Final
 
-from ...sizes import format_size
+from ...system.sizes import format_size
 from ..marginal import Marginal
 from ..result import Line, PlanResult
 from .figure import (

@@ -2,7 +2,7 @@
 
 import math
 
-from ...sizes import format_size
+from ...system.sizes import format_size
 from ..prediction import Prediction, Setup
 from ..result import PlanResult
 from .words import count, duration, money, named, resource, share, significant, watts

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from ...sizes import format_size
+from ...system.sizes import format_size
 from ..result import PlanResult
 from .sentences import answer, asked, speed, summary_of, targets
 from .words import count, duration, money, named, named_words, quantity, resource, share, significant, watts

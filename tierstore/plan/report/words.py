@@ -3,7 +3,7 @@
 import math
 from typing import Final
 
-from ...sizes import format_size
+from ...system.sizes import format_size
 
 __all__ = [
     "count",

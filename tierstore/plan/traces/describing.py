@@ -6,8 +6,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ...excerpt import excerpt
 from ...rows import KEY_ROW_BITS
+from ...system.excerpt import excerpt
 from ...trace import Trace
 from ..accesses import Accesses, accesses_of
 from .histogram import ReuseBin, reuse_histogram

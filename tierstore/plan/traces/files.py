@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Final, Literal, get_args
 
-from ...excerpt import excerpt
-from ...exchange.output import partial_file
-from ...names import nearest
+from ...settings.names import nearest
+from ...system.excerpt import excerpt
+from ...system.output import partial_file
 from ...trace import read_trace, write_trace
 from ..accesses import Accesses, accesses_of
 from .npy_keys import read_npy, write_npy

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from ...excerpt import excerpt
+from ...system.excerpt import excerpt
 from ..accesses import Accesses
 from .key_numbers import accesses_by_number
 

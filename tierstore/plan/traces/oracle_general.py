@@ -11,7 +11,7 @@ from typing import IO, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._jit import kernel
+from ...kernels.jit import kernel
 from ..accesses import Accesses, numbered
 from .key_numbers import accesses_by_number, require_numbered
 

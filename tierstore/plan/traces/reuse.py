@@ -8,8 +8,8 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ...excerpt import excerpt
 from ...rows import MAX_ROWS
+from ...system.excerpt import excerpt
 from ..accesses import Accesses
 from .batches import starts_of
 from .histogram import ReuseBin

@@ -5,9 +5,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._jit import inline, kernel
 from ...config import require_int
-from ...init import mix64
+from ...kernels.hashing import mix64
+from ...kernels.jit import inline, kernel
 from ...rows import MAX_ROWS
 
 __all__ = ["Scatter", "scatter", "scatter_of", "scattered"]

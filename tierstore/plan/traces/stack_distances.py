@@ -15,11 +15,11 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._jit import inline, kernel
 from ...config import require_int
-from ...excerpt import excerpt
-from ...init import mix64, unit
+from ...kernels.hashing import mix64, unit
+from ...kernels.jit import inline, kernel
 from ...rows import MAX_ROWS
+from ...system.excerpt import excerpt
 from ..accesses import Accesses
 from .batches import starts_of
 from .scatter import scatter_of, scattered

@@ -6,9 +6,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._jit import inline, kernel
 from ...config import require_int
-from ...init import mix64, unit
+from ...kernels.hashing import mix64, unit
+from ...kernels.jit import inline, kernel
 from ...rows import MAX_ROWS
 from .scatter import scatter_of, scattered
 

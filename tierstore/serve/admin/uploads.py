@@ -10,10 +10,10 @@ from pathlib import Path
 from time import monotonic
 from typing import Final, NamedTuple
 
-from ...durable import make_directory, write_all
 from ...errors import DiskFullError, TierstoreError
-from ...oserrors import translate_os_error
-from ...sizes import format_size
+from ...system.durable import make_directory, write_all
+from ...system.oserrors import translate_os_error
+from ...system.sizes import format_size
 
 __all__ = ["IDLE_SECONDS", "MAX_UPLOADS", "TooLargeError", "Upload", "UploadError", "Uploads", "append", "is_update_id"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...errors import TierstoreError
-from ...excerpt import excerpt
+from ...system.excerpt import excerpt
 
 __all__ = ["BusyError", "ReplicaWriter", "WriteError"]
 

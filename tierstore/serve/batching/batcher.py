@@ -29,7 +29,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
-from ...options import check_ranges, option
+from ...settings.options import check_ranges, option
 from ..base import Outputs, Query
 from ..messages import ServeError, Status
 from .isolation import Attempt, BatchResult, Run, concerns_all, run_isolated

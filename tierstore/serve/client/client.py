@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from ...excerpt import excerpt
+from ...system.excerpt import excerpt
 from ..messages import ServeError, Status
 from ..tensors.binary import JSON_LENGTH_HEADER
 from .tensors import Answer, Tensor, decode_answer, encode_request

@@ -6,7 +6,7 @@ from typing import Any, Final, NamedTuple
 
 from google.protobuf.message import DecodeError
 
-from ...excerpt import excerpt
+from ...system.excerpt import excerpt
 from ..encoding import Pause, go_on
 from ..messages import InferRequest, InferResponse, Parameters, ServeError, Status
 from ..tensors.binary import binary_data

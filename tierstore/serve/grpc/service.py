@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import grpc
 
-from ... import __version__
+from ...system.release import __version__
 from ..base import Engine
 from ..encoding import Encoders
 from ..logs import log_refused, log_request, request_context

@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...cache.pooled import PooledCache
-from ...sizes import parse_size
 from ...store import Store
+from ...system.sizes import parse_size
 from ..source import PooledStats
 from .jagged import Merged
 

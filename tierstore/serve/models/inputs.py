@@ -5,8 +5,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from ...excerpt import excerpt
-from ...names import nearest
+from ...settings.names import nearest
+from ...system.excerpt import excerpt
 from ..messages import InferTensor, ServeError, Status, TensorSpec
 
 __all__ = ["check_inputs", "invalid", "lengths_of", "require_finite", "values_of"]

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ..._jit import kernel
+from ...kernels.jit import kernel
 from ..config import OutOfRange
 from .inputs import invalid
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...nn import KeyedJaggedTensor, TieredEmbeddingBagCollection
-from ...table import Table
+from ...store import Table
 from ..base import Outputs
 from ..config import OutOfRange
 from ..messages import InferTensor, ModelMetadata, TensorSpec

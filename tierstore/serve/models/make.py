@@ -6,9 +6,9 @@ from typing import Final, NamedTuple
 
 from torch import Tensor
 
-from ...newer import Newer
 from ...nn import TieredEmbeddingBagCollection
 from ...store import Store
+from ...store.newer import Newer
 from ...train.checkpoint import saved_config
 from ..base import Model
 from ..config import OutOfRange

@@ -5,8 +5,8 @@ from typing import Any
 import psutil
 from numpy.typing import NDArray
 
-from ...sizes import machine_memory_bytes
-from ...stats import TierStats
+from ...pool.stats import TierStats
+from ...system.sizes import machine_memory_bytes
 from ..source import Source
 from .metrics import OK, OTHER, Metrics
 from .window import QUANTILE_ERROR, WINDOW_SECONDS, by_second, summarize

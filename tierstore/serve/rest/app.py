@@ -14,21 +14,14 @@ from urllib.parse import quote, unquote
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from ... import __version__
-from ...excerpt import excerpt
+from ...system.excerpt import excerpt
+from ...system.release import __version__
 from ..base import Engine
 from ..encoding import Encoders
 from ..messages import EXTENSIONS, ModelMetadata, ServeError, Status, TensorSpec
 from ..tensors.binary import JSON_LENGTH_HEADER
 from .body import BodyReader
-from .infer_body import (
-    MAX_ID_CHARACTERS,
-    InferBody,
-    InferCall,
-    count_slow_elements,
-    parse_infer,
-    write_infer,
-)
+from .infer_body import MAX_ID_CHARACTERS, InferBody, InferCall, count_slow_elements, parse_infer, write_infer
 from .limits import HttpLimits
 from .openapi import DESCRIPTION
 from .replies import SMALL_BYTES, Header, Reply, error_reply, json_reply, send_reply

@@ -9,7 +9,7 @@ from typing import Any, Final
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
-from ...excerpt import excerpt
+from ...system.excerpt import excerpt
 from ..messages import ServeError, Status
 from .limits import HttpLimits
 

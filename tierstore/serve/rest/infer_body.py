@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import orjson
 
-from ...excerpt import excerpt
+from ...system.excerpt import excerpt
 from ..encoding import Pause, go_on
 from ..messages import InferRequest, InferResponse, InferTensor, Parameters, ServeError, Status
 from ..tensors.binary import JSON_LENGTH_HEADER, MAX_BYTES_ELEMENTS, binary_data, parse_binary_data

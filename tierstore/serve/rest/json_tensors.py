@@ -13,7 +13,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from ...excerpt import excerpt
+from ...system.excerpt import excerpt
 from ..encoding import Pause, go_on, pieces_of
 from ..messages import DATATYPES, InferTensor, ServeError, Status
 from ..tensors.shapes import TensorHead

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ...options import check_ranges, option
+from ...settings.options import check_ranges, option
 from ..encoding import MAX_ELEMENTS
 
 __all__ = ["HttpLimits"]

@@ -2,7 +2,7 @@
 
 from typing import Any, Final
 
-from ... import __version__
+from ...system.release import __version__
 from ..messages import DATATYPES
 from ..tensors.binary import JSON_LENGTH_HEADER
 from ..tensors.shapes import MAX_DIMS, MAX_NAME_CHARACTERS, MAX_TENSORS

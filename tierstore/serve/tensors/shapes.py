@@ -4,7 +4,7 @@ import math
 from collections.abc import Container
 from typing import Final, NamedTuple
 
-from ...excerpt import excerpt
+from ...system.excerpt import excerpt
 from ..messages import DATATYPES, ServeError, Status
 
 __all__ = [

@@ -11,7 +11,7 @@ from typing import BinaryIO, Final
 
 import numpy as np
 
-from ...excerpt import excerpt
+from ...system.excerpt import excerpt
 from .base import CRITEO_SCHEMA, DataError, RawRows, Reader, require_data_file
 from .criteo_kernels import Parse, Scan, parse_lines, skip_lines
 

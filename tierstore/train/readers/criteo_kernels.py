@@ -6,7 +6,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._jit import inline, kernel
+from ...kernels.jit import inline, kernel
 
 __all__ = ["Parse", "Scan", "parse_hexadecimal", "parse_lines", "skip_lines"]
 

@@ -6,7 +6,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._jit import inline, kernel
+from ...kernels.jit import inline, kernel
 
 __all__ = ["GOLDEN", "FeatureHasher", "HashedIds", "splitmix64"]
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ...excerpt import excerpt
+from ...system.excerpt import excerpt
 from .base import CRITEO_SCHEMA, MISSING, DataError, RawRows, Reader, Schema, fits_float32, require_data_file
 
 __all__ = ["NpyReader"]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._jit import kernel
-from ...excerpt import excerpt, excerpt_names
+from ...kernels.jit import kernel
+from ...system.excerpt import excerpt, excerpt_names
 from .base import CRITEO_SCHEMA, MISSING, DataError, RawRows, Reader, Schema, fits_float32, require_data_file
 from .criteo_kernels import parse_hexadecimal
 

@@ -1,0 +1,265 @@
+"""A directory that means harm: nothing in it is run, nothing outside it is touched, no size in it is believed."""
+
+import ast
+import gzip
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tierstore
+from bench.data import ROOT
+from tests.children import make_store, run
+from tierstore import errors
+from tierstore.store.manifest import MANIFEST_NAME, _digest
+
+FORBIDDEN_MODULES = {
+    "cloudpickle", "code", "dill", "importlib", "joblib", "marshal", "runpy", "shelve", "yaml",
+}  # fmt: skip
+PICKLE_WRITES = {"pickle.Pickler", "pickle.dump", "pickle.dumps", "pickle.PickleError", "pickle.UnpicklingError"}
+"""Of a module that reads and writes, what does not read."""
+FORBIDDEN_NAMES = {"__import__", "compile", "eval", "exec"}
+SOURCES = sorted((ROOT / "tierstore").rglob("*.py"))
+
+
+@pytest.fixture
+def store(store_dir: Path) -> Path:
+    make_store(store_dir)
+    return store_dir
+
+
+def _offences(tree: ast.AST) -> list[str]:
+    """What could run code from a file."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if alias.name.split(".")[0] in FORBIDDEN_MODULES]
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            found += [node.module] if node.module.split(".")[0] in FORBIDDEN_MODULES | {"pickle"} else []
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "pickle":
+            found += [node.attr] if ast.unparse(node) not in PICKLE_WRITES else []
+        elif isinstance(node, ast.Call):
+            keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            name = ast.unparse(node.func)
+            unsafe_numpy = name in ("np.load", "numpy.load") and keywords.get("allow_pickle") != "False"
+            unsafe_torch = name == "torch.load" and keywords.get("weights_only") != "True"
+            if name in FORBIDDEN_NAMES or unsafe_numpy or unsafe_torch:
+                found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_source_can_run_what_a_file_holds(path: Path) -> None:
+    assert _offences(ast.parse(path.read_text())) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "pickle.loads(x)",
+        "pickle.Unpickler",
+        "from pickle import loads",
+        "import marshal",
+        "eval(x)",
+        "np.load(f)",
+        "torch.load(f)",
+        "torch.load(f, weights_only=no)",
+    ],
+)
+def test_the_search_for_offences_finds_them(line: str) -> None:
+    assert len(_offences(ast.parse(line))) == 1
+
+
+def test_using_a_store_runs_nothing_and_opens_nothing_outside(store: Path, tmp_path: Path) -> None:
+    """Python's own audit of what runs code, starts processes, connects, or opens files, over a whole use of a store.
+
+    Kernels run as plain Python: numba's own cache, beside the sources, is not part of a store.
+    """
+    make_store(tmp_path / "healthy")
+    code = """
+    def use(folder, mode):
+        with tierstore.open(folder, mode=mode, ddr="2MiB", threads=2) as store:
+            store["t"].read(torch.arange(50)), store.extra, store.tensors()
+            if mode == "w":
+                store["t"].write(torch.arange(50), torch.zeros(50, 16))
+                store.create_table(table_config(name=f"u{store.version}", num_embeddings=3))
+                store.commit(tensors={"w": torch.ones(2)})
+
+    healthy, folder = sys.argv[1:]
+    seen, armed = [], False
+    RUNS = ("pickle.find_class", "marshal.load", "marshal.loads", "exec", "compile", "import", "os.system", "os.exec",
+            "os.fork", "subprocess.Popen", "socket.connect", "ctypes.dlopen")
+
+    def audit(event, arguments):
+        if armed and event in RUNS:
+            seen.append(f"{event} {arguments}"[:200])
+        if armed and event in ("open", "os.rename", "os.link", "os.remove", "os.truncate", "os.mkdir"):
+            path = os.path.abspath(os.fsdecode(arguments[0])) if not isinstance(arguments[0], int) else folder
+            if not path.startswith((folder, "/proc/", "/sys/")):
+                seen.append(f"{event} {path}")
+
+    sys.addaudithook(audit)
+    for mode in ("w", "r"):
+        use(healthy, mode)  # imports what is imported late
+    armed = True
+    for mode in ("w", "r"):
+        use(folder, mode)
+    armed = False
+    print(seen)
+    """
+    said = run(code, tmp_path / "healthy", store, changes={"NUMBA_DISABLE_JIT": "1"})
+    assert said.strip() == "[]"
+
+
+def forge(folder: Path, **fields: Any) -> None:
+    """A manifest with other fields and the right checksum."""
+    path = folder / MANIFEST_NAME
+    body = json.loads(path.read_text())["body"] | fields
+    path.write_text(json.dumps({"body": body, "sha256": _digest(body)}))
+
+
+def table(**changes: Any) -> dict[str, Any]:
+    return tierstore.TableConfig(name="t", num_embeddings=2000, embedding_dim=16).to_dict() | changes
+
+
+CLAIMS = {
+    "vast tables": (
+        [table()] + [table(name=f"t{i}", num_embeddings=2**40) for i in range(3000)],
+        "BudgetError the system refuses",
+    ),
+    "one vast table": ([table(num_embeddings=2**40)], "BudgetError the system refuses 4.0 TiB"),
+    "wide rows": ([table(embedding_dim=1 << 20)], "FormatError {path} describes what this release does not know"),
+    "many tables": (
+        [table()] + [table(name=f"t{i}", num_embeddings=1, embedding_dim=4) for i in range(300)],
+        "ok (301, torch.Size([3, 16]))",
+    ),
+}
+
+
+def test_a_manifest_that_claims_too_much_ends_in_an_error_and_little_memory(tmp_path: Path) -> None:
+    expected = []
+    for claim, (tables, message) in CLAIMS.items():
+        make_store(tmp_path / claim)
+        forge(tmp_path / claim, tables=tables)
+        expected += [message.format(path=tmp_path / claim / MANIFEST_NAME)] * 2
+    code = """
+    def use(folder, mode):
+        limit_data(512 << 20)
+        with tierstore.open(folder, mode=mode, ddr="8MiB", threads=1) as store:
+            return len(store.tables), store["t"].read(torch.arange(3)).shape
+
+    for folder in sys.argv[1:]:
+        for mode in ("r", "w"):
+            forked(use, folder, mode)
+    """
+    lines = run(code, *(tmp_path / claim for claim in CLAIMS)).splitlines()
+    assert [line[: len(start)] for line, start in zip(lines, expected, strict=True)] == expected
+
+
+def test_json_of_any_size_ends_in_an_error_and_bounded_memory(tmp_path: Path) -> None:
+    size = 16 * 2**20
+    texts = {"nested": b"[", "numbers": b"[" + b"9," * 3_999_999, "string": b'"' + b"x" * size, "objects": b"[{},"}
+    for name, unit in texts.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / MANIFEST_NAME).write_bytes((unit * (size // len(unit) + 1))[:size])
+        (tmp_path / name / "rows.lmdb").touch()
+    code = """
+    def use(folder):
+        limit_data(768 << 20)
+        tierstore.open(folder, mode="r")
+
+    for folder in sys.argv[1:]:
+        forked(use, folder)
+    """
+    lines = run(code, *(tmp_path / name for name in texts)).splitlines()
+    for line, name in zip(lines, texts, strict=True):
+        assert line.startswith(f"ChecksumError {tmp_path / name / MANIFEST_NAME} is not a complete manifest")
+
+
+def test_a_sparse_manifest_of_a_gigabyte_is_not_read(store: Path) -> None:
+    os.truncate(store / MANIFEST_NAME, 1 << 40)
+    with pytest.raises(errors.FormatError, match=r"manifest\.json has 1099511627776 bytes and may have"):
+        tierstore.open(store, mode="r")
+
+
+PLAIN_FILES = (MANIFEST_NAME, "rows.lmdb", "rows.lmdb-lock", "rows.anchor", "writer.lock")
+
+
+def _replace(path: Path, kind: str, target: Path) -> None:
+    path.unlink()
+    if kind == "link":
+        path.symlink_to(target)
+    elif kind == "dangling link":
+        path.symlink_to(target.with_name("nowhere"))
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("mode", ["r", "w"])
+@pytest.mark.parametrize("kind", ["link", "dangling link", "pipe", "folder", "device"])
+@pytest.mark.parametrize("name", PLAIN_FILES)
+def test_what_is_no_plain_file_is_refused(store: Path, tmp_path: Path, name: str, kind: str, mode: Any) -> None:
+    outside = tmp_path / "outside"
+    outside.write_bytes((store / name).read_bytes())
+    before = outside.read_bytes()
+    _replace(store / name, kind, outside)
+    with pytest.raises(
+        errors.TierstoreError, match=rf"{name} is a .*, not a plain file|holds rows\.lmdb but no {name}"
+    ):
+        tierstore.open(store, mode=mode, ddr="2MiB")
+    assert outside.read_bytes() == before
+    assert not outside.with_name("nowhere").exists()
+
+
+def test_a_hostile_lock_file_is_made_anew(store: Path) -> None:
+    """LMDB believes its table of readers, but sets it up again where no process has the file open."""
+    code = """
+    def use(path, content, mode):
+        path.write_bytes(content)
+        with tierstore.open(path.parent, mode=mode, ddr="2MiB", threads=1) as store:
+            return bool((store["t"].read(torch.arange(2000)) == 3.0).all())
+
+    path = Path(sys.argv[1]) / "rows.lmdb-lock"
+    size = path.stat().st_size
+    noise = np.random.default_rng(0).bytes(size)
+    for content in (bytes(size), b"\\xff" * size, noise, path.read_bytes()[:64] + noise[64:], noise[:100], noise * 20):
+        for mode in ("r", "w"):
+            forked(use, path, content, mode)
+    """
+    assert run(code, store).splitlines() == ["ok True"] * 12
+
+
+def test_text_beside_the_lock_is_only_text(store: Path) -> None:
+    """writer.lock is believed for messages only, and bounded there."""
+    (store / "writer.lock").write_bytes(b"\x1b[2J" + b"9" * 10**6)
+    with tierstore.open(store, ddr="2MiB") as held:
+        assert held.version == 1
+
+
+def test_a_compressed_bomb_streams_in_bounded_memory(tmp_path: Path) -> None:
+    """50 KB that unpack to 50 MB."""
+    for name, unit in (("lines", b"\n"), ("digits", b"0")):
+        (tmp_path / name).write_bytes(gzip.compress(unit * (10 << 20)) * 5)
+    code = """
+    from tierstore.train.readers import CriteoReader
+
+    def use(path, start):
+        limit_data(64 << 20)
+        return len(list(CriteoReader(path).read_chunks(start, None, 100)))
+
+    list(CriteoReader(sys.argv[1]).read_chunks(0, 0, 1))  # compiles
+    for path in sys.argv[1:]:
+        for start in (0, 1 << 40):
+            forked(use, path, start)
+    """
+    lines = run(code, tmp_path / "lines", tmp_path / "digits").splitlines()
+    assert lines[0].startswith(f"DataError {tmp_path / 'lines'}, line 1: 1 tab-separated columns")
+    assert lines[1] == "ok 0"
+    assert len(lines) == 4
+    assert all(line.startswith(f"DataError {tmp_path / 'digits'}, line 1: longer than 1048576") for line in lines[2:])

@@ -1,0 +1,393 @@
+"""Stochastic rounding of updated rows, against its definition in float64, and what its mean comes to."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import tierstore
+from tests.oracle import jagged
+from tierstore import errors, optim
+from tierstore.cache import FullCache
+from tierstore.cli import main
+from tierstore.exchange import export_store, import_files
+from tierstore.kernels import floats
+from tierstore.kernels.jit import JIT_ENABLED, kernel
+from tierstore.kernels.rounding import stochastic_bits
+from tierstore.offline.inspection import describe_store
+from tierstore.store.manifest import Manifest
+from tierstore.train import RunConfig
+from tierstore.train.build import table_configs
+from tierstore.train.config import ConfigError, EmbeddingSection
+
+HALFS = {"float16": floats.FLOAT16, "bfloat16": floats.BFLOAT16}
+every_dtype = pytest.mark.parametrize("dtype", list(HALFS))
+ROWS, DIM, SEED = 300, 21, 2**64 + 5
+TIGHT = "412KiB"
+"""Holds fewer than the 300 rows of a table, of any of the optimizers."""
+OPTIMIZERS = [
+    optim.SGD(lr=0.01),
+    optim.SGD(lr=0.01, weight_decay=0.1),
+    optim.RowWiseAdagrad(lr=0.01),
+    optim.Adagrad(lr=0.01),
+    optim.Adam(lr=0.001),
+]
+
+
+# The definition, by search among all halfs in float64.
+
+
+def halfs(dtype: str) -> Any:
+    """float64, ascending: every finite half that is not negative; the place of each is its bit pattern."""
+    count = 0x7C00 if dtype == "float16" else 0x7F80
+    return torch.arange(count, dtype=torch.int16).view(getattr(torch, dtype)).double().numpy()
+
+
+def neighbours(values: Any, dtype: str) -> tuple[Any, Any]:
+    """(bit pattern of the inner one, probability of the outer one), of values below the largest half."""
+    known, size = halfs(dtype), np.abs(values.astype(np.float64))
+    inner = np.searchsorted(known, size, side="right") - 1
+    low, high = known[inner], known[inner + 1]
+    return inner, (size - low) / (high - low)
+
+
+def rounded(values: Any, random: Any, dtype: str) -> Any:
+    """uint16, as ``values`` (float32): the outer neighbour where ``random / 2**64`` is below its share."""
+    found = torch.from_numpy(values).to(getattr(torch, dtype)).view(torch.int16).numpy().view(np.uint16).copy()
+    is_inside = np.abs(values) < halfs(dtype)[-1]
+    inner, share = neighbours(values[is_inside], dtype)
+    fraction = (random[is_inside] >> np.uint64(11)).astype(np.float64) / 2.0**53
+    sign = np.signbit(values[is_inside]).astype(np.uint16) << 15
+    found[is_inside] = (inner + (fraction < share)).astype(np.uint16) | sign
+    return found
+
+
+def mixed(value: Any) -> Any:
+    """SplitMix64's output function, of uint64 arrays."""
+    value = value + np.uint64(0x9E3779B97F4A7C15)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+def random_bits(seed: int, step: int, table_index: int, rows: Any, dim: int) -> Any:
+    """uint64 [n, dim]: of an update of a table."""
+    of_table = mixed(mixed(np.array([seed % 2**64], np.uint64)) ^ np.frombuffer(b"gnidnuor", "<u8"))
+    of_update = mixed(of_table ^ np.uint64(step)) | np.uint64(1)
+    of_rows = mixed(of_update ^ (rows.astype(np.uint64) + np.uint64(table_index << 40)))
+    return mixed(of_rows[:, None] + np.arange(dim, dtype=np.uint64))
+
+
+# One weight
+
+
+@kernel
+def round_all(values: Any, random: Any, out: Any, half: int) -> None:
+    for i in range(values.shape[0]):
+        out[i] = stochastic_bits(values[i], half, random[i])
+
+
+def by_kernel(values: Any, random: Any, dtype: str) -> Any:
+    out = np.empty(len(values), np.uint16)
+    round_all(values, random, out, HALFS[dtype])
+    return out
+
+
+def sampled(dtype: str) -> Any:
+    """float32: values between halfs of every size, and below the smallest."""
+    generator = np.random.default_rng(0)
+    known = halfs(dtype)
+    places = generator.choice(len(known) - 1, 3000 if JIT_ENABLED else 100, replace=False)
+    gaps = known[places + 1] - known[places]
+    between = (known[places] + gaps * generator.random(len(places))).astype(np.float32)
+    tiny = np.float32(2.0) ** np.arange(-149, -20, dtype=np.float32)
+    return np.concatenate([between, tiny, known[places[:50]].astype(np.float32)])
+
+
+@pytest.mark.kernel
+@every_dtype
+def test_the_outer_neighbour_has_exactly_its_share_of_the_random_numbers(dtype: str) -> None:
+    values = sampled(dtype)
+    values = values[np.abs(values) < halfs(dtype)[-1]]
+    inner, share = neighbours(values, dtype)
+    # Of 2**53 random numbers those below this one round up: all of them, for a share of 1, were there one.
+    turn = np.ceil(share * 2.0**53).astype(np.uint64)
+    assert (share == turn / 2.0**53).sum() > len(values) - 130
+    for sign in (1, 0):
+        signed, bit = (-values, 0x8000) if sign else (values, 0)
+        assert np.array_equal(by_kernel(signed, turn << np.uint64(11), dtype), inner | bit)
+        is_between = turn > 0
+        last = ((turn[is_between] - np.uint64(1)) << np.uint64(11)) + np.uint64(2047)
+        assert np.array_equal(by_kernel(signed[is_between], last, dtype), (inner[is_between] + 1) | bit)
+    assert ((inner < 0x400) & (share > 0)).sum() > 5
+
+
+@pytest.mark.kernel
+@every_dtype
+@given(pairs=st.lists(st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)), min_size=1))
+def test_any_float(dtype: str, pairs: list[tuple[int, int]]) -> None:
+    values = np.array([pattern for pattern, _ in pairs], np.uint32).view(np.float32)
+    random = np.array([bits for _, bits in pairs], np.uint64)
+    found, expected = by_kernel(values, random, dtype), rounded(values, random, dtype)
+    is_nan = np.isnan(values)
+    assert torch.from_numpy(found[is_nan]).view(getattr(torch, dtype)).isnan().all()
+    assert np.array_equal(found[~is_nan], expected[~is_nan])
+
+
+@pytest.mark.kernel
+@every_dtype
+@pytest.mark.parametrize("random", [0, 2**63, 2**64 - 1])
+def test_halfs_stay_and_what_lies_beyond_is_rounded_to_nearest(dtype: str, random: int) -> None:
+    known = halfs(dtype)[:: 1 if JIT_ENABLED else 97].astype(np.float32)
+    known = np.concatenate([known, -known, np.array([np.inf, -np.inf], np.float32)])
+    largest = np.float32(halfs(dtype)[-1])
+    border = np.float32(largest + np.float32(halfs(dtype)[-1] - halfs(dtype)[-2]) / 2)
+    beyond = np.array([largest, np.nextafter(border, np.float32(0)), border, np.float32(3.4e38)], np.float32)
+    for values in (known, beyond, -beyond):
+        expected = torch.from_numpy(values).to(getattr(torch, dtype)).view(torch.int16).numpy().view(np.uint16)
+        assert np.array_equal(by_kernel(values, np.full(len(values), random, np.uint64), dtype), expected)
+    ends = torch.from_numpy(beyond).to(getattr(torch, dtype)).float().tolist()
+    assert ends[:3] == [largest, largest, float("inf")]
+
+
+# Updates
+
+
+def table_config(name: str, **changes: Any) -> tierstore.TableConfig:
+    fields: dict[str, Any] = {"num_embeddings": ROWS, "embedding_dim": DIM}
+    return tierstore.TableConfig(name=name, **fields | {"init": tierstore.init.Uniform(-1, 1, seed=SEED)} | changes)
+
+
+def step(table: tierstore.Table, number: int) -> Tensor:
+    """One update; the ids of its rows."""
+    ids, offsets = jagged(torch.Generator().manual_seed(number), bags=20, rows=ROWS, longest=9)
+    pooled = tierstore.TieredEmbeddingBag(table, mode="sum", include_last_offset=True)(ids, offsets)
+    (pooled * torch.linspace(-1, 1, pooled.numel()).view_as(pooled)).sum().backward()
+    return ids.unique()
+
+
+def bits_of(table: tierstore.Table) -> Any:
+    return table.read(torch.arange(table.config.num_embeddings)).view(torch.int16).numpy().view(np.uint16)
+
+
+@every_dtype
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: f"{o.kind} {o.weight_decay}")
+@pytest.mark.parametrize(("ddr", "dim"), [("8MiB", DIM), (TIGHT, DIM), ("8MiB", 64), ("8MiB", 3)])
+def test_each_update_is_that_in_float32_rounded(
+    tmp_path: Path, ddr: str, dim: int, optimizer: optim.Optimizer, dtype: str
+) -> None:
+    """A table in float32 is given the rows before each update, and so has what is to be rounded after it."""
+    own = {"optimizer": optimizer, "embedding_dim": dim}
+    with (
+        tierstore.open(tmp_path / "plain", ddr="8MiB") as exact,
+        tierstore.open(tmp_path / "store", ddr=ddr, policy="lru") as store,
+    ):
+        plain = exact.create_table(table_config("plain", **own))
+        store.create_table(table_config("first", dtype=dtype, **own))
+        table = store.create_table(table_config("second", dtype=dtype, rounding="stochastic", **own))
+        for number in range(1, 5):
+            before = table.read(torch.arange(ROWS))
+            plain.write(torch.arange(ROWS), before.float())
+            touched = step(plain, number)
+            step(table, number)
+            random = random_bits(SEED, number, 1, touched.numpy(), dim)
+            expected = before.view(torch.int16).numpy().view(np.uint16).copy()
+            values = plain.read(touched).numpy()
+            expected[touched] = rounded(values.ravel(), random.ravel(), dtype).reshape(values.shape)
+            assert np.array_equal(bits_of(table), expected)
+        assert (not isinstance(table.pool.cache, FullCache)) == (ddr != "8MiB")
+
+
+@every_dtype
+@pytest.mark.parametrize("ddr", ["8MiB", TIGHT])
+def test_a_table_beside_it_is_rounded_to_nearest(tmp_path: Path, ddr: str, dtype: str) -> None:
+    """Both in one lookup, of one pool."""
+    ended: dict[str, list[Any]] = {}
+    for rounding in ("nearest", "stochastic"):
+        with tierstore.open(tmp_path / rounding, ddr=ddr, policy="lru") as store:
+            tables = [
+                store.create_table(table_config("a", dtype=dtype)),
+                store.create_table(table_config("b", dtype=dtype, rounding=rounding)),
+                store.create_table(table_config("c", dtype=dtype)),
+            ]
+            assert len({table.pool for table in tables}) == 1
+            collection = tierstore.TieredEmbeddingBagCollection(store)
+            generator = torch.Generator().manual_seed(0)
+            for _ in range(4):
+                lengths = torch.randint(0, 9, (60,), generator=generator)
+                ids = torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator)
+                out = collection(tierstore.KeyedJaggedTensor(["a", "b", "c"], ids, lengths=lengths)).values()
+                (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+            ended[rounding] = [bits_of(table) for table in tables]
+    assert np.array_equal(ended["nearest"][0], ended["stochastic"][0])
+    assert np.array_equal(ended["nearest"][2], ended["stochastic"][2])
+    assert not np.array_equal(ended["nearest"][1], ended["stochastic"][1])
+
+
+@every_dtype
+def test_a_training_goes_on_in_the_same_bits_after_it_was_reopened(tmp_path: Path, dtype: str) -> None:
+    config = table_config("t", dtype=dtype, rounding="stochastic", optimizer=optim.Adam())
+    with tierstore.open(tmp_path / "whole", ddr="8MiB") as store:
+        table = store.create_table(config)
+        for number in range(8):
+            step(table, number)
+        expected = bits_of(table)
+    with tierstore.open(tmp_path / "parts", ddr=TIGHT, policy="lru") as store:
+        table = store.create_table(config)
+        for number in range(6):
+            if number == 4:
+                store.commit()
+            step(table, number)  # the last two are lost
+    with tierstore.open(tmp_path / "parts", ddr="1MiB", policy="lfu", threads=2) as store:
+        for number in range(4, 8):
+            step(store["t"], number)
+        assert np.array_equal(bits_of(store["t"]), expected)
+        store.rollback(1)
+        for number in range(4, 8):
+            step(store["t"], number)
+        assert np.array_equal(bits_of(store["t"]), expected)
+
+
+def test_other_seeds_and_places_give_other_bits(tmp_path: Path) -> None:
+    """All rows start alike, so that only the random bits differ."""
+    ends = []
+    for number, seed in enumerate((0, 0, 1)):
+        with tierstore.open(tmp_path / str(number), ddr="8MiB") as store:
+            same = tierstore.init.Uniform(0.5, 0.5, seed=seed)
+            tables = [
+                store.create_table(table_config(name, dtype="bfloat16", rounding="stochastic", init=same))
+                for name in "ab"
+            ]
+            for table in tables:
+                step(table, 0)
+            ends.append([bits_of(table) for table in tables])
+    assert np.array_equal(ends[0], ends[1])
+    assert not np.array_equal(ends[0][0], ends[0][1])
+    assert not np.array_equal(ends[0][0], ends[2][0])
+
+
+def test_small_steps_add_up(tmp_path: Path) -> None:
+    """Each of 64 steps is 1/64 of the gap below 1.0, so a column takes Binomial(64, 1/64) gaps.
+
+    Sums over steps, rows and columns have the mean and the variance of independent draws; bounds are five standard
+    deviations of each statistic.
+    """
+    steps, rows, dim, gap = 64, 500, 16, 2.0**-8
+    share = 1 / 64
+    made: dict[str, Any] = {}
+    with tierstore.open(tmp_path / "store", ddr="8MiB") as store:
+        for rounding in ("nearest", "stochastic"):
+            table = store.create_table(
+                tierstore.TableConfig(
+                    name=rounding, num_embeddings=rows, embedding_dim=dim, dtype="bfloat16", rounding=rounding,  # type: ignore[arg-type]
+                    init=tierstore.init.Constant(1.0), optimizer=optim.SGD(lr=gap * share),
+                )
+            )  # fmt: skip
+            bag = tierstore.TieredEmbeddingBag(table, mode="sum")
+            for _ in range(steps):
+                bag(torch.arange(rows), torch.arange(rows)).sum().backward()
+            made[rounding] = (1 - table.read(torch.arange(rows)).double().numpy()) / gap
+    assert not made["nearest"].any()
+    taken = made["stochastic"]
+    assert np.array_equal(taken, taken.round())
+    wanted, sigma = steps * share, np.sqrt(steps * share * (1 - share) / taken.size)
+    assert 5 * sigma < wanted / 10, "else it says little"
+    assert abs(taken.mean() - wanted) < 5 * sigma
+    for sums, draws in ((taken.ravel(), steps), (taken.sum(0), steps * rows), (taken.sum(1), steps * dim)):
+        variance = draws * share * (1 - share)
+        kurtosis = 3 + (1 - 6 * share * (1 - share)) / variance
+        found = ((sums - draws * share) ** 2).mean() / variance
+        assert abs(found - 1) < 5 * np.sqrt((kurtosis - 1) / len(sums))
+
+
+# What a table's configuration says
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
+def test_only_halfs_are_rounded_by_chance(dtype: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"rounding='stochastic' goes with dtype float16 or bfloat16, not {dtype}; leave"
+    ):
+        table_config("t", dtype=dtype, rounding="stochastic")
+    with pytest.raises(ValueError, match="rounding='up' is not one of nearest, stochastic"):
+        table_config("t", dtype="float16", rounding="up")
+
+
+def test_the_manifest_tells_it_of_tables_that_have_it_alone(tmp_path: Path) -> None:
+    nearest, other = table_config("n", dtype="float16"), table_config("s", dtype="float16", rounding="stochastic")
+    with tierstore.open(tmp_path / "store", ddr="1MiB") as store:
+        store.create_table(nearest)
+        assert "rounding" not in (tmp_path / "store" / "manifest.json").read_text()
+        store.create_table(other)
+        with pytest.raises(errors.TableError, match="table 's' exists as"):
+            store.create_table(table_config("s", dtype="float16"))
+    assert (tmp_path / "store" / "manifest.json").read_text().count('"rounding": "stochastic"') == 1
+    with tierstore.open(tmp_path / "store", mode="r", ddr="1MiB") as store:
+        assert [table.config for table in store.tables.values()] == [nearest, other]
+    assert tierstore.TableConfig.from_dict(nearest.to_dict()) == nearest
+    lines = describe_store(tmp_path / "store").splitlines()
+    assert "300 x 21 float16, sgd" in lines[1]
+    assert "300 x 21 float16 rounded stochastically, sgd" in lines[2]
+
+
+@pytest.mark.parametrize("hbm", ["1MiB", "1% of tables"])
+def test_the_device_tier_refuses_it_at_once(tmp_path: Path, hbm: str) -> None:
+    config = table_config("t", dtype="bfloat16", rounding="stochastic")
+    refusal = "'t' has rounding='stochastic', which is not supported with hbm; open the store with hbm=0"
+    with tierstore.open(tmp_path / "store", ddr="2MiB", hbm=hbm) as store:
+        with pytest.raises(errors.TableError, match=refusal):
+            store.create_table(config)
+        assert not store.tables
+        store.create_table(table_config("u", dtype="bfloat16"))
+    with tierstore.open(tmp_path / "store", ddr="2MiB") as store:
+        expected = store.create_table(config).read(torch.arange(ROWS))
+        store.commit()
+    with pytest.raises(errors.TableError, match=refusal):
+        tierstore.open(tmp_path / "store", ddr="2MiB", hbm=hbm)
+    with tierstore.open(tmp_path / "store", mode="r", ddr="2MiB", hbm="1MiB") as store:
+        assert torch.equal(store["t"].read(torch.arange(ROWS)), expected)
+
+
+def test_exports_carry_it(tmp_path: Path) -> None:
+    with tierstore.open(tmp_path / "store", ddr="1MiB") as store:
+        store.create_table(table_config("t", dtype="bfloat16", rounding="stochastic"))
+        store.commit()
+    export_store(tmp_path / "store", tmp_path / "t.safetensors")
+    for dtype, rounding in ((None, "stochastic"), ("float16", "stochastic"), ("float32", "nearest")):
+        import_files(tmp_path / f"{dtype}", [tmp_path / "t.safetensors"], dtype=dtype)  # type: ignore[arg-type]
+        assert Manifest.read(tmp_path / f"{dtype}").tables[0].rounding == rounding
+        import_files(tmp_path / f"{dtype}", [tmp_path / "t.safetensors"], dtype=dtype)  # type: ignore[arg-type]
+    import_files(tmp_path / "plain", [tmp_path / "t.safetensors"], rounding="nearest")
+    assert Manifest.read(tmp_path / "plain").tables[0].rounding == "nearest"
+    with pytest.raises(errors.TableError, match="rounding='nearest', not 'stochastic'; leave rounding as it is"):
+        import_files(tmp_path / "plain", [tmp_path / "t.safetensors"], rounding="stochastic")
+
+
+def test_an_import_gives_it_to_new_tables_that_can_have_it(tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(4, 3)}, tmp_path / "bag.pt")
+    arguments = ["import", str(tmp_path / "store"), str(tmp_path / "bag.pt"), "--map", "weight=t"]
+    assert main([*arguments, "--rounding", "stochastic"]) == 2
+    assert not (tmp_path / "store").exists()
+    assert main([*arguments, "--rounding", "stochastic", "--dtype", "bfloat16"]) == 0
+    assert Manifest.read(tmp_path / "store").tables[0].rounding == "stochastic"
+
+
+def test_stores_for_inference_are_without_it(tmp_path: Path) -> None:
+    with tierstore.open(tmp_path / "store", ddr="1MiB") as store:
+        for name in "ab":
+            store.create_table(table_config(name, dtype="bfloat16", rounding="stochastic"))
+        store.commit()
+    tierstore.quantize(tmp_path / "store", tmp_path / "new", dtype="int8", tables=["a"])
+    assert [table.rounding for table in Manifest.read(tmp_path / "new").tables] == ["nearest", "stochastic"]
+
+
+def test_run_files_have_it() -> None:
+    section = EmbeddingSection(dtype="bfloat16", rounding="stochastic")
+    assert {table.rounding for table in table_configs(RunConfig(embedding=section))} == {"stochastic"}
+    with pytest.raises(ConfigError, match=r"embedding\.rounding = 'stochastic': expected \"nearest\" with"):
+        EmbeddingSection(rounding="stochastic")

@@ -1,0 +1,158 @@
+"""Many readers beside one trainer: no torn row, no stale row, no error, whatever is evicted meanwhile."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import tierstore
+from tierstore import optim
+from tierstore.store import store as store_module
+from tierstore.store.pending import PendingCommit
+
+ROWS, DIM, STEPS = 2000, 8, 60
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_readers_see_whole_rows_that_never_go_back(store_dir: Path, policy: str) -> None:
+    """Every step subtracts 1 from every column of the rows it touches, so a row's columns are equal at all times."""
+    with tierstore.open(store_dir, ddr="440KiB", policy=policy, threads=2) as store:
+        store.create_table(
+            tierstore.TableConfig(
+                name="t", num_embeddings=ROWS, embedding_dim=DIM,
+                init=tierstore.init.Constant(0.0), optimizer=optim.SGD(lr=1.0),
+            )
+        )  # fmt: skip
+        collection = tierstore.TieredEmbeddingBagCollection(store)
+        done = threading.Event()
+        failures: list[str] = []
+        checked = [0, 0, 0]
+
+        def read(number: int) -> None:
+            generator = torch.Generator().manual_seed(number)
+            lowest = torch.zeros(ROWS)
+            try:
+                while not done.is_set() or not checked[number]:
+                    ids = torch.randint(0, ROWS, (40,), generator=generator).unique()
+                    rows = store["t"].read(ids)
+                    if not torch.equal(rows, rows[:, :1].expand(-1, DIM)):
+                        failures.append(f"torn row: {rows}")
+                    if (rows[:, 0] > lowest[ids]).any():
+                        failures.append("a row went back to an older value")
+                    lowest[ids] = rows[:, 0]
+                    checked[number] += 1
+            except Exception as error:
+                failures.append(repr(error))
+
+        readers = [threading.Thread(target=read, args=(number,)) for number in range(3)]
+        for reader in readers:
+            reader.start()
+        generator = torch.Generator().manual_seed(99)
+        counts = torch.zeros(ROWS)
+        batches = []
+        for _ in range(STEPS):
+            ids = torch.randint(0, ROWS, (300,), generator=generator)
+            counts += torch.bincount(ids, minlength=ROWS)
+            batches.append(tierstore.KeyedJaggedTensor(["t"], ids, lengths=torch.ones(300, dtype=torch.int64)))
+        for step, features in enumerate(tierstore.prefetch(batches, collection, depth=2)):
+            collection(features).values().sum().backward()
+            if step % 20 == 19:
+                store.commit()
+        done.set()
+        for reader in readers:
+            reader.join()
+        assert not failures, failures[0]
+        assert min(checked) > 0
+        expected = -counts[:, None].expand(-1, DIM)
+        assert torch.equal(store["t"].read(torch.arange(ROWS)), expected)
+
+
+def test_two_threads_may_train_two_tables(store_dir: Path) -> None:
+    with tierstore.open(store_dir, ddr="440KiB", threads=2) as store:
+        for name in ("a", "b"):
+            store.create_table(
+                tierstore.TableConfig(
+                    name=name, num_embeddings=ROWS, embedding_dim=DIM,
+                    init=tierstore.init.Constant(0.0), optimizer=optim.SGD(lr=1.0),
+                )
+            )  # fmt: skip
+        failures: list[BaseException] = []
+
+        def train(name: str) -> None:
+            try:
+                bag = tierstore.TieredEmbeddingBag(store[name], mode="sum")
+                for _ in range(5):
+                    bag(torch.arange(ROWS).reshape(-1, 20)).sum().backward()
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=train, args=(name,)) for name in ("a", "b")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures
+        for name in ("a", "b"):
+            assert torch.equal(store[name].read(torch.arange(ROWS)), torch.full((ROWS, DIM), -5.0))
+
+
+def small(name: str) -> tierstore.TableConfig:
+    return tierstore.TableConfig(name=name, num_embeddings=ROWS, embedding_dim=DIM, init=tierstore.init.Constant(0.0))
+
+
+def test_a_commit_and_a_first_lookup_agree_on_the_version(store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pools that another thread makes while a commit begins belong to the next version."""
+    with tierstore.open(store_dir, ddr="440KiB") as store:
+        table = store.create_table(small("t"))
+        begun, has_read = threading.Event(), threading.Event()
+
+        def read() -> None:
+            begun.wait(60)
+            table.read(torch.arange(5))
+            has_read.set()
+
+        thread = threading.Thread(target=read)
+        thread.start()
+
+        def pending(version: int) -> PendingCommit:
+            begun.set()
+            has_read.wait(0.5)  # in vain, if the lookup waits for the commit to have begun
+            return PendingCommit(version)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store_module, "PendingCommit", pending)
+            store.commit()
+        thread.join()
+        for value in range(1, 4):
+            table.write(torch.arange(ROWS), torch.full((ROWS, DIM), float(value)))
+            assert store.commit() == value + 1
+
+
+def test_tables_are_made_and_versions_dropped_while_others_read(store_dir: Path) -> None:
+    with tierstore.open(store_dir, ddr="440KiB", keep=2) as store:
+        table = store.create_table(small("t"))
+        store.commit()
+        done, failures = threading.Event(), list[BaseException]()
+
+        def read() -> None:
+            try:
+                while not done.is_set():
+                    table.read(torch.randint(0, ROWS, (50,)))
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=read) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        try:
+            for number in range(10):
+                new = store.create_table(small(f"new {number}"))
+                new.write(torch.arange(10), torch.ones(10, DIM))
+                store.commit()
+        finally:
+            done.set()
+            for thread in threads:
+                thread.join()
+        assert not failures
+        assert all(store[f"new {number}"].read(torch.arange(10)).eq(1).all() for number in range(10))

@@ -1,0 +1,96 @@
+"""Work split over threads: every range once, errors come out, whoever's threads they are."""
+
+import itertools
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from tierstore.kernels import threads
+from tierstore.kernels.threads import MIN_WORK, Workers
+
+BOUNDS = [0, 3, 3, 7, 10, 11]
+RANGES = [(0, 3), (3, 7), (7, 10), (10, 11)]
+
+
+def in_thread(call: object) -> None:
+    """Run it in another thread; an error there is one here."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()  # type: ignore[operator]
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    for error in errors:
+        raise error
+
+
+def check_that_each_range_is_done_once(workers: Workers) -> None:
+    done: list[tuple[int, int]] = []
+    workers.run(lambda begin, end: done.append((begin, end)), BOUNDS)
+    assert sorted(done) == RANGES
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_each_range_is_done_once(count: int) -> None:
+    workers = Workers(count)
+    torch.ones(10**6).sum()  # torch's threads are awake
+    for _ in range(50):
+        check_that_each_range_is_done_once(workers)
+    in_thread(lambda: check_that_each_range_is_done_once(workers))
+    workers.close()
+
+
+def test_the_main_thread_borrows_torchs_threads_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    team = threads._torch_team()
+    if team is None:
+        pytest.skip("torch's OpenMP is not GNU's")
+    used: list[bool] = []
+    run = type(team).run
+    monkeypatch.setattr(type(team), "run", lambda *given: used.append(run(*given)) or used[-1])
+    workers = Workers(2)
+    check_that_each_range_is_done_once(workers)
+    in_thread(lambda: check_that_each_range_is_done_once(workers))
+    assert used == [True, False]
+    workers.close()
+
+
+def test_work_within_work() -> None:
+    workers = Workers(3)
+    done: list[int] = []
+    workers.run(lambda begin, end: workers.run(lambda a, b: done.append(b - a), range(begin, end + 1)), [0, 4, 9, 11])
+    assert done == [1] * 11
+    check_that_each_range_is_done_once(workers)
+    workers.close()
+
+
+@pytest.mark.parametrize("wrong", [0, 3, 10])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_an_error_comes_out_and_the_next_work_is_done(count: int, wrong: int) -> None:
+    workers = Workers(count)
+
+    def work(begin: int, _end: int) -> None:
+        if begin == wrong:
+            raise KeyError(begin)
+
+    for run in (lambda: workers.run(work, BOUNDS), lambda: in_thread(lambda: workers.run(work, BOUNDS))):
+        with pytest.raises(KeyError, match=str(wrong)):
+            run()
+        check_that_each_range_is_done_once(workers)
+    workers.close()
+
+
+def test_ranges_of_about_equal_work() -> None:
+    workers = Workers(4)
+    starts = np.cumsum([0, *([MIN_WORK // 2] * 16), 0, 0]).astype(np.int64)
+    bounds = workers.split(starts)
+    assert (bounds[0], bounds[-1]) == (0, 18)
+    assert [int(starts[b] - starts[a]) for a, b in itertools.pairwise(bounds)] == [2 * MIN_WORK] * 4
+    assert workers.split(starts[:3]) == [0, 2], "too little to share"
+    workers.close()

@@ -1,0 +1,492 @@
+"""Compaction: the same rows in the same versions, in the order asked, in less room; and never half a store."""
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import tierstore
+from tests import children
+from tests.packed import random_trace
+from tests.stored import offset_of, segment_offset, segments_of
+from tierstore import errors
+from tierstore.cli import main
+from tierstore.io import LmdbColdTier
+from tierstore.io.anchor import read_stamp
+from tierstore.offline import compaction
+from tierstore.offline.compaction import WORK_NAME, compact_store
+from tierstore.store.manifest import Manifest
+from tierstore.trace import TableTrace, Trace, write_trace
+
+ROWS = 6000
+TABLES = {"a": "float32", "b": "bfloat16", "c": "float32"}
+VERSIONS = (11, 12, 13)
+
+
+def table_config(name, dtype="float32"):
+    return tierstore.TableConfig(
+        name=name, num_embeddings=ROWS, embedding_dim=9, dtype=dtype, optimizer=tierstore.optim.RowWiseAdagrad(lr=0.1)
+    )
+
+
+def fill(store, seed, rows=ROWS // 2):
+    """Rows in no order, every 16th of them trained too."""
+    generator = torch.Generator().manual_seed(seed)
+    for table in store.tables.values():
+        ids = torch.randperm(ROWS, generator=generator)[:rows]
+        table.write(ids, torch.randn(rows, 9, generator=generator).to(table.layout.torch_dtype))
+        bag = tierstore.TieredEmbeddingBag(table, mode="sum")
+        bag(ids[::16], torch.arange(0, len(ids[::16]), 3)).square().sum().backward()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A store that was cleaned while it kept versions, gave version 14 up, and has rows beyond its last commit; and a
+    trace of it."""
+    directory = tmp_path_factory.mktemp("made")
+    counts = [ROWS, ROWS // 2, *[2] * 8, ROWS // 3, ROWS // 3, ROWS // 6, ROWS // 6]
+    """Rows that are written; where they are few, segments of the versions before are cleaned together."""
+    for keep, steps in ((1, range(10)), (4, range(10, 14))):
+        with tierstore.open(directory / "source", ddr="700KiB", threads=1, keep=keep) as store:
+            for name, dtype in TABLES.items():
+                store.create_table(table_config(name, dtype))
+            for step in steps:
+                fill(store, step, counts[step])
+                store.commit(extra={"step": step}, tensors={"w": torch.full((2,), float(step))})
+    with tierstore.open(directory / "source", ddr="700KiB", threads=1, keep=3) as store:
+        store.rollback(13)
+        fill(store, 99)
+    write_trace(random_trace(dict.fromkeys(TABLES, ROWS), seed=3, samples=300), directory / "trace.npz")
+    return directory
+
+
+@pytest.fixture
+def source(made, tmp_path):
+    return shutil.copytree(made / "source", tmp_path / "source")
+
+
+@pytest.fixture(params=["by key", "by trace"])
+def trace(made, request):
+    return made / "trace.npz" if request.param == "by trace" else None
+
+
+def rows(directory, version=None):
+    """Bits of weights and optimizer state, and all else that a version shows."""
+    with tierstore.open(directory, mode="r", ddr="8MiB", threads=1, version=version) as store:
+        found = {}
+        for name, table in store.tables.items():
+            weights, state = tierstore.exchange.rows.read_rows(table, 0, ROWS)
+            found[name] = weights.tobytes(), state.tobytes(), table.state
+        return found, store.tensors()["w"].tolist(), store.extra, store.version, store.versions
+
+
+def names(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+def files(directory):
+    return {path.name: path.read_bytes() for path in directory.iterdir() if not path.name.endswith("-lock")}
+
+
+def test_the_copy_holds_every_version_in_less_room(source, tmp_path, trace):
+    assert (segments_of(source).indexes.newest != segments_of(source).indexes.oldest).any(), "nothing was cleaned"
+    before = files(source)
+    shown = []
+    report = compact_store(source, tmp_path / "copy", trace=trace, progress=lambda *pair: shown.append(pair))
+    assert files(source) == before
+    for version in (None, *VERSIONS):
+        assert rows(source, version) == rows(tmp_path / "copy", version)
+    assert names(tmp_path / "copy") == ["manifest.json", "rows.lmdb"]
+    assert report.target == tmp_path / "copy"
+    assert (report.version, report.rows, report.segments) == (13, 3 * ROWS, len(segments_of(tmp_path / "copy").keys))
+    assert report.bytes_after < 0.8 * report.bytes_before
+    assert shown == sorted(shown)
+    assert shown[-1][0] == shown[-1][1]
+
+
+def stored(directory, version):
+    """By table: which rows are stored, and the words of all."""
+    manifest, found = Manifest.read(directory), []
+    tier = LmdbColdTier(directory, store_id=bytes.fromhex(manifest.store_id), readonly=True, version=version)
+    with contextlib.closing(tier):
+        layouts = [config.layout(manifest.page_bytes) for config in manifest.tables]
+        for index, layout in enumerate(layouts):
+            tier.add_table(index, layout, ROWS)
+        for index, layout in enumerate(layouts):
+            present = np.zeros(ROWS, np.bool_)
+            weights, state = (np.zeros((ROWS, count), np.uint64) for count in (layout.weight_words, layout.state_words))
+            keys = np.arange(ROWS, dtype=np.int64) + (index << 40)
+            tier.read(keys, np.arange(ROWS, dtype=np.int32), weights, state, present)
+            found.append((present, np.concatenate([weights, state], axis=1)))
+    return found
+
+
+def test_each_row_is_in_full_segments_once_for_each_version_that_shows_it_anew(source, tmp_path):
+    """In key order."""
+    compact_store(source, tmp_path / "copy")
+    copy, tables = segments_of(tmp_path / "copy"), Manifest.read(source).tables
+    assert np.array_equal(copy.indexes.newest, copy.indexes.oldest)
+    before = [(np.zeros(ROWS, np.bool_), 0)] * len(tables)
+    for version in VERSIONS:
+        now = stored(source, version)
+        is_new = [
+            present & (~was_present | (words != was).any(axis=1))
+            for (present, words), (was_present, was) in zip(now, before, strict=True)
+        ]
+        before = now
+        for own in ([0, 2], [1]):  # tables of one layout
+            segments = [
+                keys
+                for keys, epoch in zip(copy.keys, copy.indexes.newest.tolist(), strict=True)
+                if epoch == version and keys[0] >> 40 in own
+            ]
+            wanted = [np.flatnonzero(is_new[index]) + (index << 40) for index in own]
+            assert np.array_equal(np.concatenate(segments), np.concatenate(wanted))
+            full = tables[own[0]].layout(4096).rows_per_segment
+            assert all(len(keys) == full for keys in segments[:-1])
+    assert set(copy.indexes.newest.tolist()) == set(VERSIONS)
+
+
+def test_segments_lie_in_order_and_next_to_no_page_is_free(source, tmp_path):
+    compact_store(source, tmp_path / "copy")
+    copy = segments_of(tmp_path / "copy")
+    stored = copy.indexes.stored
+    assert (np.diff(stored.first_pages) > 0).mean() > 0.9
+    # Only pages of the tree lie between: some for each of its transactions.
+    assert int(stored.pages.sum()) > 0.9 * copy.file_pages
+
+
+def test_the_copy_is_trained_on_as_the_source_is(source, tmp_path, trace):
+    compact_store(source, tmp_path / "copy", trace=trace)
+    for directory in (source, tmp_path / "copy"):
+        with tierstore.open(directory, ddr="700KiB", threads=1, keep=3) as store:
+            fill(store, 7)
+            assert store.commit(tensors={"w": torch.zeros(2)}) == 15, "number 14 was used"
+            store.verify()
+            store.rollback(12)
+            fill(store, 8)
+            assert store.commit(tensors={"w": torch.ones(2)}) == 16
+    assert rows(source) == rows(tmp_path / "copy")
+
+
+def test_a_running_writer_is_not_disturbed_and_what_it_has_not_committed_stays_out(tmp_path):
+    with tierstore.open(tmp_path / "source", ddr="600KiB", threads=1) as store:
+        store.create_table(table_config("a"))
+        store["a"].write(torch.arange(ROWS // 2), torch.ones(ROWS // 2, 9))
+        store.commit(tensors={"w": torch.ones(2)})
+        want = store["a"].read(torch.arange(ROWS))
+        fill(store, 2, ROWS)
+        assert store.stats().ssd.rows_written > ROWS // 2  # some of it is in the file
+        code = "import sys; from tierstore.cli import main; sys.exit(main(['compact', *sys.argv[1:]]))"
+        arguments = [str(tmp_path / "source"), str(tmp_path / "copy")]
+        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+        assert not done.returncode, done.stderr
+        assert f"{tmp_path / 'copy'}: version 1, {ROWS // 2:,} rows" in done.stdout
+        fill(store, 3)
+        store.commit()
+        store.verify()
+    with tierstore.open(tmp_path / "copy", mode="r", ddr="8MiB") as copy:
+        assert torch.equal(copy["a"].read(torch.arange(ROWS)), want)
+    assert set(segments_of(tmp_path / "copy").indexes.newest.tolist()) == {1}
+
+
+def test_a_store_without_rows(tmp_path, trace):
+    with tierstore.open(tmp_path / "source", ddr="8MiB") as store:
+        for name, dtype in TABLES.items():
+            store.create_table(table_config(name, dtype))
+    assert compact_store(tmp_path / "source", tmp_path / "copy", trace=trace).rows == 0
+    with tierstore.open(tmp_path / "copy", ddr="8MiB") as store:
+        assert list(store.tables) == list(TABLES)
+        fill(store, 1)
+        assert store.commit() == 1
+
+
+# Orders
+
+
+def test_rows_of_a_trace_come_first_and_those_of_one_sample_lie_in_one_block(source, tmp_path):
+    """Of two tables of one layout, and none of the third."""
+    together = {"a": [3, 500, 903], "c": [1, 5000]}
+    samples = 50
+    tables = {
+        name: TableTrace(np.tile(ids, samples), np.arange(0, samples * len(ids) + 1, len(ids)))
+        for name, ids in together.items()
+    }
+    write_trace(Trace(tables=tables, batch_samples=10), tmp_path / "few.npz")
+    with tierstore.open(source, ddr="8MiB") as store:  # one version, which has them all
+        fill(store, 1, ROWS)
+        store.commit(tensors=store.tensors())
+    compact_store(source, tmp_path / "few", trace=tmp_path / "few.npz")
+    copy, layout = segments_of(tmp_path / "few"), table_config("a").layout(4096)
+    keys = copy.of_layout(layout)
+    wanted = [row + (index << 40) for index, name in enumerate(TABLES) for row in together.get(name, ())]
+    assert sorted(keys[:5].tolist()) == wanted
+    assert len(keys) == len(set(keys.tolist())) == 2 * ROWS
+    assert (np.diff(keys[5:]) > 0).all()
+    assert sorted(copy.partial(), key=str) == sorted({layout, table_config("b", "bfloat16").layout(4096)}, key=str)
+    assert rows(source) == rows(tmp_path / "few")
+    with tierstore.open(tmp_path / "few", mode="r", ddr="8MiB") as store:
+        for name, ids in together.items():
+            store[name].read(torch.tensor(ids))
+        assert store._cold.counters().pages_read == 2  # one for each call
+
+
+def test_a_plain_copy_of_a_packed_one_is_in_key_order_again(source, tmp_path, made, capsys):
+    assert main(["compact", str(source), str(tmp_path / "packed"), "--trace", str(made / "trace.npz")]) == 0
+    assert "version 13" in capsys.readouterr().out
+    compact_store(source, tmp_path / "once")
+    compact_store(tmp_path / "packed", tmp_path / "again")
+    once, packed, again = (segments_of(tmp_path / name) for name in ("once", "packed", "again"))
+    assert all(map(np.array_equal, once.keys, again.keys))
+    assert not all(map(np.array_equal, once.keys, packed.keys))
+
+
+@pytest.mark.parametrize(
+    ("tables", "reason"),
+    [
+        ({"nosuch": [5]}, "the trace has a table 'nosuch' and the store has none of that name"),
+        ({"a": [1, ROWS]}, rf"the trace has row {ROWS} of table 'a', which has {ROWS} rows"),
+        ({"a": []}, "the trace has no lookup; without --trace"),
+    ],
+)
+def test_a_trace_of_another_store(source, tmp_path, tables, reason):
+    entries = {name: TableTrace(np.array(ids, np.int64), np.array([0, len(ids)])) for name, ids in tables.items()}
+    write_trace(Trace(tables=entries, batch_samples=2), tmp_path / "wrong.npz")
+    with pytest.raises(ValueError, match=reason):
+        compact_store(source, tmp_path / "copy", trace=tmp_path / "wrong.npz")
+    assert not (tmp_path / "copy").exists()
+
+
+# Whole or not at all
+
+
+def test_an_empty_directory_is_a_target_and_one_in_use_is_not(source, tmp_path):
+    (tmp_path / "copy").mkdir()
+    compact_store(source, tmp_path / "copy")
+    held = names(tmp_path / "copy")
+    with pytest.raises(FileExistsError, match=r"is not empty \(it holds manifest.json\); choose a directory"):
+        compact_store(source, tmp_path / "copy")
+    with pytest.raises(ValueError, match="is the store itself"):
+        compact_store(source, source)
+    assert names(tmp_path / "copy") == held
+    (tmp_path / "file").write_bytes(b"mine")
+    with pytest.raises(FileExistsError, match="is not a directory"):
+        compact_store(source, tmp_path / "file")
+    with pytest.raises(FileNotFoundError, match="nosuch"):
+        compact_store(source, tmp_path / "nosuch" / "copy")
+
+
+def test_no_store_is_said(tmp_path):
+    with pytest.raises(errors.StoreNotFoundError, match="no store at"):
+        compact_store(tmp_path / "nosuch", tmp_path / "copy")
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("left", [[], ["rows.lmdb"]])
+def test_what_a_copy_cut_short_left_is_no_store_and_is_cleared(source, tmp_path, left):
+    copy = tmp_path / "copy"
+    (copy / WORK_NAME).mkdir(parents=True)
+    (copy / WORK_NAME / "rows.lmdb").write_bytes(b"half")
+    for name in left:
+        (copy / name).write_bytes(b"whole")
+    with pytest.raises(errors.StoreNotFoundError):
+        tierstore.open(copy, mode="r")
+    compact_store(source, copy)
+    assert rows(source) == rows(copy)
+    assert WORK_NAME not in names(copy)
+
+
+def test_somebodys_row_file_is_not_cleared(source, tmp_path):
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / "rows.lmdb").write_bytes(b"mine")
+    with pytest.raises(FileExistsError, match=r"it holds rows\.lmdb"):
+        compact_store(source, tmp_path / "copy")
+    assert (tmp_path / "copy" / "rows.lmdb").read_bytes() == b"mine"
+
+
+def test_two_copies_into_one_directory_do_not_mix(source, tmp_path):
+    (tmp_path / "copy").mkdir()
+    descriptor = os.open(tmp_path / "copy", os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with pytest.raises(errors.TierstoreError, match="is being written by another process"):
+            compact_store(source, tmp_path / "copy")
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_an_interrupt_leaves_nothing(source, tmp_path, new):
+    if not new:
+        (tmp_path / "copy").mkdir()
+
+    def interrupt(done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compact_store(source, tmp_path / "copy", progress=interrupt)
+    assert names(tmp_path) == (["source"] if new else ["copy", "source"])
+    assert new or names(tmp_path / "copy") == []
+    assert compact_store(source, tmp_path / "copy").version == 13
+
+
+@pytest.mark.parametrize("call", ["rename", "fsync"])
+def test_a_full_disk_leaves_nothing(source, tmp_path, monkeypatch, call):
+    def refuse(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(compaction.os, call, refuse)
+    with pytest.raises(errors.DiskFullError, match="copy: no room left"):
+        compact_store(source, tmp_path / "copy")
+    monkeypatch.undo()
+    assert names(tmp_path) == ["source"]
+
+
+def test_a_disk_too_small_is_told_before_anything_is_written(source, tmp_path, monkeypatch):
+    def refuse(path, size_bytes):
+        assert size_bytes > ROWS * 36
+        raise errors.DiskFullError(f"{path}: too small")
+
+    monkeypatch.setattr(compaction, "require_room", refuse)
+    with pytest.raises(errors.DiskFullError, match="too small"):
+        compact_store(source, tmp_path / "copy")
+    assert names(tmp_path) == ["source"]
+
+
+@pytest.mark.parametrize("version", [*VERSIONS, 0])
+def test_damage_of_a_row_that_a_version_shows_or_of_an_index_leaves_nothing(source, tmp_path, version):
+    at = offset_of(source, 0, 17, version) if version else segment_offset(source) + 80
+    with (source / "rows.lmdb").open("r+b") as file:
+        file.seek(at)
+        was = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([was ^ 4]))
+    wanted = "row 17 of table 0 does not match its checksum" if version else r"segment \d+ is damaged"
+    with pytest.raises(errors.DamagedError, match=rf"source/rows\.lmdb: {wanted}.*tierstore repair DIR NEW_DIR"):
+        compact_store(source, tmp_path / "copy")
+    assert names(tmp_path) == ["source"]
+
+
+def test_damage_of_the_copy_is_found_and_leaves_nothing(source, tmp_path, monkeypatch):
+    def damaged(directory, **settings):
+        with (directory / "rows.lmdb").open("r+b") as file:
+            file.seek(segment_offset(directory) + 5000)
+            file.write(bytes(300))
+        return open_store(directory, **settings)
+
+    open_store = compaction.open_store
+    monkeypatch.setattr(compaction, "open_store", damaged)
+    with pytest.raises(errors.DamagedError, match=r"did not keep what was written to it; try again \(.*row"):
+        compact_store(source, tmp_path / "copy")
+    assert names(tmp_path) == ["source"]
+
+
+def test_rows_of_tables_that_the_manifest_lost_are_not_left_behind(source, tmp_path):
+    manifest = Manifest.read(source)
+    dataclasses.replace(manifest, tables=manifest.tables[:2]).write(source)
+    with pytest.raises(
+        errors.DamagedError, match=r"rows\.lmdb has [\d,]+ rows of tables that its manifest does not have"
+    ):
+        compact_store(source, tmp_path / "copy")
+    assert names(tmp_path) == ["source"]
+
+
+def test_a_missing_row_file_is_said(source, tmp_path):
+    (source / "rows.lmdb").unlink()
+    with pytest.raises(errors.StoreNotFoundError, match=r"rows\.lmdb: no such file.*Restore"):
+        compact_store(source, tmp_path / "copy")
+    assert names(tmp_path) == ["source"]
+
+
+def test_the_row_file_carries_the_stores_id_where_an_anchor_looks_for_it(source, tmp_path):
+    compact_store(source, tmp_path / "copy")
+    manifest = Manifest.read(tmp_path / "copy")
+    assert read_stamp(tmp_path / "copy" / "rows.lmdb", manifest.page_bytes) == bytes.fromhex(manifest.store_id)
+    assert manifest == Manifest.read(source)
+
+
+def test_the_manifest_comes_last_after_synced_rows(source, tmp_path, monkeypatch):
+    copy, steps = tmp_path / "copy", []
+
+    def noting(name, call):
+        def note(*arguments, **keywords):
+            paths = [os.readlink(f"/proc/self/fd/{each}") if isinstance(each, int) else str(each) for each in arguments]
+            size = (work / "rows.lmdb").stat().st_mtime_ns if (work / "rows.lmdb").exists() else 0
+            steps.append(((name, *paths), size))
+            return call(*arguments, **keywords)
+
+        return note
+
+    work = copy / WORK_NAME
+    for name in ("rename", "fsync"):
+        monkeypatch.setattr(os, name, noting(name, getattr(os, name)))
+    compact_store(source, copy)
+    wanted = [
+        ("fsync", str(work / "rows.lmdb")),
+        ("rename", str(work / "rows.lmdb"), str(copy / "rows.lmdb")),
+        ("fsync", str(copy)),
+        ("rename", str(work / "manifest.json"), str(copy / "manifest.json")),
+        ("fsync", str(copy)),
+        ("fsync", str(tmp_path)),
+    ]
+    assert [step for step, _ in steps if step in wanted][-6:] == wanted
+    changed_at = dict(steps)
+    assert changed_at[wanted[0]] == changed_at[wanted[1]], "written to after it was synced"
+
+
+def test_killed_at_any_step_it_leaves_no_store_or_a_whole_one(tmp_path):
+    """Each try begins with what the one before left behind."""
+    children.make_store(tmp_path / "source")
+    out = children.run(
+        """
+        from tierstore.offline.compaction import compact_store
+
+        source, target = map(Path, sys.argv[1:])
+
+        def found():
+            with tierstore.open(target, mode="r", ddr="8MiB", threads=1) as store:
+                return store["t"].read(torch.arange(2000)).sum().item(), store.extra
+
+        def compact(last):
+            count = 0
+            def step(*_):
+                nonlocal count
+                count += 1
+                if count == last:
+                    os._exit(9)
+            def stepping(call):
+                return lambda *arguments, **keywords: (step(), call(*arguments, **keywords))[1]
+            for name in ("rename", "fsync", "fdatasync"):
+                setattr(os, name, stepping(getattr(os, name)))
+            compact_store(source, target, progress=step)
+
+        compact_store(source, target.with_name("first"))  # loads what the forks share
+        for last in range(1, 1000):
+            forked(compact, last)
+            try:
+                print("whole", *found(), flush=True)
+            except errors.StoreNotFoundError:
+                print("none", flush=True)
+            else:
+                if not (target / "compact.partial").exists():
+                    break
+                import shutil
+                shutil.rmtree(target)
+        """,
+        tmp_path / "source",
+        tmp_path / "copy",
+    ).splitlines()
+    outcomes = [line for line in out if not line.startswith("ended with 9")]
+    whole = "whole 96000.0 {'step': 1}"
+    assert out.count("ended with 9") >= 15
+    assert set(outcomes) == {"none", whole}
+    assert outcomes[-1] == whole
+    assert whole not in outcomes[:10]

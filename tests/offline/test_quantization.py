@@ -1,0 +1,368 @@
+"""Inference stores: made of trained ones, row for row as torch packs them, and looked up with torch's bits."""
+
+import fcntl
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import tierstore
+from tests.quantized import OPERATORS, packed
+from tests.stored import segments_of
+from tierstore import errors, optim
+from tierstore.cli import entry as cli
+from tierstore.exchange import export_store, import_files
+from tierstore.exchange.rows import read_rows
+from tierstore.io import orders
+from tierstore.offline import quantization
+
+ROWS = 3000
+DIM = 20
+WRITTEN = torch.arange(0, ROWS, 3)
+TARGETS = ["int8", "int4", "float16", "bfloat16"]
+HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+SMALL = {"ddr": "480KiB", "threads": 1}
+SETTINGS: list[dict[str, Any]] = [
+    SMALL,
+    {"ddr": "480KiB", "threads": 2, "policy": "lfu"},
+    {"ddr": "480KiB", "threads": 1, "policy": "reference-lru"},
+    {"ddr": "64MiB", "threads": 3},
+]
+every_dtype = pytest.mark.parametrize("dtype", ["int8", "int4"])
+ALL = torch.arange(ROWS)
+
+
+def table_config(name: str, **fields: Any) -> tierstore.TableConfig:
+    fields = {"num_embeddings": ROWS, "embedding_dim": DIM, "optimizer": optim.RowWiseAdagrad(lr=0.1)} | fields
+    return tierstore.TableConfig(name=name, init=tierstore.init.Normal(std=0.5, seed=7), **fields)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two tables, a third of whose rows were written, in two versions."""
+    directory = tmp_path_factory.mktemp("trained") / "store"
+    with tierstore.open(directory, keep=2, **SMALL) as store:
+        for seed, name in enumerate(("item", "user")):
+            generator = torch.Generator().manual_seed(seed)
+            store.create_table(table_config(name)).write(WRITTEN, torch.randn(len(WRITTEN), DIM, generator=generator))
+        store.commit(extra={"step": 1})
+        store["item"].write(WRITTEN[:5], torch.ones(5, DIM))
+        store.commit(extra={"step": 2}, tensors={"dense": torch.arange(3.0)})
+    return directory
+
+
+def rows(directory: Path, name: str = "item", **settings: Any) -> Tensor:
+    with tierstore.open(directory, mode="r", **(SMALL | settings)) as store:
+        return store[name].read(ALL)
+
+
+def stored(directory: Path, name: str = "item") -> Tensor:
+    """Rows as they lie in the store."""
+    with tierstore.open(directory, mode="r", **SMALL) as store:
+        return torch.from_numpy(read_rows(store[name], 0, ROWS).weights)
+
+
+@pytest.mark.parametrize("dtype", TARGETS)
+def test_every_row_is_converted_as_torch_converts_it(source: Path, tmp_path: Path, dtype: Any) -> None:
+    shown: list[tuple[int, int]] = []
+    report = tierstore.quantize(source, tmp_path / "new", dtype=dtype, progress=lambda *pair: shown.append(pair))
+    assert [each[1:] for each in report.tables] == [("float32", dtype, len(WRITTEN))] * 2
+    assert report.version == 2
+    assert report.bytes_after < report.bytes_before
+    assert shown[-1][0] == shown[-1][1] > 0
+    for name in ("item", "user"):
+        before, after = rows(source, name), rows(tmp_path / "new", name)
+        if dtype in HALVES:
+            assert torch.equal(after, before.to(HALVES[dtype]))
+        else:
+            assert torch.equal(stored(tmp_path / "new", name), packed(before, dtype))
+            assert torch.equal(after, OPERATORS[dtype][1](packed(before, dtype)))
+    with tierstore.open(tmp_path / "new", mode="r", **SMALL) as store:
+        assert (store.version, store.extra, store["user"].layout.state_dim) == (2, {"step": 2}, 0)
+        assert torch.equal(store.tensors()["dense"], torch.arange(3.0))
+        store["item"].read(ALL)
+        assert (store.stats().ssd.hits, store.stats().ssd.misses) == (len(WRITTEN), ROWS - len(WRITTEN))
+        assert store.verify().rows == 2 * len(WRITTEN)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new"]
+
+
+@pytest.mark.parametrize("tables", [["item", "user"], ["item"]])
+def test_rows_are_appended_once_in_key_order_in_full_segments(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tables: list[str]
+) -> None:
+    """A segment is full, but for the last of a layout, though many chunks are read and a third of the rows is there."""
+    monkeypatch.setattr(quantization, "_CHUNK_BYTES", 1)
+    monkeypatch.setattr(orders, "_LIST_STEP", 100)
+    tierstore.quantize(source, tmp_path / "new", dtype="int8", tables=tables)
+    found = segments_of(tmp_path / "new")
+    keys = [WRITTEN.numpy() + (index << 40) for index in range(2)]
+    assert np.array_equal(np.concatenate(found.keys), np.concatenate(keys))
+    assert len(found.keys) > len(set(found.layouts)) == len(found.partial()) == 3 - len(tables)
+
+
+@every_dtype
+def test_first_values_depend_on_seed_and_row_only(source: Path, tmp_path: Path, dtype: Any) -> None:
+    """A table that never was trained has the rows that quantizing one makes of what was never written."""
+    with tierstore.open(tmp_path / "fresh", **SMALL) as store:
+        fresh = store.create_table(table_config("item", dtype=dtype, optimizer=optim.SGD()))
+        order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(0))
+        shuffled = fresh.read(order)
+    tierstore.quantize(source, tmp_path / "new", dtype=dtype)
+    untouched = ALL % 3 > 0
+    found = rows(tmp_path / "new", ddr="64MiB", threads=2)
+    assert torch.equal(found[untouched], shuffled[order.argsort()][untouched])
+    assert not torch.equal(found[~untouched], shuffled[order.argsort()][~untouched])
+
+
+def bags(seed: int, count: int = 2000) -> tuple[Tensor, Tensor, Tensor]:
+    """(ids, offsets with the last one, per-sample weights)."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 9, (count,), generator=generator)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    ids = torch.randint(0, ROWS, (int(offsets[-1]),), generator=generator)
+    return ids, offsets, torch.randn(len(ids), generator=generator)
+
+
+@every_dtype
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda each: "-".join(map(str, each.values())))
+def test_pooled_lookups_have_torchs_bits_whatever_the_tiers(
+    source: Path, tmp_path: Path, dtype: Any, settings: dict[str, Any]
+) -> None:
+    tierstore.quantize(source, tmp_path / "new", dtype=dtype)
+    weights = packed(rows(source), dtype)
+    plain = OPERATORS[dtype][1](weights)
+    lookup = OPERATORS[dtype][2]
+    with tierstore.open(tmp_path / "new", mode="r", **settings) as store:
+        table = store["item"]
+        for seed in range(2):
+            ids, offsets, scale = bags(seed)
+            expected = lookup(weights, ids, offsets, False, 0, False, None, include_last_offset=True)
+            assert torch.equal(table.pooled(ids, offsets), expected)
+            weighted = lookup(weights, ids, offsets, False, 0, False, scale, include_last_offset=True)
+            assert torch.equal(table.pooled(ids, offsets, per_sample_weights=scale), weighted)
+            counts = offsets.diff().clamp(min=1)[:, None]
+            assert torch.equal(table.pooled(ids, offsets, mode="mean"), expected / counts)
+            largest = torch.nn.functional.embedding_bag(ids, plain, offsets, mode="max", include_last_offset=True)
+            assert torch.equal(table.pooled(ids, offsets, mode="max"), largest)
+        assert bool(store.stats().ddr.split_batches) == (settings["ddr"] == "480KiB")
+
+
+@every_dtype
+def test_modules_and_prefetching(source: Path, tmp_path: Path, dtype: Any) -> None:
+    tierstore.quantize(source, tmp_path / "new", dtype=dtype, tables=["item"])
+    weights, plain = packed(rows(source), dtype), rows(source, "user")
+    with tierstore.open(tmp_path / "new", mode="r", **SMALL) as store:
+        assert (store["item"].config.dtype, store["user"].config.dtype) == (dtype, "float32")
+        assert torch.equal(store["user"].read(ALL), plain)
+        collection = tierstore.TieredEmbeddingBagCollection(store)
+        batches = []
+        for seed in range(3):
+            ids, offsets, _ = bags(seed, 64)
+            lengths = offsets.diff()
+            batches.append(tierstore.KeyedJaggedTensor(["item", "user"], ids.repeat(2), lengths=lengths.repeat(2)))
+        for seed, batch in enumerate(tierstore.prefetch(batches, collection, depth=2)):
+            ids, offsets, _ = bags(seed, 64)
+            out = collection(batch)
+            expected = OPERATORS[dtype][2](weights, ids, offsets, include_last_offset=True)
+            assert torch.equal(out["item"], expected)
+            sums = torch.nn.functional.embedding_bag(ids, plain, offsets, mode="sum", include_last_offset=True)
+            assert torch.allclose(out["user"], sums, atol=1e-5)
+
+
+@every_dtype
+def test_per_sample_weights_get_their_gradient_in_a_store_opened_for_reading(
+    source: Path, tmp_path: Path, dtype: Any
+) -> None:
+    tierstore.quantize(source, tmp_path / "new", dtype=dtype)
+    plain = OPERATORS[dtype][1](packed(rows(source), dtype))
+    ids, offsets, scale = bags(0, 50)
+    one, other = scale.clone().requires_grad_(), scale.clone().requires_grad_()
+    with tierstore.open(tmp_path / "new", mode="r", **SMALL) as store:
+        bag = tierstore.TieredEmbeddingBag(store["item"], mode="sum", include_last_offset=True)
+        bag(ids, offsets, one).square().sum().backward()
+    expected = torch.nn.functional.embedding_bag(
+        ids, plain, offsets, mode="sum", per_sample_weights=other, include_last_offset=True
+    )
+    expected.square().sum().backward()
+    assert torch.allclose(one.grad, other.grad, rtol=1e-4, atol=1e-3)
+
+
+@every_dtype
+def test_training_is_refused_before_any_table_changes(source: Path, tmp_path: Path, dtype: Any) -> None:
+    tierstore.quantize(source, tmp_path / "new", dtype=dtype, tables=["user"])
+    with tierstore.open(tmp_path / "new", **SMALL) as store:
+        before = store["item"].read(ALL)
+        collection = tierstore.TieredEmbeddingBagCollection(store)
+        features = tierstore.KeyedJaggedTensor(["item", "user"], ALL[:6], lengths=torch.ones(6, dtype=torch.int64))
+        out = collection(features).values()
+        message = f"table 'user' has {dtype} rows, which are looked up, not trained or written.*quantize them again"
+        with pytest.raises(errors.ReadOnlyError, match=message):
+            out.sum().backward()
+        assert torch.equal(store["item"].read(ALL), before)
+        assert store["item"].state.step == 0
+        with pytest.raises(errors.ReadOnlyError, match=message):
+            store["user"].write(ALL[:1], torch.zeros(1, DIM))
+        with torch.no_grad():
+            assert torch.equal(collection(features).values(), out)
+        del out
+        store.commit()
+
+
+@every_dtype
+def test_reads_are_float32(source: Path, tmp_path: Path, dtype: Any) -> None:
+    tierstore.quantize(source, tmp_path / "new", dtype=dtype)
+    everything = rows(tmp_path / "new")
+    with tierstore.open(tmp_path / "new", mode="r", **SMALL) as store:
+        ids = torch.tensor([5, 3, 5, 2999], dtype=torch.int32)
+        found = store["item"].read(ids)
+        assert found.dtype == store["item"].read(ids[:0]).dtype == torch.float32
+        assert torch.equal(found, everything[ids.long()])
+        assert torch.equal(found, store["item"].read(ids))  # now out of the cache
+        assert store["item"].read(ids[:0]).shape == (0, DIM)
+
+
+@every_dtype
+def test_the_device_tier_says_that_it_cannot(source: Path, tmp_path: Path, dtype: Any) -> None:
+    tierstore.quantize(source, tmp_path / "new", dtype=dtype, tables=["user"])
+    refusal = f"'user' has {dtype} rows, which are not supported with hbm; open"
+    for mode in ("r", "w"):
+        with pytest.raises(errors.TableError, match=refusal):
+            tierstore.open(tmp_path / "new", mode=mode, hbm="1MiB", **SMALL)
+    with tierstore.open(tmp_path / "other", hbm="1MiB", **SMALL) as store:
+        with pytest.raises(errors.TableError, match=refusal):
+            store.create_table(table_config("user", dtype=dtype, optimizer=optim.SGD()))
+        assert not store.tables
+
+
+def test_optimizer_state_does_not_go_with_quantized_rows() -> None:
+    with pytest.raises(ValueError, match=r"dtype='int8' goes without optimizer state.*leave optimizer out"):
+        table_config("item", dtype="int8")
+    made = table_config("item", dtype="int4", optimizer=optim.SGD())
+    assert tierstore.TableConfig.from_dict(made.to_dict()) == made
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "columns", "stored_bytes"), [("int8", 64, 72, 88), ("int4", 64, 36, 56), ("int4", 5, 7, 24)]
+)
+def test_bytes_of_a_row(dtype: Any, dim: int, columns: int, stored_bytes: int) -> None:
+    layout = table_config("item", dtype=dtype, embedding_dim=dim, optimizer=optim.SGD()).layout(4096)
+    assert layout.stored_columns == columns
+    assert layout.stored_row_words * 8 == stored_bytes
+    assert layout.row_bytes == stored_bytes - 16
+
+
+@pytest.mark.parametrize("dtype", TARGETS)
+def test_a_version_that_is_kept_and_a_source_that_goes_on(source: Path, tmp_path: Path, dtype: Any) -> None:
+    report = tierstore.quantize(source, tmp_path / "new", dtype=dtype, version=1)
+    with (
+        tierstore.open(source, mode="r", version=1, **SMALL) as old,
+        tierstore.open(tmp_path / "new", mode="r", **SMALL) as new,
+    ):
+        assert (report.version, new.version, new.extra) == (1, 1, {"step": 1})
+        expected = old["item"].read(ALL)
+        found = new["item"].read(ALL)
+    given = expected.to(HALVES[dtype]) if dtype in HALVES else OPERATORS[dtype][1](packed(expected, dtype))
+    assert torch.equal(found, given)
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_rows_of_16_bits_are_packed_from_their_own_values(tmp_path: Path, half: Any) -> None:
+    with tierstore.open(tmp_path / "half", **SMALL) as store:
+        table = store.create_table(table_config("item", dtype=half))
+        table.write(WRITTEN, torch.randn(len(WRITTEN), DIM).to(HALVES[half]))
+        before = table.read(WRITTEN).float()
+        store.commit()
+    tierstore.quantize(tmp_path / "half", tmp_path / "new", dtype="int8")
+    assert torch.equal(stored(tmp_path / "new")[WRITTEN], packed(before, "int8"))
+    tierstore.quantize(tmp_path / "half", tmp_path / "same", dtype=half)
+    assert torch.equal(rows(tmp_path / "same"), rows(tmp_path / "half"))
+
+
+def test_a_store_without_a_version(tmp_path: Path) -> None:
+    with tierstore.open(tmp_path / "empty", **SMALL) as store:
+        store.create_table(table_config("item"))
+    assert tierstore.quantize(tmp_path / "empty", tmp_path / "new", dtype="int8").tables[0].rows == 0
+    assert torch.equal(stored(tmp_path / "new"), packed(rows(tmp_path / "empty"), "int8"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [("int8", np.nan), ("int4", np.inf), ("int4", 70000.0), ("float16", -70000.0), ("bfloat16", np.nan)],
+)
+def test_a_row_that_does_not_fit_is_named_and_nothing_is_left(tmp_path: Path, dtype: Any, value: float) -> None:
+    with tierstore.open(tmp_path / "store", **SMALL) as store:
+        table = store.create_table(table_config("item"))
+        table.write(ALL, torch.ones(ROWS, DIM))
+        table.write(torch.tensor([1234]), torch.full((1, DIM), value))
+        store.commit()
+    with pytest.raises(ValueError, match=f"row 1234 of table 'item' holds NaN, infinity or .* too large for {dtype}"):
+        tierstore.quantize(tmp_path / "store", tmp_path / "new", dtype=dtype)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["store"]
+
+
+def test_wrong_arguments_leave_nothing(source: Path, tmp_path: Path) -> None:
+    new = tmp_path / "new"
+    for fields, error, message in (
+        ({"dtype": "float32"}, ValueError, "dtype='float32' is not one of float16, bfloat16, int8, int4"),
+        ({"dtype": "int8", "tables": ["itm"]}, errors.TableError, "no table 'itm'; there are item, user"),
+        ({"dtype": "int8", "version": 7}, errors.StoreNotFoundError, "7"),
+    ):
+        with pytest.raises(error, match=message):
+            tierstore.quantize(source, new, **fields)
+    with pytest.raises(errors.StoreNotFoundError):
+        tierstore.quantize(tmp_path / "none", new, dtype="int8")
+    assert not list(tmp_path.iterdir())
+    tierstore.quantize(source, new, dtype="int8", tables=["item"])
+    with pytest.raises(FileExistsError, match="not an empty directory"):
+        tierstore.quantize(source, new, dtype="int8")
+    with pytest.raises(ValueError, match="table 'item' is int8 already; name the others"):
+        tierstore.quantize(new, tmp_path / "again", dtype="int4")
+    tierstore.quantize(new, tmp_path / "again", dtype="int4", tables=["user"])
+    assert torch.equal(stored(tmp_path / "again"), stored(new))
+
+
+def test_what_a_run_that_was_cut_short_left_is_cleared(source: Path, tmp_path: Path) -> None:
+    partial = tmp_path / "new.partial"
+    partial.mkdir()
+    (partial / "rows.lmdb").write_bytes(b"half")
+    (tmp_path / "new").mkdir()
+    descriptor = os.open(partial, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with pytest.raises(errors.TierstoreError, match=r"new.partial is being written by another process"):
+        tierstore.quantize(source, tmp_path / "new", dtype="int8")
+    os.close(descriptor)
+    tierstore.quantize(source, tmp_path / "new", dtype="int8")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new"]
+
+
+@every_dtype
+def test_an_export_is_what_torchs_operators_take(source: Path, tmp_path: Path, dtype: Any) -> None:
+    tierstore.quantize(source, tmp_path / "new", dtype=dtype)
+    key = "embedding_bags.item.weight"
+    export_store(tmp_path / "new", tmp_path / "new.safetensors")
+    export_store(tmp_path / "new", tmp_path / "new.pt", format="torch")
+    expected = packed(rows(source), dtype)
+    assert torch.equal(load_file(tmp_path / "new.safetensors")[key], expected)
+    assert torch.equal(torch.load(tmp_path / "new.pt", weights_only=True)[key], expected)
+    with pytest.raises(ValueError, match="import what they were made from, and quantize that"):
+        import_files(tmp_path / "copy", [tmp_path / "new.safetensors"])
+    export_store(source, tmp_path / "plain.safetensors")
+    with pytest.raises(errors.TableError, match=f"table 'item', whose rows are {dtype}: import it as float32 into"):
+        import_files(tmp_path / "new", [tmp_path / "plain.safetensors"])
+
+
+def test_the_command(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    new = str(tmp_path / "new")
+    assert cli.main(["quantize", str(source), new, "--dtype", "int9"]) == cli.EXIT_USAGE
+    assert "--dtype int9: did you mean 'int8'?" in capsys.readouterr().err
+    assert cli.main(["quantize", str(source), new, "--dtype", "int8", "--table", "item", "--at", "1"]) == 0
+    out = capsys.readouterr().out
+    assert f"{new}: version 1, verified; " in out
+    assert "  item: int8, 1,000 rows written\n  user: float32, 1,000 rows written\n" in out
+    assert cli.main(["inspect", new]) == 0
+    assert cli.main(["import", new, str(tmp_path), "--dtype", "int8"]) == cli.EXIT_USAGE

@@ -1,0 +1,548 @@
+"""Repair saves every row that is certain to be the last version's, lists the others, and takes no old row for new.
+
+``wrecks.Image.expected`` says what can be proven, from the places of all that the sound file holds.
+"""
+
+import contextlib
+import os
+import shutil
+import struct
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tierstore
+from bench.damage import Case
+from tests.wrecks import PAGE, TABLES, History, Image, Rows, Segment, extra_of, rows_of, tensors_of
+from tierstore.errors import DamagedError, FormatError, StoreLockedError, StoreNotFoundError, TierstoreError
+from tierstore.io.anchor import _newest_slot, _slot
+from tierstore.io.checksum import bytes_checksum
+from tierstore.io.records import HEAD_ITEM, LOG_ITEM, STORE_ITEM
+from tierstore.io.wreck import settled
+from tierstore.offline.salvage import LOST_NAME, SalvageReport, salvage
+from tierstore.rows import KEY_ROW_BITS
+from tierstore.store.manifest import Manifest
+
+META = 2**64 - 1
+Change = tuple[int, bytes]
+"""Where in the row file, and what is there then."""
+
+
+@pytest.fixture
+def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """In memory if there is room: each repair syncs a dozen times."""
+    shared = Path("/dev/shm")
+    base = shared if os.access(shared, os.W_OK) else tmp_path_factory.getbasetemp()
+    with tempfile.TemporaryDirectory(dir=base) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def cleaned(tmp_path_factory: pytest.TempPathFactory) -> History:
+    """Large segments, some of which cleaning has put together from several epochs."""
+    folder = tmp_path_factory.mktemp("cleaned") / "store"
+    return History(folder, 0, turns=250, slack=1.05, sizes=[1, 30, 100, 400])
+
+
+@pytest.fixture(scope="module")
+def scattered(tmp_path_factory: pytest.TempPathFactory) -> History:
+    """Many small segments, listed on several leaves."""
+    return History(tmp_path_factory.mktemp("scattered") / "store", 1, turns=600, slack=8.0, sizes=[1, 7, 7])
+
+
+@pytest.fixture(scope="module", params=["cleaned", "scattered"])
+def history(request: pytest.FixtureRequest) -> History:
+    found: History = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.fixture(scope="module")
+def image(history: History) -> Image:
+    return Image(history.files["rows.lmdb"], history.version)
+
+
+def _put(folder: Path, files: dict[str, bytes]) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def _changed(files: dict[str, bytes], changes: Iterable[Change]) -> dict[str, bytes]:
+    data = bytearray(files["rows.lmdb"])
+    for at, content in changes:
+        data[at : at + len(content)] = content
+    return files | {"rows.lmdb": bytes(data)}
+
+
+def _salvaged(tmp_path: Path, files: dict[str, bytes], **options: Any) -> SalvageReport:
+    source, target = _put(tmp_path / "damaged", files), tmp_path / "saved"
+    shutil.rmtree(target, ignore_errors=True)
+    report = salvage(source, target, **options)
+    assert {path.name: path.read_bytes() for path in source.iterdir()} == files, "the source was changed"
+    assert (target / LOST_NAME).read_text().splitlines() == report.lines()
+    assert report.is_whole == (not report.lines())
+    return report
+
+
+def _lost(report: SalvageReport) -> set[int]:
+    """Keys of the rows that are listed."""
+    tables = {config.name: index for index, config in enumerate(TABLES)}
+    return {
+        tables[loss.table] << KEY_ROW_BITS | row for loss in report.lost for row in range(loss.first, loss.last + 1)
+    }
+
+
+def _check_payload(folder: Path, report: SalvageReport) -> None:
+    with tierstore.open(folder, mode="r", ddr="1MiB", threads=1) as store:
+        assert store.version == report.version
+        tensors = store.tensors()
+        assert store.extra == ({} if report.payload_lost else extra_of(report.version))
+        assert tensors.keys() == (set() if report.payload_lost else {"dense"})
+        assert all(torch.equal(value, tensors_of(report.version)[name]) for name, value in tensors.items())
+
+
+def _check_exactly(
+    tmp_path: Path, history: History, image: Image, changes: list[Change], what: object, modes: tuple[bool, ...]
+) -> None:
+    """Damage of segments: all that can be proven is saved, nothing else, and what is lost is listed.
+
+    Args:
+        modes: of ``stale_ok``.
+    """
+    files = _changed(history.files, changes)
+    for stale_ok in modes:
+        expected = image.expected(files["rows.lmdb"], stale_ok=stale_ok)
+        report = _salvaged(tmp_path, files, stale_ok=stale_ok)
+        found = rows_of(tmp_path / "saved")
+        assert found == expected.saved, what
+        assert _lost(report) == expected.lost, what
+        assert (report.missing, report.unproven, report.rows) == (expected.missing, expected.unproven, len(found)), what
+        assert (report.version, report.payload_lost, report.doubts) == (history.version, False, []), what
+        if not stale_ok:
+            _check_rows(found, report, history)
+
+
+def _check_rows(found: Rows, report: SalvageReport, history: History) -> None:
+    """Each row is the version's, and each that is not is listed, unless it was in segments that are missing."""
+    assert found.items() <= history.rows.items(), "a row is not the version's"
+    lost = _lost(report)
+    assert not lost & found.keys()
+    assert report.missing or history.rows.keys() - found.keys() == lost
+
+
+def test_a_store_is_saved_whole(history: History, image: Image, tmp_path: Path) -> None:
+    """In the file there are also superseded rows, and such of versions that were gone back from or never came to be."""
+    assert any(each.is_mixed for each in image.segments)
+    assert any(each.newest > image.version for each in image.segments)
+    report = _salvaged(tmp_path, history.files)
+    assert report.is_whole
+    assert rows_of(tmp_path / "saved") == history.rows == image.expected(image.data).saved
+    assert report.rows == len(history.rows)
+    _check_payload(tmp_path / "saved", report)
+
+
+def test_random_damage_of_segments(history: History, image: Image, tmp_path: Path) -> None:
+    """Bits, sectors, pages and runs of them, here and there: of one segment, of several, of whole ones."""
+    random = np.random.default_rng(3)
+    outcomes = {"whole": 0, "lost": 0, "missing": 0}
+    for turn in range(40):
+        changes = []
+        for _ in range(int(random.integers(1, 4))):
+            each = image.segments[int(random.integers(len(image.segments)))]
+            at = int(random.integers(each.start * 8, each.stop * 8))
+            length = min(int(random.choice([1, 8, 512, PAGE, 3 * PAGE, 16 * PAGE])), each.stop * 8 - at)
+            if random.random() < 0.4:  # from the index on
+                at, length = (
+                    each.start * 8,
+                    min(int(random.choice([1, 1, 1, 2, 3, 16])) * PAGE, (each.stop - each.start) * 8),
+                )
+            changes.append((at, random.bytes(length) if random.random() < 0.5 else bytes(length)))
+        expected = image.expected(_changed(history.files, changes)["rows.lmdb"])
+        outcomes["missing" if expected.missing else "lost" if expected.lost else "whole"] += 1
+        what = turn, [(at, len(content)) for at, content in changes]
+        _check_exactly(tmp_path, history, image, changes, what, (False, True))
+    assert min(outcomes.values()) > 2, outcomes
+
+
+def _flip(image: Image, at: int, bits: int = 0x10) -> Change:
+    return at, bytes([image.data[at] ^ bits])
+
+
+def _without_index(image: Image, each: Segment) -> Change:
+    return each.start * 8, bytes(PAGE)
+
+
+def _damages(image: Image, each: Segment) -> dict[str, list[Change]]:
+    """Damage of one segment in two places at once."""
+    index, last = _without_index(image, each), each.blocks[-1]
+    firsts = [_flip(image, row * 8) for row in each.rows[:: each.layout.rows_per_block]]
+    ends = {"the last row's key and checksum": [(each.pairs[-1] * 8, bytes(16))]}
+    if (len(each.keys) % each.layout.rows_per_block) and each.layout.pages_per_block == 1:
+        ends["an unused place"] = [((each.pairs[-1] + 2) * 8, b"\1" * 16)]
+    return {
+        "no index": [index],
+        "a bit of the index": [_flip(image, each.index_stop * 8 - 3)],
+        "the page header": [_flip(image, each.start * 8)],
+        "a row's key": [_flip(image, each.pairs[0] * 8)],
+        "a row's key in both places": [_flip(image, each.pairs[0] * 8), _flip(image, (each.start + 8) * 8)],
+        "no index and a row": [index, _flip(image, each.rows[0] * 8)],
+        "no index and a block's number": [index, _flip(image, last * 8)],
+        "no index and a block's epoch": [index, _flip(image, last * 8 + 11, 0x01)],
+        "no index and a block's place": [index, _flip(image, last * 8 + 8, 0x01)],
+        "no index and a block's end": [index, _flip(image, last * 8 + 8, 0x80)],
+        "no index, no end and a row of every block": [index, _flip(image, last * 8), *firsts],
+        "an older epoch in every block": [index, *((block * 8 + 11, b"\0" * 5) for block in each.blocks)],
+        "nothing": [(each.start * 8, bytes((each.stop - each.start) * 8))],
+        **{f"no index and {what}": [index, *change] for what, change in ends.items()},
+    }
+
+
+def test_a_segment_without_its_index(history: History, image: Image, tmp_path: Path) -> None:
+    """Each block says what it is; where that is damaged too, its rows are not known and no older row is taken."""
+    shown = [each for each in image.segments if each.newest <= image.version]
+    chosen = {(each.layout, each.is_mixed, len(each.blocks) > 1): each for each in shown}
+    assert len(chosen) > 3
+    for each in chosen.values():
+        for what, changes in _damages(image, each).items():
+            _check_exactly(tmp_path, history, image, changes, (each.number, what), (False,))
+
+
+@pytest.mark.kernel
+def test_a_short_history(tmp_path: Path) -> None:
+    """All kinds of damage again, in a store that is small enough for kernels in plain Python."""
+    history = History(tmp_path / "store", 4, turns=12, slack=1.5, sizes=[1, 7, 30])
+    image = Image(history.files["rows.lmdb"], history.version)
+    each = max(image.segments, key=lambda each: (each.newest <= image.version, len(each.blocks)))
+    damages = _damages(image, each)
+    for what in ("no index", "no index and a row", "a row's key"):
+        _check_exactly(tmp_path, history, image, damages[what], what, (False, True))
+    report = _salvaged(tmp_path, _changed(history.files, [_flip(image, image.leaves[0] * PAGE)]))
+    assert "The record of versions is damaged" in report.doubts[0]
+
+
+def test_any_damaged_page_of_the_tree(history: History, image: Image, tmp_path: Path) -> None:
+    """Zeroed in turn: leaves, branches, the root, those of the list of free pages. Segments tell what they are."""
+    for page in [*image.leaves, *image.branches, *image.free_leaves]:
+        report = _salvaged(tmp_path, _changed(history.files, [(page * PAGE, bytes(PAGE))]))
+        items = {item for kind, item, node in image.nodes if kind == META and node // PAGE == page}
+        found = rows_of(tmp_path / "saved")
+        if HEAD_ITEM in items:  # rows of later versions are in the file
+            assert "The record of versions is damaged" in report.doubts[0]
+            assert found == {}
+        else:
+            assert report.is_whole
+            assert found == history.rows
+
+
+def test_a_changed_bit_anywhere_on_a_leaf(history: History, image: Image, tmp_path: Path) -> None:
+    """Also such that lead to other pages or name other segments, and the same on the list of free pages."""
+    random = np.random.default_rng(11)
+    for page in [*image.leaves, *image.free_leaves]:
+        places = [*random.integers(0, PAGE, 12), *(node - page * PAGE + 24 for node in image.nodes_of(page)[:9])]
+        for at in places:
+            report = _salvaged(
+                tmp_path, _changed(history.files, [_flip(image, page * PAGE + int(at), 1 << int(at) % 8)])
+            )
+            found = rows_of(tmp_path / "saved")
+            if report.doubts:
+                assert "The record of versions is damaged" in report.doubts[0]
+            else:
+                assert (found, report.lost) == (history.rows, [])
+
+
+def test_a_leaf_that_leads_to_a_segment_that_was_deleted(cleaned: History, tmp_path: Path) -> None:
+    """As many pages are in use then, each once: the tree looks sound."""
+    image = Image(cleaned.files["rows.lmdb"], cleaned.version)
+    rows = image.words.reshape(-1, PAGE // 8)
+    is_index = (rows[:, 0] == np.arange(len(rows))) & (rows[:, 3] == int.from_bytes(b"tierlogs", "little"))
+    deleted = [page for page in np.flatnonzero(is_index).tolist() if page not in image.used]
+    tried = 0
+    for kind, _, node in image.nodes:
+        length = len(image.value_of(node))
+        others = [page for page in deleted if not image.used & set(range(page, page + length))]
+        if kind == 0 and others and tried < 6:
+            tried += 1
+            change = node + 24, struct.pack("<Q", others[tried % len(others)])
+            assert _salvaged(tmp_path, _changed(cleaned.files, [change])).is_whole
+            assert rows_of(tmp_path / "saved") == cleaned.rows
+    assert tried > 2
+
+
+def test_a_writer_that_was_killed(cleaned: History, tmp_path: Path) -> None:
+    """What it wrote after the last anchor may be damaged; if the machine stopped too, its data may not be there."""
+    files, every = cleaned.files_open, Image(cleaned.files_open["rows.lmdb"], cleaned.version)
+    for page in [*every.leaves, *every.branches, *every.free_leaves]:
+        assert _salvaged(tmp_path, _changed(files, [(page * PAGE, bytes(PAGE))])).is_whole
+        assert rows_of(tmp_path / "saved") == cleaned.rows
+    anchor = _newest_slot(files["rows.anchor"])
+    assert anchor is not None
+    at_anchor = _changed(files, [(PAGE * i, meta) for i, meta in enumerate(anchor.metas)])["rows.lmdb"]
+    known = {each.number for each in Image(at_anchor, cleaned.version).segments}
+    later = [each for each in every.segments if each.number not in known]
+    assert any(each.newest <= cleaned.version for each in later), "nothing was moved after the anchor"
+    files = _changed(files, [(each.start * 8, bytes((each.stop - each.start) * 8)) for each in later])
+    assert not _salvaged(tmp_path, files).is_whole
+    stopped = files | {"rows.anchor": _slot(anchor._replace(boot_id=bytes(16)))}
+    assert _salvaged(tmp_path, stopped).is_whole
+    assert rows_of(tmp_path / "saved") == cleaned.rows
+
+
+def test_the_list_of_free_pages_and_the_tree_damaged(scattered: History, tmp_path: Path) -> None:
+    """Then nothing tells segments of the version from such as were deleted, whose pages are there yet."""
+    image = Image(scattered.files["rows.lmdb"], scattered.version)
+    assert len(image.leaves) > 1
+    changes = [(page * PAGE, bytes(PAGE)) for page in (image.leaves[0], image.free_leaves[0])]
+    report = _salvaged(tmp_path, files := _changed(scattered.files, changes))
+    assert rows_of(tmp_path / "saved") == {}
+    assert report.missing == -1
+    assert "Neither a tree of segments nor a list of free pages is sound" in report.doubts[0]
+    assert _lost(report) >= scattered.rows.keys()
+    report = _salvaged(tmp_path, files, stale_ok=True)
+    found = rows_of(tmp_path / "saved")
+    assert found.keys() >= scattered.rows.keys()
+    assert all(row in scattered.all_rows[key] for key, row in found.items())
+    assert report.unproven == report.rows == len(found)
+
+
+def test_a_segment_is_missing_that_no_leaf_names(scattered: History, tmp_path: Path) -> None:
+    """The record of the log tells that one is missing; which, and so what else is old, nothing tells."""
+    image = Image(scattered.files["rows.lmdb"], scattered.version)
+    gone = next(node for kind, _, node in image.nodes if kind == 0)
+    each = image._segment(image._little(gone + 24, 8))
+    hole = (each.start * 8, bytes((each.stop - each.start) * 8))
+    expected = image.expected(_changed(scattered.files, [hole])["rows.lmdb"], stale_ok=True).saved
+    for change in ((gone // PAGE * PAGE, bytes(PAGE)), _flip(image, gone + 8 + 15)):  # its leaf; its number there
+        files = _changed(scattered.files, [change, hole])
+        report = _salvaged(tmp_path, files)
+        assert (report.rows, report.missing) == (0, -1)
+        assert "Nothing proves which segments belong to the version" in report.doubts[0]
+        _salvaged(tmp_path, files, stale_ok=True)
+        assert rows_of(tmp_path / "saved") == expected
+
+
+def _record(image: Image, item: int) -> int:
+    """The byte where a small record begins."""
+    return next(node for kind, number, node in image.nodes if (kind, number) == (META, item)) + 24
+
+
+def test_a_damaged_record_of_the_log(history: History, image: Image, tmp_path: Path) -> None:
+    """The meta page counts pages: that none is missing is proven by it, or not at all."""
+    change = _flip(image, _record(image, LOG_ITEM) + 9)
+    assert _salvaged(tmp_path, _changed(history.files, [change])).is_whole
+    assert rows_of(tmp_path / "saved") == history.rows
+    each = image.segments[3]
+    for damage in (_without_index(image, each), (each.start * 8, bytes((each.stop - each.start) * 8))):
+        report = _salvaged(tmp_path, _changed(history.files, [change, damage]))
+        assert (report.rows, report.missing, len(report.doubts)) == (0, -1, 1)
+
+
+def test_a_damaged_head(tmp_path: Path) -> None:
+    """An older leaf tells the version; that there is no row of a later one proves the rows."""
+    history = History(tmp_path / "store", 2, turns=60, slack=1.5, sizes=[1, 30], left_over=False)
+    report = _salvaged(
+        tmp_path,
+        _changed(
+            history.files,
+            [_flip(image := Image(history.files["rows.lmdb"], history.version), _record(image, HEAD_ITEM))],
+        ),
+    )
+    assert len(report.doubts) == 1
+    assert (
+        f"The record of versions is damaged; the newest of earlier ones that is left says {history.version}."
+        in (report.doubts[0])
+    )
+    assert rows_of(tmp_path / "saved") == history.rows
+    _check_payload(tmp_path / "saved", report)
+
+
+def test_a_damaged_payload_costs_the_payload_alone(history: History, image: Image, tmp_path: Path) -> None:
+    node = next(node for kind, item, node in image.nodes if (kind, item) == (META, (history.version << 24) + 1))
+    at = image._little(node + 24, 8) * PAGE
+    report = _salvaged(tmp_path, _changed(history.files, [_flip(image, at + 5000)]))
+    assert report.payload_lost
+    assert report.lines() == [
+        f"extra and tensors of version {history.version}, and how many updates each table has had"
+    ]
+    assert rows_of(tmp_path / "saved") == history.rows
+    _check_payload(tmp_path / "saved", report)
+
+
+def test_random_damage_anywhere(cleaned: History, scattered: History, tmp_path: Path) -> None:
+    """What is saved is right, what is not is listed, or nothing is proven and nothing saved."""
+    random = np.random.default_rng(7)
+    outcomes = {"whole": 0, "part": 0, "refused": 0}
+    for turn in range(60):
+        history = (cleaned, scattered)[turn % 2]
+        size, changes = len(history.files["rows.lmdb"]), []
+        for _ in range(int(random.integers(1, 6))):
+            at = int(random.integers(size))
+            length = min(int(random.choice([1, 1, 8, 300, PAGE, 3 * PAGE])), size - at)
+            changes.append((at, random.bytes(length)))
+        try:
+            report = _salvaged(tmp_path, _changed(history.files, changes))
+        except DamagedError:
+            outcomes["refused"] += 1
+            continue
+        outcomes["whole" if report.is_whole else "part"] += 1
+        assert report.version == history.version or report.doubts
+        if report.version == history.version:
+            _check_rows(rows_of(tmp_path / "saved"), report, history)
+            _check_payload(tmp_path / "saved", report)
+    assert min(outcomes["whole"], outcomes["part"]) > 10, outcomes
+    assert outcomes["refused"] < 10, outcomes
+
+
+@pytest.mark.parametrize("meta", [0, 1])
+def test_damaged_meta_pages(history: History, tmp_path: Path, meta: int) -> None:
+    """The anchor stands in; without it the other page does, and that is said."""
+    files = _changed(history.files, [(meta * PAGE, bytes(150))])
+    assert _salvaged(tmp_path, files).is_whole
+    assert rows_of(tmp_path / "saved") == history.rows
+    report = _salvaged(tmp_path, {name: content for name, content in files.items() if name != "rows.anchor"})
+    assert "later commits may be missing" in report.lines()[0]
+    both = _changed(history.files, [(0, bytes(150)), (PAGE, bytes(150))])
+    assert _salvaged(tmp_path, both).is_whole
+    report = _salvaged(tmp_path, {name: content for name, content in both.items() if name != "rows.anchor"})
+    assert "Neither a tree of segments nor a list of free pages is sound" in report.doubts[0]
+    assert report.rows == 0
+
+
+def test_a_file_cut_short(history: History, image: Image, tmp_path: Path) -> None:
+    """As far as the tree is left, what was cut off is known; else what is saved is right."""
+    sizes = np.linspace(0.2, 1, 12)[:-1] * len(image.data)
+    exactly = 0
+    for size in [*sizes.astype(int).tolist(), max(each.stop for each in image.segments) * 8 - 3 * PAGE]:
+        files = history.files | {"rows.lmdb": image.data[:size]}
+        with contextlib.suppress(DamagedError):  # where no record of versions is left
+            report = _salvaged(tmp_path, files)
+            if report.version == history.version:
+                _check_rows(found := rows_of(tmp_path / "saved"), report, history)
+            if not report.doubts:
+                assert found == image.expected(files["rows.lmdb"]).saved
+                exactly += 1
+    assert exactly
+
+
+def test_without_a_manifest(cleaned: History, tmp_path: Path) -> None:
+    """A copy will do; of an older one, tables that it does not know are left out."""
+    backup, manifest = tmp_path / "backup.json", cleaned.files["manifest.json"]
+    backup.write_bytes(manifest)
+    damaged = cleaned.files | {"manifest.json": manifest[:100]}
+    with pytest.raises(DamagedError, match=r"manifest\.json .* give a copy of it with --manifest FILE"):
+        _salvaged(tmp_path, damaged)
+    assert not (tmp_path / "saved").exists()
+    assert _salvaged(tmp_path, damaged, manifest=backup).is_whole
+    assert rows_of(tmp_path / "saved") == cleaned.rows
+    known = Manifest._parse(backup, manifest)
+    backup.write_text(replace(known, tables=known.tables[:2])._text())
+    report = _salvaged(tmp_path, damaged, manifest=backup)
+    assert report.is_whole
+    assert report.rows == sum(key >> KEY_ROW_BITS < 2 for key in cleaned.rows)
+    _check_payload(tmp_path / "saved", report)
+
+
+def test_the_manifest_of_another_store(cleaned: History, scattered: History, tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="belongs to store"):
+        _salvaged(tmp_path, cleaned.files | {"manifest.json": scattered.files["manifest.json"]})
+    known = Manifest._parse(tmp_path, cleaned.files["manifest.json"])
+    other = replace(known, tables=(replace(known.tables[0], embedding_dim=8), *known.tables[1:]))
+    with pytest.raises(DamagedError, match="cannot be one of its tables' rows"):
+        _salvaged(tmp_path, cleaned.files | {"manifest.json": other._text().encode()})
+
+
+def test_a_store_of_an_older_release(cleaned: History, tmp_path: Path) -> None:
+    image = Image(cleaned.files["rows.lmdb"], cleaned.version)
+    at = _record(image, STORE_ITEM)
+    for number, expected in ((3, "run tierstore export"), (9, "this release reads")):
+        body = image.data[at : at + 8] + struct.pack("<Q", number) + image.data[at + 16 : at + 32]
+        change = at, body + struct.pack("<Q", bytes_checksum(body))
+        with pytest.raises(FormatError, match=rf"rows\.lmdb: format version {number}.*{expected}"):
+            _salvaged(tmp_path, _changed(cleaned.files, [change]))
+
+
+def test_what_was_read_while_pages_were_refused_is_read_again() -> None:
+    class Refusing:
+        met = 0
+
+        def is_clean(self, since: int) -> bool:
+            return since == self.met
+
+    file_map: Any = SimpleNamespace(guard=Refusing())
+    results = iter([1, 2, 3, 4])
+
+    def call() -> int:
+        result = next(results)
+        file_map.guard.met += result < 3
+        return result
+
+    assert settled(file_map, call) == 3
+
+
+def _occupied(target: Path) -> None:
+    target.mkdir()
+    (target / "something").write_text("")
+
+
+@pytest.mark.parametrize("occupy", [_occupied, lambda target: target.write_text("a file")])
+def test_a_target_that_holds_something(cleaned: History, tmp_path: Path, occupy: Callable[[Path], None]) -> None:
+    source, target = _put(tmp_path / "source", cleaned.files), tmp_path / "target"
+    occupy(target)
+    with pytest.raises(FileExistsError, match=r"is not (empty|a directory)"):
+        salvage(source, target)
+    assert target.exists()
+
+
+def test_a_store_that_is_open_for_writing(cleaned: History, tmp_path: Path) -> None:
+    source = _put(tmp_path / "source", cleaned.files)
+    with tierstore.open(source, ddr="1MiB"), pytest.raises(StoreLockedError, match="open for writing"):
+        salvage(source, tmp_path / "target")
+    assert not (tmp_path / "target").exists()
+
+
+def test_no_store(tmp_path: Path) -> None:
+    with pytest.raises(StoreNotFoundError, match=r"rows\.lmdb"):
+        salvage(tmp_path, tmp_path / "target")
+
+
+def test_a_store_without_a_commit(tmp_path: Path) -> None:
+    with tierstore.open(tmp_path / "store", ddr="1MiB", threads=1) as store:
+        store.create_table(TABLES[0])
+    report = salvage(tmp_path / "store", tmp_path / "saved")
+    assert (report.version, report.is_whole) == (0, True)
+
+
+def test_progress(cleaned: History, tmp_path: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    _salvaged(tmp_path, cleaned.files, progress=lambda done, total: calls.append((done, total)))
+    assert calls == sorted(calls)
+    assert {total for _, total in calls} == {2 * len(cleaned.files["rows.lmdb"])}
+    assert calls[-1][0] == calls[-1][1]
+
+
+def test_every_error_is_one_of_ours(scattered: History, tmp_path: Path) -> None:
+    """Bytes of the records and meta pages changed: saved, or refused in words."""
+    image = Image(scattered.files["rows.lmdb"], scattered.version)
+    refused: list[str] = []
+    nodes = [node for kind, _, node in image.nodes if kind == META]
+    places = [
+        *range(0, 152, 11),
+        *range(PAGE, PAGE + 152, 11),
+        *(node + at for node in nodes for at in range(0, 60, 9)),
+    ]
+    for place in places:
+        try:
+            report = _salvaged(tmp_path, Case("flip", "rows.lmdb", place, 4).applied(scattered.files, {}))
+            assert report.version
+        except TierstoreError as error:
+            refused.append(str(error))
+    assert len(refused) < len(places) // 10
+    assert all("rows.lmdb" in message for message in refused)

@@ -1,0 +1,231 @@
+"""``Table.pooled`` where all rows are in memory: the same bits and errors as by ``Lookup``, by one compiled call."""
+
+import contextlib
+import gc
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tierstore
+from tierstore.errors import ClosedError, TableError
+from tierstore.kernels import jit as _jit
+from tierstore.kernels import threads
+from tierstore.kernels.jit import JIT_ENABLED
+from tierstore.pool import direct
+
+ROWS = 500
+
+pytestmark = pytest.mark.skipif(not JIT_ENABLED, reason="plain Python has no addresses to call by")
+
+
+def _open(path: Path, *, dim: int = 20, dtype: Any = "float32", rows: int = ROWS, **settings: Any) -> tierstore.Store:
+    store = tierstore.open(path / "store", mode="w", ddr="64MiB", **settings)
+    for name in ("a", "b"):
+        store.create_table(
+            tierstore.TableConfig(
+                name=name,
+                num_embeddings=rows,
+                embedding_dim=dim,
+                dtype=dtype,
+                init=tierstore.init.Uniform(-1, 1, seed=3),
+            )
+        )
+    return store
+
+
+def _bags(generator: np.random.Generator, bags: int, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
+    lengths = generator.integers(0, longest + 1, bags)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    return torch.from_numpy(generator.integers(0, ROWS, offsets[-1])), torch.from_numpy(offsets)
+
+
+def _by_lookup(table: tierstore.Table, ids: torch.Tensor, offsets: torch.Tensor, mode: str) -> torch.Tensor:
+    out = torch.empty((len(offsets) - 1, table.layout.dim))
+    table.lookup(table.jagged(ids, offsets, mode=mode), mode=mode).forward(out, keep=True)
+    return out
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize(("dim", "dtype"), [(1, "float32"), (20, "float32"), (64, "bfloat16"), (83, "float16")])
+@pytest.mark.parametrize(("bags", "longest"), [(0, 0), (1, 0), (1, 20), (70, 3), (300, 40), (3, 9000)])
+def test_the_bits_of_lookup(tmp_path: Path, mode: str, dim: int, dtype: str, bags: int, longest: int) -> None:
+    with _open(tmp_path, dim=dim, dtype=dtype, threads=3) as store:
+        table = store["b"]
+        table.read(torch.arange(ROWS))
+        ids, offsets = _bags(np.random.default_rng(bags), bags, longest)
+        expected = _by_lookup(table, ids, offsets, mode)
+        memory = table.pool.one_table(table.index, ROWS)
+        assert memory is not None
+        for given in (ids, ids.to(torch.int32)):
+            pooled = memory.pooled(given, offsets, {"sum": 0, "mean": 1}[mode])
+            assert pooled is not None
+            assert torch.equal(pooled.view(torch.int32), expected.view(torch.int32))
+            assert torch.equal(table.pooled(given, offsets, mode=mode), expected)
+
+
+def test_a_large_lookup_is_split_over_torchs_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not threads.Workers(2).native_team():
+        pytest.skip("torch does not compute with GNU's OpenMP here")
+    with _open(tmp_path, threads=2) as store:
+        table = store["a"]
+        ids, offsets = _bags(np.random.default_rng(1), 900, 40)
+        expected = table.pooled(ids, offsets)
+        how = direct.split(table.pool.arena.workers, len(ids), 20, np.int64, np.float32)
+        assert how is not None
+        assert how.team
+        assert how.parts > how.threads == 2
+        assert torch.equal(table.pooled(ids, offsets), expected)
+        monkeypatch.setattr(threads.Workers, "native_team", lambda _: 0)
+        assert torch.equal(table.pooled(ids, offsets), expected)
+
+
+def test_rows_that_are_not_in_are_brought_in(tmp_path: Path) -> None:
+    with _open(tmp_path) as store:
+        table = store["a"]
+        memory = table.pool.one_table(table.index, ROWS)
+        assert memory is not None
+        ids, offsets = torch.tensor([5, 7]), torch.tensor([0, 2])
+        assert memory.pooled(ids, offsets, 0) is None
+        expected = table.read(ids).sum(dim=0, keepdim=True)
+        assert torch.equal(table.pooled(ids, offsets), expected)
+        pooled = memory.pooled(ids, offsets, 0)
+        assert pooled is not None
+        assert torch.equal(pooled, expected)
+
+
+def test_lookups_are_counted_as_hits(tmp_path: Path) -> None:
+    with _open(tmp_path) as store:
+        table = store["a"]
+        ids, offsets = torch.arange(6), torch.tensor([0, 6])
+        table.read(ids)
+        before = table.pool.filler.counters()
+        table.pooled(ids, offsets)
+        after = table.pool.filler.counters()
+        assert (after.lookups - before.lookups, after.hits - before.hits) == (6, 6)
+
+
+@pytest.mark.parametrize("wrong", [-1, ROWS, 2**40, -(2**63)])
+@pytest.mark.parametrize("place", [0, 40, 8999])
+def test_a_wrong_id_is_named(tmp_path: Path, wrong: int, place: int) -> None:
+    with _open(tmp_path) as store:
+        table = store["a"]
+        table.read(torch.arange(ROWS))
+        ids = torch.zeros(9000, dtype=torch.int64)
+        for count in (place + 1, 9000):
+            offsets = torch.arange(0, count + 1)
+            table.pooled(ids[:count], offsets)
+            ids[place] = wrong
+            with pytest.raises(ValueError, match=f"id {wrong} is not a row of table 'a'"):
+                table.pooled(ids[:count], offsets)
+            ids[place] = 0
+
+
+@pytest.mark.parametrize("offsets", [[], [1, 3], [0, 2], [0, 4], [0, 2, 1, 3], [-1, 3], [0, 2**62, 3]])
+def test_wrong_offsets_are_refused(tmp_path: Path, offsets: list[int]) -> None:
+    with _open(tmp_path) as store:
+        table = store["a"]
+        table.pooled(torch.arange(3), torch.tensor([0, 3]))
+        with pytest.raises(ValueError, match="offsets must start at 0"):
+            table.pooled(torch.arange(3), torch.tensor(offsets, dtype=torch.int64))
+
+
+def test_other_arguments_take_the_long_way(tmp_path: Path) -> None:
+    with _open(tmp_path) as store:
+        table = store["a"]
+        ids, offsets = torch.arange(8), torch.tensor([0, 2, 4])
+        expected = table.pooled(ids[::2].contiguous(), offsets)
+        assert torch.equal(table.pooled(ids[::2], offsets), expected)
+        assert torch.equal(table.pooled(ids[::2], offsets.to(torch.int32)), expected)
+        for dtype in (torch.float32, torch.int16):
+            for wrong in (ids.to(dtype), torch.zeros(20_000, dtype=dtype)):
+                with pytest.raises(TypeError, match="ids must be int64 or int32"):
+                    table.pooled(wrong, offsets)
+        with pytest.raises(TypeError, match="offsets must be a Tensor"):
+            table.pooled(ids, [0, 8])  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="mode"):
+            table.pooled(ids, offsets, mode="median")
+
+
+def test_a_new_table_or_a_closed_store_is_noticed(tmp_path: Path) -> None:
+    store = _open(tmp_path)
+    table = store["b"]
+    ids, offsets = torch.arange(9), torch.tensor([0, 9])
+    expected = table.pooled(ids, offsets)
+    store.create_table(tierstore.TableConfig(name="c", num_embeddings=70, embedding_dim=20))
+    assert torch.equal(table.pooled(ids, offsets), expected)
+    table.write(ids, torch.ones(9, 20))
+    assert torch.equal(table.pooled(ids, offsets), torch.full((1, 20), 9.0))
+    store.close()
+    with pytest.raises(ClosedError):
+        table.pooled(ids, offsets)
+
+
+@pytest.mark.parametrize("count", [8, 9000])
+def test_a_tensor_without_memory_is_refused(tmp_path: Path, count: int) -> None:
+    with _open(tmp_path) as store:
+        table = store["a"]
+        ids, offsets = torch.zeros(count, dtype=torch.int64), torch.tensor([0, count])
+        table.pooled(ids, offsets)
+        for name in ("ids", "offsets"):
+            given = {"ids": ids.clone(), "offsets": offsets.clone()}
+            given[name].untyped_storage().resize_(0)
+            with pytest.raises(ValueError, match=f"{name} has no elements in memory"):
+                table.pooled(**given)
+        freed = ids.clone()
+        freed.untyped_storage().resize_(0)
+        with pytest.raises(ValueError, match="ids has no elements in memory"):
+            table.read(freed)
+
+
+def test_a_table_keeps_no_pool_alive(tmp_path: Path) -> None:
+    store = _open(tmp_path)
+    table = store["b"]
+    table.pooled(torch.arange(9), torch.tensor([0, 9]))
+    pools = [weakref.ref(table.pool)]
+    store.create_table(tierstore.TableConfig(name="c", num_embeddings=70, embedding_dim=20))
+    pools.append(weakref.ref(table.pool))
+    store.close()
+    gc.collect()
+    assert [pool() for pool in pools] == [None, None]
+
+
+def test_what_is_compiled_for_c_is_compiled_again_when_any_source_changed() -> None:
+    made = direct._body(np.int64, np.float32)
+    assert made._cache._cache_file._source_stamp == _jit._STAMP
+
+
+def test_lookups_and_writes_beside_new_tables(tmp_path: Path) -> None:
+    """A new table brings a new pool: whoever works in the old one goes on in the new one, and loses nothing."""
+    with _open(tmp_path) as store:
+        table = store["a"]
+        ids, offsets, done = torch.arange(4), torch.tensor([0, 4]), threading.Event()
+        written, errors = [0.0], []
+
+        def work() -> None:
+            try:
+                while not done.is_set():
+                    table.write(ids, torch.full((4, 20), written[0] + 1))
+                    written[0] += 1
+                    assert table.pooled(ids, offsets)[0, 0] == 4 * written[0]
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        made = 0
+        for number in range(2000):
+            with contextlib.suppress(TableError):  # rows are in use
+                store.create_table(tierstore.TableConfig(name=f"c{number}", num_embeddings=9, embedding_dim=8))
+                made += 1
+            if made == 20 or errors:
+                break
+        done.set()
+        thread.join()
+        assert not errors
+        assert made
+        assert table.read(ids)[0, 0] == written[0]

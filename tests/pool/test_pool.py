@@ -1,0 +1,216 @@
+"""A pool over a cold tier that is slow, or fails: nobody sees a row that is not there yet, and nothing is lost."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tierstore import cache, init, optim
+from tierstore.config import TableConfig
+from tierstore.errors import BudgetError, ChecksumError, ClosedError, DiskFullError
+from tierstore.io import MemoryColdTier
+from tierstore.kernels.threads import Workers
+from tierstore.pool.pool import Pool, leases
+
+CAPACITY, ROWS, DIM = 64, 1000, 4
+CONFIG = TableConfig(
+    name="t", num_embeddings=ROWS, embedding_dim=DIM, init=init.Constant(1.0), optimizer=optim.SGD(lr=1.0)
+)
+
+
+class TroubledTier:
+    """Passes on to a tier in memory, after whatever ``before_read`` or ``before_write`` does."""
+
+    def __init__(self) -> None:
+        self._tier = MemoryColdTier()
+        self.before_read: Callable[[], None] = lambda: None
+        self.before_write: Callable[[], None] = lambda: None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tier, name)
+
+    def read(self, *arguments: Any) -> None:
+        self.before_read()
+        self._tier.read(*arguments)
+
+    def write(self, *arguments: Any, epoch: int) -> None:
+        self.before_write()
+        self._tier.write(*arguments, epoch=epoch)
+
+
+def make_pool(tier: Any, policy: str = "lru") -> Pool:
+    layout = CONFIG.layout(4096)
+    tier.add_table(0, layout, ROWS)
+    rows = cache.make_cache(policy, CAPACITY, weight_words=layout.weight_words, state_words=layout.state_words)
+    made = Pool(layout, rows, tier, Workers(1), transaction_bytes=1 << 16, outbox_rows=8, epoch=1, readonly=False)
+    made.filler.add_table(0, CONFIG)
+    return made
+
+
+def keys(*rows: int) -> Any:
+    return np.array(rows, np.int64)
+
+
+def read(made: Pool, *rows: int) -> Any:
+    out = np.empty((len(rows), DIM), np.float32)
+    made.transfers.read(keys(*rows), out)
+    return out[:, 0]
+
+
+def write(made: Pool, value: float, *rows: int) -> None:
+    made.transfers.write(keys(*rows), np.full((len(rows), DIM), value, np.float32))
+
+
+@pytest.fixture
+def tier() -> TroubledTier:
+    return TroubledTier()
+
+
+@pytest.fixture(params=["lru", "lfu", "tinylfu", "lookahead", "reference-lru"])
+def made(tier: TroubledTier, request: pytest.FixtureRequest) -> Iterator[Pool]:
+    made = make_pool(tier, request.param)
+    yield made
+    made.cache.check_integrity()
+    assert made.pins.num_pinned == 0
+
+
+def test_a_row_that_is_being_read_is_waited_for(made: Pool, tier: TroubledTier) -> None:
+    write(made, 5.0, 7)
+    made.flush()
+    for row in range(100, 100 + CAPACITY):
+        read(made, row)
+    reached, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        reached.set()
+        assert go_on.wait(30)
+
+    tier.before_read = wait
+    seen: list[float] = []
+    readers = [threading.Thread(target=lambda: seen.append(float(read(made, 7)[0]))) for _ in range(3)]
+    readers[0].start()
+    assert reached.wait(30)
+    for reader in readers[1:]:
+        reader.start()
+    read(made, 100 + CAPACITY - 1)  # a cached row is not kept waiting by the device
+    go_on.set()
+    for reader in readers:
+        reader.join(30)
+    assert seen == [5.0] * 3
+
+
+def test_a_full_disk_loses_no_row(made: Pool, tier: TroubledTier) -> None:
+    def refuse() -> None:
+        raise DiskFullError("no room")
+
+    write(made, 2.0, *range(CAPACITY))
+    tier.before_write = refuse
+    for _ in range(2):
+        with pytest.raises(DiskFullError, match="no room"):
+            read(made, 500)
+        with pytest.raises(DiskFullError, match="no room"):
+            made.flush()
+        assert made.cache.num_dirty == CAPACITY
+    assert (read(made, *range(CAPACITY)) == 2.0).all()
+    tier.before_write = lambda: None
+    assert read(made, 500)[0] == 1.0
+    assert (read(made, *range(CAPACITY)) == 2.0).all()
+
+
+def test_a_failed_read_leaves_no_row_behind(made: Pool, tier: TroubledTier) -> None:
+    def refuse() -> None:
+        raise ChecksumError("row 3 is damaged")
+
+    write(made, 2.0, 3)
+    made.flush()
+    for row in range(100, 100 + CAPACITY):
+        read(made, row)
+    tier.before_read = refuse
+    for _ in range(3):
+        with pytest.raises(ChecksumError, match="row 3 is damaged"):
+            read(made, 100 + CAPACITY - 1, 3)
+    tier.before_read = lambda: None
+    assert read(made, 3)[0] == 2.0
+
+
+def test_held_leases_leave_room_for_others(made: Pool) -> None:
+    leases = []
+    while True:
+        first = len(leases) * 8
+        lease = made.leases.acquire(keys(*range(first, first + 8)))
+        if not made.pins.hold(lease):
+            lease.release()
+            break
+        leases.append(lease)
+    assert sum(lease.num_unique for lease in leases) == 0.75 * CAPACITY
+    assert (read(made, *range(500, 700)) == 1.0).all()
+    for lease in leases:
+        lease.release()
+        lease.release()
+
+
+@contextlib.contextmanager
+def other_thread_holding(lock: Any) -> Iterator[None]:
+    taken, give_back = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            taken.set()
+            give_back.wait(30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert taken.wait(30)
+    yield
+    give_back.set()
+    thread.join(30)
+
+
+def test_a_dropped_lease_is_released(made: Pool) -> None:
+    lease = made.leases.acquire(keys(1, 2, 3))
+    assert made.pins.num_pinned == 3
+    with other_thread_holding(made.arena.lock):
+        del lease  # must not wait
+    assert made.pins.num_pinned == 0
+
+
+def test_whoever_waits_for_pins_goes_on_when_they_are_released(made: Pool) -> None:
+    lease = made.leases.acquire(keys(*range(CAPACITY)))
+    seen: list[float] = []
+    waiter = threading.Thread(target=lambda: seen.append(float(read(made, 900)[0])))
+    waiter.start()
+    waiter.join(0.2)
+    assert waiter.is_alive()
+    lease.release()
+    waiter.join(30)
+    assert seen == [1.0]
+
+
+def test_waiting_for_pins_ends_in_an_error(made: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "PIN_WAIT_SECONDS", 0.1)
+    lease = made.leases.acquire(keys(*range(CAPACITY)))
+    with pytest.raises(BudgetError, match="open the store with a larger ddr="):
+        read(made, 900)
+    lease.release()
+
+
+def test_closing_wakes_who_waits(made: Pool) -> None:
+    lease = made.leases.acquire(keys(*range(CAPACITY)))
+    failures: list[type[BaseException]] = []
+
+    def wait() -> None:
+        try:
+            read(made, 900)
+        except ClosedError as error:
+            failures.append(type(error))
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    waiter.join(0.2)
+    made.close()
+    waiter.join(30)
+    assert failures == [ClosedError]
+    lease.release()

@@ -1,0 +1,425 @@
+"""Backups: a copy of a store that others change meanwhile, of one moment, to the bit; and never half a store."""
+
+import errno
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tierstore
+from tests import children
+from tierstore import errors
+from tierstore.cli import main
+from tierstore.io import copying
+from tierstore.store.backup import WORK_NAME
+
+ROWS = 6000
+DDR = "600KiB"
+"""Rows of both tables do not fit: they come and go."""
+
+
+def table_config(name: str, num_rows: int = ROWS) -> tierstore.TableConfig:
+    return tierstore.TableConfig(
+        name=name, num_embeddings=num_rows, embedding_dim=16, optimizer=tierstore.optim.RowWiseAdagrad()
+    )
+
+
+Rows = dict[str, Tensor]
+
+
+class Trained:
+    """A store under training, and what each of its versions holds, kept beside it."""
+
+    def __init__(self, store: tierstore.Store) -> None:
+        self.store = store
+        self.versions: dict[int, Rows] = {}
+        self._generator = torch.Generator().manual_seed(1)
+
+    def train(self, rows: int = ROWS // 2) -> None:
+        """Change rows, one table by gradients, the other by writing."""
+        ids = torch.randperm(ROWS, generator=self._generator)[:rows]
+        values = torch.randn(rows, 16, generator=self._generator)
+        tables = list(self.store.tables.values())
+        bag = tierstore.TieredEmbeddingBag(tables[0], mode="sum")
+        (bag(ids[:500], torch.arange(500)) * values[:500]).sum().backward()
+        for table in tables:
+            table.write(ids, values)
+
+    def commit(self) -> None:
+        number = self.store.version + 1
+        seen = {name: table.read(torch.arange(ROWS)) for name, table in self.store.tables.items()}
+        assert self.store.commit(extra={"number": number}, tensors={"w": torch.full((2,), float(number))}) == number
+        self.versions[number] = seen
+
+    def check(self, directory: Path, version: int) -> None:
+        """The store there holds these versions and nothing of later ones, and all of it is sound."""
+        with tierstore.open(directory, mode="r", ddr="8MiB", threads=1) as store:
+            assert store.version == version
+            kept = store.versions
+            store.verify()
+        for number in kept:
+            with tierstore.open(directory, mode="r", version=number, ddr="8MiB", threads=1) as store:
+                assert store.extra == {"number": number}
+                assert torch.equal(store.tensors()["w"], torch.full((2,), float(number)))
+                for name, rows in self.versions[number].items():
+                    assert torch.equal(store[name].read(torch.arange(ROWS)), rows), (number, name)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return tmp_path / "source"
+
+
+@pytest.fixture
+def trained(source: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trained]:
+    """A store with three commits, two of them kept, and rows beyond the last; it is copied in small parts."""
+    monkeypatch.setattr(copying, "_PART_BYTES", 128 << 10)
+    with tierstore.open(source, ddr=DDR, keep=2, threads=1) as store:
+        for name in ("a", "b"):
+            store.create_table(table_config(name))
+        made = Trained(store)
+        for _ in range(3):
+            made.train()
+            made.commit()
+        made.train(ROWS)
+        yield made
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_a_backup_shows_one_moment_whatever_is_written_while_it_is_made(trained: Trained, tmp_path: Path) -> None:
+    parts = []
+
+    def train_on(done: int, total: int) -> None:
+        """Between two parts of the copy every row changes, and what is not kept is deleted and its pages used again."""
+        parts.append((done, total))
+        if len(parts) <= 12:
+            trained.train(ROWS)
+            trained.commit()
+
+    report = trained.store.backup(tmp_path / "copy", progress=train_on)
+    assert len(parts) > 12
+    assert parts == sorted(parts)
+    assert parts[-1][0] == parts[-1][1]
+    assert (report.version, report.versions, report.target) == (3, (2, 3), tmp_path / "copy")
+    assert names(tmp_path / "copy") == ["manifest.json", "rows.lmdb"]
+    trained.check(tmp_path / "copy", 3)
+    assert trained.store.version == 15
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_backups_beside_a_thread_that_trains(trained: Trained, tmp_path: Path, verify: bool) -> None:
+    def train() -> None:
+        for _ in range(8):
+            trained.train()
+            trained.commit()
+
+    found: list[int] = []
+    thread = threading.Thread(target=train)
+    thread.start()
+    while thread.is_alive() and len(found) < 4:
+        found.append(trained.store.backup(tmp_path / str(len(found)), verify=verify).version)
+    thread.join()
+    assert found == sorted(found)
+    for i, version in enumerate(found):
+        trained.check(tmp_path / str(i), version)
+
+
+def test_a_follower_backs_up_what_it_shows_while_the_writer_rewrites_everything(
+    trained: Trained, source: Path, tmp_path: Path
+) -> None:
+    code = """
+    from tierstore.io import copying
+    copying._PART_BYTES = 512 << 10
+
+    def wait(done, total):
+        print("part", flush=True)
+        sys.stdin.readline()
+
+    with tierstore.open(sys.argv[1], mode="r", ddr="1MiB", threads=1) as store:
+        wait(0, 0)
+        print("made", store.backup(sys.argv[2], progress=wait).version, flush=True)
+        store.refresh()
+        print(store.backup(sys.argv[3]).version)
+    """
+    child = children.start(code, source, tmp_path / "copy", tmp_path / "later")
+    assert child.stdin is not None
+    assert child.stdout is not None
+    said = [child.stdout.readline()]
+    while said[-1] == "part\n":
+        if len(said) < 8:
+            trained.train(ROWS)
+            trained.commit()
+        child.stdin.write("\n")
+        child.stdin.flush()
+        said.append(child.stdout.readline())
+    out, err = child.communicate()
+    assert (said[-1], out) == ("made 3\n", "10\n"), err
+    assert len(said) > 8
+    trained.check(tmp_path / "copy", 3)
+    trained.check(tmp_path / "later", 10)
+
+
+def test_backup_and_original_are_trained_on_alike(trained: Trained, source: Path, tmp_path: Path) -> None:
+    trained.commit()
+    trained.store.backup(tmp_path / "copy")
+    trained.store.close()
+    found = []
+    for directory in (source, tmp_path / "copy"):
+        with tierstore.open(directory, ddr=DDR, keep=2, threads=1) as store:
+            again = Trained(store)
+            for _ in range(3):
+                again.train()
+                again.commit()
+            store.rollback(6)
+            store.verify()
+            found.append([table.read(torch.arange(ROWS)) for table in store.tables.values()])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_a_backup_of_a_backup(trained: Trained, tmp_path: Path) -> None:
+    trained.store.backup(tmp_path / "one")
+    with tierstore.open(tmp_path / "one", mode="r", ddr="1MiB") as store:
+        store.backup(tmp_path / "two")
+    trained.check(tmp_path / "two", 3)
+    assert (tmp_path / "one" / "rows.lmdb").read_bytes() == (tmp_path / "two" / "rows.lmdb").read_bytes()
+
+
+def test_tables_made_meanwhile_are_there_and_empty(trained: Trained, tmp_path: Path) -> None:
+    def add(_done: int, _total: int) -> None:
+        if "c" not in trained.store:
+            trained.store.commit()
+            trained.store.create_table(table_config("c")).write(torch.arange(ROWS), torch.ones(ROWS, 16))
+            trained.store.commit()
+
+    trained.store.backup(tmp_path / "copy", progress=add)
+    trained.check(tmp_path / "copy", 3)
+    with tierstore.open(tmp_path / "copy", mode="r", ddr="8MiB") as store:
+        assert list(store.tables) == ["a", "b", "c"]
+        assert not (store["c"].read(torch.arange(ROWS)) == 1).all(1).any()
+
+
+def test_what_was_never_committed_is_not_in_it(source: Path, tmp_path: Path) -> None:
+    with tierstore.open(source, ddr=DDR, threads=1) as store:
+        first = store.create_table(table_config("a")).read(torch.arange(ROWS))
+        store["a"].write(torch.arange(ROWS), torch.ones(ROWS, 16))
+        assert store.stats().ssd.rows_written > 0
+        assert store.backup(tmp_path / "copy", verify=True)[1:3] == (0, ())
+    for mode in ("r", "w"):
+        with tierstore.open(tmp_path / "copy", mode=mode, ddr="8MiB") as store:  # type: ignore[arg-type]
+            assert store.version == 0
+            assert torch.equal(store["a"].read(torch.arange(ROWS)), first)
+
+
+def raising(number: int) -> Callable[..., int]:
+    def refuse(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    return refuse
+
+
+def test_a_kernel_that_copies_no_ranges(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying.os, "copy_file_range", raising(errno.EXDEV))
+    trained.store.backup(tmp_path / "copy")
+    trained.check(tmp_path / "copy", 3)
+
+
+def test_holes_stay_holes(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 8192)
+    os.truncate(path, 1 << 20)
+    with path.open("r+b") as file:
+        file.seek(1 << 19)
+        file.write(b"y" * 4096)
+        file.flush()
+        stretches = list(copying._stretches(file.fileno(), 1 << 20))
+    assert stretches == [(0, 8192), (1 << 19, (1 << 19) + 4096)]
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_an_interrupt_leaves_nothing(trained: Trained, tmp_path: Path, new: bool) -> None:
+    def interrupt(_done: int, _total: int) -> None:
+        raise KeyboardInterrupt
+
+    if not new:
+        (tmp_path / "copy").mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        trained.store.backup(tmp_path / "copy", progress=interrupt)
+    assert names(tmp_path) == (["source"] if new else ["copy", "source"])
+    assert new or names(tmp_path / "copy") == []
+    trained.store.backup(tmp_path / "copy")
+    trained.check(tmp_path / "copy", 3)
+
+
+@pytest.mark.parametrize("at", ["copied", "rename"])
+def test_what_a_killed_backup_leaves_is_no_store_and_the_next_one_replaces_it(
+    trained: Trained, source: Path, tmp_path: Path, at: str
+) -> None:
+    code = """
+    def kill(*arguments):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    rename = os.rename
+    if sys.argv[3] == "rename":
+        os.rename = lambda *paths: (rename(*paths), kill())
+    with tierstore.open(sys.argv[1], mode="r", ddr="1MiB", threads=1) as store:
+        store.backup(sys.argv[2], progress=kill if sys.argv[3] == "copied" else None)
+    """
+    copy = tmp_path / "copy"
+    child = children.start(code, source, copy, at)
+    child.communicate()
+    assert child.returncode == -9
+    assert names(copy) == ([WORK_NAME] if at == "copied" else [WORK_NAME, "rows.lmdb"])
+    with pytest.raises(errors.StoreNotFoundError):
+        tierstore.open(copy, mode="r")
+    trained.store.backup(copy)
+    assert names(copy) == ["manifest.json", "rows.lmdb"]
+    trained.check(copy, 3)
+
+
+@pytest.mark.parametrize("call", ["copy_file_range", "fsync", "rename", "ftruncate"])
+def test_a_full_disk_leaves_nothing(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(copying.os, call, raising(errno.ENOSPC))
+        with pytest.raises(errors.DiskFullError, match="no room left"):
+            trained.store.backup(tmp_path / "copy")
+    assert names(tmp_path) == ["source"]
+    trained.commit()
+
+
+def test_a_small_target_is_told_before_anything_is_written(trained: Trained, tmp_path: Path) -> None:
+    (tmp_path / "small").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path / "small")]
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"mounting is not permitted here: {done.stderr.strip()}")
+    try:
+        with pytest.raises(errors.DiskFullError, match=r"are needed and .* are free; nothing was written"):
+            trained.store.backup(tmp_path / "small" / "copy")
+        assert names(tmp_path / "small") == []
+        subprocess.run(["mount", "-o", "remount,size=64m", str(tmp_path / "small")], check=True)
+        trained.store.backup(tmp_path / "small" / "copy")
+        subprocess.run(["mount", "-o", "remount,ro", str(tmp_path / "small")], check=True)
+        assert main(["backup", str(tmp_path / "small" / "copy"), str(tmp_path / "copy"), "--verify"]) == 0
+        trained.check(tmp_path / "copy", 3)
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path / "small")], check=True)
+
+
+def test_wrong_targets(trained: Trained, source: Path, tmp_path: Path) -> None:
+    for inside in (source / "copy", source / ".." / "source" / "copy"):
+        with pytest.raises(ValueError, match="is inside the store"):
+            trained.store.backup(inside)
+    with pytest.raises(FileExistsError, match=r"is not empty \(it holds source\)"):
+        trained.store.backup(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        trained.store.backup(tmp_path / "no" / "such")
+    trained.store.backup(tmp_path / "copy")
+    with pytest.raises(FileExistsError, match=r"is not empty \(it holds manifest.json\)"):
+        trained.store.backup(tmp_path / "copy")
+    trained.store.close()
+    with pytest.raises(errors.ClosedError):
+        trained.store.backup(tmp_path / "other")
+    assert names(tmp_path) == ["copy", "source"]
+
+
+def test_damage_is_not_copied_in_silence(trained: Trained, source: Path, tmp_path: Path) -> None:
+    with trained.store._cold.lease() as (snapshot, _):
+        entries, _ = next(iter(snapshot.walk()))
+        page, root = int(entries.pages[0]), snapshot.meta.main_root
+    trained.store.close()
+    with (source / "rows.lmdb").open("r+b") as file:
+        file.seek(page * 4096 + 60)
+        file.write(b"\x5a")
+    with tierstore.open(source, mode="r", ddr="1MiB") as store:
+        with pytest.raises(errors.DamagedError, match="the backup is not sound"):
+            store.backup(tmp_path / "copy", verify=True)
+        assert names(tmp_path) == ["source"]
+        with (source / "rows.lmdb").open("r+b") as file:
+            file.seek(root * 4096)
+            file.write(bytes(64))
+        with pytest.raises(errors.DamagedError, match=f"page {root} of its tree is damaged"):
+            store.backup(tmp_path / "copy")
+    assert names(tmp_path) == ["source"]
+
+
+def test_the_manifest_comes_last_after_synced_rows(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[str] = []
+    rename, fsync = os.rename, os.fsync
+
+    def noting(descriptor: int) -> None:
+        steps.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def renaming(old: Path, new: Path) -> None:
+        steps.append(f"{old} -> {new}")
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    monkeypatch.setattr(os, "rename", renaming)
+    trained.store.backup(tmp_path / "copy")
+    copy, work = tmp_path / "copy", tmp_path / "copy" / WORK_NAME
+    wanted = [
+        str(work / "rows.lmdb"),
+        f"{work / 'rows.lmdb'} -> {copy / 'rows.lmdb'}",
+        str(copy),
+        f"{work / 'manifest.json'} -> {copy / 'manifest.json'}",
+        str(copy),
+        str(tmp_path),
+    ]
+    assert [step for step in steps if step in wanted] == wanted
+
+
+def test_the_command(trained: Trained, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained.store.close()
+    assert main(["backup", str(source), str(tmp_path / "copy"), "--verify"]) == 0
+    assert f"{tmp_path / 'copy'}: version 3, " in (said := capsys.readouterr().out)
+    assert said.endswith(" rows verified\n")
+    trained.check(tmp_path / "copy", 3)
+    assert main(["backup", str(source), str(tmp_path / "copy")]) == 1
+    assert "is not empty (it holds manifest.json)" in capsys.readouterr().err
+    assert main(["backup", str(source), str(source / "copy")]) == 2
+    assert main(["backup", str(tmp_path / "nosuch"), str(tmp_path / "other")]) == 1
+    assert names(tmp_path) == ["copy", "source"]
+
+
+@pytest.mark.parametrize("mode", ["r", "w"])
+def test_what_a_backup_left_that_was_cut_short_is_no_store(tmp_path: Path, mode: Any) -> None:
+    (tmp_path / WORK_NAME).mkdir()
+    with pytest.raises(
+        errors.StoreNotFoundError, match=rf"holds {WORK_NAME}, of a copy that was cut short; make the copy"
+    ):
+        tierstore.open(tmp_path, mode=mode)
+    assert [path.name for path in tmp_path.iterdir()] == [WORK_NAME]
+
+
+def test_a_process_forked_amid_a_backup_does_not_keep_the_target(trained: Trained, tmp_path: Path) -> None:
+    code = """
+    def cut_short(done, total):
+        if not os.fork():
+            time.sleep(600)
+            os._exit(0)
+        raise KeyboardInterrupt
+
+    os.setpgid(0, 0)
+    with tierstore.open(sys.argv[1], mode="r", ddr="1MiB", threads=1) as store:
+        try:
+            store.backup(sys.argv[2], progress=cut_short)
+        except KeyboardInterrupt:
+            print(store.backup(sys.argv[2]).version, flush=True)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.killpg(0, signal.SIGTERM)
+    """
+    assert children.run(code, trained.store.directory, tmp_path / "copy") == "3\n"

@@ -1,0 +1,107 @@
+"""Promise 4: a budget in bytes is kept, with its index, policy and staging, whatever the table's size."""
+
+import gc
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierstore
+from tierstore import optim
+from tierstore.errors import BudgetError
+from tierstore.system import sizes
+from tierstore.system.sizes import parse_size
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"embedding_dim": 64, "optimizer": optim.RowWiseAdagrad()},
+    {"embedding_dim": 3, "dtype": "float16"},
+    {"embedding_dim": 16, "optimizer": optim.Adam()},
+]
+
+
+def batch(rows: int, count: int, seed: int) -> tierstore.KeyedJaggedTensor:
+    ids = torch.randint(0, rows, (count,), generator=torch.Generator().manual_seed(seed))
+    return tierstore.KeyedJaggedTensor(["t"], ids, lengths=torch.ones(count, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "tinylfu", "lookahead"])
+@pytest.mark.parametrize("ddr", ["500KiB", "2MiB", "16MiB"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"dim{layout['embedding_dim']}")
+def test_what_a_store_allocates_stays_within_its_budget(
+    store_dir: Path, policy: str, ddr: str, layout: dict[str, Any]
+) -> None:
+    """numpy reports every array to tracemalloc, so an array that no accounting knows of is found too."""
+    budget, rows = parse_size(ddr, name="ddr"), 400_000
+    with tierstore.open(store_dir, ddr=ddr, policy=policy, threads=1) as store:
+        table = store.create_table(tierstore.TableConfig(name="t", num_embeddings=rows, **layout))
+        collection = tierstore.TieredEmbeddingBagCollection(store)
+        batches = [batch(rows, 500, seed) for seed in range(4)]
+
+        def train() -> None:
+            for features in tierstore.prefetch(batches, collection, depth=2, lookahead=2):
+                collection(features).values().sum().backward()
+
+        train()  # compiles kernels, outside the measurement
+        store.create_table(tierstore.TableConfig(name="other", num_embeddings=1, **layout))  # drops the caches
+        gc.collect()
+        tracemalloc.start()
+        try:
+            train()
+            gc.collect()
+            allocated = tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+        assert store.stats().ddr.bytes <= budget
+        assert allocated <= budget
+        assert table.pool.cache.capacity > 64
+
+
+def test_the_budget_is_used_and_divided_by_what_layouts_would_take(store_dir: Path) -> None:
+    with tierstore.open(store_dir, ddr="8MiB") as store:
+        for name, dim in (("narrow", 8), ("wide", 64)):
+            store.create_table(tierstore.TableConfig(name=name, num_embeddings=10**6, embedding_dim=dim))
+        narrow, wide = (store[name].pool.cache for name in ("narrow", "wide"))
+        assert narrow is not wide
+        assert 0.9 * 2**23 < store.stats().ddr.bytes <= 2**23
+        assert abs(narrow.capacity - wide.capacity) <= 0.01 * wide.capacity
+
+
+def test_a_cache_is_never_larger_than_its_tables(store_dir: Path) -> None:
+    with tierstore.open(store_dir, ddr="1GiB") as store:
+        for name in ("a", "b"):
+            store.create_table(tierstore.TableConfig(name=name, num_embeddings=50, embedding_dim=4))
+        assert store["a"].pool is store["b"].pool
+        assert store["a"].pool.cache.capacity == 100
+
+
+def test_a_share_of_the_tables_counts_optimizer_state(store_dir: Path) -> None:
+    with tierstore.open(store_dir, ddr="10% of tables") as store:
+        config = tierstore.TableConfig(name="t", num_embeddings=10**5, embedding_dim=64, optimizer=optim.Adam())
+        table = store.create_table(config)
+        assert table.pool.cache.capacity > 0.7 * 10**4
+        assert store.stats().ddr.bytes <= 10**5 * 768 / 10
+
+
+def test_nothing_grows_with_the_table_but_the_map(store_dir: Path) -> None:
+    held = []
+    for number, rows in enumerate((10**5, 10**9)):
+        with tierstore.open(store_dir / str(number), ddr="1MiB") as store:
+            table = store.create_table(tierstore.TableConfig(name="t", num_embeddings=rows, embedding_dim=16))
+            table.read(torch.arange(0, rows, rows // 100))
+            stats = store.stats()
+            held.append((stats.ddr.bytes, stats.ddr.capacity_rows))
+            assert stats.ssd.bytes < rows * 4 + 2**20
+    assert held[0] == held[1]
+
+
+def test_more_memory_than_there_is_is_refused_before_any_is_taken(store_dir: Path, monkeypatch: Any) -> None:
+    """Only what the tables can take counts: a large budget over small ones does no harm."""
+    monkeypatch.setattr(sizes, "machine_memory_bytes", lambda: 100 * 2**20)
+    with tierstore.open(store_dir, ddr="1GiB") as store:
+        small = store.create_table(tierstore.TableConfig(name="small", num_embeddings=100, embedding_dim=4))
+        small.read(torch.arange(100))
+        large = store.create_table(tierstore.TableConfig(name="large", num_embeddings=10**6, embedding_dim=64))
+        with pytest.raises(BudgetError, match=r"ddr='1GiB' would take .* has 100\.0 MiB; give less"):
+            large.read(torch.arange(10))

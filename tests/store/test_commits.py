@@ -1,0 +1,496 @@
+"""Commits in the background: a version shows what was there when it was asked for, whatever happens meanwhile."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierstore
+from tierstore import optim
+from tierstore.errors import DiskFullError, ReadOnlyError, StoreNotFoundError, TableError
+from tierstore.store.pending import PendingCommit
+from tierstore.system import killpoints
+
+ROWS, DIM = 20_000, 4
+ALL = torch.arange(ROWS)
+POLICIES = ["lru", "lfu", "reference-lru"]
+
+
+def open_store(directory: Path, **settings: Any) -> tierstore.Store:
+    settings = {"ddr": "600KiB", "threads": 1} | settings
+    store = tierstore.open(directory, **settings)
+    if store.readonly:
+        return store
+    first, rule = tierstore.init.Constant(-1.0), optim.SGD(lr=1)
+    store.create_table(
+        tierstore.TableConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM, init=first, optimizer=rule)
+    )
+    return store
+
+
+def put(store: tierstore.Store, rows: torch.Tensor, value: float) -> None:
+    store["t"].write(rows, torch.full((len(rows), DIM), value))
+
+
+def shown(directory: Path, version: int | None = None) -> torch.Tensor:
+    """First column of every row of a version."""
+    with tierstore.open(directory, mode="r", version=version) as store:
+        store.verify()
+        return store["t"].read(ALL)[:, 0]
+
+
+class Gate:
+    """Stops the commit thread at a point until it is let go."""
+
+    def __init__(self) -> None:
+        self.point = ""
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def close(self, point: str) -> None:
+        self.point = point
+        self.reached.clear()
+        self.go_on.clear()
+
+    def hook(self, name: str) -> None:
+        if name == self.point and threading.current_thread().name.startswith("tierstore-commit"):
+            self.reached.set()
+            assert self.go_on.wait(60)
+
+    def open(self) -> None:
+        self.point = ""
+        self.go_on.set()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate()
+    monkeypatch.setattr(killpoints, "hook", gate.hook)
+    yield gate
+    gate.open()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "point",
+    ["write-back: segments put", "write-back: segments published", "commit: frozen rows written", "commit: record put"],
+)
+def test_a_version_shows_what_was_there_when_it_was_asked_for(
+    store_dir: Path, gate: Gate, policy: str, point: str
+) -> None:
+    """Rows change before and after they were written, are evicted, and are read while the writer stands still."""
+    generator = torch.Generator().manual_seed(POLICIES.index(policy))
+    with open_store(store_dir, policy=policy, keep=3) as store:
+        capacity = store["t"].pool.cache.capacity
+        assert capacity < ROWS / 2
+        put(store, ALL, 1.0)
+        assert store.commit(extra={"n": 1}) == 1
+        recent = ALL[-capacity // 2 :]
+        put(store, recent, 2.0)
+        gate.close(point)
+        pending = store.commit_async(extra={"n": 2})
+        assert gate.reached.wait(60)
+        assert (store.version, store.extra, pending.done()) == (1, {"n": 1}, False)
+        live = torch.full((ROWS,), 1.0)
+        live[recent] = 2.0
+        changed = recent[torch.randperm(len(recent), generator=generator)[: len(recent) // 40]]
+        put(store, changed, 3.0)
+        live[changed] = 3.0
+        assert torch.equal(store["t"].read(changed)[:, 0], live[changed])
+        gate.open()
+        for _ in range(6):
+            others = torch.randint(0, ROWS, (capacity // 2,), generator=generator).unique()
+            put(store, others, 4.0)
+            live[others] = 4.0
+            assert torch.equal(store["t"].read(ALL)[:, 0], live)
+        assert pending.result(60) == pending.version == 2
+        assert (store.version, store.versions, store.extra) == (2, (1, 2), {"n": 2})
+        assert store.commit(extra={"n": 3}) == 3
+    expected = torch.full((ROWS,), 1.0)
+    assert torch.equal(shown(store_dir, 1), expected)
+    expected[recent] = 2.0
+    assert torch.equal(shown(store_dir, 2), expected)
+    assert torch.equal(shown(store_dir), live)
+
+
+def test_more_changes_than_the_outbox_holds_wait_for_the_writer(store_dir: Path, gate: Gate) -> None:
+    with open_store(store_dir) as store:
+        put(store, ALL[:4000], 1.0)
+        gate.close("write-back: segments put")
+        pending = store.commit_async()
+        assert gate.reached.wait(60)
+        change = threading.Thread(target=put, args=(store, ALL[:4000], 2.0))
+        change.start()
+        change.join(0.3)
+        assert change.is_alive()
+        gate.open()
+        change.join(60)
+        assert not change.is_alive()
+        assert pending.result(60) == 1
+        assert (store["t"].read(ALL[:4000]) == 2.0).all()
+    assert (shown(store_dir)[:4000] == 1.0).all()
+
+
+def test_a_commit_waits_for_the_one_before(store_dir: Path, gate: Gate) -> None:
+    with open_store(store_dir) as store:
+        put(store, ALL[:10], 1.0)
+        gate.close("commit: record put")
+        first = store.commit_async(extra={"n": 1})
+        assert gate.reached.wait(60)
+        put(store, ALL[:10], 2.0)
+        numbers: list[int] = []
+        second = threading.Thread(target=lambda: numbers.append(store.commit(extra={"n": 2})))
+        second.start()
+        second.join(0.3)
+        assert second.is_alive()
+        gate.open()
+        second.join(60)
+        assert (first.result(), numbers, store.extra) == (1, [2], {"n": 2})
+    assert (shown(store_dir)[:10] == 2.0).all()
+
+
+def test_tensors_are_copied_at_the_call(store_dir: Path, gate: Gate) -> None:
+    weights, extra = torch.ones(3), {"list": [1]}
+    with open_store(store_dir) as store:
+        put(store, ALL[:1], 1.0)
+        gate.close("write-back: segments put")
+        store.commit_async(extra=extra, tensors={"weights": weights})
+        assert gate.reached.wait(60)
+        weights += 1
+        extra["list"].append(2)
+        gate.open()
+    with tierstore.open(store_dir, mode="r") as store:
+        assert store.tensors()["weights"].tolist() == [1, 1, 1]
+        assert store.extra == {"list": [1]}
+
+
+def test_closing_ends_the_commit_first(store_dir: Path, gate: Gate) -> None:
+    store = open_store(store_dir)
+    put(store, ALL, 1.0)
+    gate.close("write-back: segments put")
+    store.commit_async()
+    assert gate.reached.wait(60)
+    closing = threading.Thread(target=store.close)
+    closing.start()
+    closing.join(0.2)
+    assert closing.is_alive()
+    gate.open()
+    closing.join(60)
+    assert (shown(store_dir) == 1.0).all()
+
+
+def failing(store: tierstore.Store, should_fail: Callable[[int], bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the cold tier's writes for some epochs meet a full disk."""
+    write = store._cold.write
+
+    def refuse(*arguments: Any, epoch: int) -> None:
+        if should_fail(epoch):
+            raise DiskFullError("no room")
+        write(*arguments, epoch=epoch)
+
+    monkeypatch.setattr(store._cold, "write", refuse)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("survived", [0, 1, 3])
+def test_a_failed_commit_loses_no_row_and_is_told_once(
+    store_dir: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch, policy: str, survived: int
+) -> None:
+    with open_store(store_dir, policy=policy) as store:
+        put(store, ALL, 1.0)
+        store.commit()
+        put(store, ALL[:3000], 2.0)
+        writes: list[int] = []
+        monkeypatch.setattr(store["t"].pool.writeback, "rows_a_write", 20)
+        failing(store, lambda epoch: writes.append(epoch) is None and len(writes) > survived, monkeypatch)
+        gate.close("commit: rows frozen")
+        pending = store.commit_async()
+        with pytest.raises(DiskFullError, match="no room"):
+            pending.result(60)
+        monkeypatch.undo()
+        assert (store.version, store.versions) == (1, (1,))
+        put(store, ALL[1000:2000], 3.0)
+        assert store.commit() == 3
+        assert store.version == 3
+    expected = torch.full((ROWS,), 1.0)
+    expected[:3000] = 2.0
+    expected[1000:2000] = 3.0
+    assert torch.equal(shown(store_dir), expected)
+
+
+def test_an_error_nobody_saw_is_raised_by_the_next_commit_or_by_close(
+    store_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(store_dir)
+    put(store, ALL[:10], 1.0)
+    failing(store, lambda _: True, monkeypatch)
+    store.commit_async()
+    with pytest.raises(DiskFullError, match="no room"):
+        store.commit()
+    store.commit_async()
+    with pytest.raises(DiskFullError, match="no room"):
+        store.close()
+    store.close()
+    monkeypatch.undo()
+    assert (shown(store_dir) == -1.0).all()
+
+
+def test_a_write_back_that_meets_a_full_disk_ends_the_commit_too(
+    store_dir: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever evicts writes frozen rows for the commit; if that fails, the version must not be made without them."""
+    with open_store(store_dir) as store:
+        put(store, ALL, 1.0)
+        store.commit()
+        recent = ALL[-store["t"].pool.cache.capacity :]
+        put(store, recent, 2.0)
+        is_full = threading.Event()
+        monkeypatch.setattr(store["t"].pool.writeback, "rows_a_write", 100)
+        failing(store, lambda _: is_full.is_set(), monkeypatch)
+        gate.close("write-back: segments published")
+        pending = store.commit_async()
+        assert gate.reached.wait(60)
+        is_full.set()
+
+        def evict() -> None:
+            with pytest.raises(DiskFullError, match="no room"):
+                store["t"].read(ALL[:3000])
+
+        evicting = threading.Thread(target=evict)
+        evicting.start()
+        gate.open()
+        evicting.join(60)
+        with pytest.raises(DiskFullError, match="no room"):
+            pending.result(60)
+        is_full.clear()
+        assert (store["t"].read(recent) == 2.0).all()
+        store.commit()
+    assert (shown(store_dir)[recent] == 2.0).all()
+
+
+def test_training_and_commits_side_by_side(store_dir: Path) -> None:
+    """Each version is the state between two steps, though steps go on in another thread's way all the time."""
+    bags, per_bag, steps = 64, 40, 60
+    generator = torch.Generator().manual_seed(1)
+    batches = [
+        (torch.randint(0, ROWS, (bags * per_bag,), generator=generator), torch.arange(0, bags * per_bag, per_bag))
+        for _ in range(steps)
+    ]
+    expected = torch.full((ROWS,), -1.0)
+    with open_store(store_dir, keep=100) as store:
+        bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
+        states = {}
+        pending: list[PendingCommit] = []
+        for step, (ids, offsets) in enumerate(tierstore.prefetch(batches, bag, depth=2, features=lambda batch: batch)):
+            bag(ids, offsets).sum().backward()
+            expected -= torch.bincount(ids, minlength=ROWS)
+            if step % 3 == 2:
+                pending.append(store.commit_async(extra={"step": step}))
+                states[pending[-1].version] = expected.clone()
+        assert [commit.result() for commit in pending] == list(states) == list(store.versions)
+    for version, state in states.items():
+        assert torch.equal(shown(store_dir, version), state), f"version {version}"
+
+
+# Kept versions
+
+
+def test_the_last_versions_are_kept_and_can_be_opened(store_dir: Path) -> None:
+    with open_store(store_dir, keep=3) as store:
+        for number in range(1, 7):
+            put(store, ALL[number * 10 :], float(number))
+            assert store.commit(extra={"n": number}, tensors={"n": torch.tensor(number)}) == number
+            assert store.versions == tuple(range(max(1, number - 2), number + 1))
+    for number in (4, 5, 6):
+        with tierstore.open(store_dir, mode="r", version=number) as store:
+            assert (store.version, store.extra, store.tensors()["n"].item()) == (number, {"n": number}, number)
+            assert store.versions == (4, 5, 6)
+            assert (store["t"].read(ALL[number * 10 :]) == number).all()
+            assert (store["t"].read(ALL[number * 10 - 10 : number * 10]) == number - 1).all()
+            store.verify()
+    with pytest.raises(StoreNotFoundError, match="version 3 is not kept; kept: 4, 5, 6"):
+        tierstore.open(store_dir, mode="r", version=3)
+    with pytest.raises(ValueError, match=r"rollback\(5\)"):
+        tierstore.open(store_dir, mode="w", version=5)
+    with open_store(store_dir, keep=1) as store:
+        store.commit()
+        assert store.versions == (7,)
+    assert (shown(store_dir)[60:] == 6.0).all()
+
+
+def test_rollback(store_dir: Path) -> None:
+    with open_store(store_dir, keep=5) as store:
+        for number in (1, 2, 3):
+            put(store, ALL[: number * 1000], float(number))
+            store["t"].learning_rate = number / 10
+            store.commit(extra={"n": number})
+        put(store, ALL, 9.0)
+        store.create_table(tierstore.TableConfig(name="late", num_embeddings=10, embedding_dim=2))
+        store.rollback(2)
+        assert (store.version, store.versions, store.extra) == (2, (1, 2), {"n": 2})
+        assert store["t"].learning_rate == 0.2
+        rows = store["t"].read(ALL)[:, 0]
+        assert (rows[:2000] == 2.0).all()
+        assert (rows[2000:] == -1.0).all()
+        with pytest.raises(ValueError, match=r"version=3 .* is not kept; kept: 1, 2\."):
+            store.rollback(3)
+        put(store, ALL[:10], 5.0)
+        assert store.commit() == 4  # 3 was another
+        assert store.versions == (1, 2, 4)
+        store.rollback(4)
+        bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
+        out = bag(ALL[:4], torch.tensor([0]))
+        with pytest.raises(TableError, match=r"in use by a batch under way .*; go back before"):
+            store.rollback(1)
+        out.sum().backward()
+        store.rollback(1)
+        assert (store["t"].read(ALL[:1000]) == 1.0).all()
+    rows = shown(store_dir)
+    assert (rows[:1000] == 1.0).all()
+    assert (rows[1000:] == -1.0).all()
+    with tierstore.open(store_dir, mode="r") as store, pytest.raises(ReadOnlyError):
+        store.rollback(1)
+
+
+@pytest.mark.parametrize("keep", [0, -1, 1001])
+def test_keep_is_bounded(store_dir: Path, keep: int) -> None:
+    with pytest.raises(ValueError, match="keep"):
+        tierstore.open(store_dir, keep=keep)
+
+
+def test_what_a_version_dropped_is_used_again(store_dir: Path) -> None:
+    """A run that rewrites every row at each commit: the file levels off, under two and a half times the data."""
+    rows = torch.arange(20_000)
+    with tierstore.open(store_dir, ddr="8MiB") as store:
+        table = store.create_table(tierstore.TableConfig(name="t", num_embeddings=len(rows), embedding_dim=64))
+        sizes = []
+        for number in range(30):
+            table.write(rows, torch.full((len(rows), 64), float(number)))
+            store.commit()
+            sizes.append((store_dir / "rows.lmdb").stat().st_size)
+        data = store.verify().bytes
+    assert max(sizes) < 2.5 * data, f"{max(sizes) / data:.2f}"
+    assert max(sizes[20:]) == max(sizes[10:20])
+
+
+def test_a_slot_that_another_row_took_is_not_written_for_the_one_before(
+    store_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows come in while victims are written."""
+    with open_store(store_dir, policy="lru") as store:
+        pool, table = store["t"].pool, store["t"]
+        victim, clean, frozen, newcomer = (torch.tensor([row]) for row in range(4))
+        table.read(clean)
+        put(store, frozen, 1.0)
+        with pool.writeback.gate, pool.arena.lock:
+            pool.writeback.freeze()
+        put(store, victim, 2.0)
+        table.read(torch.arange(10_000, 10_000 + pool.cache.capacity - 3))
+        table.read(frozen)
+        slot = int(pool.cache.find(clean.numpy())[0])
+
+        def take_the_slot(point: str) -> None:
+            if point == "write-back: rows chosen":
+                monkeypatch.setattr(killpoints, "hook", None)
+                put(store, newcomer, 3.0)
+                assert pool.cache.find(newcomer.numpy())[0] == slot
+
+        monkeypatch.setattr(killpoints, "hook", take_the_slot)
+        pool.writeback.make_room()
+        assert pool.cache.num_dirty == 1
+        pool.writeback.write_frozen()
+        assert table.read(torch.cat([victim, frozen, newcomer]))[:, 0].tolist() == [2.0, 1.0, 3.0]
+
+
+def _steps(store: tierstore.Store, batches: int) -> None:
+    """Steps that change most of the rows, brought in ahead."""
+    bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
+    generator = torch.Generator().manual_seed(5)
+    given = [(torch.randint(ROWS, (1000,), generator=generator), torch.arange(0, 1000, 2)) for _ in range(batches)]
+    for ids, offsets in tierstore.prefetch(given, bag, depth=2, features=lambda batch: batch):
+        bag(ids, offsets).backward(torch.ones(500, DIM))
+
+
+@pytest.mark.parametrize(("first", "written"), [(100, 100), (10, 60)])
+def test_room_is_made_by_writing_what_leaves_soon(store_dir: Path, first: int, written: int) -> None:
+    """Rows behind a segment's worth of clean ones are written too only if hardly any were found before."""
+    with tierstore.open(store_dir, ddr="1700KiB", policy="lru", threads=1) as store:
+        table = store.create_table(
+            tierstore.TableConfig(name="t", num_embeddings=ROWS, embedding_dim=64, optimizer=optim.SGD(lr=1))
+        )
+        pool = table.pool
+        assert pool.layout.rows_per_segment < 250 < 310 + 50 < pool.cache.capacity // 8
+        table.write(ALL[:first], torch.ones(first, 64))
+        table.read(ALL[first : first + 250])
+        table.write(ALL[first + 250 :][:50], torch.ones(50, 64))
+        table.read(ALL[first + 300 : pool.cache.capacity])
+        pool.writeback.make_room()
+        assert store.stats().ssd.rows_written == written
+        assert pool.cache.num_dirty == first + 50 - written
+
+
+def test_rows_leave_while_batches_are_brought_in(store_dir: Path) -> None:
+    with open_store(store_dir) as store:
+        _steps(store, 60)
+        store.create_table(tierstore.TableConfig(name="u", num_embeddings=5, embedding_dim=DIM))  # no row is in use
+        store.commit()
+        after = store["t"].read(ALL)
+    with open_store(store_dir / "whole", ddr="64MiB") as whole:
+        _steps(whole, 60)
+        assert torch.equal(whole["t"].read(ALL), after)
+    assert torch.equal(shown(store_dir), after[:, 0])
+
+
+def test_what_cannot_be_written_is_told_to_who_needs_the_room(store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_store(store_dir) as store:
+        cold = store._cold
+        write = cold.write
+        monkeypatch.setattr(cold, "write", lambda *_, **__: (_ for _ in ()).throw(DiskFullError("no room")))
+        with pytest.raises(DiskFullError, match="no room"):
+            _steps(store, 60)
+        monkeypatch.setattr(cold, "write", write)
+        store.commit()
+        expected = store["t"].read(ALL)[:, 0]
+    assert torch.equal(shown(store_dir), expected)
+
+
+def test_a_row_frozen_again_while_its_update_waits_is_kept_for_both_versions(store_dir: Path) -> None:
+    """An update waits for room in the outbox, another takes one of its rows, and the next version begins."""
+    with open_store(store_dir, ddr="64MiB") as store:
+        rows = ALL
+        put(store, rows, 1.0)
+        pool = store["t"].pool
+        writeback_, cache = pool.writeback, pool.cache
+        slots = cache.find(rows.numpy())
+        cache.pin(slots)
+        with writeback_.gate, pool.arena.lock:
+            writeback_.freeze()
+        errors = []
+
+        def update() -> None:
+            try:
+                with pool.arena.lock:
+                    writeback_.begin_update(slots)
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=update)
+        thread.start()
+        while writeback_._outbox.room and thread.is_alive():
+            time.sleep(0.001)
+        assert not writeback_._outbox.room
+        with pool.arena.lock:
+            writeback_._outbox.drop(writeback_._outbox.places)  # as if written
+            writeback_.begin_update(slots[:1])
+            cache.thaw(cache.frozen_slots())
+            writeback_.freeze()
+            pool.arena.lock.notify_all()
+        thread.join()
+        assert not errors
+        assert writeback_._outbox.keys[writeback_._outbox.places].tolist() == [0]
+        assert cache.num_dirty == len(rows)
+        cache.unpin(slots)
+        writeback_.abandon()

@@ -1,0 +1,188 @@
+"""The rows in memory, listed while others look up: the lock is free between pieces, and each row is in once."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tierstore
+from tierstore.cache import Admission, AdmitStatus, DdrCache, FullCache, Listing, ReferenceCache
+from tierstore.pool import Pool
+from tierstore.store import listing
+from tierstore.store.listing import resident_keys
+
+pytestmark = pytest.mark.kernel
+PIECE = 8
+ROWS = 40_000
+POLICIES = ["lru", "lfu", "tinylfu", "lookahead"]
+
+
+def list_all(cache: Any, between: Callable[[], None] = lambda: None, limit: int = PIECE) -> list[int]:
+    found = Listing(cache.capacity)
+    while cache.list_more(found, limit):
+        between()
+    return np.concatenate(found.keys).tolist()
+
+
+def visit(cache: Any, keys: Any) -> None:
+    admission = Admission(np.asarray(keys, np.int64))
+    assert cache.admit(admission) == AdmitStatus.COMPLETE
+    cache.filled(admission.missing_slots)
+    cache.unpin(admission.slots)
+
+
+def cache_of(policy: str, capacity: int = 100) -> DdrCache:
+    cache = DdrCache(capacity, weight_words=1, state_words=0, policy=policy)
+    random = np.random.default_rng(7)
+    for _ in range(30):
+        visit(cache, random.zipf(1.3, 20) % 300)
+    return cache
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("limit", [1, PIECE, 99, 100, 1000])
+def test_undisturbed_it_is_the_order_of_eviction(policy: str, limit: int) -> None:
+    cache = cache_of(policy)
+    order = cache.keys_of(cache.resident_slots()).tolist()
+    assert list_all(cache, limit=limit) == order
+    assert cache.keys_of(cache.resident_slots()).tolist() == order
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_rows_that_stay_are_listed_whatever_moves(policy: str) -> None:
+    """Between any two pieces rows are used, some leave and others come, at random."""
+    random = np.random.default_rng(3)
+    for _ in range(20):
+        cache = cache_of(policy)
+        stayed = set(cache.keys_of(cache.resident_slots()).tolist())
+        came = set(stayed)
+
+        def disturb(cache: DdrCache = cache, stayed: set[int] = stayed, came: set[int] = came) -> None:
+            visit(cache, random.zipf(1.2, random.integers(1, 12)) % 1000)
+            now = set(cache.keys_of(cache.resident_slots()).tolist())
+            stayed &= now
+            came |= now
+
+        found = list_all(cache, disturb)
+        assert stayed <= set(found) <= came
+
+
+def test_rows_that_are_used_meanwhile_do_not_mislead_the_walk() -> None:
+    """What was visited last moves to the end; the walk goes on behind the last that did not."""
+    cache = DdrCache(100, weight_words=1, state_words=0, policy="lru")
+    visit(cache, np.arange(100))
+    moved: list[int] = []
+
+    def use_the_last_visited() -> None:
+        listed = len(moved) * PIECE + PIECE
+        if listed < 90:
+            moved.append(listed - 1)
+            visit(cache, [listed - 1])
+
+    found = list_all(cache, use_the_last_visited)
+    assert [key for key in found if key not in moved] == [key for key in range(100) if key not in moved]
+    assert sorted(found) == list(range(100))
+
+
+def test_a_walk_that_never_catches_up_ends() -> None:
+    cache = DdrCache(64, weight_words=1, state_words=0, policy="lru")
+    visit(cache, np.arange(64))
+    turn = [0]
+
+    def use_many() -> None:
+        turn[0] += 1
+        assert turn[0] < 100
+        visit(cache, np.arange(1, 64) if turn[0] % 2 else np.arange(64)[::-1][:40])
+
+    assert set(list_all(cache, use_many, limit=2)) == set(range(64))
+
+
+def test_a_full_cache_is_listed_in_pieces() -> None:
+    cache = FullCache({0: 50, 3: 60}, weight_words=1, state_words=0)
+    keys = np.array([5, 49, (3 << 40) | 1, (3 << 40) | 59], np.int64)
+    visit(cache, keys)
+    pieces: list[None] = []
+    assert list_all(cache, lambda: pieces.append(None)) == keys.tolist()
+    assert len(pieces) == 110 // PIECE
+
+
+# A pool's.
+
+
+@pytest.fixture(params=["600KiB", "16MiB"], ids=["evicting", "full"])
+def pool(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pool]:
+    with tierstore.open(tmp_path / "store", ddr=request.param, policy="lru") as store:
+        config = tierstore.TableConfig(
+            name="item", num_embeddings=ROWS, embedding_dim=16, optimizer=tierstore.optim.SGD(lr=0.1)
+        )
+        table = store.create_table(config)
+        assert isinstance(table.pool.cache, FullCache) == (request.param == "16MiB")
+        yield table.pool
+
+
+def bring_in(pool: Pool, keys: Any) -> None:
+    for _, lease in pool.leases.parts(np.asarray(keys, np.int64)):
+        lease.release()
+
+
+def in_another_thread(work: Callable[[], Any]) -> Any:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert found, "it waited for the lock"
+    return found[0]
+
+
+def test_the_lock_is_free_between_pieces(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    bring_in(pool, np.arange(60))
+    monkeypatch.setattr(listing, "_PIECE_ROWS", PIECE)
+    looked_up: list[int] = []
+
+    def look_up(seconds: float) -> None:
+        assert seconds > 0
+        looked_up.append(in_another_thread(lambda: bring_in(pool, [7]) or 7))
+
+    monkeypatch.setattr(listing.time, "sleep", look_up)
+    assert sorted(resident_keys(pool).tolist()) == list(range(60))
+    assert len(looked_up) >= 60 // PIECE
+
+
+def test_each_row_is_in_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that leave one slot and come back into another are met twice."""
+    cache = DdrCache(40, weight_words=1, state_words=0, policy="lru")
+    visit(cache, np.arange(40))
+    turns: list[None] = []
+
+    def drive_out(_: float) -> None:
+        if len(turns) < 3:
+            visit(cache, np.arange(100 * len(turns) + 100, 100 * len(turns) + 120))
+            visit(cache, np.arange(5))
+        turns.append(None)
+
+    monkeypatch.setattr(listing, "_PIECE_ROWS", PIECE)
+    monkeypatch.setattr(listing.time, "sleep", drive_out)
+
+    class FakePool:
+        lock = threading.RLock()
+
+    FakePool.cache = cache  # type: ignore[attr-defined]
+    found = resident_keys(FakePool)  # type: ignore[arg-type]
+    assert len(turns) > 3
+    assert len(set(found.tolist())) == len(found)
+    assert set(range(5)) <= set(found.tolist())
+
+
+def test_a_reference_cache_is_listed_at_once() -> None:
+    cache = ReferenceCache(10, weight_words=1, state_words=0, policy="reference-lru")
+    visit(cache, [3, 1, 2])
+
+    class FakePool:
+        lock = threading.RLock()
+
+    FakePool.cache = cache  # type: ignore[attr-defined]
+    assert resident_keys(FakePool).tolist() == [3, 1, 2]  # type: ignore[arg-type]

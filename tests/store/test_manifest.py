@@ -1,0 +1,282 @@
+"""The manifest and the payload of a version: damage is told from absence, and named."""
+
+import errno
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierstore
+from tierstore import errors, optim
+from tierstore.store import manifest as manifest_module
+from tierstore.store.lineage import NO_LINEAGE, Ancestor, Lineage
+from tierstore.store.manifest import MANIFEST_NAME, Manifest, _digest
+from tierstore.store.version import TableState, pack, repack, unpack
+
+CONFIG = tierstore.TableConfig(
+    name="items", num_embeddings=100, embedding_dim=4, dtype="bfloat16", feature_names=("a", "b"), pooling="mean",
+    init=tierstore.init.Normal(std=0.5, seed=2**70), optimizer=optim.Adam(betas=(0.8, 0.99), weight_decay=0.1),
+)  # fmt: skip
+
+
+@pytest.fixture
+def path(store_dir: Path) -> Path:
+    """The manifest of a store with one table and one commit."""
+    with tierstore.open(store_dir, ddr="1MiB") as store:
+        store.create_table(CONFIG).write(torch.tensor([1]), torch.ones(1, 4, dtype=torch.bfloat16))
+        store.commit()
+    return store_dir / MANIFEST_NAME
+
+
+def test_configs_survive_as_they_are(path: Path) -> None:
+    assert Manifest.read(path.parent).tables == (CONFIG,)
+    with tierstore.open(path.parent, mode="r") as store:
+        assert store["items"].config == CONFIG
+
+
+def test_every_flipped_byte_is_found(path: Path) -> None:
+    text = path.read_bytes()
+    for place in range(len(text)):
+        damaged = bytearray(text)
+        damaged[place] ^= 0x01
+        path.write_bytes(damaged)
+        if json_or_none(damaged) == json_or_none(text):
+            assert Manifest.read(path.parent).tables == (CONFIG,), "white space may change"
+        else:
+            with pytest.raises(errors.DamagedError, match=r"manifest\.json"):
+                Manifest.read(path.parent)
+    path.write_bytes(text)
+
+
+def json_or_none(text: bytes | bytearray) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+@pytest.mark.parametrize("size", [0, 1, 100])
+def test_a_truncated_manifest(path: Path, size: int) -> None:
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(errors.DamagedError, match="restore it from a copy of the store"):
+        tierstore.open(path.parent, mode="r")
+
+
+def test_a_newer_format(path: Path) -> None:
+    newer = Manifest.read(path.parent)
+    newer.write(path.parent)
+    envelope = json.loads(path.read_text())
+    envelope["body"]["format_version"] = 99
+    envelope["sha256"] = _digest(envelope["body"])
+    path.write_text(json.dumps(envelope))
+    with pytest.raises(errors.FormatError, match="format version 99; this release reads version 4"):
+        tierstore.open(path.parent, mode="r")
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", "null", "3", '{"body": 1, "sha256": 2}', "[" * 100_000])
+def test_other_json(path: Path, text: str) -> None:
+    path.write_text(text)
+    with pytest.raises(errors.DamagedError):
+        tierstore.open(path.parent, mode="r")
+
+
+def forge(path: Path, **fields: Any) -> None:
+    """Change the body and make the checksum right, as whoever means harm can."""
+    body = json.loads(path.read_text())["body"] | fields
+    path.write_text(json.dumps({"body": body, "sha256": _digest(body)}))
+
+
+TABLE = CONFIG.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"store_id": "../../etc/passwd"}, "store_id='../../etc/passwd' is not 16 bytes in hex"),
+        ({"store_id": 7}, "store_id=7"),
+        ({"page_bytes": 0}, "page_bytes=0 is no page size"),
+        ({"page_bytes": 2**62}, "page_bytes=4611686018427387904 is no page size"),
+        ({"page_bytes": float("inf")}, "page_bytes=inf"),
+        ({"has_rows": "yes"}, "has_rows='yes'"),
+        ({"tables": {}}, "tables must be a list"),
+        ({"tables": [7]}, "not iterable"),
+        ({"tables": [{}]}, "no 'feature_names'"),
+        ({"tables": [TABLE, TABLE]}, "two tables have one name"),
+        ({"tables": [{**TABLE, "name": ["x"]}]}, "name="),
+        ({"tables": [{**TABLE, "name": "a\ud800"}]}, "name='a.ud800' is no valid Unicode"),
+        ({"tables": [{**TABLE, "feature_names": ["\udfff"]}]}, "feature_names='.udfff' is no valid Unicode"),
+        ({"tables": [{**TABLE, "feature_names": "ab"}]}, "feature_names must be a list"),
+        ({"tables": [{**TABLE, "feature_names": [["a"]]}]}, "must be distinct strings"),
+        ({"tables": [{**TABLE, "num_embeddings": 2**40 + 1}]}, "num_embeddings=1099511627777 must be in"),
+        ({"tables": [{**TABLE, "num_embeddings": 1e3}]}, "num_embeddings must be an int"),
+        ({"tables": [{**TABLE, "embedding_dim": 1 << 20}]}, "Split the table by columns"),
+        ({"tables": [{**TABLE, "init": {"kind": "uniform", "low": 10**400}}]}, "too large to convert"),
+        ({"tables": [{**TABLE, "init": {"kind": "eval"}}]}, "initializer kind 'eval'"),
+        ({"tables": [{**TABLE, "optimizer": {"kind": "sgd", "lr": "x"}}]}, "lr must be a number"),
+        ({"tables": [{**TABLE, "more": 1}]}, "more"),
+        ({"format_version": "9" * 10**6}, "format version '999"),
+    ],
+)
+def test_a_forged_manifest_is_refused_in_few_words(path: Path, fields: dict[str, Any], message: str) -> None:
+    forge(path, **fields)
+    with pytest.raises(errors.FormatError, match=message) as raised:
+        tierstore.open(path.parent, mode="r")
+    assert str(path) in str(raised.value)
+    assert len(str(raised.value)) < 1000
+
+
+def test_a_manifest_nested_as_deep_as_the_parser_goes(path: Path) -> None:
+    for depth in (300, 900, 990, 2000):
+        nested = "[" * depth + "]" * depth
+        path.write_text(f'{{"body": {{"format_version": 1, "tables": {nested}}}, "sha256": "x"}}')
+        with pytest.raises(errors.DamagedError, match="restore it from a copy"):
+            Manifest.read(path.parent)
+
+
+def test_a_manifest_that_could_not_be_read_back_is_not_written(
+    store_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest_module, "_MAX_BYTES", 100_000)
+    store_dir.mkdir()
+    tables = tuple(replace(CONFIG, name=f"t{i}") for i in range(100))
+    Manifest(store_id="0" * 32, page_bytes=4096, tables=tables).write(store_dir)
+    more = Manifest(store_id="0" * 32, page_bytes=4096, tables=tables * 3)
+    with pytest.raises(errors.TableError, match="300 tables take a manifest of"):
+        more.write(store_dir)
+    assert Manifest.read(store_dir).tables == tables
+    assert [file.name for file in store_dir.iterdir()] == [MANIFEST_NAME]
+
+
+def test_reading_does_not_add_one_table_at_a_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That compares each name with all before it: a manifest of many tables would take hours."""
+    monkeypatch.delattr(Manifest, "with_table")
+    assert Manifest.read(path.parent).tables == (CONFIG,)
+
+
+def test_a_manifest_is_not_written_through_a_link(path: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.write_text("mine")
+    (path.parent / f"{MANIFEST_NAME}.{os.getpid()}.partial").symlink_to(outside)
+    manifest = Manifest.read(path.parent)
+    manifest.write(path.parent)
+    assert outside.read_text() == "mine"
+    assert Manifest.read(path.parent) == manifest
+    assert not list(path.parent.glob("*.partial"))
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "message"),
+    [
+        (errno.ENOSPC, errors.DiskFullError, "no room left"),
+        (errno.EDQUOT, errors.DiskFullError, "no room left"),
+        (errno.EROFS, errors.ReadOnlyError, 'read-only; open the store with mode="r"'),
+        (errno.EMFILE, errors.TierstoreError, "raise `ulimit -n`"),
+        (errno.EACCES, errors.TierstoreError, "lacks the permission"),
+        (errno.EIO, errors.TierstoreError, "Input/output error"),
+    ],
+)
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_refused_write_leaves_the_old_manifest(
+    path: Path, monkeypatch: pytest.MonkeyPatch, code: int, error: type[Exception], message: str, call: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    before = path.read_bytes()
+    manifest = Manifest.read(path.parent).with_table(replace(CONFIG, name="another"))
+    monkeypatch.setattr(os, call, refuse)
+    with pytest.raises(error, match=rf"manifest\.json: .*{message}"):
+        manifest.write(path.parent)
+    assert path.read_bytes() == before
+    assert not list(path.parent.glob("*.partial"))
+
+
+@pytest.mark.parametrize("mode", ["r", "w"])
+def test_a_missing_row_file_is_damage_not_an_empty_store(path: Path, mode: str) -> None:
+    rows = next(file for file in path.parent.iterdir() if file.suffix == ".lmdb")
+    rows.unlink()
+    with pytest.raises(errors.TruncatedError, match=r"rows\.lmdb is missing"):
+        tierstore.open(path.parent, mode=mode)  # type: ignore[arg-type]
+
+
+def test_a_missing_manifest_is_damage_not_a_new_store(path: Path) -> None:
+    path.unlink()
+    with pytest.raises(errors.FormatError, match=r"holds rows\.lmdb but no manifest\.json"):
+        tierstore.open(path.parent)
+
+
+def test_rows_of_another_store(path: Path, tmp_path: Path) -> None:
+    with tierstore.open(tmp_path / "other", ddr="1MiB"):
+        pass
+    (tmp_path / "other" / "rows.lmdb").replace(path.parent / "rows.lmdb")
+    with pytest.raises(errors.FormatError):
+        tierstore.open(path.parent, mode="r")
+
+
+def test_a_creation_that_was_cut_short_is_taken_up(store_dir: Path) -> None:
+    store_dir.mkdir()
+    Manifest.new(4096).write(store_dir)
+    with tierstore.open(store_dir, ddr="1MiB") as store:
+        assert store.commit() == 1
+
+
+LINEAGE = Lineage("0123456789abcdef", (Ancestor(2, "f" * 16), Ancestor(4, "0" * 16)))
+
+
+def test_payload_round_trip() -> None:
+    tensors = {
+        "w": torch.randn(3, 4).t(),
+        "empty": torch.empty(0),
+        "step": torch.tensor(7),
+        "half": torch.ones(2).half(),
+    }
+    version = unpack(5, pack({"t": TableState(9, 0.25)}, {"step": 10, "name": "é"}, tensors, LINEAGE))
+    assert (version.number, version.tables, version.extra) == (5, {"t": TableState(9, 0.25)}, {"step": 10, "name": "é"})
+    assert version.lineage == LINEAGE
+    assert unpack(5, repack(version, NO_LINEAGE)) == version._replace(lineage=NO_LINEAGE)
+    import safetensors.torch
+
+    loaded = safetensors.torch.load(version.tensors)
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(loaded[name], tensor)
+        assert loaded[name].dtype == tensor.dtype
+
+
+def test_shared_tensors_are_stored_each() -> None:
+    shared = torch.ones(4)
+    version = unpack(1, pack({}, {}, {"a": shared, "b": shared, "c": shared[:2]}, NO_LINEAGE))
+    assert version.tensors
+
+
+@pytest.mark.parametrize("payload", [b"x", b"\xff" * 8, b"\x02" + b"\0" * 7 + b"[]", b"\x02" + b"\0" * 7 + b"{}"])
+def test_a_payload_that_cannot_be_read(payload: bytes) -> None:
+    with pytest.raises(errors.DamagedError, match="payload of version 3"):
+        unpack(3, payload)
+
+
+@pytest.mark.parametrize(
+    "commit",
+    [
+        3,
+        {},
+        {"id": "x", "ancestors": []},
+        {"id": "", "ancestors": []},
+        {"id": "0" * 16, "ancestors": 3},
+        {"id": "0" * 16, "ancestors": [[1]]},
+        {"id": "0" * 16, "ancestors": [[1, "0" * 15]]},
+        {"id": "0" * 16, "ancestors": [[True, "0" * 16]]},
+        {"id": "0" * 16, "ancestors": [[2, "0" * 16], [2, "1" * 16]]},
+        {"id": "0" * 16, "ancestors": [[3, "0" * 16]]},
+        {"id": "0" * 16, "ancestors": [[number, "0" * 16] for number in range(1, 258)]},
+    ],
+)
+def test_a_lineage_that_no_commit_has(commit: Any) -> None:
+    number = 3 if commit != {} and len(str(commit)) < 1000 else 1000
+    header = json.dumps({"extra": {}, "tables": {}, "commit": commit}).encode()
+    with pytest.raises(errors.DamagedError, match="payload of version"):
+        unpack(number, len(header).to_bytes(8, "little") + header)

@@ -1,0 +1,432 @@
+"""Recording what a store looks up, by every path, against a log of what was asked for."""
+
+import gc
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tierstore
+from tests.recordings import Batch, Feature, check, random_batch
+from tierstore.cache import FullCache
+from tierstore.errors import ClosedError, DiskFullError, TierstoreError
+from tierstore.offline.compaction import compact_store
+from tierstore.plan import accesses_of
+from tierstore.serve.hot_rows import rows_of_trace
+from tierstore.store import recording
+from tierstore.store.recording import Recorder, require_recordable
+from tierstore.trace import read_trace
+
+ROWS = {"a": 900, "b": 50, "c": 300}
+DIMS = {"a": 4, "b": 4, "c": 8}
+INDEXES = {"a": 0, "b": 1, "c": 2}
+TIERS: dict[str, dict[str, Any]] = {
+    "in memory": {"ddr": "4MiB"},
+    "leased": {"ddr": "4MiB", "policy": "reference-lru"},
+    "with hbm": {"ddr": "4MiB", "hbm": "1MiB"},
+}
+
+
+def open_store(folder: Path, **settings: Any) -> tierstore.Store:
+    store = tierstore.open(folder, threads=2, **({"ddr": "4MiB"} | settings))
+    for name, rows in ROWS.items():
+        features = (name, f"{name}.again") if name == "b" else (name,)
+        store.create_table(
+            tierstore.TableConfig(
+                name=name, num_embeddings=rows, embedding_dim=DIMS[name], feature_names=features,
+                optimizer=tierstore.optim.SGD(lr=0.1),
+            )
+        )  # fmt: skip
+    return store
+
+
+@pytest.fixture
+def store(store_dir: Path) -> Iterator[tierstore.Store]:
+    with open_store(store_dir) as made:
+        yield made
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "lookups.npz"
+
+
+def steps(count: int, samples: int = 20, seed: int = 0) -> list[Batch]:
+    generator = np.random.default_rng(seed)
+    features = ["a", "b", "b", "c"]
+    found = []
+    for _ in range(count):
+        parts = [random_batch(generator, {name: ROWS[name]}, samples).features[0] for name in features]
+        found.append(Batch(samples, parts))
+    return found
+
+
+def jagged(batch: Batch, dtype: torch.dtype = torch.int64) -> tierstore.KeyedJaggedTensor:
+    """The features in another order than the collection's, with one that it does not know."""
+    order = [3, 0, 2, 1]
+    parts = [batch.features[place] for place in order] + [Feature("?", [5], [1] + [0] * (batch.samples - 1))]
+    names = [["a", "b", "b.again", "c"][place] for place in order] + ["unknown"]
+    ids = [row for part in parts for row in part.ids]
+    lengths = [length for part in parts for length in part.lengths]
+    return tierstore.KeyedJaggedTensor(names, torch.tensor(ids, dtype=dtype), lengths=torch.tensor(lengths))
+
+
+def bags(feature: Feature, dtype: torch.dtype = torch.int64) -> tuple[torch.Tensor, torch.Tensor]:
+    offsets = np.append(0, np.cumsum(feature.lengths))
+    return torch.tensor(feature.ids, dtype=dtype), torch.from_numpy(offsets)
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.2])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("tiers", TIERS)
+def test_a_collection_in_training(store_dir: Path, path: Path, tiers: str, dtype: torch.dtype, rate: float) -> None:
+    log = steps(4)
+    with open_store(store_dir, **TIERS[tiers]) as store:
+        pool = store["a"].pool
+        assert (not isinstance(pool.cache, FullCache), pool.hot is None) == (tiers == "leased", tiers != "with hbm")
+        collection = tierstore.TieredEmbeddingBagCollection(store)
+        with store.record(path, rate=rate):
+            for batch in log[:3]:
+                collection(jagged(batch, dtype)).values().sum().backward()
+            with torch.no_grad():
+                collection(jagged(log[3], dtype))
+        collection(jagged(log[0]))
+    check(read_trace(path), log, INDEXES)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_prefetched_batches_once_each_in_the_order_of_the_steps(store: tierstore.Store, path: Path, depth: int) -> None:
+    """What is brought in ahead and never used is not recorded."""
+    log = steps(9)
+    collection = tierstore.TieredEmbeddingBagCollection(store)
+    given = [jagged(batch) for batch in log]
+    taken = 0
+    with store.record(path, rate=1.0):
+        for features in tierstore.prefetch(given, collection, depth=depth):
+            collection(features).values().sum().backward()
+            taken += 1
+            if taken == 5:
+                break
+    check(read_trace(path), log[:5], INDEXES)
+
+
+Look = Callable[[tierstore.Store, Feature], Any]
+WEIGHTED = "by weights"
+LOOKS: dict[str, Look] = {
+    "pooled": lambda store, bag: store[bag.table].pooled(*bags(bag)),
+    "pooled, int32": lambda store, bag: store[bag.table].pooled(*bags(bag, torch.int32)),
+    "maximum": lambda store, bag: store[bag.table].pooled(*bags(bag), mode="max"),
+    WEIGHTED: lambda store, bag: store[bag.table].pooled(
+        *bags(bag), mode="sum", per_sample_weights=torch.ones(len(bag.ids))
+    ),
+    "module": lambda store, bag: tierstore.TieredEmbeddingBag(store[bag.table], include_last_offset=True)(*bags(bag)),
+}
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.3])
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("tiers", TIERS)
+def test_bags_of_one_table(store_dir: Path, path: Path, tiers: str, look: str, rate: float) -> None:
+    log = [Batch(batch.samples, [feature]) for batch in steps(3) for feature in batch.features]
+    with open_store(store_dir, **TIERS[tiers]) as store, store.record(path, rate=rate):
+        for batch in log:
+            LOOKS[look](store, batch.features[0])
+    check(read_trace(path), log, INDEXES)
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.3])
+@pytest.mark.parametrize("tiers", TIERS)
+def test_rows_read_as_they_are(store_dir: Path, path: Path, tiers: str, rate: float) -> None:
+    """Each is a sample."""
+    reads = [("a", [3, 3, 899]), ("c", list(range(200))), ("b", []), ("a", [7])]
+    with open_store(store_dir, **TIERS[tiers]) as store, store.record(path, rate=rate):
+        for name, ids in reads:
+            store[name].read(torch.tensor(ids, dtype=torch.int64))
+        store["a"].write(torch.tensor([5]), torch.ones(1, 4))
+        store.commit()
+    log = [Batch(len(ids), [Feature(name, ids, [1] * len(ids))]) for name, ids in reads if ids]
+    check(read_trace(path), log, INDEXES)
+
+
+def test_two_dimensional_ids(store: tierstore.Store, path: Path) -> None:
+    module = tierstore.TieredEmbeddingBag(store["a"])
+    with store.record(path, rate=1.0):
+        module(torch.tensor([[1, 2], [3, 1]]))
+    check(read_trace(path), [Batch(2, [Feature("a", [1, 2, 3, 1], [2, 2])])], INDEXES)
+
+
+def test_what_fails_is_not_recorded(store: tierstore.Store, path: Path) -> None:
+    collection = tierstore.TieredEmbeddingBagCollection(store)
+    (batch,) = steps(1)
+    wrong = Batch(
+        batch.samples, [batch.features[0]._replace(ids=[900] * len(batch.features[0].ids)), *batch.features[1:]]
+    )
+    with store.record(path, rate=1.0):
+        for ask in (
+            lambda: collection(jagged(wrong)),
+            lambda: store["b"].read(torch.tensor([50])),
+            lambda: store["b"].pooled(torch.tensor([50]), torch.tensor([0, 1])),
+        ):
+            with pytest.raises(ValueError, match="is not a row"):
+                ask()
+    check(read_trace(path), [], INDEXES)
+
+
+def test_a_table_made_meanwhile(store: tierstore.Store, path: Path) -> None:
+    with store.record(path, rate=1.0):
+        store["c"].read(torch.tensor([4]))
+        made = store.create_table(tierstore.TableConfig(name="d", num_embeddings=9, embedding_dim=4))
+        made.read(torch.tensor([8, 0]))
+    log = [Batch(1, [Feature("c", [4], [1])]), Batch(2, [Feature("d", [8, 0], [1, 1])])]
+    check(read_trace(path), log, INDEXES | {"d": 3})
+
+
+def test_a_long_run_keeps_to_its_bytes(store: tierstore.Store, path: Path) -> None:
+    log = steps(60, samples=64)
+    collection = tierstore.TieredEmbeddingBagCollection(store)
+    with store.record(path, rate=1.0, max_bytes="64KiB") as recorder:
+        for batch in log:
+            collection(jagged(batch))
+    trace = read_trace(path)
+    assert trace.sampling_rate == recorder.rate < 1
+    check(trace, log, INDEXES)
+    # The names of the arrays and their headers are beside what is bounded.
+    assert path.stat().st_size <= (64 << 10) + 8 * 512
+
+
+def test_training_has_the_same_bits(store_dir: Path, path: Path) -> None:
+    found = []
+    for name in ("with", "without"):
+        with open_store(store_dir / name, ddr="1MiB") as store:
+            collection = tierstore.TieredEmbeddingBagCollection(store)
+            recorder = store.record(path, rate=0.5) if name == "with" else None
+            for batch in steps(6):
+                collection(jagged(batch)).values().pow(2).sum().backward()
+            if recorder is not None:
+                recorder.stop()
+            found.append([table.read(torch.arange(table.config.num_embeddings)) for table in store.tables.values()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_many_threads(store: tierstore.Store, path: Path) -> None:
+    """Each batch is there whole, in some order, and those of a thread in its own."""
+    threads, batches = 4, 50
+
+    def work(number: int) -> None:
+        for place in range(batches):
+            ids = torch.tensor([number, place, 100 + number])
+            store["a"].pooled(ids, torch.tensor([0, 1, 3]))
+
+    with store.record(path, rate=1.0):
+        started = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
+        for thread in started:
+            thread.start()
+        for thread in started:
+            thread.join()
+    trace = read_trace(path)
+    ids = trace.tables["a"].ids.reshape(-1, 3)
+    assert (ids[:, 2] == ids[:, 0] + 100).all()
+    for number in range(threads):
+        assert ids[ids[:, 0] == number, 1].tolist() == list(range(batches))
+    assert trace.tables["a"].offsets.tolist() == [0, *np.add.outer(np.arange(200) * 3, [1, 3]).ravel().tolist()]
+    assert trace.batch_starts is not None
+    assert trace.batch_starts.tolist() == list(range(0, 401, 2))
+
+
+def test_threads_look_up_while_another_stops(store: tierstore.Store, path: Path) -> None:
+    over = threading.Event()
+
+    def work() -> None:
+        while not over.is_set():
+            store["a"].read(torch.arange(50))
+
+    thread = threading.Thread(target=work)
+    recorder = store.record(path, rate=1.0)
+    thread.start()
+    wait_until(lambda: "in 0 batches" not in recorder.describe())
+    recorder.stop()
+    over.set()
+    thread.join()
+    trace = read_trace(path)
+    assert trace.tables["a"].ids.tolist() == list(range(50)) * (trace.num_samples // 50)
+
+
+# What becomes of the file
+
+
+def test_the_file_is_there_at_once_and_of_use(store: tierstore.Store, path: Path) -> None:
+    with store.record(path) as recorder:
+        assert read_trace(path).num_lookups == 0
+        assert (recorder.rate, recorder.path) == (0.01, path)
+        assert store.recorder is recorder
+    assert store.recorder is None
+    recorder.stop()
+    assert {each.name for each in path.parent.iterdir()} == {"store", path.name}
+
+
+def test_closing_the_store_ends_a_recording(store_dir: Path, path: Path) -> None:
+    with open_store(store_dir) as store:
+        recorder = store.record(path, rate=1.0)
+        store["a"].read(torch.tensor([1, 2]))
+    assert read_trace(path).num_lookups == 2
+    assert not recorder._thread.is_alive()
+    with pytest.raises(ClosedError):
+        store.record(path.with_name("other.npz"))
+
+
+def test_a_store_without_tables(store_dir: Path, path: Path) -> None:
+    with tierstore.open(store_dir, ddr="1MiB") as store, pytest.raises(ValueError, match="no table yet"):
+        store.record(path)
+    assert not path.exists()
+
+
+def test_what_cannot_be_recorded_to(store: tierstore.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "there.npz").write_bytes(b"kept")
+    (tmp_path / "folder.npz").mkdir()
+    (tmp_path / "link.npz").symlink_to("nowhere")
+    cases: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+        ("there.npz", {}, FileExistsError, "there.npz exists; record to another name"),
+        ("folder.npz", {}, FileExistsError, "folder.npz exists"),
+        ("link.npz", {}, FileExistsError, "link.npz exists"),
+        ("none/x.npz", {}, FileNotFoundError, "none is not a directory; make it first"),
+        ("x.txt", {}, ValueError, "is a .npz file"),
+        ("x.npz", {"rate": 0}, ValueError, "sampling rate 0: expected a number above 0, and at most 1"),
+        ("x.npz", {"rate": 1.5}, ValueError, "at most 1"),
+        ("x.npz", {"max_bytes": "1KiB"}, ValueError, "64.0 KiB at least"),
+        ("x.npz", {"max_bytes": "much"}, ValueError, "max_bytes"),
+        ("x.npz", {"max_bytes": "8000TiB"}, DiskFullError, "are free; nothing was written"),
+    ]
+    for name, settings, kind, reason in cases:
+        with pytest.raises(kind, match=reason):
+            store.record(tmp_path / name, **settings)
+        assert store.recorder is None
+    assert (tmp_path / "there.npz").read_bytes() == b"kept"
+    with store.record(tmp_path / "y.npz") as first, pytest.raises(ValueError, match=r"recorded to .*y\.npz; stop that"):
+        store.record(tmp_path / "z.npz")
+    assert first.path.exists()
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(recording, "write_trace", refused)
+    with pytest.raises(TierstoreError, match=r"x\.npz: this user lacks the permission"):
+        store.record(tmp_path / "x.npz")
+    assert require_recordable(tmp_path / "x.npz", "1MiB") == 1 << 20
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < limit
+        time.sleep(0.005)
+
+
+def test_the_file_is_written_now_and_then(
+    store: tierstore.Store, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also after it could not be written for a while."""
+    monkeypatch.setattr(recording, "_WRITE_SECONDS", 0.005)
+    write, full = recording.write_trace, threading.Event()
+
+    def write_or_fail(*given: Any, **settings: Any) -> None:
+        if full.is_set():
+            raise DiskFullError("no room left")
+        write(*given, **settings)
+
+    monkeypatch.setattr(recording, "write_trace", write_or_fail)
+    with caplog.at_level(logging.WARNING), store.record(path, rate=1.0):
+        store["a"].read(torch.tensor([1]))
+        wait_until(lambda: read_trace(path).num_lookups == 1)
+        full.set()
+        store["a"].read(torch.tensor([2]))
+        wait_until(lambda: bool(caplog.records))
+        assert read_trace(path).num_lookups == 1
+        full.clear()
+        wait_until(lambda: read_trace(path).num_lookups == 2)
+    assert [each.getMessage() for each in caplog.records] == ["the recording goes on, and is not on disk: no room left"]
+
+
+def test_a_recording_that_cannot_be_written_is_not_lost(
+    store_dir: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(store_dir) as store:
+        recorder = store.record(path, rate=1.0)
+        store["a"].read(torch.tensor([1]))
+
+        def full(*_: Any, **__: Any) -> None:
+            raise DiskFullError("no room left")
+
+        monkeypatch.setattr(recording, "write_trace", full)
+        with pytest.raises(DiskFullError):
+            store.close()
+    assert store.recorder is None
+    assert read_trace(path).num_lookups == 0
+    monkeypatch.undo()
+    tierstore.open(store_dir, ddr="1MiB").close()
+    recorder.stop()
+    assert read_trace(path).num_lookups == 1
+
+
+def test_a_killed_process_leaves_what_it_wrote(tmp_path: Path) -> None:
+    code = """
+    import os, signal, sys, torch, tierstore
+    from tierstore.store import recording
+    from tierstore.trace import read_trace
+    recording._WRITE_SECONDS = 0.005
+    store = tierstore.open(sys.argv[1] + "/store", ddr="1MiB")
+    table = store.create_table(tierstore.TableConfig(name="t", num_embeddings=9, embedding_dim=4))
+    store.record(sys.argv[1] + "/t.npz", rate=1.0)
+    while not read_trace(sys.argv[1] + "/t.npz").num_lookups:
+        table.read(torch.tensor([3]))
+    os.kill(os.getpid(), signal.SIGKILL)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGKILL
+    trace = read_trace(tmp_path / "t.npz")
+    assert trace.num_lookups > 0
+    assert (trace.tables["t"].ids == 3).all()
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.3])
+def test_what_a_recording_is_of_use_for(store_dir: Path, path: Path, rate: float) -> None:
+    log = steps(5)
+    with open_store(store_dir) as store:
+        collection = tierstore.TieredEmbeddingBagCollection(store)
+        for name, rows in ROWS.items():
+            store[name].write(torch.arange(rows), torch.ones(rows, DIMS[name]))
+        store.commit()
+        with store.record(path, rate=rate):
+            for batch in log:
+                collection(jagged(batch))
+    trace = read_trace(path)
+    found = accesses_of(trace)
+    assert (found.num_batches, len(found.keys), found.sampling_rate) == (5, trace.num_lookups, rate)
+    for place, batch in enumerate(log):
+        own = found.keys[found.starts[place] : found.starts[place + 1]]
+        whole = batch.whole(INDEXES, rate)
+        assert sorted(own.tolist()) == sorted(INDEXES[name] << 40 | row for name, rows in whole.items() for row in rows)
+    assert set(rows_of_trace(path)["a"].tolist()) == {row for batch in log for row in batch.whole(INDEXES, rate)["a"]}
+    compact_store(store_dir, store_dir.with_name("packed"), trace=path)
+    with tierstore.open(store_dir.with_name("packed"), mode="r", ddr="1MiB") as packed:
+        packed.verify()
+
+
+def test_a_recorder_does_not_keep_a_store_open(store_dir: Path, path: Path) -> None:
+    recorder: Recorder = open_store(store_dir).record(path, rate=1.0)
+    gc.collect()
+    tierstore.open(store_dir, ddr="1MiB").close()
+    assert recorder._is_written

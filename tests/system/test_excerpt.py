@@ -1,0 +1,89 @@
+"""What error messages show of a value, and what plain files are."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tierstore.errors import FormatError, TierstoreError, TruncatedError
+from tierstore.system.excerpt import excerpt, excerpt_names
+from tierstore.system.plainfile import read_plain_file, require_plain_file
+
+
+class _Unprintable:
+    def __repr__(self) -> str:
+        raise ValueError("no")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("abc", "'abc'"),
+        ("x" * 81, f"'{'x' * 80}'..."),
+        (b"y" * 10**6, f"b'{'y' * 80}'..."),
+        ("\x1b[2J\n", r"'\x1b[2J\n'"),
+        (10**20, "100000000000000000000"),
+        (10**5000, "an integer of 16610 bits"),
+        ([1, 2], "[1, 2]"),
+        (["x" * 100], "['" + "x" * 78 + "..."),
+        ([10**5000], "a list that cannot be printed"),
+        (_Unprintable(), "a _Unprintable that cannot be printed"),
+    ],
+    ids=str.split("short cut bytes controls int vast list cut-list vast-in-list unprintable"),
+)
+def test_excerpts(value: object, expected: str) -> None:
+    assert excerpt(value) == expected
+
+
+def test_names() -> None:
+    assert excerpt_names(["b", "a"]) == "b, a"
+    many = excerpt_names([f"c{i}" for i in range(10**5)])
+    assert many.startswith("c0, c1, ")
+    assert many.endswith("c39 and 99960 more")
+
+
+def test_plain_files(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    require_plain_file(path)
+    with pytest.raises(FileNotFoundError):
+        read_plain_file(path, 10)
+    with pytest.raises(FileNotFoundError):
+        read_plain_file(path / "below", 10)
+    path.write_bytes(b"")
+    with pytest.raises(TruncatedError, match="file is empty"):
+        read_plain_file(path, 10)
+    path.write_bytes(bytes(10))
+    assert read_plain_file(path, 10) == bytes(10)
+    with pytest.raises(FormatError, match="has 10 bytes and may have 9"):
+        read_plain_file(path, 9)
+    os.truncate(path, 1 << 40)
+    with pytest.raises(FormatError, match="has 1099511627776 bytes"):
+        read_plain_file(path, 10)
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "pipe", "folder", "device", "socket"])
+def test_what_is_no_plain_file_is_refused_unopened(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "file"
+    if kind in ("link", "dangling link"):
+        if kind == "link":
+            (tmp_path / "target").write_text("text")
+        path.symlink_to(tmp_path / "target")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "device":
+        path = Path("/dev/zero")
+    else:
+        import socket
+
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(path))
+    for check in (require_plain_file, lambda file: read_plain_file(file, 10)):
+        with pytest.raises(FormatError, match=r"(file|zero) is a .*, not a plain file, and is not followed; restore"):
+            check(path)
+
+
+def test_a_name_that_the_system_refuses(tmp_path: Path) -> None:
+    with pytest.raises(TierstoreError, match="File name too long"):
+        require_plain_file(tmp_path / ("x" * 5000))

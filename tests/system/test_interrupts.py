@@ -1,0 +1,301 @@
+"""Ctrl-C at bad moments, forks, and other things that happen to a process: rows are neither lost nor made up."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierstore
+from tierstore import errors, optim
+from tierstore.io import row_map
+from tierstore.system.signals import Shield
+
+ROWS = 20_000
+CONFIG = tierstore.TableConfig(
+    name="t", num_embeddings=ROWS, embedding_dim=8, init=tierstore.init.Constant(1.0), optimizer=optim.SGD(lr=1.0)
+)
+
+
+def test_a_shield_puts_the_handler_off() -> None:
+    seen: list[str] = []
+    previous = signal.signal(signal.SIGINT, lambda *_: seen.append("handled"))
+    try:
+        with Shield():
+            with Shield():
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.01)
+            assert seen == []
+        assert seen == ["handled"]
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+        assert seen == ["handled", "handled"]
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # one may hit a finaliser
+def test_interrupts_at_any_moment_leave_every_row_right(store_dir: Path) -> None:
+    """A thread sends SIGINT again and again while rows are trained and committed; the handler raises once a step."""
+    armed = False
+
+    def interrupt(*_: object) -> None:
+        nonlocal armed
+        if armed:
+            armed = False
+            raise KeyboardInterrupt
+
+    done = threading.Event()
+
+    def bother() -> None:
+        while not done.wait(0.003):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    steps = torch.zeros(ROWS)
+    interrupted = 0
+    generator = torch.Generator().manual_seed(0)
+    previous = signal.signal(signal.SIGINT, interrupt)
+    thread = threading.Thread(target=bother, daemon=True)
+    with tierstore.open(store_dir, ddr="600KiB") as store:
+        table = store.create_table(CONFIG)
+        bag = tierstore.TieredEmbeddingBag(table, mode="sum")
+        thread.start()
+        try:
+            for _ in range(300):
+                ids = torch.randint(0, ROWS, (400,), generator=generator)
+                before = table.state.step
+                try:
+                    armed = True
+                    bag(ids.reshape(1, -1)).sum().backward()
+                    store.commit()
+                    armed = False
+                except KeyboardInterrupt:
+                    interrupted += 1
+                if table.state.step > before:
+                    steps += torch.bincount(ids, minlength=ROWS)
+        finally:
+            done.set()
+            thread.join()
+            signal.signal(signal.SIGINT, previous)
+        gc.collect()
+        assert interrupted > 0
+        assert torch.equal(table.read(torch.arange(ROWS))[:, 0], 1 - steps)
+        assert table.pool.pins.num_pinned == 0
+        table.pool.cache.check_integrity()
+        store.commit()
+    with tierstore.open(store_dir, mode="r") as store:
+        assert torch.equal(store["t"].read(torch.arange(ROWS))[:, 0], 1 - steps)
+
+
+def test_a_forked_child_is_told_and_harms_nothing(store_dir: Path) -> None:
+    code = f"""
+import os, sys, torch, tierstore
+from tierstore import errors
+from tierstore.io.pins import Pins
+store = tierstore.open({str(store_dir)!r}, ddr="1MiB", threads=2)
+table = store.create_table(tierstore.TableConfig(name="t", num_embeddings=100, embedding_dim=4))
+table.write(torch.arange(100), torch.full((100, 4), 7.0))
+store.commit()
+few, many = torch.arange(3), torch.zeros(100_000, dtype=torch.int64)
+uses = [
+    lambda: table.read(few),
+    lambda: table.pooled(few, torch.tensor([0, 3])),
+    lambda: table.pooled(many, torch.arange(0, 100_001, 10)),
+]
+for use in uses:
+    use()
+child = os.fork()
+if child == 0:
+    told = 0
+    for use in uses:
+        try:
+            use()
+        except errors.ClosedError as error:
+            told += "fork" in str(error)
+    if told == len(uses):
+        store.close()
+        del store, table
+        sys.exit(3)
+    os._exit(1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+table.write(torch.arange(50), torch.full((50, 4), 8.0))
+assert store.commit() == 2
+assert Pins({str(store_dir / "rows.lmdb")!r}).oldest(1 << 40) is not None
+store.close()
+"""
+    subprocess.run([sys.executable, "-W", "ignore::DeprecationWarning", "-c", code], check=True, timeout=120)
+    with tierstore.open(store_dir, mode="r") as store:
+        assert store["t"].read(torch.arange(100))[:, 0].tolist() == [8.0] * 50 + [7.0] * 50
+
+
+def test_a_store_that_is_open_when_the_interpreter_ends_is_closed_without_a_word(store_dir: Path) -> None:
+    code = f"""
+import torch, tierstore
+store = tierstore.open({str(store_dir)!r}, ddr="1MiB", threads=1)
+table = store.create_table(tierstore.TableConfig(name="t", num_embeddings=20_000, embedding_dim=16))
+table.write(torch.arange(20_000), torch.ones(20_000, 16))
+store.commit()
+table.write(torch.arange(20_000), torch.zeros(20_000, 16))
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr
+    with tierstore.open(store_dir) as store:
+        assert store.verify().rows == 20_000
+        assert store["t"].read(torch.tensor([7])).tolist() == [[1.0] * 16]
+
+
+def test_a_store_that_is_dropped_gives_its_lock_back(store_dir: Path) -> None:
+    store = tierstore.open(store_dir, ddr="1MiB")
+    store.create_table(CONFIG).read(torch.arange(5))
+    del store
+    gc.collect()
+    tierstore.open(store_dir, ddr="1MiB").close()
+
+
+def test_a_store_stays_where_it_is_when_the_working_directory_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with tierstore.open("here", ddr="1MiB") as store:
+        monkeypatch.chdir(tmp_path / "other")
+        store.create_table(CONFIG).write(torch.tensor([1]), torch.zeros(1, 8))
+        store.commit()
+    assert not any((tmp_path / "other").iterdir())
+
+
+def test_processes_that_create_one_store_at_once(store_dir: Path) -> None:
+    """One wins, the others are told; the store is whole."""
+    code = f"""
+import sys, tierstore
+from tierstore import errors
+sys.stdin.read()
+try:
+    store = tierstore.open({str(store_dir)!r}, ddr="1MiB")
+except errors.StoreLockedError:
+    sys.exit(5)
+sys.stdin.close()
+import time; time.sleep(1)
+store.close()
+"""
+    started = [subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) for _ in range(3)]
+    for process in started:
+        assert process.stdin is not None
+        process.stdin.close()
+    codes = sorted(process.wait(120) for process in started)
+    assert set(codes) <= {0, 5}
+    assert 0 in codes
+    with tierstore.open(store_dir, ddr="1MiB") as store:
+        assert store.commit() == 1
+
+
+def test_a_small_table_beside_a_huge_one_needs_no_huge_budget(store_dir: Path) -> None:
+    with tierstore.open(store_dir, ddr="2MiB") as store:
+        huge = tierstore.TableConfig(name="huge", num_embeddings=10**9, embedding_dim=64)
+        store.create_table(huge)
+        small = store.create_table(tierstore.TableConfig(name="small", num_embeddings=3, embedding_dim=8))
+        assert small.read(torch.arange(3)).shape == (3, 8)
+        assert store["huge"].pool.cache.capacity > 2000
+        assert store.stats().ddr.bytes <= 2 * 2**20
+
+
+def test_a_table_too_large_for_the_machine_leaves_the_store_usable(
+    store_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise MemoryError("no address space")
+
+    with tierstore.open(store_dir, ddr="1MiB") as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(row_map, "zeros", refuse)
+            with pytest.raises(errors.BudgetError, match=r"refuses 381.5 MiB of address space"):
+                store.create_table(tierstore.TableConfig(name="vast", num_embeddings=10**8, embedding_dim=64))
+        store.create_table(CONFIG)
+        store.commit()
+    with tierstore.open(store_dir, ddr="1MiB") as store:
+        assert list(store.tables) == ["t"]
+
+
+def test_a_failed_manifest_can_be_tried_again(store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tierstore.store.manifest import Manifest
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with tierstore.open(store_dir, ddr="1MiB") as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(Manifest, "write", refuse)
+            with pytest.raises(OSError, match="No space left"):
+                store.create_table(CONFIG)
+        assert "t" not in store
+        store.create_table(CONFIG).write(torch.tensor([3]), torch.full((1, 8), 7.0))
+        store.commit()
+    with tierstore.open(store_dir, mode="r") as store:
+        assert store["t"].read(torch.tensor([3]))[0, 0] == 7.0
+
+
+@pytest.mark.parametrize("mode", ["inference", "default dtype"])
+def test_torch_modes(store_dir: Path, mode: str) -> None:
+    with tierstore.open(store_dir, ddr="1MiB") as store:
+        table = store.create_table(CONFIG)
+        bag = tierstore.TieredEmbeddingBag(table, mode="sum")
+        if mode == "inference":
+            with torch.inference_mode():
+                assert bag(torch.tensor([[1, 2]])).tolist() == [[2.0] * 8]
+        else:
+            torch.set_default_dtype(torch.float64)
+            try:
+                assert table.pooled(torch.tensor([1]), torch.tensor([0, 1])).dtype == torch.float32
+                assert bag(torch.tensor([[1]])).dtype == torch.float32
+            finally:
+                torch.set_default_dtype(torch.float32)
+
+
+def test_a_second_backward_is_refused_as_torch_refuses_it(store_dir: Path) -> None:
+    with tierstore.open(store_dir, ddr="1MiB") as store:
+        table = store.create_table(CONFIG)
+        out = tierstore.TieredEmbeddingBag(table, mode="sum")(torch.tensor([[5]])).sum()
+        out.backward()
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            out.backward()
+        assert table.read(torch.tensor([5]))[0, 0] == 0.0
+
+
+def test_per_sample_weights_get_gradients_on_a_read_only_store(store_dir: Path) -> None:
+    with tierstore.open(store_dir, ddr="1MiB") as store:
+        store.create_table(CONFIG)
+    with tierstore.open(store_dir, mode="r", ddr="1MiB") as store:
+        weights = torch.tensor([2.0, 3.0], requires_grad=True)
+        bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
+        bag(torch.tensor([4, 5]), torch.tensor([0]), weights).sum().backward()
+        assert weights.grad is not None
+        assert weights.grad.tolist() == [8.0, 8.0]
+        assert store["t"].pool.pins.num_pinned == 0
+
+
+@pytest.mark.parametrize("rate", [float("nan"), -1.0, float("inf")])
+def test_wrong_learning_rates(store_dir: Path, rate: float) -> None:
+    with tierstore.open(store_dir, ddr="1MiB") as store:
+        table = store.create_table(CONFIG)
+        with pytest.raises(ValueError, match="learning_rate="):
+            table.learning_rate = rate
+        table.learning_rate = torch.tensor(0.5)  # type: ignore[assignment]
+        store.commit()
+        assert table.learning_rate == 0.5
+
+
+@pytest.mark.parametrize("extra", [{1: 2}, {"a": (1, 2)}, {"a": {2: 1}}])
+def test_extra_that_would_come_back_changed(store_dir: Path, extra: dict[Any, Any]) -> None:
+    with tierstore.open(store_dir, ddr="1MiB") as store:
+        with pytest.raises(TypeError, match="gives back as it was"):
+            store.commit(extra=extra)
+        with pytest.raises(TypeError, match="tensors cannot be stored"):
+            store.commit(tensors={"__metadata__": torch.ones(1)})
+        store.commit(extra={"a": [float("nan"), None, {"b": 1.5}]})

@@ -1,0 +1,117 @@
+"""Byte sizes as people write them."""
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tierstore.errors import BudgetError
+from tierstore.system import sizes
+from tierstore.system.sizes import format_size, machine_memory_bytes, parse_size, require_memory
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (0, 0),
+        (123, 123),
+        ("123", 123),
+        ("1 KiB", 1024),
+        ("1kb", 1000),
+        ("1.5MiB", 1536 * 1024),
+        ("2GiB", 2**31),
+        ("1TB", 10**12),
+        ("5% of tables", 50),
+    ],
+)
+def test_sizes(value: Any, expected: int) -> None:
+    assert parse_size(value, name="ddr", table_bytes=1000) == expected
+
+
+@pytest.mark.parametrize("value", ["", "GiB", "1 GiBs", "-1MiB", "5% of ram", "1e9", "0x10", "1,000"])
+def test_what_is_no_size(value: str) -> None:
+    with pytest.raises(ValueError, match=r"ddr=.* is not a size; write bytes"):
+        parse_size(value, name="ddr")
+
+
+@pytest.mark.parametrize("value", [None, 1.5, True])
+def test_other_types(value: Any) -> None:
+    with pytest.raises(TypeError, match="ddr must be an int or a str"):
+        parse_size(value, name="ddr")
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**31, "2.0 GiB"), (2**52, "4096.0 TiB")]
+)
+def test_format(size: int, text: str) -> None:
+    assert format_size(size) == text
+
+
+@pytest.mark.parametrize(
+    "value",
+    [-1, 2**63, 10**5000, "9" * 30, "9" * 5000, "9" * 400 + "%", "9" * 30 + "TiB", "0" * 41],
+    ids=str.split("negative int vast-int digits vast-digits vast-share TiB zeros"),
+)
+def test_absurd_sizes_are_wrong_arguments_named_in_short(value: Any) -> None:
+    with pytest.raises(ValueError, match="ddr=") as raised:
+        parse_size(value, name="ddr", table_bytes=1000)
+    assert len(str(raised.value)) < 300
+
+
+def test_a_size_is_exact_to_the_byte() -> None:
+    assert parse_size("9007199254740993", name="ddr") == 9007199254740993
+    assert parse_size("0.1GB", name="ddr") == 10**8
+
+
+@pytest.fixture
+def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty file system of control groups; ``tmp_path / "self"`` says which ones the process is in."""
+    monkeypatch.setattr(sizes, "_CGROUP", tmp_path / "self")
+    monkeypatch.setattr(sizes, "_CGROUP_ROOT", tmp_path / "groups")
+    return tmp_path / "groups"
+
+
+def write_limit(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_a_share_of_memory_is_of_the_machines_or_of_the_containers(groups: Path) -> None:
+    assert parse_size("50%", name="ddr") == psutil.virtual_memory().total // 2
+    write_limit(groups / "memory.max", "max\n")
+    assert parse_size("50%", name="ddr") == psutil.virtual_memory().total // 2
+    write_limit(groups / "memory" / "memory.limit_in_bytes", "1000000\n")
+    assert parse_size("50%", name="ddr") == 500_000
+
+
+@pytest.mark.parametrize(
+    ("line", "file"),
+    [
+        ("0::/box/job", "box/job/memory.max"),
+        ("0::/box/job", "box/memory.max"),
+        ("7:cpu,memory:/box/job", "memory/box/job/memory.limit_in_bytes"),
+        ("7:memory:/box/job", "memory/box/memory.limit_in_bytes"),
+    ],
+)
+def test_the_limit_of_any_group_around_the_process_counts(groups: Path, line: str, file: str) -> None:
+    (groups.parent / "self").write_text(f"3:cpuset:/elsewhere\n{line}\n")
+    write_limit(groups / file, "1000000\n")
+    write_limit(groups / "elsewhere" / "memory.max", "10\n")
+    assert machine_memory_bytes() == 1_000_000
+
+
+def test_a_group_outside_the_container_is_not_looked_for(groups: Path) -> None:
+    (groups.parent / "self").write_text("0::/../../box\n")
+    write_limit(groups.parent.parent / "box" / "memory.max", "10\n")
+    write_limit(groups / "memory.max", "1000000\n")
+    assert machine_memory_bytes() == 1_000_000
+
+
+def test_more_than_the_machine_has_is_refused_with_both_sizes(groups: Path) -> None:
+    write_limit(groups / "memory.max", str(2 * 2**20))
+    require_memory(2 * 2**20, "ddr='2MiB'")
+    with pytest.raises(
+        BudgetError, match=r"ddr='3MiB' would take 3\.0 MiB and this machine, .* has 2\.0 MiB; give less"
+    ):
+        require_memory(3 * 2**20, "ddr='3MiB'")

@@ -1,0 +1,414 @@
+"""The commands that move tables between stores and files. What they need is imported when they run."""
+
+import argparse
+import difflib
+from typing import TYPE_CHECKING, Any, Final
+
+from ..system.terminal import Command, byte_bar
+
+if TYPE_CHECKING:
+    from ..exchange import ImportReport
+    from ..optim import Optimizer
+    from ..updates.publish import Published
+
+__all__ = [
+    "BACKUP",
+    "COMPACT",
+    "EXPORT",
+    "IMPORT",
+    "PUBLISH",
+    "QUANTIZE",
+    "TRACE",
+]
+
+_DDR: Final = "256MiB"
+_SHOWN: Final = 10
+
+
+def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", help="folder of the store")
+    parser.add_argument("out", metavar="OUT", help="file to write; it appears when it is complete")
+    parser.add_argument("--format", default="safetensors", metavar="NAME", help="safetensors (default) or torch")
+    parser.add_argument("--table", action="append", metavar="NAME", help="a table to export; default: all")
+    parser.add_argument(
+        "--key",
+        default="embedding_bags.{table}.weight",
+        metavar="TEXT",
+        help="name of a table's tensor, {table} being the table's name (default: embedding_bags.{table}.weight)",
+    )
+    parser.add_argument("--state", action="store_true", help="add the optimizer state, as sum, exp_avg, exp_avg_sq")
+    parser.add_argument("--dense", action="store_true", help="add the dense tensors of the commit, under their names")
+    parser.add_argument("--at", type=int, metavar="VERSION", help="a version that the store keeps; default: the last")
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    _add_ddr(parser)
+
+
+def _add_ddr(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ddr", default=_DDR, metavar="SIZE", help=f"memory for rows (default: {_DDR})")
+
+
+def _export(options: argparse.Namespace) -> int:
+    from ..exchange import FORMATS, export_store
+    from ..system.sizes import format_count, format_size
+
+    _require_near(options.format, FORMATS, "--format")
+    with byte_bar("export") as show:
+        report = export_store(
+            options.directory,
+            options.out,
+            format=options.format,
+            tables=options.table,
+            key=options.key,
+            state=options.state,
+            dense=options.dense,
+            version=options.at,
+            force=options.force,
+            ddr=options.ddr,
+            progress=show,
+        )
+    print(
+        f"{report.path}: version {report.version}, {format_count(report.rows, 'row')} in "
+        f"{format_count(len(report.keys), 'tensor')}, {format_size(report.size_bytes)}"
+    )
+    _print_some("", report.keys)
+    return 0
+
+
+def _add_import_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", help="folder of the store; made if it is not there")
+    parser.add_argument("files", metavar="FILE", nargs="+", help="safetensors files or torch checkpoints")
+    parser.add_argument(
+        "--map",
+        action="append",
+        default=[],
+        metavar="KEY=TABLE",
+        help="take tensor KEY as table TABLE, and no tensor that is not so named",
+    )
+    new = parser.add_argument_group("new tables", "what the file does not say; tables that are there keep theirs")
+    new.add_argument("--optimizer", metavar="NAME", help="sgd, rowwise_adagrad, adagrad or adam (default: sgd)")
+    new.add_argument("--lr", type=float, metavar="X", help="its learning rate")
+    new.add_argument("--eps", type=float, metavar="X", help="its eps")
+    new.add_argument("--weight-decay", type=float, metavar="X", help="its L2 penalty")
+    new.add_argument("--pooling", metavar="NAME", help="sum, mean or max (default: sum)")
+    new.add_argument("--rounding", metavar="NAME", help="of training: nearest or stochastic (default: nearest)")
+    parser.add_argument(
+        "--dtype", metavar="NAME", help="convert weights to float32, float16 or bfloat16 (default: as in the file)"
+    )
+    _add_ddr(parser)
+
+
+def _import(options: argparse.Namespace) -> int:
+    from typing import get_args
+
+    from ..config import Pooling, Rounding
+    from ..exchange import import_files
+    from ..rows import FloatName
+
+    mapping = _mapping(options.map)
+    for value, choices, flag in (
+        (options.dtype, get_args(FloatName), "--dtype"),
+        (options.pooling, get_args(Pooling), "--pooling"),
+        (options.rounding, get_args(Rounding), "--rounding"),
+    ):
+        if value is not None:
+            _require_near(value, choices, flag)
+    optimizer = _optimizer(options)
+    with byte_bar("import") as show:
+        report = import_files(
+            options.directory,
+            options.files,
+            mapping=mapping,
+            optimizer=optimizer,
+            dtype=options.dtype,
+            pooling=options.pooling,
+            rounding=options.rounding,
+            ddr=options.ddr,
+            progress=show,
+        )
+    _describe_import(options.directory, report)
+    return 0
+
+
+def _describe_import(directory: str, report: "ImportReport") -> None:
+    print(f"{directory}: version {report.version}")
+    for table in report.tables:
+        new, state = "new, " if table.created else "", ", with optimizer state" if table.with_state else ""
+        print(f"  {table.name}: {new}{table.rows:,} rows{state}, {table.changed_rows:,} changed")
+        if table.nonfinite:
+            print(f"    {table.nonfinite:,} values are NaN or infinite")
+    _print_some("not taken: ", report.left_out)
+
+
+def _print_some(prefix: str, names: tuple[str, ...]) -> None:
+    """The names, one a line, but not all of very many; files may have given them."""
+    from ..system.excerpt import excerpt
+
+    for name in names[:_SHOWN]:
+        print(f"  {prefix}{excerpt(name)[1:-1]}")
+    if len(names) > _SHOWN:
+        print(f"  {prefix}{len(names) - _SHOWN} more")
+
+
+def _mapping(pairs: list[str]) -> dict[str, str]:
+    mapping: dict[str, str] = {}
+    for pair in pairs:
+        key, separator, table = pair.rpartition("=")
+        if not (separator and key and table):
+            raise ValueError(f"--map {pair}: write KEY=TABLE, as --map model.item.weight=item")
+        if mapping.setdefault(key, table) != table:
+            raise ValueError(f"--map names {key!r} twice, as {mapping[key]!r} and {table!r}; a tensor is one table")
+    return mapping
+
+
+def _optimizer(options: argparse.Namespace) -> "Optimizer | None":
+    """The optimizer that the flags describe; None if there are none."""
+    from dataclasses import fields
+
+    from .. import optim
+
+    kinds = {each.kind: each for each in (optim.SGD, optim.RowWiseAdagrad, optim.Adagrad, optim.Adam)}
+    given = {name: getattr(options, name) for name in ("lr", "eps", "weight_decay")}
+    given = {name: value for name, value in given.items() if value is not None}
+    if options.optimizer is None:
+        if given:
+            raise ValueError(f"--{min(given).replace('_', '-')} goes with --optimizer NAME; give both")
+        return None
+    _require_near(options.optimizer, kinds, "--optimizer")
+    kind = kinds[options.optimizer]
+    known = [field.name for field in fields(kind)]
+    for name in given:
+        if name not in known:
+            raise ValueError(f"--{name}: {options.optimizer} has no {name}; it has {', '.join(known)}")
+    return kind(**given)
+
+
+def _require_near(value: str, choices: Any, flag: str) -> None:
+    """ValueError, with the nearest choice, unless ``value`` is one."""
+    if value not in choices:
+        near = difflib.get_close_matches(value, choices, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(choices)}"
+        raise ValueError(f"{flag} {value}: {hint}")
+
+
+EXPORT: Final = Command(
+    _export,
+    _add_export_arguments,
+    "write tables to a safetensors file or torch checkpoint",
+    "Write every row of a store's tables to one file. Nothing is changed; training may go on meanwhile.",
+    """examples:
+  tierstore export shop shop.safetensors
+  tierstore export shop item.pt --format torch --table item --key weight
+  tierstore export shop whole.safetensors --state --dense""",
+)
+IMPORT: Final = Command(
+    _import,
+    _add_import_arguments,
+    "take tables from safetensors files or torch checkpoints",
+    "Take tables from files, and commit once all rows are there. A run cut short changes nothing; repeat it.",
+    """examples:
+  tierstore import shop shop.safetensors
+  tierstore import shop item.pt --map weight=item --optimizer rowwise_adagrad --lr 0.05
+  tierstore import shop part-1.safetensors part-2.safetensors --dtype bfloat16""",
+)
+
+
+def _add_backup_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", help="folder of the store; may be trained on meanwhile")
+    parser.add_argument("target", metavar="NEW_DIR", help="folder of the backup; must not exist, or be empty")
+    parser.add_argument("--verify", action="store_true", help="read the backup and check every row")
+
+
+def _backup(options: argparse.Namespace) -> int:
+    from ..store import open_store
+    from ..system.sizes import format_size
+
+    with open_store(options.directory, mode="r", ddr=_DDR) as store, byte_bar("backup") as show:
+        report = store.backup(options.target, verify=options.verify, progress=show)
+    checked = "" if report.verified is None else f"; {report.verified.rows:,} rows verified"
+    print(f"{report.target}: version {report.version}, {format_size(report.size_bytes)}{checked}")
+    return 0
+
+
+BACKUP: Final = Command(
+    _backup,
+    _add_backup_arguments,
+    "copy a store while it is trained on",
+    "Copy all versions that a store keeps, as of its last commit, page by page. DIR is not changed. A backup that was "
+    "cut short is no store; run the command again.",
+    """examples:
+  tierstore backup shop /backups/shop-monday
+  tierstore backup shop /backups/shop-monday --verify""",
+)
+
+
+def _add_compact_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", help="folder of the store")
+    parser.add_argument("target", metavar="NEW_DIR", help="folder of the copy; must not exist, or be empty")
+    parser.add_argument(
+        "--trace", metavar="FILE.npz", help="put rows side by side that this trace, of tierstore trace, reads together"
+    )
+
+
+def _compact(options: argparse.Namespace) -> int:
+    from ..offline.compaction import compact_store
+    from ..system.sizes import format_count, format_size
+
+    with byte_bar("compact") as show:
+        report = compact_store(options.directory, options.target, trace=options.trace, progress=show)
+    print(
+        f"{report.target}: version {report.version}, {format_count(report.rows, 'row')} in "
+        f"{format_count(report.segments, 'segment')}, verified; "
+        f"{format_size(report.bytes_before)} before, {format_size(report.bytes_after)} after"
+    )
+    return 0
+
+
+COMPACT: Final = Command(
+    _compact,
+    _add_compact_arguments,
+    "copy a store without the room it no longer needs",
+    "Copy all versions kept, rows in order of their numbers, without free pages; then verify the copy. "
+    "DIR is not changed.",
+    """examples:
+  tierstore compact shop shop-compact
+  tierstore compact shop shop-packed --trace shop.npz""",
+)
+
+
+def _add_trace_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_file", metavar="FILE.toml", help="the run file")
+    parser.add_argument("out", metavar="OUT.npz", help="file to write; it appears when it is complete")
+    parser.add_argument("--data", metavar="PATH", help="file or folder to read (data.path)")
+    parser.add_argument("--rows", type=int, metavar="N", help="of the data, from the start (default: data.train_rows)")
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+
+
+def _trace(options: argparse.Namespace) -> int:
+    from ..trace import write_trace
+    from ..train.config_file import Override, load
+    from ..train.tracing import trace_run
+
+    data = [] if options.data is None else [Override("data", "path", options.data, f"--data {options.data}")]
+    trace = trace_run(load(options.run_file, data), rows=options.rows)
+    write_trace(trace, options.out, force=options.force)
+    print(
+        f"{options.out}: {trace.num_lookups:,} lookups of {len(trace.tables)} tables in {trace.num_samples:,} samples"
+    )
+    return 0
+
+
+TRACE: Final = Command(
+    _trace,
+    _add_trace_arguments,
+    "write down which rows a run looks up",
+    "Read the training rows of a run file and write which rows of which table they look up, for tierstore compact.",
+    """example:
+  tierstore trace shop.toml shop.npz
+  tierstore compact shop shop-packed --trace shop.npz""",
+)
+
+
+def _add_quantize_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", help="folder of the trained store")
+    parser.add_argument("target", metavar="NEW_DIR", help="folder of the new store; must not exist, or be empty")
+    parser.add_argument("--dtype", required=True, metavar="NAME", help="int8, int4, float16 or bfloat16")
+    parser.add_argument(
+        "--table", action="append", metavar="NAME", help="a table to convert; default: all. The others stay as they are"
+    )
+    parser.add_argument("--at", type=int, metavar="VERSION", help="a version that the store keeps; default: the last")
+
+
+def _quantize(options: argparse.Namespace) -> int:
+    from ..offline.quantization import TARGET_DTYPES, quantize
+    from ..system.sizes import format_size
+
+    _require_near(options.dtype, TARGET_DTYPES, "--dtype")
+    with byte_bar("quantize") as show:
+        report = quantize(
+            options.directory,
+            options.target,
+            dtype=options.dtype,
+            tables=options.table,
+            version=options.at,
+            progress=show,
+        )
+    print(
+        f"{report.target}: version {report.version}, verified; "
+        f"{format_size(report.bytes_before)} before, {format_size(report.bytes_after)} after"
+    )
+    _print_some("", tuple(f"{table.name}: {table.dtype}, {table.rows:,} rows written" for table in report.tables))
+    return 0
+
+
+QUANTIZE: Final = Command(
+    _quantize,
+    _add_quantize_arguments,
+    "make a store for inference, its rows in fewer bytes",
+    "Copy a store's tables in another dtype, without optimizer state, into a new store; then verify it. int8 and int4 "
+    "rows are looked up, not trained. DIR is not changed.",
+    """examples:
+  tierstore quantize shop shop-int8 --dtype int8
+  tierstore quantize shop shop-mixed --dtype int4 --table item --table user""",
+)
+
+
+def _add_publish_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", help="folder of the store; may be trained on meanwhile")
+    parser.add_argument(
+        "--to",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="admin port of a server, as http://HOST:8002; repeatable",
+    )
+    parser.add_argument(
+        "--since", type=int, metavar="VERSION", help="send what changed since it (default: since what each server has)"
+    )
+    parser.add_argument("--token-file", metavar="PATH", help="file with the servers' admin token")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be sent, and send nothing")
+    parser.add_argument("--keep-file", metavar="PATH", help="keep the file that is sent under this name")
+
+
+def _publish(options: argparse.Namespace) -> int:
+    from ..serve.bearer_token import read_token
+    from ..updates.publish import plan, publish
+
+    token = None if options.token_file is None else read_token(options.token_file)
+    settings: dict[str, Any] = {"since": options.since, "token": token, "keep_file": options.keep_file, "bar": byte_bar}
+    if options.dry_run:
+        for line in plan(options.directory, options.to, **settings):
+            print(line)
+        return 0
+    if not options.to:
+        raise ValueError("give --to URL, or --dry-run to see what would be sent")
+    done = publish(options.directory, options.to, **settings)
+    for each in done:
+        _describe_published(each)
+    return 1 if any(each.error for each in done) else 0
+
+
+def _describe_published(each: "Published") -> None:
+    from ..system.sizes import format_size
+
+    if each.error:
+        print(f"{each.url}: failed: {each.error}")
+    elif not each.size_bytes:
+        print(f"{each.url}: has version {each.version} already")
+    else:
+        print(
+            f"{each.url}: version {each.version}, {each.rows:,} rows, {format_size(each.size_bytes)}, "
+            f"{each.seconds:.1f} s"
+        )
+
+
+PUBLISH: Final = Command(
+    _publish,
+    _add_publish_arguments,
+    "send what changed in a store to servers",
+    "Send the rows that changed since a version, and the dense weights, to the admin ports of servers. Each applies "
+    "them as one version. An upload that was cut short goes on where it stopped: publish again. "
+    "The exit status is 1 if any server failed.",
+    """examples:
+  tierstore publish shop --to http://replica-1:8002 --to http://replica-2:8002
+  tierstore publish shop --since 12 --dry-run""",
+)

@@ -1,0 +1,124 @@
+"""Weights of any storage type as float32, inside kernels.
+
+A weight array is float32, or uint16 holding the bits of float16 or bfloat16; ``half`` tells the two apart. Both
+directions are exact where possible and else round to nearest, ties to even (IEEE 754), as torch does.
+
+Kernels take a row of an array once (``row = weights[slot]``) and index it by column: with two-dimensional indices the
+compiler must allow for negative ones in the inner loop and does not vectorise it (measured: 199 ns against 33 ns for
+adding a row of 64).
+"""
+
+from typing import Any, Final
+
+import numba
+import numpy as np
+from numba.extending import overload
+
+from .jit import inline
+
+__all__ = [
+    "BFLOAT16",
+    "FLOAT16",
+    "FLOAT32",
+    "INT4",
+    "INT8",
+    "bits_to_float",
+    "float_to_bits",
+    "half_code",
+    "load",
+    "store",
+]
+
+FLOAT32: Final = 0
+FLOAT16: Final = 1
+BFLOAT16: Final = 2
+INT8: Final = 3
+INT4: Final = 4
+"""The last two are quantized rows, which ``quantized`` has kernels for; ``load`` and ``store`` do not know them."""
+
+_CODES: Final = {"float32": FLOAT32, "float16": FLOAT16, "bfloat16": BFLOAT16, "int8": INT8, "int4": INT4}
+
+
+def half_code(dtype: str) -> int:
+    """The ``half`` argument for a layout's dtype."""
+    return _CODES[dtype]
+
+
+@inline
+def bits_to_float(bits: Any, half: int) -> Any:
+    """float32 value of a uint16 bit pattern."""
+    wide = np.uint32(bits)
+    if half == BFLOAT16:
+        return np.uint32(wide << np.uint32(16)).view(np.float32)
+    sign = np.uint32((wide & np.uint32(0x8000)) << np.uint32(16))
+    magnitude = np.uint32((wide & np.uint32(0x7FFF)) << np.uint32(13))
+    if magnitude >= np.uint32(0x0F800000):  # infinity and NaN keep their all-ones exponent
+        return np.uint32(sign | np.uint32(magnitude + np.uint32(0x70000000))).view(np.float32)
+    # Multiplying by 2**112 moves the exponent bias from 15 to 127 and normalises subnormals.
+    scaled = np.float32(magnitude.view(np.float32) * np.uint32(0x77800000).view(np.float32))
+    return np.uint32(sign | scaled.view(np.uint32)).view(np.float32)
+
+
+@inline
+def float_to_bits(value: Any, half: int) -> Any:
+    """uint16 bit pattern nearest to a float32 value."""
+    bits = np.float32(value).view(np.uint32)
+    sign = np.uint32((bits & np.uint32(0x80000000)) >> np.uint32(16))
+    magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))
+    if half == BFLOAT16:
+        if magnitude > np.uint32(0x7F800000):
+            return np.uint16(sign | np.uint32(0x7FC0))
+        odd = np.uint32((magnitude >> np.uint32(16)) & np.uint32(1))
+        return np.uint16(sign | np.uint32(np.uint32(magnitude + np.uint32(0x7FFF) + odd) >> np.uint32(16)))
+    if magnitude > np.uint32(0x7F800000):
+        return np.uint16(sign | np.uint32(0x7E00))
+    if magnitude >= np.uint32(0x47800000):
+        return np.uint16(sign | np.uint32(0x7C00))
+    if magnitude < np.uint32(0x38800000):
+        # Below 2**-14 adding one half leaves the subnormal's bits, correctly rounded, at the bottom of the sum.
+        half_sum = np.float32(magnitude.view(np.float32) + np.float32(0.5))
+        return np.uint16(sign | np.uint32(half_sum.view(np.uint32) - np.uint32(0x3F000000)))
+    odd = np.uint32((magnitude >> np.uint32(13)) & np.uint32(1))
+    rebiased = np.uint32(magnitude + np.uint32(0xFFF) + odd - np.uint32(0x38000000))
+    return np.uint16(sign | np.uint32(rebiased >> np.uint32(13)))
+
+
+def load(row: Any, column: int, half: int) -> Any:
+    """``row[column]`` as float32."""
+    value = row[column]
+    return value if row.dtype == np.float32 else bits_to_float(value, half)
+
+
+def store(row: Any, column: int, value: Any, half: int) -> None:
+    """``row[column] = value``, rounded to the array's storage type."""
+    row[column] = value if row.dtype == np.float32 else float_to_bits(value, half)
+
+
+@overload(load, inline="always")
+def _load(row: Any, column: int, half: int) -> Any:
+    if row.dtype == numba.float32:
+
+        def load_float(row: Any, column: int, half: int) -> Any:
+            return row[column]
+
+        return load_float
+
+    def load_half(row: Any, column: int, half: int) -> Any:
+        return bits_to_float(row[column], half)
+
+    return load_half
+
+
+@overload(store, inline="always")
+def _store(row: Any, column: int, value: Any, half: int) -> Any:
+    if row.dtype == numba.float32:
+
+        def store_float(row: Any, column: int, value: Any, half: int) -> None:
+            row[column] = value
+
+        return store_float
+
+    def store_half(row: Any, column: int, value: Any, half: int) -> None:
+        row[column] = float_to_bits(value, half)
+
+    return store_half

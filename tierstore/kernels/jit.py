@@ -1,0 +1,236 @@
+"""The one way kernels are compiled: nopython, without the GIL, cached on disk.
+
+``NUMBA_DISABLE_JIT=1`` runs every kernel as plain Python; tests use it to check the kernels' logic twice.
+"""
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import numba
+import numpy as np
+from numba import types
+from numba.core import event
+
+__all__ = [
+    "JIT_ENABLED",
+    "callback",
+    "fused_multiply_add",
+    "inline",
+    "kernel",
+    "prefetch_item",
+    "require_contiguous",
+    "uncounted_helper",
+    "uncounted_inline",
+    "uncounted_kernel",
+    "uncounted_template",
+]
+
+JIT_ENABLED: Final = not numba.config.DISABLE_JIT
+_LOG: Final = logging.getLogger("tierstore")
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _stamp_of_sources() -> tuple[tuple[str, int, int], ...]:
+    """Name, time and size of every source of the package."""
+    root = Path(__file__).parents[1]
+    sources = sorted(root.rglob("*.py"))
+    return tuple((str(path.relative_to(root)), path.stat().st_mtime_ns, path.stat().st_size) for path in sources)
+
+
+_STAMP: Final = _stamp_of_sources() if JIT_ENABLED else ()
+
+
+def _can_keep() -> bool:
+    """Whether there is a folder for machine code; numba refuses to compile a function it is told to keep otherwise."""
+    try:
+        numba.njit(cache=True)(_can_keep)
+    except RuntimeError:
+        _LOG.warning(
+            "no folder to keep machine code in, so each process compiles its kernels anew, which takes some seconds: "
+            "set NUMBA_CACHE_DIR to a folder that this user can write to"
+        )
+        return False
+    return True
+
+
+_KEEPS: Final = JIT_ENABLED and _can_keep()
+
+
+def _compile(function: F, *, from_python: bool = True, **options: Any) -> F:
+    # Nobody in C calls kernels by name, and nobody at all helpers but kernels, in whose machine code they are. Wrappers
+    # for such callers, and keeping helpers on disk, took a quarter of the time to compile everything.
+    wrappers = {"no_cfunc_wrapper": True, "no_cpython_wrapper": not from_python}
+    compiled: Any = numba.njit(nogil=True, cache=from_python and _KEEPS, error_model="numpy", **wrappers, **options)(
+        function
+    )
+    _stamp(compiled)
+    result: F = compiled
+    return result
+
+
+def _stamp(compiled: Any) -> None:
+    # numba looks only at the kernel's own file when it decides whether cached code is fresh; helpers that were compiled
+    # into it may lie in others. Stamping with all sources keeps stale helpers out of a changed package.
+    cache_file: Any = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
+    if hasattr(cache_file, "_source_stamp"):
+        cache_file._source_stamp = _STAMP
+
+
+def kernel(function: F) -> F:
+    """Compile at first call; the machine code is kept beside the source or in the user's cache directory."""
+    return _compile(function)
+
+
+def _helper(function: F, **options: Any) -> F:
+    compiled: Any = _compile(function, from_python=False, **options)
+    if JIT_ENABLED:
+        compiled.__class__ = _Helper
+    result: F = compiled
+    return result
+
+
+def _by_type(function: F, **options: Any) -> F:
+    """A helper, compiled once for a type of number, not again for each place that passes it a constant, nor for the
+    constant that a loop's variable begins with: that took as long as all the rest."""
+    compiled: Any = _helper(function, **options)
+    if JIT_ENABLED:
+        resolve = compiled.get_call_template
+
+        def by_type(args: Any, kws: Any) -> Any:
+            plain = {name: types.unliteral(kind) for name, kind in kws.items()}
+            return resolve(tuple(map(types.unliteral, args)), plain)
+
+        compiled.get_call_template = by_type
+    result: F = compiled
+    return result
+
+
+def inline(function: F) -> F:
+    """A helper of kernels, compiled into its callers, which alone can call it."""
+    return _by_type(function)
+
+
+def uncounted_kernel(function: F) -> F:
+    """As ``kernel``, without reference counting; the function must create no array, string or other counted object.
+
+    Passing a tuple of arrays to a helper makes numba count references to each array, by an atomic instruction.
+    Kernels made of small helpers over one tuple of arrays are two to four times as fast without.
+    """
+    return _compile(function, _nrt=False)
+
+
+def uncounted_helper(function: F) -> F:
+    """A helper of uncounted kernels that the compiler may leave apart."""
+    return _by_type(function, _nrt=False)
+
+
+def uncounted_inline(function: F) -> F:
+    """A helper of uncounted kernels, merged into its callers whatever its size.
+
+    Left to itself the compiler calls helpers of some size, and each array is passed by its seven words: a row's update
+    made of calls took four times as long.
+    """
+    return _by_type(function, _nrt=False, forceinline=True)
+
+
+def uncounted_template(function: F) -> F:
+    """As ``uncounted_inline``, compiled again for each constant that it is passed; where arithmetic on vectors depends
+    on one, it took half as long again without."""
+    return _helper(function, _nrt=False, forceinline=True)
+
+
+class _CompileNotice(event.Listener):  # type: ignore[misc, unused-ignore]
+    """Say once that kernels are being compiled, so that the first call's wait explains itself."""
+
+    def __init__(self) -> None:
+        self._said = False
+
+    def on_start(self, event: Any) -> None:
+        module = getattr(getattr(event.data.get("dispatcher"), "py_func", None), "__module__", "")
+        if not self._said and module.startswith("tierstore"):
+            self._said = True
+            _LOG.warning(
+                "compiling kernels that this machine has not used before (some seconds; later runs load them from disk)"
+            )
+
+    def on_end(self, event: Any) -> None:
+        """Nothing to say."""
+
+
+if JIT_ENABLED:
+    from llvmlite import ir
+    from numba.core import errors
+    from numba.core.ccallback import CFunc
+    from numba.core.registry import CPUDispatcher
+    from numba.extending import intrinsic
+
+    class _Helper(CPUDispatcher):  # type: ignore[misc, unused-ignore]
+        """Without a wrapper there is nothing that Python could call: it would end the process."""
+
+        def __call__(self, *_args: object, **_kwargs: object) -> None:
+            raise TypeError(f"{self.py_func.__name__} is a helper: only kernels can call it")
+
+    event.register("numba:compile", _CompileNotice())
+
+    def callback(function: Callable[..., None], *arguments: Any) -> Any:
+        """A kernel for C, given numba's types of its arguments; its ``address`` is good as long as the object lives."""
+        made = CFunc(function, (arguments, types.void), locals={}, options={"error_model": "numpy"})
+        with contextlib.suppress(RuntimeError):  # there may be no folder that this user can write to
+            made.enable_caching()
+        _stamp(made)
+        made.compile()
+        return made
+
+    def require_contiguous(array: Any) -> None:
+        """TypingError, where a kernel is compiled, for arrays that have gaps between elements."""
+        if array.layout != "C":
+            raise errors.TypingError(f"an array of layout {array.layout!r} where a contiguous one is needed")
+
+    @intrinsic
+    def prefetch_item(typing_context: Any, array: Any, index: Any) -> Any:  # noqa: ARG001
+        """Bring the cache line of ``array[index]`` nearer; never faults."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            data = context.make_array(signature.args[0])(context, builder, args[0]).data
+            pointer = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
+            int32 = ir.IntType(32)
+            shape = ir.FunctionType(ir.VoidType(), [pointer.type, int32, int32, int32])
+            function = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], shape)
+            write, keep_in_all_levels, data_cache = int32(1), int32(3), int32(1)
+            builder.call(function, [pointer, write, keep_in_all_levels, data_cache])
+            return context.get_dummy_value()
+
+        return types.void(array, index), generate
+
+    @intrinsic
+    def fused_multiply_add(typing_context: Any, one: Any, other: Any, term: Any) -> Any:  # noqa: ARG001
+        """``one * other + term`` of float32, rounded once."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+            return builder.fma(*args)
+
+        return types.float32(types.float32, types.float32, types.float32), generate
+
+else:
+
+    def prefetch_item(array: Any, index: Any) -> None:
+        """Nothing: a hint to the processor."""
+
+    def fused_multiply_add(one: Any, other: Any, term: Any) -> Any:
+        """``one * other + term`` of float32, rounded once.
+
+        The product is exact in float64. Their sum is rounded to odd there, and that to nearest in float32 (Boldo and
+        Melquiond: Emulation of a FMA and Correctly Rounded Sums, IEEE Transactions on Computers 57, 2008).
+        """
+        product, addend = float(one) * float(other), float(term)
+        total = product + addend
+        back = total - product
+        lost = (product - (total - back)) + (addend - back)
+        if lost and not np.float64(total).view(np.uint64) & np.uint64(1):
+            total = math.nextafter(total, math.copysign(math.inf, lost))
+        return np.float32(total)

@@ -1,0 +1,246 @@
+"""Kernels over quantized rows: pooled lookup, copies out as float32, and packing.
+
+A row is ``dim`` numbers of 8 or 4 bits with one scale and one bias, in torch's formats (see ``rows``). Column c stands
+for ``q[c] * scale + bias``, rounded once, as ``torch.ops.quantized.embedding_bag_byte_unpack`` has it. A bag adds
+``bias`` first and ``q[c] * scale`` to that, the second rounded together with its product, as torch's pooled lookups do
+on a CPU with fused multiply-add; per-sample weights are multiplied into scale and bias. So sums have torch's bits.
+
+``half`` is ``floats.INT8`` or ``floats.INT4``, ``weights`` uint8 [S, bytes of a row].
+"""
+
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from . import floats
+from .jit import fused_multiply_add, prefetch_item
+from .jit import kernel as counted_kernel
+from .jit import uncounted_helper as inline
+from .jit import uncounted_kernel as kernel
+from .slots import MAX, MEAN, halving_sum, padded_width
+from .vectors import LANES, add_bytes, add_nibbles, float_at, half_bits_at
+
+__all__ = ["FirstValues", "dot_rows", "fill_first_values", "pack_rows", "pool_rows", "unpack_rows"]
+
+_FLOAT_MAX: Final = float(np.finfo(np.float32).max)
+_AHEAD: Final = 16
+"""Rows fetched into the processor's caches ahead of the one that is added."""
+_LINE_BYTES: Final = 64
+_CHUNK_ROWS: Final = 1024
+
+
+@inline
+def _half_at(row: Any, place: int) -> Any:
+    """float32 value of the float16 whose bytes begin at ``place``."""
+    return floats.bits_to_float(half_bits_at(row, place), floats.FLOAT16)
+
+
+@inline
+def _scale_of(row: Any, dim: int, half: int) -> Any:
+    return float_at(row, dim) if half == floats.INT8 else _half_at(row, (dim + 1) // 2)
+
+
+@inline
+def _bias_of(row: Any, dim: int, half: int) -> Any:
+    return float_at(row, dim + 4) if half == floats.INT8 else _half_at(row, (dim + 1) // 2 + 2)
+
+
+@inline
+def _level(row: Any, column: int, half: int) -> Any:
+    """The 8 or 4 bits of a column."""
+    if half == floats.INT8:
+        return np.float32(row[column])
+    return np.float32(np.uint8(row[column // 2] >> np.uint8(4 * (column % 2))) & np.uint8(15))
+
+
+@inline
+def _add_row(row: Any, factor: Any, dim: int, half: int, pooled: Any) -> None:
+    """``pooled += factor * row``, pooled being float32 [dim]."""
+    scale, bias = factor * _scale_of(row, dim, half), factor * _bias_of(row, dim, half)
+    whole = dim - dim % LANES
+    if half == floats.INT8:
+        for column in range(0, whole, LANES):
+            add_bytes(row, column, scale, bias, pooled, column)
+    else:
+        for column in range(0, whole, LANES):
+            add_nibbles(row, column // 2, scale, bias, pooled, column)
+    for column in range(whole, dim):
+        pooled[column] = fused_multiply_add(_level(row, column, half), scale, pooled[column] + bias)
+
+
+@inline
+def _keep_largest(row: Any, dim: int, half: int, position: int, pooled: Any, best: Any) -> None:
+    """``pooled = max(pooled, row)``; ``best`` (int32 [dim], -1 at first) is where each maximum was found."""
+    scale, bias = _scale_of(row, dim, half), np.float32(0) + _bias_of(row, dim, half)
+    for column in range(dim):
+        value = fused_multiply_add(_level(row, column, half), scale, bias)
+        if best[column] < 0 or value > pooled[column]:
+            pooled[column] = value
+            best[column] = position
+
+
+@inline
+def _fetch_row(weights: Any, slot: Any) -> None:
+    """Bring a row nearer; the arena is contiguous."""
+    row_bytes = weights.shape[1]
+    for place in range(0, row_bytes, _LINE_BYTES):
+        prefetch_item(weights, np.int64(slot) * row_bytes + place)
+
+
+@kernel
+def pool_rows(
+    begin: int, end: int, first: int, last: int, bag_starts: Any, slots: Any, scale: Any, mode: int, weights: Any,
+    dim: int, half: int, columns: Any, batch: int, out: Any, arg_max: Any,
+) -> None:  # fmt: skip
+    """What ``kernels.pool_rows`` is for float rows, with the same arguments."""
+    for bag in range(begin, end):
+        low, high = max(bag_starts[bag], first), min(bag_starts[bag + 1], last)
+        column_first = columns[bag // batch]
+        pooled = out[bag % batch, column_first : column_first + dim]
+        if bag_starts[bag] >= first:
+            pooled[:] = np.float32(0)
+            if mode == MAX:
+                arg_max[bag, :] = -1
+        for position in range(low, high):
+            if position + _AHEAD < last:
+                _fetch_row(weights, slots[position + _AHEAD - first])
+            row = weights[slots[position - first]]
+            if mode != MAX:
+                _add_row(row, scale[position] if scale.shape[0] else np.float32(1), dim, half, pooled)
+                continue
+            _keep_largest(row, dim, half, position, pooled, arg_max[bag])
+        if mode == MEAN and low < high and high == bag_starts[bag + 1]:
+            count = np.float32(high - bag_starts[bag])
+            for column in range(dim):
+                pooled[column] /= count
+
+
+@counted_kernel
+def dot_rows(
+    begin: int, end: int, first: int, last: int, bag_starts: Any, slots: Any, weights: Any, dim: int, half: int,
+    columns: Any, batch: int, grad_out: Any, grad_scale: Any,
+) -> None:  # fmt: skip
+    """What ``kernels.dot_rows`` is for float rows, with the same arguments."""
+    work = np.zeros((1, padded_width(dim)), np.float32)
+    products = work[0]
+    for bag in range(begin, end):
+        low, high = max(bag_starts[bag], first), min(bag_starts[bag + 1], last)
+        column_first = columns[bag // batch]
+        gradient = grad_out[bag % batch, column_first : column_first + dim]
+        for position in range(low, high):
+            products[:] = 0
+            _add_row(weights[slots[position - first]], np.float32(1), dim, half, products)
+            for column in range(dim):
+                products[column] *= gradient[column]
+            grad_scale[position] = halving_sum(work, 0)
+
+
+@kernel
+def unpack_rows(inverse: Any, unique_slots: Any, weights: Any, dim: int, half: int, out: Any) -> None:
+    """``out[i]`` (float32 [n, dim]) is row ``unique_slots[inverse[i]]``."""
+    out[:] = 0
+    for i in range(inverse.shape[0]):
+        _add_row(weights[unique_slots[inverse[i]]], np.float32(1), dim, half, out[i])
+
+
+@inline
+def _put_half(row: Any, place: int, bits: Any) -> None:
+    row[place], row[place + 1] = np.uint8(bits & np.uint16(255)), np.uint8(bits >> np.uint16(8))
+
+
+@inline
+def _put_float(row: Any, place: int, value: Any) -> None:
+    bits = np.float32(value).view(np.uint32)
+    _put_half(row, place, np.uint16(bits & np.uint32(0xFFFF)))
+    _put_half(row, place + 2, np.uint16(bits >> np.uint32(16)))
+
+
+@inline
+def _pack_bytes(values: Any, low: Any, high: Any, dim: int, row: Any) -> bool:
+    """``embedding_bag_byte_prepack`` of one row; False if its scale would not be finite."""
+    width = np.float32(high - low)
+    if width > _FLOAT_MAX:
+        return False
+    inverse = np.float32(255) / np.float32(width + np.float32(1e-8))
+    for column in range(dim):
+        row[column] = np.uint8(np.rint(np.float32(values[column] - low) * inverse))
+    _put_float(row, dim, width / np.float32(255))
+    _put_float(row, dim + 4, low)
+    return True
+
+
+@inline
+def _pack_nibbles(values: Any, low: Any, high: Any, dim: int, row: Any) -> bool:
+    """``embedding_bag_4bit_prepack`` of one row; False if scale or bias is beyond float16."""
+    bias_bits = floats.float_to_bits(low, floats.FLOAT16)
+    bias = floats.bits_to_float(bias_bits, floats.FLOAT16)
+    width = np.float32(high - bias)
+    scale_bits = floats.float_to_bits(width / np.float32(15) if width != 0 else np.float32(1), floats.FLOAT16)
+    if scale_bits & 0x7FFF == 0:
+        scale_bits = floats.float_to_bits(np.float32(1), floats.FLOAT16)
+    if (scale_bits & 0x7C00) == 0x7C00 or (bias_bits & 0x7C00) == 0x7C00:
+        return False
+    inverse = np.float32(1) / floats.bits_to_float(scale_bits, floats.FLOAT16)
+    if inverse > _FLOAT_MAX:
+        scale_bits, inverse = floats.float_to_bits(np.float32(1), floats.FLOAT16), np.float32(1)
+    place = (dim + 1) // 2
+    row[:place] = 0
+    for column in range(dim):
+        level = min(max(np.rint(np.float32(values[column] - bias) * inverse), np.float32(0)), np.float32(15))
+        row[column // 2] |= np.uint8(np.uint8(level) << np.uint8(4 * (column % 2)))
+    _put_half(row, place, scale_bits)
+    _put_half(row, place + 2, bias_bits)
+    return True
+
+
+@kernel
+def pack_rows(values: Any, slots: Any, weights: Any, dim: int, half: int) -> Any:
+    """Quantize ``values[i]`` (float32 [n, dim]) into ``weights[slots[i]]``; bytes behind a row become 0.
+
+    Returns:
+        -1, or the first i whose row holds NaN or infinity, or numbers too large for its scale and bias.
+    """
+    for i in range(slots.shape[0]):
+        source, row = values[i], weights[slots[i]]
+        low = high = source[0]
+        is_finite = True
+        for column in range(dim):
+            value = source[column]
+            is_finite = is_finite and abs(value) <= _FLOAT_MAX
+            if value < low:
+                low = value
+            if value > high:
+                high = value
+        row[:] = 0
+        if not is_finite:
+            return i
+        packed = (
+            _pack_bytes(source, low, high, dim, row)
+            if half == floats.INT8
+            else _pack_nibbles(source, low, high, dim, row)
+        )
+        if not packed:
+            return i
+    return -1
+
+
+class FirstValues(Protocol):
+    """Gives the first values of rows, as ``init.Initializer`` does."""
+
+    def fill(self, keys: Any, slots: Any, weights: Any, dim: int, half: int) -> None: ...
+
+
+def fill_first_values(init: FirstValues, keys: Any, slots: Any, weights: Any, dim: int, half: int) -> None:
+    """What ``Initializer.fill`` is for float rows: the first values in float32, then quantized.
+
+    Raises:
+        ValueError: a first value is too large for the row format.
+    """
+    values = np.empty((min(len(keys), _CHUNK_ROWS), dim), np.float32)
+    places = np.arange(len(values), dtype=np.int32)
+    for start in range(0, len(keys), _CHUNK_ROWS):
+        part = slice(start, start + _CHUNK_ROWS)
+        count = len(keys[part])
+        init.fill(keys[part], places[:count], values, dim, floats.FLOAT32)
+        if pack_rows(values[:count], slots[part], weights, dim, half) >= 0:
+            raise ValueError(f"first values of {init} are too large for the scale and bias of a quantized row")

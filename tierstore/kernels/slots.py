@@ -1,0 +1,584 @@
+"""Kernels over rows in slots: pooled lookup, copies in and out, grouping of duplicate ids.
+
+Shape legend: N positions (ids of the batch), U unique rows, F features, T tables, K = F * B bags, B samples, C output
+columns, S slots, D = dim.
+"""
+
+from typing import Any, Final
+
+import numpy as np
+
+from . import floats
+from .floats import FLOAT32
+from .hashing import mix64
+from .jit import kernel, prefetch_item, uncounted_kernel
+from .jit import uncounted_inline as inline
+from .simd import (
+    WIDE,
+    add4,
+    add16,
+    divide4,
+    divide16,
+    fill4,
+    fill16,
+    item,
+    load4,
+    load16,
+    multiply4,
+    multiply16,
+    prefetch_line,
+    put,
+    store4,
+    store16,
+)
+
+__all__ = [
+    "ABSENT",
+    "DONE",
+    "MAX",
+    "MEAN",
+    "SUM",
+    "are_offsets",
+    "copy_rows_in",
+    "copy_rows_out",
+    "dot_rows",
+    "group_rows",
+    "halving_sum",
+    "join_ids",
+    "look_up",
+    "order_by_sample",
+    "padded_width",
+    "pool_rows",
+    "put_rows",
+    "renumber",
+    "unique_in_order",
+]
+
+SUM: Final = 0
+MEAN: Final = 1
+MAX: Final = 2
+
+DONE: Final = -1
+ABSENT: Final = -2
+"""What ``look_up`` returns."""
+
+AHEAD: Final = 16
+"""Positions: rows are fetched from memory so long before they are used."""
+CHECKED_BAGS: Final = 64
+
+
+@uncounted_kernel
+def join_ids(
+    begin: int, end: int, ids: Any, starts: Any, firsts: Any, num_rows: Any, batch: int, bag_starts: Any, joined: Any
+) -> Any:
+    """Lay the ids of the bags ``[begin, end)`` end to end, each plus its feature's ``firsts``.
+
+    Args:
+        ids: int64 or int32, the ids of all features.
+        starts: int64 [features], where each chosen feature begins in ``ids``.
+        firsts: int64 [features], what its row 0 becomes: a row key, or a slot.
+        num_rows: int64 [features], the table's rows.
+        batch: bags of a feature.
+        bag_starts: int64 [features * batch + 1], where each bag begins in ``joined``.
+        joined: int64 or int32 [N], out.
+
+    Returns:
+        -1, or the position in ``ids`` of the first id outside its table.
+    """
+    for bag in range(begin, end):
+        feature = bag // batch
+        first, limit = firsts[feature], num_rows[feature]
+        shift = starts[feature] - bag_starts[feature * batch]
+        for position in range(bag_starts[bag], bag_starts[bag + 1]):
+            row = np.int64(item(ids, position + shift))
+            if row < 0 or row >= limit:
+                return position + shift
+            put(joined, position, first + row)
+    return np.int64(-1)
+
+
+@inline
+def _pool_64(
+    low: int, high: int, last: int, shift: int, base: int, fresh: bool, slots: Any, scale: Any, weights: Any, half: int,
+    column: int, divisor: Any, out: Any, sample: int, target: int,
+) -> None:  # fmt: skip
+    """The columns ``[column, column + 64)`` of one bag, whose positions are ``[low, high)``; those of the call end at
+    ``last``."""
+    if fresh:
+        a = b = c = d = fill16(np.float32(0))
+    else:
+        a, b = load16(out, sample, target, FLOAT32), load16(out, sample, target + 16, FLOAT32)
+        c, d = load16(out, sample, target + 32, FLOAT32), load16(out, sample, target + 48, FLOAT32)
+    is_scaled = scale.shape[0] > 0
+    for position in range(low, high):
+        if position + AHEAD < last:
+            ahead = base + np.int64(item(slots, position + AHEAD + shift))
+            prefetch_line(weights, ahead, column)
+            prefetch_line(weights, ahead, column + 16)
+            prefetch_line(weights, ahead, column + 32)
+            prefetch_line(weights, ahead, column + 48)
+        slot = base + np.int64(item(slots, position + shift))
+        u, v = load16(weights, slot, column, half), load16(weights, slot, column + 16, half)
+        w, x = load16(weights, slot, column + 32, half), load16(weights, slot, column + 48, half)
+        if is_scaled:
+            factor = fill16(item(scale, position))
+            u, v, w, x = multiply16(factor, u), multiply16(factor, v), multiply16(factor, w), multiply16(factor, x)
+        a, b, c, d = add16(a, u), add16(b, v), add16(c, w), add16(d, x)
+    if divisor > 0:
+        by = fill16(divisor)
+        a, b, c, d = divide16(a, by), divide16(b, by), divide16(c, by), divide16(d, by)
+    store16(out, sample, target, a, FLOAT32)
+    store16(out, sample, target + 16, b, FLOAT32)
+    store16(out, sample, target + 32, c, FLOAT32)
+    store16(out, sample, target + 48, d, FLOAT32)
+
+
+@inline
+def _pool_16(
+    low: int, high: int, last: int, shift: int, base: int, fresh: bool, slots: Any, scale: Any, weights: Any, half: int,
+    column: int, divisor: Any, out: Any, sample: int, target: int,
+) -> None:  # fmt: skip
+    """As ``_pool_64``."""
+    a = fill16(np.float32(0)) if fresh else load16(out, sample, target, FLOAT32)
+    is_scaled = scale.shape[0] > 0
+    for position in range(low, high):
+        if position + AHEAD < last:
+            prefetch_line(weights, base + np.int64(item(slots, position + AHEAD + shift)), column)
+        u = load16(weights, base + np.int64(item(slots, position + shift)), column, half)
+        a = add16(a, multiply16(fill16(item(scale, position)), u) if is_scaled else u)
+    store16(out, sample, target, divide16(a, fill16(divisor)) if divisor > 0 else a, FLOAT32)
+
+
+@inline
+def _pool_4(
+    low: int, high: int, last: int, shift: int, base: int, fresh: bool, slots: Any, scale: Any, weights: Any, half: int,
+    column: int, divisor: Any, out: Any, sample: int, target: int,
+) -> None:  # fmt: skip
+    """As ``_pool_64``."""
+    a = fill4(np.float32(0)) if fresh else load4(out, sample, target, FLOAT32)
+    is_scaled = scale.shape[0] > 0
+    for position in range(low, high):
+        if position + AHEAD < last:
+            prefetch_line(weights, base + np.int64(item(slots, position + AHEAD + shift)), column)
+        u = load4(weights, base + np.int64(item(slots, position + shift)), column, half)
+        a = add4(a, multiply4(fill4(item(scale, position)), u) if is_scaled else u)
+    store4(out, sample, target, divide4(a, fill4(divisor)) if divisor > 0 else a, FLOAT32)
+
+
+@inline
+def _pool_1(
+    low: int, high: int, shift: int, base: int, fresh: bool, slots: Any, scale: Any, weights: Any, half: int,
+    column: int, divisor: Any, out: Any, sample: int, target: int,
+) -> None:  # fmt: skip
+    """As ``_pool_64``; the cache line was fetched with the column before."""
+    pooled = np.float32(0) if fresh else out[sample, target]
+    for position in range(low, high):
+        value = floats.load(weights[base + np.int64(item(slots, position + shift))], column, half)
+        pooled += scale[position] * value if scale.shape[0] else value
+    out[sample, target] = pooled / divisor if divisor > 0 else pooled
+
+
+@uncounted_kernel
+def pool_rows(
+    begin: int, end: int, first: int, last: int, bag_starts: Any, slots: Any, scale: Any, mode: int, weights: Any,
+    dim: int, half: int, columns: Any, batch: int, out: Any, arg_max: Any,
+) -> None:  # fmt: skip
+    """Add the rows at positions ``[first, last)`` to the bags ``[begin, end)`` of ``out``.
+
+    A bag is summed in id-list order, one row after another, so neither the split over threads (by bags) nor over
+    calls (by positions) changes a bit. A bag that begins in the range of a call is set by it, whatever ``out`` held.
+
+    Args:
+        bag_starts: int64 [K + 1].
+        slots: int32 [last - first], slot of each position.
+        scale: float32 [N], per-sample weights, or empty.
+        mode: SUM, MEAN or MAX; a mean is divided when its last position was added.
+        weights: float32 or uint16 [S, >= D].
+        columns: int32 [F], where a feature's results begin; bag k is of feature ``k // batch``, sample ``k % batch``.
+        out: float32 [B, C].
+        arg_max: int32 [K, D], out (MAX), or empty: the first position of each maximum, or -1.
+    """
+    bag = begin
+    while bag < end:
+        feature = bag // batch
+        stop = min(end, (feature + 1) * batch)
+        _pool_feature(
+            bag, stop, bag - feature * batch, np.int64(columns[feature]), first, last, -first, 0, bag_starts, slots,
+            scale, mode, weights, dim, half, out, arg_max,
+        )  # fmt: skip
+        bag = stop
+
+
+@inline
+def _pool_feature(
+    begin: int, end: int, sample: int, target: Any, first: int, last: int, shift: int, base: int, bag_starts: Any,
+    slots: Any, scale: Any, mode: int, weights: Any, dim: int, half: int, out: Any, arg_max: Any,
+) -> None:  # fmt: skip
+    """``pool_rows`` for bags of one feature: of ``sample`` and those that follow, from column ``target`` on.
+
+    The slot of a position is ``base + slots[position + shift]``.
+    """
+    for bag in range(begin, end):
+        fresh = bag_starts[bag] >= first
+        low, high = max(bag_starts[bag], first), min(bag_starts[bag + 1], last)
+        if mode == MAX:
+            pooled = out[sample, target : target + dim]
+            if fresh:
+                pooled[:] = np.float32(0)
+                arg_max[bag, :] = -1
+            _pool_max(low, high, shift, base, slots, weights, half, pooled, arg_max[bag])
+        elif fresh or low < high:
+            divisor = np.float32(0)
+            if mode == MEAN and low < high and high == bag_starts[bag + 1]:
+                divisor = np.float32(high - bag_starts[bag])
+            column = 0
+            while column + 64 <= dim:
+                _pool_64(low, high, last, shift, base, fresh, slots, scale, weights, half, column, divisor, out, sample,
+                         target + column)  # fmt: skip
+                column += 64
+            while column + 16 <= dim:
+                _pool_16(low, high, last, shift, base, fresh, slots, scale, weights, half, column, divisor, out, sample,
+                         target + column)  # fmt: skip
+                column += 16
+            while column + 4 <= dim:
+                _pool_4(low, high, last, shift, base, fresh, slots, scale, weights, half, column, divisor, out, sample,
+                        target + column)  # fmt: skip
+                column += 4
+            while column < dim:
+                _pool_1(low, high, shift, base, fresh, slots, scale, weights, half, column, divisor, out, sample,
+                        target + column)  # fmt: skip
+                column += 1
+        sample += 1
+
+
+@uncounted_kernel
+def look_up(
+    begin: int, end: int, ids: Any, starts: Any, firsts: Any, num_rows: Any, batch: int, bag_starts: Any, flags: Any,
+    asked: int, wanted: int, scale: Any, mode: int, weights: Any, dim: int, half: int, columns: Any, out: Any,
+    arg_max: Any, slots: Any,
+) -> Any:  # fmt: skip
+    """``pool_rows`` straight from ids, of rows that have slots of their own; arguments as there and of ``join_ids``.
+
+    Args:
+        flags: uint8 [S], or empty: every row must have ``flags[slot] & asked == wanted``.
+        slots: int32 [N], or empty: receives the slot of each position.
+
+    Returns:
+        ``DONE``; or, and then ``out`` holds anything, the position in ``ids`` of the first id outside its table, or
+        ``ABSENT`` if the flags of a row are others.
+    """
+    bag = begin
+    while bag < end:
+        feature = bag // batch
+        stop = min(end, (feature + 1) * batch)
+        shift, base = starts[feature] - bag_starts[feature * batch], firsts[feature]
+        last = bag_starts[stop]
+        # So few that their ids are still in the innermost cache when they are read again.
+        stop = min(stop, bag + CHECKED_BAGS)
+        low, high = bag_starts[bag] + shift, bag_starts[stop] + shift
+        bad = _first_outside(ids, low, high, num_rows[feature])
+        if bad >= 0:
+            return bad
+        if flags.shape[0] and not _all_flagged(ids, low, high, base, flags, asked, wanted):
+            return np.int64(ABSENT)
+        if slots.shape[0]:
+            for position in range(low, high):
+                slots[position - shift] = base + np.int64(item(ids, position))
+        _pool_feature(
+            bag, stop, bag - feature * batch, np.int64(columns[feature]), bag_starts[bag], last, shift, base,
+            bag_starts, ids, scale, mode, weights, dim, half, out, arg_max,
+        )  # fmt: skip
+        bag = stop
+    return np.int64(DONE)
+
+
+@inline
+def _first_outside(ids: Any, begin: int, end: int, num_rows: int) -> Any:
+    """The position in ``[begin, end)`` of the first id that is not in ``[0, num_rows)``, or -1."""
+    signs = np.int64(0)
+    for position in range(begin, end):  # without a way out, so that it is done in vectors
+        row = np.int64(item(ids, position))
+        signs |= row | (num_rows - 1 - row)
+    if signs < 0:
+        for position in range(begin, end):
+            if ids[position] < 0 or ids[position] >= num_rows:
+                return position
+    return np.int64(-1)
+
+
+@inline
+def _all_flagged(ids: Any, begin: int, end: int, base: int, flags: Any, asked: int, wanted: int) -> bool:
+    """Whether ``flags[base + id] & asked == wanted`` for all ids at positions ``[begin, end)``."""
+    for position in range(begin, end):
+        if position + AHEAD < end:
+            prefetch_item(flags, base + np.int64(item(ids, position + AHEAD)))
+        if item(flags, base + np.int64(item(ids, position))) & asked != wanted:
+            return False
+    return True
+
+
+@uncounted_kernel
+def are_offsets(offsets: Any, num_ids: int) -> bool:
+    """Whether they start at 0, never descend and end at ``num_ids``.
+
+    Args:
+        offsets: int64 [n], n > 0.
+    """
+    last = offsets.shape[0] - 1
+    descends = False
+    for bag in range(last):
+        descends |= offsets[bag + 1] < offsets[bag]
+    return offsets[0] == 0 and offsets[last] == num_ids and not descends
+
+
+@inline
+def _pool_max(
+    low: int, high: int, shift: int, base: int, slots: Any, weights: Any, half: int, pooled: Any, best: Any
+) -> None:
+    """Maxima of one bag, and their positions."""
+    for position in range(low, high):
+        row = weights[base + np.int64(item(slots, position + shift))]
+        for column in range(pooled.shape[0]):
+            value = floats.load(row, column, half)
+            if best[column] < 0 or value > pooled[column]:
+                pooled[column] = value
+                best[column] = position
+
+
+@uncounted_kernel
+def padded_width(dim: int) -> int:
+    """Columns that ``halving_sum`` wants for ``dim`` terms: a power of two, whole vectors."""
+    width = WIDE
+    while width < dim:
+        width *= 2
+    return width
+
+
+@inline
+def halving_sum(work: Any, row: int) -> Any:
+    """Sum of the float32 in a row of ``work`` ([rows, a power of two >= 16]), in the order of a halving tree; the lower
+    half of the row is used up.
+
+    The upper half is added to the lower one, element by element, until one element is left, and that to +0.0. More
+    zeros behind the terms change no bit, and a CPU's vector unit can follow this order as well as a GPU's threads.
+    """
+    width = work.shape[1]
+    while width > WIDE:
+        width //= 2
+        for column in range(0, width, WIDE):
+            lower, upper = load16(work, row, column, FLOAT32), load16(work, row, width + column, FLOAT32)
+            store16(work, row, column, add16(lower, upper), FLOAT32)
+    store4(work, row, 0, add4(load4(work, row, 0, FLOAT32), load4(work, row, 8, FLOAT32)), FLOAT32)
+    store4(work, row, 4, add4(load4(work, row, 4, FLOAT32), load4(work, row, 12, FLOAT32)), FLOAT32)
+    store4(work, row, 0, add4(load4(work, row, 0, FLOAT32), load4(work, row, 4, FLOAT32)), FLOAT32)
+    even, odd = work[row, 0] + work[row, 2], work[row, 1] + work[row, 3]
+    return np.float32(np.float32(0) + (even + odd))
+
+
+@kernel
+def dot_rows(
+    begin: int, end: int, first: int, last: int, bag_starts: Any, slots: Any, weights: Any, dim: int, half: int,
+    columns: Any, batch: int, grad_out: Any, grad_scale: Any,
+) -> None:  # fmt: skip
+    """Gradient of per-sample weights: ``grad_scale[p] = row(p) . grad_out[bag of p]``, positions ``[first, last)``.
+
+    The products are summed as ``halving_sum`` does.
+    """
+    work = np.zeros((1, padded_width(dim)), np.float32)
+    _dot_range(
+        begin, end, first, last, bag_starts, slots, weights, dim, half, columns, batch, grad_out, grad_scale, work
+    )
+
+
+@inline
+def _dot_range(
+    begin: int, end: int, first: int, last: int, bag_starts: Any, slots: Any, weights: Any, dim: int, half: int,
+    columns: Any, batch: int, grad_out: Any, grad_scale: Any, work: Any,
+) -> None:  # fmt: skip
+    """``dot_rows`` on given scratch."""
+    for bag in range(begin, end):
+        low, high = max(bag_starts[bag], first), min(bag_starts[bag + 1], last)
+        sample, target = bag % batch, np.int64(columns[bag // batch])
+        for position in range(low, high):
+            slot = np.int64(slots[position - first])
+            column = 0
+            while column + WIDE <= dim:
+                row, gradient = load16(weights, slot, column, half), load16(grad_out, sample, target + column, FLOAT32)
+                store16(work, 0, column, multiply16(row, gradient), FLOAT32)
+                column += WIDE
+            while column < dim:
+                work[0, column] = floats.load(weights[slot], column, half) * grad_out[sample, target + column]
+                column += 1
+            grad_scale[position] = halving_sum(work, 0)
+
+
+@kernel
+def copy_rows_out(inverse: Any, unique_slots: Any, weights: Any, dim: int, out: Any) -> None:
+    """``out[i] = weights[unique_slots[inverse[i]], :dim]``, bits unchanged."""
+    for i in range(inverse.shape[0]):
+        row, target = weights[unique_slots[inverse[i]]], out[i]
+        for column in range(dim):
+            target[column] = row[column]
+
+
+@kernel
+def copy_rows_in(inverse: Any, unique_slots: Any, rows: Any, weights: Any, dim: int) -> None:
+    """``weights[unique_slots[inverse[i]], :dim] = rows[i]`` in order, so that the last of equal ids wins."""
+    for i in range(inverse.shape[0]):
+        row, target = rows[i], weights[unique_slots[inverse[i]]]
+        for column in range(dim):
+            target[column] = row[column]
+
+
+@kernel
+def put_rows(begin: int, end: int, slots: Any, weights: Any, state: Any, new_weights: Any, new_state: Any) -> None:
+    """``arena[slots[i]] = new[i]`` for i in [begin, end), both arenas (uint64 [S, words]); slots are distinct.
+
+    Three times as fast as numpy's assignment. The other way round ``numpy.take`` is the faster one.
+    """
+    for i in range(begin, end):
+        row, source = weights[slots[i]], new_weights[i]
+        for word in range(source.shape[0]):
+            row[word] = source[word]
+        row, source = state[slots[i]], new_state[i]
+        for word in range(source.shape[0]):
+            row[word] = source[word]
+
+
+@uncounted_kernel
+def group_rows(
+    begin: int, end: int, table_bags: Any, bag_starts: Any, columns: Any, batch: int, num_columns: int, slots: Any,
+    number: Any, unique_slots: Any, inverse: Any, scale: Any, is_mean: bool, counts: Any, starts: Any, sources: Any,
+    factors: Any, positions: Any, bags: Any,
+) -> None:  # fmt: skip
+    """Group the positions of the tables ``[begin, end)`` by row, each group in id-list order (a counting sort).
+
+    Rows of a table are numbered from 0 in order of first use. With p the table's first position, what belongs to its
+    row u lies at ``p + starts[p + 2 * table + u]`` and the places behind it, up to that of row u + 1.
+
+    Args:
+        table_bags: int64 [T + 1], the bags of each table.
+        bag_starts: int64 [K + 1]; columns: int32 [F]; batch: bags of a feature.
+        num_columns: C.
+        slots: int32 [N], slot of each position.
+        number: int32 [S], scratch of any content, by which rows are numbered (a sparse set: P. Briggs, L. Torczon, An
+            efficient representation for sparse sets, 1993); or empty, for numbers that are given.
+        unique_slots: int32 [N], out: row u of the table is in slot ``unique_slots[p + u]``.
+        inverse: int32 [N], out, number of each position's row; or given, then numbers go on from table to table.
+        scale: float32 [N], per-sample weights, or empty; is_mean: gradients are divided by the sizes of the bags.
+        counts: int64 [T], out, or given: rows of each table.
+        starts: int64 [N + 2 * T], out.
+        sources: int64 [N], out: where the position's gradient begins in ``grad_out``, as one run of float32.
+        factors: float32 [N], out, or empty: what the gradient is multiplied by.
+        positions, bags: int32 [N], out, or empty: the positions themselves, and their bags.
+    """
+    for table in range(begin, end):
+        first, last = bag_starts[table_bags[table]], bag_starts[table_bags[table + 1]]
+        start = starts[first + 2 * table : last + 2 * table + 2]
+        if number.shape[0]:
+            count = _number_rows(first, last, slots, number, unique_slots, inverse)
+            counts[table] = count
+        else:
+            count = counts[table]
+        shift = inverse[first] if first < last and not number.shape[0] else 0
+        start[: count + 2] = 0
+        for position in range(first, last):
+            row = np.int64(item(inverse, position)) - shift + 2
+            put(start, row, item(start, row) + 1)
+        for row in range(count):
+            start[row + 2] += start[row + 1]
+        for bag in range(table_bags[table], table_bags[table + 1]):
+            source = np.int64(bag % batch) * num_columns + columns[bag // batch]
+            size = bag_starts[bag + 1] - bag_starts[bag]
+            for position in range(bag_starts[bag], bag_starts[bag + 1]):
+                row = np.int64(item(inverse, position)) - shift + 1
+                place = first + item(start, row)
+                put(start, row, place - first + 1)
+                put(sources, place, source)
+                if factors.shape[0]:
+                    factors[place] = np.float32(1) / np.float32(size) if is_mean else scale[position]
+                if positions.shape[0]:
+                    positions[place] = position
+                    bags[place] = bag
+
+
+@inline
+def _number_rows(first: int, last: int, slots: Any, number: Any, unique_slots: Any, inverse: Any) -> int:
+    count = 0
+    for position in range(first, last):
+        if position + AHEAD < last:
+            prefetch_item(number, np.int64(item(slots, position + AHEAD)))
+        slot = item(slots, position)
+        known = item(number, slot)
+        if known < 0 or known >= count or item(unique_slots, first + known) != slot:
+            known = np.int32(count)
+            put(number, slot, known)
+            put(unique_slots, first + known, slot)
+            count += 1
+        put(inverse, position, known)
+    return count
+
+
+@kernel
+def order_by_sample(bag_starts: Any, batch: Any, order: Any) -> None:
+    """Positions of key-major bags (``Jagged``), those of sample 0 in all features first.
+
+    Args:
+        bag_starts: int64 [features * batch + 1].
+        order: int64 [N], out.
+    """
+    count = 0
+    for sample in range(batch):
+        for bag in range(sample, bag_starts.shape[0] - 1, batch):
+            for position in range(bag_starts[bag], bag_starts[bag + 1]):
+                order[count] = position
+                count += 1
+
+
+@kernel
+def renumber(order: Any, numbers: Any, slots: Any, inverse: Any, slots_in_order: Any) -> None:
+    """Number the rows that were numbered in the order of ``order_by_sample`` in the order of the positions.
+
+    Args:
+        order: int64 [N]; numbers: int32 [N], the row's number at each position of ``order``.
+        slots: int32 [rows], by number; inverse: int32 [N], out, the row's new number at each position.
+        slots_in_order: int32 [rows], out, by new number.
+    """
+    for i in range(order.shape[0]):
+        inverse[order[i]] = numbers[i]
+    renumbered = np.full(slots.shape[0], -1, np.int32)
+    count = 0
+    for position in range(inverse.shape[0]):
+        number = inverse[position]
+        if renumbered[number] < 0:
+            renumbered[number] = count
+            slots_in_order[count] = slots[number]
+            count += 1
+        inverse[position] = renumbered[number]
+
+
+@kernel
+def unique_in_order(keys: Any, scratch: Any, unique_keys: Any, inverse: Any) -> Any:
+    """Number the distinct keys in order of first use.
+
+    Args:
+        keys: int64 [N].
+        scratch: int32 [a power of two >= 2 N], all -1.
+        unique_keys: int64 [N], out; inverse: int32 [N], out.
+
+    Returns:
+        how many are distinct.
+    """
+    mask = np.uint64(scratch.shape[0] - 1)
+    count = 0
+    for position in range(keys.shape[0]):
+        key = keys[position]
+        place = mix64(np.uint64(key)) & mask
+        while scratch[place] >= 0 and unique_keys[scratch[place]] != key:
+            place = np.uint64(place + np.uint64(1)) & mask
+        if scratch[place] < 0:
+            scratch[place] = count
+            unique_keys[count] = key
+            count += 1
+        inverse[position] = scratch[place]
+    return count

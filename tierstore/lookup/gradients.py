@@ -1,0 +1,179 @@
+"""Gradients of pooled rows: collected while a backward pass runs, applied at its end, as one update a table.
+
+Autograd runs the nodes of a pass in an order of its own, and may fail half way. So a node only says which gradient its
+lookups got. What was said belongs to a callback that autograd owns: it calls it when the whole pass went well, and
+drops it, with all that was collected, when something failed. A pass is known by autograd's number of it.
+
+A reentrant checkpoint, or a hook, runs a pass within a pass. What the inner one collected is handed to the outer one
+when it ended well, so rows change when the outermost ends. Autograd does not say which pass is within which. A
+checkpoint repeats forward calls in the outer pass before it begins the inner one; so the pass of the thread's last
+forward call, if it has not ended, is the outer one.
+"""
+
+import itertools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..system.signals import shielded
+from .hbm import HbmLookup
+from .lookup import Lookup
+
+__all__ = ["Turn", "collect", "note_pass"]
+
+_NUMBERS: Final = itertools.count()
+_LOCK: Final = threading.Lock()
+
+
+class Turn(NamedTuple):
+    """When a forward call was made.
+
+    Attributes:
+        number: ascending from call to call.
+        inside: the backward pass that it was made in, or -1.
+    """
+
+    number: int
+    inside: int
+
+    @classmethod
+    def now(cls) -> "Turn":
+        """That of a call made now."""
+        return cls(next(_NUMBERS), note_pass())
+
+
+def note_pass() -> int:
+    """The number of the backward pass that runs this, -1 if none does; each forward call asks."""
+    number = torch._C._current_graph_task_id()
+    if number >= 0:
+        _INNERMOST.noted = weakref.ref(_current_pass(number))
+    return number
+
+
+class _Collected(NamedTuple):
+    """A gradient, float32 [batch, columns], C-contiguous, of the forward call with that number; and the CUDA stream it
+    was made on, or None."""
+
+    number: int
+    lookup: Lookup | HbmLookup
+    gradient: Tensor
+    stream: Any
+
+
+class _Pass:
+    """A backward pass under way, with what it collected."""
+
+    def __init__(self, number: int, outer: "_Pass | None") -> None:
+        self._number = number
+        self._outer = outer
+        self.collected: list[_Collected] = []
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._number in _PASSES
+
+    def is_within(self, outer: "_Pass | None") -> None:
+        """Say which pass it is part of, or None if that is not known."""
+        if outer is not None and outer is not self:
+            self._outer = outer
+
+    @shielded
+    def end(self) -> None:
+        """Called by autograd when every node has run; the streams that its caller had as current are so again."""
+        _PASSES.pop(self._number, None)
+        collected, self.collected = sorted(self.collected, key=lambda each: each.number), []
+        if self._outer is not None and self._outer.is_under_way:
+            self._outer.collected.extend(collected)
+            return
+        try:
+            _update_all(collected)
+        finally:
+            for each in collected:
+                each.lookup.release()
+
+
+_PASSES: Final[weakref.WeakValueDictionary[int, _Pass]] = weakref.WeakValueDictionary()
+
+
+class _Innermost(threading.local):
+    """The pass that the thread's last forward call was made in, if any; it may have ended since."""
+
+    noted: "Callable[[], _Pass | None]" = staticmethod(lambda: None)
+
+
+_INNERMOST: Final = _Innermost()
+
+
+def _current_pass(number: int) -> _Pass:
+    """The pass under way in this thread, of that number.
+
+    Raises:
+        RuntimeError: it is compiled autograd's, which calls nobody back.
+    """
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    if getattr(compiled, "in_compiled_autograd_region", False):
+        raise RuntimeError(
+            "rows are not trained under compiled autograd, which does not tell when a pass has ended; set "
+            "torch._dynamo.config.compiled_autograd = False (the model itself may be compiled)"
+        )
+    with _LOCK:  # autograd runs nodes of one pass in several threads, one for each device
+        found = _PASSES.get(number)
+        if found is None:
+            noted = _INNERMOST.noted()
+            outer = noted if noted is not None and noted.is_under_way else None
+            found = _PASSES[number] = _Pass(number, outer)
+            torch.autograd.Variable._execution_engine.queue_callback(found.end)
+        return found
+
+
+def collect(turn: Turn, lookups: Sequence[Lookup | HbmLookup], gradient: Tensor) -> None:
+    """Have the rows of some lookups updated when the backward pass under way in this thread has ended, if it ends well.
+
+    All lookups of a pass that share a table make one update of it, their positions taken in the order of the forward
+    calls. Until then the lookups keep their rows pinned; then they are released.
+
+    Args:
+        turn: when forward was called.
+        gradient: float32 [batch, columns] of the lookups' output, C-contiguous. Kept as it is, not copied.
+    """
+    into = _current_pass(torch._C._current_graph_task_id())
+    into.is_within(_PASSES.get(turn.inside))
+    stream = torch.cuda.current_stream(gradient.device) if gradient.is_cuda else None
+    into.collected.extend(_Collected(turn.number, lookup, gradient, stream) for lookup in lookups)
+
+
+def _update_all(collected: Sequence[_Collected]) -> None:
+    """One update of each table, of gradients in the order of forward calls."""
+    together: dict[Any, list[_Collected]] = {}
+    for each in collected:  # a table has one layout and one pooling, so all its positions come together
+        table = each.lookup.joined.tables[0]
+        together.setdefault((table.store, table.layout, each.lookup.mode), []).append(each)
+    for group in together.values():
+        _update(group)
+
+
+def _follow(collected: _Collected) -> Tensor:
+    """The gradient, for use on the stream that is current now."""
+    gradient = collected.gradient.detach()
+    if collected.stream is not None:
+        current = torch.cuda.current_stream(gradient.device)
+        if current != collected.stream:
+            current.wait_stream(collected.stream)
+            gradient.record_stream(current)
+    return gradient
+
+
+def _update(collected: Sequence[_Collected]) -> None:
+    """One update of the tables of lookups that are of one pool and mode."""
+    lookups: list[Any] = [each.lookup for each in collected]
+    gradients = [_follow(each) for each in collected]
+    if len(lookups) == 1:
+        lookups[0].update(gradients[0])
+        return
+    merged = lookups[0].merged(lookups, [gradient.shape[1] for gradient in gradients])
+    merged.update(torch.cat([gradient.reshape(1, -1) for gradient in gradients], dim=1))

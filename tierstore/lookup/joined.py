@@ -1,0 +1,226 @@
+"""The ids of some features of one pool laid end to end, as row keys or as slots."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import kernels
+from ..kernels.rounding import NEAREST
+from ..optim.configs import NUM_HYPER
+from ..pool.backward import NO_FLOATS
+from ..pool.residency import Numbering
+from ..rows import KEY_ROW_BITS
+from ..system.signals import shielded
+from .tables import LookupTable
+
+__all__ = ["Jagged", "Joined", "Sources"]
+
+
+class Jagged(NamedTuple):
+    """Ids of many features, key-major: all bags of feature 0, then all of feature 1, ...
+
+    Attributes:
+        ids: int64 or int32 [N].
+        offsets: int64 [features * batch + 1].
+        batch: bags of each feature.
+        scale: float32 [N], per-sample weights, or None.
+    """
+
+    ids: Any
+    offsets: Any
+    batch: int
+    scale: Any = None
+
+
+class Sources(NamedTuple):
+    """Of ids laid end to end, feature by feature; the arguments of ``trace.sampling.select``, in its order.
+
+    Attributes:
+        ids: int64 or int32 [N].
+        starts: int64 [features], where each feature's begin in ``ids``.
+        firsts: int64 [features], the key of row 0 of each feature's table.
+        batch: bags of each feature.
+        bag_starts: int64 [features * batch + 1], where each bag begins in what is laid end to end.
+    """
+
+    ids: Any
+    starts: Any
+    firsts: Any
+    batch: int
+    bag_starts: Any
+
+
+class Joined:
+    """The ids of some features laid end to end, as row keys or as slots.
+
+    Args:
+        tables: the table of each feature; all in one pool.
+        features: which feature of ``jagged`` each of them is.
+        columns: where each feature's results begin in the output's columns.
+
+    Attributes:
+        tables: distinct, in order of first use.
+        table_bags: int64 [tables + 1], the bags of each.
+        bag_starts: int64 [features * batch + 1], where each bag begins in what is laid end to end.
+        scale: float32 [N], per-sample weights, or empty.
+        columns: int32 [features].
+        batch: bags of each feature.
+    """
+
+    def __init__(self, tables: Sequence[LookupTable], jagged: Jagged, features: Any, columns: Any) -> None:
+        self.tables = list(dict.fromkeys(tables))
+        self.columns = np.asarray(columns, np.int32)
+        self.batch = batch = jagged.batch
+        self._owners = tables
+        self._ids = jagged.ids
+        self._keys: Any = None
+        self._slots: Any = None
+        self._numbering: Numbering | None = None
+        if list(features) == list(range((len(jagged.offsets) - 1) // max(batch, 1))):
+            self.bag_starts = jagged.offsets.copy()
+            ends = self.bag_starts[np.arange(len(tables) + 1) * batch]
+            self._starts, self._stops = ends[:-1], ends[1:]
+        else:
+            self._choose(jagged.offsets, np.asarray(features))
+        bounds = [i for i, table in enumerate(tables) if not i or table is not tables[i - 1]]
+        self.table_bags = np.array([*bounds, len(tables)], np.int64) * batch
+        self.scale = NO_FLOATS if jagged.scale is None else self._gather(jagged.scale)
+
+    def _choose(self, offsets: Any, features: Any) -> None:
+        """Lay the chosen features end to end."""
+        lists = offsets[np.add.outer(features * self.batch, np.arange(self.batch + 1))]
+        self._starts, self._stops = lists[:, 0].copy(), lists[:, -1].copy()
+        sizes = self._stops - self._starts
+        shifts = np.cumsum(sizes) - sizes - self._starts
+        self.bag_starts = np.append((lists[:, :-1] + shifts[:, None]).ravel(), sizes.sum())
+
+    def __len__(self) -> int:
+        return int(self.bag_starts[-1])
+
+    # The caller's ids are read once: later changes of their memory reach neither keys nor slots.
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the caller's ids were read: they may have changed since."""
+        return self._keys is not None or self._numbering is not None
+
+    @property
+    def keys(self) -> Any:
+        """int64 [N], row keys.
+
+        Raises:
+            ValueError: an id outside its table; names the table and the id.
+        """
+        if self._keys is None:
+            known = self._numbering
+            self._keys = self._read_keys() if known is None else self._slots + self.shifts(known)
+        return self._keys
+
+    def slots(self, numbering: Numbering) -> Any:
+        """int32 [N], slots where each row has its own; errors as ``keys``."""
+        if self._numbering is not numbering:
+            slots = self._read_slots(numbering)
+            self.note_slots(slots, numbering)
+        return self._slots
+
+    def note_slots(self, slots: Any, numbering: Numbering) -> None:
+        """Take over what ``slots`` would find."""
+        self._slots, self._numbering = slots, numbering
+
+    def _read_keys(self) -> Any:
+        return self._join(self._first_keys, np.int64)
+
+    def _read_slots(self, numbering: Numbering) -> Any:
+        if self.is_read:
+            return (self.keys - self.shifts(numbering)).astype(np.int32)
+        return self._join(self._first_slots(numbering), np.int32)
+
+    def shifts(self, numbering: Numbering) -> Any:
+        """int64 [N]: by how much the key of each position is above its slot."""
+        shifts = [(table.index << KEY_ROW_BITS) - numbering.first_slot(table.index) for table in self.tables]
+        return np.repeat(np.array(shifts, np.int64), np.diff(self.bag_starts[self.table_bags]))
+
+    @property
+    def order(self) -> Any:
+        """int64 [N], positions sample by sample: rows that were used by one sample lie together when they have left
+        memory. None if the positions are in that order, or no row will be written."""
+        if self.batch in (1, len(self.bag_starts) - 1) or self.tables[0].store.readonly:
+            return None
+        order = np.empty(len(self), np.int64)
+        kernels.order_by_sample(self.bag_starts, self.batch, order)
+        return order
+
+    @property
+    def _first_keys(self) -> list[int]:
+        """The key of row 0 of each feature's table."""
+        return [table.index << KEY_ROW_BITS for table in self._owners]
+
+    @property
+    def sources(self) -> "Sources":
+        """Where its rows' keys come from."""
+        firsts = np.array(self._first_keys, np.int64)
+        return Sources(self._ids, self._starts, firsts, self.batch, self.bag_starts)
+
+    def _first_slots(self, numbering: Numbering) -> list[int]:
+        """The slot of row 0 of each feature's table."""
+        return [numbering.first_slot(table.index) for table in self._owners]
+
+    def plan(self, numbering: Numbering) -> Any:
+        """What ``kernels.look_up`` takes behind the range of bags."""
+        return self._plan(self._first_slots(numbering))
+
+    def _plan(self, firsts: list[int]) -> Any:
+        rows = np.array([table.config.num_embeddings for table in self._owners], np.int64)
+        return self._ids, self._starts, np.array(firsts, np.int64), rows, self.batch, self.bag_starts
+
+    @shielded
+    def _join(self, firsts: list[int], dtype: Any) -> Any:
+        joined = np.empty(len(self), dtype)
+        plan = self._plan(firsts)
+        bad: list[int] = []
+        join: Any = kernels.join_ids
+        workers = self.tables[0].store.workers
+        workers.run(lambda begin, end: bad.append(join(begin, end, *plan, joined)), workers.split(self.bag_starts))
+        self.check(bad)
+        return joined
+
+    def check(self, positions: list[int]) -> None:
+        """Raise ValueError if one of them is the position of an id outside its table."""
+        bad = [position for position in positions if position >= 0]
+        for table, (start, stop) in zip(self._owners, self._sources, strict=True) if bad else ():
+            own = [position for position in bad if start <= position < stop]
+            if own:
+                raise table.id_error(int(self._ids[min(own)]))
+
+    def _gather(self, scale: Any) -> Any:
+        return np.concatenate([scale[start:stop] for start, stop in self._sources] or [NO_FLOATS])
+
+    @property
+    def _sources(self) -> list[tuple[int, int]]:
+        """Where each feature's ids lie in the batch."""
+        return list(zip(self._starts.tolist(), self._stops.tolist(), strict=True))
+
+    def scatter(self, values: Any, out: Any) -> None:
+        """Add a value of each position to ``out``, float32 [ids of the batch], where its id came from."""
+        place = 0
+        for start, stop in self._sources:
+            out[start:stop] += values[place : place + stop - start]
+            place += stop - start
+
+    def require_trainable(self) -> None:
+        """ReadOnlyError for a table of quantized rows."""
+        for table in self.tables:
+            table.require_float()
+
+    def next_hyper(self) -> Any:
+        """Count one more update of each table: its hyper-parameters, float32 [tables, NUM_HYPER]."""
+        hyper = np.zeros((len(self.tables), NUM_HYPER), np.float32)
+        for row, table in enumerate(self.tables):
+            hyper[row] = table.next_hyper()
+        return hyper
+
+    def rounding_seeds(self) -> Any:
+        """What the update counted last rounds with (``rounding``), uint64 [tables]; None if to nearest everywhere."""
+        seeds = [table.rounding_seed for table in self.tables]
+        return np.array(seeds, np.uint64) if any(seed != NEAREST for seed in seeds) else None

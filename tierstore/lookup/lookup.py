@@ -1,0 +1,151 @@
+"""One pooled lookup: the ids of some features of one pool, where each bag's result goes, forward and fused backward.
+
+Features must be ordered so that those sharing a table are neighbours. A lookup is used once: prepared (perhaps
+ahead, by the prefetch pipeline), run forward, and, if gradients are wanted, run backward.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..kernels import quantized
+from ..pool import Pool
+from ..pool.backward import NO_ARG_MAX, Bags, Groups
+from ..pool.pins import Lease
+from ..pool.residency import Pooling, Update
+from ..system.signals import shielded
+from .joined import Joined
+from .merging import Merged
+from .tables import in_pool_of
+
+if TYPE_CHECKING:
+    from .hbm import HbmLookup
+
+__all__ = ["MODES", "Lookup", "new_output"]
+
+MODES: Final = {"sum": kernels.SUM, "mean": kernels.MEAN, "max": kernels.MAX}
+
+
+def new_output(lookups: "Sequence[Lookup | HbmLookup]", batch: int, columns: int, device: torch.device) -> Tensor:
+    """float32 [batch, columns], of such content as the lookups that will fill it ask for."""
+    make = torch.zeros if any(lookup.wants_zeros for lookup in lookups) else torch.empty
+    return make((batch, columns), dtype=torch.float32, device=device)
+
+
+class Lookup:
+    """A lookup in host memory.
+
+    Args:
+        joined: its ids.
+        mode: "sum", "mean" or "max", for all features.
+
+    Attributes:
+        joined: its ids.
+        mode: as given.
+        wants_zeros: ``forward`` adds to what it is given, and so wants zeros.
+    """
+
+    def __init__(self, joined: Joined, *, mode: str) -> None:
+        self.wants_zeros = False
+        self.joined = joined
+        self.mode = mode
+        self._mode = MODES[mode]
+        self._lease: Lease | None = None
+        self._arg_max = NO_ARG_MAX
+
+    @classmethod
+    def merged(cls, lookups: "Sequence[Lookup]", widths: Sequence[int]) -> "Lookup":
+        """One to ``update`` the rows of several after ``forward``, given their gradients flat, [1, B * C of all].
+
+        Args:
+            lookups: of one pool and mode, in the order in which their positions are merged.
+            widths: columns of each one's output.
+        """
+        joined = Merged([lookup.joined for lookup in lookups], widths)
+        made = cls(joined, mode=lookups[0].mode)
+        if made._mode == kernels.MAX:
+            made._arg_max = np.concatenate(joined.winners([lookup._arg_max for lookup in lookups]))
+        return made
+
+    @property
+    def _pool(self) -> Pool:
+        """The tables' pool as it is now: unless a lease is held, a new table may have replaced it."""
+        return self.joined.tables[0].pool
+
+    @property
+    def demand(self) -> tuple[Pool, Any]:
+        """The pool and the keys, int64 [N], of the rows it will use."""
+        return self._pool, self.joined.keys
+
+    @shielded
+    def stage(self) -> None:
+        """Bring the rows in and hold them until they are used, as far as the pool has room to keep them."""
+        self._lease = self._pool.rows.stage(self.joined)
+
+    def release(self) -> None:
+        """Let the rows go; the lookup still works, it only has to bring its rows in again."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.release()
+
+    @shielded
+    def forward(self, out: Tensor, *, keep: bool) -> None:
+        """Pool every bag into ``out`` (float32 [batch, columns], of any content, where the rows are).
+
+        Args:
+            keep: a backward is to come: remember arg-maxima, and hold the rows if there is room.
+
+        Raises:
+            ValueError: an id outside its table; names the table and the id.
+        """
+        joined = self.joined
+        if self._mode == kernels.MAX:
+            self._arg_max = np.empty((len(joined.bag_starts) - 1, joined.tables[0].layout.dim), np.int32)
+        pooling = Pooling(self._mode, out.numpy(), self._arg_max)
+        self._lease = in_pool_of(
+            joined.tables[0], lambda pool: pool.rows.look_up(joined, pooling, self._lease, keep=keep)
+        )
+        if not keep:
+            self.release()
+
+    @shielded
+    def scale_gradient(self, grad_out: Tensor, grad_scale: Any) -> None:
+        """Gradient of the per-sample weights into ``grad_scale`` (numpy, float32 [ids of the batch]); before
+        ``update``."""
+        joined, pool = self.joined, self._pool
+        own = np.zeros(len(joined), np.float32)
+        if not len(own):
+            return
+        arena, layout = pool.arena, pool.layout
+        dot_rows: Any = quantized.dot_rows if layout.is_quantized else kernels.dot_rows
+        for first, part in pool.rows.parts(joined, self._lease):
+            slots = part.position_slots
+            with arena.rows_lock:
+                dot_rows(
+                    0, len(joined.bag_starts) - 1, first, first + len(slots), joined.bag_starts, slots, arena.weights,
+                    layout.dim, arena.half, joined.columns, joined.batch, grad_out.numpy(), own,
+                )  # fmt: skip
+        joined.scatter(own, grad_scale)
+
+    @shielded
+    def update(self, grad_out: Tensor) -> None:
+        """Backward and optimizer in one; see ``ResidentRows.update``.
+
+        Args:
+            grad_out: float32 [batch, columns], C-contiguous.
+        """
+        joined, pool = self.joined, self._pool
+        hyper, seeds = joined.next_hyper(), joined.rounding_seeds()
+        if len(joined):
+            codes = np.array([table.config.optimizer.code for table in joined.tables], np.int64)
+            bags = Bags(
+                joined.table_bags, joined.bag_starts, joined.columns, joined.batch, joined.scale,
+                self._mode == kernels.MEAN, self._arg_max,
+            )  # fmt: skip
+            groups = Groups(bags, grad_out.shape[1], pool.arena.workers)
+            pool.rows.update(joined, Update(groups, codes, hyper, grad_out.numpy(), seeds), self._lease)
+        self.release()

@@ -1,0 +1,196 @@
+"""A copy of a store whose rows lie in the order asked for, in full segments, without free room.
+
+The source is read as one snapshot. For each version that it keeps, the rows that are others than in the version before
+are appended to a new store: by their keys, or first those of a trace, so that rows which were read often and together
+lie side by side. A row's epoch in the copy is the number of the first kept version that shows it.
+
+The copy is made and verified in a directory of its own within the target and moved into its place at the end.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import DamagedError
+from ..io import LmdbColdTier
+from ..io.files import RESTORE, rows_path
+from ..io.indexes import Indexes, read_indexes, stored_segments
+from ..io.orders import some_first, stored_batches
+from ..io.records import Head
+from ..io.row_map import RowMap
+from ..io.snapshot import Snapshot
+from ..io.stored_records import read_head, read_payload, read_record
+from ..rows import RowLayout
+from ..store import open_store
+from ..store.manifest import Manifest
+from ..store.target import Steps, new_store, require_outside
+from ..system.output import require_room
+from ..trace import Trace, read_trace
+from .packing import order_by_co_access, require_tables, table_accesses
+
+__all__ = ["WORK_NAME", "CompactReport", "compact_store"]
+
+Int64s = NDArray[np.int64]
+Shapes = Mapping[int, tuple[RowLayout, int]]
+
+WORK_NAME: Final = "compact.partial"
+"""Where in the target a copy is made; what is in it may be deleted."""
+_BATCH_BYTES: Final = 8 << 20
+"""Of segments that are written in one transaction."""
+_DDR: Final = "64MiB"
+
+
+class CompactReport(NamedTuple):
+    """What was copied.
+
+    Attributes:
+        rows: of the version.
+        segments: of all versions.
+        bytes_before, bytes_after: of the two row files, as they take room on the device.
+    """
+
+    target: Path
+    version: int
+    segments: int
+    rows: int
+    bytes_before: int
+    bytes_after: int
+
+
+def compact_store(
+    directory: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    trace: str | os.PathLike[str] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> CompactReport:
+    """Copy a store, all versions that it keeps, into full segments with rows in key order; then verify the copy.
+
+    With a trace, rows that it has read often and together come first, side by side, whatever table they are of, so that
+    one page brings in several of a batch's. The others follow in key order. Training on the copy appends rows anew, in
+    the order in which they leave memory.
+
+    The source is opened read-only and may be trained on meanwhile; what it has not committed is not in the copy. The
+    copy is a store of the same identity, to put in the source's place. Memory: 8 bytes a row, some 32 MiB, and what the
+    trace takes.
+
+    Args:
+        directory: the source.
+        target: the copy's directory; must not exist, or be empty, or hold what a copy that was cut short left.
+        trace: a file as trace.py describes it, of tables of the store.
+        progress: called as ``progress(done_bytes, total_bytes)`` while rows are copied and verified.
+
+    Raises:
+        ValueError: the trace is none, or of other tables or rows than the store has; the target is inside the store.
+        FileExistsError: the target holds something. FileNotFoundError: there is no directory to make it in.
+        DiskFullError: no room for the copy. TierstoreError: the system refuses to write there.
+        StoreNotFoundError, DamagedError: the source is none, or not sound; nothing is left of the copy.
+    """
+    source, target = Path(directory).absolute(), Path(target).absolute()
+    known = Manifest.read(source)
+    require_outside(target, source)
+    lookups = None if trace is None else read_trace(trace)
+    with new_store(target, WORK_NAME) as work:
+        report = _make(source, known.store_id, work, lookups, progress)
+    return report._replace(target=target)
+
+
+def _make(
+    source: Path, store_id: str, work: Path, trace: Trace | None, progress: Callable[[int, int], None] | None
+) -> CompactReport:
+    """Make the copy in its working directory and verify it."""
+    steps = Steps(progress)
+    tier = LmdbColdTier(source, store_id=bytes.fromhex(store_id), readonly=True)
+    with contextlib.closing(tier), tier.lease_tree() as snapshot:
+        # Read after the snapshot was taken: a writer makes a table before it commits rows of it.
+        manifest = Manifest.read(source)
+        _copy_rows(snapshot, manifest, trace, work, steps.copied)
+    manifest.write(work)
+    try:
+        with open_store(work, mode="r", ddr=_DDR) as store:
+            found = store.verify(progress=steps.verified)
+            version = store.version
+    except DamagedError as error:
+        raise DamagedError(f"the copy of {source} did not keep what was written to it; try again ({error})") from error
+    before, after = (path.stat().st_blocks * 512 for path in (rows_path(source), rows_path(work)))
+    return CompactReport(work, version, found.segments, found.rows, before, after)
+
+
+def _copy_rows(
+    snapshot: Snapshot, manifest: Manifest, trace: Trace | None, work: Path, progress: Callable[[int, int], None]
+) -> None:
+    """Write the versions that a snapshot keeps into a new row file, synced."""
+    shapes = {
+        index: (config.layout(manifest.page_bytes), config.num_embeddings)
+        for index, config in enumerate(manifest.tables)
+    }
+    head, indexes = read_head(snapshot), read_indexes(snapshot, stored_segments(snapshot))
+    everything = RowMap(shapes)
+    everything.enter(snapshot, indexes, head.current, head.kept)
+    if everything.unknown:
+        raise DamagedError(
+            f"{snapshot.path} has {everything.unknown:,} rows of tables that its manifest does not have. {RESTORE}"
+        )
+    total = sum(_size_bytes(layout, segments.rows) for layout, segments in everything.segments.items())
+    del everything
+    leading = _leading(trace, manifest)
+    require_room(rows_path(work), total)
+    with _new_tier(work, manifest.store_id, shapes) as tier:
+        done = 0
+        for version, rows, since in _versions(snapshot, shapes, indexes, head):
+            for layout, first in leading.items():
+                keys = some_first(rows, layout, first, since)
+                for batch in stored_batches(snapshot, rows, keys, layout.rows_within(_BATCH_BYTES)):
+                    tier.write(batch.keys, batch.slots, batch.weights, batch.state, epoch=version)
+                    done += _size_bytes(layout, len(batch.keys))
+                    progress(done, total)
+            tier.commit(read_payload(snapshot, read_record(snapshot, version)), version, keep=len(head.kept))
+        if head.last > head.current:  # numbers are not used again
+            tier.commit(b"", head.last, keep=len(head.kept) + 1)
+            tier.rollback(head.current)
+
+
+def _leading(trace: Trace | None, manifest: Manifest) -> dict[RowLayout, Int64s]:
+    """Which keys come first, by layout of the tables."""
+    layouts = [config.layout(manifest.page_bytes) for config in manifest.tables]
+    leading = dict.fromkeys(layouts, np.empty(0, np.int64))
+    if trace is not None:
+        require_tables(trace, manifest.tables)
+        for layout in leading:
+            own = [index for index, each in enumerate(layouts) if each == layout]
+            accesses = table_accesses(trace, {manifest.tables[index].name: index for index in own})
+            leading[layout] = order_by_co_access(accesses, layout.rows_per_block)
+    return leading
+
+
+def _size_bytes(layout: RowLayout, num_rows: int) -> int:
+    """Of full segments of so many rows, rounded down."""
+    size = layout.rows_per_segment
+    return num_rows * layout.segment_pages(size) * layout.page_bytes // size
+
+
+def _versions(snapshot: Snapshot, shapes: Shapes, indexes: Indexes, head: Head) -> Iterator[tuple[int, RowMap, int]]:
+    """Each kept version, a map of what it shows, and the version before it; the map becomes the next one's."""
+    rows, since = RowMap(shapes), 0
+    for version in head.kept:
+        is_own = (indexes.newest > since) & (indexes.newest <= version)  # no segment is of rows on both sides of one
+        rows.enter(snapshot, indexes.chosen(is_own), version, ())
+        yield version, rows, since
+        since = version
+
+
+@contextlib.contextmanager
+def _new_tier(work: Path, store_id: str, shapes: Shapes) -> Iterator[LmdbColdTier]:
+    """A row file to be written; synced at the end of the block, so that it needs no anchor."""
+    tier = LmdbColdTier(work, store_id=bytes.fromhex(store_id), readonly=False)
+    with contextlib.closing(tier):
+        for index, shape in shapes.items():
+            tier.add_table(index, *shape)
+        yield tier
+    with rows_path(work).open("rb") as file:
+        os.fsync(file.fileno())

@@ -1,0 +1,86 @@
+"""What a store holds, and whether all of it is sound, in words for the command line."""
+
+import json
+import mmap
+from pathlib import Path
+
+from ..config import MAX_KEPT_VERSIONS
+from ..store import Store, open_store
+from ..store.manifest import Manifest
+from ..system.sizes import format_count, format_size
+from ..system.terminal import byte_bar
+
+__all__ = ["describe_store", "roll_back_store", "verify_store"]
+
+_MAX_EXTRA_CHARACTERS = 200
+
+
+def describe_store(directory: str | Path) -> str:
+    """Version, tables and files of a store; opens it read-only and reads no row.
+
+    Raises:
+        StoreNotFoundError, DamagedError.
+    """
+    with open_store(directory, mode="r") as store:
+        tables = _describe_tables(store)
+        tensors = store.tensors().values()
+        extra = json.dumps(store.extra)
+        version = f"version {store.version}" if store.version else "nothing committed yet"
+        earlier = ", ".join(map(str, store.versions[:-1]))
+        version += f" (kept too: {earlier})" if earlier else ""
+        lines = [f"{store.directory}: {version}, {format_count(len(store.tables), 'table')}", *tables]
+    files = sorted(path for path in Path(directory).iterdir() if path.is_file())
+    lines += ["files"]
+    # Row files are sparse: what counts is what they take on the device.
+    lines += [f"  {path.name}  {format_size(path.stat().st_blocks * 512)} on disk" for path in files]
+    if tensors:
+        size = format_size(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+        lines += ["dense state", f"  {format_count(len(tensors), 'tensor')}, {size}"]
+    if extra != "{}":
+        lines += ["extra", "  " + extra[:_MAX_EXTRA_CHARACTERS] + ("..." if len(extra) > _MAX_EXTRA_CHARACTERS else "")]
+    return "\n".join(lines)
+
+
+def _describe_tables(store: Store) -> list[str]:
+    if not store.tables:
+        return []
+    width = max(len(name) for name in store.tables)
+    lines = []
+    for name, table in store.tables.items():
+        config = table.config
+        whole = format_size(config.size_bytes(mmap.PAGESIZE))
+        rounding = "" if config.rounding == "nearest" else f" rounded {config.rounding}ally"
+        lines.append(
+            f"  {name:{width}}  {config.num_embeddings:,} x {config.embedding_dim} {config.dtype}{rounding}, "
+            f"{config.optimizer.kind}, {whole} if all in memory"
+        )
+    return lines
+
+
+def verify_store(directory: str | Path) -> str:
+    """Check everything in a store, with a progress bar; returns what was checked.
+
+    Raises:
+        DamagedError: names the file, the place and the way out. StoreNotFoundError.
+    """
+    with open_store(directory, mode="r") as store, byte_bar("verify") as show:
+        report = store.verify(progress=show)
+        if not store.version:
+            return f"{store.directory}: nothing committed yet, so there are no rows to check; what is there is sound"
+        return (
+            f"{store.directory}: version {store.version} is sound: {format_count(report.rows, 'row')} in "
+            f"{format_count(report.segments, 'segment')} of {format_count(report.tables, 'table')}, "
+            f"{format_size(report.bytes)}"
+        )
+
+
+def roll_back_store(directory: str | Path, version: int) -> str:
+    """Make a kept version the current one; returns what the store shows then.
+
+    Raises:
+        StoreNotFoundError, StoreLockedError, DamagedError. ValueError: the version is not kept; names those that are.
+    """
+    Manifest.read(Path(directory))  # an open for writing would make a store where there is none
+    with open_store(directory, keep=MAX_KEPT_VERSIONS) as store:
+        store.rollback(version)
+        return f"{store.directory}: version {store.version} is the current one"

@@ -1,0 +1,231 @@
+"""An inference store from a trained one: rows in fewer bytes, without optimizer state.
+
+Rows go from one cold tier to another in key order, past any cache, and fill whole segments. The new store is made in a
+directory beside its own, ``TARGET.partial``, verified there, and renamed: it is there whole, or not at all. It keeps
+the version's number, extra and tensors.
+"""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, NamedTuple, get_args
+
+import numpy as np
+
+from .. import optim
+from ..config import TableConfig, require_choice
+from ..errors import DamagedError, TableError
+from ..io import LmdbColdTier
+from ..io.files import rows_path
+from ..io.orders import by_key, stored_batches
+from ..pool.converting import converted
+from ..rows import KEY_ROW_BITS, MAX_ROWS, DtypeName, RowLayout
+from ..store import open_store
+from ..store.lineage import NO_LINEAGE
+from ..store.manifest import Manifest
+from ..store.target import require_outside
+from ..store.version import TableState, pack, unpack, unpack_tensors
+from ..system.durable import output_locked, sync_directory
+from ..system.output import output_errors, require_parent
+
+__all__ = ["TARGET_DTYPES", "QuantizeReport", "QuantizedTable", "quantize"]
+
+TARGET_DTYPES: Final[tuple[str, ...]] = tuple(name for name in get_args(DtypeName) if name != "float32")
+_CHUNK_BYTES: Final = 8 << 20
+"""Rows and optimizer state that are read at a time."""
+_DDR: Final = "64MiB"
+
+
+class QuantizedTable(NamedTuple):
+    """One table. ``rows`` are those that were ever written; the others keep their first values, quantized."""
+
+    name: str
+    dtype_before: DtypeName
+    dtype: DtypeName
+    rows: int
+
+
+class QuantizeReport(NamedTuple):
+    """What was made.
+
+    Attributes:
+        version: whose rows these are; the new store has the same number.
+        bytes_before, bytes_after: of the two row files, as they take room on the device.
+    """
+
+    target: Path
+    version: int
+    tables: tuple[QuantizedTable, ...]
+    bytes_before: int
+    bytes_after: int
+
+
+def quantize(
+    directory: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    dtype: DtypeName,
+    tables: Sequence[str] | None = None,
+    version: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> QuantizeReport:
+    """Make a store for inference: the same tables in another dtype, without optimizer state; then verify it.
+
+    int8 and int4 rows have the bits that ``torch.ops.quantized.embedding_bag_byte_prepack`` and
+    ``embedding_bag_4bit_prepack`` give for each row (but for the sign of a bias of zero, where both zeros are in the
+    row). Rows never written stay so; their first values are quantized when they are read, from float32 whatever dtype
+    the source has. The source is opened read-only and may be trained on meanwhile. Memory: 8 bytes a row, some 32 MiB.
+
+    Args:
+        directory: the source.
+        target: the new store's directory; must not exist, or be empty.
+        dtype: "int8", "int4", "float16" or "bfloat16".
+        tables: names of the tables to convert; default: all. The others are there too, in the dtype they have. What is
+            converted is rounded to nearest, and so would training on it be.
+        version: which of the source's kept versions; default: the last.
+        progress: called as ``progress(done_bytes, total_bytes)`` of the source's rows.
+
+    Raises:
+        ValueError: a wrong argument; a table is quantized already; a row holds NaN or infinity, or numbers too large
+            for the dtype: names table and row; the target is inside the store.
+        TableError: no such table. FileExistsError: the target holds something. FileNotFoundError: there is no directory
+            to make it in. DiskFullError: no room for it. TierstoreError: the system refuses to write there.
+        StoreNotFoundError, DamagedError: the source is none, or not sound. Nothing is left of the target then.
+    """
+    require_choice(dtype, TARGET_DTYPES, "dtype")
+    source, target = Path(directory).absolute(), Path(target).absolute()
+    known = Manifest.read(source)
+    require_outside(target, source)
+    with _open(source, known, version) as before, output_errors(target), _partial(target) as work:
+        # Read once more, after the version was chosen: a writer makes a table before it commits rows of it.
+        known = Manifest.read(source)
+        configs = _configs(known, dtype, tables)
+        made = replace(Manifest.new(known.page_bytes), tables=configs, has_rows=True)
+        with _open(work, made, None, readonly=False) as after:
+            rows = _Copy(known, made, before, after, progress).run()
+        made.write(work)
+        _verify(work, sum(rows))
+        files = rows_path(source), rows_path(work)
+        sizes = [path.stat().st_blocks * 512 for path in files]
+        os.rename(work, target)
+    sync_directory(target.parent)
+    done = tuple(
+        QuantizedTable(new.name, old.dtype, new.dtype, count)
+        for old, new, count in zip(known.tables, configs, rows, strict=True)
+    )
+    return QuantizeReport(target, before.version, done, *sizes)
+
+
+@contextlib.contextmanager
+def _partial(target: Path) -> Iterator[Path]:
+    """``TARGET.partial``, a new directory of this process's own; removed unless it was renamed."""
+    require_parent(target)
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise FileExistsError(f"{target} exists and is not an empty directory; choose another name")
+    partial = target.with_name(target.name + ".partial")
+    partial.mkdir(exist_ok=True)
+    with output_locked(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW):
+        try:
+            for path in partial.iterdir():  # what a run that was cut short left
+                path.unlink()
+            yield partial
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _open(directory: Path, manifest: Manifest, version: int | None, *, readonly: bool = True) -> Iterator[LmdbColdTier]:
+    tier = LmdbColdTier(
+        directory,
+        store_id=bytes.fromhex(manifest.store_id),
+        readonly=readonly,
+        version=version,
+    )
+    with contextlib.closing(tier):
+        yield tier
+
+
+def _configs(known: Manifest, dtype: DtypeName, tables: Sequence[str] | None) -> tuple[TableConfig, ...]:
+    """The new store's tables, in the source's order: a table's place decides about the first values of its rows."""
+    names = [config.name for config in known.tables]
+    for name in tables or ():
+        if name not in names:
+            raise TableError(f"no table {name!r}; there are {', '.join(sorted(names)) or 'none'}")
+    configs = []
+    for config in known.tables:
+        is_chosen = tables is None or config.name in tables
+        if is_chosen and config.layout(known.page_bytes).is_quantized:
+            raise ValueError(f"table {config.name!r} is {config.dtype} already; name the others with tables=, --table")
+        changes: dict[str, Any] = {"dtype": dtype, "rounding": "nearest"} if is_chosen else {}
+        configs.append(replace(config, optimizer=optim.SGD(), **changes))
+    return tuple(configs)
+
+
+class _Copy:
+    """Reads the stored rows of one tier, and appends them to the other."""
+
+    def __init__(
+        self,
+        known: Manifest,
+        made: Manifest,
+        before: LmdbColdTier,
+        after: LmdbColdTier,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self._known, self._made = known, made
+        self._before, self._after = before, after
+        self._progress = progress
+
+    def run(self) -> list[int]:
+        """Rows that were ever written, table by table."""
+        layouts = []
+        for index, (config, new) in enumerate(zip(self._known.tables, self._made.tables, strict=True)):
+            layouts.append((config.layout(self._known.page_bytes), new.layout(self._made.page_bytes)))
+            for tier, layout in zip((self._before, self._after), layouts[-1], strict=True):
+                tier.add_table(index, layout, config.num_embeddings)
+        version = self._before.version
+        if not version:
+            return [0] * len(layouts)
+        counts = self._copy_rows(layouts)
+        kept = unpack(version, self._before.payload)
+        states = {config.name: TableState(0, config.optimizer.lr) for config in self._made.tables}
+        self._after.commit(pack(states, kept.extra, unpack_tensors(kept), NO_LINEAGE.following(0)), version)
+        return counts
+
+    def _copy_rows(self, layouts: list[tuple[RowLayout, RowLayout]]) -> list[int]:
+        """Copy all rows, whole segments at a time; returns how many there are of each table."""
+        with self._before.lease() as (snapshot, rows):
+            total = sum(int(each.arrays.live.sum()) * layout.row_bytes for layout, each in rows.segments.items())
+            done = 0
+            for before, after in dict.fromkeys(layouts):
+                tables = [index for index, each in enumerate(layouts) if each == (before, after)]
+                size = max(1, _CHUNK_BYTES // (before.row_bytes * after.rows_per_segment)) * after.rows_per_segment
+                for found in stored_batches(snapshot, rows, by_key(rows, tables), size):
+                    words = self._converted(found.keys, found.weights, before, after)
+                    state = np.zeros((len(words), after.state_words), np.uint64)
+                    self._after.write(found.keys, found.slots, words, state, epoch=self._before.version)
+                    done += len(words) * before.row_bytes
+                    if self._progress is not None:
+                        self._progress(done, total)
+            return rows.counts()
+
+    def _converted(self, keys: Any, weights: Any, before: RowLayout, after: RowLayout) -> Any:
+        words, bad = converted(weights, before, after)
+        if bad >= 0:
+            table = self._known.tables[int(keys[bad]) >> KEY_ROW_BITS].name
+            raise ValueError(
+                f"row {keys[bad] % MAX_ROWS} of table {table!r} holds NaN, infinity or numbers too large for "
+                f"{after.dtype}; leave the table as it is (name the others with tables=, --table) or choose another "
+                "dtype"
+            )
+        return words
+
+
+def _verify(work: Path, rows: int) -> None:
+    with open_store(work, mode="r", ddr=_DDR) as store:
+        found = store.verify()
+    if found.rows != rows:
+        raise DamagedError(f"{work}: {found.rows} rows are there and {rows} were written; try again")

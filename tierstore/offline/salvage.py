@@ -1,0 +1,312 @@
+"""What is sound of a damaged store, saved into a new one, and a list of what was lost.
+
+The source is only read. Rows are those of its last version, each held against its own checksum; io/survivors.py tells
+which of them are certain to be of that version. The new store keeps the version's number. A row that was lost has its
+first value there, as if it had never been written.
+"""
+
+import contextlib
+import fcntl
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ChecksumError, DamagedError, FormatError, StoreLockedError, StoreNotFoundError, TruncatedError
+from ..io import ROW_FILE_NAME, LmdbColdTier
+from ..io.anchor import ANCHOR_NAME, read_stamp
+from ..io.files import require_plain_files
+from ..io.gather import queue_segments
+from ..io.mapped import FileMap
+from ..io.remains import Remains, read_remains
+from ..io.row_map import RowMap
+from ..io.segments import Geometry
+from ..io.slots import Segments
+from ..io.survivors import choose_tree, find_segments, surviving_rows
+from ..io.wreck import LOST, Runs, choose_rows, read_rows, selected, settled
+from ..io.writer_lock import LOCK_NAME
+from ..rows import RowLayout
+from ..store import open_store
+from ..store.lineage import NO_LINEAGE
+from ..store.manifest import Manifest
+from ..store.target import Steps, new_store, require_outside
+from ..store.version import TableState, pack, repack, unpack
+from ..system.durable import flocked
+from ..system.excerpt import excerpt
+from ..system.plainfile import read_plain_file
+from ..system.sizes import format_count
+
+__all__ = ["LOST_NAME", "WORK_NAME", "Loss", "SalvageReport", "salvage"]
+
+LOST_NAME: Final = "lost.txt"
+"""In the new store: what was lost, a line each."""
+WORK_NAME: Final = "repair.partial"
+"""Where in the target the store is made; what is in it may be deleted."""
+_BATCH_BYTES: Final = 8 << 20
+_MAX_MANIFEST_BYTES: Final = 64 * 2**20
+_DDR: Final = "64MiB"
+_SHOWN: Final = 20
+
+
+class Loss(NamedTuple):
+    """Rows ``first`` to ``last`` of a table were lost."""
+
+    table: str
+    first: int
+    last: int
+
+
+@dataclass(kw_only=True)
+class SalvageReport:
+    """What was saved, and what was not.
+
+    Attributes:
+        version: whose rows, extra and tensors these are; the new store has the same number.
+        rows: saved.
+        lost: what was lost of each table, in order; rows without proof that they are of the version are among it.
+        missing: segments of which not all rows are known; rows that only they held are not in ``lost``. -1 where
+            nothing proves which segments there are.
+        unproven: rows taken, with ``stale_ok``, that are or may be older than the version.
+        payload_lost: extra, tensors and the tables' steps are gone.
+        doubts: what could not be proven, in sentences.
+    """
+
+    directory: Path
+    target: Path
+    version: int = 0
+    rows: int = 0
+    lost: list[Loss] = field(default_factory=list)
+    missing: int = 0
+    unproven: int = 0
+    payload_lost: bool = False
+    doubts: list[str] = field(default_factory=list)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the version was saved, for certain."""
+        return not (self.lost or self.missing or self.unproven or self.payload_lost or self.doubts)
+
+    def describe(self) -> str:
+        """What came of it, in words; not all lines of very many."""
+        saved = f"{self.target}: version {self.version}, {self.rows:,} rows saved and verified"
+        if self.is_whole:
+            return f"{saved}; nothing was lost"
+        lines = self.lines()
+        more = [f"  {len(lines) - _SHOWN:,} more"] if len(lines) > _SHOWN else []
+        title = (
+            f"{saved}. Lost rows have their first values. Lost or in doubt, all listed in {self.target / LOST_NAME}:"
+        )
+        return "\n".join([title, *(f"  {line}" for line in lines[:_SHOWN]), *more])
+
+    def lines(self) -> list[str]:
+        """What was lost, a line each."""
+        lines = [*self.doubts]
+        if self.payload_lost:
+            lines.append(f"extra and tensors of version {self.version}, and how many updates each table has had")
+        if self.missing > 0:
+            lines.append(
+                f"{format_count(self.missing, 'segment')} of which not all rows are known; rows that may be newer "
+                "there are lost, or taken with --stale-ok"
+            )
+        if self.unproven:
+            lines.append(f"{format_count(self.unproven, 'row')} saved that may be older than version {self.version}")
+        return lines + [f"table {excerpt(loss.table)}: rows {loss.first} to {loss.last}" for loss in self.lost]
+
+
+def salvage(
+    directory: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    manifest: str | os.PathLike[str] | None = None,
+    stale_ok: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> SalvageReport:
+    """Save every sound row of a store's last version, its extra and its tensors into a new store.
+
+    Reads the row file twice. Takes 8 bytes of memory a row, some 100 a segment, and a few a page.
+
+    Args:
+        directory: the damaged store; only read, and no process may have it open for writing.
+        target: the new store's directory; must not exist, or be empty.
+        manifest: a copy of the store's manifest.json, where its own cannot be read.
+        stale_ok: also take rows that may be older than the version, or gone back from, where nothing newer was found.
+        progress: called as ``progress(done_bytes, total_bytes)``.
+
+    Raises:
+        ValueError: the target is inside the store. FileExistsError: it holds something.
+        FileNotFoundError: there is no directory to make it in. TierstoreError: the system refuses to write there.
+        StoreNotFoundError, DamagedError: the manifest or the row file is missing, or nothing says which version is the
+            last. FormatError: the store is of an older release, or the manifest of other tables.
+        StoreLockedError: the store is open for writing. DiskFullError: no room for the new store.
+    """
+    source, target = Path(directory).absolute(), Path(target).absolute()
+    report = SalvageReport(directory=source, target=target)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_not_written(source))
+        require_outside(target, source)
+        work = stack.enter_context(new_store(target, WORK_NAME, (ROW_FILE_NAME, ANCHOR_NAME, LOST_NAME)))
+        known = _manifest(source, manifest)
+        made = replace(known, store_id=uuid.uuid4().hex, has_rows=True)
+        _save(source / ROW_FILE_NAME, known, work, made, report, stale_ok, Steps(progress))
+        (work / LOST_NAME).write_text("".join(f"{line}\n" for line in report.lines()))
+        made.write(work)
+        with open_store(work, mode="r", ddr=_DDR) as store:
+            store.verify()
+    return report
+
+
+@contextlib.contextmanager
+def _not_written(source: Path) -> Iterator[None]:
+    """Hold the source's lock, shared, so that no writer opens it meanwhile."""
+    require_plain_files(source)
+    if not (source / ROW_FILE_NAME).exists():
+        raise StoreNotFoundError(f"{source / ROW_FILE_NAME}: no such file; there are no rows to save")
+    try:
+        descriptor = os.open(source / LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield
+        return
+    refusal = StoreLockedError(f"{source}: a process has the store open for writing; end it first")
+    try:
+        with flocked(descriptor, fcntl.LOCK_SH, refusal):
+            yield
+    finally:
+        os.close(descriptor)
+
+
+def _manifest(source: Path, other: "str | os.PathLike[str] | None") -> Manifest:
+    if other is not None:
+        return Manifest._parse(Path(other), read_plain_file(Path(other), _MAX_MANIFEST_BYTES))
+    try:
+        return Manifest.read(source)
+    except (StoreNotFoundError, ChecksumError, TruncatedError) as error:
+        raise type(error)(
+            f"{error}. Without a manifest nothing says which tables there are: give a copy of it with --manifest FILE; "
+            "one of the same store from before its last tables were made will do for the others"
+        ) from error
+
+
+def _save(
+    path: Path, known: Manifest, work: Path, made: Manifest, report: SalvageReport, stale_ok: bool, steps: Steps
+) -> None:
+    """Make the new store's row file."""
+    size, page_bytes = path.stat().st_size, known.page_bytes
+    if size < 2 * page_bytes:
+        raise DamagedError(f"{path}: {size} bytes are less than its two meta pages; there is nothing to save")
+    rows = RowMap({index: (each.layout(page_bytes), each.num_embeddings) for index, each in enumerate(known.tables)})
+    with contextlib.ExitStack() as stack:
+        stack.callback((file_map := FileMap(path, size)).close)
+        chosen = choose_tree(path, file_map, page_bytes, bytes.fromhex(known.store_id), report.doubts)
+        found = find_segments(file_map, page_bytes, chosen.pages, rows, steps.copied)
+        remains = read_remains(path, file_map, page_bytes, found.leaves, chosen.agreed, report.doubts)
+        _require_same_store(path, known, remains)
+        report.version = remains.version
+        tier = LmdbColdTier(work, store_id=bytes.fromhex(made.store_id), readonly=False)
+        stack.callback(tier.close)
+        for index, (layout, num_rows) in rows.shapes.items():
+            tier.add_table(index, layout, num_rows)
+        if report.version:
+            survivors = surviving_rows(path, chosen, found, remains, rows, report.doubts)
+            report.missing = survivors.missing
+            taker = _Taker(file_map, tier, rows, report, stale_ok)
+            total, done = sum(int(runs.rows.sum()) for runs in survivors.runs), 0
+            for segments, runs, proven in zip(rows.segments.values(), survivors.runs, survivors.proven, strict=True):
+                for count in taker.take(segments, runs, proven):
+                    steps.verified(done := done + count, total)
+            report.lost = [loss for index, each in enumerate(known.tables) for loss in _losses(rows, index, each.name)]
+            tier.commit(_payload(known, remains, report), report.version)
+        steps.verified(1, 1)
+
+
+def _require_same_store(path: Path, known: Manifest, remains: Remains) -> None:
+    stored = remains.store_id or read_stamp(path, known.page_bytes)
+    if stored != bytes.fromhex(known.store_id) and any(stored):
+        raise FormatError(
+            f"{path}: belongs to store {stored.hex()}, not to {known.store_id}, which the manifest is of: give the "
+            "store's own with --manifest FILE"
+        )
+
+
+def _payload(known: Manifest, remains: Remains, report: SalvageReport) -> bytes:
+    """The version's payload, or an empty one for its tables. As a commit of the new store it is made from no other."""
+    names = {config.name for config in known.tables}
+    if remains.payload is not None:
+        with contextlib.suppress(DamagedError):
+            version = unpack(report.version, remains.payload)
+            tables = {name: state for name, state in version.tables.items() if name in names}
+            return repack(version._replace(tables=tables), NO_LINEAGE.following(0))
+    report.payload_lost = True
+    return pack(
+        {config.name: TableState(0, config.optimizer.lr) for config in known.tables}, {}, {}, NO_LINEAGE.following(0)
+    )
+
+
+class _Taker:
+    """Copies sound rows into the new store, layout by layout; the map it is given says of each what became of it."""
+
+    def __init__(
+        self, file_map: FileMap, tier: LmdbColdTier, rows: RowMap, report: SalvageReport, stale_ok: bool
+    ) -> None:
+        self._file_map = file_map
+        self._tier = tier
+        self._rows = rows
+        self._report = report
+        self._stale_ok = stale_ok
+
+    def take(self, segments: Segments, runs: Runs, proven: NDArray[np.bool_]) -> Iterator[int]:
+        """Save the rows of one layout, some runs at a time; gives how many rows were looked at each time."""
+        layout, geo, stops, start = segments.layout, segments.geo, np.cumsum(runs.rows), 0
+        batch = _Batch(layout, max(geo.rows_per_segment, _BATCH_BYTES // layout.row_bytes))
+        while start < len(stops):
+            before = int(stops[start] - runs.rows[start])
+            part = slice(start, int(np.searchsorted(stops, before + len(batch.keys), "right")))
+            start, own = part.stop, selected(runs, part)
+            count = self._read(geo, own, batch)
+            num_taken, unproven = choose_rows(
+                geo.layout_id, self._rows.tables, self._rows.places, batch.keys[:count], batch.sound,
+                np.repeat(proven[part], own.rows), self._stale_ok, batch.taken,
+            )  # fmt: skip
+            if num_taken:
+                slots = batch.taken[:num_taken]
+                self._tier.write(batch.keys[slots], slots, batch.weights, batch.state, epoch=self._report.version)
+            self._report.rows += num_taken
+            self._report.unproven += unproven
+            yield count
+
+    def _read(self, geo: Geometry, runs: Runs, batch: "_Batch") -> int:
+        """Fill a batch; returns how many rows it has then."""
+        file_map = self._file_map
+        firsts = np.where(runs.index_pages > 0, runs.index_pages, runs.data_pages)
+        lengths = runs.data_pages - firsts + -(-runs.rows // geo.rows_per_block) * geo.pages_per_block
+        queue_segments(file_map.address, geo.page_words, firsts, lengths.astype(np.int32))
+        limit = file_map.file_bytes() // (8 * geo.page_words)
+        weights, state = batch.weights.reshape(-1), batch.state.reshape(-1)
+        return settled(
+            file_map, lambda: read_rows(geo, file_map.words, limit, runs, batch.keys, batch.sound, weights, state)
+        )
+
+
+class _Batch:
+    """Room for rows of one layout."""
+
+    def __init__(self, layout: RowLayout, room: int) -> None:
+        self.keys = np.empty(room, np.int64)
+        self.sound = np.empty(room, np.bool_)
+        self.taken = np.empty(room, np.int32)
+        self.weights = np.empty((room, layout.weight_words), np.uint64)
+        self.state = np.empty((room, layout.state_words), np.uint64)
+
+
+def _losses(rows: RowMap, table: int, name: str) -> Iterator[Loss]:
+    """What was lost of a table, neighbouring rows together."""
+    base, count = int(rows.tables.bases[table]), int(rows.tables.num_rows[table])
+    lost = np.flatnonzero(rows.places[base : base + count] == LOST)
+    ends = np.flatnonzero(np.diff(lost, append=-1) != 1)
+    begins = np.append(0, ends[:-1] + 1)[: len(ends)]
+    for first, last in zip(lost[begins].tolist(), lost[ends].tolist(), strict=True):
+        yield Loss(name, first, last)

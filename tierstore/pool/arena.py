@@ -1,0 +1,67 @@
+"""The rows of one cache as kernels read them, the locks over them, and the end of their use."""
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..cache import RowCache
+from ..errors import ClosedError
+from ..kernels.floats import half_code
+from ..kernels.threads import Workers
+from ..rows import RowLayout
+from ..system.forks import disown_in_forks
+
+__all__ = ["Arena"]
+
+
+class Arena:
+    """See the module's docstring.
+
+    Attributes:
+        weights: float32, uint16 or uint8 [capacity, >= stored columns]; state: float32 [capacity, >= state_dim].
+        half: ``floats.half_code`` of the rows' dtype.
+        fill_lock, lock, rows_lock, plain_lock: see ``pool.pool``; ``plain_lock`` is ``lock`` without its condition.
+        is_disowned: this is a forked process, which may not use the rows.
+    """
+
+    def __init__(self, layout: RowLayout, cache: RowCache, workers: Workers, *, readonly: bool) -> None:
+        self.layout = layout
+        self.cache = cache
+        self.workers = workers
+        self.half = half_code(layout.dtype)
+        self.weights: Any = cache.weights.view(layout.numpy_dtype)
+        self.state: Any = cache.state.view(np.float32)
+        self.is_closed = self.is_disowned = False
+        self._make_locks(readonly=readonly)
+        disown_in_forks(self)
+
+    def _make_locks(self, *, readonly: bool) -> None:
+        self.fill_lock = threading.RLock()
+        # Ctrl-C can come when a Condition, which is Python, has its lock and has not told; not so with the lock itself.
+        self.plain_lock = threading.RLock()
+        self.lock = threading.Condition(self.plain_lock)
+        self.rows_lock: Any = contextlib.nullcontext() if readonly else self.plain_lock
+
+    def disown(self) -> None:
+        """In a forked process: refuse further use. Whoever held a lock when it was forked, one of these or that of
+        numba's compiler, is not here to release it."""
+        self._make_locks(readonly=False)
+        self.is_closed = self.is_disowned = True
+
+    def refuse(self) -> None:
+        """Refuse further use; waiters are told."""
+        with self.lock:
+            self.is_closed = True
+            self.lock.notify_all()
+
+    def require_open(self) -> None:
+        """ClosedError after ``refuse``."""
+        if self.is_closed:
+            raise ClosedError("the store is closed")
+
+    def over_threads(self, work: Callable[[int, int], Any], count: int) -> None:
+        """Have threads do ``work(begin, end)`` of ranges that cover ``count``."""
+        self.workers.run(work, self.workers.split(np.arange(count + 1)))

@@ -1,0 +1,161 @@
+"""Backward of a lookup in host memory: positions grouped by row, rows updated, both split over threads.
+
+A *row number* is ``firsts[t] + u`` for row u of table t, the rows of a table being numbered in order of first use.
+"""
+
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from .. import kernels
+from ..kernels.threads import Workers
+from ..optim.kernels import merge_and_update, scratch
+from .arena import Arena
+
+__all__ = ["NO_ARG_MAX", "NO_FLOATS", "NO_INTS", "Bags", "Groups"]
+
+NO_INTS: Final = np.empty(0, np.int32)
+NO_ARG_MAX: Final = np.empty((0, 0), np.int32)
+NO_FLOATS: Final = np.empty(0, np.float32)
+_NO_FLAGS: Final = np.empty(0, np.uint8)
+
+
+class Bags(NamedTuple):
+    """Where the positions of a batch lie, and what their gradients are multiplied by.
+
+    Attributes:
+        tables: int64 [T + 1], the bags of each table; tables are in order of their positions.
+        starts: int64 [K + 1], the positions of each bag.
+        columns: int32 [F], where a feature's results begin in a row of the output.
+        batch: bags of a feature.
+        scale: float32 [N], per-sample weights, or empty.
+        is_mean: gradients are divided by the sizes of their bags.
+        arg_max: int32 [K, dim], of max pooling, or empty.
+    """
+
+    tables: Any
+    starts: Any
+    columns: Any
+    batch: int
+    scale: Any
+    is_mean: bool
+    arg_max: Any
+
+
+class Groups:
+    """The positions of a batch grouped by row, table by table; see ``kernels.group_rows`` for the arrays.
+
+    Args:
+        num_columns: of a row of the output.
+        workers: threads to work with.
+    """
+
+    def __init__(self, bags: Bags, num_columns: int, workers: Workers) -> None:
+        num_positions, num_tables = int(bags.starts[-1]), len(bags.tables) - 1
+        self._bags = bags
+        self._num_columns = num_columns
+        self._workers = workers
+        self._table_starts = bags.starts[bags.tables]
+        self._counts = np.zeros(num_tables, np.int64)
+        self._starts = np.empty(num_positions + 2 * num_tables, np.int64)
+        self._sources = np.empty(num_positions, np.int64)
+        self._factors = np.empty(num_positions, np.float32) if bags.is_mean or len(bags.scale) else NO_FLOATS
+        self._positions = np.empty(num_positions, np.int32) if len(bags.arg_max) else NO_INTS
+        self._bag_of = np.empty_like(self._positions)
+        self._firsts = self._table_starts[:-1]
+
+    def by_slot(self, slots: Any, number: Any) -> Any:
+        """Group by slot, int32 [N]. A table's first row has the number of its first position, so numbers have gaps.
+
+        Args:
+            number: int32 [capacity], scratch.
+
+        Returns:
+            int32 [N]: the slot of each row, by number.
+        """
+        row_slots, inverse = np.empty(len(slots), np.int32), np.empty(len(slots), np.int32)
+        self._group(slots, number, row_slots, inverse)
+        return row_slots
+
+    def by_number(self, inverse: Any, num_unique: int) -> None:
+        """Group by the number of each position's row, int32 [N], from 0 on in order of first use."""
+        firsts = np.full(len(self._counts) + 1, num_unique, np.int64)
+        has_positions = np.flatnonzero(np.diff(self._table_starts))
+        firsts[has_positions] = inverse[self._table_starts[has_positions]]
+        firsts = np.minimum.accumulate(firsts[::-1])[::-1]
+        self._firsts, self._counts = firsts[:-1], np.diff(firsts)
+        self._group(NO_INTS, NO_INTS, NO_INTS, inverse)
+
+    def _group(self, slots: Any, number: Any, row_slots: Any, inverse: Any) -> None:
+        bags = self._bags
+
+        def work(begin: int, end: int) -> None:
+            kernels.group_rows(
+                begin, end, bags.tables, bags.starts, bags.columns, bags.batch, self._num_columns, slots, number,
+                row_slots, inverse, bags.scale, bags.is_mean, self._counts, self._starts, self._sources,
+                self._factors, self._positions, self._bag_of,
+            )  # fmt: skip
+
+        self._workers.run(work, self._workers.split(self._table_starts))
+
+    def used(self, by_number: Any) -> Any:
+        """Of an array over row numbers, the elements that belong to a row."""
+        pairs = zip(self._firsts.tolist(), self._counts.tolist(), strict=True)
+        return np.concatenate([by_number[first : first + count] for first, count in pairs])
+
+    def update(
+        self, arena: Arena, first: int, slots: Any, codes: Any, hyper: Any, grad_out: Any, *, flags: Any = _NO_FLAGS,
+        dirty: int = 0, seeds: Any = None, keys: Any = None,
+    ) -> int:  # fmt: skip
+        """Update the rows whose numbers begin at ``first``. The caller holds the lock.
+
+        Args:
+            slots: int32, by number from ``first`` on.
+            codes: int64 [T], optimizer of each table; hyper: float32 [T, NUM_HYPER].
+            grad_out: float32 [B, C], C-contiguous.
+            flags: uint8 [S], or empty: ``dirty`` is set in those of the rows.
+            seeds: uint64 [T], what each table rounds with, or None if all round to nearest; see ``rounding``.
+            keys: int64, by number from ``first`` on; or None without ``seeds``.
+
+        Returns:
+            how many flags did not have it.
+        """
+        cuts = self._cuts(self._place(first), self._place(first + len(slots)))
+        newly_dirty = np.zeros(len(cuts), np.int64)
+        firsts, gradients, bags = self._firsts - first, grad_out.reshape(1, -1), self._bags
+
+        def work(begin: int, end: int) -> None:
+            newly_dirty[begin] = merge_and_update(
+                *cuts[begin], *cuts[end], self._table_starts, firsts, slots, self._counts, self._starts,
+                self._sources, self._factors, self._positions, self._bag_of, bags.arg_max, gradients, codes, hyper,
+                arena.weights, arena.state, arena.layout.dim, arena.half, flags, dirty, seeds, keys,
+                scratch(arena.layout.dim),
+            )  # fmt: skip
+
+        self._workers.run(work, range(len(cuts)))
+        return int(newly_dirty.sum())
+
+    def _place(self, number: int) -> tuple[int, int]:
+        """(table, row of it) with that number."""
+        table = max(int(np.searchsorted(self._firsts, number, side="right")) - 1, 0)
+        return table, min(number - int(self._firsts[table]), int(self._counts[table]))
+
+    def _cuts(self, begin: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
+        """Places from ``begin`` to ``end`` with about as many positions between each two."""
+        low, high = self._position(begin), self._position(end)
+        parts = self._workers.parts(high - low)
+        middle = [self._row_at(low + (high - low) * part // parts) for part in range(1, parts)]
+        return [begin, *(min(max(place, begin), end) for place in middle), end]
+
+    def _position(self, place: tuple[int, int]) -> int:
+        """How many positions lie before a row, in the order of groups."""
+        table, row = place
+        first = int(self._table_starts[table])
+        return first + int(self._starts[first + 2 * table + row])
+
+    def _row_at(self, position: int) -> tuple[int, int]:
+        """The first row whose group begins there or behind."""
+        table = int(np.searchsorted(self._table_starts[:-1], position, side="right")) - 1
+        first = int(self._table_starts[table])
+        starts = self._starts[first + 2 * table :][: int(self._counts[table]) + 1]
+        return table, int(np.searchsorted(starts, position - first))

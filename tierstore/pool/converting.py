@@ -1,0 +1,133 @@
+"""Rows in another dtype than they are stored in, and without the optimizer state that is stored with them.
+
+A store opened for reading may keep its rows in memory in fewer bytes than on SSD: a ``Converter`` stands between the
+cold tier and the caches and converts what is read.
+"""
+
+from typing import Any, Final, Literal, Protocol
+
+import numpy as np
+import torch
+
+from ..errors import DamagedError, TableError
+from ..kernels.floats import half_code
+from ..kernels.quantized import pack_rows
+from ..rows import KEY_ROW_BITS, DtypeName, RowLayout
+
+__all__ = ["Converter", "RowSource", "converted", "layout_as"]
+
+_CHUNK_BYTES: Final = 1 << 20
+"""Rows read at a time, before they are converted."""
+_ROW_MASK: Final = (1 << KEY_ROW_BITS) - 1
+_NARROWER: Final[dict[DtypeName, tuple[DtypeName, ...]]] = {
+    "float32": ("float32", "float16", "bfloat16", "int8", "int4"),
+    "float16": ("float16", "int8", "int4"),
+    "bfloat16": ("bfloat16", "int8", "int4"),
+    "int8": ("int8",),
+    "int4": ("int4",),
+}
+"""What rows stored in a dtype can be kept in memory as."""
+
+
+def layout_as(stored: RowLayout, dtype: DtypeName | None) -> RowLayout:
+    """How rows lie in memory, without their optimizer state.
+
+    Args:
+        dtype: None for the one they are stored in.
+
+    Raises:
+        ValueError: they are stored in fewer bits, or quantized.
+    """
+    wanted = dtype or stored.dtype
+    choices = _NARROWER[stored.dtype]
+    if wanted not in choices:
+        raise ValueError(f"rows stored as {stored.dtype} cannot be kept as {wanted}; choose from {', '.join(choices)}")
+    return RowLayout(dim=stored.dim, dtype=wanted, page_bytes=stored.page_bytes)
+
+
+def converted(weights: Any, before: RowLayout, after: RowLayout) -> tuple[Any, int]:
+    """Weights in another dtype: (uint64 [n, words], -1 or the first row that does not fit it).
+
+    A row fits if it is finite and its numbers are not too large for the dtype. int8 and int4 have the bits that
+    ``torch.ops.quantized.embedding_bag_byte_prepack`` and ``embedding_bag_4bit_prepack`` give.
+
+    Args:
+        weights: uint64 [n, words] of the layout ``before``.
+    """
+    if before.dtype == after.dtype:
+        return weights, -1
+    own = torch.from_numpy(weights.view(before.numpy_dtype)[:, : before.dim])
+    values = own.view(before.torch_dtype).to(torch.float32).contiguous()
+    words = np.zeros((len(weights), after.weight_words), np.uint64)
+    if after.is_quantized:
+        slots = np.arange(len(weights), dtype=np.int32)
+        return words, int(pack_rows(values.numpy(), slots, words.view(np.uint8), after.dim, half_code(after.dtype)))
+    rounded = values.to(after.torch_dtype)
+    words.view(after.numpy_dtype)[:, : after.dim] = rounded.view(torch.uint16).numpy()
+    unfit = torch.nonzero(~rounded.isfinite().all(1))
+    return words, int(unfit[0]) if len(unfit) else -1
+
+
+class RowSource(Protocol):
+    """``ColdTier.read``, whatever version it is of."""
+
+    def __call__(self, keys: Any, slots: Any, weights: Any, state: Any, present: Any) -> None: ...
+
+
+class Converter:
+    """Reads stored rows and gives them as they are kept in memory."""
+
+    def __init__(self) -> None:
+        self._stored: dict[int, RowLayout] = {}
+        self._kept: dict[int, RowLayout] = {}
+        self._names: dict[int, str] = {}
+
+    def keep(self, table_index: int, name: str, stored: RowLayout, dtype: DtypeName | Literal["stored"]) -> RowLayout:
+        """Make a table known: how its rows lie in memory.
+
+        Raises:
+            TableError: they cannot be kept as ``dtype``.
+        """
+        try:
+            kept = layout_as(stored, None if dtype == "stored" else dtype)
+        except ValueError as error:
+            raise TableError(f"table {name!r}: {error}") from None
+        self._stored[table_index], self._kept[table_index], self._names[table_index] = stored, kept, name
+        return kept
+
+    def read(self, source: RowSource, keys: Any, slots: Any, weights: Any, present: Any) -> None:
+        """What ``ColdTier.read`` does, by a source of stored rows; there is no state.
+
+        Raises:
+            DamagedError: as ``source``, and for a row that does not fit the dtype.
+        """
+        tables = keys >> KEY_ROW_BITS
+        layouts: dict[RowLayout, list[int]] = {}
+        for table in np.unique(tables).tolist():
+            layouts.setdefault(self._stored[table], []).append(table)
+        for stored, own in layouts.items():
+            chosen = np.flatnonzero(np.isin(tables, own)) if len(layouts) > 1 else np.arange(len(keys))
+            kept = self._kept[own[0]]
+            step = max(1, _CHUNK_BYTES // stored.row_bytes)
+            for first in range(0, len(chosen), step):
+                part = chosen[first : first + step]
+                present[part] = self._read_chunk(source, stored, kept, keys[part], slots[part], weights)
+
+    def _read_chunk(
+        self, source: RowSource, stored: RowLayout, kept: RowLayout, keys: Any, slots: Any, weights: Any
+    ) -> Any:
+        """Read some rows of one stored layout into ``weights[slots]``; bool [n], whether they were ever written."""
+        count = len(keys)
+        rows = np.empty((count, stored.weight_words), np.uint64)
+        state = np.empty((count, stored.state_words), np.uint64)
+        present = np.empty(count, np.bool_)
+        source(np.ascontiguousarray(keys), np.arange(count, dtype=np.int32), rows, state, present)
+        words, bad = converted(rows[present], stored, kept)
+        if bad >= 0:
+            key = int(keys[present][bad])
+            raise DamagedError(
+                f"row {key & _ROW_MASK} of table {self._names[key >> KEY_ROW_BITS]!r} holds NaN, infinity or numbers "
+                f"too large for {kept.dtype}; open the store with another dtype"
+            )
+        weights[slots[present]] = words
+        return present

@@ -1,0 +1,242 @@
+"""Lookups of rows that all have slots of their own, by one call of compiled code.
+
+It splits itself over torch's threads, none of which needs the GIL: handing ranges to them from Python takes 25 to 80
+us, as long as looking up 20,000 rows. Here compiled code calls ``GOMP_parallel``, and the threads that this wakes find
+the arguments of ``kernels.look_up`` in an array of words on the caller's stack. Ids and offsets are given by their
+addresses: making arrays of tensors takes as long as adding 100 rows.
+
+Ids and offsets must not change meanwhile: they are checked, then used.
+"""
+
+import functools
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from .. import kernels
+from ..kernels.jit import JIT_ENABLED, kernel, uncounted_kernel
+from ..kernels.threads import Workers
+
+__all__ = ["NOT_OFFSETS", "Split", "few", "look_up", "look_up_at", "split", "whole"]
+
+NOT_OFFSETS: Final = -3
+"""What ``look_up_at`` returns beside what ``kernels.look_up`` does."""
+
+_FINDING: Final = 32
+"""Columns: finding a row takes as long as adding so many."""
+_PART_WORK: Final = 80_000
+"""Some 10 us, in units of ``split``; waking a thread takes 1 or 2."""
+_PARTS_MAX: Final = 256
+_PARTS_A_THREAD: Final = 8
+_WEIGHTS: Final = 5
+"""Where they are among the arguments of ``kernels.look_up`` behind ``bag_starts``."""
+_NEXT, _STATUS, _ARGUMENTS = 0, 1, 1 + _PARTS_MAX
+_NUM_WORDS: Final = _ARGUMENTS + 30
+
+
+class Split(NamedTuple):
+    """How threads share a lookup.
+
+    Attributes:
+        body: the address of what each thread runs.
+        team: the address of ``GOMP_parallel``, or 0: the calling thread is alone.
+        parts: ranges of bags; more than threads, as one may be held up by the system, or by rows that are far away.
+        threads: how many.
+    """
+
+    body: int
+    team: int
+    parts: int
+    threads: int
+
+
+def few(dim: int) -> int:
+    """Of so many ids and more, in rows of ``dim`` columns, a lookup is worth two threads."""
+    return -(-2 * _PART_WORK // (_FINDING + dim))
+
+
+def whole(id_type: Any, weight_type: Any) -> Split:
+    """A lookup by the calling thread alone; types are numpy's."""
+    return Split(_body(id_type, weight_type).address, 0, 1, 1)
+
+
+def split(workers: Workers, num_ids: int, dim: int, id_type: Any, weight_type: Any) -> Split | None:
+    """How best to split a lookup of so many ids in rows of ``dim`` columns; None if it is for ``Workers.run``."""
+    if num_ids < few(dim) or workers.threads == 1:
+        return whole(id_type, weight_type)
+    team = workers.native_team()
+    parts = min(num_ids * (_FINDING + dim) // _PART_WORK, workers.threads * _PARTS_A_THREAD, _PARTS_MAX)
+    body = _body(id_type, weight_type).address
+    return Split(body, team, parts, min(parts, workers.threads)) if team else None
+
+
+def look_up(workers: Workers, dim: int, ids: Any, plan: Any, *arguments: Any) -> list[int]:
+    """``kernels.look_up`` of all bags, by as many threads as it is worth.
+
+    Args:
+        dim: columns of a row.
+        plan: the arguments of ``kernels.look_up`` from ``starts`` to ``bag_starts``.
+        arguments: those behind.
+
+    Returns:
+        what went wrong: nothing, or what ranges of bags returned in place of ``DONE``.
+    """
+    *before, bag_starts = plan
+    num_ids, id_type = int(bag_starts[-1]), ids.dtype.type
+    how = split(workers, num_ids, dim, id_type, arguments[_WEIGHTS].dtype.type) if JIT_ENABLED else None
+    said: list[int] = []
+    if how is not None:
+        ids_at, starts_at = ids.ctypes.data, bag_starts.ctypes.data
+        said.append(look_up_at(ids_at, num_ids, starts_at, len(bag_starts) - 1, *how, *before, *arguments))
+    else:
+        run: Any = kernels.look_up
+        workers.run(lambda begin, end: said.append(run(begin, end, ids, *plan, *arguments)), workers.split(bag_starts))
+    return [status for status in said if status != kernels.DONE]
+
+
+@uncounted_kernel
+def cut(bag_starts: Any, part: int, parts: int) -> Any:
+    """Where the given one of ``parts`` ranges of bags with about as many positions each begins."""
+    low, high = 0, bag_starts.shape[0] - 1
+    if part == parts:
+        return high
+    first, total = bag_starts[0], bag_starts[high] - bag_starts[0]
+    while low < high:
+        middle = (low + high) // 2
+        if (bag_starts[middle] - first) * parts < total * part:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+if JIT_ENABLED:
+    from llvmlite import ir
+    from numba import carray, types
+    from numba.core import cgutils
+    from numba.extending import intrinsic
+
+    from ..kernels.jit import callback, require_contiguous
+
+    _WORD, _BYTES = ir.IntType(64), ir.IntType(8).as_pointer()
+
+    @intrinsic
+    def _stack_words(typing_context: Any) -> Any:  # noqa: ARG001
+        """The address of ``_NUM_WORDS`` words that last until the caller returns."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+            return builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(_WORD, _NUM_WORDS)), _WORD)
+
+        return types.int64(), generate
+
+    @intrinsic
+    def _run_body(typing_context: Any, team: Any, body: Any, words: Any, threads: Any) -> Any:  # noqa: ARG001
+        """``body(words)`` in each thread of the team, or, if there is none, in this."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+            team, body, words, threads = args
+            data = builder.inttoptr(words, _BYTES)
+            work_type = ir.FunctionType(ir.VoidType(), [_BYTES]).as_pointer()
+            work, unsigned = builder.inttoptr(body, work_type), ir.IntType(32)
+            fork_type = ir.FunctionType(ir.VoidType(), [work_type, _BYTES, unsigned, unsigned]).as_pointer()
+            is_alone = builder.icmp_signed("==", team, ir.Constant(_WORD, 0))
+            with builder.if_else(is_alone) as (alone, together):
+                with alone:
+                    builder.call(work, [data])
+                with together:
+                    fork = builder.inttoptr(team, fork_type)
+                    builder.call(fork, [work, data, builder.trunc(threads, unsigned), unsigned(0)])
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, types.int64, types.int64), generate
+
+    @intrinsic
+    def _take_next(typing_context: Any, words: Any, index: Any) -> Any:  # noqa: ARG001
+        """``words[index]``, which is one more for the next thread."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            data = context.make_array(signature.args[0])(context, builder, args[0]).data
+            return builder.atomic_rmw("add", builder.gep(data, [args[1]]), ir.Constant(_WORD, 1), "acq_rel")
+
+        return types.int64(words, types.int64), generate
+
+    @intrinsic
+    def _address(typing_context: Any, array: Any) -> Any:  # noqa: ARG001
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            data = context.make_array(signature.args[0])(context, builder, args[0]).data
+            return builder.ptrtoint(data, _WORD)
+
+        require_contiguous(array)
+        return types.int64(array), generate
+
+    @intrinsic
+    def _pointer(typing_context: Any, address: Any) -> Any:  # noqa: ARG001
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+            return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
+
+        return types.voidptr(types.int64), generate
+
+    @kernel
+    def look_up_at(
+        ids: int, num_ids: int, bag_starts: int, bags: int, body: int, team: int, parts: int, threads: int, starts: Any,
+        firsts: Any, num_rows: Any, batch: int, flags: Any, asked: int, wanted: int, scale: Any, mode: int,
+        weights: Any, dim: int, half: int, columns: Any, out: Any, arg_max: Any, slots: Any,
+    ) -> Any:  # fmt: skip
+        """``kernels.look_up`` of all bags, after a look at where they begin.
+
+        Args:
+            ids: address of ids of the type that ``body`` is for; num_ids: how many.
+            bag_starts: address; bags: how many.
+            body, team, parts, threads: a ``Split``.
+            starts: and the arguments behind it, as for ``kernels.look_up``.
+        """
+        if not kernels.are_offsets(carray(_pointer(bag_starts), (bags + 1,), np.int64), num_ids):
+            return np.int64(NOT_OFFSETS)
+        place = _stack_words()
+        words = carray(_pointer(place), (_NUM_WORDS,), np.int64)
+        words[_NEXT] = 0
+        a = words[_ARGUMENTS:]
+        a[0], a[1], a[2], a[3] = parts, ids, num_ids, _address(starts)
+        a[4], a[5] = _address(firsts), _address(num_rows)
+        a[6], a[7], a[8], a[9], a[10] = starts.shape[0], batch, bag_starts, bags + 1, _address(flags)
+        a[11], a[12], a[13], a[14], a[15] = flags.shape[0], asked, wanted, _address(scale), scale.shape[0]
+        a[16], a[17], a[18], a[19] = mode, _address(weights), weights.shape[0], weights.shape[1]
+        a[20], a[21], a[22], a[23] = dim, half, _address(columns), _address(out)
+        a[24], a[25], a[26], a[27] = out.shape[0], out.shape[1], _address(arg_max), arg_max.shape[0]
+        a[28], a[29] = _address(slots), slots.shape[0]
+        _run_body(team, body, place, threads)
+        for part in range(parts):
+            if words[_STATUS + part] != kernels.DONE:
+                return words[_STATUS + part]
+        return np.int64(kernels.DONE)
+
+    @functools.cache
+    def _body(id_type: Any, weight_type: Any) -> Any:
+        """What each thread runs, as a function that C can call."""
+
+        def work(data: Any) -> None:
+            words = carray(data, (_NUM_WORDS,), np.int64)
+            a = words[_ARGUMENTS:]
+            parts, batch, dim = a[0], a[7], a[20]
+            ids = carray(_pointer(a[1]), (a[2],), id_type)
+            starts = carray(_pointer(a[3]), (a[6],), np.int64)
+            firsts = carray(_pointer(a[4]), (a[6],), np.int64)
+            num_rows = carray(_pointer(a[5]), (a[6],), np.int64)
+            bag_starts = carray(_pointer(a[8]), (a[9],), np.int64)
+            flags = carray(_pointer(a[10]), (a[11],), np.uint8)
+            scale = carray(_pointer(a[14]), (a[15],), np.float32)
+            weights = carray(_pointer(a[17]), (a[18], a[19]), weight_type)
+            columns = carray(_pointer(a[22]), (a[6],), np.int32)
+            out = carray(_pointer(a[23]), (a[24], a[25]), np.float32)
+            arg_max = carray(_pointer(a[26]), (a[27], dim), np.int32)
+            slots = carray(_pointer(a[28]), (a[29],), np.int32)
+            part = _take_next(words, _NEXT)
+            while part < parts:
+                words[_STATUS + part] = kernels.look_up(
+                    cut(bag_starts, part, parts), cut(bag_starts, part + 1, parts), ids, starts, firsts, num_rows,
+                    batch, bag_starts, flags, a[12], a[13], scale, a[16], weights, dim, a[21], columns, out, arg_max,
+                    slots,
+                )  # fmt: skip
+                part = _take_next(words, _NEXT)
+
+        return callback(work, types.voidptr)

@@ -1,0 +1,84 @@
+"""Rows of a cache that evicts: a batch leases them, the whole of it or part by part."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from .. import kernels
+from ..cache.base import Int32s, Int64s
+from .arena import Arena
+from .backward import NO_INTS
+from .leases import Leases
+from .pins import Lease, Pins
+from .pooling import pool_part
+from .residency import Batch, Pooling, Update
+from .writeback import WriteBack
+
+__all__ = ["EvictingRows"]
+
+
+class EvictingRows:
+    """See ``residency.ResidentRows``."""
+
+    def __init__(self, arena: Arena, pins: Pins, leases: Leases, writeback: WriteBack) -> None:
+        self._arena = arena
+        self._pins = pins
+        self._leases = leases
+        self._writeback = writeback
+
+    def stage(self, batch: Batch) -> Lease | None:
+        lease = self._leases.acquire_whole(batch.keys, batch.order) if len(batch) else None
+        if lease is None or self._pins.hold(lease):
+            return lease
+        lease.release()
+        return None
+
+    def parts(self, batch: Batch, lease: Lease | None) -> Iterator[tuple[int, Lease]]:
+        return self._leases.parts(batch.keys, batch.order) if lease is None else iter([(0, lease)])
+
+    def look_up(self, batch: Batch, pooling: Pooling, lease: Lease | None, *, keep: bool) -> Lease | None:
+        if not len(batch):
+            pool_part(self._arena, batch, pooling, 0, NO_INTS)
+        for first, part in self.parts(batch, lease):
+            with self._arena.rows_lock:
+                pool_part(self._arena, batch, pooling, first, part.position_slots)
+            if keep and not part.held and part.num_positions == len(batch) and self._pins.hold(part):
+                lease = part
+        return lease
+
+    def update(self, batch: Batch, update: Update, lease: Lease | None) -> None:
+        if lease is None:
+            inverse, keys = _unique(batch.keys)
+            parts = self._row_parts(keys)
+        else:
+            assert lease.inverse is not None, "slots of this cache are not the positions' own"
+            inverse, keys = lease.inverse, np.empty(len(lease.slots), np.int64)
+            if update.seeds is not None:
+                keys[inverse] = batch.keys
+            parts = iter([(0, lease.slots)])
+        groups = update.groups
+        groups.by_number(inverse, len(keys))
+        for first, slots in parts:
+            with self._arena.lock:
+                self._writeback.begin_update(slots)
+                row_keys = None if update.seeds is None else keys[first:]
+                groups.update(self._arena, first, slots, update.codes, update.hyper, update.gradient,
+                              seeds=update.seeds, keys=row_keys)  # fmt: skip
+
+    def _row_parts(self, keys: Int64s) -> Iterator[tuple[int, Int32s]]:
+        """(first number, int32 slot of each from there on): parts of the rows, pinned. Those used last come first, as
+        they are the likeliest to be in still."""
+        for passed, lease in self._leases.parts(keys[::-1].copy()):
+            yield len(keys) - passed - len(lease.slots), lease.slots[::-1].copy()
+
+    def one_table(self, table_index: int, num_rows: int) -> None:  # noqa: ARG002 - rows may not be in
+        return None
+
+
+def _unique(keys: Int64s) -> tuple[Int32s, Int64s]:
+    """(int32 [N], each position's row number; int64, the rows' keys in order of first use)."""
+    unique_keys = np.empty_like(keys)
+    inverse = np.empty(len(keys), np.int32)
+    scratch = np.full(1 << (2 * len(keys) - 1).bit_length(), -1, np.int32)
+    count = kernels.unique_in_order(keys, scratch, unique_keys, inverse)
+    return inverse, unique_keys[:count]

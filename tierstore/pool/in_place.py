@@ -1,0 +1,113 @@
+"""Rows that each have a slot of their own: ids lead to slots at once, nothing is evicted, and so nothing is pinned."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ..cache import FullCache
+from ..cache.base import Int32s
+from ..cache.flags import DIRTY, LOADING, RESIDENT
+from ..kernels.jit import JIT_ENABLED
+from . import direct
+from .arena import Arena
+from .backward import NO_INTS
+from .in_memory import InMemory
+from .leases import Leases
+from .pins import Lease, Pins
+from .pooling import pool_part
+from .residency import Batch, Pooling, Update
+from .writeback import WriteBack
+
+__all__ = ["InPlaceRows"]
+
+
+class InPlaceRows:
+    """See ``residency.ResidentRows``."""
+
+    def __init__(self, arena: Arena, cache: FullCache, pins: Pins, leases: Leases, writeback: WriteBack) -> None:
+        self._arena = arena
+        self._cache = cache
+        self._pins = pins
+        self._leases = leases
+        self._writeback = writeback
+
+    def stage(self, batch: Batch) -> Lease | None:
+        return self._held(self._bring_in(batch))
+
+    def _held(self, slots: Int32s) -> Lease:
+        """A lease that tells of a batch under way: no pin does."""
+        lease = self._leases.in_place(slots)
+        self._pins.hold(lease)
+        return lease
+
+    def _bring_in(self, batch: Batch) -> Int32s:
+        """int32 [N]: the slot of each position, its row in. It stays in."""
+        cache, slots = self._cache, batch.slots(self._cache)
+        self._arena.require_open()
+        absent = NO_INTS if cache.are_in(slots) else cache.absent(slots)
+        if len(absent):
+            self._leases.acquire(cache.keys_at(absent)).release()
+        self._note_hits(len(slots) - len(absent))
+        return slots
+
+    def _note_hits(self, count: int) -> None:
+        """Count lookups of rows that were in."""
+        with self._arena.plain_lock:
+            self._cache.note_hits(count)
+
+    def parts(self, batch: Batch, lease: Lease | None) -> Iterator[tuple[int, Lease]]:
+        return iter([(0, self._leases.in_place(self._bring_in(batch)) if lease is None else lease)])
+
+    def look_up(self, batch: Batch, pooling: Pooling, lease: Lease | None, *, keep: bool) -> Lease | None:
+        slots = None
+        if lease is None and not batch.is_read and not self._arena.layout.is_quantized:
+            with self._arena.rows_lock:
+                slots = self._look_up_ids(batch, pooling, keep=keep)
+        if slots is None:
+            slots = self._bring_in(batch) if lease is None else lease.slots
+            with self._arena.rows_lock:
+                pool_part(self._arena, batch, pooling, 0, slots)
+        return self._held(slots) if keep and lease is None else lease
+
+    def _look_up_ids(self, batch: Batch, pooling: Pooling, *, keep: bool) -> Int32s | None:
+        """Pool rows straight from ids. Returns their slots, with ``keep``; None, and ``out`` may hold anything, if some
+        row is not in. The caller holds ``rows_lock``."""
+        arena, cache = self._arena, self._cache
+        arena.require_open()
+        ids, *bags = batch.plan(cache)
+        slots = np.empty(len(batch), np.int32) if keep else NO_INTS
+        flags = cache.flags[:0] if cache.is_complete else cache.flags
+        bad = direct.look_up(
+            arena.workers, arena.layout.dim, ids, bags, flags, RESIDENT | LOADING, RESIDENT, batch.scale, pooling.mode,
+            arena.weights, arena.layout.dim, arena.half, batch.columns, pooling.out, pooling.arg_max, slots,
+        )  # fmt: skip
+        batch.check(bad)
+        if bad:
+            return None
+        self._note_hits(len(batch))
+        if keep:
+            batch.note_slots(slots, cache)  # the caller may change the ids before backward
+        return slots
+
+    def update(self, batch: Batch, update: Update, lease: Lease | None) -> None:
+        cache, groups = self._cache, update.groups
+        slots = self._bring_in(batch) if lease is None else lease.slots
+        with self._arena.lock:
+            self._arena.require_open()
+            row_slots = groups.by_slot(slots, cache.number)
+            flags: Any = cache.flags
+            if cache.num_frozen:
+                self._writeback.begin_update(groups.used(row_slots))
+                flags = flags[:0]
+            keys = None if update.seeds is None else row_slots + batch.shifts(cache)
+            newly_dirty = groups.update(
+                self._arena, 0, row_slots, update.codes, update.hyper, update.gradient, flags=flags, dirty=DIRTY,
+                seeds=update.seeds, keys=keys,
+            )  # fmt: skip
+            cache.note_dirty(newly_dirty)
+
+    def one_table(self, table_index: int, num_rows: int) -> InMemory | None:
+        if not JIT_ENABLED or self._arena.layout.is_quantized:
+            return None
+        return InMemory(self._arena, self._cache, table_index, num_rows)

@@ -1,0 +1,113 @@
+"""Leases of rows by key, whole batches or parts of them."""
+
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from .. import kernels
+from ..cache import Admission
+from ..cache.base import Int32s, Int64s
+from ..errors import BudgetError
+from .arena import Arena
+from .filling import Filler
+from .pins import PIN_POLL_SECONDS, PIN_WAIT_SECONDS, Lease, Pins
+
+__all__ = ["Leases"]
+
+
+class Leases:
+    """Who uses which rows of an arena.
+
+    Attributes:
+        split_batches: batches whose rows did not fit at once and were worked off in parts.
+    """
+
+    def __init__(self, arena: Arena, pins: Pins, filler: Filler) -> None:
+        self.split_batches = 0
+        self._arena = arena
+        self._pins = pins
+        self._filler = filler
+
+    def acquire(self, keys: Int64s) -> Lease:
+        """Pin the rows of as many leading positions of ``keys`` as there is room for, at least one.
+
+        Args:
+            keys: int64 [n], n > 0.
+
+        Raises:
+            BudgetError: every slot stayed pinned by others for a minute.
+            DamagedError: a row on SSD failed its check; no row stays pinned.
+        """
+        return self._of(self.admit_some(keys, read=True))
+
+    def acquire_whole(self, keys: Int64s, order: Int64s | None = None) -> Lease | None:
+        """Pin the rows of all ``keys``; None, and nothing is read, if there is no room for all.
+
+        Args:
+            keys: int64 [n], n > 0.
+            order: int64 [n], the positions in the order in which the rows come into use; default: as they are.
+
+        Raises:
+            DamagedError: a row on SSD failed its check; no row stays pinned.
+        """
+        admission = Admission(keys if order is None else keys[order])
+        with self._arena.fill_lock:
+            self._filler.admit(admission, read=True, whole=True)
+        if not admission.consumed:
+            self._pins.note_no_room()
+            return None
+        if order is not None:
+            numbers, admission.inverse = admission.inverse, np.empty_like(admission.inverse)
+            slots, admission.unique_slots = admission.slots, np.empty_like(admission.slots)
+            kernels.renumber(order, numbers, slots, admission.inverse, admission.unique_slots)
+        return self._of(admission)
+
+    def _of(self, admission: Admission) -> Lease:
+        return Lease(self._pins, admission.slots, admission.inverse[: admission.consumed], pinned=admission.slots)
+
+    def in_place(self, slots: Int32s) -> Lease:
+        """A lease of rows that never leave their slots (int32 [n], one a position): nothing is pinned."""
+        return Lease(self._pins, slots, None, pinned=slots[:0])
+
+    def admit_some(self, keys: Int64s, *, read: bool, fill: Callable[[Admission], None] | None = None) -> Admission:
+        """Admit leading positions of ``keys``, at least one, and have them read, or filled while others keep out."""
+        arena = self._arena
+        deadline = time.monotonic() + PIN_WAIT_SECONDS
+        while True:
+            admission = Admission(keys)
+            with arena.fill_lock:
+                self._filler.admit(admission, read=read)
+                if fill is not None and admission.consumed:
+                    fill(admission)
+            if admission.consumed:
+                return admission
+            with arena.lock:
+                # In short waits: a dropped lease cannot wake anyone.
+                while not arena.lock.wait_for(self._pins.has_unpinned, timeout=PIN_POLL_SECONDS):
+                    if time.monotonic() < deadline:
+                        continue
+                    raise BudgetError(
+                        f"all {arena.cache.capacity} rows of the DDR cache stayed pinned for {PIN_WAIT_SECONDS:.0f} s; "
+                        "open the store with a larger ddr="
+                    )
+
+    def parts(self, keys: Int64s, order: Int64s | None = None) -> Iterator[tuple[int, Lease]]:
+        """Leases that together cover ``keys`` in order: (first position, lease); one if the rows fit. ``order`` is as
+        for ``acquire_whole``.
+
+        Each is released when the next is asked for, unless the caller held it: then it is the caller's to release.
+        """
+        start = 0
+        while start < len(keys):
+            whole = None if start or order is None else self.acquire_whole(keys, order)
+            lease = whole or self.acquire(keys[start:])
+            consumed = lease.num_positions
+            if not start and consumed < len(keys):
+                self.split_batches += 1
+            try:
+                yield start, lease
+            finally:
+                if not lease.held:
+                    lease.release()
+            start += consumed

@@ -1,0 +1,188 @@
+"""A pool: the rows of all tables of one layout, in one DDR cache over the cold tier. Here the two layers meet.
+
+Locks, always taken in this order:
+
+- ``fill_lock`` serialises whoever brings rows in; it is held over device reads and writes.
+- ``writeback.gate`` serialises whoever writes rows back.
+- ``lock`` guards the cache's bookkeeping and the bytes of rows that may change; never held over a device read or write.
+  ``rows_lock`` is the same lock, or none in a read-only store.
+
+Its parts: ``arena`` (rows and locks), ``pins``, ``filling`` (bringing rows in), ``leases``, ``transfers`` (rows in and
+out by key), ``writeback``, and ``rows``, by which batches look rows up and update them.
+"""
+
+import contextlib
+import logging
+from contextlib import AbstractContextManager
+from typing import Any, Final
+
+from ..cache import Announceable, FullCache, RowCache
+from ..cache.base import Int64s
+from ..io import ColdTier
+from ..kernels.threads import Workers
+from ..rows import RowLayout
+from ..system.signals import shielded
+from .arena import Arena
+from .converting import RowSource
+from .evicting import EvictingRows
+from .filling import Filler
+from .in_place import InPlaceRows
+from .leases import Leases
+from .pins import PIN_WAIT_SECONDS, Pins
+from .residency import OneTable, ResidentRows
+from .transfers import Transfers
+from .upper import UpperTier
+from .writeback import WriteBack
+
+__all__ = ["Pool"]
+
+_LOG: Final = logging.getLogger("tierstore")
+
+
+class Pool:
+    """See the module's docstring.
+
+    Attributes:
+        rows: by which batches look rows up and update them.
+        arena: the rows in DDR, as kernels read them, and the locks over them.
+        cache: which rows are there.
+        pins, filler, leases, transfers, writeback: see the module's docstring.
+        hot: the tier above, in device memory, or None. It may hold newer rows.
+
+    Args:
+        read: brings rows in; default: as ``cold`` has them.
+    """
+
+    def __init__(
+        self,
+        layout: RowLayout,
+        cache: RowCache,
+        cold: ColdTier,
+        workers: Workers,
+        *,
+        transaction_bytes: int,
+        outbox_rows: int,
+        epoch: int,
+        readonly: bool,
+        read: RowSource | None = None,
+    ) -> None:
+        self.layout = layout
+        self.cache = cache
+        self.arena = Arena(layout, cache, workers, readonly=readonly)
+        self.writeback = WriteBack(
+            layout,
+            cache,
+            cold,
+            self.arena.lock,
+            transaction_bytes=transaction_bytes,
+            outbox_rows=outbox_rows,
+            epoch=epoch,
+        )
+        self.pins = Pins(self.arena)
+        self.filler = Filler(self.arena, self.pins, self.writeback, read or cold.read)
+        self.leases = Leases(self.arena, self.pins, self.filler)
+        self.transfers = Transfers(self.arena, self.leases, self.writeback)
+        self.rows: ResidentRows = _resident_rows(self.arena, self.pins, self.leases, self.writeback)
+        self.hot: UpperTier | None = None
+        self._announceable = cache if isinstance(cache, Announceable) else None
+        self._said_lookahead = False
+
+    # Announcements
+
+    def can_announce(self, num_keys: int) -> bool:
+        """See ``cache.Announceable``."""
+        with self.arena.lock:
+            return self._announceable.can_announce(num_keys) if self._announceable else True
+
+    @shielded
+    def announce(self, keys: Int64s) -> int:
+        """See ``cache.Announceable``."""
+        with self.arena.lock:
+            self.arena.require_open()
+            number = self._announceable.announce(keys) if self._announceable else 0
+            if not number and not self._said_lookahead and self.can_announce(len(keys)):
+                self._said_lookahead = True
+                _LOG.warning('lookahead= changes nothing under this policy; open the store with policy="lookahead"')
+            return number
+
+    @shielded
+    def retire(self, batch: int) -> None:
+        """See ``cache.Announceable``."""
+        with self.arena.lock:
+            if self._announceable and not self.is_closed:
+                self._announceable.retire(batch)
+
+    # The tier above
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more lease could be held, of as many rows as the last for which that was asked."""
+        return self.pins.has_room if self.hot is None else self.hot.has_room
+
+    def exclusive(self) -> AbstractContextManager[Any]:
+        """Within it, this tier has the newest value of every row, and the tier above, if there is one, has none."""
+        return contextlib.nullcontext() if self.hot is None else self.hot.emptied()
+
+    def settle(self) -> None:
+        """Have the tier above, if there is one, copy its newer rows into this one."""
+        if self.hot is not None:
+            self.hot.flush()
+
+    @shielded
+    def flush(self) -> None:
+        """Write every dirty row to the cold tier. The rows stay cached, clean."""
+        self.settle()
+        with self.arena.fill_lock:
+            self.writeback.write_all()
+
+    def one_table(self, table_index: int, num_rows: int) -> OneTable | None:
+        """Lookups of a table by one compiled call; None if that is not to be had."""
+        return self.rows.one_table(table_index, num_rows) if self.hot is None else None
+
+    # State
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a batch, or some call just now, uses rows here or in the tier above, or writes them."""
+        return self.pins.num_pinned > 0 or self.pins.num_held > 0 or self._is_used_above
+
+    @property
+    def _is_used_above(self) -> bool:
+        return self.hot is not None and self.hot.num_leased > 0
+
+    def becomes_unused(self) -> bool:
+        """Wait until no call uses rows, a minute at most; False if one does still, or a batch does."""
+        pins = self.pins
+        with self.arena.lock:
+            self.arena.lock.wait_for(lambda: not pins.num_pinned or pins.num_held, timeout=PIN_WAIT_SECONDS)
+            is_used = pins.num_pinned > 0 or pins.num_held > 0
+        return not (is_used or self._is_used_above)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the cache and of what write-back, and moving rows to the tier above, keep beside it."""
+        staging = 0 if self.hot is None else self.hot.host_bytes
+        return self.cache.size_bytes + self.writeback.size_bytes + staging
+
+    def close(self) -> None:
+        """Refuse further use."""
+        self.arena.refuse()
+        hot, self.hot = self.hot, None  # each knows the other: memory is freed when the last one lets go, not later
+        if hot is not None:
+            hot.close()
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing is to be written, neither from here nor from the tier above."""
+        return not self.cache.num_dirty and (self.hot is None or not self.hot.num_dirty)
+
+    @property
+    def is_closed(self) -> bool:
+        return self.arena.is_closed
+
+
+def _resident_rows(arena: Arena, pins: Pins, leases: Leases, writeback: WriteBack) -> ResidentRows:
+    """Of a cache with a slot for every row, or of one that evicts."""
+    if isinstance(arena.cache, FullCache):
+        return InPlaceRows(arena, arena.cache, pins, leases, writeback)
+    return EvictingRows(arena, pins, leases, writeback)

@@ -1,0 +1,150 @@
+"""The contract of resident rows: how the rows of a batch are brought in, looked up and updated.
+
+Rows that may be evicted (``evicting``) and rows that each have a slot for ever (``in_place``) are two implementations.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+from ..cache.base import Int32s, Int64s
+from .backward import Groups
+from .pins import Lease
+
+__all__ = ["Batch", "Numbering", "OneTable", "Pooling", "ResidentRows", "Update"]
+
+
+class Numbering(Protocol):
+    """Slots where row r of a table is in slot ``first_slot(table_index) + r``."""
+
+    def first_slot(self, table_index: int) -> int:
+        """The slot of a table's row 0."""
+        ...
+
+
+class Batch(Protocol):
+    """The positions of a batch, bag after bag; all in tables of one pool.
+
+    Attributes:
+        bag_starts: int64 [bags + 1], where each bag begins.
+        scale: float32 [N], per-sample weights, or empty.
+        columns: int32 [features], where each feature's results begin in the output's columns.
+        batch: bags of each feature.
+    """
+
+    bag_starts: Any
+    scale: Any
+    columns: Any
+    batch: int
+
+    def __len__(self) -> int: ...
+
+    @property
+    def keys(self) -> Int64s:
+        """int64 [N], row keys. ValueError, which names table and id, for an id outside its table."""
+        ...
+
+    @property
+    def order(self) -> Int64s | None:
+        """int64 [N], the positions in the order in which their rows come into use; None if they are in it."""
+        ...
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the caller's ids were read: they may have changed since."""
+        ...
+
+    def slots(self, numbering: Numbering) -> Int32s:
+        """int32 [N]; errors as ``keys``."""
+        ...
+
+    def note_slots(self, slots: Int32s, numbering: Numbering) -> None:
+        """Take over what ``slots`` would find."""
+        ...
+
+    def shifts(self, numbering: Numbering) -> Int64s:
+        """int64 [N]: by how much the key of each position is above its slot."""
+        ...
+
+    def plan(self, numbering: Numbering) -> Any:
+        """What ``kernels.look_up`` takes behind the range of bags."""
+        ...
+
+    def check(self, positions: list[int]) -> None:
+        """ValueError if one of them is the position of an id outside its table."""
+        ...
+
+
+class Pooling(NamedTuple):
+    """What becomes of the rows of a batch.
+
+    Attributes:
+        mode: ``kernels.SUM``, ``MEAN`` or ``MAX``.
+        out: float32 [batch, columns], written; of any content before.
+        arg_max: int32 [bags, dim], written by max pooling; else empty.
+    """
+
+    mode: int
+    out: Any
+    arg_max: Any
+
+
+class Update(NamedTuple):
+    """One update of the rows of a batch.
+
+    Attributes:
+        groups: its positions, to be grouped by row.
+        codes: int64 [T], optimizer of each table; hyper: float32 [T, NUM_HYPER].
+        gradient: float32 [batch, columns], C-contiguous.
+        seeds: uint64 [T], what each table rounds with, or None if all round to nearest; see ``kernels.rounding``.
+    """
+
+    groups: Groups
+    codes: Any
+    hyper: Any
+    gradient: Any
+    seeds: Any
+
+
+class OneTable(Protocol):
+    """Lookups of one table by one compiled call."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the pool was closed."""
+        ...
+
+    def pooled(self, ids: Any, offsets: Any, mode: int) -> Any:
+        """float32 tensor [bags, dim], or None if a lookup of the usual kind must do it."""
+        ...
+
+
+class ResidentRows(Protocol):
+    """See the module's docstring. A lease that is given is of the whole batch, or None.
+
+    Methods raise ClosedError if the pool was closed, DamagedError if a row on SSD failed its check, and ValueError for
+    an id outside its table.
+    """
+
+    def stage(self, batch: Batch) -> Lease | None:
+        """Bring the rows in, and hold them if there is room."""
+        ...
+
+    def parts(self, batch: Batch, lease: Lease | None) -> Iterator[tuple[int, Lease]]:
+        """(first position, lease): parts of the batch, in order. A lease is over when the next is asked for."""
+        ...
+
+    def look_up(self, batch: Batch, pooling: Pooling, lease: Lease | None, *, keep: bool) -> Lease | None:
+        """Pool every bag. Returns the lease; with ``keep``, one that is held, if there is room."""
+        ...
+
+    def update(self, batch: Batch, update: Update, lease: Lease | None) -> None:
+        """Merge each row's gradients in their fixed order, mark it dirty, update it.
+
+        If a batch is worked off in parts and reading a later part fails, the rows of earlier parts are updated: go back
+        to the last commit (open the store again) rather than repeat the step.
+        """
+        ...
+
+    def one_table(self, table_index: int, num_rows: int) -> OneTable | None:
+        """Lookups of a table by one compiled call; None if that is not to be had."""
+        ...

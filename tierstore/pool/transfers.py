@@ -1,0 +1,122 @@
+"""Rows in and out of a pool by key: some for a caller, whole ones for a tier above."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from .. import kernels
+from ..cache import Admission
+from ..kernels import quantized
+from ..system.signals import shielded
+from .arena import Arena
+from .leases import Leases
+from .writeback import WriteBack
+
+__all__ = ["Transfers"]
+
+
+class Transfers:
+    """See the module's docstring."""
+
+    def __init__(self, arena: Arena, leases: Leases, writeback: WriteBack) -> None:
+        self._arena = arena
+        self._leases = leases
+        self._writeback = writeback
+
+    @shielded
+    def read(self, keys: Any, out: Any) -> None:
+        """Copy rows into ``out`` [n, dim], bits unchanged, quantized ones as float32.
+
+        Rows in cache are copied without waiting for any device.
+        """
+        with self._arena.lock:
+            self._arena.require_open()
+            slots = self._arena.cache.find(keys)
+            if (slots >= 0).all() and not self._arena.cache.is_loading(slots):
+                self._arena.cache.touch(slots)
+                self._copy_out(np.arange(len(keys), dtype=np.int32), slots, out)
+                return
+        for start, lease in self._leases.parts(keys):
+            with self._arena.lock:
+                self._copy_out(lease.inverse, lease.slots, out[start : start + lease.num_positions])
+
+    def _copy_out(self, inverse: Any, slots: Any, out: Any) -> None:
+        if self._arena.layout.is_quantized:
+            quantized.unpack_rows(inverse, slots, self._arena.weights, self._arena.layout.dim, self._arena.half, out)
+        else:
+            kernels.copy_rows_out(inverse, slots, self._arena.weights, self._arena.layout.dim, out)
+
+    @shielded
+    def write(self, keys: Any, rows: Any) -> None:
+        """Overwrite weights with ``rows`` [n, dim]; of equal keys the last wins; optimizer state is kept."""
+        arena = self._arena
+        for start, lease in self._leases.parts(keys):
+            part = rows[start : start + lease.num_positions]
+            with arena.lock:
+                self._writeback.begin_update(lease.slots)
+                kernels.copy_rows_in(lease.inverse, lease.slots, part, arena.weights, arena.layout.dim)
+
+    def take(self, keys: Any, weights: Any, state: Any) -> None:
+        """Copy whole rows out, for a tier above.
+
+        Args:
+            keys: int64 [n], distinct.
+            weights, state: uint64 [n, words], out.
+        """
+        for start, lease in self._leases.parts(keys):
+            part = slice(start, start + lease.num_positions)
+            with self._arena.rows_lock:
+                self._take(lease.slots, weights[part], state[part])
+
+    def _take(self, slots: Any, weights: Any, state: Any) -> None:
+        def work(begin: int, end: int) -> None:
+            part = slice(begin, end)
+            for arena, out in ((self._arena.cache.weights, weights), (self._arena.cache.state, state)):
+                np.take(arena, slots[part], axis=0, out=out[part], mode="clip")
+
+        self._arena.over_threads(work, len(slots))
+
+    def put(self, keys: Any, weights: Any, state: Any) -> None:
+        """Overwrite whole rows, state included, with newer ones from a tier above; nothing is read for it.
+
+        Args: as for ``take``.
+
+        Raises:
+            DiskFullError and others of the cold tier: rows that leave could not be written; some of these rows may be
+            in, and what the tier above has is as new.
+        """
+        start = 0
+        while start < len(keys):
+            fill = partial(self._put_admitted, weights=weights[start:], state=state[start:])
+            start += self._leases.admit_some(keys[start:], read=False, fill=fill).consumed
+
+    def _put_admitted(self, admission: Admission, weights: Any, state: Any) -> None:
+        """The caller holds ``fill_lock``."""
+        cache, slots = self._arena.cache, admission.slots
+        with self._arena.lock:
+            is_missing = np.zeros(len(slots), np.bool_)
+            is_missing[admission.missing[: admission.num_missing]] = True
+            try:
+                # Whole before anybody else can see them: waiting for the outbox lets others in.
+                self._put_some(is_missing, slots, weights, state)
+                cache.filled(slots[is_missing])
+                self._writeback.begin_update(slots)
+                self._put_some(~is_missing, slots, weights, state)
+            finally:
+                cache.unpin(slots)
+                self._arena.lock.notify_all()
+
+    def _put_some(self, chosen: Any, slots: Any, weights: Any, state: Any) -> None:
+        """Copy the chosen rows (bool [n]) into their slots."""
+        places = np.flatnonzero(chosen)
+        if len(places) == len(slots):
+            self._put_all(slots, weights, state)
+        elif len(places):
+            self._put_all(slots[places], weights[places], state[places])
+
+    def _put_all(self, slots: Any, weights: Any, state: Any) -> None:
+        def work(begin: int, end: int) -> None:
+            kernels.put_rows(begin, end, slots, self._arena.cache.weights, self._arena.cache.state, weights, state)
+
+        self._arena.over_threads(work, len(slots))

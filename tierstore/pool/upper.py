@@ -1,0 +1,52 @@
+"""What a pool asks of the tier above it."""
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torch import Tensor
+
+__all__ = ["UpperTier"]
+
+
+class UpperTier(Protocol):
+    """A faster tier that may hold newer values of a pool's rows."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more lease could be held."""
+        ...
+
+    @property
+    def num_leased(self) -> int:
+        """Leases that use rows."""
+        ...
+
+    @property
+    def num_dirty(self) -> int:
+        """Rows that are newer than those of the pool below."""
+        ...
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that it takes."""
+        ...
+
+    def read(self, keys: Any) -> Tensor:
+        """Rows of ``keys`` (int64 [n]), [n, dim], on its device."""
+        ...
+
+    def write(self, keys: Any, rows: Tensor) -> None:
+        """Overwrite weights of ``keys`` (int64 [n])."""
+        ...
+
+    def flush(self) -> None:
+        """Copy newer rows to the pool below."""
+        ...
+
+    def emptied(self) -> AbstractContextManager[Any]:
+        """Within it, no row is in this tier."""
+        ...
+
+    def close(self) -> None:
+        """Refuse further use."""
+        ...

@@ -1,0 +1,289 @@
+"""Write-back: how newer rows of one cache reach the cold tier, between commits and for them.
+
+A commit *freezes* the dirty rows: as they are at that moment they belong to its version. A thread then writes them,
+some at a time, while training goes on, and these rules keep the versions apart:
+
+- A frozen row that is about to change is copied to the *outbox* first. What is in the outbox is written for the version
+  too, after its row's slot was, if that was being written just then: the copy is the last word.
+- Rows that became dirty after the freeze are written for the next version, before or after what belongs to theirs: the
+  cold tier keeps the two apart.
+
+The next victims are written, in the order of their last use: those last used together come to lie together.
+
+Locks: ``gate`` (one write-back at a time; held over device writes), then the pool's ``lock``. A slot whose row is being
+written stays pinned until it is.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+
+from ..cache import RowCache
+from ..io import ColdTier
+from ..rows import RowLayout
+from ..system.killpoints import reach
+
+__all__ = ["MIN_OUTBOX_ROWS", "WriteBack", "outbox_bytes", "rows_a_write"]
+
+MIN_OUTBOX_ROWS: Final = 32
+_VICTIMS_SHARE: Final = 1 / 8
+"""Of the rows in a cache, what is written together at most: rows far from leaving may well change once more."""
+_PAUSE_SECONDS: Final = 5e-5
+"""Between two turns: a lock released and taken again at once is given to nobody else."""
+_KEY_AND_PLACE_BYTES: Final = 12
+
+
+def outbox_bytes(layout: RowLayout, rows: int) -> int:
+    """What an outbox of ``rows`` rows takes."""
+    return rows * (layout.row_bytes + _KEY_AND_PLACE_BYTES)
+
+
+def rows_a_write(layout: RowLayout, transaction_bytes: int, cached_rows: int) -> int:
+    """Rows that are written together at most, under a cache of so many: whole segments, if it is one at least."""
+    rows = min(layout.rows_within(transaction_bytes), max(1, int(cached_rows * _VICTIMS_SHARE)))
+    return rows - rows % layout.rows_per_segment or rows
+
+
+class _Outbox:
+    """Copies of rows as a version under way shows them; guarded by the pool's lock."""
+
+    def __init__(self, layout: RowLayout, capacity: int) -> None:
+        self.keys: Any = np.empty(capacity, np.int64)
+        self.weights: Any = np.empty((capacity, layout.weight_words), np.uint64)
+        self.state: Any = np.empty((capacity, layout.state_words), np.uint64)
+        self._places: Any = np.arange(capacity, dtype=np.int32)
+        self.count = 0
+
+    @property
+    def room(self) -> int:
+        return len(self.keys) - self.count
+
+    @property
+    def places(self) -> Any:
+        """int32: where the copies are."""
+        return self._places[: self.count]
+
+    def put(self, cache: RowCache, slots: Any) -> None:
+        """Copy the rows of these slots."""
+        places = self._places[self.count : self.count + len(slots)]
+        self.keys[places] = cache.keys_of(slots)
+        self.weights[places] = cache.weights[slots]
+        self.state[places] = cache.state[slots]
+        self.count += len(slots)
+
+    def drop(self, places: Any) -> None:
+        """Forget these copies."""
+        is_dropped = np.zeros(len(self.keys), np.bool_)
+        is_dropped[places] = True
+        kept = self.places[~is_dropped[self.places]]
+        self._places = np.concatenate([kept, places, self._places[self.count :]])
+        self.count = len(kept)
+
+
+class WriteBack:
+    """See the module's docstring.
+
+    Args:
+        lock: the pool's.
+        transaction_bytes: of segments that a transaction of the cold tier may hold.
+        outbox_rows: rows that the outbox holds.
+        epoch: the version that rows are written for.
+
+    Attributes:
+        rows_a_write: that a transaction of the cold tier may hold, and that a commit writes before it lets others.
+        waited_seconds: how long others have waited for the writer of a commit.
+    """
+
+    def __init__(
+        self,
+        layout: RowLayout,
+        cache: RowCache,
+        cold: ColdTier,
+        lock: threading.Condition,
+        *,
+        transaction_bytes: int,
+        outbox_rows: int,
+        epoch: int,
+    ) -> None:
+        self.gate = threading.RLock()
+        self._layout = layout
+        self._cache = cache
+        self._cold = cold
+        self._lock = lock
+        self.rows_a_write = rows_a_write(layout, transaction_bytes, cache.capacity)
+        self._epoch = epoch
+        self._outbox = _Outbox(layout, max(outbox_rows, MIN_OUTBOX_ROWS))
+        self._error: BaseException | None = None
+        self._is_busy = False
+        self.waited_seconds = 0.0
+
+    # Updates
+
+    def begin_update(self, slots: Any) -> None:
+        """The rows of these pinned slots are about to change: keep what a version under way needs of them, mark them
+        dirty. The caller holds the lock, which is released while the outbox is full."""
+        first = 0
+        while first < len(slots) and self._cache.num_frozen:
+            room = self._outbox.room
+            if not room:
+                started = time.perf_counter()
+                self._lock.wait()
+                self.waited_seconds += time.perf_counter() - started
+                first = 0  # others may have changed any of them meanwhile, and a commit may have frozen them again
+                continue
+            part = slots[first : first + room]
+            self._outbox.put(self._cache, self._cache.thaw(part))
+            first += len(part)
+        self._cache.mark_dirty(slots)
+
+    # Between commits
+
+    def make_room(self) -> None:
+        """The row that leaves next is dirty or frozen: write it, and those that will leave soon after it.
+
+        If every row is trained, an order by recency has no clean ones behind it, and a transaction is filled. An order
+        by count has the newest rows first, then clean ones, and behind these rows used too often to be written now.
+
+        Others may admit rows meanwhile, into slots whose rows have left, so what is chosen is known by its keys. They
+        may update rows: an update marks its row dirty again, so what is written of it here is never the last word.
+        """
+        started = time.perf_counter()
+        with self.gate:
+            self.waited_seconds += time.perf_counter() - started
+            with self._lock:
+                victims = self._cache.victims(self.rows_a_write, self._layout.rows_per_segment)
+                slots = self._cache.by_admission(victims)
+                keys = self._cache.keys_of(slots)
+            reach("write-back: rows chosen")
+            if self._cache.num_frozen:
+                with self._giving_up():
+                    self._write_frozen(slots)  # a row that comes in now is not frozen
+            self._write_dirty(keys)
+
+    def write_all(self) -> None:
+        """Write every dirty row; there is no version under way. The caller admits no rows meanwhile."""
+        with self.gate:
+            with self._lock:
+                keys = self._cache.keys_of(self._cache.by_admission(self._cache.dirty_slots()))
+            self._write_dirty(keys)
+
+    def _write_dirty(self, keys: Any) -> None:
+        """Write the dirty ones of these rows, in their order, for the version that is open."""
+        cache = self._cache
+        with self._lock:
+            slots = cache.find(keys)
+            taken = cache.clean(slots[slots >= 0])
+            cache.pin(taken)
+            keys = cache.keys_of(taken)
+        written = 0
+        try:
+            for written in self._write_runs(keys, taken, cache, self._epoch):  # noqa: B007 - the last is what counts
+                pass
+        finally:
+            with self._lock:
+                cache.mark_dirty(taken[written:])
+                cache.unpin(taken)
+                self._lock.notify_all()
+
+    def _write_runs(self, keys: Any, slots: Any, rows: "RowCache | _Outbox", epoch: int) -> Iterator[int]:
+        """Write rows in transactions; yields how many are written after each."""
+        for first in range(0, len(keys), self.rows_a_write):
+            if self._is_busy:
+                raise RuntimeError("a signal handler may not write while a write-back is under way")
+            part = slice(first, first + self.rows_a_write)
+            self._is_busy = True
+            try:
+                self._cold.write(keys[part], slots[part], rows.weights, rows.state, epoch=epoch)
+            finally:
+                self._is_busy = False
+            yield min(first + self.rows_a_write, len(keys))
+
+    # Commits
+
+    def freeze(self) -> None:
+        """The dirty rows are what the version now open shows; from here on the next one is open. The caller holds gate
+        and lock, and the version before was written or given up."""
+        self._error = None
+        self._cache.freeze()
+        self._epoch += 1
+
+    def write_frozen(self) -> None:
+        """Write everything that belongs to the version that was frozen, other writers in between.
+
+        Raises:
+            what the cold tier raises; also if another thread met it. The version is then given up.
+        """
+        with self._lock:
+            slots = self._cache.by_admission(self._cache.frozen_slots())
+        for first in range(0, len(slots), self.rows_a_write):
+            self._take_turn(partial(self._write_frozen, slots[first : first + self.rows_a_write]))
+            while self._outbox.count > len(self._outbox.keys) // 2:
+                self._take_turn(self._write_some_copies)
+        while self._outbox.count:
+            self._take_turn(self._write_some_copies)
+        if self._error is not None:
+            raise self._error
+
+    def _take_turn(self, write: Callable[[], None]) -> None:
+        with self.gate, self._giving_up():
+            write()
+        time.sleep(_PAUSE_SECONDS)
+
+    @contextlib.contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """The version cannot be made if part of it cannot be written."""
+        try:
+            yield
+        except BaseException as error:
+            self._error = error
+            self.abandon()
+            raise
+
+    def _write_frozen(self, slots: Any) -> None:
+        """Write the frozen ones of these rows. One that changes meanwhile has its copy in the outbox, which is written
+        after it. The caller holds the gate."""
+        cache = self._cache
+        with self._lock:
+            taken = cache.frozen_of(slots)
+            cache.pin(taken)
+            keys = cache.keys_of(taken)
+        written = 0
+        try:
+            for written in self._write_runs(keys, taken, cache, self._epoch - 1):  # noqa: B007 - as above
+                pass
+        finally:
+            with self._lock:
+                cache.thaw(taken[:written])
+                cache.unpin(taken)
+                self._lock.notify_all()
+
+    def _write_some_copies(self) -> None:
+        """Write one turn's worth of the outbox, and forget it. The caller holds the gate."""
+        outbox = self._outbox
+        with self._lock:
+            places = outbox.places[: self.rows_a_write]
+        for _ in self._write_runs(outbox.keys[places], places, outbox, self._epoch - 1):
+            pass
+        with self._lock:
+            outbox.drop(places)
+            self._lock.notify_all()
+
+    def abandon(self) -> None:
+        """Give up the version that was frozen: its rows belong to the next one. A second call does nothing.
+
+        Copies in the outbox are dropped: their rows are dirty in the cache, and newer.
+        """
+        with self.gate, self._lock:
+            self._cache.unfreeze()
+            self._outbox.drop(self._outbox.places)
+            self._lock.notify_all()
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the outbox."""
+        return outbox_bytes(self._layout, len(self._outbox.keys))

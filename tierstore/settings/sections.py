@@ -1,0 +1,257 @@
+"""TOML to a frozen description made of sections and back, with errors that name the file, the key and the nearest
+valid one. Run files and plan files are such."""
+
+import dataclasses
+import difflib
+import re
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from ..system.excerpt import excerpt
+from .toml_file import parse_toml, read_toml
+
+__all__ = [
+    "ConfigError",
+    "Override",
+    "load_sections",
+    "parse_override",
+    "sections_of",
+    "to_dict",
+    "to_toml",
+    "toml_value",
+]
+
+_MAX_REASON: Final = 200
+_MAX_NAME: Final = 100
+_TYPE_NAMES: Final = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
+_Description = TypeVar("_Description")
+
+
+class ConfigError(ValueError):
+    """A file of settings or an override that cannot be used; names the file, the key and what is accepted."""
+
+
+class Override(NamedTuple):
+    """One key set from outside the file."""
+
+    section: str
+    key: str
+    value: Any
+    origin: str
+    """What set it, for errors: a flag with its value."""
+
+
+def parse_override(text: str, *, example: str) -> Override:
+    """``section.key=value``, the value in TOML or a bare word.
+
+    Args:
+        example: of such a text, for the error.
+
+    Raises:
+        ConfigError: the text is not of this form.
+    """
+    name, equals, value_text = text.partition("=")
+    section, dot, key = name.strip().partition(".")
+    origin = f"--set {text}" if len(text) <= _MAX_REASON else f"--set {text[:_MAX_REASON]}..."
+    if not equals or not dot or not key:
+        raise ConfigError(f"{origin}: expected section.key=value, as in {example}")
+    try:
+        value = parse_toml(f"value = {value_text}")["value"]
+    except (ValueError, RecursionError):
+        value = value_text.strip()
+    return Override(section, key, value, origin)
+
+
+def load_sections(
+    cls: type[_Description], path: str | Path, overrides: Iterable[Override] = (), *, what: str
+) -> _Description:
+    """Read a file, then set what ``overrides`` say; of two for one key the later one wins.
+
+    Args:
+        cls: a dataclass whose fields are dataclasses, the sections. A list of tables in TOML becomes a tuple of
+            dataclasses where a section's field is of that type. What their checks raise is a ValueError that begins
+            with the key, as ``check_ranges`` does; a ConfigError begins with section and key.
+        what: the file is, for errors: "run file".
+
+    Raises:
+        ConfigError: for a file that is not TOML, an unknown section or key, a value of the wrong type or range.
+    """
+    known = get_type_hints(cls)
+    tables = _parse(Path(path), known, what)
+    source = {section: {key: str(path) for key in keys} for section, keys in tables.items()}
+    for section, key, value, origin in overrides:
+        tables.setdefault(section, {})[key] = value
+        source.setdefault(section, {})[key] = origin
+    sections = {}
+    for name, keys in tables.items():
+        if name not in known:
+            origin = next(iter(source[name].values()), str(path))
+            raise ConfigError(f"{origin}: unknown section [{_plain(name)}]{_nearest(name, known)}")
+        sections[name] = _section(known, name, keys, source[name])
+    try:
+        return cls(**sections)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def sections_of(cls: type[_Description], document: Mapping[str, Mapping[str, Any]], origin: str) -> _Description:
+    """What ``to_dict`` gave, as a description; ConfigError names ``origin`` where it is of another release."""
+    known = get_type_hints(cls)
+    sections = {}
+    for name, keys in document.items():
+        if name not in known:
+            raise ConfigError(f"{origin}: unknown section [{_plain(name)}]{_nearest(name, known)}")
+        sections[name] = _section(known, name, keys, dict.fromkeys(keys, origin))
+    return cls(**sections)
+
+
+def to_dict(description: Any) -> dict[str, dict[str, Any]]:
+    """Sections of plain JSON-able values."""
+    return {
+        section: {key: list(value) if isinstance(value, tuple) else value for key, value in keys.items()}
+        for section, keys in dataclasses.asdict(description).items()
+    }
+
+
+def to_toml(description: Any, *, with_help: bool = False) -> str:
+    """A file that is read back as ``description``; with help, a comment above each key says what it is."""
+    known = get_type_hints(type(description))
+    lines: list[str] = []
+    for section, keys in to_dict(description).items():
+        lines.append(f"[{section}]")
+        for option in dataclasses.fields(known[section]):
+            if with_help:
+                lines.append(f"# {option.metadata['help']}")
+            lines.append(f"{option.name} = {toml_value(keys[option.name])}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _parse(path: Path, sections: Iterable[str], what: str) -> dict[str, dict[str, Any]]:
+    try:
+        document = read_toml(path, what)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    for name, keys in document.items():
+        if not isinstance(keys, dict):
+            raise ConfigError(
+                f"{path}: key {excerpt(name)} stands outside a section; sections are {', '.join(sections)}"
+            )
+    return document
+
+
+def _section(known: Mapping[str, type], name: str, keys: Mapping[str, Any], source: Mapping[str, str]) -> Any:
+    cls = known[name]
+    hints = get_type_hints(cls)
+    values = {}
+    for key, value in keys.items():
+        if key not in hints:
+            elsewhere = [section for section, other in known.items() if key in get_type_hints(other)]
+            hint = _nearest(key, hints, elsewhere)
+            raise ConfigError(f'{source[key]}: unknown key "{_plain(key)}" in [{name}]{hint}')
+        try:
+            values[key] = _convert(value, hints[key])
+        except TypeError as error:
+            raise ConfigError(f"{source[key]}: {name}.{key} = {excerpt(value)}: expected {error}") from None
+        except ConfigError as error:
+            raise ConfigError(f"{source[key]}: {name}.{key}: {error}") from None
+    try:
+        return cls(**values)
+    except ValueError as error:
+        # The message begins with the key at fault; a value that is not at its default came from somewhere.
+        said = str(error) if isinstance(error, ConfigError) else f"{name}.{error}"
+        key = re.split("[ =]", said, maxsplit=1)[0].removeprefix(f"{name}.")
+        raise ConfigError(f"{source[key]}: {said}" if key in source else said) from None
+
+
+def _plain(name: str) -> str:
+    return excerpt(name).replace("'", "")
+
+
+def _nearest(name: str, valid: Iterable[str], elsewhere: Sequence[str] = ()) -> str:
+    """What to say after an unknown name; ``elsewhere``: sections that have a key of it."""
+    names = list(valid)
+    close = difflib.get_close_matches(name[:_MAX_NAME], names, n=1)
+    if close:
+        return f'; did you mean "{close[0]}"?'
+    if elsewhere:
+        return f"; it belongs to [{elsewhere[0]}]"
+    return f"; expected one of {', '.join(names)}"
+
+
+def _convert(value: Any, annotation: Any) -> Any:
+    """``value`` as the annotated type; TypeError says what was expected."""
+    origin = get_origin(annotation)
+    if origin in (Union, types.UnionType):
+        options = get_args(annotation)
+        for option in options:
+            try:
+                return _convert(value, option)
+            except TypeError:
+                continue
+        raise TypeError(" or ".join(_describe(option) for option in options))
+    if origin is Literal:
+        matches = value in get_args(annotation)
+    elif origin is tuple:
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            return tuple(_convert(item, get_args(annotation)[0]) for item in value)
+        matches = False
+    elif dataclasses.is_dataclass(annotation):
+        if isinstance(value, Mapping):
+            return _table(value, annotation)
+        matches = False
+    elif annotation is float:
+        matches = isinstance(value, int | float) and not isinstance(value, bool)
+        try:
+            value = float(value) if matches else value
+        except OverflowError:
+            matches = False
+    else:
+        matches = type(value) is annotation
+    if not matches:
+        raise TypeError(_describe(annotation))
+    return value
+
+
+def _table(keys: Mapping[str, Any], cls: Any) -> Any:
+    """One table of a list of tables."""
+    hints = get_type_hints(cls)
+    values = {}
+    for key, value in keys.items():
+        if key not in hints:
+            raise ConfigError(f'unknown key "{_plain(key)}"{_nearest(key, hints)}')
+        try:
+            values[key] = _convert(value, hints[key])
+        except TypeError as error:
+            raise ConfigError(f"{key} = {excerpt(value)}: expected {error}") from None
+    try:
+        return cls(**values)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _describe(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return " or ".join(f'"{option}"' for option in get_args(annotation))
+    if get_origin(annotation) is tuple:
+        return f"a list, each {_describe(get_args(annotation)[0])}"
+    if dataclasses.is_dataclass(annotation):
+        return f"a table with {', '.join(each.name for each in dataclasses.fields(annotation))}"
+    return _TYPE_NAMES[annotation]
+
+
+def toml_value(value: Any) -> str:
+    """A string, number, boolean, list or dict of plain keys, as TOML has it on one line."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        # TOML's basic strings escape what JSON's do, and may hold any other character.
+        escaped = "".join(f"\\u{ord(c):04x}" if c < " " or c in '"\\\x7f' else c for c in value)
+        return f'"{escaped}"'
+    if isinstance(value, list):
+        return f"[{', '.join(toml_value(item) for item in value)}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key} = {toml_value(item)}' for key, item in value.items())}}}"
+    return repr(value)

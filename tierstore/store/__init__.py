@@ -1,0 +1,7 @@
+"""The store: tables, versions, commits, following, its directory and its statistics."""
+
+from .opening import open_store
+from .store import Store
+from .table import Table
+
+__all__ = ["Store", "Table", "open_store"]

@@ -1,0 +1,186 @@
+"""How a budget of host memory is divided: among the pools, and within a pool between cache and outbox."""
+
+import bisect
+import math
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from .. import cache
+from ..cache.hbm import CAPACITY_MAX, INDEX_BYTES
+from ..cache.hbm_books import WAYS
+from ..cache.hbm_sketch import SKETCH_BYTES
+from ..errors import BudgetError
+from ..hbm.overflow import OVERFLOW_INDEX_BYTES
+from ..hbm.pool import HbmSize
+from ..hbm.staging import NUM_BUFFERS
+from ..pool.writeback import MIN_OUTBOX_ROWS, outbox_bytes
+from ..rows import RowLayout
+from ..system.sizes import format_size
+
+__all__ = ["MIN_CACHED_ROWS", "STAGING_BYTES", "Division", "PoolSize", "divide", "divide_hbm", "hbm_bytes_of"]
+
+MIN_CACHED_ROWS: Final = 64
+"""Fewest rows a layout's cache must hold (all its rows, if there are fewer)."""
+STAGING_BYTES: Final = 256 * 2**10
+"""A segment under construction."""
+TRANSACTION_SHARE: Final = 1 / 8
+MIN_TRANSACTION_BYTES: Final = 128 * 2**10
+MAX_TRANSACTION_BYTES: Final = 2**20
+"""Pages that LMDB keeps until a write-back transaction ends: a share of the budget, within bounds. Larger ones cost as
+much a row, and write more rows that are used once more before they leave."""
+OUTBOX_SHARE: Final = 1 / 16
+"""Rows in a pool's outbox, of the rows in its cache."""
+OVERFLOW_SHARE: Final = 1 / 16
+"""Overflow slots of a pool in device memory, of its cached rows: for rows all of whose set is in use."""
+MIN_OVERFLOW_ROWS: Final = 64
+SPARE_SHARE: Final = 1 / 2
+"""Slots beyond the rows there are, so that rows that all fit do not crowd each other out of their sets."""
+_MOST_SLOTS: Final = int((CAPACITY_MAX - MIN_OVERFLOW_ROWS) / (1 + OVERFLOW_SHARE))
+HBM_STAGING_SHARE: Final = 1 / 32
+MIN_STAGING_ROWS: Final = 16
+MAX_STAGING_BYTES: Final = 8 * 2**20
+"""Of each buffer that rows are moved through; below, a share of the cached rows."""
+
+
+class PoolSize(NamedTuple):
+    """Attributes:
+    is_full: every row has a slot of its own (``cache.FullCache``).
+    """
+
+    cached_rows: int
+    outbox_rows: int
+    is_full: bool
+
+
+class Division(NamedTuple):
+    transaction_bytes: int
+    pools: dict[RowLayout, PoolSize]
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What is not the pools'."""
+        return STAGING_BYTES + self.transaction_bytes
+
+
+def divide(
+    budget: int, rows: Mapping[RowLayout, int], *, num_tables: int, policy: str, given: object, hbm_staging: int = 0
+) -> Division:
+    """For each layout the fewest rows it must hold, and of the rest a share by what it would take whole.
+
+    Args:
+        budget: bytes.
+        rows: of all tables of a layout together.
+        num_tables: of the store.
+        given: the budget as its owner wrote it, for messages.
+        hbm_staging: bytes of it that the tier above needs.
+
+    Raises:
+        BudgetError: too little for the fewest rows of each layout; names what is enough.
+    """
+    transaction = min(max(int(budget * TRANSACTION_SHARE), MIN_TRANSACTION_BYTES), MAX_TRANSACTION_BYTES)
+    least = {layout: _pool_bytes(layout, min(count, MIN_CACHED_ROWS), policy) for layout, count in rows.items()}
+    full = {layout: _full_pool_bytes(layout, count, num_tables, policy) for layout, count in rows.items()}
+    most = {layout: _pool_bytes(layout, count, policy) for layout, count in rows.items()}
+    left = budget - hbm_staging - STAGING_BYTES - transaction - sum(least.values())
+    if left < 0:
+        raise _too_little(budget, sum(least.values()), hbm_staging, given)
+    if left + sum(least.values()) >= sum(full.values()):
+        shares = full
+    else:
+        part = min(1.0, left / max(1, sum(most.values()) - sum(least.values())))
+        shares = {layout: least[layout] + int(part * (most[layout] - least[layout])) for layout in rows}
+    can_be_full = not policy.startswith(cache.REFERENCE_PREFIX)
+    pools = {
+        layout: _full_pool_size(count)
+        if can_be_full and shares[layout] >= full[layout]
+        else _pool_size(layout, count, shares[layout], policy)
+        for layout, count in rows.items()
+    }
+    return Division(transaction, pools)
+
+
+def divide_hbm(budget: int, rows: Mapping[RowLayout, int], *, policy: str, given: object) -> dict[RowLayout, HbmSize]:
+    """Device memory: for each layout the fewest rows it must hold, and of the rest a share by what it would take whole.
+
+    Args: as for ``divide``.
+
+    Raises:
+        BudgetError: too little for the fewest rows of each layout; names what is enough.
+    """
+    wanted = {layout: min(_slots_for(count), _MOST_SLOTS) for layout, count in rows.items()}
+    fewest = {layout: min(MIN_CACHED_ROWS, count) for layout, count in wanted.items()}
+    least = {layout: hbm_bytes_of(layout, count, policy) for layout, count in fewest.items()}
+    most = {layout: hbm_bytes_of(layout, count, policy) for layout, count in wanted.items()}
+    left = budget - sum(least.values())
+    if left < 0:
+        raise BudgetError(
+            f"hbm={given!r} is {format_size(budget)}: too little for {MIN_CACHED_ROWS} rows of each row layout; "
+            f"give at least {math.ceil(sum(least.values()) / 1024)}KiB"
+        )
+    part = min(1.0, left / max(1, sum(most.values()) - sum(least.values())))
+    sizes = {}
+    for layout in rows:
+        share = least[layout] + int(part * (most[layout] - least[layout]))
+        places = range(fewest[layout], wanted[layout] + 1)
+        fitting = bisect.bisect_right(places, share, key=lambda count, own=layout: hbm_bytes_of(own, count, policy))  # type: ignore[misc]
+        sizes[layout] = _hbm_size(layout, places[max(fitting, 1) - 1])
+    return sizes
+
+
+def _slots_for(count: int) -> int:
+    """Slots in which rows that all fit do not crowd each other out of their sets."""
+    return math.ceil(count * (1 + SPARE_SHARE)) + WAYS
+
+
+def _hbm_size(layout: RowLayout, cached: int) -> HbmSize:
+    staging = min(int(cached * HBM_STAGING_SHARE), MAX_STAGING_BYTES // layout.row_bytes)
+    return HbmSize(cached, MIN_OVERFLOW_ROWS + int(cached * OVERFLOW_SHARE), max(MIN_STAGING_ROWS, staging))
+
+
+def hbm_bytes_of(layout: RowLayout, cached: int, policy: str) -> int:
+    """Device memory of a pool with so many cached rows; what ``HbmPool.size_bytes`` says."""
+    size = _hbm_size(layout, cached)
+    moving = (size.overflow_rows + NUM_BUFFERS * size.staging_rows) * layout.row_bytes
+    index = -(-cached // WAYS) * WAYS * INDEX_BYTES + size.overflow_rows * OVERFLOW_INDEX_BYTES
+    sketch = cached * SKETCH_BYTES if policy.endswith("lfu") else 0
+    return cached * layout.row_bytes + moving + index + sketch
+
+
+def _pool_bytes(layout: RowLayout, count: int, policy: str) -> int:
+    """What a pool with so many rows in its cache takes."""
+    outbox = outbox_bytes(layout, _full_pool_size(count).outbox_rows)
+    return cache.size_bytes_of(policy, count, **_words(layout)) + outbox
+
+
+def _full_pool_bytes(layout: RowLayout, count: int, num_tables: int, policy: str) -> int:
+    """What a pool takes in which every row has a slot of its own."""
+    if policy.startswith(cache.REFERENCE_PREFIX):
+        return _pool_bytes(layout, count, policy)
+    outbox = outbox_bytes(layout, _full_pool_size(count).outbox_rows)
+    return cache.full_size_bytes(count, **_words(layout)) + num_tables * cache.TABLE_BYTES + outbox
+
+
+def _full_pool_size(count: int) -> PoolSize:
+    return PoolSize(count, max(MIN_OUTBOX_ROWS, math.ceil(count * OUTBOX_SHARE)), is_full=True)
+
+
+def _words(layout: RowLayout) -> dict[str, int]:
+    return {"weight_words": layout.weight_words, "state_words": layout.state_words}
+
+
+def _pool_size(layout: RowLayout, count: int, share: int, policy: str) -> PoolSize:
+    """What fits into ``share`` bytes, of ``count`` rows."""
+    rows = bisect.bisect_right(range(1, count + 1), share, key=lambda rows: _pool_bytes(layout, rows, policy))
+    outbox_rows = max(MIN_OUTBOX_ROWS, int(rows * OUTBOX_SHARE))
+    fitting = cache.capacity_for(policy, share - outbox_bytes(layout, outbox_rows), **_words(layout))
+    return PoolSize(min(fitting, count), outbox_rows, is_full=False)
+
+
+def _too_little(budget: int, least: int, hbm_staging: int, given: object) -> BudgetError:
+    fixed = least + STAGING_BYTES + hbm_staging
+    whole = max(fixed + MIN_TRANSACTION_BYTES, fixed / (1 - TRANSACTION_SHARE))
+    beside = f"write staging and {format_size(hbm_staging)} to move rows to hbm" if hbm_staging else "write staging"
+    return BudgetError(
+        f"ddr={given!r} is {format_size(budget)}: too little for {MIN_CACHED_ROWS} rows of each row layout "
+        f"({format_size(least)}) beside {beside}; give at least {math.ceil(whole / 1024) + 1}KiB"
+    )

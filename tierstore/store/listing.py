@@ -1,0 +1,46 @@
+"""Which rows a pool has in memory, listed while others look up."""
+
+import time
+from typing import Final
+
+import numpy as np
+
+from ..cache import Listable, Listing
+from ..cache.base import Int64s
+from ..pool import Pool
+
+__all__ = ["resident_keys"]
+
+_PIECE_ROWS: Final = 1 << 14
+"""Lookups wait while so many are listed: a millisecond."""
+_PAUSE_SECONDS: Final = 1e-4
+"""Long enough for whoever waits for the lock to wake up and take it; it is not kept for them."""
+
+
+def resident_keys(pool: Pool) -> Int64s:
+    """int64: keys of the rows in a pool's cache, each once, likely next victims first.
+
+    Every row is listed that is in all the while. Those that come or leave meanwhile may be, and the order is a hint:
+    the lock is free between pieces of the list.
+    """
+    cache = pool.cache
+    with pool.arena.lock:
+        num_before = cache.counters().misses
+        if not isinstance(cache, Listable):
+            return cache.keys_of(cache.resident_slots())
+    listing = Listing(cache.capacity)
+    is_more = True
+    while is_more:
+        with pool.arena.lock:
+            is_more = cache.list_more(listing, _PIECE_ROWS)
+            num_after = cache.counters().misses
+        if is_more:
+            time.sleep(_PAUSE_SECONDS)
+    keys = np.concatenate(listing.keys)
+    return keys if num_after == num_before else _last_of_each(keys)
+
+
+def _last_of_each(keys: Int64s) -> Int64s:
+    """The keys without repetition, each where it stood last: a row that left and came back was used last."""
+    _, places = np.unique(keys[::-1], return_index=True)
+    return keys[np.sort(len(keys) - 1 - places)]

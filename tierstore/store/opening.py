@@ -1,0 +1,104 @@
+"""``tierstore.open``: its arguments, checked."""
+
+import os
+from pathlib import Path
+from typing import Literal, get_args
+
+from .. import cache
+from ..config import MAX_KEPT_VERSIONS, require_choice, require_int, require_slack
+from ..io.cleaning import DEFAULT_SLACK
+from ..kernels.threads import default_threads
+from ..rows import DtypeName, FloatName, QuantizedName
+from ..system.device import resolve_device
+from ..system.oserrors import translate_os_error
+from ..system.sizes import parse_size
+from .store import Store
+
+__all__ = ["open_store"]
+
+
+def open_store(
+    directory: str | os.PathLike[str],
+    *,
+    mode: Literal["r", "w"] = "w",
+    version: int | None = None,
+    keep: int = 1,
+    slack: float = DEFAULT_SLACK,
+    ddr: int | str = "50%",
+    hbm: int | str = 0,
+    device: str = "cpu",
+    policy: str = cache.AUTO,
+    threads: int | None = None,
+    dtype: DtypeName | Literal["stored"] | None = None,
+) -> Store:
+    """Open the store in ``directory``, or create it.
+
+    Args:
+        directory: where manifest.json and the row file lie.
+        mode: "w" opens for reading and writing, or creates; "r" opens what is there, read-only.
+        version: with mode="r", which of the kept versions to open; default: the last.
+        keep: versions that stay, for ``version=`` and ``Store.rollback``; each takes room for rows changed after it.
+        slack: size of the row file over what its rows need, above which it is cleaned; above 1, at most 10. Less makes
+            the file smaller, and writing dearer.
+        ddr: budget of host memory for caches, indexes and write staging: bytes, "512MiB", "50%" (of the machine's
+            memory) or "5% of tables" (of all tables' rows and optimizer state). The map from rows to their places, 4
+            bytes a stored row, comes on top.
+        hbm: budget of device memory for the hottest rows, their index and staging, as ``ddr`` is told ("50%" is of the
+            device's memory); 0 for none. With device="cpu" it is the same tier in host memory: slow, for tests.
+        device: where the hottest rows and results live: "cpu", or "cuda", "cuda:1" with hbm= above 0.
+        policy: which rows leave memory first: "lru", "lfu", "tinylfu" (by counts that outlive residence and age, or
+            "lru" where a sample says that it hits more) or "lookahead" (by next use, as far as ``prefetch`` with
+            ``lookahead=`` announced it); "auto": now "tinylfu" in host memory, "lru" in device memory. Each has a slow,
+            independent implementation, as "reference-lru".
+        threads: for lookups and updates, the calling one included, with the same results; default: the CPUs this
+            process may use.
+        dtype: with mode="r", what rows are kept in memory as, without optimizer state: "float16", "bfloat16", "int8" or
+            "int4" (quantized row by row), where they are stored in more bits; "stored" for what they are stored as.
+            Default: as stored, state included.
+
+    Raises:
+        ValueError, TypeError: a wrong argument.
+        TableError: with hbm= above 0, a table of int8 or int4 rows, or, unless mode="r", of rounding="stochastic".
+        StoreNotFoundError: mode="r" and there is no store, or no such version.
+        StoreLockedError: another writer has it open.
+        DamagedError: a file is not what was written.
+    """
+    _require_mode(mode, version, dtype)
+    require_choice(policy, cache.POLICIES, "policy")
+    parse_size(ddr, name="ddr")
+    parse_size(hbm, name="hbm")
+    require_int(keep, "keep", 1, MAX_KEPT_VERSIONS)
+    require_slack(slack)
+    threads = default_threads() if threads is None else threads
+    require_int(threads, "threads", 1, 1024)
+    try:
+        return Store(
+            Path(directory),
+            readonly=mode == "r",
+            version=version,
+            keep=keep,
+            slack=slack,
+            ddr=ddr,
+            hbm=hbm,
+            device=resolve_device(device, hbm),
+            policy=policy,
+            threads=threads,
+            dtype=dtype,
+        )
+    except OSError as error:
+        raise translate_os_error(error, error.filename or directory) from error
+
+
+def _require_mode(mode: str, version: int | None, dtype: str | None) -> None:
+    """ValueError, TypeError for a wrong mode, or for what goes with the other."""
+    require_choice(mode, ("r", "w"), "mode")
+    if version is not None:
+        require_int(version, "version", 1, 2**40)
+        if mode != "r":
+            raise ValueError(
+                f'version={version} goes with mode="r"; to write from there on: open(..., mode="w").rollback({version})'
+            )
+    if dtype is not None:
+        require_choice(dtype, ("stored", *get_args(FloatName), *get_args(QuantizedName)), "dtype")
+        if mode != "r":
+            raise ValueError(f'dtype={dtype!r} goes with mode="r": rows that are trained are kept as they are stored')

@@ -1,0 +1,221 @@
+"""A trace of what a running trainer or server looks up, sampled: ``Store.record``.
+
+Whoever looks rows up tells the store's recorder afterwards: the modules, in the order of the steps, and ``Table.read``
+and ``Table.pooled``. Nothing else is recorded: neither rows brought in ahead, nor writes, nor what a store reads for
+its own ends.
+"""
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+
+from ..errors import TierstoreError
+from ..lookup.joined import Joined, Sources
+from ..rows import KEY_ROW_BITS
+from ..system.oserrors import translate_os_error
+from ..system.output import require_parent, require_room
+from ..system.signals import shielded
+from ..system.sizes import format_size, parse_size
+from ..trace import write_trace
+from ..trace.recorded import Contents, Recorded
+from ..trace.sampling import ALL, is_sampled, select
+
+if TYPE_CHECKING:
+    from .store import Store
+
+__all__ = ["Recorder", "require_recordable"]
+
+_LOG: Final = logging.getLogger("tierstore")
+
+_BYTES_MIN: Final = 1 << 16
+_SUFFIX: Final = ".npz"
+_WRITE_SECONDS: Final = 60.0
+_REST: Final = 100
+"""Times as long as writing the file took, until it is written again: one hundredth of a thread's time at most."""
+_ZERO: Final = np.zeros(1, np.int64)
+
+
+def require_recordable(path: str | os.PathLike[str], max_bytes: int | str = "64MiB") -> int:
+    """The bytes meant by ``max_bytes``, if a file of as many can be made.
+
+    Raises:
+        ValueError: the name does not end in .npz, or a size that is none or too small.
+        FileExistsError: there is such a file. FileNotFoundError: no such directory. DiskFullError.
+    """
+    size_bytes, target = parse_size(max_bytes, name="max_bytes"), Path(path)
+    if target.suffix != _SUFFIX:
+        raise ValueError(f"{target}: a recording is a {_SUFFIX} file; choose a name that ends so")
+    if size_bytes < _BYTES_MIN:
+        raise ValueError(f"max_bytes={max_bytes!r}: a recording takes {format_size(_BYTES_MIN)} at least")
+    if os.path.lexists(target):
+        raise FileExistsError(f"{target} exists; record to another name, or move it away")
+    require_parent(target)
+    require_room(target, size_bytes)
+    return size_bytes
+
+
+class _Found(NamedTuple):
+    """The sampled rows of lookups: int64 [n] each."""
+
+    keys: Any
+    samples: Any
+    """Within the batch; anything, unless all rows are recorded."""
+
+
+class Recorder:
+    """Records what a store looks up, until it is stopped or the store is closed; made by ``Store.record``.
+
+    A context manager that stops it. Any number of threads may look up meanwhile. The file is written whole each time:
+    empty at once, then every minute, and when recording ends; who is killed loses what came since.
+
+    Args:
+        store: it tells the recorder while this is its ``recorder``.
+        path: the file; see ``require_recordable``.
+        rate: the share of all rows to begin with.
+        max_bytes: bound on memory and file; see ``Recorded.size_bytes``. While the file is written, as much again.
+
+    Raises:
+        ValueError: the rate is none, the store has no table, or a recorder already. ClosedError.
+        TierstoreError: the file cannot be written. More as ``require_recordable``.
+    """
+
+    def __init__(self, store: "Store", path: str | os.PathLike[str], *, rate: float, max_bytes: int | str) -> None:
+        store.require_open()
+        if store.recorder is not None:
+            raise ValueError(f"the store is being recorded to {store.recorder.path}; stop that first")
+        if not store.tables:
+            raise ValueError(f"{store.directory} has no table yet; make its tables, then record")
+        self.path: Path = Path(os.path.abspath(path))
+        self._recorded = Recorded(list(store.tables), rate=rate, max_bytes=require_recordable(path, max_bytes))
+        self._store = weakref.ref(store)
+        self._lock = threading.Lock()
+        self._is_over = self._is_written = False
+        self._over = threading.Event()
+        _compile()
+        self._write(force=False)
+        self._thread = threading.Thread(target=self._write_now_and_then, name="tierstore-record", daemon=True)
+        self._thread.start()
+
+    @property
+    def rate(self) -> float:
+        """The share of all rows that is recorded now; it halves whenever ``max_bytes`` are reached."""
+        return self._recorded.rate
+
+    def describe(self) -> str:
+        """What there is, in a line."""
+        found = self._contents()
+        return (
+            f"{self.path}: {len(found.keys):,} lookups of {100 * found.rate:g} % of the rows, "
+            f"{sum(found.lookups):,} of all, in {found.num_batches:,} batches with {found.num_samples:,} samples"
+        )
+
+    def add_table(self, name: str) -> None:
+        """The store has one more table."""
+        with self._lock:
+            self._recorded.add_table(name)
+
+    # Being told
+
+    @shielded
+    def note_lookups(self, lookups: Sequence[Joined]) -> None:
+        """One batch of a module, pooled just now."""
+        if lookups:
+            self._add([each.sources for each in lookups], lookups[0].batch)
+
+    @shielded
+    def note_bags(self, table_index: int, ids: Any, offsets: Any) -> None:
+        """A batch of bags of one table: int64 or int32 [n], int64 [bags + 1]."""
+        first, bags = np.array([table_index << KEY_ROW_BITS], np.int64), len(offsets) - 1
+        self._add([Sources(ids, _ZERO, first, bags, offsets)], bags)
+
+    @shielded
+    def note_rows(self, keys: Any) -> None:
+        """Rows of one table read as they are, int64 [n]: as many samples."""
+        count, by_sample = len(keys), self._recorded.last == ALL
+        offsets = np.arange(count + 1) if by_sample else np.array([0, count], np.int64)
+        self._add([Sources(keys, _ZERO, _ZERO, len(offsets) - 1, offsets)], count)
+
+    def _add(self, sources: Sequence[Sources], num_samples: int) -> None:
+        """One batch."""
+        last, lookups = self._recorded.last, np.zeros(self._recorded.num_tables, np.int64)
+        parts = [_select(each, last, lookups) for each in sources]
+        found = parts[0] if len(parts) == 1 else _Found(*map(np.concatenate, zip(*parts, strict=True)))
+        with self._lock:
+            if num_samples and not self._is_over:
+                self._recorded.add(*found, num_samples, last, lookups)
+
+    # Writing
+
+    def _contents(self) -> Contents:
+        with self._lock:
+            return self._recorded.contents()
+
+    def _write(self, *, force: bool = True) -> None:
+        trace = self._contents().trace()
+        try:
+            write_trace(trace, self.path, force=force)
+        except FileExistsError:
+            raise
+        except OSError as error:
+            raise translate_os_error(error, self.path) from error
+
+    def _write_now_and_then(self) -> None:
+        seconds, said = _WRITE_SECONDS, False
+        while not self._over.wait(seconds):
+            started = time.monotonic()
+            try:
+                self._write()
+                said = False
+            except (TierstoreError, OSError) as error:
+                if not said:
+                    _LOG.warning("the recording goes on, and is not on disk: %s", error)
+                said = True
+            seconds = max(_WRITE_SECONDS, _REST * (time.monotonic() - started))
+
+    def stop(self) -> None:
+        """Record no more, and write the file. A second call does nothing, unless the first could not write it.
+
+        Raises:
+            DiskFullError, TierstoreError: the file is as it was written before; make room, and call it again.
+        """
+        with self._lock:
+            self._is_over = True
+        store = self._store()
+        if store is not None and store.recorder is self:
+            store.recorder = None
+        self._over.set()
+        self._thread.join()
+        if not self._is_written:
+            self._write()
+            self._is_written = True
+
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def _select(sources: Sources, last: np.uint64, lookups: Any) -> _Found:
+    found = np.empty((2, int(sources.bag_starts[-1])), np.int64)
+    keys, positions = found[:, : select(*sources, last, found, lookups)]
+    if last != ALL or not len(keys):
+        return _Found(keys, positions)
+    return _Found(keys, (np.searchsorted(sources.bag_starts, positions, side="right") - 1) % sources.batch)
+
+
+@shielded
+def _compile() -> None:
+    """Now, rather than in the middle of the first step."""
+    for id_type in (np.int64, np.int32):
+        sources = Sources(np.zeros(1, id_type), _ZERO, _ZERO, 1, np.array([0, 1], np.int64))
+        _select(sources, ALL, np.zeros(1, np.int64))
+    is_sampled(_ZERO, 1.0)
+    Recorded(["t"], rate=1.0, max_bytes=0).contents().trace()

@@ -1,0 +1,368 @@
+"""A table of a store: read, write and pooled lookup by id."""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..config import TableConfig, require_choice
+from ..errors import ReadOnlyError, TableError
+from ..kernels.rounding import NEAREST, update_seed
+from ..lookup import Lookup
+from ..lookup.hbm import HbmLookup
+from ..lookup.joined import Jagged, Joined
+from ..lookup.lookup import MODES, new_output
+from ..lookup.tables import in_pool_of
+from ..pool import Pool
+from ..pool.residency import OneTable
+from ..rows import KEY_ROW_BITS, RowLayout
+from ..system.unpicklable import Unpicklable
+from .version import TableState
+
+if TYPE_CHECKING:
+    from .store import Store
+
+__all__ = ["Table", "check_ids", "check_offsets", "check_scale", "make_lookup"]
+
+_HOST: Final = torch.device("cpu")
+_ID_TYPES: Final = (torch.int64, torch.int32)
+
+
+def check_ids(ids: Tensor, name: str = "ids", *, device: torch.device = _HOST) -> Any:
+    """Contiguous int64 or int32 numpy array of a 1-D tensor of ids on the CPU (a view) or the store's device (a copy,
+    which waits for the device).
+
+    Raises:
+        TypeError: not a tensor, or not of an integer dtype. ValueError: not 1-D, or elsewhere.
+        RuntimeError: a transform of torch.func is active.
+    """
+    try:
+        if type(ids) is Tensor and ids.is_cpu and ids.dtype in _ID_TYPES and ids.dim() == 1 and ids.data_ptr():
+            return ids.contiguous().numpy()
+    except RuntimeError:
+        _refuse_transforms()
+        raise
+    if not isinstance(ids, Tensor):
+        raise TypeError(f"{name} must be a Tensor, not {type(ids).__name__}")
+    if ids.dtype not in _ID_TYPES:
+        raise TypeError(f"{name} must be int64 or int32, not {ids.dtype}")
+    if ids.dim() != 1:
+        raise ValueError(f"{name} must be 1-D, not of shape {tuple(ids.shape)}")
+    return _to_host(ids, name, device)
+
+
+def _refuse_transforms() -> None:
+    """RuntimeError under a transform of torch.func, whose tensors have no memory that kernels could read."""
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "rows are not looked up under torch.func's transforms (grad, vmap, jvp and others): look them up before, "
+            "and transform what computes with the result; backward() trains rows and gives per-sample weights their "
+            "gradient"
+        )
+
+
+def _to_host(values: Tensor, name: str, device: torch.device) -> Any:
+    if values.device.type != "cpu" and values.device != device:
+        raise ValueError(f"{name} is on {values.device}; this store works on {device}")
+    if values.requires_grad:
+        values = values.detach()
+    if values.is_cpu and values.numel() and not values.data_ptr():
+        raise ValueError(f"{name} has no elements in memory: a fake tensor, or one whose storage was freed")
+    return (values.cpu() if values.device.type != "cpu" else values).contiguous().numpy()
+
+
+def check_offsets(
+    offsets: Tensor, num_ids: int, name: str = "offsets", *, device: torch.device = _HOST, is_last_given: bool = True
+) -> Any:
+    """int64 numpy offsets that start at 0, do not descend and end at ``num_ids``; ValueError otherwise.
+
+    Args:
+        is_last_given: the caller of a module gave the last one, too; else it was added.
+    """
+    array = np.ascontiguousarray(check_ids(offsets, name, device=device), np.int64)
+    if not len(array) or not kernels.are_offsets(array, num_ids):
+        ends = "end at" if is_last_given else "not exceed"
+        raise ValueError(f"{name} must start at 0, never descend and {ends} the number of ids, {num_ids}")
+    return array
+
+
+def check_scale(
+    scale: Tensor | None, num_ids: int, mode: str, name: str = "per_sample_weights", *, device: torch.device = _HOST
+) -> Any:
+    """float32 numpy array of per-sample weights, or None.
+
+    Raises:
+        TypeError: not float32. ValueError: another length than the ids, or a mode other than "sum".
+    """
+    if scale is None:
+        return None
+    if not isinstance(scale, Tensor) or scale.dtype != torch.float32:
+        raise TypeError(f"{name} must be a float32 Tensor")
+    if mode != "sum":
+        raise ValueError(f'{name} goes with mode="sum" only, not {mode!r}')
+    if scale.shape != (num_ids,):
+        raise ValueError(f"{name} must be [{num_ids}] like the ids, not {tuple(scale.shape)}")
+    return _to_host(scale, name, device)
+
+
+def make_lookup(
+    tables: "Sequence[Table]", jagged: Jagged, features: Any, columns: Any, *, mode: str
+) -> "Lookup | HbmLookup":
+    """A pooled lookup of features in tables of one pool, where the store keeps its hottest rows.
+
+    Args:
+        tables: the table of each feature.
+        features: which feature of ``jagged`` each of them is.
+        columns: where each feature's results begin in the output's columns.
+        mode: "sum", "mean" or "max", for all features.
+
+    Raises:
+        ValueError: an id outside its table; names the table and the id.
+    """
+    joined = Joined(tables, jagged, features, columns)
+    return Lookup(joined, mode=mode) if tables[0].pool.hot is None else HbmLookup(joined, mode=mode)
+
+
+class Table(Unpicklable):
+    """One table; made by ``Store.create_table`` and found as ``store[name]``.
+
+    Attributes:
+        config: what it is.
+        index: its number in the store.
+        layout: how its rows lie.
+        learning_rate: the optimizer's rate in force; starts as ``config.optimizer.lr``, may be set, is part
+            of a commit.
+        num_changes: how often rows were updated, written or exchanged for those of another version.
+    """
+
+    def __init__(self, store: "Store", config: TableConfig, index: int, layout: RowLayout) -> None:
+        self._store = store
+        self.config = config
+        self.index = index
+        self.layout = layout
+        self._in_memory: OneTable | None = None
+        self._is_gone = False
+        self._learning_rate = config.optimizer.lr
+        self._step = 0
+        self.num_changes = 0
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+    @property
+    def learning_rate(self) -> float:
+        return self._learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, rate: float) -> None:
+        if not (math.isfinite(rate) and rate >= 0):
+            raise ValueError(f"learning_rate={rate} must be finite and not negative")
+        self._learning_rate = float(rate)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all rows, were they all in memory."""
+        return self.config.num_embeddings * self.layout.row_bytes
+
+    @property
+    def store(self) -> "Store":
+        return self._store
+
+    def leave(self) -> None:
+        """The store has moved to a version without this table; another may take its place."""
+        self._is_gone, self._in_memory = True, None
+
+    @property
+    def pool(self) -> Pool:
+        """Where its rows live; ClosedError after the store was closed, TableError if the table went with a version."""
+        if self._is_gone:
+            raise TableError(
+                f"table {self.name!r} is not in the version that the store shows; if one of that name is there again, "
+                f"take it anew: store[{self.name!r}]"
+            )
+        return self._store.pool_of(self.layout)
+
+    @property
+    def state(self) -> TableState:
+        """What a commit keeps beside the rows."""
+        return TableState(self._step, self.learning_rate)
+
+    def restore(self, state: TableState) -> None:
+        """Take over what a commit kept."""
+        self._step, self.learning_rate = state.step, state.learning_rate
+        self.num_changes += 1
+
+    def next_hyper(self) -> Any:
+        """Count one more update and give its hyper-parameters (float32 [NUM_HYPER])."""
+        self._step += 1
+        self.num_changes += 1
+        return self.config.optimizer.hyper(self.learning_rate, self._step)
+
+    @property
+    def rounding_seed(self) -> int:
+        """What the update counted last rounds with; see ``rounding``."""
+        if self.config.rounding == "nearest":
+            return NEAREST
+        return update_seed(self.config.init.random_seed, self._step)
+
+    def id_error(self, row: int) -> ValueError:
+        """The error for an id that is not a row."""
+        return ValueError(f"id {row} is not a row of table {self.name!r}: ids are in [0, {self.config.num_embeddings})")
+
+    def require_float(self) -> None:
+        """ReadOnlyError if its rows are quantized."""
+        if self.layout.is_quantized:
+            raise ReadOnlyError(
+                f"table {self.name!r} has {self.config.dtype} rows, which are looked up, not trained or written: "
+                "change the rows it was quantized from, and quantize them again. Where only results are wanted, use "
+                'torch.no_grad() or open the store with mode="r"'
+            )
+
+    def _keys(self, ids: Tensor) -> Any:
+        rows = check_ids(ids, device=self._store.device).astype(np.int64)
+        outside = (rows < 0) | (rows >= self.config.num_embeddings)
+        if outside.any():
+            raise self.id_error(int(rows[outside.argmax()]))
+        return rows | (self.index << KEY_ROW_BITS)
+
+    def read(self, ids: Tensor) -> Tensor:
+        """Rows of ``ids``.
+
+        Args:
+            ids: int64 or int32 [n], any order, duplicates allowed.
+
+        Returns:
+            [n, embedding_dim] of the table's dtype (float32 where rows are quantized), a copy, on the store's device.
+
+        Raises:
+            ValueError, TypeError: wrong ids. ChecksumError: a row on SSD is damaged. ClosedError.
+        """
+        keys = self._keys(ids)
+        self._store.require_open()
+        if not len(keys):
+            return torch.empty((0, self.layout.dim), dtype=self.layout.torch_dtype, device=self._store.device)
+        rows = in_pool_of(self, lambda pool: self._read(pool, keys))
+        if self._store.recorder is not None:
+            self._store.recorder.note_rows(keys)
+        return rows
+
+    def _read(self, pool: Pool, keys: Any) -> Tensor:
+        if pool.hot is not None:
+            return pool.hot.read(keys)
+        out = torch.empty((len(keys), self.layout.dim), dtype=self.layout.torch_dtype, device="cpu")
+        pool.transfers.read(keys, self._raw(out))
+        return out
+
+    def write(self, ids: Tensor, rows: Tensor) -> None:
+        """Overwrite weights; of equal ids the last wins. Optimizer state stays. Durable from the next commit on.
+
+        Args:
+            ids: int64 or int32 [n].
+            rows: [n, embedding_dim] of the table's dtype.
+
+        Raises:
+            ValueError, TypeError: wrong ids or rows; nothing was written. ReadOnlyError: the store was opened for
+                reading, or the rows are quantized. ClosedError, DiskFullError.
+        """
+        self._store.require_writable()
+        self.require_float()
+        keys = self._keys(ids)
+        if not isinstance(rows, Tensor) or rows.dtype != self.layout.torch_dtype:
+            found = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
+            raise TypeError(
+                f"rows must be a Tensor of {self.layout.torch_dtype}, the dtype of table {self.name!r}, not {found}"
+            )
+        if rows.shape != (len(keys), self.layout.dim):
+            raise ValueError(f"rows must be [{len(keys)}, {self.layout.dim}], not {list(rows.shape)}")
+        if not len(keys):
+            return
+        new = rows.detach()
+        self.num_changes += 1
+        in_pool_of(self, lambda pool: self._write(pool, keys, new))
+
+    def _write(self, pool: Pool, keys: Any, rows: Tensor) -> None:
+        if pool.hot is not None:
+            pool.hot.write(keys, rows)
+        else:
+            pool.transfers.write(keys, self._raw(rows.cpu().contiguous()))
+
+    def _raw(self, rows: Tensor) -> Any:
+        """Numpy view of weights as kernels see them."""
+        return (rows if rows.dtype == torch.float32 else rows.view(torch.uint16)).numpy()
+
+    def pooled(
+        self, ids: Tensor, offsets: Tensor, *, mode: str | None = None, per_sample_weights: Tensor | None = None
+    ) -> Tensor:
+        """One pooled row a bag, without gradients (``TieredEmbeddingBag`` has them).
+
+        Args:
+            ids: int64 or int32 [n].
+            offsets: int64 or int32 [bags + 1], from 0 to n; bag i is ``ids[offsets[i]:offsets[i + 1]]``.
+            mode: "sum", "mean" or "max"; default: ``config.pooling``, by which the table is trained and served. An
+                empty bag gives zeros.
+            per_sample_weights: float32 [n], with "sum" only.
+
+        Returns:
+            float32 [bags, embedding_dim], on the store's device.
+        """
+        if mode is None:
+            mode = self.config.pooling
+        elif mode not in MODES:
+            require_choice(mode, tuple(MODES), "mode")
+        if per_sample_weights is None and mode != "max":
+            memory = self._in_memory
+            try:
+                pooled = None if memory is None else memory.pooled(ids, offsets, MODES[mode])
+                if pooled is None:
+                    pooled = self._pooled_in_memory(ids, offsets, MODES[mode])
+            except RuntimeError:
+                _refuse_transforms()
+                raise
+            if pooled is not None:
+                if self._store.recorder is not None:
+                    self._store.recorder.note_bags(self.index, ids.numpy(), offsets.numpy())
+                return pooled
+        jagged = self.jagged(ids, offsets, mode=mode, per_sample_weights=per_sample_weights)
+        lookup = self.lookup(jagged, mode=mode)
+        out = new_output([lookup], jagged.batch, self.layout.dim, self._store.device)
+        lookup.forward(out, keep=False)
+        if self._store.recorder is not None:
+            self._store.recorder.note_bags(self.index, jagged.ids, jagged.offsets)
+        return out
+
+    def _pooled_in_memory(self, ids: Tensor, offsets: Tensor, mode: int) -> Tensor | None:
+        """``pooled`` by one compiled call; None if arguments are wrong or not plain, rows not in, or without slots of
+        their own."""
+        self._store.require_open()
+        if self._in_memory is not None and not self._in_memory.is_over:
+            return None
+        self._in_memory = self.pool.one_table(self.index, self.config.num_embeddings)
+        return None if self._in_memory is None else self._in_memory.pooled(ids, offsets, mode)
+
+    def jagged(
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        *,
+        mode: str,
+        per_sample_weights: Tensor | None = None,
+        is_last_given: bool = True,
+    ) -> Jagged:
+        """Checked ids of one feature; see ``check_offsets``."""
+        device = self._store.device
+        rows = check_ids(ids, device=device)
+        starts = check_offsets(offsets, len(rows), device=device, is_last_given=is_last_given)
+        return Jagged(rows, starts, len(starts) - 1, check_scale(per_sample_weights, len(rows), mode, device=device))
+
+    def lookup(self, jagged: Jagged, *, mode: str) -> Lookup | HbmLookup:
+        """A lookup of one feature in this table."""
+        return make_lookup([self], jagged, np.zeros(1, np.int64), [0], mode=mode)
+
+    def __repr__(self) -> str:
+        config = self.config
+        return f"<Table {config.name!r} {config.num_embeddings} x {config.embedding_dim} {config.dtype}>"

@@ -1,0 +1,164 @@
+"""One committed version: the part that is not rows. Packed into the payload of the cold tier's commit.
+
+Layout: 8 bytes little-endian length of a JSON header, the header, then the named tensors in safetensors format.
+"""
+
+import json
+import math
+from collections.abc import Set
+from dataclasses import replace
+from itertools import takewhile
+from typing import Any, Final, NamedTuple
+
+import safetensors.torch
+from torch import Tensor
+
+from ..errors import DamagedError, FormatError
+from ..system.excerpt import excerpt
+from .lineage import NO_LINEAGE, Lineage
+from .manifest import Manifest
+
+__all__ = ["ORIGIN_KEY", "TableState", "Version", "json_bytes", "pack", "repack", "unpack", "unpack_tensors"]
+
+ORIGIN_KEY: Final = "tierstore.update"
+"""In the ``extra`` of a replica's commits: whose rows they have, see ``updates.origin``."""
+_LENGTH_BYTES: Final = 8
+
+
+class TableState(NamedTuple):
+    """What a table's optimizer needs beside its rows."""
+
+    step: int
+    """Updates so far."""
+    learning_rate: float
+
+
+class Version(NamedTuple):
+    """Number, tables' states, the caller's ``extra``, its tensors as safetensors bytes, and what it was made from."""
+
+    number: int
+    tables: dict[str, TableState]
+    extra: dict[str, Any]
+    tensors: bytes
+    lineage: Lineage = NO_LINEAGE
+
+    def next_lineage(self) -> Lineage:
+        """Of the commit that is made from this one, with a new identity."""
+        return self.lineage.following(self.number)
+
+    def manifest_of(self, manifest: Manifest) -> Manifest:
+        """The store's manifest with the tables that readers of this version are shown: all, but in a replica only those
+        that the version names. An update that failed, or was gone back from, may have left others behind them."""
+        if ORIGIN_KEY not in self.extra:
+            return manifest
+        return replace(manifest, tables=tuple(takewhile(lambda table: table.name in self.tables, manifest.tables)))
+
+    def require_of(self, names: Set[str]) -> None:
+        """FormatError unless all its tables are among a manifest's."""
+        if unknown := self.tables.keys() - names:
+            raise FormatError(f"version {self.number} has a table {min(unknown)!r} that the manifest does not know")
+
+
+def pack(tables: dict[str, TableState], extra: dict[str, Any], tensors: dict[str, Tensor], lineage: Lineage) -> bytes:
+    """Payload for ``ColdTier.commit``.
+
+    Args:
+        lineage: of the commit; ``NO_LINEAGE`` for a payload that is sent elsewhere.
+
+    Raises:
+        TypeError: ``extra`` is not a dict that JSON can hold exactly, or ``tensors`` not a dict of tensors.
+    """
+    if not isinstance(extra, dict):
+        raise TypeError(f"extra must be a dict, not {type(extra).__name__}")
+    try:
+        kept = json.loads(json.dumps(extra))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(f"extra must hold only what JSON can hold (put tensors in tensors=): {error}") from None
+    if not _same(kept, extra):
+        raise TypeError("extra must hold only what JSON gives back as it was: str keys, lists instead of tuples")
+    for name, tensor in tensors.items():
+        if not isinstance(name, str):
+            raise TypeError(f"tensors must have names that are str, not {type(name).__name__}")
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"tensors[{name!r}] must be a Tensor, not {type(tensor).__name__}")
+    try:
+        own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+        stored = safetensors.torch.save(own)
+        names = safetensors.torch.load(stored).keys()
+    except (RuntimeError, ValueError, KeyError, safetensors.SafetensorError) as error:
+        raise TypeError(f"tensors cannot be stored in safetensors format: {error}") from error
+    if names != own.keys():
+        raise TypeError(f"tensors cannot be stored under the names {sorted(own.keys() - names)}")
+    return _framed(tables, extra, lineage) + stored
+
+
+def _framed(tables: dict[str, TableState], extra: dict[str, Any], lineage: Lineage) -> bytes:
+    """What stands before the tensors."""
+    fields = {"extra": extra, "tables": {name: list(state) for name, state in tables.items()}}
+    own = {"commit": lineage.to_dict()} if lineage.commit_id else {}
+    header = json.dumps({**fields, **own}).encode()
+    return len(header).to_bytes(_LENGTH_BYTES, "little") + header
+
+
+def repack(version: Version, lineage: Lineage) -> bytes:
+    """The payload of a version as that of another commit; its tensors need not be readable."""
+    return _framed(version.tables, version.extra, lineage) + version.tensors
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equal in value and type, all the way down; NaN equals NaN."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other or one != one)
+
+
+def unpack(number: int, payload: bytes) -> Version:
+    """Inverse of ``pack``; an empty payload is version 0, of which nothing was committed."""
+    if not payload:
+        return Version(number, {}, {}, b"")
+    length = int.from_bytes(payload[:_LENGTH_BYTES], "little")
+    try:
+        header = json.loads(payload[_LENGTH_BYTES : _LENGTH_BYTES + length])
+        tables = {name: _state(fields) for name, fields in header["tables"].items()}
+        if not isinstance(header["extra"], dict):
+            raise TypeError("extra is no object")
+        lineage = Lineage.from_dict(header.get("commit"))
+        if lineage.ancestors and lineage.ancestors[-1].version >= number:
+            raise ValueError("it was made from a later version")
+        return Version(number, tables, header["extra"], payload[_LENGTH_BYTES + length :], lineage)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise DamagedError(f"the payload of version {number} cannot be read: {excerpt(str(error))}") from error
+
+
+def json_bytes(payload: "bytes | memoryview") -> tuple[int, int]:
+    """How many bytes of JSON ``unpack`` reads of a payload, and how many ``unpack_tensors``."""
+    own = int.from_bytes(payload[:_LENGTH_BYTES], "little")
+    tensors = payload[_LENGTH_BYTES + own :]
+    return own, int.from_bytes(tensors[:_LENGTH_BYTES], "little")
+
+
+def _state(fields: Any) -> TableState:
+    """ValueError or TypeError unless it is what ``pack`` wrote of a table."""
+    step, rate = fields
+    if type(step) is not int or not 0 <= step < 2**63 or not 0 <= float(rate) < math.inf:
+        raise ValueError("a table's step or learning rate is out of range")
+    return TableState(step, float(rate))
+
+
+def unpack_tensors(version: Version) -> dict[str, Tensor]:
+    """The tensors of a version, on the CPU.
+
+    Raises:
+        DamagedError: they are not in safetensors format.
+    """
+    if not version.tensors:
+        return {}
+    try:
+        loaded: dict[str, Tensor] = safetensors.torch.load(version.tensors)
+    except (RuntimeError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
+        raise DamagedError(f"the tensors of version {version.number} cannot be read: {excerpt(str(error))}") from error
+    return loaded

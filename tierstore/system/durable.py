@@ -1,0 +1,73 @@
+"""Writing files that last, by one process at a time: the directory that names a new file must be synced too."""
+
+import contextlib
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..errors import TierstoreError
+
+__all__ = ["flocked", "make_directory", "output_locked", "sync_directory", "write_all"]
+
+
+def make_directory(directory: Path) -> None:
+    """Make a directory and those above it that are missing, durably. OSError if the system refuses."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync_directory(path.parent)
+
+
+@contextlib.contextmanager
+def flocked(descriptor: int, kind: int, refusal: TierstoreError) -> Iterator[None]:
+    """Hold a lock of an open file or directory, which processes forked meanwhile do not keep.
+
+    Args:
+        kind: ``fcntl.LOCK_EX`` or ``fcntl.LOCK_SH``.
+        refusal: raised if another process has it locked.
+    """
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise refusal from None
+    try:
+        yield
+    finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+@contextlib.contextmanager
+def output_locked(path: Path, flags: int) -> Iterator[int]:
+    """Open a file or directory with its lock; gives the descriptor.
+
+    Raises:
+        TierstoreError: another process has it locked. OSError: it cannot be opened.
+    """
+    refusal = TierstoreError(f"{path} is being written by another process; wait for it to end")
+    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
+    try:
+        with flocked(descriptor, fcntl.LOCK_EX, refusal):
+            yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def sync_directory(directory: Path) -> None:
+    """Have the device hold the directory's entries. OSError if it refuses."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_all(descriptor: int, data: bytes, offset: int) -> None:
+    """Write all of it: a device that fills up takes a part and says so. OSError if it takes no more."""
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(descriptor, view, offset)
+        if not written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        view, offset = view[written:], offset + written

@@ -1,0 +1,40 @@
+"""What the system's errors amount to, with the way out."""
+
+import errno
+import os
+from typing import Final
+
+from ..errors import DiskFullError, ReadOnlyError, TierstoreError
+
+__all__ = ["RESTORE", "translate_os_error"]
+
+RESTORE: Final = "Restore the store's directory from a copy, or save what is sound: tierstore repair DIR NEW_DIR"
+"""The way out where what is on disk is not what was written."""
+
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE)
+_NOT_PERMITTED: Final = (errno.EACCES, errno.EPERM)
+
+
+def translate_os_error(
+    error: OSError, path: str | os.PathLike[str], *, instead: str = 'open the store with mode="r"'
+) -> TierstoreError:
+    """The error of ours for what the system said while ``path`` was used.
+
+    Args:
+        instead: what to do where writing is not possible.
+    """
+    if error.errno in _FULL:
+        return DiskFullError(
+            f"{path}: no room left on the file system; the last commit is intact. Free some space and try again."
+        )
+    if error.errno in _NO_DESCRIPTORS:
+        return TierstoreError(f"{path}: out of file descriptors; raise `ulimit -n` or close files, and try again.")
+    if error.errno == errno.EROFS:
+        return ReadOnlyError(f"{path}: the file system is read-only; {instead}.")
+    if error.errno in _NOT_PERMITTED:
+        return TierstoreError(
+            f"{path}: this user lacks the permission; change the owner or the mode of the file and its directory, "
+            f"or, if writing was refused, {instead}."
+        )
+    return TierstoreError(f"{path}: {error.strerror or error}.")

@@ -1,0 +1,107 @@
+"""A file that is there whole or not at all: written as ``NAME.partial``, synced, renamed."""
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from ..errors import DiskFullError
+from .durable import output_locked, sync_directory
+from .oserrors import translate_os_error
+from .sizes import format_size
+
+__all__ = [
+    "output_errors",
+    "partial_file",
+    "require_new",
+    "require_other",
+    "require_parent",
+    "require_room",
+    "write_text",
+]
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+@contextlib.contextmanager
+def output_errors(path: Path) -> Iterator[None]:
+    """DiskFullError, ReadOnlyError or TierstoreError where the system has no room for a new file, or refuses it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise DiskFullError(
+                f"{path}: no room left on the file system ({error.strerror}); nothing was kept of it. "
+                "Free some space, or choose another place"
+            ) from error
+        if error.errno in _REFUSED:
+            raise translate_os_error(error, error.filename or path, instead="choose another place") from error
+        raise
+
+
+def require_room(path: Path, size_bytes: int) -> None:
+    """DiskFullError now rather than after an hour, if so many bytes will not fit beside what is there."""
+    stat = os.statvfs(path.parent)
+    free = stat.f_bavail * stat.f_frsize
+    if free < size_bytes:
+        raise DiskFullError(
+            f"{path}: {format_size(size_bytes)} are needed and {format_size(free)} are free; nothing was written. "
+            "Free some space, or choose another place"
+        )
+
+
+def require_parent(path: Path) -> None:
+    """FileNotFoundError if there is no directory to make ``path`` in."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path.parent} is not a directory; make it first")
+
+
+def require_new(path: Path, *, force: bool) -> None:
+    """What would prevent ``partial_file``, told before there is anything to write; errors as of that."""
+    if path.is_dir():
+        raise FileExistsError(f"{path} is a directory; choose the name of a file")
+    if path.exists() and not force:
+        raise FileExistsError(f"{path} exists; choose another name, or overwrite it with --force")
+    require_parent(path)
+
+
+def require_other(path: Path, inputs: Iterable[str | os.PathLike[str]]) -> None:
+    """FileExistsError if ``path`` is one of the files that are read, so that it is not lost."""
+    for read in inputs:
+        if path.exists() and os.path.exists(read) and path.samefile(read):
+            raise FileExistsError(f"{path} is read; choose another name to write to")
+
+
+@contextlib.contextmanager
+def partial_file(path: Path, *, force: bool) -> Iterator[int]:
+    """A file descriptor to write to; on leaving, the file is made durable and gets its name, or is removed on an error.
+
+    A ``.partial`` file left by a process that was killed is written over.
+
+    Raises:
+        FileExistsError: there is such a file, and ``force`` is not given. FileNotFoundError: no such directory.
+        DiskFullError: nothing is left of the file.
+        TierstoreError: the system refuses the file, or another process writes it.
+    """
+    require_new(path, force=force)
+    partial = path.with_name(path.name + ".partial")
+    with output_errors(path):
+        with output_locked(partial, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW) as descriptor:
+            try:
+                os.ftruncate(descriptor, 0)
+                yield descriptor
+                os.fsync(descriptor)
+                require_new(path, force=force)
+                os.replace(partial, path)
+            except BaseException:
+                partial.unlink(missing_ok=True)
+                raise
+        sync_directory(path.parent)
+
+
+def write_text(path: Path, text: str, *, force: bool) -> None:
+    """Write a file of text in UTF-8, whole or not at all; errors as of ``partial_file``."""
+    with partial_file(path, force=force) as descriptor, os.fdopen(os.dup(descriptor), "wb") as file:
+        file.write(text.encode())

@@ -1,0 +1,126 @@
+"""Byte sizes as people write them: 2147483648, "2GiB", "512MB", "50%" (of memory), "5% of tables"."""
+
+import re
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from ..errors import BudgetError
+from .excerpt import excerpt
+
+__all__ = ["format_count", "format_size", "machine_memory_bytes", "parse_size", "require_memory"]
+
+_UNITS: Final = {
+    "": 1, "b": 1,
+    "k": 2**10, "kib": 2**10, "kb": 10**3,
+    "m": 2**20, "mib": 2**20, "mb": 10**6,
+    "g": 2**30, "gib": 2**30, "gb": 10**9,
+    "t": 2**40, "tib": 2**40, "tb": 10**12,
+}  # fmt: skip
+_CGROUP: Final = Path("/proc/self/cgroup")
+_CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
+_MAX_BYTES: Final = 1 << 63
+_MAX_TEXT: Final = 40
+"""No size takes more characters; Python refuses integers of many thousands of digits."""
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
+_SHARE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*%(\s*of\s+tables)?", re.IGNORECASE)
+
+
+def format_count(count: int, noun: str) -> str:
+    """ "1 row", "2,000 rows"."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def machine_memory_bytes() -> int:
+    """Memory this process may use: the machine's, or a limit of its control groups if one is less (a container's)."""
+    limits = [int(psutil.virtual_memory().total)]
+    for path in _limit_files():
+        try:
+            limits.append(int(path.read_text()))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return min(limits)
+
+
+def _limit_files() -> Iterator[Path]:
+    """Where limits on memory may stand: the process's control group and those around it, versions 2 and 1.
+
+    A container may see the groups from the root of its own, where the path in /proc leads nowhere.
+    """
+    try:
+        lines = _CGROUP.read_text().splitlines()
+    except OSError:
+        lines = []
+    groups = [(_CGROUP_ROOT, "memory.max", "/"), (_CGROUP_ROOT / "memory", "memory.limit_in_bytes", "/")]
+    for line in lines:
+        number, _, rest = line.partition(":")
+        controllers, _, group = rest.partition(":")
+        if number == "0" and not controllers:
+            groups.append((_CGROUP_ROOT, "memory.max", group))
+        elif "memory" in controllers.split(","):
+            groups.append((_CGROUP_ROOT / "memory", "memory.limit_in_bytes", group))
+    for root, name, group in groups:
+        inside = Path(group.lstrip("/"))
+        if ".." not in inside.parts:
+            yield from (root / part / name for part in (inside, *inside.parents))
+
+
+def require_memory(size_bytes: int, name: str) -> None:
+    """BudgetError if ``size_bytes`` is more than this process may use at all.
+
+    Args:
+        name: the argument that asks for it, with its value, for the error.
+    """
+    total = machine_memory_bytes()
+    if size_bytes > total:
+        raise BudgetError(
+            f"{name} would take {format_size(size_bytes)} and this machine, or this container, has "
+            f'{format_size(total)}; give less, as "50%" of it'
+        )
+
+
+def parse_size(value: int | str, *, name: str, table_bytes: int = 0, memory_bytes: int | None = None) -> int:
+    """Bytes meant by ``value``.
+
+    Args:
+        value: a number of bytes; a number with a unit ("KiB", "MiB", "GiB", "TiB" are powers of two, "kB", "MB", "GB",
+            "TB" of ten); "N%" of the machine's memory; "N% of tables": of ``table_bytes``.
+        name: the argument's name, for the error.
+        table_bytes: bytes of all tables with their optimizer state.
+        memory_bytes: what "N%" is of; default: the machine's memory.
+
+    Raises:
+        ValueError: not a size.
+        TypeError: neither an int nor a str.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise TypeError(f"{name} must be an int or a str, not {type(value).__name__}")
+    if isinstance(value, int):
+        if not 0 <= value < _MAX_BYTES:
+            raise ValueError(f"{name}={excerpt(value)}: a size is not negative, and below 2**63")
+        return value
+    text = value.strip()
+    share, size = (pattern.fullmatch(text) if len(text) <= _MAX_TEXT else None for pattern in (_SHARE, _SIZE))
+    if share is not None:
+        memory = machine_memory_bytes() if memory_bytes is None else memory_bytes
+        whole = table_bytes if share[2] else memory
+        return min(int(whole * Fraction(share[1]) / 100), _MAX_BYTES - 1)
+    size_bytes = -1 if size is None else int(Fraction(size[1]) * _UNITS.get(size[2].lower(), -1))
+    if not 0 <= size_bytes < _MAX_BYTES:
+        raise ValueError(
+            f"{name}={excerpt(value)} is not a size; write bytes as an int, or "
+            '"512MiB", "2GiB", "50%" (of memory), "5% of tables"'
+        )
+    return size_bytes
+
+
+def format_size(size_bytes: float) -> str:
+    """For people: 1536 -> "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size_bytes) < 1024:
+            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.1f} TiB"

@@ -1,0 +1,237 @@
+"""What was looked up, as far as it fits a bound: the fuller it gets, the fewer rows it is about.
+
+A row is in it with all its lookups or with none, as a hash of its key says (``trace.sampling``). Once the bound is
+reached, the sampling rate is halved, and rows that are no longer sampled are dropped: SHARDS with a fixed size.
+"""
+
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..kernels.jit import kernel
+from ..rows import KEY_ROW_BITS, MAX_ROWS
+from .sampling import ALL, is_sampled, last_hash
+from .trace import TableTrace, Trace
+
+__all__ = ["Contents", "Recorded"]
+
+Int64s = NDArray[np.int64]
+
+_FIRST_ROOM: Final = 1 << 10
+_NO_SAMPLES: Final = np.empty(0, np.int32)
+
+
+class _Column:
+    """An array that grows; what ``values`` gave stays as it is."""
+
+    def __init__(self, values: Any) -> None:
+        self.count = len(values)
+        self._room = values
+
+    @classmethod
+    def empty(cls, dtype: Any) -> "_Column":
+        return cls(np.empty(0, dtype))
+
+    @property
+    def values(self) -> Any:
+        return self._room[: self.count]
+
+    def append(self, values: Any, count: int) -> None:
+        """Add an array, or, with a count of 1, a number."""
+        end = self.count + count
+        if end > len(self._room):
+            room = np.empty(max(_FIRST_ROOM, 2 * len(self._room), end), self._room.dtype)
+            room[: self.count] = self.values
+            self._room = room
+        self._room[self.count : end] = values
+        self.count = end
+
+
+class Contents(NamedTuple):
+    """What was looked up until some moment.
+
+    Attributes:
+        tables: names, by table index.
+        rate: the share of all rows that are in it.
+        keys: int64 [n], batch by batch.
+        samples: int32 [n], the sample within its batch that each is of; None if the rate is below 1.
+        key_ends: int64 [batches], where each batch ends in ``keys``.
+        sample_ends: int64 [batches], how many samples there were until its end. A batch of which no row is sampled is
+            not listed: its samples count to the one after it.
+        num_samples, num_batches: of all.
+        lookups: of all rows, by table.
+    """
+
+    tables: tuple[str, ...]
+    rate: float
+    keys: Int64s
+    samples: NDArray[np.int32] | None
+    key_ends: Int64s
+    sample_ends: Int64s
+    num_samples: int
+    num_batches: int
+    lookups: tuple[int, ...]
+
+    def trace(self) -> Trace:
+        """As a trace: an entry a sample where all rows are in it, else an entry a batch. Takes the memory of the trace
+        and 8 bytes a batch."""
+        starts: Int64s = np.append(0, self.sample_ends)
+        if len(starts) > 1:
+            starts[-1] = self.num_samples
+        by_sample = self.samples is not None
+        firsts = starts if by_sample else np.arange(len(starts))
+        samples = self.samples if self.samples is not None else _NO_SAMPLES
+        offsets = np.zeros((len(self.tables), int(firsts[-1]) + 1), np.int64)
+        ids = np.empty(len(self.keys), np.int64)
+        _lay_out(self.keys, self.key_ends, firsts, samples, offsets, ids)
+        ends = np.cumsum(offsets[:, -1])
+        tables = {
+            name: TableTrace(ids[end - own[-1] : end], own)
+            for name, end, own in zip(self.tables, ends, offsets, strict=True)
+        }
+        mean = max(1, round(self.num_samples / max(1, self.num_batches)))
+        return Trace(
+            tables=tables,
+            batch_samples=mean,
+            sampling_rate=self.rate,
+            batch_starts=starts,
+            all_lookups=None if by_sample else self.lookups,
+            all_batches=None if by_sample else self.num_batches,
+        )
+
+
+@kernel
+def _lay_out(keys: Any, key_ends: Any, firsts: Any, samples: Any, offsets: Any, ids: Any) -> None:
+    """Rows table by table, entry by entry, in the order of access.
+
+    Args:
+        keys: int64 [n]; key_ends: int64 [batches].
+        firsts: int64 [batches], the first entry of each batch.
+        samples: int32 [n], which entry of its batch each key is of; or empty: the first.
+        offsets: int64 [tables, entries + 1], zeros: written to.
+        ids: int64 [n]: written to, the tables' rows one behind the other.
+    """
+    for step in range(2):
+        begin = 0
+        for batch in range(key_ends.shape[0]):
+            for i in range(begin, key_ends[batch]):
+                table = keys[i] >> KEY_ROW_BITS
+                entry = firsts[batch] + (samples[i] if samples.shape[0] else 0)
+                if step == 0:
+                    offsets[table, entry + 1] += 1
+                else:
+                    ids[offsets[table, entry]] = keys[i] & (MAX_ROWS - 1)
+                    offsets[table, entry] += 1
+            begin = key_ends[batch]
+        if step == 0:
+            end = 0
+            for table in range(offsets.shape[0]):
+                offsets[table, 0] = end
+                for entry in range(1, offsets.shape[1]):
+                    end += offsets[table, entry]
+                    offsets[table, entry] = end
+    # Each is now where its entry ends in ``ids``, which is where the next begins.
+    end = 0
+    for table in range(offsets.shape[0]):
+        first = end
+        for entry in range(offsets.shape[1] - 1):
+            end, offsets[table, entry] = offsets[table, entry], end - first
+        offsets[table, -1] = end - first
+
+
+class Recorded:
+    """Lookups, batch by batch. For one thread at a time.
+
+    Args:
+        tables: names, by index.
+        rate: the sampling rate to begin with.
+        max_bytes: bound on ``size_bytes`` between two batches.
+
+    Attributes:
+        last: of the rate now, see ``trace.sampling.last_hash``.
+    """
+
+    def __init__(self, tables: list[str], *, rate: float, max_bytes: int) -> None:
+        self.last = last_hash(rate)
+        self._tables = list(tables)
+        self._rate = rate
+        self._max_bytes = max_bytes
+        self._num_samples = self._num_batches = 0
+        self._lookups = np.zeros(len(tables), np.int64)
+        self._keys = _Column.empty(np.int64)
+        self._samples = _Column.empty(np.int32) if self.last == ALL else None
+        self._key_ends, self._sample_ends = _Column.empty(np.int64), _Column.empty(np.int64)
+
+    @property
+    def rate(self) -> float:
+        """The sampling rate now."""
+        return self._rate
+
+    @property
+    def num_tables(self) -> int:
+        return len(self._tables)
+
+    @property
+    def size_bytes(self) -> int:
+        """What the lookups take in memory or, if that is more, in the file."""
+        entry_bytes = 8 * (len(self._tables) + 1)
+        if self._samples is not None:
+            return 12 * self._keys.count + entry_bytes * self._num_samples
+        return 8 * self._keys.count + entry_bytes * self._key_ends.count
+
+    def add_table(self, name: str) -> None:
+        """There is one more table."""
+        self._tables.append(name)
+        self._lookups = np.append(self._lookups, 0)
+
+    def add(self, keys: Int64s, samples: Any, num_samples: int, last: np.uint64, lookups: Int64s) -> None:
+        """One batch.
+
+        Args:
+            keys: int64 [n], its sampled rows.
+            samples: int32 [n], the sample that each is of; not looked at where the rate is below 1.
+            num_samples: of the batch, 1 or more.
+            last: of the rate that the rows were sampled at, this one or an earlier one.
+            lookups: int64 [tables], how many there were of all rows; tables that came since may be missing.
+        """
+        if last != self.last:
+            keys = keys[is_sampled(keys, self._rate)]
+        self._num_samples += num_samples
+        self._num_batches += 1
+        self._lookups[: len(lookups)] += lookups
+        if self._samples is not None:
+            self._samples.append(samples, len(keys))
+        elif not len(keys):
+            return
+        self._keys.append(keys, len(keys))
+        self._key_ends.append(self._keys.count, 1)
+        self._sample_ends.append(self._num_samples, 1)
+        while self.size_bytes > self._max_bytes:
+            self._halve()
+
+    def _halve(self) -> None:
+        """Halve the rate; drop the rows that are no longer sampled, and batches that have none left."""
+        self._rate /= 2
+        self.last = last_hash(self._rate)
+        keep = is_sampled(self._keys.values, self._rate)
+        # Running sums would take 8 bytes of memory a key, beside those of the keys.
+        ends = np.searchsorted(np.flatnonzero(keep), self._key_ends.values)
+        is_filled = np.diff(ends, prepend=0) > 0
+        self._keys = _Column(self._keys.values[keep])
+        self._key_ends, self._sample_ends = _Column(ends[is_filled]), _Column(self._sample_ends.values[is_filled])
+        self._samples = None
+
+    def contents(self) -> Contents:
+        """What there is now. Views, which stay as they are."""
+        return Contents(
+            tables=tuple(self._tables),
+            rate=self._rate,
+            keys=self._keys.values,
+            samples=None if self._samples is None else self._samples.values,
+            key_ends=self._key_ends.values,
+            sample_ends=self._sample_ends.values,
+            num_samples=self._num_samples,
+            num_batches=self._num_batches,
+            lookups=tuple(self._lookups.tolist()),
+        )
