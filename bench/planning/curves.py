@@ -154,7 +154,7 @@ def _sampled_error(
     bounds = [0, len(accesses.keys)]
 
     def estimate(sample: Sample) -> MissRatioCurve:
-        return curves_of(accesses, policy, bounds, sizes, sample, correct=True)[0]
+        return curves_of(accesses, policy, bounds, sizes, sample)[0]
 
     curve(one_batch(accesses.keys[:1000]), policy, sampling_rate=0.5)  # compiles
     exact = _timed(lambda: curve(accesses, policy, sizes=sizes))

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Any, Final
 
+from tierstore.plan.json_file import plain
 from tierstore.plan.measure import measure_host
-from tierstore.plan.parts.host_files import host_to_dict
 
 from ..common import Run, Table
 from ..parts import Part, Told
@@ -15,7 +15,7 @@ __all__ = ["PART"]
 def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
     host = measure_host(request.folder, seconds=request.config["machine_seconds"])
     # Where the folder is says nothing to others.
-    return {"host": host_to_dict(replace(host, source=host.source.replace(str(request.folder), "its disk")))}
+    return {"host": plain(replace(host, source=host.source.replace(str(request.folder), "its disk")))}
 
 
 def _tell(figures: dict[str, Any]) -> Told:

@@ -11,10 +11,9 @@ import pytest
 from tests.plan.hosts import SHOP_HOST, shop_workload
 from tierstore.cli import entry as cli
 from tierstore.plan import plan_file, planning
-from tierstore.plan.describing import workload_toml
 from tierstore.plan.parts import load_host, write_host
 from tierstore.plan.plan_file import PlanFile
-from tierstore.plan.presets import load_workload, preset
+from tierstore.plan.presets import load_workload, preset, workload_toml
 
 HELP = {
     "plan": """

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 
 from tests.plan.hosts import COSTS, GIB, MIB, make_host, make_setup
-from tests.plan.test_model import DEMANDS, SERVED, TRAINED, plan, setups
+from tests.plan.test_model import DEMANDS, TRAINED, plan, setups
 from tierstore.plan import Setup
-from tierstore.plan.marginal import BOUND_BY, compare_split, marginal_values
+from tierstore.plan.marginal import marginal_values
 
 
 def values(setup: Setup) -> dict[tuple[str, str], float]:
@@ -49,9 +49,16 @@ def test_prices() -> None:
     assert found["ssd reads", "+10 %"].usd == pytest.approx(3 * 10)
     assert found["cores", "+1"].usd == pytest.approx(3 * 250)
     assert found["network", "+10 %"].usd is None
-    assert found["network", "+10 %"].samples_per_s_a_usd is None
-    ddr = found["ddr", "+1 GiB"]
-    assert ddr.samples_per_s_a_usd == ddr.samples_per_s / 30
+
+
+BOUND_BY = {name: name for name in ("ssd reads", "ssd writes", "pcie", "network", "cores")} | {
+    "model": "flops",
+    "hbm": "hbm bandwidth",
+    "ddr": "ddr bandwidth",
+    "lookups": "cores",
+}
+"""What there would have to be more of where a load is the bottleneck. "cold rows" and "write-back" are one thread each:
+nothing but fewer misses helps."""
 
 
 @settings(max_examples=60, deadline=None)
@@ -95,16 +102,3 @@ def test_slow_cores_are_what_another_core_is_for() -> None:
     found = values(setup)
     assert found["cores", "+1"] == max(gain for (name, _), gain in found.items() if name != "ddr")
     assert found["ssd reads", "+10 %"] == 0
-
-
-def test_budgets_by_table_against_one_cache() -> None:
-    setup = make_setup(SERVED, ddr_bytes=16 * MIB)
-    shared = plan(setup)
-    found = compare_split(setup, DEMANDS[SERVED], hit_rate=0.9)
-    assert found.shared == shared
-    assert found.split.tiers[0].hit_rate == pytest.approx(0.9)
-    assert found.split.step_s < shared.step_s
-    same = compare_split(setup, DEMANDS[SERVED], hit_rate=shared.tiers[0].hit_rate)
-    assert same.split.step_s == pytest.approx(shared.step_s)
-    with pytest.raises(ValueError, match=r"hit_rate=1.5: expected 0 to 1"):
-        compare_split(setup, DEMANDS[SERVED], hit_rate=1.5)

@@ -70,7 +70,7 @@ def test_a_query_waits_for_everything_and_shares_the_host() -> None:
     found = plan(make_setup(SERVED), queries_per_s=5.0)
     assert found.step_s == step_seconds(seconds(found), is_ahead=False)
     queue = queue_of(found, DEMANDS[SERVED])
-    assert queue.mean_s == pytest.approx(found.step_s)
+    assert queue.base_s + queue.sample_s * queue.sizes[0] == pytest.approx(found.step_s)
     assert queue.base_s == pytest.approx(100e-6 + 3e-6 + 100e-6), "the batch, its other table, and one read"
     assert found.latency == latency_at(queue, 5.0)
     several = plan(make_setup(SERVED, workers=4))

@@ -8,7 +8,8 @@ from typing import get_type_hints
 import pytest
 
 from tierstore.plan import plan_file
-from tierstore.plan.plan_file import PlanFile, TableSpec
+from tierstore.plan.plan_file import PlanFile
+from tierstore.plan.workload import TableSpec
 from tierstore.settings.sections import ConfigError
 
 Write = Callable[[str], Path]
@@ -81,11 +82,11 @@ def test_overrides_win(write: Write) -> None:
             [],
             r"target\.queries_per_s = 1\.0: samples_per_s is given too",
         ),
-        ("[search]\ndtypes = ['float8']", [], r"search\.dtypes = \['float8'\]: expected \"float32\" or "),
-        ("[[workload.tables]]\nrows = 1", [], r'workload\.tables: unknown key "rows"; expected one of name, num_'),
-        ("[[workload.tables]]\ncount = 0", [], r"workload\.tables: count=0: expected a whole number from 1"),
-        ("[[workload.tables]]\nname = 1", [], r"workload\.tables: name = 1: expected a string"),
-        ("[workload]\ntables = [3]", [], r"workload\.tables = \[3\]: expected a table with name, "),
+        ("[search]\ndtypes = ['float8']", [], r"search\.dtypes\[0\] = 'float8': expected \"float32\" or "),
+        ("[[workload.tables]]\nrows = 1", [], r'workload\.tables\[0\]: unknown key "rows"; expected one of name, num_'),
+        ("[[workload.tables]]\ncount = 0", [], r"workload\.tables\[0\]: count=0: expected a whole number from 1"),
+        ("[[workload.tables]]\nname = 1", [], r"workload\.tables\[0\]\.name = 1: expected a string"),
+        ("[workload]\ntables = [3]", [], r"workload\.tables\[0\] = 3: expected a table with name, "),
         ("", ["setup.drd=1"], r'--set setup\.drd=1: unknown key "drd"'),
         ("", ["ddr=1"], r"--set ddr=1: expected section\.key=value, as in setup\.ddr=64GiB"),
         ("ddr = 1", [], r"key 'ddr' stands outside a section; sections are workload, trace, host"),

@@ -16,13 +16,12 @@ from tierstore.plan.accesses import accesses_of, once_a_batch
 from tierstore.plan.asking import hosts_of, query_sizes_of, setup_of, workload_of
 from tierstore.plan.curves import curve
 from tierstore.plan.demand import Demand
-from tierstore.plan.describing import describe_workload, workload_toml
 from tierstore.plan.model import predict
 from tierstore.plan.parts import write_host
 from tierstore.plan.placement import TableDemand, measured_demand, place
 from tierstore.plan.plan_file import PlanFile, TargetSection
 from tierstore.plan.planning import plan
-from tierstore.plan.presets import PRESETS, load_workload
+from tierstore.plan.presets import PRESETS, describe_workload, load_workload, workload_toml
 from tierstore.plan.remarks import warnings_of
 from tierstore.plan.result import PlanResult
 from tierstore.plan.search import describe_setup
@@ -76,10 +75,7 @@ def test_a_given_setup_is_predicted_as_it_is(asked: Asked, given: PlanResult) ->
 
 def test_lines_and_the_grid_go_through_the_plan(given: PlanResult) -> None:
     prediction = given.prediction
-    assert [line.quantity for line in given.lines] == [
-        *("DDR for rows", "reads of a host's drives"),
-        *("batch", "change of all exponents"),
-    ]
+    assert [line.quantity for line in given.lines] == ["DDR for rows", "batch", "change of all exponents"]
     for line in given.lines:
         (index,) = (number for number, value in enumerate(line.values) if value == pytest.approx(line.chosen))
         assert line.step_s[index] == pytest.approx(prediction.step_s)
@@ -92,15 +88,14 @@ def test_lines_and_the_grid_go_through_the_plan(given: PlanResult) -> None:
     assert grid is not None
     row, column = grid.reads_per_s.index(grid.chosen_reads_per_s), grid.ddr_bytes.index(grid.chosen_ddr_bytes)
     assert grid.samples_per_s[row][column] == pytest.approx(prediction.samples_per_s)
-    reads = given.lines[1].samples_per_s
-    assert tuple(each[column] for each in grid.samples_per_s) == pytest.approx(reads)
+    reads = [each[column] for each in grid.samples_per_s]
+    assert reads == sorted(reads)
     assert min(reads) < max(reads)
 
 
 def test_more_memory_and_faster_drives_are_never_slower(given: PlanResult) -> None:
-    ddr, reads, *_ = given.lines
-    for line in (ddr, reads):
-        assert all(later <= earlier * (1 + 1e-9) for earlier, later in zip(line.step_s, line.step_s[1:], strict=False))
+    ddr, *_ = given.lines
+    assert all(later <= earlier * (1 + 1e-9) for earlier, later in zip(ddr.step_s, ddr.step_s[1:], strict=False))
     whole = shop_workload().table_bytes
     assert ddr.values[0] < whole / 50
     assert ddr.values[-1] >= whole
@@ -202,7 +197,7 @@ def test_a_trace_gives_curves_by_policy_table_and_time(asked: Asked, folder: Pat
     assert result.curves[1].curve.to_dict() == curve(distinct, "opt").to_dict()
     (ddr,) = result.prediction.tiers[:1]
     assert result.curves[0].chosen_rows == ddr.rows
-    assert [line.quantity for line in result.lines] == ["DDR for rows", "reads of a host's drives"]
+    assert [line.quantity for line in result.lines] == ["DDR for rows"]
     assert any(text.startswith("accesses: ") and "in 30 batches" in text for text in result.assumptions)
 
 

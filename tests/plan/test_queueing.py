@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from tierstore.plan.queueing import LatencyBound, Queue, highest_rate, latencies, latency_at, parse_query_sizes
+from tierstore.plan.queueing import Queue, latencies, latency_at, parse_query_sizes
 
 EXPONENTIAL = tuple((-np.log(1 - (np.arange(2000) + 0.5) / 2000)).tolist())
 """Quantiles of the exponential distribution, of mean 1."""
@@ -40,24 +40,6 @@ def test_mean_latency_with_several_executors() -> None:
     waited = busy / (idle + busy) / (servers / 0.01 * (1 - load))
     queue = Queue(base_s=0.0, sample_s=0.01, sizes=EXPONENTIAL, executors=servers)
     assert latencies(queue, offered / 0.01, num_queries=300_000).mean() == pytest.approx(0.01 + waited, rel=0.03)
-
-
-def test_the_highest_rate_within_a_bound() -> None:
-    """M/M/1: p99 = ln 100 / (mu - lambda)."""
-    queue = Queue(base_s=0.0, sample_s=0.01, sizes=EXPONENTIAL)
-    bound = LatencyBound(p99_s=0.2)
-    found = highest_rate(queue, bound)
-    assert found == pytest.approx(100 - math.log(100) / 0.2, rel=0.03)
-    assert bound.allows(latency_at(queue, found))
-    assert not bound.allows(latency_at(queue, 1.03 * found))
-
-
-def test_rates_without_bound_and_bounds_that_nothing_meets() -> None:
-    queue = Queue(base_s=0.01, sample_s=0.0)
-    assert highest_rate(queue, LatencyBound(), num_queries=FEW) == pytest.approx(100, rel=0.01)
-    assert highest_rate(queue, LatencyBound(p95_s=0.009), num_queries=FEW) == 0
-    assert highest_rate(Queue(base_s=0.0, sample_s=0.0), LatencyBound(p95_s=0.01)) == math.inf
-    assert latency_at(queue, 100.0, num_queries=FEW).p50_s == math.inf
 
 
 def by_events(queue: Queue, arrivals: list[float], sizes: list[float]) -> list[float]:

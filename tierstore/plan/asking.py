@@ -1,7 +1,6 @@
 """From a plan file to what it names: workload, host, setup, accesses."""
 
-from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,13 +10,13 @@ from ..system.sizes import format_size, parse_size
 from .accesses import Accesses
 from .host import Host
 from .parts import host_names, load_host
-from .plan_file import PlanFile, TableSpec
+from .plan_file import PlanFile
 from .prediction import Setup
 from .presets import PRESETS, load_workload, preset, scaled
 from .queueing import parse_query_sizes
 from .search import SearchSpace, Target, with_memory
 from .traces import read_accesses
-from .workload import TableShape, Workload
+from .workload import Workload
 
 __all__ = ["accesses_of_plan", "hosts_of", "query_sizes_of", "setup_of", "space_of", "target_of", "workload_of"]
 
@@ -36,7 +35,9 @@ def workload_of(asked: PlanFile) -> Workload:
     elif section.file:
         found = load_workload(Path(section.file))
     elif section.tables:
-        found = Workload(name=section.name or "workload", tables=_shapes(section.tables))
+        found = Workload(
+            name=section.name or "workload", tables=tuple(shape for spec in section.tables for shape in spec.shapes())
+        )
     else:
         raise ConfigError(
             f"workload.preset = '': give one of {', '.join(PRESETS)}; or workload.file, or [[workload.tables]]"
@@ -51,16 +52,6 @@ def workload_of(asked: PlanFile) -> Workload:
         return replace(found, **given)
     except ValueError as error:
         raise ConfigError(f"workload: {error}") from None
-
-
-def _shapes(specs: Sequence[TableSpec]) -> tuple[TableShape, ...]:
-    keys = [each.name for each in fields(TableShape)]
-    shapes = []
-    for spec in specs:
-        first = TableShape(**{key: getattr(spec, key) for key in keys})
-        alike = range(spec.count)
-        shapes += [first] if spec.count == 1 else [replace(first, name=f"{spec.name}{number}") for number in alike]
-    return tuple(shapes)
 
 
 def hosts_of(asked: PlanFile) -> tuple[Host, ...]:

@@ -3,28 +3,56 @@
 import argparse
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ..system.terminal import Command, group, progress_bar
 
 if TYPE_CHECKING:
-    from .result import PlanResult
+    from .accesses import Accesses
+    from .curves import MissRatioCurve
+    from .curves.build import CurveOptions
 
 __all__ = ["COMMANDS"]
 
 
-def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("plan_file", metavar="FILE.toml", nargs="?", help="the plan file")
-    parser.add_argument("--html", metavar="OUT.html", help="write the report, one page that needs no network")
-    parser.add_argument("--json", metavar="OUT.json", help="write all figures of the answer")
-    parser.add_argument("--force", action="store_true", help="replace these files if they exist")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="set any key, as setup.ddr=64GiB"
-    )
-    parser.add_argument("--keys", action="store_true", help="print every key with its default, and exit")
+class _Argument(NamedTuple):
+    names: tuple[str, ...]
+    settings: dict[str, Any]
+
+
+def _arg(*names: str, **settings: Any) -> _Argument:
+    """As of ``ArgumentParser.add_argument``; a word without a type is a flag."""
+    is_flag = names[0].startswith("-") and "metavar" not in settings and "choices" not in settings
+    return _Argument(names, settings | ({"action": "store_true"} if is_flag else {}))
+
+
+def _part(
+    run: Callable[[argparse.Namespace], int], arguments: tuple[_Argument, ...], text: str, *description: str
+) -> Command:
+    """``description``: sentences, and examples after them."""
+    *sentences, examples = description
+
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        for names, settings in arguments:
+            parser.add_argument(*names, **settings)
+
+    return Command(run, add_arguments, text, " ".join(sentences), examples)
+
+
+def _require_writable(path: str | None, sources: list[str], *, force: bool) -> None:
+    """What would prevent the file, told before minutes of work."""
+    from ..system.output import require_new, require_other
+
+    if path is not None:
+        require_other(Path(path), sources)
+        require_new(Path(path), force=force)
 
 
 def _run(options: argparse.Namespace) -> int:
+    import sys
+
+    from ..system.output import write_text
+    from .json_file import write_json
     from .plan_file import PlanFile, load, parse_override, to_toml
 
     if options.keys:
@@ -33,100 +61,179 @@ def _run(options: argparse.Namespace) -> int:
     if options.plan_file is None:
         raise ValueError("give a plan file: tierstore plan run FILE.toml; --keys prints one with all keys")
     asked = load(options.plan_file, [parse_override(text) for text in options.set])
-    _require_writable(options)
+    outputs = [path for path in (options.html, options.json) if path]
+    for path in outputs:
+        _require_writable(path, [], force=options.force)
+    if len({Path(path).resolve() for path in outputs}) < len(outputs):
+        raise ValueError(f"--html and --json are both {options.json}; give each a name of its own")
+    from .report import describe, page_of, plotly_source
+
+    if options.html:
+        plotly_source()
     from .planning import plan
 
     with progress_bar("plan", bar_format="{desc}: {bar} {n_fmt}/{total_fmt}") as show:
         result = plan(asked, progress=lambda stage, done, total: show(done, total, f"plan: {stage}"))
-    _tell(result, options)
-    return 0
-
-
-def _require_writable(options: argparse.Namespace) -> None:
-    """What would prevent the files, told before minutes of work."""
-    from ..system.output import require_new
-
-    paths = [Path(path) for path in (options.html, options.json) if path]
-    for path in paths:
-        require_new(path, force=options.force)
-    if len({path.resolve() for path in paths}) < len(paths):
-        raise ValueError(f"--html and --json are both {options.json}; give each a name of its own")
-    if options.html:
-        from .report import plotly_source
-
-        plotly_source()
-
-
-def _tell(result: "PlanResult", options: argparse.Namespace) -> None:
-    import sys
-
-    from ..system.output import write_text
-    from .json_file import write_json
-    from .report import describe, page_of
-
     print(describe(result, colours=sys.stdout.isatty()))
     if options.html:
         write_text(Path(options.html), page_of(result), force=options.force)
         print(f"\nthe report: {options.html}")
     if options.json:
         write_json(result.to_dict(), options.json, force=options.force)
+    return 0
 
 
-def _add_curve_arguments(parser: argparse.ArgumentParser) -> None:
-    from .curves.command import add_curve_arguments
-
-    add_curve_arguments(parser)
+# Curves
 
 
 def _curve(options: argparse.Namespace) -> int:
-    from .curves.command import run_curve
+    from .accesses import once_a_batch
+    from .curves import describe_curves
+    from .json_file import write_json
+    from .traces import read_accesses
 
-    return run_curve(options)
+    if options.by_table and options.windows is not None:
+        raise ValueError("--by-table and --windows: choose one")
+    _require_writable(options.json, [options.trace], force=options.force)
+    policies = _policies(options.policy)
+    accesses = read_accesses(options.trace)
+    accesses = once_a_batch(accesses) if options.once_a_batch else accesses
+    sizes = _sizes(options.sizes, accesses)
+    found: dict[str, dict[str, MissRatioCurve]] = {}
+    for policy in policies:
+        with progress_bar(policy, unit=" accesses", unit_scale=True) as show:
+            asked: CurveOptions = {"sizes": sizes, "sampling_rate": options.sampling_rate, "progress": show}
+            found[policy] = _curves(options, accesses, policy, asked)
+    _say(options.trace, accesses, options.once_a_batch)
+    groups: dict[str, dict[str, MissRatioCurve]] = {f"{policy}:\n": curves for policy, curves in found.items()}
+    if all(len(curves) == 1 for curves in found.values()):  # all policies side by side
+        groups = {"": {policy: each for policy, curves in found.items() for each in curves.values()}}
+    for heading, curves in groups.items():
+        print(f"\n{heading}" + describe_curves(curves, sizes))
+    if options.json is not None:
+        write_json(found, options.json, force=options.force, indent=None)
+        print(f"\nWritten: {options.json}")
+    return 0
 
 
-def _add_measure_arguments(parser: argparse.ArgumentParser) -> None:
-    from .measure.command import add_measure_arguments
+def _policies(text: str) -> list[str]:
+    from ..cache import resolve_policy
+    from ..settings.names import nearest
+    from .curves import POLICIES
 
-    add_measure_arguments(parser)
+    names = [resolve_policy(name.strip()) for name in text.split(",")]
+    for name in names:
+        if name not in POLICIES:
+            raise ValueError(f"--policy {name}: {nearest(name, POLICIES)}")
+    return list(dict.fromkeys(names))
+
+
+def _sizes(text: str | None, accesses: "Accesses") -> list[int] | None:
+    """Rows; a share is of the distinct rows."""
+    if text is None:
+        return None
+    from .accesses import numbered
+
+    num_rows = numbered(accesses.keys).num_rows / accesses.sampling_rate if "%" in text else 0.0
+    return sorted({_size(part.strip(), num_rows) for part in text.split(",")})
+
+
+def _size(text: str, num_rows: float) -> int:
+    from ..rows import MAX_ROWS
+
+    number = text.removesuffix("%")
+    try:
+        is_some = number == text or float(number) > 0
+        size = int(number) if number == text else max(int(is_some), round(float(number) / 100 * num_rows))
+    except (ValueError, OverflowError):
+        size = 0
+    if not 1 <= size < MAX_ROWS:
+        raise ValueError(f"--sizes {text}: write rows, 1 or more, or a share of the distinct rows, as 1000,20000,5%")
+    return size
+
+
+def _curves(
+    options: argparse.Namespace, accesses: "Accesses", policy: str, asked: "CurveOptions"
+) -> "dict[str, MissRatioCurve]":
+    """By table, by window, or the one of all."""
+    from .curves import by_table, curve, windows
+
+    if options.by_table:
+        return by_table(accesses, policy, **asked)
+    if options.windows is not None:
+        parts = windows(accesses, policy, options.windows, **asked)
+        return {f"{part.start:,} - {part.stop:,}": part.curve for part in parts}
+    return {"all": curve(accesses, policy, **asked)}
+
+
+def _say(path: str, accesses: "Accesses", once: bool) -> None:
+    what = "distinct rows of batches" if once else "lookups"
+    sampled = f", a sample of {accesses.sampling_rate:.3g} of the rows" if accesses.sampling_rate < 1 else ""
+    counted = "" if accesses.all_lookups is None else f" of {sum(accesses.all_lookups):,}"
+    print(f"{path}: {len(accesses.keys):,}{counted} {what} of {len(accesses.tables)} tables{sampled}")
+    if accesses.sampling_rate < 1 and not once and not counted:
+        print(
+            "the sample does not say how many lookups there were, and each weighs by the popular rows that happen to "
+            "be in it: use --once-a-batch, or record anew"
+        )
+
+
+# Machines and places
 
 
 def _measure(options: argparse.Namespace) -> int:
-    from .measure.command import run_measure
+    from .measure import describe, measure
+    from .parts.host_files import require_writable, write_host
 
-    return run_measure(options)
+    path = Path(options.json)
+    require_writable(path, force=options.force)  # better now than in a minute
+    with progress_bar("measuring", bar_format="{desc} {bar} {percentage:.0f}%") as show:
 
+        def told(step: str, share: float) -> None:
+            show(round(100 * share), 100, f"measuring {step}")
 
-def _add_place_arguments(parser: argparse.ArgumentParser) -> None:
-    from .placement.command import add_place_arguments
-
-    add_place_arguments(parser)
+        found = measure(options.dir, seconds=options.seconds, progress=told, device=options.device)
+    write_host(found.host, path, force=options.force)
+    print(describe(found))
+    print(f"\nSaved as {path}. Fill in what it could not know: watts, prices, the network, drive writes a day.")
+    return 0
 
 
 def _place(options: argparse.Namespace) -> int:
-    from .placement.command import run_place
+    """The exit status is 1 if nothing fits."""
+    from .json_file import write_json
+    from .parts import load_host
+    from .placement import Room, compare, describe_comparison, describe_placement, planned_store
+    from .presets import load_workload
 
-    return run_place(options)
-
-
-def _add_parts_arguments(parser: argparse.ArgumentParser) -> None:
-    from .parts.command import add_parts_arguments
-
-    add_parts_arguments(parser)
+    _require_writable(options.json, [options.workload, options.host], force=options.force)
+    shares = {"hbm_share": options.hbm_share, "ddr_share": options.ddr_share}
+    plans = compare(
+        load_workload(options.workload), load_host(options.host), hosts=options.hosts, servers=options.servers,
+        strategies=None if options.strategy == "all" else [options.strategy],
+        room=Room(**{name: value for name, value in shares.items() if value is not None}),
+        store_model=planned_store(options.policy),
+    )  # fmt: skip
+    if len(plans) > 1:
+        print(describe_comparison(plans), end="\n\n")
+    print(describe_placement(plans[0]))
+    if options.json is not None:
+        write_json({"plans": [plan.to_dict() for plan in plans]}, options.json, force=options.force)
+    return 0 if plans[0].fits else 1
 
 
 def _parts(options: argparse.Namespace) -> int:
-    from .parts.command import run_parts
+    from .parts import describe_parts
 
-    return run_parts(options)
+    print(describe_parts(sources=options.sources))
+    return 0
 
 
-def _add_presets_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", nargs="?", help="print this one as a workload file, to be changed")
+# Workloads and traces
 
 
 def _presets(options: argparse.Namespace) -> int:
-    from .describing import describe_workload, workload_toml
-    from .presets import PRESETS, preset
+    from .presets import PRESETS, describe_workload, preset, workload_toml
 
     if options.name is not None:
         print(workload_toml(preset(options.name)), end="")
@@ -134,20 +241,6 @@ def _presets(options: argparse.Namespace) -> int:
     for workload in PRESETS.values():
         print(describe_workload(workload))
     return 0
-
-
-def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("workload", metavar="WORKLOAD", help="a preset, or a workload file in TOML")
-    parser.add_argument("out", metavar="OUT", help="file to write; it appears when it is complete")
-    parser.add_argument("--samples", type=int, required=True, metavar="N", help="samples to draw")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="another seed, other ids (default: 0)")
-    parser.add_argument("--scale", type=float, default=1.0, metavar="X", help="of the tables' rows (default: 1)")
-    _add_written(parser)
-
-
-def _add_written(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--format", metavar="NAME", help="npz, npy or oracleGeneral (default: as OUT ends)")
-    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
 
 
 def _generate(options: argparse.Namespace) -> int:
@@ -172,18 +265,6 @@ def _generate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _add_convert_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="IN", help="the trace to read")
-    parser.add_argument("out", metavar="OUT", help="file to write; it appears when it is complete")
-    _add_read(parser)
-    _add_written(parser)
-
-
-def _add_read(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--from", dest="source_format", metavar="NAME", help="its format (default: as IN ends)")
-    parser.add_argument("--batch-accesses", type=int, metavar="N", help="accesses a batch, where IN has no batches")
-
-
 def _convert(options: argparse.Namespace) -> int:
     from .traces import read_accesses, write_accesses
 
@@ -191,13 +272,6 @@ def _convert(options: argparse.Namespace) -> int:
     write_accesses(accesses, options.out, format=options.format, force=options.force)
     print(f"{options.out}: {len(accesses.keys):,} accesses in {accesses.num_batches:,} batches")
     return 0
-
-
-def _add_describe_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="IN", help="the trace to read")
-    _add_read(parser)
-    parser.add_argument("--json", metavar="PATH", help="write it to a file")
-    parser.add_argument("--force", action="store_true", help="replace that file if it exists")
 
 
 def _describe(options: argparse.Namespace) -> int:
@@ -213,95 +287,161 @@ def _describe(options: argparse.Namespace) -> int:
     return 0
 
 
-def _part(
-    run: Callable[[argparse.Namespace], int],
-    add_arguments: Callable[[argparse.ArgumentParser], None],
-    help_text: str,
-    *description: str,
-) -> Command:
-    """``description``: sentences, and examples after them."""
-    *sentences, examples = description
-    return Command(run, add_arguments, help_text, " ".join(sentences), examples)
-
+_READ: Final = (
+    _arg("source", metavar="IN", help="the trace to read"),
+    _arg("--from", dest="source_format", metavar="NAME", help="its format (default: as IN ends)"),
+    _arg("--batch-accesses", type=int, metavar="N", help="accesses a batch, where IN has no batches"),
+)
+_WRITTEN: Final = (
+    _arg("out", metavar="OUT", help="file to write; it appears when it is complete"),
+    _arg("--format", metavar="NAME", help="npz, npy or oracleGeneral (default: as OUT ends)"),
+    _arg("--force", help="replace OUT if it exists"),
+)
+_FORCED: Final = _arg("--force", help="replace that file if it exists")
 
 _TRACE_COMMANDS: Final[Mapping[str, Command]] = {
     "generate": _part(
         _generate,
-        _add_generate_arguments,
+        (
+            _arg("workload", metavar="WORKLOAD", help="a preset, or a workload file in TOML"),
+            _WRITTEN[0],
+            _arg("--samples", type=int, required=True, metavar="N", help="samples to draw"),
+            _arg("--seed", type=int, default=0, metavar="N", help="another seed, other ids (default: 0)"),
+            _arg("--scale", type=float, default=1.0, metavar="X", help="of the tables' rows (default: 1)"),
+            *_WRITTEN[1:],
+        ),
         "draw a trace of a workload",
         "Draw ids as the workload's tables say: Zipf's law of their exponents, ids a sample.",
-        """example:
-  tierstore plan trace generate rmc1 rmc1.npz --samples 100000 --scale 0.01""",
+        "example:\n  tierstore plan trace generate rmc1 rmc1.npz --samples 100000 --scale 0.01",
     ),
     "convert": _part(
         _convert,
-        _add_convert_arguments,
+        (_READ[0], _WRITTEN[0], *_READ[1:], *_WRITTEN[1:]),
         "write a trace in another format",
         "Read a trace in one format and write it in another, as for simulators of caches.",
-        """example:
-  tierstore plan trace convert run.npz run.oracleGeneral""",
+        "example:\n  tierstore plan trace convert run.npz run.oracleGeneral",
     ),
     "describe": _part(
         _describe,
-        _add_describe_arguments,
+        (*_READ, _arg("--json", metavar="PATH", help="write it to a file"), _FORCED),
         "say what is in a trace",
         "Count accesses and rows by table, and how often rows are used again.",
-        """example:
-  tierstore plan trace describe run.npz""",
+        "example:\n  tierstore plan trace describe run.npz",
     ),
 }
 
 COMMANDS: Final[Mapping[str, Command]] = {
     "run": _part(
         _run,
-        _add_run_arguments,
+        (
+            _arg("plan_file", metavar="FILE.toml", nargs="?", help="the plan file"),
+            _arg("--html", metavar="OUT.html", help="write the report, one page that needs no network"),
+            _arg("--json", metavar="OUT.json", help="write all figures of the answer"),
+            _arg("--force", help="replace these files if they exist"),
+            _arg(
+                "--set",
+                action="append",
+                default=[],
+                metavar="SECTION.KEY=VALUE",
+                help="set any key, as setup.ddr=64GiB",
+            ),
+            _arg("--keys", help="print every key with its default, and exit"),
+        ),
         "answer a plan file",
         "Predict the setup of a plan file, or find the cheapest that reaches its target, and say what supports that.",
-        """examples:
-  tierstore plan run --keys > plan.toml
-  tierstore plan run plan.toml --html plan.html --json plan.json
-  tierstore plan run plan.toml --set setup.ddr=64GiB --set setup.hosts=2""",
+        "examples:\n"
+        "  tierstore plan run --keys > plan.toml\n"
+        "  tierstore plan run plan.toml --html plan.html --json plan.json\n"
+        "  tierstore plan run plan.toml --set setup.ddr=64GiB --set setup.hosts=2",
     ),
     "curve": _part(
         _curve,
-        _add_curve_arguments,
+        (
+            _arg("trace", metavar="TRACE", help="a trace, of tierstore trace or another that can be read"),
+            _arg(
+                "--policy",
+                default="lru",
+                metavar="NAMES",
+                help="some of auto, lru, lfu, tinylfu, perfect-lfu, opt, with commas between (default: lru); "
+                "perfect-lfu and opt are bounds that no store reaches",
+            ),
+            _arg("--sizes", metavar="ROWS", help="sizes of caches, with commas between, as 1000,20000,5%%"),
+            _arg(
+                "--sampling-rate",
+                type=float,
+                default=1.0,
+                metavar="R",
+                help="let this share of the rows stand for all (default: 1, every row)",
+            ),
+            _arg("--once-a-batch", help="count a row once a batch, as the tiers of a store do"),
+            _arg("--by-table", help="a cache for each table, not one for all"),
+            _arg("--windows", type=int, metavar="N", help="N parts of the trace, to see drift"),
+            _arg("--json", metavar="PATH", help="also write the curves to a file"),
+            _FORCED,
+        ),
         "say how often memory of any size misses",
         "Miss-ratio curves of a trace, exactly or from a sample of its rows.",
-        """examples:
-  tierstore plan curve run.npz
-  tierstore plan curve run.npz --policy lru,lfu,opt --by-table""",
+        "examples:\n  tierstore plan curve run.npz\n  tierstore plan curve run.npz --policy lru,lfu,opt --by-table",
     ),
     "measure": _part(
         _measure,
-        _add_measure_arguments,
+        (
+            _arg("--dir", default=".", metavar="DIR", help="a folder on the SSD to be measured (default: .)"),
+            _arg(
+                "--json",
+                default="host.json",
+                metavar="PATH",
+                help="where the host goes, .json or .toml (default: host.json)",
+            ),
+            _arg("--seconds", type=float, default=50.0, metavar="N", help="time to spend, about (default: 50)"),
+            _arg("--device", default="cpu", metavar="NAME", help="cpu (default), or cuda for all GPUs, or cuda:1"),
+            _arg("--force", help="replace PATH if it exists"),
+        ),
         "measure this machine",
         "Measure this machine's memory, drive and cores, and tierstore's own work on it, in about a minute.",
-        """example:
-  tierstore plan measure --dir . --json host.json""",
+        "example:\n  tierstore plan measure --dir . --json host.json",
     ),
     "place": _part(
         _place,
-        _add_place_arguments,
+        (
+            _arg("workload", metavar="WORKLOAD", help="a preset, or a workload file"),
+            _arg("--host", required=True, metavar="NAME|FILE", help="a host that ships, or a host file"),
+            _arg("--hosts", type=int, default=1, metavar="N", help="hosts that compute (default: 1)"),
+            _arg(
+                "--servers",
+                type=int,
+                metavar="N",
+                help="with remote: hosts that hold the tables (default: the fewest that do)",
+            ),
+            _arg(
+                "--strategy",
+                choices=["all", "gpu", "host", "remote", "hybrid", "ssd"],
+                default="all",
+                help="where tables go (default: compare all)",
+            ),
+            _arg("--hbm-share", type=float, metavar="S", help="share of an accelerator's memory that rows may take"),
+            _arg("--ddr-share", type=float, metavar="S", help="share of a host's memory that rows may take"),
+            _arg("--policy", default="auto", metavar="NAME", help="with ssd: of the caches (default: auto)"),
+            _arg("--json", metavar="PATH", help="write the plans to a file"),
+            _FORCED,
+        ),
         "compare places for a workload's tables",
         "Compare strategies: tables in the memory of GPUs, of the host, of other hosts, or in tiers over SSD.",
-        """example:
-  tierstore plan place rmc2 --host node-8xh100""",
+        "example:\n  tierstore plan place rmc2 --host node-8xh100",
     ),
     "parts": _part(
         _parts,
-        _add_parts_arguments,
+        (_arg("--sources", help="say with each figure where it comes from"),),
         "list the parts and hosts that plans know",
         "List processors, memory, GPUs, drives, links and hosts, each figure with its source.",
         "",
     ),
     "presets": _part(
         _presets,
-        _add_presets_arguments,
+        (_arg("name", metavar="NAME", nargs="?", help="print this one as a workload file, to be changed"),),
         "list the workloads that plans know",
         "List published models by name, or print one as a workload file.",
-        """examples:
-  tierstore plan presets
-  tierstore plan presets rmc1 > mine.toml""",
+        "examples:\n  tierstore plan presets\n  tierstore plan presets rmc1 > mine.toml",
     ),
     "trace": group(lambda: _TRACE_COMMANDS, "make, convert and describe traces", "Make, convert and describe traces."),
 }

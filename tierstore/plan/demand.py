@@ -1,9 +1,9 @@
 """The demand: what a workload asks of the tiers, batch by batch, pool by pool. From a trace, or by formula."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
@@ -17,16 +17,10 @@ from .cold_log import ColdLog, cold_log_of
 from .curves import MissRatioCurve, curve
 from .workload import TableShape, Workload
 
-__all__ = ["ANALYTIC_POLICIES", "CurveMaker", "Demand", "PoolDemand"]
+__all__ = ["ANALYTIC_POLICIES", "Demand", "PoolDemand"]
 
 ANALYTIC_POLICIES: Final = ("lru", "lfu", "tinylfu", "perfect-lfu")
 """Of all but the first the curve is that of perfect-lfu."""
-
-
-class CurveMaker(Protocol):
-    """What makes curves of accesses, as ``curves.curve`` does."""
-
-    def __call__(self, accesses: Accesses, policy: str, /, *, sampling_rate: float) -> MissRatioCurve: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +107,7 @@ class Demand:
         policy: str = "lru",
         *,
         sampling_rate: float = 1.0,
-        make_curve: CurveMaker = curve,
+        make_curve: Callable[..., MissRatioCurve] = curve,
     ) -> "Demand":
         """As a trace has it. Its batches are taken for those of the workload.
 
@@ -122,7 +116,7 @@ class Demand:
         Args:
             accesses: every access, not once a batch only; sampled or not.
             sampling_rate: of the rows, of which curves are made.
-            make_curve: makes the curves.
+            make_curve: called as ``curves.curve``.
 
         Raises:
             ValueError: it has no access, or a table that the workload has not, or a row beyond its table.

@@ -1,38 +1,40 @@
-"""Files in JSON: written whole or not at all, and read where they say what they hold."""
+"""Descriptions as JSON has them, and files of it, written whole or not at all."""
 
+import dataclasses
 import json
+import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..system.excerpt import excerpt
+import numpy as np
+
 from ..system.output import write_text
 
-__all__ = ["read_json", "write_json"]
+__all__ = ["plain", "write_json"]
+
+
+def plain(value: Any) -> Any:
+    """Dicts, lists, texts, numbers and None in place of dataclasses, named tuples and arrays; None for what JSON has no
+    word for: infinities."""
+    if dataclasses.is_dataclass(value):
+        return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray):
+        return plain(value.tolist())
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return {name: plain(item) for name, item in zip(value._fields, value, strict=True)}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_json(content: Any, path: str | os.PathLike[str], *, force: bool = False, indent: int | None = 2) -> None:
-    """Write it.
+    """Write what ``plain`` makes of it.
 
     Raises:
         FileExistsError: there is such a file, and ``force`` is not given. Else as of ``partial_file``.
-        ValueError: a number is not finite, which JSON has no word for.
     """
-    write_text(Path(path), json.dumps(content, indent=indent, allow_nan=False) + "\n", force=force)
-
-
-def read_json(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:
-    """A file whose ``kind`` is the given one.
-
-    Raises:
-        ValueError: it is not; names the file. FileNotFoundError.
-    """
-    name = os.fspath(path)
-    try:
-        found = json.loads(Path(path).read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name} is no JSON: {excerpt(str(error))}") from error
-    if not isinstance(found, dict) or found.get("kind") != kind:
-        given = found.get("kind") if isinstance(found, dict) else found
-        raise ValueError(f"{name} does not hold {kind}, but {excerpt(given)}")
-    return found
+    write_text(Path(path), json.dumps(plain(content), indent=indent, allow_nan=False) + "\n", force=force)

@@ -4,33 +4,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
-import numpy as np
-
-from .curves import MissRatioCurve
 from .demand import Demand
 from .host import Host
 from .model import predict
-from .prediction import Prediction, Setup
+from .prediction import Setup
 from .price import Pricing
 
-__all__ = ["BOUND_BY", "Marginal", "SplitComparison", "compare_split", "marginal_values"]
+__all__ = ["Marginal", "marginal_values"]
 
 STEP: Final = 0.1
 GIB: Final = float(2**30)
-
-BOUND_BY: Final = {
-    "ssd reads": "ssd reads",
-    "ssd writes": "ssd writes",
-    "pcie": "pcie",
-    "network": "network",
-    "model": "flops",
-    "hbm": "hbm bandwidth",
-    "ddr": "ddr bandwidth",
-    "cores": "cores",
-    "lookups": "cores",
-}
-"""What there would have to be more of where a resource of ``Prediction.loads`` is the bottleneck. "cold rows" and
-"write-back" are one thread each: nothing but fewer misses helps, so they are not here."""
 
 
 class Marginal(NamedTuple):
@@ -45,21 +28,6 @@ class Marginal(NamedTuple):
     change: str
     samples_per_s: float
     usd: float | None
-
-    @property
-    def samples_per_s_a_usd(self) -> float | None:
-        return self.samples_per_s / self.usd if self.usd else None
-
-
-class SplitComparison(NamedTuple):
-    """One cache for all tables of a pool, against a budget of its own for each table.
-
-    Attributes:
-        split: as if tables had budgets of their own; the store has none.
-    """
-
-    shared: Prediction
-    split: Prediction
 
 
 class _Change(NamedTuple):
@@ -155,22 +123,3 @@ def _more_cores(setup: Setup) -> _Change:
     threads = setup.threads + (setup.threads >= processor.cores)
     usd = processor.usd / processor.cores if processor.usd else None
     return _Change("cores", "+1", replace(setup, host=replace(setup.host, processor=grown), threads=threads), usd)
-
-
-def compare_split(setup: Setup, demand: Demand, *, hit_rate: float, pricing: Pricing | None = None) -> SplitComparison:
-    """The shared cache of each pool against budgets by table, of which the hit rate is known.
-
-    Args:
-        hit_rate: of once-a-batch accesses, all pools together, as a split by marginal gain has it (``curves``).
-
-    Raises: as ``predict``. ValueError: the hit rate is not from 0 to 1.
-    """
-    if not 0 <= hit_rate <= 1:
-        raise ValueError(f"hit_rate={hit_rate}: expected 0 to 1")
-    pools = tuple(replace(pool, curve=_flat(pool.curve, 1 - hit_rate)) for pool in demand.pools)
-    split = predict(setup, replace(demand, pools=pools), pricing=pricing)
-    return SplitComparison(predict(setup, demand, pricing=pricing), split)
-
-
-def _flat(curve: MissRatioCurve, miss_ratio: float) -> MissRatioCurve:
-    return replace(curve, sizes=np.ones(1, np.int64), miss_ratios=np.array([miss_ratio]))

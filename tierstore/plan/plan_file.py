@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from ..rows import MAX_ROWS, DtypeName
+from ..rows import DtypeName
 from ..settings import sections
 from ..settings.names import nearest
 from ..settings.options import check_ranges, option
@@ -17,6 +17,7 @@ from ..system.excerpt import excerpt
 from ..system.sizes import parse_size
 from .curves import POLICIES
 from .price import Pricing
+from .workload import TableSpec
 
 __all__ = [
     "CurvesSection",
@@ -24,7 +25,6 @@ __all__ = [
     "PlanFile",
     "SearchSection",
     "SetupSection",
-    "TableSpec",
     "TargetSection",
     "TraceSection",
     "WorkloadSection",
@@ -56,21 +56,6 @@ def _require_size(section: str, key: str, value: int | str) -> None:
 def _require_policy(key: str, value: str, policies: Sequence[str]) -> None:
     if value not in policies:
         raise ConfigError(f"{key} = {excerpt(value)}: {nearest(value, policies, all_are='policies are')}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TableSpec:
-    """[[workload.tables]]: a table, or several alike."""
-
-    name: str = option("table", "its name; of several alike the beginning of theirs")
-    num_embeddings: int = option(1, "rows", low=1, high=MAX_ROWS)
-    embedding_dim: int = option(16, "columns", low=1, high=1 << 16)
-    pooling_factor: float = option(1.0, "ids a sample, on average", low=0)
-    exponent: float = option(1.05, "of Zipf's law of the rows' popularity, where no trace says it; 0: uniform", low=0)
-    count: int = option(1, "tables that are so", low=1, high=1 << 16)
-
-    def __post_init__(self) -> None:
-        check_ranges(self)
 
 
 @dataclass(frozen=True, kw_only=True)

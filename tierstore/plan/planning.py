@@ -21,7 +21,7 @@ from .prediction import Prediction, Setup
 from .remarks import assumptions_of, price_parts_of, warnings_of
 from .result import Alternative, Line, Placed, PlanResult, ShownCurve
 from .search import SearchResult, search
-from .sensitivity import Predict, batch_line, ddr_line, exponent_line, grid_of, reads_line
+from .sensitivity import Predict, batch_line, ddr_line, exponent_line, grid_of
 from .tiers import pool_loads
 from .workload import Workload
 
@@ -104,7 +104,7 @@ def _demand(asked: PlanFile, workload: Workload, accesses: Accesses | None) -> D
     policy = asked.setup.policy
     if accesses is None:
         return Demand.analytic(workload, policy)
-    return Demand.from_accesses(workload, accesses, policy, sampling_rate=asked.trace.sampling_rate, make_curve=curve)
+    return Demand.from_accesses(workload, accesses, policy, sampling_rate=asked.trace.sampling_rate)
 
 
 def _search(asked: PlanFile, workload: Workload, demand: Demand, hosts: Sequence[Host]) -> SearchResult:
@@ -164,10 +164,10 @@ def _curves(asked: PlanFile, setup: Setup, demand: Demand, accesses: Accesses | 
 
 
 def _lines(setup: Setup, demand: Demand, predicted: Predict, *, has_trace: bool) -> tuple[Line, ...]:
-    found = [ddr_line(setup, demand, predicted), reads_line(setup, demand, predicted)]
-    if not has_trace:
-        found += [batch_line(setup, demand.policy, predicted), exponent_line(setup, demand.policy, predicted)]
-    return tuple(line for line in found if line is not None)
+    memory = ddr_line(setup, demand, predicted)
+    if has_trace:
+        return (memory,)
+    return memory, batch_line(setup, demand.policy, predicted), exponent_line(setup, demand.policy, predicted)
 
 
 def _placements(setup: Setup, demand: Demand, predicted: Predict, accesses: Accesses | None) -> tuple[Placed, ...]:

@@ -1,9 +1,10 @@
 """What the planner says of one setup: hit rates, loads, times, wear, power and money."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
 from .host import Host
+from .json_file import plain
 from .workload import Workload
 
 __all__ = ["NOT_MODELLED", "Latency", "Prediction", "Price", "ResourceLoad", "Setup", "TierLoad", "TierName"]
@@ -129,10 +130,5 @@ class Prediction:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""
-        found = asdict(self)
-        return found | {
-            "tiers": [each._asdict() for each in self.tiers],
-            "loads": [each._asdict() for each in self.loads],
-            "price": self.price._asdict(),
-            "latency": None if self.latency is None else self.latency._asdict(),
-        }
+        found: dict[str, Any] = plain(self)
+        return found

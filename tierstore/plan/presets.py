@@ -5,28 +5,44 @@ A workload file is TOML: ``[workload]`` with the keys of ``Workload``, and a ``[
 """
 
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from ..config import require_int
+from ..rows import DtypeName
 from ..settings.names import nearest
+from ..settings.sections import described, toml_value
 from ..settings.toml_file import read_toml
 from ..system.excerpt import excerpt
+from ..system.sizes import format_size
 from .published import PUBLISHED
-from .workload import TableShape, Workload
+from .workload import OptimizerName, TableShape, TableSpec, Workload
 
-__all__ = ["PRESETS", "load_workload", "preset", "scaled"]
+__all__ = ["PRESETS", "describe_workload", "load_workload", "preset", "scaled", "workload_toml"]
 
 PRESETS: Final[Mapping[str, Workload]] = {workload.name: workload for workload in PUBLISHED}
 
 _WHAT: Final = "workload file"
-_MAX_ALIKE: Final = 10_000
-_COUNT: Final = "count"
 _REQUIRED: Final = ("name", "num_embeddings", "embedding_dim")
-_WORKLOAD_KEYS: Final = tuple(each.name for each in fields(Workload) if each.name != "tables")
-_TABLE_KEYS: Final = (*(each.name for each in fields(TableShape)), _COUNT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Keys:
+    """``[workload]``."""
+
+    name: str = ""
+    """The file's, if none is given."""
+    batch_samples: int = 2048
+    optimizer: OptimizerName = "none"
+    dtype: DtypeName = "float32"
+    dense_flops: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _File:
+    workload: _Keys = _Keys()
+    table: tuple[TableSpec, ...] = ()
 
 
 def preset(name: str) -> Workload:
@@ -75,48 +91,39 @@ def scaled(workload: Workload, factor: float) -> Workload:
 
 def _read(path: Path) -> Workload:
     document = read_toml(path, _WHAT)
-    _require_known(document, ("workload", "table"), f"{path}")
-    keys, tables = document.get("workload", {}), document.get("table", [])
-    if not isinstance(keys, dict):
-        raise ValueError(f"{path}: workload = {excerpt(keys)}: expected a section, [workload]")
-    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise ValueError(f"{path}: table = {excerpt(tables)}: expected a [[table]] for each table")
-    _require_known(keys, _WORKLOAD_KEYS, f"{path}: [workload]")
-    _require_name(keys.get("name", path.stem), f"{path}: [workload]")
-    shapes = [
-        shape for number, table in enumerate(tables, 1) for shape in _shapes(table, f"{path}: [[table]] {number}")
-    ]
     try:
-        return Workload(**{"name": path.stem, **keys}, tables=tuple(shapes))
+        found = described(_File, document)
+        for number, table in enumerate(document.get("table", ())):
+            missing = next((key for key in _REQUIRED if key not in table), None)
+            if missing is not None:
+                raise ValueError(f'table[{number}]: key "{missing}" is missing')
+        shapes = tuple(shape for table in found.table for shape in table.shapes())
+        return Workload(**{**vars(found.workload), "name": found.workload.name or path.stem}, tables=shapes)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
 
-def _shapes(table: dict[str, Any], origin: str) -> list[TableShape]:
-    _require_known(table, _TABLE_KEYS, origin)
-    missing = next((key for key in _REQUIRED if key not in table), None)
-    if missing is not None:
-        raise ValueError(f"{origin} has no {missing}")
-    _require_name(table["name"], origin)
-    values = dict(table)
-    count = values.pop(_COUNT, None)
-    try:
-        if count is None:
-            return [TableShape(**values)]
-        require_int(count, _COUNT, 1, _MAX_ALIKE)
-        first = TableShape(**values)
-        return [replace(first, name=f"{first.name}{number}") for number in range(count)]
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{origin}: {error}") from None
+def describe_workload(workload: Workload) -> str:
+    """One line."""
+    rows = sum(table.num_embeddings for table in workload.tables)
+    ids = sum(table.pooling_factor for table in workload.tables)
+    dims = sorted({table.embedding_dim for table in workload.tables})
+    widths = f"{dims[0]}" if len(dims) == 1 else f"{dims[0]} to {dims[-1]}"
+    return (
+        f"{workload.name}: {len(workload.tables)} tables, {rows:,} rows of {widths} columns, "
+        f"{format_size(workload.table_bytes)}, {ids:g} lookups a sample, {workload.dense_flops / 1e6:g} Mflop a sample"
+    )
 
 
-def _require_known(keys: Iterable[str], known: Iterable[str], origin: str) -> None:
-    names = list(known)
-    for key in keys:
-        if key not in names:
-            raise ValueError(f"{origin}: unknown key {excerpt(key)}; {nearest(key, names, all_are='expected one of')}")
-
-
-def _require_name(name: object, origin: str) -> None:
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"{origin}: name = {excerpt(name)}: expected a text")
+def workload_toml(workload: Workload) -> str:
+    """TOML: ``[workload]``, and a ``[[table]]`` for each."""
+    lines = ["[workload]"]
+    lines += [
+        f"{each.name} = {toml_value(getattr(workload, each.name))}"
+        for each in fields(Workload)
+        if each.name != "tables"
+    ]
+    for table in workload.tables:
+        lines += ["", "[[table]]"]
+        lines += [f"{each.name} = {toml_value(getattr(table, each.name))}" for each in fields(TableShape)]
+    return "\n".join(lines) + "\n"

@@ -15,15 +15,13 @@ from ..kernels.jit import kernel
 from ..system.excerpt import excerpt
 from .prediction import Latency
 
-__all__ = ["LatencyBound", "Queue", "highest_rate", "latencies", "latency_alone", "latency_at", "parse_query_sizes"]
+__all__ = ["LatencyBound", "Queue", "latencies", "latency_alone", "latency_at", "parse_query_sizes"]
 
 Floats = NDArray[np.float64]
 
 NUM_QUERIES: Final = 100_000
 _WARM_SHARE: Final = 0.1
 """Of the queries, the first, which meet an emptier queue; they do not count."""
-_PRECISION: Final = 0.005
-_MAX_STEPS: Final = 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +54,6 @@ class Queue:
             raise ValueError(f"sizes={self.sizes!r}: expected samples of a query, each more than 0")
         if self.executors < 1:
             raise ValueError(f"executors={self.executors!r}: expected 1 or more")
-
-    @property
-    def mean_s(self) -> float:
-        """Seconds of a query alone, on average."""
-        return self.base_s + self.sample_s * float(np.mean(self.sizes))
 
     @property
     def rate_max(self) -> float:
@@ -131,29 +124,6 @@ def latency_at(queue: Queue, queries_per_s: float, *, num_queries: int = NUM_QUE
     settled = found[int(len(found) * _WARM_SHARE) :]
     p50, p95, p99 = np.quantile(settled, (0.5, 0.95, 0.99), method="higher").tolist()
     return Latency(queries_per_s, p50, p95, p99)
-
-
-def highest_rate(
-    queue: Queue, bound: LatencyBound, *, num_queries: int = NUM_QUERIES, seed: int = 0, precision: float = _PRECISION
-) -> float:
-    """The highest queries a second whose latency stays within the bound, to a precision; 0 if no rate's does.
-
-    By bisection; the rate is at most what can be answered at all.
-    """
-    low, high = 0.0, queue.rate_max
-    if not math.isfinite(high):
-        return high
-    if not bound.allows(latency_alone(queue)):
-        return 0.0
-    for _ in range(_MAX_STEPS):
-        if high - low <= precision * high:
-            break
-        middle = (low + high) / 2
-        if bound.allows(latency_at(queue, middle, num_queries=num_queries, seed=seed)):
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 def latency_alone(queue: Queue) -> Latency:

@@ -1,25 +1,16 @@
 """What a plan found: the answer and what supports it, for the terminal, the page and JSON."""
 
-import math
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from .curves import MissRatioCurve
+from .json_file import plain
 from .marginal import Marginal
-from .plan_file import PlanFile, to_dict
+from .plan_file import PlanFile
 from .prediction import Prediction, Setup
 from .search import describe_setup
 
-__all__ = ["Alternative", "Grid", "Line", "Placed", "PlanResult", "PricePart", "ShownCurve", "finite"]
-
-
-def finite(value: Any) -> Any:
-    """Nested dicts and lists without what JSON has no word for: None in place of infinities."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+__all__ = ["Alternative", "Grid", "Line", "Placed", "PlanResult", "PricePart", "ShownCurve"]
 
 
 class ShownCurve(NamedTuple):
@@ -136,27 +127,8 @@ class PlanResult:
     assumptions: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able; what is unbounded is None."""
-        found = {
-            "asked": to_dict(self.asked),
-            "prediction": self.prediction.to_dict(),
-            "searched": self.searched,
-            "num_setups": self.num_setups,
-            "curves": [each._asdict() | {"curve": each.curve.to_dict()} for each in self.curves],
-            "gains": [each._asdict() for each in self.gains],
-            "lines": [each._asdict() for each in self.lines],
-            "grid": None if self.grid is None else self.grid._asdict(),
-            "alternatives": [
-                {
-                    "setup": describe_setup(each.setup),
-                    "prediction": None if each.prediction is None else each.prediction.to_dict(),
-                    "reason": each.reason,
-                }
-                for each in self.alternatives
-            ],
-            "placements": [each._asdict() for each in self.placements],
-            "price_parts": [each._asdict() for each in self.price_parts],
-            "warnings": list(self.warnings),
-            "assumptions": list(self.assumptions),
-        }
-        return dict(finite(found))
+        """JSON-able; what is unbounded is None. Setups that were not chosen are a line each."""
+        found: dict[str, Any] = plain(self)
+        for own, each in zip(found["alternatives"], self.alternatives, strict=True):
+            own["setup"] = describe_setup(each.setup)
+        return found

@@ -1,7 +1,8 @@
 """What a prediction would be were one thing, or two, another; all else staying."""
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Final
 
@@ -10,7 +11,7 @@ from .host import Host
 from .prediction import Prediction, Setup
 from .result import Grid, Line
 
-__all__ = ["Predict", "batch_line", "ddr_line", "ddr_sizes", "exponent_line", "grid_of", "reads_line"]
+__all__ = ["Predict", "batch_line", "ddr_line", "ddr_sizes", "exponent_line", "grid_of"]
 
 Predict = Callable[[Setup, Demand], Prediction]
 """``model.predict`` with its other arguments given."""
@@ -38,7 +39,8 @@ def ddr_sizes(setup: Setup, steps: int = 2) -> tuple[float, ...]:
 
 def ddr_line(setup: Setup, demand: Demand, predict: Predict) -> Line:
     """Over the budget of host memory; beyond what the host has, as if it had more."""
-    return _line("DDR for rows", "bytes", ddr_sizes(setup), setup.ddr_bytes, demand, predict, with_ddr_of(setup))
+    at, sizes = with_ddr_of(setup), ddr_sizes(setup)
+    return _line("DDR for rows", "bytes", sizes, setup.ddr_bytes, lambda size: predict(at(size), demand))
 
 
 def with_ddr_of(setup: Setup) -> Callable[[float], Setup]:
@@ -52,17 +54,6 @@ def with_ddr_of(setup: Setup) -> Callable[[float], Setup]:
     return changed
 
 
-def reads_line(setup: Setup, demand: Demand, predict: Predict) -> Line | None:
-    """Over the reads that the drives answer; None without drives."""
-    now = _reads_per_s(setup.host)
-    if not now:
-        return None
-    values = [now * factor for factor in _FACTORS]
-    return _line(
-        "reads of a host's drives", "reads/s", values, now, demand, predict, lambda v: _with_reads(setup, v / now)
-    )
-
-
 def _reads_per_s(host: Host) -> float:
     return sum(drive.reads_per_s for drive in host.storage)
 
@@ -73,33 +64,21 @@ def _with_reads(setup: Setup, factor: float) -> Setup:
 
 
 def _line(
-    quantity: str,
-    unit: str,
-    values: Iterable[float],
-    chosen: float,
-    demand: Demand,
-    predict: Predict,
-    setup_at: Callable[[float], Setup],
+    quantity: str, unit: str, values: Iterable[float], chosen: float, predicted: Callable[[float], Prediction]
 ) -> Line:
     """Values at which nothing can be predicted, such as too little memory for a store to begin with, are left out."""
-    found = []
+    found: dict[float, Prediction] = {}
     for value in values:
-        try:
-            found.append((value, predict(setup_at(value), demand)))
-        except ValueError:
-            continue
-    return _line_of(quantity, unit, found, chosen)
-
-
-def _line_of(quantity: str, unit: str, found: Sequence[tuple[float, Prediction]], chosen: float) -> Line:
-    names = dict.fromkeys(load.resource for _, prediction in found for load in prediction.loads if load.seconds)
-    seconds = [{load.resource: load.seconds for load in prediction.loads} for _, prediction in found]
+        with contextlib.suppress(ValueError):
+            found[value] = predicted(value)
+    seconds = [{load.resource: load.seconds for load in each.loads if load.seconds} for each in found.values()]
+    names = dict.fromkeys(name for each in seconds for name in each)
     return Line(
         quantity,
         unit,
-        tuple(value for value, _ in found),
-        tuple(prediction.step_s for _, prediction in found),
-        tuple(prediction.samples_per_s for _, prediction in found),
+        tuple(found),
+        tuple(prediction.step_s for prediction in found.values()),
+        tuple(prediction.samples_per_s for prediction in found.values()),
         {name: tuple(each.get(name, 0.0) for each in seconds) for name in names},
         chosen,
     )
@@ -107,50 +86,37 @@ def _line_of(quantity: str, unit: str, found: Sequence[tuple[float, Prediction]]
 
 def batch_line(setup: Setup, policy: str, predict: Predict) -> Line:
     """Over the samples of a batch; by the law of the tables, since a trace has its own batches."""
+
+    def predicted(samples: float) -> Prediction:
+        workload = replace(setup.workload, batch_samples=int(samples))
+        return predict(replace(setup, workload=workload), Demand.analytic(workload, policy))
+
     now = setup.workload.batch_samples
-    found = []
-    for samples in sorted({max(1, round(now * factor)) for factor in _BATCH_FACTORS}):
-        try:
-            workload = replace(setup.workload, batch_samples=samples)
-            prediction = predict(replace(setup, workload=workload), Demand.analytic(workload, policy))
-        except ValueError:
-            continue
-        found.append((float(samples), prediction))
-    return _line_of("batch", "samples", found, float(now))
+    values = sorted({float(max(1, round(now * factor))) for factor in _BATCH_FACTORS})
+    return _line("batch", "samples", values, float(now), predicted)
 
 
 def exponent_line(setup: Setup, policy: str, predict: Predict) -> Line:
     """Over how uneven the accesses are: the exponents of all tables, moved together."""
-    found = []
-    for shift in _SHIFTS:
+
+    def predicted(shift: float) -> Prediction:
         tables = tuple(replace(each, exponent=max(0.0, each.exponent + shift)) for each in setup.workload.tables)
         workload = replace(setup.workload, tables=tables)
-        try:
-            prediction = predict(replace(setup, workload=workload), Demand.analytic(workload, policy))
-        except ValueError:
-            continue
-        found.append((shift, prediction))
-    return _line_of("change of all exponents", "", found, 0.0)
+        return predict(replace(setup, workload=workload), Demand.analytic(workload, policy))
+
+    return _line("change of all exponents", "", _SHIFTS, 0.0, predicted)
 
 
 def grid_of(setup: Setup, demand: Demand, predict: Predict) -> Grid | None:
     """Budgets of memory by reads of the drives; None without drives."""
     now = _reads_per_s(setup.host)
-    able = [size for size in ddr_sizes(setup, 1) if _can(setup, demand, predict, size)]
+    at = with_ddr_of(setup)
+    able = _line("", "", ddr_sizes(setup, 1), 0.0, lambda size: predict(at(size), demand)).values
     # The plan's own is among the most, and what is smallest changes least.
     sizes = able[-_GRID_SIZES:]
     if not now or len(sizes) < 2:
         return None
-    at = with_ddr_of(setup)
     rows = tuple(
         tuple(predict(_with_reads(at(size), factor), demand).samples_per_s for size in sizes) for factor in _FACTORS
     )
     return Grid(tuple(sizes), tuple(now * factor for factor in _FACTORS), rows, setup.ddr_bytes, now)
-
-
-def _can(setup: Setup, demand: Demand, predict: Predict, ddr_bytes: float) -> bool:
-    try:
-        predict(with_ddr_of(setup)(ddr_bytes), demand)
-    except ValueError:
-        return False
-    return True

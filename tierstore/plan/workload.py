@@ -1,7 +1,7 @@
 """A workload: the tables of a model, what a sample looks up in them, and what is computed beside."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Final, Literal, get_args
 
 from ..config import require_choice
@@ -10,7 +10,7 @@ from ..rows import MAX_ROWS, DtypeName, RowLayout
 from ..settings.options import check_ranges, option
 from ..system.excerpt import excerpt
 
-__all__ = ["OPTIMIZERS", "OptimizerName", "TableShape", "Workload"]
+__all__ = ["OPTIMIZERS", "OptimizerName", "TableShape", "TableSpec", "Workload"]
 
 OptimizerName = Literal["none", "sgd", "rowwise_adagrad", "adagrad", "adam"]
 OPTIMIZERS: Final[dict[str, type[Optimizer]]] = {kind.kind: kind for kind in (SGD, RowWiseAdagrad, Adagrad, Adam)}
@@ -28,6 +28,22 @@ class TableShape:
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        if not self.name:
+            raise ValueError("name='': expected a text")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSpec(TableShape):
+    """In a file: a table, or several alike, which are called by its name with a number."""
+
+    name: str = option("table", "its name; of several alike the beginning of theirs")
+    embedding_dim: int = option(16, "columns", low=1, high=1 << 16)
+    count: int = option(1, "tables that are so", low=1, high=1 << 16)
+
+    def shapes(self) -> list[TableShape]:
+        first = TableShape(**{each.name: getattr(self, each.name) for each in fields(TableShape)})
+        alike = range(self.count)
+        return [first] if self.count == 1 else [replace(first, name=f"{self.name}{number}") for number in alike]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,13 +1,14 @@
 """TOML to a frozen description made of sections and back, with errors that name the file, the key and the nearest
 valid one. Run files and plan files are such."""
 
+import contextlib
 import dataclasses
 import difflib
 import re
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from ..system.excerpt import excerpt
 from .toml_file import parse_toml, read_toml
@@ -15,6 +16,8 @@ from .toml_file import parse_toml, read_toml
 __all__ = [
     "ConfigError",
     "Override",
+    "converted",
+    "described",
     "load_sections",
     "parse_override",
     "sections_of",
@@ -152,11 +155,9 @@ def _section(known: Mapping[str, type], name: str, keys: Mapping[str, Any], sour
             hint = _nearest(key, hints, elsewhere)
             raise ConfigError(f'{source[key]}: unknown key "{_plain(key)}" in [{name}]{hint}')
         try:
-            values[key] = _convert(value, hints[key])
-        except TypeError as error:
-            raise ConfigError(f"{source[key]}: {name}.{key} = {excerpt(value)}: expected {error}") from None
+            values[key] = converted(value, hints[key], f"{name}.{key}")
         except ConfigError as error:
-            raise ConfigError(f"{source[key]}: {name}.{key}: {error}") from None
+            raise ConfigError(f"{source[key]}: {error}") from None
     try:
         return cls(**values)
     except ValueError as error:
@@ -181,60 +182,73 @@ def _nearest(name: str, valid: Iterable[str], elsewhere: Sequence[str] = ()) -> 
     return f"; expected one of {', '.join(names)}"
 
 
-def _convert(value: Any, annotation: Any) -> Any:
-    """``value`` as the annotated type; TypeError says what was expected."""
-    origin = get_origin(annotation)
+def converted(value: Any, annotation: Any, key: str, *, is_whole: bool = False) -> Any:
+    """What a file has as the annotated type: a number, text or truth value, one of some literals, a tuple of a list, a
+    dataclass of a table.
+
+    Args:
+        key: begins the error's text.
+        is_whole: as of ``described``.
+
+    Raises:
+        ConfigError: it is something else; says what was expected.
+    """
+    origin, is_number = get_origin(annotation), isinstance(value, int | float) and not isinstance(value, bool)
     if origin in (Union, types.UnionType):
-        options = get_args(annotation)
-        for option in options:
-            try:
-                return _convert(value, option)
-            except TypeError:
-                continue
-        raise TypeError(" or ".join(_describe(option) for option in options))
-    if origin is Literal:
-        matches = value in get_args(annotation)
+        for option in get_args(annotation):
+            with contextlib.suppress(ConfigError):
+                return converted(value, option, key)
+    elif origin is Literal:
+        if value in get_args(annotation):
+            return value
     elif origin is tuple:
         if isinstance(value, Sequence) and not isinstance(value, str):
-            return tuple(_convert(item, get_args(annotation)[0]) for item in value)
-        matches = False
+            (each, *_), items = get_args(annotation), enumerate(value)
+            return tuple(converted(item, each, f"{key}[{index}]", is_whole=is_whole) for index, item in items)
     elif dataclasses.is_dataclass(annotation):
         if isinstance(value, Mapping):
-            return _table(value, annotation)
-        matches = False
-    elif annotation is float:
-        matches = isinstance(value, int | float) and not isinstance(value, bool)
-        try:
-            value = float(value) if matches else value
-        except OverflowError:
-            matches = False
-    else:
-        matches = type(value) is annotation
-    if not matches:
-        raise TypeError(_describe(annotation))
-    return value
+            return described(cast(type[Any], annotation), value, key, is_whole=is_whole)
+    elif annotation is float and is_number:
+        with contextlib.suppress(OverflowError):
+            return float(value)
+    elif type(value) is annotation:
+        return value
+    raise ConfigError(f"{key} = {excerpt(value)}: expected {_describe(annotation)}")
 
 
-def _table(keys: Mapping[str, Any], cls: Any) -> Any:
-    """One table of a list of tables."""
-    hints = get_type_hints(cls)
-    values = {}
-    for key, value in keys.items():
+def described(
+    cls: type[_Description], table: Mapping[str, Any], where: str = "", *, is_whole: bool = False
+) -> _Description:
+    """A dataclass of a file's table.
+
+    Args:
+        where: the table is; begins the error's text, and the names of its keys.
+        is_whole: every field must be there, also those with a default.
+
+    Raises:
+        ConfigError: a key is unknown or missing, or its value cannot be; names it, and what is accepted.
+    """
+    hints, begin = get_type_hints(cls), f"{where}: " if where else ""
+    for key in table:
         if key not in hints:
-            raise ConfigError(f'unknown key "{_plain(key)}"{_nearest(key, hints)}')
-        try:
-            values[key] = _convert(value, hints[key])
-        except TypeError as error:
-            raise ConfigError(f"{key} = {excerpt(value)}: expected {error}") from None
+            raise ConfigError(f'{begin}unknown key "{_plain(key)}"{_nearest(key, hints)}')
+    for each in dataclasses.fields(cls):  # type: ignore[arg-type]
+        has_default = each.default is not dataclasses.MISSING or each.default_factory is not dataclasses.MISSING
+        if each.name not in table and (is_whole or not has_default):
+            raise ConfigError(f'{begin}key "{each.name}" is missing')
+    name = f"{where}." if where else ""
+    values = {key: converted(value, hints[key], f"{name}{key}", is_whole=is_whole) for key, value in table.items()}
     try:
         return cls(**values)
     except ValueError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(f"{begin}{error}") from None
 
 
 def _describe(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return " or ".join(f'"{option}"' for option in get_args(annotation))
+    if get_origin(annotation) in (Union, types.UnionType):
+        return " or ".join(map(_describe, get_args(annotation)))
     if get_origin(annotation) is tuple:
         return f"a list, each {_describe(get_args(annotation)[0])}"
     if dataclasses.is_dataclass(annotation):

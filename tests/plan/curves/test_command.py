@@ -1,6 +1,6 @@
 """``tierstore plan curve``: what it prints and writes, and what it says of mistakes."""
 
-import argparse
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.plan import commands
 from tierstore.plan import MissRatioCurve, once_a_batch
 from tierstore.plan.curves import by_table, curve, windows
-from tierstore.plan.curves.command import add_curve_arguments, run_curve
 from tierstore.plan.traces import read_accesses
 from tierstore.trace import TableTrace, Trace, read_trace, write_trace
 
@@ -29,10 +29,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "run.npz"
 
 
-def run(*words: object) -> int:
-    parser = argparse.ArgumentParser()
-    add_curve_arguments(parser)
-    return run_curve(parser.parse_args([str(word) for word in words]))
+run = functools.partial(commands.run, "curve")
 
 
 def read_curves(path: Path) -> dict[str, dict[str, MissRatioCurve]]:

@@ -11,7 +11,7 @@ from bench.data import criteo_keys
 from bench.planning.curves import one_batch, sampled_errors
 from bench.workload import ids_of
 from tierstore.plan.curves import POLICIES
-from tierstore.plan.curves.sampled import every_access, sample_of
+from tierstore.plan.curves.sampled import sample_of
 
 
 @pytest.mark.kernel
@@ -65,7 +65,7 @@ def test_popular_rows_whose_counts_have_more_than_sixteen_bits() -> None:
 
 def test_all_rows_are_no_sample() -> None:
     keys = np.arange(5)
-    assert every_access(keys, [0, 2, 5]) == (keys, [0, 2, 5], 1.0)
+    assert sample_of(keys, [0, 2, 5], 1.0) == (keys, [0, 2, 5], 1.0)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -1,15 +1,14 @@
 """A whole measurement, small: complete, saved, and nothing left behind."""
 
-import argparse
 import dataclasses
 import errno
 from pathlib import Path
 
 import pytest
 
+from tests.plan.commands import run
 from tierstore.plan import SoftwareCosts
 from tierstore.plan.measure import measurement
-from tierstore.plan.measure.command import add_measure_arguments, run_measure
 from tierstore.plan.measure.fit import STAGES, fit_costs
 from tierstore.plan.measure.loops import LoopSizes, measure_loops
 from tierstore.plan.measure.measurement import Measurement, measure, measure_host, sizes_for
@@ -110,19 +109,13 @@ def test_nothing_is_left_where_it_fails(tmp_path: Path, monkeypatch: pytest.Monk
     assert not list(tmp_path.iterdir())
 
 
-def options(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_measure_arguments(parser)
-    return parser.parse_args(words)
-
-
 def test_the_command_shows_and_saves(
     found: Measurement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("tierstore.plan.measure.command.measure", lambda *_, **__: found)
+    monkeypatch.setattr("tierstore.plan.measure.measure", lambda *_, **__: found)
     for suffix in ("json", "toml"):
         path = tmp_path / f"host.{suffix}"
-        assert run_measure(options("--dir", str(tmp_path), "--json", str(path))) == 0
+        assert run("measure", "--dir", str(tmp_path), "--json", str(path)) == 0
         assert read_host(path) == found.host
     shown = capsys.readouterr().out
     assert f"Saved as {tmp_path / 'host.json'}" in shown
@@ -133,13 +126,13 @@ def test_the_command_shows_and_saves(
 
 
 def test_the_command_looks_first_where_it_will_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tierstore.plan.measure.command.measure", lambda *_, **__: pytest.fail("a minute for nothing"))
+    monkeypatch.setattr("tierstore.plan.measure.measure", lambda *_, **__: pytest.fail("a minute for nothing"))
     taken = tmp_path / "host.json"
     taken.write_text("precious")
     with pytest.raises(FileExistsError, match="--force"):
-        run_measure(options("--json", str(taken)))
+        run("measure", "--json", str(taken))
     with pytest.raises(ValueError, match=r"ends in .json or .toml"):
-        run_measure(options("--json", str(tmp_path / "host.txt")))
+        run("measure", "--json", str(tmp_path / "host.txt"))
     with pytest.raises(FileNotFoundError, match="is not a directory; make it first"):
-        run_measure(options("--json", str(tmp_path / "none" / "host.json")))
+        run("measure", "--json", str(tmp_path / "none" / "host.json"))
     assert taken.read_text() == "precious"

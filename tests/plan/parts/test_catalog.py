@@ -1,15 +1,14 @@
 """Parts: every figure says where it is from, and follows from what it says."""
 
-import argparse
 import re
 import tomllib
 
 import pytest
 
+from tests.plan.commands import run
 from tierstore.plan.parts import Part, describe_parts, host_names, load_part, parts
 from tierstore.plan.parts.catalog import DATA, FIGURES, read_figure
-from tierstore.plan.parts.command import add_parts_arguments, run_parts
-from tierstore.plan.parts.hosts import example_hosts
+from tierstore.plan.parts.host_files import example_hosts
 
 EVERY = parts()
 KINDS = ["processors", "memory", "accelerators", "links", "storage", "networks"]
@@ -124,8 +123,6 @@ def test_the_list_names_every_part_and_host() -> None:
 
 
 def test_the_command_prints_the_list(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    add_parts_arguments(parser)
     for words, sources in (([], False), (["--sources"], True)):
-        assert run_parts(parser.parse_args(words)) == 0
+        assert run("parts", *words) == 0
         assert capsys.readouterr().out == describe_parts(sources=sources) + "\n"

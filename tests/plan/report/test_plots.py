@@ -8,9 +8,8 @@ import plotly.graph_objects as go
 import pytest
 
 from tests.plan.report.results import HOSTILE, made_curve, made_result, served_result
-from tierstore.plan.report.curve_plots import thinned
 from tierstore.plan.report.figure import Plot, byte_ticks, time_ticks
-from tierstore.plan.report.page import plots_of
+from tierstore.plan.report.plots import plots_of, thinned
 from tierstore.plan.result import PlanResult
 
 

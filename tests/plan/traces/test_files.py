@@ -11,8 +11,8 @@ import pytest
 from tests.packed import random_trace
 from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.plan import Accesses, accesses_of, once_a_batch
-from tierstore.plan.traces import oracle_general as records
-from tierstore.plan.traces import read_accesses, write_accesses
+from tierstore.plan.traces import foreign, read_accesses, write_accesses
+from tierstore.plan.traces.files import trace_of
 from tierstore.trace import TableTrace, Trace, write_trace
 
 ROW_BITS = 40
@@ -73,8 +73,6 @@ def test_npz_keeps_empty_batches(tmp_path: Path) -> None:
 
 
 def test_npz_keeps_samples_as_far_as_the_order_shows_them() -> None:
-    from tierstore.plan.traces.samples import trace_of
-
     offsets = np.array([0, 1, 2, 3, 4])
     trace = Trace(
         tables={"a": TableTrace(np.arange(4), offsets), "b": TableTrace(np.arange(4), offsets)}, batch_samples=2
@@ -100,9 +98,7 @@ def test_npz_of_a_key_without_a_table(tmp_path: Path) -> None:
 
 
 def test_more_accesses_than_rows_can_be_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tierstore.plan.traces import key_numbers
-
-    monkeypatch.setattr(key_numbers, "_MAX_NUMBERED", 3)
+    monkeypatch.setattr(foreign, "_MAX_NUMBERED", 3)
     np.save(tmp_path / "keys.npy", np.array([1 << 63] * 4, np.uint64))
     with pytest.raises(ValueError, match=r"keys.npy: 4 accesses; rows of at most 3 can be told apart: split the file"):
         read_accesses(tmp_path / "keys.npy")
@@ -139,10 +135,7 @@ def test_npy_of_hashes_is_rows_in_order_of_first_use(tmp_path: Path, dtype: Any)
 
 
 def test_files_longer_than_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tierstore.plan.traces import npy_keys
-
-    monkeypatch.setattr(npy_keys, "_CHUNK", 7)
-    monkeypatch.setattr(records, "_CHUNK", 7)
+    monkeypatch.setattr(foreign, "_CHUNK", 7)
     for seed in range(3):
         accesses = random_accesses(seed)
         accesses = accesses._replace(starts=np.arange(len(accesses.keys) + 1))
@@ -221,8 +214,8 @@ def test_oracle_general_is_written_as_libcachesim_reads_it(tmp_path: Path, name:
 def test_next_uses() -> None:
     for seed in range(4):
         keys = np.random.default_rng(seed).integers(0, 15, 200 if JIT_ENABLED else 60)
-        assert records.next_uses(keys).tolist() == brute_next_uses(keys.tolist())
-    assert not len(records.next_uses(np.empty(0, np.int64)))
+        assert foreign.next_uses(keys).tolist() == brute_next_uses(keys.tolist())
+    assert not len(foreign.next_uses(np.empty(0, np.int64)))
 
 
 def test_oracle_general_of_hashed_objects(tmp_path: Path) -> None:

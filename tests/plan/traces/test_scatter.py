@@ -5,7 +5,7 @@ import pytest
 
 from tests.plan.traces.chi_square import deviation
 from tierstore.kernels.jit import JIT_ENABLED
-from tierstore.plan.traces.scatter import scatter, scatter_of
+from tierstore.plan.traces.zipf import scatter, scatter_of
 
 pytestmark = pytest.mark.kernel
 

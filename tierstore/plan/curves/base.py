@@ -6,6 +6,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from ..json_file import plain
+
 __all__ = ["POLICIES", "MissRatioCurve"]
 
 POLICIES: Final = ("lru", "lfu", "tinylfu", "perfect-lfu", "opt")
@@ -44,14 +46,8 @@ class MissRatioCurve:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; ``from_dict`` reads it back."""
-        return {
-            "policy": self.policy,
-            "sizes": self.sizes.tolist(),
-            "miss_ratios": self.miss_ratios.tolist(),
-            "num_accesses": self.num_accesses,
-            "num_rows": self.num_rows,
-            "sampling_rate": self.sampling_rate,
-        }
+        found: dict[str, Any] = plain(self)
+        return found
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "MissRatioCurve":

@@ -13,7 +13,7 @@ from ...system.excerpt import excerpt
 from ..accesses import Accesses, numbered
 from .base import MissRatioCurve
 from .replays import Progress, replay_of
-from .sampled import Sample, every_access, sample_of, sampled_sizes
+from .sampled import Sample, sample_of, sampled_sizes
 
 __all__ = ["CurveOptions", "Window", "by_table", "curve", "curves_of", "default_sizes", "windows"]
 
@@ -36,14 +36,11 @@ class CurveOptions(TypedDict, total=False):
             size: 24. Up to all rows there are.
         sampling_rate: the share of the rows of the accesses that stands for all (``sampled``); 1, the default: every
             row.
-        correct: where a sample has more or fewer accesses than its share, they are taken to be hits too many or too
-            few, as SHARDS-adj does: the rows that make the difference are those that any cache has. Default: True.
         progress: told of accesses done, each once a replay.
     """
 
     sizes: Sequence[int] | Int64s | None
     sampling_rate: float
-    correct: bool
     progress: Progress | None
 
 
@@ -113,14 +110,12 @@ def _between(
     *,
     sizes: Sequence[int] | Int64s | None = None,
     sampling_rate: float = 1.0,
-    correct: bool = True,
     progress: Progress | None = None,
 ) -> list[MissRatioCurve]:
     """One curve for each window between ``bounds``."""
     _check(accesses, sampling_rate)
-    keys = accesses.keys
-    sample = every_access(keys, bounds) if sampling_rate == 1 else sample_of(keys, bounds, sampling_rate)
-    return curves_of(accesses, resolve_policy(policy), bounds, sizes, sample, correct, progress)
+    sample = sample_of(accesses.keys, bounds, sampling_rate)
+    return curves_of(accesses, resolve_policy(policy), bounds, sizes, sample, progress)
 
 
 def curves_of(
@@ -129,18 +124,18 @@ def curves_of(
     bounds: Sequence[int],
     sizes: Sequence[int] | Int64s | None,
     sample: Sample,
-    correct: bool,
     progress: Progress | None = None,
 ) -> list[MissRatioCurve]:
     """One for each window of ``accesses`` between ``bounds``, by a sample of them; see ``curve``."""
-    lengths, sampled = _shares(accesses, bounds), np.diff(sample.bounds)
-    if not sampled.all():
+    lengths = _shares(accesses, bounds)
+    if not np.diff(sample.bounds).all():
         raise ValueError(f"a window has no access in a sample of rate {sample.rate:.3g}; take fewer, or a higher rate")
     replay = replay_of(policy, sample.keys, sample.bounds, progress)
     rate = accesses.sampling_rate * sample.rate
     asked = default_sizes(policy, replay.num_rows, rate) if sizes is None else _checked(sizes)
-    expected = lengths * sample.rate if correct else sampled
-    shares = replay.misses(sampled_sizes(policy, asked, rate)) / expected[:, None]
+    # Where a sample has more or fewer accesses than its share, they are taken to be hits too many or too few, as
+    # SHARDS-adj does: the rows that make the difference are those that any cache has.
+    shares = replay.misses(sampled_sizes(policy, asked, rate)) / (lengths * sample.rate)[:, None]
     return [
         MissRatioCurve(
             policy=policy,

@@ -57,38 +57,27 @@ def replay_of(policy: str, keys: Int64s, bounds: Sequence[int], progress: Progre
     return _Distances(keys, bounds, told) if policy == "lru" else _Simulations(policy, keys, bounds, told)
 
 
-class _Histogram:
-    """Accesses by stack distance, without the distances that none has."""
-
-    def __init__(self, counts: Int64s) -> None:
-        self._distances = np.flatnonzero(counts)
-        self._up_to = np.append(0, np.cumsum(counts[self._distances]))
-
-    def below(self, distances: Int64s) -> Int64s:
-        """How many accesses are nearer."""
-        found: Int64s = self._up_to[np.searchsorted(self._distances, distances)]
-        return found
-
-
 class _Distances:
     """LRU."""
 
     def __init__(self, keys: Int64s, bounds: Sequence[int], progress: Progress) -> None:
-        stack, self._histograms = StackDistances(), []
+        accesses = numbered(keys)
+        stack, self._nearer = StackDistances(accesses), []
         for begin, end in itertools.pairwise(bounds):
+            histogram = np.zeros(accesses.num_rows, np.int64)
             for start in range(begin, end, _CHUNK):
-                stack.access(keys[start : min(end, start + _CHUNK)])
+                stack.count(start, min(end, start + _CHUNK), histogram)
                 progress(min(end, start + _CHUNK), len(keys))
-            self._histograms.append(_Histogram(stack.take_histogram()))
+            self._nearer.append(np.append(0, np.cumsum(histogram)))
         self._lengths = np.diff(bounds)
-        self.num_rows: Final = stack.num_rows
+        self.num_rows: Final = accesses.num_rows
 
     def misses(self, sizes: Float64s) -> Float64s:
-        low = np.floor(sizes).astype(np.int64)
-        at_low = np.stack([each.below(low) for each in self._histograms])
-        at_high = np.stack([each.below(low + 1) for each in self._histograms])
-        hits = at_low + (at_high - at_low) * (sizes - low)
-        missed: Float64s = self._lengths[:, None] - hits
+        low = np.minimum(np.floor(sizes), self.num_rows).astype(np.int64)
+        at_low, at_high = (
+            np.stack([each[ends] for each in self._nearer]) for ends in (low, low + (low < self.num_rows))
+        )
+        missed: Float64s = self._lengths[:, None] - (at_low + (at_high - at_low) * (sizes - low))
         return missed
 
 

@@ -1,28 +1,16 @@
 """A measurement for people: each figure, and what it means."""
 
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Final, NamedTuple
 
 from ...system.sizes import format_size
-from ..host import Accelerator, Host, Storage
+from ..host import Accelerator, Host, SoftwareCosts, Storage
 from .measurement import Measurement
 
 __all__ = ["describe"]
 
 _COLUMN: Final = 34
-_ROW_BYTES: Final = 264
-"""A row of 64 float32 with what row-wise Adagrad keeps of it."""
-_GROWING: Final = {
-    "pool": "pooling an id's row",
-    "pool_row": "  and a distinct row of the batch",
-    "pool_bag": "  and a bag",
-    "update": "training on an id",
-    "update_row": "  and a distinct row of the batch",
-    "update_bag": "  and a bag",
-    "miss": "bringing in a row",
-    "append": "appending a row that left",
-    "move": "moving a row, so that room comes free",
-}
 
 
 class _Line(NamedTuple):
@@ -38,7 +26,7 @@ def describe(found: Measurement) -> str:
         "Memory and cores": _memory(host),
         **{f"SSD {number}": _storage(each) for number, each in enumerate(host.storage)},
         **{f"GPU {number}": _accelerator(each) for number, each in enumerate(host.accelerators)},
-        "tierstore's own work, on one core": _costs(host),
+        "tierstore's own work, on one core: us or ns": _costs(host),
     }
     lines = [host.source]
     for title, section in sections.items():
@@ -78,21 +66,8 @@ def _accelerator(gpu: Accelerator) -> Iterator[_Line]:
 
 
 def _costs(host: Host) -> Iterator[_Line]:
-    costs = host.costs
-    yield _Line("a batch or a query", f"{costs.batch_us:,.0f} us", "whatever its ids")
-    yield _Line("  and each table but the first", f"{costs.table_us:,.1f} us", "")
-    yield _Line("a training step", f"{costs.step_us:,.0f} us", "beyond that, whatever its ids")
-    yield _Line("  and each table but the first", f"{costs.step_table_us:,.1f} us", "")
-    yield _Line("a batch brought in ahead", f"{costs.ahead_us:,.0f} us", "on the thread that does")
-    yield _Line("  and handed over", f"{costs.hand_over_us:,.0f} us", "on the thread that computes")
-    yield _Line("finding an id in a cache", f"{costs.admit_ns:,.1f} ns", "where not all rows fit")
-    yield _Line("  and a distinct row of the batch", f"{costs.admit_row_ns:,.1f} ns", "")
-    for name, what in _GROWING.items():
-        ns, ns_per_byte = getattr(costs, f"{name}_ns"), getattr(costs, f"{name}_ns_per_byte")
-        meaning = f"of {_ROW_BYTES} bytes: {ns:,.1f} + {ns_per_byte:.3f} a byte"
-        yield _Line(what, f"{ns + _ROW_BYTES * ns_per_byte:,.1f} ns", meaning)
-    yield _Line("asking for a page", f"{costs.read_ns:,.0f} ns", "of the device, beside its own time")
-    yield _Line("a transaction of appended rows", f"{costs.transaction_us:,.0f} us", "")
+    for each in fields(SoftwareCosts):
+        yield _Line(each.name, f"{getattr(host.costs, each.name):,.3g}", each.metadata["help"])
 
 
 def _reads(found: Measurement) -> Iterator[str]:

@@ -24,13 +24,11 @@ import torch
 from numpy.typing import NDArray
 
 from ...nn import KeyedJaggedTensor
-from .amounts import Amounts
-from .batch_loops import of_batches
-from .fit import Loop
+from .fit import Amounts, Loop
 from .memory import torch_threads
 from .page_cache import drop, warm
 from .subject import CHUNK, ROWS_FILE, Subject, drawn, fill, jagged, median_ns, opened, thread_ns
-from .write_loops import of_writes
+from .training_loops import of_batches, of_writes
 
 __all__ = ["DIMS", "Amounts", "LoopSizes", "measure_loops"]
 

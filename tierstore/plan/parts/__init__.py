@@ -2,8 +2,7 @@
 
 from .catalog import Figure, Part, load_part, parts
 from .describe import describe_parts
-from .host_files import read_host, write_host
-from .hosts import host_names, load_host
+from .host_files import host_names, load_host, read_host, write_host
 
 __all__ = [
     "Figure",

@@ -16,9 +16,12 @@ A figure that is set beside ``part`` stands in place of that of *one* such part.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+from ...settings.options import check_ranges, option
+from ...settings.sections import converted, described
 from ...system.excerpt import excerpt
 from ..host import Accelerator, Host, Link, Memory, Processor, SoftwareCosts, Storage
 from .catalog import FIGURES, load_part, require_name
@@ -42,24 +45,43 @@ _REQUIRED: Final = ("name", "processor", "memory", "network")
 _MOST_PARTS: Final = 4096
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    """What a table of a part says beside figures."""
+
+    part: str
+    count: int = option(1, "such parts", low=1, high=_MOST_PARTS)
+    channels: int = option(0, "of memory: how many channels they are in; 0: one each", low=0, high=_MOST_PARTS)
+    link: str = ""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
 class _Some(NamedTuple):
     """Parts of one name.
 
     Attributes:
-        number: how many.
-        figures: of one of them.
-        channels: of memory: how many channels they are in.
         link: of an accelerator: its way to the host.
+        figures: of one of them.
     """
 
-    name: str
-    number: int
-    channels: int
+    entry: _Entry
     link: str
     figures: dict[str, float]
 
     def total(self, figure: str) -> float:
-        return self.figures.get(figure, 0.0) * self.number
+        return self.figures.get(figure, 0.0) * self.entry.count
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Table:
+    """A host's file; the tables of parts are looked at by kind."""
+
+    name: str
+    title: str = ""
+    watts: float = 0.0
+    usd: float = 0.0
 
 
 @contextmanager
@@ -80,68 +102,56 @@ def compose(host: Mapping[str, Any], costs_of: Callable[[str], SoftwareCosts]) -
     Raises:
         ValueError: an unknown or missing key, an unknown part, a figure out of range; names the key and the nearest.
     """
+    if not isinstance(host, Mapping):
+        raise ValueError(f"expected a table, not {excerpt(host)}")
     for key in host:
         require_name(key, _KEYS, "key")
     for key in _REQUIRED:
         if key not in host:
             raise ValueError(f"key {key!r} is missing")
-    with naming("processor"):
-        processor = _some(host["processor"], "processors")
-    with naming("memory"):
-        memory = _some(host["memory"], "memory")
-    with naming("network"):
-        network = _some(host["network"], "networks")
-    with naming("costs"):
-        costs = _costs(host.get("costs", {"part": DEFAULT_COSTS}), costs_of)
-    drives = list(_list(host, "storage", "storage"))
-    accelerators = list(_list(host, "accelerators", "accelerators"))
+    own = described(_Table, {key: value for key, value in host.items() if key in vars(_Table)["__annotations__"]})
+    processor = _some(host["processor"], "processors", "processor")
+    memory = _some(host["memory"], "memory", "memory")
+    network = _some(host["network"], "networks", "network")
+    entry = host.get("costs", {"part": DEFAULT_COSTS})
+    with naming("costs") if isinstance(entry, str) else nullcontext():
+        costs = costs_of(entry) if isinstance(entry, str) else SoftwareCosts(**_some(entry, "costs", "costs").figures)
+    drives, accelerators = _list(host, "storage", "storage"), _list(host, "accelerators", "accelerators")
     listed = (processor, memory, *drives, *accelerators, network)
     return Host(
-        name=_text(host["name"], "name"),
+        name=own.name,
         processor=_processor(processor),
         ddr=_memory(memory),
         network=_network(network),
         costs=costs,
-        storage=tuple(each for some in drives for each in [Storage(**some.figures)] * some.number),
-        accelerators=tuple(each for some in accelerators for each in [_accelerator(some)] * some.number),
-        watts=_number(host.get("watts", 0.0), "watts"),
-        usd=_number(host.get("usd", 0.0), "usd"),
-        source="parts: " + ", ".join(f"{some.number} x {some.name}" for some in listed),
+        storage=tuple(each for some in drives for each in [Storage(**some.figures)] * some.entry.count),
+        accelerators=tuple(each for some in accelerators for each in [_accelerator(some)] * some.entry.count),
+        watts=own.watts,
+        usd=own.usd,
+        source="parts: " + ", ".join(f"{some.entry.count} x {some.entry.part}" for some in listed),
     )
 
 
-def _list(host: Mapping[str, Any], key: str, kind: str) -> Iterator[_Some]:
+def _list(host: Mapping[str, Any], key: str, kind: str) -> list[_Some]:
     entries = host.get(key, [])
     if not isinstance(entries, Sequence) or isinstance(entries, str):
         raise ValueError(f'{key}: expected a list, as [{{ part = "NAME", count = 2 }}], not {excerpt(entries)}')
-    for number, entry in enumerate(entries):
-        with naming(f"{key}[{number}]"):
-            yield _some(entry, kind)
+    return [_some(entry, kind, f"{key}[{number}]") for number, entry in enumerate(entries)]
 
 
-def _some(entry: Any, kind: str) -> _Some:
-    if not isinstance(entry, Mapping):
-        raise ValueError(f'expected a table, as {{ part = "NAME", count = 2 }}, not {excerpt(entry)}')
-    if "part" not in entry:
-        raise ValueError("key 'part' is missing: the name of a part; tierstore plan parts lists them")
-    part = load_part(kind, _text(entry["part"], "part"))
-    others = {"memory": ("channels",), "accelerators": ("link",)}.get(kind, ())
-    known = ("part", "count", *others, *FIGURES[kind])
-    for key in entry:
-        require_name(key, known, "key")
-    count = _count(entry.get("count", 1), "count")
-    figures = part.values() | {name: _number(value, name) for name, value in entry.items() if name in FIGURES[kind]}
-    return _Some(
-        part.name,
-        count,
-        _count(entry.get("channels", count), "channels"),
-        _text(entry["link"], "link") if "link" in entry else part.link,
-        figures,
-    )
-
-
-def _costs(entry: Any, costs_of: Callable[[str], SoftwareCosts]) -> SoftwareCosts:
-    return costs_of(entry) if isinstance(entry, str) else SoftwareCosts(**_some(entry, "costs").figures)
+def _some(entry: Any, kind: str, where: str) -> _Some:
+    with naming(where):
+        if not isinstance(entry, Mapping):
+            raise ValueError(f'expected a table, as {{ part = "NAME", count = 2 }}, not {excerpt(entry)}')
+        if "part" not in entry:
+            raise ValueError("key 'part' is missing: the name of a part; tierstore plan parts lists them")
+        others = {"memory": ("channels",), "accelerators": ("link",)}.get(kind, ())
+        for key in entry:
+            require_name(key, ("part", "count", *others, *FIGURES[kind]), "key")
+        said = described(_Entry, {key: value for key, value in entry.items() if key not in FIGURES[kind]})
+        part = load_part(kind, said.part)
+        changed = {key: converted(value, float, key) for key, value in entry.items() if key in FIGURES[kind]}
+        return _Some(said, said.link or part.link, part.values() | changed)
 
 
 def _processor(some: _Some) -> Processor:
@@ -152,10 +162,11 @@ def _processor(some: _Some) -> Processor:
 
 
 def _memory(some: _Some) -> Memory:
+    channels = some.entry.channels or some.entry.count
     return Memory(
         capacity_bytes=some.total("capacity_bytes"),
-        bytes_per_s=some.figures["bytes_per_s"] * some.channels,
-        row_bytes_per_s=some.figures["row_bytes_per_s"] * some.channels,
+        bytes_per_s=some.figures["bytes_per_s"] * channels,
+        row_bytes_per_s=some.figures["row_bytes_per_s"] * channels,
         watts=some.total("watts"),
         usd=some.total("usd"),
     )
@@ -175,21 +186,3 @@ def _accelerator(some: _Some) -> Accelerator:
         watts=own["watts"],
         usd=own["usd"],
     )
-
-
-def _text(value: Any, key: str) -> str:
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"{key}={excerpt(value)}: expected a text")
-    return value
-
-
-def _number(value: Any, key: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{key}={excerpt(value)}: expected a number")
-    return value
-
-
-def _count(value: Any, key: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST_PARTS:
-        raise ValueError(f"{key}={excerpt(value)}: expected a whole number from 1 to {_MOST_PARTS:,}")
-    return value

@@ -5,7 +5,7 @@ from typing import Final
 
 from ...system.sizes import format_size
 from .catalog import FIGURES, Part, parts
-from .hosts import example_hosts
+from .host_files import example_hosts
 
 __all__ = ["describe_parts"]
 

@@ -1,24 +1,34 @@
 """Hosts as files: all figures, as ``tierstore plan measure`` writes them, or parts by name (``compose``)."""
 
-import dataclasses
+import functools
 import json
 import os
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, cast, get_args, get_origin, get_type_hints
+from typing import Any, Final, TypeVar, cast
 
-from ...system.excerpt import excerpt
+from ...settings.sections import ConfigError, converted
 from ...system.output import require_new, write_text
 from ..host import Host, SoftwareCosts
-from .catalog import require_name
+from ..json_file import plain
+from .catalog import DATA, read_figure, require_name
 from .compose import compose, naming
 
-__all__ = ["host_from_dict", "host_to_dict", "read_host", "require_host_path", "require_writable", "write_host"]
+__all__ = [
+    "example_hosts",
+    "host_from_dict",
+    "host_names",
+    "load_host",
+    "read_host",
+    "require_host_path",
+    "require_writable",
+    "write_host",
+]
 
+_Kind = TypeVar("_Kind")
 _MAX_BYTES: Final = 1 << 20
 _MAX_REASON: Final = 200
-_FIGURES_BEFORE: Final = frozenset(("write_ns", "writes_per_s"))
 _DELETE: Final = "\\u007f"
 """A character that JSON leaves as it is in a text and TOML does not allow there."""
 
@@ -39,14 +49,9 @@ def read_host(path: str | os.PathLike[str]) -> Host:
 
 def host_from_dict(document: Any, folder: Path) -> Host:
     """The host that a parsed file describes; ``folder``: where files that it names are. Errors as of ``read_host``."""
-    if not isinstance(document, Mapping):
-        raise ValueError(f"expected a table, not {excerpt(document)}")
-    if set(document) != {"host"}:
-        found: Host = _read(Host, document, "")
-        return found
+    if not isinstance(document, Mapping) or set(document) != {"host"}:
+        return _whole(Host, document, "a host")
     with naming("host"):
-        if not isinstance(document["host"], Mapping):
-            raise ValueError(f"expected a table, not {excerpt(document['host'])}")
         return compose(document["host"], lambda name: _costs(folder / name))
 
 
@@ -56,8 +61,17 @@ def _costs(path: Path) -> SoftwareCosts:
         document = _document(path)
         if not isinstance(document, Mapping) or "costs" not in document:
             raise ValueError("expected a host as tierstore plan measure writes it, with 'costs'")
-        found: SoftwareCosts = _read(SoftwareCosts, document["costs"], "costs")
-        return found
+        return _whole(SoftwareCosts, document["costs"], "costs")
+
+
+def _whole(kind: type[_Kind], document: Any, what: str) -> _Kind:
+    """Every figure is there: one that is left out would count as 0."""
+    try:
+        return cast(_Kind, converted(document, kind, what, is_whole=True))
+    except ConfigError as error:
+        reason = str(error).removeprefix("a host: ").removeprefix("a host.")
+        hint = "; if an older tierstore wrote the file, run tierstore plan measure again" if "key " in reason else ""
+        raise ValueError(f"{reason}{hint}") from None
 
 
 def _document(path: Path) -> Any:
@@ -90,35 +104,6 @@ def require_writable(path: Path, *, force: bool) -> None:
     require_new(path, force=force)
 
 
-def _read(kind: Any, value: Any, key: str) -> Any:
-    """A field of a host from what stands in a file; ``key`` is where."""
-    if get_origin(kind) is tuple:
-        if not isinstance(value, list):
-            raise ValueError(f"{key}={excerpt(value)}: expected a list")
-        return tuple(_read(get_args(kind)[0], each, f"{key}[{number}]") for number, each in enumerate(value))
-    if not dataclasses.is_dataclass(kind):
-        if isinstance(value, bool) or not isinstance(value, (str,) if kind is str else (int, float)):
-            raise ValueError(f"{key}={excerpt(value)}: expected a {'text' if kind is str else 'number'}")
-        return value
-    hints, made = get_type_hints(kind), cast(Callable[..., Any], kind)
-    with naming(key):
-        if not isinstance(value, Mapping):
-            raise ValueError(f"expected a table, not {excerpt(value)}")
-        if before := _FIGURES_BEFORE & set(value):
-            raise ValueError(
-                f"an older tierstore wrote this file: {min(before)!r} is a cost of its way of writing; run "
-                "tierstore plan measure again"
-            )
-        for name in value:
-            require_name(name, hints, "key")
-        missing = next((name for name in hints if name not in value), None)
-        if missing is not None:
-            raise ValueError(f"key {missing!r} is missing")
-    found = {name: _read(hints[name], each, f"{key}.{name}" if key else name) for name, each in value.items()}
-    with naming(key):
-        return made(**found)
-
-
 def write_host(host: Host, path: str | os.PathLike[str], *, force: bool = False) -> None:
     """Write all figures of a host, in JSON or TOML by the end of the name; the file is there whole or not at all.
 
@@ -128,15 +113,9 @@ def write_host(host: Host, path: str | os.PathLike[str], *, force: bool = False)
     path = Path(path)
     with naming(str(path)):
         require_host_path(path)
-    document = host_to_dict(host)
+    document = plain(host)
     text = json.dumps(document, indent=1) + "\n" if path.suffix == ".json" else "\n".join(_toml(document, "")) + "\n"
     write_text(path, text, force=force)
-
-
-def host_to_dict(host: Host) -> dict[str, Any]:
-    """All figures by the names of their fields, as JSON has them."""
-    found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(host)))
-    return found
 
 
 def _toml(table: Mapping[str, Any], prefix: str) -> Iterator[str]:
@@ -150,3 +129,34 @@ def _toml(table: Mapping[str, Any], prefix: str) -> Iterator[str]:
         for each in [value] if isinstance(value, dict) else value:
             yield from ("", f"[{name}]" if isinstance(value, dict) else f"[[{name}]]")
             yield from _toml(each, f"{name}.")
+
+
+@functools.cache
+def example_hosts() -> dict[str, dict[str, Any]]:
+    """The tables of the hosts that ship, by name."""
+    return tomllib.loads((DATA / "hosts.toml").read_text())
+
+
+def host_names() -> tuple[str, ...]:
+    """Of the hosts that ship."""
+    return tuple(example_hosts())
+
+
+def load_host(name_or_path: str | os.PathLike[str]) -> Host:
+    """A host that ships, by its name, or that of a file (``read_host``): what has a slash in it or ends in .toml or
+    .json is a file.
+
+    Raises:
+        ValueError: no such host, or no such file, or it does not describe a host; names the key or the nearest name.
+    """
+    name = os.fspath(name_or_path)
+    if os.sep in name or Path(name).suffix in (".toml", ".json") or not isinstance(name_or_path, str):
+        return read_host(name)
+    require_name(name, host_names(), "host named")
+    table = example_hosts()[name]
+    base = {key: read_figure(table[key]).value for key in ("watts", "usd")}
+    return compose(table | base | {"name": name}, _no_file)
+
+
+def _no_file(name: str) -> SoftwareCosts:
+    raise AssertionError(f"a host that ships refers to the file {name}")

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from typing import Final
 
 from ...system.sizes import format_size
+from ..report.text import columns_of
+from ..report.words import duration, named
 from .plan import PlacementPlan
-from .sharding import ShardPlan
 
-__all__ = ["describe_comparison", "describe_placement", "describe_shards"]
+__all__ = ["describe_comparison", "describe_placement"]
 
 _PARTS_SHOWN: Final = 40
 _NAME_CHARACTERS: Final = 28
@@ -17,7 +18,7 @@ def describe_comparison(plans: Sequence[PlacementPlan]) -> str:
     """One line a strategy, in their order."""
     rows = [["strategy", "machines", "fits", "step", "samples/s", "bottleneck", "note"]]
     rows += [_compared(plan) for plan in plans]
-    return "\n".join(_aligned(rows))
+    return "\n".join(columns_of(rows))
 
 
 def _compared(plan: PlacementPlan) -> list[str]:
@@ -27,7 +28,7 @@ def _compared(plan: PlacementPlan) -> list[str]:
     fits = "yes" if plan.fits else "no"
     step = plan.step
     return [
-        plan.strategy, machines, fits, _seconds(step.step_s), f"{step.samples_per_s:,.0f}", step.bottleneck,
+        plan.strategy, machines, fits, duration(step.step_s), f"{step.samples_per_s:,.0f}", step.bottleneck,
         _lacks(plan),
     ]  # fmt: skip
 
@@ -43,7 +44,7 @@ def _lacks(plan: PlacementPlan) -> str:
 def describe_placement(plan: PlacementPlan) -> str:
     """What is where, how full each memory is, and what a step takes."""
     machines = f"{plan.hosts} x {plan.host}" + (f", {plan.servers} more as servers" if plan.servers else "")
-    lines = [f"{plan.strategy}: {_short(plan.workload, 40)} on {machines}"]
+    lines = [f"{plan.strategy}: {named(plan.workload)} on {machines}"]
     lines += [f"  does not fit: {plan.why}; {_lacks(plan)}"] if not plan.fits else []
     lines += _tiers(plan)
     if plan.step is not None:
@@ -57,7 +58,7 @@ def _tiers(plan: PlacementPlan) -> list[str]:
         [f"  {tier.tier}", *(format_size(size) for size in (tier.capacity_bytes, tier.used_bytes, tier.free_bytes))]
         for tier in plan.tiers
     ]
-    return _aligned(rows) if plan.tiers else []
+    return columns_of(rows) if plan.tiers else []
 
 
 def _loads(plan: PlacementPlan) -> list[str]:
@@ -67,12 +68,12 @@ def _loads(plan: PlacementPlan) -> list[str]:
     for load in sorted(filter(lambda load: load.seconds, step.loads), key=lambda load: -load.seconds):
         mark = "  <- bottleneck" if load.resource == step.bottleneck else ""
         work = format_size(load.amount) if load.unit == "bytes" else f"{load.amount:,.3g} {load.unit}"
-        rows.append([f"  {load.resource}", _seconds(load.seconds), work + mark])
+        rows.append([f"  {load.resource}", duration(load.seconds), work + mark])
     end = (
-        f"  in all {_seconds(step.step_s)}: {step.samples_per_s:,.0f} samples/s; {_seconds(step.overlapped_s)} a step "
+        f"  in all {duration(step.step_s)}: {step.samples_per_s:,.0f} samples/s; {duration(step.overlapped_s)} a step "
         "were everything overlapped"
     )
-    return [*_aligned(rows), end]
+    return [*columns_of(rows), end]
 
 
 def _placed(plan: PlacementPlan) -> list[str]:
@@ -81,50 +82,15 @@ def _placed(plan: PlacementPlan) -> list[str]:
         first, last = part.first_row, part.first_row + part.num_rows - 1
         columns = f"{part.first_column} - {part.first_column + part.num_columns - 1}"
         size = format_size(part.size_bytes)
-        rows.append([f"  {_short(part.table)}", part.tier, f"{part.place}", f"{first:,} - {last:,}", columns, size])
+        rows.append(
+            [
+                f"  {named(part.table, _NAME_CHARACTERS)}",
+                part.tier,
+                f"{part.place}",
+                f"{first:,} - {last:,}",
+                columns,
+                size,
+            ]
+        )
     more = len(plan.parts) - _PARTS_SHOWN
-    return ([*_aligned(rows), f"  and {more:,} more parts"] if more > 0 else _aligned(rows)) if plan.parts else []
-
-
-def describe_shards(plan: ShardPlan) -> str:
-    """Cost and bytes of each device, and which tables were split."""
-    lines = [
-        f"{plan.num_devices} devices, {len(plan.parts):,} parts: the busiest takes {_seconds(plan.cost_s)}, "
-        f"{plan.balance:.3f} times the mean; at most {plan.gap:.1%} above the least possible",
-    ]
-    rows = [["  device", "cost", "rows take", "of", "parts"]]
-    counts = [sum(part.device == device for part in plan.parts) for device in range(plan.num_devices)]
-    for device in range(min(plan.num_devices, _PARTS_SHOWN)):
-        cost, used = float(plan.device_costs_s[device]), format_size(int(plan.device_bytes[device]))
-        rows.append([f"  {device}", _seconds(cost), used, format_size(plan.budget_bytes), f"{counts[device]}"])
-    lines += _aligned(rows)
-    if plan.num_devices > _PARTS_SHOWN:
-        lines.append(f"  and {plan.num_devices - _PARTS_SHOWN:,} more devices")
-    lines += [
-        f"  table {_short(each.table)} is split by {each.kind} into {each.parts}: {each.why}"
-        for each in plan.split_tables[:_PARTS_SHOWN]
-    ]
-    return "\n".join(lines)
-
-
-def _short(name: str, limit: int = _NAME_CHARACTERS) -> str:
-    """A name from a file, which a terminal must not obey."""
-    shown = "".join(each if each.isprintable() else "?" for each in name[:limit])
-    return shown + ("..." if len(name) > limit else "")
-
-
-def _seconds(value: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if value * scale >= 1:
-            return f"{value * scale:,.3g} {unit}"
-    return f"{value * 1e9:,.3g} ns"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The first column to the left, the last as it is, those between to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for first, *middle, last in rows:
-        cells = [cell.rjust(width) for cell, width in zip(middle, widths[1:-1], strict=True)]
-        lines.append("  ".join([first.ljust(widths[0]), *cells, last]).rstrip())
-    return lines
+    return ([*columns_of(rows), f"  and {more:,} more parts"] if more > 0 else columns_of(rows)) if plan.parts else []

@@ -5,14 +5,28 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from ...errors import BudgetError
+from ..demand import Demand
 from ..host import Host
-from ..prediction import Prediction
+from ..model import predict
+from ..prediction import Prediction, Setup
 from ..tiers import file_of
 from ..workload import Workload
 from .plan import PlacedPart, PlacementPlan, Room, Step, StoreModel, TierUse
 
-__all__ = ["place_on_ssd", "stored_bytes"]
+__all__ = ["place_on_ssd", "planned_store", "stored_bytes"]
+
+
+def planned_store(policy: str = "auto") -> StoreModel:
+    """``predict`` with the demand that follows from the workload alone."""
+
+    def model(workload: Workload, host: Host, *, hosts: int, ddr_bytes: float, hbm_bytes: float) -> Prediction:
+        setup = Setup(
+            workload=workload, host=host, hosts=hosts, ddr_bytes=ddr_bytes, hbm_bytes=hbm_bytes, policy=policy,
+            threads=host.processor.cores,
+        )  # fmt: skip
+        return predict(setup, Demand.analytic(workload, policy))
+
+    return model
 
 
 def place_on_ssd(
@@ -38,24 +52,23 @@ def place_on_ssd(
     ddr = room.ddr_share * host.ddr.capacity_bytes
     try:
         prediction = store_model(workload, host, hosts=hosts, ddr_bytes=ddr, hbm_bytes=hbm)
-    except (BudgetError, ValueError) as error:
+    except ValueError as error:
         return dataclasses.replace(plan, why=str(error))
-    caches = tuple(_caches(workload, host, hosts, ddr, hbm))
-    return dataclasses.replace(plan, fits=True, tiers=(*caches, *plan.tiers), step=_step(prediction))
+    capacities = {"hbm": hosts * len(host.accelerators) * hbm, "ddr": hosts * ddr}
+    caches = tuple(
+        TierUse(tier, capacity, min(capacity, float(workload.table_bytes)))  # type: ignore[arg-type]
+        for tier, capacity in capacities.items()
+        if capacity or tier == "ddr"
+    )
+    overlapped = max((load.seconds for load in prediction.loads), default=prediction.step_s)
+    step = Step(prediction.loads, prediction.step_s, overlapped, prediction.samples_per_s, prediction.bottleneck)
+    return dataclasses.replace(plan, fits=True, tiers=(*caches, *plan.tiers), step=step)
 
 
 def stored_bytes(workload: Workload, hosts: int) -> int:
     """What the file of one host's rows takes at most."""
     files = (file_of(workload.layout(table), -(-table.num_embeddings // hosts), workload) for table in workload.tables)
     return math.ceil(sum(file.bytes for file in files))
-
-
-def _caches(workload: Workload, host: Host, hosts: int, ddr: float, hbm: float) -> Iterator[TierUse]:
-    """They are used as far as there are rows for them."""
-    if hbm:
-        capacity = hosts * len(host.accelerators) * hbm
-        yield TierUse("hbm", capacity, min(capacity, float(workload.table_bytes)))
-    yield TierUse("ddr", hosts * ddr, min(hosts * ddr, float(workload.table_bytes)))
 
 
 def _parts(workload: Workload, hosts: int) -> Iterator[PlacedPart]:
@@ -66,8 +79,3 @@ def _parts(workload: Workload, hosts: int) -> Iterator[PlacedPart]:
             if end > begin:
                 size = (end - begin) * row_bytes
                 yield PlacedPart(table.name, "ssd", host, begin, end - begin, 0, table.embedding_dim, size)
-
-
-def _step(prediction: Prediction) -> Step:
-    overlapped = max((load.seconds for load in prediction.loads), default=prediction.step_s)
-    return Step(prediction.loads, prediction.step_s, overlapped, prediction.samples_per_s, prediction.bottleneck)

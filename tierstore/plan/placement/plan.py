@@ -1,11 +1,11 @@
 """What is said of one way to place the tables."""
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, Protocol
 
 from ...settings.options import check_ranges, option
 from ..host import Host
+from ..json_file import plain
 from ..prediction import Prediction, ResourceLoad
 from ..workload import Workload
 
@@ -42,7 +42,7 @@ class StoreModel(Protocol):
         """Of one step, each host having an equal part of the rows; budgets are of one host and of one accelerator.
 
         Raises:
-            ValueError, BudgetError: it cannot be, and why.
+            ValueError: it cannot be, and why.
         """
         ...
 
@@ -130,15 +130,10 @@ class PlacementPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""
-        step = None if self.step is None else self.step._asdict()
-        if step is not None:
-            step["loads"] = [load._asdict() for load in step["loads"]]
-        fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
-        return fields | {
-            "parts": [part._asdict() for part in self.parts],
-            "tiers": [tier._asdict() | {"free_bytes": tier.free_bytes} for tier in self.tiers],
-            "step": step,
-        }
+        found: dict[str, Any] = plain(self)
+        for own, tier in zip(found["tiers"], self.tiers, strict=True):
+            own["free_bytes"] = tier.free_bytes
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)

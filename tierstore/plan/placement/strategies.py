@@ -12,13 +12,10 @@ from typing import Final, NamedTuple
 from ...config import require_choice, require_int
 from ..host import Host
 from ..workload import TableShape, Workload
-from .costs import LinearCost
 from .on_ssd import place_on_ssd
 from .plan import STRATEGIES, TIERS, PlacedPart, PlacedTier, PlacementPlan, Room, StoreModel, Strategy, TierUse
-from .shapes import Piece, Shapes
-from .sharding import ShardPlan, shard
-from .steps import Cluster, step
-from .traffic import TableDemand, expected_demand, row_rate
+from .spread import Piece, Shapes, spread
+from .steps import Cluster, TableDemand, expected_demand, step
 
 __all__ = ["HOSTS_MAX", "compare", "hottest", "place"]
 
@@ -148,9 +145,9 @@ def _place(request: _Request) -> PlacementPlan:
         return dataclasses.replace(plan, why="the host has no accelerator")
     if request.strategy == "remote" and not request.servers:
         request = request._replace(servers=_fewest_servers(request))
-    held = {tier: _hold(request, tier, tables) for tier, tables in _divided(request).items()}
     shapes = Shapes(request.workload)
-    cluster = Cluster(request.host, request.hosts, request.servers)
+    held = {tier: _hold(request, shapes, tier, tables) for tier, tables in _divided(request).items()}
+    cluster = Cluster(request.host, request.hosts)
     crowded = [tier for tier in tiers if held[tier].is_crowded]
     return dataclasses.replace(
         plan,
@@ -169,12 +166,11 @@ def _fewest_servers(request: _Request) -> int:
     needed = request.hosts_needed()
     if needed is None or needed > HOSTS_MAX:
         return 1
+    shapes, tables = Shapes(request.workload), request.workload.tables
     # A server's rest may be less than a row.
-    return next((count for count in range(needed, HOSTS_MAX) if _has_room(request._replace(servers=count))), needed)
-
-
-def _has_room(request: _Request) -> bool:
-    return not _hold(request, "remote", request.workload.tables).is_crowded
+    counts = range(needed, HOSTS_MAX)
+    held = (_hold(request._replace(servers=count), shapes, "remote", tables) for count in counts)
+    return next((len(each.by_place) for each in held if not each.is_crowded), needed)
 
 
 def _divided(request: _Request) -> dict[PlacedTier, tuple[TableShape, ...]]:
@@ -186,40 +182,23 @@ def _divided(request: _Request) -> dict[PlacedTier, tuple[TableShape, ...]]:
     return {"hbm": hot, "ddr": tuple(table for table in tables if table not in hot)}
 
 
-def _hold(request: _Request, tier: PlacedTier, tables: tuple[TableShape, ...]) -> _Held:
+def _hold(request: _Request, shapes: Shapes, tier: PlacedTier, tables: tuple[TableShape, ...]) -> _Held:
     """Tables over the places of a tier; as if there were room, where there is none."""
     places, budget = request.places(tier), request.budget(tier)
-    by_place: list[list[Piece]] = [[] for _ in range(places)]
-    capacity = float(places) * budget
-    if not tables:
-        return _Held(by_place, TierUse(tier, capacity, 0.0), False)
-    memory = request.host.accelerators[0].hbm if tier == "hbm" else request.host.ddr
-    model = LinearCost(bytes_per_s=row_rate(memory, tier))
-    workload = dataclasses.replace(request.workload, tables=tables)
-    plan = _shard(workload, places, budget, model)
-    is_crowded = plan is None
-    plan = plan or shard(workload, num_devices=places, budget_bytes=_UNLIMITED, cost_model=model)
-    indices = {table.name: index for index, table in enumerate(request.workload.tables)}
-    for part in plan.parts:
-        by_place[part.device].append(
-            Piece(indices[part.table], part.first_row, part.num_rows, part.first_column, part.num_columns)
-        )
-    return _Held(by_place, TierUse(tier, capacity, float(plan.device_bytes.sum())), is_crowded)
-
-
-def _shard(workload: Workload, places: int, budget: int, model: LinearCost) -> ShardPlan | None:
-    """None if they do not fit."""
-    if workload.table_bytes > places * budget:
-        return None
-    try:
-        return shard(workload, num_devices=places, budget_bytes=budget, cost_model=model)
-    except ValueError:
-        return None
+    indexes = [index for index, table in enumerate(request.workload.tables) if table in tables]
+    used = sum(table.num_embeddings * request.workload.layout(table).row_bytes for table in tables)
+    by_place = spread(shapes, indexes, places, budget) if used <= places * budget else None
+    is_crowded = by_place is None
+    by_place = by_place or spread(shapes, indexes, places, _UNLIMITED) or []
+    return _Held(by_place, TierUse(tier, float(places) * budget, float(used)), is_crowded)
 
 
 def _parts(shapes: Shapes, tier: PlacedTier, held: _Held) -> list[PlacedPart]:
     return [
-        PlacedPart(shapes.table(piece).name, tier, place, *piece[1:], shapes.size_bytes(piece))
+        PlacedPart(
+            shapes.table(piece).name, tier, place, piece.first_row, piece.num_rows, 0,
+            shapes.table(piece).embedding_dim, shapes.size_bytes(piece),
+        )
         for place, pieces in enumerate(held.by_place)
         for piece in pieces
-    ]
+    ]  # fmt: skip

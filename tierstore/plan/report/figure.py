@@ -5,7 +5,7 @@ Colours are names of the page's variables (``--c1``), which the page puts in, so
 
 import html
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 from ...system.sizes import format_size
@@ -13,16 +13,16 @@ from .words import duration, named, quantity
 
 __all__ = [
     "DASHES",
-    "INK",
-    "MARK",
     "TONES",
     "Plot",
     "Table",
     "axis",
+    "bars",
     "byte_ticks",
+    "drawn",
     "label",
     "log_axis",
-    "sentence",
+    "plan_mark",
     "ticks_at",
     "time_ticks",
 ]
@@ -30,9 +30,8 @@ __all__ = [
 TONES: Final = ("--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7")
 """Told apart by people who do not see all colours (M. Okabe, K. Ito, Color Universal Design, 2008)."""
 DASHES: Final = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
-INK: Final = "--ink"
-MARK: Final = "--mark"
 _MAX_TICKS: Final = 6
+Figure = dict[str, Any]
 Ticks = Callable[[float, float], tuple[list[float], list[str]]]
 
 
@@ -40,7 +39,7 @@ class Table(NamedTuple):
     """Text, as people read it; not escaped yet."""
 
     columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    rows: Sequence[Sequence[str]]
 
 
 class Plot(NamedTuple):
@@ -56,7 +55,7 @@ class Plot(NamedTuple):
     name: str
     title: str
     note: str
-    figure: dict[str, Any]
+    figure: Figure
     table: Table
     folded: bool = False
     is_open: bool = False
@@ -67,22 +66,42 @@ def label(text: str) -> str:
     return html.escape(named(text))
 
 
-def axis(title: str, **more: Any) -> dict[str, Any]:
+def drawn(x: Iterable[Any], y: Iterable[Any], hover: str, *, mode: str = "lines", **more: Any) -> Figure:
+    """Values as a line or dots; ``hover``: plotly's template of what pointing at one tells."""
+    return {"type": "scatter", "mode": mode, "x": list(x), "y": list(y), "hovertemplate": hover} | more
+
+
+def plan_mark(x: float, y: float, *, is_left: bool = False) -> Figure:
+    """Where the plan is."""
+    return drawn(
+        [x], [y], "this plan<extra></extra>", mode="markers+text", text=["this plan"], cliponaxis=False,
+        textposition="top left" if is_left else "top center", showlegend=False,
+        marker={"color": "--mark", "size": 12, "line": {"color": "--panel", "width": 2}},
+    )  # fmt: skip
+
+
+def bars(title: str, names: Sequence[str], values: Iterable[float], texts: Iterable[str], tones: Any) -> Figure:
+    """A bar to the right for each name, the last at the top; ``title``: of the values' axis."""
+    bar: Figure = {"type": "bar", "orientation": "h", "y": list(names), "x": list(values), "text": list(texts)}
+    bar |= {"marker": {"color": tones}, "hovertemplate": "%{y}: %{text}<extra></extra>"}
+    layout = {"xaxis": axis(title), "yaxis": {"type": "category"}, "height": 90 + 34 * max(1, len(names))}
+    return {"data": [bar], "layout": layout}
+
+
+def axis(title: str, **more: Any) -> Figure:
     return {"title": {"text": title}} | more
 
 
-def log_axis(title: str, values: Sequence[float], ticks: Ticks | None = None) -> dict[str, Any]:
+def log_axis(title: str, values: Sequence[float], ticks: Ticks | None = None) -> Figure:
     """A logarithmic axis around the values; ``ticks`` gives places and texts."""
-    found: dict[str, Any] = {"title": {"text": title}, "type": "log"}
     positive = [value for value in values if value > 0 and math.isfinite(value)]
     if not positive:
-        return found
+        return axis(title, type="log")
     low, high = min(positive), max(positive)
     pad = max(0.04 * math.log10(high / low), 0.05)
-    found["range"] = [math.log10(low) - pad, math.log10(high) + pad]
+    found = axis(title, type="log", range=[math.log10(low) - pad, math.log10(high) + pad])
     if ticks is not None:
-        places, texts = ticks(low / 10**pad, high * 10**pad)
-        found |= {"tickvals": places, "ticktext": texts}
+        found["tickvals"], found["ticktext"] = ticks(low / 10**pad, high * 10**pad)
     return found
 
 
@@ -103,13 +122,8 @@ def time_ticks(low: float, high: float) -> tuple[list[float], list[str]]:
     return kept, [duration(place) for place in kept]
 
 
-def ticks_at(values: Sequence[float], unit: str) -> dict[str, Any]:
+def ticks_at(values: Sequence[float], unit: str) -> Figure:
     """An axis's ticks at some of the values, the middle one among them."""
     step = max(1, math.ceil(len(values) / _MAX_TICKS))
     shown = values[len(values) // 2 % step :: step]
     return {"tickvals": list(shown), "ticktext": [quantity(value, unit if unit == "bytes" else "") for value in shown]}
-
-
-def sentence(text: str) -> str:
-    """With a capital."""
-    return text[:1].upper() + text[1:]

@@ -10,14 +10,28 @@ from ...rows import KEY_ROW_BITS
 from ...system.excerpt import excerpt
 from ...trace import Trace
 from ..accesses import Accesses, accesses_of
-from .histogram import ReuseBin, reuse_histogram
+from ..json_file import plain
 
-__all__ = ["TableSummary", "TraceSummary", "describe"]
+__all__ = ["ReuseBin", "TableSummary", "TraceSummary", "describe", "reuse_histogram"]
 
+HISTOGRAM_LOWS: Final = (0, *(1 << power for power in range(16)))
+"""Bins of Meta's published histograms: (0, 1], (1, 2], (2, 4], ... and above 32,768."""
 _TOP_SHARE: Final = 100
 _MAX_SHOWN: Final = 40
 _MAX_NAME: Final = 24
 _WHOLE: Final = 1000
+
+
+class ReuseBin(NamedTuple):
+    """Rows that are used more than ``low`` and at most ``high`` times; None: without a limit.
+
+    ``rows`` and ``accesses`` are shares of all.
+    """
+
+    low: int
+    high: int | None
+    rows: float
+    accesses: float
 
 
 class TableSummary(NamedTuple):
@@ -61,7 +75,8 @@ class TraceSummary(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""
-        return self._asdict() | {"total": _plain(self.total), "tables": [_plain(table) for table in self.tables]}
+        found: dict[str, Any] = plain(self)
+        return found
 
     def text(self) -> str:
         """Lines for a terminal."""
@@ -117,10 +132,6 @@ def _shown(name: str) -> str:
     return excerpt(name, _MAX_NAME - 3).replace("'", "")
 
 
-def _plain(table: TableSummary) -> dict[str, Any]:
-    return table._asdict() | {"reuse": [each._asdict() for each in table.reuse]}
-
-
 def _reuse_lines(total: TableSummary) -> list[str]:
     form = "{:<24} {:>10} {:>10}"
     lines = [form.format("uses of a row", "rows", "accesses")]
@@ -168,4 +179,17 @@ def _summary(
         top_share=top_uses / max(1, accesses),
         used_once=int(np.count_nonzero(uses == 1)),
         reuse=reuse_histogram(uses),
+    )
+
+
+def reuse_histogram(uses: NDArray[np.int64]) -> tuple[ReuseBin, ...]:
+    """Of the uses of each row, int64 [rows], 1 or more; all shares are 0 where there is no row."""
+    lows = np.array(HISTOGRAM_LOWS)
+    bins = np.searchsorted(lows, uses, side="left") - 1
+    rows = np.bincount(bins, minlength=len(lows)) / max(1, len(uses))
+    accesses = np.bincount(bins, weights=uses, minlength=len(lows)) / max(1, int(uses.sum()))
+    highs = (*HISTOGRAM_LOWS[1:], None)
+    return tuple(
+        ReuseBin(low, high, float(row_share), float(access_share))
+        for low, high, row_share, access_share in zip(HISTOGRAM_LOWS, highs, rows, accesses, strict=True)
     )

@@ -1,8 +1,9 @@
-"""libCacheSim's oracleGeneral traces.
+"""Row keys in other programs' files: numpy's arrays, and libCacheSim's oracleGeneral traces.
 
-A file is records of 24 bytes without a header, little-endian: uint32 time, uint64 object, uint32 its size in bytes,
-int64 the number, from 1 on, of the record that uses the object next, -1 (or the largest int64) if none does. Source:
-oracleGeneralBin.h and traceConv of github.com/1a1a11a/libCacheSim.
+An oracleGeneral file is records of 24 bytes without a header, little-endian: uint32 time, uint64 object, uint32 its
+size in bytes, int64 the number, from 1 on, of the record that uses the object next, -1 (or the largest int64) if none
+does.
+Source: oracleGeneralBin.h and traceConv of github.com/1a1a11a/libCacheSim.
 """
 
 from pathlib import Path
@@ -11,19 +12,76 @@ from typing import IO, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from ...config import require_int
 from ...kernels.jit import kernel
+from ...rows import KEY_ROW_BITS
+from ...system.excerpt import excerpt
 from ..accesses import Accesses, numbered
-from .key_numbers import accesses_by_number, require_numbered
 
-__all__ = ["RECORD", "next_uses", "read_oracle_general", "write_oracle_general"]
+__all__ = ["RECORD", "next_uses", "read_npy", "read_oracle_general", "write_npy", "write_oracle_general"]
 
 RECORD: Final = np.dtype([("time", "<u4"), ("object", "<u8"), ("size", "<u4"), ("next", "<i8")])
 _CHUNK: Final = 1 << 20
 _NEVER: Final = -1
-_FOREVER: Final = np.iinfo(np.int64).max
 _MAX_BATCHES: Final = 1 << 32
+_MAX_TABLES: Final = 4096
+_MAX_NUMBERED: Final = (1 << 31) - 1
 _SIZE: Final = 1
 """Rows of tables of different widths are not told apart; libCacheSim passes over objects of no size."""
+_KINDS: Final = ("int32", "int64", "uint32", "uint64")
+
+
+def _accesses(numbers: NDArray[np.uint64], batch_accesses: int) -> Accesses:
+    """Accesses to what the numbers, uint64 [n], name.
+
+    They are row keys, ``table index << 40 | row``, if no table's index is 4,096 or more; rows of one table are. All
+    others, as hashes are, become rows of one table, numbered from 0 in order of first use. Tables are called t0, t1,
+    ...
+
+    Raises:
+        ValueError, TypeError: there are too many to be numbered; ``batch_accesses`` is no number from 1.
+    """
+    require_int(batch_accesses, "batch_accesses", 1, 1 << 40)
+    tables = (int(numbers.max()) >> KEY_ROW_BITS) + 1 if len(numbers) else 1
+    keys: Any = numbers.view(np.int64)
+    if tables > _MAX_TABLES:
+        _require_numbered(len(keys))
+        keys, tables = numbered(keys).numbers.astype(np.int64), 1
+    starts = np.minimum(np.arange(0, len(keys) + batch_accesses, batch_accesses, dtype=np.int64), len(keys))
+    return Accesses(keys, starts, tuple(f"t{index}" for index in range(tables)))
+
+
+def _require_numbered(count: int) -> None:
+    """ValueError where ``accesses.numbered`` has no numbers left."""
+    if count > _MAX_NUMBERED:
+        raise ValueError(f"{count:,} accesses; rows of at most {_MAX_NUMBERED:,} can be told apart: split the file")
+
+
+def read_npy(path: Path, batch_accesses: int) -> Accesses:
+    """Read the array: 8 bytes of memory a key, and 24 where they are no row keys.
+
+    Raises:
+        ValueError: it is no such array, is cut short, or has a negative number.
+    """
+    try:
+        array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    except Exception as error:  # whatever numpy lets out for one broken file or another
+        raise ValueError(f"it is not one of numpy's arrays, or is cut short: {excerpt(str(error))}") from None
+    if array.ndim != 1 or array.dtype.newbyteorder("=").name not in _KINDS:
+        shape = list(array.shape)
+        raise ValueError(f"it holds {array.dtype} {shape}; keys are one array of one dimension: {', '.join(_KINDS)}")
+    negative = np.flatnonzero(array < 0)
+    if len(negative):
+        raise ValueError(
+            f"number {int(negative[0])} is {array[negative[0]]}; keys are 0 or more. Hashes of 64 bits are kept as "
+            "uint64"
+        )
+    return _accesses(array.astype(np.uint64), batch_accesses)
+
+
+def write_npy(accesses: Accesses, file: IO[bytes]) -> None:
+    """Write the row keys, int64; batches and names of tables are not in such a file."""
+    np.lib.format.write_array(file, accesses.keys, allow_pickle=False)
 
 
 def read_oracle_general(path: Path, batch_accesses: int) -> Accesses:
@@ -46,7 +104,7 @@ def read_oracle_general(path: Path, batch_accesses: int) -> Accesses:
                 raise ValueError("it became shorter while it was read")
             _require_possible(records["next"], begin)
             objects[begin : begin + len(records)] = records["object"]
-    return accesses_by_number(objects, batch_accesses)
+    return _accesses(objects, batch_accesses)
 
 
 def _require_possible(nexts: NDArray[np.int64], begin: int) -> None:
@@ -68,7 +126,7 @@ def write_oracle_general(accesses: Accesses, file: IO[bytes]) -> None:
     """
     if accesses.num_batches > _MAX_BATCHES:
         raise ValueError(f"{accesses.num_batches:,} batches; an oracleGeneral trace has times below 2^32")
-    require_numbered(len(accesses.keys))
+    _require_numbered(len(accesses.keys))
     nexts = next_uses(accesses.keys)
     for begin in range(0, len(nexts), _CHUNK):
         part = slice(begin, min(begin + _CHUNK, len(nexts)))
