@@ -239,7 +239,7 @@ class Trouble:
         self._left = -1
         self.raised = 0
         for owner, name, error in (
-            (pool, "take", ChecksumError), (pool, "put", KeyboardInterrupt), (cold, "write", DiskFullError)
+            (pool.transfers, "take", ChecksumError), (pool.transfers, "put", KeyboardInterrupt), (cold, "write", DiskFullError)
         ):  # fmt: skip
             monkeypatch.setattr(owner, name, self._failing(getattr(owner, name), error))
 
