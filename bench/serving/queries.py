@@ -5,9 +5,9 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from tierstore.serve.client.tensors import encode_request
+from tierstore.serve.client import encode_request
 from tierstore.serve.grpc.messages import message_class
-from tierstore.serve.tensors.binary import JSON_LENGTH_HEADER
+from tierstore.serve.tensors import JSON_LENGTH_HEADER
 
 from .zipf import Zipf
 

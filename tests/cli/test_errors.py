@@ -68,7 +68,7 @@ tierstore.cli.build_parser()
 print(*sorted(name for name in set(sys.modules) - before if name.startswith(("tierstore", "tqdm"))))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    light = ("", ".command", ".config", ".messages", ".waiting_threads")
+    light = ("", ".command", ".config", ".messages")
     of_serve = ["tierstore.serve" + name for name in light]
     of_cli = ["tierstore.cli", "tierstore.cli.commands", "tierstore.cli.entry"]
     of_settings = ["tierstore.settings.options"]

@@ -1,5 +1,7 @@
 """The body of an infer request: JSON with tensors, or with binary data behind it."""
 
+import asyncio
+
 import numpy as np
 import orjson
 
@@ -18,7 +20,8 @@ def run(data: bytes) -> None:
     try:
         call = _parse(body, None if length == 0xFFFF else length)
         # What was sent as bytes may not be text, which JSON needs.
-        sent = write_infer(InferResponse(model="m", version="1", id="", outputs=call.request.inputs), call.wanted)
+        response = InferResponse(model="m", version="1", id="", outputs=call.request.inputs)
+        sent = asyncio.run(write_infer(response, call.wanted))
     except ServeError as error:
         if error.status not in (Status.INVALID, Status.TOO_LARGE) or len(str(error)) > 1000:
             raise FindingError("not the error it should be") from error

@@ -91,5 +91,5 @@ class FakeEngine:
             raise ServeError(Status.INVALID, "input 'x' must be FP32 [-1, 3]")
         return {"y": InferTensor("FP32", np.ascontiguousarray(x.data * 2))}
 
-    def note_refused(self, protocol: str, error: Exception) -> None:
+    def note_refused(self, protocol: str, error: Exception, request_id: str = "") -> None:
         self.refused.append((protocol, error))

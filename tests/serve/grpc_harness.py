@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from tests.serve.fakes import FakeEngine
-from tierstore.serve.grpc.limits import GrpcLimits
 from tierstore.serve.grpc.server import GrpcServer
+from tierstore.serve.limits import Limits
 
 WAIT_SECONDS = 20
 
@@ -20,7 +20,7 @@ class Served:
     address: for a client.
     """
 
-    def __init__(self, limits: GrpcLimits | None, options: dict[str, Any]) -> None:
+    def __init__(self, limits: Limits | None, options: dict[str, Any]) -> None:
         self.engine = FakeEngine()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="grpc-server", daemon=True)
@@ -29,7 +29,7 @@ class Served:
         self.port = self.call(self.server.start())
         self.address = f"localhost:{self.port}" if "certificate" in options else f"127.0.0.1:{self.port}"
 
-    async def _make(self, limits: GrpcLimits | None, options: dict[str, Any]) -> GrpcServer:
+    async def _make(self, limits: Limits | None, options: dict[str, Any]) -> GrpcServer:
         return GrpcServer(self.engine, limits, **options)
 
     def call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -52,7 +52,7 @@ class Served:
 
 
 @contextmanager
-def serving(limits: GrpcLimits | None = None, **options: Any) -> Iterator[Served]:
+def serving(limits: Limits | None = None, **options: Any) -> Iterator[Served]:
     served = Served(limits, options)
     try:
         yield served

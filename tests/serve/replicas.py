@@ -9,20 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from starlette.applications import Starlette
-from starlette.middleware import Middleware
-from starlette.requests import Request
-from starlette.responses import JSONResponse
 
 import tierstore
 from tests.updates.support import SMALL
-from tierstore.serve.admin.app import admin_routes
-from tierstore.serve.admin.receiving import Receiver
+from tierstore.serve import admin
 
 WAIT_SECONDS = 30.0
 
 
-class Replica:
+class Shown:
     """The store of a server, which its process has open while others write it."""
 
     def __init__(self, directory: Path) -> None:
@@ -51,29 +46,15 @@ class Replica:
             self.store = None
 
 
-class RequireToken:
-    """The admin port's rule, so that a client without the token is seen."""
-
-    def __init__(self, app: Any, token: str) -> None:
-        self.app, self.token = app, token
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if Request(scope).headers.get("authorization") != f"Bearer {self.token}":
-            await JSONResponse({"error": "no token"}, 401)(scope, receive, send)
-        else:
-            await self.app(scope, receive, send)
-
-
 @contextlib.contextmanager
 def serving(
     directory: Path, *, token: str | None = None, port: int = 0, **settings: Any
-) -> Iterator[tuple[str, Replica]]:
+) -> Iterator[tuple[str, Shown]]:
     """The URL of a server, and its replica."""
-    replica = Replica(directory)
-    receiver = Receiver(directory, extra=replica.extra, refresh=lambda: replica.refresh(), **settings)
-    middleware = [] if token is None else [Middleware(RequireToken, token=token)]
-    replica.rollback = receiver.roll_back
-    app = Starlette(routes=[*receiver.routes(), *admin_routes(replica)], middleware=middleware)
+    replica = Shown(directory)
+    taker = admin.Replica(directory, extra=replica.extra, refresh=lambda: replica.refresh(), **settings)
+    replica.rollback = taker.roll_back
+    app = admin.admin_app([*taker.routes(), *admin.admin_routes(replica)], token=token)
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))

@@ -12,9 +12,8 @@ import httptools
 import uvloop
 
 from tests.serve.fakes import FakeEngine
+from tierstore.serve.limits import Limits
 from tierstore.serve.rest.app import RestApp
-from tierstore.serve.rest.limits import HttpLimits
-from tierstore.serve.rest.require_token import RequireToken
 from tierstore.serve.rest.server import HttpServer, TlsFiles
 
 SECONDS = 20.0
@@ -55,7 +54,7 @@ class RestServer:
 @contextmanager
 def serving(
     *,
-    limits: HttpLimits | None = None,
+    limits: Limits | None = None,
     token: str | None = None,
     tls: TlsFiles | None = None,
     listener: socket.socket | None = None,
@@ -66,10 +65,9 @@ def serving(
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     engine = engine or FakeEngine()
-    app = RestApp(engine, limits=limits)
+    app = RestApp(engine, limits=limits, token=token)
     refused: list[Exception] = []
-    guarded = app if token is None else RequireToken(app, token, on_refused=refused.append)
-    server = HttpServer(guarded, limits=limits, tls=tls, on_refused=refused.append)
+    server = HttpServer(app, limits=limits, tls=tls, on_refused=refused.append)
     running = RestServer(engine=engine, app=app, server=server, loop=loop, port=0, refused=refused)
     try:
         running.port = running.call(server.start(listener=listener))

@@ -25,7 +25,7 @@ from tritonclient.utils import InferenceServerException
 import tierstore
 from tests.following import Writer
 from tests.serve.whole import ADMIN, InThread, serving, wait_for
-from tierstore.serve.client.client import Client
+from tierstore.serve.client import Client
 from tierstore.serve.messages import ServeError, Status
 
 ROWS, DIM = 500, 8

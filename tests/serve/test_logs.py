@@ -1,13 +1,10 @@
 """The server's log: what a line has, and what clients cannot do to it."""
 
-import asyncio
-import contextvars
 import json
 import logging
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from datetime import datetime, timedelta
 from typing import Any
@@ -18,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.serve import logs
-from tierstore.serve.logs import JsonFormatter, TextFormatter, configure, log_refused, log_request, request_context
+from tierstore.serve.logs import Formatter, configure, log_refused, log_request
 from tierstore.serve.messages import InferRequest, ServeError, Status
 
 NASTY = 'a\n{"level": "INFO"}\r\x1b[31m\x00\x85\u2028\u202e"\\'
@@ -42,7 +39,7 @@ def record(message: str = "hello", **extra: Any) -> logging.LogRecord:
 
 
 def formatted(made: logging.LogRecord) -> dict[str, Any]:
-    line = JsonFormatter().format(made)
+    line = Formatter().format(made)
     assert line.isascii()
     assert line.isprintable()
     return json.loads(line)
@@ -82,7 +79,7 @@ def test_time_is_in_utc() -> None:
     made = record()
     made.created = 1.25
     assert formatted(made)["time"] == "1970-01-01T00:00:01.250Z"
-    assert TextFormatter().format(made).startswith("1970-01-01T00:00:01.250Z WARNING tierstore.test: hello")
+    assert Formatter(as_json=False).format(made).startswith("1970-01-01T00:00:01.250Z WARNING tierstore.test: hello")
 
 
 def test_strings_are_bounded() -> None:
@@ -90,7 +87,7 @@ def test_strings_are_bounded() -> None:
     assert len(line["model"]) < 300
     assert len(line["others"]) < 300
     assert len(line["message"]) < 5000
-    assert len(TextFormatter().format(record("m" * 100_000, model="x" * 100_000))) < 6000
+    assert len(Formatter(as_json=False).format(record("m" * 100_000, model="x" * 100_000))) < 6000
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), np.float32(2.5), 1 << 4000, object()])
@@ -104,18 +101,16 @@ def test_own_fields_cannot_be_replaced() -> None:
 
 @given(st.text())
 def test_no_text_breaks_a_line(text: str) -> None:
-    with request_context(text):
-        line = formatted(record(text, model=text))
-        assert len(TextFormatter().format(record(text, model=text)).splitlines()) == 1
+    line = formatted(record(text, model=text))
+    assert len(Formatter(as_json=False).format(record(text, model=text)).splitlines()) == 1
     assert line["message"] == text
     assert line["model"] == text
 
 
 def test_controls_are_escaped_in_text() -> None:
     half = NASTY + "\ud800"
-    with request_context(half):
-        line = TextFormatter().format(record(half, model=half, id="a status=OK"))
-        assert formatted(record(half))["message"] == half
+    line = Formatter(as_json=False).format(record(half, model=half, id="a status=OK"))
+    assert formatted(record(half))["message"] == half
     assert line.isprintable()
     assert "id='a status=OK'" in line, "quoted, as it could be taken for two fields"
 
@@ -130,10 +125,10 @@ def failing(formatter: logging.Formatter) -> str:
 
 
 def test_traceback() -> None:
-    line = failing(JsonFormatter())
+    line = failing(Formatter())
     assert line.isprintable()
     assert "in failing" in json.loads(line)["exception"]
-    first, *rest = failing(TextFormatter()).split("\n")
+    first, *rest = failing(Formatter(as_json=False)).split("\n")
     assert first.endswith("hello")
     assert len(rest) > 3
     assert all(part.startswith("    ") and part.isprintable() for part in rest)
@@ -148,45 +143,10 @@ def test_traceback_is_bounded() -> None:
     assert len(formatted(made)["exception"]) < 17_000
 
 
-# The request's id.
-
-
-def test_lines_of_a_request_carry_its_id() -> None:
-    with request_context("outer"):
-        with request_context("inner"):
-            assert formatted(record())["request_id"] == "inner"
-        assert formatted(record())["request_id"] == "outer"
-        assert formatted(record(request_id="given"))["request_id"] == "given"
-    assert "request_id" not in formatted(record())
-
-
-def test_ids_of_tasks_are_their_own() -> None:
-    async def task(name: str, barrier: asyncio.Barrier) -> str:
-        with request_context(name):
-            await barrier.wait()
-            return formatted(record())["request_id"]
-
-    async def both() -> list[str]:
-        barrier = asyncio.Barrier(2)
-        return await asyncio.gather(task("a", barrier), task("b", barrier))
-
-    assert asyncio.run(both()) == ["a", "b"]
-
-
-def test_id_goes_to_a_thread_with_the_context() -> None:
-    found: list[dict[str, Any]] = []
-    with request_context("r1"):
-        context = contextvars.copy_context()
-        thread = threading.Thread(target=context.run, args=(lambda: found.append(formatted(record())),))
-    thread.start()
-    thread.join(10)
-    assert found[0]["request_id"] == "r1"
-
-
 # All of the process.
 
 
-@pytest.mark.parametrize("name", ["tierstore.serve", "uvicorn", "uvicorn.error", "uvicorn.access", "grpc._cython", "x"])
+@pytest.mark.parametrize("name", ["tierstore.serve", "uvicorn.error", "grpc._cython"])
 def test_every_logger_writes_json_to_stderr(capsys: pytest.CaptureFixture[str], name: str) -> None:
     logging.getLogger("uvicorn").addHandler(logging.StreamHandler(sys.stdout))
     configure("INFO", as_json=True)
@@ -262,12 +222,11 @@ def test_request_that_succeeds(capsys: pytest.CaptureFixture[str]) -> None:
 def test_request_that_fails(capsys: pytest.CaptureFixture[str]) -> None:
     configure("INFO", as_json=True)
     log_request(request(version="6"), "NOT_FOUND", 0.001, error=ServeError(Status.NOT_FOUND, f"no {NASTY}"))
-    log_refused("grpc", ServeError(Status.INVALID, "bad"), model=NASTY)
+    log_refused("grpc", ServeError(Status.INVALID, "bad"), NASTY)
     failed, refused = lines(capsys)
     assert (failed["level"], failed["status"], failed["version"]) == ("WARNING", "NOT_FOUND", "6")
     assert failed["message"].startswith("request failed: no a\n")
-    assert (refused["status"], refused["protocol"], refused["model"]) == ("INVALID_ARGUMENT", "grpc", NASTY)
-    assert "request_id" not in refused
+    assert (refused["status"], refused["protocol"], refused["request_id"]) == ("INVALID_ARGUMENT", "grpc", NASTY)
 
 
 def test_flood_of_failures_is_thinned(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

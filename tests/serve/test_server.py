@@ -19,8 +19,8 @@ import tierstore
 from tests.serve.whole import FREE_PORTS, WAIT_SECONDS, command, wait_for
 from tests.updates.support import ROWS, change, contents, table_config
 from tierstore.cli import entry as cli
-from tierstore.serve import waiting_threads
 from tierstore.serve.client import Client
+from tierstore.serve.command import begin_anew
 from tierstore.serve.config import ServeConfig
 from tierstore.serve.workers import recording_paths, share_of
 from tierstore.system import sizes
@@ -98,7 +98,7 @@ def test_a_server_begins_anew_as_it_was_begun(
     monkeypatch.setattr(os, "execv", lambda *arguments: called.append(arguments))
     monkeypatch.setattr(sys, "orig_argv", ["python", *begun])
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    waiting_threads.begin_anew(["serve", "x.toml"])
+    begin_anew(["serve", "x.toml"])
     assert called == [(sys.executable, [sys.executable, *again])]
 
 
@@ -212,7 +212,7 @@ def free_ports(count: int) -> list[int]:
         return list(range(first, first + count))
 
 
-def test_workers_share_the_ports_and_are_started_again(store: Path, tmp_path: Path) -> None:
+def test_workers_share_the_ports_and_end_together(store: Path, tmp_path: Path) -> None:
     rest, grpc, admin, second = free_ports(4)
     ports = ["--port", str(rest), "--grpc-port", str(grpc), "--admin-port", str(admin), "--threads", "1"]
     log, record = tmp_path / "log", ["--record", str(tmp_path / "lookups.npz"), "--record-rate", "1"]
@@ -233,25 +233,12 @@ def test_workers_share_the_ports_and_are_started_again(store: Path, tmp_path: Pa
         names = [each for each in workers if "spawn_main" in " ".join(each.cmdline())]
         assert len(names) == 2
         names[0].kill()
-        names[0].wait(WAIT_SECONDS)
-
-        def both() -> bool:
-            try:
-                return len(served()) == 2
-            except httpx.HTTPError:
-                return False
-
-        wait_for(both)
-        wait_for(ask)
-        # As a terminal does on Ctrl-C: all of them are told, and none twice as hard.
-        for each in [*psutil.Process(server.process.pid).children(recursive=True), server.process]:
-            each.send_signal(signal.SIGINT)
-        assert server.wait() == 0
-    assert "is started again" in log.read_text()
+        assert server.wait() == 1
+    assert "all are stopped" in log.read_text()
     assert "Traceback" not in log.read_text()
     for each in workers:
         each.wait(WAIT_SECONDS)
-    # A worker that was killed leaves what it had written, and the one in its place records no more.
+    # A worker that was killed leaves what it had written.
     lookups = [read_trace(tmp_path / f"lookups.{worker}.npz").tables["item"].ids for worker in (0, 1)]
     assert max(map(len, lookups)) > 0
     assert all(set(ids.tolist()) <= {1, 2} for ids in lookups)
@@ -288,6 +275,6 @@ def test_workers_that_cannot_start_end_the_command(tmp_path: Path, capfd: pytest
     (tmp_path / "store" / "rows.lmdb").write_bytes(b"")
     assert cli.main(["serve", "--store", str(tmp_path / "store"), "--workers", "2", *ports]) == 1
     said = capfd.readouterr().err
-    assert "could not start" in said
+    assert "all are stopped" in said
     assert str(tmp_path / "store") in said
     assert "Traceback" not in said

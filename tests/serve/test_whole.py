@@ -26,12 +26,13 @@ from tests.train.runs import TRAIN_ROWS, config_of
 from tests.updates.support import ROWS, change, table_config
 from tierstore.cli import entry as cli
 from tierstore.serve import hot_rows
-from tierstore.serve.client.client import Client
+from tierstore.serve.client import Client
 from tierstore.serve.messages import ServeError, Status
 from tierstore.store.manifest import Manifest
 from tierstore.trace import read_trace
 from tierstore.train import train
 from tierstore.train.config import RunConfig
+from tierstore.updates import apply_update, write_update
 from tierstore.updates.publish import publish
 
 BATCH = 32
@@ -193,8 +194,8 @@ def test_an_update_that_cannot_be_shown_leaves_the_replica_where_it_was(tmp_path
             store["item"].write(ids, torch.full((3, 6), value))
             store.commit()
 
+    apply_update(tmp_path / "replica", write_update(source, tmp_path / "first").path)
     with serving(tmp_path / "replica", updates=True, dtype="int8") as server, Client(server.url) as client:
-        assert not publish(source, [server.admin])[0].error
         before = client.rows(ids, table="item")
         put(float("nan"))
         (failed,) = publish(source, [server.admin])
@@ -218,8 +219,8 @@ def test_a_table_that_was_gone_back_from_gives_its_place_to_another(tmp_path: Pa
             store["item"].write(ids, torch.full((3, 6), float(dim)))
             store.commit()
 
+    apply_update(tmp_path / "replica", write_update(source, tmp_path / "first").path)
     with serving(tmp_path / "replica", updates=True) as server, Client(server.url) as client:
-        assert not publish(source, [server.admin])[0].error
         bring("first", 3)
         assert not publish(source, [server.admin])[0].error
         assert client.rows(ids.numpy(), table="first").tolist() == [[1.0] * 3] * 3

@@ -61,5 +61,5 @@ class Engine(Protocol):
             ServeError: for all that can go wrong; nothing else.
         """
 
-    def note_refused(self, protocol: str, error: Exception) -> None:
+    def note_refused(self, protocol: str, error: Exception, request_id: str = "") -> None:
         """Count a request ("http" or "grpc") that was refused before it could be asked here."""

@@ -68,8 +68,8 @@ class StoreEngine:
         self._bags: BagCaches | None = None
         self._models = Models({}, None)  # the executor's
         self._served: dict[str, _Served] = {}  # the event loop's
-        self._version = 0
-        self._newest = 0
+        self.version = 0
+        self.newest_version = 0
         self._stale_since: float | None = None
         self._moving = asyncio.Lock()
         self._before = Stats(TierStats(), TierStats(), TierStats())
@@ -125,8 +125,8 @@ class StoreEngine:
             store.close()
             raise
         self._store, self._models = store, models
-        self._version = self._newest = _shown_version(store.version, store.extra)
-        _LOG.info("serving version %d of %s: %d models", self._version, store.directory, len(models.by_name))
+        self.version = self.newest_version = _shown_version(store.version, store.extra)
+        _LOG.info("serving version %d of %s: %d models", self.version, store.directory, len(models.by_name))
 
     def _warm_up(self, store: Store) -> None:
         if self._config.warm_up == "none":
@@ -157,7 +157,7 @@ class StoreEngine:
         def run(queries: Sequence[Any]) -> BatchResult:
             if self._models.by_name.get(model.name) is not model:  # the event loop has yet to hear of it
                 raise ServeError(Status.UNAVAILABLE, f"model {model.name!r} has changed with the version; ask again")
-            return BatchResult(str(self._version), model.run(queries))
+            return BatchResult(str(self.version), model.run(queries))
 
         return run
 
@@ -214,7 +214,6 @@ class StoreEngine:
 
     @property
     def is_ready(self) -> bool:
-        """See ``Engine``."""
         return self._is_ready and self.is_live
 
     def watch(self, task: "asyncio.Task[None]") -> None:
@@ -228,12 +227,10 @@ class StoreEngine:
             _LOG.critical("%s ended: this server cannot go on by itself", task.get_name(), exc_info=error)
 
     def models(self) -> tuple[ModelMetadata, ...]:
-        """See ``Engine``."""
-        return tuple(served.model.metadata(str(self._version)) for served in self._served.values())
+        return tuple(served.model.metadata(str(self.version)) for served in self._served.values())
 
     def model(self, name: str, version: str = "") -> ModelMetadata:
-        """See ``Engine``."""
-        return self._find(name, version).model.metadata(str(self._version))
+        return self._find(name, version).model.metadata(str(self.version))
 
     def _find(self, name: str, version: str) -> _Served:
         served = self._served.get(name)
@@ -241,29 +238,28 @@ class StoreEngine:
             raise ServeError(Status.UNAVAILABLE, "the server is not ready: it has no models yet; try again")
         if served is None:
             raise ServeError(Status.NOT_FOUND, f"there is no model {excerpt(name)}; {nearest(name, self._served)}")
-        if version not in ("", str(self._version)):
-            raise ServeError(Status.NOT_FOUND, f"version {excerpt(version)} is not served; {self._version} is")
+        if version not in ("", str(self.version)):
+            raise ServeError(Status.NOT_FOUND, f"version {excerpt(version)} is not served; {self.version} is")
         return served
 
     async def infer(self, request: InferRequest) -> InferResponse:
-        """See ``Engine``."""
         started = time.monotonic()
         try:
             response = await self._infer(request, started)
         except ServeError as error:
             self._note_answered(request, error.status, started)
-            if request.protocol != "grpc":  # whose front logs its requests itself
-                log_request(
-                    request, error.status.grpc, time.monotonic() - started, version=str(self._version), error=error
-                )
+            seconds = time.monotonic() - started
+            log_request(request, error.status.grpc, seconds, version=str(self.version), error=error)
+            raise
+        except asyncio.CancelledError:
+            log_request(request, "CANCELLED", time.monotonic() - started)
             raise
         except Exception as error:
             self._note_answered(request, Status.INTERNAL, started)
-            _LOG.exception("a request to model %s failed", excerpt(request.model))
+            _LOG.exception("a request to model %s failed", excerpt(request.model), extra={"request_id": request.id})
             raise ServeError(Status.INTERNAL, "the server failed; its log says why") from error
         self._note_answered(request, None, started)
-        if request.protocol != "grpc":
-            log_request(request, "OK", time.monotonic() - started, version=response.version)
+        log_request(request, "OK", time.monotonic() - started, version=response.version)
         return response
 
     def _note_answered(self, request: InferRequest, status: Status | None, started: float) -> None:
@@ -297,12 +293,11 @@ class StoreEngine:
                 if error.status is not Status.UNAVAILABLE or self._served.get(request.model) is served:
                     raise
 
-    def note_refused(self, protocol: str, error: Exception) -> None:
-        """See ``Engine``."""
+    def note_refused(self, protocol: str, error: Exception, request_id: str = "") -> None:
         status = error.status if isinstance(error, ServeError) else None
         self._metrics.refused(protocol, status)
-        if isinstance(error, ServeError) and protocol != "grpc":
-            log_refused(protocol, error)
+        if isinstance(error, ServeError):
+            log_refused(protocol, error, request_id)
 
     # Versions
 
@@ -322,7 +317,7 @@ class StoreEngine:
                     trace = None if isinstance(error, TierstoreError | ValueError | OSError) else error
                     until = " until this server is started again" if isinstance(error, StoreReplacedError) else ""
                     message = "version %d goes on to be served%s; to move on failed: %s"
-                    _LOG.error(message, self._version, until, said, exc_info=trace)
+                    _LOG.error(message, self.version, until, said, exc_info=trace)
                 await asyncio.sleep(_RETRY_SECONDS)
 
     async def refresh(self) -> int:
@@ -337,22 +332,22 @@ class StoreEngine:
 
     async def _move(self) -> int:
         if self._is_draining:
-            return self._version
+            return self.version
         if self._store is None:
             await self.start()
-            return self._version
+            return self.version
         started = time.monotonic()
         found = await self._in(self._looker, self._look)
         if found is None:
             self._stale_since = None
-            return self._version
-        self._newest = _shown_version(found.version.number, found.version.extra)
+            return self.version
+        self.newest_version = _shown_version(found.version.number, found.version.extra)
         self._stale_since = started
         await self._in(self._executor, self._show, found)
         self._serve_models()
         self._stale_since = None
-        self._metrics.updated(self._version, time.monotonic() - started)
-        return self._version
+        self._metrics.updated(self.version, time.monotonic() - started)
+        return self.version
 
     def _look(self) -> Newer | None:
         store = self._store
@@ -370,7 +365,7 @@ class StoreEngine:
         except BaseException:
             newer.close()
             raise
-        self._version = _shown_version(store.version, store.extra)
+        self.version = _shown_version(store.version, store.extra)
         if self._bags is not None:
             self._bags.renew(store)
         config = self._config
@@ -379,7 +374,6 @@ class StoreEngine:
         )
 
     async def rollback(self) -> int:
-        """See ``Admin``."""
         if self._roll_back is None:
             raise ServeError(
                 Status.INVALID,
@@ -392,29 +386,16 @@ class StoreEngine:
         self._roll_back = roll_back
 
     async def drain(self) -> None:
-        """See ``Admin``."""
         self._is_draining, self._is_ready = True, False
 
     # Source
 
     @property
-    def version(self) -> int:
-        """See ``Source``."""
-        return self._version
-
-    @property
-    def newest_version(self) -> int:
-        """See ``Source``."""
-        return self._newest
-
-    @property
     def staleness_seconds(self) -> float:
-        """See ``Source``."""
         since = self._stale_since
         return 0.0 if since is None else time.monotonic() - since
 
     def stats(self) -> Stats:
-        """See ``Source``."""
         store = self._store
         try:
             return self._before if store is None else store.stats()
@@ -422,11 +403,9 @@ class StoreEngine:
             return self._before
 
     def pooled(self) -> PooledStats | None:
-        """See ``Source``."""
         return None if self._bags is None else self._bags.stats()
 
     def tables(self) -> Sequence[TableInfo]:
-        """See ``Source``."""
         store = self._store
         return [
             TableInfo(name, table.config.num_embeddings, table.config.embedding_dim, table.layout.dtype)
@@ -434,7 +413,6 @@ class StoreEngine:
         ]
 
     def queued_samples(self) -> Mapping[str, int]:
-        """See ``Source``."""
         return {name: served.batcher.num_waiting_samples for name, served in self._served.items()}
 
     @property

@@ -9,16 +9,13 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, Final
 
 from ..system.excerpt import excerpt
 from .messages import InferRequest, ServeError
 
-__all__ = ["JsonFormatter", "TextFormatter", "configure", "log_refused", "log_request", "request_context"]
+__all__ = ["Formatter", "configure", "log_refused", "log_request"]
 
 MAX_VALUE_CHARACTERS: Final = 256
 MAX_MESSAGE_CHARACTERS: Final = 4096
@@ -26,22 +23,37 @@ MAX_TRACEBACK_CHARACTERS: Final = 16384
 MAX_FAILURES_PER_SECOND: Final = 20
 """Lines about failed requests, of each status; what is left out is counted by the next line."""
 
-_FOREIGN_LOGGERS: Final = ("grpc", "uvicorn", "uvicorn.access", "uvicorn.asgi", "uvicorn.error")
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"asctime", "color_message", "message", "taskName"}
 """Attributes of a record that are no field of ours; uvicorn adds a message with colours."""
 
 _requests = logging.getLogger("tierstore.serve.requests")
-_request_id: ContextVar[str] = ContextVar("tierstore_request_id", default="")
 
 
-@contextmanager
-def request_context(request_id: str) -> Iterator[None]:
-    """While it lasts, lines logged by this task or thread carry the request's id."""
-    token = _request_id.set(request_id)
-    try:
-        yield
-    finally:
-        _request_id.reset(token)
+class Formatter(logging.Formatter):
+    """An object with time (UTC), level, logger, message, the record's extra fields, and exception if there is one.
+
+    Args:
+        as_json: JSON in ASCII; else the same for people, in the same order.
+    """
+
+    def __init__(self, *, as_json: bool = True) -> None:
+        super().__init__()
+        self._as_json = as_json
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        line: dict[str, Any] = {"time": time, "level": record.levelname, "logger": record.name}
+        line["message"] = _cut(record.getMessage(), MAX_MESSAGE_CHARACTERS)
+        fields = {
+            name: _field(value) for name, value in vars(record).items() if name not in _STANDARD and name not in line
+        }
+        trace = self.formatException(record.exc_info)[-MAX_TRACEBACK_CHARACTERS:] if record.exc_info else ""
+        if self._as_json:
+            # Escapes all beyond ASCII, so no character can end the line. NaN would be no JSON.
+            return json.dumps(line | fields | ({"exception": trace} if trace else {}), allow_nan=False)
+        extra = "".join(f" {name}={_shown(value)}" for name, value in fields.items())
+        text = f"{time} {record.levelname:<7} {record.name}: {_printable(line['message'])}{extra}"
+        return "\n    ".join([text, *map(_printable, trace.splitlines())])
 
 
 def _cut(text: str, limit: int) -> str:
@@ -49,24 +61,11 @@ def _cut(text: str, limit: int) -> str:
 
 
 def _field(value: object) -> bool | int | float | str | None:
+    if isinstance(value, float) and value - value != 0:
+        return repr(value)
     if value is None or isinstance(value, bool | int | float):
         return value
     return _cut(value, MAX_VALUE_CHARACTERS) if isinstance(value, str) else excerpt(value, MAX_VALUE_CHARACTERS)
-
-
-def _fields(record: logging.LogRecord) -> dict[str, bool | int | float | str | None]:
-    """What the record has beside its message, the request's id first."""
-    request_id = _request_id.get()
-    fields = {"request_id": _field(request_id)} if request_id else {}
-    return fields | {name: _field(value) for name, value in vars(record).items() if name not in _STANDARD}
-
-
-def _time(record: logging.LogRecord) -> str:
-    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
-def _message(record: logging.LogRecord) -> str:
-    return _cut(record.getMessage(), MAX_MESSAGE_CHARACTERS)
 
 
 def _printable(text: str) -> str:
@@ -80,53 +79,12 @@ def _shown(value: object) -> str:
     return text if text.isprintable() and text and not set(text) & set(" '\"=") else repr(text)
 
 
-class _Formatter(logging.Formatter):
-    """What both have in common: the traceback, its end kept where it is too long."""
-
-    def traceback(self, record: logging.LogRecord) -> str:
-        text = self.formatException(record.exc_info) if record.exc_info else ""
-        return text if len(text) <= MAX_TRACEBACK_CHARACTERS else "..." + text[-MAX_TRACEBACK_CHARACTERS:]
-
-
-class JsonFormatter(_Formatter):
-    """An object with time (UTC), level, logger, message, the record's extra fields, and exception if there is one."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, Any] = {
-            "time": _time(record),
-            "level": record.levelname,
-            "logger": record.name,
-            "message": _message(record),
-        }
-        line |= {name: value for name, value in _fields(record).items() if name not in line}
-        if record.exc_info:
-            line["exception"] = self.traceback(record)
-        # Escapes all beyond ASCII, so no character can end the line. NaN would be no JSON.
-        return json.dumps({name: _finite(value) for name, value in line.items()}, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    return repr(value) if isinstance(value, float) and value - value != 0 else value
-
-
-class TextFormatter(_Formatter):
-    """A line to be read by people; a traceback follows it, indented."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        extra = "".join(f" {name}={_shown(value)}" for name, value in _fields(record).items())
-        line = f"{_time(record)} {record.levelname:<7} {record.name}: {_printable(_message(record))}{extra}"
-        return "".join([line, *(f"\n    {_printable(part)}" for part in self.traceback(record).splitlines())])
-
-
-class _StderrHandler(logging.Handler):
+class _StderrHandler(logging.StreamHandler[Any]):
     """Writes to whatever ``sys.stderr`` is at the moment."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        try:
-            sys.stderr.write(self.format(record) + "\n")
-            sys.stderr.flush()
-        except Exception:
-            self.handleError(record)
+        self.stream = sys.stderr
+        super().emit(record)
 
 
 def configure(level: str | int = "INFO", as_json: bool = True) -> None:
@@ -141,13 +99,10 @@ def configure(level: str | int = "INFO", as_json: bool = True) -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     root = logging.getLogger()
     root.setLevel(level)
-    for handler in list(root.handlers):
-        if isinstance(handler, _StderrHandler):
-            root.removeHandler(handler)
     handler = _StderrHandler()
-    handler.setFormatter(JsonFormatter() if as_json else TextFormatter())
-    root.addHandler(handler)
-    for name in _FOREIGN_LOGGERS:
+    handler.setFormatter(Formatter(as_json=as_json))
+    root.handlers = [*(each for each in root.handlers if not isinstance(each, _StderrHandler)), handler]
+    for name in ("grpc", "uvicorn", "uvicorn.access", "uvicorn.asgi", "uvicorn.error"):
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.setLevel(logging.NOTSET)
@@ -189,7 +144,6 @@ def log_request(
     """Log a request that was answered: at DEBUG if its status is "OK", at WARNING, so many a second, if it failed.
 
     Args:
-        request: as it was asked.
         status: "OK", or the name of the gRPC status (``Status.grpc``).
         seconds: from its arrival to its answer.
         version: of the store that answered.
@@ -209,9 +163,8 @@ def log_request(
         _log_failure(status, f"request failed: {error}" if error else "request failed", fields)
 
 
-def log_refused(protocol: str, error: ServeError, *, model: str = "", request_id: str = "") -> None:
-    """Log a request that could not be read or was not let in, with what little is known of it."""
-    fields = {"request_id": request_id, "model": model, "protocol": protocol, "status": error.status.grpc}
-    _log_failure(
-        error.status.grpc, f"request refused: {error}", {name: value for name, value in fields.items() if value}
-    )
+def log_refused(protocol: str, error: ServeError, request_id: str) -> None:
+    """Log a request that could not be read or was not let in; its id is "" if that is not known."""
+    fields = {"request_id": request_id} if request_id else {}
+    fields |= {"protocol": protocol, "status": error.status.grpc}
+    _log_failure(error.status.grpc, f"request refused: {error}", fields)

@@ -13,18 +13,15 @@ import uvloop
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from .admin.app import admin_app, admin_routes
-from .admin.receiving import Receiver
+from .admin import Replica, admin_app, admin_routes
 from .config import ServeConfig
 from .engine import StoreEngine
-from .grpc.limits import MAX_COUNT, GrpcLimits
 from .grpc.server import GrpcServer
+from .limits import Limits
 from .logs import configure
 from .monitoring.app import monitoring_routes
 from .monitoring.metrics import Metrics
 from .rest.app import RestApp
-from .rest.limits import HttpLimits
-from .rest.require_token import RequireToken
 from .rest.server import HttpServer, TlsFiles, listen
 from .source import SourceCollector
 
@@ -58,25 +55,25 @@ class Server:
         self.metrics = Metrics([], worker=worker)
         self.engine = StoreEngine(config, self.metrics)
         self.metrics.add(SourceCollector(self.engine))
-        limits = HttpLimits(
+        limits = Limits(
             body_bytes=config.body_bytes,
-            bodies_bytes=max(HttpLimits().bodies_bytes, config.body_bytes),
+            bodies_bytes=max(Limits().bodies_bytes, config.body_bytes),
             connections=config.connections,
             receive_seconds=config.receive_seconds,
         )
-        self._http = HttpServer(self._public_app(limits), limits=limits, tls=tls, on_refused=self._note_refused)
+        self._http = HttpServer(
+            RestApp(self.engine, limits=limits, token=self._token),
+            limits=limits,
+            tls=tls,
+            on_refused=self._note_refused,
+        )
         self._admin = HttpServer(self._admin_app(), tls=tls)
         self._grpc = GrpcServer(
             self.engine,
-            GrpcLimits(
-                max_request_bytes=config.body_bytes,
-                max_held_bytes=max(GrpcLimits().max_held_bytes, config.body_bytes),
-                max_connections=min(config.connections, MAX_COUNT),
-                receive_seconds=config.receive_seconds,
-                reuse_port=config.workers > 1,
-            ),
+            limits,
             host=config.host,
             port=max(config.grpc_port, 0),
+            reuse_port=config.workers > 1,
             token=self._token,
             certificate=tls.certificate if tls else None,
             key=tls.key if tls else None,
@@ -86,17 +83,13 @@ class Server:
     def _note_refused(self, error: Exception) -> None:
         self.engine.note_refused("http", error)
 
-    def _public_app(self, limits: HttpLimits) -> ASGIApp:
-        app: ASGIApp = RestApp(self.engine, limits=limits)
-        return app if self._token is None else RequireToken(app, self._token, on_refused=self._note_refused)
-
     def _admin_app(self) -> ASGIApp:
         routes: list[Route] = [*monitoring_routes(self.metrics, self.engine), *admin_routes(self.engine)]
         if self._config.updates:
             engine = self.engine
-            receiver = Receiver(Path(self._config.store), extra=lambda: engine.extra, refresh=engine.refresh)
-            engine.set_rollback(receiver.roll_back)
-            routes = [*receiver.routes(), *routes]
+            replica = Replica(Path(self._config.store), extra=lambda: engine.extra, refresh=engine.refresh)
+            engine.set_rollback(replica.roll_back)
+            routes = [*replica.routes(), *routes]
         return admin_app(routes, token=self._token)
 
     async def start(self) -> Ports:

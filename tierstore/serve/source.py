@@ -61,6 +61,13 @@ class Source(Protocol):
         """Samples that wait for a batch, by model; every model is named."""
 
 
+_STATE: Final = {
+    "live": ("is_live", "Whether the server works, 1 or 0."),
+    "ready": ("is_ready", "Whether the server takes requests, 1 or 0."),
+    "version": ("version", "Version of the store that is served."),
+    "newest_version": ("newest_version", "Newest version of the store that is known."),
+    "staleness_seconds": ("staleness_seconds", "For how long a newer version than the one served has been known."),
+}
 _TIER_COUNTERS: Final = {
     "lookups": "Ids asked of the tier, duplicates counted.",
     "hits": "Rows asked of the tier, once a batch, that it held; of ssd, that were stored.",
@@ -72,6 +79,11 @@ _TIER_GAUGES: Final = {
     "bytes": "Memory that the tier holds: rows, index, policy and staging; of ssd, the map from rows to places.",
     "capacity_rows": "Rows that the tier has room for.",
 }
+_POOLED: Final[dict[str, tuple[type[CounterMetricFamily | GaugeMetricFamily], str]]] = {
+    "hits": (CounterMetricFamily, "Bags found in the cache of outputs."),
+    "misses": (CounterMetricFamily, "Bags not found in the cache of outputs."),
+    "bytes": (GaugeMetricFamily, "Memory that the cache of outputs holds."),
+}
 
 
 class SourceCollector(Collector):
@@ -81,48 +93,20 @@ class SourceCollector(Collector):
         self._source = source
 
     def collect(self) -> Iterable[Metric]:
-        yield from self._state()
-        yield from self._tiers()
-        yield from self._pooled()
-
-    def _state(self) -> Iterable[Metric]:
         source = self._source
-        gauges = {
-            "live": ("Whether the server works, 1 or 0.", source.is_live),
-            "ready": ("Whether the server takes requests, 1 or 0.", source.is_ready),
-            "version": ("Version of the store that is served.", source.version),
-            "newest_version": ("Newest version of the store that is known.", source.newest_version),
-            "staleness_seconds": (
-                "For how long a newer version than the one that is served has been known.",
-                source.staleness_seconds,
-            ),
-        }
-        for name, (documentation, value) in gauges.items():
-            yield GaugeMetricFamily(f"tierstore_{name}", documentation, value=float(value))
+        for name, (field, documentation) in _STATE.items():
+            yield GaugeMetricFamily(f"tierstore_{name}", documentation, value=float(getattr(source, field)))
         queued = GaugeMetricFamily("tierstore_queued_samples", "Samples that wait for a batch.", labels=["model"])
         for model, samples in source.queued_samples().items():
             queued.add_metric([model], samples)
         yield queued
-
-    def _tiers(self) -> Iterable[Metric]:
-        tiers = self._source.stats()._asdict()
-        for field, documentation in _TIER_COUNTERS.items():
-            counter = CounterMetricFamily(f"tierstore_tier_{field}", documentation, labels=["tier"])
-            for tier, stats in tiers.items():
-                counter.add_metric([tier], getattr(stats, field))
-            yield counter
-        for field, documentation in _TIER_GAUGES.items():
-            gauge = GaugeMetricFamily(f"tierstore_tier_{field}", documentation, labels=["tier"])
-            for tier, stats in tiers.items():
-                gauge.add_metric([tier], getattr(stats, field))
-            yield gauge
-
-    def _pooled(self) -> Iterable[Metric]:
-        pooled = self._source.pooled()
-        if pooled is None:
-            return
-        yield CounterMetricFamily("tierstore_pooled_hits", "Bags found in the cache of outputs.", value=pooled.hits)
-        yield CounterMetricFamily(
-            "tierstore_pooled_misses", "Bags not found in the cache of outputs.", value=pooled.misses
-        )
-        yield GaugeMetricFamily("tierstore_pooled_bytes", "Memory that the cache of outputs holds.", value=pooled.bytes)
+        tiers = source.stats()._asdict()
+        for kind, fields in ((CounterMetricFamily, _TIER_COUNTERS), (GaugeMetricFamily, _TIER_GAUGES)):
+            for field, documentation in fields.items():
+                family = kind(f"tierstore_tier_{field}", documentation, labels=["tier"])
+                for tier, stats in tiers.items():
+                    family.add_metric([tier], getattr(stats, field))
+                yield family
+        pooled = source.pooled()
+        for field, (family_class, documentation) in _POOLED.items() if pooled is not None else ():
+            yield family_class(f"tierstore_pooled_{field}", documentation, value=getattr(pooled, field))

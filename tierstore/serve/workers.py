@@ -1,4 +1,4 @@
-"""Several processes that share the ports, each with its own part of the memory; one that ends is started again."""
+"""Several processes that share the ports, each with its own part of the memory."""
 
 import contextlib
 import logging
@@ -22,7 +22,6 @@ from .program import Ports, run
 __all__ = ["recording_paths", "run_workers", "share_of"]
 
 _LOG: Final = logging.getLogger("tierstore.serve")
-_RESTART_SECONDS: Final = 1.0
 _POLL_SECONDS: Final = 0.2
 
 
@@ -50,8 +49,7 @@ def recording_paths(config: ServeConfig) -> list[str]:
 def run_workers(config: ServeConfig, *, on_ready: Callable[[Ports], Any] | None = None) -> int:
     """Serve with ``config.workers`` processes until SIGTERM or Ctrl-C; returns the exit status.
 
-    A worker that ends by itself is started again after a second; if the first start of one fails, all are stopped.
-    One that is started again records no more: what it recorded before stays.
+    If one ends by itself, all are stopped, and the status is 1: whoever supervises the command starts it again.
     """
     part = replace(
         config,
@@ -61,35 +59,25 @@ def run_workers(config: ServeConfig, *, on_ready: Callable[[Ports], Any] | None 
     configure(config.log_level.upper(), as_json=not config.log_text)
     context = multiprocessing.get_context("spawn")
     stopping = threading.Event()
-    ready = [context.Event() for _ in range(config.workers)]
+    processes: list[BaseProcess] = []
+    waited_for = [context.Event() for _ in range(config.workers)]
+    ended = 0
     with _signals(stopping):
-        paths = recording_paths(config) or [""] * config.workers
-        processes: list[BaseProcess] = [
-            _start(context, replace(part, record=path), index, ready[index]) for index, path in enumerate(paths)
-        ]
-        told = False
-        while not stopping.wait(_POLL_SECONDS):
+        for index, path in enumerate(recording_paths(config) or [""] * config.workers):
+            arguments = (replace(part, record=path), index, waited_for[index])
+            processes.append(context.Process(target=_work, args=arguments, name=f"tierstore-worker-{index}"))
+            processes[index].start()
+        while not ended and not stopping.wait(_POLL_SECONDS):
             for index, process in enumerate(processes):
-                if process.is_alive():
-                    continue
-                if not ready[index].is_set():
-                    _LOG.error("worker %d could not start (exit status %s)", index, process.exitcode)
-                    _stop(processes, config.grace_seconds)
-                    return 1
-                _LOG.error("worker %d ended (exit status %s) and is started again", index, process.exitcode)
-                time.sleep(_RESTART_SECONDS)
-                processes[index] = _start(context, replace(part, record=""), index, ready[index])
-            if not told and all(each.is_set() for each in ready) and on_ready is not None:
-                told = True
-                on_ready(Ports(config.port, config.grpc_port, config.admin_port))
+                if not process.is_alive():
+                    ended = 1
+                    _LOG.error("worker %d ended (exit status %s): all are stopped", index, process.exitcode)
+            if waited_for and all(each.is_set() for each in waited_for):
+                waited_for = []
+                if on_ready is not None:
+                    on_ready(Ports(config.port, config.grpc_port, config.admin_port))
         _stop(processes, config.grace_seconds)
-    return 0
-
-
-def _start(context: Any, config: ServeConfig, index: int, ready: Any) -> BaseProcess:
-    process: BaseProcess = context.Process(target=_work, args=(config, index, ready), name=f"tierstore-worker-{index}")
-    process.start()
-    return process
+    return ended
 
 
 def _work(config: ServeConfig, index: int, ready: Any) -> None:

@@ -1,20 +1,22 @@
 """One server's side of an update, as its trainer sees it: HTTP by the standard library."""
 
 import http.client
+import itertools
 import json
 import time
 from collections.abc import Callable, Mapping
 from io import BufferedReader
 from types import TracebackType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from ..errors import TierstoreError
 from ..system.excerpt import excerpt
+from .apply import Applied
 from .delta import Update
 from .origin import Origin
 
-__all__ = ["DEFAULT_PORT", "AdminClient", "Outcome", "PublishError"]
+__all__ = ["DEFAULT_PORT", "AdminClient", "PublishError"]
 
 DEFAULT_PORT: Final = 8002
 PART_BYTES: Final = 16 << 20
@@ -30,14 +32,6 @@ _MAX_ANSWER_BYTES: Final = 1 << 20
 
 class PublishError(TierstoreError):
     """A server could not be reached, or refused."""
-
-
-class Outcome(NamedTuple):
-    """What a server did with an update; see ``updates.Applied``."""
-
-    version: int
-    rows: int
-    was_there: bool
 
 
 class AdminClient:
@@ -71,7 +65,7 @@ class AdminClient:
         except (KeyError, ValueError, TypeError) as error:
             raise PublishError(f"{self.url} does not answer as a tierstore server: {excerpt(answer)}") from error
 
-    def send(self, update: Update, progress: Callable[[int, int], None] | None = None) -> None:
+    def send(self, update: Update, progress: Callable[[int, int], None] = lambda _done, _total: None) -> None:
         """Send the parts that the server has not; what has arrived stays there if this fails.
 
         Args:
@@ -79,55 +73,44 @@ class AdminClient:
         """
         failures = 0
         with update.path.open("rb") as file:
-            while (received := self._received(update)) < update.size_bytes:
+            while (start := self._received(update)) < update.size_bytes:
                 try:
-                    self._send_from(file, received, update, progress)
-                    failures = 0
+                    for first in range(start, update.size_bytes, PART_BYTES):
+                        progress(first, update.size_bytes)
+                        self._send_part(file, first, update)
                 except _BrokenError as error:
                     # Bytes that arrived before the connection broke are progress.
-                    failures = failures + 1 if self._received(update) == received else 0
+                    failures = failures + 1 if self._received(update) == start else 0
                     self._pause(failures, error)
-        if progress is not None:
-            progress(update.size_bytes, update.size_bytes)
+        progress(update.size_bytes, update.size_bytes)
 
     def _received(self, update: Update) -> int:
         uploads = self._ask("GET", "/admin/updates").get("uploads", {})
         return int(uploads[update.id]["received_bytes"]) if update.id in uploads else 0
 
-    def _send_from(
-        self, file: BufferedReader, start: int, update: Update, progress: Callable[[int, int], None] | None
-    ) -> None:
-        while start < update.size_bytes:
-            file.seek(start)
-            part = file.read(PART_BYTES)
-            if not part:
-                raise PublishError(f"{update.path} became shorter while it was sent")
-            stop = start + len(part)
-            headers = {
-                "Content-Type": "application/octet-stream",
-                "Content-Range": f"bytes {start}-{stop - 1}/{update.size_bytes}",
-            }
-            self._try("PATCH", f"/admin/updates/{update.id}", part, headers)
-            start = stop
-            if progress is not None:
-                progress(start, update.size_bytes)
+    def _send_part(self, file: BufferedReader, start: int, update: Update) -> None:
+        file.seek(start)
+        part = file.read(PART_BYTES)
+        if not part:
+            raise PublishError(f"{update.path} became shorter while it was sent")
+        content_range = f"bytes {start}-{start + len(part) - 1}/{update.size_bytes}"
+        headers = {"Content-Type": "application/octet-stream", "Content-Range": content_range}
+        self._try("PATCH", f"/admin/updates/{update.id}", part, headers, _TIMEOUT_SECONDS)
 
-    def apply(self, update: Update) -> Outcome:
+    def apply(self, update: Update) -> Applied:
         """Have the server show the update; waits until it does."""
         answer = self._ask("POST", f"/admin/updates/{update.id}/apply", timeout=_APPLY_SECONDS)
-        return Outcome(int(answer["version"]), int(answer["rows"]), bool(answer["was_there"]))
+        return Applied(int(answer["version"]), int(answer["rows"]), bool(answer["was_there"]))
 
     def _ask(self, method: str, path: str, *, timeout: float = _TIMEOUT_SECONDS) -> dict[str, Any]:
         """A request without a body, tried again where the connection breaks: each may be asked twice."""
-        failures = 0
-        while True:
+        body, headers = (b"{}", {"Content-Type": "application/json"}) if method == "POST" else (None, {})
+        for failures in itertools.count(1):
             try:
-                body = b"{}" if method == "POST" else None
-                headers = {"Content-Type": "application/json"} if body is not None else {}
                 return self._try(method, path, body, headers, timeout)
             except _BrokenError as error:
-                failures += 1
                 self._pause(failures, error)
+        raise AssertionError("unreachable")
 
     def _pause(self, failures: int, error: Exception) -> None:
         if failures >= ATTEMPTS:
@@ -135,12 +118,7 @@ class AdminClient:
         time.sleep(FIRST_PAUSE_SECONDS * 2**failures / 2)
 
     def _try(
-        self,
-        method: str,
-        path: str,
-        body: bytes | None,
-        headers: Mapping[str, str],
-        timeout: float = _TIMEOUT_SECONDS,
+        self, method: str, path: str, body: bytes | None, headers: Mapping[str, str], timeout: float
     ) -> dict[str, Any]:
         self._connection.timeout = timeout
         if self._connection.sock is not None:
@@ -156,11 +134,15 @@ class AdminClient:
             answer = json.loads(content)
         except ValueError:
             answer = None
-        if not isinstance(answer, dict) or response.status != 200:
-            said = answer.get("error") if isinstance(answer, dict) else None
-            words = str(said or f"{response.status} {response.reason}")
-            raise _BrokenError(words) if _may_pass(method, response.status) else PublishError(f"{self.url}: {words}")
-        return answer
+        if isinstance(answer, dict) and response.status == 200:
+            return answer
+        said = answer.get("error") if isinstance(answer, dict) else None
+        words = str(said or f"{response.status} {response.reason}")
+        # Of this moment are: too slow a line, too many connections, or, of a part, an earlier connection that broke,
+        # which the server may not have noticed yet.
+        if response.status in (408, 503) or (method == "PATCH" and response.status == 409):
+            raise _BrokenError(words)
+        raise PublishError(f"{self.url}: {words}")
 
     def close(self) -> None:
         self._connection.close()
@@ -174,9 +156,3 @@ class AdminClient:
 
 class _BrokenError(Exception):
     """The connection failed, or part of an update does not go on where the one before it ended."""
-
-
-def _may_pass(method: str, status: int) -> bool:
-    """Whether a refusal is of this moment: too slow a line, too many connections, or, of a part, an earlier connection
-    that broke, which the server may not have noticed yet."""
-    return status in (408, 503) or (method == "PATCH" and status == 409)

@@ -84,10 +84,6 @@ class Publisher:
         size = format_size(update.size_bytes)
         return [f"  version {header.origin.version}, {header.num_rows:,} rows {told}, {size}", *counts]
 
-    def since(self, origin: Origin | None) -> int:
-        """The version that a server's replica can go on from; 0 for none."""
-        return origin.version if origin is not None and self.source.has_grown_from(origin) else 0
-
     def begin(self, url: str, origin: Origin | None, wanted: int | None) -> int:
         """The version that an update of a server begins at: the wanted one, unless that is None.
 
@@ -100,7 +96,7 @@ class Publisher:
                 f"{url} has {origin}, and this is {self.source.origin}. A replica takes updates of one store; to have "
                 "this one's, start that server with a new, empty directory"
             )
-        since = self.since(origin)
+        since = origin.version if origin is not None and self.source.has_grown_from(origin) else 0
         if wanted and wanted != since:
             raise PublishError(
                 f"{url} has {origin or 'nothing'}; {self.source.origin} was not made from that, or not from version "

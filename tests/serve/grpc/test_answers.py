@@ -1,5 +1,6 @@
 """Answers over gRPC: others are answered while a large one is encoded, and what is not accepted is bounded."""
 
+import asyncio
 import logging
 import socket
 import threading
@@ -13,12 +14,12 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tests.serve.grpc_harness import WAIT_SECONDS, Served, serving, wait_until
-from tierstore.serve.encoding import LARGE_ELEMENTS
+from tierstore.serve import encoding
 from tierstore.serve.grpc import codec
-from tierstore.serve.grpc.limits import GrpcLimits
 from tierstore.serve.grpc.messages import INFERENCE_SERVICE
+from tierstore.serve.limits import Limits
 
-LARGE = 5 * LARGE_ELEMENTS
+LARGE = 20_480
 MEBIBYTE = 1 << 20
 UNLIMITED = [("grpc.max_receive_message_length", -1)]
 STINGY = [*UNLIMITED, ("grpc.http2.lookahead_bytes", 65535), ("grpc.http2.bdp_probe", 0)]
@@ -39,18 +40,17 @@ def raw_request(size: int = 4 * MEBIBYTE) -> Any:
 
 
 class Held:
-    """Stands where typed contents are filled in, and waits."""
+    """Stands between two pieces of an answer, and waits."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.began = threading.Event()
         self.may_go_on = threading.Event()
-        self._fill = codec.fill_contents
-        monkeypatch.setattr(codec, "fill_contents", self)
+        monkeypatch.setattr(encoding, "pause", self)
 
-    def __call__(self, *arguments: Any) -> None:
+    async def __call__(self) -> None:
         self.began.set()
-        assert self.may_go_on.wait(WAIT_SECONDS / 2), "nobody else was served"
-        self._fill(*arguments)
+        while not self.may_go_on.is_set():
+            await asyncio.sleep(0.005)
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_others_are_answered_while_a_large_answer_is_encoded(
 
 
 def test_typed_contents_are_bounded(stub_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(GrpcLimits(max_response_elements=LARGE)) as served:
+    with serving(Limits(elements=LARGE)) as served:
         stub = stub_of(served)
         assert len(stub.ModelInfer(typed_request()).outputs) == 1
         assert len(stub.ModelInfer(raw_request(LARGE + 1)).raw_output_contents[0]) == LARGE + 1
@@ -101,7 +101,7 @@ def test_raw_contents_are_measured_before_they_are_copied(
     stub_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(codec, "encode_response")
-    with serving(GrpcLimits(max_response_bytes=MEBIBYTE)) as served:
+    with serving(Limits(response_bytes=MEBIBYTE)) as served:
         with pytest.raises(grpc.RpcError, match="ask for less") as raised:
             stub_of(served).ModelInfer(raw_request(MEBIBYTE + 1))
         assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -129,7 +129,7 @@ def test_a_streams_answers_that_nobody_reads_are_bounded(stub_of: Callable[..., 
         yield from [raw_request()] * 5
         go_on.wait(2 * WAIT_SECONDS)
 
-    with serving(GrpcLimits(max_unsent_bytes=9 * MEBIBYTE)) as served:
+    with serving(Limits(responses_bytes=9 * MEBIBYTE)) as served:
         stub = stub_of(served, is_stingy=True)
         call = stub.ModelStreamInfer(requests())
         wait_until(lambda: len(served.engine.refused) == 3, "two to be held, and three refused")
@@ -166,7 +166,7 @@ def test_connections_are_bounded() -> None:
     def is_live(stub: Any, seconds: float = WAIT_SECONDS) -> bool:
         return bool(stub.ServerLive(service_pb2.ServerLiveRequest(), timeout=seconds).live)
 
-    with serving(GrpcLimits(max_connections=2)) as served, ExitStack() as clients:
+    with serving(Limits(connections=2)) as served, ExitStack() as clients:
         within = [connect(), connect()]
         assert all(is_live(stub) for stub in within)
         with pytest.raises(grpc.RpcError) as raised:
@@ -178,7 +178,7 @@ def test_connections_are_bounded() -> None:
 @pytest.mark.parametrize("sent", [b"", b"PRI * HTTP/2.0\r\n"])
 def test_who_does_not_shake_hands_is_cut_off(sent: bytes) -> None:
     with (
-        serving(GrpcLimits(handshake_seconds=0.2)) as served,
+        serving(Limits(receive_seconds=0.2)) as served,
         socket.create_connection(("127.0.0.1", served.port), WAIT_SECONDS) as silent,
     ):
         silent.sendall(sent)

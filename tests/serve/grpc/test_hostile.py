@@ -1,14 +1,10 @@
 """Clients that accept no answers, send no requests, or reset calls: each loses that call, and nobody else any."""
 
 import asyncio
-import fcntl
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
-from pathlib import Path
-from typing import Any, NamedTuple
+from contextlib import ExitStack
+from typing import Any
 
 import grpc
 import numpy as np
@@ -18,10 +14,8 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tests.serve.grpc_harness import WAIT_SECONDS, Served, serving, wait_until
 from tests.serve.raw_http2 import RawClient
 from tierstore.serve.config import ServeConfig
-from tierstore.serve.grpc import service
-from tierstore.serve.grpc.limits import GrpcLimits
 from tierstore.serve.grpc.messages import INFERENCE_SERVICE
-from tierstore.serve.grpc.waiting import Waiting
+from tierstore.serve.limits import Limits
 from tierstore.serve.program import Server
 
 MEBIBYTE = 1 << 20
@@ -83,7 +77,7 @@ def answers_of(stub: Any, size: int = 1) -> int:
 def test_an_answer_that_is_not_accepted_ends_its_call_alone(
     resources: ExitStack, method: str, message: bytes, window_bytes: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with serving(GrpcLimits(send_seconds=0.2, max_stream_idle_seconds=0.2)) as served:
+    with serving(Limits(send_seconds=0.2, stream_idle_seconds=0.2)) as served:
         client = raw_client(served, resources, window_bytes=window_bytes)
         calls = [client.begin(method, message) for _ in range(3)]
         wait_until(lambda: len(served.engine.seen) == 3, "them to be asked")
@@ -97,12 +91,11 @@ def test_an_answer_that_is_not_accepted_ends_its_call_alone(
         served.let_go()
         call_nobody(client)
         assert len(client.wait_end(slow)) == window_bytes
-        assert not served.server._service._unread._connections
 
 
 def test_a_client_that_reads_nothing_at_all_does_not_keep_its_call(resources: ExitStack) -> None:
     """Its socket takes no more, so that gRPC cannot even tell it that the call is over."""
-    with serving(GrpcLimits(send_seconds=0.2)) as served:
+    with serving(Limits(send_seconds=0.2)) as served:
         client = raw_client(served, resources, window_bytes=(1 << 31) - 1)
         message = request_of(30 * MEBIBYTE).SerializeToString()
         for _ in range(3):
@@ -113,58 +106,13 @@ def test_a_client_that_reads_nothing_at_all_does_not_keep_its_call(resources: Ex
         client.close()
 
 
-_TAKE_LOCK = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
-
-
-def test_locks_of_the_process_are_kept(resources: ExitStack, tmp_path: Path) -> None:
-    """POSIX drops them all when any descriptor of their file is closed: LMDB's, by which a writer knows its readers."""
-    path = tmp_path / "lock"
-    path.touch()
-    with open(path, "r+b") as file, serving(GrpcLimits(send_seconds=0.1)) as served:
-        fcntl.lockf(file, fcntl.LOCK_EX)
-        client = raw_client(served, resources)
-        call = client.begin(INFER, LARGE)
-        wait_until(lambda: unsent_bytes(served) > 0, "it to be answered")
-        wait_until(lambda: unsent_bytes(served) == 0, "it to be given up")
-        with suppress(EOFError, ConnectionError):
-            call_nobody(client)
-            client.wait_end(call)
-        taken = subprocess.run([sys.executable, "-c", _TAKE_LOCK, path], capture_output=True, text=True, check=False)
-        assert "BlockingIOError" in taken.stderr
-
-
 def test_unread_answers_hold_no_place_of_inference(resources: ExitStack) -> None:
-    with serving(GrpcLimits(max_concurrent_rpcs=1)) as served:
+    with serving(Limits(calls=1)) as served:
         client, stub = raw_client(served, resources), stub_of(served, resources)
         for count in range(1, 4):
             client.begin(INFER, LARGE)
             wait_until(lambda count=count: unsent_bytes(served) > 4 * count * MEBIBYTE, "it to be answered")
         wait_until(lambda: answers_of(stub) == 1, "an answer")
-
-
-def test_unread_answers_are_bounded_in_number(resources: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "MAX_UNREAD", 3)
-    with serving() as served:
-        client, stub = raw_client(served, resources, window_bytes=0), stub_of(served, resources)
-        calls = [client.begin(INFER, SMALL) for _ in range(5)]
-        for call in calls[:2]:
-            client.wait_end(call)
-        assert all(answers_of(stub) for _ in range(5))
-        wait_until(lambda: len(served.server._service._unread._connections) == 1, "others to have left")
-
-
-def test_unread_answers_are_bounded_in_bytes(resources: ExitStack) -> None:
-    """Whoever holds most makes room for who holds less, and has no more himself."""
-    with serving(GrpcLimits(max_unsent_bytes=9 * MEBIBYTE)) as served:
-        client, stub = raw_client(served, resources), stub_of(served, resources)
-        first, _ = (client.begin(INFER, LARGE) for _ in range(2))
-        wait_until(lambda: unsent_bytes(served) > 8 * MEBIBYTE, "two answers to be held")
-        client.begin(INFER, LARGE)
-        wait_until(lambda: len(served.engine.refused) == 1, "one more to be refused")
-        assert "yet to accept 9437184 bytes" in str(served.engine.refused[0][1])
-        assert answers_of(stub, 4 * MEBIBYTE) == 4 * MEBIBYTE
-        client.wait_end(first)
-        wait_until(lambda: 4 * MEBIBYTE < unsent_bytes(served) < 5 * MEBIBYTE, "the second to be held still")
 
 
 # Requests that do not come.
@@ -173,7 +121,7 @@ def test_unread_answers_are_bounded_in_bytes(resources: ExitStack) -> None:
 @pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer", "ServerLive"])
 def test_half_open_calls_do_not_keep_others_out(resources: ExitStack, method: str) -> None:
     """Nor those whose request has come in part."""
-    limits = GrpcLimits(max_concurrent_rpcs=2)
+    limits = Limits(calls=2)
     with serving(limits) as served:
         stub = stub_of(served, resources)
         for number in range(4):
@@ -190,29 +138,6 @@ def test_half_open_calls_do_not_keep_others_out(resources: ExitStack, method: st
                 [answer] = stub.ModelStreamInfer(iter([request_of(1)]), timeout=WAIT_SECONDS)
                 assert not answer.error_message
         assert not served.engine.refused
-
-
-def test_silent_streams_of_many_connections_do_not_keep_others_out(resources: ExitStack) -> None:
-    with serving(GrpcLimits(max_streams=2)) as served:
-        stub = stub_of(served, resources)
-        silent = [raw_client(served, resources) for _ in range(4)]
-        for client in silent:
-            client.begin(STREAM)
-            client.wait_handled()
-        wait_until(lambda: len(served.server._service._asking._connections) == 4, "them to be open")
-        [answer] = stub.ModelStreamInfer(iter([request_of(1)]), timeout=WAIT_SECONDS)
-        assert not answer.error_message
-
-
-def test_open_streams_leave_room_for_others(resources: ExitStack) -> None:
-    with serving(GrpcLimits(max_streams=4)) as served:
-        client, stub = raw_client(served, resources), stub_of(served, resources)
-        silent = [client.begin(STREAM, SMALL, is_whole=False) for _ in range(4)]
-        wait_until(lambda: served.server._service._num_streams == 4, "them to be open")
-        [answer] = stub.ModelStreamInfer(iter([request_of(1)]), timeout=WAIT_SECONDS)
-        assert not answer.error_message
-        client.wait_end(silent[0])
-        assert len(served.engine.refused) == 0
 
 
 def test_receive_seconds_of_the_server_are_those_of_grpc() -> None:
@@ -243,33 +168,3 @@ def test_calls_that_are_reset_do_not_cancel_those_of_others(resources: ExitStack
         answers = [stub.ModelInfer.future(request_of(1), timeout=WAIT_SECONDS) for _ in range(20)]
         may_go_on.set()
         assert all(answer.result().model_name == "zeros" for answer in answers)
-
-
-# Who makes room.
-
-
-class FakeCall(NamedTuple):
-    peer: str
-    ended: list[str]
-    name: str
-
-    def end(self) -> None:
-        self.ended.append(self.name)
-
-
-def test_the_connection_with_most_makes_room() -> None:
-    waiting, ended = Waiting(4), list[str]()
-    waits = {
-        name: waiting.begin(FakeCall(name[0], ended, name), size=size)  # type: ignore[arg-type]
-        for name, size in {"a1": 0, "b1": 5, "a2": 4, "a3": 0}.items()
-    }
-    waiting.begin(FakeCall("c", ended, "c1"))  # type: ignore[arg-type]
-    assert ended == ["a1"]
-    waits["a1"].over()
-    waits["a3"].over()
-    assert not waiting.make_room("c", 5)
-    assert not waiting.make_room("b", 0)
-    assert waiting.make_room("c", 4)
-    assert waiting.make_room("c", 3)
-    assert not waiting.make_room("c", 0)
-    assert ended == ["a1", "b1", "a2"]

@@ -17,9 +17,9 @@ from tritonclient.utils import InferenceServerException
 
 from tests.serve.fakes import FakeEngine
 from tests.serve.grpc_harness import WAIT_SECONDS, serving, wait_until
-from tierstore.serve.grpc.limits import GrpcLimits
 from tierstore.serve.grpc.messages import INFERENCE_SERVICE
 from tierstore.serve.grpc.server import GrpcServer
+from tierstore.serve.limits import Limits
 from tierstore.serve.messages import ServeError
 
 MEBIBYTE = 1 << 20
@@ -55,7 +55,7 @@ def client_of(request: pytest.FixtureRequest) -> Any:
 @pytest.mark.parametrize("compression", [None, "gzip", "deflate"])
 def test_large_request_is_refused(client_of: Any, compression: str | None) -> None:
     """Compressed, a thousandth of it is on the wire: what counts is its size in memory."""
-    with serving(GrpcLimits(max_request_bytes=MEBIBYTE)) as served:
+    with serving(Limits(body_bytes=MEBIBYTE)) as served:
         client = client_of(served.address)
         client.infer("echo", [x_input(80_000)], compression_algorithm=compression)
         with pytest.raises(InferenceServerException) as raised:
@@ -66,7 +66,7 @@ def test_large_request_is_refused(client_of: Any, compression: str | None) -> No
 
 
 def test_large_response_is_refused(client_of: Any) -> None:
-    with serving(GrpcLimits(max_response_bytes=MEBIBYTE)) as served:
+    with serving(Limits(response_bytes=MEBIBYTE)) as served:
         client = client_of(served.address)
         assert client.infer("echo", [x_input(80_000)]).as_numpy("x").shape == (80_000, 3)
         with pytest.raises(InferenceServerException, match="ask for less") as raised:
@@ -76,7 +76,7 @@ def test_large_response_is_refused(client_of: Any) -> None:
 
 def test_large_response_in_a_stream_ends_only_its_request(client_of: Any) -> None:
     answers: queue.Queue[Any] = queue.Queue()
-    with serving(GrpcLimits(max_response_bytes=MEBIBYTE)) as served:
+    with serving(Limits(response_bytes=MEBIBYTE)) as served:
         client = client_of(served.address)
         client.start_stream(lambda result, error: answers.put(error))
         for num_rows in (100_000, 1):
@@ -87,7 +87,7 @@ def test_large_response_in_a_stream_ends_only_its_request(client_of: Any) -> Non
 
 
 def test_large_metadata_is_refused(client_of: Any) -> None:
-    with serving(GrpcLimits(max_metadata_bytes=2048)) as served:
+    with serving(Limits(header_bytes=2048)) as served:
         client = client_of(served.address)
         assert client.is_server_live(headers={"a": "b" * 100})
         with pytest.raises(InferenceServerException) as raised:
@@ -99,7 +99,7 @@ def test_large_metadata_is_refused(client_of: Any) -> None:
 
 
 def test_too_many_calls_are_refused(client_of: Any) -> None:
-    with serving(GrpcLimits(max_concurrent_rpcs=2)) as served:
+    with serving(Limits(calls=2)) as served:
         client = client_of(served.address)
         answers: queue.Queue[Any] = queue.Queue()
         for _ in range(2):
@@ -116,7 +116,7 @@ def test_too_many_calls_are_refused(client_of: Any) -> None:
 
 
 def test_requests_under_way_are_bounded_in_bytes(client_of: Any) -> None:
-    with serving(GrpcLimits(max_held_bytes=2 * MEBIBYTE)) as served:
+    with serving(Limits(bodies_bytes=2 * MEBIBYTE)) as served:
         client, streamer = client_of(served.address), client_of(served.address)
         answers: queue.Queue[Any] = queue.Queue()
         client.async_infer("slow", [x_input(100_000)], callback=lambda result, error: answers.put(error))
@@ -135,7 +135,7 @@ def test_requests_under_way_are_bounded_in_bytes(client_of: Any) -> None:
 
 def test_streams_leave_room_for_other_calls(client_of: Any) -> None:
     answers: queue.Queue[Any] = queue.Queue()
-    with serving(GrpcLimits(max_streams=1)) as served:
+    with serving(Limits(streams=1)) as served:
         holder, other = client_of(served.address), client_of(served.address)
         holder.start_stream(lambda result, error: answers.put(error))
         holder.async_stream_infer("echo", [x_input()])
@@ -149,7 +149,7 @@ def test_streams_leave_room_for_other_calls(client_of: Any) -> None:
 
 def test_idle_stream_is_ended(client_of: Any) -> None:
     answers: queue.Queue[Any] = queue.Queue()
-    with serving(GrpcLimits(max_streams=1, max_stream_idle_seconds=0.2)) as served:
+    with serving(Limits(streams=1, stream_idle_seconds=0.2)) as served:
         for _ in range(2):
             client = client_of(served.address)
             client.start_stream(lambda result, error: answers.put(error))
@@ -162,7 +162,7 @@ def test_idle_stream_is_ended(client_of: Any) -> None:
 
 def test_stream_is_answered_before_it_is_ended_as_idle(client_of: Any) -> None:
     answers: queue.Queue[Any] = queue.Queue()
-    with serving(GrpcLimits(max_stream_idle_seconds=0.2)) as served:
+    with serving(Limits(stream_idle_seconds=0.2)) as served:
         client = client_of(served.address)
         client.start_stream(lambda result, error: answers.put(error))
         client.async_stream_infer("slow", [x_input()])
@@ -181,7 +181,7 @@ def test_request_that_does_not_come_is_not_waited_for(method: str) -> None:
         go_on.wait(WAIT_SECONDS)
         yield b""
 
-    with serving(GrpcLimits(receive_seconds=0.2)) as served, grpc.insecure_channel(served.address) as channel:
+    with serving(Limits(receive_seconds=0.2)) as served, grpc.insecure_channel(served.address) as channel:
         call = channel.stream_stream(f"/{INFERENCE_SERVICE}/{method}")(requests(), timeout=WAIT_SECONDS)
         assert call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert "did not come within 0.2 seconds" in call.details()
@@ -206,7 +206,7 @@ def test_stream_may_end_without_a_request() -> None:
 
 def test_stream_counts_as_a_call(client_of: Any) -> None:
     answers: queue.Queue[Any] = queue.Queue()
-    with serving(GrpcLimits(max_concurrent_rpcs=1)) as served:
+    with serving(Limits(calls=1)) as served:
         client = client_of(served.address)
         client.start_stream(lambda result, error: answers.put(error))
         client.async_stream_infer("echo", [x_input()])
@@ -223,66 +223,6 @@ def succeeds(client: triton.InferenceServerClient) -> bool:
     except InferenceServerException:
         return False
     return True
-
-
-def test_calls_of_one_connection_are_bounded(client_of: Any) -> None:
-    with serving(GrpcLimits(max_concurrent_streams=2)) as served:
-        client = client_of(served.address)
-        answers: queue.Queue[Any] = queue.Queue()
-        for _ in range(5):
-            client.async_infer("slow", [x_input()], callback=lambda result, error: answers.put(error))
-        wait_until(lambda: len(served.engine.seen) == 2, "the first two")
-        with pytest.raises(InferenceServerException) as raised:
-            client.is_server_live(client_timeout=0.1)
-        assert code_of(raised.value) in ("DEADLINE_EXCEEDED", "UNAVAILABLE")
-        assert len(served.engine.seen) == 2
-        served.let_go()
-        errors = [answers.get(timeout=WAIT_SECONDS) for _ in range(5)]
-        assert errors.count(None) >= 2
-        assert {code_of(error) for error in errors if error} <= {"UNAVAILABLE"}
-
-
-def test_old_connections_are_asked_to_leave() -> None:
-    """They leave, and the next call makes another; calls under way are not disturbed."""
-    limits = GrpcLimits(max_age_seconds=0.05, max_age_grace_seconds=WAIT_SECONDS)
-    states: list[grpc.ChannelConnectivity] = []
-    with serving(limits) as served, grpc.insecure_channel(served.address) as channel:
-        channel.subscribe(states.append)
-        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        call = stub.ModelInfer.future(service_pb2.ModelInferRequest(model_name="slow"), timeout=WAIT_SECONDS)
-        wait_until(lambda: states[-1:] == [grpc.ChannelConnectivity.IDLE], "the connection to be left")
-        served.let_go()
-        assert call.result().model_name == "slow"
-        assert stub.ServerLive(service_pb2.ServerLiveRequest(), timeout=WAIT_SECONDS).live
-
-
-def test_options_of_grpc() -> None:
-    options = dict(GrpcLimits(keepalive_seconds=2.5, min_ping_seconds=7, reuse_port=True).channel_options())
-    assert options["grpc.keepalive_time_ms"] == 2500
-    assert options["grpc.http2.min_recv_ping_interval_without_data_ms"] == 7000
-    assert options["grpc.so_reuseport"] == 1
-    assert all(type(value) is int for value in options.values())
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "expected"),
-    [
-        ("max_request_bytes", 0, "from 1,024 to"),
-        ("max_request_bytes", 1 << 31, "from 1,024 to"),
-        ("max_request_bytes", 2048.0, "a whole number"),
-        ("max_concurrent_rpcs", True, "from 1 to"),
-        ("max_ping_strikes", -1, "from 0 to"),
-        ("keepalive_seconds", float("nan"), "from 0.001 to"),
-        ("max_age_seconds", 0, "from 0.001 to"),
-    ],
-)
-def test_limits_are_checked(name: str, value: object, expected: str) -> None:
-    with pytest.raises(ValueError, match=f"^{name}=.*{expected}"):
-        GrpcLimits(**{name: value})
-
-
-def test_limits_have_help() -> None:
-    assert all(field.metadata["help"] for field in GrpcLimits.__dataclass_fields__.values())
 
 
 # Tokens.
@@ -414,8 +354,7 @@ def test_port_that_is_taken(taken_port: int) -> None:
 
 
 def test_port_is_shared_if_told() -> None:
-    limits = GrpcLimits(reuse_port=True)
-    with serving(limits) as first, serving(limits, port=first.port) as second:
+    with serving(reuse_port=True) as first, serving(reuse_port=True, port=first.port) as second:
         assert second.port == first.port
 
 

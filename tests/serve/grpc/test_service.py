@@ -1,8 +1,6 @@
 """The gRPC server through real sockets, by the protocol's independent client."""
 
 import asyncio
-import json
-import logging
 import queue
 import threading
 from collections.abc import Iterator
@@ -19,10 +17,9 @@ from tritonclient.utils import InferenceServerException
 import tierstore
 from tests.serve.fakes import VERSION, FakeEngine
 from tests.serve.grpc_harness import WAIT_SECONDS, Served, serving, wait_until
-from tierstore.serve.grpc.limits import GrpcLimits
 from tierstore.serve.grpc.server import GrpcServer
-from tierstore.serve.logs import configure
-from tierstore.serve.messages import DATATYPES, InferResponse, ServeError, Status
+from tierstore.serve.limits import Limits
+from tierstore.serve.messages import DATATYPES, InferResponse, ServeError
 
 X = np.array([[1, 2, 3], [4, 5, 6]], dtype=np.float32)
 
@@ -185,18 +182,6 @@ def test_datatypes_typed(served: Served, stub: Any, datatype: str) -> None:
     assert np.array_equal(served.engine.seen[0].inputs["x"].data, data)
 
 
-@pytest.mark.parametrize("datatype", ["BOOL", "INT8", "INT64", "UINT64", "FP16", "FP32", "FP64", "BYTES"])
-@pytest.mark.parametrize("shape", [(2, 3), (0, 4), (1,), (0,)])
-def test_client_reads_what_it_wrote(
-    client: triton.InferenceServerClient, datatype: str, shape: tuple[int, ...]
-) -> None:
-    data = np.zeros(shape, dtype=DATATYPES[datatype]) if datatype != "BYTES" else np.full(shape, b"a", dtype=object)
-    others = [tensor(f"odd{size}", "UINT8", np.zeros(size, dtype=np.uint8)) for size in (1, 2)]
-    result = client.infer("echo", [*others, tensor("x", datatype, data)])
-    assert result.as_numpy("x").shape == shape
-    assert np.array_equal(result.as_numpy("x"), data)
-
-
 def test_outputs_without_typed_form_leave_raw(served: Served, stub: Any) -> None:
     async def infer(request: Any) -> InferResponse:
         outputs = {**request.inputs, "half": request.inputs["x"]._replace(datatype="FP16", data=X.astype(np.float16))}
@@ -253,35 +238,6 @@ def test_unexpected_failures_tell_nothing(
     assert code_of(raised.value) == "INTERNAL"
     assert "secret" not in str(raised.value)
     assert "a secret" in caplog.text
-
-
-def test_log_of_a_request_carries_its_id(
-    served: Served,
-    client: triton.InferenceServerClient,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async def infer(request: Any) -> InferResponse:
-        logging.getLogger("tierstore.model").warning("within")
-        raise ServeError(Status.OVERLOADED, "the queue is full")
-
-    served.engine.infer = infer
-    monkeypatch.setenv("GRPC_VERBOSITY", "NONE")
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    configure("INFO", as_json=True)
-    try:
-        with pytest.raises(InferenceServerException):
-            client.infer("echo", [x_input()], request_id="r1")
-    finally:
-        root.handlers[:] = handlers
-        root.setLevel(level)
-    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
-    assert [(line["request_id"], line["message"]) for line in lines] == [
-        ("r1", "within"),
-        ("r1", "request failed: the queue is full"),
-    ]
-    assert (lines[1]["protocol"], lines[1]["status"]) == ("grpc", "RESOURCE_EXHAUSTED")
 
 
 def test_long_messages_are_cut(served: Served, client: triton.InferenceServerClient) -> None:
@@ -493,7 +449,7 @@ def test_a_task_factory_is_put_back() -> None:
         loop = asyncio.get_running_loop()
         for before in (None, make):
             loop.set_task_factory(before)
-            server = GrpcServer(FakeEngine(), GrpcLimits(), host="127.0.0.1", port=0)
+            server = GrpcServer(FakeEngine(), Limits(), host="127.0.0.1", port=0)
             await server.start()
             assert loop.get_task_factory() is not before
             await server.stop()
@@ -507,7 +463,7 @@ def test_runs_in_the_loop_it_is_started_in() -> None:
     uvloop = pytest.importorskip("uvloop")
 
     async def session() -> np.ndarray:
-        server = GrpcServer(FakeEngine(), GrpcLimits(), host="127.0.0.1", port=0)
+        server = GrpcServer(FakeEngine(), Limits(), host="127.0.0.1", port=0)
         port = await server.start()
         async with triton_aio.InferenceServerClient(f"127.0.0.1:{port}") as client:
             result = await client.infer("double", [x_input()])

@@ -12,13 +12,16 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client import Metric
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 from starlette.routing import Route
 
 from tests.serve.monitored import WAIT_SECONDS, FakeSource, Served, serving
 from tierstore.errors import TierstoreError
 from tierstore.serve.admin.app import ADMIN_HEADER, admin_app, admin_routes
-from tierstore.serve.admin.writing import BusyError
+from tierstore.serve.admin.updates import UpdateError
 from tierstore.serve.messages import ServeError, Status
 from tierstore.serve.monitoring.app import monitoring_routes
 from tierstore.serve.monitoring.metrics import Metrics
@@ -162,7 +165,7 @@ def test_calls(client: httpx.Client, port: Port, call: str, body: Any, headers: 
     [
         (ServeError(Status.UNAVAILABLE, "no version before 7"), 503, "no version before 7"),
         (TierstoreError("disk full"), 500, "disk full"),
-        (BusyError("another update is being applied"), 409, "another update is being applied"),
+        (UpdateError(409, "another update is being applied"), 409, "another update is being applied"),
         (RuntimeError("secret"), 500, "internal error (RuntimeError); the server's log tells more"),
     ],
 )
@@ -229,7 +232,7 @@ def test_loopback_names_are_answered(client: httpx.Client, host: str) -> None:
         "",
     ],
 )
-@pytest.mark.parametrize("path", ["/", "/status.json", "/metrics", "/admin/drain"])
+@pytest.mark.parametrize("path", ["/metrics", "/admin/drain"])
 def test_another_name_for_this_machine_is_refused(client: httpx.Client, port: Port, host: str, path: str) -> None:
     method = "POST" if path.startswith("/admin") else "GET"
     answer = client.request(method, path, headers={"host": host, **JSON})
@@ -347,12 +350,13 @@ def test_other_parts_add_routes(client: httpx.Client, exchanged: Exchanged, port
 def test_requests_are_answered_while_metrics_are_made(client: httpx.Client, served: Served, port: Port) -> None:
     made, let_go = threading.Event(), threading.Event()
 
-    def wait() -> float:
-        made.set()
-        assert let_go.wait(WAIT_SECONDS)
-        return 1.0
+    class Slow(Collector):
+        def collect(self) -> Iterator[Metric]:
+            made.set()
+            assert let_go.wait(WAIT_SECONDS)
+            yield GaugeMetricFamily("tierstore_slow", "Waits.", value=1.0)
 
-    port.metrics.watch("slow", "Waits.", wait)
+    port.metrics.add(Slow())
     with ThreadPoolExecutor(1) as pool:
         scrape = pool.submit(httpx.get, f"{served.url}/metrics", timeout=WAIT_SECONDS)
         try:

@@ -1,5 +1,6 @@
 """Large answers over REST: others are answered while one is written as JSON, and JSON has a bound."""
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,29 +12,28 @@ import orjson
 import pytest
 
 from tests.serve.rest_server import SECONDS, RestServer, serving
-from tierstore.serve.encoding import LARGE_ELEMENTS, PIECE_ELEMENTS
+from tierstore.serve import encoding
+from tierstore.serve.encoding import PIECE_ELEMENTS
+from tierstore.serve.limits import Limits
 from tierstore.serve.messages import InferResponse, InferTensor, Status
-from tierstore.serve.rest import json_tensors
 from tierstore.serve.rest.infer_body import WantedOutputs, write_infer
-from tierstore.serve.rest.limits import HttpLimits
 
-LARGE = 5 * LARGE_ELEMENTS
-LIMIT = 6 * LARGE_ELEMENTS
+LARGE = 20_480
+LIMIT = 24_576
 
 
 class Held:
-    """Stands where numbers are written, and waits."""
+    """Stands between two pieces of an answer, and waits."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.began = threading.Event()
         self.may_go_on = threading.Event()
-        self._write = json_tensors.json_data
-        monkeypatch.setattr(json_tensors, "json_data", self)
+        monkeypatch.setattr(encoding, "pause", self)
 
-    def __call__(self, name: str, tensor: InferTensor) -> Any:
+    async def __call__(self) -> None:
         self.began.set()
-        assert self.may_go_on.wait(SECONDS / 2), "nobody else was served"
-        return self._write(name, tensor)
+        while not self.may_go_on.is_set():
+            await asyncio.sleep(0.005)
 
 
 def body_of(count: int, *, is_binary: bool) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def body_of(count: int, *, is_binary: bool) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RestServer]:
-    with serving(limits=HttpLimits(json_elements=LIMIT)) as running:
+    with serving(limits=Limits(elements=LIMIT)) as running:
         yield running
 
 
@@ -103,7 +103,7 @@ def test_json_is_bounded(server: RestServer, client: httpx.Client, monkeypatch: 
 
 def test_answers_under_way_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     held = Held(monkeypatch)
-    limits = HttpLimits(responses_bytes=160_000)  # one as JSON, or nearly two as they were computed
+    limits = Limits(responses_bytes=160_000)  # one as JSON, or nearly two as they were computed
     with serving(limits=limits) as server, ThreadPoolExecutor(1) as pool:
         url = f"http://{server.address}/v2/models/echo/infer"
         body = body_of(LARGE, is_binary=False)
@@ -120,7 +120,7 @@ def test_pieces_make_one_list(size: int) -> None:
     texts = np.array([b"a,]"] * size, np.object_)
     outputs = {"x": InferTensor("FP32", data), "t": InferTensor("BYTES", texts)}
     response = InferResponse(model="m", version="1", id="", outputs=outputs)
-    body = write_infer(response, WantedOutputs(by_name={}, default=False))
+    body = asyncio.run(write_infer(response, WantedOutputs(by_name={}, default=False)))
     x, t = orjson.loads(body.data)["outputs"]
     np.testing.assert_array_equal(np.array(x["data"], np.float32), data.reshape(-1))
     assert (x["shape"], t["data"], body.json_bytes) == ([size, 1], ["a,]"] * size, None)

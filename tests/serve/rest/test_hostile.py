@@ -9,12 +9,12 @@ import orjson
 import pytest
 
 from tests.serve.rest_server import SECONDS, RestServer, read_answer, read_to_end, serving
+from tierstore.serve.limits import Limits
 from tierstore.serve.messages import Status
-from tierstore.serve.rest.limits import HttpLimits
-from tierstore.serve.rest.protocol import MAX_PIPELINED, RefusedError
+from tierstore.serve.rest.protocol import MAX_PIPELINED
 
 SHORT = 0.3
-QUICK = HttpLimits(
+QUICK = Limits(
     body_bytes=1 << 20, header_bytes=4096, receive_seconds=SHORT, idle_seconds=1.0, send_seconds=SHORT, connections=8
 )
 GET = b"GET /v2 HTTP/1.1\r\nhost: a\r\n\r\n"
@@ -35,7 +35,7 @@ def server() -> Iterator[RestServer]:
 
 @pytest.fixture(scope="module")
 def patient() -> Iterator[RestServer]:
-    with serving(limits=HttpLimits(header_bytes=4096, json_bytes=10_000)) as running:
+    with serving(limits=Limits(header_bytes=4096, json_bytes=10_000)) as running:
         yield running
 
 
@@ -149,7 +149,7 @@ def test_answers_that_nobody_reads_are_bounded() -> None:
     body = orjson.dumps({"inputs": [shape], "parameters": {"binary_data_output": True}})
     headers = b"inference-header-content-length: %d\r\n" % len(body)
     large = post(b"echo", body + bytes(size), headers=headers)
-    with serving(limits=HttpLimits(responses_bytes=9 << 20)) as server, contextlib.ExitStack() as opened:
+    with serving(limits=Limits(responses_bytes=9 << 20)) as server, contextlib.ExitStack() as opened:
         for count in (1, 2):
             sock = opened.enter_context(socket.socket())
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -167,7 +167,7 @@ def test_answers_that_nobody_reads_are_bounded() -> None:
 
 
 def test_too_many_connections() -> None:
-    with serving(limits=HttpLimits(connections=4)) as server:
+    with serving(limits=Limits(connections=4)) as server:
         open_ones = [server.connect() for _ in range(4)]
         server.wait_until(lambda: server.server.num_connections == 4)
         with server.connect() as refused:
@@ -176,7 +176,7 @@ def test_too_many_connections() -> None:
             assert answer.status == 503
             assert "4 connections are open" in orjson.loads(answer.body)["error"]
             assert read_to_end(refused) == b""
-        assert isinstance(server.refused[-1], RefusedError)
+        assert server.refused[-1].status is Status.OVERLOADED
         for sock in open_ones:
             sock.sendall(GET)
             assert read_answer(sock).status == 200
@@ -186,7 +186,7 @@ def test_too_many_connections() -> None:
 
 
 def test_far_too_many_connections_are_cut() -> None:
-    with serving(limits=HttpLimits(connections=2)) as server:
+    with serving(limits=Limits(connections=2)) as server:
         open_ones = [server.connect() for _ in range(20)]
         told = [read_to_end(sock).startswith(b"HTTP/1.1 503") for sock in open_ones[2:]]
         assert 2 <= sum(told) < 10
@@ -319,7 +319,7 @@ def test_nonsense_behind_a_request(patient: RestServer) -> None:
 
 
 def test_slow_clients_do_not_starve_others() -> None:
-    with serving(limits=HttpLimits(connections=60)) as server:
+    with serving(limits=Limits(connections=60)) as server:
         slow = [server.connect() for _ in range(50)]
         for number, sock in enumerate(slow):
             sock.sendall([b"GET /v2 HT", b"", post(length=1000), post(b"slow")][number % 4])

@@ -15,10 +15,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ...errors import TierstoreError
+from ...errors import DiskFullError, TierstoreError
 from ..bearer_token import Token
 from ..messages import ServeError
-from .receiving import http_status
 
 __all__ = ["ADMIN_HEADER", "Admin", "admin_app", "admin_routes"]
 
@@ -75,7 +74,6 @@ def admin_app(routes: Sequence[BaseRoute], *, token: str | None = None) -> Starl
         middleware=[Middleware(_Access, token=None if token is None else Token(token))],
         exception_handlers={
             HTTPException: _answer_http,
-            ServeError: _answer_serve,
             TierstoreError: _answer_tierstore,
             Exception: _answer_unexpected,
         },
@@ -166,13 +164,10 @@ async def _answer_http(_: Request, error: Exception) -> Response:
     return answer
 
 
-async def _answer_serve(_: Request, error: Exception) -> Response:
-    assert isinstance(error, ServeError)
-    return _error(error.status.http, str(error))
-
-
 async def _answer_tierstore(request: Request, error: Exception) -> Response:
-    status = http_status(error)
+    if isinstance(error, ServeError):
+        return _error(error.status.http, str(error))
+    status = 507 if isinstance(error, DiskFullError) else getattr(error, "http_status", 500)
     if status >= 500:
         _LOG.warning("%s %s: %s", request.method, request.url.path, error)
     return _error(status, str(error))

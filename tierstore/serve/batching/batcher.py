@@ -68,21 +68,10 @@ class BatchingConfig:
 
 
 class Ran(NamedTuple):
-    """A query's answer and how it came about.
-
-    Attributes:
-        version: of the store, that the query's batch ran at.
-        queue_seconds: from ``submit`` until its batch was taken.
-        compute_seconds: that the run took which gave the answer.
-        num_queries, num_samples: of that run.
-    """
+    """A query's answer, and the store's version that its batch ran at."""
 
     outputs: Outputs
     version: str
-    queue_seconds: float
-    compute_seconds: float
-    num_queries: int
-    num_samples: int
 
 
 class BatchObserver(Protocol):
@@ -337,7 +326,7 @@ class Batcher:
 
     def _deliver(self, attempts: list[Attempt], taken: float) -> None:
         for attempt in attempts:
-            self._answer(attempt, taken)
+            self._answer(attempt)
         self._arm()
         self._note_idle()
         if self._observer is not None and attempts:
@@ -350,17 +339,15 @@ class Batcher:
                 sum(attempt.seconds for attempt in attempts),
             )
 
-    def _answer(self, attempt: Attempt, taken: float) -> None:
+    def _answer(self, attempt: Attempt) -> None:
         if attempt.result is None:
             for waiter in attempt.waiters:
                 self._fail(waiter, self._as_answer(attempt))
             return
         version, outputs = attempt.result
-        num_queries, num_samples = len(attempt.waiters), sum(waiter.num_samples for waiter in attempt.waiters)
         for waiter, each in zip(attempt.waiters, outputs, strict=True):
             if not waiter.future.done():
-                queued = taken - waiter.entered
-                waiter.future.set_result(Ran(each, version, queued, attempt.seconds, num_queries, num_samples))
+                waiter.future.set_result(Ran(each, version))
 
     def _as_answer(self, attempt: Attempt) -> ServeError:
         if isinstance(attempt.error, ServeError) and (len(attempt.waiters) == 1 or concerns_all(attempt.error)):

@@ -1,6 +1,5 @@
-"""The protocol over gRPC: messages in a descriptor pool of their own, the service, its limits."""
+"""The protocol over gRPC: messages in a descriptor pool of their own, and the service."""
 
-from .limits import GrpcLimits
 from .server import GrpcServer
 
-__all__ = ["GrpcLimits", "GrpcServer"]
+__all__ = ["GrpcServer"]

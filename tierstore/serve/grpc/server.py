@@ -4,18 +4,58 @@ import asyncio
 import ssl
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import grpc
 from grpc import aio
 
 from ..base import Engine
-from .auth import BearerAuthentication
-from .limits import MAX_ASKING, MAX_UNREAD, RESERVED_RPCS, GrpcLimits
+from ..bearer_token import Token
+from ..limits import Limits
+from .calls import know_makers
 from .service import InferenceService
-from .waiting import know_makers
 
 __all__ = ["GrpcServer"]
+
+_OTHER_CALLS: Final = 1 << 14
+"""Beside inference: those whose request has yet to come or whose answer to be accepted, and those about metadata. Each
+has its time, and takes some 10 KiB; one more is refused."""
+_CONNECTION_CALLS: Final = 512
+"""Under way on one connection, which may be a proxy's; more of them wait in the client."""
+_MAX_PENDING_CALLS: Final = 65_536
+"""Calls that gRPC has taken from connections and not yet handed to us. By default it cancels some above 1000, and all
+above 3000, whoever made them: who begins and resets calls rapidly would have those of others cancelled."""
+_SECONDS: Final = {
+    # A silent connection is pinged after so long, and closed if it has not answered after so long.
+    "grpc.keepalive_time_ms": 60.0,
+    "grpc.keepalive_timeout_ms": 20.0,
+    # A client that pings more often while no data flows is disconnected after two strikes.
+    "grpc.http2.min_recv_ping_interval_without_data_ms": 10.0,
+    "grpc.max_connection_idle_ms": 3600.0,
+    # A connection is asked to leave after so long, so that clients spread over servers started later.
+    "grpc.max_connection_age_ms": 86_400.0,
+    "grpc.max_connection_age_grace_ms": 60.0,
+}
+
+
+def _options(limits: Limits, *, reuse_port: bool) -> list[tuple[str, int]]:
+    """As gRPC takes them: https://grpc.github.io/grpc/core/group__grpc__arg__keys.html."""
+    seconds = {**_SECONDS, "grpc.server_handshake_timeout_ms": limits.receive_seconds}
+    counts = {
+        "grpc.max_receive_message_length": limits.body_bytes,
+        # The server refuses a response that is too long itself, with a message that says so.
+        "grpc.max_send_message_length": -1,
+        "grpc.max_allowed_incoming_connections": limits.connections,
+        "grpc.max_metadata_size": limits.header_bytes,
+        "grpc.absolute_max_metadata_size": limits.header_bytes,
+        "grpc.max_concurrent_streams": _CONNECTION_CALLS,
+        "grpc.server.max_pending_requests": _MAX_PENDING_CALLS,
+        "grpc.server.max_pending_requests_hard_limit": _MAX_PENDING_CALLS,
+        "grpc.http2.max_ping_strikes": 2,
+        "grpc.keepalive_permit_without_calls": 1,
+        "grpc.so_reuseport": int(reuse_port),
+    }
+    return [*counts.items(), *((name, max(1, round(value * 1e3))) for name, value in seconds.items())]
 
 
 def _credentials(certificate: Path, key: Path) -> Any:
@@ -30,10 +70,9 @@ class GrpcServer:
     """Serves an engine until it is stopped; once.
 
     Args:
-        engine: what it serves.
-        limits: what clients may ask of it.
         host: address to listen on; names and IPv6 are taken.
         port: 0 for any that is free.
+        reuse_port: several processes may listen on one port.
         token: wanted of every call but those about health, or None.
         certificate, key: PEM files, for TLS; both or neither.
 
@@ -44,20 +83,21 @@ class GrpcServer:
     def __init__(
         self,
         engine: Engine,
-        limits: GrpcLimits | None = None,
+        limits: Limits | None = None,
         *,
         host: str = "127.0.0.1",
         port: int = 0,
+        reuse_port: bool = False,
         token: str | None = None,
         certificate: Path | None = None,
         key: Path | None = None,
     ) -> None:
         if (certificate is None) != (key is None):
             raise ValueError("TLS wants both certificate and key")
-        self._limits = limits or GrpcLimits()
-        self._service = InferenceService(engine, self._limits)
+        self._limits = limits or Limits()
+        self._service = InferenceService(engine, self._limits, None if token is None else Token(token))
         self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        self._interceptors = [] if token is None else [BearerAuthentication(token, self._service)]
+        self._reuse_port = reuse_port
         self._credentials = _credentials(certificate, key) if certificate and key else None
         self._server: Any = None
         self._forget_makers: Callable[[], None] = lambda: None
@@ -66,9 +106,8 @@ class GrpcServer:
         """Listen; returns the port. OSError if the address cannot be listened on. Until ``stop`` the loop's task
         factory is the server's."""
         server = aio.server(
-            interceptors=self._interceptors,
-            options=self._limits.channel_options(),
-            maximum_concurrent_rpcs=self._limits.max_concurrent_rpcs + MAX_ASKING + MAX_UNREAD + RESERVED_RPCS,
+            options=_options(self._limits, reuse_port=self._reuse_port),
+            maximum_concurrent_rpcs=self._limits.calls + _OTHER_CALLS,
         )
         server.add_generic_rpc_handlers(self._service.handlers())
         try:

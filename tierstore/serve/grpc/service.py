@@ -2,24 +2,21 @@
 
 import asyncio
 import logging
-import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final, NamedTuple
 
 import grpc
 
 from ...system.release import __version__
 from ..base import Engine
-from ..encoding import Encoders
-from ..logs import log_refused, log_request, request_context
-from ..messages import EXTENSIONS, InferRequest, InferResponse, ServeError, Status
+from ..bearer_token import Token
+from ..limits import LARGE_RESPONSE_BYTES, Budget, Hold, Limits
+from ..messages import EXTENSIONS, InferResponse, ServeError, Status
 from . import codec
-from .limits import MAX_ASKING, MAX_UNREAD, GrpcLimits
+from .calls import Call
 from .messages import HEALTH_SERVICE, INFERENCE_SERVICE, message_class
-from .waiting import Call, Waiting
 
 __all__ = ["InferenceService"]
 
@@ -27,10 +24,8 @@ _log = logging.getLogger(__name__)
 
 _MAX_DETAIL_CHARACTERS: Final = 512
 """A status message travels in metadata, which clients bound at 8 KiB, with up to 12 bytes for a character."""
-
-_SMALL_BYTES: Final = 64 << 10
-"""Responses up to this are not counted: HTTP/2 takes as much for any call."""
-
+_MAX_STREAM_REQUESTS: Final = 8
+"""Of one stream, that wait for their answers."""
 _SERVING, _NOT_SERVING = 1, 2
 
 _Respond = Callable[[Any], Any]
@@ -41,23 +36,11 @@ def _details(error: ServeError) -> str:
     return text if len(text) <= _MAX_DETAIL_CHARACTERS else text[:_MAX_DETAIL_CHARACTERS] + "..."
 
 
-def _data(message: Any) -> bytes | None:
-    return None if message is grpc.aio.EOF else bytes(message)
-
-
-def _counted(size: int) -> int:
-    return size if size > _SMALL_BYTES else 0
-
-
-class _GoneError(Exception):
-    """The client has left amid a response."""
-
-
 class _Answer(NamedTuple):
-    """A response, and what it is counted as until the client has accepted it."""
+    """A response, and its part of what clients may leave unaccepted."""
 
     encoded: bytes
-    unsent_bytes: int
+    hold: Hold
 
 
 class InferenceService:
@@ -65,131 +48,130 @@ class InferenceService:
 
     Args:
         engine: is asked for all that is not protocol.
-        limits: those of sizes and numbers that are kept here.
+        token: that calls must show, but for those about the server's health; None for none.
     """
 
-    def __init__(self, engine: Engine, limits: GrpcLimits) -> None:
+    def __init__(self, engine: Engine, limits: Limits, token: Token | None = None) -> None:
         self._engine = engine
         self._limits = limits
-        self._num_running = 0
-        self._num_streams = 0
-        self._held_bytes = 0
-        self._unsent_bytes = 0
-        self._encoders = Encoders()
-        self._asking = Waiting(MAX_ASKING)
-        self._unread = Waiting(MAX_UNREAD)
-        self._idle = Waiting(limits.max_streams)
+        self._token = token
+        self._calls = Budget(limits.calls, "{} calls are under way")
+        self._streams = Budget(limits.streams, "{} streams are open")
+        self._requests = Budget(limits.bodies_bytes, "the requests under way hold {} bytes")
+        self._unsent = Budget(limits.responses_bytes, "clients have yet to accept {} bytes")
 
     @property
     def unsent_bytes(self) -> int:
         """Bytes of large responses that are being encoded, or that clients have not accepted yet."""
-        return self._unsent_bytes
+        return self._unsent.held
 
     def handlers(self) -> tuple[Any, ...]:
-        """For ``grpc.aio.Server.add_generic_rpc_handlers``."""
+        """For ``grpc.aio.Server.add_generic_rpc_handlers``.
+
+        Calls are given bytes and return bytes: a malformed message then has a status of ours, and not gRPC's. Those of
+        one message are declared as of many: gRPC then leaves it to us how long to wait for it.
+        """
         answers: dict[str, _Respond] = {
-            "ServerLive": self._server_live,
-            "ServerReady": self._server_ready,
-            "ModelReady": self._model_ready,
             "ServerMetadata": self._server_metadata,
+            "ModelReady": self._model_ready,
             "ModelMetadata": self._model_metadata,
             "RepositoryIndex": self._repository_index,
         }
+        open_answers: dict[str, _Respond] = {"ServerLive": self._server_live, "ServerReady": self._server_ready}
         methods = {name: self._asked(f"{name}Request", answer) for name, answer in answers.items()}
-        methods["ModelInfer"] = grpc.stream_unary_rpc_method_handler(self._model_infer)
-        methods["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(self._model_stream_infer)
-        health = {"Check": self._asked("HealthCheckRequest", self._check)}
+        methods |= {name: self._asked(f"{name}Request", each, is_open=True) for name, each in open_answers.items()}
+        methods["ModelInfer"] = grpc.stream_unary_rpc_method_handler(self._unary(self._model_infer))
+        methods["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(self._unary(self._model_stream_infer))
+        health = {"Check": self._asked("HealthCheckRequest", self._check, is_open=True)}
         return (
             grpc.method_handlers_generic_handler(INFERENCE_SERVICE, methods),
             grpc.method_handlers_generic_handler(HEALTH_SERVICE, health),
         )
 
-    def refuse(self, error: ServeError, *, model: str = "", request_id: str = "") -> None:
-        """Count and log a request that does not reach the engine."""
-        self._engine.note_refused("grpc", error)
-        log_refused("grpc", error, model=model, request_id=request_id)
+    # Calls
 
-    # Calls are given bytes and return bytes: a malformed message then has a status of ours, and not gRPC's. Those of
-    # one message are declared as of many: gRPC then leaves it to us how long to wait for it.
+    def _asked(self, request_name: str, answer: _Respond, *, is_open: bool = False) -> Any:
+        async def respond(context: Any, _: Call) -> bytes:
+            data = await self._receive_first(context)
+            return bytes(answer(codec.parse(request_name, data)).SerializeToString())
 
-    def _asked(self, request_name: str, answer: _Respond) -> Any:
-        async def handle(_: Any, context: Any) -> bytes:
+        return grpc.stream_unary_rpc_method_handler(self._unary(respond, is_open=is_open))
+
+    def _unary(self, respond: Callable[[Any, Call], Awaitable[bytes | None]], *, is_open: bool = False) -> Any:
+        """A handler of what ``respond`` gives, or of the status of what went wrong; the client has its time to accept
+        either."""
+
+        async def handle(_: Any, context: Any) -> bytes | None:
             call = Call(context)
+            try:
+                if not is_open:
+                    self._require_token(context)
+                response = await respond(context, call)
+            except ServeError as error:
+                failure = error
+            except asyncio.CancelledError as error:
+                traceback.clear_frames(error.__traceback__)  # TaskGroup's refer to the call in a circle
+                raise
+            except Exception:
+                failure = self._unexpected()
+            else:
+                call.when_over(call.end_after(self._limits.send_seconds).cancel)
+                return response
+            call.when_over(call.end_after(self._limits.send_seconds).cancel)
+            await context.abort(grpc.StatusCode[failure.status.grpc], _details(failure))
+            raise AssertionError("a call that is aborted goes on")
 
-            async def respond() -> _Answer:
-                data = await self._receive(call, context)
-                return _Answer(bytes(answer(codec.parse(request_name, data)).SerializeToString()), 0)
+        return handle
 
-            return await self._or_abort(respond(), call, context)
+    def _require_token(self, context: Any) -> None:
+        if self._token is not None:
+            shown = [value for key, value in context.invocation_metadata() or () if key == "authorization"]
+            if not self._token.is_shown(shown):
+                with self._noting_refusals():
+                    message = "this server wants metadata 'authorization: Bearer TOKEN'"
+                    raise ServeError(Status.UNAUTHENTICATED, message)
 
-        return grpc.stream_unary_rpc_method_handler(handle)
+    @contextmanager
+    def _noting_refusals(self, request_id: str = "") -> Iterator[None]:
+        """Tell the engine of requests that do not reach it."""
+        try:
+            yield
+        except ServeError as error:
+            self._engine.note_refused("grpc", error, request_id)
+            raise
 
-    async def _receive(self, call: Call, context: Any) -> bytes:
-        """A call's first request; ServeError if there is none."""
-        data = await self._receive_any(call, context)
-        if data is None:
-            error = ServeError(Status.INVALID, "the call ended without a request")
-            self.refuse(error)
-            raise error
-        return data
-
-    async def _receive_any(self, call: Call, context: Any) -> bytes | None:
-        """Likewise, or None. A call takes no place of those that are under way before its first request has come."""
-        seconds = self._limits.receive_seconds
-        wait = self._asking.begin(call)
+    async def _receive(self, context: Any, seconds: float, what: str) -> bytes | None:
+        """The next request of a call; None at its end. Raises ServeError DEADLINE."""
         try:
             async with asyncio.timeout(seconds):
-                return _data(await context.read())
+                message = await context.read()
         except TimeoutError:
-            error = ServeError(Status.DEADLINE, f"the request did not come within {seconds:g} seconds")
-        finally:
-            wait.over()
-        self.refuse(error)
-        raise error
+            raise ServeError(Status.DEADLINE, f"{what} {seconds:g} seconds") from None
+        return None if message is grpc.aio.EOF else bytes(message)
 
-    async def _or_abort(self, response: Awaitable[_Answer], call: Call, context: Any) -> bytes:
-        """The response, or the status of what went wrong; either is to be accepted by the client in time."""
-        try:
-            encoded, unsent_bytes = await response
-        except ServeError as error:
-            failure = error
-        except _GoneError:
-            raise asyncio.CancelledError from None  # as gRPC has it, if it notices first
-        except asyncio.CancelledError as error:
-            traceback.clear_frames(error.__traceback__)  # TaskGroup's refer to the call in a circle
-            raise
-        except Exception:
-            failure = self._unexpected()
-        else:
-            self._leave_to_grpc(call, unsent_bytes)
-            return encoded
-        await self.abort(failure, call, context)
-        raise AssertionError("a call that is aborted goes on")
+    async def _receive_any(self, context: Any) -> bytes | None:
+        """The first request, if there is one."""
+        with self._noting_refusals():
+            return await self._receive(context, self._limits.receive_seconds, "the request did not come within")
 
-    async def abort(self, error: ServeError, call: Call, context: Any) -> None:
-        """Answer a call with the status of an error; raises what gRPC then wants."""
-        self._leave_to_grpc(call, 0)
-        await context.abort(grpc.StatusCode[error.status.grpc], _details(error))
-
-    def _leave_to_grpc(self, call: Call, unsent_bytes: int) -> None:
-        """Give the client its time to accept what this task goes on to send."""
-        wait = self._unread.begin(call, size=unsent_bytes, then=lambda: self._count_unsent(-unsent_bytes))
-        wait.end_after(self._limits.send_seconds)
-        call.when_over(wait.over)
+    async def _receive_first(self, context: Any) -> bytes:
+        data = await self._receive_any(context)
+        if data is None:
+            with self._noting_refusals():
+                raise ServeError(Status.INVALID, "the call ended without a request")
+        return data
 
     def _unexpected(self) -> ServeError:
         """What the client is told of the exception being handled, which only the log shows."""
         _log.exception("a call failed in the server")
         return ServeError(Status.INTERNAL, "internal error; the server's log has the cause")
 
-    # Health and metadata.
+    # Health and metadata
 
-    def _server_live(self, message: Any) -> Any:
-        del message
+    def _server_live(self, _: Any) -> Any:
         return message_class("ServerLiveResponse")(live=self._engine.is_live)
 
-    def _server_ready(self, message: Any) -> Any:
-        del message
+    def _server_ready(self, _: Any) -> Any:
         return message_class("ServerReadyResponse")(ready=self._engine.is_ready)
 
     def _model_ready(self, message: Any) -> Any:
@@ -208,8 +190,7 @@ class InferenceService:
         is_serving = self._engine.is_live and self._engine.is_ready
         return message_class("HealthCheckResponse")(status=_SERVING if is_serving else _NOT_SERVING)
 
-    def _server_metadata(self, message: Any) -> Any:
-        del message
+    def _server_metadata(self, _: Any) -> Any:
         return message_class("ServerMetadataResponse")(name="tierstore", version=__version__, extensions=EXTENSIONS)
 
     def _model_metadata(self, message: Any) -> Any:
@@ -231,102 +212,32 @@ class InferenceService:
                 response.models.add(name=model.name, version=version, state=state)
         return response
 
-    # Inference.
+    # Inference
 
-    @contextmanager
-    def _admission(self) -> Iterator[None]:
-        """Counts a call while it lasts; ServeError OVERLOADED if too many do."""
-        if self._num_running >= self._limits.max_concurrent_rpcs:
-            error = ServeError(Status.OVERLOADED, f"{self._num_running} calls are under way; try again later")
-            self.refuse(error)
-            raise error
-        self._num_running += 1
-        try:
-            yield
-        finally:
-            self._num_running -= 1
+    async def _model_infer(self, context: Any, call: Call) -> bytes:
+        data = await self._receive_first(context)
+        with ExitStack() as held:
+            with self._noting_refusals():
+                held.enter_context(self._calls.hold(1))
+            encoded, hold = await self._infer(data, context.time_remaining())
+        call.when_over(hold.release)
+        return encoded
 
-    @contextmanager
-    def _stream_admission(self, call: Call) -> Iterator[None]:
-        """Likewise of streams, so that those that are held open leave room for other calls."""
-        if self._num_streams >= self._limits.max_streams and not self._idle.make_room(call.peer, 1):
-            error = ServeError(Status.OVERLOADED, f"{self._num_streams} streams are open; try again later")
-            self.refuse(error)
-            raise error
-        self._num_streams += 1
-        try:
-            yield
-        finally:
-            self._num_streams -= 1
-
-    @contextmanager
-    def _holding(self, data: bytes) -> Iterator[None]:
-        """Counts a request's bytes while it is answered; ServeError OVERLOADED if all together are too many."""
-        limit = self._limits.max_held_bytes
-        if self._held_bytes + len(data) > limit:
-            error = ServeError(Status.OVERLOADED, f"the requests under way hold {limit} bytes; try again later")
-            self.refuse(error)
-            raise error
-        self._held_bytes += len(data)
-        try:
-            yield
-        finally:
-            self._held_bytes -= len(data)
-
-    def _count_unsent(self, size: int) -> None:
-        self._unsent_bytes += size
-
-    def _reserve_unsent(self, size: int, call: Call) -> None:
-        """Count a large response; ServeError OVERLOADED if all together are too many, and no other has more of them."""
-        limit = self._limits.max_unsent_bytes
-        while size and self._unsent_bytes + size > limit:
-            if not self._unread.make_room(call.peer, size):
-                error = ServeError(Status.OVERLOADED, f"clients have yet to accept {limit} bytes; try again later")
-                self._engine.note_refused("grpc", error)
-                raise error
-        self._count_unsent(size)
-
-    async def _model_infer(self, _: Any, context: Any) -> bytes:
-        call = Call(context)
-
-        async def respond() -> _Answer:
-            data = await self._receive(call, context)
-            with self._admission(), self._holding(data):
-                return await self._infer(self._read(data), context.time_remaining(), call)
-
-        return await self._or_abort(respond(), call, context)
-
-    def _read(self, data: bytes) -> codec.RawRequest:
-        try:
-            return codec.read_request(data)
-        except ServeError as error:
-            self.refuse(error)
-            raise
-
-    async def _infer(self, raw_request: codec.RawRequest, seconds_left: float | None, call: Call) -> _Answer:
-        """The response, counted as unsent; ServeError for all that can go wrong."""
-        started = time.monotonic()
-        message, raws = raw_request
-        with request_context(message.id):
-            try:
+    async def _infer(self, data: bytes, seconds_left: float | None) -> _Answer:
+        """The response; ServeError for all that can go wrong."""
+        with ExitStack() as held:
+            with self._noting_refusals():
+                held.enter_context(self._requests.hold(len(data)))
+                raw_request = codec.read_request(data)
+            with self._noting_refusals(raw_request.message.id):
                 request = codec.decode_request(raw_request, seconds_left=seconds_left)
-            except ServeError as error:
-                self.refuse(error, model=message.model_name, request_id=message.id)
-                raise
-            try:
-                response = await self._engine.infer(request)
-                answer = await self._encode(response, bool(raws), call)
-            except asyncio.CancelledError:
-                log_request(request, grpc.StatusCode.CANCELLED.name, time.monotonic() - started)
-                raise
-            except Exception as error:
-                raise self._failed(request, error, started) from None
-            log_request(request, "OK", time.monotonic() - started, version=response.version)
-        return answer
+            response = await self._engine.infer(request)
+            with self._noting_refusals(request.id):
+                return await self._encode(response, bool(raw_request.raws))
 
-    async def _encode(self, response: InferResponse, is_raw: bool, call: Call) -> _Answer:
+    async def _encode(self, response: InferResponse, is_raw: bool) -> _Answer:
         num_elements = codec.count_slow_elements(response, is_raw=is_raw)
-        limit = self._limits.max_response_elements
+        limit = self._limits.elements
         if num_elements > limit:
             raise ServeError(
                 Status.TOO_LARGE,
@@ -336,109 +247,86 @@ class InferenceService:
         size = sum(tensor.data.nbytes for tensor in response.outputs.values() if tensor.datatype != "BYTES")
         if is_raw:
             self._require_size(size)
-        counted = _counted(size)
-        self._reserve_unsent(counted, call)
-        try:
-            work = partial(codec.encode_response, response, is_raw=is_raw)
-            encoded = await self._encoders.encode(lambda pause: work(pause=pause), num_elements)
+        with self._hold_unsent(size):
+            encoded = await codec.encode_response(response, is_raw=is_raw)
             self._require_size(len(encoded))
-        finally:
-            self._count_unsent(-counted)
-        self._reserve_unsent(_counted(len(encoded)), call)
-        return _Answer(encoded, _counted(len(encoded)))
+        return _Answer(encoded, self._hold_unsent(len(encoded)))
 
     def _require_size(self, size: int) -> None:
-        limit = self._limits.max_response_bytes
+        limit = self._limits.response_bytes
         if size > limit:
             raise ServeError(Status.TOO_LARGE, f"the response has {size} bytes, over {limit}; ask for less at once")
 
-    def _failed(self, request: InferRequest, error: Exception, started: float) -> ServeError:
-        failure = error if isinstance(error, ServeError) else self._unexpected()
-        log_request(request, failure.status.grpc, time.monotonic() - started, error=failure)
-        return failure
+    def _hold_unsent(self, size: int) -> Hold:
+        return self._unsent.hold(size if size > LARGE_RESPONSE_BYTES else 0)
 
-    async def _model_stream_infer(self, _: Any, context: Any) -> None:
+    async def _model_stream_infer(self, context: Any, call: Call) -> None:
         """Answers in the order of requests, and computes some at a time; one that fails does not end the stream."""
-        call = Call(context)
+        first = [await self._receive_any(context)]
+        with ExitStack() as held:
+            with self._noting_refusals():
+                held.enter_context(self._calls.hold(1))
+                held.enter_context(self._streams.hold(1))
+            try:
+                await self._pump(first.pop(), context, call)
+            except ExceptionGroup as failed:
+                raise failed.exceptions[0] from None
 
-        async def respond() -> _Answer:
-            first = [await self._receive_any(call, context)]
-            with self._admission(), self._stream_admission(call):
-                try:
-                    await self._pump(first.pop(), call, context)
-                except ExceptionGroup as failed:
-                    raise failed.exceptions[0] from None
-            return _Answer(b"", 0)
-
-        await self._or_abort(respond(), call, context)
-
-    async def _pump(self, data: bytes | None, call: Call, context: Any) -> None:
+    async def _pump(self, data: bytes | None, context: Any, call: Call) -> None:
         """Answer the first request, if there is one, and all that come after it."""
-        slots = asyncio.Semaphore(self._limits.max_stream_requests)
-        answers: asyncio.Queue[asyncio.Task[_Answer] | None] = asyncio.Queue()  # bounded by the slots
-        unwritten: set[asyncio.Task[_Answer]] = set()
+        answers: asyncio.Queue[asyncio.Task[_Answer] | ServeError | None] = asyncio.Queue(
+            _MAX_STREAM_REQUESTS - 2  # beside the one that is awaited and the one to be put
+        )
+        holds: set[Hold] = set()
+        seconds = self._limits.stream_idle_seconds
 
-        async def write() -> None:
-            while answer := await answers.get():
-                encoded, unsent_bytes = await answer
-                unwritten.remove(answer)
-                await self._write(encoded, unsent_bytes, call, context)
-                slots.release()
+        async def answer(data: bytes) -> _Answer:
+            found = await self._stream_answer(data, context.time_remaining())
+            holds.add(found.hold)
+            return found
 
-        idle: ServeError | None = None
+        async def read(data: bytes | None) -> None:
+            try:
+                while data is not None:
+                    await answers.put(tasks.create_task(answer(data)))
+                    del data  # its bytes are counted until it is answered
+                    data = await self._receive(context, seconds, "nothing came on the stream for")
+            except ServeError as error:
+                await answers.put(error)  # once what was asked before is answered
+            else:
+                await answers.put(None)
+
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(write())
-                try:
-                    while data is not None:
-                        await slots.acquire()
-                        answer = tasks.create_task(self._stream_answer(data, context.time_remaining(), call))
-                        unwritten.add(answer)
-                        answers.put_nowait(answer)
-                        del data  # its bytes are counted until it is answered
-                        data = await self._next(call, context)
-                except ServeError as error:
-                    idle = error  # once what was asked before is answered
-                answers.put_nowait(None)
+                tasks.create_task(read(data))
+                del data
+                while isinstance(last := await answers.get(), asyncio.Task):
+                    encoded, hold = await last
+                    await self._write(encoded, context, call)
+                    hold.release()
+                    holds.remove(hold)
         finally:
-            for answer in unwritten:
-                if not answer.cancelled() and answer.exception() is None:
-                    self._count_unsent(-answer.result().unsent_bytes)
-        if idle is not None:
-            raise idle
+            for hold in holds:
+                hold.release()
+        if last is not None:
+            raise last
 
-    async def _write(self, encoded: bytes, unsent_bytes: int, call: Call, context: Any) -> None:
+    async def _write(self, encoded: bytes, context: Any, call: Call) -> None:
         """Send a message of a stream; the call is ended if the client does not accept it in time."""
-        wait = self._unread.begin(call, size=unsent_bytes, then=lambda: self._count_unsent(-unsent_bytes))
-        wait.end_after(self._limits.max_stream_idle_seconds)
+        timer = call.end_after(self._limits.send_seconds)
         try:
             await context.write(encoded)
-        except grpc.aio.InternalError:
-            raise _GoneError from None
+        except grpc.aio.InternalError:  # the client has left
+            raise asyncio.CancelledError from None
         finally:
-            wait.over()
+            timer.cancel()
 
-    async def _next(self, call: Call, context: Any) -> bytes | None:
-        seconds = self._limits.max_stream_idle_seconds
-        wait = self._idle.begin(call, size=1)
+    async def _stream_answer(self, data: bytes, seconds_left: float | None) -> _Answer:
         try:
-            async with asyncio.timeout(seconds):
-                return _data(await context.read())
-        except TimeoutError:
-            raise ServeError(Status.DEADLINE, f"nothing came on the stream for {seconds:g} seconds") from None
-        finally:
-            wait.over()
-
-    async def _stream_answer(self, data: bytes, seconds_left: float | None, call: Call) -> _Answer:
-        request_id = ""
-        try:
-            with self._holding(data):
-                raw_request = self._read(data)
-                request_id = raw_request.message.id
-                response = await self._infer(raw_request, seconds_left, call)
-                return _Answer(codec.encode_stream_response(response.encoded), response.unsent_bytes)
+            encoded, hold = await self._infer(data, seconds_left)
+            return _Answer(codec.encode_stream_response(encoded), hold)
         except ServeError as error:
             failure = error
         except Exception:
             failure = self._unexpected()
-        return _Answer(codec.encode_stream_error(_details(failure), request_id), 0)
+        return _Answer(codec.encode_stream_error(_details(failure), codec.id_of(data)), Hold(self._unsent))

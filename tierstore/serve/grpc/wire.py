@@ -6,11 +6,11 @@ https://protobuf.dev/programming-guides/encoding
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from ..messages import ServeError, Status
 
-__all__ = ["MAX_FIELDS", "Split", "join_fields", "split_field"]
+__all__ = ["MAX_FIELDS", "join_fields", "split_field"]
 
 MAX_FIELDS: Final = 4096
 """Top-level fields of a message: an empty one takes two bytes on the wire, and some hundred once it is parsed."""
@@ -19,13 +19,6 @@ _LENGTH_DELIMITED: Final = 2
 _FIXED_BYTES: Final = {1: 8, 5: 4}
 _MAX_VARINT_BYTES: Final = 10
 _MAX_TAG: Final = 1 << 32
-
-
-class Split(NamedTuple):
-    """A message without a field, and the values of that field in their order: views of the bytes it was split from."""
-
-    rest: bytes
-    values: list[memoryview]
 
 
 def _malformed(what: str) -> ServeError:
@@ -51,20 +44,8 @@ def _varint(value: int) -> bytes:
     return bytes(encoded)
 
 
-def _field_body(data: memoryview, wire_type: int, position: int) -> tuple[int, int]:
-    """Where a field's value is, [start, stop), given the position after its tag."""
-    if wire_type == _LENGTH_DELIMITED:
-        size_bytes, start = _read_varint(data, position)
-        return start, start + size_bytes
-    if wire_type == 0:
-        return position, _read_varint(data, position)[1]
-    if wire_type not in _FIXED_BYTES:
-        raise _malformed(f"wire type {wire_type}")
-    return position, position + _FIXED_BYTES[wire_type]
-
-
-def split_field(message: bytes, number: int) -> Split:
-    """Take a bytes field out of a message.
+def split_field(message: bytes, number: int) -> tuple[bytes, list[memoryview]]:
+    """Take a bytes field out of a message: the rest, and the field's values in their order, views of ``message``.
 
     Raises:
         ServeError: INVALID, if the bytes are no message or it has more than ``MAX_FIELDS`` fields at its top level.
@@ -77,7 +58,16 @@ def split_field(message: bytes, number: int) -> Split:
         if count > MAX_FIELDS:
             raise ServeError(Status.INVALID, f"the message has more than {MAX_FIELDS} fields at its top level")
         tag, start = _read_varint(data, position)
-        start, stop = _field_body(data, tag & 7, start)
+        wire_type = tag & 7
+        if wire_type == _LENGTH_DELIMITED:
+            size_bytes, start = _read_varint(data, start)
+            stop = start + size_bytes
+        elif wire_type == 0:
+            stop = _read_varint(data, start)[1]
+        elif wire_type in _FIXED_BYTES:
+            stop = start + _FIXED_BYTES[wire_type]
+        else:
+            raise _malformed(f"wire type {wire_type}")
         if stop > len(data) or not 8 <= tag < _MAX_TAG:
             raise _malformed("a field is cut off or has no valid number")
         if tag == number << 3 | _LENGTH_DELIMITED:
@@ -85,7 +75,7 @@ def split_field(message: bytes, number: int) -> Split:
         else:
             rest.append(data[position:stop])
         position = stop
-    return Split(b"".join(rest), values)
+    return b"".join(rest), values
 
 
 def join_fields(rest: bytes, number: int, values: Iterable[Sequence[memoryview | bytes]]) -> bytes:

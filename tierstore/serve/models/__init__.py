@@ -2,9 +2,8 @@
 
 from .bags import BagCaches
 from .lookups import FeatureRows, PooledFeatures, PooledTable, TableRows
-from .make import Models, Renewal, make_models, renew_models
+from .make import Models, Renewal, make_models, rehearse, renew_models
 from .ranking import Ranking
-from .rehearsal import rehearse
 
 __all__ = [
     "BagCaches",

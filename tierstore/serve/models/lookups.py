@@ -88,17 +88,14 @@ class PooledTable:
         self._bounds = RowBounds([table.name], [rows], out_of_range, lambda dropped: count(self.name, dropped))
 
     def metadata(self, version: str) -> ModelMetadata:
-        """See ``Model``."""
         found = _of_table(self.name, version, self._table, self._inputs, "embeddings")
         return replace(found, parameters={**found.parameters, "pooling": self._pooling})
 
     def parse(self, inputs: Mapping[str, InferTensor]) -> JaggedIds:
-        """See ``Model``."""
         check_inputs(inputs, self._inputs, self._optional)
         return self._bounds.checked(jagged_of(inputs, "ids", "lengths", 1), "ids")
 
     def run(self, queries: Sequence[JaggedIds]) -> list[Outputs]:
-        """See ``Model``."""
         batch = merge(queries)
         with torch.inference_mode():
             if self._bags is None:
@@ -133,11 +130,9 @@ class TableRows:
         self._inputs = (TensorSpec("ids", "INT64", (-1,)),)
 
     def metadata(self, version: str) -> ModelMetadata:
-        """See ``Model``."""
         return _of_table(self.name, version, self._table, self._inputs, "rows")
 
     def parse(self, inputs: Mapping[str, InferTensor]) -> _Ids:
-        """See ``Model``."""
         check_inputs(inputs, self._inputs)
         ids, num_rows = values_of(inputs, "ids"), self._table.config.num_embeddings
         if not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < num_rows):
@@ -150,7 +145,6 @@ class TableRows:
         return _Ids(np.where(outside, 0, ids), outside)
 
     def run(self, queries: Sequence[_Ids]) -> list[Outputs]:
-        """See ``Model``."""
         ids = queries[0].values if len(queries) == 1 else np.concatenate([query.values for query in queries])
         rows = _float_array(self._table.read(torch.from_numpy(ids)))
         bounds = np.cumsum([0, *(len(query.values) for query in queries)])
@@ -182,7 +176,6 @@ class FeatureRows:
         self._dim = pooled.tables[0].config.embedding_dim
 
     def metadata(self, version: str) -> ModelMetadata:
-        """See ``Model``."""
         outputs = (TensorSpec("rows", "FP32", (-1, self._dim)),)
         return replace(self._pooled.metadata(version), name=self.name, outputs=outputs)
 
@@ -193,7 +186,6 @@ class FeatureRows:
         return _FeatureIds(self._pooled.bounds.required(jagged, "values"))
 
     def run(self, queries: Sequence[_FeatureIds]) -> list[Outputs]:
-        """See ``Model``."""
         return [{"rows": InferTensor("FP32", self._rows(query.jagged))} for query in queries]
 
     def _rows(self, query: JaggedIds) -> Any:
@@ -230,7 +222,6 @@ class PooledFeatures:
         self.bounds = RowBounds(self.features, num_rows, out_of_range, lambda dropped: count(self.name, dropped))
 
     def metadata(self, version: str) -> ModelMetadata:
-        """See ``Model``."""
         return ModelMetadata(
             name=self.name,
             versions=(version,),
@@ -241,12 +232,10 @@ class PooledFeatures:
         )
 
     def parse(self, inputs: Mapping[str, InferTensor]) -> JaggedIds:
-        """See ``Model``."""
         check_inputs(inputs, self.inputs, self._optional)
         return self.bounds.checked(jagged_of(inputs, "values", "lengths", len(self.features)), "values")
 
     def run(self, queries: Sequence[JaggedIds]) -> list[Outputs]:
-        """See ``Model``."""
         batch = merge(queries)
         with torch.inference_mode():
             pooled = self.pooled(batch)

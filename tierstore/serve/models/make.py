@@ -1,22 +1,25 @@
 """Which models a store has, and which it has after it moved to another version."""
 
 import logging
-from collections.abc import Callable, Mapping
-from typing import Final, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, NamedTuple
 
+import numpy as np
 from torch import Tensor
 
+from ...errors import TierstoreError
 from ...nn import TieredEmbeddingBagCollection
 from ...store import Store
 from ...store.newer import Newer
 from ...train.checkpoint import saved_config
 from ..base import Model
 from ..config import OutOfRange
+from ..messages import DATATYPES, InferTensor, TensorSpec
 from .bags import BagCaches
 from .lookups import FeatureRows, PooledFeatures, PooledTable, TableRows
 from .ranking import Ranking
 
-__all__ = ["Models", "Renewal", "make_models", "renew_models"]
+__all__ = ["Models", "Renewal", "make_models", "rehearse", "renew_models"]
 
 _LOG: Final = logging.getLogger("tierstore.serve")
 Count = Callable[[str, int], None]
@@ -132,3 +135,27 @@ def renew_models(before: Models, newer: Newer) -> Renewal:
         ranking.require(weights)
         return Renewal(before, weights, has_run=True)
     return Renewal(before, None, has_run=saved_config(extra, "the newest commit") is not None)
+
+
+def rehearse(models: Iterable[Model]) -> None:
+    """Ask each model for its tables' first rows: one request alone, and two together, so that no request waits
+    until kernels are compiled or loaded. What fails is told in the log."""
+    for model in models:
+        specs = {spec.name: spec for spec in model.metadata("").inputs}
+        num_ids = specs["lengths"].shape[0] if "lengths" in specs else 1
+        inputs = {name: _input(spec, max(1, num_ids)) for name, spec in specs.items()}
+        try:
+            query = model.parse(inputs)
+            model.run([query])
+            model.run([query, query])
+        except TierstoreError as error:
+            _LOG.warning("model %s fails on its first row: %s", model.name, error)
+
+
+def _input(spec: TensorSpec, num_ids: int) -> InferTensor:
+    """One sample: each feature has id 0."""
+    dtype: Any = DATATYPES[spec.datatype]
+    if spec.name == "lengths":
+        return InferTensor(spec.datatype, np.ones([max(1, size) for size in spec.shape], dtype))
+    shape = (num_ids,) if len(spec.shape) == 1 else tuple(max(1, size) for size in spec.shape)
+    return InferTensor(spec.datatype, np.zeros(shape, dtype))

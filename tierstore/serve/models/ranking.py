@@ -81,7 +81,6 @@ class Ranking:
         load_model(self._model, tensors)
 
     def metadata(self, version: str) -> ModelMetadata:
-        """See ``Model``."""
         data = self.config.data
         return ModelMetadata(
             name=self.name,
@@ -93,7 +92,6 @@ class Ranking:
         )
 
     def parse(self, inputs: Mapping[str, InferTensor]) -> _Query:
-        """See ``Model``."""
         check_inputs(inputs, self._inputs)
         dense = inputs["dense"].data
         require_finite("dense", dense)
@@ -115,7 +113,6 @@ class Ranking:
         return jagged.chosen(good)
 
     def run(self, queries: Sequence[_Query]) -> list[Outputs]:
-        """See ``Model``."""
         batch = merge([query.jagged for query in queries])
         dense = queries[0].dense if len(queries) == 1 else np.concatenate([query.dense for query in queries])
         with torch.inference_mode():

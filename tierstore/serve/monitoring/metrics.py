@@ -1,17 +1,18 @@
 """What the server did: counted as it happens, read by Prometheus and by the status page."""
 
+import operator
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Metric, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, ProcessCollector, generate_latest
 from prometheus_client.registry import Collector
 
 from ..messages import Status
-from .histogram import Histograms, Totals
 from .window import Window
 
-__all__ = ["CONTENT_TYPE", "OK", "OTHER", "BatchTotals", "LastUpdate", "Metrics"]
+__all__ = ["CONTENT_TYPE", "OK", "OTHER", "LastUpdate", "Metrics"]
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 OK: Final = "ok"
@@ -19,16 +20,11 @@ OTHER: Final = "other"
 """Stands for all names that clients made up, so that they cannot make up series."""
 _PROTOCOLS: Final = ("grpc", "http")
 
-_STATUS_NAMES: Final = {status: status.name.lower() for status in Status}
-
-_MS: Final = 1e-3
-_REQUEST_SECONDS: Final = tuple(
-    milliseconds * _MS
-    for milliseconds in (
-        *(0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40, 50, 60),
-        *(80, 100, 150, 250, 500, 1000, 2500, 5000, 10_000),
-    )
+_MILLISECONDS: Final = (
+    *(0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40, 50, 60),
+    *(80, 100, 150, 250, 500, 1000, 2500, 5000, 10_000),
 )
+_REQUEST_SECONDS: Final = tuple(each * 1e-3 for each in _MILLISECONDS)
 _BATCH_SIZES: Final = tuple(float(1 << power) for power in range(17))
 _UPDATE_SECONDS: Final = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
@@ -46,17 +42,18 @@ class LastUpdate(NamedTuple):
     at: float
 
 
-class BatchTotals(NamedTuple):
-    """Of one model's batches; ``samples.num_values`` is the number of batches."""
+class _Batches(NamedTuple):
+    """Sums over a model's batches."""
 
-    queries: Totals
-    samples: Totals
-    queue_seconds: Totals
-    compute_seconds: Totals
+    batches: int = 0
+    queries: int = 0
+    samples: int = 0
+    queue_seconds: float = 0.0
+    compute_seconds: float = 0.0
 
 
 class Metrics:
-    """All that one worker process counts; for any thread, at about a microsecond a request.
+    """All that one worker process counts; for any thread, at some microseconds a request.
 
     Args:
         models: names that get series of their own; all others share one, ``OTHER``.
@@ -68,89 +65,76 @@ class Metrics:
         self.worker = worker
         self.clock = clock
         self.started = clock()
-        self.models: tuple[str, ...] = (OTHER,)
-        self.window = Window(1, clock=clock)
+        self.models = {OTHER: None}
+        self.window = Window(clock)
         self.last_update: LastUpdate | None = None
-        self._series = {OTHER: 0}
+        # Beside the series, as to read those lists every bucket of each.
+        self._answered: dict[tuple[str, str, str], int] = {}
+        self._batched: dict[str, _Batches] = {}
+        self._lock = threading.Lock()
         self._registry = CollectorRegistry()
-        self._make_histograms()
-        self._make_counters()
+        make, model, by_status = self._histogram, ["model"], ["protocol", "status"]
+        self._requests = make("request_seconds", "From arrival to answer.", [*model, *by_status], _REQUEST_SECONDS)
+        self._queued = make("queue_seconds", "That a query waited for its batch.", model, _REQUEST_SECONDS)
+        self._computed = make("compute_seconds", "Of a batch: lookups and the model.", model, _REQUEST_SECONDS)
+        self._queries = make("batch_queries", "Queries in a batch.", model, _BATCH_SIZES)
+        self._samples = make("batch_samples", "Samples in a batch.", model, _BATCH_SIZES)
+        self._updates = make("update_seconds", "Moves to another version, reading included.", [], _UPDATE_SECONDS)
+        self._refused = self._counter("refused_requests", "Requests refused before a model was asked.", by_status)
+        self._out_of_range = self._counter("ids_out_of_range", "Ids that no row of their table has.", model)
+        self._update_failures = self._counter("update_failures", "Updates that failed; the old version stayed.", [])
         self.know(models)
         ProcessCollector(registry=self._registry)
 
-    def _make_histograms(self) -> None:
-        self._requests = self._histograms(
-            "request_seconds",
-            "From a request's arrival to its answer.",
-            ["model", "protocol", "status"],
-            _REQUEST_SECONDS,
-        )
-        self._queue_seconds = self._histograms(
-            "queue_seconds", "That a query waited for its batch.", ["model"], _REQUEST_SECONDS
-        )
-        self._compute_seconds = self._histograms(
-            "compute_seconds", "That a batch took: lookups and the model.", ["model"], _REQUEST_SECONDS
-        )
-        self._batch_queries = self._histograms("batch_queries", "Queries in a batch.", ["model"], _BATCH_SIZES)
-        self._batch_samples = self._histograms("batch_samples", "Samples in a batch.", ["model"], _BATCH_SIZES)
-        self._update_seconds = self._histograms(
-            "update_seconds", "That moving to another version took, reading what changed included.", [], _UPDATE_SECONDS
-        )
-        self._update_seconds.child()
-
-    def _make_counters(self) -> None:
-        self._refused = self._counter(
-            "refused_requests", "Requests refused before a model was asked.", ["protocol", "status"]
-        )
-        self._out_of_range = self._counter("ids_out_of_range", "Ids that no row of their table has.", ["model"])
-        self._update_failures = self._counter("update_failures", "Updates that failed; the old version stayed.", [])
-
-    def know(self, models: Iterable[str]) -> None:
-        """Give these models series of their own, if they have none; in order of ``models`` they are numbered."""
-        new = [name for name in dict.fromkeys(models) if name not in self._series]
-        self.window.widen(len(new))
-        for name in new:
-            self._series[name] = len(self._series)
-            # A series that starts at 0 has a rate from its first request on.
-            self.batches(name)
-            for protocol in _PROTOCOLS:
-                self._requests.child(name, protocol, OK)
-            self._out_of_range.labels(name)
-        self.models = tuple(self._series)
-
-    def _histograms(self, name: str, documentation: str, labels: Sequence[str], bounds: Sequence[float]) -> Histograms:
-        made = Histograms(f"tierstore_{name}", documentation, labels, bounds)
-        self._registry.register(made)
-        return made
+    def _histogram(self, name: str, documentation: str, labels: Sequence[str], bounds: Sequence[float]) -> Histogram:
+        return Histogram(f"tierstore_{name}", documentation, labels, buckets=bounds, registry=self._registry)
 
     def _counter(self, name: str, documentation: str, labels: Sequence[str]) -> Counter:
         return Counter(f"tierstore_{name}", documentation, labels, registry=self._registry)
+
+    def know(self, models: Iterable[str]) -> None:
+        """Give these models series of their own, if they have none."""
+        for name in models:
+            # A series that starts at 0 has a rate from its first request on.
+            for protocol in _PROTOCOLS:
+                self._requests.labels(name, protocol, OK)
+            for each in (self._queued, self._computed, self._queries, self._samples, self._out_of_range):
+                each.labels(name)
+        self.models = self.models | dict.fromkeys(models)
 
     # What happened
 
     def answered(self, model: str, protocol: str, status: Status | None, seconds: float) -> None:
         """A request was answered; ``status`` None: well. ``seconds`` since it arrived."""
-        model = self._known(model)
-        self._requests.child(model, _known_protocol(protocol), _status_name(status)).observe(seconds)
-        self.window.add(self._series[model], seconds, failed=status is not None)
+        key = model, _, _ = self._known(model), _known_protocol(protocol), _name(status, OK)
+        self._requests.labels(*key).observe(seconds)
+        with self._lock:
+            self._answered[key] = self._answered.get(key, 0) + 1
+        self.window.add(model, seconds, failed=status is not None)
 
     def batched(
         self, model: str, num_queries: int, num_samples: int, queue_seconds: Sequence[float], compute_seconds: float
     ) -> None:
         """A batch was computed; ``queue_seconds`` of each of its queries."""
         model = self._known(model)
-        self._batch_queries.child(model).observe(num_queries)
-        self._batch_samples.child(model).observe(num_samples)
-        self._queue_seconds.child(model).observe_all(queue_seconds)
-        self._compute_seconds.child(model).observe(compute_seconds)
+        self._queries.labels(model).observe(num_queries)
+        self._samples.labels(model).observe(num_samples)
+        self._computed.labels(model).observe(compute_seconds)
+        queued = self._queued.labels(model)
+        for seconds in queue_seconds:
+            queued.observe(seconds)
+        added = _Batches(1, num_queries, num_samples, sum(queue_seconds), compute_seconds)
+        with self._lock:
+            before = self._batched.get(model, _Batches())
+            self._batched[model] = _Batches(*map(operator.add, before, added))
 
     def refused(self, protocol: str, status: Status | None) -> None:
         """A request was refused before a model was asked; ``status`` None: the error has none."""
-        self._refused.labels(_known_protocol(protocol), OTHER if status is None else _status_name(status)).inc()
+        self._refused.labels(_known_protocol(protocol), _name(status, OTHER)).inc()
 
     def updated(self, version: int, seconds: float) -> None:
         """Another version is served since now."""
-        self._update_seconds.child().observe(seconds)
+        self._updates.observe(seconds)
         self.last_update = LastUpdate(version, seconds, self.clock())
 
     def update_failed(self) -> None:
@@ -163,10 +147,6 @@ class Metrics:
         """Expose what another collector knows, a ``SourceCollector`` say; it is asked at each scrape."""
         self._registry.register(collector)
 
-    def watch(self, name: str, documentation: str, read: Callable[[], float]) -> None:
-        """Expose a gauge, tierstore_NAME, read at each scrape."""
-        Gauge(f"tierstore_{name}", documentation, registry=self._registry).set_function(read)
-
     # What it came to
 
     def expose(self) -> bytes:
@@ -175,33 +155,39 @@ class Metrics:
 
     def requests(self) -> dict[tuple[str, str, str], int]:
         """Answered since the start, by (model, protocol, status)."""
+        with self._lock:
+            return dict(self._answered)
+
+    def batches(self, model: str) -> dict[str, float | None]:
+        """How many batches a model had since the start, and what they were on average; None of none."""
+        with self._lock:
+            told = self._batched.get(model, _Batches())
+        per_batch, per_query = (1 / each if each else None for each in (told.batches, told.queries))
         return {
-            (model, protocol, status): histogram.totals.num_values
-            for (model, protocol, status), histogram in self._requests.children().items()
+            "batches": told.batches,
+            "batch_queries_mean": per_batch and told.queries * per_batch,
+            "batch_samples_mean": per_batch and told.samples * per_batch,
+            "queue_seconds_mean": per_query and told.queue_seconds * per_query,
+            "compute_seconds_mean": per_batch and told.compute_seconds * per_batch,
         }
 
-    def batches(self, model: str) -> BatchTotals:
-        kinds = (self._batch_queries, self._batch_samples, self._queue_seconds, self._compute_seconds)
-        return BatchTotals(*(kind.child(model).totals for kind in kinds))
-
-    @property
-    def num_updates(self) -> int:
-        return self._update_seconds.child().totals.num_values
-
-    @property
-    def num_update_failures(self) -> int:
-        return int(sum(_values(self._update_failures).values()))
+    def totals(self) -> dict[str, int]:
+        """Updates, and those that failed, since the start."""
+        return {
+            "updates": int(_values(self._updates.collect(), "_count")[()]),
+            "update_failures": int(_values(self._update_failures.collect(), "_total")[()]),
+        }
 
     def refusals(self) -> dict[tuple[str, ...], int]:
         """Since the start, by (protocol, status)."""
-        return {labels: int(value) for labels, value in _values(self._refused).items()}
+        return {labels: int(value) for labels, value in _values(self._refused.collect(), "_total").items()}
 
     def ids_out_of_range(self) -> dict[str, int]:
         """Since the start, by model."""
-        return {labels[0]: int(value) for labels, value in _values(self._out_of_range).items()}
+        return {labels[0]: int(value) for labels, value in _values(self._out_of_range.collect(), "_total").items()}
 
     def _known(self, model: str) -> str:
-        return model if model in self._series else OTHER
+        return model if model in self.models else OTHER
 
 
 class _Labelled(CollectorRegistry):
@@ -226,11 +212,15 @@ def _known_protocol(protocol: str) -> str:
     return protocol if protocol in _PROTOCOLS else OTHER
 
 
-def _status_name(status: Status | None) -> str:
-    return OK if status is None else _STATUS_NAMES[status]
+def _name(status: Status | None, otherwise: str) -> str:
+    return otherwise if status is None else status.name.lower()
 
 
-def _values(counter: Counter) -> dict[tuple[str, ...], float]:
-    """A counter's values by its labels' values, in the labels' order."""
-    (metric,) = counter.collect()
-    return {tuple(sample.labels.values()): sample.value for sample in metric.samples if sample.name.endswith("_total")}
+def _values(families: Iterable[Metric], suffix: str) -> dict[tuple[str, ...], float]:
+    """Values by those of their labels, in the labels' order."""
+    return {
+        tuple(sample.labels.values()): sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name.endswith(suffix)
+    }

@@ -1,17 +1,21 @@
 """The server's state as one JSON document: what the status page shows."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import psutil
-from numpy.typing import NDArray
 
 from ...pool.stats import TierStats
 from ...system.sizes import machine_memory_bytes
 from ..source import Source
 from .metrics import OK, OTHER, Metrics
-from .window import QUANTILE_ERROR, WINDOW_SECONDS, by_second, summarize
+from .window import WINDOW_SECONDS, Latencies, by_second, summarize
 
 __all__ = ["snapshot"]
+
+Seconds = Sequence[Mapping[str, Latencies]]
+"""Of each second, the latencies by model."""
 
 
 def snapshot(metrics: Metrics, source: Source) -> dict[str, Any]:
@@ -20,7 +24,7 @@ def snapshot(metrics: Metrics, source: Source) -> dict[str, Any]:
     Times are in seconds. ``recent`` and ``history`` are of the last whole seconds, up to a minute of them,
     oldest first; all other counts are since the start.
     """
-    counts = metrics.window.counts()
+    seconds = metrics.window.seconds()
     return {
         "server": {
             "worker": metrics.worker,
@@ -28,11 +32,10 @@ def snapshot(metrics: Metrics, source: Source) -> dict[str, Any]:
             "ready": source.is_ready,
             "uptime_seconds": metrics.clock() - metrics.started,
             "window_seconds": WINDOW_SECONDS,
-            "quantile_error": QUANTILE_ERROR,
         },
         "version": _version(metrics, source),
-        "requests": _requests(metrics, counts.sum(axis=1)),
-        "models": _models(metrics, source, counts),
+        "requests": _requests(metrics, seconds),
+        "models": _models(metrics, source, seconds),
         "tiers": [_tier(name, tier) for name, tier in source.stats()._asdict().items()],
         "pooled": pooled._asdict() if (pooled := source.pooled()) else None,
         "tables": [table._asdict() for table in source.tables()],
@@ -46,22 +49,22 @@ def _version(metrics: Metrics, source: Source) -> dict[str, Any]:
         "served": source.version,
         "newest": source.newest_version,
         "staleness_seconds": source.staleness_seconds,
-        "updates": metrics.num_updates,
-        "update_failures": metrics.num_update_failures,
+        **metrics.totals(),
         "last_update": last
         and {"version": last.version, "seconds": last.seconds, "age_seconds": metrics.clock() - last.at},
     }
 
 
-def _requests(metrics: Metrics, counts: NDArray[Any]) -> dict[str, Any]:
-    """Of all models together; ``counts``: [seconds, columns]."""
+def _requests(metrics: Metrics, seconds: Seconds) -> dict[str, Any]:
+    """Of all models together."""
     by_status: dict[str, int] = {}
     for (_, _, status), count in metrics.requests().items():
         by_status[status] = by_status.get(status, 0) + count
+    together = [np.concatenate([np.empty(0), *second.values()]) for second in seconds]
     return {
         **_totals(by_status),
-        "recent": summarize(counts)._asdict(),
-        "history": by_second(counts)._asdict(),
+        "recent": summarize(together)._asdict(),
+        "history": by_second(together)._asdict(),
         "refused": [
             {"protocol": protocol, "status": status, "count": count}
             for (protocol, status), count in sorted(metrics.refusals().items())
@@ -69,42 +72,33 @@ def _requests(metrics: Metrics, counts: NDArray[Any]) -> dict[str, Any]:
     }
 
 
-def _models(metrics: Metrics, source: Source, counts: NDArray[Any]) -> list[dict[str, Any]]:
-    """Each model, and names that are no model's once they were asked for; ``counts``: [seconds, models, columns]."""
-    queued = source.queued_samples()
-    out_of_range = metrics.ids_out_of_range()
-    by_model: dict[str, dict[str, int]] = {name: {} for name in metrics.models}
+def _models(metrics: Metrics, source: Source, seconds: Seconds) -> list[dict[str, Any]]:
+    """Each model, and last, once they were asked for, names that are no model's."""
+    queued, out_of_range = source.queued_samples(), metrics.ids_out_of_range()
+    by_model: dict[str, dict[str, int]] = {name: {} for name in sorted(metrics.models, key=lambda name: name == OTHER)}
     for (model, _, status), count in metrics.requests().items():
         by_model[model][status] = by_model[model].get(status, 0) + count
-    return [
-        {
-            "name": name,
-            **_totals(by_status),
-            "recent": summarize(counts[:, index])._asdict(),
-            "history": {"requests": counts[:, index].sum(axis=1).tolist()},
-            **_batches(metrics, name),
-            "queued_samples": queued.get(name, 0),
-            "ids_out_of_range": out_of_range.get(name, 0),
-        }
-        for index, (name, by_status) in sorted(enumerate(by_model.items()), key=lambda each: each[1][0] == OTHER)
-        if index < counts.shape[1] and (name != OTHER or by_status or name in queued)
-    ]
+    found = []
+    for name, by_status in by_model.items():
+        if name != OTHER or by_status or name in queued:
+            own = [second.get(name, np.empty(0)) for second in seconds]
+            found.append(
+                {
+                    "name": name,
+                    **_totals(by_status),
+                    "recent": summarize(own)._asdict(),
+                    "history": {"requests": [len(each) for each in own]},
+                    **metrics.batches(name),
+                    "queued_samples": queued.get(name, 0),
+                    "ids_out_of_range": out_of_range.get(name, 0),
+                }
+            )
+    return found
 
 
 def _totals(by_status: dict[str, int]) -> dict[str, Any]:
     total = sum(by_status.values())
     return {"total": total, "failed": total - by_status.get(OK, 0), "by_status": by_status}
-
-
-def _batches(metrics: Metrics, model: str) -> dict[str, Any]:
-    totals = metrics.batches(model)
-    return {
-        "batches": totals.samples.num_values,
-        "batch_queries_mean": totals.queries.mean,
-        "batch_samples_mean": totals.samples.mean,
-        "queue_seconds_mean": totals.queue_seconds.mean,
-        "compute_seconds_mean": totals.compute_seconds.mean,
-    }
 
 
 def _tier(name: str, tier: TierStats) -> dict[str, Any]:

@@ -1,8 +1,6 @@
-"""The protocol over HTTP: the application, its bodies in JSON and binary, and the bounded server below."""
+"""The protocol over REST: an ASGI application, and the server that runs it within limits."""
 
 from .app import RestApp
-from .limits import HttpLimits
-from .require_token import RequireToken
-from .server import HttpServer, TlsFiles, listen
+from .server import HttpServer
 
-__all__ = ["HttpLimits", "HttpServer", "RequireToken", "RestApp", "TlsFiles", "listen"]
+__all__ = ["HttpServer", "RestApp"]

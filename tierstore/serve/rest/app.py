@@ -7,7 +7,6 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Final
 from urllib.parse import quote, unquote
 
@@ -17,18 +16,19 @@ from starlette.types import Receive, Scope, Send
 from ...system.excerpt import excerpt
 from ...system.release import __version__
 from ..base import Engine
-from ..encoding import Encoders
-from ..messages import EXTENSIONS, ModelMetadata, ServeError, Status, TensorSpec
-from ..tensors.binary import JSON_LENGTH_HEADER
-from .body import BodyReader
+from ..bearer_token import Token
+from ..limits import LARGE_RESPONSE_BYTES, Budget, Hold, Limits
+from ..messages import EXTENSIONS, ModelMetadata, ServeError, Status
+from ..tensors import JSON_LENGTH_HEADER
+from .body import read_body
 from .infer_body import MAX_ID_CHARACTERS, InferBody, InferCall, count_slow_elements, parse_infer, write_infer
-from .limits import HttpLimits
 from .openapi import DESCRIPTION
-from .replies import SMALL_BYTES, Header, Reply, error_reply, json_reply, send_reply
+from .replies import Header, Reply, error_reply, json_reply, send_reply
 
 __all__ = ["RestApp"]
 
 _LOGGER: Final = logging.getLogger(__name__)
+_OPEN_PATHS: Final = frozenset({"/v2/health/live", "/v2/health/ready"})
 _JSON_LENGTH: Final = JSON_LENGTH_HEADER.lower().encode()
 
 
@@ -37,30 +37,31 @@ class RestApp:
 
     Args:
         limits: what a body may take; connections are the server's to limit.
+        token: that requests must show, but for those about the server's health; None for none.
     """
 
-    def __init__(self, engine: Engine, *, limits: HttpLimits | None = None) -> None:
+    def __init__(self, engine: Engine, *, limits: Limits | None = None, token: str | None = None) -> None:
         self._engine = engine
-        self._limits = limits or HttpLimits()
-        self._bodies = BodyReader(self._limits)
-        self._encoders = Encoders()
-        self._unsent_bytes = 0
+        self._limits = limits or Limits()
+        self._token = None if token is None else Token(token)
+        self._bodies = Budget(self._limits.bodies_bytes, "the requests under way hold {} bytes")
+        self._unsent = Budget(self._limits.responses_bytes, "clients have yet to accept {} bytes")
 
     @property
     def held_bytes(self) -> int:
         """Bytes of the bodies of all requests under way."""
-        return self._bodies.held_bytes
+        return self._bodies.held
 
     @property
     def unsent_bytes(self) -> int:
         """Bytes of large responses that are being written, or that clients have not accepted yet."""
-        return self._unsent_bytes
+        return self._unsent.held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise ValueError(f"only HTTP is spoken here, not {scope['type']}")
         try:
-            reply = await self._answer(scope, receive)
+            reply = self._refuse_without_token(scope) or await self._answer(scope, receive)
         except ClientDisconnect:
             return
         except Exception:
@@ -70,25 +71,30 @@ class RestApp:
 
     async def _send(self, send: Send, reply: Reply) -> None:
         try:
-            with self._unsent(len(reply.body)):
+            with self._noting_refusals(), self._hold_unsent(len(reply.body)):
                 await send_reply(send, reply)
         except ServeError as error:
             await send_reply(send, error_reply(error.status.http, str(error)))
 
+    def _hold_unsent(self, size: int) -> Hold:
+        return self._unsent.hold(size if size > LARGE_RESPONSE_BYTES else 0)
+
     @contextmanager
-    def _unsent(self, size: int) -> Iterator[None]:
-        """Counts the bytes of a response if it is large; ServeError OVERLOADED if all together are too many."""
-        size = size if size > SMALL_BYTES else 0
-        limit = self._limits.responses_bytes
-        if self._unsent_bytes + size > limit:
-            error = ServeError(Status.OVERLOADED, f"clients have yet to accept {limit} bytes; try again later")
-            self._engine.note_refused("http", error)
-            raise error
-        self._unsent_bytes += size
+    def _noting_refusals(self, request_id: str = "") -> Iterator[None]:
+        """Tell the engine of requests that do not reach it."""
         try:
             yield
-        finally:
-            self._unsent_bytes -= size
+        except ServeError as error:
+            self._engine.note_refused("http", error, request_id)
+            raise
+
+    def _refuse_without_token(self, scope: Scope) -> Reply | None:
+        shown = [value for name, value in scope["headers"] if name == b"authorization"]
+        if self._token is None or scope["path"] in _OPEN_PATHS or self._token.is_shown(shown):
+            return None
+        error = ServeError(Status.UNAUTHENTICATED, "give the server's token: Authorization: Bearer TOKEN")
+        self._engine.note_refused("http", error)
+        return error_reply(error.status.http, str(error), (b"www-authenticate", b"Bearer"))
 
     async def _answer(self, scope: Scope, receive: Receive) -> Reply:
         parts = _parts(scope)
@@ -157,13 +163,10 @@ class RestApp:
         request_id = given_id
         try:
             with self._bodies.hold() as held:
-                try:
+                with self._noting_refusals(given_id[:MAX_ID_CHARACTERS]):
                     self._engine.model(model, version)
-                    body = await self._bodies.read(held, headers, receive)
+                    body = await read_body(held, self._limits.body_bytes, headers, receive)
                     call = self._parse(body, headers, model, version, given_id)
-                except ServeError as error:
-                    self._engine.note_refused("http", error)
-                    raise
                 request_id = call.request.id
                 del body
                 written = await _while_connected(self._infer_and_write(call), receive)
@@ -173,17 +176,17 @@ class RestApp:
 
     async def _infer_and_write(self, call: InferCall) -> InferBody:
         response = await self._engine.infer(call.request)
-        num_elements = count_slow_elements(response, call.wanted)
-        if num_elements > self._limits.json_elements:
-            error = ServeError(
-                Status.TOO_LARGE,
-                f"the response has {num_elements} numbers, and {self._limits.json_elements} are sent as JSON; ask for "
-                "binary data (the parameter binary_data_output), or for less at once",
-            )
-            self._engine.note_refused("http", error)
-            raise error
-        with self._unsent(sum(tensor.data.nbytes for tensor in response.outputs.values())):
-            return await self._encoders.encode(partial(write_infer, response, call.wanted), num_elements)
+        num_elements, most = count_slow_elements(response, call.wanted), self._limits.elements
+        size = sum(tensor.data.nbytes for tensor in response.outputs.values())
+        with self._noting_refusals(call.request.id):
+            if num_elements > most:
+                raise ServeError(
+                    Status.TOO_LARGE,
+                    f"the response has {num_elements} numbers, and {most} are sent as JSON; ask for binary data (the "
+                    "parameter binary_data_output), or for less at once",
+                )
+            with self._hold_unsent(size):
+                return await write_infer(response, call.wanted)
 
     def _parse(
         self, body: bytes, headers: Mapping[bytes, bytes], model: str, version: str, default_id: str
@@ -272,11 +275,7 @@ def _metadata(model: ModelMetadata) -> dict[str, Any]:
         "name": model.name,
         "versions": model.versions,
         "platform": model.platform,
-        "inputs": [_spec(spec) for spec in model.inputs],
-        "outputs": [_spec(spec) for spec in model.outputs],
+        "inputs": [spec._asdict() for spec in model.inputs],
+        "outputs": [spec._asdict() for spec in model.outputs],
         "parameters": dict(model.parameters),
     }
-
-
-def _spec(spec: TensorSpec) -> dict[str, Any]:
-    return {"name": spec.name, "datatype": spec.datatype, "shape": spec.shape}

@@ -5,17 +5,23 @@ parser is a request or a ServeError, and it takes memory in proportion to the by
 """
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, NamedTuple, TypeVar
 
 import orjson
 
 from ...system.excerpt import excerpt
-from ..encoding import Pause, go_on
-from ..messages import InferRequest, InferResponse, InferTensor, Parameters, ServeError, Status
-from ..tensors.binary import JSON_LENGTH_HEADER, MAX_BYTES_ELEMENTS, binary_data, parse_binary_data
-from ..tensors.shapes import MAX_TENSORS, TensorHead, parse_head, require_supported
+from ..messages import InferRequest, InferResponse, InferTensor, ServeError, Status
+from ..tensors import (
+    JSON_LENGTH_HEADER,
+    MAX_BYTES_ELEMENTS,
+    MAX_TENSORS,
+    TensorHead,
+    binary_data,
+    parse_binary_data,
+    parse_head,
+    require_supported,
+)
 from .json_tensors import parse_json_data, write_json_data
 
 __all__ = [
@@ -37,16 +43,13 @@ MAX_JSON_LISTS: Final = 1 << 16
 MAX_PARAMETERS: Final = 100
 MAX_TIMEOUT_MICROSECONDS: Final = 24 * 3600 * 10**6
 _EMPTY: Final[dict[str, Any]] = {}
+_KINDS: Final = {dict: "a JSON object", list: "a list", bool: "true or false", str: "a string"}
+
+_T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WantedOutputs:
-    """Which outputs the client wants as binary data.
-
-    Attributes:
-        by_name: of outputs for which the request says so.
-        default: of all others.
-    """
+class WantedOutputs(NamedTuple):
+    """Which outputs the client wants as binary data: those for which the request says so by name, and all others."""
 
     by_name: Mapping[str, bool]
     default: bool
@@ -123,14 +126,14 @@ def parse_infer(
         raise ServeError(
             Status.TOO_LARGE, f"JSON of {end} bytes is longer than {json_bytes_max}; send large tensors as binary data"
         )
-    message = _object(_parse_json(bytes(view[:end])), "the request")
+    message = _typed(dict, _parse_json(bytes(view[:end])), "the request")
     parameters = _parameters(message)
     binary = _BinaryData(view[end:])
     inputs = _inputs(message, binary)
     binary.require_end()
-    default = _boolean(parameters.pop("binary_data_output", False), "parameter binary_data_output")
+    default = _typed(bool, parameters.pop("binary_data_output", False), "parameter binary_data_output")
     deadline = _deadline(parameters.pop("timeout", 0))
-    wanted = WantedOutputs(by_name=_wanted(message, default), default=default)
+    wanted = WantedOutputs(_wanted(message, default), default)
     request = InferRequest(
         model=model,
         version=version,
@@ -155,29 +158,24 @@ def _parse_json(text: bytes) -> object:
         raise ServeError(Status.INVALID, f"the request is not JSON: {error}") from None
 
 
-def _object(value: object, what: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ServeError(Status.INVALID, f"{what} must be a JSON object, not {excerpt(value)}")
+def _typed(kind: type[_T], value: object, what: str) -> _T:
+    """The value, if it is of that type; ServeError INVALID else."""
+    if not isinstance(value, kind):
+        raise ServeError(Status.INVALID, f"{what} must be {_KINDS[kind]}, not {excerpt(value)}")
     return value
 
 
-def _list(message: dict[str, Any], key: str) -> list[Any]:
-    values = message[key]
-    if not isinstance(values, list):
-        raise ServeError(Status.INVALID, f"{key} must be a list, not {excerpt(values)}")
+def _entries(message: dict[str, Any], key: str) -> Iterator[dict[str, Any]]:
+    """The objects of a list of inputs or outputs."""
+    values = _typed(list, message[key], key)
     if len(values) > MAX_TENSORS:
         raise ServeError(Status.INVALID, f"{len(values)} {key} are more than {MAX_TENSORS}")
-    return values
-
-
-def _boolean(value: object, what: str) -> bool:
-    if not isinstance(value, bool):
-        raise ServeError(Status.INVALID, f"{what} must be true or false, not {excerpt(value)}")
-    return value
+    for number, value in enumerate(values):
+        yield value if type(value) is dict else _typed(dict, value, f"{key}[{number}]")
 
 
 def _parameters(message: dict[str, Any]) -> dict[str, bool | int | float | str]:
-    parameters = _object(message.get("parameters", {}), "parameters")
+    parameters = _typed(dict, message.get("parameters", {}), "parameters")
     if len(parameters) > MAX_PARAMETERS:
         raise ServeError(Status.INVALID, f"{len(parameters)} parameters are more than {MAX_PARAMETERS}")
     for name, value in parameters.items():
@@ -189,11 +187,9 @@ def _parameters(message: dict[str, Any]) -> dict[str, bool | int | float | str]:
 
 
 def _id(message: dict[str, Any], default: str) -> str:
-    given = message.get("id", default)
-    if not isinstance(given, str) or len(given) > MAX_ID_CHARACTERS:
-        raise ServeError(
-            Status.INVALID, f"id must be a string of at most {MAX_ID_CHARACTERS} characters, not {excerpt(given)}"
-        )
+    given = _typed(str, message.get("id", default), "id")
+    if len(given) > MAX_ID_CHARACTERS:
+        raise ServeError(Status.INVALID, f"id must be a string of at most {MAX_ID_CHARACTERS} characters")
     return given or default
 
 
@@ -211,43 +207,36 @@ def _inputs(message: dict[str, Any], binary: _BinaryData) -> dict[str, InferTens
     if "inputs" not in message:
         raise ServeError(Status.INVALID, "the request has no inputs")
     inputs: dict[str, InferTensor] = {}
-    for number, value in enumerate(_list(message, "inputs")):
-        entry = value if type(value) is dict else _object(value, f"inputs[{number}]")
+    for entry in _entries(message, "inputs"):
         head = parse_head(entry.get("name"), entry.get("datatype"), entry.get("shape"))
         if head.name in inputs:
             raise head.invalid("given twice")
-        inputs[head.name] = _tensor(head, entry, binary)
+        parameters = _tensor_parameters(entry, "input", head.name)
+        if ("data" in entry) == ("binary_data_size" in parameters):
+            raise head.invalid("needs either data or the parameter binary_data_size")
+        if "data" in entry:
+            inputs[head.name] = parse_json_data(head, entry["data"])
+        else:
+            inputs[head.name] = binary.take(head, parameters["binary_data_size"])
     return inputs
-
-
-def _tensor(head: TensorHead, entry: dict[str, Any], binary: _BinaryData) -> InferTensor:
-    parameters = _tensor_parameters(entry, "input", head.name)
-    if ("data" in entry) == ("binary_data_size" in parameters):
-        raise head.invalid("needs either data or the parameter binary_data_size")
-    if "data" in entry:
-        return parse_json_data(head, entry["data"])
-    return binary.take(head, parameters["binary_data_size"])
 
 
 def _wanted(message: dict[str, Any], default: bool) -> dict[str, bool]:
     wanted: dict[str, bool] = {}
-    for number, value in enumerate(_list(message, "outputs") if "outputs" in message else ()):
-        entry = _object(value, f"outputs[{number}]")
+    for number, entry in enumerate(_entries(message, "outputs") if "outputs" in message else ()):
         name = entry.get("name")
         if not isinstance(name, str) or name in wanted:
             raise ServeError(Status.INVALID, f"outputs[{number}] must have a name of its own, not {excerpt(name)}")
-        parameters = _tensor_parameters(entry, "output", name)
-        wanted[name] = _boolean(parameters.get("binary_data", default), f"binary_data of output {excerpt(name)}")
+        asked = _tensor_parameters(entry, "output", name).get("binary_data", default)
+        wanted[name] = asked if type(asked) is bool else _typed(bool, asked, f"binary_data of output {excerpt(name)}")
     return wanted
 
 
 def _tensor_parameters(entry: dict[str, Any], kind: str, name: str) -> dict[str, Any]:
     """The parameters of an input or an output."""
     parameters = entry.get("parameters", _EMPTY)
-    # The text is made only where it is needed: there may be thousands of inputs.
-    parameters = (
-        parameters if type(parameters) is dict else _object(parameters, f"parameters of {kind} {excerpt(name)}")
-    )
+    if type(parameters) is not dict:  # the text is made only where it is needed: there may be thousands of inputs
+        raise ServeError(Status.INVALID, f"parameters of {kind} {excerpt(name)} must be a JSON object")
     require_supported(kind, name, parameters)
     return parameters
 
@@ -261,11 +250,8 @@ def count_slow_elements(response: InferResponse, wanted: WantedOutputs) -> int:
     )
 
 
-def write_infer(response: InferResponse, wanted: WantedOutputs, pause: Pause = go_on) -> InferBody:
+async def write_infer(response: InferResponse, wanted: WantedOutputs) -> InferBody:
     """The body of a response.
-
-    Args:
-        pause: called between pieces of what is written element by element.
 
     Raises:
         ServeError: INVALID, if an output is wanted as JSON that JSON cannot carry.
@@ -278,15 +264,10 @@ def write_infer(response: InferResponse, wanted: WantedOutputs, pause: Pause = g
             parts.append(binary_data(tensor))
             output["parameters"] = {"binary_data_size": len(parts[-1])}
         else:
-            output["data"] = write_json_data(name, tensor, pause)
+            output["data"] = await write_json_data(name, tensor)
         outputs.append(output)
-    parts[0] = orjson.dumps(_answer(response, outputs))
+    answer: dict[str, Any] = {"model_name": response.model, "model_version": response.version}
+    answer |= {"id": response.id} if response.id else {}
+    answer |= {"parameters": dict(response.parameters)} if response.parameters else {}
+    parts[0] = orjson.dumps({**answer, "outputs": outputs})
     return InferBody(b"".join(parts), len(parts[0]) if len(parts) > 1 else None)
-
-
-def _answer(response: InferResponse, outputs: list[dict[str, Any]]) -> dict[str, Any]:
-    identity: dict[str, Any] = {"id": response.id} if response.id else {}
-    parameters: Parameters = response.parameters
-    if parameters:
-        identity["parameters"] = dict(parameters)
-    return {"model_name": response.model, "model_version": response.version, **identity, "outputs": outputs}

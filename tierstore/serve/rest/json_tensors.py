@@ -11,24 +11,24 @@ from typing import Any, Final
 
 import numpy as np
 import orjson
+import torch
 from numpy.typing import NDArray
 
 from ...system.excerpt import excerpt
-from ..encoding import Pause, go_on, pieces_of
+from ..encoding import pieces_of
 from ..messages import DATATYPES, InferTensor, ServeError, Status
-from ..tensors.shapes import TensorHead
+from ..tensors import TensorHead
 
 __all__ = ["json_data", "parse_json_data", "write_json_data"]
 
-_JSON_NAMES: Final[dict[type, str]] = {
-    bool: "a boolean",
-    int: "an integer",
-    float: "a number with a fraction or beyond 64 bits",
-    str: "a string",
-    type(None): "null",
-    list: "a list",
-    dict: "an object",
+_TAKEN: Final[dict[str, tuple[set[type], str]]] = {
+    "f": ({int, float}, "numbers"),
+    "b": ({bool}, "booleans"),
+    "O": ({str}, "strings"),
+    "i": ({int}, "integers"),
+    "u": ({int}, "integers"),
 }
+"""What elements a kind of numpy's dtypes takes in JSON."""
 
 
 def parse_json_data(head: TensorHead, data: object) -> InferTensor:
@@ -38,73 +38,51 @@ def parse_json_data(head: TensorHead, data: object) -> InferTensor:
         ServeError: INVALID; names the input.
     """
     if not isinstance(data, list):
-        raise head.invalid(f"data must be a list, not {_JSON_NAMES[type(data)]}")
+        raise head.invalid(f"data must be a list, not {excerpt(data)}")
     flat = _flatten(head, data)
     if len(flat) != head.num_elements:
         raise head.invalid(f"shape {list(head.shape)} has {head.num_elements} elements, but data has {len(flat)}")
-    return InferTensor(head.datatype, _array(head, flat).reshape(head.shape))
+    dtype = np.dtype(np.float32) if head.datatype == "BF16" else DATATYPES[head.datatype]
+    taken, what = _TAKEN[dtype.kind]
+    if wrong := set(map(type, flat)) - taken:
+        found = next(excerpt(element) for element in flat if type(element) in wrong)
+        raise head.invalid(f"{head.datatype} takes {what}, but data has {found}")
+    return InferTensor(head.datatype, _array(head, flat, dtype).reshape(head.shape))
 
 
 def _flatten(head: TensorHead, data: list[Any]) -> list[Any]:
     """The elements in order. They are flat, or nested as deep as the shape."""
+    if not data or type(data[0]) is not list:
+        return data
     for depth, length in enumerate(head.shape[1:], 1):
-        is_nested = bool(data) and type(data[0]) is list
-        if not is_nested and (depth == 1 or not data):
-            break
-        if (
-            not is_nested
-            or len(data) != math.prod(head.shape[:depth])
-            or not all(type(row) is list and len(row) == length for row in data)
+        if len(data) != math.prod(head.shape[:depth]) or not all(
+            type(row) is list and len(row) == length for row in data
         ):
             raise head.invalid(f"data is neither flat nor nested as shape {list(head.shape)} says")
         data = list(chain.from_iterable(data))
     return data
 
 
-def _array(head: TensorHead, flat: list[Any]) -> NDArray[Any]:
-    """All elements, of the datatype's dtype."""
-    dtype = DATATYPES[head.datatype]
-    if dtype.kind == "f" or head.datatype == "BF16":
-        _require_types(head, flat, (int, float), "numbers")
-        return _floats(head, flat)
-    if dtype.kind == "b":
-        _require_types(head, flat, (bool,), "booleans")
-        return np.array(flat, dtype)
+def _array(head: TensorHead, flat: list[Any], dtype: "np.dtype[Any]") -> NDArray[Any]:
     if dtype.kind == "O":
-        _require_types(head, flat, (str,), "strings")
         texts = np.empty(len(flat), dtype)
         texts[:] = [text.encode() for text in flat]
         return texts
-    _require_types(head, flat, (int,), "integers")
     try:
-        return np.array(flat, dtype)
+        if dtype.kind != "f":
+            return np.array(flat, dtype)
+        with np.errstate(over="ignore"):
+            found = np.array(flat, np.float64).astype(dtype)
+        if head.datatype == "BF16":
+            bits = torch.from_numpy(found).bfloat16()
+            found, is_finite = bits.view(torch.int16).numpy().view(np.uint16), bits.isfinite().all()
+        else:
+            is_finite = np.isfinite(found).all()
+        if is_finite:
+            return found
     except OverflowError:
-        raise head.invalid(f"data has an integer that {head.datatype} cannot hold") from None
-
-
-def _require_types(head: TensorHead, flat: list[Any], types: tuple[type, ...], what: str) -> None:
-    wrong = set(map(type, flat)).difference(types)
-    if wrong:
-        found = sorted(_JSON_NAMES[each] for each in wrong)[0]
-        raise head.invalid(f"{head.datatype} takes {what}, but data has {found}")
-
-
-def _floats(head: TensorHead, flat: list[Any]) -> NDArray[Any]:
-    dtype = np.dtype(np.float32) if head.datatype == "BF16" else DATATYPES[head.datatype]
-    with np.errstate(over="ignore"):
-        values = np.array(flat, np.float64).astype(dtype)
-    if head.datatype == "BF16":
-        bits = values.view(np.uint32)
-        # Half of the last place that stays, less one where that is even: ties go to even. It may carry into infinity.
-        values = ((bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)).astype(
-            np.uint16
-        )
-        finite = (values & np.uint16(0x7F80)) != np.uint16(0x7F80)
-    else:
-        finite = np.isfinite(values)
-    if not finite.all():
-        raise head.invalid(f"data has a number that {head.datatype} cannot hold")
-    return values
+        pass
+    raise head.invalid(f"data has a number that {head.datatype} cannot hold")
 
 
 def json_data(name: str, tensor: InferTensor) -> NDArray[Any] | list[str]:
@@ -126,7 +104,7 @@ def json_data(name: str, tensor: InferTensor) -> NDArray[Any] | list[str]:
         ) from None
 
 
-def write_json_data(name: str, tensor: InferTensor, pause: Pause = go_on) -> orjson.Fragment:
+async def write_json_data(name: str, tensor: InferTensor) -> orjson.Fragment:
     """A tensor's flat ``data`` as text, written piece by piece.
 
     Raises:
@@ -134,6 +112,6 @@ def write_json_data(name: str, tensor: InferTensor, pause: Pause = go_on) -> orj
     """
     texts = [
         orjson.dumps(json_data(name, InferTensor(tensor.datatype, piece)), option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
-        for piece in pieces_of(tensor.data.reshape(-1), pause)
+        async for piece in pieces_of(tensor.data.reshape(-1))
     ]
     return orjson.Fragment(b"[%b]" % b",".join(texts))

@@ -4,8 +4,7 @@ from typing import Any, Final
 
 from ...system.release import __version__
 from ..messages import DATATYPES
-from ..tensors.binary import JSON_LENGTH_HEADER
-from ..tensors.shapes import MAX_DIMS, MAX_NAME_CHARACTERS, MAX_TENSORS
+from ..tensors import JSON_LENGTH_HEADER, MAX_DIMS, MAX_NAME_CHARACTERS, MAX_TENSORS
 from .infer_body import MAX_ID_CHARACTERS, MAX_PARAMETERS, MAX_TIMEOUT_MICROSECONDS
 
 __all__ = ["DESCRIPTION"]

@@ -14,11 +14,11 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from ...errors import TierstoreError
-from .limits import HttpLimits
+from ..limits import Limits
+from ..messages import ServeError, Status
 from .replies import raw_error
 
-__all__ = ["LINGER_SECONDS", "MAX_PIPELINED", "BoundedProtocol", "RefusedError"]
+__all__ = ["LINGER_SECONDS", "MAX_PIPELINED", "BoundedProtocol"]
 
 MAX_PIPELINED: Final = 16
 """Requests that may wait on a connection while one is answered."""
@@ -28,14 +28,6 @@ LINGER_SECONDS: Final = 2.0
 _LOGGER: Final = logging.getLogger(__name__)
 # The protocol below it warns of each malformed request: whoever can send those could fill the log.
 _LOGGER.setLevel(logging.ERROR)
-
-
-class RefusedError(TierstoreError):
-    """What a connection sent that did not become a request, or not in time; ``http_status`` is what it was told."""
-
-    def __init__(self, http_status: int, message: str) -> None:
-        super().__init__(message)
-        self.http_status = http_status
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -54,8 +46,8 @@ class BoundedProtocol(HttpToolsProtocol):
         config: Config,
         server_state: ServerState,
         *,
-        limits: HttpLimits,
-        on_refused: Callable[[Exception], None],
+        limits: Limits,
+        on_refused: Callable[[ServeError], None],
         on_lost: Callable[[], None],
     ) -> None:
         super().__init__(config, server_state, {}, asyncio.get_running_loop())
@@ -65,36 +57,31 @@ class BoundedProtocol(HttpToolsProtocol):
         self._on_lost = on_lost
         self._timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
-        self._refusal: RefusedError | None = None
+        self._refusal: ServeError | None = None
         self._is_closing = False
         self._under_way: list[RequestResponseCycle] = []
         self._num_messages = 0
-        self._is_receiving = False
-        self._has_headers = False
-        self._header_bytes = 0
-        self._body_bytes = 0
-        self._framing_bytes = 0
+        self._is_receiving = self._has_headers = False
+        self._header_bytes = self._body_bytes = self._framing_bytes = 0
 
     # Connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self._limits.connections:
-            refusal = RefusedError(503, f"{self._limits.connections} connections are open; try again later")
-            # To tell one takes a connection for a while, too.
-            if len(self.connections) > 2 * self._limits.connections:
-                self._on_refused(refusal)
-                self._is_closing = True
-                transport.abort()
-            else:
-                self._refuse(refusal)
-        else:
+        limit = self._limits.connections
+        refusal = ServeError(Status.OVERLOADED, f"{limit} connections are open; try again later")
+        if len(self.connections) <= limit:
             self._wait(self._limits.idle_seconds, self.close)
+        elif len(self.connections) <= 2 * limit:
+            self._refuse(refusal)
+        else:  # to tell one takes a connection for a while, too
+            self._on_refused(refusal)
+            self._is_closing = True
+            transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self._timer, self._send_timer):
-            if timer is not None:
-                timer.cancel()
+        self._wait(0)
+        self.resume_writing()
         self._give_up()
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
@@ -111,6 +98,9 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None if then is None else self.loop.call_later(seconds, then)
+
+    def _wait_for_request_or_answer(self) -> None:
+        self._wait(self._limits.idle_seconds, None if self._under_way else self.close)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -139,8 +129,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._num_messages += 1
-        self._is_receiving = True
-        self._has_headers = False
+        self._is_receiving, self._has_headers = True, False
         self._header_bytes = self._body_bytes = self._framing_bytes = 0
         self._wait(self._limits.receive_seconds, self._receive_expired)
 
@@ -156,9 +145,10 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
-            self._stop_parsing(RefusedError(400, "only HTTP/1.1 is spoken here; leave out Upgrade"))
+            self._stop_parsing(ServeError(Status.INVALID, "only HTTP/1.1 is spoken here; leave out Upgrade"))
         if len(self.pipeline) >= MAX_PIPELINED:
-            self._stop_parsing(RefusedError(503, f"more than {MAX_PIPELINED} requests wait on this connection"))
+            message = f"more than {MAX_PIPELINED} requests wait on this connection"
+            self._stop_parsing(ServeError(Status.OVERLOADED, message))
         super().on_headers_complete()
         self._has_headers = True
         self._under_way.append(self.cycle)
@@ -181,42 +171,38 @@ class BoundedProtocol(HttpToolsProtocol):
         elif not self._is_receiving:
             self._wait_for_request_or_answer()
 
-    def _wait_for_request_or_answer(self) -> None:
-        if self._under_way:
-            self._wait(0)
-        else:
-            self._wait(self._limits.idle_seconds, self.close)
-
     def _count_header(self, size: int) -> None:
         self._header_bytes += size
         if self._header_bytes > self._limits.header_bytes:
             self._stop_parsing(self._headers_too_long())
 
-    def _headers_too_long(self) -> RefusedError:
-        return RefusedError(431, f"the request's headers are longer than {self._limits.header_bytes} bytes")
+    def _headers_too_long(self) -> ServeError:
+        message = f"the request's headers are longer than {self._limits.header_bytes} bytes"
+        return ServeError(Status.HEADERS_TOO_LARGE, message)
 
     # What is answered here
 
     def _receive_expired(self) -> None:
+        seconds = self._limits.receive_seconds
         current = self.cycle if self._has_headers else None
         if self.flow.read_paused or any(cycle is not current for cycle in self._under_way):
             # Whoever waits for an earlier answer, or is not being read from, is not to blame.
-            self._wait(self._limits.receive_seconds, self._receive_expired)
+            self._wait(seconds, self._receive_expired)
         elif current is not None and current.response_started:
             self.close()
         else:
-            self._refuse(RefusedError(408, f"the request took longer than {self._limits.receive_seconds:g} seconds"))
+            self._refuse(ServeError(Status.RECEIVE_TIMEOUT, f"the request took longer than {seconds:g} seconds"))
 
-    def _stop_parsing(self, refusal: RefusedError) -> None:
+    def _stop_parsing(self, refusal: ServeError) -> None:
         """Raise out of the parser's callback; ``send_400_response`` follows."""
         self._refusal = refusal
         raise refusal
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002
         """What is called when the parser failed."""
-        self._refuse(self._refusal or RefusedError(400, "what was sent is not an HTTP/1.1 request"))
+        self._refuse(self._refusal or ServeError(Status.INVALID, "what was sent is not an HTTP/1.1 request"))
 
-    def _refuse(self, refusal: RefusedError) -> None:
+    def _refuse(self, refusal: ServeError) -> None:
         """Answer, unless amid an earlier answer, and close."""
         self._on_refused(refusal)
         self._is_closing = True
@@ -224,7 +210,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._give_up()
         transport: Any = self.transport
         if not is_amid_response:
-            transport.write(raw_error(refusal.http_status, str(refusal)))
+            transport.write(raw_error(refusal.status.http, str(refusal)))
         self.flow.resume_reading()
         if transport.can_write_eof():
             transport.write_eof()

@@ -6,11 +6,11 @@ from typing import Any, Final, NamedTuple
 import orjson
 from starlette.types import Send
 
-__all__ = ["SMALL_BYTES", "Header", "Reply", "error_reply", "json_reply", "raw_error", "send_reply"]
+from ..limits import LARGE_RESPONSE_BYTES
+
+__all__ = ["Header", "Reply", "error_reply", "json_reply", "raw_error", "send_reply"]
 
 Header = tuple[bytes, bytes]
-SMALL_BYTES: Final = 64 << 10
-"""Replies up to this are not waited for, nor counted: sockets and the transport hold as much for any connection."""
 _JSON: Final[Header] = (b"content-type", b"application/json")
 
 
@@ -37,7 +37,7 @@ def _error_body(message: str) -> bytes:
 async def send_reply(send: Send, reply: Reply) -> None:
     """As ASGI messages. Returns once a large reply has been accepted by the client, all but what sockets hold."""
     length = (b"content-length", b"%d" % len(reply.body))
-    is_large = len(reply.body) > SMALL_BYTES
+    is_large = len(reply.body) > LARGE_RESPONSE_BYTES
     await send({"type": "http.response.start", "status": reply.status, "headers": [*reply.headers, length]})
     await send({"type": "http.response.body", "body": reply.body, "more_body": is_large})
     if is_large:  # a second message waits until the first has left

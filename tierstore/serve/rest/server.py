@@ -17,7 +17,8 @@ from starlette.types import ASGIApp
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from .limits import HttpLimits
+from ..limits import Limits
+from ..messages import ServeError
 from .protocol import BoundedProtocol
 
 __all__ = ["HttpServer", "TlsFiles", "listen"]
@@ -44,21 +45,19 @@ def listen(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
     Raises:
         OSError: the address is taken, or not this machine's.
     """
-    listener = None
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if reuse_port:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        if listener is not None:
-            listener.close()
-        raise OSError(error.errno, f"cannot listen on {host} port {port}: {error.strerror}") from None
+    with contextlib.ExitStack() as opened:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            listener = opened.enter_context(socket.socket(family, kind, protocol))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(reuse_port))
+            listener.bind(address)
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            raise OSError(error.errno, f"cannot listen on {host} port {port}: {error.strerror}") from None
+        opened.pop_all()
     listener.setblocking(False)
     return listener
 
@@ -74,13 +73,13 @@ class HttpServer:
         self,
         app: ASGIApp,
         *,
-        limits: HttpLimits | None = None,
+        limits: Limits | None = None,
         tls: TlsFiles | None = None,
-        on_refused: Callable[[Exception], None] | None = None,
+        on_refused: Callable[[ServeError], None] = lambda _: None,
     ) -> None:
-        self._limits = limits or HttpLimits()
+        self._limits = limits or Limits()
         self._tls = tls
-        self._on_refused = on_refused or _ignore
+        self._on_refused = on_refused
         self._config = Config(
             app,
             lifespan="off",
@@ -160,10 +159,6 @@ class HttpServer:
             task.cancel()
         if left:
             await asyncio.wait(left, timeout=_CLEANUP_SECONDS)
-
-
-def _ignore(_: Exception) -> None:
-    pass
 
 
 def _server_context(files: TlsFiles) -> ssl.SSLContext:

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from bench.data import ROOT
-from tierstore.serve.client.client import Client
+from tierstore.serve.client import Client
 from tierstore.serve.messages import ServeError, Status
 
 HEADER = "Inference-Header-Content-Length"
@@ -338,8 +338,8 @@ class Absent:
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Absent())
 import numpy as np
-from tierstore.serve.client.tensors import decode_answer, encode_request
-from tierstore.serve.client.client import Client
+from tierstore.serve.client import decode_answer, encode_request
+from tierstore.serve.client import Client
 body, headers = encode_request({"x": np.zeros(2)}, {})
 (length,) = [value for name, value in headers.items() if name.startswith("Inference")]
 print(decode_answer(body.replace(b'"inputs"', b'"outputs"'), str(int(length) + 1)).outputs["x"].tolist())

@@ -9,6 +9,7 @@
 Any client of the Open Inference Protocol does as well; this one needs nothing but numpy and torch.
 """
 
+import contextlib
 import http.client
 import json
 import ssl
@@ -21,28 +22,30 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from ...system.excerpt import excerpt
-from ..messages import ServeError, Status
-from ..tensors.binary import JSON_LENGTH_HEADER
-from .tensors import Answer, Tensor, decode_answer, encode_request
+from ..system.excerpt import excerpt
+from .messages import DATATYPES, InferTensor, ServeError, Status
+from .tensors import JSON_LENGTH_HEADER, binary_data, parse_binary_data, parse_head
 
-__all__ = ["Answer", "Client", "Tensor", "Values"]
+__all__ = ["Answer", "Client", "Tensor", "Values", "decode_answer", "encode_request"]
 
 Values: TypeAlias = "ArrayLike | torch.Tensor"
+Tensor: TypeAlias = "NDArray[Any] | torch.Tensor"
 
-_STATUSES: Final = {
-    status.http: status
-    for status in (
-        Status.INVALID,
-        Status.UNAUTHENTICATED,
-        Status.NOT_FOUND,
-        Status.TOO_LARGE,
-        Status.INTERNAL,
-        Status.UNAVAILABLE,
-        Status.DEADLINE,
-    )
-}
+_NAMES: Final = {dtype: name for name, dtype in DATATYPES.items() if name not in ("BF16", "BYTES")}
+_STATUSES: Final = {status.http: status for status in reversed(Status)} | {503: Status.UNAVAILABLE}
 _MAX_ERROR_CHARS: Final = 2000
+
+
+class Answer(NamedTuple):
+    """What a model answered.
+
+    Attributes:
+        outputs: by name, read-only; BF16 as uint16 bit patterns.
+        version: of the store, that all outputs are of.
+    """
+
+    outputs: dict[str, NDArray[Any]]
+    version: str
 
 
 class _Reply(NamedTuple):
@@ -195,24 +198,17 @@ class Client:
     def _exchange(self, method: str, path: str, body: bytes, headers: Mapping[str, str], seconds: float) -> _Reply:
         """One request and its answer. A connection that the server closed while it was idle is replaced, once."""
         try:
-            idle = self._take_idle()
-            if idle is not None:
+            with contextlib.suppress(IndexError):
+                idle = self._idle.pop()
                 try:
                     return self._speak(idle, method, path, body, headers, seconds)
                 except (ConnectionError, http.client.BadStatusLine):
-                    # Whoever asks reads only, so that asking twice does no harm.
-                    self.close()
+                    self.close()  # whoever asks reads only, so that asking twice does no harm
             return self._speak(self._connection(seconds), method, path, body, headers, seconds)
         except TimeoutError as error:
             raise TimeoutError(f"{self.address}: no answer within {seconds} s") from error
         except (OSError, http.client.HTTPException) as error:
             raise ConnectionError(f"{self.address}: {str(error) or type(error).__name__}") from error
-
-    def _take_idle(self) -> http.client.HTTPConnection | None:
-        try:
-            return self._idle.pop()
-        except IndexError:
-            return None
 
     def _connection(self, seconds: float) -> http.client.HTTPConnection:
         if self._is_tls:
@@ -280,3 +276,66 @@ def _error(reply: _Reply) -> ServeError:
         message = reply.body.decode(errors="replace")
     other = Status.INVALID if reply.status < 500 else Status.INTERNAL
     return ServeError(_STATUSES.get(reply.status, other), f"{str(message)[:_MAX_ERROR_CHARS]} (HTTP {reply.status})")
+
+
+def _as_wire(name: str, tensor: Tensor) -> InferTensor:
+    if isinstance(tensor, torch.Tensor):
+        tensor = tensor.detach().cpu().contiguous()
+        if tensor.dtype == torch.bfloat16:
+            return InferTensor("BF16", tensor.view(torch.int16).numpy())
+        tensor = tensor.numpy()
+    array = np.asarray(tensor)
+    array = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    if array.dtype not in _NAMES:
+        raise ValueError(f"input {name!r}: dtype {array.dtype} is none of {', '.join(map(str, _NAMES))}, bfloat16")
+    return InferTensor(_NAMES[array.dtype], array)
+
+
+def encode_request(inputs: Mapping[str, Tensor], parameters: Mapping[str, Any]) -> tuple[bytes, dict[str, str]]:
+    """A request's body and headers.
+
+    Raises:
+        ValueError: a dtype that the protocol does not have; names the input.
+    """
+    described: list[dict[str, Any]] = []
+    parts: list[bytes | memoryview] = []
+    for name, tensor in inputs.items():
+        datatype, array = wire = _as_wire(name, tensor)
+        binary = {"binary_data_size": array.nbytes}
+        described.append({"name": name, "datatype": datatype, "shape": list(array.shape), "parameters": binary})
+        parts.append(binary_data(wire))
+    request = {"inputs": described, "parameters": {"binary_data_output": True, **parameters}}
+    header = json.dumps(request).encode()
+    headers = {JSON_LENGTH_HEADER: str(len(header)), "Content-Type": "application/octet-stream"}
+    return b"".join([header, *parts]), headers
+
+
+def decode_answer(body: bytes, header_length: str | None) -> Answer:
+    """What a body says. ValueError, whatever is wrong with it."""
+    try:
+        return _decode(body, header_length)
+    except ServeError as error:
+        raise ValueError(str(error)) from error
+    except (AttributeError, KeyError, OverflowError, TypeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def _decode(body: bytes, header_length: str | None) -> Answer:
+    length = len(body) if header_length is None else int(header_length)
+    if not 0 <= length <= len(body):
+        raise ValueError(f"{JSON_LENGTH_HEADER} is {length} of {len(body)} bytes")
+    header = json.loads(body[:length])
+    outputs = {}
+    for each in header["outputs"]:
+        head = parse_head(each["name"], each["datatype"], each["shape"], kind="output")
+        size_bytes = each.get("parameters", {}).get("binary_data_size")
+        if size_bytes is None:
+            array = np.array(each["data"], DATATYPES[head.datatype]).reshape(head.shape)
+            array.flags.writeable = False
+        else:
+            array = parse_binary_data(head, memoryview(body)[length : length + size_bytes]).data
+            length += size_bytes
+        outputs[head.name] = array
+    if length > len(body) or (header_length is not None and length < len(body)):
+        raise ValueError(f"outputs of {length} bytes in a body of {len(body)}")
+    return Answer(outputs, str(header.get("model_version", "")))

@@ -1,5 +1,6 @@
 """Bodies as they may come from anyone: what is valid gives exactly its bytes, and all else one kind of error."""
 
+import asyncio
 import struct
 import time
 import tracemalloc
@@ -14,8 +15,7 @@ from hypothesis import strategies as st
 from tierstore.serve.messages import DATATYPES, InferResponse, InferTensor, ServeError, Status
 from tierstore.serve.rest import infer_body
 from tierstore.serve.rest.infer_body import InferCall, WantedOutputs, parse_infer, write_infer
-from tierstore.serve.tensors import shapes
-from tierstore.serve.tensors.binary import MAX_BYTES_ELEMENTS
+from tierstore.serve.tensors import MAX_BYTES_ELEMENTS, MAX_DIMS, MAX_TENSORS
 
 JSON_MAX = 1 << 20
 
@@ -74,7 +74,7 @@ def test_binary_tensors_are_views_of_the_body() -> None:
         (8, [True, 2], b"\0" * 8, "from 0 on"),
         (8, 2, b"\0" * 8, "from 0 on"),
         (8, None, b"\0" * 8, "from 0 on"),
-        (8, [1] * (shapes.MAX_DIMS + 1), b"\0" * 8, "17 dimensions, more than 16"),
+        (8, [1] * (MAX_DIMS + 1), b"\0" * 8, "17 dimensions, more than 16"),
         (0, [2**32, 2**32, 0], b"", "too large"),
         (0, [2**63, 2], b"", "too large"),
         (8, [2**64 - 1], b"\0" * 8, "too large"),
@@ -143,9 +143,9 @@ def test_a_byte_is_no_boolean() -> None:
 
 def test_inputs_are_told_apart_and_bounded() -> None:
     assert "input 'x': given twice" in refusal([entry(0, shape=[0]), entry(0, shape=[0])])
-    many = [entry(0, name=str(number), shape=[0]) for number in range(shapes.MAX_TENSORS + 1)]
-    assert f"more than {shapes.MAX_TENSORS}" in refusal(many)
-    assert len(parse(*body_of(many[:-1])).request.inputs) == shapes.MAX_TENSORS
+    many = [entry(0, name=str(number), shape=[0]) for number in range(MAX_TENSORS + 1)]
+    assert f"more than {MAX_TENSORS}" in refusal(many)
+    assert len(parse(*body_of(many[:-1])).request.inputs) == MAX_TENSORS
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def random_tensor(datatype: str, shape: list[int], seed: int) -> InferTensor:
 def written(tensors: dict[str, InferTensor], wanted: WantedOutputs) -> tuple[bytes, int | None]:
     """A response, turned into a request by one word: both have the same tensors."""
     response = InferResponse(model="m", version="1", id="", outputs=tensors)
-    body = write_infer(response, wanted)
+    body = asyncio.run(write_infer(response, wanted))
     length = len(body.data) if body.json_bytes is None else body.json_bytes
     text = body.data[:length].replace(b'"outputs":[', b'"inputs":[', 1)
     return text + body.data[length:], None if body.json_bytes is None else len(text)

@@ -1,6 +1,5 @@
 """Updates over real sockets: sent, cut off, resumed, applied by a process of their own, and taken back."""
 
-import contextlib
 import errno
 import json
 import os
@@ -8,7 +7,6 @@ import socket
 import threading
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -16,12 +14,9 @@ import pytest
 import tierstore
 from tests.serve.replicas import WAIT_SECONDS, serving
 from tests.updates.support import change, contents, same
-from tierstore import errors
 from tierstore.cli import entry as cli
-from tierstore.serve.admin import uploads as uploads_module
-from tierstore.serve.admin.receiving import MAX_BUSY
-from tierstore.serve.admin.uploads import MAX_UPLOADS, Uploads, append
-from tierstore.updates import Update, client, write_update
+from tierstore.serve.admin.updates import IDLE_SECONDS
+from tierstore.updates import Update, apply_update, client, write_update
 from tierstore.updates.client import AdminClient, PublishError
 from tierstore.updates.delta import source_of
 from tierstore.updates.publish import plan, publish
@@ -65,17 +60,16 @@ def listed(url: str) -> Any:
 
 
 def apply(url: str, update_id: str) -> httpx.Response:
-    return httpx.post(f"{url}/admin/updates/{update_id}/apply", timeout=WAIT_SECONDS)
+    return httpx.post(f"{url}/admin/updates/{update_id}/apply", json={}, timeout=WAIT_SECONDS)
 
 
 def test_a_server_follows_its_trainer_and_goes_back_by_one_call(tmp_path: Path, replica_dir: Path) -> None:
     trainer = tmp_path / "trainer"
     change(trainer, 1, keep=2)
     before = contents(trainer)
+    apply_update(replica_dir, write_update(trainer, tmp_path / "first").path)
+    change(trainer, 2, keep=2)
     with serving(replica_dir) as (url, replica):
-        (first,) = publish(trainer, [url])
-        assert (first.version, first.rows, first.error) == (1, 120, "")
-        change(trainer, 2, keep=2)
         (second,) = publish(trainer, [url])
         assert (second.version, second.rows, second.error) == (2, 120, "")
         assert second.size_bytes > 0
@@ -83,8 +77,8 @@ def test_a_server_follows_its_trainer_and_goes_back_by_one_call(tmp_path: Path, 
         assert (again.version, again.rows, again.size_bytes, again.error) == (2, 0, 0, "")
         told = source_of(trainer).origin
         assert listed(url) == {**told._asdict(), "is_applying": False, "uploads": {}}
-        assert replica.refreshed == 2
-        answer = httpx.post(f"{url}/admin/updates/rollback", timeout=WAIT_SECONDS)
+        assert replica.refreshed == 1
+        answer = httpx.post(f"{url}/admin/updates/rollback", json={}, timeout=WAIT_SECONDS)
         assert answer.json() == {"version": 1}
         assert listed(url)["version"] == 1
         replica.close()
@@ -98,7 +92,8 @@ def test_an_upload_goes_on_where_the_connection_broke(replica_dir: Path, updates
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as connection:
             head = (
-                f"PATCH /admin/updates/{update.id} HTTP/1.1\r\nHost: x\r\nContent-Length: {update.size_bytes}\r\n"
+                f"PATCH /admin/updates/{update.id} HTTP/1.1\r\nHost: localhost\r\n"
+                f"Content-Length: {update.size_bytes}\r\n"
                 f"Content-Range: bytes 0-{update.size_bytes - 1}/{update.size_bytes}\r\n\r\n"
             )
             connection.sendall(head.encode() + update.path.read_bytes()[:cut])
@@ -217,10 +212,8 @@ def test_a_server_that_cannot_show_an_update_goes_back_by_what_it_applied_and_no
     for version in (1, 2):
         change(tmp_path / "source", version, keep=2)
         updates.append(write_update(tmp_path / "source", tmp_path / str(version), since=version - 1))
+        apply_update(replica_dir, updates[-1].path)
     with serving(replica_dir) as (url, replica):
-        for update in updates:
-            upload(url, update)
-            assert apply(url, update.id).json()["was_there"] is False
 
         async def refuse() -> None:
             raise OSError(errno.EMFILE, "too many open files")
@@ -232,26 +225,6 @@ def test_a_server_that_cannot_show_an_update_goes_back_by_what_it_applied_and_no
         assert apply(url, updates[1].id).status_code == 500
         with tierstore.open(replica_dir, mode="r", ddr="1MiB") as store:
             assert store.version == before
-
-
-def test_an_upload_of_one_byte_of_many_does_not_keep_others_out(replica_dir: Path, updates: dict[int, Update]) -> None:
-    """Each declares nearly all of the disk that there is."""
-    update = updates[0]
-    with serving(replica_dir, max_update_bytes=1 << 50) as (url, replica):
-        replica_dir.mkdir()
-        status = os.statvfs(replica_dir)
-        most = status.f_bavail * status.f_frsize * 9 // 10
-        for number in range(4):
-            one = f"{url}/admin/updates/{number:016x}"
-            headers = {"Content-Range": f"bytes 0-0/{most}"}
-            assert httpx.patch(one, content=b"1", headers=headers).status_code == 200
-        headers = {"Content-Range": f"bytes 0-0/{status.f_blocks * status.f_frsize}"}
-        refused = httpx.patch(f"{url}/admin/updates/{9:016x}", content=b"1", headers=headers)
-        assert (refused.status_code, "Free some space" in refused.json()["error"]) == (507, True)
-        with AdminClient(url) as admin:
-            admin.send(update)
-            assert admin.apply(update).version == 2
-        assert replica.store.version == 1
 
 
 def test_an_update_that_the_server_cannot_take_is_not_sent(replica_dir: Path, source: Path) -> None:
@@ -283,110 +256,32 @@ def test_wrong_requests_are_refused_in_words(replica_dir: Path, updates: dict[in
         assert listed(url)["uploads"][update.id] == {"received_bytes": 0, "size_bytes": 9}
 
 
-def test_uploads_are_bounded_in_number_and_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    uploads = Uploads(tmp_path, max_bytes=10)
-    ids = [f"{number:016x}" for number in range(5)]
-    for number, each in enumerate(ids):
-        path = uploads.begin(each, 5, busy={ids[0]}).path
-        os.utime(path, ns=(number, number))
-    assert {upload.id for upload in uploads.all()} == {ids[0], *ids[-(MAX_UPLOADS):]}
-    (tmp_path / "incoming" / "other").write_text("not ours")
-    assert len(uploads.all()) == MAX_UPLOADS + 1
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Of uploads; its one element is the time in seconds."""
-    now = [0.0]
-    monkeypatch.setattr(uploads_module, "monotonic", lambda: now[0])
-    return now
-
-
-class Disk:
-    """A file system of so many bytes, of which 64 MiB stay free."""
-
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *, size_bytes: int) -> None:
-        self._folder = folder
-        self._size_bytes = size_bytes + (64 << 20)
-        monkeypatch.setattr(os, "statvfs", self._statvfs)
-
-    def _statvfs(self, _path: object) -> os.statvfs_result:
-        used = sum(path.stat().st_size for path in (self._folder / "incoming").iterdir())
-        return os.statvfs_result((1, 1, 9, 9, self._size_bytes - used, 9, 9, 9, 0, 9))
-
-
-def test_what_was_declared_and_never_came_keeps_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Disk(tmp_path, monkeypatch, size_bytes=1000)
-    uploads = Uploads(tmp_path, max_bytes=1 << 40)
-    append(uploads.begin("a" * 16, 1000), b"1", 0)
-    append(uploads.begin("b" * 16, 999), b"2" * 999, 0)
-    whole = uploads.find("b" * 16)
-    assert whole is not None
-    assert whole.is_whole
-    abandoned = uploads.find("a" * 16)
-    assert abandoned is not None
-    with pytest.raises(errors.DiskFullError, match=r"stay free, and there is no more.*publish again"):
-        append(abandoned, b"1", 1)
-    with pytest.raises(errors.DiskFullError, match=r"nothing was written\. Free some space, or try again after 60 s"):
-        uploads.begin("c" * 16, 1000)
-    assert {upload.id[0] for upload in uploads.all()} == {"a", "b"}, "a refused call deletes nothing"
-
-
-def test_what_is_dropped_to_make_room_is_counted_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: list[float]
+def test_one_update_is_sent_at_a_time_and_an_abandoned_one_gives_way(
+    replica_dir: Path, updates: dict[int, Update]
 ) -> None:
-    Disk(tmp_path, monkeypatch, size_bytes=1000)
-    uploads = Uploads(tmp_path, max_bytes=1 << 40)
-    paths = {name: uploads.begin(name * 16, 1000).path for name in ("b", "a")}
-    for age, (name, size) in enumerate({"b": 400, "a": 500}.items()):
-        paths[name].write_bytes(bytes(size))
-        os.utime(paths[name], (age, age))
-    uploads.all()
-    clock[0] += 61
-    for size in (1001, 1300):
-        with pytest.raises(errors.DiskFullError, match="nothing was written"):
-            uploads.begin("c" * 16, size)
-        assert {upload.id[0] for upload in uploads.all()} == {"a", "b"}
-    uploads.begin("c" * 16, 500)
-    assert {upload.id[0] for upload in uploads.all()} == {"a", "c"}, "one more than is kept, and room enough"
-    uploads.drop("c" * 16)
-    uploads.begin("d" * 16, 1000)
-    assert {upload.id[0] for upload in uploads.all()} == {"d"}
+    with serving(replica_dir) as (url, _):
+        upload(url, updates[0], data=b"begun")
+        refused = upload(url, updates[1])
+        assert (refused.status_code, "is being sent" in refused.json()["error"]) == (409, True)
+        assert upload(url, updates[0], first=5).json()["received_bytes"] == updates[0].size_bytes
+        (path,) = (replica_dir / "incoming").iterdir()
+        old = path.stat().st_mtime - IDLE_SECONDS - 1
+        os.utime(path, (old, old))
+        assert upload(url, updates[1]).json()["received_bytes"] == updates[1].size_bytes
+        assert list(listed(url)["uploads"]) == [updates[1].id]
 
 
-def test_what_came_of_an_abandoned_upload_gives_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: list[float]
+def test_some_of_the_disk_stays_free(
+    replica_dir: Path, updates: dict[int, Update], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Disk(tmp_path, monkeypatch, size_bytes=1000)
-    uploads = Uploads(tmp_path, max_bytes=1 << 40)
-    path = uploads.begin("a" * 16, 1000).path
-    path.write_bytes(bytes(900))
-    with pytest.raises(errors.DiskFullError, match=r"an update of 200 B, and 64\.0 MiB free"):
-        uploads.begin("b" * 16, 200)
-    clock[0] += 61
-    with pytest.raises(errors.DiskFullError):
-        uploads.begin("b" * 16, 1001)
-    with pytest.raises(errors.DiskFullError):
-        uploads.begin("b" * 16, 200, busy={"a" * 16})
-    assert path.stat().st_size == 900
-    assert uploads.begin("b" * 16, 200).received_bytes == 0
-    assert not path.exists()
-    assert uploads.begin("a" * 16, 1000).received_bytes == 0  # who goes on with it begins anew
-
-
-def test_updates_that_are_sent_at_a_time_are_bounded(replica_dir: Path) -> None:
-    with serving(replica_dir) as (url, _), contextlib.ExitStack() as opened:
-        address = urlsplit(url)
-        for number in range(MAX_BUSY):
-            sender = opened.enter_context(socket.create_connection((address.hostname, address.port)))
-            head = f"PATCH /admin/updates/{number:016x} HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n"
-            sender.sendall(f"{head}Content-Range: bytes 0-8/9\r\n\r\n12".encode())
-        wait_for(lambda: len(listed(url)["uploads"]) == MAX_BUSY)
-        one = f"{url}/admin/updates/{'f' * 16}"
-        answer = httpx.patch(one, content=b"1", headers={"Content-Range": "bytes 0-0/9"})
-        assert (answer.status_code, "wait for one" in answer.json()["error"]) == (409, True)
-        opened.close()
-        wait_for(lambda: httpx.patch(one, content=b"", headers={"Content-Range": "bytes 0-0/9"}).status_code == 200)
+    update = updates[0]
+    with serving(replica_dir) as (url, _):
+        upload(url, update, data=b"begun")
+        monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((1, 1, 9, 9, 64 << 20, 9, 9, 9, 0, 9)))
+        refused = upload(url, update, first=5)
+        assert (refused.status_code, "Free some space" in refused.json()["error"]) == (507, True)
+        monkeypatch.undo()
+        assert upload(url, update, first=5).json()["received_bytes"] == update.size_bytes
 
 
 def test_the_command_serves_all_that_can_be_reached(
@@ -396,7 +291,7 @@ def test_the_command_serves_all_that_can_be_reached(
     arguments = ["publish", str(source), "--token-file", str(tmp_path / "token")]
     with serving(replica_dir, token="secret") as (url, replica):
         assert cli.main(["publish", str(source), "--to", url]) == 1
-        assert "no token" in capsys.readouterr().out
+        assert "admin token is needed" in capsys.readouterr().out
         assert cli.main([*arguments, "--to", url, "--dry-run"]) == 0
         assert "version 2," in capsys.readouterr().out
         kept = tmp_path / "kept"

@@ -1,0 +1,315 @@
+"""Updates from a trainer elsewhere: routes of the admin port by which they arrive, are applied and taken back.
+
+- ``GET /admin/updates``: what the replica has, and how much of which update.
+- ``PATCH /admin/updates/ID``: the body goes to where ``Content-Range: bytes FIRST-LAST/SIZE`` says, which must be where
+  the upload ends; what arrives counts, also if the connection breaks.
+- ``POST /admin/updates/ID/apply``: make it the current version, and have the server move to it; if that cannot show it,
+  the replica goes back to the version before.
+
+An update on its way in is ``incoming/ID-SIZE.partial`` of the replica's directory, named by what it will be, so that it
+goes on after an interruption. There is one at a time.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from ...errors import DiskFullError, TierstoreError
+from ...system.durable import make_directory, write_all
+from ...system.excerpt import excerpt
+from ...system.oserrors import translate_os_error
+from ...system.sizes import format_size
+from ...updates.origin import origin_of
+
+__all__ = ["IDLE_SECONDS", "Replica", "UpdateError"]
+
+_LOG: Final = logging.getLogger("tierstore.serve")
+_MAX_UPDATE_BYTES: Final = 1 << 40
+_WRITE_LIMIT_SECONDS: Final = 4 * 3600.0
+IDLE_SECONDS: Final = 60.0
+"""After which an upload that has not grown gives way to another: its publisher has given up by then."""
+_ROOM_BYTES: Final = 64 << 20
+"""Left free on the file system, by each part that arrives."""
+_BUFFER_BYTES: Final = 1 << 20
+_MAX_OUTPUT_CHARACTERS: Final = 2000
+_NAME: Final = re.compile(r"([0-9a-f]{16})-([0-9]{1,16})\.partial")
+_ID: Final = re.compile("[0-9a-f]{16}")
+_RANGE: Final = re.compile(r"bytes ([0-9]{1,16})-([0-9]{1,16})/([0-9]{1,16})")
+_SPOILED: Final = frozenset({"ChecksumError", "FormatError", "TruncatedError"})
+"""What says that the file itself is of no use: sent again, it may be."""
+
+
+class UpdateError(TierstoreError):
+    """A call that cannot be done.
+
+    Attributes:
+        kind: name of the error's class in the process that writes the replica; "" if it did not get so far.
+    """
+
+    def __init__(self, http_status: int, message: str, kind: str = "") -> None:
+        super().__init__(message)
+        self.http_status = http_status
+        self.kind = kind
+
+
+class _Upload(NamedTuple):
+    """An update as far as it has come."""
+
+    id: str
+    path: Path
+    received_bytes: int
+    size_bytes: int
+    idle_seconds: float
+
+
+class Replica:
+    """Takes updates for the replica that a server has open for reading.
+
+    Args:
+        directory: of the replica; need not exist yet.
+        extra: of the version that the server shows (``Store.extra``); empty if there is none.
+        refresh: have the server move to the replica's newest commit; called after each that was made here.
+        max_update_bytes: the largest update that is taken.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        extra: Callable[[], Mapping[str, Any]],
+        refresh: Callable[[], Awaitable[object]],
+        max_update_bytes: int = _MAX_UPDATE_BYTES,
+    ) -> None:
+        self._directory = directory.absolute()
+        self._incoming = self._directory / "incoming"
+        self._max_bytes = max_update_bytes
+        self._extra = extra
+        self._refresh = refresh
+        self._is_busy = self._is_applying = False
+
+    def routes(self) -> list[Route]:
+        """For the admin port's app."""
+        return [
+            Route("/admin/updates", self._list, methods=["GET"]),
+            Route("/admin/updates/{id}", self._receive, methods=["PATCH"]),
+            Route("/admin/updates/{id}/apply", self._apply, methods=["POST"]),
+        ]
+
+    async def roll_back(self) -> int:
+        """Show the version before the current one; its number at the source.
+
+        Raises:
+            UpdateError: an update is being sent or applied, there is no version before, or the process failed.
+        """
+        with self._busy():
+            origin = await self._write("rollback", str(self._directory))
+            await self._refresh()
+        _LOG.info("went back to version %d of store %s", origin["version"], origin["source"])
+        return int(origin["version"])
+
+    @contextlib.contextmanager
+    def _busy(self) -> Iterator[None]:
+        """One call at a time."""
+        if self._is_busy:
+            raise UpdateError(409, "another update is being sent or applied; wait for it to end")
+        self._is_busy = True
+        try:
+            yield
+        finally:
+            self._is_busy = False
+
+    async def _list(self, _request: Request) -> Response:
+        origin, upload = origin_of(self._extra()), self._upload()
+        told = {"source": None, "version": 0, "commit_id": ""} if origin is None else origin._asdict()
+        uploads = (
+            {upload.id: {name: getattr(upload, name) for name in ("received_bytes", "size_bytes")}} if upload else {}
+        )
+        return JSONResponse({**told, "is_applying": self._is_applying, "uploads": uploads})
+
+    # An upload
+
+    async def _receive(self, request: Request) -> Response:
+        update_id = _update_id(request)
+        first, last, size = _content_range(request)
+        with self._busy():
+            upload = self._begin(update_id, size)
+            if first != upload.received_bytes:
+                raise UpdateError(409, f"update {update_id} goes on at byte {upload.received_bytes}, not {first}")
+            received = await _store(request, upload.path, first, last + 1)
+        return JSONResponse({"received_bytes": received, "size_bytes": size})
+
+    def _upload(self) -> _Upload | None:
+        """The one that there is; the last that grew, if somebody put more there."""
+        found = []
+        with contextlib.suppress(FileNotFoundError):
+            for path in self._incoming.iterdir():
+                match = _NAME.fullmatch(path.name)
+                if match is not None and path.is_file() and not path.is_symlink():
+                    status = path.stat()
+                    idle_seconds = time.time() - status.st_mtime
+                    found.append(_Upload(match[1], path, status.st_size, int(match[2]), idle_seconds))
+        return min(found, key=lambda each: each.idle_seconds, default=None)
+
+    def _begin(self, update_id: str, size_bytes: int) -> _Upload:
+        """The upload to add to. What is declared keeps no room, but a new one must fit into what is free now."""
+        if not 0 < size_bytes <= self._max_bytes:
+            most = format_size(self._max_bytes)
+            raise UpdateError(413, f"an update of {size_bytes} bytes; at most {most} are taken. Publish more often")
+        known = self._upload()
+        if known is not None and known.id == update_id:
+            if known.size_bytes == size_bytes and known.received_bytes <= size_bytes:
+                return known
+            raise UpdateError(409, f"update {update_id} was to have {known.size_bytes} bytes, and now {size_bytes}")
+        if known is not None and 0 <= known.idle_seconds < IDLE_SECONDS:
+            raise UpdateError(409, f"update {known.id} is being sent; try again {IDLE_SECONDS:.0f} s after it stopped")
+        try:
+            make_directory(self._incoming)
+            for path in self._incoming.glob("*.partial"):
+                path.unlink()
+            _require_room(self._incoming, size_bytes)
+            path = self._incoming / f"{update_id}-{size_bytes}.partial"
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+        except OSError as error:
+            raise translate_os_error(error, self._incoming) from error
+        return _Upload(update_id, path, 0, size_bytes, 0.0)
+
+    # Applying one
+
+    async def _apply(self, request: Request) -> Response:
+        update_id = _update_id(request)
+        with self._busy():
+            upload = self._upload()
+            if upload is None or upload.id != update_id or upload.received_bytes != upload.size_bytes:
+                is_there = upload is not None and upload.id == update_id
+                there = f"{upload.received_bytes} of {upload.size_bytes} bytes" if upload and is_there else "nothing"
+                raise UpdateError(409, f"there is {there} of update {update_id}; send the rest")
+            self._is_applying = True
+            try:
+                return JSONResponse(await self._apply_upload(upload))
+            finally:
+                self._is_applying = False
+
+    async def _apply_upload(self, upload: _Upload) -> dict[str, Any]:
+        started = time.monotonic()
+        try:
+            applied = await self._write("apply", str(self._directory), str(upload.path), upload.id)
+        except UpdateError as error:
+            if error.kind in _SPOILED:
+                upload.path.unlink(missing_ok=True)
+            raise
+        upload.path.unlink(missing_ok=True)
+        try:
+            await self._refresh()
+        except Exception:
+            if not applied["was_there"]:
+                # The next update begins at what is shown: so must the replica.
+                with contextlib.suppress(UpdateError):  # of a first version there is none before
+                    await self._write("rollback", str(self._directory))
+            raise
+        _LOG.info("applied version %d: %d rows", applied["version"], applied["rows"])
+        return {**applied, "seconds": time.monotonic() - started}
+
+    async def _write(self, *arguments: str) -> dict[str, Any]:
+        """What ``tierstore.updates.child`` says: a process of its own, as this one has the replica open for reading."""
+        # The package that runs there is the one that was imported here, however it was found.
+        paths = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        # -P: what lies in the server's working directory is no module of ours.
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "tierstore.updates.child", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        )
+        try:
+            out, err = await asyncio.to_thread(process.communicate, timeout=_WRITE_LIMIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise UpdateError(500, f"the process that writes took over {_WRITE_LIMIT_SECONDS:.0f} s") from None
+        finally:
+            if process.poll() is None:  # it took too long, or nobody waits any more: the server stops
+                process.kill()
+                process.wait()
+        try:
+            outcome: dict[str, Any] = json.loads(out.decode().splitlines()[-1])
+        except (ValueError, IndexError):
+            said = excerpt(err.decode(errors="replace")[-_MAX_OUTPUT_CHARACTERS:], _MAX_OUTPUT_CHARACTERS)
+            raise UpdateError(500, f"the process that writes ended with {process.returncode}: {said}") from None
+        if "error" in outcome:
+            status = 507 if outcome["kind"] == DiskFullError.__name__ else 422
+            raise UpdateError(status, str(outcome["error"]), str(outcome["kind"]))
+        return outcome
+
+
+def _update_id(request: Request) -> str:
+    update_id: str = request.path_params["id"]
+    if not _ID.fullmatch(update_id):
+        raise UpdateError(400, "an update is named by the 16 hex digits of its XXH64")
+    return update_id
+
+
+def _content_range(request: Request) -> tuple[int, int, int]:
+    """First byte, last byte and size of the whole."""
+    match = _RANGE.fullmatch(request.headers.get("content-range", ""))
+    if match is None:
+        raise UpdateError(400, "a header like Content-Range: bytes 0-99/1000 must say where the body belongs")
+    first, last, size = (int(part) for part in match.groups())
+    if not first <= last < size:
+        raise UpdateError(400, f"Content-Range: {match[0]} is no range of {size} bytes")
+    return first, last, size
+
+
+def _require_room(folder: Path, size_bytes: int) -> None:
+    status = os.statvfs(folder)
+    free = status.f_bavail * status.f_frsize
+    if free < size_bytes + _ROOM_BYTES:
+        raise DiskFullError(
+            f"{folder}: {format_size(size_bytes)} more, and {format_size(free)} free, of which "
+            f"{format_size(_ROOM_BYTES)} stay so. Free some space, and publish again, which goes on where this stopped"
+        )
+
+
+async def _store(request: Request, path: Path, offset: int, stop: int) -> int:
+    """Write a body to [offset, stop) of an upload; how far it then is.
+
+    What came before the connection broke stays. A body that is longer than it said is an error, after which the upload
+    has what it should have.
+    """
+    buffer = bytearray()
+    try:
+        async for part in request.stream():
+            buffer += part
+            if offset + len(buffer) > stop:
+                raise UpdateError(400, f"the body is longer than the {stop} bytes that Content-Range names the end of")
+            if len(buffer) >= _BUFFER_BYTES:
+                await asyncio.to_thread(_append, path, bytes(buffer), offset)
+                offset += len(buffer)
+                buffer.clear()
+    except ClientDisconnect:
+        _LOG.info("the upload %s was cut off", path.name)
+    await asyncio.to_thread(_append, path, bytes(buffer), offset)
+    return offset + len(buffer)
+
+
+def _append(path: Path, data: bytes, offset: int) -> None:
+    _require_room(path.parent, len(data))
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            write_all(descriptor, data, offset)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise translate_os_error(error, path) from error
