@@ -13,7 +13,7 @@ from tierstore.config import TableConfig
 from tierstore.errors import BudgetError, ChecksumError, ClosedError, DiskFullError
 from tierstore.io import MemoryColdTier
 from tierstore.kernels.threads import Workers
-from tierstore.pool.pool import Pool, leases
+from tierstore.pool import Pool, leases
 
 CAPACITY, ROWS, DIM = 64, 1000, 4
 CONFIG = TableConfig(
