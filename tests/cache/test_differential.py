@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.cache.test_index import key_with
 from tests.conformance.row_cache import order_of, take
 from tierstore.cache import Admission, AdmitStatus, DdrCache, ReferenceCache
-from tierstore.cache.base import Int32s, Int64s
+from tierstore.kernels.arrays import Int32s, Int64s
 
 # Twelve ordinary keys, and four that share one fingerprint.
 KEYS = [*range(12), *(key_with(2**32 - 1, rest) for rest in range(4))]

@@ -8,8 +8,8 @@ import pytest
 from bench.oracles import belady_hits, belady_rows_read
 from tests.conformance.row_cache import keys_from, order_of, visit
 from tierstore.cache import Admission, AdmitStatus, DdrCache
-from tierstore.cache.base import Int64s
 from tierstore.cache.books import MAX_BATCHES, USES_PER_ROW
+from tierstore.kernels.arrays import Int64s
 from tierstore.kernels.jit import JIT_ENABLED
 
 

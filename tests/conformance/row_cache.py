@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from tierstore.cache.base import Admission, AdmitStatus, CacheCounters, Int32s, Int64s, RowCache, Words
+from tierstore.cache.base import Admission, AdmitStatus, CacheCounters, RowCache
 from tierstore.cache.reference_tinylfu import TinyLFU
+from tierstore.kernels.arrays import Int32s, Int64s, Words
 
 
 def keys_from(*values: int) -> Int64s:

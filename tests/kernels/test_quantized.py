@@ -95,7 +95,7 @@ def test_a_row_beyond_its_scale_and_bias_is_not_packed(dtype: str, low: float, h
 def unpacked(weights: Any, dim: int, dtype: str) -> Any:
     out = np.full((len(weights), dim), np.nan, np.float32)
     slots = np.arange(len(weights), dtype=np.int32)
-    quantized.unpack_rows(slots, slots, weights, dim, CODES[dtype], out)
+    quantized.unpack_rows(slots, weights, dim, CODES[dtype], out)
     return out
 
 

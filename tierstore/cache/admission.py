@@ -8,11 +8,11 @@ reserved, and pinned.
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ..kernels.arrays import Bools, Int32s, Int64s
 from ..kernels.jit import uncounted_inline as inline
 from ..kernels.jit import uncounted_kernel as kernel
-from .base import AdmitStatus, Int32s, Int64s
+from .base import AdmitStatus
 from .flags import DIRTY, FROZEN, LOADING, RESIDENT, UNCLEAN
 from .index import index_erase, index_find, index_insert, index_prefetch
 from .policies import CacheState, Tally, policy_begin, policy_insert, policy_remove, policy_settle, policy_touch
@@ -183,7 +183,7 @@ def admit_keys(
 
 
 @kernel
-def replay_keys(state: CacheState, keys: Int64s, is_hit: NDArray[np.bool_]) -> None:
+def replay_keys(state: CacheState, keys: Int64s, is_hit: Bools) -> None:
     """``RowCache.access``; nothing is pinned or dirty."""
     slots, tallies = state.slots, state.tallies
     root = slots.size - 1
@@ -417,11 +417,11 @@ def unmoved_slot(state: CacheState, visited: Int32s, keys: Int64s, stamps: Int32
 def walk_slots(
     state: CacheState,
     start: int,
-    is_listed: NDArray[np.bool_],
+    is_listed: Bools,
     visited: Int32s,
     keys: Int64s,
     stamps: Int32s,
-    is_new: NDArray[np.bool_],
+    is_new: Bools,
 ) -> int:
     """Visit the slots behind ``start`` in eviction order, -1 for all, and list those that are not; how many were
     visited, fewer than there is room for at the end."""
@@ -441,7 +441,7 @@ def walk_slots(
 
 
 @kernel
-def list_unlisted(state: CacheState, first: int, stop: int, is_listed: NDArray[np.bool_], keys: Int64s) -> int:
+def list_unlisted(state: CacheState, first: int, stop: int, is_listed: Bools, keys: Int64s) -> int:
     """Keys of the resident slots from ``first`` to ``stop`` that were not listed; returns how many."""
     slots = state.slots
     count = 0

@@ -13,7 +13,8 @@ from enum import IntEnum
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-from numpy.typing import NDArray
+
+from ..kernels.arrays import Bools, Int32s, Int64s, Words
 
 __all__ = [
     "Admission",
@@ -21,20 +22,13 @@ __all__ = [
     "Announceable",
     "CacheCounters",
     "DirtyRows",
-    "Int32s",
-    "Int64s",
     "Listable",
     "Listing",
     "Pins",
     "Replayable",
     "RowCache",
     "Slots",
-    "Words",
 ]
-
-Int64s = NDArray[np.int64]
-Int32s = NDArray[np.int32]
-Words = NDArray[np.uint64]
 
 
 class AdmitStatus(IntEnum):
@@ -274,7 +268,7 @@ class RowCache(Slots, Pins, DirtyRows, Protocol):
 class Replayable(Protocol):
     """A cache that simulations replay accesses on, and that can be checked."""
 
-    def access(self, keys: Int64s) -> NDArray[np.bool_]:
+    def access(self, keys: Int64s) -> Bools:
         """Replay single accesses in order, evicting at once and loading nothing: bool [n], True for a hit.
 
         For simulation and for comparison with other caches, access for access; nothing may be pinned, dirty or frozen.

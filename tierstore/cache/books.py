@@ -8,10 +8,9 @@ from enum import IntEnum
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ..kernels.arrays import Bytes, Int32s, Int64s, Words
 from ..kernels.jit import uncounted_inline as inline
-from .base import Int32s, Int64s, Words
 from .index import SLOT_DTYPE, SlotRecords, index_places
 from .sketch import BLOCK_BYTES, sketch_width
 
@@ -106,7 +105,7 @@ class CacheState(NamedTuple):
     level_tail: Int32s
     """TinyLFU, int32 [MAX_FREQUENCY + 1]: the last slot of the rows accessed so often, the root if there is none.
     Lookahead, int32 [MAX_BATCHES]: the last slot of the rows that this batch uses next."""
-    sketch: NDArray[np.uint8]
+    sketch: Bytes
     """TinyLFU, uint8 [sketch_width(capacity)]: see sketch.py."""
     uses: SlotRecords
     """Lookahead, USE_DTYPE [USES_PER_ROW * capacity]: announced uses."""
@@ -118,7 +117,7 @@ class CacheState(NamedTuple):
     """int64 [NUM_TALLIES]: see Tally."""
 
 
-def _aligned_zeros(size_bytes: int) -> NDArray[np.uint8]:
+def _aligned_zeros(size_bytes: int) -> Bytes:
     """uint8 [size_bytes] from the start of a cache line, untouched."""
     raw = np.zeros(size_bytes + _ALIGNMENT_BYTES, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT_BYTES

@@ -10,10 +10,10 @@ used.
 from typing import Final, Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from . import admission as kernels
-from .base import Admission, AdmitStatus, CacheCounters, Int32s, Int64s, Listing, Words
+from .base import Admission, AdmitStatus, CacheCounters, Listing
 from .books import (
     BATCH_DTYPE,
     BUCKET_BYTES,
@@ -347,7 +347,7 @@ class DdrCache:
         slots = checked_slots(slots)
         self._require(kernels.evict_slots(self._books, slots), slots, "evict", "resident, clean and unpinned")
 
-    def access(self, keys: Int64s) -> NDArray[np.bool_]:
+    def access(self, keys: Int64s) -> Bools:
         unclean = self.num_dirty + self.num_frozen
         assert self.num_pinned == unclean == 0, f"replay with {self.num_pinned} pinned, {unclean} dirty"
         keys = checked_keys(keys)

@@ -15,11 +15,10 @@ that turns at a threshold, E. Page, Continuous inspection schemes (Biometrika, 1
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ..kernels.arrays import Bools, Int64s
 from ..kernels.jit import uncounted_kernel as kernel
 from .admission import replay_keys
-from .base import Int64s
 from .books import CacheState, Tally, new_state, state_bytes_of
 from .index import mixed_key
 
@@ -64,9 +63,7 @@ def _sample(keys: Int64s, capacity: int, sampled_rows: int, positions: Int64s) -
 
 
 @kernel
-def _score(
-    by_frequency: NDArray[np.bool_], by_recency: NDArray[np.bool_], lead_max: int, standing: Int64s, turns: Int64s
-) -> int:
+def _score(by_frequency: Bools, by_recency: Bools, lead_max: int, standing: Int64s, turns: Int64s) -> int:
     """Bring ``standing`` (lead, whether frequency decides) up to date with these hits. List where that turns; returns
     how often."""
     lead, is_narrow = standing[0], standing[1]
@@ -111,7 +108,7 @@ class Duel:
         if not len(positions):
             return positions
         sampled = keys[positions]
-        by_frequency: NDArray[np.bool_] = np.empty(len(sampled), np.bool_)
+        by_frequency: Bools = np.empty(len(sampled), np.bool_)
         by_recency = np.empty_like(by_frequency)
         replay_keys(self._frequency, sampled, by_frequency)
         replay_keys(self._recency, sampled, by_recency)

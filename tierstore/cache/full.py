@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ..kernels.arrays import Bools, Int32s, Int64s
 from ..kernels.jit import prefetch_item
 from ..kernels.jit import uncounted_kernel as kernel
 from ..rows import KEY_ROW_BITS
-from .base import Admission, AdmitStatus, CacheCounters, Int32s, Int64s, Listing
+from .base import Admission, AdmitStatus, CacheCounters, Listing
 from .ddr import ALIGNMENT_BYTES, CAPACITY_MAX, aligned_arena, checked_keys, checked_slots
 from .flags import DIRTY, FLAGS, FROZEN, LOADING, RESIDENT, UNCLEAN
 from .index import ABSENT
@@ -138,16 +138,16 @@ class FullCache:
     def counters(self) -> CacheCounters:
         return CacheCounters(self._lookups, self._hits, self._misses, self._evictions)
 
-    def _slots_of(self, keys: Int64s) -> NDArray[np.int64]:
+    def _slots_of(self, keys: Int64s) -> Int64s:
         """Of keys of the tables; AssertionError for others."""
         keys = checked_keys(keys)
         assert self._is_row(keys).all(), "a key that is no row of the cache's tables"
-        slots: NDArray[np.int64] = self._first_of[keys >> KEY_ROW_BITS] + (keys & _ROW_MASK)
+        slots: Int64s = self._first_of[keys >> KEY_ROW_BITS] + (keys & _ROW_MASK)
         return slots
 
-    def _is_row(self, keys: Int64s) -> NDArray[np.bool_]:
+    def _is_row(self, keys: Int64s) -> Bools:
         tables = keys >> KEY_ROW_BITS
-        known: NDArray[np.bool_] = (tables >= 0) & (tables < len(self._rows_of))
+        known: Bools = (tables >= 0) & (tables < len(self._rows_of))
         return known & ((keys & _ROW_MASK) < self._rows_of[np.where(known, tables, 0)])
 
     def find(self, keys: Int64s) -> Int32s:
@@ -316,11 +316,11 @@ class FullCache:
         self._resident -= len(slots)
         self._evictions += len(slots)
 
-    def access(self, keys: Int64s) -> NDArray[np.bool_]:
+    def access(self, keys: Int64s) -> Bools:
         unclean = self._dirty + self._frozen
         assert self._pinned == unclean == 0, f"replay with {self._pinned} pinned, {unclean} dirty"
         slots = self._slots_of(keys)
-        is_hit: NDArray[np.bool_] = self.flags[slots] != 0
+        is_hit: Bools = self.flags[slots] != 0
         _, firsts = np.unique(slots, return_index=True)
         missed = firsts[~is_hit[firsts]]
         is_hit[:] = True
@@ -345,12 +345,12 @@ class FullCache:
         idle = (self._pins == 0) & ((self.flags & LOADING) != 0)
         assert not idle.any(), "a loading slot is not pinned"
 
-    def _has(self, slots: Int32s, flag: int) -> NDArray[np.bool_]:
+    def _has(self, slots: Int32s, flag: int) -> Bools:
         """bool [n]: which of the slots have one of the flags."""
-        has: NDArray[np.bool_] = (self.flags[slots] & flag) != 0
+        has: Bools = (self.flags[slots] & flag) != 0
         return has
 
-    def _require(self, allowed: NDArray[np.bool_], slots: Int32s, action: str, condition: str) -> None:
+    def _require(self, allowed: Bools, slots: Int32s, action: str, condition: str) -> None:
         if allowed.all():
             return
         slot = int(slots[int(allowed.argmin())])

@@ -23,8 +23,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..kernels.arrays import Bools, Int32s, Int64s
 from . import hbm_twin
-from .base import Admission, AdmitStatus, CacheCounters, Int32s, Int64s
+from .base import Admission, AdmitStatus, CacheCounters
 from .flags import DIRTY, FROZEN, LOADING, RESIDENT
 from .hbm_books import NO_SUCH_SLOT, PIN, STAMP_BITS, WAYS, Books, Plan, Status, mixed, sets_of
 
@@ -367,7 +368,7 @@ class HbmCache:
         self._books.flags[self._send(slots)] = 0
         self.count(lookups=0, hits=0, misses=0, evictions=len(slots))
 
-    def access(self, keys: Int64s) -> NDArray[np.bool_]:
+    def access(self, keys: Int64s) -> Bools:
         unclean = self.num_dirty + self.num_frozen
         assert self.num_pinned == unclean == 0, f"replay with {self.num_pinned} pinned, {unclean} dirty"
         is_hit = np.empty(len(keys), np.bool_)
@@ -409,13 +410,11 @@ class HbmCache:
     def _send(self, array: "NDArray[Any]") -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
 
-    def _flags_of(self, slots: Int32s) -> "NDArray[np.int32]":
-        flags: NDArray[np.int32] = self._books.flags[self._send(slots)].cpu().numpy()
+    def _flags_of(self, slots: Int32s) -> Int32s:
+        flags: Int32s = self._books.flags[self._send(slots)].cpu().numpy()
         return flags
 
-    def _require(
-        self, slots: Int32s, action: str, condition: str, holds: Callable[["NDArray[np.int32]"], "NDArray[np.bool_]"]
-    ) -> None:
+    def _require(self, slots: Int32s, action: str, condition: str, holds: Callable[[Int32s], Bools]) -> None:
         outside = (slots < 0) | (slots >= self.capacity)
         if outside.any():
             raise AssertionError(f"cannot {action} slot {slots[outside.argmax()]}: the cache has {self.capacity} slots")

@@ -15,9 +15,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from ..kernels.arrays import Int64s, Words
 from ..kernels.jit import prefetch_item
 from ..kernels.jit import uncounted_inline as inline
-from .base import Int64s, Words
 
 __all__ = [
     "ABSENT",

@@ -4,8 +4,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from ..kernels.arrays import Int64s
 from ..kernels.jit import uncounted_kernel as kernel
-from .base import Int64s
 from .books import MAX_BATCHES, CacheState, Tally
 from .flags import DIRTY, FROZEN, LOADING, RESIDENT
 from .index import index_find

@@ -16,9 +16,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from ..kernels.arrays import Int64s
 from ..kernels.jit import uncounted_inline as inline
 from ..kernels.jit import uncounted_kernel as kernel
-from .base import Int64s
 from .books import MAX_BATCHES, CacheState, Tally, link_after, unlink
 from .index import index_erase, index_find, index_insert, index_prefetch, index_replace
 

@@ -12,9 +12,8 @@ from typing import Final, NamedTuple
 
 import cachetools
 import numpy as np
-from numpy.typing import NDArray
 
-from .base import Int64s
+from ..kernels.arrays import Floats, Int64s
 
 __all__ = ["ENTRY_OVERHEAD_BYTES", "PooledCache", "PooledSplit"]
 
@@ -34,7 +33,7 @@ class PooledSplit(NamedTuple):
     """
 
     hits: Int64s
-    rows: NDArray[np.float32]
+    rows: Floats
     misses: Int64s
     keys: Sequence[bytes | None]
 
@@ -88,9 +87,7 @@ class PooledCache:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def split(
-        self, values: Int64s, offsets: Int64s, *, table: int = 0, weights: NDArray[np.float32] | None = None
-    ) -> PooledSplit:
+    def split(self, values: Int64s, offsets: Int64s, *, table: int = 0, weights: Floats | None = None) -> PooledSplit:
         """Find a batch's bags.
 
         Args:
@@ -120,9 +117,7 @@ class PooledCache:
         flat = np.frombuffer(b"".join(found), np.float32)
         return PooledSplit(np.array(hits, np.int64), flat.reshape(-1, self._columns), np.array(misses, np.int64), keys)
 
-    def _keys(
-        self, values: Int64s, offsets: Int64s, table: int, weights: NDArray[np.float32] | None
-    ) -> list[bytes | None]:
+    def _keys(self, values: Int64s, offsets: Int64s, table: int, weights: Floats | None) -> list[bytes | None]:
         # The last bit tells weights behind the ids from more ids.
         head = (table << 1 | (weights is not None)).to_bytes(8, "little")
         ids = np.ascontiguousarray(values, np.int64).tobytes()
@@ -137,7 +132,7 @@ class PooledCache:
             for low, high in pairs
         ]
 
-    def add(self, keys: Sequence[bytes | None], rows: NDArray[np.float32]) -> None:
+    def add(self, keys: Sequence[bytes | None], rows: Floats) -> None:
         """Keep the pooled rows of bags that were missed; evicts those used least recently.
 
         Args:

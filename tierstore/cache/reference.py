@@ -10,9 +10,9 @@ from typing import Final, Literal
 
 import cachetools
 import numpy as np
-from numpy.typing import NDArray
 
-from .base import Admission, AdmitStatus, CacheCounters, Int32s, Int64s, Words
+from ..kernels.arrays import Bools, Int32s, Int64s, Words
+from .base import Admission, AdmitStatus, CacheCounters
 from .reference_lookahead import Lookahead
 from .reference_pinnable import Pinnable
 from .reference_tinylfu import TinyLFU
@@ -315,7 +315,7 @@ class ReferenceCache:
             self._drop(slot)
             self._count(evictions=1)
 
-    def access(self, keys: Int64s) -> NDArray[np.bool_]:
+    def access(self, keys: Int64s) -> Bools:
         assert not self._rows.pins, f"replay with {len(self._rows.pins)} pinned"
         assert not self._dirty | self._frozen, f"replay with {len(self._dirty | self._frozen)} dirty"
         is_hit = np.zeros(len(keys), np.bool_)

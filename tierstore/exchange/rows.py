@@ -51,8 +51,8 @@ def read_rows(table: Table, start: int, stop: int) -> Rows:
     for first, lease in pool.leases.parts(_keys(table, start, stop)):
         part = slice(first, first + lease.num_positions)
         with pool.arena.lock:
-            kernels.copy_rows_out(lease.inverse, lease.slots, pool.arena.weights, layout.stored_columns, weights[part])
-            kernels.copy_rows_out(lease.inverse, lease.slots, pool.arena.state, layout.state_dim, state[part])
+            kernels.copy_rows_out(lease.position_slots, pool.arena.weights, layout.stored_columns, weights[part])
+            kernels.copy_rows_out(lease.position_slots, pool.arena.state, layout.state_dim, state[part])
     return Rows(weights, state)
 
 
@@ -86,8 +86,8 @@ def _write_rows(table: Table, start: int, weights: Any, state: Any) -> int:
         part = slice(first, first + lease.num_positions)
         with pool.arena.lock:
             pool.writeback.begin_update(lease.slots)
-            kernels.copy_rows_in(lease.inverse, lease.slots, weights[part], pool.arena.weights, layout.dim)
-            kernels.copy_rows_in(lease.inverse, lease.slots, state[part], pool.arena.state, layout.state_dim)
+            kernels.copy_rows_in(lease.position_slots, weights[part], pool.arena.weights, layout.dim)
+            kernels.copy_rows_in(lease.position_slots, state[part], pool.arena.state, layout.state_dim)
     return len(changed)
 
 

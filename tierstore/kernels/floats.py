@@ -14,6 +14,7 @@ import numba
 import numpy as np
 from numba.extending import overload
 
+from .arrays import Weights
 from .jit import inline
 
 __all__ = [
@@ -45,7 +46,7 @@ def half_code(dtype: str) -> int:
 
 
 @inline
-def bits_to_float(bits: Any, half: int) -> Any:
+def bits_to_float(bits: np.uint16, half: int) -> np.float32:
     """float32 value of a uint16 bit pattern."""
     wide = np.uint32(bits)
     if half == BFLOAT16:
@@ -60,7 +61,7 @@ def bits_to_float(bits: Any, half: int) -> Any:
 
 
 @inline
-def float_to_bits(value: Any, half: int) -> Any:
+def float_to_bits(value: np.float32, half: int) -> np.uint16:
     """uint16 bit pattern nearest to a float32 value."""
     bits = np.float32(value).view(np.uint32)
     sign = np.uint32((bits & np.uint32(0x80000000)) >> np.uint32(16))
@@ -83,13 +84,13 @@ def float_to_bits(value: Any, half: int) -> Any:
     return np.uint16(sign | np.uint32(rebiased >> np.uint32(13)))
 
 
-def load(row: Any, column: int, half: int) -> Any:
+def load(row: Weights, column: int, half: int) -> np.float32:
     """``row[column]`` as float32."""
     value = row[column]
     return value if row.dtype == np.float32 else bits_to_float(value, half)
 
 
-def store(row: Any, column: int, value: Any, half: int) -> None:
+def store(row: Weights, column: int, value: np.float32, half: int) -> None:
     """``row[column] = value``, rounded to the array's storage type."""
     row[column] = value if row.dtype == np.float32 else float_to_bits(value, half)
 

@@ -1,8 +1,6 @@
 """Random bits from counters: SplitMix64's output function (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
 Generators, OOPSLA 2014)."""
 
-from typing import Any
-
 import numpy as np
 
 from .jit import inline, kernel
@@ -11,7 +9,7 @@ __all__ = ["mix64", "unit"]
 
 
 @kernel
-def mix64(value: Any) -> Any:
+def mix64(value: np.uint64) -> np.uint64:
     """SplitMix64's output function."""
     value = np.uint64(value + np.uint64(0x9E3779B97F4A7C15))
     value = np.uint64((value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9))
@@ -20,6 +18,6 @@ def mix64(value: Any) -> Any:
 
 
 @inline
-def unit(bits: Any) -> Any:
+def unit(bits: np.uint64) -> np.float64:
     """float64 in [0, 1) from the top 53 bits."""
     return np.float64(np.uint64(bits >> np.uint64(11))) * (1.0 / 9007199254740992.0)

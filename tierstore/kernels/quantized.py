@@ -8,11 +8,12 @@ on a CPU with fused multiply-add; per-sample weights are multiplied into scale a
 ``half`` is ``floats.INT8`` or ``floats.INT4``, ``weights`` uint8 [S, bytes of a row].
 """
 
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
 from . import floats
+from .arrays import Bytes, Floats, Int32s, Int64s, Weights
 from .jit import fused_multiply_add, prefetch_item
 from .jit import kernel as counted_kernel
 from .jit import uncounted_helper as inline
@@ -30,23 +31,23 @@ _CHUNK_ROWS: Final = 1024
 
 
 @inline
-def _half_at(row: Any, place: int) -> Any:
+def _half_at(row: Bytes, place: int) -> np.float32:
     """float32 value of the float16 whose bytes begin at ``place``."""
     return floats.bits_to_float(half_bits_at(row, place), floats.FLOAT16)
 
 
 @inline
-def _scale_of(row: Any, dim: int, half: int) -> Any:
+def _scale_of(row: Bytes, dim: int, half: int) -> np.float32:
     return float_at(row, dim) if half == floats.INT8 else _half_at(row, (dim + 1) // 2)
 
 
 @inline
-def _bias_of(row: Any, dim: int, half: int) -> Any:
+def _bias_of(row: Bytes, dim: int, half: int) -> np.float32:
     return float_at(row, dim + 4) if half == floats.INT8 else _half_at(row, (dim + 1) // 2 + 2)
 
 
 @inline
-def _level(row: Any, column: int, half: int) -> Any:
+def _level(row: Bytes, column: int, half: int) -> np.float32:
     """The 8 or 4 bits of a column."""
     if half == floats.INT8:
         return np.float32(row[column])
@@ -54,7 +55,7 @@ def _level(row: Any, column: int, half: int) -> Any:
 
 
 @inline
-def _add_row(row: Any, factor: Any, dim: int, half: int, pooled: Any) -> None:
+def _add_row(row: Bytes, factor: np.float32, dim: int, half: int, pooled: Floats) -> None:
     """``pooled += factor * row``, pooled being float32 [dim]."""
     scale, bias = factor * _scale_of(row, dim, half), factor * _bias_of(row, dim, half)
     whole = dim - dim % LANES
@@ -69,7 +70,7 @@ def _add_row(row: Any, factor: Any, dim: int, half: int, pooled: Any) -> None:
 
 
 @inline
-def _keep_largest(row: Any, dim: int, half: int, position: int, pooled: Any, best: Any) -> None:
+def _keep_largest(row: Bytes, dim: int, half: int, position: int, pooled: Floats, best: Int32s) -> None:
     """``pooled = max(pooled, row)``; ``best`` (int32 [dim], -1 at first) is where each maximum was found."""
     scale, bias = _scale_of(row, dim, half), np.float32(0) + _bias_of(row, dim, half)
     for column in range(dim):
@@ -80,7 +81,7 @@ def _keep_largest(row: Any, dim: int, half: int, position: int, pooled: Any, bes
 
 
 @inline
-def _fetch_row(weights: Any, slot: Any) -> None:
+def _fetch_row(weights: Bytes, slot: int) -> None:
     """Bring a row nearer; the arena is contiguous."""
     row_bytes = weights.shape[1]
     for place in range(0, row_bytes, _LINE_BYTES):
@@ -89,8 +90,8 @@ def _fetch_row(weights: Any, slot: Any) -> None:
 
 @kernel
 def pool_rows(
-    begin: int, end: int, first: int, last: int, bag_starts: Any, slots: Any, scale: Any, mode: int, weights: Any,
-    dim: int, half: int, columns: Any, batch: int, out: Any, arg_max: Any,
+    begin: int, end: int, first: int, last: int, bag_starts: Int64s, slots: Int32s, scale: Floats, mode: int,
+    weights: Bytes, dim: int, half: int, columns: Int32s, batch: int, out: Floats, arg_max: Int32s,
 ) -> None:  # fmt: skip
     """What ``kernels.pool_rows`` is for float rows, with the same arguments."""
     for bag in range(begin, end):
@@ -117,8 +118,8 @@ def pool_rows(
 
 @counted_kernel
 def dot_rows(
-    begin: int, end: int, first: int, last: int, bag_starts: Any, slots: Any, weights: Any, dim: int, half: int,
-    columns: Any, batch: int, grad_out: Any, grad_scale: Any,
+    begin: int, end: int, first: int, last: int, bag_starts: Int64s, slots: Int32s, weights: Bytes, dim: int, half: int,
+    columns: Int32s, batch: int, grad_out: Floats, grad_scale: Floats,
 ) -> None:  # fmt: skip
     """What ``kernels.dot_rows`` is for float rows, with the same arguments."""
     work = np.zeros((1, padded_width(dim)), np.float32)
@@ -136,27 +137,27 @@ def dot_rows(
 
 
 @kernel
-def unpack_rows(inverse: Any, unique_slots: Any, weights: Any, dim: int, half: int, out: Any) -> None:
-    """``out[i]`` (float32 [n, dim]) is row ``unique_slots[inverse[i]]``."""
+def unpack_rows(slots: Int32s, weights: Bytes, dim: int, half: int, out: Floats) -> None:
+    """``out[i]`` (float32 [n, dim]) is row ``slots[i]``."""
     out[:] = 0
-    for i in range(inverse.shape[0]):
-        _add_row(weights[unique_slots[inverse[i]]], np.float32(1), dim, half, out[i])
+    for i in range(slots.shape[0]):
+        _add_row(weights[slots[i]], np.float32(1), dim, half, out[i])
 
 
 @inline
-def _put_half(row: Any, place: int, bits: Any) -> None:
+def _put_half(row: Bytes, place: int, bits: np.uint16) -> None:
     row[place], row[place + 1] = np.uint8(bits & np.uint16(255)), np.uint8(bits >> np.uint16(8))
 
 
 @inline
-def _put_float(row: Any, place: int, value: Any) -> None:
+def _put_float(row: Bytes, place: int, value: np.float32) -> None:
     bits = np.float32(value).view(np.uint32)
     _put_half(row, place, np.uint16(bits & np.uint32(0xFFFF)))
     _put_half(row, place + 2, np.uint16(bits >> np.uint32(16)))
 
 
 @inline
-def _pack_bytes(values: Any, low: Any, high: Any, dim: int, row: Any) -> bool:
+def _pack_bytes(values: Floats, low: np.float32, high: np.float32, dim: int, row: Bytes) -> bool:
     """``embedding_bag_byte_prepack`` of one row; False if its scale would not be finite."""
     width = np.float32(high - low)
     if width > _FLOAT_MAX:
@@ -170,7 +171,7 @@ def _pack_bytes(values: Any, low: Any, high: Any, dim: int, row: Any) -> bool:
 
 
 @inline
-def _pack_nibbles(values: Any, low: Any, high: Any, dim: int, row: Any) -> bool:
+def _pack_nibbles(values: Floats, low: np.float32, high: np.float32, dim: int, row: Bytes) -> bool:
     """``embedding_bag_4bit_prepack`` of one row; False if scale or bias is beyond float16."""
     bias_bits = floats.float_to_bits(low, floats.FLOAT16)
     bias = floats.bits_to_float(bias_bits, floats.FLOAT16)
@@ -194,7 +195,7 @@ def _pack_nibbles(values: Any, low: Any, high: Any, dim: int, row: Any) -> bool:
 
 
 @kernel
-def pack_rows(values: Any, slots: Any, weights: Any, dim: int, half: int) -> Any:
+def pack_rows(values: Floats, slots: Int32s, weights: Bytes, dim: int, half: int) -> int:
     """Quantize ``values[i]`` (float32 [n, dim]) into ``weights[slots[i]]``; bytes behind a row become 0.
 
     Returns:
@@ -227,10 +228,10 @@ def pack_rows(values: Any, slots: Any, weights: Any, dim: int, half: int) -> Any
 class FirstValues(Protocol):
     """Gives the first values of rows, as ``init.Initializer`` does."""
 
-    def fill(self, keys: Any, slots: Any, weights: Any, dim: int, half: int) -> None: ...
+    def fill(self, keys: Int64s, slots: Int32s, weights: Weights, dim: int, half: int) -> None: ...
 
 
-def fill_first_values(init: FirstValues, keys: Any, slots: Any, weights: Any, dim: int, half: int) -> None:
+def fill_first_values(init: FirstValues, keys: Int64s, slots: Int32s, weights: Bytes, dim: int, half: int) -> None:
     """What ``Initializer.fill`` is for float rows: the first values in float32, then quantized.
 
     Raises:

@@ -15,11 +15,12 @@ initializer, the number of the table's update, the row's key (table index and ro
 neither threads nor tiers nor the parts that a batch is worked off in change a bit.
 """
 
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from . import floats
+from .arrays import Floats, Weights
 from .floats import BFLOAT16
 from .hashing import mix64, unit
 from .jit import inline
@@ -44,7 +45,7 @@ def update_seed(seed: int, step: int) -> int:
 
 
 @inline
-def stochastic_bits(value: Any, half: int, random: Any) -> Any:
+def stochastic_bits(value: np.float32, half: int, random: np.uint64) -> np.uint16:
     """uint16 bit pattern of one of the two halfs next to a float32 value.
 
     The outer one is chosen if ``random / 2**64`` is below its probability. That is a multiple of 2**-16 in bfloat16, of
@@ -74,7 +75,7 @@ def stochastic_bits(value: Any, half: int, random: Any) -> Any:
 
 
 @inline
-def store_row(values: Any, row: Any, dim: int, half: int, seed: Any, key: Any) -> None:
+def store_row(values: Floats, row: Weights, dim: int, half: int, seed: np.uint64, key: int) -> None:
     """Round the first ``dim`` columns of ``values`` (float32) into ``row`` (uint16).
 
     Args:

@@ -20,8 +20,10 @@ from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from . import floats
+from .arrays import Floats, Weights
 from .jit import JIT_ENABLED
 
 __all__ = [
@@ -236,27 +238,27 @@ if JIT_ENABLED:
 else:
 
     def _operations(lanes: int) -> _Operations:
-        def load(rows: Any, row: int, column: int, half: int) -> Any:
+        def load(rows: Weights, row: int, column: int, half: int) -> Floats:
             return np.array([floats.load(rows[row], c, half) for c in range(column, column + lanes)], np.float32)
 
-        def store(rows: Any, row: int, column: int, value: Any, half: int) -> None:
+        def store(rows: Weights, row: int, column: int, value: Floats, half: int) -> None:
             for lane in range(lanes):
                 floats.store(rows[row], column + lane, value[lane], half)
 
-        def fill(value: Any) -> Any:
+        def fill(value: np.float32) -> Floats:
             return np.full(lanes, value, np.float32)
 
         return _Operations(load, store, np.add, np.subtract, np.multiply, np.divide, np.sqrt, fill)
 
-    def item(array: Any, index: int) -> Any:
+    def item(array: NDArray[Any], index: int) -> Any:
         """``array[index]``."""
         return array[index]
 
-    def put(array: Any, index: int, value: Any) -> None:
+    def put(array: NDArray[Any], index: int, value: Any) -> None:
         """``array[index] = value``."""
         array[index] = value
 
-    def prefetch_line(rows: Any, row: int, column: int) -> None:
+    def prefetch_line(rows: Weights, row: int, column: int) -> None:
         """Nothing: a hint to the processor."""
 
 

@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from . import floats
+from .arrays import Bytes, Floats, Ids, Int32s, Int64s, Weights, Words
 from .floats import FLOAT32
 from .hashing import mix64
 from .jit import kernel, prefetch_item, uncounted_kernel
@@ -69,8 +70,9 @@ CHECKED_BAGS: Final = 64
 
 @uncounted_kernel
 def join_ids(
-    begin: int, end: int, ids: Any, starts: Any, firsts: Any, num_rows: Any, batch: int, bag_starts: Any, joined: Any
-) -> Any:
+    begin: int, end: int, ids: Ids, starts: Int64s, firsts: Int64s, num_rows: Int64s, batch: int, bag_starts: Int64s,
+    joined: Ids,
+) -> Any:  # fmt: skip
     """Lay the ids of the bags ``[begin, end)`` end to end, each plus its feature's ``firsts``.
 
     Args:
@@ -99,8 +101,8 @@ def join_ids(
 
 @inline
 def _pool_64(
-    low: int, high: int, last: int, shift: int, base: int, fresh: bool, slots: Any, scale: Any, weights: Any, half: int,
-    column: int, divisor: Any, out: Any, sample: int, target: int,
+    low: int, high: int, last: int, shift: int, base: int, fresh: bool, slots: Ids, scale: Floats, weights: Weights,
+    half: int, column: int, divisor: np.float32, out: Floats, sample: int, target: int,
 ) -> None:  # fmt: skip
     """The columns ``[column, column + 64)`` of one bag, whose positions are ``[low, high)``; those of the call end at
     ``last``."""
@@ -135,8 +137,8 @@ def _pool_64(
 
 @inline
 def _pool_16(
-    low: int, high: int, last: int, shift: int, base: int, fresh: bool, slots: Any, scale: Any, weights: Any, half: int,
-    column: int, divisor: Any, out: Any, sample: int, target: int,
+    low: int, high: int, last: int, shift: int, base: int, fresh: bool, slots: Ids, scale: Floats, weights: Weights,
+    half: int, column: int, divisor: np.float32, out: Floats, sample: int, target: int,
 ) -> None:  # fmt: skip
     """As ``_pool_64``."""
     a = fill16(np.float32(0)) if fresh else load16(out, sample, target, FLOAT32)
@@ -151,8 +153,8 @@ def _pool_16(
 
 @inline
 def _pool_4(
-    low: int, high: int, last: int, shift: int, base: int, fresh: bool, slots: Any, scale: Any, weights: Any, half: int,
-    column: int, divisor: Any, out: Any, sample: int, target: int,
+    low: int, high: int, last: int, shift: int, base: int, fresh: bool, slots: Ids, scale: Floats, weights: Weights,
+    half: int, column: int, divisor: np.float32, out: Floats, sample: int, target: int,
 ) -> None:  # fmt: skip
     """As ``_pool_64``."""
     a = fill4(np.float32(0)) if fresh else load4(out, sample, target, FLOAT32)
@@ -167,8 +169,8 @@ def _pool_4(
 
 @inline
 def _pool_1(
-    low: int, high: int, shift: int, base: int, fresh: bool, slots: Any, scale: Any, weights: Any, half: int,
-    column: int, divisor: Any, out: Any, sample: int, target: int,
+    low: int, high: int, shift: int, base: int, fresh: bool, slots: Ids, scale: Floats, weights: Weights, half: int,
+    column: int, divisor: np.float32, out: Floats, sample: int, target: int,
 ) -> None:  # fmt: skip
     """As ``_pool_64``; the cache line was fetched with the column before."""
     pooled = np.float32(0) if fresh else out[sample, target]
@@ -180,8 +182,8 @@ def _pool_1(
 
 @uncounted_kernel
 def pool_rows(
-    begin: int, end: int, first: int, last: int, bag_starts: Any, slots: Any, scale: Any, mode: int, weights: Any,
-    dim: int, half: int, columns: Any, batch: int, out: Any, arg_max: Any,
+    begin: int, end: int, first: int, last: int, bag_starts: Int64s, slots: Int32s, scale: Floats, mode: int,
+    weights: Weights, dim: int, half: int, columns: Int32s, batch: int, out: Floats, arg_max: Int32s,
 ) -> None:  # fmt: skip
     """Add the rows at positions ``[first, last)`` to the bags ``[begin, end)`` of ``out``.
 
@@ -211,8 +213,8 @@ def pool_rows(
 
 @inline
 def _pool_feature(
-    begin: int, end: int, sample: int, target: Any, first: int, last: int, shift: int, base: int, bag_starts: Any,
-    slots: Any, scale: Any, mode: int, weights: Any, dim: int, half: int, out: Any, arg_max: Any,
+    begin: int, end: int, sample: int, target: Any, first: int, last: int, shift: int, base: int, bag_starts: Int64s,
+    slots: Ids, scale: Floats, mode: int, weights: Weights, dim: int, half: int, out: Floats, arg_max: Int32s,
 ) -> None:  # fmt: skip
     """``pool_rows`` for bags of one feature: of ``sample`` and those that follow, from column ``target`` on.
 
@@ -253,9 +255,9 @@ def _pool_feature(
 
 @uncounted_kernel
 def look_up(
-    begin: int, end: int, ids: Any, starts: Any, firsts: Any, num_rows: Any, batch: int, bag_starts: Any, flags: Any,
-    asked: int, wanted: int, scale: Any, mode: int, weights: Any, dim: int, half: int, columns: Any, out: Any,
-    arg_max: Any, slots: Any,
+    begin: int, end: int, ids: Ids, starts: Int64s, firsts: Int64s, num_rows: Int64s, batch: int, bag_starts: Int64s,
+    flags: Bytes, asked: int, wanted: int, scale: Floats, mode: int, weights: Weights, dim: int, half: int,
+    columns: Int32s, out: Floats, arg_max: Int32s, slots: Int32s,
 ) -> Any:  # fmt: skip
     """``pool_rows`` straight from ids, of rows that have slots of their own; arguments as there and of ``join_ids``.
 
@@ -293,7 +295,7 @@ def look_up(
 
 
 @inline
-def _first_outside(ids: Any, begin: int, end: int, num_rows: int) -> Any:
+def _first_outside(ids: Ids, begin: int, end: int, num_rows: int) -> Any:
     """The position in ``[begin, end)`` of the first id that is not in ``[0, num_rows)``, or -1."""
     signs = np.int64(0)
     for position in range(begin, end):  # without a way out, so that it is done in vectors
@@ -307,7 +309,7 @@ def _first_outside(ids: Any, begin: int, end: int, num_rows: int) -> Any:
 
 
 @inline
-def _all_flagged(ids: Any, begin: int, end: int, base: int, flags: Any, asked: int, wanted: int) -> bool:
+def _all_flagged(ids: Ids, begin: int, end: int, base: int, flags: Bytes, asked: int, wanted: int) -> bool:
     """Whether ``flags[base + id] & asked == wanted`` for all ids at positions ``[begin, end)``."""
     for position in range(begin, end):
         if position + AHEAD < end:
@@ -318,7 +320,7 @@ def _all_flagged(ids: Any, begin: int, end: int, base: int, flags: Any, asked: i
 
 
 @uncounted_kernel
-def are_offsets(offsets: Any, num_ids: int) -> bool:
+def are_offsets(offsets: Int64s, num_ids: int) -> bool:
     """Whether they start at 0, never descend and end at ``num_ids``.
 
     Args:
@@ -333,7 +335,7 @@ def are_offsets(offsets: Any, num_ids: int) -> bool:
 
 @inline
 def _pool_max(
-    low: int, high: int, shift: int, base: int, slots: Any, weights: Any, half: int, pooled: Any, best: Any
+    low: int, high: int, shift: int, base: int, slots: Ids, weights: Weights, half: int, pooled: Floats, best: Int32s
 ) -> None:
     """Maxima of one bag, and their positions."""
     for position in range(low, high):
@@ -355,7 +357,7 @@ def padded_width(dim: int) -> int:
 
 
 @inline
-def halving_sum(work: Any, row: int) -> Any:
+def halving_sum(work: Floats, row: int) -> np.float32:
     """Sum of the float32 in a row of ``work`` ([rows, a power of two >= 16]), in the order of a halving tree; the lower
     half of the row is used up.
 
@@ -377,8 +379,8 @@ def halving_sum(work: Any, row: int) -> Any:
 
 @kernel
 def dot_rows(
-    begin: int, end: int, first: int, last: int, bag_starts: Any, slots: Any, weights: Any, dim: int, half: int,
-    columns: Any, batch: int, grad_out: Any, grad_scale: Any,
+    begin: int, end: int, first: int, last: int, bag_starts: Int64s, slots: Int32s, weights: Weights, dim: int,
+    half: int, columns: Int32s, batch: int, grad_out: Floats, grad_scale: Floats,
 ) -> None:  # fmt: skip
     """Gradient of per-sample weights: ``grad_scale[p] = row(p) . grad_out[bag of p]``, positions ``[first, last)``.
 
@@ -392,8 +394,8 @@ def dot_rows(
 
 @inline
 def _dot_range(
-    begin: int, end: int, first: int, last: int, bag_starts: Any, slots: Any, weights: Any, dim: int, half: int,
-    columns: Any, batch: int, grad_out: Any, grad_scale: Any, work: Any,
+    begin: int, end: int, first: int, last: int, bag_starts: Int64s, slots: Int32s, weights: Weights, dim: int,
+    half: int, columns: Int32s, batch: int, grad_out: Floats, grad_scale: Floats, work: Floats,
 ) -> None:  # fmt: skip
     """``dot_rows`` on given scratch."""
     for bag in range(begin, end):
@@ -413,25 +415,27 @@ def _dot_range(
 
 
 @kernel
-def copy_rows_out(inverse: Any, unique_slots: Any, weights: Any, dim: int, out: Any) -> None:
-    """``out[i] = weights[unique_slots[inverse[i]], :dim]``, bits unchanged."""
-    for i in range(inverse.shape[0]):
-        row, target = weights[unique_slots[inverse[i]]], out[i]
+def copy_rows_out(slots: Int32s, weights: Weights, dim: int, out: Weights) -> None:
+    """``out[i] = weights[slots[i], :dim]``, bits unchanged."""
+    for i in range(slots.shape[0]):
+        row, target = weights[slots[i]], out[i]
         for column in range(dim):
             target[column] = row[column]
 
 
 @kernel
-def copy_rows_in(inverse: Any, unique_slots: Any, rows: Any, weights: Any, dim: int) -> None:
-    """``weights[unique_slots[inverse[i]], :dim] = rows[i]`` in order, so that the last of equal ids wins."""
-    for i in range(inverse.shape[0]):
-        row, target = rows[i], weights[unique_slots[inverse[i]]]
+def copy_rows_in(slots: Int32s, rows: Weights, weights: Weights, dim: int) -> None:
+    """``weights[slots[i], :dim] = rows[i]`` in order, so that the last of equal ids wins."""
+    for i in range(slots.shape[0]):
+        row, target = rows[i], weights[slots[i]]
         for column in range(dim):
             target[column] = row[column]
 
 
 @kernel
-def put_rows(begin: int, end: int, slots: Any, weights: Any, state: Any, new_weights: Any, new_state: Any) -> None:
+def put_rows(
+    begin: int, end: int, slots: Int32s, weights: Words, state: Words, new_weights: Words, new_state: Words
+) -> None:
     """``arena[slots[i]] = new[i]`` for i in [begin, end), both arenas (uint64 [S, words]); slots are distinct.
 
     Three times as fast as numpy's assignment. The other way round ``numpy.take`` is the faster one.
@@ -447,9 +451,9 @@ def put_rows(begin: int, end: int, slots: Any, weights: Any, state: Any, new_wei
 
 @uncounted_kernel
 def group_rows(
-    begin: int, end: int, table_bags: Any, bag_starts: Any, columns: Any, batch: int, num_columns: int, slots: Any,
-    number: Any, unique_slots: Any, inverse: Any, scale: Any, is_mean: bool, counts: Any, starts: Any, sources: Any,
-    factors: Any, positions: Any, bags: Any,
+    begin: int, end: int, table_bags: Int64s, bag_starts: Int64s, columns: Int32s, batch: int, num_columns: int,
+    slots: Int32s, number: Int32s, unique_slots: Int32s, inverse: Int32s, scale: Floats, is_mean: bool, counts: Int64s,
+    starts: Int64s, sources: Int64s, factors: Floats, positions: Int32s, bags: Int32s,
 ) -> None:  # fmt: skip
     """Group the positions of the tables ``[begin, end)`` by row, each group in id-list order (a counting sort).
 
@@ -503,7 +507,7 @@ def group_rows(
 
 
 @inline
-def _number_rows(first: int, last: int, slots: Any, number: Any, unique_slots: Any, inverse: Any) -> int:
+def _number_rows(first: int, last: int, slots: Int32s, number: Int32s, unique_slots: Int32s, inverse: Int32s) -> int:
     count = 0
     for position in range(first, last):
         if position + AHEAD < last:
@@ -520,7 +524,7 @@ def _number_rows(first: int, last: int, slots: Any, number: Any, unique_slots: A
 
 
 @kernel
-def order_by_sample(bag_starts: Any, batch: Any, order: Any) -> None:
+def order_by_sample(bag_starts: Int64s, batch: int, order: Int64s) -> None:
     """Positions of key-major bags (``Jagged``), those of sample 0 in all features first.
 
     Args:
@@ -536,7 +540,7 @@ def order_by_sample(bag_starts: Any, batch: Any, order: Any) -> None:
 
 
 @kernel
-def renumber(order: Any, numbers: Any, slots: Any, inverse: Any, slots_in_order: Any) -> None:
+def renumber(order: Int64s, numbers: Int32s, slots: Int32s, inverse: Int32s, slots_in_order: Int32s) -> None:
     """Number the rows that were numbered in the order of ``order_by_sample`` in the order of the positions.
 
     Args:
@@ -558,7 +562,7 @@ def renumber(order: Any, numbers: Any, slots: Any, inverse: Any, slots_in_order:
 
 
 @kernel
-def unique_in_order(keys: Any, scratch: Any, unique_keys: Any, inverse: Any) -> Any:
+def unique_in_order(keys: Int64s, scratch: Int32s, unique_keys: Int64s, inverse: Int32s) -> int:
     """Number the distinct keys in order of first use.
 
     Args:

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
+
+from .arrays import Int64s
 
 __all__ = ["MIN_WORK", "Workers", "default_threads"]
 
@@ -126,7 +127,7 @@ class Workers:
         """Into how many ranges so many row operations are best split."""
         return min(self.threads, max(1, work // MIN_WORK))
 
-    def split(self, starts: NDArray[np.int64]) -> list[int]:
+    def split(self, starts: Int64s) -> list[int]:
         """Bounds of at most ``threads`` ranges of items of about equal work.
 
         Args:

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from .arrays import Bytes, Floats
 from .jit import JIT_ENABLED, fused_multiply_add
 
 __all__ = ["LANES", "add_bytes", "add_nibbles", "float_at", "half_bits_at"]
@@ -106,21 +107,21 @@ if JIT_ENABLED:
 
 else:
 
-    def float_at(row: Any, place: int) -> Any:
+    def float_at(row: Bytes, place: int) -> Any:
         """The float32 whose bytes begin at ``row[place]``."""
         return row[place : place + 4].copy().view(np.float32)[0]
 
-    def half_bits_at(row: Any, place: int) -> Any:
+    def half_bits_at(row: Bytes, place: int) -> Any:
         """The uint16 whose bytes begin at ``row[place]``."""
         return row[place : place + 2].copy().view(np.uint16)[0]
 
-    def add_bytes(row: Any, place: int, scale: Any, bias: Any, out: Any, column: int) -> None:
+    def add_bytes(row: Bytes, place: int, scale: np.float32, bias: np.float32, out: Floats, column: int) -> None:
         """``out[column + i] = fma(row[place + i], scale, out[column + i] + bias)`` for 16 columns."""
         for i in range(LANES):
             level = np.float32(row[place + i])
             out[column + i] = fused_multiply_add(level, scale, out[column + i] + bias)
 
-    def add_nibbles(row: Any, place: int, scale: Any, bias: Any, out: Any, column: int) -> None:
+    def add_nibbles(row: Bytes, place: int, scale: np.float32, bias: np.float32, out: Floats, column: int) -> None:
         """``add_bytes`` of 16 columns in 8 bytes, the lower four bits of each first."""
         for i in range(LANES):
             level = np.float32(row[place + i // 2] >> (4 * (i % 2)) & 15)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import DamagedError
 from ..io import LmdbColdTier
@@ -25,6 +24,7 @@ from ..io.records import Head
 from ..io.row_map import RowMap
 from ..io.snapshot import Snapshot
 from ..io.stored_records import read_head, read_payload, read_record
+from ..kernels.arrays import Int64s
 from ..rows import RowLayout
 from ..store import open_store
 from ..store.manifest import Manifest
@@ -35,7 +35,6 @@ from .packing import order_by_co_access, require_tables, table_accesses
 
 __all__ = ["WORK_NAME", "CompactReport", "compact_store"]
 
-Int64s = NDArray[np.int64]
 Shapes = Mapping[int, tuple[RowLayout, int]]
 
 WORK_NAME: Final = "compact.partial"

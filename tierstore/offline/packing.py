@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..config import TableConfig
+from ..kernels.arrays import Int32s, Int64s
 from ..kernels.jit import kernel
 from ..rows import KEY_ROW_BITS
 from ..system.excerpt import excerpt
@@ -23,8 +23,6 @@ from ..trace import Trace
 
 __all__ = ["Accesses", "order_by_co_access", "require_tables", "table_accesses"]
 
-Int64s = NDArray[np.int64]
-Int32s = NDArray[np.int32]
 
 ACCESSES_A_ROW: Final = 32
 """The last accesses of a row, by which its companions are found."""

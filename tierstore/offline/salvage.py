@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import ChecksumError, DamagedError, FormatError, StoreLockedError, StoreNotFoundError, TruncatedError
 from ..io import ROW_FILE_NAME, LmdbColdTier
@@ -30,6 +29,7 @@ from ..io.slots import Segments
 from ..io.survivors import choose_tree, find_segments, surviving_rows
 from ..io.wreck import LOST, Runs, choose_rows, read_rows, selected, settled
 from ..io.writer_lock import LOCK_NAME
+from ..kernels.arrays import Bools
 from ..rows import RowLayout
 from ..store import open_store
 from ..store.lineage import NO_LINEAGE
@@ -258,7 +258,7 @@ class _Taker:
         self._report = report
         self._stale_ok = stale_ok
 
-    def take(self, segments: Segments, runs: Runs, proven: NDArray[np.bool_]) -> Iterator[int]:
+    def take(self, segments: Segments, runs: Runs, proven: Bools) -> Iterator[int]:
         """Save the rows of one layout, some runs at a time; gives how many rows were looked at each time."""
         layout, geo, stops, start = segments.layout, segments.geo, np.cumsum(runs.rows), 0
         batch = _Batch(layout, max(geo.rows_per_segment, _BATCH_BYTES // layout.row_bytes))

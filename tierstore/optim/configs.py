@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Final
 
 import numpy as np
-from numpy.typing import NDArray
+
+from ..kernels.arrays import Floats
 
 __all__ = ["NUM_HYPER", "SGD", "Adagrad", "Adam", "Optimizer", "RowWiseAdagrad", "from_dict"]
 
@@ -49,7 +50,7 @@ class Optimizer:
         """First value of every state column."""
         return 0.0
 
-    def hyper(self, learning_rate: float, step: int) -> NDArray[np.float32]:
+    def hyper(self, learning_rate: float, step: int) -> Floats:
         """float32 [NUM_HYPER] for the kernel.
 
         Args:
@@ -97,7 +98,7 @@ class RowWiseAdagrad(Optimizer):
     def initial_state(self) -> float:
         return self.initial_accumulator_value
 
-    def hyper(self, learning_rate: float, step: int) -> NDArray[np.float32]:
+    def hyper(self, learning_rate: float, step: int) -> Floats:
         out = super().hyper(learning_rate, step)
         out[2] = self.eps
         return out
@@ -139,7 +140,7 @@ class Adam(Optimizer):
     def state_dim(self, dim: int) -> int:
         return 2 * dim
 
-    def hyper(self, learning_rate: float, step: int) -> NDArray[np.float32]:
+    def hyper(self, learning_rate: float, step: int) -> Floats:
         beta1, beta2 = self.betas
         out = super().hyper(learning_rate, step)
         out[2:7] = self.eps, beta1, beta2, learning_rate / (1 - beta1**step), math.sqrt(1 - beta2**step)

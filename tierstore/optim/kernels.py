@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from ..kernels import floats, halving_sum, padded_width
+from ..kernels.arrays import Bytes, Floats, Int32s, Int64s, Weights, Words
 from ..kernels.floats import FLOAT32
 from ..kernels.jit import prefetch_item, uncounted_kernel
 from ..kernels.jit import uncounted_inline as inline
@@ -43,13 +44,15 @@ in float32 before it is rounded."""
 _SGD, _ROWWISE_ADAGRAD, _ADAGRAD = 0, 1, 2
 
 
-def scratch(dim: int) -> Any:
+def scratch(dim: int) -> Floats:
     """float32, zeros: what one thread needs to update rows of ``dim`` columns."""
     return np.zeros((_WORK_ROWS, padded_width(dim)), np.float32)
 
 
 @inline
-def _merge_64(begin: int, end: int, column: int, sources: Any, factors: Any, grad_out: Any, work: Any) -> None:
+def _merge_64(
+    begin: int, end: int, column: int, sources: Int64s, factors: Floats, grad_out: Floats, work: Floats
+) -> None:
     """Columns ``[column, column + 64)`` of the sum of the gradients ``[begin, end)``, into the gradient of ``work``."""
     zero = fill16(np.float32(0))
     a, b, c, d = zero, zero, zero, zero
@@ -76,7 +79,9 @@ def _merge_64(begin: int, end: int, column: int, sources: Any, factors: Any, gra
 
 
 @inline
-def _merge_16(begin: int, end: int, column: int, sources: Any, factors: Any, grad_out: Any, work: Any) -> None:
+def _merge_16(
+    begin: int, end: int, column: int, sources: Int64s, factors: Floats, grad_out: Floats, work: Floats
+) -> None:
     """As ``_merge_64``."""
     total, earlier, zero = fill16(np.float32(0)), fill16(np.float32(0)), fill16(np.float32(0))
     run_stop = begin + RUN
@@ -90,7 +95,9 @@ def _merge_16(begin: int, end: int, column: int, sources: Any, factors: Any, gra
 
 
 @inline
-def _merge_1(begin: int, end: int, column: int, sources: Any, factors: Any, grad_out: Any, work: Any) -> None:
+def _merge_1(
+    begin: int, end: int, column: int, sources: Int64s, factors: Floats, grad_out: Floats, work: Floats
+) -> None:
     """As ``_merge_64``."""
     total, earlier = np.float32(0), np.float32(0)
     run_stop = begin + RUN
@@ -105,8 +112,9 @@ def _merge_1(begin: int, end: int, column: int, sources: Any, factors: Any, grad
 
 @inline
 def _merge_max(
-    begin: int, end: int, dim: int, sources: Any, positions: Any, bags: Any, arg_max: Any, grad_out: Any, work: Any
-) -> None:
+    begin: int, end: int, dim: int, sources: Int64s, positions: Int32s, bags: Int32s, arg_max: Int32s, grad_out: Floats,
+    work: Floats,
+) -> None:  # fmt: skip
     """The same for maxima: of each gradient the columns that its position won."""
     for column in range(dim):
         total, earlier = np.float32(0), np.float32(0)
@@ -121,7 +129,7 @@ def _merge_max(
 
 
 @inline
-def _mean_square(dim: int, work: Any) -> Any:
+def _mean_square(dim: int, work: Floats) -> np.float32:
     """Mean of the squares of the gradient, summed as ``halving_sum`` does."""
     for column in range(0, work.shape[1], WIDE):
         gradient = load16(work, _GRADIENT, column, FLOAT32)
@@ -130,14 +138,16 @@ def _mean_square(dim: int, work: Any) -> Any:
 
 
 @inline
-def _decay(weight_decay: Any, work: Any, weights: Any, slot: int, dim: int, half: int) -> None:
+def _decay(weight_decay: np.float32, work: Floats, weights: Weights, slot: int, dim: int, half: int) -> None:
     """Add ``weight_decay`` times the row to the gradient, whose columns behind ``dim`` stay zero."""
     for column in range(dim):
         work[_GRADIENT, column] += weight_decay * floats.load(weights[slot], column, half)
 
 
 @template
-def _descend(rate: Any, work: Any, gradient_column: int, weights: Any, slot: int, column: int, half: int) -> None:
+def _descend(
+    rate: np.float32, work: Floats, gradient_column: int, weights: Weights, slot: int, column: int, half: int
+) -> None:
     """Subtract ``rate`` times the gradient from 16 columns of a row."""
     step = multiply16(fill16(rate), load16(work, _GRADIENT, gradient_column, FLOAT32))
     store16(weights, slot, column, subtract16(load16(weights, slot, column, half), step), half)
@@ -145,8 +155,8 @@ def _descend(rate: Any, work: Any, gradient_column: int, weights: Any, slot: int
 
 @template
 def _adagrad(
-    hyper: Any, work: Any, gradient_column: int, weights: Any, slot: int, column: int, half: int, state: Any,
-    state_row: int, state_column: int,
+    hyper: Floats, work: Floats, gradient_column: int, weights: Weights, slot: int, column: int, half: int,
+    state: Floats, state_row: int, state_column: int,
 ) -> None:  # fmt: skip
     """16 columns of a row, and of its accumulators."""
     g = load16(work, _GRADIENT, gradient_column, FLOAT32)
@@ -158,8 +168,8 @@ def _adagrad(
 
 @template
 def _adam(
-    hyper: Any, work: Any, gradient_column: int, weights: Any, slot: int, column: int, half: int, state: Any,
-    first_row: int, first_column: int, second_row: int, second_column: int,
+    hyper: Floats, work: Floats, gradient_column: int, weights: Weights, slot: int, column: int, half: int,
+    state: Floats, first_row: int, first_column: int, second_row: int, second_column: int,
 ) -> None:  # fmt: skip
     """16 columns of a row, and of its first and second moments."""
     g = load16(work, _GRADIENT, gradient_column, FLOAT32)
@@ -177,8 +187,8 @@ def _adam(
 
 @inline
 def _step(
-    code: int, rate: Any, hyper: Any, work: Any, weights: Any, slot: int, state: Any, state_row: int, dim: int,
-    half: int,
+    code: int, rate: np.float32, hyper: Floats, work: Floats, weights: Weights, slot: int, state: Floats,
+    state_row: int, dim: int, half: int,
 ) -> None:  # fmt: skip
     """One step of a row; the columns behind the last whole vector are put into vectors of their own meanwhile."""
     whole = dim - dim % WIDE
@@ -215,8 +225,9 @@ def _step(
 
 @inline
 def _update_row(
-    code: int, hyper: Any, work: Any, weights: Any, slot: int, state: Any, state_row: int, dim: int, half: int
-) -> None:
+    code: int, hyper: Floats, work: Floats, weights: Weights, slot: int, state: Floats, state_row: int, dim: int,
+    half: int,
+) -> None:  # fmt: skip
     """Apply one optimizer step to a row and its state; the formulas are those of ``optim.configs``.
 
     Args:
@@ -234,8 +245,9 @@ def _update_row(
 
 @inline
 def _update_and_round(
-    code: int, hyper: Any, work: Any, weights: Any, slot: int, state: Any, dim: int, half: int, seed: Any, key: Any
-) -> None:
+    code: int, hyper: Floats, work: Floats, weights: Weights, slot: int, state: Floats, dim: int, half: int,
+    seed: np.uint64, key: int,
+) -> None:  # fmt: skip
     """``_update_row`` of a row of halfs in float32, then rounded as ``rounding.store_row`` does."""
     for column in range(dim):
         work[_ROW, column] = floats.load(weights[slot], column, half)
@@ -245,8 +257,8 @@ def _update_and_round(
 
 @inline
 def _merge(
-    begin: int, end: int, dim: int, sources: Any, factors: Any, positions: Any, bags: Any, arg_max: Any,
-    grad_out: Any, work: Any,
+    begin: int, end: int, dim: int, sources: Int64s, factors: Floats, positions: Int32s, bags: Int32s, arg_max: Int32s,
+    grad_out: Floats, work: Floats,
 ) -> None:  # fmt: skip
     """Sum the gradients ``[begin, end)`` of one row into the gradient of ``work``: run by run, each in id-list order.
 
@@ -269,10 +281,10 @@ def _merge(
 
 @uncounted_kernel
 def merge_and_update(
-    begin_table: int, begin_row: int, end_table: int, end_row: int, table_firsts: Any, unique_firsts: Any,
-    unique_slots: Any, counts: Any, starts: Any, sources: Any, factors: Any, positions: Any, bags: Any, arg_max: Any,
-    grad_out: Any, codes: Any, hyper: Any, weights: Any, state: Any, dim: int, half: int, flags: Any, dirty: int,
-    seeds: Any, keys: Any, work: Any,
+    begin_table: int, begin_row: int, end_table: int, end_row: int, table_firsts: Int64s, unique_firsts: Int64s,
+    unique_slots: Int32s, counts: Int64s, starts: Int64s, sources: Int64s, factors: Floats, positions: Int32s,
+    bags: Int32s, arg_max: Int32s, grad_out: Floats, codes: Int64s, hyper: Floats, weights: Weights, state: Floats,
+    dim: int, half: int, flags: Bytes, dirty: int, seeds: Words | None, keys: Any, work: Floats,
 ) -> int:  # fmt: skip
     """Update rows from number ``begin_row`` of ``begin_table`` up to, not including, ``end_row`` of ``end_table``.
 

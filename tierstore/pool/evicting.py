@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from .. import kernels
-from ..cache.base import Int32s, Int64s
+from ..kernels.arrays import Int32s, Int64s
 from .arena import Arena
 from .backward import NO_INTS
 from .leases import Leases

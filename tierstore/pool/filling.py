@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from ..cache import Admission, AdmitStatus, CacheCounters
-from ..cache.base import Int32s
 from ..config import TableConfig
 from ..kernels import quantized
+from ..kernels.arrays import Int32s
 from ..rows import KEY_ROW_BITS
 from .arena import Arena
 from .arrivals import Arrivals

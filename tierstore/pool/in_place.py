@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from ..cache import FullCache
-from ..cache.base import Int32s
 from ..cache.flags import DIRTY, LOADING, RESIDENT
+from ..kernels.arrays import Int32s
 from ..kernels.jit import JIT_ENABLED
 from . import direct
 from .arena import Arena

@@ -7,8 +7,8 @@ import numpy as np
 
 from .. import kernels
 from ..cache import Admission
-from ..cache.base import Int32s, Int64s
 from ..errors import BudgetError
+from ..kernels.arrays import Int32s, Int64s
 from .arena import Arena
 from .filling import Filler
 from .pins import PIN_POLL_SECONDS, PIN_WAIT_SECONDS, Lease, Pins

@@ -8,7 +8,7 @@ transient one, so a caller that finds every slot pinned waits for others and is 
 from collections import deque
 from typing import Final
 
-from ..cache.base import Int32s
+from ..kernels.arrays import Int32s
 from .arena import Arena
 
 __all__ = ["HELD_SHARE", "PIN_POLL_SECONDS", "PIN_WAIT_SECONDS", "Lease", "Pins"]

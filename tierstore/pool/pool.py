@@ -17,8 +17,8 @@ from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from ..cache import Announceable, FullCache, RowCache
-from ..cache.base import Int64s
 from ..io import ColdTier
+from ..kernels.arrays import Int64s
 from ..kernels.threads import Workers
 from ..rows import RowLayout
 from ..system.signals import shielded

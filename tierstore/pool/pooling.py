@@ -3,8 +3,8 @@
 from typing import Any
 
 from .. import kernels
-from ..cache.base import Int32s
 from ..kernels import quantized
+from ..kernels.arrays import Int32s
 from .arena import Arena
 from .residency import Batch, Pooling
 

@@ -6,7 +6,7 @@ Rows that may be evicted (``evicting``) and rows that each have a slot for ever 
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
-from ..cache.base import Int32s, Int64s
+from ..kernels.arrays import Int32s, Int64s
 from .backward import Groups
 from .pins import Lease
 

@@ -35,17 +35,17 @@ class Transfers:
             slots = self._arena.cache.find(keys)
             if (slots >= 0).all() and not self._arena.cache.is_loading(slots):
                 self._arena.cache.touch(slots)
-                self._copy_out(np.arange(len(keys), dtype=np.int32), slots, out)
+                self._copy_out(slots, out)
                 return
         for start, lease in self._leases.parts(keys):
             with self._arena.lock:
-                self._copy_out(lease.inverse, lease.slots, out[start : start + lease.num_positions])
+                self._copy_out(lease.position_slots, out[start : start + lease.num_positions])
 
-    def _copy_out(self, inverse: Any, slots: Any, out: Any) -> None:
+    def _copy_out(self, slots: Any, out: Any) -> None:
         if self._arena.layout.is_quantized:
-            quantized.unpack_rows(inverse, slots, self._arena.weights, self._arena.layout.dim, self._arena.half, out)
+            quantized.unpack_rows(slots, self._arena.weights, self._arena.layout.dim, self._arena.half, out)
         else:
-            kernels.copy_rows_out(inverse, slots, self._arena.weights, self._arena.layout.dim, out)
+            kernels.copy_rows_out(slots, self._arena.weights, self._arena.layout.dim, out)
 
     @shielded
     def write(self, keys: Any, rows: Any) -> None:
@@ -55,7 +55,7 @@ class Transfers:
             part = rows[start : start + lease.num_positions]
             with arena.lock:
                 self._writeback.begin_update(lease.slots)
-                kernels.copy_rows_in(lease.inverse, lease.slots, part, arena.weights, arena.layout.dim)
+                kernels.copy_rows_in(lease.position_slots, part, arena.weights, arena.layout.dim)
 
     def take(self, keys: Any, weights: Any, state: Any) -> None:
         """Copy whole rows out, for a tier above.

@@ -6,7 +6,7 @@ from typing import Final
 import numpy as np
 
 from ..cache import Listable, Listing
-from ..cache.base import Int64s
+from ..kernels.arrays import Int64s
 from ..pool import Pool
 
 __all__ = ["resident_keys"]

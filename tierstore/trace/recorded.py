@@ -7,8 +7,8 @@ reached, the sampling rate is halved, and rows that are no longer sampled are dr
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ..kernels.arrays import Int32s, Int64s
 from ..kernels.jit import kernel
 from ..rows import KEY_ROW_BITS, MAX_ROWS
 from .sampling import ALL, is_sampled, last_hash
@@ -16,7 +16,6 @@ from .trace import TableTrace, Trace
 
 __all__ = ["Contents", "Recorded"]
 
-Int64s = NDArray[np.int64]
 
 _FIRST_ROOM: Final = 1 << 10
 _NO_SAMPLES: Final = np.empty(0, np.int32)
@@ -66,7 +65,7 @@ class Contents(NamedTuple):
     tables: tuple[str, ...]
     rate: float
     keys: Int64s
-    samples: NDArray[np.int32] | None
+    samples: Int32s | None
     key_ends: Int64s
     sample_ends: Int64s
     num_samples: int

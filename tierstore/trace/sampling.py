@@ -8,8 +8,8 @@ C. Waldspurger, N. Park, A. Garthwaite, I. Ahmad: Efficient MRC Construction wit
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ..kernels.arrays import Bools, Int64s
 from ..kernels.hashing import mix64
 from ..kernels.jit import kernel
 from ..rows import KEY_ROW_BITS
@@ -35,7 +35,7 @@ def last_hash(rate: float) -> np.uint64:
     return np.uint64(size - 1)
 
 
-def is_sampled(keys: NDArray[np.int64], rate: float) -> NDArray[np.bool_]:
+def is_sampled(keys: Int64s, rate: float) -> Bools:
     """Which rows are in the sample, bool [n]; errors as ``last_hash``.
 
     Args:

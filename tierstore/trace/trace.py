@@ -28,6 +28,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..kernels.arrays import Int64s
 from ..rows import MAX_ROWS
 from ..system.excerpt import excerpt
 from ..system.output import partial_file
@@ -44,7 +45,6 @@ __all__ = [
     "write_trace",
 ]
 
-Int64s = NDArray[np.int64]
 
 ALL_BATCHES: Final = "all_batches"
 ALL_LOOKUPS: Final = "all_lookups"

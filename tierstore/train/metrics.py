@@ -4,8 +4,10 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from torch import Tensor
+
+from ..kernels.arrays import Bools, Float64s, Floats
 
 __all__ = ["Evaluation", "Predictions", "log_loss", "roc_auc"]
 
@@ -61,7 +63,7 @@ def log_loss(labels: ArrayLike, logits: ArrayLike) -> float:
     return float(losses.mean())
 
 
-def _pair(labels: ArrayLike, scores: ArrayLike) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
+def _pair(labels: ArrayLike, scores: ArrayLike) -> tuple[Bools, Float64s]:
     label, score = np.asarray(labels), np.asarray(scores, np.float64)
     if label.shape != score.shape or label.ndim != 1:
         raise ValueError(f"labels {list(label.shape)} and scores {list(score.shape)} must be of one length")
@@ -74,8 +76,8 @@ class Predictions:
     """Labels and logits of many batches, kept as 5 bytes a row until they are evaluated."""
 
     def __init__(self) -> None:
-        self._labels: list[NDArray[np.bool_]] = []
-        self._logits: list[NDArray[np.float32]] = []
+        self._labels: list[Bools] = []
+        self._logits: list[Floats] = []
 
     def add(self, labels: Tensor, logits: Tensor) -> None:
         """Add a batch: labels and logits, each [B], of any device; logits are kept as float32."""

@@ -10,8 +10,8 @@ from typing import BinaryIO, Final, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from ..kernels.arrays import Bytes, Float64s, Int64s
 from .metrics import Evaluation, Predictions
 from .synthetic_kernels import MAX_LINE_BYTES, format_rows
 
@@ -49,10 +49,10 @@ class SyntheticData(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    labels: NDArray[np.uint8]
-    dense: NDArray[np.int64]
-    ranks: NDArray[np.int64]
-    logits: NDArray[np.float64]
+    labels: Bytes
+    dense: Int64s
+    ranks: Int64s
+    logits: Float64s
 
 
 def write_synthetic(path: str | Path, *, train_rows: int, test_rows: int, seed: int = 0) -> SyntheticData:
@@ -93,11 +93,11 @@ class _Source:
         self._dense_weights = self._random.normal(0, _DENSE_STD, _NUM_DENSE)
         self._category_weights = [self._draw_weights(size) for size in CARDINALITIES]
 
-    def _draw_weights(self, size: int) -> NDArray[np.float64]:
+    def _draw_weights(self, size: int) -> Float64s:
         """One weight a category; their mean over draws is 0, so that every seed gives about the same click rate."""
         weights = self._random.normal(0, _CATEGORY_STD, size) * np.arange(1, size + 1) ** -_RARE_POWER
         chances = np.diff(np.arange(1, size + 2) ** (1 - _EXPONENT)) / ((size + 1) ** (1 - _EXPONENT) - 1)
-        centred: NDArray[np.float64] = weights - weights @ chances
+        centred: Float64s = weights - weights @ chances
         return centred
 
     def draw(self, count: int) -> _Rows:
@@ -116,11 +116,11 @@ class _Source:
         return _Rows(labels, dense, ranks, logits)
 
 
-def _zipf(uniform: NDArray[np.float64], size: int) -> NDArray[np.int64]:
+def _zipf(uniform: Float64s, size: int) -> Int64s:
     """Ranks from 0 to size - 1: the inverse of a power law's distribution function over [1, size + 1)."""
     power = 1 - _EXPONENT
     position = (((size + 1) ** power - 1) * uniform + 1) ** (1 / power)
-    ranks: NDArray[np.int64] = np.minimum(position.astype(np.int64), size) - 1
+    ranks: Int64s = np.minimum(position.astype(np.int64), size) - 1
     return ranks
 
 

@@ -3,14 +3,13 @@
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ..kernels.arrays import Bytes, Int64s
 from ..kernels.jit import inline, kernel
 from .readers.hashing import GOLDEN, splitmix64
 
 __all__ = ["MAX_LINE_BYTES", "format_rows"]
 
-Bytes = NDArray[np.uint8]
 
 _CATEGORY_DIGITS: Final = 8
 _MAX_DECIMAL_DIGITS: Final = 19
@@ -23,7 +22,7 @@ _CATEGORY_SHIFT: Final = np.uint64(32)
 
 
 @kernel
-def format_rows(labels: Bytes, dense: NDArray[np.int64], ranks: NDArray[np.int64], text: Bytes) -> int:
+def format_rows(labels: Bytes, dense: Int64s, ranks: Int64s, text: Bytes) -> int:
     """Write one line a row into ``text``; returns the number of bytes.
 
     Args:

@@ -1,15 +1,13 @@
 """Which rows a run looks up, without training it."""
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ..kernels.arrays import Int64s
 from ..trace import TableTrace, Trace
 from .build import open_data
 from .config import RunConfig
 
 __all__ = ["trace_run"]
-
-Int64s = NDArray[np.int64]
 
 
 def trace_run(config: RunConfig, *, rows: int | None = None) -> Trace:

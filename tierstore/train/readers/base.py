@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...kernels.arrays import Bools, Floats, Int64s
 from ...nn import KeyedJaggedTensor
 from .hashing import FeatureHasher
 
@@ -64,11 +65,11 @@ CRITEO_SCHEMA: Final = Schema(
 class RawRows(NamedTuple):
     """Rows as a file holds them. The arrays are the caller's to keep."""
 
-    labels: NDArray[np.float32]
+    labels: Floats
     """[n], 0 or 1."""
-    dense: NDArray[np.float32]
+    dense: Floats
     """[n, C]; NaN where missing."""
-    categories: NDArray[np.int64]
+    categories: Int64s
     """[n, F]; any value from 0 on, ``MISSING`` where missing."""
 
     def part(self, begin: int, end: int | None = None) -> "RawRows":
@@ -158,15 +159,15 @@ def require_data_file(path: Path) -> None:
         raise DataError(f"{path} is no plain file; write the data to one")
 
 
-def fits_float32(values: NDArray[np.generic]) -> NDArray[np.bool_]:
+def fits_float32(values: NDArray[np.generic]) -> Bools:
     """Which values are missing (NaN), or finite as float32. An infinite one would end in a model of NaN."""
     if values.dtype.kind != "f":
         return np.ones(values.shape, np.bool_)
-    fits: NDArray[np.bool_] = (np.abs(values) <= np.finfo(np.float32).max) | np.isnan(values)
+    fits: Bools = (np.abs(values) <= np.finfo(np.float32).max) | np.isnan(values)
     return fits
 
 
-def dense_features(dense: NDArray[np.float32], *, log: bool) -> NDArray[np.float32]:
+def dense_features(dense: Floats, *, log: bool) -> Floats:
     """float32 [n, C]: log(1 + max(x, 0)) of each value, 0 where it is missing (NaN). ``dense`` is overwritten."""
     np.nan_to_num(dense, copy=False, nan=0.0)
     if log:

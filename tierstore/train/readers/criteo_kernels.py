@@ -4,14 +4,12 @@ from enum import IntEnum
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ...kernels.arrays import Bytes, Floats, Int64s
 from ...kernels.jit import inline, kernel
 
 __all__ = ["Parse", "Scan", "parse_hexadecimal", "parse_lines", "skip_lines"]
 
-Bytes = NDArray[np.uint8]
-Int64s = NDArray[np.int64]
 
 _TAB: Final = 9
 _NEWLINE: Final = 10
@@ -76,8 +74,8 @@ def parse_lines(
     begin: int,
     end: int,
     first_row: int,
-    labels: NDArray[np.float32],
-    dense: NDArray[np.float32],
+    labels: Floats,
+    dense: Floats,
     categories: Int64s,
     scan: Int64s,
 ) -> None:
@@ -101,8 +99,8 @@ def _parse_line(
     at: int,
     end: int,
     row: int,
-    labels: NDArray[np.float32],
-    dense: NDArray[np.float32],
+    labels: Floats,
+    dense: Floats,
     categories: Int64s,
     scan: Int64s,
 ) -> int:

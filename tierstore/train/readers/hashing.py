@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ...kernels.arrays import Int64s
 from ...kernels.jit import inline, kernel
 
 __all__ = ["GOLDEN", "FeatureHasher", "HashedIds", "splitmix64"]
@@ -21,9 +21,9 @@ _SHIFT_3: Final = np.uint64(31)
 class HashedIds(NamedTuple):
     """The jagged ids of a batch: all of feature 0's bags, then feature 1's, and so on."""
 
-    values: NDArray[np.int64]
+    values: Int64s
     """[total]"""
-    offsets: NDArray[np.int64]
+    offsets: Int64s
     """[F * B + 1]: bag i is ``values[offsets[i]:offsets[i + 1]]``, of 0 or 1 ids."""
 
 
@@ -48,7 +48,7 @@ class FeatureHasher:
             raise ValueError(f"num_embeddings={list(num_embeddings)}: every table needs at least one row")
         self._mix = mode == "mix"
 
-    def __call__(self, categories: NDArray[np.int64]) -> HashedIds:
+    def __call__(self, categories: Int64s) -> HashedIds:
         """Categories [B, F], negative where missing, as jagged ids."""
         rows, columns = categories.shape
         if columns != len(self._num_embeddings):
@@ -58,7 +58,7 @@ class FeatureHasher:
         total = _hash_columns(categories, self._num_embeddings, self._mix, values, offsets)
         return HashedIds(values[:total], offsets)
 
-    def jagged(self, categories: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    def jagged(self, categories: Int64s, lengths: Int64s) -> Int64s:
         """Row ids [N] of jagged categories [N] from 0 on, of features as ``lengths`` [F, B] says."""
         if len(lengths) != len(self._num_embeddings):
             raise ValueError(f"lengths of {len(lengths)} features for {len(self._num_embeddings)} tables")
@@ -100,11 +100,11 @@ def _hash_jagged(categories: Any, lengths: Any, num_embeddings: Any, mix: bool, 
 
 @kernel
 def _hash_columns(
-    categories: NDArray[np.int64],
-    num_embeddings: NDArray[np.int64],
+    categories: Int64s,
+    num_embeddings: Int64s,
     mix: bool,
-    values: NDArray[np.int64],
-    offsets: NDArray[np.int64],
+    values: Int64s,
+    offsets: Int64s,
 ) -> int:
     """Fill ``offsets`` and the front of ``values``, column after column; return how many values there are."""
     rows, columns = categories.shape

@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from ...kernels.arrays import Bools
 from ...system.excerpt import excerpt
 from .base import CRITEO_SCHEMA, MISSING, DataError, RawRows, Reader, Schema, fits_float32, require_data_file
 
@@ -68,7 +69,7 @@ class NpyReader(Reader):
             np.maximum(categories, MISSING, out=categories)
             yield RawRows(labels=label.astype(np.float32), dense=dense.astype(np.float32), categories=categories)
 
-    def _check(self, name: str, begin: int, rows: NDArray[Any], good: NDArray[np.bool_], expected: str) -> None:
+    def _check(self, name: str, begin: int, rows: NDArray[Any], good: Bools, expected: str) -> None:
         if not good.all():
             row, *column = (int(indexes[0]) for indexes in np.nonzero(~good))
             place = f"row {begin + row}" + (f", column {column[0]}" if column else "")

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ...kernels.arrays import Bools, Bytes, Float64s, Int64s
 from ...kernels.jit import kernel
 from ...system.excerpt import excerpt, excerpt_names
 from .base import CRITEO_SCHEMA, MISSING, DataError, RawRows, Reader, Schema, fits_float32, require_data_file
@@ -155,20 +155,20 @@ class _Columns:
             categories[:, column] = self._categories(name)
         return RawRows(labels=labels.astype(np.float32), dense=dense, categories=categories)
 
-    def _numbers(self, name: str) -> NDArray[np.float64]:
+    def _numbers(self, name: str) -> Float64s:
         """float64 [n], NaN where null."""
         import pyarrow as pa
 
         column = self._record.column(name)
         try:
-            numbers: NDArray[np.float64] = column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+            numbers: Float64s = column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
             raise DataError(
                 f"{self._path}: column {name} of type {_type(column)} holds no numbers: {str(error)[:_MAX_REASON]}"
             ) from error
         return numbers
 
-    def _categories(self, name: str) -> NDArray[np.int64]:
+    def _categories(self, name: str) -> Int64s:
         import pyarrow as pa
 
         column = self._record.column(name)
@@ -179,7 +179,7 @@ class _Columns:
         if not (pa.types.is_integer(column.type) or pa.types.is_null(column.type)):
             raise DataError(f"{self._path}: column {name} of type {_type(column)} holds neither integers nor strings")
         try:
-            numbers: NDArray[np.int64] = column.cast(pa.int64()).fill_null(MISSING).to_numpy(zero_copy_only=False)
+            numbers: Int64s = column.cast(pa.int64()).fill_null(MISSING).to_numpy(zero_copy_only=False)
         except pa.ArrowInvalid as error:
             raise DataError(
                 f"{self._path}: column {name} holds integers beyond 2**63: {str(error)[:_MAX_REASON]}"
@@ -187,7 +187,7 @@ class _Columns:
         self._check(name, (numbers >= 0) | _nulls(column), "an integer from 0 on")
         return numbers
 
-    def _hexadecimal(self, name: str, column: Any) -> NDArray[np.int64]:
+    def _hexadecimal(self, name: str, column: Any) -> Int64s:
         """int64 [n] from large_binary; null and "" are missing."""
         numbers = np.empty(len(column), np.int64)
         _, offsets, text = column.buffers()
@@ -200,7 +200,7 @@ class _Columns:
         self._check(name, valid | nulls, "a hexadecimal number of up to 15 digits")
         return numbers
 
-    def _check(self, name: str, good: NDArray[np.bool_], expected: str) -> None:
+    def _check(self, name: str, good: Bools, expected: str) -> None:
         if not good.all():
             broken = int(np.flatnonzero(~good)[0])
             place = f"{self._path}, row {self._row + broken}, column {name}"
@@ -216,15 +216,13 @@ def _type(column: Any) -> str:
     return str(column.type)[:_MAX_REASON]
 
 
-def _nulls(column: Any) -> NDArray[np.bool_]:
-    nulls: NDArray[np.bool_] = column.is_null().to_numpy(zero_copy_only=False)
+def _nulls(column: Any) -> Bools:
+    nulls: Bools = column.is_null().to_numpy(zero_copy_only=False)
     return nulls
 
 
 @kernel
-def _parse_strings(
-    letters: NDArray[np.uint8], positions: NDArray[np.int64], numbers: NDArray[np.int64], valid: NDArray[np.bool_]
-) -> None:
+def _parse_strings(letters: Bytes, positions: Int64s, numbers: Int64s, valid: Bools) -> None:
     for i in range(len(numbers)):
         at, number = parse_hexadecimal(letters, positions[i], positions[i + 1])
         numbers[i] = number
