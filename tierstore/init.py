@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 
 from .kernels import floats
+from .kernels.arrays import Int32s, Int64s, Weights
 from .kernels.hashing import mix64, unit
 from .kernels.jit import inline, kernel
 
@@ -32,7 +33,7 @@ class Initializer:
     def _parameters(self) -> tuple[float, float, int]:
         raise NotImplementedError
 
-    def fill(self, keys: Any, slots: Any, weights: Any, dim: int, half: int) -> None:
+    def fill(self, keys: Int64s, slots: Int32s, weights: Weights, dim: int, half: int) -> None:
         """Write the first value of row ``keys[i]`` into ``weights[slots[i], :dim]``.
 
         Args:
@@ -126,7 +127,7 @@ def from_dict(fields: dict[str, Any]) -> Initializer:
 
 
 @inline
-def _value(code: int, first: float, second: float, row_bits: Any, column: int) -> Any:
+def _value(code: int, first: float, second: float, row_bits: np.uint64, column: int) -> np.float32:
     if code == _CONSTANT:
         return np.float32(first)
     bits = mix64(np.uint64(row_bits + np.uint64(column)))
@@ -141,8 +142,9 @@ def _value(code: int, first: float, second: float, row_bits: Any, column: int) -
 
 @kernel
 def fill_rows(
-    code: int, first: float, second: float, seed: Any, keys: Any, slots: Any, weights: Any, dim: int, half: int
-) -> None:
+    code: int, first: float, second: float, seed: np.uint64, keys: Int64s, slots: Int32s, weights: Weights, dim: int,
+    half: int,
+) -> None:  # fmt: skip
     """Initial weights of ``keys`` into ``slots``; see ``Initializer.fill``."""
     seed_bits = mix64(seed)
     for i in range(keys.shape[0]):

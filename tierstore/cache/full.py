@@ -6,11 +6,11 @@ taken from the system as slots are first used.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
-from ..kernels.arrays import Bools, Int32s, Int64s
+from ..kernels.arrays import Bools, Bytes, Int32s, Int64s
 from ..kernels.jit import prefetch_item
 from ..kernels.jit import uncounted_kernel as kernel
 from ..rows import KEY_ROW_BITS
@@ -59,7 +59,7 @@ class FullCache:
         self.weights, weights_bytes = aligned_arena(capacity, weight_words)
         self.state, state_bytes = aligned_arena(capacity, state_words)
         self._arena_bytes = weights_bytes + state_bytes
-        self.flags: Any = np.zeros(capacity, np.uint8)
+        self.flags: Bytes = np.zeros(capacity, np.uint8)
         self.number: Int32s = np.zeros(capacity, np.int32)
         self._pins: Int32s = np.zeros(capacity, np.int32)
         self._tables: Int64s = np.array(sorted(tables), np.int64)
@@ -271,7 +271,7 @@ class FullCache:
             part -= (part & np.uint8(FROZEN)) >> 1
         self._dirty, self._frozen = self._dirty + self._frozen, 0
 
-    def _parts(self) -> Iterator[Any]:
+    def _parts(self) -> Iterator[Bytes]:
         """The flags, part by part: what is computed of a part is small."""
         return (self.flags[first : first + _PART_SLOTS] for first in range(0, self.capacity, _PART_SLOTS))
 
@@ -362,7 +362,7 @@ class FullCache:
 
 
 @kernel
-def _are_in(slots: Int32s, flags: Any) -> bool:
+def _are_in(slots: Int32s, flags: Bytes) -> bool:
     """Whether each slot is resident and not loading."""
     for i in range(slots.size):
         if i + _AHEAD < slots.size:
@@ -386,7 +386,7 @@ def _count_distinct(slots: Int32s, number: Int32s) -> int:
 
 @kernel
 def _admit_slots(
-    slots: Int32s, flags: Any, pins: Int32s, number: Int32s, inverse: Int32s, unique_slots: Int32s, missing: Int32s,
+    slots: Int32s, flags: Bytes, pins: Int32s, number: Int32s, inverse: Int32s, unique_slots: Int32s, missing: Int32s,
     tallies: Int64s,
 ) -> None:  # fmt: skip
     """``RowCache.admit`` of an admission not begun; ``tallies``: int64 [3], num_unique, num_missing, slots pinned."""

@@ -16,6 +16,7 @@ calls on tensors, which wait for nothing. The kernels are Triton's on CUDA (``hb
 """
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -433,7 +434,7 @@ def _distinct(values: Tensor) -> int:
     return len(np.unique(values.numpy()))
 
 
-def _kernels_for(device: torch.device) -> Any:
+def _kernels_for(device: torch.device) -> ModuleType:
     """The module with the steps' kernels."""
     if device.type != "cuda":
         return hbm_twin

@@ -74,7 +74,7 @@ def index_places(capacity: int) -> int:
 
 
 @inline
-def mixed_key(key: Any) -> Any:
+def mixed_key(key: Any) -> np.uint64:
     """uint64: all of the mixed key."""
     mixed = np.uint64(key)
     mixed = (mixed ^ (mixed >> _SHIFT_A)) * _MIX_A
@@ -83,7 +83,7 @@ def mixed_key(key: Any) -> Any:
 
 
 @inline
-def fingerprint_of(key: Any) -> Any:
+def fingerprint_of(key: Any) -> np.uint64:
     """uint64 below 2**32: the mixed key's upper half."""
     mixed = np.uint64(key)
     mixed = (mixed ^ (mixed >> _SHIFT_A)) * _MIX_A
@@ -92,13 +92,13 @@ def fingerprint_of(key: Any) -> Any:
 
 
 @inline
-def home_of(fingerprint: Any, places: Any) -> Any:
+def home_of(fingerprint: np.uint64, places: np.uint64) -> np.uint64:
     """The place a probe starts at; ``places`` is uint64."""
     return (fingerprint * places) >> _HALF
 
 
 @inline
-def index_find(index: Words, slots: SlotRecords, key: Any) -> Any:
+def index_find(index: Words, slots: SlotRecords, key: Any) -> np.int64:
     """The key's slot (int64), or ABSENT."""
     places = np.uint64(index.size)
     fingerprint = fingerprint_of(key)

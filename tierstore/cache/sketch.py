@@ -37,13 +37,13 @@ def sketch_width(capacity: int) -> int:
 
 
 @inline
-def _first(sketch: Bytes, mixed: Any) -> Any:
+def _first(sketch: Bytes, mixed: np.uint64) -> np.uint64:
     """The key's counter in the first half of its block; the block is told by the mixed key's upper half."""
     return ((mixed >> _HALF) * (np.uint64(sketch.size) // _BLOCK) >> _HALF) * _BLOCK + (mixed & _IN_HALF)
 
 
 @inline
-def _second(first: Any, mixed: Any) -> Any:
+def _second(first: np.uint64, mixed: np.uint64) -> np.uint64:
     """The key's counter in the other half."""
     return first - (mixed & _IN_HALF) + _HALF_BLOCK + ((mixed >> _FIVE) & _IN_HALF)
 

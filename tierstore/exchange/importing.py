@@ -4,7 +4,7 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..config import MAX_KEPT_VERSIONS, Pooling, Rounding, TableConfig
 from ..io.files import rows_path
+from ..kernels.arrays import Floats, Weights
 from ..optim import Optimizer
 from ..rows import DtypeName
 from ..store import Store, Table, open_store
@@ -163,12 +164,12 @@ def _import(match: Match, table: Table, created: bool, progress: _Progress) -> T
     return TableImport(table.name, match.key, created, rows, changed, bool(match.states), nonfinite)
 
 
-def _raw(weights: Tensor) -> Any:
+def _raw(weights: Tensor) -> Weights:
     """Bits of 16-bit types as kernels see them."""
     return (weights if weights.dtype == torch.float32 else weights.view(torch.uint16)).numpy()
 
 
-def _state(match: Match, table: Table, start: int, stop: int) -> Any:
+def _state(match: Match, table: Table, start: int, stop: int) -> Floats | None:
     """float32 [stop - start, state_dim], or None if there is none in the files."""
     if not match.states:
         return None

@@ -1,10 +1,11 @@
 """Ranges of a table's rows with their optimizer state, through the cache that everybody else reads them by."""
 
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from .. import kernels
+from ..kernels.arrays import Bools, Floats, Int64s, Weights
 from ..rows import KEY_ROW_BITS
 from ..store import Table
 
@@ -24,8 +25,8 @@ class Rows(NamedTuple):
         state: float32 [n, state_dim].
     """
 
-    weights: Any
-    state: Any
+    weights: Weights
+    state: Floats
 
 
 def rows_a_chunk(table: Table) -> int:
@@ -33,7 +34,7 @@ def rows_a_chunk(table: Table) -> int:
     return max(1, CHUNK_BYTES // (table.layout.row_bytes + _BOOKKEEPING_BYTES))
 
 
-def _keys(table: Table, start: int, stop: int) -> Any:
+def _keys(table: Table, start: int, stop: int) -> Int64s:
     return np.arange(start, stop, dtype=np.int64) | (table.index << KEY_ROW_BITS)
 
 
@@ -56,7 +57,7 @@ def read_rows(table: Table, start: int, stop: int) -> Rows:
     return Rows(weights, state)
 
 
-def write_rows(table: Table, start: int, weights: Any, state: Any) -> int:
+def write_rows(table: Table, start: int, weights: Weights, state: Floats | None) -> int:
     """Overwrite rows from ``start`` on; returns how many had other bits before.
 
     Args:
@@ -73,7 +74,7 @@ def write_rows(table: Table, start: int, weights: Any, state: Any) -> int:
         return _write_rows(table, start, weights, state)
 
 
-def _write_rows(table: Table, start: int, weights: Any, state: Any) -> int:
+def _write_rows(table: Table, start: int, weights: Weights, state: Floats | None) -> int:
     stop = start + len(weights)
     before = read_rows(table, start, stop)
     state = before.state if state is None else state
@@ -91,7 +92,8 @@ def _write_rows(table: Table, start: int, weights: Any, state: Any) -> int:
     return len(changed)
 
 
-def _differ(one: Any, other: Any) -> Any:
+def _differ(one: Weights, other: Weights) -> Bools:
     """Whether each row differs in any bit."""
     bits = np.uint16 if one.dtype == np.uint16 else np.uint32
-    return (one.view(bits) != other.view(bits)).any(axis=1)
+    differs: Bools = (one.view(bits) != other.view(bits)).any(axis=1)
+    return differs

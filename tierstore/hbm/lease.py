@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
+from ..kernels.arrays import Int32s
 from .grouping import Grouping
 from .lanes import Mark
 
@@ -28,7 +29,7 @@ class HbmLease:
 
     __slots__ = ("_last_use", "_pool", "cached", "held", "overflow", "ready", "slots")
 
-    def __init__(self, pool: "HbmPool", slots: Tensor, cached: Tensor, overflow: Any, ready: Mark) -> None:
+    def __init__(self, pool: "HbmPool", slots: Tensor, cached: Tensor, overflow: Int32s, ready: Mark) -> None:
         self._pool: HbmPool | None = pool
         self.slots = slots
         self.cached = cached

@@ -1,7 +1,7 @@
 """Overflow slots: for rows all of whose set is in use. Any row may take any slot; the host keeps which one does."""
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..cache import Admission, AdmitStatus, DdrCache
 from ..cache.ddr import size_bytes_of
+from ..kernels.arrays import Int32s, Int64s
 
 __all__ = ["OVERFLOW_INDEX_BYTES", "Overflow", "overflow_bytes", "present"]
 
@@ -57,7 +58,7 @@ class Overflow:
         self._rows.pin(present(found))
         return found
 
-    def admit(self, keys: Any, make_room: Callable[[Any], None]) -> Admission | None:
+    def admit(self, keys: Int64s, make_room: Callable[[Int32s], None]) -> Admission | None:
         """Give each of the keys (numpy int64 [n], distinct, none with a slot) one, pinned and loading.
 
         Args:
@@ -105,25 +106,25 @@ class Overflow:
         self._keys[torch.from_numpy(gone).to(self._keys.device)] = _NOBODY
         self._ordered = None
 
-    def touch(self, slots: Any) -> None:
+    def touch(self, slots: Int32s) -> None:
         """Count one access of each slot."""
         self._rows.touch(slots)
 
-    def unpin(self, slots: Any, *, changed: bool = False) -> None:
+    def unpin(self, slots: Int32s, *, changed: bool = False) -> None:
         """Undo one pin of each slot; its row is newer than the one below if it changed."""
         if changed:
             self._rows.mark_dirty(slots)
         self._rows.unpin(slots)
 
-    def dirty_slots(self) -> Any:
+    def dirty_slots(self) -> Int32s:
         """Slots of newer rows."""
         return self._rows.dirty_slots()
 
-    def clean(self, slots: Any) -> None:
+    def clean(self, slots: Int32s) -> None:
         """The rows of these slots were written down."""
         self._rows.clean(slots)
 
-    def keys_of(self, slots: Any) -> Any:
+    def keys_of(self, slots: Int32s) -> Int64s:
         """int64 [n]: whose slots they are."""
         return self._rows.keys_of(slots)
 
@@ -148,12 +149,12 @@ class Overflow:
         return self._rows.num_pinned
 
     @property
-    def resident_slots(self) -> Any:
+    def resident_slots(self) -> Int32s:
         """int32 [n]: slots that have a row."""
         return self._rows.resident_slots()
 
 
-def present(found: Tensor) -> Any:
+def present(found: Tensor) -> Int32s:
     """Numpy: those that are slots."""
     slots = found.cpu().numpy()
     return slots[slots >= 0]

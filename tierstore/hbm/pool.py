@@ -23,10 +23,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..cache import Admission
@@ -35,6 +37,7 @@ from ..cache.hbm import HbmCache, PolicyName
 from ..cache.hbm_books import Plan, Status
 from ..cache.hbm_sketch import FrequencySketch
 from ..errors import BudgetError, ClosedError, TableError
+from ..kernels.arrays import Int32s, Int64s
 from ..pool import HELD_SHARE, PIN_POLL_SECONDS, PIN_WAIT_SECONDS, Pool
 from ..rows import RowLayout
 from ..system.signals import shielded
@@ -72,9 +75,9 @@ class _Planned(NamedTuple):
     """How the rows of a batch are to be admitted."""
 
     plan: Plan
-    statuses: Any
+    statuses: NDArray[np.int8]
     """Numpy int8 [U]."""
-    outside: Any
+    outside: Int64s
     """Numpy int64 [n]: which of the keys take an overflow slot."""
     admission: Admission
     """Of those."""
@@ -314,7 +317,7 @@ class HbmPool:
         return None if admission is None else _Planned(plan, statuses, outside, admission)
 
     def _load(
-        self, grouping: Grouping, planned: "_Planned", lying: Tensor | None, own: Any, undo: contextlib.ExitStack
+        self, grouping: Grouping, planned: "_Planned", lying: Tensor | None, own: Int32s, undo: contextlib.ExitStack
     ) -> HbmLease:
         """Carry out the plan and copy the missing rows in.
 
@@ -342,13 +345,13 @@ class HbmPool:
             slots = torch.where(lying >= 0, lying + cache.capacity, slots)
         return HbmLease(self, slots, cached, np.concatenate([extra, own]), self.lane.mark())
 
-    def _count(self, lookups: int, statuses: Any) -> None:
+    def _count(self, lookups: int, statuses: NDArray[np.int8]) -> None:
         hits = int(np.isin(statuses, (Status.HIT, Status.TAKEN)).sum())
         evictions = int(np.isin(statuses, (Status.CLEAN_VICTIM, Status.DIRTY_VICTIM)).sum())
         self.cache.count(lookups=lookups, hits=hits, misses=len(statuses) - hits, evictions=evictions)
         self.conflict_misses += int((statuses == Status.CONFLICT).sum())
 
-    def _to_host(self, values: Tensor, index: Any) -> Any:
+    def _to_host(self, values: Tensor, index: Int64s) -> Int64s:
         """Numpy, the chosen values."""
         if not len(index):
             return np.empty(0, np.int64)
@@ -356,19 +359,19 @@ class HbmPool:
 
     # Writing rows down; the caller holds ``fill_lock`` and is on the side stream
 
-    def _write_down_cached(self, slots: Tensor, chosen: Any) -> None:
+    def _write_down_cached(self, slots: Tensor, chosen: Int64s) -> None:
         """Copy the rows of dirty slots down; they are then clean."""
         if len(chosen):
             taken = slots[torch.from_numpy(chosen).to(self.device)]
             self._write_down(self.cache.keys_at(taken).cpu().numpy(), taken)
             self.cache.clear_flag(taken, DIRTY)
 
-    def _write_down_overflow(self, slots: Any) -> None:
+    def _write_down_overflow(self, slots: Int32s) -> None:
         """Copy the rows of these overflow slots down."""
         places = torch.from_numpy(slots + np.int32(self.cache.capacity)).to(self.device)
         self._write_down(self.overflow.keys_of(slots), places)
 
-    def _write_down(self, keys: Any, slots: Tensor) -> None:
+    def _write_down(self, keys: Int64s, slots: Tensor) -> None:
         with self.rows_lock:
             self._staging.take(keys, slots, self._below.put)
 
@@ -412,7 +415,7 @@ class HbmPool:
     # Whole rows, for their owner
 
     @shielded
-    def read(self, keys: Any) -> Tensor:
+    def read(self, keys: Int64s) -> Tensor:
         """[n, dim] of the table's dtype: weights of the rows ``keys`` (numpy int64 [n], n > 0)."""
         sent = self.send(keys)[0]
         out = torch.empty((len(keys), self.layout.dim), dtype=self.layout.torch_dtype, device=self.device)
@@ -423,7 +426,7 @@ class HbmPool:
         return out
 
     @shielded
-    def write(self, keys: Any, rows: Tensor) -> None:
+    def write(self, keys: Int64s, rows: Tensor) -> None:
         """Overwrite weights with ``rows`` [n, dim]; of equal keys the last wins; optimizer state is kept."""
         sent, rows = self.send(keys)[0], rows.to(self.device)
         for part in self.parts(sent):
@@ -435,7 +438,7 @@ class HbmPool:
             finally:
                 part.lease.release(changed=True)
 
-    def send(self, *arrays: Any) -> list[Tensor]:
+    def send(self, *arrays: NDArray[Any]) -> list[Tensor]:
         """Numpy arrays on the device, by one copy on the side stream; whoever uses a lease taken later finds them."""
         starts = np.cumsum([0, *(-(-array.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for array in arrays)])
         packed = torch.empty(int(starts[-1]), dtype=torch.uint8, device="cpu", pin_memory=self.lane.pin_memory)
@@ -503,7 +506,7 @@ class HbmPool:
             raise ClosedError("the store is closed")
 
 
-def _kernels_for(device: torch.device) -> Any:
+def _kernels_for(device: torch.device) -> ModuleType:
     """The module with the kernels over rows."""
     if device.type != "cuda":
         return rows_twin

@@ -4,11 +4,12 @@ Up: two buffers in turn, so that the host fills one while the other is copied. D
 """
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
+from ..kernels.arrays import Int64s, Words
 from ..rows import RowLayout
 from .lanes import Lane, Mark
 
@@ -29,7 +30,7 @@ class _Buffer:
         self.device = [torch.empty((rows, width), dtype=torch.int64, device=device) for width in words]
         self.free: Mark | None = None
 
-    def host_words(self, count: int) -> list[Any]:
+    def host_words(self, count: int) -> list[Words]:
         """Weights and state of the first rows, uint64 [count, words]."""
         return [part[:count].numpy().view("uint64") for part in self.host]
 
@@ -50,7 +51,7 @@ class Staging:
         self._up = [_Buffer(layout, rows, device, pin_memory=lane.pin_memory) for _ in range(NUM_BUFFERS - 1)]
         self._down = _Buffer(layout, rows, device, pin_memory=lane.pin_memory)
 
-    def bring(self, keys: Any, slots: Tensor, read: Callable[[Any, Any, Any], None]) -> None:
+    def bring(self, keys: Int64s, slots: Tensor, read: Callable[[Int64s, Words, Words], None]) -> None:
         """Have ``read(keys, weights, state)`` fill buffers, and copy them into ``slots``.
 
         Args:
@@ -68,7 +69,7 @@ class Staging:
                 arena.index_copy_(0, slots[part].long(), device[:count])
             buffer.free = self._lane.mark()
 
-    def take(self, keys: Any, slots: Tensor, write: Callable[[Any, Any, Any], None]) -> None:
+    def take(self, keys: Int64s, slots: Tensor, write: Callable[[Int64s, Words, Words], None]) -> None:
         """Copy the rows of ``slots`` to the host and give them to ``write(keys, weights, state)``, some at a time."""
         buffer = self._down
         for first in range(0, len(keys), self.rows):

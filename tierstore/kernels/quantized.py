@@ -137,7 +137,7 @@ def dot_rows(
 
 
 @kernel
-def unpack_rows(slots: Int32s, weights: Bytes, dim: int, half: int, out: Floats) -> None:
+def unpack_rows(slots: Int32s, weights: Weights, dim: int, half: int, out: Floats) -> None:
     """``out[i]`` (float32 [n, dim]) is row ``slots[i]``."""
     out[:] = 0
     for i in range(slots.shape[0]):
@@ -195,7 +195,7 @@ def _pack_nibbles(values: Floats, low: np.float32, high: np.float32, dim: int, r
 
 
 @kernel
-def pack_rows(values: Floats, slots: Int32s, weights: Bytes, dim: int, half: int) -> int:
+def pack_rows(values: Floats, slots: Int32s, weights: Weights, dim: int, half: int) -> int:
     """Quantize ``values[i]`` (float32 [n, dim]) into ``weights[slots[i]]``; bytes behind a row become 0.
 
     Returns:
@@ -231,7 +231,7 @@ class FirstValues(Protocol):
     def fill(self, keys: Int64s, slots: Int32s, weights: Weights, dim: int, half: int) -> None: ...
 
 
-def fill_first_values(init: FirstValues, keys: Int64s, slots: Int32s, weights: Bytes, dim: int, half: int) -> None:
+def fill_first_values(init: FirstValues, keys: Int64s, slots: Int32s, weights: Weights, dim: int, half: int) -> None:
     """What ``Initializer.fill`` is for float rows: the first values in float32, then quantized.
 
     Raises:

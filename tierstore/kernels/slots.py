@@ -451,7 +451,7 @@ def put_rows(
 
 @uncounted_kernel
 def group_rows(
-    begin: int, end: int, table_bags: Int64s, bag_starts: Int64s, columns: Int32s, batch: int, num_columns: int,
+    begin: int, end: int, table_bags: Int64s, bag_starts: Int64s, columns: Ids, batch: int, num_columns: int,
     slots: Int32s, number: Int32s, unique_slots: Int32s, inverse: Int32s, scale: Floats, is_mean: bool, counts: Int64s,
     starts: Int64s, sources: Int64s, factors: Floats, positions: Int32s, bags: Int32s,
 ) -> None:  # fmt: skip
@@ -462,7 +462,7 @@ def group_rows(
 
     Args:
         table_bags: int64 [T + 1], the bags of each table.
-        bag_starts: int64 [K + 1]; columns: int32 [F]; batch: bags of a feature.
+        bag_starts: int64 [K + 1]; columns: int32 or int64 [F]; batch: bags of a feature.
         num_columns: C.
         slots: int32 [N], slot of each position.
         number: int32 [S], scratch of any content, by which rows are numbered (a sparse set: P. Briggs, L. Torczon, An

@@ -5,8 +5,8 @@ device groups them. Forward and backward are given to the caller's current strea
 rows were brought in ahead, else for the side stream that brings them.
 """
 
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Iterator, Sequence
+from typing import Final
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from ..hbm.batch import Bags
 from ..hbm.grouping import Grouping
 from ..hbm.lease import HbmLease, Part
 from ..hbm.pool import HbmPool
+from ..kernels.arrays import Floats, Int32s, Int64s
 from ..pool import Pool
 from ..rows import KEY_ROW_BITS
 from ..system.signals import shielded
@@ -57,7 +58,7 @@ class HbmLookup:
         return made
 
     @property
-    def _winners(self) -> Any:
+    def _winners(self) -> Tensor:
         """int32 [bags, dim]: of each maximum the position that gave it, after ``forward``."""
         if self._arg_max is not None:
             return self._arg_max
@@ -70,7 +71,7 @@ class HbmLookup:
         return not len(self.joined.keys)
 
     @property
-    def demand(self) -> tuple[Pool, Any]:
+    def demand(self) -> tuple[Pool, Int64s]:
         """The pool below and the keys, int64 [N], of the rows it will use."""
         return self.joined.tables[0].pool, self.joined.keys
 
@@ -118,7 +119,7 @@ class HbmLookup:
         if lease is not None:
             lease.release()
 
-    def _parts(self, pool: HbmPool) -> Any:
+    def _parts(self, pool: HbmPool) -> Iterator[Part]:
         """Leased parts of the batch, in order."""
         assert self._keys is not None
         assert self._grouping is not None
@@ -155,7 +156,7 @@ class HbmLookup:
         pool.retain(self._keys, self._bags, self._grouping, self._table_of)
 
     @shielded
-    def scale_gradient(self, grad_out: Tensor, grad_scale: Any) -> None:
+    def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:
         """See ``Lookup.scale_gradient``; waits for the device."""
         if self._is_empty:
             return
@@ -201,6 +202,6 @@ class HbmLookup:
         self._retain(pool)
 
 
-def _step_of(columns: Any) -> int:
+def _step_of(columns: Int32s) -> int:
     """See ``Bags.column_step``."""
     return int(np.gcd.reduce(columns, initial=_WIDE))

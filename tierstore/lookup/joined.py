@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from .. import kernels
+from ..kernels.arrays import Floats, Ids, Int32s, Int64s, Words
 from ..kernels.rounding import NEAREST
 from ..optim.configs import NUM_HYPER
 from ..pool.backward import NO_FLOATS
@@ -27,10 +29,10 @@ class Jagged(NamedTuple):
         scale: float32 [N], per-sample weights, or None.
     """
 
-    ids: Any
-    offsets: Any
+    ids: Ids
+    offsets: Int64s
     batch: int
-    scale: Any = None
+    scale: Floats | None = None
 
 
 class Sources(NamedTuple):
@@ -44,11 +46,11 @@ class Sources(NamedTuple):
         bag_starts: int64 [features * batch + 1], where each bag begins in what is laid end to end.
     """
 
-    ids: Any
-    starts: Any
-    firsts: Any
+    ids: Ids
+    starts: Int64s
+    firsts: Int64s
     batch: int
-    bag_starts: Any
+    bag_starts: Int64s
 
 
 class Joined:
@@ -68,13 +70,15 @@ class Joined:
         batch: bags of each feature.
     """
 
-    def __init__(self, tables: Sequence[LookupTable], jagged: Jagged, features: Any, columns: Any) -> None:
+    def __init__(
+        self, tables: Sequence[LookupTable], jagged: Jagged, features: Sequence[int] | Int64s, columns: ArrayLike
+    ) -> None:
         self.tables = list(dict.fromkeys(tables))
         self.columns = np.asarray(columns, np.int32)
         self.batch = batch = jagged.batch
         self._owners = tables
         self._ids = jagged.ids
-        self._keys: Any = None
+        self._keys: Int64s | None = None
         self._slots: Any = None
         self._numbering: Numbering | None = None
         if list(features) == list(range((len(jagged.offsets) - 1) // max(batch, 1))):
@@ -87,7 +91,7 @@ class Joined:
         self.table_bags = np.array([*bounds, len(tables)], np.int64) * batch
         self.scale = NO_FLOATS if jagged.scale is None else self._gather(jagged.scale)
 
-    def _choose(self, offsets: Any, features: Any) -> None:
+    def _choose(self, offsets: Int64s, features: Int64s) -> None:
         """Lay the chosen features end to end."""
         lists = offsets[np.add.outer(features * self.batch, np.arange(self.batch + 1))]
         self._starts, self._stops = lists[:, 0].copy(), lists[:, -1].copy()
@@ -106,7 +110,7 @@ class Joined:
         return self._keys is not None or self._numbering is not None
 
     @property
-    def keys(self) -> Any:
+    def keys(self) -> Int64s:
         """int64 [N], row keys.
 
         Raises:
@@ -117,32 +121,33 @@ class Joined:
             self._keys = self._read_keys() if known is None else self._slots + self.shifts(known)
         return self._keys
 
-    def slots(self, numbering: Numbering) -> Any:
+    def slots(self, numbering: Numbering) -> Int32s:
         """int32 [N], slots where each row has its own; errors as ``keys``."""
         if self._numbering is not numbering:
             slots = self._read_slots(numbering)
             self.note_slots(slots, numbering)
-        return self._slots
+        known: Int32s = self._slots
+        return known
 
-    def note_slots(self, slots: Any, numbering: Numbering) -> None:
+    def note_slots(self, slots: Int32s, numbering: Numbering) -> None:
         """Take over what ``slots`` would find."""
         self._slots, self._numbering = slots, numbering
 
-    def _read_keys(self) -> Any:
+    def _read_keys(self) -> Int64s:
         return self._join(self._first_keys, np.int64)
 
-    def _read_slots(self, numbering: Numbering) -> Any:
+    def _read_slots(self, numbering: Numbering) -> Int32s:
         if self.is_read:
             return (self.keys - self.shifts(numbering)).astype(np.int32)
         return self._join(self._first_slots(numbering), np.int32)
 
-    def shifts(self, numbering: Numbering) -> Any:
+    def shifts(self, numbering: Numbering) -> Int64s:
         """int64 [N]: by how much the key of each position is above its slot."""
         shifts = [(table.index << KEY_ROW_BITS) - numbering.first_slot(table.index) for table in self.tables]
         return np.repeat(np.array(shifts, np.int64), np.diff(self.bag_starts[self.table_bags]))
 
     @property
-    def order(self) -> Any:
+    def order(self) -> Int64s | None:
         """int64 [N], positions sample by sample: rows that were used by one sample lie together when they have left
         memory. None if the positions are in that order, or no row will be written."""
         if self.batch in (1, len(self.bag_starts) - 1) or self.tables[0].store.readonly:
@@ -166,16 +171,16 @@ class Joined:
         """The slot of row 0 of each feature's table."""
         return [numbering.first_slot(table.index) for table in self._owners]
 
-    def plan(self, numbering: Numbering) -> Any:
+    def plan(self, numbering: Numbering) -> tuple[Ids, Int64s, Int64s, Int64s, int, Int64s]:
         """What ``kernels.look_up`` takes behind the range of bags."""
         return self._plan(self._first_slots(numbering))
 
-    def _plan(self, firsts: list[int]) -> Any:
+    def _plan(self, firsts: list[int]) -> tuple[Ids, Int64s, Int64s, Int64s, int, Int64s]:
         rows = np.array([table.config.num_embeddings for table in self._owners], np.int64)
         return self._ids, self._starts, np.array(firsts, np.int64), rows, self.batch, self.bag_starts
 
     @shielded
-    def _join(self, firsts: list[int], dtype: Any) -> Any:
+    def _join(self, firsts: list[int], dtype: DTypeLike) -> NDArray[Any]:
         joined = np.empty(len(self), dtype)
         plan = self._plan(firsts)
         bad: list[int] = []
@@ -193,7 +198,7 @@ class Joined:
             if own:
                 raise table.id_error(int(self._ids[min(own)]))
 
-    def _gather(self, scale: Any) -> Any:
+    def _gather(self, scale: Floats) -> Floats:
         return np.concatenate([scale[start:stop] for start, stop in self._sources] or [NO_FLOATS])
 
     @property
@@ -201,7 +206,7 @@ class Joined:
         """Where each feature's ids lie in the batch."""
         return list(zip(self._starts.tolist(), self._stops.tolist(), strict=True))
 
-    def scatter(self, values: Any, out: Any) -> None:
+    def scatter(self, values: Floats, out: Floats) -> None:
         """Add a value of each position to ``out``, float32 [ids of the batch], where its id came from."""
         place = 0
         for start, stop in self._sources:
@@ -213,14 +218,14 @@ class Joined:
         for table in self.tables:
             table.require_float()
 
-    def next_hyper(self) -> Any:
+    def next_hyper(self) -> Floats:
         """Count one more update of each table: its hyper-parameters, float32 [tables, NUM_HYPER]."""
         hyper = np.zeros((len(self.tables), NUM_HYPER), np.float32)
         for row, table in enumerate(self.tables):
             hyper[row] = table.next_hyper()
         return hyper
 
-    def rounding_seeds(self) -> Any:
+    def rounding_seeds(self) -> Words | None:
         """What the update counted last rounds with (``rounding``), uint64 [tables]; None if to nearest everywhere."""
         seeds = [table.rounding_seed for table in self.tables]
         return np.array(seeds, np.uint64) if any(seed != NEAREST for seed in seeds) else None

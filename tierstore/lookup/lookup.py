@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels import quantized
+from ..kernels.arrays import Floats, Int64s
 from ..pool import Pool
 from ..pool.backward import NO_ARG_MAX, Bags, Groups
 from ..pool.pins import Lease
@@ -77,7 +78,7 @@ class Lookup:
         return self.joined.tables[0].pool
 
     @property
-    def demand(self) -> tuple[Pool, Any]:
+    def demand(self) -> tuple[Pool, Int64s]:
         """The pool and the keys, int64 [N], of the rows it will use."""
         return self._pool, self.joined.keys
 
@@ -113,7 +114,7 @@ class Lookup:
             self.release()
 
     @shielded
-    def scale_gradient(self, grad_out: Tensor, grad_scale: Any) -> None:
+    def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:
         """Gradient of the per-sample weights into ``grad_scale`` (numpy, float32 [ids of the batch]); before
         ``update``."""
         joined, pool = self.joined, self._pool

@@ -4,10 +4,13 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ..kernels.arrays import Floats, Int32s, Int64s
 from ..pool.backward import NO_FLOATS
 from ..pool.residency import Numbering
 from .joined import Joined
+from .tables import LookupTable
 
 __all__ = ["Merged"]
 
@@ -46,17 +49,17 @@ class Merged(Joined):
         self.scale = self._over_positions([_scale(part) for part in parts]) if has_scale else NO_FLOATS
         self._keys = self._slots = self._numbering = None
 
-    def _read_keys(self) -> Any:
+    def _read_keys(self) -> Int64s:
         return self._over_positions([part.keys for part in self._parts])
 
-    def _read_slots(self, numbering: Numbering) -> Any:
+    def _read_slots(self, numbering: Numbering) -> Int32s:
         return self._over_positions([part.slots(numbering) for part in self._parts])
 
-    def _over_bags(self, arrays: Sequence[Any]) -> Any:
+    def _over_bags(self, arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
         """Of an array over the bags of each lookup, one over the bags of all."""
         return np.concatenate([arrays[piece.lookup][piece.bags] for piece in self._pieces])
 
-    def _over_positions(self, arrays: Sequence[Any]) -> Any:
+    def _over_positions(self, arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
         return np.concatenate([arrays[piece.lookup][piece.positions] for piece in self._pieces])
 
     def winners(self, arg_max: Sequence[Any]) -> list[Any]:
@@ -65,7 +68,7 @@ class Merged(Joined):
         return [arg_max[piece.lookup][piece.bags] + piece.shift for piece in self._pieces]
 
 
-def _pieces(tables: Sequence[Any], parts: Sequence[Joined]) -> tuple[list[_Piece], list[int]]:
+def _pieces(tables: Sequence[LookupTable], parts: Sequence[Joined]) -> tuple[list[_Piece], list[int]]:
     """(pieces in order, the first bag of each table and the end of the last)."""
     places = [{table: place for place, table in enumerate(part.tables)} for part in parts]
     pieces: list[_Piece] = []
@@ -83,7 +86,7 @@ def _pieces(tables: Sequence[Any], parts: Sequence[Joined]) -> tuple[list[_Piece
     return pieces, table_bags
 
 
-def _places(parts: Sequence[Joined], widths: Sequence[int]) -> list[Any]:
+def _places(parts: Sequence[Joined], widths: Sequence[int]) -> list[NDArray[Any]]:
     """Where the result of each bag begins in the outputs laid end to end: for each lookup an array [bags]."""
     sizes = [part.batch * width for part, width in zip(parts, widths, strict=True)]
     dtype = np.int32 if sum(sizes) <= _INT32_MAX else np.int64
@@ -94,5 +97,5 @@ def _places(parts: Sequence[Joined], widths: Sequence[int]) -> list[Any]:
     ]
 
 
-def _scale(part: Joined) -> Any:
+def _scale(part: Joined) -> Floats:
     return part.scale if len(part.scale) else np.ones(len(part), np.float32)

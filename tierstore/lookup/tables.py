@@ -1,12 +1,13 @@
 """What a lookup asks of a table and of its store."""
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
 from ..config import TableConfig
 from ..errors import ClosedError
+from ..kernels.arrays import Floats
 from ..kernels.threads import Workers
 from ..pool import Pool
 from ..rows import RowLayout
@@ -58,7 +59,7 @@ class LookupTable(Protocol):
         """What the update counted last rounds with."""
         ...
 
-    def next_hyper(self) -> Any:
+    def next_hyper(self) -> Floats:
         """Count one more update: its hyper-parameters, float32 [NUM_HYPER]."""
         ...
 

@@ -21,6 +21,7 @@ from ..errors import DamagedError, TableError
 from ..io import LmdbColdTier
 from ..io.files import rows_path
 from ..io.orders import by_key, stored_batches
+from ..kernels.arrays import Int64s, Words
 from ..pool.converting import converted
 from ..rows import KEY_ROW_BITS, MAX_ROWS, DtypeName, RowLayout
 from ..store import open_store
@@ -212,7 +213,7 @@ class _Copy:
                         self._progress(done, total)
             return rows.counts()
 
-    def _converted(self, keys: Any, weights: Any, before: RowLayout, after: RowLayout) -> Any:
+    def _converted(self, keys: Int64s, weights: Words, before: RowLayout, after: RowLayout) -> Words:
         words, bad = converted(weights, before, after)
         if bad >= 0:
             table = self._known.tables[int(keys[bad]) >> KEY_ROW_BITS].name

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..cache import RowCache
 from ..errors import ClosedError
+from ..kernels.arrays import Floats, Weights
 from ..kernels.floats import half_code
 from ..kernels.threads import Workers
 from ..rows import RowLayout
@@ -32,8 +33,8 @@ class Arena:
         self.cache = cache
         self.workers = workers
         self.half = half_code(layout.dtype)
-        self.weights: Any = cache.weights.view(layout.numpy_dtype)
-        self.state: Any = cache.state.view(np.float32)
+        self.weights: Weights = cache.weights.view(layout.numpy_dtype)
+        self.state: Floats = cache.state.view(np.float32)
         self.is_closed = self.is_disowned = False
         self._make_locks(readonly=readonly)
         disown_in_forks(self)

@@ -1,15 +1,16 @@
 """Which rows came into a cache while a newer version is made ready."""
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from ..cache import RowCache
+from ..kernels.arrays import Bools, Int64s
 
 __all__ = ["Arrivals", "IsChanged"]
 
-IsChanged = Callable[[Any], Any]
+IsChanged = Callable[[Int64s], Bools]
 """Whether rows (int64 keys) are others in the newer version: bool [n]."""
 _STEP: Final = 1 << 20
 _MAX_ARRIVALS: Final = 1 << 16
@@ -23,10 +24,10 @@ class Arrivals:
 
     def __init__(self, is_changed: IsChanged) -> None:
         self._is_changed = is_changed
-        self._parts: list[Any] | None = []
+        self._parts: list[Int64s] | None = []
         self._count = 0
 
-    def add(self, keys: Any) -> None:
+    def add(self, keys: Int64s) -> None:
         """Note those of ``keys`` that are others."""
         if self._parts is None:
             return
@@ -37,7 +38,7 @@ class Arrivals:
         elif len(changed):
             self._parts.append(changed)
 
-    def keys(self, cache: RowCache) -> Any:
+    def keys(self, cache: RowCache) -> Int64s:
         """int64: all of them, and maybe others that changed."""
         parts = self._parts
         if parts is None:

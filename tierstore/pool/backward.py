@@ -3,11 +3,12 @@
 A *row number* is ``firsts[t] + u`` for row u of table t, the rows of a table being numbered in order of first use.
 """
 
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from .. import kernels
+from ..kernels.arrays import Bytes, Floats, Ids, Int32s, Int64s, Words
 from ..kernels.threads import Workers
 from ..optim.kernels import merge_and_update, scratch
 from .arena import Arena
@@ -26,20 +27,20 @@ class Bags(NamedTuple):
     Attributes:
         tables: int64 [T + 1], the bags of each table; tables are in order of their positions.
         starts: int64 [K + 1], the positions of each bag.
-        columns: int32 [F], where a feature's results begin in a row of the output.
+        columns: int32 or int64 [F], where a feature's results begin in a row of the output.
         batch: bags of a feature.
         scale: float32 [N], per-sample weights, or empty.
         is_mean: gradients are divided by the sizes of their bags.
         arg_max: int32 [K, dim], of max pooling, or empty.
     """
 
-    tables: Any
-    starts: Any
-    columns: Any
+    tables: Int64s
+    starts: Int64s
+    columns: Ids
     batch: int
-    scale: Any
+    scale: Floats
     is_mean: bool
-    arg_max: Any
+    arg_max: Int32s
 
 
 class Groups:
@@ -64,7 +65,7 @@ class Groups:
         self._bag_of = np.empty_like(self._positions)
         self._firsts = self._table_starts[:-1]
 
-    def by_slot(self, slots: Any, number: Any) -> Any:
+    def by_slot(self, slots: Int32s, number: Int32s) -> Int32s:
         """Group by slot, int32 [N]. A table's first row has the number of its first position, so numbers have gaps.
 
         Args:
@@ -77,7 +78,7 @@ class Groups:
         self._group(slots, number, row_slots, inverse)
         return row_slots
 
-    def by_number(self, inverse: Any, num_unique: int) -> None:
+    def by_number(self, inverse: Int32s, num_unique: int) -> None:
         """Group by the number of each position's row, int32 [N], from 0 on in order of first use."""
         firsts = np.full(len(self._counts) + 1, num_unique, np.int64)
         has_positions = np.flatnonzero(np.diff(self._table_starts))
@@ -86,7 +87,7 @@ class Groups:
         self._firsts, self._counts = firsts[:-1], np.diff(firsts)
         self._group(NO_INTS, NO_INTS, NO_INTS, inverse)
 
-    def _group(self, slots: Any, number: Any, row_slots: Any, inverse: Any) -> None:
+    def _group(self, slots: Int32s, number: Int32s, row_slots: Int32s, inverse: Int32s) -> None:
         bags = self._bags
 
         def work(begin: int, end: int) -> None:
@@ -98,14 +99,14 @@ class Groups:
 
         self._workers.run(work, self._workers.split(self._table_starts))
 
-    def used(self, by_number: Any) -> Any:
+    def used(self, by_number: Int32s) -> Int32s:
         """Of an array over row numbers, the elements that belong to a row."""
         pairs = zip(self._firsts.tolist(), self._counts.tolist(), strict=True)
         return np.concatenate([by_number[first : first + count] for first, count in pairs])
 
     def update(
-        self, arena: Arena, first: int, slots: Any, codes: Any, hyper: Any, grad_out: Any, *, flags: Any = _NO_FLAGS,
-        dirty: int = 0, seeds: Any = None, keys: Any = None,
+        self, arena: Arena, first: int, slots: Int32s, codes: Int64s, hyper: Floats, grad_out: Floats, *,
+        flags: Bytes = _NO_FLAGS, dirty: int = 0, seeds: Words | None = None, keys: Int64s|None = None,
     ) -> int:  # fmt: skip
         """Update the rows whose numbers begin at ``first``. The caller holds the lock.
 

@@ -4,12 +4,13 @@ A store opened for reading may keep its rows in memory in fewer bytes than on SS
 cold tier and the caches and converts what is read.
 """
 
-from typing import Any, Final, Literal, Protocol
+from typing import Final, Literal, Protocol
 
 import numpy as np
 import torch
 
 from ..errors import DamagedError, TableError
+from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..kernels.floats import half_code
 from ..kernels.quantized import pack_rows
 from ..rows import KEY_ROW_BITS, DtypeName, RowLayout
@@ -45,7 +46,7 @@ def layout_as(stored: RowLayout, dtype: DtypeName | None) -> RowLayout:
     return RowLayout(dim=stored.dim, dtype=wanted, page_bytes=stored.page_bytes)
 
 
-def converted(weights: Any, before: RowLayout, after: RowLayout) -> tuple[Any, int]:
+def converted(weights: Words, before: RowLayout, after: RowLayout) -> tuple[Words, int]:
     """Weights in another dtype: (uint64 [n, words], -1 or the first row that does not fit it).
 
     A row fits if it is finite and its numbers are not too large for the dtype. int8 and int4 have the bits that
@@ -71,7 +72,7 @@ def converted(weights: Any, before: RowLayout, after: RowLayout) -> tuple[Any, i
 class RowSource(Protocol):
     """``ColdTier.read``, whatever version it is of."""
 
-    def __call__(self, keys: Any, slots: Any, weights: Any, state: Any, present: Any) -> None: ...
+    def __call__(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: Bools) -> None: ...
 
 
 class Converter:
@@ -95,7 +96,7 @@ class Converter:
         self._stored[table_index], self._kept[table_index], self._names[table_index] = stored, kept, name
         return kept
 
-    def read(self, source: RowSource, keys: Any, slots: Any, weights: Any, present: Any) -> None:
+    def read(self, source: RowSource, keys: Int64s, slots: Int32s, weights: Words, present: Bools) -> None:
         """What ``ColdTier.read`` does, by a source of stored rows; there is no state.
 
         Raises:
@@ -114,8 +115,8 @@ class Converter:
                 present[part] = self._read_chunk(source, stored, kept, keys[part], slots[part], weights)
 
     def _read_chunk(
-        self, source: RowSource, stored: RowLayout, kept: RowLayout, keys: Any, slots: Any, weights: Any
-    ) -> Any:
+        self, source: RowSource, stored: RowLayout, kept: RowLayout, keys: Int64s, slots: Int32s, weights: Words
+    ) -> Bools:
         """Read some rows of one stored layout into ``weights[slots]``; bool [n], whether they were ever written."""
         count = len(keys)
         rows = np.empty((count, stored.weight_words), np.uint64)

@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from .. import kernels
+from ..kernels.arrays import Bytes, Floats, Ids, Int32s, Int64s, Weights
 from ..kernels.jit import JIT_ENABLED, kernel, uncounted_kernel
 from ..kernels.threads import Workers
 
@@ -70,7 +71,7 @@ def split(workers: Workers, num_ids: int, dim: int, id_type: Any, weight_type: A
     return Split(body, team, parts, min(parts, workers.threads)) if team else None
 
 
-def look_up(workers: Workers, dim: int, ids: Any, plan: Any, *arguments: Any) -> list[int]:
+def look_up(workers: Workers, dim: int, ids: Ids, plan: Any, *arguments: Any) -> list[int]:
     """``kernels.look_up`` of all bags, by as many threads as it is worth.
 
     Args:
@@ -95,7 +96,7 @@ def look_up(workers: Workers, dim: int, ids: Any, plan: Any, *arguments: Any) ->
 
 
 @uncounted_kernel
-def cut(bag_starts: Any, part: int, parts: int) -> Any:
+def cut(bag_starts: Int64s, part: int, parts: int) -> Any:
     """Where the given one of ``parts`` ranges of bags with about as many positions each begins."""
     low, high = 0, bag_starts.shape[0] - 1
     if part == parts:
@@ -178,9 +179,10 @@ if JIT_ENABLED:
 
     @kernel
     def look_up_at(
-        ids: int, num_ids: int, bag_starts: int, bags: int, body: int, team: int, parts: int, threads: int, starts: Any,
-        firsts: Any, num_rows: Any, batch: int, flags: Any, asked: int, wanted: int, scale: Any, mode: int,
-        weights: Any, dim: int, half: int, columns: Any, out: Any, arg_max: Any, slots: Any,
+        ids: int, num_ids: int, bag_starts: int, bags: int, body: int, team: int, parts: int, threads: int,
+        starts: Int64s, firsts: Int64s, num_rows: Int64s, batch: int, flags: Bytes, asked: int, wanted: int,
+        scale: Floats, mode: int, weights: Weights, dim: int, half: int, columns: Int32s, out: Floats, arg_max: Int32s,
+        slots: Int32s,
     ) -> Any:  # fmt: skip
         """``kernels.look_up`` of all bags, after a look at where they begin.
 

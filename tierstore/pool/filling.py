@@ -2,14 +2,13 @@
 
 import time
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from ..cache import Admission, AdmitStatus, CacheCounters
 from ..config import TableConfig
 from ..kernels import quantized
-from ..kernels.arrays import Int32s
+from ..kernels.arrays import Int32s, Int64s
 from ..rows import KEY_ROW_BITS
 from .arena import Arena
 from .arrivals import Arrivals
@@ -113,7 +112,7 @@ class Filler:
                 self.arrivals.add(keys)
         self.seconds += time.perf_counter() - started
 
-    def _fill_first_values(self, keys: Any, slots: Any) -> None:
+    def _fill_first_values(self, keys: Int64s, slots: Int32s) -> None:
         arena, layout = self._arena, self._arena.layout
         table_indices = keys >> KEY_ROW_BITS
         for table_index in np.unique(table_indices):

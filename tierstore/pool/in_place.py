@@ -1,7 +1,6 @@
 """Rows that each have a slot of their own: ids lead to slots at once, nothing is evicted, and so nothing is pinned."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -96,7 +95,7 @@ class InPlaceRows:
         with self._arena.lock:
             self._arena.require_open()
             row_slots = groups.by_slot(slots, cache.number)
-            flags: Any = cache.flags
+            flags = cache.flags
             if cache.num_frozen:
                 self._writeback.begin_update(groups.used(row_slots))
                 flags = flags[:0]

@@ -4,9 +4,11 @@ Rows that may be evicted (``evicting``) and rows that each have a slot for ever 
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-from ..kernels.arrays import Int32s, Int64s
+from torch import Tensor
+
+from ..kernels.arrays import Floats, Ids, Int32s, Int64s, Words
 from .backward import Groups
 from .pins import Lease
 
@@ -31,9 +33,9 @@ class Batch(Protocol):
         batch: bags of each feature.
     """
 
-    bag_starts: Any
-    scale: Any
-    columns: Any
+    bag_starts: Int64s
+    scale: Floats
+    columns: Int32s
     batch: int
 
     def __len__(self) -> int: ...
@@ -65,7 +67,7 @@ class Batch(Protocol):
         """int64 [N]: by how much the key of each position is above its slot."""
         ...
 
-    def plan(self, numbering: Numbering) -> Any:
+    def plan(self, numbering: Numbering) -> tuple[Ids, Int64s, Int64s, Int64s, int, Int64s]:
         """What ``kernels.look_up`` takes behind the range of bags."""
         ...
 
@@ -84,8 +86,8 @@ class Pooling(NamedTuple):
     """
 
     mode: int
-    out: Any
-    arg_max: Any
+    out: Floats
+    arg_max: Int32s
 
 
 class Update(NamedTuple):
@@ -99,10 +101,10 @@ class Update(NamedTuple):
     """
 
     groups: Groups
-    codes: Any
-    hyper: Any
-    gradient: Any
-    seeds: Any
+    codes: Int64s
+    hyper: Floats
+    gradient: Floats
+    seeds: Words | None
 
 
 class OneTable(Protocol):
@@ -113,8 +115,8 @@ class OneTable(Protocol):
         """Whether the pool was closed."""
         ...
 
-    def pooled(self, ids: Any, offsets: Any, mode: int) -> Any:
-        """float32 tensor [bags, dim], or None if a lookup of the usual kind must do it."""
+    def pooled(self, ids: Tensor, offsets: Tensor, mode: int) -> Tensor | None:
+        """float32 [bags, dim], or None if a lookup of the usual kind must do it."""
         ...
 
 

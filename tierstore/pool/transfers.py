@@ -8,6 +8,7 @@ import numpy as np
 from .. import kernels
 from ..cache import Admission
 from ..kernels import quantized
+from ..kernels.arrays import Bools, Int32s, Int64s, Weights, Words
 from ..system.signals import shielded
 from .arena import Arena
 from .leases import Leases
@@ -25,7 +26,7 @@ class Transfers:
         self._writeback = writeback
 
     @shielded
-    def read(self, keys: Any, out: Any) -> None:
+    def read(self, keys: Int64s, out: Weights) -> None:
         """Copy rows into ``out`` [n, dim], bits unchanged, quantized ones as float32.
 
         Rows in cache are copied without waiting for any device.
@@ -41,14 +42,14 @@ class Transfers:
             with self._arena.lock:
                 self._copy_out(lease.position_slots, out[start : start + lease.num_positions])
 
-    def _copy_out(self, slots: Any, out: Any) -> None:
+    def _copy_out(self, slots: Int32s, out: Any) -> None:
         if self._arena.layout.is_quantized:
             quantized.unpack_rows(slots, self._arena.weights, self._arena.layout.dim, self._arena.half, out)
         else:
             kernels.copy_rows_out(slots, self._arena.weights, self._arena.layout.dim, out)
 
     @shielded
-    def write(self, keys: Any, rows: Any) -> None:
+    def write(self, keys: Int64s, rows: Weights) -> None:
         """Overwrite weights with ``rows`` [n, dim]; of equal keys the last wins; optimizer state is kept."""
         arena = self._arena
         for start, lease in self._leases.parts(keys):
@@ -57,7 +58,7 @@ class Transfers:
                 self._writeback.begin_update(lease.slots)
                 kernels.copy_rows_in(lease.position_slots, part, arena.weights, arena.layout.dim)
 
-    def take(self, keys: Any, weights: Any, state: Any) -> None:
+    def take(self, keys: Int64s, weights: Words, state: Words) -> None:
         """Copy whole rows out, for a tier above.
 
         Args:
@@ -69,7 +70,7 @@ class Transfers:
             with self._arena.rows_lock:
                 self._take(lease.slots, weights[part], state[part])
 
-    def _take(self, slots: Any, weights: Any, state: Any) -> None:
+    def _take(self, slots: Int32s, weights: Words, state: Words) -> None:
         def work(begin: int, end: int) -> None:
             part = slice(begin, end)
             for arena, out in ((self._arena.cache.weights, weights), (self._arena.cache.state, state)):
@@ -77,7 +78,7 @@ class Transfers:
 
         self._arena.over_threads(work, len(slots))
 
-    def put(self, keys: Any, weights: Any, state: Any) -> None:
+    def put(self, keys: Int64s, weights: Words, state: Words) -> None:
         """Overwrite whole rows, state included, with newer ones from a tier above; nothing is read for it.
 
         Args: as for ``take``.
@@ -91,7 +92,7 @@ class Transfers:
             fill = partial(self._put_admitted, weights=weights[start:], state=state[start:])
             start += self._leases.admit_some(keys[start:], read=False, fill=fill).consumed
 
-    def _put_admitted(self, admission: Admission, weights: Any, state: Any) -> None:
+    def _put_admitted(self, admission: Admission, weights: Words, state: Words) -> None:
         """The caller holds ``fill_lock``."""
         cache, slots = self._arena.cache, admission.slots
         with self._arena.lock:
@@ -107,7 +108,7 @@ class Transfers:
                 cache.unpin(slots)
                 self._arena.lock.notify_all()
 
-    def _put_some(self, chosen: Any, slots: Any, weights: Any, state: Any) -> None:
+    def _put_some(self, chosen: Bools, slots: Int32s, weights: Words, state: Words) -> None:
         """Copy the chosen rows (bool [n]) into their slots."""
         places = np.flatnonzero(chosen)
         if len(places) == len(slots):
@@ -115,7 +116,7 @@ class Transfers:
         elif len(places):
             self._put_all(slots[places], weights[places], state[places])
 
-    def _put_all(self, slots: Any, weights: Any, state: Any) -> None:
+    def _put_all(self, slots: Int32s, weights: Words, state: Words) -> None:
         def work(begin: int, end: int) -> None:
             kernels.put_rows(begin, end, slots, self._arena.cache.weights, self._arena.cache.state, weights, state)
 

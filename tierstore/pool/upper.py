@@ -5,6 +5,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from ..kernels.arrays import Int64s
+
 __all__ = ["UpperTier"]
 
 
@@ -31,11 +33,11 @@ class UpperTier(Protocol):
         """Bytes of host memory that it takes."""
         ...
 
-    def read(self, keys: Any) -> Tensor:
+    def read(self, keys: Int64s) -> Tensor:
         """Rows of ``keys`` (int64 [n]), [n, dim], on its device."""
         ...
 
-    def write(self, keys: Any, rows: Tensor) -> None:
+    def write(self, keys: Int64s, rows: Tensor) -> None:
         """Overwrite weights of ``keys`` (int64 [n])."""
         ...
 

@@ -19,12 +19,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from ..cache import RowCache
 from ..io import ColdTier
+from ..kernels.arrays import Int32s, Int64s, Words
 from ..rows import RowLayout
 from ..system.killpoints import reach
 
@@ -53,10 +54,10 @@ class _Outbox:
     """Copies of rows as a version under way shows them; guarded by the pool's lock."""
 
     def __init__(self, layout: RowLayout, capacity: int) -> None:
-        self.keys: Any = np.empty(capacity, np.int64)
-        self.weights: Any = np.empty((capacity, layout.weight_words), np.uint64)
-        self.state: Any = np.empty((capacity, layout.state_words), np.uint64)
-        self._places: Any = np.arange(capacity, dtype=np.int32)
+        self.keys: Int64s = np.empty(capacity, np.int64)
+        self.weights: Words = np.empty((capacity, layout.weight_words), np.uint64)
+        self.state: Words = np.empty((capacity, layout.state_words), np.uint64)
+        self._places: Int32s = np.arange(capacity, dtype=np.int32)
         self.count = 0
 
     @property
@@ -64,11 +65,11 @@ class _Outbox:
         return len(self.keys) - self.count
 
     @property
-    def places(self) -> Any:
+    def places(self) -> Int32s:
         """int32: where the copies are."""
         return self._places[: self.count]
 
-    def put(self, cache: RowCache, slots: Any) -> None:
+    def put(self, cache: RowCache, slots: Int32s) -> None:
         """Copy the rows of these slots."""
         places = self._places[self.count : self.count + len(slots)]
         self.keys[places] = cache.keys_of(slots)
@@ -76,7 +77,7 @@ class _Outbox:
         self.state[places] = cache.state[slots]
         self.count += len(slots)
 
-    def drop(self, places: Any) -> None:
+    def drop(self, places: Int32s) -> None:
         """Forget these copies."""
         is_dropped = np.zeros(len(self.keys), np.bool_)
         is_dropped[places] = True
@@ -124,7 +125,7 @@ class WriteBack:
 
     # Updates
 
-    def begin_update(self, slots: Any) -> None:
+    def begin_update(self, slots: Int32s) -> None:
         """The rows of these pinned slots are about to change: keep what a version under way needs of them, mark them
         dirty. The caller holds the lock, which is released while the outbox is full."""
         first = 0
@@ -172,7 +173,7 @@ class WriteBack:
                 keys = self._cache.keys_of(self._cache.by_admission(self._cache.dirty_slots()))
             self._write_dirty(keys)
 
-    def _write_dirty(self, keys: Any) -> None:
+    def _write_dirty(self, keys: Int64s) -> None:
         """Write the dirty ones of these rows, in their order, for the version that is open."""
         cache = self._cache
         with self._lock:
@@ -190,7 +191,7 @@ class WriteBack:
                 cache.unpin(taken)
                 self._lock.notify_all()
 
-    def _write_runs(self, keys: Any, slots: Any, rows: "RowCache | _Outbox", epoch: int) -> Iterator[int]:
+    def _write_runs(self, keys: Int64s, slots: Int32s, rows: "RowCache | _Outbox", epoch: int) -> Iterator[int]:
         """Write rows in transactions; yields how many are written after each."""
         for first in range(0, len(keys), self.rows_a_write):
             if self._is_busy:
@@ -244,7 +245,7 @@ class WriteBack:
             self.abandon()
             raise
 
-    def _write_frozen(self, slots: Any) -> None:
+    def _write_frozen(self, slots: Int32s) -> None:
         """Write the frozen ones of these rows. One that changes meanwhile has its copy in the outbox, which is written
         after it. The caller holds the gate."""
         cache = self._cache

@@ -214,7 +214,7 @@ def _select(sources: Sources, last: np.uint64, lookups: Any) -> _Found:
 @shielded
 def _compile() -> None:
     """Now, rather than in the middle of the first step."""
-    for id_type in (np.int64, np.int32):
+    for id_type in ("int64", "int32"):
         sources = Sources(np.zeros(1, id_type), _ZERO, _ZERO, 1, np.array([0, 1], np.int64))
         _select(sources, ALL, np.zeros(1, np.int64))
     is_sampled(_ZERO, 1.0)

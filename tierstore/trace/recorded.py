@@ -7,6 +7,7 @@ reached, the sampling rate is halved, and rows that are no longer sampled are dr
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from ..kernels.arrays import Int32s, Int64s
 from ..kernels.jit import kernel
@@ -24,19 +25,19 @@ _NO_SAMPLES: Final = np.empty(0, np.int32)
 class _Column:
     """An array that grows; what ``values`` gave stays as it is."""
 
-    def __init__(self, values: Any) -> None:
+    def __init__(self, values: NDArray[Any]) -> None:
         self.count = len(values)
         self._room = values
 
     @classmethod
-    def empty(cls, dtype: Any) -> "_Column":
+    def empty(cls, dtype: DTypeLike) -> "_Column":
         return cls(np.empty(0, dtype))
 
     @property
     def values(self) -> Any:
         return self._room[: self.count]
 
-    def append(self, values: Any, count: int) -> None:
+    def append(self, values: ArrayLike, count: int) -> None:
         """Add an array, or, with a count of 1, a number."""
         end = self.count + count
         if end > len(self._room):
@@ -101,7 +102,7 @@ class Contents(NamedTuple):
 
 
 @kernel
-def _lay_out(keys: Any, key_ends: Any, firsts: Any, samples: Any, offsets: Any, ids: Any) -> None:
+def _lay_out(keys: Int64s, key_ends: Int64s, firsts: Int64s, samples: Int32s, offsets: Int64s, ids: Int64s) -> None:
     """Rows table by table, entry by entry, in the order of access.
 
     Args:
@@ -184,7 +185,7 @@ class Recorded:
         self._tables.append(name)
         self._lookups = np.append(self._lookups, 0)
 
-    def add(self, keys: Int64s, samples: Any, num_samples: int, last: np.uint64, lookups: Int64s) -> None:
+    def add(self, keys: Int64s, samples: Int32s, num_samples: int, last: np.uint64, lookups: Int64s) -> None:
         """One batch.
 
         Args:

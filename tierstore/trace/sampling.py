@@ -5,11 +5,11 @@ sample of a lower rate is part of one of a higher rate, and samples of other mac
 C. Waldspurger, N. Park, A. Garthwaite, I. Ahmad: Efficient MRC Construction with SHARDS, FAST 2015.
 """
 
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
-from ..kernels.arrays import Bools, Int64s
+from ..kernels.arrays import Bools, Ids, Int64s
 from ..kernels.hashing import mix64
 from ..kernels.jit import kernel
 from ..rows import KEY_ROW_BITS
@@ -47,13 +47,16 @@ def is_sampled(keys: Int64s, rate: float) -> Bools:
 
 
 @kernel
-def _mark(keys: Any, last: Any, chosen: Any) -> None:
+def _mark(keys: Int64s, last: np.uint64, chosen: Bools) -> None:
     for position in range(keys.shape[0]):
         chosen[position] = mix64(np.uint64(keys[position])) <= last
 
 
 @kernel
-def select(ids: Any, starts: Any, firsts: Any, batch: int, bag_starts: Any, last: Any, found: Any, lookups: Any) -> int:
+def select(
+    ids: Ids, starts: Int64s, firsts: Int64s, batch: int, bag_starts: Int64s, last: np.uint64, found: Int64s,
+    lookups: Int64s,
+) -> int:  # fmt: skip
     """The sampled rows of a lookup, features laid end to end; and how many of all rows there were.
 
     Args:

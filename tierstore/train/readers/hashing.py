@@ -76,7 +76,7 @@ def splitmix64(seed: np.uint64) -> np.uint64:
 
 
 @inline
-def _row_of(category: Any, offset: Any, modulus: Any, mix: bool) -> Any:
+def _row_of(category: Any, offset: np.uint64, modulus: np.uint64, mix: bool) -> np.int64:
     hashed = np.uint64(category)
     if mix:
         hashed = splitmix64(hashed + offset)
@@ -84,7 +84,7 @@ def _row_of(category: Any, offset: Any, modulus: Any, mix: bool) -> Any:
 
 
 @kernel
-def _hash_jagged(categories: Any, lengths: Any, num_embeddings: Any, mix: bool, ids: Any) -> None:
+def _hash_jagged(categories: Int64s, lengths: Int64s, num_embeddings: Int64s, mix: bool, ids: Int64s) -> None:
     """``ids[i]`` is the row of ``categories[i]`` in its feature's table."""
     position = 0
     for column in range(lengths.shape[0]):
