@@ -6,6 +6,7 @@ import sys
 import pytest
 
 import tierstore.cache
+import tierstore.kernels
 from tierstore.cache import POLICIES, DdrCache, ReferenceCache, capacity_for, make_cache
 
 
@@ -67,14 +68,14 @@ def test_the_reference_shares_no_code_with_the_fast_cache() -> None:
     # Empty packages in place of the real ones, so that only what the reference itself imports is imported.
     code = """if True:
         import sys, types
-        for name, path in (("tierstore", sys.argv[1]), ("tierstore.cache", sys.argv[2])):
+        for name, path in zip(("tierstore", "tierstore.cache", "tierstore.kernels"), sys.argv[1:], strict=True):
             sys.modules[name] = types.ModuleType(name)
             sys.modules[name].__path__ = [path]
         import tierstore.cache.reference
         print(sorted(name for name in sys.modules if name.startswith("tierstore.")))
     """
-    paths = tierstore.__path__[0], tierstore.cache.__path__[0]
+    paths = [package.__path__[0] for package in (tierstore, tierstore.cache, tierstore.kernels)]
     done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, check=True)
     parts = ("", "_lookahead", "_pinnable", "_tinylfu")
     own = ["tierstore.cache", "tierstore.cache.base", *(f"tierstore.cache.reference{part}" for part in parts)]
-    assert done.stdout.strip() == str(own)
+    assert done.stdout.strip() == str([*own, "tierstore.kernels", "tierstore.kernels.arrays"])
