@@ -238,8 +238,9 @@ class Trouble:
         self._random = random.Random(seed)
         self._left = -1
         self.raised = 0
+        below = pool.transfers
         for owner, name, error in (
-            (pool.transfers, "take", ChecksumError), (pool.transfers, "put", KeyboardInterrupt), (cold, "write", DiskFullError)
+            (below, "take", ChecksumError), (below, "put", KeyboardInterrupt), (cold, "write", DiskFullError)
         ):  # fmt: skip
             monkeypatch.setattr(owner, name, self._failing(getattr(owner, name), error))
 
