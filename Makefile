@@ -46,7 +46,8 @@ pytest: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
 kernels-without-jit: $(READY)
-	NUMBA_DISABLE_JIT=1 $(BIN)/python -m pytest -m "kernel and not soak" --quiet --durations=3
+	NUMBA_DISABLE_JIT=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "kernel and not soak" --quiet --durations=3 \
+	  --numprocesses $(JOBS) --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .data import ROOT, find_criteo
 
-NEED_CRITEO = ("policies", "associative", "criteo", "quantized", "rounding")
+NEED_CRITEO = ("policies", "packing", "criteo", "quantized")
 
 
 def main() -> int:

@@ -18,9 +18,10 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from . import diskio, oscache
+from tierstore.plan.measure import DirectReader, direct_reader, page_cache
+
+from . import diskio
 from .common import Goal, Report, Run, Spread, Table, per_second, program
-from .device import DirectReader, direct_reader
 from .peers import rocksdb_rows
 from .peers.lmdb_rows import LmdbRows
 from .peers.rocksdb_rows import RocksdbRows
@@ -104,7 +105,7 @@ def _measure(contenders: list[Contender], device: DirectReader, rows: int, confi
     bytes_read: dict[str, list[int]] = {each.name: [] for each in contenders}
     resident = 0.0
     for _ in range(config["repetitions"] + 1):
-        oscache.drop(contenders[0].paths[0])
+        page_cache.drop(contenders[0].paths[0])
         offsets = device.random_offsets(generator, config["limit_reads"])
         start = time.perf_counter()
         device.read(offsets)
@@ -112,8 +113,8 @@ def _measure(contenders: list[Contender], device: DirectReader, rows: int, confi
         for each in contenders:
             ids = generator.integers(0, rows, each.batch_rows)
             for path in each.paths:
-                oscache.drop(path)
-                resident = max(resident, oscache.resident_share(path))
+                page_cache.drop(path)
+                resident = max(resident, page_cache.resident_share(path))
             before = diskio.of_process()
             start = time.perf_counter()
             each.read(ids)

@@ -1,11 +1,14 @@
 """What every benchmark shares: a configuration, repetitions, a report that is printed and written as JSON."""
 
 import argparse
+import io
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
+import tarfile
 import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +18,6 @@ from typing import Any
 
 from . import machine
 from .data import ROOT
-from .earlier import measure_earlier
 
 __all__ = ["Goal", "Report", "Run", "Spread", "Table", "aligned", "measure", "per_second", "program"]
 
@@ -228,6 +230,34 @@ def _flags(given: argparse.Namespace) -> list[str]:
     ]  # fmt: skip
 
 
+def _extract(commit: str, folder: Path) -> Path:
+    """The library of a commit, in a folder that is kept for the next run."""
+    target = folder / f"version-{commit}-tierstore"
+    if not target.exists():
+        packed = subprocess.run(
+            ["git", "archive", commit, "tierstore"], cwd=ROOT, capture_output=True, check=True
+        ).stdout
+        with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+            archive.extractall(target, filter="tar")
+    return target
+
+
+def _measure_earlier(commit: str, name: str, flags: Sequence[str], folder: Path) -> dict[str, Any]:
+    """The report of benchmark ``name`` over the library of a commit, from stores of its own.
+
+    Raises:
+        CalledProcessError: git has no such commit, or the benchmark failed over it.
+    """
+    library = _extract(commit, folder)
+    own = folder / f"stores-{commit}"
+    path = own / f"{name}.json"
+    command = [sys.executable, "-P", "-m", f"bench.{name}", "--dir", str(own), "--json", str(path), *flags]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(library), str(ROOT)])}
+    subprocess.run(command, env=environment, check=True)
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
 def program(
     name: str,
     run: Callable[[Run], Report],
@@ -261,7 +291,7 @@ def program(
         parts=_parts_of(given.only, parts, parser) if parts else (),
         earlier=_earlier(given.json, given.quick) if parts else {},
     )
-    before = measure_earlier(given.beside, name, _flags(given), given.dir) if given.beside else None
+    before = _measure_earlier(given.beside, name, _flags(given), given.dir) if given.beside else None
     described = machine.describe(given.dir)
     start = time.perf_counter()
     report = run(request)

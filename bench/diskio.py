@@ -1,12 +1,9 @@
-"""Bytes that went between memory and the device: of this process, and of everyone."""
+"""Bytes that went between memory and the device, of this process."""
 
-import os
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
-__all__ = ["DiskBytes", "of_device", "of_process"]
-
-_SECTOR_BYTES: Final = 512
+__all__ = ["DiskBytes", "of_process"]
 
 
 class DiskBytes(NamedTuple):
@@ -26,13 +23,3 @@ def of_process() -> DiskBytes:
     """
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return DiskBytes(int(fields["read_bytes"]), int(fields["write_bytes"]))
-
-
-def of_device(path: Path) -> DiskBytes | None:
-    """What the device under ``path`` did for everyone, file system's journal included; None where it tells nothing."""
-    number = path.stat().st_dev
-    counters = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}/stat")
-    if not counters.exists():
-        return None
-    fields = counters.read_text().split()
-    return DiskBytes(int(fields[2]) * _SECTOR_BYTES, int(fields[6]) * _SECTOR_BYTES)

@@ -24,7 +24,7 @@ import tierstore
 from tierstore.system.sizes import parse_size
 
 from .common import Goal, Report, Run, Table, program
-from .workload import Batches, make_store
+from .workload import Batches, make_store, write_every_row
 
 __all__ = ["PERIOD_SECONDS", "Growth", "Watched", "in_child", "watched"]
 
@@ -148,12 +148,9 @@ def training(folder: Path, config: dict[str, Any], ddr: str) -> Found:
 
 def _fill(folder: Path, config: dict[str, Any], rows: int) -> None:
     """A committed store all of whose rows were written."""
-    step = 100_000
     with _create(folder, config, rows, "64MiB") as store:
         for table in store.tables.values():
-            for start in range(0, rows, step):
-                ids = torch.arange(start, min(start + step, rows))
-                table.write(ids, torch.ones(len(ids), config["dim"]))
+            write_every_row(table)
         store.commit()
 
 

@@ -1,7 +1,7 @@
 """What share of lookups does a cache of each policy hit, at what cost, and is every eviction what the rules say?
 
 The 26 tables of Criteo share one cache; every lookup is an access, in row order. Then the same lookups in batches, as
-training makes them, where rows of batches to come may be announced; and made-up lookups whose popular rows change.
+training makes them, where rows of batches to come may be announced.
 """
 
 import sys
@@ -21,7 +21,6 @@ from tierstore.cache.reference_tinylfu import TinyLFU
 
 from .common import Goal, Report, Run, Table, program
 from .data import criteo_batches, criteo_keys, require_criteo
-from .drift import changing, drifting
 from .oracles import belady_hits, belady_rows_read, perfect_count_hits
 
 __all__ = ["run"]
@@ -156,41 +155,7 @@ def _train_all(batches: list[Keys], config: dict[str, Any]) -> list[BatchOutcome
     return outcomes
 
 
-class Drift(NamedTuple):
-    name: str
-    hit_rates: dict[str, float]
-
-    @property
-    def points_behind(self) -> float:
-        """Of TinyLFU, behind LRU."""
-        return 100 * (self.hit_rates["lru"] - self.hit_rates["tinylfu"])
-
-    @property
-    def points_behind_better(self) -> float:
-        """Of TinyLFU, behind the better of LRU and LFU."""
-        return 100 * (max(self.hit_rates["lru"], self.hit_rates["lfu"]) - self.hit_rates["tinylfu"])
-
-
-def _drifts(capacity: int, patterns: dict[str, Keys]) -> list[Drift]:
-    return [
-        Drift(name, {policy: float(_replay(policy, capacity, keys).hits.mean()) for policy in _ONE_BY_ONE})
-        for name, keys in patterns.items()
-    ]
-
-
-def _changing(config: dict[str, Any], seeds: str) -> list[Drift]:
-    """``seeds``: "changing_seeds", by which the rules were chosen, or "held_out_seeds", by which they were not."""
-    capacity = config["changing_capacity"]
-    return [
-        each._replace(name=f"{each.name}, seed {seed}")
-        for seed in config[seeds]
-        for each in _drifts(capacity, changing(capacity, seed))
-    ]
-
-
-def _goals(
-    outcomes: list[Outcome], bounds: list[Bound], drifts: list[Drift], held_out: list[Drift], config: dict[str, Any]
-) -> list[Goal]:
+def _goals(outcomes: list[Outcome], bounds: list[Bound], config: dict[str, Any]) -> list[Goal]:
     rates = [
         Goal(
             name=f"{each.policy.upper()} hit rate with {each.capacity:,} rows",
@@ -206,16 +171,6 @@ def _goals(
         *rates,
         Goal(name="replays equal to cachetools, or the twin, in every access", value=equal, exactly=len(outcomes)),
         Goal(name="points TINYLFU is behind LFU with perfect counts, at most", value=behind, at_most=0.5),
-        Goal(
-            name="points TINYLFU is behind LRU on drifting ids, at most",
-            value=max(each.points_behind for each in drifts),
-            at_most=1,
-        ),
-        Goal(
-            name="points TINYLFU is behind the better of LRU and LFU on changing ids held out, at most",
-            value=max(each.points_behind_better for each in held_out),
-            at_most=0.5,
-        ),
     ]
 
 
@@ -268,21 +223,6 @@ def _batch_table(outcomes: list[BatchOutcome], optimum: dict[int, float], sample
     )
 
 
-def _drift_table(title: str, drifts: list[Drift], capacity: int) -> Table:
-    return Table(
-        title=f"hit rate of {title}, {capacity:,} rows cached",
-        columns=["lookups", "LRU", "LFU", "TINYLFU", "TINYLFU - LRU, points"],
-        rows=[
-            [
-                each.name,
-                *(f"{each.hit_rates[policy]:.3f}" for policy in _ONE_BY_ONE),
-                f"{0 - each.points_behind:+.1f}",
-            ]
-            for each in drifts
-        ],
-    )
-
-
 def run(request: Run) -> Report:
     config: dict[str, Any] = request.config
     path = require_criteo()
@@ -299,15 +239,11 @@ def run(request: Run) -> Report:
     lookups = sum(map(len, batches))
     optimum = {each: 1 - belady_rows_read(batches, each) / lookups for each in config["capacities"]}
     in_batches = _train_all(batches, config)
-    drifts = _drifts(config["drift_capacity"], drifting(config["drift_capacity"], config["drift_lookups"]))
-    changes, held_out = _changing(config, "changing_seeds"), _changing(config, "held_out_seeds")
     return Report(
         question="What share of lookups hits, at what cost, and is every eviction what the rules say?",
         tables=[
             _table(outcomes, bounds),
             _batch_table(in_batches, optimum, config["batch_samples"]),
-            _drift_table("made-up lookups", drifts, config["drift_capacity"]),
-            _drift_table("lookups that change their nature, held out", held_out, config["changing_capacity"]),
         ],
         figures={
             "lookups": len(keys),
@@ -317,12 +253,9 @@ def run(request: Run) -> Report:
             "bounds": [each._asdict() for each in bounds],
             "batches": [each._asdict() for each in in_batches],
             "batch_optimum": optimum,
-            "drifts": [each._asdict() for each in drifts],
-            "changing": [each._asdict() for each in changes],
-            "changing_held_out": [each._asdict() for each in held_out],
         },
         # The expected rates are those of the whole file.
-        goals=[] if config["lookups"] else _goals(outcomes, bounds, drifts, held_out, config),
+        goals=[] if config["lookups"] else _goals(outcomes, bounds, config),
         notes=[
             f"{len(keys):,} lookups of {len(np.unique(keys)):,} distinct rows. One thread; index and policy, no rows "
             "to copy. LFU is as cachetools defines it: a row that returns starts to count anew. TINYLFU is compared "

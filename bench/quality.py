@@ -1,58 +1,78 @@
-"""What converting the rows of a trained model to another dtype does to its predictions on real data."""
+"""What rows of 16, 8 and 4 bits do to the predictions of a model on real data: converted, or trained in them."""
 
 import contextlib
+import mmap
 import shutil
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
 import tierstore
 from tierstore.train import RunConfig, train
-from tierstore.train.build import Run, build_model, open_data
-from tierstore.train.config_file import load, parse_override
-from tierstore.train.feed import feed
+from tierstore.train.build import Run, build_model, open_data, table_configs
+from tierstore.train.config import load, parse_override
 from tierstore.train.metrics import Evaluation, Predictions
 from tierstore.train.readers import Batch
+from tierstore.train.steps import feed
 
+from .common import Goal, Table
 from .data import ROOT, require_criteo
 
-__all__ = ["Quality", "measure_quality"]
+__all__ = ["Quality", "goals_of", "measure_quality", "table_of"]
 
-_DDR = "200% of tables"
+_DDR: Final = "200% of tables"
+_WORSE_MAX: Final = {"float16": 0.0001, "bfloat16": 0.0001, "int8": 0.0001, "int4": 0.001}
+_TRAINED: Final = ("bfloat16", "float16")
+CONVERTED: Final = "converted"
 
 
 class Quality(NamedTuple):
-    """One training, evaluated with its rows in one dtype.
+    """One training and its evaluation on the rows after the training rows.
 
     Attributes:
-        seed: of the training.
+        made: "converted" after training in float32, or how rows were rounded at each update.
         cached_row_bytes: of a row in memory, with its optimizer state.
     """
 
     seed: int
     dtype: str
+    made: str
     evaluation: Evaluation
     cached_row_bytes: int
 
 
-def measure_quality(config: dict[str, Any], folder: Path, dtypes: tuple[str, ...]) -> list[Quality]:
-    """Train in float32 with each seed, convert, and evaluate each store on the rows after the training rows."""
+def measure_quality(config: dict[str, Any], folder: Path, dtypes: Sequence[str]) -> list[Quality]:
+    """With each seed: trained in float32 and converted to each of ``dtypes``; then trained in rows of 16 bits."""
     found = []
     path = folder / "quality-store"
     for seed in config["train_seeds"]:
-        overrides = [f'data.path="{require_criteo()}"', f'store.ddr="{_DDR}"', f"train.seed={seed}", *config["set"]]
-        overrides.append(f'store.path="{path}"')
-        shutil.rmtree(path, ignore_errors=True)
-        run = load(str(ROOT / config["run_file"]), [parse_override(text) for text in overrides])
-        trained = train(run).test
+        run, trained = _train(config, path, seed)
         found += [_converted(run, path, seed, dtype) for dtype in dtypes]
         again = found[-len(dtypes)].evaluation
         if again != trained:
             raise RuntimeError(f"evaluated anew, the trained store gives {again}, not {trained}")
+        for dtype in _TRAINED:
+            for rounding in ("nearest", "stochastic"):
+                own = [f'embedding.dtype="{dtype}"', f'embedding.rounding="{rounding}"']
+                run, evaluation = _train(config, path, seed, *own)
+                row_bytes = table_configs(run)[0].layout(mmap.PAGESIZE).row_bytes
+                found.append(Quality(seed, dtype, rounding, evaluation, row_bytes))
     shutil.rmtree(path)
     return found
+
+
+def _train(config: dict[str, Any], path: Path, seed: int, *overrides: str) -> tuple[RunConfig, Evaluation]:
+    shutil.rmtree(path, ignore_errors=True)
+    given = [f'data.path="{require_criteo()}"', f'store.ddr="{_DDR}"', f"train.seed={seed}", *config["set"]]
+    given += [f'store.path="{path}"', *overrides]
+    run = load(str(ROOT / config["run_file"]), [parse_override(text) for text in given])
+    found = train(run).test
+    if found is None:
+        raise ValueError(f"{config['run_file']} has no test rows to evaluate on")
+    return run, found
 
 
 def _converted(run: RunConfig, path: Path, seed: int, dtype: str) -> Quality:
@@ -74,7 +94,7 @@ def _evaluate(config: RunConfig, path: Path, seed: int, dtype: str) -> Quality:
         for batch in ahead:
             predictions.add(batch.labels, run.model(batch.dense, batch.sparse))
         row_bytes = run.embeddings.tables[0].layout.row_bytes
-    return Quality(seed, dtype, predictions.evaluate(), row_bytes)
+    return Quality(seed, dtype, CONVERTED, predictions.evaluate(), row_bytes)
 
 
 def _test_batches(config: RunConfig) -> Iterator[Batch]:
@@ -99,3 +119,60 @@ def _opened(config: RunConfig, path: Path) -> Iterator[Run]:
         for name, parameter in model.named_parameters():
             parameter.copy_(tensors[f"model.{name}"])
         yield Run(store, model, embeddings, torch.optim.SGD(model.parameters()))
+
+
+class _Mean(NamedTuple):
+    """Of the trainings of one kind."""
+
+    auc: float
+    auc_lowest: float
+    auc_highest: float
+    log_loss: float
+    cached_row_bytes: int
+
+
+def _means(found: list[Quality]) -> dict[tuple[str, str], _Mean]:
+    """By dtype and how the rows were made, over the seeds; float32 comes first."""
+    means = {}
+    for kind in dict.fromkeys((each.dtype, each.made) for each in found):
+        own = [each for each in found if (each.dtype, each.made) == kind]
+        aucs = [each.evaluation.auc for each in own]
+        loss = statistics.mean(each.evaluation.log_loss for each in own)
+        means[kind] = _Mean(statistics.mean(aucs), min(aucs), max(aucs), loss, own[-1].cached_row_bytes)
+    return means
+
+
+def table_of(found: list[Quality], config: dict[str, Any]) -> Table:
+    means = _means(found)
+    first = means["float32", CONVERTED]
+    shown = [
+        [
+            dtype,
+            "" if dtype == "float32" else made if made == CONVERTED else f"trained, {made}",
+            str(each.cached_row_bytes),
+            f"{each.auc:.6f}",
+            f"{each.auc_lowest:.6f} - {each.auc_highest:.6f}",
+            f"{first.auc - each.auc:+.6f}",
+            f"{each.log_loss:.6f}",
+            f"{each.log_loss - first.log_loss:+.6f}",
+        ]
+        for (dtype, made), each in means.items()
+    ]
+    return Table(
+        title=f"{config['run_file']}, trained in float32 and converted, or trained in rows of 16 bits that are rounded "
+        f"at each update: mean of {len(config['train_seeds'])} trainings",
+        columns=["rows", "made", "bytes in DDR", "test AUC", "lowest - highest", "AUC lost", "log loss", "worse by"],
+        rows=shown,
+    )
+
+
+def goals_of(found: list[Quality]) -> list[Goal]:
+    means = _means(found)
+    return [
+        Goal(
+            name=f"test AUC lost by {dtype}",
+            value=round(means["float32", CONVERTED].auc - means[dtype, CONVERTED].auc, 6),
+            at_most=most,
+        )
+        for dtype, most in _WORSE_MAX.items()
+    ]

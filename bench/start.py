@@ -104,13 +104,10 @@ def first_step(folder: str, rows: int, dim: int) -> None:
 
 def fill(folder: str, rows: int, dim: int) -> None:
     """A committed store all of whose rows were written."""
-    import torch
+    from .workload import write_every_row
 
-    step = 200_000
     with _open(folder, rows, dim) as store:
-        for first in range(0, rows, step):
-            ids = torch.arange(first, min(first + step, rows))
-            store["t0"].write(ids, torch.ones(len(ids), dim))
+        write_every_row(store["t0"])
         store.commit()
 
 

@@ -5,7 +5,7 @@ import shutil
 import time
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,11 +16,9 @@ from tierstore.models import DLRM
 from tierstore.plan.published import KAGGLE_ROWS
 
 from .data import criteo_keys
-from .workload import ids_of
+from .workload import CHUNK, ids_of, write_every_row
 
 __all__ = ["CHUNK", "StepWorkload", "criteo", "fill", "kaggle", "step_of", "timed", "zipf"]
-
-CHUNK: Final = 200_000
 
 
 class StepWorkload(NamedTuple):
@@ -101,9 +99,7 @@ def fill(path: Path, workload: StepWorkload, config: dict[str, Any]) -> None:
                 tierstore.TableConfig(num_embeddings=rows, embedding_dim=workload.dim, **config_of)  # type: ignore[arg-type]
             )
         for table in store.tables.values():
-            for first in range(0, table.config.num_embeddings, CHUNK):
-                ids = torch.arange(first, min(first + CHUNK, table.config.num_embeddings))
-                table.write(ids, torch.full((len(ids), workload.dim), 0.01))
+            write_every_row(table, 0.01)
         store.commit()
 
 

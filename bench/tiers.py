@@ -22,11 +22,11 @@ import torch
 
 import tierstore
 from tierstore import rows
+from tierstore.plan.measure import direct_reader, page_cache
 
-from . import diskio, oscache
+from . import diskio
 from .common import Goal, Report, Run, Table, program
 from .data import CRITEO_NAME, find_criteo
-from .device import direct_reader
 from .parts import Part, Told, run_parts
 from .steps import CHUNK, StepWorkload, criteo, fill, kaggle, step_of, timed, zipf
 
@@ -116,7 +116,7 @@ def _point(case: _Case, config: dict[str, Any]) -> Point:
                     table.read(torch.arange(first, min(first + CHUNK, table.config.num_embeddings)))
         for _ in timed(module, step, before_them, config["depth"]):
             pass
-        (oscache.warm if case.is_cached else oscache.drop)(path / ROWS_FILE)
+        (page_cache.warm if case.is_cached else page_cache.drop)(path / ROWS_FILE)
         before, process_before, cpu = store.stats(), diskio.of_process(), time.process_time()
         seconds = list(timed(module, step, workload.batches[-steps:], config["depth"]))
         after, process, cpu = store.stats(), diskio.of_process() - process_before, time.process_time() - cpu

@@ -25,7 +25,7 @@ class Outcome(NamedTuple):
 
 def _train(run_file: str, overrides: Sequence[str]) -> dict[str, Any]:
     from tierstore.train import train
-    from tierstore.train.config_file import load, parse_override
+    from tierstore.train.config import load, parse_override
 
     return train(load(run_file, [parse_override(text) for text in overrides]), bits=True).to_dict()
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from . import oscache
+from tierstore.plan.measure import page_cache
+
 from .common import Goal, Report, Run, Spread, Table, measure, per_second, program
 from .peers.lmdb_rows import LmdbRows
 from .rowdata import Floats, Int64s, Rows, TierReader, build_flat, build_store, open_flat
@@ -91,7 +92,7 @@ def _keyed_rate(request: Run, rows: Rows) -> Spread:
     config = request.config
     generator = np.random.default_rng(config["seed"])
     with contextlib.closing(LmdbRows(request.folder, rows)) as keyed:
-        oscache.warm(keyed.path)
+        page_cache.warm(keyed.path)
         count = config["batch_rows"] // 4
         read = {KEYED: lambda: keyed.read(generator.integers(0, rows.count, count))}
         measure(read, repetitions=2)
@@ -104,12 +105,12 @@ def _rates(request: Run, rows: Rows) -> tuple[dict[int, Rates], dict[str, float]
     batch = config["batch_rows"]
     store, flat_path = build_store(request.folder, rows), build_flat(request.folder, rows)
     flat = open_flat(flat_path, rows)
-    oscache.warm(flat_path)
+    page_cache.warm(flat_path)
     times: dict[int, dict[str, list[float]]] = {threads: {TAKE: []} for threads in config["threads"]}
     shares: dict[str, float] = {}
     for name, verify in ((PLAIN, False), (VERIFIED, True)):
         with contextlib.closing(TierReader(store, rows, batch, verify=verify)) as reader:
-            oscache.warm(reader.path)
+            page_cache.warm(reader.path)
             _touch_all(reader, flat, batch)
             for threads in config["threads"]:
                 seconds = _measure(reader, name, flat, config, threads)

@@ -1,7 +1,7 @@
 """Ids and stores that several benchmarks share."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -10,7 +10,10 @@ from torch import Tensor
 
 import tierstore
 
-__all__ = ["Batches", "ids_of", "make_store", "seeded_init"]
+__all__ = ["CHUNK", "Batches", "ids_of", "make_store", "write_every_row"]
+
+CHUNK: Final = 200_000
+"""Rows read or written at a time."""
 
 
 def ids_of(generator: np.random.Generator, rows: int, count: int, exponent: float) -> NDArray[np.int64]:
@@ -57,10 +60,6 @@ class Batches:
         return sum(len(np.unique(self.of_table(index, table)[0].numpy())) for table in range(self.tables))
 
 
-def seeded_init() -> tierstore.init.Uniform:
-    return tierstore.init.Uniform(-0.05, 0.05, seed=1)
-
-
 def make_store(
     path: Path, *, tables: int, rows: int, dim: int, optimizer: Any, ddr: str, dtype: str = "float32", **settings: Any
 ) -> tierstore.Store:
@@ -75,8 +74,16 @@ def make_store(
                 dtype=dtype,  # type: ignore[arg-type]
                 feature_names=(f"f{number}",),
                 pooling="sum",
-                init=seeded_init(),
+                init=tierstore.init.Uniform(-0.05, 0.05, seed=1),
                 optimizer=optimizer,
             )
         )
     return store
+
+
+def write_every_row(table: tierstore.Table, value: float = 1.0) -> None:
+    """So that each has to be read, where else it would be computed."""
+    rows, dim = table.config.num_embeddings, table.config.embedding_dim
+    for first in range(0, rows, CHUNK):
+        ids = torch.arange(first, min(first + CHUNK, rows))
+        table.write(ids, torch.full((len(ids), dim), value))

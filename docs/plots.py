@@ -12,8 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from tierstore.system.sizes import parse_size
-
 __all__ = ["PLOTS", "Plot", "draw", "is_current"]
 
 Plot = Callable[[Any, dict[str, Any]], None]
@@ -27,28 +25,6 @@ def _growth(axes: Any, figures: dict[str, Any]) -> None:
     axes.axhline(2.2, color="0.6", linewidth=1, linestyle="--", label="goal: under 2.2")
     axes.set(xlabel="commits", ylabel="size of the row file, of the first commit's", ylim=(0, 3))
     axes.legend(loc="lower right")
-
-
-def _lookups(sweep: str, label: str) -> Plot:
-    """Lookups a second by one of bench.growth's sweeps, a line for each way in which ids are drawn."""
-
-    def plot(axes: Any, figures: dict[str, Any]) -> None:
-        points = [point for point in figures["points"] if point["sweep"] == sweep]
-        for exponent in sorted({point["exponent"] for point in points}):
-            mine = [point for point in points if point["exponent"] == exponent]
-            places = [_number(point["value"]) for point in mine]
-            rates = {name: [point["rate"][name] / 1e6 for point in mine] for name in ("median", "lowest", "highest")}
-            axes.plot(places, rates["median"], marker="o", label=f"Zipf {exponent}" if exponent else "uniform ids")
-            axes.fill_between(places, rates["lowest"], rates["highest"], alpha=0.15, linewidth=0)
-        places = sorted({point["value"] for point in points}, key=_number)
-        axes.set_xscale("log")
-        axes.set_xticks([_number(place) for place in places], [_short(place) for place in places])
-        axes.set_xticks([], minor=True)
-        axes.set(xlabel=label, ylabel="million lookups/s")
-        axes.set_ylim(bottom=0)
-        axes.legend()
-
-    return plot
 
 
 def _of_tiers(axes: Any, figures: dict[str, Any], quantity: str, scale: float) -> None:
@@ -93,24 +69,8 @@ def _served(axes: Any, figures: dict[str, Any]) -> None:
     axes.legend()
 
 
-def _number(value: int | str) -> int:
-    return parse_size(value, name="a size") if isinstance(value, str) else value
-
-
-def _short(value: int | str) -> str:
-    """1000000 as "1 M"."""
-    if isinstance(value, str):
-        return value
-    unit, letter = next((each for each in ((10**9, " G"), (10**6, " M")) if value >= each[0]), (1, ""))
-    return f"{value // unit:,}{letter}"
-
-
 PLOTS: Final[dict[str, tuple[str, Plot]]] = {
     "commit_growth.svg": ("commit", _growth),
-    "growth_rows.svg": ("growth", _lookups("rows", "rows of the table")),
-    "growth_cache.svg": ("growth", _lookups("ddr", "DDR budget")),
-    "growth_batch.svg": ("growth", _lookups("bags", "bags a call")),
-    "growth_threads.svg": ("growth", _lookups("threads", "threads")),
     "tiers_step.svg": ("tiers", _step_time),
     "tiers_hits.svg": ("tiers", _hit_rate),
     "serve_load.svg": ("serve", _served),

@@ -11,7 +11,7 @@ import torch
 from bench.common import Goal, Spread, Table, aligned, per_second
 from bench.data import ROOT
 from docs.generate import benchmarks_page, load_results, pages, renewed, stale_plots
-from docs.plots import PLOTS, draw, is_current
+from docs.plots import draw, is_current
 
 MACHINE = {
     "cpu": "a CPU",
@@ -87,24 +87,11 @@ def test_a_page_says_what_was_not_measured() -> None:
 
 
 def test_a_page_shows_a_plot_once_it_can_be_drawn() -> None:
-    empty = "a\n<!-- plot:growth_rows.svg lookups -->\n<!-- /plot -->\nb\n"
+    empty = "a\n<!-- plot:tiers_hits.svg hits -->\n<!-- /plot -->\nb\n"
     assert renewed(empty, {}) == empty
-    found = renewed(empty, {"growth": result()})
-    assert found == "a\n<!-- plot:growth_rows.svg lookups -->\n![lookups](growth_rows.svg)\n<!-- /plot -->\nb\n"
+    found = renewed(empty, {"tiers": result()})
+    assert found == "a\n<!-- plot:tiers_hits.svg hits -->\n![hits](tiers_hits.svg)\n<!-- /plot -->\nb\n"
     assert renewed(found, {}) == empty
-
-
-@pytest.mark.parametrize("name", [name for name, (source, _) in PLOTS.items() if source == "growth"])
-def test_plots_of_growth(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="plots need matplotlib")
-    points = [
-        {"sweep": sweep, "value": value, "exponent": exponent, "rate": {"median": 2e6, "lowest": 1e6, "highest": 3e6}}
-        for sweep, values in {"rows": [10, 100], "ddr": ["16MiB", "1GiB"], "bags": [1, 8], "threads": [1, 2]}.items()
-        for value in values
-        for exponent in (0.0, 1.05)
-    ]
-    draw(tmp_path / name, PLOTS[name][1], {"points": points})
-    assert "<svg" in (tmp_path / name).read_text()
 
 
 def test_quick_results_are_no_results(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ OPTIMIZERS = [
     optim.Adagrad(lr=0.1),
     optim.Adam(lr=0.1),
 ]
+POOLINGS = ["sum", "mean", "max"]
 SETTINGS: list[dict[str, Any]] = [
     {"ddr": TIGHT, "policy": "lru"},
     {"ddr": TIGHT, "policy": "lru", "depth": 3, "threads": 3},
@@ -93,13 +94,15 @@ def train(
     return live, stats
 
 
-@pytest.mark.parametrize("pooling", ["sum", "mean", "max"])
+@pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.kind)
 def test_training_ends_in_the_same_bits(tmp_path: Path, optimizer: optim.Optimizer, pooling: str) -> None:
+    """Every second setting: each meets every optimizer, and every pooling."""
     config = {"optimizer": optimizer, "pooling": pooling}
+    first = (OPTIMIZERS.index(optimizer) + POOLINGS.index(pooling)) % 2
     expected, stats = train(tmp_path / "in memory", config, ddr="2MiB", threads=1)
     assert stats.ddr.evictions == 0
-    for number, setting in enumerate(SETTINGS):
+    for number, setting in enumerate(SETTINGS[first::2]):
         ended, stats = train(tmp_path / str(number), config, **setting)
         assert torch.equal(ended, expected), setting
         if setting["ddr"] == TIGHT:
@@ -126,17 +129,18 @@ def test_half_tables_end_in_the_same_bits(tmp_path: Path, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.kind)
 def test_stochastic_rounding_ends_in_the_same_bits(tmp_path: Path, optimizer: optim.Optimizer, dtype: str) -> None:
+    """Every second setting: each meets every optimizer, and both types."""
     config = {"optimizer": optimizer, "pooling": "mean", "dtype": dtype, "rounding": "stochastic"}
     expected, stats = train(tmp_path / "in memory", config, ddr="2MiB", threads=1)
     assert stats.ddr.evictions == 0
     to_nearest, _ = train(tmp_path / "nearest", config | {"rounding": "nearest"}, ddr="2MiB", threads=1)
     assert not torch.equal(to_nearest, expected)
     evictions = 0
-    for number, setting in enumerate(SETTINGS):
-        if "hbm" not in setting:
-            ended, stats = train(tmp_path / str(number), config, **setting)
-            assert torch.equal(ended.view(torch.int16), expected.view(torch.int16)), setting
-            evictions += stats.ddr.evictions
+    first = (OPTIMIZERS.index(optimizer) + (dtype == "float16")) % 2
+    for number, setting in enumerate([each for each in SETTINGS if "hbm" not in each][first::2]):
+        ended, stats = train(tmp_path / str(number), config, **setting)
+        assert torch.equal(ended.view(torch.int16), expected.view(torch.int16)), setting
+        evictions += stats.ddr.evictions
     assert evictions > ROWS
 
 

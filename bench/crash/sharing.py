@@ -26,7 +26,7 @@ from tierstore.io import ROW_FILE_NAME
 from tierstore.io.anchor import ANCHOR_NAME
 
 from .life import other_boot
-from .peers import Peer, may_make_namespaces
+from .processes import Process, may_make_namespaces
 
 __all__ = ["Tally", "main", "share"]
 
@@ -163,23 +163,23 @@ class _Sharing:
         self._scratch.mkdir(parents=True)
         self._generator = random.Random(seed)
         self._may_make_namespaces = may_make_namespaces()
-        self._followers: list[Peer] = []
+        self._followers: list[Process] = []
         self._promised: dict[int, int] = {0: _digest(torch.zeros(ROWS, dtype=torch.int32))}
         self._boot = 1
         self.tally = Tally()
 
-    def _start(self, name: str, body: Callable[[Report], None]) -> Peer:
+    def _start(self, name: str, body: Callable[[Report], None]) -> Process:
         in_namespace = self._may_make_namespaces and self._generator.random() < 0.7
         self.tally.namespaces += in_namespace
-        return Peer(name, body, in_namespace=in_namespace)
+        return Process(name, body, in_namespace=in_namespace)
 
-    def _writer(self, life: int) -> Peer:
+    def _writer(self, life: int) -> Process:
         seed, boot = self._generator.getrandbits(32), self._boot
         return self._start(
             f"writer {life}", lambda report: write_on(self._directory, self._scratch, life, boot, seed, report)
         )
 
-    def _reader(self, name: str, opens: int = 1 << 30) -> Peer:
+    def _reader(self, name: str, opens: int = 1 << 30) -> Process:
         seed, boot = self._generator.getrandbits(32), self._boot
         return self._start(name, lambda report: follow(self._directory, self._scratch, boot, seed, report, opens=opens))
 
@@ -212,7 +212,7 @@ class _Sharing:
         while len(self._followers) < FOLLOWERS:
             self._followers.append(self._reader(f"follower since {life}"))
 
-    def _end(self, reader: Peer) -> None:
+    def _end(self, reader: Process) -> None:
         reader.kill()
         self.tally.followers_killed += 1
         for report in reader.of("read"):
@@ -222,7 +222,7 @@ class _Sharing:
         self.tally.refreshes += sum(report["moved"] for report in reader.of("refreshed"))
         self._count_failed(reader)
 
-    def _count_failed(self, peer: Peer) -> None:
+    def _count_failed(self, peer: Process) -> None:
         for report in peer.of("failed"):
             self.tally.false_errors += 1
             self.tally.failures.append(f"{peer.name}: {report['words']}")
@@ -232,7 +232,7 @@ class _Sharing:
             self.tally.rows_differ += wrong
             self.tally.failures.append(f"{name}: {wrong} rows differ")
 
-    def _take_in_writer(self, writer: Peer) -> None:
+    def _take_in_writer(self, writer: Process) -> None:
         for report in writer.reports:
             if report["label"] == "opened":
                 self.tally.opened += 1

@@ -2,33 +2,55 @@
 
 ``python -m bench.gpu`` on any machine with an NVIDIA GPU runs every part, in a few minutes; it needs torch built for
 CUDA (which brings Triton), some 30 GiB of GPU memory, 32 GiB of host memory and a C compiler for Triton's launchers,
-and no network. ``--parts find,rows`` runs some parts only, ``--dir`` says where stores are built. Sizes are those of
+and no network. ``--only find,rows`` runs some parts only, ``--dir`` says where stores are built. Sizes are those of
 ``bench/gpu.toml``: for a smaller GPU, copy it, make ``rows``, ``slots`` or ``table_sizes`` smaller, and give it with
-``--config``. Without a CUDA device it says so and writes nothing; ``--device cpu --quick`` runs every part on the CPU
-at tiny sizes, to see that they work: its figures are no results.
+``--config``. Without a CUDA device it says so and writes nothing; with ``--quick`` every part then runs on the CPU at
+tiny sizes, to see that it works.
 """
 
+import importlib
+import os
+import sys
 import time
-from collections.abc import Sequence
+import traceback
+
+import torch
 
 from ..common import Report, Run
-from .part import PARTS, Part, run_apart
+from .part import PARTS, Part
+from .rig import Rig
 
-__all__ = ["run"]
+__all__ = ["PARTS", "run"]
+
+# One workspace for each of cuBLAS's handles and streams: without, its results may differ in bits from run to run.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def run(request: Run, *, device: str = "cuda", parts: Sequence[str] = PARTS) -> Report:
-    """Every part in turn. Those that failed are in ``figures["failed"]``, by name: why."""
-    deadline = time.monotonic() + request.config["total_seconds"]
+def run(request: Run) -> Report:
+    """Every part in turn. Those that failed are in ``figures["failed"]``, by name: why; what others found stands.
+
+    Raises:
+        SystemExit: there is no CUDA device.
+    """
+    if not torch.cuda.is_available() and not request.quick:
+        print("no CUDA device: nothing measured")
+        sys.exit()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     found: dict[str, Part] = {}
     seconds: dict[str, float] = {}
-    for name in parts:
+    failed: dict[str, str] = {}
+    for name in request.parts or PARTS:
         print(f"\n--- {name}", flush=True)
         start = time.monotonic()
-        found[name] = run_apart(name, request, device, deadline)
+        try:
+            module = importlib.import_module(f".{name}", __package__)
+            rig = Rig(device, seed=request.config["seed"])
+            found[name] = module.run(rig, request.config[name], request.folder)
+        except Exception as error:  # whatever is wrong with a part, the others are measured
+            traceback.print_exc()
+            failed[name] = f"{type(error).__name__}: {error}"
         seconds[name] = round(time.monotonic() - start, 1)
-        print(f"{name}: {found[name].failed or 'done'}, {seconds[name]} s", flush=True)
-    failed = {name: part.failed for name, part in found.items() if part.failed}
+        print(f"{name}: {failed.get(name, 'done')}, {seconds[name]} s", flush=True)
     notes = [note for part in found.values() for note in part.notes]
     notes += [f"Part {name} failed: {why}." for name, why in failed.items()]
     if device == "cpu":

@@ -14,10 +14,9 @@ import torch
 
 import tierstore
 from tierstore.io import ROW_FILE_NAME
+from tierstore.plan.measure import READ_BYTES, direct_reader, page_cache
 
-from .. import oscache
 from ..common import Spread, Table
-from ..device import READ_BYTES, direct_reader
 from .part import Part
 from .rig import Rig
 from .stores import Batch, Trainer, draw_batches, hbm_bytes, make_tables, open_fresh
@@ -91,8 +90,8 @@ def _cold_round(trainer: Trainer, path: Path, batches: list[Batch]) -> dict[str,
 def _put_out(trainer: Trainer, path: Path) -> float:
     """Put the row file out of the page cache; the share of it that stayed."""
     trainer.store.commit()
-    oscache.drop(path)
-    return oscache.resident_share(path)
+    page_cache.drop(path)
+    return page_cache.resident_share(path)
 
 
 def _device_reads(path: Path, config: dict[str, Any]) -> float:

@@ -8,7 +8,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from .. import oscache
+from tierstore.plan.measure import page_cache
+
 from ..common import Goal, Run, Table
 from ..parts import Part, Told
 from .clients import BlockingGrpc, BlockingRest, RestClient
@@ -151,7 +152,7 @@ def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
         "overhead": overheads,
         "ddr_bytes": rig.ddr_bytes,
         "page_cache": rig.config["page_cache"],
-        "page_cache_share": oscache.resident_share(rig.rows_file),
+        "page_cache_share": page_cache.resident_share(rig.rows_file),
         "device_reads_per_s": device,
         "server_environment": {name: os.environ[name] for name in os.environ if name.startswith(("OMP_", "GOMP_"))},
         "memory": memory._asdict(),

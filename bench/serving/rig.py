@@ -8,9 +8,9 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from .. import oscache
+from tierstore.plan.measure import direct_reader, page_cache
+
 from ..common import Run
-from ..device import direct_reader
 from . import queries
 from .clients import Answer, Client, GrpcClient, RestClient
 from .load import Load, Stream, closed_loop, open_loop, poisson
@@ -72,7 +72,7 @@ class Rig:
 
     def prepare(self) -> None:
         """Put the file of rows into the page cache, or out of it, as the configuration says. Before a server starts."""
-        (oscache.drop if self.config["page_cache"] == "cold" else oscache.warm)(self.rows_file)
+        (page_cache.drop if self.config["page_cache"] == "cold" else page_cache.warm)(self.rows_file)
 
     def device_reads_per_s(self) -> float | None:
         """What the disk itself gives now, 4 KiB at random, queue depth 64; None where it cannot be asked."""

@@ -1,6 +1,5 @@
 """The parts the benchmarks rest on. Whether they are fast is for them to say; here, whether they tell the truth."""
 
-import errno
 import importlib
 import json
 import time
@@ -11,14 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench import diskio, machine, memory, oscache, start
+from bench import diskio, machine, memory, start
 from bench.common import Goal, Report, Run, Table, measure, program
 from bench.data import ROOT, criteo_keys
-from bench.device import READ_BYTES, DirectReader, data_file
-from bench.growth import power_law_ids
 from bench.peers import rocksdb_rows
 from bench.peers.lmdb_rows import LmdbRows
 from bench.rowdata import Rows, TierReader, build_flat, build_store, open_flat
+from tierstore.plan.measure import READ_BYTES, page_cache
 
 ROWS = Rows(count=5000, dim=12, seed=3)
 PROGRAMS = sorted(path.stem for path in (ROOT / "bench").glob("*.toml"))
@@ -72,12 +70,12 @@ def test_rocksdb_reads_the_same_rows(tmp_path: Path) -> None:
 def test_bytes_of_the_disk_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(40 * READ_BYTES))
-    oscache.drop(path)
-    if oscache.resident_share(path):
+    page_cache.drop(path)
+    if page_cache.resident_share(path):
         pytest.skip(f"{path} is on a file system that lives in memory")
     before = diskio.of_process()
     path.read_bytes()
-    oscache.drop(path)
+    page_cache.drop(path)
     path.write_bytes(bytes(50 * READ_BYTES))
     found = diskio.of_process() - before
     assert 40 * READ_BYTES <= found.read < 60 * READ_BYTES
@@ -94,35 +92,16 @@ def test_a_build_that_broke_off_is_made_again(tmp_path: Path) -> None:
 def test_page_cache_is_dropped_and_warmed(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(40 * READ_BYTES))
-    oscache.warm(path)
-    assert oscache.resident_share(path) == 1
+    page_cache.warm(path)
+    assert page_cache.resident_share(path) == 1
     flat = np.memmap(path, np.uint8, "r")
     assert flat[::READ_BYTES].sum() == 0
-    assert oscache.zap_maps(path) == 40 * READ_BYTES
-    oscache.drop(path)
-    if oscache.resident_share(path) == 1:
+    assert page_cache.zap_maps(path) == 40 * READ_BYTES
+    page_cache.drop(path)
+    if page_cache.resident_share(path) == 1:
         pytest.skip(f"{path} is on a file system that lives in memory")
-    assert oscache.resident_share(path) == 0
+    assert page_cache.resident_share(path) == 0
     assert flat[0] == 0
-
-
-def test_direct_reads_bring_what_the_file_holds(tmp_path: Path) -> None:
-    path = data_file(tmp_path, 16 * READ_BYTES)
-    try:
-        reader = DirectReader(path, 4)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        pytest.skip("the file system has no direct reads")
-    offsets = reader.random_offsets(np.random.default_rng(0), 50)
-    reader.read(offsets)
-    # Four threads, contiguous parts: each buffer still holds the last page of its part.
-    last = [part[-1] for part in np.array_split(offsets, 4)]
-    contents = path.read_bytes()
-    assert bytes(reader.buffer) == b"".join(contents[at : at + READ_BYTES] for at in last)
-    with pytest.raises(OSError, match="1 of 1 direct reads failed"):
-        reader.read(np.array([16 * READ_BYTES]))
-    reader.close()
 
 
 def test_criteo_keys_skip_what_is_missing(tmp_path: Path) -> None:
@@ -187,18 +166,6 @@ def test_memory_that_was_taken_and_given_back_is_seen() -> None:
     some, none = memory.in_child(_take, size_bytes)
     assert 0.9 * size_bytes <= some <= 1.1 * size_bytes
     assert none < 0.1 * size_bytes
-
-
-def test_ids_of_a_power_law() -> None:
-    generator = np.random.default_rng(0)
-    for rows in (1000, 1_000_000_000):
-        ids = power_law_ids(generator, rows, 100_000, 1.05)
-        assert ids.min() >= 0
-        assert ids.max() < rows
-    counts = np.sort(np.bincount(power_law_ids(generator, 1000, 100_000, 1.05), minlength=1000))[::-1]
-    # Zipf's law summed up, from the 10th row on: the continuous law differs in the first few.
-    wanted = np.arange(1, 1001) ** -1.05
-    assert np.abs(counts[9:100].sum() / counts[9:].sum() - wanted[9:100].sum() / wanted[9:].sum()) < 0.02
 
 
 def test_nested_compilations_are_told_apart() -> None:

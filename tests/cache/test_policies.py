@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.data import criteo_keys
-from bench.drift import changing, drifting
+from tests.cache.drift import changing, drifting
 from tests.conformance.row_cache import SettledTinyLFU, oracle_access, oracle_order, order_of
 from tierstore.cache import DdrCache
 from tierstore.cache.policies import Tally

@@ -3,11 +3,12 @@
 import pytest
 
 from tierstore.cli import entry as cli
-from tierstore.train import RunConfig, config_file
+from tierstore.train import RunConfig
+from tierstore.train.config import load, to_dict
 
 
 def test_every_flag_of_train_that_stands_for_a_key_names_a_real_one():
-    known = config_file.to_dict(RunConfig())
+    known = to_dict(RunConfig())
     for flag in cli._TRAIN_FLAGS:
         section, _, key = flag.key.partition(".")
         assert key in known[section]
@@ -17,7 +18,7 @@ def test_keys_is_a_run_file_of_all_defaults(capsys, tmp_path):
     assert cli.main(["train", "--keys"]) == 0
     path = tmp_path / "run.toml"
     path.write_text(capsys.readouterr().out)
-    assert config_file.load(path) == RunConfig()
+    assert load(path) == RunConfig()
 
 
 def overrides(*arguments):

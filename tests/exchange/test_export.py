@@ -11,7 +11,7 @@ import torch
 import tierstore
 from tierstore import errors
 from tierstore.exchange import export_store, exporting
-from tierstore.exchange.rows import rows_a_chunk
+from tierstore.exchange.rows import chunks
 from tierstore.system import output as output_module
 
 from .support import OPTIMIZERS, bits, config, make_store, weights
@@ -48,7 +48,7 @@ def test_many_chunks_and_a_small_budget_change_nothing(tmp_path, monkeypatch):
     export_store(source, tmp_path / "whole", state=True)
     monkeypatch.setattr("tierstore.exchange.rows.CHUNK_BYTES", 20_000)
     with tierstore.open(source, mode="r", ddr="8MiB") as store:
-        assert 3000 / rows_a_chunk(store["item"]) > 20
+        assert len(list(chunks(store["item"]))) > 20
     shown = []
     export_store(source, tmp_path / "parts", state=True, ddr="450KiB", progress=lambda *pair: shown.append(pair))
     assert (tmp_path / "parts").read_bytes() == (tmp_path / "whole").read_bytes()

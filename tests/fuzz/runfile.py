@@ -1,8 +1,7 @@
 """A run file in TOML, and an override."""
 
 from tierstore.train import RunConfig
-from tierstore.train.config import ConfigError
-from tierstore.train.config_file import load, parse_override, to_toml
+from tierstore.train.config import ConfigError, load, parse_override, to_toml
 
 from .target import FindingError, Target, scratch_folder
 

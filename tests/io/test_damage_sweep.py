@@ -1,6 +1,6 @@
 """Damage anywhere in a small store ends in the right rows or in an error of ours that names the file.
 
-Here a sample of places; ``python -m bench.damage`` tries every byte.
+A sample of places in every run; ``pytest -m soak`` tries a bit of every byte of the row file.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import tierstore
-from bench.damage import (
+from tests.damage import (
     PAGE,
     Case,
     Expected,
@@ -78,6 +78,15 @@ def test_bytes_of_the_row_file(samples: list[Sample]) -> None:
     cases = [*flips(samples[0], all_bits=False, stride=401, files=["rows.lmdb"])]
     cases += flips(samples[0], all_bits=True, stride=997, files=["rows.lmdb"])
     assert _failures(cases, samples, prepare=row_file) == []
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_every_byte_of_the_row_file(samples: list[Sample]) -> None:
+    cases = [*flips(samples[0], all_bits=False, files=["rows.lmdb"])]
+    assert _failures(cases, samples, prepare=row_file) == []
+    assert _failures(list(flips(samples[0], all_bits=False, stride=101)), samples) == []
+    assert _failures(list(page_damage(samples[0])), samples) == []
 
 
 @pytest.mark.parametrize("all_bits", [False, True])

@@ -9,8 +9,8 @@ import pytest
 import xxhash
 
 import tierstore
-from bench.damage import PAGE, Sample, make_aged
 from tests.conformance.cold_tier import LONG, WIDE, add_tables, commit, keys_of, write_rows
+from tests.damage import PAGE, Sample, make_aged
 from tests.io.support import RowPlace, flip, open_tier, place_of, refuse
 from tierstore.errors import ChecksumError, DamagedError, UnreadableError
 from tierstore.io import verify

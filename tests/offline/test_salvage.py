@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import tierstore
-from bench.damage import Case
+from tests.damage import Case
 from tests.wrecks import PAGE, TABLES, History, Image, Rows, Segment, extra_of, rows_of, tensors_of
 from tierstore.errors import DamagedError, FormatError, StoreLockedError, StoreNotFoundError, TierstoreError
 from tierstore.io.anchor import _newest_slot, _slot

@@ -26,9 +26,15 @@ def batch(rows: int, count: int, seed: int) -> tierstore.KeyedJaggedTensor:
     return tierstore.KeyedJaggedTensor(["t"], ids, lengths=torch.ones(count, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "tinylfu", "lookahead"])
-@pytest.mark.parametrize("ddr", ["500KiB", "2MiB", "16MiB"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"dim{layout['embedding_dim']}")
+CASES = [
+    pytest.param(policy, ddr, LAYOUTS[(i + j) % 3], id=f"{policy}-{ddr}-dim{LAYOUTS[(i + j) % 3]['embedding_dim']}")
+    for i, policy in enumerate(["lru", "lfu", "tinylfu", "lookahead"])
+    for j, ddr in enumerate(["500KiB", "2MiB", "16MiB"])
+]
+"""Every pair of policy, budget and layout."""
+
+
+@pytest.mark.parametrize(("policy", "ddr", "layout"), CASES)
 def test_what_a_store_allocates_stays_within_its_budget(
     store_dir: Path, policy: str, ddr: str, layout: dict[str, Any]
 ) -> None:

@@ -3,13 +3,11 @@
 import functools
 from pathlib import Path
 
-from tierstore.train import config_file
-from tierstore.train.config import RunConfig
-from tierstore.train.config_file import Override
+from tierstore.train.config import Override, RunConfig, load
 from tierstore.train.synthetic import write_synthetic
 
-TRAIN_ROWS = 600
-TEST_ROWS = 200
+TRAIN_ROWS = 300
+TEST_ROWS = 100
 
 SECTIONS = {
     "data": {"train_rows": TRAIN_ROWS, "test_rows": TEST_ROWS},
@@ -36,4 +34,4 @@ def config_of(folder: Path, store: str, **changes: object) -> RunConfig:
     for name, value in keys.items():
         section, _, key = name.partition("__")
         overrides.append(Override(section, key, value, name))
-    return config_file.load(run_file, overrides)
+    return load(run_file, overrides)

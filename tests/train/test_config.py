@@ -5,8 +5,8 @@ from typing import get_type_hints
 
 import pytest
 
-from tierstore.train import config_file
-from tierstore.train.config import ConfigError, RunConfig
+from tierstore.train import config as run_files
+from tierstore.train.config import ConfigError, RunConfig, parse_override, to_toml
 
 
 @pytest.fixture
@@ -20,15 +20,15 @@ def write(tmp_path):
 
 
 def load(path, *overrides):
-    return config_file.load(path, [config_file.parse_override(text) for text in overrides])
+    return run_files.load(path, [parse_override(text) for text in overrides])
 
 
 def test_an_empty_file_is_all_defaults(write):
-    assert config_file.load(write("")) == RunConfig()
+    assert load(write("")) == RunConfig()
 
 
 def test_keys_reach_their_fields_and_keep_their_types(write):
-    config = config_file.load(
+    config = load(
         write(
             "[store]\nddr = 1024\n[train]\nbatch_size = 64\n[optimizer]\nsparse_lr = 1\n[model]\ntop_mlp = [8, 4]\n"
             '[data]\nsparse_columns = ["a", "b"]\n[embedding]\nnum_embeddings = [5, 6]\n'
@@ -45,14 +45,14 @@ def test_keys_reach_their_fields_and_keep_their_types(write):
 def test_a_device_and_its_memory_are_taken_as_text_for_the_store_to_judge(write):
     assert (RunConfig().store.hbm, RunConfig().store.device, RunConfig().store.has_hbm) == (0, "cpu", False)
     path = write('[store]\nhbm = "10% of tables"\ndevice = "cuda:1"\n')
-    store = config_file.load(path).store
+    store = load(path).store
     assert (store.hbm, store.device, store.has_hbm) == ("10% of tables", "cuda:1", True)
     assert load(path, "store.hbm=4096").store.hbm == 4096
     assert not load(path, "store.hbm=0MiB").store.has_hbm
 
 
 def test_one_table_size_is_for_every_column(write):
-    config = config_file.load(write("[embedding]\nnum_embeddings = 7\n"))
+    config = load(write("[embedding]\nnum_embeddings = 7\n"))
     assert config.table_sizes == (7,) * 26
 
 
@@ -66,11 +66,9 @@ def test_overrides_win_and_may_be_bare_words(write):
 
 
 def test_to_toml_is_read_back(write):
-    config = config_file.load(
-        write('[data]\npath = "a \\"b\\"\\\\c"\n[train]\nseed = 3\n[embedding]\ninit_range = 1e-05\n')
-    )
-    assert config_file.load(write(config_file.to_toml(config))) == config
-    assert config_file.load(write(config_file.to_toml(config, with_help=True))) == config
+    config = load(write('[data]\npath = "a \\"b\\"\\\\c"\n[train]\nseed = 3\n[embedding]\ninit_range = 1e-05\n'))
+    assert load(write(to_toml(config))) == config
+    assert load(write(to_toml(config, with_help=True))) == config
 
 
 @pytest.mark.parametrize(
@@ -140,7 +138,7 @@ def test_hostile_files_end_in_a_short_error(tmp_path, text, message):
     path = tmp_path / "run.toml"
     path.write_bytes(text)
     with pytest.raises(ConfigError, match=message) as raised:
-        config_file.load(path)
+        load(path)
     assert len(str(raised.value)) < 1000
 
 
@@ -151,9 +149,9 @@ def test_a_deep_override_is_a_word(write):
 
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"nosuch\.toml: there is no such run file"):
-        config_file.load(tmp_path / "nosuch.toml")
+        load(tmp_path / "nosuch.toml")
     with pytest.raises(ConfigError, match="is a folder"):
-        config_file.load(tmp_path)
+        load(tmp_path)
 
 
 def test_every_field_has_help_and_every_section_is_frozen_and_documented():

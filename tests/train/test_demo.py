@@ -6,7 +6,8 @@ import shlex
 import pytest
 
 from tierstore.cli import main
-from tierstore.train import config_file, demo
+from tierstore.train import demo
+from tierstore.train.config import load
 
 
 @pytest.mark.slow
@@ -54,7 +55,7 @@ def test_both_trainings_get_device_memory_and_show_it(tmp_path, capsys, monkeypa
 
     monkeypatch.setattr(demo, "_train", train)
     assert demo.run_demo(tmp_path / "demo", rows=1000, hbm=hbm)
-    config, everything = config_file.load(trained[0][0]), trained[1][trained[1].index("--ddr") + 1]
+    config, everything = load(trained[0][0]), trained[1][trained[1].index("--ddr") + 1]
     assert (config.store.hbm, config.store.device) == (hbm or 0, "cpu")
     assert int(everything) > 10 * config.store.ddr
     assert trained[1][-2:] == (["--hbm", everything] if hbm else ["--ddr", everything])

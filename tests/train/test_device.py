@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from tierstore.cli import entry as cli
-from tierstore.train import config_file, train, warmup
+from tierstore.train import train, warmup
 from tierstore.train.build import build_run, open_data, open_run_store
-from tierstore.train.feed import feed
+from tierstore.train.config import to_toml
+from tierstore.train.steps import feed
 
 from .runs import config_of
 
@@ -76,7 +77,7 @@ def test_the_warm_up_takes_its_steps_in_little_device_memory(folder, tmp_path, m
 @pytest.mark.parametrize("flags", [["--device", "cuda"], ["--set", "store.device=cuda:0"]])
 def test_a_machine_without_cuda_says_so(folder, tmp_path, capsys, flags):
     run_file = tmp_path / "run.toml"
-    run_file.write_text(config_file.to_toml(config_of(folder, "never")))
+    run_file.write_text(to_toml(config_of(folder, "never")))
     assert cli.main(["train", str(run_file), "--hbm", "1MiB", *flags]) == 2
     assert cli.main(["demo", "--dir", str(tmp_path / "demo"), "--device", "cuda"]) == 2
     train_error, demo_error = capsys.readouterr().err.splitlines()
@@ -89,7 +90,7 @@ def test_a_machine_without_cuda_says_so(folder, tmp_path, capsys, flags):
 @pytest.mark.gpu
 def test_a_device_needs_a_budget_of_its_memory(folder, tmp_path, capsys):
     run_file = tmp_path / "run.toml"
-    run_file.write_text(config_file.to_toml(config_of(folder, "never", store__device="cuda")))
+    run_file.write_text(to_toml(config_of(folder, "never", store__device="cuda")))
     assert cli.main(["train", str(run_file)]) == 2
     assert "hbm=" in capsys.readouterr().err
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from tierstore.plan import plan_file
-from tierstore.train import config_file, train
+from tierstore.train import train
+from tierstore.train.config import Override, load
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PLAN = EXAMPLES / "plan.toml"
@@ -19,21 +20,21 @@ def test_the_example_of_a_plan_is_valid():
 
 @pytest.mark.parametrize("path", sorted(set(EXAMPLES.glob("*.toml")) - {PLAN}), ids=lambda path: path.name)
 def test_every_example_is_a_valid_run_file(path):
-    assert config_file.load(path).data.train_rows > 0
+    assert load(path).data.train_rows > 0
 
 
 @pytest.mark.slow
 def test_criteo_with_five_percent_in_memory_reaches_its_auc_in_the_bits_of_the_in_memory_run(criteo_path, tmp_path):
     def run(name, **store):
         overrides = [
-            config_file.Override(section, key, value, key)
+            Override(section, key, value, key)
             for section, key, value in [
                 ("data", "path", str(criteo_path)),
                 ("store", "path", str(tmp_path / name)),
                 *(("store", key, value) for key, value in store.items()),
             ]
         ]
-        return train(config_file.load(EXAMPLES / "criteo.toml", overrides), bits=True)
+        return train(load(EXAMPLES / "criteo.toml", overrides), bits=True)
 
     tiered = run("tiered")
     assert tiered.test.auc >= 0.770

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from tierstore.train.program import program
+from tierstore.train.terminal import command_name
 
 
 @pytest.mark.parametrize(
@@ -19,4 +19,4 @@ def test_the_command_is_named_so_that_it_is_found(tmp_path, monkeypatch, started
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path / path) if path else "")
     monkeypatch.setattr(sys, "argv", [str(tmp_path / started)])
-    assert program() == said
+    assert command_name() == said

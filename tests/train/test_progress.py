@@ -5,8 +5,8 @@ import torch
 
 import tierstore
 from tierstore.pool.stats import Stats, TierStats
-from tierstore.train.progress import Progress
 from tierstore.train.summary import Summary
+from tierstore.train.terminal import Progress
 
 IDLE = Stats(TierStats(), TierStats(unique=4, hits=1, capacity_rows=8, bytes=2048), TierStats(bytes_read=4096))
 HOT = IDLE._replace(hbm=TierStats(unique=4, hits=3, capacity_rows=2, bytes=1024))

@@ -10,7 +10,7 @@ from tierstore.trace import read_trace
 from tierstore.trace.sampling import is_sampled
 from tierstore.train import train
 from tierstore.train.config import ConfigError
-from tierstore.train.tracing import trace_run
+from tierstore.train.lookups import trace_run
 
 EPOCHS = 2
 

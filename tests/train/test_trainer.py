@@ -16,8 +16,9 @@ from torch import nn
 import tierstore
 from tierstore.errors import BudgetError
 from tierstore.models import DLRM
-from tierstore.train import config_file, train, trainer
+from tierstore.train import train, trainer
 from tierstore.train.build import open_data
+from tierstore.train.config import to_toml
 from tierstore.train.metrics import Evaluation, roc_auc
 from tierstore.train.readers import CriteoReader
 
@@ -105,7 +106,7 @@ OPTIMIZERS = [
 ]
 
 
-@pytest.mark.parametrize("step", [1, 5, 18, 19, 20, STEPS])
+@pytest.mark.parametrize("step", [1, 9, 10, 11, STEPS])
 def test_ctrl_c_commits_and_resuming_ends_in_the_same_bits(run, unbroken, monkeypatch, step):
     with monkeypatch.context() as patch:
         stop_after(patch, step, lambda: signal.raise_signal(signal.SIGINT))
@@ -131,11 +132,11 @@ def test_after_a_crash_the_last_commit_continues_to_the_same_bits(run, unbroken,
 
     settings = {"train__commit_every": 9, "store__ddr": FITS_NOTHING, **optimizers}
     with monkeypatch.context() as patch:
-        stop_after(patch, 25, crash)
+        stop_after(patch, 13, crash)
         with pytest.raises(CrashError):
             run(**settings)
     resumed = run(resume=True, **settings)
-    assert resumed.rows == 2 * TRAIN_ROWS - (TRAIN_ROWS if STEPS // 2 == 18 else 18 * 32)
+    assert resumed.rows == 2 * TRAIN_ROWS - 9 * 32
     assert resumed.bits == unbroken(**optimizers).bits
 
 
@@ -193,8 +194,8 @@ def test_a_store_of_another_kind_is_refused(folder, run):
 def test_a_broken_line_surfaces_and_what_was_committed_stands(folder, run, unbroken):
     lines = (folder / "clicks.tsv").read_text().splitlines(keepends=True)
     broken = folder / "broken.tsv"
-    broken.write_text("".join([*lines[:400], "hello\n", *lines[401:]]))
-    with pytest.raises(ValueError, match=r"broken\.tsv, line 401: 1 tab-separated columns"):
+    broken.write_text("".join([*lines[:200], "hello\n", *lines[201:]]))
+    with pytest.raises(ValueError, match=r"broken\.tsv, line 201: 1 tab-separated columns"):
         run(data__path=str(broken), train__commit_every=1)
     broken.write_text("".join(lines))
     # Prefetching may have met the broken line while earlier batches were still to be trained on.
@@ -219,8 +220,8 @@ def test_the_format_of_the_data_changes_no_bit(folder, run, unbroken):
 
 
 def test_too_few_rows_and_no_rows_are_errors(folder, run):
-    with pytest.raises(ValueError, match=r"clicks\.tsv ends before row 801"):
-        run("long", data__train_rows=801, data__test_rows=0)
+    with pytest.raises(ValueError, match=r"clicks\.tsv ends before row 401"):
+        run("long", data__train_rows=401, data__test_rows=0)
     (folder / "none.tsv").write_text("")
     with pytest.raises(ValueError, match=r"none\.tsv has no rows to train on"):
         run("none", data__path=str(folder / "none.tsv"), data__train_rows=0, data__test_rows=0)
@@ -334,10 +335,10 @@ def test_bits_tell_any_change_of_a_row_or_weight(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_command_that_is_stopped_or_killed_resumes_to_the_same_bits(folder, unbroken, number):
-    epochs = 30
+    epochs = 60
     config = config_of(folder, f"command-{number}", train__epochs=epochs, train__commit_every=5)
     run_file = folder / f"command-{number}.toml"
-    run_file.write_text(config_file.to_toml(config))
+    run_file.write_text(to_toml(config))
     command = [sys.executable, "-m", "tierstore", "train", str(run_file)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     for line in process.stderr:
@@ -352,5 +353,5 @@ def test_a_command_that_is_stopped_or_killed_resumes_to_the_same_bits(folder, un
     else:
         assert process.returncode == -signal.SIGKILL
     resumed = train(config, resume=True, bits=True)
-    assert 0 < resumed.rows <= epochs * TRAIN_ROWS - 15 * 32
+    assert 0 < resumed.rows <= epochs * TRAIN_ROWS - (TRAIN_ROWS + 5 * 32)  # from the 15th step on, or later
     assert resumed.bits == unbroken(train__epochs=epochs).bits

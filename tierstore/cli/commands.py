@@ -285,8 +285,8 @@ def _add_trace_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _trace(options: argparse.Namespace) -> int:
     from ..trace import write_trace
-    from ..train.config_file import Override, load
-    from ..train.tracing import trace_run
+    from ..train.config import Override, load
+    from ..train.lookups import trace_run
 
     data = [] if options.data is None else [Override("data", "path", options.data, f"--data {options.data}")]
     trace = trace_run(load(options.run_file, data), rows=options.rows)

@@ -16,7 +16,7 @@ from ..system.terminal import Command, byte_bar, group, show_help
 from .commands import BACKUP, COMPACT, EXPORT, IMPORT, PUBLISH, QUANTIZE, TRACE
 
 if TYPE_CHECKING:
-    from ..train.config_file import Override
+    from ..train.config import Override
 
 __all__ = ["build_parser", "main"]
 
@@ -178,8 +178,8 @@ def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _train(options: argparse.Namespace) -> int:
     from ..train import RunConfig, train
-    from ..train.config_file import load, to_toml
-    from ..train.program import program
+    from ..train.config import load, to_toml
+    from ..train.terminal import command_name
 
     if options.keys:
         print(to_toml(RunConfig(), with_help=True), end="")
@@ -194,13 +194,13 @@ def _train(options: argparse.Namespace) -> int:
     if not summary.interrupted:
         return 0
     words = [word for word in options.words if word != "--resume"]
-    print(f"stopped after step {summary.step:,}; continue with: {program()} {shlex.join([*words, '--resume'])}")
+    print(f"stopped after step {summary.step:,}; continue with: {command_name()} {shlex.join([*words, '--resume'])}")
     return EXIT_INTERRUPTED
 
 
 def _overrides(options: argparse.Namespace) -> "list[Override]":
     """What the flags set; named flags come last and so win over ``--set``."""
-    from ..train.config_file import Override, parse_override
+    from ..train.config import Override, parse_override
 
     overrides = [parse_override(text) for text in options.set]
     for flag in _TRAIN_FLAGS:

@@ -1,7 +1,8 @@
 """A store's tables as one file."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -10,13 +11,11 @@ import torch
 from ..config import require_choice
 from ..store import Store, Table, open_store
 from ..system.output import partial_file, require_room
-from .keys import DEFAULT_KEY, state_key, weight_keys
+from .keys import DEFAULT_KEY, StateTensor, state_key, state_tensors, weight_keys
 from .metadata import Metadata, TableMetadata
-from .rows import Rows, read_rows, rows_a_chunk
+from .rows import chunks, read_rows
 from .safetensors_file import SafetensorsFile
-from .states import StateTensor, state_tensors
-from .tensor_file import TensorFile, TensorSpec
-from .tensor_writer import TensorWriter
+from .tensor_file import TensorFile, TensorSpec, TensorWriter
 from .torch_file import TorchFile
 
 __all__ = ["FORMATS", "ExportReport", "export_store"]
@@ -121,25 +120,19 @@ def _plan(table: Table, key: str, with_state: bool) -> _TablePlan:
     config = table.config
     rows, dim = config.num_embeddings, config.embedding_dim
     states = state_tensors(config.optimizer, dim) if with_state else ()
+    dtype = torch.uint8 if table.layout.is_quantized else table.layout.torch_dtype
     return _TablePlan(
         table,
-        _weight_spec(table, key),
+        TensorSpec(key, dtype, (rows, table.layout.stored_columns)),
         tuple((each, TensorSpec(state_key(key, each.name), torch.float32, each.shape(rows))) for each in states),
     )
 
 
-def _weight_spec(table: Table, key: str) -> TensorSpec:
-    layout = table.layout
-    dtype = torch.uint8 if layout.is_quantized else layout.torch_dtype
-    return TensorSpec(key, dtype, (table.config.num_embeddings, layout.stored_columns))
-
-
 def _require_distinct(specs: Sequence[TensorSpec]) -> None:
-    names = [spec.name for spec in specs]
-    twice = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
-    reserved = twice or {"__metadata__"} & set(names)
-    if reserved:
-        raise ValueError(f"two tensors would be named {min(reserved)!r}; choose other names with key, or leave one out")
+    names = Counter(["__metadata__", *(spec.name for spec in specs)])
+    twice = [name for name, count in names.items() if count > 1]
+    if twice:
+        raise ValueError(f"two tensors would be named {min(twice)!r}; choose other names with key, or leave one out")
 
 
 def _metadata(store: Store, plans: Sequence[_TablePlan]) -> Metadata:
@@ -154,7 +147,8 @@ def _write_tables(
     total = sum(spec.size_bytes for plan in plans for spec in plan.specs)
     done = 0
     for plan in plans:
-        for rows in _chunks(plan.table):
+        for start, stop in chunks(plan.table):
+            rows = read_rows(plan.table, start, stop)
             writer.append(plan.weight.name, rows.weights)
             done += rows.weights.nbytes
             for state, spec in plan.states:
@@ -163,9 +157,3 @@ def _write_tables(
                 done += part.nbytes
             if progress is not None:
                 progress(done, total)
-
-
-def _chunks(table: Table) -> Iterator[Rows]:
-    rows, step = table.config.num_embeddings, rows_a_chunk(table)
-    for start in range(0, rows, step):
-        yield read_rows(table, start, min(start + step, rows))

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..config import MAX_KEPT_VERSIONS, Pooling, Rounding, TableConfig
+from ..config import MAX_KEPT_VERSIONS, Pooling, Rounding
 from ..io.files import rows_path
 from ..kernels.arrays import Floats, Weights
 from ..optim import Optimizer
@@ -19,7 +19,7 @@ from ..store import Store, Table, open_store
 from ..store.manifest import MANIFEST_NAME
 from ..store.version import TableState
 from .matching import Match, Settings, match_tables
-from .rows import rows_a_chunk, write_rows
+from .rows import chunks, write_rows
 from .sources import Source, open_source
 
 __all__ = ["ImportReport", "TableImport", "import_files"]
@@ -103,28 +103,23 @@ def import_files(
             match_tables(sources, mapping or {}, settings, {})  # bad input makes no store
         # Rows leave memory, and so are appended, in the order in which they came.
         store = stack.enter_context(open_store(directory, mode="w", keep=_keep(directory), ddr=ddr, policy="lru"))
-        matches = match_tables(sources, mapping or {}, settings, _configs(store))
-        known = set(store.tables)
-        tables = [_table(store, match, known) for match in matches]
-        done = _Progress(progress, sum(match.size_bytes for match in matches))
+        existing = {name: table.config for name, table in store.tables.items()}
+        matches = match_tables(sources, mapping or {}, settings, existing)
+        tables = [_table(store, match, match.config.name not in existing) for match in matches]
+        total, done = sum(match.size_bytes for match in matches), 0
+
+        def add(size_bytes: int) -> None:
+            nonlocal done
+            done += size_bytes
+            if progress is not None:
+                progress(done, total)
+
         imported = [
-            _import(match, table, match.config.name not in known, done)
+            _import(match, table, match.config.name not in existing, add)
             for match, table in zip(matches, tables, strict=True)
         ]
         version = store.commit(extra=store.extra, tensors=store.tensors())
         return ImportReport(version, tuple(imported), _left_out(sources, matches))
-
-
-class _Progress:
-    """Bytes of the files read so far."""
-
-    def __init__(self, show: Callable[[int, int], None] | None, total: int) -> None:
-        self._show, self._total, self._done = show, total, 0
-
-    def add(self, size_bytes: int) -> None:
-        self._done += size_bytes
-        if self._show is not None:
-            self._show(self._done, self._total)
 
 
 def _keep(directory: str | os.PathLike[str]) -> int:
@@ -135,14 +130,9 @@ def _keep(directory: str | os.PathLike[str]) -> int:
         return min(len(store.versions) + 1, MAX_KEPT_VERSIONS)
 
 
-def _configs(store: Store) -> dict[str, TableConfig]:
-    return {name: table.config for name, table in store.tables.items()}
-
-
-def _table(store: Store, match: Match, known: set[str]) -> Table:
+def _table(store: Store, match: Match, is_new: bool) -> Table:
     """The table, made if need be, with its count of updates and learning rate as the file tells."""
     table = store.create_table(match.config)
-    is_new = table.name not in known
     if match.kept is not None and match.states:
         table.restore(match.kept)
     elif match.kept is not None and is_new:
@@ -152,15 +142,14 @@ def _table(store: Store, match: Match, known: set[str]) -> Table:
     return table
 
 
-def _import(match: Match, table: Table, created: bool, progress: _Progress) -> TableImport:
+def _import(match: Match, table: Table, created: bool, add: Callable[[int], None]) -> TableImport:
     changed = nonfinite = 0
-    rows, step = table.config.num_embeddings, rows_a_chunk(table)
-    for start in range(0, rows, step):
-        stop = min(start + step, rows)
+    rows = table.config.num_embeddings
+    for start, stop in chunks(table):
         weights = match.source.read(match.key, start, stop).to(table.layout.torch_dtype).contiguous()
         nonfinite += int(torch.count_nonzero(~torch.isfinite(weights)))
         changed += write_rows(table, start, _raw(weights), _state(match, table, start, stop))
-        progress.add(match.size_bytes * stop // rows - match.size_bytes * start // rows)
+        add(match.size_bytes * stop // rows - match.size_bytes * start // rows)
     return TableImport(table.name, match.key, created, rows, changed, bool(match.states), nonfinite)
 
 

@@ -1,10 +1,12 @@
-"""How tensors are named in a file: TorchRec's state keys by default."""
+"""Which tensors a table is, and their names in a file: TorchRec's state keys by default, torch.optim's state."""
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
-__all__ = ["DEFAULT_KEY", "state_key", "table_of", "weight_keys"]
+from ..optim import Optimizer
+
+__all__ = ["DEFAULT_KEY", "StateTensor", "state_key", "state_tensors", "table_of", "weight_keys"]
 
 DEFAULT_KEY: Final = "embedding_bags.{table}.weight"
 _PLACE: Final = "{table}"
@@ -49,3 +51,28 @@ def table_of(key: str, known: Mapping[str, str]) -> str | None:
         return known[key]
     found = _TORCHREC.fullmatch(key)
     return found["table"] if found else None
+
+
+class StateTensor(NamedTuple):
+    """Columns ``[first, last)`` of a row's state.
+
+    One value a row is a tensor [rows], any other number a tensor [rows, last - first].
+    """
+
+    name: str
+    first: int
+    last: int
+    per_row: bool
+
+    def shape(self, rows: int) -> tuple[int, ...]:
+        return (rows,) if self.per_row else (rows, self.last - self.first)
+
+
+def state_tensors(optimizer: Optimizer, dim: int) -> tuple[StateTensor, ...]:
+    """The state tensors of a table with ``dim`` columns, in order of their columns; float32 all of them."""
+    if optimizer.kind == "adam":
+        return StateTensor("exp_avg", 0, dim, False), StateTensor("exp_avg_sq", dim, 2 * dim, False)
+    columns = optimizer.state_dim(dim)
+    if not columns:
+        return ()
+    return (StateTensor("sum", 0, columns, optimizer.kind == "rowwise_adagrad"),)

@@ -15,11 +15,10 @@ from ..optim import Optimizer
 from ..rows import QuantizedName
 from ..store.version import TableState
 from ..system.excerpt import excerpt, excerpt_names
-from .keys import state_key, table_of
+from .keys import StateTensor, state_key, state_tensors, table_of
 from .sources import Source, TensorInfo
-from .states import StateTensor, state_tensors
 
-__all__ = ["Match", "Settings", "StatePart", "match_tables", "require_fits"]
+__all__ = ["Match", "Settings", "StatePart", "match_tables"]
 
 
 class Settings(NamedTuple):
@@ -150,7 +149,7 @@ def _match(
     told = {each.key: each for each in source.metadata.tables}.get(key) if source.metadata else None
     config = existing or _new_config(info, table, settings, told.config if told else None, place)
     match = Match(source, key, config, info, _states(places, key, config), told.state if told else None)
-    require_fits(match, config, settings)
+    _require_fits(match, config, settings)
     return match
 
 
@@ -167,16 +166,10 @@ def _require_table(info: TensorInfo, place: str) -> None:
 def _new_config(info: TensorInfo, table: str, settings: Settings, told: TableConfig | None, place: str) -> TableConfig:
     """The configuration of a table that is to be made."""
     rows, dim = info.shape
-    changes: dict[str, Any] = {"num_embeddings": rows, "embedding_dim": dim}
-    changes["dtype"] = settings.dtype or str(info.dtype).removeprefix("torch.")
-    if settings.optimizer is not None:
-        changes["optimizer"] = settings.optimizer
-    if settings.pooling is not None:
-        changes["pooling"] = settings.pooling
-    if settings.rounding is not None:
-        changes["rounding"] = settings.rounding
-    elif changes["dtype"] == "float32":
-        changes["rounding"] = "nearest"
+    dtype = settings.dtype or str(info.dtype).removeprefix("torch.")
+    changes: dict[str, Any] = {"num_embeddings": rows, "embedding_dim": dim, "dtype": dtype}
+    changes |= {"rounding": "nearest"} if dtype == "float32" else {}
+    changes |= {name: value for name, value in settings._asdict().items() if value is not None}
     try:
         if told is None:
             config = TableConfig(name=table, **changes)
@@ -190,7 +183,7 @@ def _new_config(info: TensorInfo, table: str, settings: Settings, told: TableCon
         raise ValueError(f"{place}: {error}{hint}") from error
 
 
-def require_fits(match: Match, config: TableConfig, settings: Settings) -> None:
+def _require_fits(match: Match, config: TableConfig, settings: Settings) -> None:
     """TableError, naming both, unless the tensor is of the table's shape and dtype (or is to be converted to it)."""
     if config.dtype in get_args(QuantizedName):
         raise TableError(

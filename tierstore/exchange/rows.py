@@ -1,5 +1,6 @@
 """Ranges of a table's rows with their optimizer state, through the cache that everybody else reads them by."""
 
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -9,7 +10,7 @@ from ..kernels.arrays import Bools, Floats, Int64s, Weights
 from ..rows import KEY_ROW_BITS
 from ..store import Table
 
-__all__ = ["CHUNK_BYTES", "Rows", "read_rows", "rows_a_chunk", "write_rows"]
+__all__ = ["CHUNK_BYTES", "Rows", "chunks", "read_rows", "write_rows"]
 
 CHUNK_BYTES: Final = 8 * 2**20
 """Rows, state and bookkeeping of one chunk. An export or import holds at most eight times this beside ``ddr``."""
@@ -29,9 +30,11 @@ class Rows(NamedTuple):
     state: Floats
 
 
-def rows_a_chunk(table: Table) -> int:
-    """Rows that make about ``CHUNK_BYTES``."""
-    return max(1, CHUNK_BYTES // (table.layout.row_bytes + _BOOKKEEPING_BYTES))
+def chunks(table: Table) -> Iterator[tuple[int, int]]:
+    """(start, stop) of runs of rows that make about ``CHUNK_BYTES``, all of the table's in their order."""
+    rows, step = table.config.num_embeddings, max(1, CHUNK_BYTES // (table.layout.row_bytes + _BOOKKEEPING_BYTES))
+    for start in range(0, rows, step):
+        yield start, min(start + step, rows)
 
 
 def _keys(table: Table, start: int, stop: int) -> Int64s:

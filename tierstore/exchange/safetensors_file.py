@@ -11,13 +11,13 @@ import torch
 
 from .tensor_file import TensorSpec
 
-__all__ = ["METADATA_KEY", "SafetensorsFile"]
+__all__ = ["DTYPES", "METADATA_KEY", "SafetensorsFile"]
 
 METADATA_KEY: Final = "tierstore"
 """Where in the header's ``__metadata__`` our own stands, as JSON."""
 _ALIGN: Final = 64
 """Of the data's beginning; the format asks for 8."""
-_DTYPES: Final = {
+DTYPES: Final = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -35,7 +35,7 @@ class SafetensorsFile:
     """``TensorFile`` in safetensors format.
 
     Raises:
-        ValueError: a tensor of a dtype that is not in ``_DTYPES``.
+        ValueError: a tensor of a dtype that is not in ``DTYPES``.
     """
 
     needs_checksums = False
@@ -45,11 +45,11 @@ class SafetensorsFile:
         end = 0
         # Wide types first, so that each tensor is aligned without gaps, which the format forbids.
         for tensor in sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize):
-            if tensor.dtype not in _DTYPES:
+            if tensor.dtype not in DTYPES:
                 raise ValueError(f"tensor {tensor.name!r} is {tensor.dtype}, which an export to safetensors leaves out")
             offsets = [end, end + tensor.size_bytes]
             header[tensor.name] = {
-                "dtype": _DTYPES[tensor.dtype],
+                "dtype": DTYPES[tensor.dtype],
                 "shape": list(tensor.shape),
                 "data_offsets": offsets,
             }

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import FormatError
 from .metadata import Metadata
-from .safetensors_file import METADATA_KEY
+from .safetensors_file import DTYPES, METADATA_KEY
 from .torch_file import METADATA_ENTRY
 
 __all__ = ["SafetensorsSource", "Source", "TensorInfo", "TorchSource", "open_source"]
@@ -24,12 +24,7 @@ _ZIP_MAGIC: Final = b"PK\x03\x04"
 _PICKLE_MAGICS: Final = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 _MAX_METADATA_BYTES: Final = 64 * 2**20
 _MAX_DEPTH: Final = 16
-_DTYPES: Final = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+_DTYPES: Final = {name: dtype for dtype, name in DTYPES.items() if dtype.is_floating_point}
 
 
 class TensorInfo(NamedTuple):

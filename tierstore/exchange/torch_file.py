@@ -37,17 +37,11 @@ _PAD: Final = 0x4246
 _HERE: Final = 0xFFFFFFFF
 """Stands where a 64-bit number is given elsewhere."""
 _STORAGES: Final[dict[torch.dtype, Any]] = {
-    torch.float64: torch.DoubleStorage,
-    torch.float32: torch.FloatStorage,
-    torch.float16: torch.HalfStorage,
-    torch.bfloat16: torch.BFloat16Storage,
-    torch.int64: torch.LongStorage,
-    torch.int32: torch.IntStorage,
-    torch.int16: torch.ShortStorage,
-    torch.int8: torch.CharStorage,
-    torch.uint8: torch.ByteStorage,
+    torch.float64: torch.DoubleStorage, torch.float32: torch.FloatStorage, torch.float16: torch.HalfStorage,
+    torch.bfloat16: torch.BFloat16Storage, torch.int64: torch.LongStorage, torch.int32: torch.IntStorage,
+    torch.int16: torch.ShortStorage, torch.int8: torch.CharStorage, torch.uint8: torch.ByteStorage,
     torch.bool: torch.BoolStorage,
-}
+}  # fmt: skip
 
 
 class _Storage(NamedTuple):

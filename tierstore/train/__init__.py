@@ -1,7 +1,6 @@
 """Training a DLRM on click data from one run file."""
 
-from .config import ConfigError, RunConfig
-from .config_file import load
+from .config import ConfigError, RunConfig, load
 from .summary import Summary
 from .trainer import train
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from ..store import Store
 from ..store.pending import PendingCommit
 from .build import Run
-from .config import RunConfig
-from .config_file import from_dict, to_dict
+from .config import RunConfig, from_dict, to_dict
 
 __all__ = ["Position", "commit_run", "load_model", "require_resumable", "restore_run", "saved_config"]
 

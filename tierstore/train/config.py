@@ -6,13 +6,16 @@ Each section is a dataclass; the help beside a field is what the documentation s
 # ruff: noqa: RUF009 (_option makes dataclass fields)
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, Literal
 
 from ..config import MAX_KEPT_VERSIONS, MAX_SLACK
 from ..io.cleaning import DEFAULT_SLACK
 from ..rows import MAX_ROWS
-from ..settings.sections import ConfigError
+from ..settings import sections
+from ..settings.sections import ConfigError, Override, to_dict, to_toml
 from ..system.excerpt import excerpt
 from ..system.sizes import parse_size
 from .readers.open import DataFormat
@@ -23,11 +26,16 @@ __all__ = [
     "EmbeddingSection",
     "ModelSection",
     "OptimizerSection",
+    "Override",
     "RunConfig",
     "StoreSection",
     "TrainSection",
+    "from_dict",
+    "load",
+    "parse_override",
+    "to_dict",
+    "to_toml",
 ]
-
 
 _MAX_THREADS: Final = 1024
 _MAX_WIDTH: Final = 1 << 20
@@ -212,7 +220,7 @@ class TrainSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """A whole run. ``config_file.load`` reads it from TOML."""
+    """A whole run; ``load`` reads it from TOML."""
 
     store: StoreSection = field(default_factory=StoreSection)
     data: DataSection = field(default_factory=DataSection)
@@ -232,3 +240,26 @@ class RunConfig:
         """Rows of each column's table."""
         sizes = self.embedding.num_embeddings
         return sizes if isinstance(sizes, tuple) else (sizes,) * len(self.data.sparse_columns)
+
+
+def parse_override(text: str) -> Override:
+    """``section.key=value``, the value in TOML or a bare word.
+
+    Raises:
+        ConfigError: the text is not of this form.
+    """
+    return sections.parse_override(text, example="train.batch_size=512")
+
+
+def load(path: str | Path, overrides: Iterable[Override] = ()) -> RunConfig:
+    """Read a run file, then set what ``overrides`` say; of two for one key the later one wins.
+
+    Raises:
+        ConfigError: for a file that is not TOML, an unknown section or key, a value of the wrong type or range.
+    """
+    return sections.load_sections(RunConfig, path, overrides, what="run file")
+
+
+def from_dict(document: Mapping[str, Mapping[str, Any]], origin: str) -> RunConfig:
+    """What ``to_dict`` gave, as a configuration; ConfigError names ``origin`` where it is of another release."""
+    return sections.sections_of(RunConfig, document, origin)

@@ -19,11 +19,20 @@ from ..errors import TierstoreError
 from ..io import ROW_FILE_NAME
 from ..store import open_store
 from ..system.sizes import format_size
-from .build import open_data, table_configs
-from .config import DataSection, EmbeddingSection, ModelSection, OptimizerSection, RunConfig, StoreSection, TrainSection
-from .config_file import to_toml
-from .program import program
+from .build import table_configs
+from .config import (
+    DataSection,
+    EmbeddingSection,
+    ModelSection,
+    OptimizerSection,
+    RunConfig,
+    StoreSection,
+    TrainSection,
+    to_toml,
+)
+from .lookups import trace_run
 from .synthetic import CARDINALITIES, SyntheticData, write_synthetic
+from .terminal import command_name
 
 __all__ = ["DEFAULT_ROWS", "run_demo"]
 
@@ -33,7 +42,6 @@ _BUDGET_SHARE: Final = 0.10
 _HBM_SHARE: Final = 0.05
 _MARKER: Final = ".tierstore-demo"
 _PAGE_BYTES: Final = 4096
-_COUNT_ROWS: Final = 16_384
 _MIN_TABLE_ROWS: Final = 1000
 _RUN_FILE: Final = "demo.toml"
 _IN_MEMORY_SHARE: Final = 2.0
@@ -120,13 +128,7 @@ def _run_config(data: SyntheticData) -> RunConfig:
 
 def _count_touched(config: RunConfig) -> int:
     """Rows of the tables that the training rows' categories fall on; several categories may share one."""
-    reader, hasher = open_data(config)
-    touched = [np.zeros(size, np.bool_) for size in config.table_sizes]
-    for batch in reader.batches(hasher, batch_size=_COUNT_ROWS, stop_row=config.data.train_rows):
-        ids, bounds = batch.sparse.values().numpy(), batch.sparse.offsets().numpy()[:: len(batch)]
-        for table, begin, end in zip(touched, bounds[:-1], bounds[1:], strict=True):
-            table[ids[begin:end]] = True
-    return sum(int(table.sum()) for table in touched)
+    return sum(len(np.unique(table.ids)) for table in trace_run(config).tables.values())
 
 
 def _with_budget(config: RunConfig, folder: Path, touched: int, device: str, hbm: int | str | None) -> RunConfig:
@@ -178,7 +180,7 @@ def _train(folder: Path, name: str, arguments: list[str]) -> dict[str, Any]:
     """One training in a process of its own, so that its peak memory is its own."""
     report = folder / f"{name}.json"
     arguments = ["train", *arguments, "--json", str(report)]
-    print(f"\n$ {program()} {shlex.join(arguments)}", flush=True)
+    print(f"\n$ {command_name()} {shlex.join(arguments)}", flush=True)
     finished = subprocess.run([sys.executable, "-m", "tierstore", *arguments], check=False)
     if finished.returncode:
         raise TierstoreError(f"training {name} ended with status {finished.returncode}; its message is above")
@@ -236,7 +238,7 @@ def _verdict(equal: bool, tiered: dict[str, Any], data: SyntheticData) -> str:
 
 
 def _next_steps(folder: Path) -> str:
-    run_file, command = shlex.quote(str(folder / _RUN_FILE)), program()
+    run_file, command = shlex.quote(str(folder / _RUN_FILE)), command_name()
     tiered, lfu = shlex.quote(str(folder / "tiered")), shlex.quote(str(folder / "lfu"))
     return "\n".join(
         [

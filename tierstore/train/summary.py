@@ -5,7 +5,6 @@ import json
 import math
 import resource
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -109,24 +108,15 @@ def _describe_cache(tier: TierStats) -> str:
     return f"{format_size(tier.bytes)} for {tier.capacity_rows:,} rows, {100 * tier.hit_rate:.1f} % hits"
 
 
-def digest_bits(store: Store, model: nn.Module, *, progress: Callable[[int, int], None] | None = None) -> str:
-    """SHA-256 over all rows of all tables and the model's parameters, in hexadecimal; the same wherever these are.
-
-    Args:
-        progress: called with rows done and rows in all.
-    """
+def digest_bits(store: Store, model: nn.Module) -> str:
+    """SHA-256 over all rows of all tables and the model's parameters, in hexadecimal; the same wherever these are."""
     digest = hashlib.sha256()
-    total = sum(table.config.num_embeddings for table in store.tables.values())
-    done = 0
     for name in sorted(store.tables):
         table = store[name]
         digest.update(f"{name} {table.config.num_embeddings} {table.config.embedding_dim}\n".encode())
         for begin in range(0, table.config.num_embeddings, _DIGEST_ROWS):
-            end = min(begin + _DIGEST_ROWS, table.config.num_embeddings)
-            digest.update(_bytes(table.read(torch.arange(begin, end))))
-            done += end - begin
-            if progress is not None:
-                progress(done, total)
+            ids = torch.arange(begin, min(begin + _DIGEST_ROWS, table.config.num_embeddings))
+            digest.update(_bytes(table.read(ids)))
     for name, parameter in sorted(model.named_parameters()):
         digest.update(f"{name} {list(parameter.shape)}\n".encode())
         digest.update(_bytes(parameter.detach()))

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from ..kernels.arrays import Bytes, Float64s, Int64s
+from ..kernels.jit import inline, kernel
 from .metrics import Evaluation, Predictions
-from .synthetic_kernels import MAX_LINE_BYTES, format_rows
+from .readers.hashing import GOLDEN, splitmix64
 
 __all__ = ["CARDINALITIES", "SyntheticData", "write_synthetic"]
 
@@ -34,6 +35,14 @@ _BIAS: Final = -2.0
 _MISSING_SHARE: Final = 0.04
 """In every second column."""
 _MISSING: Final = -1
+_CATEGORY_DIGITS: Final = 8
+_MAX_DECIMAL_DIGITS: Final = 19
+_MAX_LINE_BYTES: Final = 2 + 13 * (_MAX_DECIMAL_DIGITS + 1) + 26 * (_CATEGORY_DIGITS + 1)
+_TAB: Final = 9
+_NEWLINE: Final = 10
+_ZERO: Final = 48
+_A: Final = 97
+_CATEGORY_SHIFT: Final = np.uint64(32)
 
 
 class SyntheticData(NamedTuple):
@@ -42,8 +51,6 @@ class SyntheticData(NamedTuple):
     path: Path
     train_rows: int
     test_rows: int
-    train_categories: int
-    """Distinct (column, category) pairs in the training rows. Hashed into tables, some share a row."""
     best: Evaluation
     """Of the true probabilities, on the test rows."""
 
@@ -64,7 +71,6 @@ def write_synthetic(path: str | Path, *, train_rows: int, test_rows: int, seed: 
     if train_rows < 1 or test_rows < 1:
         raise ValueError(f"train_rows={train_rows} and test_rows={test_rows} must be at least 1")
     source = _Source(seed)
-    seen = [np.zeros(cardinality, np.bool_) for cardinality in CARDINALITIES]
     best = Predictions()
     path = Path(path)
     with path.open("wb") as file:
@@ -72,17 +78,9 @@ def write_synthetic(path: str | Path, *, train_rows: int, test_rows: int, seed: 
             rows = source.draw(min(_CHUNK_ROWS, train_rows + test_rows - begin))
             _write(file, rows)
             num_train = min(max(train_rows - begin, 0), len(rows.labels))
-            for column, ranks in enumerate(rows.ranks[:num_train].T):
-                seen[column][ranks[ranks != _MISSING]] = True
             if num_train < len(rows.labels):
                 best.add(torch.from_numpy(rows.labels[num_train:]), torch.from_numpy(rows.logits[num_train:]))
-    return SyntheticData(
-        path=path,
-        train_rows=train_rows,
-        test_rows=test_rows,
-        train_categories=sum(int(column.sum()) for column in seen),
-        best=best.evaluate(),
-    )
+    return SyntheticData(path, train_rows, test_rows, best.evaluate())
 
 
 class _Source:
@@ -125,6 +123,56 @@ def _zipf(uniform: Float64s, size: int) -> Int64s:
 
 
 def _write(file: BinaryIO, rows: _Rows) -> None:
-    text = np.empty(len(rows.labels) * MAX_LINE_BYTES, np.uint8)
-    end = format_rows(rows.labels, rows.dense, rows.ranks, text)
+    text = np.empty(len(rows.labels) * _MAX_LINE_BYTES, np.uint8)
+    end = _format_rows(rows.labels, rows.dense, rows.ranks, text)
     file.write(text[:end].data)
+
+
+@kernel
+def _format_rows(labels: Bytes, dense: Int64s, ranks: Int64s, text: Bytes) -> int:
+    """Write one line a row into ``text``; returns the number of bytes.
+
+    Args:
+        labels: [n], 0 or 1.
+        dense: [n, 13], 0 or more.
+        ranks: [n, 26]; written as the upper half of the hash of column and rank, or empty where negative.
+        text: at least n * _MAX_LINE_BYTES.
+    """
+    at = 0
+    for row in range(len(labels)):
+        text[at] = _ZERO + labels[row]
+        at += 1
+        for column in range(dense.shape[1]):
+            text[at] = _TAB
+            at = _format_decimal(dense[row, column], text, at + 1)
+        for column in range(ranks.shape[1]):
+            text[at] = _TAB
+            at += 1
+            if ranks[row, column] >= 0:
+                hashed = splitmix64(np.uint64(ranks[row, column]) + np.uint64(column + 1) * GOLDEN)
+                at = _format_hexadecimal(int(hashed >> _CATEGORY_SHIFT), text, at)
+        text[at] = _NEWLINE
+        at += 1
+    return at
+
+
+@inline
+def _format_decimal(number: int, text: Bytes, at: int) -> int:
+    digits = 1
+    rest = number // 10
+    while rest:
+        digits += 1
+        rest //= 10
+    for i in range(digits):
+        text[at + digits - 1 - i] = _ZERO + number % 10
+        number //= 10
+    return at + digits
+
+
+@inline
+def _format_hexadecimal(number: int, text: Bytes, at: int) -> int:
+    for i in range(_CATEGORY_DIGITS):
+        digit = number & 15
+        text[at + _CATEGORY_DIGITS - 1 - i] = (_ZERO + digit) if digit < 10 else (_A + digit - 10)
+        number >>= 4
+    return at + _CATEGORY_DIGITS

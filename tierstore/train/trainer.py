@@ -13,13 +13,11 @@ from ..store.recording import Recorder, require_recordable
 from .build import Run, build_run, open_data, open_run_store
 from .checkpoint import Position, commit_run, require_resumable, restore_run
 from .config import RunConfig
-from .feed import feed
-from .interrupt import StopRequest
 from .metrics import Evaluation, Predictions
-from .progress import Progress
 from .readers import Batch, DataError, FeatureHasher, Reader
-from .steps import train_step
+from .steps import feed, train_step
 from .summary import Summary, digest_bits, own_bytes, peak_rss_bytes
+from .terminal import Progress, StopRequest
 from .warmup import warm_up
 
 __all__ = ["train"]

@@ -10,8 +10,7 @@ from ..kernels.jit import JIT_ENABLED
 from .build import build_run, open_data, open_run_store
 from .checkpoint import Position, commit_run
 from .config import RunConfig
-from .feed import feed
-from .steps import train_step
+from .steps import feed, train_step
 
 __all__ = ["warm_up"]
 

@@ -1,12 +1,9 @@
-"""Does any damage to a store's files end in a wrong row, a crash or a hang?
+"""Damage to a small store's files, and what comes of it: the right rows, an error of ours, or a failure.
 
-A small store is changed in one place, then opened, read whole and verified. Each change must end in the right rows or
-in an error of ours that names the file, and what a read refuses, verify must report. Every byte of the row file is
-changed, one bit of it, and the cold tier opened and read.
-
-Other changes are tried on the whole store, which is also opened for writing, written to, committed and opened again:
-bytes of every file flipped, the row file cut at every page, each page zeroed, pages swapped, files of two stores mixed,
-files empty or missing. All is tried in forked processes, so that a crash or a hang is seen and counted.
+A store is changed in one place, then opened, read whole and verified. Each change must end in the right rows or in an
+error of ours that names the file, and what a read refuses, verify must report. Changes of the row file can be tried on
+the cold tier alone. Others are tried on the whole store, which is also opened for writing, written to, committed and
+opened again. All is tried in forked processes, so that a crash or a hang is seen.
 """
 
 import contextlib
@@ -14,11 +11,9 @@ import math
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import traceback
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -35,24 +30,6 @@ from tierstore.errors import DamagedError, TierstoreError
 from tierstore.io import LmdbColdTier
 from tierstore.rows import KEY_ROW_BITS
 from tierstore.store.manifest import Manifest
-
-from .common import Goal, Report, Run, Table, program
-
-__all__ = [
-    "Case",
-    "Expected",
-    "Outcome",
-    "Sample",
-    "flips",
-    "make_aged",
-    "make_sample",
-    "mixes",
-    "page_damage",
-    "row_file",
-    "run",
-    "sweep",
-    "whole_store",
-]
 
 FILES: Final = ("rows.lmdb", "manifest.json", "rows.anchor", "writer.lock", "rows.lmdb-lock")
 PAGE: Final = 4096
@@ -391,81 +368,3 @@ def _in_child(cases: Sequence[Case], prepare: Callable[[], Examine]) -> tuple[li
     with open(reader, encoding="ascii") as lines:
         found = lines.read().splitlines()
     return found, os.waitpid(child, 0)[1]
-
-
-def _counted(outcomes: Sequence[Outcome]) -> dict[str, int]:
-    """How often each word came up: right, each class of error, WRONG, CRASH, HANG."""
-    return dict(Counter(word.split(":")[0].split()[0] for each in outcomes for word in (each.read, each.write) if word))
-
-
-def run(request: Run) -> Report:
-    config = request.config
-    with tempfile.TemporaryDirectory() as scratch:
-        samples = [make_aged(Path(scratch) / str(seed), seed) for seed in (1, 2)]
-    every, some = config["row_file_stride"], config["row_file_stride_inverted"]
-    kinds = {
-        "row file, a bit of each byte": (
-            row_file, list(flips(samples[0], all_bits=False, stride=every, files=["rows.lmdb"])),
-        ),
-        "row file, bytes inverted": (
-            row_file, list(flips(samples[0], all_bits=True, stride=some, files=["rows.lmdb"])),
-        ),
-        "a bit of bytes of every file": (
-            whole_store, list(flips(samples[0], all_bits=False, stride=config["stride"])),
-        ),
-        "pages cut off, zeroed, swapped": (whole_store, list(page_damage(samples[0]))[:: config["page_stride"]]),
-        "files of two stores, empty, missing": (whole_store, list(mixes(samples[0]))),
-    }  # fmt: skip
-    counts: dict[str, dict[str, int]] = {}
-    failures: list[Outcome] = []
-    for kind, (prepare, cases) in kinds.items():
-        outcomes = sweep(cases, samples, workers=config["workers"], prepare=prepare)
-        counts[kind] = _counted(outcomes)
-        failures += [outcome for outcome in outcomes if outcome.failures]
-        print(f"{kind}: {len(cases):,} changes, {counts[kind]}", flush=True)
-    for outcome in failures[:50]:
-        print(outcome)
-    return _report(samples[0], {kind: len(cases) for kind, (_, cases) in kinds.items()}, counts, failures)
-
-
-def _report(
-    sample: Sample, changes: dict[str, int], counts: dict[str, dict[str, int]], failures: list[Outcome]
-) -> Report:
-    size = {name: len(content) for name, content in sample.files.items()}
-    bad = {word: sum(count.get(word, 0) for count in counts.values()) for word in ("WRONG", "CRASH", "HANG")}
-    rows = []
-    for kind, count in counts.items():
-        refused = sum(number for word, number in count.items() if word not in ("right", *bad))
-        found = (changes[kind], count.get("right", 0), refused, *(count.get(word, 0) for word in bad))
-        rows.append([kind, *(f"{number:,}" for number in found)])
-    return Report(
-        question="Does any damage to a store's files end in a wrong row, a crash or a hang?",
-        tables=[
-            Table(
-                title=f"damage to a store of {sum(size.values()):,} bytes",
-                columns=["change", "changes", "right", "refused", "wrong", "crashed", "hung"],
-                rows=rows,
-            )
-        ],
-        figures={
-            "file_bytes": size,
-            "changes": changes,
-            "counts": counts,
-            "failures": [[*outcome.case, outcome.read, outcome.write] for outcome in failures[:100]],
-        },
-        goals=[
-            Goal(name="wrong rows or untyped errors", value=bad["WRONG"], exactly=0),
-            Goal(name="crashes", value=bad["CRASH"], exactly=0),
-            Goal(name="hangs", value=bad["HANG"], exactly=0),
-        ],
-        notes=[
-            "right: every row, the extra and the tensors of the last commit came back. refused: an error of ours that "
-            "names the file; verify found what a read had refused. In the first two lines the cold tier was "
-            "opened for reading; in the others the whole store, for reading and for writing: there rows were changed, "
-            "committed and read again.",
-        ],
-    )
-
-
-if __name__ == "__main__":
-    sys.exit(program("damage", run))

@@ -1,0 +1,124 @@
+"""A run at a terminal: its progress bar, Ctrl-C as a request to stop, and the command that starts it again."""
+
+import os
+import shlex
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from ..pool.stats import Stats
+from ..store import Store
+from ..system.sizes import format_size
+
+__all__ = ["Progress", "StopRequest", "command_name"]
+
+_LOSS_STEPS: Final = 100
+_REFRESH_SECONDS: Final = 0.5
+
+
+class Progress:
+    """Samples/s, mean loss of the last steps, the tiers' hit rates and bytes from SSD, on a terminal's stderr.
+
+    Where stderr is no terminal, only ``say`` writes.
+    """
+
+    def __init__(self, store: Store, *, total_rows: int | None, done_rows: int) -> None:
+        self._store = store
+        self._losses: deque[Tensor] = deque(maxlen=_LOSS_STEPS)
+        self._next_refresh = 0.0
+        self._bar = tqdm(
+            total=total_rows, initial=done_rows, unit=" samples", unit_scale=True, disable=None, leave=False
+        )
+
+    @property
+    def loss(self) -> float | None:
+        """Mean loss of the last steps, which it waits for; None before the first."""
+        if not self._losses:
+            return None
+        losses: list[float] = torch.stack(list(self._losses)).tolist()
+        return sum(losses) / len(losses)
+
+    def step(self, rows: int, loss: Tensor) -> None:
+        """Count one step; its loss, a scalar, is left where it is until it is shown."""
+        self._losses.append(loss)
+        now = time.monotonic()
+        if not self._bar.disable and now >= self._next_refresh:
+            self._next_refresh = now + _REFRESH_SECONDS
+            self._bar.set_postfix_str(self._describe(self._store.stats()), refresh=False)
+        self._bar.update(rows)
+
+    def _describe(self, stats: Stats) -> str:
+        hbm = f"HBM hits {100 * stats.hbm.hit_rate:.1f} %, " if stats.hbm.capacity_rows else ""
+        return (
+            f"loss {self.loss:.4f}, {hbm}DDR hits {100 * stats.ddr.hit_rate:.1f} %, "
+            f"from SSD {format_size(stats.ssd.bytes_read)}"
+        )
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        self._bar.write(text, file=sys.stderr)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class StopRequest:
+    """While entered, the first SIGINT sets ``requested``; a second one interrupts as usual.
+
+    The run then stops once the step under way is done and committed.
+    Outside the main thread, where Python allows no signal handlers, it never is requested.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._previous: Any = None
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)
+            self._previous = None
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        self.requested = True
+        self._restore()
+        # A plain write: a handler may run in the middle of any other output.
+        sys.stderr.write("\nstopping after this step ... (Ctrl-C again: stop now, losing what is not committed)\n")
+
+
+def command_name() -> str:
+    """What a reader types to run this program again, quoted for a shell.
+
+    ``tierstore`` if that is found on PATH, else the path that this process was started by.
+    """
+    started = Path(sys.argv[0])
+    if started.name == "__main__.py" and started.parent.name == "tierstore":
+        return f"{_shortest(Path(sys.executable))} -m tierstore"
+    if started.name != "tierstore" or not started.is_file():
+        return "tierstore"
+    found = shutil.which("tierstore")
+    return "tierstore" if found and os.path.samefile(found, started) else _shortest(started)
+
+
+def _shortest(path: Path) -> str:
+    relative = os.path.relpath(path)
+    if os.sep not in relative:
+        relative = os.path.join(os.curdir, relative)
+    return shlex.quote(min(relative, str(path), key=len))
