@@ -114,7 +114,9 @@ class TierReader:
     """A cold tier opened to read batches of rows into buffers of its own; ``tables`` as it was built with."""
 
     def __init__(self, folder: Path, rows: Rows, batch_rows: int, *, verify: bool, tables: int = 1) -> None:
-        self.tier = LmdbColdTier(folder, store_id=_STORE_ID, readonly=True, verify_reads=verify)
+        self.tier = LmdbColdTier(folder, store_id=_STORE_ID, readonly=True)
+        if not verify:
+            self.tier.reader = self.tier.reader.unverified()
         self.path = self.tier.path
         layout = rows.layout(self.tier.page_bytes)
         self._tables = tables

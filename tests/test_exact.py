@@ -33,6 +33,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"ddr": "480KiB", "policy": "lookahead", "lookahead": 3},
     {"ddr": "480KiB", "hbm": TINY, "policy": "lookahead", "depth": 1, "lookahead": 2},
     {"ddr": "2MiB", "depth": 2, "threads": 4},
+    {"ddr": TIGHT, "policy": "lru", "depth": 2, "threads": 2, "cold": "memory"},
     {"ddr": "2MiB", "hbm": "1MiB", "depth": 2},
     {"ddr": "2MiB", "hbm": TINY, "depth": 8, "policy": "lfu"},
     {"ddr": "480KiB", "hbm": TINY, "depth": 1, "policy": "reference-lru"},
@@ -58,9 +59,9 @@ def batches(pooling: str) -> list[tierstore.KeyedJaggedTensor]:
 
 
 def train(
-    directory: Path, config: dict[str, Any], *, depth: int = 0, lookahead: int = 0, **settings: Any
+    directory: Path | None, config: dict[str, Any], *, depth: int = 0, lookahead: int = 0, **settings: Any
 ) -> tuple[torch.Tensor, Any]:
-    """(all rows after training and reopening, statistics of training)."""
+    """(all rows after training and, if there is a directory, reopening; statistics of training)."""
     everything = torch.arange(ROWS)
     with tierstore.open(directory, **settings) as store:
         for seed, names in enumerate((("a", "b"), ("c", "d"))):
@@ -89,6 +90,8 @@ def train(
         live = torch.cat([table.read(everything) for table in store.tables.values()])
         store.commit()
         stats = store.stats()
+    if directory is None:
+        return live, stats
     with tierstore.open(directory, mode="r", ddr="2MiB") as store:
         assert torch.equal(torch.cat([table.read(everything) for table in store.tables.values()]), live)
     return live, stats
@@ -103,7 +106,7 @@ def test_training_ends_in_the_same_bits(tmp_path: Path, optimizer: optim.Optimiz
     expected, stats = train(tmp_path / "in memory", config, ddr="2MiB", threads=1)
     assert stats.ddr.evictions == 0
     for number, setting in enumerate(SETTINGS[first::2]):
-        ended, stats = train(tmp_path / str(number), config, **setting)
+        ended, stats = train(None if "cold" in setting else tmp_path / str(number), config, **setting)
         assert torch.equal(ended, expected), setting
         if setting["ddr"] == TIGHT:
             assert stats.ddr.split_batches > 0
@@ -138,7 +141,7 @@ def test_stochastic_rounding_ends_in_the_same_bits(tmp_path: Path, optimizer: op
     evictions = 0
     first = (OPTIMIZERS.index(optimizer) + (dtype == "float16")) % 2
     for number, setting in enumerate([each for each in SETTINGS if "hbm" not in each][first::2]):
-        ended, stats = train(tmp_path / str(number), config, **setting)
+        ended, stats = train(None if "cold" in setting else tmp_path / str(number), config, **setting)
         assert torch.equal(ended.view(torch.int16), expected.view(torch.int16)), setting
         evictions += stats.ddr.evictions
     assert evictions > ROWS

@@ -1,6 +1,6 @@
 """Stores with a long history, what each version of them holds, and what can be proven of them after damage."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -247,14 +247,22 @@ class Image:
         stop = blocks[-1] + block_words
         return Segment(number, newest, is_mixed, layout, start, stop, index_stop, keys, pairs, rows, blocks)
 
-    def expected(self, damaged: bytes, *, stale_ok: bool = False) -> Expected:
-        """What can be saved if no more than segments are damaged."""
+    def below(self, page: int) -> list[Segment]:
+        """What a leaf or a branch leads to."""
+        if page in self.branches:
+            return [each for node in self.nodes_of(page) for each in self.below(self._little(node, 6))]
+        own = [node for kind, _, node in self.nodes if kind == 0 and node // PAGE == page]
+        return [self._segment(self._little(node + 24, 8)) for node in own]
+
+    def expected(self, damaged: bytes, *, stale_ok: bool = False, gone: Sequence[Segment] = ()) -> Expected:
+        """What can be saved if no more than segments are damaged, or of others than some."""
         now = np.frombuffer(damaged[: len(damaged) // PAGE * PAGE], np.uint64)
         entries: list[tuple[int, int, int, bytes | None]] = []
         """Newest epoch and number of the segment, key, row if it is sound."""
         unknown = dict.fromkeys(LAYOUTS, (0, 0))
         missing = 0
-        for each in self.segments:
+        left = {each.number for each in self.segments} - {each.number for each in gone}
+        for each in (each for each in self.segments if each.number in left):
             found, is_known = self._entries(each, now)
             entries += found
             newest = each.newest if found else self.version

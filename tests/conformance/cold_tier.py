@@ -209,6 +209,25 @@ class ColdTierConformance:
         check_rows(tier, WIDE, keys_of(0, np.arange(100)), 1)
         check_rows(tier, WIDE, keys_of(3, [0, 999_999_999]), 2)
 
+    def test_tables_that_are_dropped(self, tier: ColdTier) -> None:
+        write_rows(tier, WIDE, keys_of(0, np.arange(100)), 1)
+        tier.drop_tables(5)
+        with pytest.raises(ValueError, match=r"keys"):
+            read_rows(tier, LONG, keys_of(5, [0]))
+        check_rows(tier, WIDE, keys_of(0, np.arange(100)), 1)
+        tier.add_table(5, WIDE, 10)
+        write_rows(tier, WIDE, keys_of(5, [9]), 2)
+        check_rows(tier, WIDE, keys_of(5, [9]), 2)
+
+    def test_a_writer_finds_nothing_newer(self, tier: ColdTier) -> None:
+        write_rows(tier, WIDE, keys_of(0, [1]), 1)
+        commit(tier, b"")
+        assert tier.find_newer() is None
+
+    def test_a_layout_for_other_pages(self, tier: ColdTier) -> None:
+        with pytest.raises(ValueError, match=r"page_bytes"):
+            tier.add_table(9, RowLayout(dim=64, dtype="float32", state_dim=1, page_bytes=2 * tier.page_bytes), 10)
+
     def test_after_close(self, tier: ColdTier) -> None:
         tier.close()
         tier.close()

@@ -4,7 +4,7 @@ import struct
 
 import numpy as np
 
-from tierstore.io.btree import META_READ_BYTES, NO_ROOT, WalkStatus, new_entries, parse_meta, seek_each, walk
+from tierstore.io.btree import META_READ_BYTES, NO_ROOT, WalkStatus, list_entries, new_entries, parse_meta
 from tierstore.io.free_list import check_page_use
 
 from .image import PAGE_BYTES, build_store, edited, guarded_halves, metadata_pages, some_edits
@@ -33,7 +33,7 @@ def run(data: bytes) -> None:
         _walk(halves, place, len(image))
         keys = np.array([0, 5, 1 << 40, (1 << 64) - 1], np.uint64)
         result = np.zeros(4, np.int64)
-        seek_each(halves, *place, keys, keys, new_entries(4), result)
+        list_entries(halves, 0, *place, keys, keys, 1, new_entries(4), result)
         _ = WalkStatus(int(result[1]))
 
 
@@ -41,7 +41,7 @@ def _walk(halves: np.ndarray, place: tuple[int, int, int, int], size_bytes: int)
     entries, result = new_entries(_CHUNK), np.zeros(4, np.int64)
     first, second, total = np.uint64(0), np.uint64(0), 0
     while True:
-        walk(halves, 0, *place, first, second, entries, result)
+        list_entries(halves, 0, *place, np.array([first]), np.array([second]), _CHUNK, entries, result)
         count = int(result[0])
         total += count
         if total > size_bytes // 8:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.tiers import TroubledTier
 from tierstore import cache, init, optim
 from tierstore.cache.hbm import HbmCache
 from tierstore.config import TableConfig
@@ -60,17 +61,9 @@ class Below:
         self.down += keys.tolist()
 
 
-class TroubledTier(MemoryColdTier):
-    before_write: Callable[[], None] = staticmethod(nothing)
-
-    def write(self, *arguments: Any, **named: Any) -> None:
-        self.before_write()
-        super().write(*arguments, **named)
-
-
 @pytest.fixture
 def cold() -> TroubledTier:
-    return TroubledTier()
+    return TroubledTier(MemoryColdTier())
 
 
 @pytest.fixture

@@ -211,10 +211,10 @@ def test_a_damaged_slot_leaves_the_other_and_two_are_an_error(tmp_path: Path) ->
     written_after_commit(tmp_path / "store", 8, 1)
     path = tmp_path / "store" / ANCHOR_NAME
     content = bytearray(path.read_bytes())
-    newest = anchor._newest_slot(bytes(content))
+    newest = anchor.newest_slot(bytes(content))
     assert newest is not None
     content[newest.number % 2 * 4096 + 60] ^= 1
-    other = anchor._newest_slot(bytes(content))
+    other = anchor.newest_slot(bytes(content))
     assert other is not None
     assert other.number == newest.number - 1
     content[other.number % 2 * 4096 + 60] ^= 1
@@ -353,6 +353,6 @@ def test_a_device_that_takes_writes_in_parts(tmp_path: Path, monkeypatch: pytest
     monkeypatch.undo()
     content = (tmp_path / "store" / ANCHOR_NAME).read_bytes()
     assert len(content) == 8192
-    assert all(anchor._newest_slot(content[place : place + 4096]) is not None for place in (0, 4096))
+    assert all(anchor.newest_slot(content[place : place + 4096]) is not None for place in (0, 4096))
     monkeypatch.setattr(anchor, "boot_id", lambda: b"another start....")
     check_second_commit(tmp_path / "store")

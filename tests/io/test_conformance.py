@@ -14,6 +14,7 @@ from hypothesis.stateful import rule
 
 from tests.conformance.cold_tier import TABLES, ColdTierConformance, ColdTierMachine, add_tables
 from tests.io.support import open_tier
+from tests.tiers import TroubledTier
 from tierstore.io import LmdbColdTier, MemoryColdTier
 from tierstore.io.base import ColdTier
 from tierstore.kernels.jit import JIT_ENABLED
@@ -24,6 +25,11 @@ class TestMemory(ColdTierConformance):
 
     def make(self, tmp_path: Any) -> ColdTier:
         return MemoryColdTier()
+
+
+class TestBehindAWrapper(TestMemory):
+    def make(self, tmp_path: Any) -> Any:
+        return TroubledTier(MemoryColdTier())
 
 
 class TestLmdb(ColdTierConformance):
@@ -83,7 +89,7 @@ class LmdbMachine(ColdTierMachine):
                 keys = self.some_keys(table, seed, 300)
                 others = [shown.get(key) != self.shown(key, found.version) for key in keys.tolist()]
                 assert (found.is_changed(keys) >= np.array(others)).all(), "a row changed and nobody was told"
-            self.follower.show_newer()
+            found.show()
         assert self.follower.version == max(self.payloads, default=0)
         for table in TABLES:
             self.check_rows(self.follower, table, self.some_keys(table, seed, 300), self.follower.version)

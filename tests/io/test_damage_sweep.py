@@ -176,7 +176,7 @@ def test_the_harness_sees_what_a_read_of_the_row_file_may_do(
         gather(*arguments)
         calls.append(1)
         if len(calls) > 3:  # the rows as they should be were read
-            arguments[9][0] ^= np.uint64(1)
+            arguments[5].weights[0] ^= np.uint64(1)
 
     monkeypatch.setattr(reads, "gather", wrong)
     assert sweep([free], samples, workers=1, prepare=row_file)[0].failures == ["WRONG rows"]

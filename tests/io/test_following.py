@@ -10,8 +10,9 @@ import pytest
 
 from tests.conformance.cold_tier import WIDE, check_rows, keys_of, words_of, write_rows
 from tests.io.support import open_tier
-from tierstore.io import lmdb, row_map
+from tierstore.io import row_map, writing
 from tierstore.io.lmdb import LmdbColdTier
+from tierstore.io.opened import OpenFile
 from tierstore.io.reads import RowReader
 from tierstore.io.row_map import RowMap
 from tierstore.io.snapshot import Snapshot
@@ -52,7 +53,7 @@ def test_a_row_that_was_rolled_back_and_then_moved(writer: LmdbColdTier, followe
     found = follower.find_newer()
     assert found is not None
     assert found.is_changed(keys_of(0, [0, 1, 200])).tolist() == [True, True, False]
-    follower.show_newer()
+    found.show()
     check_rows(follower, WIDE, FIRST, 1)
 
 
@@ -67,10 +68,10 @@ def test_a_rollback_that_has_not_deleted_its_segments(
         assert found is not None
         assert found.version == 1
         assert found.is_changed(FIRST).all()
-        follower.show_newer()
+        found.show()
         check_rows(follower, WIDE, FIRST, 1)
 
-    monkeypatch.setattr(lmdb, "reach", look)
+    monkeypatch.setattr(writing, "reach", look)
     writer.rollback(1)
     assert follower.version == 1
     assert follower.find_newer() is None
@@ -96,7 +97,7 @@ def test_polls_beside_a_writer_copy_nothing_and_read_new_indexes_only(
     found = follower.find_newer()
     assert found is not None
     assert found.is_changed(keys_of(0, np.arange(210))).tolist() == [row < 69 for row in range(210)]
-    follower.show_newer()
+    found.show()
     check_rows(follower, WIDE, keys_of(0, np.arange(69)), 3)
     check_rows(follower, WIDE, keys_of(0, np.arange(69, 210)), 1)
     assert len(copies) == 1
@@ -121,17 +122,17 @@ def test_rows_that_are_moved_are_entered_while_others_read(tmp_path: Path, monke
         write_rows(tier, WIDE, keys_of(0, others), 2)
         tier.commit(b"", 2)
     with closing(_opened(tmp_path, readonly=True)) as follower, closing(_opened(tmp_path, slack=1.001)) as tier:
-        reader = follower._reader
-        segments = follower._make_map().segments[WIDE]
+        reader = follower.reader
+        segments = follower._file.make_map().segments[WIDE]
         for _ in range(2):
             with follower.lease() as (snapshot, rows):
                 for turn in range(30):
                     write_rows(tier, WIDE, keys_of(0, others[turn : turn + 3]), 3)
-                    tier._delete_dead()
+                    tier._writer.delete_dead()
                     assert follower.find_newer() is None
                     check_leased(reader, snapshot, rows)
         assert tier.counters().rows_moved >= len(keys)
-        assert follower._view.rows is rows
+        assert follower._file.view.rows is rows
         assert not copies
         check_rows(follower, WIDE, keys_of(0, others), 2)
         assert follower.find_newer() is None
@@ -139,16 +140,16 @@ def test_rows_that_are_moved_are_entered_while_others_read(tmp_path: Path, monke
 
 
 def test_a_map_that_is_dropped_before_it_is_leased(follower: LmdbColdTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    make, made = LmdbColdTier._make_map, []
+    make, made = OpenFile.make_map, []
 
-    def make_and_drop(tier: LmdbColdTier) -> RowMap:
-        made.append(make(tier))
+    def make_and_drop(file: OpenFile) -> RowMap:
+        made.append(make(file))
         if len(made) == 1:
-            tier._view.show(None)
+            file.view.show(None)
         return made[-1]
 
     follower.drop_tables(1)
-    monkeypatch.setattr(LmdbColdTier, "_make_map", make_and_drop)
+    monkeypatch.setattr(OpenFile, "make_map", make_and_drop)
     check_rows(follower, WIDE, FIRST, 2)
     assert len(made) == 2
 

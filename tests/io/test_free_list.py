@@ -64,7 +64,7 @@ def test_whatever_lmdb_leaves_behind_passes(tmp_path: Path) -> None:
             readers.pop(int(generator.integers(len(readers)))).abort()
         snapshot = Snapshot(path, file_map, 4096)
         snapshot.check_free_pages()
-        most = max(most, check_page_use(file_map.halves, snapshot._meta, snapshot.limit_pages()).free_pages)
+        most = max(most, check_page_use(file_map.halves, snapshot.meta, snapshot.limit_pages()).free_pages)
         snapshot.close()
     assert most > (1000 if JIT_ENABLED else 10)
     for reader in readers:
@@ -277,7 +277,7 @@ def test_what_a_transaction_took_out_of_use_is_counted(tmp_path: Path, count: in
         for key in range(2000):
             txn.put(struct.pack(">QQ", key, 5), bytes(4080))
     first = Snapshot(path, file_map, 4096)  # keeps what is freed from being used again
-    before = first._meta
+    before = first.meta
     with environment.begin(write=True) as txn:
         for key in range(count):
             txn.put(struct.pack(">QQ", key, 5), bytes([1] * 4080))

@@ -16,10 +16,13 @@ from tierstore.io.gather import (
     QUEUE_DEPTH,
     SAMPLE_EVERY,
     GatherStatus,
+    How,
+    Source,
+    Target,
+    Wanted,
     count_pages,
     gather,
     new_scratch,
-    seen_words,
 )
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.io.mapped import FileMap, clock_ns, copy_words, is_resident, prefetch_word, queue_read, zeros
@@ -47,7 +50,7 @@ def _tier(path: Path, layout: RowLayout, num_rows: int, every: int = 1) -> LmdbC
 @pytest.mark.parametrize("verify", [True, False])
 def test_every_mode_copies_the_same(tmp_path: Path, verify: bool, cold: bool, can_sample: bool) -> None:
     tier = _tier(tmp_path, NARROW, NUM_ROWS, every=3)
-    tier._reader._verify, tier._reader.is_cold, tier._reader._can_sample = verify, cold, can_sample
+    tier.reader._verify, tier.reader.is_cold, tier.reader._can_sample = verify, cold, can_sample
     rows = np.random.default_rng(0).integers(0, NUM_ROWS, NUM_READ)
     slots = np.random.default_rng(1).permutation(NUM_READ).astype(np.int32)
     weights = np.zeros((NUM_READ, NARROW.weight_words), np.uint64)
@@ -65,7 +68,7 @@ def test_batches_of_any_length(tmp_path: Path, layout: RowLayout, count: int) ->
     num_rows = 2 * MAX_GROUP + 2
     tier = _tier(tmp_path, layout, num_rows)
     for cold in (False, True):
-        tier._reader.is_cold = cold
+        tier.reader.is_cold = cold
         check_rows(tier, layout, keys_of(0, np.random.default_rng(count).permutation(num_rows)[:count]), 1)
     tier.close()
 
@@ -76,7 +79,7 @@ def test_each_position_is_verified(tmp_path: Path, cold: bool, at: int) -> None:
     tier = _tier(tmp_path, WIDE, 300)
     rows = np.random.default_rng(2).permutation(300)[:100]
     place = place_of(tier, 0, int(rows[at]))
-    tier._reader.is_cold = cold
+    tier.reader.is_cold = cold
     for offset in (place.pair, place.pair + 8, place.row, place.row + 8 * (WIDE.stored_row_words - PAIR_WORDS) - 1):
         flip(tmp_path, offset)
         with pytest.raises(ChecksumError, match=f"row {rows[at]} of table 0"):
@@ -113,8 +116,8 @@ def test_pages_are_counted_alike_in_bits_and_in_a_table(layout: RowLayout) -> No
             page for at in offsets[offsets != 0].tolist() for page in range(at // 512, (at + words - 1) // 512 + 1)
         }
         count = from_python(count_pages)
-        bits, scratch = (num_pages + 31) // 32, seen_words(geo, num_pages, num_rows)
-        assert scratch == (bits if num_pages == 1000 else seen_words(geo, 1 << 32, num_rows))
+        bits, scratch = (num_pages + 31) // 32, len(new_scratch(geo, num_pages, num_rows).seen)
+        assert scratch == (bits if num_pages == 1000 else len(new_scratch(geo, 1 << 32, num_rows).seen))
         for length in {bits, scratch}:
             assert count(geo.page_words, words, num_pages, offsets, np.zeros(length, np.uint32)) == len(pages)
 
@@ -127,7 +130,7 @@ def test_a_row_of_zeros_that_was_written_is_present(tmp_path: Path, verify: bool
     slots = np.arange(40, dtype=np.int32)
     weights, state = np.zeros((40, WIDE.weight_words), np.uint64), np.zeros((40, WIDE.state_words), np.uint64)
     tier.write(keys_of(0, written), slots[: len(written)], weights, state, epoch=1)
-    tier._reader._verify = verify
+    tier.reader._verify = verify
     weights[:], state[:] = 7, 7
     present = np.zeros(40, np.bool_)
     tier.read(keys_of(0, np.arange(40)), slots, weights, state, present)
@@ -151,32 +154,21 @@ def test_division_is_exact() -> None:
 def test_a_place_beyond_the_file_or_the_list_of_segments_is_not_touched(tmp_path: Path) -> None:
     tier = _tier(tmp_path, WIDE, 100)
     with tier.lease() as (_, rows):
-        segments, file_map = rows.segments[WIDE], tier._file_map
+        segments, file_map = rows.segments[WIDE], tier._file.map
         data_pages = segments.arrays.data_pages.copy()
         for place, page in ((2**32 - 1, 0), (int(rows.places[0]), 2**32 - 1)):
             data_pages[1:] = page
             result = np.zeros(4, np.int64)
+            limit, weights = file_map.file_bytes() // 4096, np.zeros(WIDE.weight_words, np.uint64)
             gather(
                 segments.geo,
-                file_map.words,
-                file_map.address,
-                file_map.file_bytes() // 4096,
-                np.zeros(1, np.int64),
+                Source(file_map.words, file_map.address, limit),
                 np.array([place], np.uint32),
                 segments.arrays._replace(data_pages=data_pages),
-                keys_of(0, [0]),
-                np.zeros(1, np.int32),
-                np.zeros(WIDE.weight_words, np.uint64),
-                np.zeros(1, np.uint64),
-                np.zeros(1, np.bool_),
-                new_scratch(1),
-                np.zeros(4, np.uint32),
-                np.zeros(8, np.uint64),
-                np.zeros(2, np.int64),
-                np.zeros(1, np.uint8),
-                True,
-                False,
-                True,
+                Wanted(keys_of(0, [0]), np.zeros(1, np.int64)),
+                Target(np.zeros(1, np.int32), weights, np.zeros(1, np.uint64), np.zeros(1, np.bool_)),
+                How(verify=True, cold=False, can_sample=True),
+                new_scratch(segments.geo, limit, 1),
                 result,
             )
             assert result.tolist()[:2] == [GatherStatus.OUT_OF_FILE, 0]

@@ -232,8 +232,8 @@ def test_a_reader_moves_to_the_newest_commit(tmp_path: Path) -> None:
         add_tables(tier)
         for line in sys.stdin:
             generation, version = map(int, line.split())
-            if tier.find_newer():
-                tier.show_newer()
+            if found := tier.find_newer():
+                found.show()
             assert tier.version == version, (tier.version, version)
             check_rows(tier, WIDE, keys_of(0, [1]), generation)
             print("ok", flush=True)
@@ -320,7 +320,7 @@ def test_a_commit_that_finds_no_room_to_clean_stands(
         for version in (1, 2):
             write_rows(tier, WIDE, keys, version)
             with monkeypatch.context() as patch:
-                patch.setattr(tier._appender, "clean", _no_room)
+                patch.setattr(tier._writer._log, "clean", _no_room)
                 assert commit(tier, b"") == version
         assert "no room to clean up" in caplog.text
         with tier.lease() as (snapshot, _):
@@ -338,7 +338,7 @@ def test_a_commit_ends_though_others_write_on(tmp_path: Path, monkeypatch: pytes
         add_tables(tier)
         write_rows(tier, WIDE, keys_of(0, np.arange(500)), 1)
         calls: list[None] = []
-        monkeypatch.setattr(tier, "_clean", lambda: not calls.append(None))
+        monkeypatch.setattr(tier._writer, "_clean", lambda: not calls.append(None))
         assert commit(tier, b"") == 1
         assert len(calls) < 30
 

@@ -92,7 +92,7 @@ def test_a_recovery_that_was_cut_short_keeps_what_the_first_one_kept(
         with pytest.raises(CutShortError):
             recovery.recover(path, STORE_ID)
     recovery.recover(path, STORE_ID)
-    kept = anchor._newest_slot((later / BEFORE_NAME).read_bytes())
+    kept = anchor.newest_slot((later / BEFORE_NAME).read_bytes())
     assert kept is not None
     assert kept.metas == before
     check_second_commit(later)

@@ -161,7 +161,7 @@ def test_more_places_than_are_listed(folder: Path, monkeypatch: pytest.MonkeyPat
     data = np.fromfile(folder / "rows.lmdb", np.uint64)
     with leased(folder) as (tier, _, _):
         whole = tier.verify()
-        for table, (_, num_rows) in tier._tables.items():
+        for table, (_, num_rows) in tier._file.tables.items():
             for row in range(num_rows - 1):
                 data[place_of(tier, table, row).pair // 8 + 1] ^= np.uint64(1)
     data.tofile(folder / "rows.lmdb")
@@ -238,7 +238,7 @@ def test_a_page_of_zeros_that_cannot_be_read(tmp_path: Path) -> None:
         tier.add_table(0, layout, 10)
         write_rows(tier, layout, keys_of(0, [1]), 1)
         place = place_of(tier, 0, 1)
-        refuse(tier._reader._file_map.guard, place.block_page + 2)
+        refuse(tier.reader._file_map.guard, place.block_page + 2)
         with pytest.raises(UnreadableError, match=rf"rows\.lmdb: segment {place.number} cannot be read.*log says why"):
             tier.verify()
         tier.verify()
@@ -259,9 +259,9 @@ def test_a_segment_that_went_missing_since_the_store_was_opened(tmp_path: Path) 
     with contextlib.closing(open_tier(tmp_path)) as tier:
         add_tables(tier)
         write_rows(tier, WIDE, keys_of(0, np.arange(300)), 1)
-        with tier._transaction() as txn:
+        with tier._writer._transaction() as txn:
             assert txn.delete(segment_key(place_of(tier, 0, 0).number))
-        tier._view.move(tier._new_snapshot())
+        tier._file.view.move(tier._file.new_snapshot())
         with pytest.raises(
             DamagedError, match=r"rows\.lmdb: its tree has 1 segments, and its record of the log counts 2"
         ):

@@ -18,7 +18,7 @@ from tierstore import errors, optim
 from tierstore.cli import entry as cli
 from tierstore.exchange import export_store, import_files
 from tierstore.exchange.rows import read_rows
-from tierstore.io import orders
+from tierstore.io import reads
 from tierstore.offline import quantization
 
 ROWS = 3000
@@ -97,7 +97,7 @@ def test_rows_are_appended_once_in_key_order_in_full_segments(
 ) -> None:
     """A segment is full, but for the last of a layout, though many chunks are read and a third of the rows is there."""
     monkeypatch.setattr(quantization, "_CHUNK_BYTES", 1)
-    monkeypatch.setattr(orders, "_LIST_STEP", 100)
+    monkeypatch.setattr(reads, "_LIST_STEP", 100)
     tierstore.quantize(source, tmp_path / "new", dtype="int8", tables=tables)
     found = segments_of(tmp_path / "new")
     keys = [WRITTEN.numpy() + (index << 40) for index in range(2)]

@@ -2,12 +2,13 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.tiers import TroubledTier
 from tierstore import cache, init, optim
 from tierstore.config import TableConfig
 from tierstore.errors import BudgetError, ChecksumError, ClosedError, DiskFullError
@@ -19,26 +20,6 @@ CAPACITY, ROWS, DIM = 64, 1000, 4
 CONFIG = TableConfig(
     name="t", num_embeddings=ROWS, embedding_dim=DIM, init=init.Constant(1.0), optimizer=optim.SGD(lr=1.0)
 )
-
-
-class TroubledTier:
-    """Passes on to a tier in memory, after whatever ``before_read`` or ``before_write`` does."""
-
-    def __init__(self) -> None:
-        self._tier = MemoryColdTier()
-        self.before_read: Callable[[], None] = lambda: None
-        self.before_write: Callable[[], None] = lambda: None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tier, name)
-
-    def read(self, *arguments: Any) -> None:
-        self.before_read()
-        self._tier.read(*arguments)
-
-    def write(self, *arguments: Any, epoch: int) -> None:
-        self.before_write()
-        self._tier.write(*arguments, epoch=epoch)
 
 
 def make_pool(tier: Any, policy: str = "lru") -> Pool:
@@ -66,7 +47,7 @@ def write(made: Pool, value: float, *rows: int) -> None:
 
 @pytest.fixture
 def tier() -> TroubledTier:
-    return TroubledTier()
+    return TroubledTier(MemoryColdTier())
 
 
 @pytest.fixture(params=["lru", "lfu", "tinylfu", "lookahead", "reference-lru"])

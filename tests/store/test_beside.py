@@ -94,8 +94,8 @@ def test_a_damaged_copy_opened_before_and_beside(tmp_path: Path, damage: str, mo
     "step",
     [
         *("tierstore.store.store.Workers", "tierstore.store.store.unpack", "tierstore.store.store.Table"),
-        *("tierstore.io.lmdb.FileMap", "tierstore.io.lmdb.View", "tierstore.io.lmdb.read_head"),
-        *("tierstore.io.lmdb.require_logged", "tierstore.io.snapshot.check_page_use"),
+        *("tierstore.io.opened.FileMap", "tierstore.io.opened.View", "tierstore.io.opened.read_head"),
+        *("tierstore.io.opened.check_store", "tierstore.io.snapshot.check_page_use"),
     ],
 )
 def test_a_store_that_was_opened_by_half_holds_nothing(

@@ -12,6 +12,7 @@ import torch
 import tierstore
 from tests.following import DIM, EVERY, ROWS, Writer, expected, first_values
 from tierstore import errors
+from tierstore.io.newer import NewerCommit
 from tierstore.pool import arrivals
 from tierstore.store.store import Store, newer
 
@@ -26,7 +27,7 @@ def commit_changed(writer: Writer) -> None:
 
 def require_nothing_held(store: Store) -> None:
     """Neither a second snapshot nor notes of rows that come in."""
-    assert store._cold.lookout.found is None
+    assert store._found is store._cold._follower.found is None
     assert store["t"].pool.filler.arrivals is None
 
 
@@ -173,13 +174,13 @@ def test_wide_rows_are_read_few_at_a_time(writer: Writer, store_dir: Path, monke
     with tierstore.open(store_dir, mode="r", ddr="4MiB") as store:
         store["t"].read(EVERY)
         monkeypatch.setattr(newer, "_CHUNK_BYTES", 100 * store["t"].pool.layout.row_bytes)
-        counts, read = [], store._cold.read_newer
+        counts, read = [], NewerCommit.read
 
-        def counted(keys: Any, *arguments: Any) -> None:
+        def counted(found: NewerCommit, keys: Any, *arguments: Any) -> None:
             counts.append(len(keys))
-            read(keys, *arguments)
+            read(found, keys, *arguments)
 
-        monkeypatch.setattr(store._cold, "read_newer", counted)
+        monkeypatch.setattr(NewerCommit, "read", counted)
         writer("write", "t", EVERY.tolist(), 5)
         writer("commit", 2)
         assert store.refresh() == 2
@@ -191,14 +192,14 @@ def test_close_waits_for_what_is_being_read(writer: Writer, store_dir: Path, mon
     store = tierstore.open(store_dir, mode="r", ddr="4MiB")
     store["t"].read(EVERY)
     commit_changed(writer)
-    is_reading, may_read, read = threading.Event(), threading.Event(), store._cold.read_newer
+    is_reading, may_read, read = threading.Event(), threading.Event(), NewerCommit.read
 
     def read_slowly(*arguments: Any) -> None:
         is_reading.set()
         assert may_read.wait(SECONDS)
         read(*arguments)
 
-    monkeypatch.setattr(store._cold, "read_newer", read_slowly)
+    monkeypatch.setattr(NewerCommit, "read", read_slowly)
     found: list[Any] = []
     finder = threading.Thread(target=lambda: found.append(store.find_newer()))
     finder.start()

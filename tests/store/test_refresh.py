@@ -193,7 +193,7 @@ def test_files_copied_over_a_store_that_use_its_number_again_are_another_store(
     with tierstore.open(store_dir, mode="r", ddr="4MiB") as store:
         assert store.refresh() == 2
         shutil.copyfile(tmp_path / "copy" / "rows.lmdb", store_dir / "rows.lmdb")
-        store._cold.lookout._last = -1  # a copy of as many transactions looks like one in which nothing was done
+        store._cold._follower._last = -1  # a copy of as many transactions looks like one in which nothing was done
         with pytest.raises(StoreReplacedError, match="version 2 is another commit"):
             store.refresh()
 
@@ -206,9 +206,9 @@ def test_a_reader_that_looks_keeps_no_pages_of_what_is_not_committed(writer: Wri
     with tierstore.open(store_dir, mode="r", ddr="440KiB") as store:
         for value in (2, 3):
             writer("write", "big", many, value)  # more than the writer's memory holds
-            before = store._cold._snapshot.txn_id
+            before = store._cold._file.snapshot.txn_id
             assert store.refresh() == 2
-            assert store._cold._snapshot.txn_id > before
+            assert store._cold._file.snapshot.txn_id > before
         assert (store["big"].read(torch.tensor(many)) == 1).all()
         writer("commit", 3)
         assert store.refresh() == 3

@@ -298,7 +298,7 @@ def require_lost(use: Any) -> None:
 @pytest.mark.parametrize("mode", ["r", "w"])
 def test_a_descriptor_that_was_closed_is_noticed(children: ExitStack, store: Path, mode: Any, number: str) -> None:
     opened = tierstore.open(store, mode=mode, ddr="2MiB", threads=1)
-    pins = opened._cold._file_map.pins
+    pins = opened._cold._file.map.pins
     descriptor = pins.descriptor
     os.close(descriptor)
     if number != "free":
@@ -306,7 +306,8 @@ def test_a_descriptor_that_was_closed_is_noticed(children: ExitStack, store: Pat
         assert other == descriptor
         children.callback(os.close, other)
     require_lost(lambda: opened["t"].read(torch.arange(10)))
-    for use in (opened.commit, opened._cold._sync) if mode == "w" else (opened.refresh, lambda: pins.hold(1 << 20)):
+    own = (opened.refresh, lambda: pins.hold(1 << 20)) if mode == "r" else (opened.commit, opened._cold._writer.sync)
+    for use in own:
         require_lost(use)
     opened.close()
     if number != "free":
@@ -373,7 +374,7 @@ def test_the_floor_is_not_written_to_a_file_that_has_its_number(children: ExitSt
     pins = Pins(store / "rows.lmdb")
     children.callback(pins.close)
     opened = tierstore.open(store, ddr="2MiB", threads=1)
-    number = opened._cold._floor._table.number
+    number = opened._cold._writer._floor._table.number
     os.close(number)
     other = os.open(store.parent / "other", os.O_RDWR | os.O_CREAT)
     assert other == number
@@ -389,8 +390,8 @@ def test_a_reader_whose_descriptor_was_closed_keeps_its_tree(store: Path, childr
     pins = Pins(store / "rows.lmdb")
     children.callback(pins.close)
     opened = tierstore.open(store, mode="r", ddr="2MiB", threads=1)
-    os.close(opened._cold._file_map.pins.descriptor)
-    assert pins.oldest(1 << 40) == opened._cold._snapshot.txn_id
+    os.close(opened._cold._file.map.pins.descriptor)
+    assert pins.oldest(1 << 40) == opened._cold._file.snapshot.txn_id
     opened.close()
     assert pins.oldest(1 << 40) is None
 

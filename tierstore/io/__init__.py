@@ -1,6 +1,6 @@
 """The cold tier and everything that moves rows. Contract: ``base``; on a device: ``lmdb``; in memory: ``memory``."""
 
-from .base import ColdCounters, ColdTier, VerifyReport
+from .base import ColdCounters, ColdTier, NewerVersion, VerifyReport
 from .files import MAX_PAGE_BYTES, ROW_FILE_NAME, require_plain_files
 from .lmdb import LmdbColdTier
 from .memory import MemoryColdTier
@@ -12,6 +12,7 @@ __all__ = [
     "ColdTier",
     "LmdbColdTier",
     "MemoryColdTier",
+    "NewerVersion",
     "VerifyReport",
     "require_plain_files",
 ]

@@ -47,6 +47,7 @@ __all__ = [
     "is_sound",
     "keep_aside",
     "load_anchor",
+    "newest_slot",
     "read_metas",
     "renew_anchor",
     "require_sound",
@@ -254,7 +255,7 @@ def save_anchor(path: Path, store_id: bytes, page_bytes: int, metas: tuple[bytes
     txn_id = max(_parsed(path, meta).txn_id for meta in metas)
     anchor_path = path.with_name(ANCHOR_NAME)
     is_new = not anchor_path.exists()
-    newest = None if is_new else _newest_slot(_slots(anchor_path))
+    newest = None if is_new else newest_slot(_slots(anchor_path))
     number = 1 if newest is None else newest.number + 1
     slot = _slot(Anchor(number, store_id, boot_id(), page_bytes, txn_id, metas))
     if is_new:
@@ -275,7 +276,7 @@ def keep_aside(path: Path, anchor: Anchor, metas: tuple[bytes, bytes]) -> None:
     A recovery that was cut short has put one page back, perhaps; what it saved stays.
     """
     before_path = path.with_name(BEFORE_NAME)
-    saved = _newest_slot(_slots(before_path)) if before_path.exists() else None
+    saved = newest_slot(_slots(before_path)) if before_path.exists() else None
     if saved is not None and all(now in pair for now, *pair in zip(metas, saved.metas, anchor.metas, strict=True)):
         return
     number = anchor.number + 1
@@ -348,7 +349,7 @@ def load_anchor(path: Path, store_id: bytes) -> Anchor | None:
         content = _slots(path.with_name(ANCHOR_NAME))
     except FileNotFoundError:
         return None
-    anchor = _newest_slot(content)
+    anchor = newest_slot(content)
     if anchor is None:
         raise ChecksumError(f"{path.with_name(ANCHOR_NAME)} is damaged; restore the store's directory from a copy.")
     if not read_stamp(path, anchor.page_bytes) == anchor.store_id == store_id:
@@ -371,7 +372,7 @@ def _slots(path: Path) -> bytes:
         return file.read(2 * _SLOT_BYTES)
 
 
-def _newest_slot(content: bytes) -> Anchor | None:
+def newest_slot(content: bytes) -> Anchor | None:
     """The newest anchor whose slot matches its checksum."""
     found = []
     for place in range(2):

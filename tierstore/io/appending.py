@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import lmdb
 import numpy as np
-from numpy.typing import NDArray
 
 from ..kernels.jit import kernel
 from ..rows import PAGE_HEADER_WORDS, RowLayout
+from .base import Int32s, Int64s, Words
 from .checksum import bytes_checksum
 from .gather import queue_segments
 from .indexes import Indexes, StoredSegments, numbers_hash, segment_error
@@ -28,10 +28,6 @@ from .segments import Geometry, build_segment, page_header_status
 from .snapshot import Snapshot
 
 __all__ = ["Change", "NewRows", "put_version", "require_headers"]
-
-Int64s = NDArray[np.int64]
-Int32s = NDArray[np.int32]
-Words = NDArray[np.uint64]
 
 
 class NewRows(NamedTuple):

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..kernels.jit import inline, kernel
+from .base import Int64s, Words
 from .mapped import queue_read
 
 __all__ = [
@@ -31,20 +32,16 @@ __all__ = [
     "WalkStatus",
     "child_of",
     "count_keys",
-    "find_value",
     "half",
     "key_word",
+    "list_entries",
     "new_entries",
     "number",
     "parse_meta",
     "repoint",
-    "seek_each",
-    "walk",
 ]
 
 Halves = NDArray[np.uint16]
-Words = NDArray[np.uint64]
-Int64s = NDArray[np.int64]
 
 MAGIC: Final = 0xBEEFC0DE
 DATA_VERSION: Final = 1
@@ -157,15 +154,13 @@ class Entries(NamedTuple):
     """Page number of the value, or 0 where the value is small and lies in the tree."""
     sizes: Int64s
     """Bytes of the value."""
+    places: Int64s
+    """The value's first half-word."""
 
 
 def new_entries(capacity: int) -> Entries:
-    return Entries(
-        np.empty(capacity, np.uint64),
-        np.empty(capacity, np.uint64),
-        np.empty(capacity, np.int64),
-        np.empty(capacity, np.int64),
-    )
+    keys, others = np.empty((2, capacity), np.uint64), np.empty((3, capacity), np.int64)
+    return Entries(keys[0], keys[1], others[0], others[1], others[2])
 
 
 @inline
@@ -363,155 +358,63 @@ def _emit(halves: Halves, page_halves: int, node: int, limit: int, entries: Entr
     entries.numbers[out] = key_word(halves, node + 8)
     entries.pages[out] = page
     entries.sizes[out] = size
+    entries.places[out] = page * page_halves + _HEADER_BYTES // 2 if page else node + 4 + _KEY_BYTES // 2
     return True
 
 
+@inline
+def _is_after(entries: Entries, i: int) -> bool:
+    """Whether an entry's key is greater than that of the one before it."""
+    if entries.kinds[i] != entries.kinds[i - 1]:
+        return bool(entries.kinds[i] > entries.kinds[i - 1])
+    return bool(entries.numbers[i] > entries.numbers[i - 1])
+
+
 @kernel
-def walk(
-    halves: Halves,
-    base: int,
-    page_halves: int,
-    limit: int,
-    root: int,
-    depth: int,
-    first: np.uint64,
-    second: np.uint64,
-    entries: Entries,
-    result: Int64s,
-) -> None:
-    """List entries in key order from key (first, second) on.
+def list_entries(
+    halves: Halves, base: int, page_halves: int, limit: int, root: int, depth: int, kinds: Words, numbers: Words,
+    each: int, entries: Entries, result: Int64s,
+) -> None:  # fmt: skip
+    """List entries in key order, from each key (kinds[i], numbers[i]) on, ``each`` of them if there are so many. Where
+    one is wanted and there is none, it has the key (META_KEY, META_KEY).
 
     Args:
-        halves: uint16 view of the mapped file; ``base`` is its address.
+        halves: uint16 view of the mapped file; ``base`` is its address, or 0 to have no pages queued for reading.
         limit: pages in the file.
         result: int64 [3]; receives the number of entries, the WalkStatus, and the page where it stopped.
     """
     pages = np.zeros(MAX_DEPTH + 1, np.int64)
     indexes = np.zeros(MAX_DEPTH + 1, np.int64)
     counts = np.zeros(MAX_DEPTH + 1, np.int64)
-    capacity = len(entries.pages)
-    result[0] = 0
-    result[1] = 0
     pages[0] = root
-    status = _descend(halves, page_halves, limit, 0, depth, first, second, base, pages, indexes, counts)
-    out = 0
-    previous_first = np.uint64(0)
-    previous_second = np.uint64(0)
-    while status == 0:
-        leaf = pages[depth - 1]
-        index = indexes[depth - 1]
-        num_keys = counts[depth - 1]
-        while index < num_keys and out < capacity:
-            node = _node(halves, page_halves, leaf, index, True)
-            if node < 0:
-                status = -4
-                break
-            if not _emit(halves, page_halves, node, limit, entries, out):
-                status = -2
-                break
-            key_first = entries.kinds[out]
-            key_second = entries.numbers[out]
-            if out > 0 and (
-                key_first < previous_first or (key_first == previous_first and key_second <= previous_second)
-            ):
-                status = -5
-                break
-            previous_first = key_first
-            previous_second = key_second
-            index += 1
-            out += 1
-        if status != 0 or (out == capacity and index < num_keys):
-            break
-        status = _next_leaf(halves, page_halves, limit, depth, base, pages, indexes, counts)
-    result[0] = out
-    if status < 0:
-        result[1] = -status
-        level = depth - 1
-        while level > 0 and pages[level] == 0:
-            level -= 1
-        result[2] = pages[level]
-    elif status == 0:
-        result[1] = 1
-
-
-@kernel
-def seek_each(
-    halves: Halves,
-    page_halves: int,
-    limit: int,
-    root: int,
-    depth: int,
-    kinds: Words,
-    numbers: Words,
-    entries: Entries,
-    result: Int64s,
-) -> None:
-    """For each (kinds[i], numbers[i]), the first entry at or after it; past the end, key (META_KEY, META_KEY).
-
-    ``result`` as in ``walk``.
-    """
-    pages = np.zeros(MAX_DEPTH + 1, np.int64)
-    indexes = np.zeros(MAX_DEPTH + 1, np.int64)
-    counts = np.zeros(MAX_DEPTH + 1, np.int64)
-    result[0] = 0
-    result[1] = 0
+    leaf = depth - 1
+    out = status = 0
     for i in range(len(kinds)):
-        pages[0] = root
-        status = _descend(halves, page_halves, limit, 0, depth, kinds[i], numbers[i], 0, pages, indexes, counts)
-        if status == 0 and indexes[depth - 1] >= counts[depth - 1]:
-            status = _next_leaf(halves, page_halves, limit, depth, 0, pages, indexes, counts)
-        if status == 1:
-            entries.kinds[i] = META_KEY
-            entries.numbers[i] = META_KEY
-            entries.pages[i] = 0
-            entries.sizes[i] = 0
-            continue
-        if status == 0:
-            node = _node(halves, page_halves, pages[depth - 1], indexes[depth - 1], True)
+        first = out
+        status = _descend(halves, page_halves, limit, 0, depth, kinds[i], numbers[i], base, pages, indexes, counts)
+        while status == 0 and out < first + each:
+            if indexes[leaf] >= counts[leaf]:
+                status = _next_leaf(halves, page_halves, limit, depth, base, pages, indexes, counts)
+                continue
+            node = _node(halves, page_halves, pages[leaf], indexes[leaf], True)
             if node < 0:
                 status = -4
-            elif not _emit(halves, page_halves, node, limit, entries, i):
+            elif not _emit(halves, page_halves, node, limit, entries, out):
                 status = -2
+            elif out > first and not _is_after(entries, out):
+                status = -5
+            else:
+                out += 1
+                indexes[leaf] += 1
         if status < 0:
-            result[1] = -status
-            result[2] = pages[depth - 1]
-            return
-        result[0] = i + 1
-
-
-@kernel
-def find_value(
-    halves: Halves,
-    page_halves: int,
-    limit: int,
-    root: int,
-    depth: int,
-    first: np.uint64,
-    second: np.uint64,
-    entry: Entries,
-    result: Int64s,
-) -> None:
-    """Where the value of a key is.
-
-    Args:
-        entry: scratch for one.
-        result: int64 [4]; receives the value's length in bytes, -1 if there is no such key; the WalkStatus; the page
-            where the search stopped; and the value's first half-word.
-    """
-    pages = np.zeros(MAX_DEPTH + 1, np.int64)
-    indexes = np.zeros(MAX_DEPTH + 1, np.int64)
-    counts = np.zeros(MAX_DEPTH + 1, np.int64)
-    pages[0] = root
-    status = _descend(halves, page_halves, limit, 0, depth, first, second, 0, pages, indexes, counts)
-    result[0] = -1
-    result[1] = -status
-    result[2] = pages[depth - 1]
-    if status != 0 or indexes[depth - 1] >= counts[depth - 1]:
-        return
-    node = _node(halves, page_halves, pages[depth - 1], indexes[depth - 1], True)
-    if node < 0 or not _emit(halves, page_halves, node, limit, entry, 0):
-        result[1] = 4 if node < 0 else 2
-    elif entry.kinds[0] == first and entry.numbers[0] == second:
-        result[0] = entry.sizes[0]
-        page = entry.pages[0]
-        result[3] = page * page_halves + _HEADER_BYTES // 2 if page else node + 4 + _KEY_BYTES // 2
+            break
+        if status == 1 and each == 1:
+            entries.kinds[out] = entries.numbers[out] = META_KEY
+            entries.pages[out] = entries.sizes[out] = entries.places[out] = 0
+            out += 1
+            status = 0
+    result[0] = out
+    result[1] = 0 if status == 1 else 1 if status == 0 else -status
+    while status < 0 and leaf > 0 and pages[leaf] == 0:
+        leaf -= 1
+    result[2] = pages[leaf]

@@ -11,18 +11,16 @@ from functools import cached_property
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..rows import MAX_ROWS
+from .base import Int64s, Words
 from .lmdb import LmdbColdTier
-from .orders import by_key, stored_batches
+from .reads import by_key, stored_batches
 from .row_map import RowMap
 from .snapshot import Snapshot
 
 __all__ = ["Basis", "ChangedRows", "Changes", "ChangesTier"]
 
-Int64s = NDArray[np.int64]
-Words = NDArray[np.uint64]
 
 CHUNK_BYTES: Final = 8 << 20
 """Rows with their state that are read at a time."""

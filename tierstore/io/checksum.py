@@ -9,13 +9,11 @@ from typing import Any, Final
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from ..kernels.jit import JIT_ENABLED, inline
+from .base import Words
 
 __all__ = ["bytes_checksum", "mix_key", "row_checksum", "two_row_checksums"]
-
-Words = NDArray[np.uint64]
 
 _P1: Final = np.uint64(0x9E3779B185EBCA87)
 _P2: Final = np.uint64(0xC2B2AE3D27D4EB4F)

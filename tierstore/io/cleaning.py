@@ -16,10 +16,10 @@ import logging
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import DamagedError
 from .appending import NewRows
+from .base import Int64s, Words
 from .gather import queue_segments
 from .reads import RowReader
 from .row_map import RowMap
@@ -28,8 +28,6 @@ from .snapshot import Snapshot
 
 __all__ = ["DEFAULT_SLACK", "FULL_SHARE", "MOST_SAMPLED", "Cleaner", "Moved"]
 
-Int64s = NDArray[np.int64]
-Words = NDArray[np.uint64]
 
 _LOG: Final = logging.getLogger("tierstore")
 

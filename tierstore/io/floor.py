@@ -19,7 +19,7 @@ from typing import Final
 import lmdb
 
 from ..errors import TierstoreError
-from .descriptor import OwnDescriptor
+from ..system.forks import OwnDescriptor
 from .files import translate
 from .pins import Pins
 

@@ -16,16 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..kernels.jit import inline, kernel
+from .base import Int64s, Words
 from .btree import (
     MAX_DEPTH,
     META_KEY,
     NO_ROOT,
     Halves,
-    Int64s,
     Meta,
     TreeTotals,
     WalkStatus,
-    Words,
     child_of,
     count_keys,
     half,
@@ -34,7 +33,7 @@ from .btree import (
 )
 from .mapped import zeros
 
-__all__ = ["PageUse", "PagesInUse", "check_page_use", "pages_freed", "pages_in_use"]
+__all__ = ["PageUse", "check_page_use", "pages_freed"]
 
 _BRANCH: Final = 0x01
 _LEAF: Final = 0x02
@@ -351,38 +350,3 @@ def check_page_use(halves: Halves, meta: Meta, limit: int) -> PageUse:
     if claimed != meta.last_page - 1:
         return PageUse(WalkStatus.BAD_TOTALS, meta.txn_id % 2, 0)
     return PageUse(WalkStatus.DONE, 0, free)
-
-
-class PagesInUse(NamedTuple):
-    """What can be told of the pages of a damaged file.
-
-    Attributes:
-        pages: bool [pages of the file], those that the tree of segments claims, or that the list of free pages leaves
-            out to it; None if neither is sound.
-        agreed: the same, where both are sound only those of both.
-        list_is_sound: whether the list is.
-        is_whole: whether both are, and agree.
-    """
-
-    pages: NDArray[np.bool_] | None
-    agreed: NDArray[np.bool_] | None
-    list_is_sound: bool
-    is_whole: bool
-
-
-def pages_in_use(halves: Halves, meta: Meta, limit: int) -> PagesInUse:
-    """Tell pages in use from others by what is sound; arguments as for ``check_page_use``."""
-    found = []
-    for key_bytes in (_MAIN_KEY_BYTES, _FREE_KEY_BYTES):
-        used = np.zeros((max(meta.last_page + 1, limit) >> 6) + 1, np.uint64)
-        is_sound = _claimed(halves, meta, limit, key_bytes, used)[_STATUS] == WalkStatus.DONE
-        claimed = np.unpackbits(used.view(np.uint8), bitorder="little")[:limit].astype(np.bool_)
-        found.append(claimed if is_sound else None)
-    in_tree, others = found
-    if others is not None:
-        others[:2] = others[meta.last_page + 1 :] = True
-    told = [pages for pages in (in_tree, None if others is None else ~others) if pages is not None]
-    if not told:
-        return PagesInUse(None, None, list_is_sound=False, is_whole=False)
-    is_whole = len(told) == 2 and np.array_equal(told[0], told[1])
-    return PagesInUse(np.any(told, axis=0), np.all(told, axis=0), others is not None, is_whole)

@@ -9,19 +9,11 @@ All of this decides speed only; every row is bounds-checked and verified in eith
 
 Where the time of warm pages goes, in ns a row (20,000 random rows out of 8M of 64 float32, an AMD EPYC of 2022; there
 ``numpy.take`` on a flat file needs 60-66, ``python -m bench.warm`` compares): the copy 55-60, which is memory itself;
-the map 7-10, nearly all of it cache misses; counting pages 2-4; the call from Python 2-4; checksums 17-24. What
-it took, and what did not help:
-- Reference counts of the tuples of arrays cost as much as the copy did; hence ``uncounted_kernel``.
-- The checksum word of a row that starts with a non-zero word is left alone where nothing is verified: it costs a cache
-  line, and its expected value a chain of multiplications that keeps later rows from starting.
-- Each end of a loop and each look at the clock lets the rows in flight run dry: groups grow up to ``MAX_GROUP`` rows.
-- Copying ``HASH_GROUP`` rows, then hashing them while their lines are near, costs the sum of both. Hashing rows as they
-  are copied, fetched ahead or not, costs 15-30 more: a hash is so many instructions that the next row is out of the
-  processor's sight. Fetching the next group's lines while hashing does not overlap either: the fetches wait for the
-  page tables.
-- Looking places up in the shadow of the copy, group by group, costs more in ends of loops than it hides.
-  Fetching all lines of a row ahead instead of the first, and further ahead than 8 rows, changes nothing.
-- A loop over vectors in place of memcpy is slower by 10 here, though not by itself.
+the map 7-10, nearly all of it cache misses; counting pages 2-4; the call from Python 2-4; checksums 17-24. Reference
+counts of the tuples of arrays would cost as much as the copy; hence ``uncounted_kernel``. Each end of a loop and each
+look at the clock lets the rows in flight run dry; hence groups of up to ``MAX_GROUP`` rows. ``HASH_GROUP`` rows are
+copied, then hashed while their lines are near: hashed as they are copied, they cost 15-30 more. Tried without gain:
+fetching the next group's lines while hashing, looking places up group by group, fetching all lines of a row ahead.
 """
 
 from enum import IntEnum
@@ -35,6 +27,7 @@ from ..errors import ChecksumError, TruncatedError, UnreadableError
 from ..kernels.jit import uncounted_helper as inline
 from ..kernels.jit import uncounted_kernel as kernel
 from ..rows import BLOCK_HEADER_WORDS, KEY_ROW_BITS, MAX_ROWS, PAIR_WORDS
+from .base import Flags, Int32s, Int64s, Words
 from .checksum import two_row_checksums
 from .files import RESTORE
 from .guard import ASK_AGAIN
@@ -45,18 +38,18 @@ from .slots import SegmentArrays
 
 __all__ = [
     "GatherStatus",
+    "How",
     "Scratch",
+    "Source",
+    "Target",
+    "Wanted",
     "count_pages",
     "gather",
     "gather_error",
     "new_scratch",
     "queue_segments",
-    "seen_words",
 ]
 
-Int64s = NDArray[np.int64]
-Int32s = NDArray[np.int32]
-Words = NDArray[np.uint64]
 
 QUEUE_DEPTH: Final = 512
 """Rows whose pages are queued ahead of the copy; as many times more as there are rows to a page."""
@@ -99,14 +92,47 @@ def gather_error(path: Path, result: Int64s, keys: Int64s) -> Exception:
     return ChecksumError(f"{path}: row {row} of table {table} does not match its checksum. {RESTORE}")
 
 
-def seen_words(geo: Geometry, limit: int, num_rows: int) -> int:
-    """Length of the scratch in which ``gather`` counts pages: bits for all pages, or a hash table if that is less."""
-    row_pages = 1 if geo.pages_per_block == 1 else 2 + geo.row_words // geo.page_words
-    return min((limit + 31) // 32, 1 << (2 * row_pages * num_rows).bit_length())
+class Wanted(NamedTuple):
+    """Rows to be read: int64 [n] each."""
+
+    keys: Int64s
+    positions: Int64s
+    """Of their entries in ``places``."""
+
+
+class Target(NamedTuple):
+    """Where rows go."""
+
+    slots: Int32s
+    weights: Words
+    state: Words
+    """Flat views of the arenas."""
+    present: Flags
+
+
+class Source(NamedTuple):
+    """The file that rows are read from."""
+
+    words: Words
+    address: int
+    """Of ``words[0]``."""
+    limit: int
+    """Pages in the file."""
+
+
+class How(NamedTuple):
+    """In which way rows are read."""
+
+    verify: bool
+    """Compare each row with its checksum."""
+    cold: bool
+    """Start by queueing page reads."""
+    can_sample: bool
+    """Whether ``is_resident`` says the truth."""
 
 
 class Scratch(NamedTuple):
-    """Where rows lie, by position in a batch; int64, uint64 [n]."""
+    """Where rows lie, by position in a batch, and room to work in."""
 
     offsets: Int64s
     """Word offset of the row in the map; 0 for a row that was never written."""
@@ -114,19 +140,34 @@ class Scratch(NamedTuple):
     """Word offset of its key, which its checksum follows; 0 likewise."""
     seeds: Words
     """Of its checksum."""
+    seen: NDArray[np.uint32]
+    """Zeros: bits for all pages of the file, or a hash table if that is less."""
+    lanes: Words
+    timespec: Int64s
+    flag: NDArray[np.uint8]
 
 
-def new_scratch(num_rows: int) -> Scratch:
-    return Scratch(np.empty(num_rows, np.int64), np.empty(num_rows, np.int64), np.empty(num_rows, np.uint64))
+def new_scratch(geo: Geometry, limit: int, num_rows: int) -> Scratch:
+    """For a batch of rows of a file of ``limit`` pages."""
+    row_pages = 1 if geo.pages_per_block == 1 else 2 + geo.row_words // geo.page_words
+    return Scratch(
+        np.empty(num_rows, np.int64),
+        np.empty(num_rows, np.int64),
+        np.empty(num_rows, np.uint64),
+        np.zeros(min((limit + 31) // 32, 1 << (2 * row_pages * num_rows).bit_length()), np.uint32),
+        np.empty(8, np.uint64),
+        np.empty(2, np.int64),
+        np.empty(1, np.uint8),
+    )
 
 
 @inline
 def _resolve(
-    geo: Geometry, limit: int, keys: Int64s, positions: Int64s, places: Places, segments: SegmentArrays,
-    scratch: Scratch, result: Int64s,
-) -> None:  # fmt: skip
-    """Fill ``scratch``."""
-    offsets, pairs, seeds = scratch
+    geo: Geometry, limit: int, wanted: Wanted, places: Places, segments: SegmentArrays, scratch: Scratch, result: Int64s
+) -> None:
+    """Say where rows lie."""
+    keys, positions = wanted
+    offsets, pairs, seeds = scratch.offsets, scratch.pairs, scratch.seeds
     mask = (1 << geo.place_bits) - 1
     for i in range(len(keys)):
         if i + PREFETCH_ENTRIES < len(keys):
@@ -152,60 +193,55 @@ def _resolve(
 
 
 @inline
-def _count_in_bits(page_shift: int, stored_words: int, offsets: Int64s, seen: NDArray[np.uint32]) -> int:
-    """As ``count_pages``; ``seen`` has a bit for every page of the file."""
-    count = 0
-    for i in range(len(offsets)):
-        if offsets[i] == 0:
-            continue
-        first = offsets[i] >> page_shift
-        last = (offsets[i] + stored_words - 1) >> page_shift
-        for page in range(first, last + 1):
-            bit = np.uint32(1) << np.uint32(page & 31)
-            before = seen[page >> 5]
-            seen[page >> 5] = before | bit
-            count += 1 if (before & bit) == np.uint32(0) else 0
-    return count
+def _page_entry(seen: NDArray[np.uint32], in_bits: bool, page: int) -> int:
+    """Where ``seen`` says whether it has a page."""
+    if in_bits:
+        return page >> 5
+    mask = len(seen) - 1
+    at = (page ^ (page >> 17)) & mask
+    while seen[at] != 0 and seen[at] != np.uint32(page):
+        at = (at + 1) & mask
+    return at
 
 
 @inline
-def _count_in_table(page_shift: int, stored_words: int, offsets: Int64s, seen: NDArray[np.uint32]) -> int:
-    """As ``count_pages``; ``seen`` is a hash table, a power of two at least twice as long as there are pages."""
-    mask = len(seen) - 1
-    count = 0
-    for i in range(len(offsets)):
-        if offsets[i] == 0:
-            continue
-        first = offsets[i] >> page_shift
-        last = (offsets[i] + stored_words - 1) >> page_shift
-        for page in range(first, last + 1):
-            at = (page ^ (page >> 17)) & mask
-            number = np.uint32(page)
-            while seen[at] != 0 and seen[at] != number:
-                at = (at + 1) & mask
-            if seen[at] == 0:
-                seen[at] = number
-                count += 1
-    return count
+def _has_page(seen: NDArray[np.uint32], in_bits: bool, page: int) -> bool:
+    entry = seen[_page_entry(seen, in_bits, page)]
+    found: bool = (entry >> np.uint32(page & 31)) & np.uint32(1) != np.uint32(0) if in_bits else entry != np.uint32(0)
+    return found
+
+
+@inline
+def _is_new(seen: NDArray[np.uint32], in_bits: bool, page: int) -> bool:
+    """Whether ``seen`` does not have a page, which it has then."""
+    at = _page_entry(seen, in_bits, page)
+    before = seen[at]
+    seen[at] = before | (np.uint32(1) << np.uint32(page & 31)) if in_bits else np.uint32(page)
+    return before != seen[at]  # type: ignore[no-any-return]
 
 
 @inline
 def count_pages(page_words: int, stored_words: int, limit: int, offsets: Int64s, seen: NDArray[np.uint32]) -> int:
-    """Distinct pages the rows lie on; ``seen`` is zeroed scratch of ``seen_words``."""
+    """Distinct pages the rows lie on; ``seen`` as in ``Scratch``."""
     page_shift = 0
     while (1 << page_shift) < page_words:
         page_shift += 1
-    if len(seen) >= (limit + 31) // 32:
-        return _count_in_bits(page_shift, stored_words, offsets, seen)
-    return _count_in_table(page_shift, stored_words, offsets, seen)
+    in_bits = len(seen) >= (limit + 31) // 32
+    count = 0
+    for i in range(len(offsets)):
+        if offsets[i] == 0:
+            continue
+        first = offsets[i] >> page_shift
+        last = (offsets[i] + stored_words - 1) >> page_shift
+        for page in range(first, last + 1):
+            count += 1 if _is_new(seen, in_bits, page) else 0
+    return count
 
 
 @inline
-def _copy_rows(
-    geo: Geometry, words: Words, start: int, end: int, offsets: Int64s, slots: Int32s, weights: Words, state: Words,
-    present: NDArray[np.bool_],
-) -> None:  # fmt: skip
+def _copy_rows(geo: Geometry, words: Words, start: int, end: int, offsets: Int64s, target: Target) -> None:
     """Copy rows ``[start, end)`` as they are; a row's slot is left alone if it was never written."""
+    slots, weights, state, present = target
     for i in range(start, end):
         if i + PREFETCH_ROWS < len(offsets):
             prefetch_word(words, offsets[i + PREFETCH_ROWS])
@@ -224,9 +260,9 @@ def _is_bad(words: Words, key: int, pair: int, checksum: np.uint64) -> bool:
 
 
 @inline
-def _first_bad(words: Words, row_words: int, start: int, end: int, keys: Int64s, scratch: Scratch, lanes: Words) -> int:
+def _first_bad(words: Words, row_words: int, start: int, end: int, keys: Int64s, scratch: Scratch) -> int:
     """-1, or the position of the first present row of ``[start, end)`` that is not the one its key names."""
-    offsets, pairs, seeds = scratch
+    offsets, pairs, seeds = scratch.offsets, scratch.pairs, scratch.seeds
     for first in range(start, end, 2):
         second = min(first + 1, end - 1)
         if offsets[first] == 0 and offsets[second] == 0:
@@ -234,31 +270,12 @@ def _first_bad(words: Words, row_words: int, start: int, end: int, keys: Int64s,
         # An absent row is hashed at the other's place: at word 0, the file may be shorter than a row.
         a = first if offsets[first] != 0 else second
         b = second if offsets[second] != 0 else first
-        of_a, of_b = two_row_checksums(words, offsets[a], offsets[b], row_words, seeds[a], seeds[b], lanes)
+        of_a, of_b = two_row_checksums(words, offsets[a], offsets[b], row_words, seeds[a], seeds[b], scratch.lanes)
         if _is_bad(words, keys[a], pairs[a], of_a):
             return a
         if _is_bad(words, keys[b], pairs[b], of_b):
             return b
     return -1
-
-
-@inline
-def _page_entry(seen: NDArray[np.uint32], in_bits: bool, page: int) -> int:
-    """Where ``seen``, bits or a hash table as in ``count_pages``, says whether it has a page."""
-    if in_bits:
-        return page >> 5
-    mask = len(seen) - 1
-    at = (page ^ (page >> 17)) & mask
-    while seen[at] != 0 and seen[at] != np.uint32(page):
-        at = (at + 1) & mask
-    return at
-
-
-@inline
-def _has_page(seen: NDArray[np.uint32], in_bits: bool, page: int) -> bool:
-    entry = seen[_page_entry(seen, in_bits, page)]
-    found: bool = (entry >> np.uint32(page & 31)) & np.uint32(1) != np.uint32(0) if in_bits else entry != np.uint32(0)
-    return found
 
 
 @inline
@@ -272,10 +289,7 @@ def _queue_row(
     last = (offset + stored_words - 1) // page_words
     is_new = False
     for page in range(first, last + 1):
-        if not _has_page(seen, in_bits, page):
-            is_new = True
-            at = _page_entry(seen, in_bits, page)
-            seen[at] = seen[at] | (np.uint32(1) << np.uint32(page & 31)) if in_bits else np.uint32(page)
+        is_new |= _is_new(seen, in_bits, page)
     if is_new:
         queue_read(address + first * page_words * 8, (last + 1 - first) * page_words * 8)
 
@@ -300,29 +314,21 @@ def _all_resident(
 
 @kernel
 def gather(
-    geo: Geometry, words: Words, address: int, limit: int, positions: Int64s, places: Places, segments: SegmentArrays,
-    keys: Int64s, slots: Int32s, weights: Words, state: Words, present: NDArray[np.bool_], scratch: Scratch,
-    seen: NDArray[np.uint32], lanes: Words, timespec: Int64s, flag: NDArray[np.uint8], verify: bool,
-    cold: bool, can_sample: bool, result: Int64s,
+    geo: Geometry, source: Source, places: Places, segments: SegmentArrays, wanted: Wanted, target: Target, how: How,
+    scratch: Scratch, result: Int64s,
 ) -> None:  # fmt: skip
-    """Copy row ``keys[i]`` to ``weights[slots[i]]``, ``state[slots[i]]``; see ``ColdTier.read``.
+    """Copy rows to their slots; see ``ColdTier.read``.
 
     Args:
-        address: of ``words[0]``.
-        limit: pages in the file.
-        positions: of the rows in ``places``.
         segments: of the layout.
-        weights, state: flat views of the arenas.
         scratch: of as many rows.
-        seen: uint32 [seen_words(geo, limit, n)], zeroed.
-        lanes, timespec, flag: scratch, uint64 [8], int64 [2], uint8 [1].
-        verify: compare each row with its checksum.
-        cold: whether to start by queueing page reads.
-        can_sample: whether ``is_resident`` says the truth.
         result: int64 [4], zeroed; receives GatherStatus, the position it is about, distinct pages, and 1 if the pages
             turned out cold.
     """
-    _resolve(geo, limit, keys, positions, places, segments, scratch, result)
+    words, address, limit = source
+    verify, cold, can_sample = how
+    keys, seen, timespec, flag = wanted.keys, scratch.seen, scratch.timespec, scratch.flag
+    _resolve(geo, limit, wanted, places, segments, scratch, result)
     if result[0] != 0:
         return
     offsets = scratch.pairs  # a row of a block of several pages follows its key
@@ -353,9 +359,9 @@ def gather(
         step = HASH_GROUP if verify else rows
         while position < end and bad < 0:
             start, position = position, min(end, position + step)
-            _copy_rows(geo, words, start, position, scratch.offsets, slots, weights, state, present)
+            _copy_rows(geo, words, start, position, scratch.offsets, target)
             if verify:
-                bad = _first_bad(words, row_words, start, position, keys, scratch, lanes)
+                bad = _first_bad(words, row_words, start, position, keys, scratch)
         if bad >= 0:
             result[0] = 2
             result[1] = bad

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from ..errors import ChecksumError, DamagedError, FormatError, TruncatedError, UnreadableError
 from ..kernels.jit import kernel
 from ..rows import PAGE_HEADER_WORDS
+from .base import Int64s, Words
 from .btree import SEGMENTS_KEY
 from .checksum import mix_key
 from .files import RESTORE
@@ -33,8 +34,6 @@ __all__ = [
     "stored_segments",
 ]
 
-Int64s = NDArray[np.int64]
-Words = NDArray[np.uint64]
 
 _QUEUED: Final = 256
 """Indexes whose reading is begun ahead."""

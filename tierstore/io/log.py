@@ -1,7 +1,7 @@
 """The log of one row file, for its one writer: rows appended, segments cleaned and deleted, each in one transaction.
 
 After a transaction the map of rows and what readers are shown follow it. If they cannot, an error leaves
-``must_succeed``, and the caller stops.
+``OpenFile.must_succeed``, and the caller stops.
 """
 
 import logging
@@ -12,25 +12,25 @@ from typing import Final, NamedTuple
 
 import lmdb
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import DamagedError
 from ..system.killpoints import reach
 from .anchor import AnchorKeeper
 from .appending import Change, NewRows, require_headers
+from .base import Int64s
 from .cleaning import Cleaner
 from .indexes import StoredSegments
-from .records import LOG_ITEM, LogRecord, item_key, pack_log
+from .opened import OpenFile
+from .reads import RowReader
+from .records import LOG_ITEM, item_key, pack_log
 from .row_map import RowMap
 from .slots import Segments
 from .snapshot import Snapshot
-from .view import View
 
 __all__ = ["Log", "Written"]
 
 _LOG: Final = logging.getLogger("tierstore")
 
-Int64s = NDArray[np.int64]
 Dead = list[tuple[Segments, Int64s]]
 
 _CLEANED_PAGES: Final = 64
@@ -58,31 +58,23 @@ class Log:
     """See the module's docstring. The caller sees to it that one thread at a time is in here.
 
     Args:
-        record: as the tree has it.
-        view: what readers are shown.
+        slack: see ``LmdbColdTier``.
         transaction: makes a write transaction.
-        new_snapshot: of the newest tree.
-        must_succeed: what runs within it must not fail.
     """
 
     def __init__(
         self,
-        record: LogRecord,
-        cleaner: Cleaner,
-        view: View,
+        file: OpenFile,
         anchors: AnchorKeeper,
-        *,
+        slack: float,
         transaction: "Callable[[], AbstractContextManager[lmdb.Transaction[bytes]]]",
-        new_snapshot: Callable[[], Snapshot],
-        must_succeed: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._record = record
-        self._cleaner = cleaner
-        self._view = view
+        self._file = file
+        self._view = file.view
         self._anchors = anchors
+        self._cleaner = Cleaner(slack, RowReader(file.map.rows, verify=True))
         self._transaction = transaction
-        self._new_snapshot = new_snapshot
-        self._must_succeed = must_succeed
+        self._record = file.logged
         self._appended = 0
         self._is_numbered = False  # whether this process has numbers of segments of its own
 
@@ -125,8 +117,8 @@ class Log:
             appended = None if new is None else change.append(layout, geo, new)
             reach("write-back: segments put")
         reach("write-back: transaction committed")
-        with self._must_succeed():
-            snapshot = self._new_snapshot()
+        with self._file.must_succeed():
+            snapshot = self._file.new_snapshot()
             _forget(dead, txn_id := snapshot.txn_id)
             if moved is not None and moved_to is not None:  # first: a row may be moved, and newer in what is new
                 rows.publish_moved(layout, moved_to.found_in(snapshot), moved.rows.keys, txn_id=txn_id)
@@ -172,8 +164,8 @@ class Log:
             txn.put(item_key(LOG_ITEM), pack_log(record))
         self._record, self._is_numbered = record, True
         reach("log: numbers taken")
-        with self._must_succeed():
-            self._view.move(self._new_snapshot())
+        with self._file.must_succeed():
+            self._view.move(self._file.new_snapshot())
             self._anchors.set()
 
     def _look_ahead(self) -> None:
@@ -190,8 +182,8 @@ class Log:
             _delete(change, dead)
             reach("prune: segments deleted")
         reach("prune: transaction committed")
-        with self._must_succeed():
-            snapshot = self._new_snapshot()
+        with self._file.must_succeed():
+            snapshot = self._file.new_snapshot()
             _forget(dead, snapshot.txn_id)
             self._view.move(snapshot)
             self._wrote(rows, 0)
@@ -206,8 +198,8 @@ class Log:
             with self._changing() as change:
                 change.delete(part)
                 reach("rollback: segments deleted")
-            with self._must_succeed():
-                self._view.move(self._new_snapshot())
+            with self._file.must_succeed():
+                self._view.move(self._file.new_snapshot())
 
 
 def _some_dead(rows: RowMap, snapshot: Snapshot) -> Dead:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ..errors import StoreReplacedError
 from ..kernels.jit import JIT_ENABLED, inline
 from ..system.oserrors import translate_os_error
+from .base import Words
 from .guard import Guard
 from .pins import Pins
 
@@ -33,7 +34,6 @@ __all__ = [
     "zeros",
 ]
 
-Words = NDArray[np.uint64]
 
 _PROT_READ: Final = 1
 _MAP_SHARED: Final = 1

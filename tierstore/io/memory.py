@@ -5,35 +5,42 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import ClosedError
-from ..rows import KEY_ROW_BITS, MAX_ROWS, MAX_TABLES, RowLayout
-from .base import ColdCounters, VerifyReport
+from ..rows import KEY_ROW_BITS, MAX_ROWS, RowLayout
+from .base import (
+    ColdCounters,
+    Counting,
+    Flags,
+    Int32s,
+    Int64s,
+    VerifyReport,
+    Words,
+    check_arrays,
+    check_table,
+    check_widths,
+    require_distinct,
+)
 
 __all__ = ["MemoryColdTier"]
 
-Int64s = NDArray[np.int64]
-Int32s = NDArray[np.int32]
-Words = NDArray[np.uint64]
-
 
 class MemoryColdTier:
-    """``ColdTier`` in memory: the tests' oracle, and a store's cold tier where nothing need outlive the process.
+    """``ColdTier`` in memory: the tests' oracle, and what is below a store opened with ``cold="memory"``.
 
-    One lock around everything; a row is one ``bytes`` object for each epoch.
+    One lock around everything; a row is one ``bytes`` object for each epoch that a kept version, or none yet, shows.
     """
 
     page_bytes = 4096
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._layouts: dict[int, tuple[RowLayout, int]] = {}
+        self._tables: dict[int, tuple[RowLayout, int]] = {}
         self._rows: dict[int, dict[int, bytes]] = {}
         self._payloads: dict[int, bytes] = {}
         self._last_version = 0
         self._closed = False
-        self._counters = ColdCounters(0, 0, 0, 0.0, 0, 0, 0.0)
+        self._counting = Counting()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -41,39 +48,40 @@ class MemoryColdTier:
 
     def add_table(self, table_index: int, layout: RowLayout, num_rows: int) -> None:
         """See ``ColdTier.add_table``."""
-        if not 0 <= table_index < MAX_TABLES:
-            raise ValueError(f"table_index must be in [0, {MAX_TABLES}), not {table_index}")
-        if not 0 < num_rows <= MAX_ROWS:
-            raise ValueError(f"num_rows must be in (0, {MAX_ROWS}], not {num_rows}")
+        check_table(table_index, layout, num_rows, self.page_bytes)
         with self._lock:
             self._check_open()
-            if table_index in self._layouts:
+            if table_index in self._tables:
                 raise ValueError(f"table {table_index} was added before")
-            self._layouts[table_index] = (layout, num_rows)
+            self._tables[table_index] = layout, num_rows
 
-    def _check_keys(self, keys: Int64s, weights: Words, state: Words) -> RowLayout:
+    def drop_tables(self, first: int) -> None:
+        """See ``ColdTier.drop_tables``."""
+        with self._lock:
+            self._tables = {index: shape for index, shape in self._tables.items() if index < first}
+
+    def _layout_of(self, keys: Int64s) -> RowLayout:
         layouts = set()
         for key in keys.tolist():
             table, row = key >> KEY_ROW_BITS, key % MAX_ROWS
-            layout, num_rows = self._layouts.get(table, (None, 0))
+            layout, num_rows = self._tables.get(table, (None, 0))
             if layout is None or row >= num_rows:
                 raise ValueError(f"keys has {key}, row {row} of table {table}: not a row of a table that was added")
             layouts.add(layout)
         if len(layouts) != 1:
             raise ValueError("keys are of tables of several layouts")
-        layout = layouts.pop()
-        if (weights.shape[1], state.shape[1]) != (layout.weight_words, layout.state_words):
-            raise ValueError("weights and state have other widths than the table's layout")
-        return layout
+        return layouts.pop()
 
-    def read(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: NDArray[np.bool_]) -> None:
+    def read(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: Flags) -> None:
         """See ``ColdTier.read``."""
         started = time.perf_counter()
+        check_arrays(keys, slots, weights, state, present)
         with self._lock:
             self._check_open()
             if not len(keys):
                 return
-            layout = self._check_keys(keys, weights, state)
+            layout = self._layout_of(keys)
+            check_widths(layout, weights, state)
             for i, (key, slot) in enumerate(zip(keys.tolist(), slots.tolist(), strict=True)):
                 epochs = self._rows.get(key)
                 present[i] = epochs is not None
@@ -81,33 +89,26 @@ class MemoryColdTier:
                     words = np.frombuffer(epochs[max(epochs)], np.uint64)
                     weights[slot] = words[: layout.weight_words]
                     state[slot] = words[layout.weight_words :]
-            c = self._counters
-            self._counters = c._replace(
-                rows_read=c.rows_read + len(keys),
-                rows_absent=c.rows_absent + int((~present).sum()),
-                read_seconds=c.read_seconds + time.perf_counter() - started,
-            )
+        absent, seconds = int((~present).sum()), time.perf_counter() - started
+        self._counting.add(rows_read=len(keys), rows_absent=absent, read_seconds=seconds)
 
     def write(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, *, epoch: int) -> None:
         """See ``ColdTier.write``."""
         started = time.perf_counter()
+        check_arrays(keys, slots, weights, state)
         with self._lock:
             self._check_open()
             if not len(keys):
                 return
-            layout = self._check_keys(keys, weights, state)
-            if len(set(keys.tolist())) != len(keys):
-                raise ValueError("keys has a row twice")
+            layout = self._layout_of(keys)
+            check_widths(layout, weights, state)
+            require_distinct(keys)
             if epoch <= self._last_version:
                 raise ValueError(f"epoch={epoch} must be above {self._last_version}, the last version")
             for key, slot in zip(keys.tolist(), slots.tolist(), strict=True):
                 self._rows.setdefault(key, {})[epoch] = weights[slot].tobytes() + state[slot].tobytes()
-            c = self._counters
-            self._counters = c._replace(
-                rows_written=c.rows_written + len(keys),
-                bytes_written=c.bytes_written + len(keys) * layout.row_bytes,
-                write_seconds=c.write_seconds + time.perf_counter() - started,
-            )
+        size_bytes, seconds = len(keys) * layout.row_bytes, time.perf_counter() - started
+        self._counting.add(rows_written=len(keys), bytes_written=size_bytes, write_seconds=seconds)
 
     def commit(self, payload: bytes, version: int, *, keep: int = 1) -> None:
         """See ``ColdTier.commit``; durable until the process ends."""
@@ -118,6 +119,9 @@ class MemoryColdTier:
             self._last_version = version
             self._payloads[version] = bytes(payload)
             self._payloads = {kept: self._payloads[kept] for kept in self.versions[-keep:]}
+            for key, epochs in self._rows.items():
+                shown = {max((each for each in epochs if each <= kept), default=0) for kept in self._payloads}
+                self._rows[key] = {each: row for each, row in epochs.items() if each in shown or each > version}
 
     def rollback(self, version: int) -> None:
         """See ``ColdTier.rollback``."""
@@ -126,10 +130,9 @@ class MemoryColdTier:
             if version not in self._payloads:
                 raise ValueError(f"version={version} is not kept: there are {list(self.versions)}")
             self._payloads = {kept: payload for kept, payload in self._payloads.items() if kept <= version}
-            for key, epochs in list(self._rows.items()):
-                self._rows[key] = {epoch: row for epoch, row in epochs.items() if epoch <= version}
-                if not self._rows[key]:
-                    del self._rows[key]
+            for key, epochs in self._rows.items():
+                self._rows[key] = {each: row for each, row in epochs.items() if each <= version}
+            self._rows = {key: epochs for key, epochs in self._rows.items() if epochs}
 
     @property
     def version(self) -> int:
@@ -147,6 +150,9 @@ class MemoryColdTier:
     def payload(self) -> bytes:
         return self._payloads.get(self.version, b"")
 
+    def find_newer(self) -> None:
+        """Nobody else commits here."""
+
     def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
         """See ``ColdTier.verify``; there is nothing to find. Each row counts as a segment."""
         with self._lock:
@@ -159,7 +165,7 @@ class MemoryColdTier:
             return VerifyReport(tables=tables, segments=count, rows=count, bytes=size_bytes)
 
     def counters(self) -> ColdCounters:
-        return self._counters
+        return self._counting.totals
 
     @property
     def map_bytes(self) -> int:

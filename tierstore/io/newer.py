@@ -1,37 +1,36 @@
-"""A commit that a read-only tier does not show yet, with a map of its own beside the tier's."""
+"""Following a writer: a commit that a tier open for reading does not show yet, with a map of its own."""
 
-from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Callable
 
 from ..errors import StoreReplacedError
+from .base import Flags, Int32s, Int64s, Words
 from .btree import META_KEY
 from .indexes import read_indexes, require_logged, stored_segments
+from .opened import OpenFile
 from .records import CommitRecord, Head
 from .row_map import RowMap
 from .snapshot import Snapshot
 from .stored_records import read_head, read_payload, read_record
-from .view import View
 
-__all__ = ["Lookout", "NewerVersion"]
+__all__ = ["Follower", "NewerCommit"]
+
+ReadFrom = Callable[[Snapshot, RowMap, Int64s, Int32s, Words, Words, Flags], None]
+"""``ColdTier.read``, by a snapshot and its map."""
 
 
-class NewerVersion(NamedTuple):
-    """What a tier can move to.
+class NewerCommit:
+    """See ``base.NewerVersion``; made by ``Follower.find``."""
 
-    Attributes:
-        rows: the map of it.
-        before: the map of what the tier shows.
-        shown: the version that ``before`` is a map of, or -1 if ``rows`` was not made from that.
-    """
-
-    snapshot: Snapshot
-    head: Head
-    record: CommitRecord
-    rows: RowMap
-    before: RowMap
-    shown: int
+    def __init__(
+        self, follower: "Follower", snapshot: Snapshot, head: Head, record: CommitRecord, rows: RowMap, *, shown: int
+    ) -> None:
+        self._follower = follower
+        self._before = follower.file.make_map()
+        self._shown = shown
+        self.snapshot = snapshot
+        self.head = head
+        self.record = record
+        self.rows = rows
 
     @property
     def version(self) -> int:
@@ -39,25 +38,76 @@ class NewerVersion(NamedTuple):
 
     @property
     def payload(self) -> bytes:
-        """See ``ColdTier.payload``."""
         return read_payload(self.snapshot, self.record)
 
-    def is_changed(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """bool [n]: whether rows were written since the version that the tier shows."""
-        return self.rows.is_changed(self.before, keys, self.shown)
+    def is_changed(self, keys: Int64s) -> Flags:
+        """See ``NewerVersion.is_changed``; all rows that lie elsewhere, if the map was not made from the tier's."""
+        return self.rows.is_changed(self._before, keys, self._shown)
+
+    def read(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: Flags) -> None:
+        self._follower.read_from(self.snapshot, self.rows, keys, slots, weights, state, present)
+
+    def show(self) -> None:
+        self._follower.show(self)
+
+    def close(self) -> None:
+        self._follower.give_up(self)
+
+    def forget(self) -> None:
+        """Let go of the maps, whoever keeps this."""
+        self.rows = self._before = RowMap({})
 
 
-def _find(snapshot: Snapshot, before: RowMap, shown: CommitRecord, view: View) -> NewerVersion | None:
-    """The newest version in a snapshot; None if it is the one that is shown, to whose snapshot this one succeeds: rows
-    that cleaning moved lie elsewhere there, and the pages where they lay can be used again.
+class Follower:
+    """Looks for newer versions in a file that is open for reading, and holds the one it found until that is shown.
 
-    Costs a walk of the tree and the indexes of new segments, and a copy of the map for another version. After a
-    rollback, all indexes.
-
-    Raises:
-        DamagedError: what is there is not what was written. StoreReplacedError: other files were copied over it.
+    Args:
+        read_from: reads rows of what was found.
     """
-    try:
+
+    def __init__(self, file: OpenFile, read_from: ReadFrom) -> None:
+        self.file = file
+        self.read_from = read_from
+        self.found: NewerCommit | None = None
+        self._last = -1
+
+    def find(self) -> NewerCommit | None:
+        """The newest version, if it is not the one that is shown. Of a tree in which nothing newer was found before
+        nothing is read.
+
+        Between two calls the pages of the file's snapshot are kept from being reused: the writer's file grows.
+
+        Raises:
+            StoreReplacedError: the file is not at its path any more, or others were copied over it.
+            DamagedError: the newer one is damaged.
+        """
+        with self.file.lock:
+            self.file.require_open()
+            self.file.map.require_in_place()
+            before = self.file.make_map()  # what the newer one is compared with
+            snapshot = self.file.new_snapshot()
+            self.close()
+            if snapshot.txn_id == self._last:
+                snapshot.close()
+                return None
+            txn_id = snapshot.txn_id
+            try:
+                self.found = self._look(snapshot, before)
+            except BaseException:
+                snapshot.close()
+                raise
+            if self.found is None:
+                self._last = txn_id
+            return self.found
+
+    def _look(self, snapshot: Snapshot, before: RowMap) -> NewerCommit | None:
+        """The newest version in a snapshot; None if it is the one that is shown, to whose snapshot this one succeeds:
+        rows that cleaning moved lie elsewhere there, and the pages where they lay can be used again.
+
+        Costs a walk of the tree and the indexes of new segments, and a copy of the map for another version. After a
+        rollback, all indexes.
+        """
+        shown, view = self.file.record, self.file.view
         for _ in snapshot.walk(int(META_KEY)):  # damage on the way to the records is found first
             pass
         head = read_head(snapshot)
@@ -78,52 +128,25 @@ def _find(snapshot: Snapshot, before: RowMap, shown: CommitRecord, view: View) -
         if not is_followed:
             rows = RowMap(before.shapes)
             rows.enter(snapshot, read_indexes(snapshot, stored), record.version, ())
-    except BaseException:
-        snapshot.close()
-        raise
-    return NewerVersion(snapshot, head, record, rows, before, shown.version if is_followed else -1)
+        return NewerCommit(self, snapshot, head, record, rows, shown=shown.version if is_followed else -1)
 
+    def show(self, found: NewerCommit) -> None:
+        """Move to what was found last."""
+        with self.file.lock:
+            assert found is self.found, "it was shown or given up"
+            self.found = None
+            self.file.head, self.file.record = found.head, found.record
+            self.file.view.show(found.rows, found.snapshot)
+            found.forget()
 
-class Lookout:
-    """Looks for a newer version, and holds the one it found until that is taken.
-
-    Attributes:
-        found: it, or None.
-    """
-
-    def __init__(self) -> None:
-        self.found: NewerVersion | None = None
-        self._last = -1
-
-    def look(self, snapshot: Snapshot, before: RowMap, shown: CommitRecord, view: View) -> NewerVersion | None:
-        """What is newer than the commit ``shown``, whose map is ``before``.
-
-        Args:
-            snapshot: the newest, taken over; of a tree in which nothing newer was found before, nothing is read.
-            view: of the tier; shows its version by this snapshot from then on, if nothing is newer.
-        """
-        self.close()
-        if snapshot.txn_id == self._last:
-            snapshot.close()
-        else:
-            last = snapshot.txn_id
-            self.found = _find(snapshot, before, shown, view)
-            if self.found is None:
-                self._last = last
-        return self.found
-
-    def take(self) -> NewerVersion:
-        """What was found, whose snapshot is the caller's then."""
-        found, self.found = self.required(), None
-        return found
-
-    def required(self) -> NewerVersion:
-        """What was found; AssertionError if that is nothing."""
-        assert self.found is not None, "nothing newer was found"
-        return self.found
+    def give_up(self, found: NewerCommit) -> None:
+        """Let go of its pages, unless it was shown."""
+        if found is self.found:
+            self.found = None
+            found.snapshot.close()
+            found.forget()
 
     def close(self) -> None:
         """Drop what was found."""
-        found, self.found = self.found, None
-        if found is not None:
-            found.snapshot.close()
+        if self.found is not None:
+            self.give_up(self.found)

@@ -28,8 +28,8 @@ from collections import Counter
 from typing import Final
 
 from ..errors import StoreLockedError, TierstoreError
+from ..system.forks import OwnDescriptor
 from ..system.oserrors import translate_os_error
-from .descriptor import OwnDescriptor
 
 __all__ = ["Pins", "lock_range"]
 

@@ -1,23 +1,21 @@
-"""The parts of a read: one gather through the map of places, repeated if the file grew meanwhile."""
+"""Reading stored rows: a batch by its keys, or all in the order in which they are appended to another file."""
 
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..rows import KEY_ROW_BITS
-from .gather import GatherStatus, Scratch, gather, gather_error, new_scratch, seen_words
+from ..rows import KEY_ROW_BITS, RowLayout
+from .base import Flags, Int32s, Int64s, Words
+from .gather import GatherStatus, How, Scratch, Source, Target, Wanted, gather, gather_error, new_scratch
 from .mapped import FileMap
-from .row_map import Places, RowMap
+from .row_map import RowMap
 from .segments import Geometry
-from .slots import Segments
 from .snapshot import Snapshot
 
-__all__ = ["RowReader", "StoredRows"]
+__all__ = ["RowReader", "StoredRows", "by_key", "some_first", "stored_batches"]
 
-Int64s = NDArray[np.int64]
-Int32s = NDArray[np.int32]
-Words = NDArray[np.uint64]
+_LIST_STEP: Final = 1 << 20
 
 
 class StoredRows(NamedTuple):
@@ -55,6 +53,10 @@ class RowReader:
         self.is_cold = False
         self._can_sample = file_map.tells_residency()
 
+    def unverified(self) -> "RowReader":
+        """The same without looking at checksums, for a benchmark of what they cost."""
+        return RowReader(self._file_map, verify=False)
+
     def stored(self, snapshot: Snapshot, rows: RowMap, keys: Int64s) -> StoredRows:
         """Rows of one layout that were written; at least one.
 
@@ -64,56 +66,27 @@ class RowReader:
         layout, count = rows.layouts[int(keys[0]) >> KEY_ROW_BITS], len(keys)
         weights, state = (np.empty((count, words), np.uint64) for words in (layout.weight_words, layout.state_words))
         slots, present = np.arange(count, dtype=np.int32), np.empty(count, np.bool_)
-        positions = rows.positions(layout, keys)
-        segments = rows.segments[layout]
-        result = self.gather(snapshot, segments, rows.places, positions, keys, slots, weights, state, present)
+        result = self.gather(snapshot, rows, layout, keys, slots, weights, state, present)
         if result[0] != GatherStatus.DONE:
             raise gather_error(snapshot.path, result, keys)
         assert present.all(), "a row of the map was not read"
         return StoredRows(keys, slots, weights, state, int(result[2]))
 
     def gather(
-        self,
-        snapshot: Snapshot,
-        segments: Segments,
-        places: Places,
-        positions: Int64s,
-        keys: Int64s,
-        slots: Int32s,
-        weights: Words,
-        state: Words,
-        present: NDArray[np.bool_],
-    ) -> Int64s:
-        """See ``gather.gather`` for arguments and result."""
-        file_map, geo = self._file_map, segments.geo
-        scratch = new_scratch(len(keys))
-        limit, arrays = snapshot.limit_pages(), segments.arrays
+        self, snapshot: Snapshot, rows: RowMap, layout: RowLayout, keys: Int64s, slots: Int32s, weights: Words,
+        state: Words, present: Flags,
+    ) -> Int64s:  # fmt: skip
+        """Copy rows of one layout as ``ColdTier.read`` does; the result of ``gather.gather``."""
+        file_map, segments = self._file_map, rows.segments[layout]
+        wanted = Wanted(keys, rows.positions(layout, keys))
+        target = Target(slots, weights.reshape(-1), state.reshape(-1), present)
+        geo, arrays, limit = segments.geo, segments.arrays, snapshot.limit_pages()
         since = file_map.guard.begin()
         while True:
-            result = np.zeros(4, np.int64)
-            gather(
-                geo,
-                file_map.words,
-                file_map.address,
-                limit,
-                positions,
-                places,
-                arrays,
-                keys,
-                slots,
-                weights.reshape(-1),
-                state.reshape(-1),
-                present,
-                scratch,
-                np.zeros(seen_words(geo, limit, len(keys)), np.uint32),
-                np.empty(8, np.uint64),
-                np.empty(2, np.int64),
-                np.empty(1, np.uint8),
-                self._verify,
-                self.is_cold,
-                self._can_sample,
-                result,
-            )
+            source = Source(file_map.words, file_map.address, limit)
+            how = How(self._verify, self.is_cold, self._can_sample)
+            scratch, result = new_scratch(geo, limit, len(keys)), np.zeros(4, np.int64)
+            gather(geo, source, rows.places, arrays, wanted, target, how, scratch, result)
             if result[0] != GatherStatus.OUT_OF_FILE:
                 self.is_cold = bool(result[3])
                 if not file_map.guard.is_clean(since):
@@ -134,3 +107,53 @@ class RowReader:
             is_cut = guard.is_cut_short(refused)
             result[0] = GatherStatus.OUT_OF_FILE if is_cut else GatherStatus.UNREADABLE
             result[1] = int(np.argmax(met))
+
+
+# Rows of one file are appended to another in batches that fill whole segments.
+
+
+def by_key(rows: RowMap, tables: Iterable[int], since: int = 0) -> Iterator[Int64s]:
+    """Keys of the stored rows of some tables, table by table, ascending, in parts; ``since`` as for
+    ``RowMap.stored_rows``."""
+    for table in tables:
+        _, num_rows = rows.shapes[table]
+        for first in range(0, num_rows, _LIST_STEP):
+            stop = min(first + _LIST_STEP, num_rows)
+            yield rows.stored_rows(table, first, stop, since) | (table << KEY_ROW_BITS)
+
+
+def some_first(rows: RowMap, layout: RowLayout, leading: Int64s, since: int = 0) -> Iterator[Int64s]:
+    """Keys of the stored rows of a layout, in parts: the leading ones in their order, then the others by key.
+
+    Args:
+        leading: int64 [n], distinct keys.
+    """
+    for first in range(0, len(leading), _LIST_STEP):
+        part = leading[first : first + _LIST_STEP]
+        yield part[rows.is_stored(layout, part, since)]
+    known = np.sort(leading)
+    for part in by_key(rows, (table for table, own in rows.layouts.items() if own == layout), since):
+        first, stop = np.searchsorted(known, part[[0, -1]] + [0, 1]) if len(part) else (0, 0)
+        yield part[np.isin(part, known[first:stop], assume_unique=True, invert=True)]
+
+
+def stored_batches(snapshot: Snapshot, rows: RowMap, parts: Iterable[Int64s], size: int) -> Iterator[StoredRows]:
+    """Stored rows of one layout, in the order of their keys, ``size`` at a time; the last batch is what is left.
+
+    Raises:
+        ChecksumError, TruncatedError, UnreadableError: a row is damaged; names it.
+    """
+    reader = RowReader(snapshot.file_map.rows, verify=True)
+    for keys in _batches(parts, size):
+        yield reader.stored(snapshot, rows, keys)
+
+
+def _batches(parts: Iterable[Int64s], size: int) -> Iterator[Int64s]:
+    waiting = np.empty(0, np.int64)
+    for part in parts:
+        waiting = np.concatenate([waiting, part])
+        while len(waiting) >= size:
+            yield waiting[:size]
+            waiting = waiting[size:]
+    if len(waiting):
+        yield waiting

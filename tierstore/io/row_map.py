@@ -22,7 +22,7 @@ when its segment is deleted, for the leases on snapshots of before. Entries are 
 A process that follows the writer changes its map in the same way while it shows the same version (``RowMap.follow``).
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -32,6 +32,7 @@ from ..errors import BudgetError, DamagedError
 from ..kernels.jit import inline, kernel
 from ..rows import KEY_ROW_BITS, PAGE_HEADER_WORDS, RowLayout
 from ..system.sizes import format_size
+from .base import Int32s, Int64s, Words
 from .files import RESTORE
 from .indexes import Indexes, StoredSegments, no_indexes, read_indexes
 from .mapped import prefetch_word, zeros
@@ -41,9 +42,6 @@ from .snapshot import Tree
 
 __all__ = ["Places", "RowMap", "TableArrays", "can_be_stored", "find_positions", "new_places"]
 
-Int64s = NDArray[np.int64]
-Int32s = NDArray[np.int32]
-Words = NDArray[np.uint64]
 Places = NDArray[np.uint32]
 
 _ROW_BITS: Final = KEY_ROW_BITS
@@ -443,15 +441,10 @@ class RowMap:
             current: the version that is current.
             txn_id: of the transaction that wrote them.
         """
-        segments, positions = self.segments[layout], self.positions(layout, keys)
+        segments, epoch = self.segments[layout], int(indexes.newest[0])
         slots = segments.take(indexes, txn_id)
-        epoch, first = int(indexes.newest[0]), 0
-        held_for = segments.held(max(current, epoch - 1))
-        late_for = segments.held(epoch)
-        for slot, count in zip(slots.tolist(), indexes.rows.tolist(), strict=True):
-            part = positions[first : first + count]
-            first += count
-            emptied = np.empty(count, np.int64)
+        held_for, late_for = segments.held(max(current, epoch - 1)), segments.held(epoch)
+        for slot, part, emptied in self._parts(layout, slots, indexes, keys):
             dead, num_emptied = _publish(
                 part, slot, epoch, segments.geo.place_bits, self.places, segments.arrays, held_for, late_for, emptied
             )
@@ -460,15 +453,20 @@ class RowMap:
 
     def publish_moved(self, layout: RowLayout, indexes: Indexes, keys: Int64s, *, txn_id: int) -> None:
         """Enter segments of rows that lie elsewhere so far, one after another; arguments as for ``publish``."""
-        segments, positions = self.segments[layout], self.positions(layout, keys)
-        slots, first = segments.take(indexes, txn_id), 0
+        segments = self.segments[layout]
+        slots = segments.take(indexes, txn_id)
         segments.rows -= len(keys)
-        for slot, count in zip(slots.tolist(), indexes.rows.tolist(), strict=True):
-            part = positions[first : first + count]
-            first += count
-            emptied = np.empty(count, np.int64)
+        for slot, part, emptied in self._parts(layout, slots, indexes, keys):
             num_emptied = _publish_moved(part, slot, segments.geo.place_bits, self.places, segments.arrays, emptied)
             segments.dead += emptied[:num_emptied].tolist()
+
+    def _parts(
+        self, layout: RowLayout, slots: Int64s, indexes: Indexes, keys: Int64s
+    ) -> Iterator[tuple[int, Int64s, Int64s]]:
+        """Slot of each segment, positions of its rows, and room for as many slots."""
+        positions, stops = self.positions(layout, keys), np.cumsum(indexes.rows)
+        for slot, stop, count in zip(slots.tolist(), stops.tolist(), indexes.rows.tolist(), strict=True):
+            yield slot, positions[stop - count : stop], np.empty(count, np.int64)
 
     def positions(self, layout: RowLayout, keys: Int64s) -> Int64s:
         """Where rows of one layout have their entries.

@@ -8,10 +8,10 @@ from enum import IntEnum
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..kernels.jit import inline, kernel
 from ..rows import BLOCK_HEADER_WORDS, PAGE_HEADER_WORDS, PAIR_WORDS, SEGMENT_HEADER_WORDS, RowLayout
+from .base import Int32s, Int64s, Words
 from .checksum import mix_key, row_checksum
 from .mapped import copy_words
 
@@ -37,9 +37,6 @@ __all__ = [
     "unpack_block_word",
 ]
 
-Int64s = NDArray[np.int64]
-Int32s = NDArray[np.int32]
-Words = NDArray[np.uint64]
 
 _MAGIC: Final = np.uint64(int.from_bytes(b"tierlogs", "little"))
 MIXED: Final = np.uint64(1 << 32)

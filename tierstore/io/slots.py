@@ -8,14 +8,11 @@ from numpy.typing import NDArray
 
 from ..errors import TierstoreError
 from ..rows import RowLayout
+from .base import Int32s, Int64s, Words
 from .indexes import Indexes, StoredSegments
 from .segments import geometry, index_lengths
 
 __all__ = ["SegmentArrays", "Segments"]
-
-Int64s = NDArray[np.int64]
-Int32s = NDArray[np.int32]
-Words = NDArray[np.uint64]
 
 
 class SegmentArrays(NamedTuple):

@@ -8,22 +8,10 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import DamagedError, TruncatedError, UnreadableError
-from .btree import (
-    META_KEY,
-    META_READ_BYTES,
-    NO_ROOT,
-    Entries,
-    Meta,
-    WalkStatus,
-    find_value,
-    new_entries,
-    parse_meta,
-    seek_each,
-    walk,
-)
+from .base import Words
+from .btree import META_KEY, META_READ_BYTES, NO_ROOT, Entries, Meta, WalkStatus, list_entries, new_entries, parse_meta
 from .files import RESTORE
 from .free_list import check_page_use, pages_freed
 from .guard import ASK_AGAIN
@@ -51,26 +39,16 @@ class Tree:
     def __init__(self, path: Path, file_map: FileMap, meta: Meta) -> None:
         self.path = path
         self.file_map = file_map
-        self._meta = meta
+        self.meta = meta
         self.page_bytes = meta.page_bytes
 
     @property
     def is_empty(self) -> bool:
-        return self._meta.main_root == NO_ROOT
-
-    @property
-    def num_entries(self) -> int:
-        """Segments and records in the tree."""
-        return self._meta.main_entries
+        return self.meta.main_root == NO_ROOT
 
     @property
     def txn_id(self) -> int:
-        return self._meta.txn_id
-
-    @property
-    def meta(self) -> Meta:
-        """What leads to the tree."""
-        return self._meta
+        return self.meta.txn_id
 
     def limit_pages(self) -> int:
         """Pages the file has now."""
@@ -80,35 +58,24 @@ class Tree:
         """A small record."""
         if self.is_empty:
             return None
-        result = np.zeros(4, np.int64)
-        first, second = map(np.uint64, _KEY.unpack(key))
+        first, second = np.array(_KEY.unpack(key), np.uint64)
         with self.file_map.guard.watching():
-            find_value(
-                self.file_map.halves,
-                self.page_bytes // 2,
-                self.limit_pages(),
-                self._meta.main_root,
-                self._meta.main_depth,
-                first,
-                second,
-                new_entries(1),
-                result,
-            )
-            size_bytes, status, page, start = result.tolist()
-            value = self.file_map.halves[start : start + (size_bytes + 1) // 2].tobytes()[:size_bytes]
-        raise_for_walk(self.path, status, page)
-        return None if size_bytes < 0 else value
+            found = self.seek(first[None], second[None])
+            if found.kinds[0] != first or found.numbers[0] != second:
+                return None
+            start, size_bytes = int(found.places[0]), int(found.sizes[0])
+            return self.file_map.halves[start : start + (size_bytes + 1) // 2].tobytes()[:size_bytes]
 
     @property
     def freed_bytes(self) -> int:
         """What its transaction took out of use: copied pages of the tree, and segments deleted."""
         with self.file_map.guard.watching():
-            return pages_freed(self.file_map.words, self._meta) * self.page_bytes
+            return pages_freed(self.file_map.words, self.meta) * self.page_bytes
 
     def check_free_pages(self) -> None:
         """Check that each page has one use; LMDB's writer believes its tree and its list of free pages unchecked."""
         with self.file_map.guard.watching():
-            found = check_page_use(self.file_map.halves, self._meta, self.limit_pages())
+            found = check_page_use(self.file_map.halves, self.meta, self.limit_pages())
         raise_for_walk(self.path, found.status, found.page)
 
     def walk(self, first_key: int = 0) -> Iterator[tuple[Entries, int]]:
@@ -116,48 +83,31 @@ class Tree:
         if self.is_empty:
             return
         entries = new_entries(_CHUNK_ENTRIES)
-        result = np.zeros(3, np.int64)
-        first, second = np.uint64(first_key), np.uint64(0)
-        status = WalkStatus.FULL
+        first, second, status = np.uint64(first_key), np.uint64(0), WalkStatus.FULL
         while status == WalkStatus.FULL:
-            with self.file_map.guard.watching():
-                walk(
-                    self.file_map.halves,
-                    self.file_map.address,
-                    self.page_bytes // 2,
-                    self.limit_pages(),
-                    self._meta.main_root,
-                    self._meta.main_depth,
-                    first,
-                    second,
-                    entries,
-                    result,
-                )
-            status = WalkStatus(int(result[1]))
-            raise_for_walk(self.path, status, int(result[2]))
-            count = int(result[0])
+            count, status = self._list(np.array([first]), np.array([second]), _CHUNK_ENTRIES, entries)
             if count:
                 first, second = _next_key(entries.kinds[count - 1], entries.numbers[count - 1])
                 yield entries, count
 
-    def seek(self, kinds: NDArray[np.uint64], numbers: NDArray[np.uint64]) -> Entries:
-        """For each key the first entry at or after it."""
+    def seek(self, kinds: Words, numbers: Words) -> Entries:
+        """For each key the first entry at or after it; past the end, key (META_KEY, META_KEY)."""
         entries = new_entries(len(kinds))
-        result = np.zeros(3, np.int64)
-        with self.file_map.guard.watching():
-            seek_each(
-                self.file_map.halves,
-                self.page_bytes // 2,
-                self.limit_pages(),
-                self._meta.main_root,
-                self._meta.main_depth,
-                kinds,
-                numbers,
-                entries,
-                result,
-            )
-        raise_for_walk(self.path, int(result[1]), int(result[2]))
+        self._list(kinds, numbers, 1, entries)
         return entries
+
+    def _list(self, kinds: Words, numbers: Words, each: int, entries: Entries) -> tuple[int, WalkStatus]:
+        """See ``list_entries``; how many there are, and DONE or FULL."""
+        file_map, meta, result = self.file_map, self.meta, np.zeros(3, np.int64)
+        base = file_map.address if each > 1 else 0
+        with file_map.guard.watching():
+            list_entries(
+                file_map.halves, base, self.page_bytes // 2, self.limit_pages(), meta.main_root, meta.main_depth,
+                kinds, numbers, each, entries, result,
+            )  # fmt: skip
+        count, status, page = result.tolist()
+        raise_for_walk(self.path, status, page)
+        return count, WalkStatus(status)
 
 
 class Snapshot(Tree):

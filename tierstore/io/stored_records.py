@@ -9,12 +9,13 @@ from ..errors import ChecksumError, FormatError, StoreNotFoundError
 from .btree import META_KEY
 from .checksum import bytes_checksum
 from .files import RESTORE
-from .indexes import StoredSegments, require_logged, stored_segments
+from .indexes import require_logged, stored_segments
 from .records import (
     HEAD_ITEM,
     STORE_ITEM,
     CommitRecord,
     Head,
+    LogRecord,
     commit_item,
     item_key,
     payload_item,
@@ -28,15 +29,13 @@ from .snapshot import Tree
 __all__ = ["check_store", "chosen_version", "read_head", "read_payload", "read_record", "stale_items"]
 
 
-def check_store(snapshot: Tree, store_id: bytes) -> StoredSegments:
-    """Walk the whole tree, after which LMDB's own code may follow it, then see whose file it is; returns its segments.
+def check_store(snapshot: Tree, store_id: bytes) -> LogRecord:
+    """See whose file it is, and that its tree lists every segment; returns the record of the log.
 
     Raises:
         DamagedError: the tree is damaged, or a segment is missing.
         FormatError: the file is another store's, or no store's.
     """
-    for _ in snapshot.walk():
-        pass
     record = snapshot.get(item_key(STORE_ITEM))
     if record is None:
         raise FormatError(f"{snapshot.path}: not a tierstore file (it has no store record). {RESTORE}")
@@ -47,9 +46,7 @@ def check_store(snapshot: Tree, store_id: bytes) -> StoredSegments:
             f"{snapshot.path}: belongs to store {found.hex()}, not to {store_id.hex()}: files of two stores "
             f"were mixed. {RESTORE}"
         )
-    stored = stored_segments(snapshot)
-    require_logged(snapshot, stored)
-    return stored
+    return require_logged(snapshot, stored_segments(snapshot))
 
 
 def chosen_version(path: Path, head: Head, wanted: int | None) -> int:

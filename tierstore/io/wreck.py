@@ -1,75 +1,43 @@
-"""Kernels that take what is sound out of a damaged row file: records on leaves, indexes and blocks by themselves, rows.
+"""The rows of what a damaged row file still leads to, and which of them are certain to be of its last version.
 
-Nothing here trusts the order of keys: one changed bit in a key would make all that follows it look wrong.
+A segment whose index is damaged is read block by block: each says what it is, and names its rows.
+
+Of a row's entries the newest is the one in the segment with the largest (newest epoch, number): ``row_map.py`` tells
+why. It is certain unless there is a newer segment of which a row is not known, as neither the row nor the index can be
+read.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ..errors import DamagedError
 from ..kernels.jit import inline, kernel
 from ..rows import BLOCK_HEADER_WORDS, KEY_ROW_BITS, PAGE_HEADER_WORDS
-from .btree import Entries, Halves, count_keys, half, key_word, number
+from .base import Flags, Int32s, Int64s, Words
 from .checksum import row_checksum
+from .indexes import Indexes, StoredSegments, look_at_indexes
 from .mapped import FileMap, copy_words
-from .row_map import Places, TableArrays
-from .segments import (
-    COUNT,
-    COUNT_MASK,
-    KEYS,
-    MIXED,
-    NEWEST,
-    NUMBER,
-    Geometry,
-    block_word,
-    check_index,
-    index_pages,
-    row_seed,
-    unpack_block_word,
-)
+from .remains import Remains
+from .row_map import Places, RowMap, TableArrays
+from .segments import KEYS, MAX_BLOCKS, Geometry, block_word, row_seed, unpack_block_word
+from .slots import Segments
 
-__all__ = [
-    "BLOCK_DTYPES",
-    "INDEX_DTYPES",
-    "LOST",
-    "BlocksFound",
-    "IndexesFound",
-    "Runs",
-    "choose_rows",
-    "find_blocks",
-    "find_indexes",
-    "joined",
-    "list_nodes",
-    "read_rows",
-    "selected",
-    "settled",
-]
-
-Int64s = NDArray[np.int64]
-Int32s = NDArray[np.int32]
-Words = NDArray[np.uint64]
-Flags = NDArray[np.bool_]
+__all__ = ["LOST", "Runs", "Survivors", "choose_rows", "read_rows", "selected", "settled", "surviving_rows"]
 
 T = TypeVar("T", bound=tuple[Any, ...])
 R = TypeVar("R")
 
 _ROW_BITS: Final = KEY_ROW_BITS
 _ROW_MASK: Final = (1 << KEY_ROW_BITS) - 1
-_LEAF: Final = 0x02
-_LASTING: Final = np.uint64(0x3FEF)
-"""The flags of a page that mean something on disk."""
-_BIG_DATA: Final = 0x01
-_KEY_BYTES: Final = 16
-_NODE_BYTES: Final = 8
 
 SAVED: Final = 1
 LOST: Final = 2
 """In the place of a row in a map: a row that was taken, or of which an entry was found and none was taken."""
 
 
-def joined(parts: Sequence[T]) -> T:
+def _joined(parts: Sequence[T]) -> T:
     """Columns one behind the other."""
     return parts[0].__class__(*map(np.concatenate, zip(*parts, strict=True)))
 
@@ -87,119 +55,61 @@ def settled(file_map: FileMap, call: Callable[[], R]) -> R:
             return result
 
 
-@inline
-def _int(word: np.uint64) -> int:
-    return np.int64(word)  # type: ignore[return-value]
+class Survivors(NamedTuple):
+    """Rows of the last version, those of newer segments first.
 
-
-@kernel
-def list_nodes(
-    halves: Halves, page_halves: int, limit: int, leaves: Int64s, start: int, entries: Entries
-) -> tuple[int, int]:
-    """List the nodes of leaves that look as they should, from the leaf at place ``start`` on, as long as there is room.
-
-    An entry's ``pages`` is the page of its value, or minus the byte at which a small value lies on the leaf.
-
-    Returns:
-        The place to go on at, and how many there are.
+    Attributes:
+        runs: by layout.
+        proven: by layout, bool [runs]: no segment of which rows are not known can have newer ones.
+        missing: segments of which rows are not known; -1 where a part of the tree is.
     """
-    out = 0
-    while start < len(leaves) and out + page_halves // (_KEY_BYTES // 2) < len(entries.pages):
-        page = leaves[start]
-        for index in range(count_keys(halves, page_halves, limit, page, _LEAF)):
-            offset = half(halves, page * page_halves + 8 + index)
-            if offset & 1 or offset + _NODE_BYTES + _KEY_BYTES > page_halves * 2:
-                continue
-            node = page * page_halves + (offset >> 1)
-            size = half(halves, node) | (half(halves, node + 1) << 16)
-            flags = halves[node + 2]
-            room = 8 if flags == _BIG_DATA else size
-            is_sound = halves[node + 3] == _KEY_BYTES and flags <= _BIG_DATA
-            if not is_sound or offset + _NODE_BYTES + _KEY_BYTES + room > page_halves * 2:
-                continue
-            place = -2 * (node + (_NODE_BYTES + _KEY_BYTES) // 2)
-            if flags == _BIG_DATA:
-                place = number(halves, node + 12)
-                if place < 2:
-                    continue
-            entries.kinds[out] = key_word(halves, node + 4)
-            entries.numbers[out] = key_word(halves, node + 8)
-            entries.pages[out] = place
-            entries.sizes[out] = size
-            out += 1
-        start += 1
-    return start, out
+
+    runs: "list[Runs]"
+    proven: list[Flags]
+    missing: int
 
 
-class IndexesFound(NamedTuple):
-    """Segments whose indexes are sound."""
+def surviving_rows(remains: Remains, rows: RowMap) -> Survivors:
+    """Where the rows of the last version are, and which of them are certain to be.
 
-    numbers: Words
-    pages: Int64s
-    """Where each begins."""
-    lengths: Int64s
-    """How many pages each has."""
-    rows: Int64s
-    newest: Int64s
-    is_mixed: Flags
-    layout_ids: Int64s
-    """By the first row of a table that is known; -1 if there is none."""
-
-
-INDEX_DTYPES: Final[tuple[Any, ...]] = (np.uint64, np.int64, np.int64, np.int64, np.int64, np.bool_, np.int64)
-
-
-@kernel
-def find_indexes(
-    words: Words,
-    page_words: int,
-    limit: int,
-    start: int,
-    stop: int,
-    wanted: Flags,
-    tables: TableArrays,
-    found: IndexesFound,
-    leaves: Int64s,
-) -> tuple[int, int]:
-    """List the sound indexes on wanted pages ``[start, stop)``, and all pages there that look like leaves of a tree.
-
-    Args:
-        limit: pages in the file. Of a segment the index must lie in it.
-        found, leaves: receive one a page at most.
-
-    Returns:
-        How many indexes, and how many leaves.
+    Raises:
+        DamagedError: a segment holds what cannot be rows of the tables.
     """
-    out, num_leaves = 0, 0
-    for page in range(start, stop):
-        header = page * page_words
-        if words[header] != np.uint64(page):
-            continue
-        if (words[header + 1] >> np.uint64(16)) & _LASTING == np.uint64(_LEAF):
-            leaves[num_leaves] = page
-            num_leaves += 1
-        at = header + PAGE_HEADER_WORDS
-        length, num = _int(words[header + 1] >> np.uint64(32)), _int(words[at + COUNT] & COUNT_MASK)
-        is_mixed = (words[at + COUNT] & MIXED) != np.uint64(0)
-        if not wanted[page] or page + index_pages(page_words, num, is_mixed) > limit:
-            continue
-        if check_index(words, page_words, page + length, page, length, words[at + NUMBER]) == 0:
-            found.numbers[out] = words[at + NUMBER]
-            found.pages[out] = page
-            found.lengths[out] = length
-            found.rows[out] = num
-            found.newest[out] = np.int64(words[at + NEWEST])
-            found.is_mixed[out] = is_mixed
-            found.layout_ids[out] = -1
-            for i in range(num):
-                table = _int(words[at + KEYS + i]) >> _ROW_BITS
-                if found.layout_ids[out] < 0 and 0 <= table < len(tables.layout_ids):
-                    found.layout_ids[out] = tables.layout_ids[table]
-            out += 1
-    return out, num_leaves
+    stored, version = remains.stored, remains.version
+    indexes, statuses = look_at_indexes(remains.tree, stored)
+    known, bad = indexes.chosen(statuses == 0), stored.chosen(statuses != 0)
+    layout_ids = _layout_ids(remains, rows, known)
+    blocks = [_find_blocks(remains.tree.file_map, segments.geo, bad) for segments in rows.segments.values()]
+    lost = np.setdiff1d(bad.numbers, np.concatenate([bad.numbers[:0], *(each.numbers for each in blocks)]))
+    unknown = [(version, number) for number in lost.tolist()]
+    all_runs, proven, missing = [], [], len(lost)
+    for segments, own in zip(rows.segments.values(), blocks, strict=True):
+        shown = selected(own, own.newest <= version)
+        incomplete = _incomplete(shown)
+        missing += len(incomplete)
+        listed = known.chosen(layout_ids == segments.geo.layout_id)
+        runs = _joined([_indexed_runs(remains, segments, listed), _block_runs(segments.geo, shown)])
+        order = np.lexsort((runs.numbers, runs.newest))[::-1]
+        runs = selected(runs, order[runs.newest[order] <= version])
+        epoch, number = max(incomplete + unknown, default=(0, 0))
+        is_newer = (runs.newest > epoch) | ((runs.newest == epoch) & (runs.numbers >= np.uint64(number)))
+        all_runs.append(runs)
+        proven.append(is_newer & remains.is_whole)
+    return Survivors(all_runs, proven, missing if remains.is_whole else -1)
 
 
-class BlocksFound(NamedTuple):
+def _layout_ids(remains: Remains, rows: RowMap, indexes: Indexes) -> Int64s:
+    """Of segments, by the first row of a table that is known; -1 if there is none."""
+    found, words = rows.layout_ids(indexes), remains.tree.file_map.words
+    for i in np.flatnonzero(found < 0).tolist():
+        at = int(indexes.stored.first_pages[i]) * remains.tree.page_bytes // 8 + PAGE_HEADER_WORDS + KEYS
+        tables = words[at : at + int(indexes.rows[i])] >> np.uint64(_ROW_BITS)
+        ids = rows.tables.layout_ids[tables[tables < len(rows.tables.layout_ids)].astype(np.int64)]
+        found[i] = next(iter(ids[ids >= 0].tolist()), -1)
+    return found
+
+
+class _Blocks(NamedTuple):
     """Blocks that were found by what they say of themselves, in which a row at least is sound."""
 
     numbers: Words
@@ -214,7 +124,18 @@ class BlocksFound(NamedTuple):
     is_last: Flags
 
 
-BLOCK_DTYPES: Final[tuple[Any, ...]] = (np.uint64, np.int64, np.int64, np.int64, np.int64, np.int64, np.bool_)
+def _find_blocks(file_map: FileMap, geo: Geometry, stored: StoredSegments) -> _Blocks:
+    """The blocks of a layout in these segments, of which each page is looked at."""
+    numbers = np.repeat(stored.numbers, stored.pages)
+    nth = np.arange(len(numbers)) - np.repeat(np.cumsum(stored.pages) - stored.pages, stored.pages)
+    pages = np.repeat(stored.first_pages, stored.pages) + nth
+    limit = file_map.file_bytes() // (8 * geo.page_words)
+    inside = (pages >= 2) & (pages + geo.pages_per_block <= limit)
+    numbers, pages = numbers[inside], pages[inside]
+    dtypes: tuple[Any, ...] = (np.uint64, np.int64, np.int64, np.int64, np.int64, np.int64, np.bool_)
+    room = _Blocks(*(np.zeros(len(pages), dtype) for dtype in dtypes))
+    count = settled(file_map, lambda: _list_blocks(geo, file_map.words, numbers, pages, room))
+    return selected(room, slice(count))
 
 
 @inline
@@ -229,22 +150,18 @@ def _is_sound(geo: Geometry, words: Words, start: int, i: int, key: np.uint64, n
 
 
 @kernel
-def find_blocks(
-    geo: Geometry, words: Words, limit: int, start: int, stop: int, wanted: Flags, found: BlocksFound
-) -> int:
-    """List the blocks of a layout on wanted pages ``[start, stop)``; returns how many."""
+def _list_blocks(geo: Geometry, words: Words, numbers: Words, pages: Int64s, found: _Blocks) -> int:
+    """List the blocks of a layout that begin on these pages and are of these segments; returns how many."""
     out = 0
-    for page in range(start, min(stop, limit - geo.pages_per_block + 1)):
-        if not wanted[page]:
-            continue
-        at = page * geo.page_words
+    for p in range(len(pages)):
+        at = pages[p] * geo.page_words
         newest, block, is_last = unpack_block_word(words[at + 1])
         rows = geo.rows_per_block
         pair = at + BLOCK_HEADER_WORDS + (rows - 1) * geo.pair_stride
         while is_last and rows > 0 and words[pair] == np.uint64(0) and words[pair + 1] == np.uint64(0):
             rows -= 1
             pair -= geo.pair_stride
-        if block_word(words[at], newest, block, rows, is_last) != words[at + 1]:
+        if words[at] != numbers[p] or block_word(words[at], newest, block, rows, is_last) != words[at + 1]:
             continue
         sound = 0
         for i in range(rows):
@@ -252,7 +169,7 @@ def find_blocks(
             sound += 1 if _is_sound(geo, words, at, i, key, words[at], block * geo.rows_per_block + i) else 0
         if sound > 0:
             found.numbers[out] = words[at]
-            found.pages[out] = page
+            found.pages[out] = pages[p]
             found.newest[out] = np.int64(newest)
             found.blocks[out] = block
             found.rows[out] = rows
@@ -260,6 +177,33 @@ def find_blocks(
             found.is_last[out] = is_last
             out += 1
     return out
+
+
+def _incomplete(blocks: _Blocks) -> list[tuple[int, int]]:
+    """Newest epoch and number of the segments of these blocks of which a row cannot be read."""
+    numbers, which = np.unique(blocks.numbers, return_inverse=True)
+    newest, last = np.zeros(len(numbers), np.int64), np.full(len(numbers), MAX_BLOCKS)
+    newest[which], last[which[blocks.is_last]] = blocks.newest, blocks.blocks[blocks.is_last]
+    is_whole = blocks.sound == blocks.rows
+    whole = np.unique(which[is_whole] * MAX_BLOCKS + blocks.blocks[is_whole])
+    bad = np.bincount(whole // MAX_BLOCKS, minlength=len(numbers)) != last + 1
+    return list(zip(newest[bad].tolist(), numbers[bad].tolist(), strict=True))
+
+
+def _indexed_runs(remains: Remains, segments: Segments, indexes: Indexes) -> "Runs":
+    stored, fits = indexes.stored, segments.fits(indexes)
+    if not fits.all():
+        raise DamagedError(
+            f"{remains.tree.path}: segment {stored.numbers[int(np.argmin(fits))]} cannot be one of its tables' rows: "
+            "the manifest is of other tables; give the store's own with --manifest FILE"
+        )
+    firsts = np.zeros_like(indexes.rows)
+    return Runs(stored.numbers, indexes.newest, stored.first_pages, segments.data_pages(indexes), firsts, indexes.rows)
+
+
+def _block_runs(geo: Geometry, blocks: _Blocks) -> "Runs":
+    firsts = blocks.blocks * geo.rows_per_block
+    return Runs(blocks.numbers, blocks.newest, np.zeros_like(blocks.pages), blocks.pages, firsts, blocks.rows)
 
 
 class Runs(NamedTuple):

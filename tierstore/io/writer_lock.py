@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import StoreLockedError
-from ..system.forks import disown_in_forks
+from ..system.forks import OwnDescriptor, disown_in_forks
 from ..system.oserrors import translate_os_error
-from .descriptor import OwnDescriptor
 from .mapped import hold_open, let_go
 
 __all__ = ["LOCK_NAME", "WriterLock"]

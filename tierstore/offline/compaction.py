@@ -19,7 +19,7 @@ from ..errors import DamagedError
 from ..io import LmdbColdTier
 from ..io.files import RESTORE, rows_path
 from ..io.indexes import Indexes, read_indexes, stored_segments
-from ..io.orders import some_first, stored_batches
+from ..io.reads import some_first, stored_batches
 from ..io.records import Head
 from ..io.row_map import RowMap
 from ..io.snapshot import Snapshot

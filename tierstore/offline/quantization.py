@@ -20,7 +20,7 @@ from ..config import TableConfig, require_choice
 from ..errors import DamagedError, TableError
 from ..io import LmdbColdTier
 from ..io.files import rows_path
-from ..io.orders import by_key, stored_batches
+from ..io.reads import by_key, stored_batches
 from ..kernels.arrays import Int64s, Words
 from ..pool.converting import converted
 from ..rows import KEY_ROW_BITS, MAX_ROWS, DtypeName, RowLayout

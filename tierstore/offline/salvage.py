@@ -1,8 +1,8 @@
 """What is sound of a damaged store, saved into a new one, and a list of what was lost.
 
-The source is only read. Rows are those of its last version, each held against its own checksum; io/survivors.py tells
-which of them are certain to be of that version. The new store keeps the version's number. A row that was lost has its
-first value there, as if it had never been written.
+The source is only read. Its trees are followed as far as they are sound (io/remains.py). Rows are those of its last
+version, each held against its own checksum; io/wreck.py tells which of them are certain to be of that version. The new
+store keeps the version's number. A row that was lost has its first value there, as if it had never been written.
 """
 
 import contextlib
@@ -22,12 +22,11 @@ from ..io.anchor import ANCHOR_NAME, read_stamp
 from ..io.files import require_plain_files
 from ..io.gather import queue_segments
 from ..io.mapped import FileMap
-from ..io.remains import Remains, read_remains
+from ..io.remains import Remains, choose_tree
 from ..io.row_map import RowMap
 from ..io.segments import Geometry
 from ..io.slots import Segments
-from ..io.survivors import choose_tree, find_segments, surviving_rows
-from ..io.wreck import LOST, Runs, choose_rows, read_rows, selected, settled
+from ..io.wreck import LOST, Runs, choose_rows, read_rows, selected, settled, surviving_rows
 from ..io.writer_lock import LOCK_NAME
 from ..kernels.arrays import Bools
 from ..rows import RowLayout
@@ -69,8 +68,8 @@ class SalvageReport:
         version: whose rows, extra and tensors these are; the new store has the same number.
         rows: saved.
         lost: what was lost of each table, in order; rows without proof that they are of the version are among it.
-        missing: segments of which not all rows are known; rows that only they held are not in ``lost``. -1 where
-            nothing proves which segments there are.
+        missing: segments of which not all rows are known; rows that only they held are not in ``lost``. -1 where a part
+            of the tree that leads to segments is damaged.
         unproven: rows taken, with ``stale_ok``, that are or may be older than the version.
         payload_lost: extra, tensors and the tables' steps are gone.
         doubts: what could not be proven, in sentences.
@@ -128,7 +127,7 @@ def salvage(
 ) -> SalvageReport:
     """Save every sound row of a store's last version, its extra and its tensors into a new store.
 
-    Reads the row file twice. Takes 8 bytes of memory a row, some 100 a segment, and a few a page.
+    Takes 8 bytes of memory a row, and some 200 a segment.
 
     Args:
         directory: the damaged store; only read, and no process may have it open for writing.
@@ -152,11 +151,12 @@ def salvage(
         work = stack.enter_context(new_store(target, WORK_NAME, (ROW_FILE_NAME, ANCHOR_NAME, LOST_NAME)))
         known = _manifest(source, manifest)
         made = replace(known, store_id=uuid.uuid4().hex, has_rows=True)
-        _save(source / ROW_FILE_NAME, known, work, made, report, stale_ok, Steps(progress))
+        steps = Steps(progress)
+        _save(source / ROW_FILE_NAME, known, work, made, report, stale_ok, steps)
         (work / LOST_NAME).write_text("".join(f"{line}\n" for line in report.lines()))
         made.write(work)
         with open_store(work, mode="r", ddr=_DDR) as store:
-            store.verify()
+            store.verify(progress=steps.verified)
     return report
 
 
@@ -201,9 +201,7 @@ def _save(
     rows = RowMap({index: (each.layout(page_bytes), each.num_embeddings) for index, each in enumerate(known.tables)})
     with contextlib.ExitStack() as stack:
         stack.callback((file_map := FileMap(path, size)).close)
-        chosen = choose_tree(path, file_map, page_bytes, bytes.fromhex(known.store_id), report.doubts)
-        found = find_segments(file_map, page_bytes, chosen.pages, rows, steps.copied)
-        remains = read_remains(path, file_map, page_bytes, found.leaves, chosen.agreed, report.doubts)
+        remains = choose_tree(path, file_map, page_bytes, bytes.fromhex(known.store_id), report.doubts)
         _require_same_store(path, known, remains)
         report.version = remains.version
         tier = LmdbColdTier(work, store_id=bytes.fromhex(made.store_id), readonly=False)
@@ -211,16 +209,16 @@ def _save(
         for index, (layout, num_rows) in rows.shapes.items():
             tier.add_table(index, layout, num_rows)
         if report.version:
-            survivors = surviving_rows(path, chosen, found, remains, rows, report.doubts)
+            survivors = surviving_rows(remains, rows)
             report.missing = survivors.missing
             taker = _Taker(file_map, tier, rows, report, stale_ok)
             total, done = sum(int(runs.rows.sum()) for runs in survivors.runs), 0
             for segments, runs, proven in zip(rows.segments.values(), survivors.runs, survivors.proven, strict=True):
                 for count in taker.take(segments, runs, proven):
-                    steps.verified(done := done + count, total)
+                    steps.copied(size * (done := done + count) // total, size)
             report.lost = [loss for index, each in enumerate(known.tables) for loss in _losses(rows, index, each.name)]
             tier.commit(_payload(known, remains, report), report.version)
-        steps.verified(1, 1)
+        steps.copied(size, size)
 
 
 def _require_same_store(path: Path, known: Manifest, remains: Remains) -> None:

@@ -4,19 +4,22 @@ import mmap
 from pathlib import Path
 
 from ..errors import FormatError, StoreNotFoundError, TruncatedError
-from ..io import MAX_PAGE_BYTES, ROW_FILE_NAME, require_plain_files
+from ..io import MAX_PAGE_BYTES, ROW_FILE_NAME, MemoryColdTier, require_plain_files
 from .manifest import MANIFEST_NAME, Manifest
 
 __all__ = ["open_manifest"]
 
 
-def open_manifest(directory: Path, *, readonly: bool) -> Manifest:
-    """Read a store's manifest; with a directory that may be written and holds no store, write the first one.
+def open_manifest(directory: Path | None, *, readonly: bool) -> Manifest:
+    """Read a store's manifest; with a directory that may be written and holds no store, write the first one. Without a
+    directory, a new one.
 
     Raises:
         StoreNotFoundError: no store, and it may not be made, or a copy that was cut short.
         FormatError, TruncatedError: one of manifest and row file is missing. Others as ``Manifest.read``.
     """
+    if directory is None:
+        return Manifest.new(MemoryColdTier.page_bytes)
     require_plain_files(directory)
     path, rows_path = directory / MANIFEST_NAME, directory / ROW_FILE_NAME
     if not path.exists():

@@ -13,6 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from ..errors import ClosedError, StoreReplacedError
+from ..io import NewerVersion
 from ..pool import Pool
 from ..pool.arrivals import Arrivals, IsChanged
 from ..pool.converting import RowSource
@@ -165,16 +166,24 @@ class Newer:
 
     Attributes:
         number: of the call of ``find_newer``.
+        found: the commit, in the cold tier.
         version: number, extra and tensors of the commit.
         manifest: of the store then.
         rows: what is to change in the caches; None if all that they hold is dropped.
     """
 
     def __init__(
-        self, store: "Store", number: int, version: Version, manifest: Manifest, rows: Sequence[CachedRows] | None
+        self,
+        store: "Store",
+        number: int,
+        found: NewerVersion,
+        version: Version,
+        manifest: Manifest,
+        rows: Sequence[CachedRows] | None,
     ) -> None:
         self._store = store
         self.number = number
+        self.found = found
         self.version = version
         self.manifest = manifest
         self.rows = rows

@@ -18,8 +18,9 @@ __all__ = ["open_store"]
 
 
 def open_store(
-    directory: str | os.PathLike[str],
+    directory: str | os.PathLike[str] | None = None,
     *,
+    cold: Literal["lmdb", "memory"] = "lmdb",
     mode: Literal["r", "w"] = "w",
     version: int | None = None,
     keep: int = 1,
@@ -35,23 +36,22 @@ def open_store(
 
     Args:
         directory: where manifest.json and the row file lie.
+        cold: where cold rows are: "lmdb", in files; or "memory", slow and gone with the process, for tests and
+            notebooks: without a directory, and not to be opened again, followed or backed up.
         mode: "w" opens for reading and writing, or creates; "r" opens what is there, read-only.
         version: with mode="r", which of the kept versions to open; default: the last.
         keep: versions that stay, for ``version=`` and ``Store.rollback``; each takes room for rows changed after it.
-        slack: size of the row file over what its rows need, above which it is cleaned; above 1, at most 10. Less makes
-            the file smaller, and writing dearer.
+        slack: size of the row file over what its rows need, above which it is cleaned: above 1, at most 10.
         ddr: budget of host memory for caches, indexes and write staging: bytes, "512MiB", "50%" (of the machine's
-            memory) or "5% of tables" (of all tables' rows and optimizer state). The map from rows to their places, 4
-            bytes a stored row, comes on top.
+            memory) or "5% of tables" (of all rows and state). A map of 4 bytes a stored row comes on top.
         hbm: budget of device memory for the hottest rows, their index and staging, as ``ddr`` is told ("50%" is of the
             device's memory); 0 for none. With device="cpu" it is the same tier in host memory: slow, for tests.
         device: where the hottest rows and results live: "cpu", or "cuda", "cuda:1" with hbm= above 0.
         policy: which rows leave memory first: "lru", "lfu", "tinylfu" (by counts that outlive residence and age, or
-            "lru" where a sample says that it hits more) or "lookahead" (by next use, as far as ``prefetch`` with
-            ``lookahead=`` announced it); "auto": now "tinylfu" in host memory, "lru" in device memory. Each has a slow,
-            independent implementation, as "reference-lru".
-        threads: for lookups and updates, the calling one included, with the same results; default: the CPUs this
-            process may use.
+            "lru" where a sample says that it hits more) or "lookahead" (by next use, as announced to ``prefetch``);
+            "auto": now "tinylfu" in host memory, "lru" in device memory. Each has a slow, independent implementation,
+            as "reference-lru".
+        threads: for lookups and updates, which give the same results; default: the CPUs this process may use.
         dtype: with mode="r", what rows are kept in memory as, without optimizer state: "float16", "bfloat16", "int8" or
             "int4" (quantized row by row), where they are stored in more bits; "stored" for what they are stored as.
             Default: as stored, state included.
@@ -59,21 +59,21 @@ def open_store(
     Raises:
         ValueError, TypeError: a wrong argument.
         TableError: with hbm= above 0, a table of int8 or int4 rows, or, unless mode="r", of rounding="stochastic".
-        StoreNotFoundError: mode="r" and there is no store, or no such version.
-        StoreLockedError: another writer has it open.
+        StoreNotFoundError: mode="r" and there is no store, or no such version. StoreLockedError: a writer has it open.
         DamagedError: a file is not what was written.
     """
     _require_mode(mode, version, dtype)
+    _require_cold(cold, directory, mode)
     require_choice(policy, cache.POLICIES, "policy")
-    parse_size(ddr, name="ddr")
-    parse_size(hbm, name="hbm")
+    for name, budget in (("ddr", ddr), ("hbm", hbm)):
+        parse_size(budget, name=name)
     require_int(keep, "keep", 1, MAX_KEPT_VERSIONS)
     require_slack(slack)
     threads = default_threads() if threads is None else threads
     require_int(threads, "threads", 1, 1024)
     try:
         return Store(
-            Path(directory),
+            None if directory is None else Path(directory),
             readonly=mode == "r",
             version=version,
             keep=keep,
@@ -86,7 +86,20 @@ def open_store(
             dtype=dtype,
         )
     except OSError as error:
-        raise translate_os_error(error, error.filename or directory) from error
+        raise translate_os_error(error, error.filename or str(directory)) from error
+
+
+def _require_cold(cold: str, directory: object, mode: str) -> None:
+    """ValueError unless there is a directory for files, and none without."""
+    require_choice(cold, ("lmdb", "memory"), "cold")
+    if cold == "lmdb" and directory is None:
+        raise ValueError('a store needs a directory; for one that ends with the process: tierstore.open(cold="memory")')
+    if cold == "memory" and directory is not None:
+        raise ValueError(
+            f'directory={str(directory)!r} does not go with cold="memory", which writes no files; leave it out'
+        )
+    if cold == "memory" and mode == "r":
+        raise ValueError('mode="r" does not go with cold="memory": there is nothing yet to open; leave it out')
 
 
 def _require_mode(mode: str, version: int | None, dtype: str | None) -> None:

@@ -8,15 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 from torch import Tensor
 
 from ..config import TableConfig
-from ..errors import ClosedError, ReadOnlyError, TableError
+from ..errors import ClosedError, ReadOnlyError, TableError, TierstoreError
 from ..hbm.build import require_supported
-from ..io import LmdbColdTier, VerifyReport
+from ..io import ColdTier, LmdbColdTier, MemoryColdTier, NewerVersion, VerifyReport
 from ..kernels.threads import Workers
 from ..optim import SGD
 from ..pool import Pool
@@ -43,17 +43,20 @@ if TYPE_CHECKING:
 
 __all__ = ["Store"]
 
+_IN_MEMORY: Final = Path(":memory:")
+"""In the place of a directory where there is none."""
+
 
 class Store(Unpicklable):
     """An open store; made by ``tierstore.open``. A context manager that closes it.
 
     Any number of threads may read while one trains; commits, ``rollback``, ``create_table`` and ``close`` are for the
-    latter.
+    latter. ``directory`` is where its files are, or ``:memory:``.
     """
 
     def __init__(
         self,
-        directory: Path,
+        directory: Path | None,
         *,
         readonly: bool,
         version: int | None,
@@ -66,7 +69,7 @@ class Store(Unpicklable):
         threads: int,
         dtype: DtypeName | Literal["stored"] | None,
     ) -> None:
-        self.directory = directory = directory.absolute()
+        self.directory = _IN_MEMORY if directory is None else directory.absolute()
         self.readonly = readonly
         self._memory = Memory(ddr=ddr, hbm=hbm, device=device, policy=policy)
         self._keep = keep
@@ -86,17 +89,18 @@ class Store(Unpicklable):
         self._process_id = os.getpid()
         self._pending: PendingCommit | None = None
         self._committer: ThreadPoolExecutor | None = None
-        if not readonly:
-            make_directory(directory)
-        self._manifest = open_manifest(directory, readonly=readonly)
+        self._found: NewerVersion | None = None
+        self._files: LmdbColdTier | None = None
+        if directory is not None and not readonly:
+            make_directory(self.directory)
+        self._manifest = open_manifest(None if directory is None else self.directory, readonly=readonly)
         self._workers = Workers(threads)
-        self._cold = LmdbColdTier(
-            directory,
-            store_id=bytes.fromhex(self._manifest.store_id),
-            readonly=readonly,
-            version=version,
-            slack=slack,
-        )
+        if directory is not None:
+            store_id = bytes.fromhex(self._manifest.store_id)
+            self._files = LmdbColdTier(
+                self.directory, store_id=store_id, readonly=readonly, version=version, slack=slack
+            )
+        self._cold: ColdTier = self._files or MemoryColdTier()
         try:
             self._load()
         except BaseException:
@@ -107,15 +111,14 @@ class Store(Unpicklable):
 
     def _load(self) -> None:
         """Check that the files belong together, make the tables known, read the last version."""
-        cold = self._cold
-        self._epoch = cold.last_version + 1
-        self._manifest.require_row_file(cold.path, cold.page_bytes)
-        if not self.readonly:
-            # Another writer may have made tables before the lock was ours.
-            self._manifest = Manifest.read(self.directory)
-        if not self._manifest.has_rows and not self.readonly:
-            self._manifest = replace(self._manifest, has_rows=True)
-            self._manifest.write(self.directory)
+        self._epoch = self._cold.last_version + 1
+        if self._files is not None:
+            self._manifest.require_row_file(self._files.path, self._files.page_bytes)
+            if not self.readonly:
+                # Another writer may have made tables before the lock was ours.
+                self._manifest = Manifest.read(self.directory)
+                if not self._manifest.has_rows:
+                    self._save(replace(self._manifest, has_rows=True))
         version = unpack(self._cold.version, self._cold.payload)
         if self.readonly:
             # A writer may have made tables, and committed, after the manifest was read.
@@ -124,6 +127,12 @@ class Store(Unpicklable):
             self._require_supported(config)
             self._add(config)
         self._show(version)
+
+    def _save(self, manifest: Manifest) -> None:
+        """Have this be the store's manifest."""
+        if self._files is not None:
+            manifest.write(self.directory)
+        self._manifest = manifest
 
     def _show(self, version: Version) -> None:
         """Take over what a version keeps beside rows."""
@@ -194,17 +203,16 @@ class Store(Unpicklable):
             self._retire_pools()
             table = self._add(config)
             try:
-                manifest.write(self.directory)
+                self._save(manifest)
             except BaseException:
                 del self._tables[config.name]
                 raise
-            self._manifest = manifest
         return table
 
     def __getitem__(self, name: str) -> Table:
         """The table of that name; TableError names the nearest one there is."""
-        if name in self._tables:
-            return self._tables[name]
+        if table := self._tables.get(name):
+            return table
         raise TableError(f"no table {name!r} in {self.directory}; {nearest(str(name), sorted(self._tables))}")
 
     def __contains__(self, name: object) -> bool:
@@ -281,14 +289,11 @@ class Store(Unpicklable):
     ) -> PendingCommit:
         """Commit what is there now, and go on while it is written.
 
-        The caller waits until ``extra`` and ``tensors`` are copied and the rows to be written are marked. Whatever is
-        written or trained afterwards belongs to the next version: a row that changes before it was written is copied
-        first, and whoever changes rows faster than they are written waits for the writer. A commit waits for the one
-        before it. ``version`` and ``extra`` stay those of the last version until the new one is durable.
+        The caller waits until ``extra`` and ``tensors`` are copied and the rows to be written are marked. What changes
+        afterwards belongs to the next version; whoever changes rows faster than they are written waits. A commit waits
+        for the one before it. ``version`` and ``extra`` stay those of the last version until the new one is durable.
 
-        Args, and errors about them: as for ``commit``.
-
-        Returns:
+        Args, and errors about them: as for ``commit``. Returns:
             the future whose ``result()`` is the version's number once it is durable, or raises. An error that nobody
             asked it for is raised by the next commit, or by ``close``.
         """
@@ -384,9 +389,8 @@ class Store(Unpicklable):
     def find_newer(self) -> Newer | None:
         """The first part of ``refresh``: make a newer commit ready; None if there is none. Lookups go on meanwhile.
 
-        What an earlier call gave cannot be shown any more. Memory: for rows, at most the part of ``ddr`` that write
-        staging has in a store open for writing; 4 bytes a stored row for a second map; 8 bytes for each row in
-        memory that changed, and, for a moment, 12 for each that is in memory.
+        What an earlier call gave cannot be shown any more. Memory: for rows, at most the part of ``ddr`` that is for
+        write staging; 4 bytes a stored row; 8 for each in memory that changed, and, for a moment, 12 for each there.
 
         Raises:
             DamagedError: what is there is not what was written. StoreReplacedError: its files were deleted, or others
@@ -406,8 +410,8 @@ class Store(Unpicklable):
     def _find_newer(self) -> Newer | None:
         self._leave(len(self._tables))  # those that an earlier call made ready, and nobody showed
         while True:
-            found, num_added = self._cold.find_newer(), len(self._added)
-            if found is None:
+            self._found, num_added = self._cold.find_newer(), len(self._added)
+            if (found := self._found) is None:
                 return None
             version = unpack(found.version, found.payload)
             manifest = version.manifest_of(Manifest.read(self.directory))
@@ -420,9 +424,9 @@ class Store(Unpicklable):
         version.require_of({config.name for config in manifest.tables})
         rows = None
         if manifest.tables == self._manifest.tables:
-            pools, room, read = list(self._pools.values()), self._reserved_bytes, self._source(self._cold.read_newer)
+            pools, room, read = list(self._pools.values()), self._reserved_bytes, self._source(found.read)
             rows = changed_rows(pools, found.is_changed, read, room)
-        return Newer(self, self._num_finds, version, manifest, rows)
+        return Newer(self, self._num_finds, found, version, manifest, rows)
 
     def give_up_newer(self, number: int) -> None:
         """Drop what the call of ``find_newer`` with this number made ready, if that is still there."""
@@ -434,7 +438,9 @@ class Store(Unpicklable):
                 for pool in list(self._pools.values()):
                     with pool.arena.lock:
                         pool.filler.arrivals = None
-                self._cold.lookout.close()
+                if self._found is not None:
+                    self._found.close()
+                    self._found = None
 
     @shielded
     def show_newer(self, newer: Newer) -> int:
@@ -446,7 +452,7 @@ class Store(Unpicklable):
             try:
                 for rows in newer.rows or ():
                     rows.show()
-                self._cold.show_newer()
+                newer.found.show()
             except BaseException:
                 self._close_pools()
                 raise
@@ -524,7 +530,9 @@ class Store(Unpicklable):
         from .backup import back_up
 
         self.require_open()
-        return back_up(self._cold, self.directory, target, verify=verify, progress=progress)
+        if self._files is None:
+            raise TierstoreError('a store in memory has no files to copy; give it a directory, without cold="memory"')
+        return back_up(self._files, self.directory, target, verify=verify, progress=progress)
 
     @property
     def workers(self) -> Workers:
@@ -552,9 +560,7 @@ class Store(Unpicklable):
     @shielded
     def close(self) -> None:
         """End the commit under way, then release files, memory and threads; what was not committed is dropped. A
-        recorder is stopped.
-
-        A second call does nothing.
+        recorder is stopped. A second call does nothing.
 
         Raises:
             the error of a commit, if nobody has seen it, or of a recorder; everything is released all the same.

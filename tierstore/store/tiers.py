@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 
 from ..hbm.build import hbm_stats
-from ..io import LmdbColdTier
+from ..io import ColdTier
 from ..pool import Pool
 from ..pool.stats import Stats, TierStats, of_counters
 
 __all__ = ["store_stats"]
 
 
-def store_stats(pools: Sequence[Pool], cold: LmdbColdTier, num_rows: int, reserved_bytes: int) -> Stats:
+def store_stats(pools: Sequence[Pool], cold: ColdTier, num_rows: int, reserved_bytes: int) -> Stats:
     """Running totals.
 
     Args:
@@ -30,7 +30,7 @@ def _ddr_stats(pools: Sequence[Pool], reserved_bytes: int) -> TierStats:
     )
 
 
-def _ssd_stats(cold: LmdbColdTier, num_rows: int) -> TierStats:
+def _ssd_stats(cold: ColdTier, num_rows: int) -> TierStats:
     counters = cold.counters()
     return TierStats(
         lookups=counters.rows_read,

@@ -1,0 +1,216 @@
+"""The row file, open: locked, mapped and checked, and what its readers are shown."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Final
+
+from ..errors import ClosedError, StoreNotFoundError, TierstoreError
+from ..rows import KEY_ROW_BITS, RowLayout
+from ..system.durable import sync_directory
+from ..system.forks import disown_in_forks
+from .anchor import require_sound
+from .base import Int64s
+from .files import RESTORE, check_rows_file, create_rows_file, map_bytes, require_plain_files, rows_path
+from .indexes import read_indexes, stored_segments
+from .mapped import FileMap
+from .records import MAX_VERSION, CommitRecord, Head, first_records
+from .recovery import recover
+from .row_map import RowMap
+from .snapshot import Snapshot
+from .stored_records import check_store, chosen_version, read_head, read_record
+from .writer_lock import WriterLock
+
+__all__ = ["OpenFile", "View"]
+
+
+class View:
+    """What readers are shown: one snapshot and a map of its rows, each kept for as long as somebody uses it.
+
+    Attributes:
+        lock: guards both, and the leases.
+        rows: the map; None until one is made.
+    """
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.lock = threading.Lock()
+        self._idle = threading.Condition(self.lock)
+        self._leased: list[Snapshot] = []  # each once a lease
+        self.snapshot = snapshot
+        self.rows: RowMap | None = None
+
+    @contextmanager
+    def lease(self, check: Callable[[], None]) -> Iterator[tuple[Snapshot, RowMap | None]]:
+        """Snapshot and map, kept until the end of the block; ``check`` may refuse, under the lock."""
+        with self.lock:
+            check()
+            snapshot, rows = self.snapshot, self.rows
+            self._leased.append(snapshot)
+        try:
+            yield snapshot, rows
+        finally:
+            with self._idle:
+                self._leased.remove(snapshot)
+                if snapshot is not self.snapshot and snapshot not in self._leased:
+                    snapshot.close()
+                if not self._leased:
+                    self._idle.notify_all()
+
+    def move(self, snapshot: Snapshot) -> None:
+        """Make a snapshot current; its predecessor ends with its last lease."""
+        with self.lock:
+            self._exchange(snapshot)
+
+    def show(self, rows: RowMap | None, snapshot: Snapshot | None = None) -> None:
+        """Make a map current, and a snapshot with it."""
+        with self.lock:
+            self.rows = rows
+            if snapshot is not None:
+                self._exchange(snapshot)
+
+    def _exchange(self, snapshot: Snapshot) -> None:
+        old, self.snapshot = self.snapshot, snapshot
+        if old not in self._leased:
+            old.close()
+
+    def oldest(self) -> int:
+        """Number of the oldest transaction whose tree is leased or current."""
+        with self.lock:
+            return min(snapshot.txn_id for snapshot in (self.snapshot, *self._leased))
+
+    def close(self) -> None:
+        """End the snapshot, which nobody uses any more."""
+        self.snapshot.close()
+
+    def drain(self, stop: Callable[[], None]) -> None:
+        """Call ``stop`` under the lock, then wait for the leases to end."""
+        with self._idle:
+            stop()
+            self._idle.wait_for(lambda: not self._leased)
+
+
+class OpenFile:
+    """The row file of a directory. Arguments and errors as for ``LmdbColdTier``.
+
+    Attributes:
+        lock: held by whoever writes, or changes what readers are shown.
+        map: the file as memory.
+        view: what readers are shown.
+        head: which versions there are.
+        record: of the version that is shown.
+        logged: the record of the log, as it was found.
+        tables: layout and number of rows, by index.
+    """
+
+    def __init__(self, directory: Path, store_id: bytes, *, readonly: bool, version: int | None, create: bool) -> None:
+        self.path: Final = rows_path(directory)
+        self.readonly: Final = readonly
+        self.lock: Final = threading.RLock()
+        self.tables: dict[int, tuple[RowLayout, int]] = {}
+        self._state = "open"
+        disown_in_forks(self)
+        require_plain_files(directory)
+        with ExitStack() as stack:
+            if not readonly:
+                stack.callback(WriterLock(directory).release)
+                sync_directory(directory)  # a process that ended may have left names that the device does not hold
+            if not self.path.exists():
+                if readonly or not create:
+                    raise StoreNotFoundError(f"{self.path}: no such file. {RESTORE}")
+                create_rows_file(self.path, first_records(store_id), store_id)
+            (require_sound if readonly else recover)(self.path, store_id)
+            self.page_bytes: Final = check_rows_file(self.path).page_bytes
+            self.map: Final = FileMap(self.path, map_bytes(directory))
+            stack.callback(self.map.close)
+            self.view: Final = View(snapshot := self.new_snapshot())
+            stack.callback(self.view.close)
+            snapshot.check_free_pages()
+            self.logged: Final = check_store(snapshot, store_id)
+            self.head: Head = read_head(snapshot)
+            self.record: CommitRecord = read_record(snapshot, chosen_version(self.path, self.head, version))
+            self._parts = stack.pop_all()
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """The tree that readers are shown."""
+        return self.view.snapshot
+
+    @property
+    def is_closed(self) -> bool:
+        return self._state == "closed"
+
+    def disown(self) -> None:
+        """In a forked process, which has no map of the file: refuse further use."""
+        self._state = "closed"
+
+    def require_open(self) -> None:
+        """ClosedError after ``close``; TierstoreError after an error within ``must_succeed``."""
+        if self._state == "closed":
+            raise ClosedError(f"{self.path}: the store was closed")
+        if self._state == "failed":
+            raise TierstoreError(f"{self.path}: an earlier error left the store unusable; close it and open it again.")
+
+    @contextmanager
+    def must_succeed(self) -> Iterator[None]:
+        """After an LMDB commit our view must follow; if it cannot, the file is of no use any more."""
+        try:
+            yield
+        except BaseException:
+            self._state = "failed"
+            raise
+
+    # -- what readers are shown
+
+    @contextmanager
+    def lease(self) -> Iterator[tuple[Snapshot, RowMap]]:
+        """The current snapshot and map, kept until the end of the block."""
+        self.require_open()
+        while True:
+            with self.view.lease(self.require_open) as (snapshot, rows):
+                if rows is not None:
+                    yield snapshot, rows
+                    return
+            self.make_map()  # may be dropped again before it is leased: by a rollback
+
+    @contextmanager
+    def lease_tree(self) -> Iterator[Snapshot]:
+        """The current snapshot, kept until the end of the block."""
+        with self.view.lease(self.require_open) as (snapshot, _):
+            yield snapshot
+
+    def new_snapshot(self) -> Snapshot:
+        """Of the newest tree; the caller's to close."""
+        return Snapshot(self.path, self.map, self.page_bytes)
+
+    def make_map(self) -> RowMap:
+        """The map of the rows that are shown, made if there is none."""
+        with self.lock:
+            if (rows := self.view.rows) is None:
+                self.require_open()
+                rows = RowMap(self.tables)
+                indexes = read_indexes(self.snapshot, stored_segments(self.snapshot))
+                shown = (self.record.version, ()) if self.readonly else (MAX_VERSION, self.head.kept)
+                rows.enter(self.snapshot, indexes, *shown)
+                self.view.show(rows)
+            return rows
+
+    def layout_of(self, rows: RowMap, keys: Int64s) -> RowLayout:
+        """Of the rows of some keys, by the first; ValueError if there is no such table, or not all tables are known."""
+        layout = rows.layouts.get(int(keys[0]) >> KEY_ROW_BITS)
+        if layout is None:
+            raise ValueError(f"keys[0] is of table {int(keys[0]) >> KEY_ROW_BITS}, which was not added")
+        if rows.unknown:
+            raise ValueError(f"{self.path}: has rows of tables that were not added; add all tables before")
+        return layout
+
+    # -- closing
+
+    def drain(self) -> None:
+        """Refuse further use, and wait for the leases to end."""
+        self.view.drain(self.disown)
+
+    def close(self) -> None:
+        """Release map and locks."""
+        self._state = "closed"
+        self._parts.close()

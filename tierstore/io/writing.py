@@ -1,0 +1,202 @@
+"""The one writer of a row file: rows appended, versions committed and gone back to, what nobody needs deleted.
+
+``commit`` makes a version current in one small transaction; what no kept version needs any more is deleted after it, a
+little at a time.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Final
+
+import lmdb
+
+from ..errors import DiskFullError
+from ..rows import RowLayout
+from ..system.forks import disown_in_forks, keep_for_ever
+from ..system.killpoints import reach
+from .anchor import AnchorKeeper
+from .appending import NewRows, put_version
+from .files import open_environment, translate
+from .floor import Floor
+from .indexes import read_indexes, stored_segments
+from .log import Log, Written
+from .opened import OpenFile
+from .records import HEAD_ITEM, CommitRecord, Head, item_key, pack_head
+from .stored_records import read_head, read_record, stale_items
+
+__all__ = ["Writer"]
+
+_LOG: Final = logging.getLogger("tierstore")
+_PAUSE_SECONDS: Final = 5e-5
+"""Between two transactions of a long run of them: a lock released and taken again at once is given to nobody else."""
+
+
+class Writer:
+    """Writes to a row file that is open for it. What an earlier process left behind is deleted first.
+
+    Args:
+        slack: see ``LmdbColdTier``.
+        cleaned: told what cleaning has moved.
+    """
+
+    def __init__(self, file: OpenFile, store_id: bytes, slack: float, cleaned: Callable[[Written], None]) -> None:
+        self._file = file
+        self._cleaned = cleaned
+        disown_in_forks(self)
+        with ExitStack() as stack:
+            self._environment = open_environment(file.path, file.map.length_bytes)
+            stack.callback(self._environment.close)
+            self._floor = Floor(self._environment, file.path, file.map.pins)
+            stack.callback(self._floor.close)
+            self._anchors = AnchorKeeper(file.path, store_id, file.page_bytes, sync=self.sync, pin=file.new_snapshot)
+            stack.callback(self._anchors.close)
+            self._anchors.set()
+            self._log = Log(file, self._anchors, slack, self._transaction)
+            self._drop_loose()
+            self._parts = stack.pop_all()
+
+    def disown(self) -> None:
+        """In a forked process: let go without ending the parent's transactions. LMDB's table of readers is shared
+        memory: closing one here would free the parent's pages for reuse."""
+        if hasattr(self, "_parts"):
+            keep_for_ever(self._parts)
+            self._parts = ExitStack()
+
+    def close(self) -> None:
+        """Set a last anchor if one is due, and end LMDB's part."""
+        if not self._file.map.pins.is_held():  # nor need LMDB's descriptors be ours any more
+            self._anchors.stop()
+            self.disown()
+        self._parts.close()
+
+    def sync(self) -> None:
+        """Make all transactions so far durable."""
+        self._file.map.file_bytes()  # is it ours to sync, and the anchor after it ours to set?
+        try:
+            self._environment.sync(True)
+        except lmdb.Error as error:
+            raise translate(error, self._file.path) from error
+
+    def _transaction(self) -> "AbstractContextManager[lmdb.Transaction[bytes]]":
+        """A write transaction, committed at the end of the block, with LMDB's errors translated."""
+        self._file.map.guard.require_whole()
+        return self._floor.transaction()
+
+    def append(self, layout: RowLayout, new: NewRows) -> Written:
+        """Append rows of one layout and one epoch, and clean a little. The caller holds the file's lock."""
+        rows = self._file.make_map()
+        return self._log.append(rows, rows.segments[layout], new, self._file.head.kept)
+
+    # -- versions
+
+    def commit(self, payload: bytes, version: int, keep: int) -> None:
+        """See ``ColdTier.commit``."""
+        file = self._file
+        with file.lock:
+            file.require_open()
+            file.map.require_in_place()
+            if version <= file.head.last or keep < 1:
+                raise ValueError(f"version={version} must be above {file.head.last}, and keep={keep} at least 1")
+            head = Head(last=version, kept=(*file.head.kept, version)[-keep:])
+            read_head(file.snapshot)  # and so LMDB's way to the records: a page that LMDB cannot read ends the process
+            with self._transaction() as txn:
+                record = put_version(txn, version, payload)
+                txn.put(item_key(HEAD_ITEM), pack_head(head))
+                reach("commit: record put")
+            reach("commit: transaction committed")
+        with file.must_succeed():
+            self._anchor()
+            self._adopt(head, record)
+        reach("commit: durable")
+        self._prune()
+
+    def _adopt(self, head: Head, record: CommitRecord) -> None:
+        """Show a version that became current."""
+        with self._file.lock:
+            self._file.head, self._file.record = head, record
+            self._file.view.move(self._file.new_snapshot())
+
+    def _prune(self) -> None:
+        """Delete what the kept versions do not need, and clean what that leaves too empty, a little at a time. A full
+        disk leaves that to later commits."""
+        file = self._file
+        with file.lock:
+            rows = file.make_map()
+            for segments in rows.segments.values():
+                segments.release(file.head.kept, file.head.last)
+            turns = self._log.take_turns(rows)
+        try:
+            for work in (self.delete_dead, self._clean, self.delete_dead):
+                for _ in range(turns):
+                    if not work():
+                        break
+                    time.sleep(_PAUSE_SECONDS)
+            with file.lock:
+                self._delete_items()
+        except DiskFullError as error:
+            _LOG.warning("the commit stands; there was no room to clean up after it (%s)", error)
+        with file.lock:
+            file.view.move(file.new_snapshot())
+        self._anchor()  # only behind an anchor can the pages be used again
+        reach("prune: done")
+
+    def _clean(self) -> bool:
+        with self._file.lock:
+            self._file.require_open()
+            written = self._log.clean(self._file.make_map(), self._file.head.kept)
+            if written is not None:
+                self._cleaned(written)
+            return written is not None
+
+    def delete_dead(self) -> bool:
+        """Delete some of the segments whose rows nobody needs; False if there are none."""
+        with self._file.lock:
+            self._file.require_open()
+            return self._log.delete_dead(self._file.make_map())
+
+    def _anchor(self) -> None:
+        """Set an anchor while other threads go on writing."""
+        with self._file.must_succeed():
+            with self._file.lock:
+                anchored = self._anchors.start()
+            anchored.result()
+            with self._file.lock:
+                self._anchors.settle()
+
+    def _delete_items(self) -> bool:
+        """Delete the records and payloads of versions that are not kept; whether there were any."""
+        if items := stale_items(self._file.snapshot, self._file.head):
+            with self._transaction() as txn:
+                for item in items:
+                    txn.delete(item_key(item))
+        return bool(items)
+
+    def rollback(self, version: int) -> None:
+        """See ``ColdTier.rollback``."""
+        file = self._file
+        with file.lock:
+            file.require_open()
+            if version not in file.head.kept:
+                raise ValueError(f"version={version} is not kept: there are {list(file.head.kept)}")
+            record = read_record(file.snapshot, version)
+            head = Head(last=file.head.last, kept=tuple(kept for kept in file.head.kept if kept <= version))
+            with self._transaction() as txn:
+                txn.put(item_key(HEAD_ITEM), pack_head(head))
+                reach("rollback: head put")
+            reach("rollback: transaction committed")
+            with file.must_succeed():
+                self._anchors.set()
+                self._adopt(head, record)
+                reach("rollback: durable")
+                file.view.show(None)
+                self._drop_loose()
+
+    def _drop_loose(self) -> None:
+        """Delete segments of versions that are not current: what a process that ended, or a rollback, left behind."""
+        file = self._file
+        indexes = read_indexes(file.snapshot, stored_segments(file.snapshot))
+        self._log.drop(indexes.stored.chosen(indexes.oldest > file.head.current))
+        if self._delete_items():
+            file.view.move(file.new_snapshot())
