@@ -72,7 +72,7 @@ class Training:
         self._optimizer.step()
         return time.perf_counter() - start
 
-    def commit(self) -> "tierstore.store.pending.PendingCommit":
+    def commit(self) -> "tierstore.store.commits.PendingCommit":
         return self._store.commit_async(tensors=dict(self._model.named_parameters()))
 
     def close(self) -> None:

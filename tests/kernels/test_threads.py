@@ -1,6 +1,7 @@
 """Many readers beside one trainer: no torn row, no stale row, no error, whatever is evicted meanwhile."""
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,8 @@ import torch
 
 import tierstore
 from tierstore import optim
-from tierstore.store import store as store_module
-from tierstore.store.pending import PendingCommit
+from tierstore.pool import Pool
+from tierstore.store.pools import Pools
 
 ROWS, DIM, STEPS = 2000, 8, 60
 
@@ -115,13 +116,16 @@ def test_a_commit_and_a_first_lookup_agree_on_the_version(store_dir: Path, monke
         thread = threading.Thread(target=read)
         thread.start()
 
-        def pending(version: int) -> PendingCommit:
+        choose = Pools.__iter__
+
+        def choose_slowly(pools: Pools) -> Iterator[Pool]:
+            chosen = choose(pools)
             begun.set()
             has_read.wait(0.5)  # in vain, if the lookup waits for the commit to have begun
-            return PendingCommit(version)
+            return chosen
 
         with monkeypatch.context() as patch:
-            patch.setattr(store_module, "PendingCommit", pending)
+            patch.setattr(Pools, "__iter__", choose_slowly)
             store.commit()
         thread.join()
         for value in range(1, 4):

@@ -12,7 +12,7 @@ import torch
 import tierstore
 from tierstore import optim
 from tierstore.errors import DiskFullError, ReadOnlyError, StoreNotFoundError, TableError
-from tierstore.store.pending import PendingCommit
+from tierstore.store.commits import PendingCommit
 from tierstore.system import killpoints
 
 ROWS, DIM = 20_000, 4

@@ -280,3 +280,35 @@ def test_a_lineage_that_no_commit_has(commit: Any) -> None:
     header = json.dumps({"extra": {}, "tables": {}, "commit": commit}).encode()
     with pytest.raises(errors.DamagedError, match="payload of version"):
         unpack(number, len(header).to_bytes(8, "little") + header)
+
+
+def test_a_table_that_could_not_be_created_leaves_no_trace(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name and number are free for another, and rows written back before it belong to the next commit."""
+
+    def refuse(*_: object) -> None:
+        raise errors.DiskFullError("no room left")
+
+    failed, other = replace(CONFIG, name="late"), replace(CONFIG, name="late", num_embeddings=7, embedding_dim=64)
+    ids = torch.arange(100)
+    with tierstore.open(path.parent, ddr="1MiB", keep=3) as store:
+        for value in (2, 3):
+            store["items"].write(ids, torch.full((100, 4), float(value), dtype=torch.bfloat16))
+            if value == 2:
+                store.commit()
+        with monkeypatch.context() as patch:
+            patch.setattr(Manifest, "write", refuse)
+            with pytest.raises(errors.DiskFullError):
+                store.create_table(failed)
+        assert list(store.tables) == ["items"]
+        assert (store["items"].read(ids) == 3).all()
+        late = store.create_table(other)
+        late.write(ids[:7], torch.ones(7, 64, dtype=torch.bfloat16))
+        store["items"].write(ids[:50], torch.full((50, 4), 4.0, dtype=torch.bfloat16))
+        assert store.commit() == 3
+        store.verify()
+    for version, value in ((2, 2), (3, 3)):
+        with tierstore.open(path.parent, mode="r", version=version) as store:
+            assert (store["items"].read(ids[50:]) == value).all()
+            assert (store["items"].read(ids[:50]) == (4 if version == 3 else value)).all()
+            assert (store["late"].read(ids[:7]) == 1).all() == (version == 3)
+            store.verify()

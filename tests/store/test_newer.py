@@ -14,7 +14,7 @@ from tests.following import DIM, EVERY, ROWS, Writer, expected, first_values
 from tierstore import errors
 from tierstore.io.newer import NewerCommit
 from tierstore.pool import arrivals
-from tierstore.store.store import Store, newer
+from tierstore.store import Store, changed
 
 SECONDS = 60.0
 CHANGED = [1, 2, 3]
@@ -27,7 +27,7 @@ def commit_changed(writer: Writer) -> None:
 
 def require_nothing_held(store: Store) -> None:
     """Neither a second snapshot nor notes of rows that come in."""
-    assert store._found is store._cold._follower.found is None
+    assert store._follower._found is store._cold._follower.found is None
     assert store["t"].pool.filler.arrivals is None
 
 
@@ -173,7 +173,7 @@ def test_more_rows_come_in_than_are_noted(writer: Writer, store_dir: Path, monke
 def test_wide_rows_are_read_few_at_a_time(writer: Writer, store_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with tierstore.open(store_dir, mode="r", ddr="4MiB") as store:
         store["t"].read(EVERY)
-        monkeypatch.setattr(newer, "_CHUNK_BYTES", 100 * store["t"].pool.layout.row_bytes)
+        monkeypatch.setattr(changed, "_CHUNK_BYTES", 100 * store["t"].pool.layout.row_bytes)
         counts, read = [], NewerCommit.read
 
         def counted(found: NewerCommit, keys: Any, *arguments: Any) -> None:

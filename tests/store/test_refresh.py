@@ -220,7 +220,7 @@ def test_statistics_are_told_while_tables_are_added(writer: Writer, store_dir: P
     sys.setswitchinterval(1e-6)
     try:
         with tierstore.open(store_dir, mode="r", ddr="4MiB") as store, ThreadPoolExecutor(1) as pool:
-            added = pool.submit(store._tables.update, ((f"t{number}", store["t"]) for number in range(20_000)))
+            added = pool.submit(store._catalog.tables.update, ((f"t{number}", store["t"]) for number in range(20_000)))
             while not added.done():
                 store.stats()
     finally:

@@ -14,7 +14,8 @@ from ..lookup import Lookup
 from ..lookup.hbm import HbmLookup
 from ..lookup.joined import Jagged
 from ..store import Store, Table
-from ..store.table import check_ids, check_offsets, check_scale, make_lookup
+from ..store.arguments import check_ids, check_offsets, check_scale
+from ..store.table import make_lookup
 from ..system.excerpt import excerpt
 from .function import Announced, Prepared, PreparedLookups, run_lookups
 from .jagged import JaggedLike, KeyedTensor

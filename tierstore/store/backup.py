@@ -1,4 +1,4 @@
-"""A backup: a copy of a store as one snapshot shows it, made while others train on the store and commit."""
+"""A backup: a copy of a store from one snapshot of it, made while others train on the store and commit."""
 
 import contextlib
 import os
@@ -15,14 +15,13 @@ from ..io.stored_records import read_head
 from ..system.output import require_room
 from ..system.signals import Shield
 from .manifest import Manifest
-from .opening import open_store
+from .opened import open_files
 from .target import Steps, new_store, require_outside
 
 __all__ = ["WORK_NAME", "BackupReport", "back_up"]
 
 WORK_NAME: Final = "backup.partial"
 """Where in the target a backup is made; what is in it may be deleted."""
-_DDR: Final = "64MiB"
 
 
 class BackupReport(NamedTuple):
@@ -33,7 +32,7 @@ class BackupReport(NamedTuple):
         version: the last commit in it; 0 if there is none.
         versions: all that it keeps, ascending.
         size_bytes: length of its row file.
-        verified: what was checked, if that was asked for.
+        verified: what was checked, with ``verify=True``.
     """
 
     target: Path
@@ -51,21 +50,21 @@ def back_up(
     verify: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> BackupReport:
-    """Copy a store as it is on SSD, all versions that it keeps, into another directory.
+    """Copy a store as it is on SSD, with all versions that it keeps, into another directory.
 
-    Any thread may call it while others train and commit. What was not committed is not in the backup: commit first. A
-    store open for reading is copied as it was when it was opened, or last refreshed: ``Store.refresh`` first.
+    Any thread may call it while others train and commit. Rows that were not committed are not in the backup: commit
+    first. A store open for reading is copied as it was when it was opened or last refreshed: ``Store.refresh`` first.
     The backup is the same store at an earlier time, with the same identity. It may be opened, trained on, or put in the
-    store's place. It is synced, and was opened once.
+    store's place. It is synced, and its files were opened once.
 
     Meanwhile the writer reuses no page of what is copied: the store's file grows by what is written, room that later
-    commits use. ``Store.close`` waits for it.
+    commits use. ``Store.close`` waits for the copy.
 
     Args:
         tier: of the store, open for writing or reading.
         directory: of the store.
-        target: must not exist, or be empty, or hold what a backup that was cut short left.
-        verify: read the backup and check every row, too.
+        target: must not exist, or be empty, or hold only what an interrupted backup left.
+        verify: also read the backup and check every row.
         progress: called as ``progress(done_bytes, total_bytes)``.
 
     Raises:
@@ -98,11 +97,14 @@ def _check(work: Path, snapshot: Snapshot, steps: Steps | None) -> tuple[tuple[i
     The source's are not walked before: out of the system's cache, that takes a fifth of the time of the copy.
     """
     try:
-        with open_store(work, mode="r", ddr=_DDR) as store:
+        manifest, cold, *_ = open_files(work, readonly=True)
+        with contextlib.closing(cold):
             kept = read_head(snapshot).kept
-            if store.versions != kept:
-                raise DamagedError(f"{work} keeps versions {store.versions}, not {kept}")
-            return kept, None if steps is None else store.verify(progress=steps.verified)
+            if cold.versions != kept:
+                raise DamagedError(f"{work} keeps versions {cold.versions}, not {kept}")
+            for index, config in enumerate(manifest.tables):
+                cold.add_table(index, config.layout(manifest.page_bytes), config.num_embeddings)
+            return kept, None if steps is None else cold.verify(steps.verified)
     except DamagedError as error:
         raise DamagedError(
             f"the backup is not sound, most likely because the store is not: check it with tierstore verify ({error})"

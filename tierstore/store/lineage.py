@@ -1,10 +1,9 @@
-"""Which commits led to a commit. A number alone does not tell two commits apart.
+"""The commits that a commit was made from. A number alone does not tell two commits apart.
 
-A store that was put back from a copy, or went back to its anchored tree, commits under numbers that it has used, and
-whoever saw the commit that is gone has other rows under that number. So each commit has an identity of its own, random,
-and names the commits before it: a version that somebody has is one that this one was made from if and only if number
-and identity are in its lineage. A commit of a release without identities has none, and nothing is made from it for
-certain.
+A store that was restored from a copy, or that lost its last commits, uses their numbers again for other rows. A reader
+may have seen the lost ones. So each commit has a random identity and names the commits before it: a commit was made
+from another if and only if the other's number and identity are in its lineage. Commits of releases without identities
+have none; nothing is made from them for certain.
 """
 
 import re
@@ -47,7 +46,7 @@ class Lineage(NamedTuple):
     ancestors: tuple[Ancestor, ...] = ()
 
     def following(self, version: int) -> "Lineage":
-        """Of the commit made next, from this one, whose number is ``version``."""
+        """The lineage of the next commit, made from this one, whose number is ``version``."""
         own = (Ancestor(version, self.commit_id),) if self.commit_id else ()
         return Lineage(secrets.token_hex(8), (*self.ancestors, *own)[-MAX_ANCESTORS:])
 

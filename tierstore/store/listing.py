@@ -1,4 +1,4 @@
-"""Which rows a pool has in memory, listed while others look up."""
+"""The rows that a pool has in memory, listed while others look up."""
 
 import time
 from typing import Final
@@ -14,13 +14,13 @@ __all__ = ["resident_keys"]
 _PIECE_ROWS: Final = 1 << 14
 """Lookups wait while so many are listed: a millisecond."""
 _PAUSE_SECONDS: Final = 1e-4
-"""Long enough for whoever waits for the lock to wake up and take it; it is not kept for them."""
+"""Long enough for a waiting thread to wake up and take the lock, which is not kept for it."""
 
 
 def resident_keys(pool: Pool) -> Int64s:
-    """int64: keys of the rows in a pool's cache, each once, likely next victims first.
+    """Keys of the rows in a pool's cache, int64 [n], each once, likely next victims first.
 
-    Every row is listed that is in all the while. Those that come or leave meanwhile may be, and the order is a hint:
+    Every row that is resident throughout is listed. Rows that come or leave meanwhile may be, and the order is a hint:
     the lock is free between pieces of the list.
     """
     cache = pool.cache
@@ -41,6 +41,6 @@ def resident_keys(pool: Pool) -> Int64s:
 
 
 def _last_of_each(keys: Int64s) -> Int64s:
-    """The keys without repetition, each where it stood last: a row that left and came back was used last."""
+    """The keys without repetition, each at its last place: a row that left and came back was used last."""
     _, places = np.unique(keys[::-1], return_index=True)
     return keys[np.sort(len(keys) - 1 - places)]

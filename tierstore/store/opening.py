@@ -1,4 +1,4 @@
-"""``tierstore.open``: its arguments, checked."""
+"""``tierstore.open``: checks its arguments and opens the store."""
 
 import os
 from pathlib import Path
@@ -8,10 +8,12 @@ from .. import cache
 from ..config import MAX_KEPT_VERSIONS, require_choice, require_int, require_slack
 from ..io.cleaning import DEFAULT_SLACK
 from ..kernels.threads import default_threads
-from ..rows import DtypeName, FloatName, QuantizedName
+from ..rows import FloatName, QuantizedName
 from ..system.device import resolve_device
 from ..system.oserrors import translate_os_error
 from ..system.sizes import parse_size
+from .catalog import KeptAs
+from .pools import Memory
 from .store import Store
 
 __all__ = ["open_store"]
@@ -30,7 +32,7 @@ def open_store(
     device: str = "cpu",
     policy: str = cache.AUTO,
     threads: int | None = None,
-    dtype: DtypeName | Literal["stored"] | None = None,
+    dtype: KeptAs = None,
 ) -> Store:
     """Open the store in ``directory``, or create it.
 
@@ -41,11 +43,11 @@ def open_store(
         mode: "w" opens for reading and writing, or creates; "r" opens what is there, read-only.
         version: with mode="r", which of the kept versions to open; default: the last.
         keep: versions that stay, for ``version=`` and ``Store.rollback``; each takes room for rows changed after it.
-        slack: size of the row file over what its rows need, above which it is cleaned: above 1, at most 10.
+        slack: how many times the size of its rows the row file may have before it is cleaned: above 1, at most 10.
         ddr: budget of host memory for caches, indexes and write staging: bytes, "512MiB", "50%" (of the machine's
             memory) or "5% of tables" (of all rows and state). A map of 4 bytes a stored row comes on top.
-        hbm: budget of device memory for the hottest rows, their index and staging, as ``ddr`` is told ("50%" is of the
-            device's memory); 0 for none. With device="cpu" it is the same tier in host memory: slow, for tests.
+        hbm: budget of device memory for the hottest rows, their index and staging, written as ``ddr`` is ("50%" is of
+            the device's memory); 0 for none. With device="cpu" it is the same tier in host memory: slow, for tests.
         device: where the hottest rows and results live: "cpu", or "cuda", "cuda:1" with hbm= above 0.
         policy: which rows leave memory first: "lru", "lfu", "tinylfu" (by counts that outlive residence and age, or
             "lru" where a sample says that it hits more) or "lookahead" (by next use, as announced to ``prefetch``);
@@ -74,14 +76,11 @@ def open_store(
     try:
         return Store(
             None if directory is None else Path(directory),
+            Memory(ddr=ddr, hbm=hbm, device=resolve_device(device, hbm), policy=policy),
             readonly=mode == "r",
             version=version,
             keep=keep,
             slack=slack,
-            ddr=ddr,
-            hbm=hbm,
-            device=resolve_device(device, hbm),
-            policy=policy,
             threads=threads,
             dtype=dtype,
         )
@@ -103,7 +102,7 @@ def _require_cold(cold: str, directory: object, mode: str) -> None:
 
 
 def _require_mode(mode: str, version: int | None, dtype: str | None) -> None:
-    """ValueError, TypeError for a wrong mode, or for what goes with the other."""
+    """ValueError, TypeError for a wrong mode, or an argument that goes with the other mode."""
     require_choice(mode, ("r", "w"), "mode")
     if version is not None:
         require_int(version, "version", 1, 2**40)

@@ -1,7 +1,8 @@
-"""Making the pools of a store: its budgets divided among row layouts, a cache for each, the device tier above."""
+"""The pools of a store: its budgets divided among row layouts, a cache for each, the tier in device memory above."""
 
 import contextlib
-from collections.abc import Collection, Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -9,19 +10,20 @@ import torch
 
 from .. import cache
 from ..errors import TableError
-from ..hbm.build import add_hbm
+from ..hbm.build import add_hbm, hbm_stats
 from ..hbm.pool import HbmSize, host_bytes_of
 from ..io import ColdTier
 from ..kernels.threads import Workers
 from ..pool import Pool
-from ..pool.converting import RowSource
+from ..pool.stats import Stats, TierStats, of_counters
 from ..rows import RowLayout
 from ..system.device import memory_bytes
 from ..system.sizes import parse_size, require_memory
 from .budget import PoolSize, divide, divide_hbm
+from .catalog import Catalog
 from .table import Table
 
-__all__ = ["Memory", "Pools", "require_unused", "retire"]
+__all__ = ["Memory", "Pools"]
 
 _MANY_BYTES: Final = 2**62
 """Of which no percentage that is not zero is no byte."""
@@ -48,35 +50,94 @@ class Memory:
         return self.device.type != "cpu" or parse_size(self.hbm, name="hbm", table_bytes=_MANY_BYTES) > 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Pools:
-    """The pools of a store, and the bytes of the budget that are none of theirs."""
+    """One pool for each row layout. They are made at first use, when all tables are known.
 
-    by_layout: dict[RowLayout, Pool]
-    reserved_bytes: int
+    Args:
+        catalog: all tables that there are.
 
-    @classmethod
-    def build(
-        cls,
-        tables: Sequence[Table],
-        memory: Memory,
-        cold: ColdTier,
-        workers: Workers,
-        *,
-        epoch: int,
-        readonly: bool,
-        read: RowSource,
-    ) -> "Pools":
-        """One pool a row layout.
+    Attributes:
+        lock: held while pools are made, closed or frozen, and while tables come or go.
+        epoch: the version that rows are written for.
+        reserved_bytes: of the memory budget, what is no pool's.
+    """
 
-        Args:
-            epoch: the version that rows are written for.
-            read: brings rows in, as their tables' layouts have them.
+    def __init__(self, memory: Memory, cold: ColdTier, workers: Workers, catalog: Catalog, *, readonly: bool) -> None:
+        self.lock = threading.RLock()
+        self.epoch = cold.last_version + 1
+        self.reserved_bytes = 0
+        self._memory = memory
+        self._cold = cold
+        self._workers = workers
+        self._catalog = catalog
+        self._readonly = readonly
+        self._by_layout: dict[RowLayout, Pool] = {}
 
-        Raises:
-            BudgetError: a budget is too small, or larger than what the machine has free.
-        """
-        table_bytes = sum(table.size_bytes for table in tables)
+    def __iter__(self) -> Iterator[Pool]:
+        return iter(list(self._by_layout.values()))
+
+    def of(self, layout: RowLayout) -> Pool:
+        """The pool that rows of this layout live in. BudgetError if a budget is too small, or larger than what the
+        machine has free."""
+        with self.lock:
+            if not self._by_layout:
+                self._by_layout = self._build(list(self._catalog.tables.values()))
+            return self._by_layout[layout]
+
+    def require_unused(self, action: str) -> None:
+        """TableError, which says what to do before, if rows are in use."""
+        if not all(pool.becomes_unused() for pool in self):
+            raise TableError(
+                f"rows are in use by a batch under way (prefetched, or its backward still to come); {action} before"
+            )
+
+    def freeze(self) -> Sequence[Pool]:
+        """Freeze the dirty rows of all pools at one moment. Returns them; pools made later are of the next epoch."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.lock)
+            pools = list(self)
+            for pool in pools:
+                pool.settle()
+            for pool in pools:
+                stack.enter_context(pool.writeback.gate)
+            for pool in pools:
+                stack.enter_context(pool.arena.lock)
+            for pool in pools:
+                pool.writeback.freeze()
+            self.epoch += 1
+        return pools
+
+    def retire(self) -> None:
+        """Write dirty rows back and forget the caches; the next use makes new ones. TableError if rows are in use."""
+        with self.lock:
+            while not self._refuse_if_clean():
+                self.require_unused("create tables")
+                for pool in self:
+                    pool.flush()
+            self.close()
+
+    def _refuse_if_clean(self) -> bool:
+        """Have all pools refuse further use, if no row is in use or dirty: another thread may have written one since
+        they were flushed."""
+        with contextlib.ExitStack() as stack:
+            for pool in self:
+                stack.enter_context(pool.arena.lock)
+            if any(pool.in_use or not pool.is_clean for pool in self):
+                return False
+            for pool in self:
+                pool.arena.refuse()
+            return True
+
+    def close(self) -> None:
+        """Forget the caches, with what is dirty in them."""
+        for pool in self:
+            pool.close()
+        self._by_layout = {}
+
+    # Making them
+
+    def _build(self, tables: Sequence[Table]) -> dict[RowLayout, Pool]:
+        memory, table_bytes = self._memory, sum(table.size_bytes for table in tables)
         rows: dict[RowLayout, int] = {}
         for table in tables:
             rows[table.layout] = rows.get(table.layout, 0) + table.config.num_embeddings
@@ -86,16 +147,17 @@ class Pools:
         division = divide(
             budget, rows, num_tables=len(tables), policy=memory.policy, given=memory.ddr, hbm_staging=staging
         )
+        read = self._catalog.source(self._cold.read)
         pools = {
             layout: Pool(
                 layout,
                 _make_cache(tables, layout, size, memory.policy),
-                cold,
-                workers,
+                self._cold,
+                self._workers,
                 transaction_bytes=division.transaction_bytes,
                 outbox_rows=size.outbox_rows,
-                epoch=epoch,
-                readonly=readonly,
+                epoch=self.epoch,
+                readonly=self._readonly,
                 read=read,
             )
             for layout, size in division.pools.items()
@@ -107,7 +169,17 @@ class Pools:
         # Memory is taken as rows come in; better an error here than the end of the process then.
         taken = division.reserved_bytes + sum(pool.size_bytes for pool in pools.values())
         require_memory(taken, f"ddr={memory.ddr!r}")
-        return cls(by_layout=pools, reserved_bytes=division.reserved_bytes)
+        self.reserved_bytes = division.reserved_bytes
+        return pools
+
+    # Statistics
+
+    def stats(self) -> Stats:
+        """Running totals of each tier since the store was opened."""
+        pools = list(self)
+        num_rows = sum(table.config.num_embeddings for table in list(self._catalog.tables.values()))
+        reserved_bytes = self.reserved_bytes if pools else 0
+        return Stats(hbm_stats(pools), _ddr_stats(pools, reserved_bytes), _ssd_stats(self._cold, num_rows))
 
 
 def _hbm_sizes(rows: dict[RowLayout, int], table_bytes: int, memory: Memory) -> dict[RowLayout, HbmSize]:
@@ -126,30 +198,30 @@ def _make_cache(tables: Sequence[Table], layout: RowLayout, size: PoolSize, poli
     return cache.FullCache(own, **words)
 
 
-def retire(pools: Collection[Pool]) -> None:
-    """Write dirty rows back and have all pools refuse further use. TableError if rows are in use."""
-    while not _refuse_if_clean(pools):
-        require_unused(pools, "create tables")
-        for pool in pools:
-            pool.flush()
+def _ddr_stats(pools: Sequence[Pool], reserved_bytes: int) -> TierStats:
+    return of_counters([pool.filler.counters() for pool in pools])._replace(
+        capacity_rows=sum(pool.cache.capacity for pool in pools),
+        bytes=sum(pool.size_bytes for pool in pools) + reserved_bytes,
+        seconds=sum(pool.filler.seconds for pool in pools),
+        split_batches=sum(pool.leases.split_batches for pool in pools),
+        waited_seconds=sum(pool.writeback.waited_seconds for pool in pools),
+    )
 
 
-def require_unused(pools: Collection[Pool], action: str) -> None:
-    """TableError, which says what to do before, if rows are in use."""
-    if not all(pool.becomes_unused() for pool in pools):
-        raise TableError(
-            f"rows are in use by a batch under way (prefetched, or its backward still to come); {action} before"
-        )
-
-
-def _refuse_if_clean(pools: Collection[Pool]) -> bool:
-    """Have all pools refuse further use, if no row is in use or to be written: another thread may have written one
-    since they were flushed."""
-    with contextlib.ExitStack() as stack:
-        for pool in pools:
-            stack.enter_context(pool.arena.lock)
-        if any(pool.in_use or not pool.is_clean for pool in pools):
-            return False
-        for pool in pools:
-            pool.arena.refuse()
-        return True
+def _ssd_stats(cold: ColdTier, num_rows: int) -> TierStats:
+    counters = cold.counters()
+    return TierStats(
+        lookups=counters.rows_read,
+        unique=counters.rows_read,
+        hits=counters.rows_read - counters.rows_absent,
+        misses=counters.rows_absent,
+        capacity_rows=num_rows,
+        bytes=cold.map_bytes,
+        seconds=counters.read_seconds + counters.write_seconds,
+        bytes_read=counters.pages_read * cold.page_bytes,
+        bytes_written=counters.bytes_written,
+        rows_written=counters.rows_written,
+        bytes_moved=counters.bytes_moved,
+        rows_moved=counters.rows_moved,
+        pages_moved=counters.pages_moved,
+    )

@@ -1,8 +1,7 @@
-"""A trace of what a running trainer or server looks up, sampled: ``Store.record``.
+"""A sampled trace of what a running trainer or server looks up: ``Store.record``.
 
-Whoever looks rows up tells the store's recorder afterwards: the modules, in the order of the steps, and ``Table.read``
-and ``Table.pooled``. Nothing else is recorded: neither rows brought in ahead, nor writes, nor what a store reads for
-its own ends.
+Modules, ``Table.read`` and ``Table.pooled`` tell the store's recorder of each lookup after it, in the order of the
+steps. Nothing else is recorded: neither prefetched rows, nor writes, nor a store's own reads.
 """
 
 import logging
@@ -10,13 +9,14 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
 from ..errors import TierstoreError
+from ..kernels.arrays import Int32s, Int64s
 from ..lookup.joined import Joined, Sources
 from ..rows import KEY_ROW_BITS
 from ..system.oserrors import translate_os_error
@@ -27,10 +27,7 @@ from ..trace import write_trace
 from ..trace.recorded import Contents, Recorded
 from ..trace.sampling import ALL, is_sampled, select
 
-if TYPE_CHECKING:
-    from .store import Store
-
-__all__ = ["Recorder", "require_recordable"]
+__all__ = ["RecordedStore", "Recorder", "require_recordable"]
 
 _LOG: Final = logging.getLogger("tierstore")
 
@@ -61,11 +58,29 @@ def require_recordable(path: str | os.PathLike[str], max_bytes: int | str = "64M
     return size_bytes
 
 
+class RecordedStore(Protocol):
+    """What a recorder asks of its store."""
+
+    recorder: "Recorder | None"
+    """The one that lookups are told to."""
+
+    @property
+    def directory(self) -> Path: ...
+
+    @property
+    def tables(self) -> Collection[str]:
+        """Names, in order of creation."""
+        ...
+
+    def require_open(self) -> None:
+        """ClosedError after the store was closed."""
+
+
 class _Found(NamedTuple):
     """The sampled rows of lookups: int64 [n] each."""
 
-    keys: Any
-    samples: Any
+    keys: Int64s
+    samples: Int64s
     """Within the batch; anything, unless all rows are recorded."""
 
 
@@ -73,10 +88,10 @@ class Recorder:
     """Records what a store looks up, until it is stopped or the store is closed; made by ``Store.record``.
 
     A context manager that stops it. Any number of threads may look up meanwhile. The file is written whole each time:
-    empty at once, then every minute, and when recording ends; who is killed loses what came since.
+    empty at once, then every minute, and when recording ends. A process that is killed loses the lookups since then.
 
     Args:
-        store: it tells the recorder while this is its ``recorder``.
+        store: tells the recorder of lookups while this is its ``recorder``.
         path: the file; see ``require_recordable``.
         rate: the share of all rows to begin with.
         max_bytes: bound on memory and file; see ``Recorded.size_bytes``. While the file is written, as much again.
@@ -86,7 +101,9 @@ class Recorder:
         TierstoreError: the file cannot be written. More as ``require_recordable``.
     """
 
-    def __init__(self, store: "Store", path: str | os.PathLike[str], *, rate: float, max_bytes: int | str) -> None:
+    def __init__(
+        self, store: RecordedStore, path: str | os.PathLike[str], *, rate: float, max_bytes: int | str
+    ) -> None:
         store.require_open()
         if store.recorder is not None:
             raise ValueError(f"the store is being recorded to {store.recorder.path}; stop that first")
@@ -130,13 +147,13 @@ class Recorder:
             self._add([each.sources for each in lookups], lookups[0].batch)
 
     @shielded
-    def note_bags(self, table_index: int, ids: Any, offsets: Any) -> None:
+    def note_bags(self, table_index: int, ids: Int64s | Int32s, offsets: Int64s) -> None:
         """A batch of bags of one table: int64 or int32 [n], int64 [bags + 1]."""
         first, bags = np.array([table_index << KEY_ROW_BITS], np.int64), len(offsets) - 1
         self._add([Sources(ids, _ZERO, first, bags, offsets)], bags)
 
     @shielded
-    def note_rows(self, keys: Any) -> None:
+    def note_rows(self, keys: Int64s) -> None:
         """Rows of one table read as they are, int64 [n]: as many samples."""
         count, by_sample = len(keys), self._recorded.last == ALL
         offsets = np.arange(count + 1) if by_sample else np.array([0, count], np.int64)
@@ -203,7 +220,7 @@ class Recorder:
         self.stop()
 
 
-def _select(sources: Sources, last: np.uint64, lookups: Any) -> _Found:
+def _select(sources: Sources, last: np.uint64, lookups: Int64s) -> _Found:
     found = np.empty((2, int(sources.bag_starts[-1])), np.int64)
     keys, positions = found[:, : select(*sources, last, found, lookups)]
     if last != ALL or not len(keys):

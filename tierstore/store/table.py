@@ -2,15 +2,16 @@
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from .. import kernels
 from ..config import TableConfig, require_choice
 from ..errors import ReadOnlyError, TableError
+from ..kernels.arrays import Int64s
 from ..kernels.rounding import NEAREST, update_seed
 from ..lookup import Lookup
 from ..lookup.hbm import HbmLookup
@@ -21,98 +22,19 @@ from ..pool import Pool
 from ..pool.residency import OneTable
 from ..rows import KEY_ROW_BITS, RowLayout
 from ..system.unpicklable import Unpicklable
+from .arguments import Floats, check_ids, check_offsets, check_scale, refuse_transforms
 from .version import TableState
 
 if TYPE_CHECKING:
     from .store import Store
 
-__all__ = ["Table", "check_ids", "check_offsets", "check_scale", "make_lookup"]
-
-_HOST: Final = torch.device("cpu")
-_ID_TYPES: Final = (torch.int64, torch.int32)
-
-
-def check_ids(ids: Tensor, name: str = "ids", *, device: torch.device = _HOST) -> Any:
-    """Contiguous int64 or int32 numpy array of a 1-D tensor of ids on the CPU (a view) or the store's device (a copy,
-    which waits for the device).
-
-    Raises:
-        TypeError: not a tensor, or not of an integer dtype. ValueError: not 1-D, or elsewhere.
-        RuntimeError: a transform of torch.func is active.
-    """
-    try:
-        if type(ids) is Tensor and ids.is_cpu and ids.dtype in _ID_TYPES and ids.dim() == 1 and ids.data_ptr():
-            return ids.contiguous().numpy()
-    except RuntimeError:
-        _refuse_transforms()
-        raise
-    if not isinstance(ids, Tensor):
-        raise TypeError(f"{name} must be a Tensor, not {type(ids).__name__}")
-    if ids.dtype not in _ID_TYPES:
-        raise TypeError(f"{name} must be int64 or int32, not {ids.dtype}")
-    if ids.dim() != 1:
-        raise ValueError(f"{name} must be 1-D, not of shape {tuple(ids.shape)}")
-    return _to_host(ids, name, device)
-
-
-def _refuse_transforms() -> None:
-    """RuntimeError under a transform of torch.func, whose tensors have no memory that kernels could read."""
-    if torch._C._are_functorch_transforms_active():
-        raise RuntimeError(
-            "rows are not looked up under torch.func's transforms (grad, vmap, jvp and others): look them up before, "
-            "and transform what computes with the result; backward() trains rows and gives per-sample weights their "
-            "gradient"
-        )
-
-
-def _to_host(values: Tensor, name: str, device: torch.device) -> Any:
-    if values.device.type != "cpu" and values.device != device:
-        raise ValueError(f"{name} is on {values.device}; this store works on {device}")
-    if values.requires_grad:
-        values = values.detach()
-    if values.is_cpu and values.numel() and not values.data_ptr():
-        raise ValueError(f"{name} has no elements in memory: a fake tensor, or one whose storage was freed")
-    return (values.cpu() if values.device.type != "cpu" else values).contiguous().numpy()
-
-
-def check_offsets(
-    offsets: Tensor, num_ids: int, name: str = "offsets", *, device: torch.device = _HOST, is_last_given: bool = True
-) -> Any:
-    """int64 numpy offsets that start at 0, do not descend and end at ``num_ids``; ValueError otherwise.
-
-    Args:
-        is_last_given: the caller of a module gave the last one, too; else it was added.
-    """
-    array = np.ascontiguousarray(check_ids(offsets, name, device=device), np.int64)
-    if not len(array) or not kernels.are_offsets(array, num_ids):
-        ends = "end at" if is_last_given else "not exceed"
-        raise ValueError(f"{name} must start at 0, never descend and {ends} the number of ids, {num_ids}")
-    return array
-
-
-def check_scale(
-    scale: Tensor | None, num_ids: int, mode: str, name: str = "per_sample_weights", *, device: torch.device = _HOST
-) -> Any:
-    """float32 numpy array of per-sample weights, or None.
-
-    Raises:
-        TypeError: not float32. ValueError: another length than the ids, or a mode other than "sum".
-    """
-    if scale is None:
-        return None
-    if not isinstance(scale, Tensor) or scale.dtype != torch.float32:
-        raise TypeError(f"{name} must be a float32 Tensor")
-    if mode != "sum":
-        raise ValueError(f'{name} goes with mode="sum" only, not {mode!r}')
-    if scale.shape != (num_ids,):
-        raise ValueError(f"{name} must be [{num_ids}] like the ids, not {tuple(scale.shape)}")
-    return _to_host(scale, name, device)
+__all__ = ["Table", "make_lookup"]
 
 
 def make_lookup(
-    tables: "Sequence[Table]", jagged: Jagged, features: Any, columns: Any, *, mode: str
-) -> "Lookup | HbmLookup":
-    """A pooled lookup of features in tables of one pool, where the store keeps its hottest rows.
+    tables: "Sequence[Table]", jagged: Jagged, features: Int64s, columns: Sequence[int], *, mode: str
+) -> Lookup | HbmLookup:
+    """A pooled lookup of features in tables of one pool, in the tier that holds its hottest rows.
 
     Args:
         tables: the table of each feature.
@@ -131,12 +53,12 @@ class Table(Unpicklable):
     """One table; made by ``Store.create_table`` and found as ``store[name]``.
 
     Attributes:
-        config: what it is.
+        config: its configuration.
         index: its number in the store.
-        layout: how its rows lie.
-        learning_rate: the optimizer's rate in force; starts as ``config.optimizer.lr``, may be set, is part
-            of a commit.
-        num_changes: how often rows were updated, written or exchanged for those of another version.
+        layout: how its rows lie in memory.
+        learning_rate: the optimizer's rate in force. It starts as ``config.optimizer.lr``, may be set, and is part of a
+            commit.
+        num_changes: how often its rows were updated, written, or replaced by those of another version.
     """
 
     def __init__(self, store: "Store", config: TableConfig, index: int, layout: RowLayout) -> None:
@@ -174,12 +96,16 @@ class Table(Unpicklable):
         return self._store
 
     def leave(self) -> None:
-        """The store has moved to a version without this table; another may take its place."""
+        """The store has moved to a version without this table. Another may take its place."""
         self._is_gone, self._in_memory = True, None
 
     @property
     def pool(self) -> Pool:
-        """Where its rows live; ClosedError after the store was closed, TableError if the table went with a version."""
+        """The pool of its rows.
+
+        Raises:
+            ClosedError: the store was closed. TableError: the version that the store shows has no such table.
+        """
         if self._is_gone:
             raise TableError(
                 f"table {self.name!r} is not in the version that the store shows; if one of that name is there again, "
@@ -197,15 +123,15 @@ class Table(Unpicklable):
         self._step, self.learning_rate = state.step, state.learning_rate
         self.num_changes += 1
 
-    def next_hyper(self) -> Any:
-        """Count one more update and give its hyper-parameters (float32 [NUM_HYPER])."""
+    def next_hyper(self) -> Floats:
+        """Count one more update and give its hyper-parameters, float32 [NUM_HYPER]."""
         self._step += 1
         self.num_changes += 1
         return self.config.optimizer.hyper(self.learning_rate, self._step)
 
     @property
     def rounding_seed(self) -> int:
-        """What the update counted last rounds with; see ``rounding``."""
+        """The seed that the last counted update rounds with; see ``rounding``."""
         if self.config.rounding == "nearest":
             return NEAREST
         return update_seed(self.config.init.random_seed, self._step)
@@ -223,7 +149,7 @@ class Table(Unpicklable):
                 'torch.no_grad() or open the store with mode="r"'
             )
 
-    def _keys(self, ids: Tensor) -> Any:
+    def _keys(self, ids: Tensor) -> Int64s:
         rows = check_ids(ids, device=self._store.device).astype(np.int64)
         outside = (rows < 0) | (rows >= self.config.num_embeddings)
         if outside.any():
@@ -251,7 +177,7 @@ class Table(Unpicklable):
             self._store.recorder.note_rows(keys)
         return rows
 
-    def _read(self, pool: Pool, keys: Any) -> Tensor:
+    def _read(self, pool: Pool, keys: Int64s) -> Tensor:
         if pool.hot is not None:
             return pool.hot.read(keys)
         out = torch.empty((len(keys), self.layout.dim), dtype=self.layout.torch_dtype, device="cpu")
@@ -285,14 +211,14 @@ class Table(Unpicklable):
         self.num_changes += 1
         in_pool_of(self, lambda pool: self._write(pool, keys, new))
 
-    def _write(self, pool: Pool, keys: Any, rows: Tensor) -> None:
+    def _write(self, pool: Pool, keys: Int64s, rows: Tensor) -> None:
         if pool.hot is not None:
             pool.hot.write(keys, rows)
         else:
             pool.transfers.write(keys, self._raw(rows.cpu().contiguous()))
 
-    def _raw(self, rows: Tensor) -> Any:
-        """Numpy view of weights as kernels see them."""
+    def _raw(self, rows: Tensor) -> NDArray[Any]:
+        """Numpy view of weights as kernels see them: float32, or uint16 for the dtypes of 16 bits."""
         return (rows if rows.dtype == torch.float32 else rows.view(torch.uint16)).numpy()
 
     def pooled(
@@ -321,7 +247,7 @@ class Table(Unpicklable):
                 if pooled is None:
                     pooled = self._pooled_in_memory(ids, offsets, MODES[mode])
             except RuntimeError:
-                _refuse_transforms()
+                refuse_transforms()
                 raise
             if pooled is not None:
                 if self._store.recorder is not None:
@@ -336,8 +262,8 @@ class Table(Unpicklable):
         return out
 
     def _pooled_in_memory(self, ids: Tensor, offsets: Tensor, mode: int) -> Tensor | None:
-        """``pooled`` by one compiled call; None if arguments are wrong or not plain, rows not in, or without slots of
-        their own."""
+        """``pooled`` by one compiled call. None if an argument is wrong or not a plain tensor on the CPU, a row is not
+        in memory, or rows have no slots of their own."""
         self._store.require_open()
         if self._in_memory is not None and not self._in_memory.is_over:
             return None

@@ -1,4 +1,4 @@
-"""A directory that a new store comes to be in, whole or not at all."""
+"""Making a new store in a directory: whole, or not at all."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ __all__ = ["Steps", "new_store", "require_outside"]
 
 
 def require_outside(target: Path, source: Path) -> None:
-    """ValueError if a store to be made of ``source`` would be that store, or lie within it."""
+    """ValueError if the target is the store ``source``, or lies within it."""
     if target.resolve() == source.resolve():
         raise ValueError(f"{target} is the store itself; choose another directory")
     if target.resolve().is_relative_to(source.resolve()):
@@ -26,8 +26,7 @@ def require_outside(target: Path, source: Path) -> None:
 def new_store(target: Path, work_name: str, names: Sequence[str] = (ROW_FILE_NAME,)) -> Iterator[Path]:
     """A working directory within the target. On leaving, its files move to the target; on an error they are removed.
 
-    The manifest moves last: a target without one is no store. What a process that was killed left there, the next one
-    replaces.
+    The manifest moves last: a target without one is no store. The next call replaces what a killed process left there.
 
     Args:
         work_name: of the working directory; what is in it may be deleted.
@@ -67,7 +66,7 @@ def _directory(target: Path) -> Iterator[bool]:
 
 
 def _require_empty(target: Path, work_name: str, names: Sequence[str]) -> None:
-    """FileExistsError if there is more than what a process that was killed leaves."""
+    """FileExistsError if there is more than a killed process leaves."""
     found = {path.name for path in target.iterdir()}
     if found - {work_name} and (work_name not in found or not found <= {work_name, *names}):
         raise FileExistsError(
@@ -76,7 +75,7 @@ def _require_empty(target: Path, work_name: str, names: Sequence[str]) -> None:
 
 
 def _clear(target: Path, work_name: str, names: Sequence[str]) -> None:
-    """Remove what a process that was killed left."""
+    """Remove what a killed process left."""
     if (target / work_name).is_dir():
         for name in names:
             (target / name).unlink(missing_ok=True)
@@ -94,7 +93,7 @@ def _move(work: Path, target: Path, names: Sequence[str]) -> None:
 
 
 class Steps:
-    """One progress for copying and verifying, each half of it."""
+    """One progress bar for copying and verifying, half of it each."""
 
     def __init__(self, show: Callable[[int, int], None] | None) -> None:
         self._show = show

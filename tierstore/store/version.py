@@ -1,11 +1,10 @@
-"""One committed version: the part that is not rows. Packed into the payload of the cold tier's commit.
+"""One committed version, without its rows; packed into the payload of the cold tier's commit.
 
 Layout: 8 bytes little-endian length of a JSON header, the header, then the named tensors in safetensors format.
 """
 
 import json
 import math
-from collections.abc import Set
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any, Final, NamedTuple
@@ -53,9 +52,9 @@ class Version(NamedTuple):
             return manifest
         return replace(manifest, tables=tuple(takewhile(lambda table: table.name in self.tables, manifest.tables)))
 
-    def require_of(self, names: Set[str]) -> None:
-        """FormatError unless all its tables are among a manifest's."""
-        if unknown := self.tables.keys() - names:
+    def require_of(self, manifest: Manifest) -> None:
+        """FormatError unless all its tables are among the manifest's."""
+        if unknown := self.tables.keys() - {table.name for table in manifest.tables}:
             raise FormatError(f"version {self.number} has a table {min(unknown)!r} that the manifest does not know")
 
 
@@ -93,7 +92,7 @@ def pack(tables: dict[str, TableState], extra: dict[str, Any], tensors: dict[str
 
 
 def _framed(tables: dict[str, TableState], extra: dict[str, Any], lineage: Lineage) -> bytes:
-    """What stands before the tensors."""
+    """The payload's part before the tensors."""
     fields = {"extra": extra, "tables": {name: list(state) for name, state in tables.items()}}
     own = {"commit": lineage.to_dict()} if lineage.commit_id else {}
     header = json.dumps({**fields, **own}).encode()

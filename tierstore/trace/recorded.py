@@ -185,12 +185,12 @@ class Recorded:
         self._tables.append(name)
         self._lookups = np.append(self._lookups, 0)
 
-    def add(self, keys: Int64s, samples: Int32s, num_samples: int, last: np.uint64, lookups: Int64s) -> None:
+    def add(self, keys: Int64s, samples: Int64s, num_samples: int, last: np.uint64, lookups: Int64s) -> None:
         """One batch.
 
         Args:
             keys: int64 [n], its sampled rows.
-            samples: int32 [n], the sample that each is of; not looked at where the rate is below 1.
+            samples: int64 [n], the sample that each is of; not looked at where the rate is below 1.
             num_samples: of the batch, 1 or more.
             last: of the rate that the rows were sampled at, this one or an earlier one.
             lookups: int64 [tables], how many there were of all rows; tables that came since may be missing.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..store import Store
-from ..store.pending import PendingCommit
+from ..store.commits import PendingCommit
 from .build import Run
 from .config import RunConfig, from_dict, to_dict
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..store.pending import PendingCommit
+from ..store.commits import PendingCommit
 from ..store.recording import Recorder, require_recordable
 from .build import Run, build_run, open_data, open_run_store
 from .checkpoint import Position, commit_run, require_resumable, restore_run

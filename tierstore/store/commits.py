@@ -1,0 +1,125 @@
+"""The commits of a store open for writing: written one after another by a thread, while training goes on."""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from torch import Tensor
+
+from ..io import ColdTier
+from ..pool import Pool
+from ..system.killpoints import reach
+from .catalog import Catalog
+from .pools import Pools
+from .version import pack, unpack
+
+__all__ = ["Commits", "PendingCommit"]
+
+
+class PendingCommit(Future[int]):
+    """The future of ``Store.commit_async``; its result is the version's number.
+
+    Knows whether anybody has looked at how it ended: an error that nobody saw must not be lost.
+
+    Attributes:
+        version: the number that the version will have.
+    """
+
+    def __init__(self, version: int) -> None:
+        super().__init__()
+        self.version = version
+        self._was_seen = False
+
+    def result(self, timeout: float | None = None) -> int:
+        """Wait until the version is durable; its number.
+
+        Raises:
+            TimeoutError: it is not, after ``timeout`` seconds.
+            DiskFullError: the last version stands, and the rows are still in memory, part of the next commit.
+        """
+        self.exception(timeout)
+        return super().result()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait until the version is durable, or has failed; the error, if there was one."""
+        error = super().exception(timeout)
+        self._was_seen = True
+        return error
+
+    def unseen_error(self) -> BaseException | None:
+        """Wait for the end; the error, if nobody has seen it. It has been seen then."""
+        seen, error = self._was_seen, self.exception()
+        return None if seen else error
+
+
+class Commits:
+    """Makes versions and goes back to them. One thread at a time may call it.
+
+    Args:
+        keep: how many versions stay.
+    """
+
+    def __init__(self, cold: ColdTier, catalog: Catalog, pools: Pools, *, keep: int) -> None:
+        self._cold = cold
+        self._catalog = catalog
+        self._pools = pools
+        self._keep = keep
+        self._pending: PendingCommit | None = None
+        self._thread = ThreadPoolExecutor(1, "tierstore-commit")  # begins with the first commit
+
+    def begin(self, extra: dict[str, Any] | None, tensors: Mapping[str, Tensor] | None) -> PendingCommit:
+        """See ``Store.commit_async``."""
+        self.end_pending()
+        lineage = self._catalog.version.next_lineage()
+        payload = pack(self._catalog.states, extra or {}, dict(tensors or {}), lineage)
+        pending = PendingCommit(self._pools.epoch)
+        frozen = self._pools.freeze()
+        reach("commit: rows frozen")
+        self._pending = pending
+        self._thread.submit(self._finish, pending, frozen, payload)
+        return pending
+
+    def _finish(self, pending: PendingCommit, pools: Sequence[Pool], payload: bytes) -> None:
+        """Write what was frozen and make it the current version; the commit thread's part."""
+        try:
+            for pool in pools:
+                pool.writeback.write_frozen()
+            reach("commit: frozen rows written")
+            try:
+                self._cold.commit(payload, pending.version, keep=self._keep)
+            finally:
+                if self._cold.version == pending.version:
+                    self._catalog.version = unpack(pending.version, payload)
+        except BaseException as error:
+            for pool in pools:
+                pool.writeback.abandon()
+            pending.set_exception(error)
+        else:
+            pending.set_result(pending.version)
+
+    def end_pending(self) -> None:
+        """Wait for the commit under way; raise its error if nobody has seen it."""
+        pending, self._pending = self._pending, None
+        error = None if pending is None else pending.unseen_error()
+        if error is not None:
+            raise error
+
+    def rollback(self, version: int) -> None:
+        """See ``Store.rollback``."""
+        self.end_pending()
+        if version not in self._cold.versions:
+            kept = ", ".join(map(str, self._cold.versions)) or "none"
+            raise ValueError(
+                f"version={version} of {self._catalog.directory} is not kept; kept: {kept}. Open with keep=N to keep "
+                "more"
+            )
+        with self._pools.lock:
+            self._pools.require_unused("go back")
+            self._pools.close()
+            self._cold.rollback(version)
+            self._catalog.show(unpack(version, self._cold.payload))
+            self._pools.epoch = self._cold.last_version + 1
+
+    def close(self) -> None:
+        """Let the thread end."""
+        self._thread.shutdown()
