@@ -5,7 +5,7 @@ ahead, by the prefetch pipeline), run forward, and, if gradients are wanted, run
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -21,17 +21,14 @@ from ..pool.residency import Pooling, Update
 from ..system.signals import shielded
 from .joined import Joined
 from .merging import Merged
-from .tables import in_pool_of
-
-if TYPE_CHECKING:
-    from .hbm import HbmLookup
+from .tables import FillsOutput, in_pool_of
 
 __all__ = ["MODES", "Lookup", "new_output"]
 
 MODES: Final = {"sum": kernels.SUM, "mean": kernels.MEAN, "max": kernels.MAX}
 
 
-def new_output(lookups: "Sequence[Lookup | HbmLookup]", batch: int, columns: int, device: torch.device) -> Tensor:
+def new_output(lookups: Sequence[FillsOutput], batch: int, columns: int, device: torch.device) -> Tensor:
     """float32 [batch, columns], of such content as the lookups that will fill it ask for."""
     make = torch.zeros if any(lookup.wants_zeros for lookup in lookups) else torch.empty
     return make((batch, columns), dtype=torch.float32, device=device)

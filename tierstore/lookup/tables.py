@@ -12,9 +12,16 @@ from ..kernels.threads import Workers
 from ..pool import Pool
 from ..rows import RowLayout
 
-__all__ = ["LookupStore", "LookupTable", "in_pool_of"]
+__all__ = ["FillsOutput", "LookupStore", "LookupTable", "in_pool_of"]
 
 _T = TypeVar("_T")
+
+
+class FillsOutput(Protocol):
+    """A lookup, to whoever makes its output."""
+
+    wants_zeros: bool
+    """It adds to what it is given."""
 
 
 class LookupStore(Protocol):
