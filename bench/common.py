@@ -19,7 +19,7 @@ from typing import Any
 from . import machine
 from .data import ROOT
 
-__all__ = ["Goal", "Report", "Run", "Spread", "Table", "aligned", "measure", "per_second", "program"]
+__all__ = ["Goal", "Report", "Run", "Spread", "Table", "aligned", "extract", "measure", "per_second", "program"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,13 +230,11 @@ def _flags(given: argparse.Namespace) -> list[str]:
     ]  # fmt: skip
 
 
-def _extract(commit: str, folder: Path) -> Path:
-    """The library of a commit, in a folder that is kept for the next run."""
-    target = folder / f"version-{commit}-tierstore"
+def extract(commit: str, folder: Path, *paths: str) -> Path:
+    """The tree of a commit, or what of it lies under ``paths``, in a folder that is kept for the next run."""
+    target = folder / "-".join(["version", commit, *paths])
     if not target.exists():
-        packed = subprocess.run(
-            ["git", "archive", commit, "tierstore"], cwd=ROOT, capture_output=True, check=True
-        ).stdout
+        packed = subprocess.run(["git", "archive", commit, *paths], cwd=ROOT, capture_output=True, check=True).stdout
         with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
             archive.extractall(target, filter="tar")
     return target
@@ -248,7 +246,7 @@ def _measure_earlier(commit: str, name: str, flags: Sequence[str], folder: Path)
     Raises:
         CalledProcessError: git has no such commit, or the benchmark failed over it.
     """
-    library = _extract(commit, folder)
+    library = extract(commit, folder, "tierstore")
     own = folder / f"stores-{commit}"
     path = own / f"{name}.json"
     command = [sys.executable, "-P", "-m", f"bench.{name}", "--dir", str(own), "--json", str(path), *flags]

@@ -36,6 +36,7 @@ ORDER: Final = (
     "quantized",
     "demo",
     "start",
+    "versions",
     "serve",
     "plan",
 )

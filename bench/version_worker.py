@@ -1,0 +1,134 @@
+"""One version under ``bench.versions``: prints the names of its parts, then the seconds of each that it is asked for.
+
+It is run by its path over the modules of another tree, and so imports nothing beside them at its top.
+"""
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+Action = Callable[[], float]
+
+
+def _timed(action: Callable[[], object], times: int = 1) -> float:
+    start = time.perf_counter()
+    for _ in range(times):
+        action()
+    return time.perf_counter() - start
+
+
+def _batches(config: dict[str, Any], batch: int, tables: int) -> Any:
+    from bench.workload import Batches
+
+    keys = ("rows", "pooling_factor", "exponent", "seed")
+    return Batches(batch=batch, tables=tables, count=config["batches"], **{key: config[key] for key in keys})
+
+
+def _store(folder: Path, config: dict[str, Any], optimizer: Any) -> Any:
+    from bench.workload import make_store
+
+    path = folder / f"trained-{type(optimizer).__name__}"
+    shutil.rmtree(path, ignore_errors=True)
+    shape = {key: config[key] for key in ("tables", "rows", "dim", "ddr")}
+    return make_store(path, optimizer=optimizer, **shape)
+
+
+def _train(folder: Path, config: dict[str, Any]) -> dict[str, Action]:
+    import torch
+
+    import tierstore
+
+    batches = _batches(config, config["batch"], config["tables"])
+    names = [f"f{table}" for table in range(config["tables"])]
+    features = [tierstore.KeyedJaggedTensor(names, values, offsets=batches.offsets) for values in batches.values]
+    gradient = torch.randn(config["batch"], config["tables"] * config["dim"], generator=torch.manual_seed(0)) / 100
+
+    def steps(optimizer: Any) -> Action:
+        module = tierstore.TieredEmbeddingBagCollection(_store(folder, config, optimizer))
+
+        def step() -> None:
+            for each in features:
+                module(each).values().backward(gradient)
+
+        step()
+        return lambda: _timed(step)
+
+    return {
+        "train: SGD": steps(tierstore.optim.SGD(lr=0.05)),
+        "train: row-wise Adagrad": steps(tierstore.optim.RowWiseAdagrad(lr=0.05)),
+    }
+
+
+def _lookup(folder: Path, config: dict[str, Any]) -> dict[str, Action]:
+    import torch
+
+    import tierstore
+
+    table = _store(folder, config, tierstore.optim.SGD(lr=0.05))["t0"]
+    table.read(torch.arange(config["rows"]))
+
+    def lookups(bags: int, calls: int) -> Action:
+        batches = _batches(config, bags, 1)
+        values: Iterator[Any] = cycle(batches.values)
+        return lambda: _timed(lambda: table.pooled(next(values), batches.offsets), calls)
+
+    pairs = zip(config["bags"], config["calls"], strict=True)
+    return {f"lookup: {bags} bag{'s' * (bags > 1)}": lookups(bags, calls) for bags, calls in pairs}
+
+
+def _reader(folder: Path, config: dict[str, Any]) -> tuple[Any, Callable[[], Any]]:
+    """A reader of random rows, and what draws them."""
+    import numpy as np
+
+    from bench.rowdata import Rows, TierReader, build_store
+
+    rows = Rows(count=config["cold_rows"], dim=config["dim"], seed=config["seed"])
+    reader = TierReader(build_store(folder, rows), rows, config["read_rows"], verify=True)
+    generator = np.random.default_rng(config["seed"])
+    return reader, lambda: generator.integers(0, rows.count, config["read_rows"])
+
+
+def _cold(folder: Path, config: dict[str, Any]) -> dict[str, Action]:
+    from tierstore.plan.measure import page_cache
+
+    reader, draw = _reader(folder, config)
+
+    def read() -> float:
+        ids = draw()
+        page_cache.drop(reader.path)
+        return _timed(lambda: reader.read(ids))
+
+    return {"cold: read from the device": read}
+
+
+def _warm(folder: Path, config: dict[str, Any]) -> dict[str, Action]:
+    from tierstore.plan.measure import page_cache
+
+    reader, draw = _reader(folder, config)
+    page_cache.warm(reader.path)
+    return {"warm: read from the page cache": lambda: _timed(lambda: reader.read(draw()), config["warm_reads"])}
+
+
+def main(root: str, folder: str, task: str, config: str) -> None:
+    sys.path.insert(0, root)
+    place = Path(folder)
+    place.mkdir(parents=True, exist_ok=True)
+    answers, sys.stdout = sys.stdout, sys.stderr
+    makers = {"train": _train, "lookup": _lookup, "cold": _cold, "warm": _warm}
+    actions = makers[task](place, json.loads(config))
+    import tierstore
+
+    if not Path(tierstore.__file__).is_relative_to(root):
+        raise RuntimeError(f"tierstore of {tierstore.__file__} is measured in place of {root}'s")
+    print(json.dumps(list(actions)), file=answers, flush=True)
+    for line in sys.stdin:
+        print(actions[line.strip()](), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

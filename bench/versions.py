@@ -1,0 +1,137 @@
+"""Is this version as fast as an earlier one?
+
+Both run at the same time, each in a process of its own, and take turns call by call, so that whatever else the machine
+does meets both. The earlier version is a commit of the repository; its own modules build its stores.
+"""
+
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from .common import Goal, Report, Run, Spread, Table, extract, program
+from .data import ROOT
+
+__all__ = ["run"]
+
+TASKS: Final = ("train", "lookup", "cold", "warm")
+SLOWER_MAX: Final = 1.03
+_PAUSE_SECONDS: Final = 0.02
+"""Before each measurement: threads of the other process spin for a while after their work."""
+_WORKER: Final = ROOT / "bench" / "version_worker.py"
+
+
+class _Worker:
+    """A version that times what it is told to, in a process of its own."""
+
+    def __init__(self, root: Path, folder: Path, task: str, config: dict[str, Any]) -> None:
+        command = [sys.executable, "-P", str(_WORKER), str(root), str(folder), task, json.dumps(config)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
+        self.parts: list[str] = json.loads(self._answer())
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a version ended early, with {self._process.wait()}: see its message above")
+        return line
+
+    def seconds(self, part: str) -> float:
+        """Of one measurement."""
+        assert self._process.stdin is not None
+        time.sleep(_PAUSE_SECONDS)
+        self._process.stdin.write(f"{part}\n")
+        self._process.stdin.flush()
+        return float(self._answer())
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+@contextlib.contextmanager
+def _both(request: Run, task: str, number: int) -> Iterator[tuple[_Worker, _Worker]]:
+    """(this version, the earlier one), ready to measure; in odd rounds the earlier one is started first."""
+    roots = {"now": ROOT, "earlier": extract(request.config["earlier"], request.folder)}
+    workers: dict[str, _Worker] = {}
+    with contextlib.ExitStack() as stack:
+        for name in sorted(roots, reverse=not number % 2):
+            workers[name] = _Worker(roots[name], request.folder / f"versions-{name}", task, request.config)
+            stack.callback(workers[name].close)
+        yield workers["now"], workers["earlier"]
+
+
+def _measure(request: Run, task: str) -> dict[str, list[tuple[float, float]]]:
+    """Seconds of (this version, the earlier one) by part, pair by pair.
+
+    Processes are made anew for each round: one may be faster than another of the same code, by where its memory lies.
+    """
+    found: dict[str, list[tuple[float, float]]] = {}
+    for number in range(request.config["rounds"]):
+        with _both(request, task, number) as (now, earlier):
+            for part in now.parts:
+                pairs = [_pair(now, earlier, part, turn) for turn in range(request.config["repetitions"] + 1)]
+                found.setdefault(part, []).extend(pairs[1:])
+    return found
+
+
+def _pair(now: _Worker, earlier: _Worker, part: str, turn: int) -> tuple[float, float]:
+    if turn % 2:
+        ours = now.seconds(part)
+        return ours, earlier.seconds(part)
+    theirs = earlier.seconds(part)
+    return now.seconds(part), theirs
+
+
+def run(request: Run) -> Report:
+    goals, rows = [], []
+    figures: dict[str, Any] = {}
+    for task in TASKS:
+        for part, pairs in _measure(request, task).items():
+            now, earlier = ([pair[place] for pair in pairs] for place in (0, 1))
+            ratios = [one / other for one, other in pairs]
+            ratio = statistics.median(ratios)
+            quartiles = statistics.quantiles(ratios, n=4)
+            figures[part] = {
+                "seconds": asdict(Spread.of(now)),
+                "earlier_seconds": asdict(Spread.of(earlier)),
+                "ratio_p50": ratio,
+                "ratio_p25": quartiles[0],
+                "ratio_p75": quartiles[2],
+            }
+            times = [f"{1e3 * statistics.median(seconds):.3f}" for seconds in (now, earlier)]
+            rows.append([part, *times, f"{ratio:.3f}", f"{quartiles[0]:.2f} - {quartiles[2]:.2f}"])
+            goals.append(
+                Goal(name=f"{part}: time over the earlier version's", value=round(ratio, 3), at_most=SLOWER_MAX)
+            )
+    config = request.config
+    return Report(
+        question=f"Is this version as fast as {config['earlier']}?",
+        tables=[
+            Table(
+                title=f"time of one measurement, ms, this version and {config['earlier']}",
+                columns=["what", "this version", "earlier", "ratio of a pair", "its quartiles"],
+                rows=rows,
+            )
+        ],
+        figures=figures,
+        goals=goals,
+        notes=[
+            f"Two processes in turns, {config['rounds']} times made anew, {config['repetitions']} pairs each time; the "
+            "ratio is the median over all pairs. "
+            f"Training: {config['tables']} tables of {config['rows']:,} rows of {config['dim']}, {config['batch']:,} "
+            f"samples of {config['pooling_factor']} ids. Reads: {config['read_rows']:,} random rows of "
+            f"{config['cold_rows']:,}, each version from a store that it wrote itself."
+        ],
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(program("versions", run))
