@@ -49,10 +49,12 @@ _RENEWED: Final = ("README.md", "docs/performance.md", "docs/planning.md")
 _HEAD: Final = """\
 # Benchmarks
 
-Written by `python -m docs.generate` from the JSON in `bench/results`; edit neither by hand. Each program prints its
-table, takes `--json PATH` and `--quick`, and reads its sizes from the file of its name in `bench/`. The physical limit
-and the peers are measured in the same run, taking turns with what they are compared with; figures are medians over
-the repetitions. Where a goal was missed it says so.
+Each section ends with the command that measured it and the machine. A program takes `--json PATH` and `--quick`, prints
+its tables, and reads its sizes from the TOML file of its name in `bench/`. The physical limit and the peers are
+measured in the same run, in turns with tierstore. Figures are medians over the repetitions. A missed goal is marked
+**missed**.
+
+`python -m docs.generate` writes this page from the JSON in `bench/results`; edit neither by hand.
 """
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import tierstore
 from tierstore import optim
 from tierstore.hbm.lanes import Lane, Mark, open_lane
-from tierstore.pool import Pool
+from tierstore.pool.transfers import Transfers
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ROWS, DIM, BAGS = 600, 8, 32
@@ -156,13 +156,13 @@ class Delays:
 
 def make_late(monkeypatch: pytest.MonkeyPatch, delays: Delays, *, waits: bool = True) -> None:
     """Have the lanes of stores that are opened from now on be late, and every copy of rows to the device too."""
-    take = Pool.take
+    take = Transfers.take
 
-    def late_take(self: Pool, *given: Any) -> None:
+    def late_take(self: Transfers, *given: Any) -> None:
         take(self, *given)
         delays.insert()
 
-    monkeypatch.setattr(Pool, "take", late_take)
+    monkeypatch.setattr(Transfers, "take", late_take)
     monkeypatch.setattr(
         "tierstore.hbm.build.open_lane", lambda device: LateLane(open_lane(device), delays, waits=waits)
     )

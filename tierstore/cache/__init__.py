@@ -1,4 +1,4 @@
-"""The tiers in memory: which rows are resident, in which slot, and who leaves next.
+"""The row caches: which rows are resident, in which slot, and which row is the next victim.
 
 ===================  =============================================================
 policy               cache

@@ -1,8 +1,8 @@
 """Kernels over a cache's bookkeeping: admission, replay, and the operations on lists of slots.
 
-``admit`` is one pass over a batch's keys: one probe finds a row, the stamp in the slot's record tells whether this
-admission has met it before, and the number beside it is its unique number; a row met for the first time is touched or
-reserved, and pinned.
+``admit`` is one pass over a batch's keys: one probe finds a row. The stamp in the slot's record tells whether this
+admission has used it before; the number beside it is its unique number. At its first use a row is touched or reserved,
+and pinned.
 """
 
 from typing import Any, Final
@@ -54,7 +54,7 @@ _ALL_PINNED: Final = int(AdmitStatus.ALL_PINNED)
 
 @inline
 def _drop(state: CacheState, slot: Any) -> None:
-    """Take a clean, unpinned row out of index and policy; its slot is then in nobody's list."""
+    """Take a clean, unpinned row out of index and policy; its slot is then in no list."""
     slots = state.slots
     index_erase(state.entries, slots[slot]["key"], slot)
     policy_remove(state, slot)
@@ -83,7 +83,7 @@ def _free_slot(state: CacheState) -> Any:
 
 @inline
 def _enter(state: CacheState, key: Any, slot: Any, flags: Any) -> None:
-    """Make the key resident in a slot that is in nobody's list."""
+    """Make the key resident in a slot that is in no list."""
     slots = state.slots
     slots[slot]["key"] = key
     slots[slot]["flags"] = flags
@@ -253,7 +253,7 @@ def pin_slots(state: CacheState, chosen: Int32s) -> int:
 
 @kernel
 def unpin_slots(state: CacheState, chosen: Int32s) -> int:
-    """A loading slot keeps its last pin: whoever reserved it fills or abandons it."""
+    """A loading slot keeps its last pin: the admission that reserved it fills or abandons it."""
     slots = state.slots
     for i in range(chosen.size):
         slot = np.int64(chosen[i])
@@ -312,7 +312,7 @@ def victim_slots(state: CacheState, found: Int32s, gap: int) -> int:
 
 @kernel
 def clear_slots(state: CacheState, chosen: Int32s, flag: int, tally: int, cleared: Int32s) -> int:
-    """Take a flag from those slots that have it; they are listed in ``cleared``. Returns how many."""
+    """Clear a flag. The slots that had it are listed in ``cleared``; returns how many."""
     count = 0
     for i in range(chosen.size):
         slot = np.int64(chosen[i])
@@ -326,7 +326,7 @@ def clear_slots(state: CacheState, chosen: Int32s, flag: int, tally: int, cleare
 
 @kernel
 def move_flags(state: CacheState, old: int, old_tally: int, new: int, new_tally: int) -> None:
-    """Give every slot that has the one flag the other instead."""
+    """Replace one flag by another in every slot that has it."""
     slots, tallies = state.slots, state.tallies
     for slot in range(tallies[Tally.USED_SLOTS]):
         if slots[slot]["flags"] & old:
@@ -361,7 +361,7 @@ def evict_slots(state: CacheState, chosen: Int32s) -> int:
 
 @kernel
 def abandon_slots(state: CacheState, chosen: Int32s) -> int:
-    """Unpin slots; those that await their row, and that nobody else has pinned, leave the cache."""
+    """Unpin slots; loading slots that no other admission has pinned leave the cache."""
     slots = state.slots
     for i in range(chosen.size):
         slot = np.int64(chosen[i])
@@ -403,8 +403,8 @@ def list_slots(state: CacheState, listed: Int32s) -> int:
 
 @kernel
 def unmoved_slot(state: CacheState, visited: Int32s, keys: Int64s, stamps: Int32s) -> int:
-    """The last of the visited slots whose row no admission has met since, or -1: most likely it is where it was in
-    eviction order, as were those before it."""
+    """The last visited slot whose row no admission has used since, or -1. Most likely it still has its place in
+    eviction order, as do those before it."""
     slots = state.slots
     for i in range(visited.size - 1, -1, -1):
         slot = np.int64(visited[i])
@@ -423,8 +423,8 @@ def walk_slots(
     stamps: Int32s,
     is_new: Bools,
 ) -> int:
-    """Visit the slots behind ``start`` in eviction order, -1 for all, and list those that are not; how many were
-    visited, fewer than there is room for at the end."""
+    """Visit slots in eviction order, after ``start`` (-1: from the beginning), and list those not yet listed. Returns
+    how many were visited; fewer than there is room for mean the end."""
     slots = state.slots
     root = np.int64(slots.size - 1)
     slot = np.int64(slots[root if start < 0 else start]["next"])

@@ -1,12 +1,12 @@
-"""The contract of a row cache: which rows of a set of tables are resident, in which slot, and who leaves next.
+"""The contract of a row cache: which rows of a set of tables are resident, in which slot, and the next victim.
 
 A cache owns two arenas, ``weights`` and ``state``, of ``capacity`` slots each, and the bookkeeping over them. It knows
-nothing of disks: whoever admits a row fills its slot. It is not thread-safe: the owner serialises calls; slots that
-are pinned may be read and written without the owner's lock.
+nothing of disks: the caller that admits a row fills its slot. It is not thread-safe: the owner serialises calls. Pinned
+slots may be read and written without the owner's lock.
 
 A slot is free, or resident. A resident slot may be *pinned* (in use; no policy may evict it), and is one of: *loading*
-(reserved, its row not yet copied in; then it is pinned), *dirty* (newer than the tier below), *frozen* (newer, and what
-a version under way will show: it must be copied before it may change), or clean.
+(reserved, its row not yet copied in; then it is pinned), *dirty* (newer than the tier below), *frozen* (newer, and part
+of a version being committed: copy it before it changes), or clean.
 """
 
 from enum import IntEnum
@@ -53,7 +53,7 @@ class CacheCounters(NamedTuple):
 
 
 class Admission:
-    """One batch of keys on its way to pinned slots; ``admit`` fills it in, over several calls if it must.
+    """The state of admitting one batch of keys; ``admit`` fills it in, over several calls if needed.
 
     Attributes:
         keys: int64 [n], row keys in any order, duplicates allowed.
@@ -92,7 +92,7 @@ class Admission:
 
 
 class Listing:
-    """The resident rows of a cache on their way into a list; ``Listable.list_more`` fills it in, over several calls.
+    """The state of listing a cache's resident rows; ``Listable.list_more`` fills it in, over several calls.
 
     Attributes:
         keys: int64 [n] each, in order; a row that left its slot and came back is in twice.
@@ -116,34 +116,36 @@ class Listing:
 
 @runtime_checkable
 class Listable(Protocol):
-    """A cache whose rows may be listed in parts, while others use it in between."""
+    """A cache whose rows can be listed in parts, with other calls in between."""
 
     def list_more(self, listing: Listing, limit: int) -> bool:
-        """Go on by at most ``limit`` rows; False once all are listed that were resident all the while, next victims
-        first as far as the order stood still, and those last that moved. Loading ones are included."""
+        """List at most ``limit`` more rows. Returns False when every row resident throughout the listing has been
+        listed. Order is next victim first, except for rows that moved meanwhile, which come last. Loading rows are
+        included."""
 
 
 @runtime_checkable
 class Announceable(Protocol):
-    """A cache that may be told of accesses to come; it decides who leaves by them, and nothing else depends on them."""
+    """A cache that takes announcements of future accesses. It chooses victims by them; nothing else depends on them."""
 
     def can_announce(self, num_keys: int) -> bool:
-        """Whether there is room for one more batch of so many keys; always, if the policy has no use for it."""
+        """Whether there is room to announce a batch of so many keys; always True if the policy ignores
+        announcements."""
 
     def announce(self, keys: Int64s) -> int:
-        """A batch that will be used: int64 [n], duplicates allowed, later than those announced before.
+        """Announce a future batch, int64 [n], duplicates allowed. It comes after the batches announced before.
 
         Returns:
-            the batch's number, for ``retire``; 0 if there is no room for one more, or the policy has no use for it.
+            the batch's number, for ``retire``; 0 if there is no room for it, or the policy ignores announcements.
         """
 
     def retire(self, batch: int) -> None:
-        """The batch of that number is in use, its rows admitted as far as there is room, or will never be used. Nothing
-        happens for 0, and for a batch retired before. Memory is given back in the order of announcing."""
+        """Drop an announcement: the batch's rows were admitted, as far as there is room, or it will never be used. No
+        effect for 0 or a retired batch. Memory is freed in the order of announcing."""
 
 
 class Slots(Protocol):
-    """Which rows are resident, where, and who leaves for another: what whoever brings rows in needs.
+    """Which rows are resident, where, and which are evicted: the part of the contract for bringing rows in.
 
     Slots are int32, keys int64 (``rows.KEY_ROW_BITS``).
     """
@@ -171,10 +173,11 @@ class Slots(Protocol):
         """Whether any of the slots awaits its row."""
 
     def touch(self, slots: Int32s) -> None:
-        """Hits that need no admission: one access of each distinct slot, in order of first use, as ``admit`` counts."""
+        """Count hits that need no admission: one access of each distinct slot, in order of first use, as ``admit``
+        counts."""
 
     def admit(self, admission: Admission) -> AdmitStatus:
-        """Give each key a slot and pin it, in order of ``keys``, going on at ``admission.consumed``.
+        """Give each key a slot and pin it, in order of ``keys``, from ``admission.consumed`` on.
 
         The first occurrence of a key in the admission counts as one access for the policy and pins its slot once;
         later ones only resolve. A key that is not resident takes a free slot, else the policy's first unpinned
@@ -187,7 +190,7 @@ class Slots(Protocol):
         """The rows of these loading slots are in place."""
 
     def abandon(self, admission: Admission) -> None:
-        """Undo a failed admission: unpin its slots, and drop those that are loading and that nobody else has pinned.
+        """Undo a failed admission: unpin its slots, and drop loading slots that no other admission has pinned.
 
         A loading slot that another admission has pinned too stays, loading, until that one fills or abandons it. The
         admission is then as it was before its first ``admit``.
@@ -226,13 +229,13 @@ class DirtyRows(Protocol):
         (``thaw``)."""
 
     def victims(self, count: int, gap: int) -> Int32s:
-        """Of the ``count`` slots that will leave next, none of them pinned, those that are dirty or frozen, in the
-        order of eviction. None behind ``gap`` in a row that are neither, unless an eighth of ``gap`` is not found
-        before. A cache that finds its victims in sets knows no such order, and gives any ``count``. Changes nothing."""
+        """The dirty or frozen ones among the next ``count`` unpinned victims, next victim first. The search ends at
+        ``gap`` clean slots in a row, once an eighth of ``gap`` is found. A set-associative cache has no such order, and
+        gives any ``count``. Changes nothing."""
 
     def by_admission(self, slots: Int32s) -> Int32s:
-        """The same slots in the order of their rows' last admissions and, of one, of first use in it; as given, by a
-        cache that does not know it. Changes nothing."""
+        """The slots sorted by their rows' last admission, then by first use within it. A cache that does not know this
+        order returns them as given. Changes nothing."""
 
     def clean(self, slots: Int32s) -> Int32s:
         """Make dirty slots clean; returns those of ``slots`` that were dirty, in order.
@@ -255,10 +258,10 @@ class DirtyRows(Protocol):
 
     def thaw(self, slots: Int32s) -> Int32s:
         """Make frozen slots clean; returns those of ``slots`` that were frozen, in order. Their rows were written, or
-        the caller copies them before anybody changes them."""
+        the caller copies them before they change."""
 
     def unfreeze(self) -> None:
-        """Make every frozen slot dirty: the version under way was given up."""
+        """Make every frozen slot dirty: the commit was given up."""
 
 
 class RowCache(Slots, Pins, DirtyRows, Protocol):

@@ -1,4 +1,4 @@
-"""The bookkeeping of a cache in host memory, as its kernels see it: which slot holds what, in the order of eviction.
+"""The state of a host-memory cache, as its kernels see it: what each slot holds, and the eviction order.
 
 All policies keep the resident slots in one doubly linked list, next victim first. The list's ends are tied to a root:
 the record at ``len(slots) - 1``, which belongs to no row.
@@ -143,7 +143,8 @@ def state_bytes_of(capacity: int, policy: str) -> int:
 
 
 def new_state(capacity: int, policy: str) -> CacheState:
-    """An empty cache's books. Zeros mean empty nearly everywhere, so fresh pages from the system need no writing."""
+    """The state of an empty cache. Zeros mean empty nearly everywhere, so fresh pages from the system need no
+    writing."""
     slots = _aligned_zeros((capacity + 1) * SLOT_DTYPE.itemsize).view(SLOT_DTYPE)
     slots[capacity]["previous"] = slots[capacity]["next"] = capacity
     num_buckets = capacity if policy == "lfu" else 0

@@ -1,4 +1,4 @@
-"""The warm tier: rows in host memory, evicted by exact LRU, exact LFU, TinyLFU or what was announced.
+"""The warm tier: rows in host memory, evicted by exact LRU, exact LFU, TinyLFU or lookahead.
 
 Beside its rows a cache needs, per row, 12 bytes of index, 32 bytes of slot record and, with LFU, 16 bytes of buckets or
 with TinyLFU 16 bytes of sketch: 44 bytes with LRU, 60 with these; with lookahead 28 bytes for each of 6 announced uses,
@@ -314,8 +314,8 @@ class DdrCache:
     def list_more(self, listing: Listing, limit: int) -> bool:
         """See Listable.
 
-        The walk goes on behind the last row that was not used since. Rows move while it pauses, and it may lose its
-        place; so the slots that it passed over are looked for by their numbers, which never change.
+        The walk continues after the last row not used since. Rows move while it pauses, so it may lose its place. The
+        slots that it passed over are then found by number, which never changes.
         """
         if not listing.is_walked:
             listing.is_walked = not self._walk_on(listing, limit)

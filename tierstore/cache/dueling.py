@@ -1,10 +1,9 @@
-"""How large TinyLFU's window is: two small caches replay a sample of the accesses, one by LRU and one by frequency.
+"""The size of TinyLFU's window: two small caches replay a sample of the accesses, one by LRU, one by frequency.
 
-The sample is by key: a row is in it or not, in proportion to what the small caches hold of the real one, so that each
-hits about the share of its accesses that the real cache would hit under its policy. The window holds the whole cache,
-which is LRU, until frequency leads by as many hits as a sixteenth of a small cache's slots; then a hundredth of it,
-until recency has made up that lead. The lead is bounded on both sides, so what happened long ago delays no turn for
-long.
+The sample is by key, in proportion to the small caches' size over the real one's. So each small cache has about the hit
+rate that the real cache would have under its policy. The window holds the whole cache, which is LRU, until frequency
+leads by as many hits as a sixteenth of a small cache's slots. Then it holds a hundredth, until recency has made up that
+lead. The lead is bounded on both sides, so old history delays no switch for long.
 
 Sources: C. Waldspurger, T. Saemundson, I. Ahmad and N. Park, Cache modeling and optimization using miniature
 simulations (USENIX ATC 2017); choosing by a sample of either policy, M. Qureshi, A. Jaleel, Y. Patt, S. Steely
@@ -52,7 +51,7 @@ def duel_bytes_of(capacity: int) -> int:
 def _sample(keys: Int64s, capacity: int, sampled_rows: int, positions: Int64s) -> int:
     """List the positions of the keys that are in the sample; returns how many.
 
-    Their hash is another than that by which the small caches place them."""
+    The sample's hash differs from the one that the small caches place keys by."""
     count = 0
     for i in range(keys.size):
         salted = (mixed_key(keys[i]) * _SALT) >> _HALF
@@ -80,7 +79,7 @@ def _score(by_frequency: Bools, by_recency: Bools, lead_max: int, standing: Int6
 
 
 class Duel:
-    """Owner of the window of one TinyLFU cache, whose ``state`` it sets.
+    """Chooses the window of one TinyLFU cache; sets it in ``state``.
 
     Args:
         state: the real cache's books.
@@ -101,7 +100,7 @@ class Duel:
         """These rows are accessed once each, in order.
 
         Returns:
-            int64: positions of the accesses after which the window is to turn from wide to narrow or back.
+            int64: positions of the accesses after which the window switches between wide and narrow.
         """
         positions = np.empty(len(keys), np.int64)
         positions = positions[: _sample(keys, self._capacity, self._sampled_rows, positions)]

@@ -1,8 +1,8 @@
-"""The warm tier where every row has a slot of its own: nothing is looked up, and nothing is evicted.
+"""The warm tier when every row has its own slot: no index, no eviction.
 
-Row r of a table is in slot ``first + r``, ``first`` being the table's. Beside its rows the cache needs 9 bytes a row
-(``FULL_OVERHEAD_BYTES``): flags, pins, and the number a row has in the admission or backward pass under way. Memory is
-taken from the system as slots are first used.
+Row r of a table is in slot ``first + r``, with a ``first`` for each table. Beside its rows the cache needs 9 bytes a
+row (``FULL_OVERHEAD_BYTES``): flags, pins, and its number in the current admission or backward pass. Memory is taken
+from the system as slots are first used.
 """
 
 from collections.abc import Iterator, Mapping

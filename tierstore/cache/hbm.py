@@ -1,18 +1,18 @@
 """The hot tier: rows in device memory, 32-way set-associative, on torch tensors.
 
-A key may lie in the 32 slots of one set only, which a mixing hash names; so finding it is one read of 256 contiguous
-bytes, and evicting looks at nobody else. Within a set the victim is exactly the least recently (or least frequently)
-used row. The index takes 20 bytes a cached row (``INDEX_BYTES``), whatever the tables' sizes.
+A mixing hash gives each key one set of 32 slots. Finding a key reads 256 contiguous bytes; evicting looks at one set
+only. Within a set the victim is exactly the least recently (or least frequently) used row. The index takes 20 bytes a
+cached row (``INDEX_BYTES``), whatever the tables' sizes.
 
-A batch's rows are admitted in two steps, ``plan`` and ``commit``: the plan says which slot each row would take and
-whose row would leave, changing nothing, so that dirty victims can be written back first. The rows of one set are
-treated one after another in the order given, sets independently; so a plan depends on nothing but the cache and the
-batch. A row all of whose set is pinned is a *conflict miss*: it gets no slot. Nor does one that is asked for less often
-than the row that would leave, if the caller says how often rows are (``hbm_sketch``).
+Admission has two steps, ``plan`` and ``commit``. The plan names each row's slot and victim and changes nothing, so
+dirty victims can be written back first. Rows of one set are planned one after another in the order given; sets are
+independent. So a plan depends only on the cache and the batch. If a row's whole set is pinned, it is a *conflict miss*
+and gets no slot. If the caller gives access counts (``hbm_sketch``), a row used less often than its victim gets none
+either.
 
-``HbmCache`` is the contract of ``base`` (numpy in, numpy out, waiting for the device) over the steps that the pipeline
-calls on tensors, which wait for nothing. The kernels are Triton's on CUDA (``hbm_triton``), torch's elsewhere
-(``hbm_twin``).
+``HbmCache`` has the contract of ``base`` (numpy in, numpy out; waits for the device). It is built on steps over
+tensors, which the pipeline calls and which never wait. The kernels are Triton's on CUDA (``hbm_triton``), torch's
+elsewhere (``hbm_twin``).
 """
 
 from collections.abc import Callable
@@ -122,7 +122,7 @@ class HbmCache:
         taken: Tensor | None = None,
         counts: Tensor | None = None,
     ) -> Plan:
-        """Which slots a batch's rows would take, were they admitted now.
+        """Plan which slots a batch's rows take, and their victims. Changes nothing.
 
         Args:
             keys: int64 [U], distinct.
@@ -137,7 +137,7 @@ class HbmCache:
 
     def commit(self, keys: Tensor, plan: Plan, count: int) -> None:
         """Carry out the plan for the first ``count`` keys: evict, reserve, count an access, pin. Their victims must be
-        clean by now, and nothing else may have happened since the plan was made."""
+        clean, and nothing else may have changed since ``plan``."""
         self._kernels.commit(self._books, keys, plan, count, self._clock, self.policy == "lfu")
         self._clock += count
 
@@ -308,7 +308,7 @@ class HbmCache:
         self._books.flags[self._send(slots)] |= DIRTY
 
     def victims(self, count: int, gap: int) -> Int32s:  # noqa: ARG002 - it knows no order for that
-        """The first ``count`` dirty and frozen slots that are not pinned: which one leaves next depends on the set."""
+        """Unpinned dirty or frozen slots, lowest rank first, at most ``count``: the next victim depends on the set."""
         slots = self.slots_with(DIRTY | FROZEN)
         return self._by_rank(slots[self._books.flags[slots] < PIN])[:count]
 

@@ -1,4 +1,4 @@
-"""What the device cache and its kernels share: the bookkeeping of sets of slots, and a batch's plan.
+"""The state that the device cache and its kernels share: sets of slots, and a batch's plan.
 
 A key's set is ``(upper half of its mixed key * sets) >> 32``: it ascends with the mixed key, and mixing loses nothing.
 So one sort of a batch's mixed keys brings equal keys together and the keys of a set together.

@@ -1,4 +1,4 @@
-"""How often keys were asked for, also those that are not cached: a count-min sketch that forgets by halving.
+"""Access counts of keys, cached or not: a count-min sketch with periodic halving.
 
 Sources: G. Cormode and S. Muthukrishnan, An improved data stream summary: the count-min sketch and its applications
 (2005); halving and admission by frequency, G. Einziger, R. Friedman and B. Manes, TinyLFU: a highly efficient cache
@@ -26,7 +26,7 @@ width costs 0.5 to 0.8 points of hit rate, a fifth of the period 1."""
 
 
 class FrequencySketch:
-    """Counts of the last few accesses of each key; too high where keys share counters, never too low but for halving.
+    """Recent access counts of keys. Too high where keys share counters; too low only by halving.
 
     Args:
         capacity: rows of the cache.
@@ -44,11 +44,11 @@ class FrequencySketch:
         self._accesses += len(places) // _ROWS
 
     def estimate(self, places: Tensor) -> Tensor:
-        """int32 [n]: accesses of each key of these ``places``, one that is under way included."""
+        """int32 [n]: accesses of each key of these ``places``, the current one included."""
         return self._counts[places].view(_ROWS, -1).amin(0).to(torch.int32) + 1
 
     def age(self) -> bool:
-        """Halve the counts if it is time; whoever compares them with counts of his own then halves those too."""
+        """Halve the counts if it is time. A caller that compares them with its own counts must then halve those too."""
         if self._accesses < self._period:
             return False
         self._accesses //= 2

@@ -1,4 +1,4 @@
-"""The device cache's kernels in Triton; what they compute is told, and checked, by their twins in ``hbm_twin``.
+"""The device cache's kernels in Triton. Their twins in ``hbm_twin`` specify and check what they compute.
 
 Bytes a key: find reads 8 of the key, 256 of its set's keys and, of a hit, one 32-byte sector of flags. A plan reads
 the set's keys, ranks and flags (640 bytes) once for all keys of the set.
@@ -63,7 +63,7 @@ def plan_sets(
     book_keys, ranks, flags, keys, sets, members, taken, counts, slots, statuses, count,
     HAS_TAKEN: tl.constexpr, HAS_COUNTS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One warp a set: the program of a set's first key treats all its keys, the set's books in registers."""
+    """One warp a set: the program of a set's first key plans all its keys, with the set's state in registers."""
     at = tl.program_id(0)
     own = tl.load(sets + at)
     if tl.load(sets + at - 1, mask=at > 0, other=-1) != own:

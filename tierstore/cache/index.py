@@ -119,9 +119,9 @@ def index_find(index: Words, slots: SlotRecords, key: Any) -> np.int64:
 
 @inline
 def index_prefetch(index: Words, slots: SlotRecords, keys: Int64s, position: Any) -> None:
-    """Ahead of ``index_find(keys[position])``: fetch the first place of a key further on, and the slot of one nearer.
+    """Prefetch for ``index_find(keys[position])``: the first place of a key further on, and the slot of a nearer one.
 
-    Each find waits for two reads, one after the other, of memory that is seldom in a cache; so they overlap.
+    Each find needs two dependent reads that usually miss the CPU caches; prefetching overlaps them.
     """
     places = np.uint64(index.size)
     if position + _FAR < keys.size:

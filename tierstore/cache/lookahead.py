@@ -1,9 +1,9 @@
-"""Lookahead: evict the row whose next use is farthest, among the uses that a reader announced; a few steps an access.
+"""Lookahead: evict the row whose next announced use is farthest; a few steps an access.
 
-Batches are announced as lists of keys, and *retired* as they come into use. A resident slot lies, in the one list of
-eviction, among the rows of no known use, least recently used first, or behind them in the *group* of the batch that
-uses it next; groups lie farthest batch first. So the next victim is a row that nobody announced, else the row whose
-next use is farthest away, as precisely as batches go: all rows of a batch are used at once.
+Batches are announced as lists of keys, and *retired* when they are used. The eviction list begins with the rows without
+an announced use, least recently used first. Behind them each row is in the *group* of the batch that uses it next;
+groups lie farthest batch first. So the next victim is a row without an announced use, else the row whose next use is
+farthest, to the precision of a batch.
 
 The uses of a key that are still to come form a ring, oldest to newest and back, and the index of announced keys leads
 to the newest: both ends are one step away. A use of a batch that was retired out of turn stays in its ring until the
@@ -38,7 +38,7 @@ UNKNOWN: Final = -1
 
 @inline
 def _enter_group(state: CacheState, slot: Any, group: Any) -> None:
-    """Enter a slot, last of its group: behind the groups of later batches, and the rows of no known use."""
+    """Enter a slot, last of its group: behind the groups of later batches and the rows without an announced use."""
     slots, tails, tallies = state.slots, state.level_tail, state.tallies
     root = np.int64(slots.size - 1)
     before = np.int64(tallies[Tally.UNKNOWN_LAST])
@@ -108,7 +108,7 @@ def has_room(state: CacheState, num_keys: int) -> Any:
 
 @kernel
 def announce_keys(state: CacheState, keys: Int64s) -> Any:
-    """Announce one more batch; returns its number, or 0 if there is no room for so many keys or for a batch."""
+    """Announce one more batch. Returns its number, or 0 if there is no room for its keys or for a batch."""
     tallies, uses, batches = state.tallies, state.uses, state.batches
     number = tallies[Tally.NEWEST_BATCH] + 1
     start = tallies[Tally.USES_END]
@@ -165,7 +165,8 @@ def _drop_use(state: CacheState, use: Any) -> Any:
 
 @kernel
 def retire_batch(state: CacheState, number: int) -> None:
-    """The batch came into use, or never will: its rows lie by their uses after it. Nothing if it was retired before."""
+    """Drop the batch's uses: it was used, or never will be. Its rows move to their next use. No effect on a retired
+    batch."""
     tallies, uses, batches = state.tallies, state.uses, state.batches
     if not tallies[Tally.OLDEST_BATCH] <= number <= tallies[Tally.NEWEST_BATCH]:
         return

@@ -139,6 +139,6 @@ def policy_begin(state: CacheState, num_accesses: Any) -> None:
 
 @inline
 def policy_settle(state: CacheState, num_accesses: Any) -> None:
-    """At the end of a call that counted so many accesses: what may move other slots than those accessed."""
+    """End a call that counted so many accesses: do what may move other slots than the accessed ones."""
     if state.sketch.size:
         tinylfu_settle(state, num_accesses)

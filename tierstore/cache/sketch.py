@@ -1,8 +1,8 @@
-"""How often rows that left the cache had been accessed: a count-min sketch of bytes that forgets by halving.
+"""Access counts of evicted rows: a count-min sketch of bytes with periodic halving.
 
-A row takes its count along when it leaves, and goes on from there when it returns. A counter is raised to the count
-it is given, never added to (conservative update), so what a row finds is at least what it left, but for halving, and
-more only if both its counters were raised by others.
+An evicted row leaves its count here, and continues from it when it returns. A counter is raised to a given count, never
+added to (conservative update). So, apart from halving, a row finds at least the count that it left, and more only if
+other rows raised both its counters.
 
 Sources: G. Cormode and S. Muthukrishnan, An improved data stream summary: the count-min sketch and its applications
 (2005); C. Estan and G. Varghese, New directions in traffic measurement and accounting (2002); halving, G. Einziger,

@@ -1,22 +1,22 @@
-"""TinyLFU as an order of eviction: rows by how often they were accessed, behind them a window of the newest.
+"""TinyLFU as an eviction order: rows by access count, behind them a window of the newest.
 
 A step is O(1).
 
-A row that misses is about to be used, so it is always let in. It enters the *window*, the end of the list, in order of
-use. A row that leaves a full window is filed in the *main* part by its count of accesses: before the rows accessed as
-often, behind those accessed less. So a newcomer replaces a row only if it was accessed more often, and a loop over more
-rows than there are slots keeps hitting some of them. A row accessed in main goes up one level, behind the rows there;
-into the window only if that has room. Counts outlive residence in a sketch (sketch.py), and
+A missed row is about to be used, so it is always admitted. It enters the *window*, the end of the list, in order of
+use. A row that leaves a full window enters the *main* part by its access count: before rows of equal count, behind
+those of lower count. So a new row replaces a row only if it was accessed more often, and a loop over more rows than
+slots keeps hitting some of them. A row accessed in main moves up one level, behind the rows there; into the window only
+if that has room. Counts outlive residence in a sketch (sketch.py), and
 all counts are halved every ``HALVING_PERIOD`` accesses a slot, which leaves the list as it is.
 
-A pinned row, and those behind it, stay in the window though it is full, until an admission begins that finds them let
-go. Filed before, the rows of the batches in use would head the list, and each search for a victim would walk past them.
+A pinned row, and those behind it, stay in a full window until an admission begins after they are unpinned. Moved to
+main before, the rows of in-flight batches would head the list, and each search for a victim would walk past them.
 
 With a window of one hundredth of the slots this is LFU with nearly perfect counts; with a window of all slots it is
 exact LRU. dueling.py chooses.
 
 Sources: G. Einziger, R. Friedman and B. Manes, TinyLFU: a highly efficient cache admission policy (ACM TOS 2017),
-W-TinyLFU; its comparison of candidate and victim is here the place in one list.
+W-TinyLFU; the place in one list replaces its comparison of candidate and victim.
 """
 
 from typing import Any, Final
@@ -140,7 +140,7 @@ def _halve(state: CacheState) -> None:
 
 @inline
 def tinylfu_file(state: CacheState, num_accesses: Any) -> None:
-    """Before so many accesses: rows beyond the window's limit go into main, oldest first, up to a pinned one."""
+    """Before so many accesses: move rows beyond the window's limit into main, oldest first, up to a pinned one."""
     slots, tallies = state.slots, state.tallies
     left = _FILED_PER_ACCESS * num_accesses
     while left > 0 and tallies[Tally.WINDOW_ROWS] > tallies[Tally.WINDOW_LIMIT]:

@@ -1,13 +1,13 @@
 """Gradients of pooled rows: collected while a backward pass runs, applied at its end, as one update a table.
 
-Autograd runs the nodes of a pass in an order of its own, and may fail half way. So a node only says which gradient its
-lookups got. What was said belongs to a callback that autograd owns: it calls it when the whole pass went well, and
-drops it, with all that was collected, when something failed. A pass is known by autograd's number of it.
+Autograd runs the nodes of a pass in its own order, and may fail half way. So a node only collects the gradient of its
+lookups. A callback that autograd owns holds what was collected. Autograd calls it when the whole pass succeeded; when
+something failed, autograd drops it with its content. Autograd's number identifies a pass.
 
-A reentrant checkpoint, or a hook, runs a pass within a pass. What the inner one collected is handed to the outer one
-when it ended well, so rows change when the outermost ends. Autograd does not say which pass is within which. A
-checkpoint repeats forward calls in the outer pass before it begins the inner one; so the pass of the thread's last
-forward call, if it has not ended, is the outer one.
+A reentrant checkpoint, or a hook, runs a pass within a pass. When the inner pass succeeds, its gradients go to the
+outer one, so rows change when the outermost ends. Autograd does not say which pass is within which. But a checkpoint
+repeats forward calls in the outer pass before the inner one begins. So the outer pass is that of the thread's last
+forward call, if it has not ended.
 """
 
 import itertools
@@ -66,7 +66,7 @@ class _Collected(NamedTuple):
 
 
 class _Pass:
-    """A backward pass under way, with what it collected."""
+    """A running backward pass and the gradients it collected."""
 
     def __init__(self, number: int, outer: "_Pass | None") -> None:
         self._number = number
@@ -110,10 +110,10 @@ _INNERMOST: Final = _Innermost()
 
 
 def _current_pass(number: int) -> _Pass:
-    """The pass under way in this thread, of that number.
+    """This thread's current pass, which has that number.
 
     Raises:
-        RuntimeError: it is compiled autograd's, which calls nobody back.
+        RuntimeError: it is compiled autograd's, which has no callbacks.
     """
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     if getattr(compiled, "in_compiled_autograd_region", False):
@@ -132,10 +132,10 @@ def _current_pass(number: int) -> _Pass:
 
 
 def collect(turn: Turn, lookups: Sequence[Lookup | HbmLookup], gradient: Tensor) -> None:
-    """Have the rows of some lookups updated when the backward pass under way in this thread has ended, if it ends well.
+    """Update the rows of some lookups at the end of this thread's current backward pass, if the pass succeeds.
 
-    All lookups of a pass that share a table make one update of it, their positions taken in the order of the forward
-    calls. Until then the lookups keep their rows pinned; then they are released.
+    All lookups of a pass that share a table make one update of it, with positions in the order of the forward calls.
+    The lookups keep their rows pinned until then.
 
     Args:
         turn: when forward was called.

@@ -1,8 +1,8 @@
-"""One pooled lookup in device memory: what ``lookup.Lookup`` is for rows in host memory, with the same results.
+"""One pooled lookup in device memory: the twin of ``lookup.Lookup``, with the same results.
 
-The ids are joined and checked on the host and sent ahead on the side stream, together with where the bags begin; the
-device groups them. Forward and backward are given to the caller's current stream; the host waits for nothing if the
-rows were brought in ahead, else for the side stream that brings them.
+The host joins and checks the ids and sends them, with the bags' starts, ahead on the side stream; the device groups
+them. Forward and backward run on the caller's current stream. The host waits for the side stream only if the rows were
+not brought in ahead.
 """
 
 from collections.abc import Iterator, Sequence
@@ -76,7 +76,7 @@ class HbmLookup:
         return self.joined.tables[0].pool, self.joined.keys
 
     def _send(self) -> HbmPool:
-        """Send the ids to the tables' pool as it is now: unless rows are pinned, a new table may have replaced it."""
+        """Send the ids to the tables' current pool; while no rows are pinned, a new table may replace the pool."""
         pool = self.joined.tables[0].pool.hot
         assert isinstance(pool, HbmPool), "a lookup in device memory over a pool without"
         if pool is not self._pool:
@@ -98,7 +98,7 @@ class HbmLookup:
 
     @shielded
     def stage(self) -> None:
-        """Bring the rows in and keep them pinned until they are used, as far as the pool has room to keep them."""
+        """Bring the rows in and keep them pinned until used, as far as the pool has room."""
         if self._is_empty:
             return
         pool = self._send()
@@ -114,7 +114,7 @@ class HbmLookup:
         return True
 
     def release(self) -> None:
-        """Unpin whatever is pinned; the lookup still works, it only has to bring its rows in again."""
+        """Unpin all rows. The lookup still works, but must bring its rows in again."""
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.release()

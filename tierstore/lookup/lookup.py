@@ -57,7 +57,8 @@ class Lookup:
 
     @classmethod
     def merged(cls, lookups: "Sequence[Lookup]", widths: Sequence[int]) -> "Lookup":
-        """One to ``update`` the rows of several after ``forward``, given their gradients flat, [1, B * C of all].
+        """One lookup whose ``update`` trains the rows of several after ``forward``, given their gradients flat, [1, B *
+        C of all].
 
         Args:
             lookups: of one pool and mode, in the order in which their positions are merged.
@@ -71,7 +72,7 @@ class Lookup:
 
     @property
     def _pool(self) -> Pool:
-        """The tables' pool as it is now: unless a lease is held, a new table may have replaced it."""
+        """The tables' current pool; while no lease is held, a new table may replace it."""
         return self.joined.tables[0].pool
 
     @property
@@ -81,11 +82,11 @@ class Lookup:
 
     @shielded
     def stage(self) -> None:
-        """Bring the rows in and hold them until they are used, as far as the pool has room to keep them."""
+        """Bring the rows in and hold them until used, as far as the pool has room."""
         self._lease = self._pool.rows.stage(self.joined)
 
     def release(self) -> None:
-        """Let the rows go; the lookup still works, it only has to bring its rows in again."""
+        """Release the rows. The lookup still works, but must bring its rows in again."""
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.release()
@@ -95,7 +96,7 @@ class Lookup:
         """Pool every bag into ``out`` (float32 [batch, columns], of any content, where the rows are).
 
         Args:
-            keep: a backward is to come: remember arg-maxima, and hold the rows if there is room.
+            keep: a backward follows: remember arg-maxima, and hold the rows if there is room.
 
         Raises:
             ValueError: an id outside its table; names the table and the id.

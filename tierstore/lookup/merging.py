@@ -1,4 +1,4 @@
-"""The positions of several lookups that share tables as those of one, so that backward merges each row once."""
+"""Merges the positions of several lookups that share tables into one, so that backward merges each row once."""
 
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple

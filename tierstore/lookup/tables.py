@@ -1,4 +1,4 @@
-"""What a lookup asks of a table and of its store."""
+"""The contracts of tables and stores, as lookups use them."""
 
 from collections.abc import Callable
 from typing import Protocol, TypeVar
@@ -63,7 +63,7 @@ class LookupTable(Protocol):
 
     @property
     def rounding_seed(self) -> int:
-        """What the update counted last rounds with."""
+        """Rounding seed of the last counted update."""
         ...
 
     def next_hyper(self) -> Floats:
@@ -80,7 +80,7 @@ class LookupTable(Protocol):
 
 
 def in_pool_of(table: LookupTable, work: Callable[[Pool], _T]) -> _T:
-    """Do it in the table's pool, and again if a new table brought a new pool meanwhile."""
+    """Run it in the table's pool; run it again if a new table replaced the pool meanwhile."""
     while True:
         pool = table.pool
         try:

@@ -47,8 +47,8 @@ class Arena:
         self.rows_lock: Any = contextlib.nullcontext() if readonly else self.plain_lock
 
     def disown(self) -> None:
-        """In a forked process: refuse further use. Whoever held a lock when it was forked, one of these or that of
-        numba's compiler, is not here to release it."""
+        """Refuse further use in a forked process. A thread that held one of these locks, or the lock of numba's
+        compiler, at the fork does not exist here to release it."""
         self._make_locks(readonly=False)
         self.is_closed = self.is_disowned = True
 

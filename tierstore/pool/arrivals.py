@@ -17,9 +17,9 @@ _MAX_ARRIVALS: Final = 1 << 16
 
 
 class Arrivals:
-    """Rows that came into a cache from the version it shows, and are others in the newer one.
+    """Rows that entered a cache from the version shown, and differ in the newer one.
 
-    If they become too many to be noted, they are found by a look at the whole cache.
+    If there are too many to note, they are found by a scan of the whole cache.
     """
 
     def __init__(self, is_changed: IsChanged) -> None:

@@ -22,7 +22,7 @@ _NO_FLAGS: Final = np.empty(0, np.uint8)
 
 
 class Bags(NamedTuple):
-    """Where the positions of a batch lie, and what their gradients are multiplied by.
+    """The bags of a batch's positions, and the factors of their gradients.
 
     Attributes:
         tables: int64 [T + 1], the bags of each table; tables are in order of their positions.
@@ -119,7 +119,7 @@ class Groups:
             keys: int64, by number from ``first`` on; or None without ``seeds``.
 
         Returns:
-            how many flags did not have it.
+            how many of the rows were not dirty before.
         """
         cuts = self._cuts(self._place(first), self._place(first + len(slots)))
         newly_dirty = np.zeros(len(cuts), np.int64)

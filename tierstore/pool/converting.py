@@ -1,7 +1,7 @@
-"""Rows in another dtype than they are stored in, and without the optimizer state that is stored with them.
+"""Rows converted from their stored dtype as they are read, without their optimizer state.
 
-A store opened for reading may keep its rows in memory in fewer bytes than on SSD: a ``Converter`` stands between the
-cold tier and the caches and converts what is read.
+A store opened for reading may keep rows in fewer bytes in memory than on SSD. A ``Converter`` between the cold tier and
+the caches converts them.
 """
 
 from typing import Final, Literal, Protocol

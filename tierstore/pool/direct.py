@@ -1,7 +1,7 @@
-"""Lookups of rows that all have slots of their own, by one call of compiled code.
+"""Lookups by one call of compiled code, for tables where every row has its own slot.
 
-It splits itself over torch's threads, none of which needs the GIL: handing ranges to them from Python takes 25 to 80
-us, as long as looking up 20,000 rows. Here compiled code calls ``GOMP_parallel``, and the threads that this wakes find
+The call splits itself over torch's threads, which need no GIL. Handing them ranges from Python takes 25 to 80 us, as
+long as looking up 20,000 rows. Here compiled code calls ``GOMP_parallel``, and the threads that this wakes find
 the arguments of ``kernels.look_up`` in an array of words on the caller's stack. Ids and offsets are given by their
 addresses: making arrays of tensors takes as long as adding 100 rows.
 
@@ -41,7 +41,7 @@ class Split(NamedTuple):
     Attributes:
         body: the address of what each thread runs.
         team: the address of ``GOMP_parallel``, or 0: the calling thread is alone.
-        parts: ranges of bags; more than threads, as one may be held up by the system, or by rows that are far away.
+        parts: ranges of bags; more than threads, as the system or distant rows may delay one.
         threads: how many.
     """
 
@@ -62,7 +62,7 @@ def whole(id_type: Any, weight_type: Any) -> Split:
 
 
 def split(workers: Workers, num_ids: int, dim: int, id_type: Any, weight_type: Any) -> Split | None:
-    """How best to split a lookup of so many ids in rows of ``dim`` columns; None if it is for ``Workers.run``."""
+    """The best split of a lookup of so many ids in rows of ``dim`` columns; None to use ``Workers.run`` instead."""
     if num_ids < few(dim) or workers.threads == 1:
         return whole(id_type, weight_type)
     team = workers.native_team()
@@ -80,7 +80,7 @@ def look_up(workers: Workers, dim: int, ids: Ids, plan: Any, *arguments: Any) ->
         arguments: those behind.
 
     Returns:
-        what went wrong: nothing, or what ranges of bags returned in place of ``DONE``.
+        the error, if any: what ranges of bags returned instead of ``DONE``.
     """
     *before, bag_starts = plan
     num_ids, id_type = int(bag_starts[-1]), ids.dtype.type

@@ -66,8 +66,8 @@ class EvictingRows:
                               seeds=update.seeds, keys=row_keys)  # fmt: skip
 
     def _row_parts(self, keys: Int64s) -> Iterator[tuple[int, Int32s]]:
-        """(first number, int32 slot of each from there on): parts of the rows, pinned. Those used last come first, as
-        they are the likeliest to be in still."""
+        """(first number, int32 slot of each from there on): parts of the rows, pinned. Rows used last come first: they
+        are the likeliest to be still resident."""
         for passed, lease in self._leases.parts(keys[::-1].copy()):
             yield len(keys) - passed - len(lease.slots), lease.slots[::-1].copy()
 

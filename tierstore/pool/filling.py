@@ -1,4 +1,4 @@
-"""Bringing rows in: slots are reserved, next victims written back, rows read or given their first values."""
+"""Brings rows in: reserves slots, writes next victims back, reads rows or computes their first values."""
 
 import time
 from functools import partial
@@ -20,7 +20,7 @@ __all__ = ["Filler"]
 
 
 class Filler:
-    """Fills the slots of an arena; whoever calls it holds ``fill_lock``.
+    """Fills the slots of an arena. The caller holds ``fill_lock``.
 
     Args:
         read_rows: brings rows in.
@@ -45,7 +45,7 @@ class Filler:
         self._tables[table_index] = config
 
     def admit(self, admission: Admission, *, read: bool, whole: bool = False) -> None:
-        """Admit what there is room for (with ``whole`` all or nothing) and, with ``read``, bring its rows in."""
+        """Admit as many rows as there is room for (with ``whole`` all or nothing). With ``read``, read them too."""
         arena = self._arena
         try:
             while True:
@@ -78,7 +78,7 @@ class Filler:
         self._arena.lock.notify_all()
 
     def _note_no_lookup(self, admission: Admission) -> None:
-        """What the cache counted for it is no lookup: rows came down from the tier above, or nothing came of it."""
+        """Take an admission out of the lookup counts: its rows came from the tier above, or it was undone."""
         lookups, hits, misses, _ = self._no_lookups
         self._no_lookups = CacheCounters(
             lookups=lookups + admission.consumed,
@@ -88,7 +88,7 @@ class Filler:
         )
 
     def counters(self) -> CacheCounters:
-        """What was looked up in the cache, and what was evicted from it for that or for rows that came down."""
+        """Counts of lookups in the cache, and of evictions for lookups or for rows from the tier above."""
         every, others = self._arena.cache.counters(), self._no_lookups
         return CacheCounters(
             lookups=every.lookups - others.lookups,

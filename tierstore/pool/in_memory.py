@@ -1,6 +1,6 @@
-"""Lookups in a table whose rows all have slots of their own: what each call needs, made ready once.
+"""Fast small lookups in a table where every row has its own slot: arguments are prepared once, not per call.
 
-A lookup of a bag by ``Lookup`` takes 20 us, nearly all of it Python's; this takes 5.
+A lookup of one bag takes 5 us; by ``Lookup`` it takes 20, nearly all of it Python's.
 """
 
 import os
@@ -52,8 +52,8 @@ class InMemory:
         return arena is None or arena.is_closed
 
     def pooled(self, ids: Tensor, offsets: Tensor, mode: int) -> Tensor | None:
-        """As ``Table.pooled``, or None if that must do it: for rows not in, and arguments that are wrong or not plain
-        tensors in memory.
+        """As ``Table.pooled``; None where that must do it: a row is not resident, or an argument is wrong or not a
+        plain tensor in memory.
 
         Args:
             mode: ``kernels.SUM`` or ``kernels.MEAN``.

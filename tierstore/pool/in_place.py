@@ -1,4 +1,4 @@
-"""Rows that each have a slot of their own: ids lead to slots at once, nothing is evicted, and so nothing is pinned."""
+"""Resident rows when every row has its own slot: ids give slots directly. Nothing is evicted, so nothing is pinned."""
 
 from collections.abc import Iterator
 
@@ -35,7 +35,7 @@ class InPlaceRows:
         return self._held(self._bring_in(batch))
 
     def _held(self, slots: Int32s) -> Lease:
-        """A lease that tells of a batch under way: no pin does."""
+        """A lease that marks an in-flight batch; no pin does."""
         lease = self._leases.in_place(slots)
         self._pins.hold(lease)
         return lease
@@ -70,8 +70,8 @@ class InPlaceRows:
         return self._held(slots) if keep and lease is None else lease
 
     def _look_up_ids(self, batch: Batch, pooling: Pooling, *, keep: bool) -> Int32s | None:
-        """Pool rows straight from ids. Returns their slots, with ``keep``; None, and ``out`` may hold anything, if some
-        row is not in. The caller holds ``rows_lock``."""
+        """Pool rows directly from ids. Returns their slots, with ``keep``. Returns None if a row is not resident;
+        ``out`` is then undefined. The caller holds ``rows_lock``."""
         arena, cache = self._arena, self._cache
         arena.require_open()
         ids, *bags = batch.plan(cache)

@@ -20,7 +20,7 @@ class Leases:
     """Who uses which rows of an arena.
 
     Attributes:
-        split_batches: batches whose rows did not fit at once and were worked off in parts.
+        split_batches: batches whose rows did not fit at once and were processed in parts.
     """
 
     def __init__(self, arena: Arena, pins: Pins, filler: Filler) -> None:
@@ -30,7 +30,7 @@ class Leases:
         self._filler = filler
 
     def acquire(self, keys: Int64s) -> Lease:
-        """Pin the rows of as many leading positions of ``keys`` as there is room for, at least one.
+        """Pin the rows of the leading positions of ``keys``: as many as there is room for, at least one.
 
         Args:
             keys: int64 [n], n > 0.
@@ -71,7 +71,8 @@ class Leases:
         return Lease(self._pins, slots, None, pinned=slots[:0])
 
     def admit_some(self, keys: Int64s, *, read: bool, fill: Callable[[Admission], None] | None = None) -> Admission:
-        """Admit leading positions of ``keys``, at least one, and have them read, or filled while others keep out."""
+        """Admit leading positions of ``keys``, at least one. ``read`` reads their rows; ``fill`` fills them, with
+        ``fill_lock`` held."""
         arena = self._arena
         deadline = time.monotonic() + PIN_WAIT_SECONDS
         while True:

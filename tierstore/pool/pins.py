@@ -2,7 +2,7 @@
 
 Pins are *transient* (released by the call that took them) or *held* (by a prefetched batch, or a forward whose backward
 is to come). Held pins are at most three quarters of the slots, and no thread waits for a lease while it keeps a
-transient one, so a caller that finds every slot pinned waits for others and is never stuck.
+transient one. So a caller that finds every slot pinned waits for others and never deadlocks.
 """
 
 from collections import deque
@@ -19,7 +19,7 @@ PIN_POLL_SECONDS: Final = 0.1
 
 
 class Lease:
-    """The rows of leading positions of a batch.
+    """The pinned rows of a batch's leading positions.
 
     Args:
         keeper: who made it.
@@ -85,7 +85,7 @@ class Pins:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more lease could be held, of as many rows as the last for which that was asked."""
+        """Whether one more lease as large as the last one asked for could be held."""
         with self._arena.lock:
             self.release_dropped()
             return self._can_hold(self._last_slots)
@@ -112,7 +112,7 @@ class Pins:
             self._arena.lock.notify_all()
 
     def release_later(self, pinned: Int32s, *, held: bool) -> None:
-        """Have a lease that was dropped released by whoever next takes the lock.
+        """Queue a dropped lease; the next thread that takes the lock releases it.
 
         The garbage collector may run this in any thread, under any lock; it must not wait for one.
         """

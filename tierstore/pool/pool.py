@@ -2,13 +2,13 @@
 
 Locks, always taken in this order:
 
-- ``fill_lock`` serialises whoever brings rows in; it is held over device reads and writes.
-- ``writeback.gate`` serialises whoever writes rows back.
+- ``fill_lock`` serialises bringing rows in; held over device reads and writes.
+- ``writeback.gate`` serialises writing rows back; held over device writes.
 - ``lock`` guards the cache's bookkeeping and the bytes of rows that may change; never held over a device read or write.
   ``rows_lock`` is the same lock, or none in a read-only store.
 
-Its parts: ``arena`` (rows and locks), ``pins``, ``filling`` (bringing rows in), ``leases``, ``transfers`` (rows in and
-out by key), ``writeback``, and ``rows``, by which batches look rows up and update them.
+Its parts: ``arena`` (rows and locks), ``pins``, ``filling`` (brings rows in), ``leases``, ``transfers`` (rows in and
+out by key), ``writeback``, and ``rows`` (lookups and updates of batches).
 """
 
 import contextlib
@@ -43,7 +43,7 @@ class Pool:
     """See the module's docstring.
 
     Attributes:
-        rows: by which batches look rows up and update them.
+        rows: lookups and updates of batches.
         arena: the rows in DDR, as kernels read them, and the locks over them.
         cache: which rows are there.
         pins, filler, leases, transfers, writeback: see the module's docstring.
@@ -116,7 +116,7 @@ class Pool:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more lease could be held, of as many rows as the last for which that was asked."""
+        """Whether one more lease as large as the last one asked for could be held."""
         return self.pins.has_room if self.hot is None else self.hot.has_room
 
     def exclusive(self) -> AbstractContextManager[Any]:
@@ -143,7 +143,7 @@ class Pool:
 
     @property
     def in_use(self) -> bool:
-        """Whether a batch, or some call just now, uses rows here or in the tier above, or writes them."""
+        """Whether an in-flight batch or call uses or writes rows, here or in the tier above."""
         return self.pins.num_pinned > 0 or self.pins.num_held > 0 or self._is_used_above
 
     @property
@@ -160,7 +160,7 @@ class Pool:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the cache and of what write-back, and moving rows to the tier above, keep beside it."""
+        """Bytes of the cache and of the buffers for write-back and for moving rows to the tier above."""
         staging = 0 if self.hot is None else self.hot.host_bytes
         return self.cache.size_bytes + self.writeback.size_bytes + staging
 

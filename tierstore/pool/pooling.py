@@ -12,7 +12,7 @@ __all__ = ["pool_part"]
 
 
 def pool_part(arena: Arena, batch: Batch, pooling: Pooling, first: int, slots: Int32s) -> None:
-    """Pool the positions from ``first`` on whose slots these are. The caller holds ``rows_lock``."""
+    """Pool the positions from ``first`` on, whose slots are given. The caller holds ``rows_lock``."""
     pool_rows: Any = quantized.pool_rows if arena.layout.is_quantized else kernels.pool_rows
 
     def work(begin: int, end: int) -> None:

@@ -1,6 +1,6 @@
-"""The contract of resident rows: how the rows of a batch are brought in, looked up and updated.
+"""The contract of resident rows: bring in, look up and update the rows of a batch.
 
-Rows that may be evicted (``evicting``) and rows that each have a slot for ever (``in_place``) are two implementations.
+Implementations: ``evicting`` (rows may be evicted) and ``in_place`` (every row keeps its own slot).
 """
 
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ class Batch(Protocol):
 
     @property
     def order(self) -> Int64s | None:
-        """int64 [N], the positions in the order in which their rows come into use; None if they are in it."""
+        """int64 [N], the positions in order of use of their rows; None if they already are."""
         ...
 
     @property
@@ -77,7 +77,7 @@ class Batch(Protocol):
 
 
 class Pooling(NamedTuple):
-    """What becomes of the rows of a batch.
+    """How a batch's rows are pooled, and into what.
 
     Attributes:
         mode: ``kernels.SUM``, ``MEAN`` or ``MAX``.
@@ -142,8 +142,8 @@ class ResidentRows(Protocol):
     def update(self, batch: Batch, update: Update, lease: Lease | None) -> None:
         """Merge each row's gradients in their fixed order, mark it dirty, update it.
 
-        If a batch is worked off in parts and reading a later part fails, the rows of earlier parts are updated: go back
-        to the last commit (open the store again) rather than repeat the step.
+        If a split batch fails while a later part is read, the rows of earlier parts are already updated. Go back to the
+        last commit (open the store again) rather than repeat the step.
         """
         ...
 

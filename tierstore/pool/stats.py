@@ -43,7 +43,7 @@ class TierStats(NamedTuple):
     pages_moved: int = 0
     """Pages that those rows were read from (ssd)."""
     split_batches: int = 0
-    """Batches whose rows did not fit the tier at once and were worked off in parts."""
+    """Batches whose rows did not fit the tier at once and were processed in parts."""
     conflict_misses: int = 0
     """Misses whose whole set was in use, so that the row took an overflow slot (hbm)."""
     waited_seconds: float = 0.0

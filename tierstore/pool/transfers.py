@@ -84,8 +84,8 @@ class Transfers:
         Args: as for ``take``.
 
         Raises:
-            DiskFullError and others of the cold tier: rows that leave could not be written; some of these rows may be
-            in, and what the tier above has is as new.
+            DiskFullError and others of the cold tier: victims could not be written. Some of the given rows may be in;
+            the tier above has values as new.
         """
         start = 0
         while start < len(keys):

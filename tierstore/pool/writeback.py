@@ -1,14 +1,15 @@
-"""Write-back: how newer rows of one cache reach the cold tier, between commits and for them.
+"""Write-back: writes dirty rows of one cache to the cold tier, between commits and for them.
 
-A commit *freezes* the dirty rows: as they are at that moment they belong to its version. A thread then writes them,
-some at a time, while training goes on, and these rules keep the versions apart:
+A commit *freezes* the dirty rows: their values at that moment belong to its version. A thread then writes them, some at
+a time, while training continues. These rules keep the versions apart:
 
 - A frozen row that is about to change is copied to the *outbox* first. What is in the outbox is written for the version
   too, after its row's slot was, if that was being written just then: the copy is the last word.
-- Rows that became dirty after the freeze are written for the next version, before or after what belongs to theirs: the
-  cold tier keeps the two apart.
+- Rows that became dirty after the freeze are written for the next version, in any order with the frozen ones: the cold
+tier keeps the two apart.
 
-The next victims are written, in the order of their last use: those last used together come to lie together.
+Write-back between commits writes the next victims, in the order of their last use. So rows last used together lie
+together.
 
 Locks: ``gate`` (one write-back at a time; held over device writes), then the pool's ``lock``. A slot whose row is being
 written stays pinned until it is.
@@ -40,18 +41,18 @@ _KEY_AND_PLACE_BYTES: Final = 12
 
 
 def outbox_bytes(layout: RowLayout, rows: int) -> int:
-    """What an outbox of ``rows`` rows takes."""
+    """Bytes of an outbox of ``rows`` rows."""
     return rows * (layout.row_bytes + _KEY_AND_PLACE_BYTES)
 
 
 def rows_a_write(layout: RowLayout, transaction_bytes: int, cached_rows: int) -> int:
-    """Rows that are written together at most, under a cache of so many: whole segments, if it is one at least."""
+    """The most rows of one write, for a cache of so many rows: whole segments, if at least one."""
     rows = min(layout.rows_within(transaction_bytes), max(1, int(cached_rows * _VICTIMS_SHARE)))
     return rows - rows % layout.rows_per_segment or rows
 
 
 class _Outbox:
-    """Copies of rows as a version under way shows them; guarded by the pool's lock."""
+    """Copies of frozen rows for the version being committed; guarded by the pool's lock."""
 
     def __init__(self, layout: RowLayout, capacity: int) -> None:
         self.keys: Int64s = np.empty(capacity, np.int64)
@@ -96,7 +97,8 @@ class WriteBack:
         epoch: the version that rows are written for.
 
     Attributes:
-        rows_a_write: that a transaction of the cold tier may hold, and that a commit writes before it lets others.
+        rows_a_write: the most that a transaction of the cold tier holds, and that a commit writes before it yields to
+        others.
         waited_seconds: how long others have waited for the writer of a commit.
     """
 
@@ -145,13 +147,13 @@ class WriteBack:
     # Between commits
 
     def make_room(self) -> None:
-        """The row that leaves next is dirty or frozen: write it, and those that will leave soon after it.
+        """Write the next victim, which is dirty or frozen, and the dirty or frozen ones soon after it.
 
-        If every row is trained, an order by recency has no clean ones behind it, and a transaction is filled. An order
-        by count has the newest rows first, then clean ones, and behind these rows used too often to be written now.
+        If every row is trained, LRU order has no clean rows behind the victim, so a transaction is filled. An order by
+        count has the newest rows first, then clean ones, then rows used too often to be written now.
 
-        Others may admit rows meanwhile, into slots whose rows have left, so what is chosen is known by its keys. They
-        may update rows: an update marks its row dirty again, so what is written of it here is never the last word.
+        Other threads may reuse slots meanwhile, so the chosen rows are remembered by key. They may also update rows: an
+        update marks its row dirty again, so the value written here is never taken for the newest.
         """
         started = time.perf_counter()
         with self.gate:
@@ -167,7 +169,7 @@ class WriteBack:
             self._write_dirty(keys)
 
     def write_all(self) -> None:
-        """Write every dirty row; there is no version under way. The caller admits no rows meanwhile."""
+        """Write every dirty row; no commit is in progress. The caller admits no rows meanwhile."""
         with self.gate:
             with self._lock:
                 keys = self._cache.keys_of(self._cache.by_admission(self._cache.dirty_slots()))
@@ -207,17 +209,17 @@ class WriteBack:
     # Commits
 
     def freeze(self) -> None:
-        """The dirty rows are what the version now open shows; from here on the next one is open. The caller holds gate
-        and lock, and the version before was written or given up."""
+        """Freeze the dirty rows for the open version, and open the next one. The caller holds gate and lock, and the
+        version before was written or given up."""
         self._error = None
         self._cache.freeze()
         self._epoch += 1
 
     def write_frozen(self) -> None:
-        """Write everything that belongs to the version that was frozen, other writers in between.
+        """Write all rows of the frozen version; other writers may run in between.
 
         Raises:
-            what the cold tier raises; also if another thread met it. The version is then given up.
+            the cold tier's errors, also those that another thread met. The version is then given up.
         """
         with self._lock:
             slots = self._cache.by_admission(self._cache.frozen_slots())
@@ -237,7 +239,7 @@ class WriteBack:
 
     @contextlib.contextmanager
     def _giving_up(self) -> Iterator[None]:
-        """The version cannot be made if part of it cannot be written."""
+        """Give the version up if part of it cannot be written."""
         try:
             yield
         except BaseException as error:
@@ -275,7 +277,7 @@ class WriteBack:
             self._lock.notify_all()
 
     def abandon(self) -> None:
-        """Give up the version that was frozen: its rows belong to the next one. A second call does nothing.
+        """Give up the frozen version: its rows belong to the next one. A second call does nothing.
 
         Copies in the outbox are dropped: their rows are dirty in the cache, and newer.
         """

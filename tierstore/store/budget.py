@@ -1,4 +1,4 @@
-"""How a budget of host memory is divided: among the pools, and within a pool between cache and outbox."""
+"""Divides a budget of host memory among the pools, and within a pool between cache and outbox."""
 
 import bisect
 import math
@@ -58,14 +58,14 @@ class Division(NamedTuple):
 
     @property
     def reserved_bytes(self) -> int:
-        """What is not the pools'."""
+        """Bytes outside the pools."""
         return STAGING_BYTES + self.transaction_bytes
 
 
 def divide(
     budget: int, rows: Mapping[RowLayout, int], *, num_tables: int, policy: str, given: object, hbm_staging: int = 0
 ) -> Division:
-    """For each layout the fewest rows it must hold, and of the rest a share by what it would take whole.
+    """Give each layout its minimum of rows, and a share of the rest in proportion to its full size.
 
     Args:
         budget: bytes.
@@ -100,7 +100,7 @@ def divide(
 
 
 def divide_hbm(budget: int, rows: Mapping[RowLayout, int], *, policy: str, given: object) -> dict[RowLayout, HbmSize]:
-    """Device memory: for each layout the fewest rows it must hold, and of the rest a share by what it would take whole.
+    """Device memory: give each layout its minimum of rows, and a share of the rest in proportion to its full size.
 
     Args: as for ``divide``.
 

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import os
 import re
 import subprocess
@@ -72,7 +73,7 @@ class _Upload(NamedTuple):
     path: Path
     received_bytes: int
     size_bytes: int
-    idle_seconds: float
+    modified_ns: int
 
 
 class Replica:
@@ -99,6 +100,7 @@ class Replica:
         self._extra = extra
         self._refresh = refresh
         self._is_busy = self._is_applying = False
+        self._received_at = -math.inf  # by the process before: an upload of it is idle
 
     def routes(self) -> list[Route]:
         """For the admin port's app."""
@@ -148,7 +150,10 @@ class Replica:
             upload = self._begin(update_id, size)
             if first != upload.received_bytes:
                 raise UpdateError(409, f"update {update_id} goes on at byte {upload.received_bytes}, not {first}")
-            received = await _store(request, upload.path, first, last + 1)
+            try:
+                received = await _store(request, upload.path, first, last + 1)
+            finally:
+                self._received_at = time.monotonic()
         return JSONResponse({"received_bytes": received, "size_bytes": size})
 
     def _upload(self) -> _Upload | None:
@@ -159,9 +164,8 @@ class Replica:
                 match = _NAME.fullmatch(path.name)
                 if match is not None and path.is_file() and not path.is_symlink():
                     status = path.stat()
-                    idle_seconds = time.time() - status.st_mtime
-                    found.append(_Upload(match[1], path, status.st_size, int(match[2]), idle_seconds))
-        return min(found, key=lambda each: each.idle_seconds, default=None)
+                    found.append(_Upload(match[1], path, status.st_size, int(match[2]), status.st_mtime_ns))
+        return max(found, key=lambda each: each.modified_ns, default=None)
 
     def _begin(self, update_id: str, size_bytes: int) -> _Upload:
         """The upload to add to. What is declared keeps no room, but a new one must fit into what is free now."""
@@ -173,7 +177,7 @@ class Replica:
             if known.size_bytes == size_bytes and known.received_bytes <= size_bytes:
                 return known
             raise UpdateError(409, f"update {update_id} was to have {known.size_bytes} bytes, and now {size_bytes}")
-        if known is not None and 0 <= known.idle_seconds < IDLE_SECONDS:
+        if known is not None and time.monotonic() - self._received_at < IDLE_SECONDS:
             raise UpdateError(409, f"update {known.id} is being sent; try again {IDLE_SECONDS:.0f} s after it stopped")
         try:
             make_directory(self._incoming)
@@ -184,7 +188,7 @@ class Replica:
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
         except OSError as error:
             raise translate_os_error(error, self._incoming) from error
-        return _Upload(update_id, path, 0, size_bytes, 0.0)
+        return _Upload(update_id, path, 0, size_bytes, 0)
 
     # Applying one
 
