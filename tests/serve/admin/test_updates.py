@@ -15,7 +15,7 @@ import tierstore
 from tests.serve.replicas import WAIT_SECONDS, serving
 from tests.updates.support import change, contents, same
 from tierstore.cli import entry as cli
-from tierstore.serve.admin.updates import IDLE_SECONDS
+from tierstore.serve.admin import updates as admin_updates
 from tierstore.updates import Update, apply_update, client, write_update
 from tierstore.updates.client import AdminClient, PublishError
 from tierstore.updates.delta import source_of
@@ -257,16 +257,14 @@ def test_wrong_requests_are_refused_in_words(replica_dir: Path, updates: dict[in
 
 
 def test_one_update_is_sent_at_a_time_and_an_abandoned_one_gives_way(
-    replica_dir: Path, updates: dict[int, Update]
+    replica_dir: Path, updates: dict[int, Update], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(replica_dir) as (url, _):
         upload(url, updates[0], data=b"begun")
         refused = upload(url, updates[1])
         assert (refused.status_code, "is being sent" in refused.json()["error"]) == (409, True)
         assert upload(url, updates[0], first=5).json()["received_bytes"] == updates[0].size_bytes
-        (path,) = (replica_dir / "incoming").iterdir()
-        old = path.stat().st_mtime - IDLE_SECONDS - 1
-        os.utime(path, (old, old))
+        monkeypatch.setattr(admin_updates, "IDLE_SECONDS", 0.0)
         assert upload(url, updates[1]).json()["received_bytes"] == updates[1].size_bytes
         assert list(listed(url)["uploads"]) == [updates[1].id]
 
