@@ -10,7 +10,8 @@ import pytest
 
 from tests.conformance.cold_tier import WIDE, check_rows, keys_of, words_of, write_rows
 from tests.io.support import open_tier
-from tierstore.io import row_map, writing
+from tierstore.io import row_map
+from tierstore.io import writer as io_writer
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.io.opened import OpenFile
 from tierstore.io.reads import RowReader
@@ -71,7 +72,7 @@ def test_a_rollback_that_has_not_deleted_its_segments(
         found.show()
         check_rows(follower, WIDE, FIRST, 1)
 
-    monkeypatch.setattr(writing, "reach", look)
+    monkeypatch.setattr(io_writer, "reach", look)
     writer.rollback(1)
     assert follower.version == 1
     assert follower.find_newer() is None

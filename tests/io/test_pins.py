@@ -11,10 +11,10 @@ import pytest
 
 from tests.io.support import open_tier
 from tierstore.errors import ClosedError, StoreLockedError, TierstoreError
-from tierstore.io import floor, pins, writer_lock
+from tierstore.io import oldest_reader, pins, writer_lock
 from tierstore.io.files import open_environment
-from tierstore.io.floor import Floor
 from tierstore.io.mapped import FileMap
+from tierstore.io.oldest_reader import Floor
 from tierstore.io.pins import Pins
 from tierstore.io.recovery import _readers_kept_out
 from tierstore.io.snapshot import Snapshot
@@ -153,7 +153,7 @@ def test_a_table_of_readers_of_another_shape_is_refused(
     stack: ExitStack, rows: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environment = stack.enter_context(closing(open_environment(rows, 1 << 30)))
-    monkeypatch.setattr(floor, "_READER_BYTES", 4096)
+    monkeypatch.setattr(oldest_reader, "_READER_BYTES", 4096)
     with pytest.raises(TierstoreError, match=r"install the release of lmdb"):
         Floor(environment, rows, opened(stack, rows))
     assert "0" not in [line.split()[-1] for line in environment.readers().splitlines()]

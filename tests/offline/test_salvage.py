@@ -25,7 +25,7 @@ from tierstore.errors import DamagedError, FormatError, StoreLockedError, StoreN
 from tierstore.io.anchor import _slot, newest_slot
 from tierstore.io.checksum import bytes_checksum
 from tierstore.io.records import HEAD_ITEM, LOG_ITEM, STORE_ITEM
-from tierstore.io.wreck import settled
+from tierstore.io.sound_rows import settled
 from tierstore.offline.salvage import LOST_NAME, SalvageReport, salvage
 from tierstore.rows import KEY_ROW_BITS
 from tierstore.store.manifest import Manifest

@@ -40,7 +40,7 @@ from .row_map import RowMap, new_places
 from .snapshot import Snapshot
 from .stored_records import read_payload
 from .verify import verify_segments
-from .writing import Writer
+from .writer import Writer
 
 __all__ = ["LmdbColdTier"]
 

@@ -14,7 +14,7 @@ Why no page is reused that a reader can see:
 - The writer commits n + 1, which writes a meta page, and asks for locks before it begins n + 2.
 
 Both go through the kernel's lock of the file's locks, so either the reader sees n + 1 and begins anew, or the writer
-sees the lock and tells LMDB (``floor.py``).
+sees the lock and tells LMDB (``oldest_reader.py``).
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """What is sound of a damaged store, saved into a new one, and a list of what was lost.
 
-The source is only read. Its trees are followed as far as they are sound (io/remains.py). Rows are those of its last
-version, each held against its own checksum; io/wreck.py tells which of them are certain to be of that version. The new
-store keeps the version's number. A row that was lost has its first value there, as if it had never been written.
+The source is only read. Its trees are followed as far as they are sound (io/sound_tree.py). Rows are those of its last
+version, each held against its own checksum; io/sound_rows.py tells which of them are certain to be of that version. The
+new store keeps the version's number. A row that was lost has its first value there, as if it had never been written.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ from ..io.anchor import ANCHOR_NAME, read_stamp
 from ..io.files import require_plain_files
 from ..io.gather import queue_segments
 from ..io.mapped import FileMap
-from ..io.remains import Remains, choose_tree
 from ..io.row_map import RowMap
 from ..io.segments import Geometry
 from ..io.slots import Segments
-from ..io.wreck import LOST, Runs, choose_rows, read_rows, selected, settled, surviving_rows
+from ..io.sound_rows import LOST, Runs, choose_rows, read_rows, selected, settled, surviving_rows
+from ..io.sound_tree import Remains, choose_tree
 from ..io.writer_lock import LOCK_NAME
 from ..kernels.arrays import Bools
 from ..rows import RowLayout

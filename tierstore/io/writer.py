@@ -19,9 +19,9 @@ from ..system.killpoints import reach
 from .anchor import AnchorKeeper
 from .appending import NewRows, put_version
 from .files import open_environment, translate
-from .floor import Floor
 from .indexes import read_indexes, stored_segments
 from .log import Log, Written
+from .oldest_reader import Floor
 from .opened import OpenFile
 from .records import HEAD_ITEM, CommitRecord, Head, item_key, pack_head
 from .stored_records import read_head, read_record, stale_items

@@ -19,10 +19,10 @@ from .base import Flags, Int32s, Int64s, Words
 from .checksum import row_checksum
 from .indexes import Indexes, StoredSegments, look_at_indexes
 from .mapped import FileMap, copy_words
-from .remains import Remains
 from .row_map import Places, RowMap, TableArrays
 from .segments import KEYS, MAX_BLOCKS, Geometry, block_word, row_seed, unpack_block_word
 from .slots import Segments
+from .sound_tree import Remains
 
 __all__ = ["LOST", "Runs", "Survivors", "choose_rows", "read_rows", "selected", "settled", "surviving_rows"]
 
