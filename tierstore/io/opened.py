@@ -214,3 +214,4 @@ class OpenFile:
         """Release map and locks."""
         self._state = "closed"
         self._parts.close()
+        self.view.rows = None  # whoever keeps the store, or a table of it, does not keep the map

@@ -45,6 +45,10 @@ class Lookup:
         joined: its ids.
         mode: as given.
         wants_zeros: ``forward`` adds to what it is given, and so wants zeros.
+
+    Raises:
+        ValueError: an id outside its table; names the table and the id. Where each row has a slot of its own,
+            ``forward`` and ``stage`` raise it.
     """
 
     def __init__(self, joined: Joined, *, mode: str) -> None:
@@ -54,6 +58,7 @@ class Lookup:
         self._mode = MODES[mode]
         self._lease: Lease | None = None
         self._arg_max = NO_ARG_MAX
+        self._pool.rows.check(joined)
 
     @classmethod
     def merged(cls, lookups: "Sequence[Lookup]", widths: Sequence[int]) -> "Lookup":
@@ -85,6 +90,12 @@ class Lookup:
         """Bring the rows in and hold them until used, as far as the pool has room."""
         self._lease = self._pool.rows.stage(self.joined)
 
+    def _lease_in(self, pool: Pool) -> Lease | None:
+        """What is held of this pool's rows. One of a pool that was closed is dropped."""
+        if self._lease is not None and not self._lease.is_of(pool.pins):
+            self.release()
+        return self._lease
+
     def release(self) -> None:
         """Release the rows. The lookup still works, but must bring its rows in again."""
         lease, self._lease = self._lease, None
@@ -106,7 +117,7 @@ class Lookup:
             self._arg_max = np.empty((len(joined.bag_starts) - 1, joined.tables[0].layout.dim), np.int32)
         pooling = Pooling(self._mode, out.numpy(), self._arg_max)
         self._lease = in_pool_of(
-            joined.tables[0], lambda pool: pool.rows.look_up(joined, pooling, self._lease, keep=keep)
+            joined.tables[0], lambda pool: pool.rows.look_up(joined, pooling, self._lease_in(pool), keep=keep)
         )
         if not keep:
             self.release()
@@ -121,7 +132,7 @@ class Lookup:
             return
         arena, layout = pool.arena, pool.layout
         dot_rows: Any = quantized.dot_rows if layout.is_quantized else kernels.dot_rows
-        for first, part in pool.rows.parts(joined, self._lease):
+        for first, part in pool.rows.parts(joined, self._lease_in(pool)):
             slots = part.position_slots
             with arena.rows_lock:
                 dot_rows(
@@ -146,5 +157,5 @@ class Lookup:
                 self._mode == kernels.MEAN, self._arg_max,
             )  # fmt: skip
             groups = Groups(bags, grad_out.shape[1], pool.arena.workers)
-            pool.rows.update(joined, Update(groups, codes, hyper, grad_out.numpy(), seeds), self._lease)
+            pool.rows.update(joined, Update(groups, codes, hyper, grad_out.numpy(), seeds), self._lease_in(pool))
         self.release()

@@ -26,6 +26,9 @@ class EvictingRows:
         self._leases = leases
         self._writeback = writeback
 
+    def check(self, batch: Batch) -> None:
+        batch.keys  # noqa: B018 - checks the ids
+
     def stage(self, batch: Batch) -> Lease | None:
         lease = self._leases.acquire_whole(batch.keys, batch.order) if len(batch) else None
         if lease is None or self._pins.hold(lease):

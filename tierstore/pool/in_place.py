@@ -31,6 +31,9 @@ class InPlaceRows:
         self._leases = leases
         self._writeback = writeback
 
+    def check(self, batch: Batch) -> None:
+        pass
+
     def stage(self, batch: Batch) -> Lease | None:
         return self._held(self._bring_in(batch))
 

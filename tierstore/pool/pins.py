@@ -55,6 +55,10 @@ class Lease:
         """Whether it was not released."""
         return self._keeper is not None
 
+    def is_of(self, keeper: "Pins") -> bool:
+        """Whether it was made by this keeper, and not released."""
+        return self._keeper is keeper
+
     def release(self) -> None:
         """Let the rows go; a second call does nothing."""
         keeper, self._keeper = self._keeper, None

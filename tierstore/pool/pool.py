@@ -167,7 +167,7 @@ class Pool:
     def close(self) -> None:
         """Refuse further use."""
         self.arena.refuse()
-        hot, self.hot = self.hot, None  # each knows the other: memory is freed when the last one lets go, not later
+        hot, self.hot = self.hot, None  # else device memory is held as long as the pool
         if hot is not None:
             hot.close()
 

@@ -127,6 +127,10 @@ class ResidentRows(Protocol):
     an id outside its table.
     """
 
+    def check(self, batch: Batch) -> None:
+        """Find ids outside their tables now, if ids are not checked by the kernel that looks rows up."""
+        ...
+
     def stage(self, batch: Batch) -> Lease | None:
         """Bring the rows in, and hold them if there is room."""
         ...
