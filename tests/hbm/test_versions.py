@@ -154,7 +154,7 @@ def test_a_read_only_server_beside_a_writer(store_dir: Path) -> None:
     with open_store(store_dir, keep=3) as writer:
         put(writer, ALL, 1.0)
         writer.commit()
-        command = [sys.executable, "-c", SERVER, str(store_dir), str(writer._memory.hbm)]
+        command = [sys.executable, "-c", SERVER, str(store_dir), str(writer._pools._memory.hbm)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
             assert server.stdin is not None
             assert server.stdout is not None
