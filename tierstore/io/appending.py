@@ -6,9 +6,9 @@ from typing import NamedTuple
 import lmdb
 import numpy as np
 
+from ..kernels.arrays import Int32s, Int64s, Words
 from ..kernels.jit import kernel
 from ..rows import PAGE_HEADER_WORDS, RowLayout
-from .base import Int32s, Int64s, Words
 from .checksum import bytes_checksum
 from .gather import queue_segments
 from .indexes import Indexes, StoredSegments, numbers_hash, segment_error

@@ -8,30 +8,21 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..rows import KEY_ROW_BITS, MAX_ROWS, MAX_TABLES, RowLayout
 
 __all__ = [
     "ColdCounters",
     "ColdTier",
     "Counting",
-    "Flags",
-    "Int32s",
-    "Int64s",
     "NewerVersion",
     "VerifyReport",
-    "Words",
     "check_arrays",
     "check_table",
     "check_widths",
     "require_distinct",
 ]
-
-Int64s = NDArray[np.int64]
-Int32s = NDArray[np.int32]
-Words = NDArray[np.uint64]
-Flags = NDArray[np.bool_]
 
 
 class ColdCounters(NamedTuple):
@@ -82,10 +73,10 @@ class NewerVersion(Protocol):
     def payload(self) -> bytes:
         """See ``ColdTier.payload``."""
 
-    def is_changed(self, keys: Int64s) -> Flags:
+    def is_changed(self, keys: Int64s) -> Bools:
         """bool [n]: whether rows were written since the version that the tier shows."""
 
-    def read(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: Flags) -> None:
+    def read(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: Bools) -> None:
         """``ColdTier.read``, of this version."""
 
     def show(self) -> None:
@@ -113,7 +104,7 @@ class ColdTier(Protocol):
     def drop_tables(self, first: int) -> None:
         """Forget the tables from index ``first`` on, of which no version that is shown has rows."""
 
-    def read(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: Flags) -> None:
+    def read(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: Bools) -> None:
         """Copy row ``keys[i]`` into ``weights[slots[i]]`` and ``state[slots[i]]`` and set ``present[i]``.
 
         All keys' tables share one layout. A row never written leaves its slot as it is and ``present[i]`` False.
@@ -221,7 +212,7 @@ def check_table(table_index: int, layout: RowLayout, num_rows: int, page_bytes: 
         raise ValueError(f"layout.page_bytes is {layout.page_bytes}, the tier's pages have {page_bytes} bytes")
 
 
-def check_arrays(keys: Int64s, slots: Int32s, weights: Words, state: Words, present: Flags | None = None) -> None:
+def check_arrays(keys: Int64s, slots: Int32s, weights: Words, state: Words, present: Bools | None = None) -> None:
     """A type or shape the kernels do not take, or slots out of range."""
     if keys.dtype != np.int64 or keys.ndim != 1 or not keys.flags.c_contiguous:
         raise ValueError("keys must be a contiguous int64 vector")

@@ -12,8 +12,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from ..kernels.arrays import Int64s, Words
 from ..rows import MAX_ROWS
-from .base import Int64s, Words
 from .lmdb import LmdbColdTier
 from .reads import by_key, stored_batches
 from .row_map import RowMap

@@ -10,8 +10,8 @@ from typing import Any, Final
 import numpy as np
 import xxhash
 
+from ..kernels.arrays import Words
 from ..kernels.jit import JIT_ENABLED, inline
-from .base import Words
 
 __all__ = ["bytes_checksum", "mix_key", "row_checksum", "two_row_checksums"]
 

@@ -18,8 +18,8 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from ..errors import DamagedError
+from ..kernels.arrays import Int64s, Words
 from .appending import NewRows
-from .base import Int64s, Words
 from .gather import queue_segments
 from .reads import RowReader
 from .row_map import RowMap

@@ -15,8 +15,8 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..kernels.arrays import Int64s, Words
 from ..kernels.jit import inline, kernel
-from .base import Int64s, Words
 from .btree import (
     MAX_DEPTH,
     META_KEY,

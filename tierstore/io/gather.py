@@ -24,10 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ChecksumError, TruncatedError, UnreadableError
+from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..kernels.jit import uncounted_helper as inline
 from ..kernels.jit import uncounted_kernel as kernel
 from ..rows import BLOCK_HEADER_WORDS, KEY_ROW_BITS, MAX_ROWS, PAIR_WORDS
-from .base import Flags, Int32s, Int64s, Words
 from .checksum import two_row_checksums
 from .files import RESTORE
 from .guard import ASK_AGAIN
@@ -107,7 +107,7 @@ class Target(NamedTuple):
     weights: Words
     state: Words
     """Flat views of the arenas."""
-    present: Flags
+    present: Bools
 
 
 class Source(NamedTuple):

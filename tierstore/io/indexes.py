@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ChecksumError, DamagedError, FormatError, TruncatedError, UnreadableError
+from ..kernels.arrays import Int64s, Words
 from ..kernels.jit import kernel
 from ..rows import PAGE_HEADER_WORDS
-from .base import Int64s, Words
 from .btree import SEGMENTS_KEY
 from .checksum import mix_key
 from .files import RESTORE

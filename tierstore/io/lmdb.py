@@ -14,21 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import ReadOnlyError
+from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..rows import RowLayout
 from .appending import NewRows
-from .base import (
-    ColdCounters,
-    Counting,
-    Flags,
-    Int32s,
-    Int64s,
-    VerifyReport,
-    Words,
-    check_arrays,
-    check_table,
-    check_widths,
-    require_distinct,
-)
+from .base import ColdCounters, Counting, VerifyReport, check_arrays, check_table, check_widths, require_distinct
 from .cleaning import DEFAULT_SLACK
 from .gather import GatherStatus, gather_error
 from .log import Written
@@ -142,14 +131,14 @@ class LmdbColdTier:
 
     # -- reading
 
-    def read(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: Flags) -> None:
+    def read(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: Bools) -> None:
         """See ``ColdTier.read``."""
         with self._file.lease() as (snapshot, rows):
             self._read_from(snapshot, rows, keys, slots, weights, state, present)
 
     def _read_from(
         self, snapshot: Snapshot, rows: RowMap, keys: Int64s, slots: Int32s, weights: Words, state: Words,
-        present: Flags,
+        present: Bools,
     ) -> None:  # fmt: skip
         check_arrays(keys, slots, weights, state, present)
         if not len(keys):

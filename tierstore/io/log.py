@@ -14,10 +14,10 @@ import lmdb
 import numpy as np
 
 from ..errors import DamagedError
+from ..kernels.arrays import Int64s
 from ..system.killpoints import reach
 from .anchor import AnchorKeeper
 from .appending import Change, NewRows, require_headers
-from .base import Int64s
 from .cleaning import Cleaner
 from .indexes import StoredSegments
 from .opened import OpenFile

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import StoreReplacedError
+from ..kernels.arrays import Words
 from ..kernels.jit import JIT_ENABLED, inline
 from ..system.oserrors import translate_os_error
-from .base import Words
 from .guard import Guard
 from .pins import Pins
 

@@ -7,20 +7,9 @@ from collections.abc import Callable
 import numpy as np
 
 from ..errors import ClosedError
+from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..rows import KEY_ROW_BITS, MAX_ROWS, RowLayout
-from .base import (
-    ColdCounters,
-    Counting,
-    Flags,
-    Int32s,
-    Int64s,
-    VerifyReport,
-    Words,
-    check_arrays,
-    check_table,
-    check_widths,
-    require_distinct,
-)
+from .base import ColdCounters, Counting, VerifyReport, check_arrays, check_table, check_widths, require_distinct
 
 __all__ = ["MemoryColdTier"]
 
@@ -72,7 +61,7 @@ class MemoryColdTier:
             raise ValueError("keys are of tables of several layouts")
         return layouts.pop()
 
-    def read(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: Flags) -> None:
+    def read(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: Bools) -> None:
         """See ``ColdTier.read``."""
         started = time.perf_counter()
         check_arrays(keys, slots, weights, state, present)

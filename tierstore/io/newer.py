@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from ..errors import StoreReplacedError
-from .base import Flags, Int32s, Int64s, Words
+from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from .btree import META_KEY
 from .indexes import read_indexes, require_logged, stored_segments
 from .opened import OpenFile
@@ -14,7 +14,7 @@ from .stored_records import read_head, read_payload, read_record
 
 __all__ = ["Follower", "NewerCommit"]
 
-ReadFrom = Callable[[Snapshot, RowMap, Int64s, Int32s, Words, Words, Flags], None]
+ReadFrom = Callable[[Snapshot, RowMap, Int64s, Int32s, Words, Words, Bools], None]
 """``ColdTier.read``, by a snapshot and its map."""
 
 
@@ -40,11 +40,11 @@ class NewerCommit:
     def payload(self) -> bytes:
         return read_payload(self.snapshot, self.record)
 
-    def is_changed(self, keys: Int64s) -> Flags:
+    def is_changed(self, keys: Int64s) -> Bools:
         """See ``NewerVersion.is_changed``; all rows that lie elsewhere, if the map was not made from the tier's."""
         return self.rows.is_changed(self._before, keys, self._shown)
 
-    def read(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: Flags) -> None:
+    def read(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: Bools) -> None:
         self._follower.read_from(self.snapshot, self.rows, keys, slots, weights, state, present)
 
     def show(self) -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import ClosedError, StoreNotFoundError, TierstoreError
+from ..kernels.arrays import Int64s
 from ..rows import KEY_ROW_BITS, RowLayout
 from ..system.durable import sync_directory
 from ..system.forks import disown_in_forks
 from .anchor import require_sound
-from .base import Int64s
 from .files import RESTORE, check_rows_file, create_rows_file, map_bytes, require_plain_files, rows_path
 from .indexes import read_indexes, stored_segments
 from .mapped import FileMap

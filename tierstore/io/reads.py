@@ -5,8 +5,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..rows import KEY_ROW_BITS, RowLayout
-from .base import Flags, Int32s, Int64s, Words
 from .gather import GatherStatus, How, Scratch, Source, Target, Wanted, gather, gather_error, new_scratch
 from .mapped import FileMap
 from .row_map import RowMap
@@ -74,7 +74,7 @@ class RowReader:
 
     def gather(
         self, snapshot: Snapshot, rows: RowMap, layout: RowLayout, keys: Int64s, slots: Int32s, weights: Words,
-        state: Words, present: Flags,
+        state: Words, present: Bools,
     ) -> Int64s:  # fmt: skip
         """Copy rows of one layout as ``ColdTier.read`` does; the result of ``gather.gather``."""
         file_map, segments = self._file_map, rows.segments[layout]

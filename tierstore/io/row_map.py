@@ -29,10 +29,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import BudgetError, DamagedError
+from ..kernels.arrays import Int32s, Int64s, Words
 from ..kernels.jit import inline, kernel
 from ..rows import KEY_ROW_BITS, PAGE_HEADER_WORDS, RowLayout
 from ..system.sizes import format_size
-from .base import Int32s, Int64s, Words
 from .files import RESTORE
 from .indexes import Indexes, StoredSegments, no_indexes, read_indexes
 from .mapped import prefetch_word, zeros

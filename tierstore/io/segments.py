@@ -9,9 +9,9 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from ..kernels.arrays import Int32s, Int64s, Words
 from ..kernels.jit import inline, kernel
 from ..rows import BLOCK_HEADER_WORDS, PAGE_HEADER_WORDS, PAIR_WORDS, SEGMENT_HEADER_WORDS, RowLayout
-from .base import Int32s, Int64s, Words
 from .checksum import mix_key, row_checksum
 from .mapped import copy_words
 

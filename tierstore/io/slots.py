@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import TierstoreError
+from ..kernels.arrays import Int32s, Int64s, Words
 from ..rows import RowLayout
-from .base import Int32s, Int64s, Words
 from .indexes import Indexes, StoredSegments
 from .segments import geometry, index_lengths
 

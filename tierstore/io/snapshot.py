@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from ..errors import DamagedError, TruncatedError, UnreadableError
-from .base import Words
+from ..kernels.arrays import Words
 from .btree import META_KEY, META_READ_BYTES, NO_ROOT, Entries, Meta, WalkStatus, list_entries, new_entries, parse_meta
 from .files import RESTORE
 from .free_list import check_page_use, pages_freed

@@ -13,9 +13,9 @@ from typing import Any, Final, NamedTuple, TypeVar
 import numpy as np
 
 from ..errors import DamagedError
+from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..kernels.jit import inline, kernel
 from ..rows import BLOCK_HEADER_WORDS, KEY_ROW_BITS, PAGE_HEADER_WORDS
-from .base import Flags, Int32s, Int64s, Words
 from .checksum import row_checksum
 from .indexes import Indexes, StoredSegments, look_at_indexes
 from .mapped import FileMap, copy_words
@@ -42,7 +42,7 @@ def _joined(parts: Sequence[T]) -> T:
     return parts[0].__class__(*map(np.concatenate, zip(*parts, strict=True)))
 
 
-def selected(columns: T, which: "Int64s | Flags | slice") -> T:
+def selected(columns: T, which: "Int64s | Bools | slice") -> T:
     return columns.__class__(*(column[which] for column in columns))
 
 
@@ -65,7 +65,7 @@ class Survivors(NamedTuple):
     """
 
     runs: "list[Runs]"
-    proven: list[Flags]
+    proven: list[Bools]
     missing: int
 
 
@@ -121,7 +121,7 @@ class _Blocks(NamedTuple):
     rows: Int64s
     sound: Int64s
     """How many rows match their checksums."""
-    is_last: Flags
+    is_last: Bools
 
 
 def _find_blocks(file_map: FileMap, geo: Geometry, stored: StoredSegments) -> _Blocks:
@@ -223,7 +223,7 @@ class Runs(NamedTuple):
 
 @kernel
 def read_rows(
-    geo: Geometry, words: Words, limit: int, runs: Runs, keys: Int64s, sound: Flags, weights: Words, state: Words
+    geo: Geometry, words: Words, limit: int, runs: Runs, keys: Int64s, sound: Bools, weights: Words, state: Words
 ) -> int:
     """Copy the sound rows of runs of one layout.
 
@@ -259,7 +259,7 @@ def read_rows(
 
 @kernel
 def choose_rows(
-    layout_id: int, tables: TableArrays, places: Places, keys: Int64s, sound: Flags, proven: Flags, stale_ok: bool,
+    layout_id: int, tables: TableArrays, places: Places, keys: Int64s, sound: Bools, proven: Bools, stale_ok: bool,
     taken: Int32s,
 ) -> tuple[int, int]:  # fmt: skip
     """Choose rows of one layout, given from the newest segment to the oldest: of each the first, if it is sound.

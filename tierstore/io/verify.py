@@ -11,9 +11,10 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from ..kernels.arrays import Int64s, Words
 from ..kernels.jit import inline, kernel
 from ..rows import BLOCK_HEADER_WORDS, KEY_ROW_BITS, MAX_ROWS, PAGE_HEADER_WORDS
-from .base import Int64s, VerifyReport, Words
+from .base import VerifyReport
 from .checksum import two_row_checksums
 from .gather import queue_segments
 from .indexes import (

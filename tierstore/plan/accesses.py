@@ -7,13 +7,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..kernels import unique_in_order
+from ..kernels.arrays import Int64s
 from ..kernels.jit import kernel
 from ..rows import KEY_ROW_BITS
 from ..trace import Trace
 
 __all__ = ["Accesses", "Numbered", "accesses_of", "numbered", "of_table", "of_tables", "once_a_batch"]
-
-Int64s = NDArray[np.int64]
 
 
 class Accesses(NamedTuple):

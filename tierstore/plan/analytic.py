@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ..kernels.arrays import Float64s
 from .curves import MissRatioCurve
 
 __all__ = ["Popularity", "expected_distinct", "frequency_curve", "lru_curve", "popularity", "zipf_bins"]
 
-Floats = NDArray[np.float64]
 
 _SINGLE_RANKS: Final = 256
 """The hottest rows have a bin each."""
@@ -47,8 +46,8 @@ class Popularity(NamedTuple):
         chances: float64 [bins], that a row of the bin is in a batch.
     """
 
-    rows: Floats
-    chances: Floats
+    rows: Float64s
+    chances: Float64s
 
     @property
     def num_rows(self) -> float:
@@ -60,7 +59,7 @@ class Popularity(NamedTuple):
         return float(self.rows @ self.chances)
 
 
-def zipf_bins(num_rows: int, exponent: float) -> tuple[Floats, Floats]:
+def zipf_bins(num_rows: int, exponent: float) -> tuple[Float64s, Float64s]:
     """(rows of each bin, share of all ids of one row in it): row k is looked up in proportion to ``k ** -exponent``.
 
     A bin's weight is the integral over it, from half a rank before to half a rank behind.
@@ -74,13 +73,13 @@ def zipf_bins(num_rows: int, exponent: float) -> tuple[Floats, Floats]:
     return rows, weights / (rows @ weights)
 
 
-def _integral(low: Floats, high: Floats, exponent: float) -> Floats:
+def _integral(low: Float64s, high: Float64s, exponent: float) -> Float64s:
     """Of ``x ** -exponent``; exact where the exponent is near 1, too."""
     power = 1 - exponent
     logs = np.log(high / low)
     scaled = power * logs
     growth = np.where(np.abs(scaled) < 1e-12, 1.0, np.expm1(scaled) / np.where(scaled == 0, 1.0, scaled))
-    integral: Floats = low**power * logs * growth
+    integral: Float64s = low**power * logs * growth
     return integral
 
 
@@ -106,7 +105,7 @@ def expected_distinct(num_rows: int, lookups: float, exponent: float) -> float:
     return popularity([(num_rows, exponent, lookups)]).unique
 
 
-def _merged(rows: Floats, chances: Floats) -> Popularity:
+def _merged(rows: Float64s, chances: Float64s) -> Popularity:
     """Bins of nearly equal chance as one, of their mean, where there are many."""
     if len(rows) <= _MANY_BINS:
         return Popularity(rows, chances)
@@ -116,7 +115,7 @@ def _merged(rows: Floats, chances: Floats) -> Popularity:
     return Popularity(merged, np.bincount(places, weights=rows * chances) / merged)
 
 
-def _in_batch(shares: Floats, lookups: float) -> Floats:
+def _in_batch(shares: Float64s, lookups: float) -> Float64s:
     """That a row of this share of all ids is among so many: never more than the ids it has on average."""
     if not lookups:
         return np.zeros_like(shares)
@@ -148,12 +147,12 @@ def lru_curve(found: Popularity) -> MissRatioCurve:
     return _curve("lru", sizes, 1 - hits / found.unique, found)
 
 
-def _absent(rates: Floats, windows: Floats) -> Floats:
+def _absent(rates: Float64s, windows: Float64s) -> Float64s:
     """float64 [windows, rows]: the chance that a row has no use in the last so many batches, of which the first, a part
     of one, counts first uses within the batch only."""
     whole = np.floor(windows)[:, None]
     begin = 1 - (windows[:, None] - whole)
-    absent: Floats = np.exp(-rates * whole) * (1 - np.exp(-rates * begin) + np.exp(-rates))
+    absent: Float64s = np.exp(-rates * whole) * (1 - np.exp(-rates * begin) + np.exp(-rates))
     return absent
 
 
@@ -167,12 +166,12 @@ def frequency_curve(found: Popularity, *, policy: str = "perfect-lfu") -> MissRa
     return _curve(policy, sizes, 1 - np.interp(sizes, held, hits), found)
 
 
-def _sizes(found: Popularity) -> Floats:
+def _sizes(found: Popularity) -> Float64s:
     """Whole, log-spaced, up to all rows."""
     return np.unique(np.round(np.geomspace(1, max(round(found.num_rows), 1), _SIZES)))
 
 
-def _curve(policy: str, sizes: Floats, miss_ratios: Floats, found: Popularity) -> MissRatioCurve:
+def _curve(policy: str, sizes: Float64s, miss_ratios: Float64s, found: Popularity) -> MissRatioCurve:
     return MissRatioCurve(
         policy=policy,
         sizes=sizes.astype(np.int64),

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from ..io.cleaning import DEFAULT_SLACK, FULL_SHARE, MOST_SAMPLED
 from ..io.segments import geometry
+from ..kernels.arrays import Int32s, Int64s
 from ..kernels.jit import inline, kernel
 from ..pool.writeback import rows_a_write
 from ..rows import BLOCK_HEADER_WORDS, KEY_ROW_BITS, PAIR_WORDS, RowLayout
@@ -21,8 +22,6 @@ from .accesses import Accesses, numbered
 
 __all__ = ["ColdLog", "LogShares", "Writing", "cold_log_of", "pages_of_rows"]
 
-Int32s = NDArray[np.int32]
-Int64s = NDArray[np.int64]
 
 _STEPS_AN_OCTAVE: Final = 2
 

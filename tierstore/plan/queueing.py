@@ -9,15 +9,14 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ..kernels.arrays import Float64s
 from ..kernels.jit import kernel
 from ..system.excerpt import excerpt
 from .prediction import Latency
 
 __all__ = ["LatencyBound", "Queue", "latencies", "latency_alone", "latency_at", "parse_query_sizes"]
 
-Floats = NDArray[np.float64]
 
 NUM_QUERIES: Final = 100_000
 _WARM_SHARE: Final = 0.1
@@ -74,7 +73,7 @@ class LatencyBound(NamedTuple):
         return latency.p95_s <= self.p95_s and latency.p99_s <= self.p99_s
 
 
-def latencies(queue: Queue, queries_per_s: float, *, num_queries: int = NUM_QUERIES, seed: int = 0) -> Floats:
+def latencies(queue: Queue, queries_per_s: float, *, num_queries: int = NUM_QUERIES, seed: int = 0) -> Float64s:
     """Seconds from arrival to answer of simulated queries, float64 [num_queries], in order of arrival.
 
     The same seed draws the same queries, and the same gaps between them but for their scale, at every rate.

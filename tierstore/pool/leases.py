@@ -17,7 +17,7 @@ __all__ = ["Leases"]
 
 
 class Leases:
-    """Who uses which rows of an arena.
+    """Makes leases of an arena's rows, which it has brought in first.
 
     Attributes:
         split_batches: batches whose rows did not fit at once and were processed in parts.

@@ -19,7 +19,7 @@ PIN_POLL_SECONDS: Final = 0.1
 
 
 class Lease:
-    """The pinned rows of a batch's leading positions.
+    """The rows of a batch's leading positions, kept in their slots.
 
     Args:
         keeper: who made it.
@@ -28,7 +28,7 @@ class Lease:
         pinned: int32, the slots that ``release`` unpins.
 
     Attributes:
-        held: it outlives the call that took it; set by ``Leases.hold``.
+        held: it outlives the call that took it; set by ``Pins.hold``.
     """
 
     __slots__ = ("_keeper", "held", "inverse", "pinned", "slots")
@@ -49,11 +49,6 @@ class Lease:
     def position_slots(self) -> Int32s:
         """int32 [num_positions]: the slot of each position."""
         return self.slots if self.inverse is None else self.slots[self.inverse]
-
-    @property
-    def active(self) -> bool:
-        """Whether it was not released."""
-        return self._keeper is not None
 
     def is_of(self, keeper: "Pins") -> bool:
         """Whether it was made by this keeper, and not released."""

@@ -8,11 +8,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .. import kernels
-from ..kernels.arrays import Int32s, Int64s
+from ..kernels.arrays import Floats, Int32s, Int64s
 
 __all__ = ["check_ids", "check_offsets", "check_scale", "refuse_transforms"]
 
-Floats = NDArray[np.float32]
 
 _HOST: Final = torch.device("cpu")
 _ID_TYPES: Final = (torch.int64, torch.int32)

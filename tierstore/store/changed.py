@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..kernels.arrays import Int64s, Words
+from ..kernels.arrays import Bools, Int64s, Words
 from ..pool import Pool
 from ..pool.arrivals import Arrivals, IsChanged
 from ..pool.converting import RowSource
@@ -18,7 +17,6 @@ from .listing import resident_keys
 
 __all__ = ["CachedRows", "changed_rows"]
 
-_Bools = NDArray[np.bool_]
 
 _CHUNK_ROWS: Final = 1 << 15
 """Lookups wait while so many rows are compared: some milliseconds."""
@@ -92,7 +90,7 @@ class _Rows(NamedTuple):
     weights: Words
     state: Words
 
-    def chosen(self, which: _Bools | slice) -> "_Rows":
+    def chosen(self, which: Bools | slice) -> "_Rows":
         return _Rows(self.keys[which], self.weights[which], self.state[which])
 
 
@@ -118,13 +116,13 @@ def _read(pool: Pool, keys: Int64s, read: RowSource) -> _Rows:
     return rows if present.all() else rows.chosen(present)
 
 
-def _are_others(pool: Pool, rows: _Rows) -> _Bools:
+def _are_others(pool: Pool, rows: _Rows) -> Bools:
     """bool [n]: which differ from the cache's, to the bit. False for rows that left the cache: if they come again, they
     are among the arrivals."""
     cache = pool.cache
     with pool.arena.lock:
         slots = cache.find(rows.keys)
-        are_others: _Bools = (cache.weights[slots] != rows.weights).any(axis=1)
+        are_others: Bools = (cache.weights[slots] != rows.weights).any(axis=1)
         are_others |= (cache.state[slots] != rows.state).any(axis=1)
         are_others &= slots >= 0
     return are_others

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..config import TableConfig, require_choice
 from ..errors import ReadOnlyError, TableError
-from ..kernels.arrays import Int64s
+from ..kernels.arrays import Floats, Int64s
 from ..kernels.rounding import NEAREST, update_seed
 from ..lookup import Lookup
 from ..lookup.hbm import HbmLookup
@@ -22,7 +22,7 @@ from ..pool import Pool
 from ..pool.residency import OneTable
 from ..rows import KEY_ROW_BITS, RowLayout
 from ..system.unpicklable import Unpicklable
-from .arguments import Floats, check_ids, check_offsets, check_scale, refuse_transforms
+from .arguments import check_ids, check_offsets, check_scale, refuse_transforms
 from .version import TableState
 
 if TYPE_CHECKING:

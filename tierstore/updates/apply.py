@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..config import TableConfig
 from ..errors import StoreNotFoundError, TableError, TierstoreError
 from ..io.changes import Basis, ChangesTier
+from ..kernels.arrays import Int64s, Words
 from ..kernels.floats import half_code
 from ..kernels.quantized import fill_first_values
 from ..rows import KEY_ROW_BITS, RowLayout
@@ -32,8 +32,6 @@ from .update_file import UpdateFile
 
 __all__ = ["KEEP", "Applied", "apply_update", "roll_back_replica"]
 
-Int64s = NDArray[np.int64]
-Words = NDArray[np.uint64]
 
 KEEP: Final = 2
 _TRANSACTION_BYTES: Final = 16 << 20

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...cache import resolve_policy
+from ...kernels.arrays import Int64s
 from ...rows import KEY_ROW_BITS
 from ...system.excerpt import excerpt
 from ..accesses import Accesses, numbered
@@ -17,7 +18,6 @@ from .sampled import Sample, sample_of, sampled_sizes
 
 __all__ = ["CurveOptions", "Window", "by_table", "curve", "curves_of", "default_sizes", "windows"]
 
-Int64s = NDArray[np.int64]
 
 _EVERY_SIZE: Final = 4096
 _STEP: Final = 1.02

@@ -13,13 +13,13 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ...kernels.arrays import Int64s
 from ...kernels.jit import uncounted_inline as inline
 from ...kernels.jit import uncounted_kernel as kernel
 from ..accesses import Numbered
 
 __all__ = ["StackDistances"]
 
-Int64s = NDArray[np.int64]
 
 FANOUT_BITS: Final = 4
 """A counter is the sum of so many, as a power of two, of the level below."""

@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ...kernels.arrays import Int64s
 from ...kernels.jit import uncounted_inline as inline
 from ...kernels.jit import uncounted_kernel as kernel
 from ..accesses import Numbered
 
 __all__ = ["perfect_counts", "replay", "times_of_next_use"]
-
-Int64s = NDArray[np.int64]
 
 
 def perfect_counts(accesses: Numbered) -> Int64s:

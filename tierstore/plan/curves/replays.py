@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...cache.ddr import DdrCache
+from ...kernels.arrays import Float64s, Int64s
 from ...settings.names import nearest
 from ..accesses import Numbered, numbered
 from .base import POLICIES
@@ -16,8 +17,6 @@ from .priority import perfect_counts, replay, times_of_next_use
 
 __all__ = ["Progress", "Replay", "replay_of"]
 
-Int64s = NDArray[np.int64]
-Float64s = NDArray[np.float64]
 Progress = Callable[[int, int], None]
 """Told how much is done, and of how much; accesses, each once a replay."""
 

@@ -11,15 +11,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ...kernels.arrays import Float64s, Int64s
 from ...system.excerpt import excerpt
 from ..accesses import numbered
 
 __all__ = ["Sample", "sample_of", "sampled_sizes"]
-
-Int64s = NDArray[np.int64]
-Float64s = NDArray[np.float64]
 
 
 class Sample(NamedTuple):

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ...kernels.arrays import Int64s
 from ...kernels.jit import JIT_ENABLED, kernel
 
 __all__ = ["READ_BYTES", "DirectReader", "DirectWriter", "direct_reader"]
 
-Int64s = NDArray[np.int64]
 
 READ_BYTES: Final = 4096
 _PAGE_WORDS: Final = 512

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ...kernels.arrays import Float64s
 from ...nn import KeyedJaggedTensor
 from ...rows import RowLayout
 from ..host import SoftwareCosts
@@ -18,7 +18,6 @@ from .subject import Subject, transactions_in
 
 __all__ = ["STAGES", "Amounts", "Fitted", "Loop", "Written", "cost_ns", "fit_costs", "solve_nonnegative"]
 
-Floats = NDArray[np.float64]
 
 STAGES: Final[Mapping[str, tuple[str, ...]]] = {
     "lookup": (
@@ -103,7 +102,7 @@ def cost_ns(work: Mapping[str, float], costs: Mapping[str, float]) -> float:
     return sum(amount * costs.get(kind, 0.0) for kind, amount in work.items())
 
 
-def solve_nonnegative(matrix: Floats, target: Floats) -> Floats:
+def solve_nonnegative(matrix: Float64s, target: Float64s) -> Float64s:
     """The x >= 0 for which ``matrix @ x`` is nearest to ``target``.
 
     Lawson and Hanson, Solving Least Squares Problems (1974), chapter 23: unknowns are let off zero one by one, the one
@@ -134,7 +133,7 @@ def solve_nonnegative(matrix: Floats, target: Floats) -> Floats:
             found = found + share * (wanted - found)
             is_free &= found > 1e-15
             found[~is_free] = 0.0
-    solution: Floats = found / scale
+    solution: Float64s = found / scale
     return solution
 
 

@@ -21,7 +21,6 @@ from typing import Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ...nn import KeyedJaggedTensor
 from .fit import Amounts, Loop
@@ -50,8 +49,6 @@ _DIRTY_BATCHES: Final = 6
 _HIT_SHARE: Final = 0.45
 _MISS_SHARE: Final = 1 / 8
 """Of the rows, those that the cache holds where batches hit, and where they miss."""
-
-Int64s = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)

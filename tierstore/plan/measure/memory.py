@@ -10,9 +10,9 @@ from typing import Any, Final
 import numpy as np
 import psutil
 import torch
-from numpy.typing import NDArray
 
 from ...io.mapped import prefetch_word, zeros
+from ...kernels.arrays import Int64s
 from ...kernels.jit import kernel
 from ...system.sizes import machine_memory_bytes
 from ..host import Memory, Processor
@@ -31,8 +31,6 @@ _SHARE_OF_FREE: Final = 0.25
 _DEFAULT_CACHE_BYTES: Final = 32 << 20
 _ROWS_DRAWN: Final = 1 << 18
 _MATRIX: Final = 1536
-
-Int64s = NDArray[np.int64]
 
 
 @kernel

@@ -11,12 +11,12 @@ from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ... import optim
 from ...config import TableConfig
 from ...io.btree import META_READ_BYTES, parse_meta
+from ...kernels.arrays import Int64s
 from ...nn import KeyedJaggedTensor, TieredEmbeddingBagCollection
 from ...rows import RowLayout
 from ...store import Store, open_store
@@ -42,8 +42,6 @@ _SLACK: Final = 1.2
 _STAGING_BYTES: Final = 512 << 10
 ROWS_FILE: Final = "rows.lmdb"
 CHUNK: Final = 100_000
-
-Int64s = NDArray[np.int64]
 
 
 class Draw(Protocol):

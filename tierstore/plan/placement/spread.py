@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ...kernels.arrays import Float64s, Int64s
 from ...rows import RowLayout
 from ..loads import FLOAT_BYTES
 from ..workload import TableShape, Workload
@@ -71,9 +71,6 @@ class Shapes:
         return float(FLOAT_BYTES * self.table(piece).embedding_dim * self.workload.batch_samples)
 
 
-Floats = NDArray[np.float64]
-Int64s = NDArray[np.int64]
-
 _FINER: Final = (1, 2, 4)
 """Parts of the mean place's cost that tables are split into: of two equal parts one may be too much."""
 _WORTHWHILE: Final = 0.01
@@ -129,7 +126,7 @@ class _Spreader(NamedTuple):
             found[place].append(piece)
         return found
 
-    def _costs(self, pieces: Sequence[Piece]) -> Floats:
+    def _costs(self, pieces: Sequence[Piece]) -> Float64s:
         return np.array([self.shapes.looked_up_bytes(piece) for piece in pieces])
 
     def _sizes(self, pieces: Sequence[Piece]) -> Int64s:
@@ -182,7 +179,7 @@ class _Spreader(NamedTuple):
         return placed, np.array(places, np.int64)
 
 
-def longest_first(costs: Floats, sizes: Int64s, num_places: int, budget: int) -> Int64s | None:
+def longest_first(costs: Float64s, sizes: Int64s, num_places: int, budget: int) -> Int64s | None:
     """int64 [things]: the place of each; None if this order leaves no room for one.
 
     Args:
