@@ -78,34 +78,34 @@ class RowLayout:
         """Whether weights are int8 or int4 with a scale and a bias a row; such rows are looked up, not trained."""
         return self.dtype in get_args(QuantizedName)
 
-    @property
+    @cached_property
     def torch_dtype(self) -> torch.dtype:
         """Of the weights as they are read and written; quantized ones are read as float32."""
         return _TORCH_DTYPES[self.dtype]
 
-    @property
+    @cached_property
     def numpy_dtype(self) -> "np.dtype[np.float32] | np.dtype[np.uint16] | np.dtype[np.uint8]":
         """What kernels see: float32, the bit patterns of a 16-bit type as uint16, the bytes of a quantized row."""
         if self.is_quantized:
             return np.dtype(np.uint8)
         return np.dtype(np.float32) if self.dtype == "float32" else np.dtype(np.uint16)
 
-    @property
+    @cached_property
     def stored_columns(self) -> int:
         """Elements of ``numpy_dtype`` that the weights of one row are."""
         if self.dtype == "int8":
             return self.dim + _BYTE_SCALE_BYTES
         return -(-self.dim // 2) + _NIBBLE_SCALE_BYTES if self.dtype == "int4" else self.dim
 
-    @property
+    @cached_property
     def weight_words(self) -> int:
         return _words(self.stored_columns * self.numpy_dtype.itemsize)
 
-    @property
+    @cached_property
     def state_words(self) -> int:
         return _words(self.state_dim * 4)
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of one row in a cache, padding included."""
         return (self.weight_words + self.state_words) * WORD_BYTES

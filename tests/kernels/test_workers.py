@@ -1,6 +1,5 @@
 """Work split over threads: every range once, errors come out, whoever's threads they are."""
 
-import itertools
 import threading
 
 import numpy as np
@@ -8,6 +7,7 @@ import pytest
 import torch
 
 from tierstore.kernels import threads
+from tierstore.kernels.arrays import Int64s
 from tierstore.kernels.threads import MIN_WORK, Workers
 
 BOUNDS = [0, 3, 3, 7, 10, 11]
@@ -89,8 +89,15 @@ def test_an_error_comes_out_and_the_next_work_is_done(count: int, wrong: int) ->
 def test_ranges_of_about_equal_work() -> None:
     workers = Workers(4)
     starts = np.cumsum([0, *([MIN_WORK // 2] * 16), 0, 0]).astype(np.int64)
-    bounds = workers.split(starts)
-    assert (bounds[0], bounds[-1]) == (0, 18)
-    assert [int(starts[b] - starts[a]) for a, b in itertools.pairwise(bounds)] == [2 * MIN_WORK] * 4
-    assert workers.split(starts[:3]) == [0, 2], "too little to share"
+
+    def shared(starts: Int64s) -> list[tuple[int, int]]:
+        ranges: list[tuple[int, int]] = []
+        workers.share(lambda begin, end: ranges.append((begin, end)), starts)
+        return sorted(ranges)
+
+    ranges = shared(starts)
+    assert [begin for begin, _ in ranges] + [18] == [0] + [end for _, end in ranges]
+    assert [int(starts[end] - starts[begin]) for begin, end in ranges] == [2 * MIN_WORK] * 4
+    assert shared(starts[:3]) == [(0, 2)], "too little to share"
+    assert shared(starts[:1]) == []
     workers.close()

@@ -118,6 +118,20 @@ class Workers:
             if error is not None:
                 raise error
 
+    def share(self, work: Callable[[int, int], Any], starts: Int64s) -> None:
+        """Call ``work(begin, end)`` for ranges of items of about equal work, as many as are worth it.
+
+        Args:
+            starts: int64 [items + 1], ascending: work before each item, as offsets give it.
+        """
+        items, total = len(starts) - 1, int(starts[-1] - starts[0])
+        parts = min(self.parts(total), items)
+        if parts > 1:
+            targets = starts[0] + np.arange(1, parts) * (total / parts)
+            self.run(work, [0, *np.searchsorted(starts, targets).tolist(), items])
+        elif items:
+            work(0, items)
+
     def native_team(self) -> int:
         """The address of ``GOMP_parallel``, if the calling thread may borrow torch's threads with it; else 0."""
         team = _torch_team() if threading.current_thread() is threading.main_thread() else None
@@ -126,19 +140,6 @@ class Workers:
     def parts(self, work: int) -> int:
         """Into how many ranges so many row operations are best split."""
         return min(self.threads, max(1, work // MIN_WORK))
-
-    def split(self, starts: Int64s) -> list[int]:
-        """Bounds of at most ``threads`` ranges of items of about equal work.
-
-        Args:
-            starts: int64 [items + 1], ascending: work before each item, as offsets give it.
-        """
-        items, total = len(starts) - 1, int(starts[-1] - starts[0])
-        parts = min(self.parts(total), max(1, items))
-        if parts == 1:
-            return [0, items]
-        targets = starts[0] + np.arange(1, parts) * (total / parts)
-        return [0, *np.searchsorted(starts, targets).tolist(), items]
 
     def close(self) -> None:
         """Stop the threads."""

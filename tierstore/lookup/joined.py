@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from .. import kernels
 from ..kernels.arrays import Floats, Ids, Int32s, Int64s, Words
@@ -118,14 +118,14 @@ class Joined:
         """
         if self._keys is None:
             known = self._numbering
-            self._keys = self._read_keys() if known is None else self._slots + self.shifts(known)
+            self._keys = self._read(None) if known is None else self._slots + self.shifts(known)
         return self._keys
 
     def slots(self, numbering: Numbering) -> Int32s:
         """int32 [N], slots where each row has its own; errors as ``keys``."""
         if self._numbering is not numbering:
-            slots = self._read_slots(numbering)
-            self.note_slots(slots, numbering)
+            read = self._read(numbering) if not self.is_read else self.keys - self.shifts(numbering)
+            self.note_slots(read.astype(np.int32, copy=False), numbering)
         known: Int32s = self._slots
         return known
 
@@ -133,13 +133,17 @@ class Joined:
         """Take over what ``slots`` would find."""
         self._slots, self._numbering = slots, numbering
 
-    def _read_keys(self) -> Int64s:
-        return self._join(self._first_keys, np.int64)
-
-    def _read_slots(self, numbering: Numbering) -> Int32s:
-        if self.is_read:
-            return (self.keys - self.shifts(numbering)).astype(np.int32)
-        return self._join(self._first_slots(numbering), np.int32)
+    @shielded
+    def _read(self, numbering: Numbering | None) -> NDArray[Any]:
+        """Slots, int32 [N], or without a numbering keys, int64 [N]."""
+        joined = np.empty(len(self), np.int64 if numbering is None else np.int32)
+        plan = self.plan(numbering)
+        bad: list[int] = []
+        join: Any = kernels.join_ids
+        workers = self.tables[0].store.workers
+        workers.share(lambda begin, end: bad.append(join(begin, end, *plan, joined)), self.bag_starts)
+        self.check(bad)
+        return joined
 
     def shifts(self, numbering: Numbering) -> Int64s:
         """int64 [N]: by how much the key of each position is above its slot."""
@@ -157,38 +161,21 @@ class Joined:
         return order
 
     @property
-    def _first_keys(self) -> list[int]:
-        """The key of row 0 of each feature's table."""
-        return [table.index << KEY_ROW_BITS for table in self._owners]
-
-    @property
     def sources(self) -> "Sources":
         """Where its rows' keys come from."""
-        firsts = np.array(self._first_keys, np.int64)
-        return Sources(self._ids, self._starts, firsts, self.batch, self.bag_starts)
+        return Sources(self._ids, self._starts, self._firsts(None), self.batch, self.bag_starts)
 
-    def _first_slots(self, numbering: Numbering) -> list[int]:
-        """The slot of row 0 of each feature's table."""
-        return [numbering.first_slot(table.index) for table in self._owners]
+    def _firsts(self, numbering: Numbering | None) -> Int64s:
+        """int64 [features], the slot, or without a numbering the key, of row 0 of each feature's table."""
+        indices = [table.index for table in self._owners]
+        if numbering is None:
+            return np.array(indices, np.int64) << KEY_ROW_BITS
+        return np.array([numbering.first_slot(index) for index in indices], np.int64)
 
-    def plan(self, numbering: Numbering) -> tuple[Ids, Int64s, Int64s, Int64s, int, Int64s]:
-        """What ``kernels.look_up`` takes behind the range of bags."""
-        return self._plan(self._first_slots(numbering))
-
-    def _plan(self, firsts: list[int]) -> tuple[Ids, Int64s, Int64s, Int64s, int, Int64s]:
+    def plan(self, numbering: Numbering | None) -> tuple[Ids, Int64s, Int64s, Int64s, int, Int64s]:
+        """What ``kernels.look_up`` and, without a numbering, ``kernels.join_ids`` take behind the range of bags."""
         rows = np.array([table.config.num_embeddings for table in self._owners], np.int64)
-        return self._ids, self._starts, np.array(firsts, np.int64), rows, self.batch, self.bag_starts
-
-    @shielded
-    def _join(self, firsts: list[int], dtype: DTypeLike) -> NDArray[Any]:
-        joined = np.empty(len(self), dtype)
-        plan = self._plan(firsts)
-        bad: list[int] = []
-        join: Any = kernels.join_ids
-        workers = self.tables[0].store.workers
-        workers.run(lambda begin, end: bad.append(join(begin, end, *plan, joined)), workers.split(self.bag_starts))
-        self.check(bad)
-        return joined
+        return self._ids, self._starts, self._firsts(numbering), rows, self.batch, self.bag_starts
 
     def check(self, positions: list[int]) -> None:
         """Raise ValueError if one of them is the position of an id outside its table."""

@@ -6,7 +6,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..kernels.arrays import Floats, Int32s, Int64s
+from ..kernels.arrays import Floats
 from ..pool.backward import NO_FLOATS
 from ..pool.residency import Numbering
 from .joined import Joined
@@ -49,11 +49,8 @@ class Merged(Joined):
         self.scale = self._over_positions([_scale(part) for part in parts]) if has_scale else NO_FLOATS
         self._keys = self._slots = self._numbering = None
 
-    def _read_keys(self) -> Int64s:
-        return self._over_positions([part.keys for part in self._parts])
-
-    def _read_slots(self, numbering: Numbering) -> Int32s:
-        return self._over_positions([part.slots(numbering) for part in self._parts])
+    def _read(self, numbering: Numbering | None) -> NDArray[Any]:
+        return self._over_positions([part.keys if numbering is None else part.slots(numbering) for part in self._parts])
 
     def _over_bags(self, arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
         """Of an array over the bags of each lookup, one over the bags of all."""

@@ -65,4 +65,4 @@ class Arena:
 
     def over_threads(self, work: Callable[[int, int], Any], count: int) -> None:
         """Have threads do ``work(begin, end)`` of ranges that cover ``count``."""
-        self.workers.run(work, self.workers.split(np.arange(count + 1)))
+        self.workers.share(work, np.arange(count + 1))

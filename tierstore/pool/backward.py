@@ -97,7 +97,7 @@ class Groups:
                 self._factors, self._positions, self._bag_of,
             )  # fmt: skip
 
-        self._workers.run(work, self._workers.split(self._table_starts))
+        self._workers.share(work, self._table_starts)
 
     def used(self, by_number: Int32s) -> Int32s:
         """Of an array over row numbers, the elements that belong to a row."""

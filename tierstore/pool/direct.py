@@ -91,7 +91,7 @@ def look_up(workers: Workers, dim: int, ids: Ids, plan: Any, *arguments: Any) ->
         said.append(look_up_at(ids_at, num_ids, starts_at, len(bag_starts) - 1, *how, *before, *arguments))
     else:
         run: Any = kernels.look_up
-        workers.run(lambda begin, end: said.append(run(begin, end, ids, *plan, *arguments)), workers.split(bag_starts))
+        workers.share(lambda begin, end: said.append(run(begin, end, ids, *plan, *arguments)), bag_starts)
     return [status for status in said if status != kernels.DONE]
 
 

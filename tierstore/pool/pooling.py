@@ -21,4 +21,4 @@ def pool_part(arena: Arena, batch: Batch, pooling: Pooling, first: int, slots: I
             arena.layout.dim, arena.half, batch.columns, batch.batch, pooling.out, pooling.arg_max,
         )  # fmt: skip
 
-    arena.workers.run(work, arena.workers.split(batch.bag_starts))
+    arena.workers.share(work, batch.bag_starts)

@@ -1,7 +1,8 @@
 """A table of a store: read, write and pooled lookup by id."""
 
 import math
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,6 +50,10 @@ def make_lookup(
     return Lookup(joined, mode=mode) if tables[0].pool.hot is None else HbmLookup(joined, mode=mode)
 
 
+def _no_pool() -> None:
+    return None
+
+
 class Table(Unpicklable):
     """One table; made by ``Store.create_table`` and found as ``store[name]``.
 
@@ -67,6 +72,7 @@ class Table(Unpicklable):
         self.index = index
         self.layout = layout
         self._in_memory: OneTable | None = None
+        self._known_pool: Callable[[], Pool | None] = _no_pool
         self._is_gone = False
         self._learning_rate = config.optimizer.lr
         self._step = 0
@@ -97,7 +103,7 @@ class Table(Unpicklable):
 
     def leave(self) -> None:
         """The store has moved to a version without this table. Another may take its place."""
-        self._is_gone, self._in_memory = True, None
+        self._is_gone, self._in_memory, self._known_pool = True, None, _no_pool
 
     @property
     def pool(self) -> Pool:
@@ -106,12 +112,17 @@ class Table(Unpicklable):
         Raises:
             ClosedError: the store was closed. TableError: the version that the store shows has no such table.
         """
+        known = self._known_pool()
+        if known is not None and not known.is_closed:
+            return known
         if self._is_gone:
             raise TableError(
                 f"table {self.name!r} is not in the version that the store shows; if one of that name is there again, "
                 f"take it anew: store[{self.name!r}]"
             )
-        return self._store.pool_of(self.layout)
+        pool = self._store.pool_of(self.layout)
+        self._known_pool = weakref.ref(pool)  # a pool that another replaces is not kept in memory
+        return pool
 
     @property
     def state(self) -> TableState:
