@@ -127,6 +127,7 @@ class Store(Lifetime):
 
     def pool_of(self, layout: RowLayout) -> Pool:
         """The pool that rows of this layout live in; pools are made at first use, when all tables are known."""
+        self.require_open()  # in a forked process nobody may be there who could release the lock
         with self._pools.lock:
             self.require_open()
             return self._pools.of(layout)
