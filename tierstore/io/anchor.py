@@ -39,22 +39,6 @@ from ..system.oserrors import translate_os_error
 from .btree import META_READ_BYTES, Meta, parse_meta
 from .checksum import bytes_checksum
 
-__all__ = [
-    "ANCHOR_NAME",
-    "BEFORE_NAME",
-    "Anchor",
-    "AnchorKeeper",
-    "is_sound",
-    "keep_aside",
-    "load_anchor",
-    "newest_slot",
-    "read_metas",
-    "renew_anchor",
-    "require_sound",
-    "save_anchor",
-    "stamp_rows_file",
-]
-
 ANCHOR_NAME: Final = "rows.anchor"
 BEFORE_NAME: Final = "rows.before"
 """The meta pages that the last anchor to be gone back to took the place of; see ``recovery.py``."""

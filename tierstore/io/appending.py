@@ -27,8 +27,6 @@ from .records import (
 from .segments import Geometry, build_segment, page_header_status
 from .snapshot import Snapshot
 
-__all__ = ["Change", "NewRows", "put_version", "require_headers"]
-
 
 class NewRows(NamedTuple):
     """Rows to be appended.

@@ -12,18 +12,6 @@ import numpy as np
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..rows import KEY_ROW_BITS, MAX_ROWS, MAX_TABLES, RowLayout
 
-__all__ = [
-    "ColdCounters",
-    "ColdTier",
-    "Counting",
-    "NewerVersion",
-    "VerifyReport",
-    "check_arrays",
-    "check_table",
-    "check_widths",
-    "require_distinct",
-]
-
 
 class ColdCounters(NamedTuple):
     """Running totals since the tier was opened."""

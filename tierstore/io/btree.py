@@ -19,28 +19,6 @@ from ..kernels.arrays import Int64s, Words
 from ..kernels.jit import inline, kernel
 from .mapped import queue_read
 
-__all__ = [
-    "MAX_DEPTH",
-    "MAX_PAGES",
-    "META_KEY",
-    "META_READ_BYTES",
-    "NO_ROOT",
-    "SEGMENTS_KEY",
-    "Entries",
-    "Meta",
-    "TreeTotals",
-    "WalkStatus",
-    "child_of",
-    "count_keys",
-    "half",
-    "key_word",
-    "list_entries",
-    "new_entries",
-    "number",
-    "parse_meta",
-    "repoint",
-]
-
 Halves = NDArray[np.uint16]
 
 MAGIC: Final = 0xBEEFC0DE

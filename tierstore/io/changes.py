@@ -19,9 +19,6 @@ from .reads import by_key, stored_batches
 from .row_map import RowMap
 from .snapshot import Snapshot
 
-__all__ = ["Basis", "ChangedRows", "Changes", "ChangesTier"]
-
-
 CHUNK_BYTES: Final = 8 << 20
 """Rows with their state that are read at a time."""
 

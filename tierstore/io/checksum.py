@@ -13,8 +13,6 @@ import xxhash
 from ..kernels.arrays import Words
 from ..kernels.jit import JIT_ENABLED, inline
 
-__all__ = ["bytes_checksum", "mix_key", "row_checksum", "two_row_checksums"]
-
 _P1: Final = np.uint64(0x9E3779B185EBCA87)
 _P2: Final = np.uint64(0xC2B2AE3D27D4EB4F)
 _P3: Final = np.uint64(0x165667B19E3779F9)

@@ -26,9 +26,6 @@ from .row_map import RowMap
 from .slots import Segments
 from .snapshot import Snapshot
 
-__all__ = ["DEFAULT_SLACK", "FULL_SHARE", "MOST_SAMPLED", "Cleaner", "Moved"]
-
-
 _LOG: Final = logging.getLogger("tierstore")
 
 DEFAULT_SLACK: Final = 1.4

@@ -14,12 +14,9 @@ from typing import Final
 
 from ..errors import DamagedError, DiskFullError, TierstoreError, TruncatedError
 from ..system.durable import write_all
-from ..system.oserrors import translate_os_error
+from ..system.oserrors import RESTORE, translate_os_error
 from .btree import META_READ_BYTES, parse_meta, repoint
-from .files import RESTORE
 from .snapshot import Snapshot
-
-__all__ = ["copied_bytes", "copy_rows_file"]
 
 _PART_BYTES: Final = 32 << 20
 """Copied at a time; between two, progress shows and Ctrl-C is heeded."""

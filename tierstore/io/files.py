@@ -17,20 +17,6 @@ from .free_list import check_page_use
 from .mapped import FileMap
 from .writer_lock import LOCK_NAME
 
-__all__ = [
-    "MAX_PAGE_BYTES",
-    "RESTORE",
-    "ROW_FILE_NAME",
-    "are_successive",
-    "check_rows_file",
-    "create_rows_file",
-    "map_bytes",
-    "open_environment",
-    "require_plain_files",
-    "rows_path",
-    "translate",
-]
-
 ROW_FILE_NAME: Final = "rows.lmdb"
 MAX_PAGE_BYTES: Final = 32768
 """LMDB uses the system's page size up to this."""

@@ -33,8 +33,6 @@ from .btree import (
 )
 from .mapped import zeros
 
-__all__ = ["PageUse", "check_page_use", "pages_freed"]
-
 _BRANCH: Final = 0x01
 _LEAF: Final = 0x02
 _OVERFLOW: Final = 0x04

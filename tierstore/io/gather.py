@@ -28,28 +28,13 @@ from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..kernels.jit import uncounted_helper as inline
 from ..kernels.jit import uncounted_kernel as kernel
 from ..rows import BLOCK_HEADER_WORDS, KEY_ROW_BITS, MAX_ROWS, PAIR_WORDS
+from ..system.oserrors import RESTORE
 from .checksum import two_row_checksums
-from .files import RESTORE
 from .guard import ASK_AGAIN
 from .mapped import clock_ns, copy_words, is_resident, prefetch_word, queue_read
 from .row_map import Places
 from .segments import Geometry, row_seed
 from .slots import SegmentArrays
-
-__all__ = [
-    "GatherStatus",
-    "How",
-    "Scratch",
-    "Source",
-    "Target",
-    "Wanted",
-    "count_pages",
-    "gather",
-    "gather_error",
-    "new_scratch",
-    "queue_segments",
-]
-
 
 QUEUE_DEPTH: Final = 512
 """Rows whose pages are queued ahead of the copy; as many times more as there are rows to a page."""

@@ -42,8 +42,6 @@ from ..kernels.jit import JIT_ENABLED
 from ..system.forks import disown_in_forks
 from ..system.oserrors import RESTORE
 
-__all__ = ["ASK_AGAIN", "Guard", "PageRuns"]
-
 _SLOTS: Final = 64
 """Maps guarded at a time; an open store has two. A fault in a map beyond them ends the process."""
 _NOTES: Final = 4096

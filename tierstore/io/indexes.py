@@ -10,30 +10,14 @@ from ..errors import ChecksumError, DamagedError, FormatError, TruncatedError, U
 from ..kernels.arrays import Int64s, Words
 from ..kernels.jit import kernel
 from ..rows import PAGE_HEADER_WORDS
+from ..system.oserrors import RESTORE
 from .btree import SEGMENTS_KEY
 from .checksum import mix_key
-from .files import RESTORE
 from .guard import ASK_AGAIN, Guard, PageRuns
 from .mapped import queue_read
 from .records import LOG_ITEM, LogRecord, item_key, unpack_log
 from .segments import COUNT, COUNT_MASK, KEYS, NEWEST, OLDEST, SegmentStatus, check_index
 from .snapshot import Tree
-
-__all__ = [
-    "Indexes",
-    "StoredSegments",
-    "damage_error",
-    "damage_words",
-    "look_at_indexes",
-    "no_indexes",
-    "numbers_hash",
-    "read_indexes",
-    "refused_status",
-    "require_logged",
-    "segment_error",
-    "stored_segments",
-]
-
 
 _QUEUED: Final = 256
 """Indexes whose reading is begun ahead."""

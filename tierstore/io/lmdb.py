@@ -31,8 +31,6 @@ from .stored_records import read_payload
 from .verify import verify_segments
 from .writer import Writer
 
-__all__ = ["LmdbColdTier"]
-
 
 class LmdbColdTier:
     """``ColdTier`` in the file ``rows.lmdb`` of a store's directory. See the module's docstring.

@@ -27,8 +27,6 @@ from .row_map import RowMap
 from .slots import Segments
 from .snapshot import Snapshot
 
-__all__ = ["Log", "Written"]
-
 _LOG: Final = logging.getLogger("tierstore")
 
 Dead = list[tuple[Segments, Int64s]]

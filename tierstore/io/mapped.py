@@ -21,20 +21,6 @@ from ..system.oserrors import translate_os_error
 from .guard import Guard
 from .pins import Pins
 
-__all__ = [
-    "WILL_NEED",
-    "FileMap",
-    "clock_ns",
-    "copy_words",
-    "hold_open",
-    "is_resident",
-    "let_go",
-    "prefetch_word",
-    "queue_read",
-    "zeros",
-]
-
-
 _PROT_READ: Final = 1
 _MAP_SHARED: Final = 1
 _MAP_FIXED: Final = 0x10

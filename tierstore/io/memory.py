@@ -11,8 +11,6 @@ from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..rows import KEY_ROW_BITS, MAX_ROWS, RowLayout
 from .base import ColdCounters, Counting, VerifyReport, check_arrays, check_table, check_widths, require_distinct
 
-__all__ = ["MemoryColdTier"]
-
 
 class MemoryColdTier:
     """``ColdTier`` in memory: the tests' oracle, and what is below a store opened with ``cold="memory"``.

@@ -12,8 +12,6 @@ from .row_map import RowMap
 from .snapshot import Snapshot
 from .stored_records import read_head, read_payload, read_record
 
-__all__ = ["Follower", "NewerCommit"]
-
 ReadFrom = Callable[[Snapshot, RowMap, Int64s, Int32s, Words, Words, Bools], None]
 """``ColdTier.read``, by a snapshot and its map."""
 

@@ -23,8 +23,6 @@ from ..system.forks import OwnDescriptor
 from .files import translate
 from .pins import Pins
 
-__all__ = ["Floor"]
-
 _NOBODY: Final = 2**64 - 1
 _NUMBER: Final = struct.Struct("=Q")
 _READER: Final = struct.Struct("=Qi")

@@ -11,8 +11,9 @@ from ..kernels.arrays import Int64s
 from ..rows import KEY_ROW_BITS, RowLayout
 from ..system.durable import sync_directory
 from ..system.forks import disown_in_forks
+from ..system.oserrors import RESTORE
 from .anchor import require_sound
-from .files import RESTORE, check_rows_file, create_rows_file, map_bytes, require_plain_files, rows_path
+from .files import check_rows_file, create_rows_file, map_bytes, require_plain_files, rows_path
 from .indexes import read_indexes, stored_segments
 from .mapped import FileMap
 from .records import MAX_VERSION, CommitRecord, Head, first_records
@@ -21,8 +22,6 @@ from .row_map import RowMap
 from .snapshot import Snapshot
 from .stored_records import check_store, chosen_version, read_head, read_record
 from .writer_lock import WriterLock
-
-__all__ = ["OpenFile", "View"]
 
 
 class View:

@@ -31,8 +31,6 @@ from ..errors import StoreLockedError, TierstoreError
 from ..system.forks import OwnDescriptor
 from ..system.oserrors import translate_os_error
 
-__all__ = ["Pins", "lock_range"]
-
 _FLOCK: Final = struct.Struct("hhqqi4x")
 """The system's ``struct flock``: type, whence, start, length, process id."""
 _NO_LOCKS: Final = (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)

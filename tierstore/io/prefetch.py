@@ -9,8 +9,6 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from ..system.forks import disown_in_forks
 
-__all__ = ["Preparable", "prefetch"]
-
 Batch = TypeVar("Batch")
 _POLL_SECONDS: Final = 0.1
 _JOIN_SECONDS: Final = 30.0

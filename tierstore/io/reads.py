@@ -13,8 +13,6 @@ from .row_map import RowMap
 from .segments import Geometry
 from .snapshot import Snapshot
 
-__all__ = ["RowReader", "StoredRows", "by_key", "some_first", "stored_batches"]
-
 _LIST_STEP: Final = 1 << 20
 
 

@@ -10,32 +10,6 @@ from typing import Final
 from .btree import META_KEY, SEGMENTS_KEY
 from .checksum import bytes_checksum
 
-__all__ = [
-    "HEAD_ITEM",
-    "LOG_ITEM",
-    "MAX_VERSION",
-    "PAYLOAD_CHUNK_BYTES",
-    "STORE_ITEM",
-    "CommitRecord",
-    "Head",
-    "LogRecord",
-    "OtherFormatError",
-    "commit_item",
-    "first_records",
-    "item_key",
-    "pack_commit",
-    "pack_head",
-    "pack_log",
-    "pack_store",
-    "payload_item",
-    "segment_key",
-    "unpack_commit",
-    "unpack_head",
-    "unpack_log",
-    "unpack_store",
-    "version_of_item",
-]
-
 STORE_ITEM: Final = 0
 HEAD_ITEM: Final = 1
 LOG_ITEM: Final = 2

@@ -15,15 +15,14 @@ from pathlib import Path
 from ..errors import DamagedError, StoreLockedError
 from ..system.durable import write_all
 from ..system.killpoints import reach
+from ..system.oserrors import RESTORE
 from .anchor import Anchor, is_sound, keep_aside, load_anchor, read_metas, renew_anchor
 from .btree import Meta, parse_meta
-from .files import RESTORE, are_successive
+from .files import are_successive
 from .mapped import FileMap
 from .pins import lock_range
 from .snapshot import Tree
 from .stored_records import check_store, read_head, read_payload, read_record
-
-__all__ = ["recover"]
 
 
 def recover(path: Path, store_id: bytes) -> None:

@@ -32,15 +32,13 @@ from ..errors import BudgetError, DamagedError
 from ..kernels.arrays import Int32s, Int64s, Words
 from ..kernels.jit import inline, kernel
 from ..rows import KEY_ROW_BITS, PAGE_HEADER_WORDS, RowLayout
+from ..system.oserrors import RESTORE
 from ..system.sizes import format_size
-from .files import RESTORE
 from .indexes import Indexes, StoredSegments, no_indexes, read_indexes
 from .mapped import prefetch_word, zeros
 from .segments import COUNT, COUNT_MASK, KEYS, MIXED, NEWEST, Geometry
 from .slots import SegmentArrays, Segments
 from .snapshot import Tree
-
-__all__ = ["Places", "RowMap", "TableArrays", "can_be_stored", "find_positions", "new_places"]
 
 Places = NDArray[np.uint32]
 

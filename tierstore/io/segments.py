@@ -15,29 +15,6 @@ from ..rows import BLOCK_HEADER_WORDS, PAGE_HEADER_WORDS, PAIR_WORDS, SEGMENT_HE
 from .checksum import mix_key, row_checksum
 from .mapped import copy_words
 
-__all__ = [
-    "COUNT",
-    "COUNT_MASK",
-    "KEYS",
-    "MAX_BLOCKS",
-    "MIXED",
-    "NEWEST",
-    "NUMBER",
-    "OLDEST",
-    "Geometry",
-    "SegmentStatus",
-    "block_word",
-    "build_segment",
-    "check_index",
-    "geometry",
-    "index_lengths",
-    "index_pages",
-    "page_header_status",
-    "row_seed",
-    "unpack_block_word",
-]
-
-
 _MAGIC: Final = np.uint64(int.from_bytes(b"tierlogs", "little"))
 MIXED: Final = np.uint64(1 << 32)
 """Beside the number of rows: each has an epoch of its own, listed behind the keys."""

@@ -12,8 +12,6 @@ from ..rows import RowLayout
 from .indexes import Indexes, StoredSegments
 from .segments import geometry, index_lengths
 
-__all__ = ["SegmentArrays", "Segments"]
-
 
 class SegmentArrays(NamedTuple):
     """What is known of the segments of one layout, by slot. Readers use the first two."""

@@ -11,13 +11,11 @@ import numpy as np
 
 from ..errors import DamagedError, TruncatedError, UnreadableError
 from ..kernels.arrays import Words
+from ..system.oserrors import RESTORE
 from .btree import META_KEY, META_READ_BYTES, NO_ROOT, Entries, Meta, WalkStatus, list_entries, new_entries, parse_meta
-from .files import RESTORE
 from .free_list import check_page_use, pages_freed
 from .guard import ASK_AGAIN
 from .mapped import FileMap
-
-__all__ = ["Snapshot", "Tree", "raise_for_walk"]
 
 _CHUNK_ENTRIES: Final = 1 << 16
 _ATTEMPTS: Final = 100

@@ -24,8 +24,6 @@ from .segments import KEYS, MAX_BLOCKS, Geometry, block_word, row_seed, unpack_b
 from .slots import Segments
 from .sound_tree import Remains
 
-__all__ = ["LOST", "Runs", "Survivors", "choose_rows", "read_rows", "selected", "settled", "surviving_rows"]
-
 T = TypeVar("T", bound=tuple[Any, ...])
 R = TypeVar("R")
 

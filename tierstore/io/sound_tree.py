@@ -38,8 +38,6 @@ from .records import (
 from .segments import NUMBER
 from .snapshot import Tree
 
-__all__ = ["Remains", "choose_tree"]
-
 _BRANCH: Final = 0x01
 _LEAF: Final = 0x02
 _LASTING: Final = 0x3FEF

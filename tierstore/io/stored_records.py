@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import ChecksumError, FormatError, StoreNotFoundError
+from ..system.oserrors import RESTORE
 from .btree import META_KEY
 from .checksum import bytes_checksum
-from .files import RESTORE
 from .indexes import require_logged, stored_segments
 from .records import (
     HEAD_ITEM,
@@ -25,8 +25,6 @@ from .records import (
     version_of_item,
 )
 from .snapshot import Tree
-
-__all__ = ["check_store", "chosen_version", "read_head", "read_payload", "read_record", "stale_items"]
 
 
 def check_store(snapshot: Tree, store_id: bytes) -> LogRecord:

@@ -33,9 +33,6 @@ from .slots import Segments
 from .snapshot import Snapshot
 from .stored_records import read_head, read_payload, read_record
 
-__all__ = ["verify_segments"]
-
-
 SLICE_SEGMENTS: Final = 128
 """8 MiB, if they are full and of rows that fit a page."""
 _SLICES_AHEAD: Final = 4

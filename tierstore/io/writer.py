@@ -26,8 +26,6 @@ from .opened import OpenFile
 from .records import HEAD_ITEM, CommitRecord, Head, item_key, pack_head
 from .stored_records import read_head, read_record, stale_items
 
-__all__ = ["Writer"]
-
 _LOG: Final = logging.getLogger("tierstore")
 _PAUSE_SECONDS: Final = 5e-5
 """Between two transactions of a long run of them: a lock released and taken again at once is given to nobody else."""

@@ -11,8 +11,6 @@ from ..system.forks import OwnDescriptor, disown_in_forks
 from ..system.oserrors import translate_os_error
 from .mapped import hold_open, let_go
 
-__all__ = ["LOCK_NAME", "WriterLock"]
-
 LOCK_NAME: Final = "writer.lock"
 _NAMESPACE: Final = Path("/proc/self/ns/pid")
 _MAX_BYTES: Final = 64

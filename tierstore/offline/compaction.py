@@ -17,7 +17,7 @@ import numpy as np
 
 from ..errors import DamagedError
 from ..io import LmdbColdTier
-from ..io.files import RESTORE, rows_path
+from ..io.files import rows_path
 from ..io.indexes import Indexes, read_indexes, stored_segments
 from ..io.reads import some_first, stored_batches
 from ..io.records import Head
@@ -29,11 +29,10 @@ from ..rows import RowLayout
 from ..store import open_store
 from ..store.manifest import Manifest
 from ..store.target import Steps, new_store, require_outside
+from ..system.oserrors import RESTORE
 from ..system.output import require_room
 from ..trace import Trace, read_trace
 from .packing import order_by_co_access, require_tables, table_accesses
-
-__all__ = ["WORK_NAME", "CompactReport", "compact_store"]
 
 Shapes = Mapping[int, tuple[RowLayout, int]]
 

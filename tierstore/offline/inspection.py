@@ -10,8 +10,6 @@ from ..store.manifest import Manifest
 from ..system.sizes import format_count, format_size
 from ..system.terminal import byte_bar
 
-__all__ = ["describe_store", "roll_back_store", "verify_store"]
-
 _MAX_EXTRA_CHARACTERS = 200
 
 

@@ -21,9 +21,6 @@ from ..rows import KEY_ROW_BITS
 from ..system.excerpt import excerpt
 from ..trace import Trace
 
-__all__ = ["Accesses", "order_by_co_access", "require_tables", "table_accesses"]
-
-
 ACCESSES_A_ROW: Final = 32
 """The last accesses of a row, by which its companions are found."""
 WINDOW: Final = 32

@@ -32,8 +32,6 @@ from ..store.version import TableState, pack, unpack, unpack_tensors
 from ..system.durable import output_locked, sync_directory
 from ..system.output import output_errors, require_parent
 
-__all__ = ["TARGET_DTYPES", "QuantizeReport", "QuantizedTable", "quantize"]
-
 TARGET_DTYPES: Final[tuple[str, ...]] = tuple(name for name in get_args(DtypeName) if name != "float32")
 _CHUNK_BYTES: Final = 8 << 20
 """Rows and optimizer state that are read at a time."""

@@ -40,8 +40,6 @@ from ..system.excerpt import excerpt
 from ..system.plainfile import read_plain_file
 from ..system.sizes import format_count
 
-__all__ = ["LOST_NAME", "WORK_NAME", "Loss", "SalvageReport", "salvage"]
-
 LOST_NAME: Final = "lost.txt"
 """In the new store: what was lost, a line each."""
 WORK_NAME: Final = "repair.partial"
