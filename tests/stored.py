@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.io import LmdbColdTier
-from tierstore.io.indexes import Indexes, read_indexes, stored_segments
+from tierstore.io.indexes import Stored, read_indexes, stored_segments
 from tierstore.io.segments import KEYS
 from tierstore.rows import KEY_ROW_BITS, PAGE_HEADER_WORDS, RowLayout
 from tierstore.store.manifest import Manifest
@@ -25,7 +25,7 @@ class StoredKeys(NamedTuple):
         keys: int64 [rows], segment by segment in ascending order of their numbers.
     """
 
-    indexes: Indexes
+    segments: Stored
     keys: list[Int64s]
     layouts: list[RowLayout]
     file_pages: int
@@ -44,19 +44,20 @@ def segments_of(directory: Path) -> StoredKeys:
     manifest = Manifest.read(directory)
     tier = LmdbColdTier(directory, store_id=bytes.fromhex(manifest.store_id), readonly=True)
     with contextlib.closing(tier), tier.lease_tree() as snapshot:
-        indexes = read_indexes(snapshot, stored_segments(snapshot))
-        starts = indexes.stored.first_pages * manifest.page_bytes // 8 + PAGE_HEADER_WORDS + KEYS
+        segments = read_indexes(snapshot, stored_segments(snapshot))
+        starts = segments["first_page"] * manifest.page_bytes // 8 + PAGE_HEADER_WORDS + KEYS
         words = snapshot.file_map.words
         keys = [
-            words[at : at + n].astype(np.int64) for at, n in zip(starts.tolist(), indexes.rows.tolist(), strict=True)
+            words[at : at + n].astype(np.int64)
+            for at, n in zip(starts.tolist(), segments["rows"].tolist(), strict=True)
         ]
         layouts = [manifest.tables[own[0] >> KEY_ROW_BITS].layout(manifest.page_bytes) for own in keys]
-        return StoredKeys(indexes, keys, layouts, snapshot.limit_pages())
+        return StoredKeys(segments, keys, layouts, snapshot.limit_pages())
 
 
 def segment_offset(directory: Path) -> int:
     """Where in the file the newest segment begins, in bytes."""
-    return int(segments_of(directory).indexes.stored.first_pages[-1]) * Manifest.read(directory).page_bytes
+    return int(segments_of(directory).segments["first_page"][-1]) * Manifest.read(directory).page_bytes
 
 
 def offset_of(directory: Path, table: int, row: int, version: int | None = None) -> int:

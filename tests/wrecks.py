@@ -196,10 +196,10 @@ class Image:
         self.words = np.frombuffer(self.data, np.uint64)
         metas = [parse_meta(self.data[at : at + 152]) for at in (0, PAGE)]
         self.meta = max((meta for meta in metas if isinstance(meta, Meta)), key=lambda meta: meta.txn_id)
-        pages = list(self._pages(self.meta.main_root, self.meta.main_depth))
+        pages = list(self._pages(self.meta.main.page, self.meta.main.depth))
         self.leaves = [page for page, depth in pages if depth == 1]
         self.branches = [page for page, depth in pages if depth > 1]
-        free = self._pages(self.meta.free_root, self.meta.free_depth)
+        free = self._pages(self.meta.free.page, self.meta.free.depth)
         self.free_leaves = [page for page, depth in free if depth == 1]
         self.nodes = [
             (self._big(node + 8), self._big(node + 16), node) for page in self.leaves for node in self.nodes_of(page)

@@ -13,7 +13,7 @@ from tierstore.store.version import TableState, pack, unpack
 
 from .target import FindingError, Target
 
-_UNPACKERS = [getattr(records, name) for name in sorted(records.__all__) if name.startswith("unpack_")]
+_UNPACKERS = [getattr(records, name) for name in sorted(vars(records)) if name.startswith("unpack_")]
 
 
 def run(data: bytes) -> None:

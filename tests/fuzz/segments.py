@@ -27,10 +27,10 @@ with (
     _store._cold.lease() as (_tree, _rows),
 ):
     _STORED, _SHAPES = stored_segments(_tree), _rows.shapes
-_STORED = _STORED.chosen(np.unique(_STORED.pages, return_index=True)[1])  # one of each size
-_END = int((_STORED.first_pages + _STORED.pages).max()) * PAGE_BYTES
+_STORED = _STORED[np.unique(_STORED["pages"], return_index=True)[1]]  # one of each size
+_END = int((_STORED["first_page"] + _STORED["pages"]).max()) * PAGE_BYTES
 _CONTENT = (_FOLDER / "store" / "rows.lmdb").read_bytes()[:_END]
-_PAGES = _STORED.first_pages.tolist()
+_PAGES = _STORED["first_page"].tolist()
 
 
 class _Unguarded(SimpleNamespace):
@@ -48,11 +48,11 @@ class _Unguarded(SimpleNamespace):
 
 def _seal(words: Any) -> None:
     """Make the checksums of indexes right, as far as they lie in their segments."""
-    for first, pages, number in zip(*(column.tolist() for column in _STORED[1:]), _STORED.numbers, strict=True):
+    for number, first, pages in _STORED[["number", "first_page", "pages"]].tolist():
         at = first * PAGE_BYTES // 8 + 2
         count = int(words[at + COUNT] & COUNT_MASK) * (2 if words[at + COUNT] & MIXED else 1)
         if count < pages * PAGE_BYTES // 8 - 2 - KEYS:
-            words[at + CHECKSUM] = row_checksum(words, at + MAGIC, KEYS - MAGIC + count, number)
+            words[at + CHECKSUM] = row_checksum(words, at + MAGIC, KEYS - MAGIC + count, np.uint64(number))
 
 
 def run(data: bytes) -> None:
@@ -75,7 +75,7 @@ def run(data: bytes) -> None:
             rows.enter(tree, read_indexes(tree, _STORED), last, kept)
             rows.written_since(tree, 1)
     check = _Check(tree, rows)
-    check.look_at(_STORED)
+    check.look_at(_STORED.copy())
     with contextlib.suppress(DamagedError):
         check.require_sound()
 

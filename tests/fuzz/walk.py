@@ -4,13 +4,14 @@ import struct
 
 import numpy as np
 
-from tierstore.io.btree import META_READ_BYTES, NO_ROOT, WalkStatus, list_entries, new_entries, parse_meta
+from tierstore.io import btree
+from tierstore.io.btree import META_READ_BYTES, Pages, find_entries, list_tree, new_walk, parse_meta
 from tierstore.io.free_list import check_page_use
 
 from .image import PAGE_BYTES, build_store, edited, guarded_halves, metadata_pages, some_edits
 from .target import FindingError, Target, scratch_folder
 
-_CHUNK = 50
+btree._CHUNK_ENTRIES = 50
 _FOLDER = scratch_folder()
 build_store(_FOLDER / "store")
 _CONTENT = (_FOLDER / "store" / "rows.lmdb").read_bytes()
@@ -25,37 +26,18 @@ def run(data: bytes) -> None:
         meta = parse_meta(bytes(image[start : start + META_READ_BYTES]))
         if isinstance(meta, str):
             continue
-        limit = len(image) // meta.page_bytes
-        check_page_use(halves, meta, limit)
-        if meta.main_root == NO_ROOT:
-            continue
-        place = (meta.page_bytes // 2, limit, meta.main_root, meta.main_depth)
-        _walk(halves, place, len(image))
+        pages = Pages(halves, meta.page_bytes // 2, len(image) // meta.page_bytes, 0)
+        check_page_use(pages, meta)
+        for tolerant in (False, True):
+            used = np.zeros((pages.limit >> 6) + 1, np.uint64) if tolerant else None
+            entries = list_tree(pages, meta.main, new_walk(pages.page_halves, used), tolerant=tolerant)
+            if len(entries) > len(image) // 8:
+                raise FindingError("more entries than the file has room for")
+            ends = entries["page"] * meta.page_bytes + np.where(entries["page"] > 0, 16 + entries["size"], 0)
+            if not tolerant and (ends > len(image)).any():
+                raise FindingError("a value beyond the end of the file")
         keys = np.array([0, 5, 1 << 40, (1 << 64) - 1], np.uint64)
-        result = np.zeros(4, np.int64)
-        list_entries(halves, 0, *place, keys, keys, 1, new_entries(4), result)
-        _ = WalkStatus(int(result[1]))
-
-
-def _walk(halves: np.ndarray, place: tuple[int, int, int, int], size_bytes: int) -> None:
-    entries, result = new_entries(_CHUNK), np.zeros(4, np.int64)
-    first, second, total = np.uint64(0), np.uint64(0), 0
-    while True:
-        list_entries(halves, 0, *place, np.array([first]), np.array([second]), _CHUNK, entries, result)
-        count = int(result[0])
-        total += count
-        if total > size_bytes // 8:
-            raise FindingError("more entries than the file has room for")
-        page_bytes = place[0] * 2
-        ends = entries.pages[:count] * page_bytes + np.where(entries.pages[:count] > 0, 16 + entries.sizes[:count], 0)
-        if count and (ends > size_bytes).any():
-            raise FindingError("a value beyond the end of the file")
-        if WalkStatus(int(result[1])) != WalkStatus.FULL:
-            return
-        last = (int(entries.kinds[count - 1]) << 64 | int(entries.numbers[count - 1])) + 1
-        if last >> 128:
-            raise FindingError("entries after the last key")
-        first, second = np.uint64(last >> 64), np.uint64(last % 2**64)
+        find_entries(pages, meta.main, keys, keys, new_walk(pages.page_halves))
 
 
 def seeds() -> list[bytes]:

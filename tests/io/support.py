@@ -64,7 +64,7 @@ def place_of(tier: LmdbColdTier, table: int, row: int) -> RowPlace:
         return RowPlace(
             number=int(segments.arrays.numbers[slot]),
             index=index,
-            segment_page=int(segments.first_pages(np.array([slot]))[0]),
+            segment_page=int(segments.stored(np.array([slot]))["first_page"][0]),
             block_page=block_page,
             pair=8 * (words + BLOCK_HEADER_WORDS + in_block * geo.pair_stride),
             row=8 * (words + geo.first_row + in_block * geo.row_stride),

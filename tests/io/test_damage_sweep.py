@@ -64,8 +64,8 @@ def test_the_samples_are_stores_worth_damaging(samples: list[Sample], tmp_path: 
         with store._cold.lease_tree() as tree:
             indexes = read_indexes(tree, stored_segments(tree))
         if is_aged:
-            assert indexes.oldest.min() < store.versions[0]
-            assert (indexes.oldest < indexes.newest).any()
+            assert indexes["oldest"].min() < store.versions[0]
+            assert (indexes["oldest"] < indexes["newest"]).any()
 
 
 def examine_whole(samples: list[Sample]) -> tuple[str, str]:

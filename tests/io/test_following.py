@@ -85,7 +85,7 @@ def test_polls_beside_a_writer_copy_nothing_and_read_new_indexes_only(
     copies, num_read = [], []
     copied, read = RowMap.copied, row_map.read_indexes
     monkeypatch.setattr(RowMap, "copied", lambda rows: copies.append(1) or copied(rows))
-    monkeypatch.setattr(row_map, "read_indexes", lambda *both: num_read.append(len(both[1].numbers)) or read(*both))
+    monkeypatch.setattr(row_map, "read_indexes", lambda *both: num_read.append(len(both[1])) or read(*both))
     for poll in range(40):
         write_rows(writer, WIDE, keys_of(0, np.arange(poll, poll + 30)), 3, epoch=3)
         num_read.clear()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tierstore.io.btree import META_READ_BYTES, Meta, WalkStatus, parse_meta
+from tierstore.io.btree import META_READ_BYTES, Meta, Pages, WalkStatus, sound_metas
 from tierstore.io.files import open_environment
 from tierstore.io.free_list import PageUse, check_page_use
 from tierstore.io.mapped import FileMap
@@ -64,7 +64,7 @@ def test_whatever_lmdb_leaves_behind_passes(tmp_path: Path) -> None:
             readers.pop(int(generator.integers(len(readers)))).abort()
         snapshot = Snapshot(path, file_map, 4096)
         snapshot.check_free_pages()
-        most = max(most, check_page_use(file_map.halves, snapshot.meta, snapshot.limit_pages()).free_pages)
+        most = max(most, check_page_use(snapshot.pages(), snapshot.meta).free_pages)
         snapshot.close()
     assert most > (1000 if JIT_ENABLED else 10)
     for reader in readers:
@@ -93,12 +93,10 @@ class Image:
         environment.close()
         self.words: NDArray[np.uint64] = np.fromfile(path, np.uint64)
         self.bytes = self.words.view(np.uint8)
-        metas = [parse_meta(self.bytes[page * PAGE :][:META_READ_BYTES].tobytes()) for page in (0, 1)]
-        parsed = [meta for meta in metas if isinstance(meta, Meta)]
-        self.meta = max(parsed, key=lambda meta: meta.txn_id)
+        self.meta: Meta = sound_metas(*(self.bytes[at:][:META_READ_BYTES].tobytes() for at in (0, PAGE)))[0]
 
     def check(self) -> PageUse:
-        return check_page_use(self.words.view(np.uint16), self.meta, len(self.bytes) // PAGE)
+        return check_page_use(Pages(self.words.view(np.uint16), PAGE // 2, len(self.bytes) // PAGE, 0), self.meta)
 
     def half(self, at: int) -> int:
         return int.from_bytes(self.bytes[at : at + 2].tobytes(), "little")
@@ -123,7 +121,7 @@ class Image:
 
     def free_records(self) -> Iterator[tuple[int, int, int]]:
         """Of each record of the free list: its node, where its list starts, its size."""
-        for leaf in self.leaves(self.meta.free_root, self.meta.free_depth):
+        for leaf in self.leaves(self.meta.free.page, self.meta.free.depth):
             for node in self.nodes(leaf):
                 size = self.half(node) | self.half(node + 2) << 16
                 yield node, self.word(node + 16) * PAGE + 16 if self.half(node + 4) == 1 else node + 16, size
@@ -134,7 +132,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Image:
     image = Image(tmp_path_factory.mktemp("image") / "tree.lmdb")
     assert image.check().status == WalkStatus.DONE
     assert any(size > PAGE for _, _, size in image.free_records()), "no list takes overflow pages"
-    assert image.meta.main_depth > 1
+    assert image.meta.main.depth > 1
     return image
 
 
@@ -143,7 +141,7 @@ def test_every_changed_byte_of_the_free_list_is_seen(sound: Image) -> None:
     for node, start, _ in sound.free_records():
         places += range(node, node + 16)
         places += range(start, start + 8 * (sound.word(start) + 1))
-    for leaf in sound.leaves(sound.meta.free_root, sound.meta.free_depth):
+    for leaf in sound.leaves(sound.meta.free.page, sound.meta.free.depth):
         places += [*range(leaf * PAGE, leaf * PAGE + 8), *range(leaf * PAGE + 12, leaf * PAGE + 18)]
     places = places[:: 1 if JIT_ENABLED else 41]
     unseen = []
@@ -170,7 +168,7 @@ def _count_too_large(image: Image) -> int:
 
 def _page_of_a_segment(image: Image) -> int:
     _, start, _ = _longest(image)
-    for leaf in image.leaves(image.meta.main_root, image.meta.main_depth):
+    for leaf in image.leaves(image.meta.main.page, image.meta.main.depth):
         for node in image.nodes(leaf):
             if image.half(node + 4) == 1:
                 page = image.word(node + 24)
@@ -215,13 +213,13 @@ def _records_out_of_order(image: Image) -> int:
 
 def _branch_key(image: Image) -> int:
     """A key that belongs into the child before: LMDB would look for its segment in the wrong leaf."""
-    node = image.nodes(image.meta.main_root)[1]
+    node = image.nodes(image.meta.main.page)[1]
     image.bytes[node + 8 : node + 24] = 0
     return WalkStatus.BAD_ORDER
 
 
 def _nodes_overlap(image: Image) -> int:
-    leaf = next(image.leaves(image.meta.main_root, image.meta.main_depth))
+    leaf = next(image.leaves(image.meta.main.page, image.meta.main.depth))
     image.put(leaf * PAGE + 18, image.half(leaf * PAGE + 16), 2)
     return WalkStatus.BAD_NODE
 
@@ -256,15 +254,17 @@ def test_what_a_damaged_page_could_do_to_lmdb(sound: Image, damage: Callable[[Im
     assert found.status == expected
 
 
-@pytest.mark.parametrize("field", ["last_page", "txn_id", "main_root", "main_depth", "free_root", "main", "free"])
-def test_what_the_meta_page_says_must_be_so(sound: Image, field: str) -> None:
+def test_what_the_meta_page_says_must_be_so(sound: Image) -> None:
     meta = sound.meta
-    value = getattr(meta, field)
-    wrong = value._replace(overflow_pages=value.overflow_pages + 1) if isinstance(value, tuple) else value - 1
-    sound.meta = meta._replace(**{field: wrong})
-    found = sound.check()
+    wrong = [meta._replace(last_page=meta.last_page - 1), meta._replace(txn_id=meta.txn_id - 1)]
+    for tree in ("main", "free"):
+        root = getattr(meta, tree)
+        wrong += [
+            meta._replace(**{tree: root._replace(**{field: value - 1})}) for field, value in root._asdict().items()
+        ]
+    for sound.meta in wrong:
+        assert sound.check().status != WalkStatus.DONE, sound.meta
     sound.meta = meta
-    assert found.status != WalkStatus.DONE
 
 
 @pytest.mark.parametrize("count", [1, 7, 300, 2000])
@@ -283,7 +283,7 @@ def test_what_a_transaction_took_out_of_use_is_counted(tmp_path: Path, count: in
             txn.put(struct.pack(">QQ", key, 5), bytes([1] * 4080))
     found = Snapshot(path, file_map, 4096)
     trees = sum(tree.branch_pages + tree.leaf_pages for tree in (before.main, before.free))
-    assert count + before.main_depth <= found.freed_bytes // PAGE <= count + trees + before.free.overflow_pages
+    assert count + before.main.depth <= found.freed_bytes // PAGE <= count + trees + before.free.overflow_pages
     for snapshot in (first, found):
         snapshot.close()
     file_map.close()

@@ -344,7 +344,7 @@ def test_a_writer_looks_before_lmdb_does(tier: LmdbColdTier) -> None:
         pages = tier._file.map.file_bytes() // PAGE
         with tier.lease_tree() as tree:
             stored = stored_segments(tree)
-        ends = zip(stored.first_pages.tolist(), stored.pages.tolist(), strict=True)
+        ends = stored[["first_page", "pages"]].tolist()
         for page in set(range(2, pages)).difference(*(range(first, first + count) for first, count in ends)):
             refuse(index, page)
         tier.reader.is_cold = True

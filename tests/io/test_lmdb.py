@@ -324,7 +324,7 @@ def test_a_commit_that_finds_no_room_to_clean_stands(
                 assert commit(tier, b"") == version
         assert "no room to clean up" in caplog.text
         with tier.lease() as (snapshot, _):
-            assert len(stored_segments(snapshot).pages) == _segments(500), "what is dead goes before cleaning begins"
+            assert len(stored_segments(snapshot)) == _segments(500), "what is dead goes before cleaning begins"
         check_rows(tier, WIDE, keys, 2)
 
 
@@ -432,13 +432,13 @@ def test_a_lease_keeps_its_snapshot(tmp_path: Path) -> None:
     write_rows(tier, WIDE, keys, 1)
     commit(tier, b"")
     with tier.lease() as (snapshot, _):
-        before = [entries.pages[:count].tolist() for entries, count in snapshot.walk()]
-        images = [bytes(snapshot.file_map.words[page * 512 : page * 512 + 512]) for page in before[0] if page]
+        before = snapshot.walk()["page"].tolist()
+        images = [bytes(snapshot.file_map.words[page * 512 : page * 512 + 512]) for page in before if page]
         for generation in range(2, 8):
             write_rows(tier, WIDE, keys, generation)
             commit(tier, b"")
-        assert [entries.pages[:count].tolist() for entries, count in snapshot.walk()] == before
-        after = [bytes(snapshot.file_map.words[page * 512 : page * 512 + 512]) for page in before[0] if page]
+        assert snapshot.walk()["page"].tolist() == before
+        after = [bytes(snapshot.file_map.words[page * 512 : page * 512 + 512]) for page in before if page]
         assert images == after
     check_rows(tier, WIDE, keys, 7)
     tier.close()
@@ -454,7 +454,7 @@ def test_store_ids_have_16_bytes(tmp_path: Path) -> None:
 def _numbers(tier: LmdbColdTier) -> set[int]:
     """Of the segments in the tree."""
     with tier.lease_tree() as snapshot:
-        return set(stored_segments(snapshot).numbers.tolist())
+        return set(stored_segments(snapshot)["number"].tolist())
 
 
 def test_rows_lie_in_the_order_in_which_they_were_written(tmp_path: Path) -> None:

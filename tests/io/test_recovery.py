@@ -37,7 +37,7 @@ def test_a_tree_that_is_not_whole_is_not_gone_back_to(later: Path, what: str) ->
     kept = anchor.load_anchor(later / "rows.lmdb", STORE_ID)
     assert kept is not None
     meta = roots(kept.metas)
-    page = meta.main_root if what == "rows" else meta.free_root
+    page = meta.main.page if what == "rows" else meta.free.page
     with (later / "rows.lmdb").open("r+b") as file:
         os.pwrite(file.fileno(), b"\xff" * 64, page * PAGE)
     before = files(later)

@@ -176,7 +176,7 @@ def test_slices_of_any_size_find_the_same(folder: Path, monkeypatch: pytest.Monk
     with leased(folder) as (tier, tree, _):
         report, stored = tier.verify(), stored_segments(tree)
         place = place_of(tier, 2, 0)
-    assert report == (3, len(stored.pages), NUM_ROWS, int(stored.pages.sum()) * PAGE)
+    assert report == (3, len(stored), NUM_ROWS, int(stored["pages"].sum()) * PAGE)
     flip(folder, place.row + 40)
     whole = error(folder)
     flip(folder, place.row + 40)
@@ -189,7 +189,7 @@ def test_slices_of_any_size_find_the_same(folder: Path, monkeypatch: pytest.Monk
         flip(folder, place.row + 40)
         assert calls == sorted(calls)
         assert calls[-1] == ((folder / "rows.lmdb").stat().st_size,) * 2
-        assert len(calls) == -(-len(stored.pages) // size) + 1
+        assert len(calls) == -(-len(stored) // size) + 1
         calls.clear()
 
 

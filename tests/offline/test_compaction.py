@@ -19,6 +19,7 @@ from tests.packed import random_trace
 from tests.stored import offset_of, segment_offset, segments_of
 from tierstore import errors
 from tierstore.cli import main
+from tierstore.exchange.rows import read_rows
 from tierstore.io import LmdbColdTier
 from tierstore.io.anchor import read_stamp
 from tierstore.offline import compaction
@@ -83,7 +84,7 @@ def rows(directory, version=None):
     with tierstore.open(directory, mode="r", ddr="8MiB", threads=1, version=version) as store:
         found = {}
         for name, table in store.tables.items():
-            weights, state = tierstore.exchange.rows.read_rows(table, 0, ROWS)
+            weights, state = read_rows(table, 0, ROWS)
             found[name] = weights.tobytes(), state.tobytes(), table.state
         return found, store.tensors()["w"].tolist(), store.extra, store.version, store.versions
 
@@ -97,7 +98,9 @@ def files(directory):
 
 
 def test_the_copy_holds_every_version_in_less_room(source, tmp_path, trace):
-    assert (segments_of(source).indexes.newest != segments_of(source).indexes.oldest).any(), "nothing was cleaned"
+    assert (segments_of(source).segments["newest"] != segments_of(source).segments["oldest"]).any(), (
+        "nothing was cleaned"
+    )
     before = files(source)
     shown = []
     report = compact_store(source, tmp_path / "copy", trace=trace, progress=lambda *pair: shown.append(pair))
@@ -133,7 +136,7 @@ def test_each_row_is_in_full_segments_once_for_each_version_that_shows_it_anew(s
     """In key order."""
     compact_store(source, tmp_path / "copy")
     copy, tables = segments_of(tmp_path / "copy"), Manifest.read(source).tables
-    assert np.array_equal(copy.indexes.newest, copy.indexes.oldest)
+    assert np.array_equal(copy.segments["newest"], copy.segments["oldest"])
     before = [(np.zeros(ROWS, np.bool_), 0)] * len(tables)
     for version in VERSIONS:
         now = stored(source, version)
@@ -145,23 +148,22 @@ def test_each_row_is_in_full_segments_once_for_each_version_that_shows_it_anew(s
         for own in ([0, 2], [1]):  # tables of one layout
             segments = [
                 keys
-                for keys, epoch in zip(copy.keys, copy.indexes.newest.tolist(), strict=True)
+                for keys, epoch in zip(copy.keys, copy.segments["newest"].tolist(), strict=True)
                 if epoch == version and keys[0] >> 40 in own
             ]
             wanted = [np.flatnonzero(is_new[index]) + (index << 40) for index in own]
             assert np.array_equal(np.concatenate(segments), np.concatenate(wanted))
             full = tables[own[0]].layout(4096).rows_per_segment
             assert all(len(keys) == full for keys in segments[:-1])
-    assert set(copy.indexes.newest.tolist()) == set(VERSIONS)
+    assert set(copy.segments["newest"].tolist()) == set(VERSIONS)
 
 
 def test_segments_lie_in_order_and_next_to_no_page_is_free(source, tmp_path):
     compact_store(source, tmp_path / "copy")
     copy = segments_of(tmp_path / "copy")
-    stored = copy.indexes.stored
-    assert (np.diff(stored.first_pages) > 0).mean() > 0.9
+    assert (np.diff(copy.segments["first_page"]) > 0).mean() > 0.9
     # Only pages of the tree lie between: some for each of its transactions.
-    assert int(stored.pages.sum()) > 0.9 * copy.file_pages
+    assert int(copy.segments["pages"].sum()) > 0.9 * copy.file_pages
 
 
 def test_the_copy_is_trained_on_as_the_source_is(source, tmp_path, trace):
@@ -195,7 +197,7 @@ def test_a_running_writer_is_not_disturbed_and_what_it_has_not_committed_stays_o
         store.verify()
     with tierstore.open(tmp_path / "copy", mode="r", ddr="8MiB") as copy:
         assert torch.equal(copy["a"].read(torch.arange(ROWS)), want)
-    assert set(segments_of(tmp_path / "copy").indexes.newest.tolist()) == {1}
+    assert set(segments_of(tmp_path / "copy").segments["newest"].tolist()) == {1}
 
 
 def test_a_store_without_rows(tmp_path, trace):

@@ -335,8 +335,7 @@ def test_wrong_targets(trained: Trained, source: Path, tmp_path: Path) -> None:
 
 def test_damage_is_not_copied_in_silence(trained: Trained, source: Path, tmp_path: Path) -> None:
     with trained.store._cold.lease() as (snapshot, _):
-        entries, _ = next(iter(snapshot.walk()))
-        page, root = int(entries.pages[0]), snapshot.meta.main_root
+        page, root = int(snapshot.walk()["page"][0]), snapshot.meta.main.page
     trained.store.close()
     with (source / "rows.lmdb").open("r+b") as file:
         file.seek(page * 4096 + 60)

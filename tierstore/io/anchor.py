@@ -36,7 +36,7 @@ from ..errors import ChecksumError, DamagedError, FormatError, TierstoreError
 from ..system.durable import sync_directory, write_all
 from ..system.killpoints import reach
 from ..system.oserrors import translate_os_error
-from .btree import META_READ_BYTES, Meta, parse_meta
+from .btree import META_READ_BYTES, sound_metas
 from .checksum import bytes_checksum
 
 ANCHOR_NAME: Final = "rows.anchor"
@@ -236,12 +236,13 @@ def save_anchor(path: Path, store_id: bytes, page_bytes: int, metas: tuple[bytes
     Raises:
         OSError: the device refused; the anchor before stands.
     """
-    txn_id = max(_parsed(path, meta).txn_id for meta in metas)
+    if len(found := sound_metas(*metas)) < 2:
+        raise DamagedError(f"{path}: a meta page is damaged; restore the store's directory from a copy.")
     anchor_path = path.with_name(ANCHOR_NAME)
     is_new = not anchor_path.exists()
     newest = None if is_new else newest_slot(_slots(anchor_path))
     number = 1 if newest is None else newest.number + 1
-    slot = _slot(Anchor(number, store_id, boot_id(), page_bytes, txn_id, metas))
+    slot = _slot(Anchor(number, store_id, boot_id(), page_bytes, found[0].txn_id, metas))
     if is_new:
         _replace(anchor_path, bytes(_place(number)) + slot)
     else:
@@ -320,7 +321,7 @@ def is_sound(path: Path, anchor: Anchor) -> bool:
     metas = read_metas(path, anchor.page_bytes)
     current = boot_id()
     same_boot = anchor.boot_id == current and any(current)
-    return metas == anchor.metas or (same_boot and all(isinstance(parse_meta(meta), Meta) for meta in metas))
+    return metas == anchor.metas or (same_boot and len(sound_metas(*metas)) == 2)
 
 
 def load_anchor(path: Path, store_id: bytes) -> Anchor | None:
@@ -338,10 +339,9 @@ def load_anchor(path: Path, store_id: bytes) -> Anchor | None:
         raise ChecksumError(f"{path.with_name(ANCHOR_NAME)} is damaged; restore the store's directory from a copy.")
     if not read_stamp(path, anchor.page_bytes) == anchor.store_id == store_id:
         return None
-    metas = [parse_meta(meta) for meta in read_metas(path, anchor.page_bytes)]
-    txn_ids = [meta.txn_id for meta in metas if isinstance(meta, Meta)]
-    if max(txn_ids, default=-1) < anchor.txn_id:
-        if len(txn_ids) < len(metas):
+    metas = sound_metas(*read_metas(path, anchor.page_bytes))
+    if not metas or metas[0].txn_id < anchor.txn_id:
+        if len(metas) < 2:
             return None
         raise FormatError(
             f"{path} is older than {ANCHOR_NAME} beside it: one of the two was replaced. Restore the whole directory "
@@ -378,10 +378,3 @@ def read_metas(path: Path, page_bytes: int) -> tuple[bytes, bytes]:
     except OSError as error:
         raise translate_os_error(error, path) from error
     return first, second
-
-
-def _parsed(path: Path, page: bytes) -> Meta:
-    meta = parse_meta(page)
-    if isinstance(meta, str):
-        raise DamagedError(f"{path}: {meta}; restore the store's directory from a copy.")
-    return meta

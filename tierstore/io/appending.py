@@ -10,8 +10,8 @@ from ..kernels.arrays import Int32s, Int64s, Words
 from ..kernels.jit import kernel
 from ..rows import PAGE_HEADER_WORDS, RowLayout
 from .checksum import bytes_checksum
-from .gather import queue_segments
-from .indexes import Indexes, StoredSegments, numbers_hash, segment_error
+from .gather import queue_parts
+from .indexes import STORED, Stored, byte_ranges, numbers_hash, segment_error
 from .records import (
     LOG_ITEM,
     PAYLOAD_CHUNK_BYTES,
@@ -59,8 +59,8 @@ class Change:
         self.record = record
         self.pages = 0
 
-    def append(self, layout: RowLayout, geo: Geometry, new: NewRows) -> "Appended":
-        """Put rows, in their order, as segments."""
+    def append(self, layout: RowLayout, geo: Geometry, new: NewRows) -> Stored:
+        """Put rows, in their order, as segments; ``find_pages`` tells where they are once they are committed."""
         first, per_segment = self.record.next_number, geo.rows_per_segment
         image = np.empty(
             layout.segment_pages(min(per_segment, len(new.keys)), is_mixed=True) * geo.page_words, np.uint64
@@ -79,21 +79,21 @@ class Change:
                 geo, number, epochs, keys, new.slots[part], new.weights.reshape(-1), new.state.reshape(-1), value
             )
             self._txn.put(segment_key(number), value.data, dupdata=False)
-            parts.append((number, pages, len(keys), int(epochs.max()), int(epochs.min()), int(keys[0])))
-        numbers, pages_each, *rest = (np.array(column, np.int64) for column in zip(*parts, strict=True))
-        self.pages += int(pages_each.sum())
-        self._count(numbers.astype(np.uint64), 1)
-        return Appended(numbers.astype(np.uint64), pages_each, *rest)
+            parts.append((number, 0, pages, len(keys), int(epochs.max()), int(epochs.min()), int(keys[0])))
+        appended = np.array(parts, STORED)
+        self.pages += int(appended["pages"].sum())
+        self._count(appended, 1)
+        return appended
 
-    def delete(self, stored: StoredSegments) -> None:
+    def delete(self, stored: Stored) -> None:
         """Delete segments, after ``require_headers``."""
-        for number in stored.numbers.tolist():
+        for number in stored["number"].tolist():
             deleted = self._txn.delete(segment_key(number))
             assert deleted, "a segment in the tree could not be deleted"
-        self._count(stored.numbers, -1)
+        self._count(stored, -1)
 
-    def _count(self, numbers: Words, sign: int) -> None:
-        record = self.record
+    def _count(self, stored: Stored, sign: int) -> None:
+        record, numbers = self.record, stored["number"]
         self.record = replace(
             record,
             next_number=max(record.next_number, int(numbers.max(initial=np.uint64(0))) + 1),
@@ -106,45 +106,34 @@ class Change:
         self._txn.put(item_key(LOG_ITEM), pack_log(self.record))
 
 
-class Appended(NamedTuple):
-    """Segments that were put, whose pages the committed tree tells; columns as in ``Indexes``."""
-
-    numbers: Words
-    pages: Int64s
-    rows: Int64s
-    newest: Int64s
-    oldest: Int64s
-    first_keys: Int64s
-
-    def found_in(self, snapshot: Snapshot) -> Indexes:
-        """Where the tree of their transaction, or a later one, has them."""
-        entries = snapshot.seek(np.zeros_like(self.numbers), self.numbers)
-        assert np.array_equal(entries.numbers, self.numbers), "a segment just written is not in the tree"
-        stored = StoredSegments(self.numbers, entries.pages, self.pages)
-        return Indexes(stored, self.rows, self.newest, self.oldest, self.first_keys)
+def find_pages(snapshot: Snapshot, appended: Stored) -> None:
+    """Fill in where segments are, in the tree of the transaction that put them, or a later one."""
+    appended["first_page"] = snapshot.seek(np.zeros_like(appended["number"]), appended["number"].copy())["page"]
+    assert appended["first_page"].all(), "a segment just written is not in the tree"
 
 
-def require_headers(snapshot: Snapshot, stored: StoredSegments) -> None:
+def require_headers(snapshot: Snapshot, stored: Stored) -> None:
     """Look at LMDB's way to segments, and at the page headers that it is going to believe when it deletes them.
 
     Raises:
         DamagedError: a page header is not that of such a segment, or something cannot be read.
     """
-    snapshot.seek(np.zeros_like(stored.numbers), stored.numbers)
+    snapshot.seek(np.zeros(len(stored), np.uint64), stored["number"].copy())
     file_map, page_bytes = snapshot.file_map.rows, snapshot.page_bytes
-    queue_segments(file_map.address, page_bytes // 8, stored.first_pages, np.ones(len(stored.pages), np.int32))
+    starts, _ = byte_ranges(stored, page_bytes)
+    stops = starts + PAGE_HEADER_WORDS * 8
+    queue_parts(file_map.address, starts, stops)
     since = file_map.guard.begin()
     status, at = _check_headers(file_map.words, page_bytes // 8, snapshot.limit_pages(), stored)
-    starts = stored.first_pages * page_bytes
-    file_map.guard.require(since, starts, starts + PAGE_HEADER_WORDS * 8)
+    file_map.guard.require(since, starts, stops)
     if status:
-        raise segment_error(snapshot, int(stored.numbers[at]), status)
+        raise segment_error(snapshot, int(stored["number"][at]), status)
 
 
 @kernel
-def _check_headers(words: Words, page_words: int, limit: int, stored: StoredSegments) -> tuple[int, int]:
-    for i in range(len(stored.pages)):
-        status = page_header_status(words, page_words, limit, stored.first_pages[i], stored.pages[i])
+def _check_headers(words: Words, page_words: int, limit: int, stored: Stored) -> tuple[int, int]:
+    for i in range(len(stored)):
+        status = page_header_status(words, page_words, limit, stored[i]["first_page"], stored[i]["pages"])
         if status != 0:
             return status, i
     return 0, 0

@@ -1,4 +1,4 @@
-"""LMDB's B-tree, read page by page: where each segment lies, without touching the segments.
+"""LMDB's B-trees, read page by page: where each segment lies, without touching the segments.
 
 Source of the page format: LMDB 0.9's mdb.c (Howard Chu), data format version 1; docs/format.md repeats what is used
 here. Everything read is checked before it is followed: page numbers against the length of the file, flags, bounds, key
@@ -10,16 +10,18 @@ All pages read must be of a tree that stays pinned meanwhile (``pins.py``).
 
 import struct
 from enum import IntEnum
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..kernels.arrays import Int64s, Words
 from ..kernels.jit import inline, kernel
-from .mapped import queue_read
+from .mapped import FileMap, queue_read
 
 Halves = NDArray[np.uint16]
+Entries = NDArray[Any]
+"""Entries of a tree, of dtype ``ENTRY``."""
 
 MAGIC: Final = 0xBEEFC0DE
 DATA_VERSION: Final = 1
@@ -31,25 +33,36 @@ SEGMENTS_KEY: Final = np.uint64(0)
 META_READ_BYTES: Final = 152
 MAX_PAGES: Final = 1 << 32
 """Page numbers are held in 32 bits."""
+MAX_DEPTH: Final = 32
+HEADER_BYTES: Final = 16
+KEY_BYTES: Final = 16
+FREE_KEY_BYTES: Final = 8
+"""Of the tree of free pages, in which a key is a transaction's number in native order."""
+BIG_DATA: Final = 0x01
+"""The flag of a node whose value lies on pages of its own."""
 
-_KEY_BYTES: Final = 16
-_HEADER_BYTES: Final = 16
+_NODE_BYTES: Final = 8
 _BRANCH: Final = 0x01
 _LEAF: Final = 0x02
 _META: Final = 0x08
-_TRANSIENT: Final = 0xC010
-"""P_DIRTY, P_LOOSE, P_KEEP: of use to LMDB in memory only."""
-_BIG_DATA: Final = 0x01
+LASTING: Final = 0x3FEF
+"""The flags of a page that mean something on disk."""
 _INTEGER_KEYS: Final = 0x08
 _ENVIRONMENT_FLAGS: Final = 0x4000
 """MDB_NOSUBDIR, which LMDB keeps among the flags of its tree of free pages."""
-MAX_DEPTH: Final = 32
+_CHUNK_ENTRIES: Final = 1 << 16
+
+ENTRY: Final = np.dtype(
+    [("kind", np.uint64), ("number", np.uint64), ("page", np.int64), ("size", np.int64), ("place", np.int64)]
+)
+"""Both words of the key; the first page of the value, or 0 where it is small and lies in the tree; its bytes, -1 where
+there is no such entry; its first half-word."""
 
 
 class WalkStatus(IntEnum):
     DONE = 0
     FULL = 1
-    """The output is full; go on at the next key."""
+    """The output is full, and there may be more."""
     OUT_OF_FILE = 2
     BAD_PAGE = 3
     BAD_NODE = 4
@@ -61,13 +74,15 @@ class WalkStatus(IntEnum):
     """The meta page counts other pages or entries than there are."""
 
 
-class TreeTotals(NamedTuple):
-    """What LMDB counts of a tree."""
+class Root(NamedTuple):
+    """Where a tree begins, and what LMDB counts of it."""
 
+    depth: int
     branch_pages: int
     leaf_pages: int
     overflow_pages: int
     entries: int
+    page: int
 
 
 class Meta(NamedTuple):
@@ -76,13 +91,8 @@ class Meta(NamedTuple):
     page_bytes: int
     last_page: int
     txn_id: int
-    main_root: int
-    main_depth: int
-    main_entries: int
-    free_root: int
-    free_depth: int
-    main: TreeTotals
-    free: TreeTotals
+    main: Root
+    free: Root
 
 
 def parse_meta(page: bytes) -> Meta | str:
@@ -97,53 +107,107 @@ def parse_meta(page: bytes) -> Meta | str:
         return f"its LMDB data version is {version}, not {DATA_VERSION}"
     if not flags & _META:
         return "a meta page is damaged"
-    page_bytes, free_flags, free_depth, *free, free_root = struct.unpack_from("<IHHQQQQQ", page, 40)
-    main_pad, main_flags, main_depth, *main, main_root = struct.unpack_from("<IHHQQQQQ", page, 88)
+    page_bytes, free_flags, *free = struct.unpack_from("<IHHQQQQQ", page, 40)
+    main_pad, main_flags, *main = struct.unpack_from("<IHHQQQQQ", page, 88)
     last_page, txn_id = struct.unpack_from("<QQ", page, 136)
+    meta = Meta(page_bytes, last_page, txn_id, Root(*main), Root(*free))
     if page_bytes < 512 or page_bytes > 65536 or page_bytes & (page_bytes - 1):
         return f"a meta page is damaged (page size {page_bytes})"
     if main_flags or main_pad or free_flags & ~_ENVIRONMENT_FLAGS != _INTEGER_KEYS:
         return "a meta page is damaged (flags)"
-    for depth, root in ((main_depth, main_root), (free_depth, free_root)):
-        if depth > MAX_DEPTH or (depth == 0) != (root == NO_ROOT):
+    for root in (meta.main, meta.free):
+        if root.depth > MAX_DEPTH or (root.depth == 0) != (root.page == NO_ROOT):
             return "a meta page is damaged (tree depth)"
-        if root != NO_ROOT and root > last_page:
+        if root.page != NO_ROOT and root.page > last_page:
             return "a meta page is damaged (root)"
-    if last_page >= MAX_PAGES:
-        return f"a meta page is damaged ({last_page + 1} pages)"
-    totals = TreeTotals(*main), TreeTotals(*free)
-    return Meta(page_bytes, last_page, txn_id, main_root, main_depth, main[3], free_root, free_depth, *totals)
+    return meta if last_page < MAX_PAGES else f"a meta page is damaged ({last_page + 1} pages)"
+
+
+def sound_metas(*pages: bytes) -> list[Meta]:
+    """Those of these meta pages that are some, the newest first."""
+    metas = [meta for meta in map(parse_meta, pages) if isinstance(meta, Meta)]
+    return sorted(metas, key=lambda meta: meta.txn_id, reverse=True)
 
 
 def repoint(page: bytes, meta: Meta, txn_id: int) -> bytes:
     """A meta page of the same file, ``META_READ_BYTES`` of it, that leads to the tree of ``meta`` by another number."""
-    free_flags = struct.unpack_from("<H", page, 44)[0]
-    free = struct.pack("<IHHQQQQQ", meta.page_bytes, free_flags, meta.free_depth, *meta.free, meta.free_root)
-    main = struct.pack("<IHHQQQQQ", 0, 0, meta.main_depth, *meta.main, meta.main_root)
+    free = page[40:46] + struct.pack("<HQQQQQ", *meta.free)
+    main = struct.pack("<IHHQQQQQ", 0, 0, *meta.main)
     return page[:40] + free + main + struct.pack("<QQ", meta.last_page, txn_id)
 
 
-class Entries(NamedTuple):
-    """Key, place and size of B-tree entries; the kernels' output."""
+class Pages(NamedTuple):
+    """The file, as the kernels see it."""
 
-    kinds: Words
-    numbers: Words
+    halves: Halves
+    page_halves: int
+    limit: int
+    """Pages in the file."""
+    address: int
+    """Of the map, or 0 to have no pages queued for reading."""
+
+
+def pages_of(file_map: FileMap, page_bytes: int) -> Pages:
+    """The pages that a file has now."""
+    return Pages(file_map.halves, page_bytes // 2, file_map.file_bytes() // page_bytes, file_map.address)
+
+
+# Places in ``Walk.result``.
+STATUS: Final = 0
+PAGE: Final = 1
+_LEVEL: Final = 2
+BRANCHES: Final = 3
+LEAVES: Final = 4
+DAMAGED: Final = 5
+
+
+class Walk(NamedTuple):
+    """Where a walk stands. Made by ``new_walk``.
+
+    Attributes:
+        used: bitmap of pages; those of the tree are marked, and none is met twice. Empty to do without.
+        result: WalkStatus, the page that it is about, level, pages met of either kind, pages and nodes passed over.
+    """
+
     pages: Int64s
-    """Page number of the value, or 0 where the value is small and lies in the tree."""
+    indexes: Int64s
+    counts: Int64s
     sizes: Int64s
-    """Bytes of the value."""
-    places: Int64s
-    """The value's first half-word."""
+    least: Words
+    used: Words
+    result: Int64s
 
 
-def new_entries(capacity: int) -> Entries:
-    keys, others = np.empty((2, capacity), np.uint64), np.empty((3, capacity), np.int64)
-    return Entries(keys[0], keys[1], others[0], others[1], others[2])
+def new_walk(page_halves: int, used: Words | None = None) -> Walk:
+    places, indexes, counts = (np.zeros(MAX_DEPTH + 1, np.int64) for _ in range(3))
+    result = np.array([WalkStatus.FULL, 0, -1, 0, 0, 0])
+    used = np.zeros(0, np.uint64) if used is None else used
+    return Walk(places, indexes, counts, np.zeros(page_halves, np.int64), np.zeros(2, np.uint64), used, result)
+
+
+def list_tree(
+    pages: Pages, root: Root, walk: Walk, first: int = 0, *, key_bytes: int = KEY_BYTES, tolerant: bool = False
+) -> Entries:
+    """Entries in key order from key word ``first`` on, as far as ``walk.result`` says; see ``_list_entries``."""
+    parts = [np.empty(0, ENTRY)]
+    if root.page == NO_ROOT:
+        walk.result[STATUS] = WalkStatus.DONE
+    while walk.result[STATUS] == WalkStatus.FULL:
+        chunk = np.empty(_CHUNK_ENTRIES, ENTRY)
+        count = _list_entries(pages, root.page, root.depth, key_bytes, np.uint64(first), tolerant, walk, chunk)
+        parts.append(chunk[:count])
+    return np.concatenate(parts)
 
 
 @inline
 def half(halves: Halves, at: int) -> int:
     return np.int64(halves[at])  # type: ignore[return-value]
+
+
+@inline
+def wide(halves: Halves, at: int) -> int:
+    """A native 32-bit number."""
+    return half(halves, at) | (half(halves, at + 1) << 16)
 
 
 @inline
@@ -159,240 +223,276 @@ def key_word(halves: Halves, at: int) -> np.uint64:
 
 @inline
 def number(halves: Halves, at: int) -> int:
-    """A native 64-bit page number; -1 if it is beyond any file."""
-    if halves[at + 3] != 0:
-        return -1
-    return half(halves, at) | (half(halves, at + 1) << 16) | (half(halves, at + 2) << 32)
-
-
-@inline
-def count_keys(halves: Halves, page_halves: int, limit: int, page: int, flags: int) -> int:
-    """Number of nodes of a page that looks as it should; else minus the WalkStatus."""
-    if page < 2 or page >= limit:
-        return -2
-    at = page * page_halves
-    if number(halves, at) != page or (half(halves, at + 5) & ~_TRANSIENT) != flags:
-        return -3
-    lower = half(halves, at + 6)
-    upper = half(halves, at + 7)
-    if lower <= _HEADER_BYTES or lower & 1 or upper < lower or upper > page_halves * 2:
-        return -3
-    return (lower - _HEADER_BYTES) >> 1
-
-
-@inline
-def _node(halves: Halves, page_halves: int, page: int, index: int, leaf: bool) -> int:
-    """Position of a node's first half-word, or -1 if it is not a node of 16-byte keys inside its page."""
-    at = page * page_halves
-    offset = half(halves, at + 8 + index)
-    if offset & 1 or offset < half(halves, at + 7) or offset + 8 > page_halves * 2:
-        return -1
-    node = at + (offset >> 1)
-    key_bytes = half(halves, node + 3)
-    if leaf:
-        if key_bytes != _KEY_BYTES:
-            return -1
-        flags = half(halves, node + 2)
-        size = 8 if flags == _BIG_DATA else (half(halves, node) | (half(halves, node + 1) << 16))
-        if flags > _BIG_DATA or offset + 8 + _KEY_BYTES + size > page_halves * 2:
-            return -1
-    elif (key_bytes != _KEY_BYTES and index > 0) or offset + 8 + key_bytes > page_halves * 2:
-        return -1
-    return node
+    """A native 64-bit number; -1 if it is beyond any file."""
+    return -1 if halves[at + 3] != 0 else child_of(halves, at)
 
 
 @inline
 def child_of(halves: Halves, node: int) -> int:
     """The page that a branch's node leads to."""
-    return half(halves, node) | (half(halves, node + 1) << 16) | (half(halves, node + 2) << 32)
+    return wide(halves, node) | (half(halves, node + 2) << 32)
 
 
 @inline
-def _key_before(halves: Halves, node: int, first: np.uint64, second: np.uint64) -> bool | np.bool:
-    """Whether the node's key is less than (first, second)."""
-    word = key_word(halves, node + 4)
-    if word != first:
-        return word < first
-    return key_word(halves, node + 8) < second
+def claim(used: Words, page: int, count: int, end: int) -> int:
+    """Mark pages as used; 0 or minus a WalkStatus."""
+    if page < 2 or page + count > end:
+        return -2
+    for each in range(page, page + count):
+        bit = np.uint64(1) << np.uint64(each & 63)
+        if used[each >> 6] & bit:
+            return -6
+        used[each >> 6] |= bit
+    return 0
 
 
 @inline
-def _search(
-    halves: Halves, page_halves: int, page: int, num_keys: int, leaf: bool, first: np.uint64, second: np.uint64
-) -> int:
-    """First node of the page whose key is not less than the target; -1 for a damaged node."""
+def _count_keys(pages: Pages, page: int, flags: int) -> int:
+    """Number of nodes of a page that looks as it should; else minus the WalkStatus."""
+    if page < 2 or page >= pages.limit:
+        return -2
+    halves, at = pages.halves, page * pages.page_halves
+    lower, upper = half(halves, at + 6), half(halves, at + 7)
+    if number(halves, at) != page or (half(halves, at + 5) & LASTING) != flags:
+        return -3
+    if lower <= HEADER_BYTES or lower & 1 or upper < lower or upper > pages.page_halves * 2:
+        return -3
+    return (lower - HEADER_BYTES) >> 1
+
+
+@inline
+def _node_bytes(halves: Halves, node: int, leaf: bool, first: bool, key_bytes: int) -> int:
+    """What a node takes in its page, or -1 if it is none."""
+    has_key = halves[node + 3] == key_bytes
+    if not leaf:
+        # The first key of a branch page stands for everything smaller and may be left out.
+        return _NODE_BYTES + half(halves, node + 3) if has_key or (first and halves[node + 3] == 0) else -1
+    flags = halves[node + 2]
+    if not has_key or flags > BIG_DATA:
+        return -1
+    return (_NODE_BYTES + key_bytes + (8 if flags == BIG_DATA else wide(halves, node)) + 1) & ~1
+
+
+@inline
+def _node(pages: Pages, page: int, index: int, leaf: bool, key_bytes: int) -> int:
+    """Position of a node's first half-word, or -1 if it is no node with such a key inside its page."""
+    halves, at = pages.halves, page * pages.page_halves
+    offset = half(halves, at + 8 + index)
+    if offset & 1 or offset < half(halves, at + 7) or offset + _NODE_BYTES > pages.page_halves * 2:
+        return -1
+    node = at + (offset >> 1)
+    size = _node_bytes(halves, node, leaf, index == 0, key_bytes)
+    return -1 if size < 0 or offset + size > pages.page_halves * 2 else node
+
+
+@inline
+def _nodes_tile(pages: Pages, page: int, num_keys: int, leaf: bool, key_bytes: int, sizes: Int64s) -> bool:
+    """Whether the page's nodes lie side by side from its upper bound to its end, as LMDB moves them by their sizes.
+
+    ``sizes``: int64 [page_halves], zeros; left so unless the answer is no.
+    """
+    at = page * pages.page_halves
+    for i in range(num_keys):
+        node = _node(pages, page, i, leaf, key_bytes)
+        if node < 0:
+            return False
+        sizes[node - at] = _node_bytes(pages.halves, node, leaf, i == 0, key_bytes) >> 1
+    place = half(pages.halves, at + 7) >> 1
+    count = 0
+    while place < pages.page_halves:
+        node_halves = sizes[place]
+        if node_halves == 0:
+            return False
+        sizes[place] = 0
+        place += node_halves
+        count += 1
+    return place == pages.page_halves and count == num_keys
+
+
+@inline
+def _search(pages: Pages, page: int, num_keys: int, leaf: bool, first: np.uint64, second: np.uint64) -> int:
+    """The node of a leaf whose key is the first not less than the target, or of a branch below which the target is; -1
+    for a damaged one."""
     low = 0 if leaf else 1  # the first key of a branch stands for everything smaller
     high = num_keys
     while low < high:
         middle = (low + high) >> 1
-        node = _node(halves, page_halves, page, middle, leaf)
+        node = _node(pages, page, middle, leaf, KEY_BYTES)
         if node < 0:
             return -1
-        if _key_before(halves, node, first, second):
+        word = key_word(pages.halves, node + 4)
+        if word == first:
+            word, target = key_word(pages.halves, node + 8), second
+        else:
+            target = first
+        if word < target or (word == target and not leaf):
             low = middle + 1
         else:
             high = middle
-    return low
+    return low if leaf else low - 1
 
 
 @inline
-def _queue_children(
-    halves: Halves, page_halves: int, limit: int, page: int, start: int, num_keys: int, base: int
-) -> None:
-    for index in range(start, num_keys):
-        node = _node(halves, page_halves, page, index, False)
-        if node >= 0:
-            child = child_of(halves, node)
-            if child < limit:
-                queue_read(base + child * page_halves * 2, page_halves * 2)
-
-
-@inline
-def _descend(
-    halves: Halves,
-    page_halves: int,
-    limit: int,
-    level: int,
-    depth: int,
-    first: np.uint64,
-    second: np.uint64,
-    base: int,
-    pages: Int64s,
-    indexes: Int64s,
-    counts: Int64s,
-) -> int:
-    """From ``pages[level]`` down to the leaf position of the target. 0 or minus a WalkStatus.
-
-    With ``base`` (the map's address) not 0, the leaves of each lowest branch are queued for reading.
-    """
-    while True:
-        page = pages[level]
-        leaf = level == depth - 1
-        num_keys = count_keys(halves, page_halves, limit, page, _LEAF if leaf else _BRANCH)
-        if num_keys < 0:
-            return num_keys
-        index = _search(halves, page_halves, page, num_keys, leaf, first, second)
-        if index < 0:
-            return -4
-        counts[level] = num_keys
-        if leaf:
-            indexes[level] = index
-            return 0
-        # The child before the first key that is greater than the target holds it.
-        if index < num_keys:
-            node = _node(halves, page_halves, page, index, False)
-            equal = key_word(halves, node + 4) == first and key_word(halves, node + 8) == second
-            if not equal:
-                index -= 1
-        else:
-            index -= 1
-        node = _node(halves, page_halves, page, index, False)
-        if node < 0:
-            return -4
-        indexes[level] = index
-        if base != 0 and level == depth - 2:
-            _queue_children(halves, page_halves, limit, page, index, num_keys, base)
-        level += 1
-        pages[level] = child_of(halves, node)
-
-
-@inline
-def _next_leaf(
-    halves: Halves,
-    page_halves: int,
-    limit: int,
-    depth: int,
-    base: int,
-    pages: Int64s,
-    indexes: Int64s,
-    counts: Int64s,
-) -> int:
-    """Move to the first node of the next leaf: 0, 1 if there is none, or minus a WalkStatus."""
-    level = depth - 2
-    while level >= 0 and indexes[level] + 1 >= counts[level]:
-        level -= 1
-    if level < 0:
-        return 1
-    indexes[level] += 1
-    node = _node(halves, page_halves, pages[level], indexes[level], False)
-    if node < 0:
+def _enter(
+    pages: Pages, page: int, level: int, leaf: bool, key_bytes: int, first: np.uint64, second: np.uint64,
+    tolerant: bool, walk: Walk,
+) -> int:  # fmt: skip
+    """Claim and check a page, which a walk goes on with at the target; 0 or minus a WalkStatus."""
+    walk.pages[level] = walk.result[PAGE] = page
+    walk.indexes[level] = walk.counts[level] = 0
+    if len(walk.used) > 0:
+        status = claim(walk.used, page, 1, pages.limit)
+        if status != 0:
+            return status
+    num_keys = _count_keys(pages, page, _LEAF if leaf else _BRANCH)
+    if num_keys < 0:
+        return num_keys
+    if not tolerant and not _nodes_tile(pages, page, num_keys, leaf, key_bytes, walk.sizes):
         return -4
-    pages[level + 1] = child_of(halves, node)
-    zero = np.uint64(0)
-    return _descend(halves, page_halves, limit, level + 1, depth, zero, zero, base, pages, indexes, counts)
+    if first != 0 or second != 0:
+        walk.indexes[level] = _search(pages, page, num_keys, leaf, first, second)
+        if walk.indexes[level] < 0:
+            return -4
+    walk.counts[level] = num_keys
+    walk.result[LEAVES if leaf else BRANCHES] += 1
+    return 0
 
 
 @inline
-def _emit(halves: Halves, page_halves: int, node: int, limit: int, entries: Entries, out: int) -> bool:
-    """Write one entry; False if its value's pages are not all in the file."""
-    size = half(halves, node) | (half(halves, node + 1) << 16)
-    page = 0
-    if half(halves, node + 2) == _BIG_DATA:
-        page = number(halves, node + 12)
-        page_bytes = page_halves * 2
-        if page < 2 or page + (_HEADER_BYTES + size + page_bytes - 1) // page_bytes > limit:
-            return False
-    entries.kinds[out] = key_word(halves, node + 4)
-    entries.numbers[out] = key_word(halves, node + 8)
-    entries.pages[out] = page
-    entries.sizes[out] = size
-    entries.places[out] = page * page_halves + _HEADER_BYTES // 2 if page else node + 4 + _KEY_BYTES // 2
+def _queue_children(pages: Pages, page: int, start: int, num_keys: int, key_bytes: int) -> None:
+    for index in range(start, num_keys):
+        node = _node(pages, page, index, False, key_bytes)
+        if node >= 0 and child_of(pages.halves, node) < pages.limit:
+            page_bytes = pages.page_halves * 2
+            queue_read(pages.address + child_of(pages.halves, node) * page_bytes, page_bytes)
+
+
+@inline
+def _key_in_order(halves: Halves, node: int, key_bytes: int, leaf: bool, least: Words) -> bool:
+    """Whether the node's key is not below ``least``; then raises ``least`` to what may come next.
+
+    A branch's key is above every key before it and not above any after it.
+    """
+    first, second = np.uint64(0), np.uint64(0)
+    if key_bytes == KEY_BYTES:
+        first, second = key_word(halves, node + 4), key_word(halves, node + 8)
+    elif number(halves, node + 4) < 0:
+        return False
+    else:
+        first = np.uint64(number(halves, node + 4))
+    if first < least[0] or (first == least[0] and second < least[1]):
+        return False
+    least[0] = first
+    least[1] = second + np.uint64(1 if leaf else 0)
     return True
 
 
 @inline
-def _is_after(entries: Entries, i: int) -> bool:
-    """Whether an entry's key is greater than that of the one before it."""
-    if entries.kinds[i] != entries.kinds[i - 1]:
-        return bool(entries.kinds[i] > entries.kinds[i - 1])
-    return bool(entries.numbers[i] > entries.numbers[i - 1])
+def _emit(pages: Pages, node: int, key_bytes: int, tolerant: bool, entry: Any) -> bool:
+    """Write one entry; False if its value's pages are not all in the file, or, if tolerant, in no file."""
+    halves, page_bytes = pages.halves, pages.page_halves * 2
+    size, page, place = wide(halves, node), 0, node + (_NODE_BYTES + key_bytes) // 2
+    if half(halves, node + 2) == BIG_DATA:
+        page = number(halves, place)
+        num_pages = (HEADER_BYTES + size + page_bytes - 1) // page_bytes
+        if page < 0 if tolerant else page < 2 or page + num_pages > pages.limit:
+            return False
+        place = page * pages.page_halves + HEADER_BYTES // 2
+    if key_bytes == KEY_BYTES:
+        entry["kind"] = key_word(halves, node + 4)
+        entry["number"] = key_word(halves, node + 8)
+    else:
+        entry["kind"] = np.uint64(0)
+        entry["number"] = np.uint64(child_of(halves, node + 4))
+    entry["page"] = page
+    entry["size"] = size
+    entry["place"] = place
+    return True
 
 
 @kernel
-def list_entries(
-    halves: Halves, base: int, page_halves: int, limit: int, root: int, depth: int, kinds: Words, numbers: Words,
-    each: int, entries: Entries, result: Int64s,
-) -> None:  # fmt: skip
-    """List entries in key order, from each key (kinds[i], numbers[i]) on, ``each`` of them if there are so many. Where
-    one is wanted and there is none, it has the key (META_KEY, META_KEY).
+def _list_entries(
+    pages: Pages, root: int, depth: int, key_bytes: int, first: np.uint64, tolerant: bool, walk: Walk, entries: Entries
+) -> int:
+    """List entries in key order from key (first, 0) on, until all are listed or ``entries`` is full; called again, it
+    goes on. Returns how many there are.
 
     Args:
-        halves: uint16 view of the mapped file; ``base`` is its address, or 0 to have no pages queued for reading.
-        limit: pages in the file.
-        result: int64 [3]; receives the number of entries, the WalkStatus, and the page where it stopped.
+        key_bytes: 16 for the tree of segments, 8 for that of free pages.
+        tolerant: pass over what is damaged, and over the order of keys; else stop there, with a status.
     """
-    pages = np.zeros(MAX_DEPTH + 1, np.int64)
-    indexes = np.zeros(MAX_DEPTH + 1, np.int64)
-    counts = np.zeros(MAX_DEPTH + 1, np.int64)
-    pages[0] = root
-    leaf = depth - 1
-    out = status = 0
-    for i in range(len(kinds)):
-        first = out
-        status = _descend(halves, page_halves, limit, 0, depth, kinds[i], numbers[i], base, pages, indexes, counts)
-        while status == 0 and out < first + each:
-            if indexes[leaf] >= counts[leaf]:
-                status = _next_leaf(halves, page_halves, limit, depth, base, pages, indexes, counts)
-                continue
-            node = _node(halves, page_halves, pages[leaf], indexes[leaf], True)
-            if node < 0:
-                status = -4
-            elif not _emit(halves, page_halves, node, limit, entries, out):
-                status = -2
-            elif out > first and not _is_after(entries, out):
-                status = -5
-            else:
-                out += 1
-                indexes[leaf] += 1
-        if status < 0:
-            break
-        if status == 1 and each == 1:
-            entries.kinds[out] = entries.numbers[out] = META_KEY
-            entries.pages[out] = entries.sizes[out] = entries.places[out] = 0
-            out += 1
+    result, out, status, zero = walk.result, 0, 0, np.uint64(0)
+    level = result[_LEVEL]
+    if level < 0:
+        level = 0
+        status = _enter(pages, root, 0, depth == 1, key_bytes, first, zero, tolerant, walk)
+    while status == 0 or tolerant:
+        if status != 0:
+            result[DAMAGED] += 1
             status = 0
-    result[0] = out
-    result[1] = 0 if status == 1 else 1 if status == 0 else -status
-    while status < 0 and leaf > 0 and pages[leaf] == 0:
-        leaf -= 1
-    result[2] = pages[leaf]
+        leaf = level == depth - 1
+        page, index = walk.pages[level], walk.indexes[level]
+        if index >= walk.counts[level]:
+            if level == 0:
+                result[STATUS] = 0
+                return out
+            level -= 1
+            continue
+        if leaf and out == len(entries):
+            result[_LEVEL] = level
+            return out
+        walk.indexes[level] += 1
+        result[PAGE] = page
+        node = _node(pages, page, index, leaf, key_bytes)
+        has_key = not tolerant and (leaf or index > 0)
+        if node < 0:
+            status = -4
+        elif has_key and not _key_in_order(pages.halves, node, key_bytes, leaf, walk.least):
+            status = -5
+        elif not leaf:
+            if pages.address != 0 and level == depth - 2 and index == 0:
+                _queue_children(pages, page, index, walk.counts[level], key_bytes)
+            level += 1
+            child = child_of(pages.halves, node)
+            status = _enter(pages, child, level, level == depth - 1, key_bytes, first, zero, tolerant, walk)
+        elif _emit(pages, node, key_bytes, tolerant, entries[out]):
+            out += 1
+        else:
+            status = -2
+    result[STATUS] = -status
+    return out
+
+
+def find_entries(pages: Pages, root: Root, kinds: Words, numbers: Words, walk: Walk) -> Entries:
+    """The entry of each key, in the tree of segments; of size -1 where there is none."""
+    entries = np.zeros(len(kinds), ENTRY)
+    entries["size"] = -1
+    walk.result[STATUS] = WalkStatus.DONE
+    if root.page != NO_ROOT:
+        _find_entries(pages, root.page, root.depth, kinds, numbers, walk, entries)
+    return entries
+
+
+@kernel
+def _find_entries(
+    pages: Pages, root: int, depth: int, kinds: Words, numbers: Words, walk: Walk, entries: Entries
+) -> None:
+    for i in range(len(kinds)):
+        page = root
+        for level in range(depth):
+            leaf = level == depth - 1
+            status = _enter(pages, page, level, leaf, KEY_BYTES, kinds[i], numbers[i], True, walk)
+            index = walk.indexes[level]
+            is_there = status == 0 and index < walk.counts[level]
+            node = _node(pages, page, index, leaf, KEY_BYTES) if is_there else -1
+            if status == 0 and is_there and node < 0:
+                status = -4
+            if status == 0 and node >= 0 and not leaf:
+                page = child_of(pages.halves, node)
+            elif status == 0 and node >= 0:
+                is_it = key_word(pages.halves, node + 4) == kinds[i] and key_word(pages.halves, node + 8) == numbers[i]
+                if is_it and not _emit(pages, node, KEY_BYTES, False, entries[i]):
+                    status = -2
+            if status != 0:
+                walk.result[STATUS] = -status
+                return

@@ -20,7 +20,8 @@ import numpy as np
 from ..errors import DamagedError
 from ..kernels.arrays import Int64s, Words
 from .appending import NewRows
-from .gather import queue_segments
+from .gather import queue_parts
+from .indexes import byte_ranges
 from .reads import RowReader
 from .row_map import RowMap
 from .slots import Segments
@@ -139,8 +140,8 @@ class Cleaner:
             # Rows of several epochs take most pages.
             if arrays.pages[victims].sum() > segments.layout.pages_for(int(arrays.live[victims].sum()), is_mixed=True):
                 self._plans[geo.layout_id] = _Plan(victims, arrays.numbers[victims].copy())
-                address = snapshot.file_map.rows.address
-                queue_segments(address, geo.page_words, segments.first_pages(victims), arrays.pages[victims])
+                ranges = byte_ranges(segments.stored(victims), snapshot.page_bytes)
+                queue_parts(snapshot.file_map.rows.address, *ranges)
                 return True
             slots, fill = slots[~together], fill[~together]  # few rows of a version, which would lie no closer
         return False

@@ -12,7 +12,7 @@ from ..system.durable import sync_directory
 from ..system.oserrors import RESTORE, translate_os_error
 from ..system.plainfile import require_plain_file
 from .anchor import ANCHOR_NAME, BEFORE_NAME, stamp_rows_file
-from .btree import META_READ_BYTES, Meta, WalkStatus, parse_meta
+from .btree import META_READ_BYTES, Meta, WalkStatus, pages_of, parse_meta
 from .free_list import check_page_use
 from .mapped import FileMap
 from .writer_lock import LOCK_NAME
@@ -211,7 +211,7 @@ def _problem_of_pages(path: Path, meta: Meta) -> str:
     file_map = FileMap(path, path.stat().st_size)
     try:
         with file_map.guard.watching():
-            found = check_page_use(file_map.halves, meta, file_map.file_bytes() // meta.page_bytes)
+            found = check_page_use(pages_of(file_map, meta.page_bytes), meta)
         return "" if found.status == WalkStatus.DONE else f"{found.status.name} at page {found.page}"
     finally:
         file_map.close()

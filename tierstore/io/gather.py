@@ -363,7 +363,7 @@ def gather(
 
 
 @kernel
-def queue_segments(address: int, page_words: int, first_pages: Int64s, pages: NDArray[np.int32]) -> None:
-    """Start reading segments from their first pages on."""
-    for i in range(len(pages)):
-        queue_read(address + first_pages[i] * page_words * 8, pages[i] * np.int64(page_words * 8))
+def queue_parts(address: int, starts: Int64s, stops: Int64s) -> None:
+    """Start reading bytes ``[starts[i], stops[i])`` of the file mapped at ``address``; they begin with pages."""
+    for i in range(len(starts)):
+        queue_read(address + starts[i], stops[i] - starts[i])

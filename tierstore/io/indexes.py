@@ -1,7 +1,7 @@
 """The indexes of the segments in a tree: which rows each has, read without reading rows."""
 
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,7 @@ from ..kernels.arrays import Int64s, Words
 from ..kernels.jit import kernel
 from ..rows import PAGE_HEADER_WORDS
 from ..system.oserrors import RESTORE
-from .btree import SEGMENTS_KEY
+from .btree import HEADER_BYTES, SEGMENTS_KEY, Entries
 from .checksum import mix_key
 from .guard import ASK_AGAIN, Guard, PageRuns
 from .mapped import queue_read
@@ -23,66 +23,40 @@ _QUEUED: Final = 256
 """Indexes whose reading is begun ahead."""
 
 
-class StoredSegments(NamedTuple):
-    """The segments that a tree lists, by ascending number."""
+Stored = NDArray[Any]
+"""Segments of a tree, of dtype ``STORED``, by ascending number."""
 
-    numbers: Words
-    first_pages: Int64s
-    pages: Int64s
-    """How many pages each has."""
-
-    def chosen(self, which: "NDArray[np.bool_] | Int64s | slice") -> "StoredSegments":
-        return StoredSegments(self.numbers[which], self.first_pages[which], self.pages[which])
-
-
-class Indexes(NamedTuple):
-    """What the indexes of segments say, in the order of ``stored``."""
-
-    stored: StoredSegments
-    rows: Int64s
-    newest: Int64s
-    oldest: Int64s
-    """The largest and the least epoch of its rows."""
-    first_keys: Int64s
-    """Of its first row: all are of one layout."""
-
-    def chosen(self, which: "NDArray[np.bool_] | Int64s") -> "Indexes":
-        return Indexes(self.stored.chosen(which), *(column[which] for column in self[1:]))
-
-    def joined(self, more: "Indexes") -> "Indexes":
-        """These and more."""
-        stored = StoredSegments._make(map(np.concatenate, zip(self.stored, more.stored, strict=True)))
-        return Indexes(stored, *map(np.concatenate, zip(self[1:], more[1:], strict=True)))
+STORED: Final = np.dtype(
+    [("number", np.uint64), ("first_page", np.int64), ("pages", np.int64)]
+    + [(name, np.int64) for name in ("rows", "newest", "oldest", "first_key")]
+)
+"""What the tree tells of a segment, and then what its index does: how many rows, the largest and the least epoch of
+them, and the key of the first one, which tells the layout. These are 0 where the index was not read."""
 
 
-def no_indexes() -> Indexes:
-    """Of no segments."""
-    columns = [np.empty(0, np.int64) for _ in range(6)]
-    return Indexes(StoredSegments(np.empty(0, np.uint64), *columns[:2]), *columns[2:])
-
-
-def stored_segments(tree: Tree) -> StoredSegments:
-    """The segments of a tree.
+def stored_segments(tree: Tree) -> Stored:
+    """The segments of a tree; their indexes are not read.
 
     Raises:
         DamagedError: the tree is damaged.
     """
-    parts = [(np.empty(0, np.uint64), np.empty(0, np.int64), np.empty(0, np.int64))]
-    for entries, count in tree.walk():
-        own = entries.kinds[:count] == SEGMENTS_KEY
-        sizes = entries.sizes[:count][own]
-        if (bad := (sizes + 16) % tree.page_bytes != 0).any():
-            raise DamagedError(
-                f"{tree.path}: its tree has segment {entries.numbers[:count][own][int(np.argmax(bad))]}, which does "
-                f"not fill its pages. {RESTORE}"
-            )
-        parts.append((entries.numbers[:count][own], entries.pages[:count][own], (sizes + 16) // tree.page_bytes))
-        if not own.all():
-            break
-    return StoredSegments(*map(np.concatenate, zip(*parts, strict=True)))
+    entries = tree.walk()
+    entries = entries[entries["kind"] == SEGMENTS_KEY]
+    if (bad := (entries["size"] + HEADER_BYTES) % tree.page_bytes != 0).any():
+        number = entries["number"][int(np.argmax(bad))]
+        raise DamagedError(f"{tree.path}: its tree has segment {number}, which does not fill its pages. {RESTORE}")
+    return listed_segments(entries, tree.page_bytes)
 
 
-def require_logged(tree: Tree, stored: StoredSegments) -> LogRecord:
+def listed_segments(entries: Entries, page_bytes: int) -> Stored:
+    """The segments of these entries of a tree."""
+    stored = np.zeros(len(entries), STORED)
+    stored["number"], stored["first_page"] = entries["number"], entries["page"]
+    stored["pages"] = (entries["size"] + HEADER_BYTES) // page_bytes
+    return stored
+
+
+def require_logged(tree: Tree, numbers: Words) -> LogRecord:
     """Compare the segments with what the writer counted: one that went missing is found here.
 
     Raises:
@@ -95,9 +69,9 @@ def require_logged(tree: Tree, stored: StoredSegments) -> LogRecord:
         log = unpack_log(found)
     except ValueError as error:
         raise FormatError(f"{tree.path}: its record of the log is damaged: {error}. {RESTORE}") from error
-    if (len(stored.numbers), numbers_hash(stored.numbers)) != (log.num_segments, log.hash):
+    if (len(numbers), numbers_hash(numbers)) != (log.num_segments, log.hash):
         raise DamagedError(
-            f"{tree.path}: its tree has {len(stored.numbers):,} segments, and its record of the log counts "
+            f"{tree.path}: its tree has {len(numbers):,} segments, and its record of the log counts "
             f"{log.num_segments:,} others. {RESTORE}"
         )
     return log
@@ -117,53 +91,53 @@ def _hash(numbers: Words) -> np.uint64:
 
 
 @kernel
-def _read(
-    words: Words, address: int, page_words: int, limit: int, stored: StoredSegments, statuses: Int64s, rows: Int64s,
-    newest: Int64s, oldest: Int64s, first_keys: Int64s,
-) -> None:  # fmt: skip
-    """Check indexes and fill the columns of ``Indexes`` where they are sound."""
-    for ahead in range(len(rows) + _QUEUED):
-        if ahead < len(rows) and stored.first_pages[ahead] < limit:
-            queue_read(address + stored.first_pages[ahead] * page_words * 8, page_words * 8)
+def _read(words: Words, address: int, page_words: int, limit: int, stored: Stored, statuses: Int64s) -> None:
+    """Check indexes, and fill in what they say where they are sound."""
+    for ahead in range(len(stored) + _QUEUED):
+        if ahead < len(stored) and stored[ahead]["first_page"] < limit:
+            queue_read(address + stored[ahead]["first_page"] * page_words * 8, page_words * 8)
         i = ahead - _QUEUED
         if i < 0:
             continue
-        statuses[i] = check_index(words, page_words, limit, stored.first_pages[i], stored.pages[i], stored.numbers[i])
+        first_page, pages = stored[i]["first_page"], stored[i]["pages"]
+        statuses[i] = check_index(words, page_words, limit, first_page, pages, stored[i]["number"])
         if statuses[i] == 0:
-            at = stored.first_pages[i] * page_words + PAGE_HEADER_WORDS
-            rows[i] = np.int64(words[at + COUNT] & COUNT_MASK)
-            newest[i] = np.int64(words[at + NEWEST])
-            oldest[i] = np.int64(words[at + OLDEST])
-            first_keys[i] = np.int64(words[at + KEYS])
+            at = first_page * page_words + PAGE_HEADER_WORDS
+            stored[i]["rows"] = words[at + COUNT] & COUNT_MASK
+            stored[i]["newest"] = words[at + NEWEST]
+            stored[i]["oldest"] = words[at + OLDEST]
+            stored[i]["first_key"] = words[at + KEYS]
 
 
-def look_at_indexes(tree: Tree, stored: StoredSegments) -> tuple[Indexes, Int64s]:
-    """The indexes of these segments, zeros where one is not what was written, and the SegmentStatus of each."""
-    file_map, count = tree.file_map.rows, len(stored.numbers)
-    statuses, *columns = (np.zeros(count, np.int64) for _ in range(5))
+def look_at_indexes(tree: Tree, stored: Stored) -> Int64s:
+    """Fill in what the indexes say of these segments, where they are what was written; the SegmentStatus of each."""
+    file_map, statuses = tree.file_map.rows, np.zeros(len(stored), np.int64)
     since = file_map.guard.begin()
-    _read(
-        file_map.words, file_map.address, tree.page_bytes // 8, tree.limit_pages(), stored, statuses, *columns
-    )  # fmt: skip
+    _read(file_map.words, file_map.address, tree.page_bytes // 8, tree.limit_pages(), stored, statuses)
     if not file_map.guard.is_clean(since):
-        starts = stored.first_pages * tree.page_bytes
         refused = file_map.guard.refused(since)
-        met = refused.meet(starts, starts + stored.pages * tree.page_bytes)
+        met = refused.meet(*byte_ranges(stored, tree.page_bytes))
         statuses[met] = refused_status(file_map.guard, refused)
-    return Indexes(stored, *columns), statuses
+    return statuses
 
 
-def read_indexes(tree: Tree, stored: StoredSegments) -> Indexes:
-    """The indexes of these segments.
+def byte_ranges(stored: Stored, page_bytes: int) -> tuple[Int64s, Int64s]:
+    """Where in the file segments begin and end."""
+    return stored["first_page"] * page_bytes, (stored["first_page"] + stored["pages"]) * page_bytes
+
+
+def read_indexes(tree: Tree, stored: Stored) -> Stored:
+    """These segments, with what their indexes say.
 
     Raises:
         DamagedError: one is not what was written, or cannot be read.
     """
-    indexes, statuses = look_at_indexes(tree, stored)
+    stored = stored.copy()
+    statuses = look_at_indexes(tree, stored)
     if statuses.any():
         at = int(np.argmax(statuses > 0))
-        raise segment_error(tree, int(stored.numbers[at]), int(statuses[at]))
-    return indexes
+        raise segment_error(tree, int(stored["number"][at]), int(statuses[at]))
+    return stored
 
 
 def refused_status(guard: Guard, refused: PageRuns) -> SegmentStatus:

@@ -17,9 +17,9 @@ from ..errors import DamagedError
 from ..kernels.arrays import Int64s
 from ..system.killpoints import reach
 from .anchor import AnchorKeeper
-from .appending import Change, NewRows, require_headers
+from .appending import Change, NewRows, find_pages, require_headers
 from .cleaning import Cleaner
-from .indexes import StoredSegments
+from .indexes import Stored
 from .opened import OpenFile
 from .reads import RowReader
 from .records import LOG_ITEM, item_key, pack_log
@@ -119,11 +119,12 @@ class Log:
             snapshot = self._file.new_snapshot()
             _forget(dead, txn_id := snapshot.txn_id)
             if moved is not None and moved_to is not None:  # first: a row may be moved, and newer in what is new
-                rows.publish_moved(layout, moved_to.found_in(snapshot), moved.rows.keys, txn_id=txn_id)
+                find_pages(snapshot, moved_to)
+                rows.publish_moved(layout, moved_to, moved.rows.keys, txn_id=txn_id)
                 reach("cleaning: rows published")
             if new is not None and appended is not None:
-                current = kept[-1] if kept else 0
-                rows.publish(layout, appended.found_in(snapshot), new.keys, current=current, txn_id=txn_id)
+                find_pages(snapshot, appended)
+                rows.publish(layout, appended, new.keys, current=kept[-1] if kept else 0, txn_id=txn_id)
             self._view.move(snapshot)
             reach("write-back: segments published")
             self._wrote(rows, change.pages)
@@ -187,10 +188,10 @@ class Log:
             self._wrote(rows, 0)
         return True
 
-    def drop(self, stored: StoredSegments) -> None:
+    def drop(self, stored: Stored) -> None:
         """Delete segments that no map leads to."""
-        for start in range(0, len(stored.pages), _DELETED_TOGETHER):
-            part = stored.chosen(slice(start, start + _DELETED_TOGETHER))
+        for start in range(0, len(stored), _DELETED_TOGETHER):
+            part = stored[start : start + _DELETED_TOGETHER]
             require_headers(self._view.snapshot, part)
             self._look_ahead()
             with self._changing() as change:

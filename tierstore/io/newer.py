@@ -106,8 +106,7 @@ class Follower:
         rollback, all indexes.
         """
         shown, view = self.file.record, self.file.view
-        for _ in snapshot.walk(int(META_KEY)):  # damage on the way to the records is found first
-            pass
+        snapshot.walk(int(META_KEY))  # damage on the way to the records is found first
         head = read_head(snapshot)
         record = read_record(snapshot, head.current)
         stored = stored_segments(snapshot)
@@ -116,7 +115,7 @@ class Follower:
                 f"{snapshot.path}: its version {head.current} is another commit than when the store was opened; "
                 "other files were copied over it: open the store again"
             )
-        require_logged(snapshot, stored)
+        require_logged(snapshot, stored["number"])
         is_same = head.current == shown.version  # then rows are what they were, if elsewhere: no copy is needed
         rows = before if is_same else before.copied()
         is_followed = rows.follow(snapshot, stored, record.version, view.oldest())

@@ -34,7 +34,7 @@ from ..kernels.jit import inline, kernel
 from ..rows import KEY_ROW_BITS, PAGE_HEADER_WORDS, RowLayout
 from ..system.oserrors import RESTORE
 from ..system.sizes import format_size
-from .indexes import Indexes, StoredSegments, no_indexes, read_indexes
+from .indexes import STORED, Stored, byte_ranges, read_indexes
 from .mapped import prefetch_word, zeros
 from .segments import COUNT, COUNT_MASK, KEYS, MIXED, NEWEST, Geometry
 from .slots import SegmentArrays, Segments
@@ -306,7 +306,7 @@ class RowMap:
             total += num_rows
         self.places: Places = new_places(total)
         self.unknown = 0
-        self.later = no_indexes()
+        self.later = np.zeros(0, STORED)
 
     @property
     def size_bytes(self) -> int:
@@ -330,7 +330,7 @@ class RowMap:
         _copy_used(self.places, other.places)
         return other
 
-    def enter(self, tree: Tree, indexes: Indexes, last: int, kept: Collection[int]) -> None:
+    def enter(self, tree: Tree, stored: Stored, last: int, kept: Collection[int]) -> None:
         """Enter stored segments, those of later epochs than ``last`` left out.
 
         Args:
@@ -339,15 +339,15 @@ class RowMap:
         Raises:
             DamagedError: a segment holds what cannot be a row of its tables.
         """
-        layout_ids = self.layout_ids(indexes)
-        shown = indexes.oldest <= last
-        self.later = indexes.chosen(~shown)
-        self.unknown += int(indexes.rows[(layout_ids < 0) & shown].sum())
+        layout_ids = self.layout_ids(stored)
+        shown = stored["oldest"] <= last
+        self.later = stored[~shown]
+        self.unknown += int(stored["rows"][(layout_ids < 0) & shown].sum())
         for segments in self.segments.values():
-            own = indexes.chosen(np.flatnonzero((layout_ids == segments.geo.layout_id) & shown))
+            own = stored[(layout_ids == segments.geo.layout_id) & shown]
             self._enter_own(tree, segments, own, last, np.array(sorted(kept), np.int64))
 
-    def follow(self, tree: Tree, stored: StoredSegments, last: int, oldest: int) -> bool:
+    def follow(self, tree: Tree, stored: Stored, last: int, oldest: int) -> bool:
         """For a reader: enter what a later tree has, up to version ``last``. Reads only indexes that are new.
 
         Rows may be read through the map meanwhile if it is of this version; show readers the tree next.
@@ -363,15 +363,15 @@ class RowMap:
         Raises: as for ``enter``.
         """
         known = [each.arrays.numbers[each.in_use] for each in self.segments.values()]
-        later = self.later.chosen(np.isin(self.later.stored.numbers, stored.numbers))
-        is_known = np.isin(stored.numbers, np.concatenate([later.stored.numbers, *known]))
-        came = later.joined(read_indexes(tree, stored.chosen(~is_known)))
+        later = self.later[np.isin(self.later["number"], stored["number"])]
+        is_known = np.isin(stored["number"], np.concatenate([later["number"], *known]))
+        came = np.concatenate([later, read_indexes(tree, stored[~is_known])])
         for segments in self.segments.values():
             segments.reuse(oldest)
         self.enter(tree, came, last, ())
         for segments in self.segments.values():
             arrays, slots = segments.arrays, segments.in_use
-            gone = slots[~np.isin(arrays.numbers[slots], stored.numbers) | (arrays.oldest[slots] > last)]
+            gone = slots[~np.isin(arrays.numbers[slots], stored["number"]) | (arrays.oldest[slots] > last)]
             if arrays.live[gone].any():
                 return False
             segments.free(gone, tree.txn_id)
@@ -400,29 +400,28 @@ class RowMap:
         arrays, indexes = segments.arrays, places & ((1 << segments.geo.place_bits) - 1)
         return _Found(arrays.numbers[slots], indexes, arrays.newest[slots], arrays.oldest[slots])
 
-    def layout_ids(self, indexes: Indexes) -> Int64s:
+    def layout_ids(self, stored: Stored) -> Int64s:
         """Of these segments, by the first row of each; -1 if that is of a table that is not known."""
-        known, tables = np.append(self.tables.layout_ids, -1), indexes.first_keys >> _ROW_BITS
+        known, tables = np.append(self.tables.layout_ids, -1), stored["first_key"] >> _ROW_BITS
         found: Int64s = known[np.where((tables >= 0) & (tables < len(known)), tables, len(known) - 1)]
         return found
 
-    def _enter_own(self, tree: Tree, segments: Segments, indexes: Indexes, last: int, kept: Int64s) -> None:
-        if not (fits := segments.fits(indexes)).all():
-            raise _not_of_its_tables(tree, int(indexes.stored.numbers[int(np.argmin(fits))]))
-        slots = segments.take(indexes, tree.txn_id)
-        order = np.lexsort((indexes.stored.numbers, indexes.newest))
-        at = indexes.stored.first_pages * segments.geo.page_words + PAGE_HEADER_WORDS
+    def _enter_own(self, tree: Tree, segments: Segments, stored: Stored, last: int, kept: Int64s) -> None:
+        if not (fits := segments.fits(stored)).all():
+            raise _not_of_its_tables(tree, int(stored["number"][int(np.argmin(fits))]))
+        stored = stored[np.lexsort((stored["number"], stored["newest"]))]
+        slots = segments.take(stored, tree.txn_id)
+        at = stored["first_page"] * segments.geo.page_words + PAGE_HEADER_WORDS
         held = np.zeros((len(kept), len(segments.arrays.rows)), np.int32)
         file_map = tree.file_map.rows
         since = file_map.guard.begin()
         bad, unknown, dead = _enter(
-            file_map.words, at[order], slots[order], last, kept, segments.geo, self.tables, self.places,
+            file_map.words, at, slots, last, kept, segments.geo, self.tables, self.places,
             segments.arrays, held,
         )  # fmt: skip
-        starts, stops = indexes.stored.first_pages * tree.page_bytes, segments.data_pages(indexes) * tree.page_bytes
-        file_map.guard.require(since, starts, stops)
+        file_map.guard.require(since, at * 8, segments.data_pages(stored) * tree.page_bytes)
         if bad >= 0:
-            raise _not_of_its_tables(tree, int(indexes.stored.numbers[order[bad]]))
+            raise _not_of_its_tables(tree, int(stored["number"][bad]))
         self.unknown += unknown
         arrays = segments.arrays
         segments.rows -= dead
@@ -431,7 +430,7 @@ class RowMap:
                 segments.held(version)[:] += counts
         segments.dead += slots[(arrays.live[slots] == 0) & (arrays.held[slots] == 0)].tolist()
 
-    def publish(self, layout: RowLayout, indexes: Indexes, keys: Int64s, *, current: int, txn_id: int) -> None:
+    def publish(self, layout: RowLayout, stored: Stored, keys: Int64s, *, current: int, txn_id: int) -> None:
         """Enter segments just written, of one epoch, one after another.
 
         Args:
@@ -439,31 +438,31 @@ class RowMap:
             current: the version that is current.
             txn_id: of the transaction that wrote them.
         """
-        segments, epoch = self.segments[layout], int(indexes.newest[0])
-        slots = segments.take(indexes, txn_id)
+        segments, epoch = self.segments[layout], int(stored["newest"][0])
+        slots = segments.take(stored, txn_id)
         held_for, late_for = segments.held(max(current, epoch - 1)), segments.held(epoch)
-        for slot, part, emptied in self._parts(layout, slots, indexes, keys):
+        for slot, part, emptied in self._parts(layout, slots, stored, keys):
             dead, num_emptied = _publish(
                 part, slot, epoch, segments.geo.place_bits, self.places, segments.arrays, held_for, late_for, emptied
             )
             segments.rows -= dead
             segments.dead += emptied[:num_emptied].tolist()
 
-    def publish_moved(self, layout: RowLayout, indexes: Indexes, keys: Int64s, *, txn_id: int) -> None:
+    def publish_moved(self, layout: RowLayout, stored: Stored, keys: Int64s, *, txn_id: int) -> None:
         """Enter segments of rows that lie elsewhere so far, one after another; arguments as for ``publish``."""
         segments = self.segments[layout]
-        slots = segments.take(indexes, txn_id)
+        slots = segments.take(stored, txn_id)
         segments.rows -= len(keys)
-        for slot, part, emptied in self._parts(layout, slots, indexes, keys):
+        for slot, part, emptied in self._parts(layout, slots, stored, keys):
             num_emptied = _publish_moved(part, slot, segments.geo.place_bits, self.places, segments.arrays, emptied)
             segments.dead += emptied[:num_emptied].tolist()
 
     def _parts(
-        self, layout: RowLayout, slots: Int64s, indexes: Indexes, keys: Int64s
+        self, layout: RowLayout, slots: Int64s, stored: Stored, keys: Int64s
     ) -> Iterator[tuple[int, Int64s, Int64s]]:
         """Slot of each segment, positions of its rows, and room for as many slots."""
-        positions, stops = self.positions(layout, keys), np.cumsum(indexes.rows)
-        for slot, stop, count in zip(slots.tolist(), stops.tolist(), indexes.rows.tolist(), strict=True):
+        positions, stops = self.positions(layout, keys), np.cumsum(stored["rows"])
+        for slot, stop, count in zip(slots.tolist(), stops.tolist(), stored["rows"].tolist(), strict=True):
             yield slot, positions[stop - count : stop], np.empty(count, np.int64)
 
     def positions(self, layout: RowLayout, keys: Int64s) -> Int64s:
@@ -488,18 +487,18 @@ class RowMap:
             DamagedError: an index is not what it was when it was entered, or cannot be read.
         """
         segments = self.segments[layout]
-        read_indexes(tree, segments.stored(slots))  # a damaged epoch would be written anew, with a good checksum
-        page_words = segments.geo.page_words
-        at = segments.first_pages(slots) * page_words
+        stored = segments.stored(slots)
+        read_indexes(tree, stored)  # a damaged epoch would be written anew, with a good checksum
+        starts, _ = byte_ranges(stored, tree.page_bytes)
         count = int(segments.arrays.live[slots].sum())
         keys, epochs = np.empty(count, np.int64), np.empty(count, np.uint64)
         file_map = tree.file_map.rows
         since_fault = file_map.guard.begin()
         count = _list_live(
-            file_map.words, at + PAGE_HEADER_WORDS, slots, since, segments.geo.place_bits, self.tables, self.places,
-            keys, epochs,
+            file_map.words, starts // 8 + PAGE_HEADER_WORDS, slots, since, segments.geo.place_bits, self.tables,
+            self.places, keys, epochs,
         )  # fmt: skip
-        file_map.guard.require(since_fault, at * 8, segments.arrays.data_pages[slots] * tree.page_bytes)
+        file_map.guard.require(since_fault, starts, segments.arrays.data_pages[slots] * tree.page_bytes)
         return keys[:count], epochs[:count]
 
     def written_since(self, tree: Tree, since: int) -> Int64s:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from ..errors import TierstoreError
 from ..kernels.arrays import Int32s, Int64s, Words
 from ..rows import RowLayout
-from .indexes import Indexes, StoredSegments
+from .indexes import STORED, Stored
 from .segments import geometry, index_lengths
 
 
@@ -75,50 +75,42 @@ class Segments:
         """Slots of segments."""
         return np.flatnonzero(self.arrays.rows)
 
-    def first_pages(self, slots: Int64s) -> Int64s:
-        """Where segments begin, with their index."""
-        arrays = self.arrays
-        lengths = index_lengths(self.geo, arrays.rows[slots], arrays.newest[slots] != arrays.oldest[slots])
-        first: Int64s = arrays.data_pages[slots] - lengths
-        return first
+    def stored(self, slots: Int64s) -> Stored:
+        """Of segments in these slots; without their first keys."""
+        arrays, stored = self.arrays, np.zeros(len(slots), STORED)
+        stored["number"], stored["pages"] = arrays.numbers[slots], arrays.pages[slots]
+        for name in ("rows", "newest", "oldest"):
+            stored[name] = getattr(arrays, name)[slots]
+        stored["first_page"] = arrays.data_pages[slots] - self.data_pages(stored)
+        return stored
 
-    def stored(self, slots: Int64s) -> StoredSegments:
-        """Of segments in these slots."""
-        return StoredSegments(
-            self.arrays.numbers[slots], self.first_pages(slots), self.arrays.pages[slots].astype(np.int64)
-        )
-
-    def data_pages(self, indexes: Indexes) -> Int64s:
+    def data_pages(self, stored: Stored) -> Int64s:
         """Where the first blocks of these segments begin."""
-        lengths: Int64s = index_lengths(self.geo, indexes.rows, indexes.newest != indexes.oldest)
-        return indexes.stored.first_pages + lengths
+        lengths: Int64s = index_lengths(self.geo, stored["rows"], stored["newest"] != stored["oldest"])
+        return stored["first_page"] + lengths
 
-    def fits(self, indexes: Indexes) -> NDArray[np.bool_]:
+    def fits(self, stored: Stored) -> NDArray[np.bool_]:
         """Which of these segments take the pages that so many rows of the layout do."""
         geo = self.geo
-        stops = self.data_pages(indexes) + -(-indexes.rows // geo.rows_per_block) * geo.pages_per_block
-        found: NDArray[np.bool_] = (indexes.rows <= geo.rows_per_segment) & (
-            indexes.stored.first_pages + indexes.stored.pages == stops
-        )
-        return found
+        stops = self.data_pages(stored) + -(-stored["rows"] // geo.rows_per_block) * geo.pages_per_block
+        found: NDArray[np.bool_] = stored["first_page"] + stored["pages"] == stops
+        return found & (stored["rows"] <= geo.rows_per_segment)
 
-    def take(self, indexes: Indexes, txn_id: int) -> Int64s:
+    def take(self, stored: Stored, txn_id: int) -> Int64s:
         """Slots for these segments, which have no live rows yet.
 
         Args:
             txn_id: of the transaction that wrote them: readers of trees before it know shorter arrays only.
         """
-        slots = self._free_slots(len(indexes.rows), txn_id)
-        arrays, stored = self.arrays, indexes.stored
-        arrays.data_pages[slots] = self.data_pages(indexes)
-        arrays.numbers[slots] = stored.numbers
-        arrays.newest[slots] = indexes.newest
-        arrays.oldest[slots] = indexes.oldest
+        slots = self._free_slots(len(stored), txn_id)
+        arrays = self.arrays
+        arrays.data_pages[slots] = self.data_pages(stored)
+        arrays.numbers[slots] = stored["number"]
         arrays.live[slots] = arrays.held[slots] = 0
-        arrays.pages[slots] = stored.pages
-        arrays.rows[slots] = indexes.rows
-        self.pages += int(stored.pages.sum())
-        self.rows += int(indexes.rows.sum())
+        for name in ("newest", "oldest", "pages", "rows"):
+            getattr(arrays, name)[slots] = stored[name]
+        self.pages += int(stored["pages"].sum())
+        self.rows += int(stored["rows"].sum())
         return slots
 
     def require_room(self, runs: Iterable[int]) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -12,19 +11,32 @@ import numpy as np
 from ..errors import DamagedError, TruncatedError, UnreadableError
 from ..kernels.arrays import Words
 from ..system.oserrors import RESTORE
-from .btree import META_KEY, META_READ_BYTES, NO_ROOT, Entries, Meta, WalkStatus, list_entries, new_entries, parse_meta
+from .btree import (
+    META_READ_BYTES,
+    STATUS,
+    Entries,
+    Meta,
+    Pages,
+    Walk,
+    WalkStatus,
+    find_entries,
+    list_tree,
+    new_walk,
+    pages_of,
+    sound_metas,
+)
+from .btree import PAGE as PAGE_MET
 from .free_list import check_page_use, pages_freed
 from .guard import ASK_AGAIN
 from .mapped import FileMap
 
-_CHUNK_ENTRIES: Final = 1 << 16
 _ATTEMPTS: Final = 100
 _KEY: Final = struct.Struct(">QQ")
 
 
 def raise_for_walk(path: Path, status: int, page: int) -> None:
     """Raise what a failed walk amounts to; nothing if it did not fail."""
-    if status in (WalkStatus.DONE, WalkStatus.FULL):
+    if status == WalkStatus.DONE:
         return
     if status == WalkStatus.OUT_OF_FILE:
         raise TruncatedError(f"{path}: page {page} of its tree leads beyond the end of the file. {RESTORE}")
@@ -41,10 +53,6 @@ class Tree:
         self.page_bytes = meta.page_bytes
 
     @property
-    def is_empty(self) -> bool:
-        return self.meta.main_root == NO_ROOT
-
-    @property
     def txn_id(self) -> int:
         return self.meta.txn_id
 
@@ -52,16 +60,17 @@ class Tree:
         """Pages the file has now."""
         return self.file_map.file_bytes() // self.page_bytes
 
+    def pages(self) -> Pages:
+        """The file as it is now, for kernels."""
+        return pages_of(self.file_map, self.page_bytes)
+
     def get(self, key: bytes) -> bytes | None:
         """A small record."""
-        if self.is_empty:
-            return None
-        first, second = np.array(_KEY.unpack(key), np.uint64)
         with self.file_map.guard.watching():
-            found = self.seek(first[None], second[None])
-            if found.kinds[0] != first or found.numbers[0] != second:
+            found = self.seek(*(np.array([word], np.uint64) for word in _KEY.unpack(key)))[0]
+            if found["size"] < 0:
                 return None
-            start, size_bytes = int(found.places[0]), int(found.sizes[0])
+            start, size_bytes = int(found["place"]), int(found["size"])
             return self.file_map.halves[start : start + (size_bytes + 1) // 2].tobytes()[:size_bytes]
 
     @property
@@ -73,39 +82,27 @@ class Tree:
     def check_free_pages(self) -> None:
         """Check that each page has one use; LMDB's writer believes its tree and its list of free pages unchecked."""
         with self.file_map.guard.watching():
-            found = check_page_use(self.file_map.halves, self.meta, self.limit_pages())
+            found = check_page_use(self.pages(), self.meta)
         raise_for_walk(self.path, found.status, found.page)
 
-    def walk(self, first_key: int = 0) -> Iterator[tuple[Entries, int]]:
-        """Entries in key order from key word ``first_key`` on, in chunks; each is valid until the next is asked for."""
-        if self.is_empty:
-            return
-        entries = new_entries(_CHUNK_ENTRIES)
-        first, second, status = np.uint64(first_key), np.uint64(0), WalkStatus.FULL
-        while status == WalkStatus.FULL:
-            count, status = self._list(np.array([first]), np.array([second]), _CHUNK_ENTRIES, entries)
-            if count:
-                first, second = _next_key(entries.kinds[count - 1], entries.numbers[count - 1])
-                yield entries, count
-
-    def seek(self, kinds: Words, numbers: Words) -> Entries:
-        """For each key the first entry at or after it; past the end, key (META_KEY, META_KEY)."""
-        entries = new_entries(len(kinds))
-        self._list(kinds, numbers, 1, entries)
+    def walk(self, first_key: int = 0) -> Entries:
+        """Entries in key order from key word ``first_key`` on."""
+        walk = new_walk(self.page_bytes // 2)
+        with self.file_map.guard.watching():
+            entries = list_tree(self.pages(), self.meta.main, walk, first_key)
+        self._require_sound(walk)
         return entries
 
-    def _list(self, kinds: Words, numbers: Words, each: int, entries: Entries) -> tuple[int, WalkStatus]:
-        """See ``list_entries``; how many there are, and DONE or FULL."""
-        file_map, meta, result = self.file_map, self.meta, np.zeros(3, np.int64)
-        base = file_map.address if each > 1 else 0
-        with file_map.guard.watching():
-            list_entries(
-                file_map.halves, base, self.page_bytes // 2, self.limit_pages(), meta.main_root, meta.main_depth,
-                kinds, numbers, each, entries, result,
-            )  # fmt: skip
-        count, status, page = result.tolist()
-        raise_for_walk(self.path, status, page)
-        return count, WalkStatus(status)
+    def seek(self, kinds: Words, numbers: Words) -> Entries:
+        """The entry of each key; of size -1 where there is none."""
+        walk = new_walk(self.page_bytes // 2)
+        with self.file_map.guard.watching():
+            entries = find_entries(self.pages(), self.meta.main, kinds, numbers, walk)
+        self._require_sound(walk)
+        return entries
+
+    def _require_sound(self, walk: Walk) -> None:
+        raise_for_walk(self.path, int(walk.result[STATUS]), int(walk.result[PAGE_MET]))
 
 
 class Snapshot(Tree):
@@ -116,13 +113,6 @@ class Snapshot(Tree):
 
     def close(self) -> None:
         self.file_map.pins.release(self.txn_id)
-
-
-def _next_key(first: np.uint64, second: np.uint64) -> tuple[np.uint64, np.uint64]:
-    """The least key after this one; the greatest is its own successor, at which a walk ends."""
-    if second != META_KEY:
-        return first, second + np.uint64(1)
-    return (first + np.uint64(1), np.uint64(0)) if first != META_KEY else (first, second)
 
 
 def _pin(path: Path, file_map: FileMap, page_bytes: int) -> Meta:
@@ -151,7 +141,7 @@ def _newest(file_map: FileMap, page_bytes: int) -> Meta | None:
     both = [_meta_page(file_map, start) for start in (0, page_bytes)]
     if both != [_meta_page(file_map, start) for start in (0, page_bytes)]:
         return None
-    return max((meta for meta in map(_parsed, both) if meta is not None), key=lambda meta: meta.txn_id, default=None)
+    return next(iter(sound_metas(*both)), None)
 
 
 def _meta_page(file_map: FileMap, start: int) -> bytes:
@@ -163,8 +153,3 @@ def _meta_page(file_map: FileMap, start: int) -> bytes:
         raise UnreadableError(
             f"{file_map.path}: the device refuses its meta pages ({error}). {ASK_AGAIN} {RESTORE}"
         ) from error
-
-
-def _parsed(page: bytes) -> Meta | None:
-    meta = parse_meta(page)
-    return None if isinstance(meta, str) else meta

@@ -7,24 +7,24 @@ why. It is certain unless there is a newer segment of which a row is not known, 
 read.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import DamagedError
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..kernels.jit import inline, kernel
 from ..rows import BLOCK_HEADER_WORDS, KEY_ROW_BITS, PAGE_HEADER_WORDS
 from .checksum import row_checksum
-from .indexes import Indexes, StoredSegments, look_at_indexes
+from .indexes import Stored, look_at_indexes
 from .mapped import FileMap, copy_words
 from .row_map import Places, RowMap, TableArrays
 from .segments import KEYS, MAX_BLOCKS, Geometry, block_word, row_seed, unpack_block_word
 from .slots import Segments
 from .sound_tree import Remains
 
-T = TypeVar("T", bound=tuple[Any, ...])
 R = TypeVar("R")
 
 _ROW_BITS: Final = KEY_ROW_BITS
@@ -34,14 +34,15 @@ SAVED: Final = 1
 LOST: Final = 2
 """In the place of a row in a map: a row that was taken, or of which an entry was found and none was taken."""
 
-
-def _joined(parts: Sequence[T]) -> T:
-    """Columns one behind the other."""
-    return parts[0].__class__(*map(np.concatenate, zip(*parts, strict=True)))
-
-
-def selected(columns: T, which: "Int64s | Bools | slice") -> T:
-    return columns.__class__(*(column[which] for column in columns))
+Runs = NDArray[Any]
+"""Rows that lie in their order in a segment, of dtype ``RUN``: all of a segment whose index is sound, or of a block."""
+RUN: Final = np.dtype(
+    [("number", np.uint64)]
+    + [(name, np.int64) for name in ("newest", "index_page", "data_page", "first", "rows", "sound", "is_last")]
+)
+"""Number of the segment, and newest epoch of its rows; the page of the index that has the rows' keys, or 0 if they are
+only beside the rows; where the first row's block begins, and that row's number in the segment; how many rows there are.
+Of a block, how many of these match their checksums, and whether it is the segment's last one."""
 
 
 def settled(file_map: FileMap, call: Callable[[], R]) -> R:
@@ -62,7 +63,7 @@ class Survivors(NamedTuple):
         missing: segments of which rows are not known; -1 where a part of the tree is.
     """
 
-    runs: "list[Runs]"
+    runs: list[Runs]
     proven: list[Bools]
     missing: int
 
@@ -74,66 +75,50 @@ def surviving_rows(remains: Remains, rows: RowMap) -> Survivors:
         DamagedError: a segment holds what cannot be rows of the tables.
     """
     stored, version = remains.stored, remains.version
-    indexes, statuses = look_at_indexes(remains.tree, stored)
-    known, bad = indexes.chosen(statuses == 0), stored.chosen(statuses != 0)
+    statuses = look_at_indexes(remains.tree, stored)
+    known, bad = stored[statuses == 0], stored[statuses != 0]
     layout_ids = _layout_ids(remains, rows, known)
     blocks = [_find_blocks(remains.tree.file_map, segments.geo, bad) for segments in rows.segments.values()]
-    lost = np.setdiff1d(bad.numbers, np.concatenate([bad.numbers[:0], *(each.numbers for each in blocks)]))
+    lost = np.setdiff1d(bad["number"], np.concatenate([bad["number"][:0], *(each["number"] for each in blocks)]))
     unknown = [(version, number) for number in lost.tolist()]
     all_runs, proven, missing = [], [], len(lost)
     for segments, own in zip(rows.segments.values(), blocks, strict=True):
-        shown = selected(own, own.newest <= version)
-        incomplete = _incomplete(shown)
+        shown = own[own["newest"] <= version]
+        incomplete = _incomplete(segments.geo, shown)
         missing += len(incomplete)
-        listed = known.chosen(layout_ids == segments.geo.layout_id)
-        runs = _joined([_indexed_runs(remains, segments, listed), _block_runs(segments.geo, shown)])
-        order = np.lexsort((runs.numbers, runs.newest))[::-1]
-        runs = selected(runs, order[runs.newest[order] <= version])
+        listed = known[layout_ids == segments.geo.layout_id]
+        runs = np.concatenate([_indexed_runs(remains, segments, listed), shown])
+        runs = runs[runs["newest"] <= version]
+        runs = runs[np.lexsort((runs["number"], runs["newest"]))[::-1]]
         epoch, number = max(incomplete + unknown, default=(0, 0))
-        is_newer = (runs.newest > epoch) | ((runs.newest == epoch) & (runs.numbers >= np.uint64(number)))
+        is_newer = (runs["newest"] > epoch) | ((runs["newest"] == epoch) & (runs["number"] >= np.uint64(number)))
         all_runs.append(runs)
         proven.append(is_newer & remains.is_whole)
     return Survivors(all_runs, proven, missing if remains.is_whole else -1)
 
 
-def _layout_ids(remains: Remains, rows: RowMap, indexes: Indexes) -> Int64s:
+def _layout_ids(remains: Remains, rows: RowMap, stored: Stored) -> Int64s:
     """Of segments, by the first row of a table that is known; -1 if there is none."""
-    found, words = rows.layout_ids(indexes), remains.tree.file_map.words
+    found, words = rows.layout_ids(stored), remains.tree.file_map.words
     for i in np.flatnonzero(found < 0).tolist():
-        at = int(indexes.stored.first_pages[i]) * remains.tree.page_bytes // 8 + PAGE_HEADER_WORDS + KEYS
-        tables = words[at : at + int(indexes.rows[i])] >> np.uint64(_ROW_BITS)
+        at = int(stored["first_page"][i]) * remains.tree.page_bytes // 8 + PAGE_HEADER_WORDS + KEYS
+        tables = words[at : at + int(stored["rows"][i])] >> np.uint64(_ROW_BITS)
         ids = rows.tables.layout_ids[tables[tables < len(rows.tables.layout_ids)].astype(np.int64)]
         found[i] = next(iter(ids[ids >= 0].tolist()), -1)
     return found
 
 
-class _Blocks(NamedTuple):
-    """Blocks that were found by what they say of themselves, in which a row at least is sound."""
-
-    numbers: Words
-    """Of their segments."""
-    pages: Int64s
-    newest: Int64s
-    blocks: Int64s
-    """Their numbers in their segments."""
-    rows: Int64s
-    sound: Int64s
-    """How many rows match their checksums."""
-    is_last: Bools
-
-
-def _find_blocks(file_map: FileMap, geo: Geometry, stored: StoredSegments) -> _Blocks:
-    """The blocks of a layout in these segments, of which each page is looked at."""
-    numbers = np.repeat(stored.numbers, stored.pages)
-    nth = np.arange(len(numbers)) - np.repeat(np.cumsum(stored.pages) - stored.pages, stored.pages)
-    pages = np.repeat(stored.first_pages, stored.pages) + nth
+def _find_blocks(file_map: FileMap, geo: Geometry, stored: Stored) -> Runs:
+    """The blocks of a layout in these segments, of which each page is looked at, that have a sound row at least."""
+    numbers, lengths = np.repeat(stored["number"], stored["pages"]), stored["pages"]
+    nth = np.arange(len(numbers)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    pages = np.repeat(stored["first_page"], lengths) + nth
     limit = file_map.file_bytes() // (8 * geo.page_words)
     inside = (pages >= 2) & (pages + geo.pages_per_block <= limit)
     numbers, pages = numbers[inside], pages[inside]
-    dtypes: tuple[Any, ...] = (np.uint64, np.int64, np.int64, np.int64, np.int64, np.int64, np.bool_)
-    room = _Blocks(*(np.zeros(len(pages), dtype) for dtype in dtypes))
-    count = settled(file_map, lambda: _list_blocks(geo, file_map.words, numbers, pages, room))
-    return selected(room, slice(count))
+    found = np.zeros(len(pages), RUN)
+    count = settled(file_map, lambda: _list_blocks(geo, file_map.words, numbers, pages, found))
+    return found[:count]
 
 
 @inline
@@ -148,7 +133,7 @@ def _is_sound(geo: Geometry, words: Words, start: int, i: int, key: np.uint64, n
 
 
 @kernel
-def _list_blocks(geo: Geometry, words: Words, numbers: Words, pages: Int64s, found: _Blocks) -> int:
+def _list_blocks(geo: Geometry, words: Words, numbers: Words, pages: Int64s, found: Runs) -> int:
     """List the blocks of a layout that begin on these pages and are of these segments; returns how many."""
     out = 0
     for p in range(len(pages)):
@@ -166,57 +151,43 @@ def _list_blocks(geo: Geometry, words: Words, numbers: Words, pages: Int64s, fou
             key = words[at + BLOCK_HEADER_WORDS + i * geo.pair_stride]
             sound += 1 if _is_sound(geo, words, at, i, key, words[at], block * geo.rows_per_block + i) else 0
         if sound > 0:
-            found.numbers[out] = words[at]
-            found.pages[out] = pages[p]
-            found.newest[out] = np.int64(newest)
-            found.blocks[out] = block
-            found.rows[out] = rows
-            found.sound[out] = sound
-            found.is_last[out] = is_last
+            found[out]["number"] = words[at]
+            found[out]["newest"] = np.int64(newest)
+            found[out]["data_page"] = pages[p]
+            found[out]["first"] = block * geo.rows_per_block
+            found[out]["rows"] = rows
+            found[out]["sound"] = sound
+            found[out]["is_last"] = is_last
             out += 1
     return out
 
 
-def _incomplete(blocks: _Blocks) -> list[tuple[int, int]]:
+def _incomplete(geo: Geometry, blocks: Runs) -> list[tuple[int, int]]:
     """Newest epoch and number of the segments of these blocks of which a row cannot be read."""
-    numbers, which = np.unique(blocks.numbers, return_inverse=True)
+    numbers, which = np.unique(blocks["number"], return_inverse=True)
     newest, last = np.zeros(len(numbers), np.int64), np.full(len(numbers), MAX_BLOCKS)
-    newest[which], last[which[blocks.is_last]] = blocks.newest, blocks.blocks[blocks.is_last]
-    is_whole = blocks.sound == blocks.rows
-    whole = np.unique(which[is_whole] * MAX_BLOCKS + blocks.blocks[is_whole])
+    nth, is_last, is_whole = (
+        blocks["first"] // geo.rows_per_block,
+        blocks["is_last"] > 0,
+        blocks["sound"] == blocks["rows"],
+    )
+    newest[which], last[which[is_last]] = blocks["newest"], nth[is_last]
+    whole = np.unique(which[is_whole] * MAX_BLOCKS + nth[is_whole])
     bad = np.bincount(whole // MAX_BLOCKS, minlength=len(numbers)) != last + 1
     return list(zip(newest[bad].tolist(), numbers[bad].tolist(), strict=True))
 
 
-def _indexed_runs(remains: Remains, segments: Segments, indexes: Indexes) -> "Runs":
-    stored, fits = indexes.stored, segments.fits(indexes)
-    if not fits.all():
+def _indexed_runs(remains: Remains, segments: Segments, stored: Stored) -> Runs:
+    if not (fits := segments.fits(stored)).all():
         raise DamagedError(
-            f"{remains.tree.path}: segment {stored.numbers[int(np.argmin(fits))]} cannot be one of its tables' rows: "
+            f"{remains.tree.path}: segment {stored['number'][int(np.argmin(fits))]} cannot be one of its tables' rows: "
             "the manifest is of other tables; give the store's own with --manifest FILE"
         )
-    firsts = np.zeros_like(indexes.rows)
-    return Runs(stored.numbers, indexes.newest, stored.first_pages, segments.data_pages(indexes), firsts, indexes.rows)
-
-
-def _block_runs(geo: Geometry, blocks: _Blocks) -> "Runs":
-    firsts = blocks.blocks * geo.rows_per_block
-    return Runs(blocks.numbers, blocks.newest, np.zeros_like(blocks.pages), blocks.pages, firsts, blocks.rows)
-
-
-class Runs(NamedTuple):
-    """Rows that lie in their order in a segment: all of a segment whose index is sound, or those of a block."""
-
-    numbers: Words
-    newest: Int64s
-    """Number of the segment, and newest epoch of its rows."""
-    index_pages: Int64s
-    """Where the index is that has the rows' keys, from its beginning on; 0 if they are only beside the rows."""
-    data_pages: Int64s
-    """Where the first row's block begins."""
-    firsts: Int64s
-    """The first row's number in the segment."""
-    rows: Int64s
+    runs = np.zeros(len(stored), RUN)
+    for name in ("number", "newest", "rows"):
+        runs[name] = stored[name]
+    runs["index_page"], runs["data_page"] = stored["first_page"], segments.data_pages(stored)
+    return runs
 
 
 @kernel
@@ -235,17 +206,18 @@ def read_rows(
         How many rows there are.
     """
     out = 0
-    for run in range(len(runs.rows)):
-        is_listed = runs.index_pages[run] > 0
-        listed = runs.index_pages[run] * geo.page_words + PAGE_HEADER_WORDS + KEYS
-        for i in range(runs.rows[run]):
+    for run in range(len(runs)):
+        number, data_page = runs[run]["number"], runs[run]["data_page"]
+        is_listed = runs[run]["index_page"] > 0
+        listed = runs[run]["index_page"] * geo.page_words + PAGE_HEADER_WORDS + KEYS
+        for i in range(runs[run]["rows"]):
             block = i // geo.rows_per_block
-            page, in_block = runs.data_pages[run] + block * geo.pages_per_block, i - block * geo.rows_per_block
+            page, in_block = data_page + block * geo.pages_per_block, i - block * geo.rows_per_block
             at = page * geo.page_words
             key = words[listed + i] if is_listed else words[at + BLOCK_HEADER_WORDS + in_block * geo.pair_stride]
             is_in_file = page + geo.pages_per_block <= limit
-            index = runs.firsts[run] + i
-            sound[out] = is_in_file and _is_sound(geo, words, at, in_block, key, runs.numbers[run], index)
+            index = runs[run]["first"] + i
+            sound[out] = is_in_file and _is_sound(geo, words, at, in_block, key, number, index)
             keys[out] = np.int64(key) if is_listed or sound[out] else -1
             if sound[out]:
                 row = at + geo.first_row + in_block * geo.row_stride

@@ -44,7 +44,7 @@ def check_store(snapshot: Tree, store_id: bytes) -> LogRecord:
             f"{snapshot.path}: belongs to store {found.hex()}, not to {store_id.hex()}: files of two stores "
             f"were mixed. {RESTORE}"
         )
-    return require_logged(snapshot, stored_segments(snapshot))
+    return require_logged(snapshot, stored_segments(snapshot)["number"])
 
 
 def chosen_version(path: Path, head: Head, wanted: int | None) -> int:
@@ -82,7 +82,7 @@ def read_record(snapshot: Tree, version: int) -> CommitRecord:
 
 def stale_items(snapshot: Tree, head: Head) -> list[int]:
     """Records and payload chunks of versions that the head does not name."""
-    items = [item for entries, count in snapshot.walk(int(META_KEY)) for item in entries.numbers[:count].tolist()]
+    items = snapshot.walk(int(META_KEY))["number"].tolist()
     return [item for item in items if version_of_item(item) and version_of_item(item) not in head.kept]
 
 

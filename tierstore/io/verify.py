@@ -7,7 +7,7 @@ in which they lie, a slice of them at a time, the slices that follow being read 
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -16,10 +16,10 @@ from ..kernels.jit import inline, kernel
 from ..rows import BLOCK_HEADER_WORDS, KEY_ROW_BITS, MAX_ROWS, PAGE_HEADER_WORDS
 from .base import VerifyReport
 from .checksum import two_row_checksums
-from .gather import queue_segments
+from .gather import queue_parts
 from .indexes import (
-    Indexes,
-    StoredSegments,
+    Stored,
+    byte_ranges,
     damage_error,
     damage_words,
     look_at_indexes,
@@ -60,12 +60,12 @@ def verify_segments(snapshot: Snapshot, rows: RowMap, progress: Callable[[int, i
     for version in read_head(snapshot).kept:
         read_payload(snapshot, read_record(snapshot, version))
     stored = stored_segments(snapshot)
-    require_logged(snapshot, stored)
+    require_logged(snapshot, stored["number"])
     check, total = _Check(snapshot, rows), snapshot.limit_pages() * snapshot.page_bytes
-    for part in _read_ahead(snapshot, stored.chosen(np.argsort(stored.first_pages))):
+    for part in _read_ahead(snapshot, stored[np.argsort(stored["first_page"])]):
         check.look_at(part)
         if progress is not None:
-            progress(int(part.first_pages[-1] + part.pages[-1]) * snapshot.page_bytes, total)
+            progress(int(byte_ranges(part[-1:], snapshot.page_bytes)[1][0]), total)
     if progress is not None:
         progress(total, total)
     check.require_sound()
@@ -78,22 +78,20 @@ def verify_segments(snapshot: Snapshot, rows: RowMap, progress: Callable[[int, i
     )
 
 
-def _read_ahead(snapshot: Snapshot, stored: StoredSegments) -> Iterator[StoredSegments]:
+def _read_ahead(snapshot: Snapshot, stored: Stored) -> Iterator[Stored]:
     """Slices of the segments, in order, those that follow being read meanwhile.
 
     In a thread of its own: the system takes about as long to queue pages as we take to check them.
     """
 
-    def queue(start: int) -> StoredSegments:
-        part = stored.chosen(np.arange(start, min(start + SLICE_SEGMENTS, len(stored.pages))))
-        stops = part.first_pages + part.pages
-        first = np.append(True, part.first_pages[1:] > stops[:-1] + _MERGED_PAGES)  # of segments read together
-        starts = part.first_pages[first]
-        lengths = (stops[np.roll(first, -1)] - starts).astype(np.int32)
-        queue_segments(snapshot.file_map.rows.address, snapshot.page_bytes // 8, starts, lengths)
+    def queue(start: int) -> Stored:
+        part = stored[start : start + SLICE_SEGMENTS]
+        starts, stops = byte_ranges(part, snapshot.page_bytes)
+        is_first = np.append(True, starts[1:] > stops[:-1] + _MERGED_PAGES * snapshot.page_bytes)
+        queue_parts(snapshot.file_map.rows.address, starts[is_first], stops[np.roll(is_first, -1)])
         return part
 
-    starts = range(0, len(stored.pages), SLICE_SEGMENTS)
+    starts = range(0, len(stored), SLICE_SEGMENTS)
     if len(starts) < 2:  # a thread would take longer to start
         yield from map(queue, starts)
         return
@@ -132,52 +130,49 @@ class _Check:
         self._snapshot = snapshot
         self._file_map = snapshot.file_map.rows
         self._rows = rows
-        self._found = _new_found(_LISTED)
+        self._found = np.zeros(_LISTED, _FOUND)
         self._lanes = np.empty(8, np.uint64)
         self._places: list[_Place] = []
         self._num_places = 0
         self.segments = self.pages = 0
 
-    def look_at(self, stored: StoredSegments) -> None:
+    def look_at(self, stored: Stored) -> None:
         """Check some segments."""
-        indexes, statuses = look_at_indexes(self._snapshot, stored)
-        layout_ids = self._rows.layout_ids(indexes)
+        statuses = look_at_indexes(self._snapshot, stored)
+        layout_ids = self._rows.layout_ids(stored)
         for segments in self._rows.segments.values():
             own = np.flatnonzero((layout_ids == segments.geo.layout_id) & (statuses == SegmentStatus.DONE))
-            fits = segments.fits(indexes.chosen(own))
+            fits = segments.fits(stored[own])
             statuses[own[~fits]] = SegmentStatus.BAD_INDEX
-            self._look_into(segments, indexes.chosen(own[fits]))
+            self._look_into(segments, stored[own[fits]])
         bad = statuses != SegmentStatus.DONE
-        self._note(np.full(len(bad), -1)[bad], stored.numbers[bad], statuses[bad])
+        self._note(-1, stored["number"][bad], statuses[bad])
 
-    def _look_into(self, segments: Segments, indexes: Indexes) -> None:
+    def _look_into(self, segments: Segments, stored: Stored) -> None:
         """Check segments of one layout, whose indexes and sizes are sound."""
-        guard, stored, page_bytes = self._file_map.guard, indexes.stored, self._snapshot.page_bytes
-        since = guard.begin()
+        guard, since = self._file_map.guard, self._file_map.guard.begin()
         count = _check_segments(
-            segments.geo, self._file_map.words, indexes, segments.data_pages(indexes), self._rows.tables, self._lanes,
+            segments.geo, self._file_map.words, stored, segments.data_pages(stored), self._rows.tables, self._lanes,
             self._found, 0,
         )  # fmt: skip
         self._num_places += max(0, count - _LISTED)
-        found = self._found.first(count)
+        found = self._found[:count]
         if not guard.is_clean(since):
             refused = guard.refused(since)
-            met = refused.meet(found.starts, found.stops)
-            found.statuses[met] = status = refused_status(guard, refused)
+            met = refused.meet(found["start"] * 8, found["stop"] * 8)
+            found["status"][met] = status = refused_status(guard, refused)
             # What was zero anyhow, or read before another reader was refused, is noted nowhere.
-            starts = stored.first_pages * page_bytes
-            unread = stored.numbers[refused.meet(starts, starts + stored.pages * page_bytes)]
-            unread = np.setdiff1d(unread, found.numbers[met])
-            self._note(np.full(len(unread), -1), unread, np.full(len(unread), status))
-        self._note(found.keys, found.numbers, found.statuses)
-        self.segments += len(stored.numbers)
-        self.pages += int(stored.pages.sum())
+            unread = stored["number"][refused.meet(*byte_ranges(stored, self._snapshot.page_bytes))]
+            self._note(-1, np.setdiff1d(unread, found["number"][met]), status)
+        self._note(found["key"], found["number"], found["status"])
+        self.segments += len(stored)
+        self.pages += int(stored["pages"].sum())
 
-    def _note(self, keys: Int64s, numbers: Words, statuses: Int64s) -> None:
-        self._num_places += len(keys)
-        room = _LISTED - len(self._places)
-        columns = (column[:room].tolist() for column in (keys, numbers, statuses))
-        self._places += [_Place(*place) for place in zip(*columns, strict=True)]
+    def _note(self, keys: Int64s | int, numbers: Words, statuses: Int64s | int) -> None:
+        self._num_places += len(numbers)
+        columns = np.broadcast_arrays(keys, numbers, statuses)
+        some = zip(*(column[: _LISTED - len(self._places)].tolist() for column in columns), strict=True)
+        self._places += [_Place(*place) for place in some]
 
     def require_sound(self) -> None:
         """Raise if anything was found."""
@@ -190,38 +185,20 @@ class _Check:
         raise damage_error(self._snapshot.path, places[0].status, words)
 
 
-class _Found(NamedTuple):
-    """Damage, one place after another, as far as there is room."""
-
-    keys: Int64s
-    """Of the row that is damaged; -1 where it is something else of the segment."""
-    numbers: Words
-    """Of the segments."""
-    statuses: Int64s
-    starts: Int64s
-    stops: Int64s
-    """The bytes ``[start, stop)`` of the file hold what is damaged."""
-
-    def first(self, count: int) -> "_Found":
-        """Those places alone, of as many as there is room for."""
-        return _Found(
-            self.keys[:count], self.numbers[:count], self.statuses[:count], self.starts[:count], self.stops[:count]
-        )
-
-
-def _new_found(length: int) -> _Found:
-    keys, statuses, starts, stops = np.zeros((4, length), np.int64)
-    return _Found(keys, np.zeros(length, np.uint64), statuses, starts, stops)
+_FOUND: Final = np.dtype(
+    [("key", np.int64), ("number", np.uint64), ("status", np.int64), ("start", np.int64), ("stop", np.int64)]
+)
+"""A damaged row, or, with key -1, something else of a segment; words ``[start, stop)`` of the file hold it."""
 
 
 @inline
-def _note(found: _Found, count: int, key: int | np.int64, number: np.uint64, status: int, start: int, stop: int) -> int:
-    if count < len(found.keys):
-        found.keys[count] = key
-        found.numbers[count] = number
-        found.statuses[count] = status
-        found.starts[count] = start * 8
-        found.stops[count] = stop * 8
+def _note(found: Any, count: int, key: int | np.int64, number: np.uint64, status: int, start: int, stop: int) -> int:
+    if count < len(found):
+        found[count]["key"] = key
+        found[count]["number"] = number
+        found[count]["status"] = status
+        found[count]["start"] = start
+        found[count]["stop"] = stop
     return count + 1
 
 
@@ -258,7 +235,7 @@ def _index_status(
 @inline
 def _check_rows(
     geo: Geometry, words: Words, number: np.uint64, keys: int, start: int, first: int, num: int, lanes: Words,
-    found: _Found, count: int,
+    found: Any, count: int,
 ) -> int:  # fmt: skip
     """Check the ``num`` rows of the block at word ``start``, whose keys in the index begin at word ``keys``.
 
@@ -284,7 +261,7 @@ def _check_rows(
 @inline
 def _check_block(
     geo: Geometry, words: Words, number: np.uint64, header: np.uint64, keys: int, start: int, first: int, num: int,
-    lanes: Words, found: _Found, count: int,
+    lanes: Words, found: Any, count: int,
 ) -> int:  # fmt: skip
     """Check one block, all of it; ``header`` is its second word."""
     stop = start + geo.pages_per_block * geo.page_words
@@ -301,8 +278,8 @@ def _check_block(
 
 @kernel
 def _check_segments(
-    geo: Geometry, words: Words, indexes: Indexes, data_pages: Int64s, tables: TableArrays, lanes: Words,
-    found: _Found, count: int,
+    geo: Geometry, words: Words, stored: Stored, data_pages: Int64s, tables: TableArrays, lanes: Words,
+    found: Any, count: int,
 ) -> int:  # fmt: skip
     """Check segments of one layout, whose indexes and sizes were found sound.
 
@@ -314,16 +291,16 @@ def _check_segments(
         count: places found before; returned with those of these segments added.
     """
     for s in range(len(data_pages)):
-        number, num = indexes.stored.numbers[s], indexes.rows[s]
-        at = indexes.stored.first_pages[s] * geo.page_words + PAGE_HEADER_WORDS
+        number, num, newest = stored[s]["number"], stored[s]["rows"], stored[s]["newest"]
+        at = stored[s]["first_page"] * geo.page_words + PAGE_HEADER_WORDS
         data = data_pages[s] * geo.page_words
-        status = _index_status(geo, words, at, num, indexes.newest[s] != indexes.oldest[s], data, tables)
+        status = _index_status(geo, words, at, num, newest != stored[s]["oldest"], data, tables)
         if status != 0:
             count = _note(found, count, -1, number, status, at, data)
         for block in range((num + geo.rows_per_block - 1) // geo.rows_per_block):
             first = block * geo.rows_per_block
             rows = min(geo.rows_per_block, num - first)
-            header = block_word(number, np.uint64(indexes.newest[s]), block, rows, first + rows == num)
+            header = block_word(number, np.uint64(newest), block, rows, first + rows == num)
             count = _check_block(
                 geo, words, number, header, at + KEYS + first, data + block * geo.pages_per_block * geo.page_words,
                 first, rows, lanes, found, count,

@@ -194,7 +194,7 @@ class Writer:
     def _drop_loose(self) -> None:
         """Delete segments of versions that are not current: what a process that ended, or a rollback, left behind."""
         file = self._file
-        indexes = read_indexes(file.snapshot, stored_segments(file.snapshot))
-        self._log.drop(indexes.stored.chosen(indexes.oldest > file.head.current))
+        stored = read_indexes(file.snapshot, stored_segments(file.snapshot))
+        self._log.drop(stored[stored["oldest"] > file.head.current])
         if self._delete_items():
             file.view.move(file.new_snapshot())

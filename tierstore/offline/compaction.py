@@ -18,7 +18,7 @@ import numpy as np
 from ..errors import DamagedError
 from ..io import LmdbColdTier
 from ..io.files import rows_path
-from ..io.indexes import Indexes, read_indexes, stored_segments
+from ..io.indexes import Stored, read_indexes, stored_segments
 from ..io.reads import some_first, stored_batches
 from ..io.records import Head
 from ..io.row_map import RowMap
@@ -127,9 +127,9 @@ def _copy_rows(
         index: (config.layout(manifest.page_bytes), config.num_embeddings)
         for index, config in enumerate(manifest.tables)
     }
-    head, indexes = read_head(snapshot), read_indexes(snapshot, stored_segments(snapshot))
+    head, stored = read_head(snapshot), read_indexes(snapshot, stored_segments(snapshot))
     everything = RowMap(shapes)
-    everything.enter(snapshot, indexes, head.current, head.kept)
+    everything.enter(snapshot, stored, head.current, head.kept)
     if everything.unknown:
         raise DamagedError(
             f"{snapshot.path} has {everything.unknown:,} rows of tables that its manifest does not have. {RESTORE}"
@@ -140,7 +140,7 @@ def _copy_rows(
     require_room(rows_path(work), total)
     with _new_tier(work, manifest.store_id, shapes) as tier:
         done = 0
-        for version, rows, since in _versions(snapshot, shapes, indexes, head):
+        for version, rows, since in _versions(snapshot, shapes, stored, head):
             for layout, first in leading.items():
                 keys = some_first(rows, layout, first, since)
                 for batch in stored_batches(snapshot, rows, keys, layout.rows_within(_BATCH_BYTES)):
@@ -172,12 +172,12 @@ def _size_bytes(layout: RowLayout, num_rows: int) -> int:
     return num_rows * layout.segment_pages(size) * layout.page_bytes // size
 
 
-def _versions(snapshot: Snapshot, shapes: Shapes, indexes: Indexes, head: Head) -> Iterator[tuple[int, RowMap, int]]:
+def _versions(snapshot: Snapshot, shapes: Shapes, stored: Stored, head: Head) -> Iterator[tuple[int, RowMap, int]]:
     """Each kept version, a map of what it shows, and the version before it; the map becomes the next one's."""
     rows, since = RowMap(shapes), 0
     for version in head.kept:
-        is_own = (indexes.newest > since) & (indexes.newest <= version)  # no segment is of rows on both sides of one
-        rows.enter(snapshot, indexes.chosen(is_own), version, ())
+        # No segment is of rows on both sides of a version.
+        rows.enter(snapshot, stored[(stored["newest"] > since) & (stored["newest"] <= version)], version, ())
         yield version, rows, since
         since = version
 

@@ -20,12 +20,12 @@ from ..errors import ChecksumError, DamagedError, FormatError, StoreLockedError,
 from ..io import ROW_FILE_NAME, LmdbColdTier
 from ..io.anchor import ANCHOR_NAME, read_stamp
 from ..io.files import require_plain_files
-from ..io.gather import queue_segments
+from ..io.gather import queue_parts
 from ..io.mapped import FileMap
 from ..io.row_map import RowMap
 from ..io.segments import Geometry
 from ..io.slots import Segments
-from ..io.sound_rows import LOST, Runs, choose_rows, read_rows, selected, settled, surviving_rows
+from ..io.sound_rows import LOST, Runs, choose_rows, read_rows, settled, surviving_rows
 from ..io.sound_tree import Remains, choose_tree
 from ..io.writer_lock import LOCK_NAME
 from ..kernels.arrays import Bools
@@ -210,7 +210,7 @@ def _save(
             survivors = surviving_rows(remains, rows)
             report.missing = survivors.missing
             taker = _Taker(file_map, tier, rows, report, stale_ok)
-            total, done = sum(int(runs.rows.sum()) for runs in survivors.runs), 0
+            total, done = sum(int(runs["rows"].sum()) for runs in survivors.runs), 0
             for segments, runs, proven in zip(rows.segments.values(), survivors.runs, survivors.proven, strict=True):
                 for count in taker.take(segments, runs, proven):
                     steps.copied(size * (done := done + count) // total, size)
@@ -256,16 +256,16 @@ class _Taker:
 
     def take(self, segments: Segments, runs: Runs, proven: Bools) -> Iterator[int]:
         """Save the rows of one layout, some runs at a time; gives how many rows were looked at each time."""
-        layout, geo, stops, start = segments.layout, segments.geo, np.cumsum(runs.rows), 0
+        layout, geo, stops, start = segments.layout, segments.geo, np.cumsum(runs["rows"]), 0
         batch = _Batch(layout, max(geo.rows_per_segment, _BATCH_BYTES // layout.row_bytes))
         while start < len(stops):
-            before = int(stops[start] - runs.rows[start])
+            before = int(stops[start] - runs["rows"][start])
             part = slice(start, int(np.searchsorted(stops, before + len(batch.keys), "right")))
-            start, own = part.stop, selected(runs, part)
+            start, own = part.stop, runs[part]
             count = self._read(geo, own, batch)
             num_taken, unproven = choose_rows(
                 geo.layout_id, self._rows.tables, self._rows.places, batch.keys[:count], batch.sound,
-                np.repeat(proven[part], own.rows), self._stale_ok, batch.taken,
+                np.repeat(proven[part], own["rows"]), self._stale_ok, batch.taken,
             )  # fmt: skip
             if num_taken:
                 slots = batch.taken[:num_taken]
@@ -277,10 +277,11 @@ class _Taker:
     def _read(self, geo: Geometry, runs: Runs, batch: "_Batch") -> int:
         """Fill a batch; returns how many rows it has then."""
         file_map = self._file_map
-        firsts = np.where(runs.index_pages > 0, runs.index_pages, runs.data_pages)
-        lengths = runs.data_pages - firsts + -(-runs.rows // geo.rows_per_block) * geo.pages_per_block
-        queue_segments(file_map.address, geo.page_words, firsts, lengths.astype(np.int32))
-        limit = file_map.file_bytes() // (8 * geo.page_words)
+        page_bytes = 8 * geo.page_words
+        firsts = np.where(runs["index_page"] > 0, runs["index_page"], runs["data_page"])
+        stops = runs["data_page"] + -(-runs["rows"] // geo.rows_per_block) * geo.pages_per_block
+        queue_parts(file_map.address, firsts * page_bytes, stops * page_bytes)
+        limit = file_map.file_bytes() // page_bytes
         weights, state = batch.weights.reshape(-1), batch.state.reshape(-1)
         return settled(
             file_map, lambda: read_rows(geo, file_map.words, limit, runs, batch.keys, batch.sound, weights, state)
