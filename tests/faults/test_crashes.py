@@ -34,7 +34,7 @@ def kill(folder: Path, **arguments: Any) -> None:
 
 def test_a_killed_run_loses_nothing(tmp_path: Path) -> None:
     """At every named point once, and at a few random instants."""
-    kill(tmp_path, kills=[5], rounds=1, stride=8, commits=12, seed=2)
+    kill(tmp_path, kills=[3], rounds=1, stride=8, commits=12, seed=2)
 
 
 @pytest.mark.soak
@@ -53,7 +53,7 @@ def share(folder: Path, **arguments: Any) -> None:
 
 
 def test_processes_that_share_a_store_and_copy_it_lose_nothing(tmp_path: Path) -> None:
-    share(tmp_path, rounds=[4], seed=3)
+    share(tmp_path, rounds=[3], seed=3)
 
 
 @pytest.mark.soak

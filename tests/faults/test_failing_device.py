@@ -234,13 +234,13 @@ def fail_calls(
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_some_calls_fail(scratch: Path, initial: dict[str, Trained], name: str) -> None:
-    step = 5 if name == "not synced" else 20
+    step = {"not synced": 5, "over quota": 60}.get(name, 30)  # over quota is as full
     counts = fail_calls(
         scratch, initial, FAULTS[name], first=len(name) % step, step=step, for_good=name == "full", powers=1
     )
     print(counts)
-    assert counts["runs"] >= 3
-    assert counts["TierstoreError"] + counts["DiskFullError"] >= 2
+    assert counts["runs"] >= 2
+    assert counts["TierstoreError"] + counts["DiskFullError"] >= 1
 
 
 @pytest.mark.soak
@@ -278,9 +278,9 @@ def lose_power_after(
 
 @pytest.mark.parametrize("number", [9, 16])
 def test_power_lost_after_a_sync_that_failed(scratch: Path, initial: dict[str, Trained], number: int) -> None:
-    counts = lose_power_after(scratch, initial, number, points=5, least=24)
+    counts = lose_power_after(scratch, initial, number, points=4, least=16)
     assert counts is not None
-    assert counts.states >= 24
+    assert counts.states >= 16
 
 
 @pytest.mark.soak

@@ -17,7 +17,7 @@ from tests.following import OWN_NAMESPACE, Reader, Writer
 from tierstore import errors
 from tierstore.io.pins import Pins
 
-BIG = list(range(20_000))
+BIG = list(range(10_000))
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_a_new_writer_leaves_the_trees_alone_that_older_readers_show(children: E
     write(writer, 2)
     writer("commit", 2)
     second = new_reader(children, folder)
-    for value in range(3, 7):
+    for value in range(3, 5):
         writer.kill()
         writer = new_writer(children, folder)
         write(writer, value)
@@ -103,7 +103,7 @@ def test_a_new_writer_leaves_the_trees_alone_that_older_readers_show(children: E
         assert (first("read", "big"), second("read", "big")) == ([1.0], [2.0])
     first("close")
     size_bytes = 0
-    for value in range(7, 15):
+    for value in range(5, 12):
         write(writer, value)
         writer("commit", value)
         second("refresh")
