@@ -53,7 +53,8 @@ def seeds() -> list[bytes]:
     )
     record = records.CommitRecord(version=3, payload_bytes=100, payload_checksum=1)
     log = records.LogRecord(next_number=1 << 33, num_segments=3, hash=2**63)
-    whole = [*records.first_records(b"0123456789abcdef").values(), records.pack_commit(record), records.pack_log(log)]
+    first = records.first_records(b"0123456789abcdef").values()
+    whole = [*first, records.pack_words(*record), records.pack_words(*log)]
     found = [bytes([choice]) + packed[:-8] for packed in whole for choice in range(len(_UNPACKERS))]
     return [*found, bytes([len(_UNPACKERS)]) + payload]
 

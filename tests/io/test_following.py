@@ -146,7 +146,7 @@ def test_a_map_that_is_dropped_before_it_is_leased(follower: LmdbColdTier, monke
     def make_and_drop(file: OpenFile) -> RowMap:
         made.append(make(file))
         if len(made) == 1:
-            file.view.show(None)
+            file.view.rows = None
         return made[-1]
 
     follower.drop_tables(1)

@@ -15,7 +15,6 @@ from tierstore.io.gather import (
     MAX_GROUP,
     QUEUE_DEPTH,
     SAMPLE_EVERY,
-    GatherStatus,
     How,
     Source,
     Target,
@@ -26,7 +25,7 @@ from tierstore.io.gather import (
 )
 from tierstore.io.lmdb import LmdbColdTier
 from tierstore.io.mapped import FileMap, clock_ns, copy_words, is_resident, prefetch_word, queue_read, zeros
-from tierstore.io.segments import geometry
+from tierstore.io.segments import SegmentStatus, geometry
 from tierstore.kernels.jit import JIT_ENABLED, kernel
 from tierstore.rows import PAIR_WORDS, RowLayout
 
@@ -171,7 +170,7 @@ def test_a_place_beyond_the_file_or_the_list_of_segments_is_not_touched(tmp_path
                 new_scratch(segments.geo, limit, 1),
                 result,
             )
-            assert result.tolist()[:2] == [GatherStatus.OUT_OF_FILE, 0]
+            assert result.tolist()[:2] == [SegmentStatus.OUT_OF_FILE, 0]
     tier.close()
 
 

@@ -17,7 +17,6 @@ import pytest
 
 from tests.conformance.cold_tier import (
     NARROW,
-    TABLES,
     WIDE,
     add_tables,
     check_rows,
@@ -78,26 +77,6 @@ def _run(code: str, *arguments: object, **settings: object) -> "subprocess.Popen
     )
 
 
-def test_committed_rows_come_back(tmp_path: Path) -> None:
-    tier = _tier(tmp_path)
-    for table, (layout, num_rows) in TABLES.items():
-        write_rows(tier, layout, keys_of(table, np.arange(num_rows)), 1)
-        write_rows(tier, layout, keys_of(table, np.arange(0, num_rows, 3)), 2)
-    assert commit(tier, b"one") == 1
-    report = tier.verify()
-    tier.close()
-    for readonly in (True, False):
-        tier = _tier(tmp_path, readonly=readonly)
-        assert (tier.version, tier.payload) == (1, b"one")
-        for table, (layout, num_rows) in TABLES.items():
-            rows = np.arange(num_rows)
-            check_rows(tier, layout, keys_of(table, rows[rows % 3 != 0]), 1)
-            check_rows(tier, layout, keys_of(table, rows[::3]), 2)
-        assert tier.verify() == report
-        assert (report.tables, report.rows) == (4, sum(num_rows for _, num_rows in TABLES.values()))
-        tier.close()
-
-
 def test_what_was_not_committed_is_gone_after_reopening(tmp_path: Path) -> None:
     tier = _tier(tmp_path)
     keys = keys_of(0, np.arange(500))
@@ -140,19 +119,6 @@ def test_commit_leaves_one_version_and_one_payload(tmp_path: Path) -> None:
     commit(tier, b"x")
     tier.close()
     assert _num_entries(tmp_path) == _segments(1000) + _RECORDS + 2  # the commit, one chunk of payload
-
-
-def test_the_file_does_not_grow_for_ever(tmp_path: Path) -> None:
-    tier = _tier(tmp_path)
-    keys = keys_of(0, np.arange(1000))
-    sizes = []
-    for generation in range(1, 13):
-        write_rows(tier, WIDE, keys, generation)
-        commit(tier, b"payload")
-        sizes.append(tier.path.stat().st_size)
-    tier.close()
-    assert sizes[-1] == sizes[4]
-    assert sizes[-1] < 6 * _segments(1000) * WIDE.segment_pages(WIDE.rows_per_segment) * 4096
 
 
 def test_killed_at_any_moment_it_reopens_at_the_last_commit(tmp_path: Path) -> None:

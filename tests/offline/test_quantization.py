@@ -318,7 +318,7 @@ def test_wrong_arguments_leave_nothing(source: Path, tmp_path: Path) -> None:
         tierstore.quantize(tmp_path / "none", new, dtype="int8")
     assert not list(tmp_path.iterdir())
     tierstore.quantize(source, new, dtype="int8", tables=["item"])
-    with pytest.raises(FileExistsError, match="not an empty directory"):
+    with pytest.raises(FileExistsError, match=r"new is not empty \(it holds"):
         tierstore.quantize(source, new, dtype="int8")
     with pytest.raises(ValueError, match="table 'item' is int8 already; name the others"):
         tierstore.quantize(new, tmp_path / "again", dtype="int4")
@@ -327,17 +327,16 @@ def test_wrong_arguments_leave_nothing(source: Path, tmp_path: Path) -> None:
 
 
 def test_what_a_run_that_was_cut_short_left_is_cleared(source: Path, tmp_path: Path) -> None:
-    partial = tmp_path / "new.partial"
-    partial.mkdir()
+    partial = tmp_path / "new" / quantization.WORK_NAME
+    partial.mkdir(parents=True)
     (partial / "rows.lmdb").write_bytes(b"half")
-    (tmp_path / "new").mkdir()
-    descriptor = os.open(partial, os.O_RDONLY)
+    descriptor = os.open(tmp_path / "new", os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    with pytest.raises(errors.TierstoreError, match=r"new.partial is being written by another process"):
+    with pytest.raises(errors.TierstoreError, match=r"new is being written by another process"):
         tierstore.quantize(source, tmp_path / "new", dtype="int8")
     os.close(descriptor)
     tierstore.quantize(source, tmp_path / "new", dtype="int8")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["new"]
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["manifest.json", "rows.lmdb"]
 
 
 @every_dtype

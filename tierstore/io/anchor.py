@@ -165,16 +165,14 @@ class AnchorKeeper:
         try:
             save_anchor(self._path, self._store_id, self._page_bytes, metas)
         except OSError as error:
-            raise self._failure(error) from error
-
-    def _failure(self, error: OSError) -> TierstoreError:
-        path = self._path.with_name(ANCHOR_NAME)
-        translated = translate_os_error(error, path)
-        if type(translated) is not TierstoreError:
-            return translated
-        return TierstoreError(
-            f"{path} could not be written: {error}; the last commit is intact: close the store and open it again."
-        )
+            path = self._path.with_name(ANCHOR_NAME)
+            told = translate_os_error(error, path)
+            if type(told) is TierstoreError:
+                told = TierstoreError(
+                    f"{path} could not be written: {error}; the last commit is intact: close the store and open it "
+                    "again."
+                )
+            raise told from error
 
     def wrote(self, size_bytes: int, live_bytes: int) -> None:
         """Set an anchor in the background if enough was written; wait for the last one if that falls too far behind.
@@ -203,15 +201,12 @@ class AnchorKeeper:
             return
         pinned, future = self._pending
         self._pending = None
-        error = future.exception()
-        stale = pinned if error is not None else self._anchored
-        if error is None:
-            self._anchored = pinned
-        if stale is not None:
-            stale.close()
-        if error is not None:
+        if (error := future.exception()) is not None:
             self._has_failed = True
+            pinned.close()
             raise error
+        self._unpin()
+        self._anchored = pinned
 
     def close(self) -> None:
         """Set a last anchor if the tree has changed since, so that readers find it sound after the machine has stopped;
@@ -221,6 +216,9 @@ class AnchorKeeper:
             if not self._has_failed and read_metas(self._path, self._page_bytes) != self._metas:
                 self.set()
         self.stop()
+        self._unpin()
+
+    def _unpin(self) -> None:
         if self._anchored is not None:
             self._anchored.close()
             self._anchored = None
@@ -319,9 +317,13 @@ def is_sound(path: Path, anchor: Anchor) -> bool:
     LMDB leaves a mixture in a meta page whose write failed; it is no meta page but matters to nobody: the other counts.
     """
     metas = read_metas(path, anchor.page_bytes)
+    return metas == anchor.metas or (is_of_this_boot(anchor) and len(sound_metas(*metas)) == 2)
+
+
+def is_of_this_boot(anchor: Anchor) -> bool:
+    """Whether the machine has not stopped since, as far as it tells."""
     current = boot_id()
-    same_boot = anchor.boot_id == current and any(current)
-    return metas == anchor.metas or (same_boot and len(sound_metas(*metas)) == 2)
+    return anchor.boot_id == current and any(current)
 
 
 def load_anchor(path: Path, store_id: bytes) -> Anchor | None:

@@ -482,17 +482,14 @@ def _find_entries(
         for level in range(depth):
             leaf = level == depth - 1
             status = _enter(pages, page, level, leaf, KEY_BYTES, kinds[i], numbers[i], True, walk)
-            index = walk.indexes[level]
-            is_there = status == 0 and index < walk.counts[level]
-            node = _node(pages, page, index, leaf, KEY_BYTES) if is_there else -1
-            if status == 0 and is_there and node < 0:
-                status = -4
-            if status == 0 and node >= 0 and not leaf:
-                page = child_of(pages.halves, node)
-            elif status == 0 and node >= 0:
-                is_it = key_word(pages.halves, node + 4) == kinds[i] and key_word(pages.halves, node + 8) == numbers[i]
-                if is_it and not _emit(pages, node, KEY_BYTES, False, entries[i]):
-                    status = -2
+            if status == 0 and walk.indexes[level] < walk.counts[level]:
+                node = _node(pages, page, walk.indexes[level], leaf, KEY_BYTES)
+                if node < 0:
+                    status = -4
+                elif not leaf:
+                    page = child_of(pages.halves, node)
+                elif key_word(pages.halves, node + 4) == kinds[i] and key_word(pages.halves, node + 8) == numbers[i]:
+                    status = 0 if _emit(pages, node, KEY_BYTES, False, entries[i]) else -2
             if status != 0:
                 walk.result[STATUS] = -status
                 return

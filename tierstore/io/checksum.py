@@ -18,31 +18,16 @@ _P2: Final = np.uint64(0xC2B2AE3D27D4EB4F)
 _P3: Final = np.uint64(0x165667B19E3779F9)
 _P4: Final = np.uint64(0x85EBCA77C2B2AE63)
 _P5: Final = np.uint64(0x27D4EB2F165667C5)
-_WORD_BYTES: Final = np.uint64(8)
-_R1: Final = np.uint64(1)
-_R7: Final = np.uint64(7)
-_R12: Final = np.uint64(12)
-_R18: Final = np.uint64(18)
-_R27: Final = np.uint64(27)
-_R29: Final = np.uint64(29)
-_R31: Final = np.uint64(31)
-_R32: Final = np.uint64(32)
-_R33: Final = np.uint64(33)
-_R64: Final = np.uint64(64)
-_W1: Final = np.uint64(1)
-_W2: Final = np.uint64(2)
-_W3: Final = np.uint64(3)
-_W4: Final = np.uint64(4)
 
 
 @inline
-def _rotate(value: np.uint64, bits: np.uint64) -> np.uint64:
-    return (value << bits) | (value >> (_R64 - bits))
+def _rotate(value: np.uint64, bits: int) -> np.uint64:
+    return (value << np.uint64(bits)) | (value >> np.uint64(64 - bits))
 
 
 @inline
 def _round(lane: np.uint64, word: np.uint64) -> np.uint64:
-    return _rotate(lane + word * _P2, _R31) * _P1
+    return _rotate(lane + word * _P2, 31) * _P1
 
 
 @inline
@@ -52,20 +37,20 @@ def _merge(total: np.uint64, lane: np.uint64) -> np.uint64:
 
 @inline
 def _join(lane_1: np.uint64, lane_2: np.uint64, lane_3: np.uint64, lane_4: np.uint64) -> np.uint64:
-    total = _rotate(lane_1, _R1) + _rotate(lane_2, _R7) + _rotate(lane_3, _R12) + _rotate(lane_4, _R18)
+    total = _rotate(lane_1, 1) + _rotate(lane_2, 7) + _rotate(lane_3, 12) + _rotate(lane_4, 18)
     return _merge(_merge(_merge(_merge(total, lane_1), lane_2), lane_3), lane_4)
 
 
 @inline
 def _tail(total: np.uint64, word: np.uint64) -> np.uint64:
-    return _rotate(total ^ _round(np.uint64(0), word), _R27) * _P1 + _P4
+    return _rotate(total ^ _round(np.uint64(0), word), 27) * _P1 + _P4
 
 
 @inline
 def _avalanche(total: np.uint64) -> np.uint64:
-    total = (total ^ (total >> _R33)) * _P2
-    total = (total ^ (total >> _R29)) * _P3
-    return total ^ (total >> _R32)
+    total = (total ^ (total >> np.uint64(33))) * _P2
+    total = (total ^ (total >> np.uint64(29))) * _P3
+    return total ^ (total >> np.uint64(32))
 
 
 @inline
@@ -75,19 +60,19 @@ def row_checksum(words: Words, start: int, num_words: int, seed: np.uint64) -> n
     end = at + np.uint64(num_words)
     if num_words >= 4:
         lane_1, lane_2, lane_3, lane_4 = seed + _P1 + _P2, seed + _P2, seed, seed - _P1
-        while at + _W4 <= end:
+        while at + np.uint64(4) <= end:
             lane_1 = _round(lane_1, words[at])
-            lane_2 = _round(lane_2, words[at + _W1])
-            lane_3 = _round(lane_3, words[at + _W2])
-            lane_4 = _round(lane_4, words[at + _W3])
-            at += _W4
+            lane_2 = _round(lane_2, words[at + np.uint64(1)])
+            lane_3 = _round(lane_3, words[at + np.uint64(2)])
+            lane_4 = _round(lane_4, words[at + np.uint64(3)])
+            at += np.uint64(4)
         total = _join(lane_1, lane_2, lane_3, lane_4)
     else:
         total = seed + _P5
-    total += np.uint64(num_words) * _WORD_BYTES
+    total += np.uint64(8 * num_words)
     while at < end:
         total = _tail(total, words[at])
-        at += _W1
+        at += np.uint64(1)
     return _avalanche(total)
 
 
@@ -173,8 +158,8 @@ def two_row_checksums(
         total_b = _join(lanes[4], lanes[5], lanes[6], lanes[7])
     else:
         total_a, total_b = seed_a + _P5, seed_b + _P5
-    total_a += np.uint64(num_words) * _WORD_BYTES
-    total_b += np.uint64(num_words) * _WORD_BYTES
+    total_a += np.uint64(8 * num_words)
+    total_b += np.uint64(8 * num_words)
     for i in range(num_words // 4 * 4, num_words):
         total_a, total_b = _tail(total_a, words[start_a + i]), _tail(total_b, words[start_b + i])
     return _avalanche(total_a), _avalanche(total_b)

@@ -19,10 +19,9 @@ import numpy as np
 
 from ..errors import DamagedError
 from ..kernels.arrays import Int64s, Words
-from .appending import NewRows
 from .gather import queue_parts
 from .indexes import byte_ranges
-from .reads import RowReader
+from .reads import RowReader, Rows
 from .row_map import RowMap
 from .slots import Segments
 from .snapshot import Snapshot
@@ -43,17 +42,6 @@ class _Plan(NamedTuple):
     numbers: Words
 
 
-class Moved(NamedTuple):
-    """Rows that are to be appended anew.
-
-    Attributes:
-        pages: that they were on.
-    """
-
-    rows: NewRows
-    pages: int
-
-
 class Cleaner:
     """Chooses what to clean next, a turn ahead.
 
@@ -68,8 +56,8 @@ class Cleaner:
         self._random = np.random.default_rng(0)
         self._spoiled: set[int] = set()
 
-    def collect(self, snapshot: Snapshot, rows: RowMap, segments: Segments, kept: tuple[int, ...]) -> Moved | None:
-        """The live rows of what ``plan`` chose, segment by segment; None if there are none."""
+    def collect(self, snapshot: Snapshot, rows: RowMap, segments: Segments, kept: tuple[int, ...]) -> Rows | None:
+        """The live rows of what ``plan`` chose, segment by segment, to be appended anew; None if there are none."""
         victims = self._victims(segments, kept)
         try:
             return self._read(snapshot, rows, segments, victims)
@@ -88,13 +76,12 @@ class Cleaner:
             return False
         return True
 
-    def _read(self, snapshot: Snapshot, rows: RowMap, segments: Segments, victims: Int64s) -> Moved | None:
+    def _read(self, snapshot: Snapshot, rows: RowMap, segments: Segments, victims: Int64s) -> Rows | None:
         """The live rows of segments; None if there are none. DamagedError if one cannot be read."""
         keys, epochs = rows.live_rows(snapshot, segments.layout, victims)
         if not len(keys):
             return None
-        found = self._reader.stored(snapshot, rows, keys)
-        return Moved(NewRows(keys, found.slots, found.weights, found.state, epochs), found.pages)
+        return self._reader.stored(snapshot, rows, keys)._replace(epochs=epochs)
 
     def _victims(self, segments: Segments, kept: tuple[int, ...]) -> Int64s:
         """Slots that ``plan`` chose, as far as they can still be cleaned."""

@@ -16,28 +16,8 @@ import numpy as np
 
 from ..kernels.arrays import Int64s, Words
 from ..kernels.jit import inline, kernel
-from .btree import (
-    BIG_DATA,
-    BRANCHES,
-    FREE_KEY_BYTES,
-    HEADER_BYTES,
-    KEY_BYTES,
-    LASTING,
-    LEAVES,
-    META_KEY,
-    NO_ROOT,
-    PAGE,
-    STATUS,
-    Entries,
-    Meta,
-    Pages,
-    WalkStatus,
-    claim,
-    list_tree,
-    new_walk,
-    number,
-    wide,
-)
+from . import btree
+from .btree import Entries, Meta, Pages, WalkStatus, claim, number, wide
 from .mapped import zeros
 
 _OVERFLOW: Final = 0x04
@@ -48,7 +28,6 @@ class PageUse(NamedTuple):
 
     status: WalkStatus
     page: int
-    free_pages: int
 
 
 def pages_freed(words: Words, meta: Meta) -> int:
@@ -57,7 +36,7 @@ def pages_freed(words: Words, meta: Meta) -> int:
     Args:
         words: the file. Its tree of free pages must have been checked, or be what this process wrote since.
     """
-    if meta.free.page == NO_ROOT:
+    if meta.free.page == btree.NO_ROOT:
         return 0
     data, page, node, flags = words.data, meta.free.page, 0, 0
     for _ in range(meta.free.depth):
@@ -69,8 +48,8 @@ def pages_freed(words: Words, meta: Meta) -> int:
     txn_id, place = struct.unpack_from("<QQ", data, node + 8)
     if txn_id != meta.txn_id:
         return 0
-    if flags & BIG_DATA:
-        (place,) = struct.unpack_from("<Q", data, place * meta.page_bytes + HEADER_BYTES)
+    if flags & btree.BIG_DATA:
+        (place,) = struct.unpack_from("<Q", data, place * meta.page_bytes + btree.HEADER_BYTES)
     return int(place)
 
 
@@ -108,20 +87,20 @@ def _claim_values(
     for i in range(len(entries)):
         page, size, status = entries[i]["page"], entries[i]["size"], 0
         if page != 0:
-            num_pages = (HEADER_BYTES + size + pages.page_halves * 2 - 1) // (pages.page_halves * 2)
+            num_pages = (btree.HEADER_BYTES + size + pages.page_halves * 2 - 1) // (pages.page_halves * 2)
             status = claim(used, page, num_pages, pages.limit)
             overflows += num_pages
-            if status == 0 and (is_free_list or entries[i]["kind"] == META_KEY):
+            if status == 0 and (is_free_list or entries[i]["kind"] == btree.META_KEY):
                 at = page * pages.page_halves
-                flags = halves[at + 5] & LASTING
+                flags = halves[at + 5] & btree.LASTING
                 if number(halves, at) != page or flags != _OVERFLOW or wide(halves, at + 6) != num_pages:
                     status = -3
         if status == 0 and is_free_list:
             status = _claim_free(pages, entries[i]["place"], size, last_page, used)
             free += max(0, status)
         if status < 0:
-            result[STATUS] = -status
-            result[PAGE] = page
+            result[btree.STATUS] = -status
+            result[btree.PAGE] = page
             break
     return overflows, free
 
@@ -134,21 +113,21 @@ def check_page_use(pages: Pages, meta: Meta) -> PageUse:
     """
     used: Words = zeros((meta.last_page >> 6) + 1, np.uint64)
     pages = pages._replace(limit=min(pages.limit, meta.last_page + 1))  # what is free may lie beyond the file's end
-    claimed = free = 0
-    for root, key_bytes in ((meta.main, KEY_BYTES), (meta.free, FREE_KEY_BYTES)):
-        walk, is_free_list = new_walk(pages.page_halves, used), key_bytes == FREE_KEY_BYTES
-        entries, result = list_tree(pages, root, walk, key_bytes=key_bytes), walk.result
-        if result[STATUS] == WalkStatus.DONE:
+    claimed = 0
+    for root, key_bytes in ((meta.main, btree.KEY_BYTES), (meta.free, btree.FREE_KEY_BYTES)):
+        walk, is_free_list = btree.new_walk(pages.page_halves, used), key_bytes == btree.FREE_KEY_BYTES
+        entries, result = btree.list_tree(pages, root, walk, key_bytes=key_bytes), walk.result
+        if result[btree.STATUS] == WalkStatus.DONE:
             overflows, free = _claim_values(pages, entries, is_free_list, meta.last_page, used, result)
-        if result[STATUS] != WalkStatus.DONE:
-            return PageUse(WalkStatus(int(result[STATUS])), int(result[PAGE]), 0)
+        if result[btree.STATUS] != WalkStatus.DONE:
+            return PageUse(WalkStatus(int(result[btree.STATUS])), int(result[btree.PAGE]))
         # A transaction frees at least the root it replaced, so the list's last record is the transaction's own.
         newest = int(entries[-1]["number"]) if len(entries) else 0
         is_newest = not is_free_list or newest == meta.txn_id or meta.txn_id <= 1
-        totals = (int(result[BRANCHES]), int(result[LEAVES]), overflows, len(entries))
+        totals = (int(result[btree.BRANCHES]), int(result[btree.LEAVES]), overflows, len(entries))
         if not is_newest or totals != root[1:5]:
-            return PageUse(WalkStatus.BAD_TOTALS, meta.txn_id % 2, 0)
+            return PageUse(WalkStatus.BAD_TOTALS, meta.txn_id % 2)
         claimed += sum(totals[:3]) + free
     if claimed != meta.last_page - 1:
-        return PageUse(WalkStatus.BAD_TOTALS, meta.txn_id % 2, 0)
-    return PageUse(WalkStatus.DONE, 0, free)
+        return PageUse(WalkStatus.BAD_TOTALS, meta.txn_id % 2)
+    return PageUse(WalkStatus.DONE, 0)

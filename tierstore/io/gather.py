@@ -16,26 +16,25 @@ copied, then hashed while their lines are near: hashed as they are copied, they 
 fetching the next group's lines while hashing, looking places up group by group, fetching all lines of a row ahead.
 """
 
-from enum import IntEnum
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ChecksumError, TruncatedError, UnreadableError
+from ..errors import DamagedError
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..kernels.jit import uncounted_helper as inline
 from ..kernels.jit import uncounted_kernel as kernel
 from ..rows import BLOCK_HEADER_WORDS, KEY_ROW_BITS, MAX_ROWS, PAIR_WORDS
-from ..system.oserrors import RESTORE
 from .checksum import two_row_checksums
-from .guard import ASK_AGAIN
+from .indexes import damage_error, damage_words
 from .mapped import clock_ns, copy_words, is_resident, prefetch_word, queue_read
 from .row_map import Places
-from .segments import Geometry, row_seed
+from .segments import Geometry, SegmentStatus, row_seed
 from .slots import SegmentArrays
 
+_BAD_ROW: Final = int(SegmentStatus.BAD_ROW)
 QUEUE_DEPTH: Final = 512
 """Rows whose pages are queued ahead of the copy; as many times more as there are rows to a page."""
 SAMPLE_EVERY: Final = 512
@@ -57,24 +56,10 @@ ROW_SLACK_NS: Final = 600
 """A group of n rows slower than GROUP_SLACK_NS + n * ROW_SLACK_NS waited for the device."""
 
 
-class GatherStatus(IntEnum):
-    DONE = 0
-    OUT_OF_FILE = 1
-    BAD_ROW = 2
-    UNREADABLE = 3
-
-
-def gather_error(path: Path, result: Int64s, keys: Int64s) -> Exception:
+def gather_error(path: Path, result: Int64s, keys: Int64s) -> DamagedError:
     """What a status other than DONE amounts to."""
-    key = int(keys[result[1]])
-    table, row = key >> KEY_ROW_BITS, key % MAX_ROWS
-    if result[0] == GatherStatus.OUT_OF_FILE:
-        return TruncatedError(f"{path}: row {row} of table {table} lies beyond the end of the file. {RESTORE}")
-    if result[0] == GatherStatus.UNREADABLE:
-        return UnreadableError(
-            f"{path}: row {row} of table {table} cannot be read: the device refuses its page. {ASK_AGAIN} {RESTORE}"
-        )
-    return ChecksumError(f"{path}: row {row} of table {table} does not match its checksum. {RESTORE}")
+    key, status = int(keys[result[1]]), int(result[0])
+    return damage_error(path, status, damage_words(f"row {key % MAX_ROWS} of table {key >> KEY_ROW_BITS}", status))
 
 
 class Wanted(NamedTuple):
@@ -307,8 +292,8 @@ def gather(
     Args:
         segments: of the layout.
         scratch: of as many rows.
-        result: int64 [4], zeroed; receives GatherStatus, the position it is about, distinct pages, and 1 if the pages
-            turned out cold.
+        result: int64 [4], zeroed; receives a SegmentStatus, the position it is about, distinct pages, and 1 if the
+            pages turned out cold.
     """
     words, address, limit = source
     verify, cold, can_sample = how
@@ -348,7 +333,7 @@ def gather(
             if verify:
                 bad = _first_bad(words, row_words, start, position, keys, scratch)
         if bad >= 0:
-            result[0] = 2
+            result[0] = _BAD_ROW
             result[1] = bad
             return
         now = clock_ns(timespec)

@@ -6,7 +6,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ChecksumError, DamagedError, FormatError, TruncatedError, UnreadableError
+from ..errors import ChecksumError, DamagedError, TruncatedError, UnreadableError
 from ..kernels.arrays import Int64s, Words
 from ..kernels.jit import kernel
 from ..rows import PAGE_HEADER_WORDS
@@ -15,7 +15,6 @@ from .btree import HEADER_BYTES, SEGMENTS_KEY, Entries
 from .checksum import mix_key
 from .guard import ASK_AGAIN, Guard, PageRuns
 from .mapped import queue_read
-from .records import LOG_ITEM, LogRecord, item_key, unpack_log
 from .segments import COUNT, COUNT_MASK, KEYS, NEWEST, OLDEST, SegmentStatus, check_index
 from .snapshot import Tree
 
@@ -56,37 +55,16 @@ def listed_segments(entries: Entries, page_bytes: int) -> Stored:
     return stored
 
 
-def require_logged(tree: Tree, numbers: Words) -> LogRecord:
-    """Compare the segments with what the writer counted: one that went missing is found here.
-
-    Raises:
-        FormatError: the record of the log is damaged. DamagedError: there are other segments than it counts.
-    """
-    found = tree.get(item_key(LOG_ITEM))
-    try:
-        if found is None:
-            raise ValueError("it is missing")
-        log = unpack_log(found)
-    except ValueError as error:
-        raise FormatError(f"{tree.path}: its record of the log is damaged: {error}. {RESTORE}") from error
-    if (len(numbers), numbers_hash(numbers)) != (log.num_segments, log.hash):
-        raise DamagedError(
-            f"{tree.path}: its tree has {len(numbers):,} segments, and its record of the log counts "
-            f"{log.num_segments:,} others. {RESTORE}"
-        )
-    return log
-
-
-def numbers_hash(numbers: Words) -> int:
+def numbers_hash(stored: Stored) -> int:
     """Sum of ``checksum.mix_key`` of the numbers of segments, modulo 2**64."""
-    return int(_hash(np.ascontiguousarray(numbers)))
+    return int(_hash(stored))
 
 
 @kernel
-def _hash(numbers: Words) -> np.uint64:
+def _hash(stored: Stored) -> np.uint64:
     total = np.uint64(0)
-    for i in range(len(numbers)):
-        total += mix_key(np.uint64(0), numbers[i])
+    for i in range(len(stored)):
+        total += mix_key(np.uint64(0), stored[i]["number"])
     return total
 
 

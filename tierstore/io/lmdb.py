@@ -7,8 +7,8 @@ made current; one for reading ignores them. docs/format.md describes the file.
 """
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -16,14 +16,13 @@ import numpy as np
 from ..errors import ReadOnlyError
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..rows import RowLayout
-from .appending import NewRows
 from .base import ColdCounters, Counting, VerifyReport, check_arrays, check_table, check_widths, require_distinct
 from .cleaning import DEFAULT_SLACK
-from .gather import GatherStatus, gather_error
+from .gather import gather_error
 from .log import Written
 from .newer import Follower, NewerCommit
 from .opened import OpenFile
-from .reads import RowReader
+from .reads import RowReader, Rows
 from .records import MAX_VERSION
 from .row_map import RowMap, new_places
 from .snapshot import Snapshot
@@ -48,6 +47,7 @@ class LmdbColdTier:
 
     Attributes:
         path: of the row file.
+        lease, lease_tree: see ``OpenFile``.
         reader: reads and verifies rows; a benchmark may put another in its place.
 
     Raises:
@@ -76,6 +76,7 @@ class LmdbColdTier:
             self._file = OpenFile(path, store_id, readonly=readonly, version=version, create=create)
             stack.callback(self._file.close)
             self.path, self.page_bytes = self._file.path, self._file.page_bytes
+            self.lease, self.lease_tree = self._file.lease, self._file.lease_tree
             self.reader = RowReader(self._file.map.rows, verify=True)
             self._follower = Follower(self._file, self._read_from) if readonly and version is None else None
             self._writer = None if readonly else Writer(self._file, store_id, slack, self._count)
@@ -92,18 +93,6 @@ class LmdbColdTier:
                 if part is not None:
                     stack.callback(part.close)
 
-    @contextmanager
-    def lease(self) -> Iterator[tuple[Snapshot, RowMap]]:
-        """The current snapshot and map, kept until the end of the block."""
-        with self._file.lease() as leased:
-            yield leased
-
-    @contextmanager
-    def lease_tree(self) -> Iterator[Snapshot]:
-        """The current snapshot, kept until the end of the block."""
-        with self._file.lease_tree() as snapshot:
-            yield snapshot
-
     # -- tables
 
     def add_table(self, table_index: int, layout: RowLayout, num_rows: int) -> None:
@@ -115,22 +104,20 @@ class LmdbColdTier:
             if table_index in file.tables:
                 raise ValueError(f"table {table_index} was added before")
             if (rows := file.view.rows) is not None:
-                file.view.show(None if rows.unknown else rows.with_table(table_index, layout, num_rows))
+                file.view.rows = None if rows.unknown else rows.with_table(table_index, layout, num_rows)
             else:  # the first reader makes the map, but what the system refuses is told now
                 new_places(sum(other for _, other in file.tables.values()) + num_rows)
             file.tables[table_index] = layout, num_rows
 
     def drop_tables(self, first: int) -> None:
-        """See ``ColdTier.drop_tables``."""
         with self._file.lock:
             kept = {index: shape for index, shape in self._file.tables.items() if index < first}
             self._file.tables = kept
-            self._file.view.show(None)
+            self._file.view.rows = None
 
     # -- reading
 
     def read(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: Bools) -> None:
-        """See ``ColdTier.read``."""
         with self._file.lease() as (snapshot, rows):
             self._read_from(snapshot, rows, keys, slots, weights, state, present)
 
@@ -145,7 +132,7 @@ class LmdbColdTier:
         layout = self._file.layout_of(rows, keys)
         check_widths(layout, weights, state)
         result = self.reader.gather(snapshot, rows, layout, keys, slots, weights, state, present)
-        if result[0] != GatherStatus.DONE:
+        if result[0]:
             raise gather_error(self.path, result, keys)
         absent, seconds = len(keys) - int(np.count_nonzero(present)), time.perf_counter() - started
         self._counting.add(rows_read=len(keys), rows_absent=absent, pages_read=int(result[2]), read_seconds=seconds)
@@ -153,7 +140,6 @@ class LmdbColdTier:
     # -- writing
 
     def write(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, *, epoch: int) -> None:
-        """See ``ColdTier.write``."""
         check_arrays(keys, slots, weights, state)
         file = self._file
         with file.lock:
@@ -168,7 +154,7 @@ class LmdbColdTier:
             rows.positions(layout, keys)
             if not file.head.last < epoch <= MAX_VERSION:
                 raise ValueError(f"epoch={epoch} must be above {file.head.last}, the last version")
-            written = writer.append(layout, NewRows(keys, slots, weights, state, np.array([epoch], np.uint64)))
+            written = writer.append(layout, Rows(keys, slots, weights, state, np.array([epoch], np.uint64)))
             self._count(written, rows_written=len(keys), write_seconds=time.perf_counter() - started)
 
     def _require_writer(self) -> Writer:
@@ -198,7 +184,6 @@ class LmdbColdTier:
         self._require_writer().commit(payload, version, keep)
 
     def rollback(self, version: int) -> None:
-        """See ``ColdTier.rollback``."""
         self._require_writer().rollback(version)
 
     @property

@@ -7,23 +7,25 @@ After a transaction the map of rows and what readers are shown follow it. If the
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from typing import Final, NamedTuple
 
 import lmdb
 import numpy as np
 
 from ..errors import DamagedError
-from ..kernels.arrays import Int64s
+from ..kernels.arrays import Int64s, Words
+from ..kernels.jit import kernel
+from ..rows import PAGE_HEADER_WORDS
 from ..system.killpoints import reach
 from .anchor import AnchorKeeper
-from .appending import Change, NewRows, find_pages, require_headers
 from .cleaning import Cleaner
-from .indexes import Stored
+from .gather import queue_parts
+from .indexes import STORED, Stored, byte_ranges, numbers_hash, segment_error
 from .opened import OpenFile
-from .reads import RowReader
-from .records import LOG_ITEM, item_key, pack_log
+from .reads import RowReader, Rows
+from .records import LOG_ITEM, LogRecord, item_key, pack_words, segment_key
 from .row_map import RowMap
+from .segments import build_segment, page_header_status
 from .slots import Segments
 from .snapshot import Snapshot
 
@@ -77,21 +79,59 @@ class Log:
         self._is_numbered = False  # whether this process has numbers of segments of its own
 
     @contextmanager
-    def _changing(self) -> Iterator[Change]:
-        """A transaction that changes the log."""
-        change: Change | None = None
+    def _changing(self) -> "Iterator[lmdb.Transaction[bytes]]":
+        """A transaction that changes the log. What it does counts only once it is committed; numbers that it has given
+        to segments are not given again in any case."""
+        before = self._record
         try:
             with self._transaction() as txn:
-                change = Change(txn, self._record)
-                yield change
-                change.finish()
+                yield txn
+                txn.put(item_key(LOG_ITEM), pack_words(*self._record))
         except BaseException:
-            if change is not None:
-                self._record = replace(self._record, next_number=change.record.next_number)
+            self._record = before._replace(next_number=self._record.next_number)
             raise
-        self._record = change.record
 
-    def append(self, rows: RowMap, segments: Segments, new: NewRows | None, kept: tuple[int, ...]) -> Written:
+    def _put(self, txn: "lmdb.Transaction[bytes]", segments: Segments, new: Rows) -> Stored:
+        """Put rows, in their order, as segments; ``_find_pages`` tells where they are once they are committed."""
+        layout, geo, first = segments.layout, segments.geo, self._record.next_number
+        per_segment = geo.rows_per_segment
+        most = layout.segment_pages(min(per_segment, len(new.keys)), is_mixed=True)
+        image = np.empty(most * geo.page_words, np.uint64)
+        parts: list[tuple[int, ...]] = []
+        for start in range(0, len(new.keys), per_segment):
+            part = slice(start, start + per_segment)
+            epochs = new.epochs[part] if len(new.epochs) > 1 else new.epochs
+            if epochs.min() == epochs.max():
+                epochs = epochs[:1]
+            keys = new.keys[part]
+            pages = layout.segment_pages(len(keys), is_mixed=len(epochs) > 1)
+            value = image[: pages * geo.page_words - PAGE_HEADER_WORDS]
+            number = first + len(parts)
+            build_segment(
+                geo, number, epochs, keys, new.slots[part], new.weights.reshape(-1), new.state.reshape(-1), value
+            )
+            txn.put(segment_key(number), value.data, dupdata=False)
+            parts.append((number, 0, pages, len(keys), int(epochs.max()), int(epochs.min()), int(keys[0])))
+        stored = np.array(parts, STORED)
+        self._count(stored, 1)
+        return stored
+
+    def _delete(self, txn: "lmdb.Transaction[bytes]", stored: Stored) -> None:
+        """Delete segments, after ``require_headers``."""
+        for number in stored["number"].tolist():
+            deleted = txn.delete(segment_key(number))
+            assert deleted, "a segment in the tree could not be deleted"
+        self._count(stored, -1)
+
+    def _count(self, stored: Stored, sign: int) -> None:
+        record = self._record
+        self._record = LogRecord(
+            next_number=max(record.next_number, int(stored["number"].max(initial=np.uint64(0))) + 1),
+            num_segments=record.num_segments + sign * len(stored),
+            hash=(record.hash + sign * numbers_hash(stored)) % 2**64,
+        )
+
+    def append(self, rows: RowMap, segments: Segments, new: Rows | None, kept: tuple[int, ...]) -> Written:
         """Append rows of one layout and one epoch, and clean a little.
 
         Args:
@@ -99,40 +139,40 @@ class Log:
             kept: versions, ascending; the last one is current.
         """
         self._take_numbers()
-        layout, geo, snapshot = segments.layout, segments.geo, self._view.snapshot
-        moved = self._cleaner.collect(snapshot, rows, segments, kept)
-        dead = _some_dead(rows, snapshot)
+        layout, current = segments.layout, kept[-1] if kept else 0
+        moved = self._cleaner.collect(self._view.snapshot, rows, segments, kept)
+        dead = _some_dead(rows, self._view.snapshot)
         segments.reuse(self._view.oldest())
-        segments.require_room(len(each.keys) for each in (moved and moved.rows, new) if each is not None)
+        segments.require_room(len(each.keys) for each in (moved, new) if each is not None)
         self._look_ahead()
-        with self._changing() as change:
-            _delete(change, dead)
-            moved_to = None
+        moved_to = put = np.empty(0, STORED)
+        with self._changing() as txn:
+            self._delete_dead(txn, dead)
             if moved is not None:
-                moved_to = change.append(layout, geo, moved.rows)
+                moved_to = self._put(txn, segments, moved)
                 reach("cleaning: rows put")
-            pages_moved = change.pages
-            appended = None if new is None else change.append(layout, geo, new)
+            if new is not None:
+                put = self._put(txn, segments, new)
             reach("write-back: segments put")
         reach("write-back: transaction committed")
+        pages, pages_moved = int(put["pages"].sum()), int(moved_to["pages"].sum())
         with self._file.must_succeed():
             snapshot = self._file.new_snapshot()
             _forget(dead, txn_id := snapshot.txn_id)
-            if moved is not None and moved_to is not None:  # first: a row may be moved, and newer in what is new
-                find_pages(snapshot, moved_to)
-                rows.publish_moved(layout, moved_to, moved.rows.keys, txn_id=txn_id)
+            if moved is not None:  # first: a row may be moved, and newer in what is new
+                _find_pages(snapshot, moved_to)
+                rows.publish(layout, moved_to, moved.keys, current=current, txn_id=txn_id, is_moved=True)
                 reach("cleaning: rows published")
-            if new is not None and appended is not None:
-                find_pages(snapshot, appended)
-                rows.publish(layout, appended, new.keys, current=kept[-1] if kept else 0, txn_id=txn_id)
+            if new is not None:
+                _find_pages(snapshot, put)
+                rows.publish(layout, put, new.keys, current=current, txn_id=txn_id)
             self._view.move(snapshot)
             reach("write-back: segments published")
-            self._wrote(rows, change.pages)
-        pages = change.pages - pages_moved
+            self._wrote(rows, pages + pages_moved)
         self._appended += pages
         if new is not None:
             self._cleaner.plan(snapshot, segments, kept, pages)
-        return Written(pages) if moved is None else Written(pages, len(moved.rows.keys), moved.pages, pages_moved)
+        return Written(pages) if moved is None else Written(pages, len(moved.keys), moved.pages, pages_moved)
 
     def clean(self, rows: RowMap, kept: tuple[int, ...]) -> Written | None:
         """Clean a little, arguments as for ``append``; None if there is nothing to clean."""
@@ -158,9 +198,9 @@ class Log:
         if self._is_numbered:
             return
         self._view.snapshot.file_map.require_in_place()  # an anchor is to be set beside it
-        record = replace(self._record, next_number=(self._record.next_number // _LIFE + 1) * _LIFE)
+        record = self._record._replace(next_number=(self._record.next_number // _LIFE + 1) * _LIFE)
         with self._transaction() as txn:
-            txn.put(item_key(LOG_ITEM), pack_log(record))
+            txn.put(item_key(LOG_ITEM), pack_words(*record))
         self._record, self._is_numbered = record, True
         reach("log: numbers taken")
         with self._file.must_succeed():
@@ -177,8 +217,8 @@ class Log:
         if not dead:
             return False
         self._look_ahead()
-        with self._changing() as change:
-            _delete(change, dead)
+        with self._changing() as txn:
+            self._delete_dead(txn, dead)
             reach("prune: segments deleted")
         reach("prune: transaction committed")
         with self._file.must_succeed():
@@ -188,14 +228,18 @@ class Log:
             self._wrote(rows, 0)
         return True
 
+    def _delete_dead(self, txn: "lmdb.Transaction[bytes]", dead: Dead) -> None:
+        for segments, slots in dead:
+            self._delete(txn, segments.stored(slots))
+
     def drop(self, stored: Stored) -> None:
         """Delete segments that no map leads to."""
         for start in range(0, len(stored), _DELETED_TOGETHER):
             part = stored[start : start + _DELETED_TOGETHER]
             require_headers(self._view.snapshot, part)
             self._look_ahead()
-            with self._changing() as change:
-                change.delete(part)
+            with self._changing() as txn:
+                self._delete(txn, part)
                 reach("rollback: segments deleted")
             with self._file.must_succeed():
                 self._view.move(self._file.new_snapshot())
@@ -227,12 +271,40 @@ def _can_be_deleted(segments: Segments, slot: int, snapshot: Snapshot) -> bool:
     return True
 
 
-def _delete(change: Change, dead: Dead) -> None:
-    for segments, slots in dead:
-        change.delete(segments.stored(slots))
-
-
 def _forget(dead: Dead, txn_id: int) -> None:
     for segments, slots in dead:
         del segments.dead[: len(slots)]
         segments.free(slots, txn_id)
+
+
+def _find_pages(snapshot: Snapshot, put: Stored) -> None:
+    """Fill in where segments are, in the tree of the transaction that put them, or a later one."""
+    put["first_page"] = snapshot.seek(np.zeros(len(put), np.uint64), put["number"].copy())["page"]
+    assert put["first_page"].all(), "a segment just written is not in the tree"
+
+
+def require_headers(snapshot: Snapshot, stored: Stored) -> None:
+    """Look at LMDB's way to segments, and at the page headers that it is going to believe when it deletes them.
+
+    Raises:
+        DamagedError: a page header is not that of such a segment, or something cannot be read.
+    """
+    snapshot.seek(np.zeros(len(stored), np.uint64), stored["number"].copy())
+    file_map, page_bytes = snapshot.file_map.rows, snapshot.page_bytes
+    starts, _ = byte_ranges(stored, page_bytes)
+    stops = starts + PAGE_HEADER_WORDS * 8
+    queue_parts(file_map.address, starts, stops)
+    since = file_map.guard.begin()
+    status, at = _check_headers(file_map.words, page_bytes // 8, snapshot.limit_pages(), stored)
+    file_map.guard.require(since, starts, stops)
+    if status:
+        raise segment_error(snapshot, int(stored["number"][at]), status)
+
+
+@kernel
+def _check_headers(words: Words, page_words: int, limit: int, stored: Stored) -> tuple[int, int]:
+    for i in range(len(stored)):
+        status = page_header_status(words, page_words, limit, stored[i]["first_page"], stored[i]["pages"])
+        if status != 0:
+            return status, i
+    return 0, 0

@@ -34,7 +34,6 @@ class MemoryColdTier:
             raise ClosedError("the store was closed")
 
     def add_table(self, table_index: int, layout: RowLayout, num_rows: int) -> None:
-        """See ``ColdTier.add_table``."""
         check_table(table_index, layout, num_rows, self.page_bytes)
         with self._lock:
             self._check_open()
@@ -43,7 +42,6 @@ class MemoryColdTier:
             self._tables[table_index] = layout, num_rows
 
     def drop_tables(self, first: int) -> None:
-        """See ``ColdTier.drop_tables``."""
         with self._lock:
             self._tables = {index: shape for index, shape in self._tables.items() if index < first}
 
@@ -60,7 +58,6 @@ class MemoryColdTier:
         return layouts.pop()
 
     def read(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, present: Bools) -> None:
-        """See ``ColdTier.read``."""
         started = time.perf_counter()
         check_arrays(keys, slots, weights, state, present)
         with self._lock:
@@ -80,7 +77,6 @@ class MemoryColdTier:
         self._counting.add(rows_read=len(keys), rows_absent=absent, read_seconds=seconds)
 
     def write(self, keys: Int64s, slots: Int32s, weights: Words, state: Words, *, epoch: int) -> None:
-        """See ``ColdTier.write``."""
         started = time.perf_counter()
         check_arrays(keys, slots, weights, state)
         with self._lock:
@@ -111,7 +107,6 @@ class MemoryColdTier:
                 self._rows[key] = {each: row for each, row in epochs.items() if each in shown or each > version}
 
     def rollback(self, version: int) -> None:
-        """See ``ColdTier.rollback``."""
         with self._lock:
             self._check_open()
             if version not in self._payloads:

@@ -5,12 +5,12 @@ from collections.abc import Callable
 from ..errors import StoreReplacedError
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from .btree import META_KEY
-from .indexes import read_indexes, require_logged, stored_segments
+from .indexes import read_indexes, stored_segments
 from .opened import OpenFile
 from .records import CommitRecord, Head
 from .row_map import RowMap
 from .snapshot import Snapshot
-from .stored_records import read_head, read_payload, read_record
+from .stored_records import read_head, read_payload, read_record, require_logged
 
 ReadFrom = Callable[[Snapshot, RowMap, Int64s, Int32s, Words, Words, Bools], None]
 """``ColdTier.read``, by a snapshot and its map."""
@@ -46,12 +46,23 @@ class NewerCommit:
         self._follower.read_from(self.snapshot, self.rows, keys, slots, weights, state, present)
 
     def show(self) -> None:
-        self._follower.show(self)
+        """See ``NewerVersion.show``."""
+        file = self._follower.file
+        with file.lock:
+            assert self._follower.found is self, "it was shown or given up"
+            self._follower.found = None
+            file.head, file.record = self.head, self.record
+            file.view.move(self.snapshot, self.rows)
+            self._forget()
 
     def close(self) -> None:
-        self._follower.give_up(self)
+        """Let go of its pages, unless it was shown."""
+        if self._follower.found is self:
+            self._follower.found = None
+            self.snapshot.close()
+            self._forget()
 
-    def forget(self) -> None:
+    def _forget(self) -> None:
         """Let go of the maps, whoever keeps this."""
         self.rows = self._before = RowMap({})
 
@@ -115,7 +126,7 @@ class Follower:
                 f"{snapshot.path}: its version {head.current} is another commit than when the store was opened; "
                 "other files were copied over it: open the store again"
             )
-        require_logged(snapshot, stored["number"])
+        require_logged(snapshot, stored)
         is_same = head.current == shown.version  # then rows are what they were, if elsewhere: no copy is needed
         rows = before if is_same else before.copied()
         is_followed = rows.follow(snapshot, stored, record.version, view.oldest())
@@ -127,23 +138,7 @@ class Follower:
             rows.enter(snapshot, read_indexes(snapshot, stored), record.version, ())
         return NewerCommit(self, snapshot, head, record, rows, shown=shown.version if is_followed else -1)
 
-    def show(self, found: NewerCommit) -> None:
-        """Move to what was found last."""
-        with self.file.lock:
-            assert found is self.found, "it was shown or given up"
-            self.found = None
-            self.file.head, self.file.record = found.head, found.record
-            self.file.view.show(found.rows, found.snapshot)
-            found.forget()
-
-    def give_up(self, found: NewerCommit) -> None:
-        """Let go of its pages, unless it was shown."""
-        if found is self.found:
-            self.found = None
-            found.snapshot.close()
-            found.forget()
-
     def close(self) -> None:
         """Drop what was found."""
         if self.found is not None:
-            self.give_up(self.found)
+            self.found.close()

@@ -28,7 +28,7 @@ class View:
     """What readers are shown: one snapshot and a map of its rows, each kept for as long as somebody uses it.
 
     Attributes:
-        lock: guards both, and the leases.
+        lock: guards both, where they change together, and the leases.
         rows: the map; None until one is made.
     """
 
@@ -56,22 +56,13 @@ class View:
                 if not self._leased:
                     self._idle.notify_all()
 
-    def move(self, snapshot: Snapshot) -> None:
-        """Make a snapshot current; its predecessor ends with its last lease."""
+    def move(self, snapshot: Snapshot, rows: RowMap | None = None) -> None:
+        """Make a snapshot current, and a map with it if one is given; its predecessor ends with its last lease."""
         with self.lock:
-            self._exchange(snapshot)
-
-    def show(self, rows: RowMap | None, snapshot: Snapshot | None = None) -> None:
-        """Make a map current, and a snapshot with it."""
-        with self.lock:
-            self.rows = rows
-            if snapshot is not None:
-                self._exchange(snapshot)
-
-    def _exchange(self, snapshot: Snapshot) -> None:
-        old, self.snapshot = self.snapshot, snapshot
-        if old not in self._leased:
-            old.close()
+            old, self.snapshot = self.snapshot, snapshot
+            self.rows = self.rows if rows is None else rows
+            if old not in self._leased:
+                old.close()
 
     def oldest(self) -> int:
         """Number of the oldest transaction whose tree is leased or current."""
@@ -191,7 +182,7 @@ class OpenFile:
                 indexes = read_indexes(self.snapshot, stored_segments(self.snapshot))
                 shown = (self.record.version, ()) if self.readonly else (MAX_VERSION, self.head.kept)
                 rows.enter(self.snapshot, indexes, *shown)
-                self.view.show(rows)
+                self.view.rows = rows
             return rows
 
     def layout_of(self, rows: RowMap, keys: Int64s) -> RowLayout:

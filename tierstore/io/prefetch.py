@@ -10,6 +10,8 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar
 from ..system.forks import disown_in_forks
 
 Batch = TypeVar("Batch")
+_Item = tuple[()] | tuple[Any] | BaseException
+"""A batch, nothing at the end, or what went wrong."""
 _POLL_SECONDS: Final = 0.1
 _JOIN_SECONDS: Final = 30.0
 
@@ -37,18 +39,6 @@ class Retirable(Protocol):
 
     def retire(self) -> None:
         """It is in use, or will never be."""
-
-
-class _Ready(NamedTuple):
-    batch: Any
-
-
-class _Failed(NamedTuple):
-    error: BaseException
-
-
-class _End(NamedTuple):
-    pass
 
 
 def default_features(batch: Any) -> Any:
@@ -173,7 +163,8 @@ class _Reader:
         try:
             if not self._waiting and not self._read():
                 return False
-            announced = self._announce()
+            assert self.module is not None
+            announced = self.module.announce(self._waiting[0].features) if self._lookahead else None
         except StopIteration:
             self._ended = True
             return False
@@ -184,10 +175,6 @@ class _Reader:
             return False
         self._window.append(self._waiting.pop()._replace(announced=announced))
         return True
-
-    def _announce(self) -> "Retirable | None":
-        assert self.module is not None
-        return self.module.announce(self._waiting[0].features) if self._lookahead else None
 
     def _read(self) -> bool:
         """Take a batch from the source; False if it was closed."""
@@ -244,11 +231,11 @@ def _pipeline(
     try:
         while True:
             item = worker.take()
-            if isinstance(item, _End):
+            if not item:
                 return
-            if isinstance(item, _Failed):
-                raise item.error
-            yield item.batch
+            if isinstance(item, BaseException):
+                raise item
+            yield item[0]
             worker.forget(1)
     finally:
         worker.stop()
@@ -262,7 +249,7 @@ class _Worker:
 
     def __init__(self, reader: _Reader, depth: int) -> None:
         self._reader = reader
-        self._ready: queue.SimpleQueue[_Ready | _Failed | _End] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._places: queue.SimpleQueue[None] = queue.SimpleQueue()  # one for each batch that may yet be brought in
         for _ in range(depth + 1):  # one is in use
             self._places.put(None)
@@ -274,9 +261,9 @@ class _Worker:
         try:
             while self._bring_next():
                 pass
-            self._ready.put(_End())
+            self._ready.put(())
         except BaseException as error:
-            self._ready.put(_Failed(error))
+            self._ready.put(error)
         finally:
             if self._reader.is_closed:
                 self._release()
@@ -289,7 +276,7 @@ class _Worker:
         if item is None or module is None or not self._waited_for_room(module):
             return False
         self._tickets.append(module.prepare(item.features))
-        self._ready.put(_Ready(item.batch))
+        self._ready.put((item.batch,))
         return not self._reader.is_closed
 
     def _waited_for_room(self, module: Preparable) -> bool:
@@ -302,7 +289,7 @@ class _Worker:
             self._places.put(None)
         return not self._reader.is_closed
 
-    def take(self) -> _Ready | _Failed | _End:
+    def take(self) -> _Item:
         """The next batch, or how it ended; waits for it."""
         while True:
             try:

@@ -7,30 +7,32 @@ import numpy as np
 
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..rows import KEY_ROW_BITS, RowLayout
-from .gather import GatherStatus, How, Scratch, Source, Target, Wanted, gather, gather_error, new_scratch
+from .gather import How, Scratch, Source, Target, Wanted, gather, gather_error, new_scratch
 from .mapped import FileMap
 from .row_map import RowMap
-from .segments import Geometry
+from .segments import Geometry, SegmentStatus
 from .snapshot import Snapshot
 
 _LIST_STEP: Final = 1 << 20
 
 
-class StoredRows(NamedTuple):
-    """Rows of one layout, as they are stored.
+class Rows(NamedTuple):
+    """Rows of one layout: as they are stored, or to be appended.
 
     Attributes:
         keys: int64 [n].
-        slots: int32 [n], from 0 on.
-        weights, state: uint64 [n, words].
-        pages: that they are on.
+        slots: int32 [n], in the arenas; from 0 on for rows that were read.
+        weights, state: the arenas, uint64 [slots, words].
+        epochs: of rows to be appended: uint64 [1], of all rows, or [n].
+        pages: that they were read from.
     """
 
     keys: Int64s
     slots: Int32s
     weights: Words
     state: Words
-    pages: int
+    epochs: Words
+    pages: int = 0
 
 
 class RowReader:
@@ -55,7 +57,7 @@ class RowReader:
         """The same without looking at checksums, for a benchmark of what they cost."""
         return RowReader(self._file_map, verify=False)
 
-    def stored(self, snapshot: Snapshot, rows: RowMap, keys: Int64s) -> StoredRows:
+    def stored(self, snapshot: Snapshot, rows: RowMap, keys: Int64s) -> Rows:
         """Rows of one layout that were written; at least one.
 
         Raises:
@@ -65,10 +67,10 @@ class RowReader:
         weights, state = (np.empty((count, words), np.uint64) for words in (layout.weight_words, layout.state_words))
         slots, present = np.arange(count, dtype=np.int32), np.empty(count, np.bool_)
         result = self.gather(snapshot, rows, layout, keys, slots, weights, state, present)
-        if result[0] != GatherStatus.DONE:
+        if result[0] != SegmentStatus.DONE:
             raise gather_error(snapshot.path, result, keys)
         assert present.all(), "a row of the map was not read"
-        return StoredRows(keys, slots, weights, state, int(result[2]))
+        return Rows(keys, slots, weights, state, np.empty(0, np.uint64), int(result[2]))
 
     def gather(
         self, snapshot: Snapshot, rows: RowMap, layout: RowLayout, keys: Int64s, slots: Int32s, weights: Words,
@@ -85,7 +87,7 @@ class RowReader:
             how = How(self._verify, self.is_cold, self._can_sample)
             scratch, result = new_scratch(geo, limit, len(keys)), np.zeros(4, np.int64)
             gather(geo, source, rows.places, arrays, wanted, target, how, scratch, result)
-            if result[0] != GatherStatus.OUT_OF_FILE:
+            if result[0] != SegmentStatus.OUT_OF_FILE:
                 self.is_cold = bool(result[3])
                 if not file_map.guard.is_clean(since):
                     self._look_for_refused(since, geo, scratch, result)
@@ -103,7 +105,7 @@ class RowReader:
         met = refused.meet(starts, stops) & (scratch.offsets != 0)
         if met.any():
             is_cut = guard.is_cut_short(refused)
-            result[0] = GatherStatus.OUT_OF_FILE if is_cut else GatherStatus.UNREADABLE
+            result[0] = SegmentStatus.OUT_OF_FILE if is_cut else SegmentStatus.UNREADABLE
             result[1] = int(np.argmax(met))
 
 
@@ -135,7 +137,7 @@ def some_first(rows: RowMap, layout: RowLayout, leading: Int64s, since: int = 0)
         yield part[np.isin(part, known[first:stop], assume_unique=True, invert=True)]
 
 
-def stored_batches(snapshot: Snapshot, rows: RowMap, parts: Iterable[Int64s], size: int) -> Iterator[StoredRows]:
+def stored_batches(snapshot: Snapshot, rows: RowMap, parts: Iterable[Int64s], size: int) -> Iterator[Rows]:
     """Stored rows of one layout, in the order of their keys, ``size`` at a time; the last batch is what is left.
 
     Raises:

@@ -4,8 +4,7 @@ Each ends in the XXH64 of what comes before. Integers are little-endian uint64. 
 """
 
 import struct
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from .btree import META_KEY, SEGMENTS_KEY
 from .checksum import bytes_checksum
@@ -30,8 +29,7 @@ class OtherFormatError(ValueError):
     """A record that is sound, of another release's format."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogRecord:
+class LogRecord(NamedTuple):
     """What the file holds of the log; put by each transaction that changes it."""
 
     next_number: int = 1
@@ -41,8 +39,7 @@ class LogRecord:
     """Sum of ``checksum.mix_key`` of their numbers, modulo 2**64."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
+class Head(NamedTuple):
     """Which versions the file shows."""
 
     last: int = 0
@@ -54,13 +51,8 @@ class Head:
     def current(self) -> int:
         return self.kept[-1] if self.kept else 0
 
-    @property
-    def oldest(self) -> int:
-        return self.kept[0] if self.kept else 0
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommitRecord:
+class CommitRecord(NamedTuple):
     version: int = 0
     payload_bytes: int = 0
     payload_checksum: int = 0
@@ -128,25 +120,30 @@ def unpack_store(data: bytes) -> bytes:
 
 def first_records(store_id: bytes) -> dict[bytes, bytes]:
     """The records of a new file, by LMDB key."""
-    items = {STORE_ITEM: pack_store(store_id), HEAD_ITEM: pack_head(Head()), LOG_ITEM: pack_log(LogRecord())}
+    items = {STORE_ITEM: pack_store(store_id), HEAD_ITEM: pack_head(Head()), LOG_ITEM: pack_words(*LogRecord())}
     return {item_key(item): record for item, record in items.items()}
 
 
-def pack_log(record: LogRecord) -> bytes:
-    return _sealed(struct.pack("<QQQ", record.next_number, record.num_segments, record.hash))
+def pack_words(*words: int) -> bytes:
+    """A ``LogRecord`` or a ``CommitRecord``."""
+    return _sealed(struct.pack(f"<{len(words)}Q", *words))
+
+
+def _unpack_words(data: bytes) -> tuple[int, int, int]:
+    body = _unsealed(data)
+    if len(body) != 24:
+        raise ValueError("the record has the wrong length")
+    first, second, third = struct.unpack("<QQQ", body)
+    return first, second, third
 
 
 def unpack_log(data: bytes) -> LogRecord:
     """ValueError says what is wrong."""
-    body = _unsealed(data)
-    if len(body) != 24:
-        raise ValueError("the record has the wrong length")
-    next_number, num_segments, total = struct.unpack("<QQQ", body)
-    return LogRecord(next_number=next_number, num_segments=num_segments, hash=total)
+    return LogRecord(*_unpack_words(data))
 
 
 def pack_head(head: Head) -> bytes:
-    return _sealed(struct.pack(f"<QQ{len(head.kept)}Q", head.last, len(head.kept), *head.kept))
+    return pack_words(head.last, len(head.kept), *head.kept)
 
 
 def unpack_head(data: bytes) -> Head:
@@ -161,16 +158,9 @@ def unpack_head(data: bytes) -> Head:
     return Head(last=last, kept=kept)
 
 
-def pack_commit(record: CommitRecord) -> bytes:
-    return _sealed(struct.pack("<QQQ", record.version, record.payload_bytes, record.payload_checksum))
-
-
 def unpack_commit(data: bytes) -> CommitRecord:
     """ValueError says what is wrong."""
-    body = _unsealed(data)
-    if len(body) != 24:
-        raise ValueError("the record has the wrong length")
-    version, payload_bytes, payload_checksum = struct.unpack("<QQQ", body)
-    if payload_bytes > MAX_PAYLOAD_BYTES:
-        raise ValueError(f"a payload of {payload_bytes} bytes")
-    return CommitRecord(version=version, payload_bytes=payload_bytes, payload_checksum=payload_checksum)
+    record = CommitRecord(*_unpack_words(data))
+    if record.payload_bytes > MAX_PAYLOAD_BYTES:
+        raise ValueError(f"a payload of {record.payload_bytes} bytes")
+    return record

@@ -22,7 +22,7 @@ when its segment is deleted, for the leases on snapshots of before. Entries are 
 A process that follows the writer changes its map in the same way while it shows the same version (``RowMap.follow``).
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -85,22 +85,12 @@ def can_be_stored(key: np.int64, layout_id: int, tables: TableArrays) -> bool:
     return bool(tables.layout_ids[table] == layout_id and (key & _ROW_MASK) < tables.num_rows[table])
 
 
-@inline
-def _lose(slot: int | np.int64, segments: SegmentArrays, emptied: Int64s, count: int) -> int:
-    """A row of the segment is live no more and not held; the number of emptied segments then."""
-    segments.live[slot] -= 1
-    if segments.live[slot] == 0 and segments.held[slot] == 0:
-        emptied[count] = slot
-        return count + 1
-    return count
-
-
 @kernel
 def _publish(
-    positions: Int64s, slot: int, epoch: int, place_bits: int, places: Places, segments: SegmentArrays,
-    held_for: Int32s, late_for: Int32s, emptied: Int64s,
+    positions: Int64s, slot: int, epoch: int, is_moved: bool, place_bits: int, places: Places,
+    segments: SegmentArrays, held_for: Int32s, late_for: Int32s, emptied: Int64s,
 ) -> tuple[int, int]:  # fmt: skip
-    """Enter the rows of a segment just written, all of one epoch.
+    """Enter the rows of a segment just written: all of one epoch, or moved by cleaning.
 
     A row that has a version of a later epoch already, while that for ``epoch`` was under way, is held.
 
@@ -119,7 +109,7 @@ def _publish(
         at = positions[index]
         old = np.int64(places[at])
         before = old >> place_bits
-        if old != 0 and segments.newest[before] > epoch:
+        if old != 0 and not is_moved and segments.newest[before] > epoch:
             segments.held[slot] += 1
             late_for[slot] += 1
             continue
@@ -127,28 +117,16 @@ def _publish(
         segments.live[slot] += 1
         if old == 0:
             continue
-        if segments.newest[before] < epoch:
-            segments.live[before] -= 1
+        segments.live[before] -= 1
+        if not is_moved and segments.newest[before] < epoch:
             segments.held[before] += 1
             held_for[before] += 1
-        else:
-            dead += 1
-            count = _lose(before, segments, emptied, count)
+            continue
+        dead += 1
+        if segments.live[before] == 0 and segments.held[before] == 0:
+            emptied[count] = before
+            count += 1
     return dead, count
-
-
-@kernel
-def _publish_moved(
-    positions: Int64s, slot: int, place_bits: int, places: Places, segments: SegmentArrays, emptied: Int64s
-) -> int:
-    """Enter rows that cleaning has moved; returns how many segments were emptied."""
-    count = 0
-    for index in range(len(positions)):
-        before = np.int64(places[positions[index]]) >> place_bits
-        places[positions[index]] = np.uint32(slot << place_bits | index)
-        count = _lose(before, segments, emptied, count)
-    segments.live[slot] += len(positions)
-    return count
 
 
 @kernel
@@ -430,40 +408,28 @@ class RowMap:
                 segments.held(version)[:] += counts
         segments.dead += slots[(arrays.live[slots] == 0) & (arrays.held[slots] == 0)].tolist()
 
-    def publish(self, layout: RowLayout, stored: Stored, keys: Int64s, *, current: int, txn_id: int) -> None:
-        """Enter segments just written, of one epoch, one after another.
+    def publish(
+        self, layout: RowLayout, stored: Stored, keys: Int64s, *, current: int, txn_id: int, is_moved: bool = False
+    ) -> None:
+        """Enter segments just written, one after another.
 
         Args:
+            stored: of one epoch, unless cleaning has moved their rows.
             keys: int64, of all of them.
             current: the version that is current.
             txn_id: of the transaction that wrote them.
         """
-        segments, epoch = self.segments[layout], int(stored["newest"][0])
-        slots = segments.take(stored, txn_id)
+        segments, positions = self.segments[layout], self.positions(layout, keys)
+        slots, epoch, stop = segments.take(stored, txn_id), int(stored["newest"][0]), 0
         held_for, late_for = segments.held(max(current, epoch - 1)), segments.held(epoch)
-        for slot, part, emptied in self._parts(layout, slots, stored, keys):
+        for slot, count in zip(slots.tolist(), stored["rows"].tolist(), strict=True):
+            stop, part, emptied = stop + count, positions[stop : stop + count], np.empty(count, np.int64)
             dead, num_emptied = _publish(
-                part, slot, epoch, segments.geo.place_bits, self.places, segments.arrays, held_for, late_for, emptied
-            )
+                part, slot, epoch, is_moved, segments.geo.place_bits, self.places, segments.arrays, held_for, late_for,
+                emptied,
+            )  # fmt: skip
             segments.rows -= dead
             segments.dead += emptied[:num_emptied].tolist()
-
-    def publish_moved(self, layout: RowLayout, stored: Stored, keys: Int64s, *, txn_id: int) -> None:
-        """Enter segments of rows that lie elsewhere so far, one after another; arguments as for ``publish``."""
-        segments = self.segments[layout]
-        slots = segments.take(stored, txn_id)
-        segments.rows -= len(keys)
-        for slot, part, emptied in self._parts(layout, slots, stored, keys):
-            num_emptied = _publish_moved(part, slot, segments.geo.place_bits, self.places, segments.arrays, emptied)
-            segments.dead += emptied[:num_emptied].tolist()
-
-    def _parts(
-        self, layout: RowLayout, slots: Int64s, stored: Stored, keys: Int64s
-    ) -> Iterator[tuple[int, Int64s, Int64s]]:
-        """Slot of each segment, positions of its rows, and room for as many slots."""
-        positions, stops = self.positions(layout, keys), np.cumsum(stored["rows"])
-        for slot, stop, count in zip(slots.tolist(), stops.tolist(), stored["rows"].tolist(), strict=True):
-            yield slot, positions[stop - count : stop], np.empty(count, np.int64)
 
     def positions(self, layout: RowLayout, keys: Int64s) -> Int64s:
         """Where rows of one layout have their entries.

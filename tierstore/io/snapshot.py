@@ -11,21 +11,8 @@ import numpy as np
 from ..errors import DamagedError, TruncatedError, UnreadableError
 from ..kernels.arrays import Words
 from ..system.oserrors import RESTORE
-from .btree import (
-    META_READ_BYTES,
-    STATUS,
-    Entries,
-    Meta,
-    Pages,
-    Walk,
-    WalkStatus,
-    find_entries,
-    list_tree,
-    new_walk,
-    pages_of,
-    sound_metas,
-)
-from .btree import PAGE as PAGE_MET
+from . import btree
+from .btree import Entries, Meta, Pages, Walk, WalkStatus, sound_metas
 from .free_list import check_page_use, pages_freed
 from .guard import ASK_AGAIN
 from .mapped import FileMap
@@ -62,7 +49,7 @@ class Tree:
 
     def pages(self) -> Pages:
         """The file as it is now, for kernels."""
-        return pages_of(self.file_map, self.page_bytes)
+        return btree.pages_of(self.file_map, self.page_bytes)
 
     def get(self, key: bytes) -> bytes | None:
         """A small record."""
@@ -87,22 +74,22 @@ class Tree:
 
     def walk(self, first_key: int = 0) -> Entries:
         """Entries in key order from key word ``first_key`` on."""
-        walk = new_walk(self.page_bytes // 2)
+        walk = btree.new_walk(self.page_bytes // 2)
         with self.file_map.guard.watching():
-            entries = list_tree(self.pages(), self.meta.main, walk, first_key)
+            entries = btree.list_tree(self.pages(), self.meta.main, walk, first_key)
         self._require_sound(walk)
         return entries
 
     def seek(self, kinds: Words, numbers: Words) -> Entries:
         """The entry of each key; of size -1 where there is none."""
-        walk = new_walk(self.page_bytes // 2)
+        walk = btree.new_walk(self.page_bytes // 2)
         with self.file_map.guard.watching():
-            entries = find_entries(self.pages(), self.meta.main, kinds, numbers, walk)
+            entries = btree.find_entries(self.pages(), self.meta.main, kinds, numbers, walk)
         self._require_sound(walk)
         return entries
 
     def _require_sound(self, walk: Walk) -> None:
-        raise_for_walk(self.path, int(walk.result[STATUS]), int(walk.result[PAGE_MET]))
+        raise_for_walk(self.path, int(walk.result[btree.STATUS]), int(walk.result[btree.PAGE]))
 
 
 class Snapshot(Tree):
@@ -128,11 +115,7 @@ def _pin(path: Path, file_map: FileMap, page_bytes: int) -> Meta:
             if meta is not None and meta.txn_id == found.txn_id:
                 stack.pop_all()
                 return meta
-    raise _unreadable(path)
-
-
-def _unreadable(path: Path) -> DamagedError:
-    return DamagedError(f"{path}: its meta pages cannot be read, or change all the time. {RESTORE}")
+    raise DamagedError(f"{path}: its meta pages cannot be read, or change all the time. {RESTORE}")
 
 
 def _newest(file_map: FileMap, page_bytes: int) -> Meta | None:
@@ -147,7 +130,7 @@ def _newest(file_map: FileMap, page_bytes: int) -> Meta | None:
 def _meta_page(file_map: FileMap, start: int) -> bytes:
     """Read from the file, so that its guard has nothing to tell: others' refused pages would be in the way."""
     try:
-        return os.pread(file_map.pins.descriptor, META_READ_BYTES, start)
+        return os.pread(file_map.pins.descriptor, btree.META_READ_BYTES, start)
     except OSError as error:
         file_map.file_bytes()
         raise UnreadableError(

@@ -75,10 +75,10 @@ def surviving_rows(remains: Remains, rows: RowMap) -> Survivors:
         DamagedError: a segment holds what cannot be rows of the tables.
     """
     stored, version = remains.stored, remains.version
-    statuses = look_at_indexes(remains.tree, stored)
+    statuses = look_at_indexes(remains, stored)
     known, bad = stored[statuses == 0], stored[statuses != 0]
     layout_ids = _layout_ids(remains, rows, known)
-    blocks = [_find_blocks(remains.tree.file_map, segments.geo, bad) for segments in rows.segments.values()]
+    blocks = [_find_blocks(remains.file_map, segments.geo, bad) for segments in rows.segments.values()]
     lost = np.setdiff1d(bad["number"], np.concatenate([bad["number"][:0], *(each["number"] for each in blocks)]))
     unknown = [(version, number) for number in lost.tolist()]
     all_runs, proven, missing = [], [], len(lost)
@@ -99,9 +99,9 @@ def surviving_rows(remains: Remains, rows: RowMap) -> Survivors:
 
 def _layout_ids(remains: Remains, rows: RowMap, stored: Stored) -> Int64s:
     """Of segments, by the first row of a table that is known; -1 if there is none."""
-    found, words = rows.layout_ids(stored), remains.tree.file_map.words
+    found, words = rows.layout_ids(stored), remains.file_map.words
     for i in np.flatnonzero(found < 0).tolist():
-        at = int(stored["first_page"][i]) * remains.tree.page_bytes // 8 + PAGE_HEADER_WORDS + KEYS
+        at = int(stored["first_page"][i]) * remains.page_bytes // 8 + PAGE_HEADER_WORDS + KEYS
         tables = words[at : at + int(stored["rows"][i])] >> np.uint64(_ROW_BITS)
         ids = rows.tables.layout_ids[tables[tables < len(rows.tables.layout_ids)].astype(np.int64)]
         found[i] = next(iter(ids[ids >= 0].tolist()), -1)
@@ -180,7 +180,7 @@ def _incomplete(geo: Geometry, blocks: Runs) -> list[tuple[int, int]]:
 def _indexed_runs(remains: Remains, segments: Segments, stored: Stored) -> Runs:
     if not (fits := segments.fits(stored)).all():
         raise DamagedError(
-            f"{remains.tree.path}: segment {stored['number'][int(np.argmin(fits))]} cannot be one of its tables' rows: "
+            f"{remains.path}: segment {stored['number'][int(np.argmin(fits))]} cannot be one of its tables' rows: "
             "the manifest is of other tables; give the store's own with --manifest FILE"
         )
     runs = np.zeros(len(stored), RUN)

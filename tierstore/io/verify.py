@@ -7,7 +7,7 @@ in which they lie, a slice of them at a time, the slices that follow being read 
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
@@ -24,14 +24,13 @@ from .indexes import (
     damage_words,
     look_at_indexes,
     refused_status,
-    require_logged,
     stored_segments,
 )
 from .row_map import RowMap, TableArrays, can_be_stored
 from .segments import COUNT, KEYS, MIXED, NEWEST, OLDEST, Geometry, SegmentStatus, block_word, row_seed
 from .slots import Segments
 from .snapshot import Snapshot
-from .stored_records import read_head, read_payload, read_record
+from .stored_records import read_head, read_payload, read_record, require_logged
 
 SLICE_SEGMENTS: Final = 128
 """8 MiB, if they are full and of rows that fit a page."""
@@ -60,7 +59,7 @@ def verify_segments(snapshot: Snapshot, rows: RowMap, progress: Callable[[int, i
     for version in read_head(snapshot).kept:
         read_payload(snapshot, read_record(snapshot, version))
     stored = stored_segments(snapshot)
-    require_logged(snapshot, stored["number"])
+    require_logged(snapshot, stored)
     check, total = _Check(snapshot, rows), snapshot.limit_pages() * snapshot.page_bytes
     for part in _read_ahead(snapshot, stored[np.argsort(stored["first_page"])]):
         check.look_at(part)
@@ -105,20 +104,6 @@ def _read_ahead(snapshot: Snapshot, stored: Stored) -> Iterator[Stored]:
             executor.shutdown(cancel_futures=True)
 
 
-class _Place(NamedTuple):
-    """Something that is damaged: a row, or, with key -1, something else of a segment."""
-
-    key: int
-    segment: int
-    status: int
-
-    def __str__(self) -> str:
-        what = f"segment {self.segment}"
-        if self.key >= 0:
-            what = f"row {self.key % MAX_ROWS} of table {self.key >> KEY_ROW_BITS} in {what}"
-        return damage_words(what, self.status)
-
-
 class _Check:
     """What was checked so far, and what was found.
 
@@ -132,7 +117,7 @@ class _Check:
         self._rows = rows
         self._found = np.zeros(_LISTED, _FOUND)
         self._lanes = np.empty(8, np.uint64)
-        self._places: list[_Place] = []
+        self._places = np.zeros(0, _FOUND)
         self._num_places = 0
         self.segments = self.pages = 0
 
@@ -169,20 +154,29 @@ class _Check:
         self.pages += int(stored["pages"].sum())
 
     def _note(self, keys: Int64s | int, numbers: Words, statuses: Int64s | int) -> None:
-        self._num_places += len(numbers)
-        columns = np.broadcast_arrays(keys, numbers, statuses)
-        some = zip(*(column[: _LISTED - len(self._places)].tolist() for column in columns), strict=True)
-        self._places += [_Place(*place) for place in some]
+        places = np.zeros(len(numbers), _FOUND)
+        places["key"], places["number"], places["status"] = keys, numbers, statuses
+        self._num_places += len(places)
+        self._places = np.concatenate([self._places, places])[:_LISTED]
 
     def require_sound(self) -> None:
         """Raise if anything was found."""
-        if not self._places:
+        if not self._num_places:
             return
-        places = sorted(self._places)
-        words = "; ".join(map(str, places[:_NAMED]))
+        places = self._places[np.lexsort([self._places[name] for name in ("status", "number", "key")])]
+        named = places[["key", "number", "status"]][:_NAMED].tolist()
+        words = "; ".join(damage_words(_name(key, number), status) for key, number, status in named)
         if (more := self._num_places - _NAMED) > 0:
             words += f"; and {more:,} more places, {self._num_places:,} in all"
-        raise damage_error(self._snapshot.path, places[0].status, words)
+        raise damage_error(self._snapshot.path, named[0][2], words)
+
+
+def _name(key: int, segment: int) -> str:
+    return (
+        f"row {key % MAX_ROWS} of table {key >> KEY_ROW_BITS} in segment {segment}"
+        if key >= 0
+        else f"segment {segment}"
+    )
 
 
 _FOUND: Final = np.dtype(

@@ -16,14 +16,16 @@ from ..errors import DiskFullError
 from ..rows import RowLayout
 from ..system.forks import disown_in_forks, keep_for_ever
 from ..system.killpoints import reach
+from . import records
 from .anchor import AnchorKeeper
-from .appending import NewRows, put_version
+from .checksum import bytes_checksum
 from .files import open_environment, translate
 from .indexes import read_indexes, stored_segments
 from .log import Log, Written
 from .oldest_reader import Floor
 from .opened import OpenFile
-from .records import HEAD_ITEM, CommitRecord, Head, item_key, pack_head
+from .reads import Rows
+from .records import CommitRecord, Head
 from .stored_records import read_head, read_record, stale_items
 
 _LOG: Final = logging.getLogger("tierstore")
@@ -82,7 +84,7 @@ class Writer:
         self._file.map.guard.require_whole()
         return self._floor.transaction()
 
-    def append(self, layout: RowLayout, new: NewRows) -> Written:
+    def append(self, layout: RowLayout, new: Rows) -> Written:
         """Append rows of one layout and one epoch, and clean a little. The caller holds the file's lock."""
         rows = self._file.make_map()
         return self._log.append(rows, rows.segments[layout], new, self._file.head.kept)
@@ -100,8 +102,8 @@ class Writer:
             head = Head(last=version, kept=(*file.head.kept, version)[-keep:])
             read_head(file.snapshot)  # and so LMDB's way to the records: a page that LMDB cannot read ends the process
             with self._transaction() as txn:
-                record = put_version(txn, version, payload)
-                txn.put(item_key(HEAD_ITEM), pack_head(head))
+                record = _put_version(txn, version, payload)
+                txn.put(records.item_key(records.HEAD_ITEM), records.pack_head(head))
                 reach("commit: record put")
             reach("commit: transaction committed")
         with file.must_succeed():
@@ -168,7 +170,7 @@ class Writer:
         if items := stale_items(self._file.snapshot, self._file.head):
             with self._transaction() as txn:
                 for item in items:
-                    txn.delete(item_key(item))
+                    txn.delete(records.item_key(item))
         return bool(items)
 
     def rollback(self, version: int) -> None:
@@ -181,14 +183,14 @@ class Writer:
             record = read_record(file.snapshot, version)
             head = Head(last=file.head.last, kept=tuple(kept for kept in file.head.kept if kept <= version))
             with self._transaction() as txn:
-                txn.put(item_key(HEAD_ITEM), pack_head(head))
+                txn.put(records.item_key(records.HEAD_ITEM), records.pack_head(head))
                 reach("rollback: head put")
             reach("rollback: transaction committed")
             with file.must_succeed():
                 self._anchors.set()
                 self._adopt(head, record)
                 reach("rollback: durable")
-                file.view.show(None)
+                file.view.rows = None
                 self._drop_loose()
 
     def _drop_loose(self) -> None:
@@ -198,3 +200,15 @@ class Writer:
         self._log.drop(stored[stored["oldest"] > file.head.current])
         if self._delete_items():
             file.view.move(file.new_snapshot())
+
+
+def _put_version(txn: "lmdb.Transaction[bytes]", version: int, payload: bytes) -> CommitRecord:
+    """Put the record of a version and its payload; returns the record."""
+    record = CommitRecord(version, len(payload), bytes_checksum(payload))
+    view = memoryview(payload)
+    for chunk in range(record.num_payload_chunks):
+        start = chunk * records.PAYLOAD_CHUNK_BYTES
+        key = records.item_key(records.payload_item(version, chunk))
+        txn.put(key, view[start : start + records.PAYLOAD_CHUNK_BYTES])
+    txn.put(records.item_key(records.commit_item(version)), records.pack_words(*record))
+    return record

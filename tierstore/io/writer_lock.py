@@ -6,6 +6,8 @@ import weakref
 from pathlib import Path
 from typing import Final
 
+import psutil
+
 from ..errors import StoreLockedError
 from ..system.forks import OwnDescriptor, disown_in_forks
 from ..system.oserrors import translate_os_error
@@ -95,19 +97,9 @@ def _holder(identity: tuple[int, int], content: bytes) -> str:
             f"a process in another container, {number} there, or a child of it has the store open for writing; end it "
             f"first, {_OR_READ}."
         )
-    if int(number) == os.getpid() or not _exists(int(number)):
+    if int(number) == os.getpid() or not psutil.pid_exists(int(number)):
         return (
             f"process {number} had the store open for writing and is gone, but a child of it, or a process on another "
             f"machine, holds the lock; end that one first, {_OR_READ}."
         )
     return f"process {number} has the store open for writing; end it first, {_OR_READ}."
-
-
-def _exists(number: int) -> bool:
-    try:
-        os.kill(number, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -9,7 +9,7 @@ The copy is made and verified in a directory of its own within the target and mo
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -33,8 +33,7 @@ from ..system.oserrors import RESTORE
 from ..system.output import require_room
 from ..trace import Trace, read_trace
 from .packing import order_by_co_access, require_tables, table_accesses
-
-Shapes = Mapping[int, tuple[RowLayout, int]]
+from .tiers import Shapes, bytes_on_device, new_tier, shapes_of
 
 WORK_NAME: Final = "compact.partial"
 """Where in the target a copy is made; what is in it may be deleted."""
@@ -115,18 +114,14 @@ def _make(
             version = store.version
     except DamagedError as error:
         raise DamagedError(f"the copy of {source} did not keep what was written to it; try again ({error})") from error
-    before, after = (path.stat().st_blocks * 512 for path in (rows_path(source), rows_path(work)))
-    return CompactReport(work, version, found.segments, found.rows, before, after)
+    return CompactReport(work, version, found.segments, found.rows, bytes_on_device(source), bytes_on_device(work))
 
 
 def _copy_rows(
     snapshot: Snapshot, manifest: Manifest, trace: Trace | None, work: Path, progress: Callable[[int, int], None]
 ) -> None:
     """Write the versions that a snapshot keeps into a new row file, synced."""
-    shapes = {
-        index: (config.layout(manifest.page_bytes), config.num_embeddings)
-        for index, config in enumerate(manifest.tables)
-    }
+    shapes = shapes_of(manifest)
     head, stored = read_head(snapshot), read_indexes(snapshot, stored_segments(snapshot))
     everything = RowMap(shapes)
     everything.enter(snapshot, stored, head.current, head.kept)
@@ -138,7 +133,7 @@ def _copy_rows(
     del everything
     leading = _leading(trace, manifest)
     require_room(rows_path(work), total)
-    with _new_tier(work, manifest.store_id, shapes) as tier:
+    with new_tier(work, manifest) as tier:
         done = 0
         for version, rows, since in _versions(snapshot, shapes, stored, head):
             for layout, first in leading.items():
@@ -180,15 +175,3 @@ def _versions(snapshot: Snapshot, shapes: Shapes, stored: Stored, head: Head) ->
         rows.enter(snapshot, stored[(stored["newest"] > since) & (stored["newest"] <= version)], version, ())
         yield version, rows, since
         since = version
-
-
-@contextlib.contextmanager
-def _new_tier(work: Path, store_id: str, shapes: Shapes) -> Iterator[LmdbColdTier]:
-    """A row file to be written; synced at the end of the block, so that it needs no anchor."""
-    tier = LmdbColdTier(work, store_id=bytes.fromhex(store_id), readonly=False)
-    with contextlib.closing(tier):
-        for index, shape in shapes.items():
-            tier.add_table(index, *shape)
-        yield tier
-    with rows_path(work).open("rb") as file:
-        os.fsync(file.fileno())

@@ -1,14 +1,13 @@
 """An inference store from a trained one: rows in fewer bytes, without optimizer state.
 
 Rows go from one cold tier to another in key order, past any cache, and fill whole segments. The new store is made in a
-directory beside its own, ``TARGET.partial``, verified there, and renamed: it is there whole, or not at all. It keeps
-the version's number, extra and tensors.
+directory of its own within the target, verified there, and moved into its place at the end. It keeps the version's
+number, extra and tensors.
 """
 
 import contextlib
 import os
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple, get_args
@@ -19,7 +18,6 @@ from .. import optim
 from ..config import TableConfig, require_choice
 from ..errors import DamagedError, TableError
 from ..io import LmdbColdTier
-from ..io.files import rows_path
 from ..io.reads import by_key, stored_batches
 from ..kernels.arrays import Int64s, Words
 from ..pool.converting import converted
@@ -27,15 +25,16 @@ from ..rows import KEY_ROW_BITS, MAX_ROWS, DtypeName, RowLayout
 from ..store import open_store
 from ..store.lineage import NO_LINEAGE
 from ..store.manifest import Manifest
-from ..store.target import require_outside
+from ..store.target import new_store, require_outside
 from ..store.version import TableState, pack, unpack, unpack_tensors
-from ..system.durable import output_locked, sync_directory
-from ..system.output import output_errors, require_parent
+from .tiers import add_tables, bytes_on_device, new_tier
 
 TARGET_DTYPES: Final[tuple[str, ...]] = tuple(name for name in get_args(DtypeName) if name != "float32")
 _CHUNK_BYTES: Final = 8 << 20
 """Rows and optimizer state that are read at a time."""
 _DDR: Final = "64MiB"
+WORK_NAME: Final = "quantize.partial"
+"""Where in the target the store is made; what is in it may be deleted."""
 
 
 class QuantizedTable(NamedTuple):
@@ -98,53 +97,25 @@ def quantize(
     source, target = Path(directory).absolute(), Path(target).absolute()
     known = Manifest.read(source)
     require_outside(target, source)
-    with _open(source, known, version) as before, output_errors(target), _partial(target) as work:
+    opened = LmdbColdTier(source, store_id=bytes.fromhex(known.store_id), readonly=True, version=version)
+    with contextlib.closing(opened) as before, new_store(target, WORK_NAME) as work:
         # Read once more, after the version was chosen: a writer makes a table before it commits rows of it.
         known = Manifest.read(source)
+        add_tables(before, known)
         configs = _configs(known, dtype, tables)
         made = replace(Manifest.new(known.page_bytes), tables=configs, has_rows=True)
-        with _open(work, made, None, readonly=False) as after:
-            rows = _Copy(known, made, before, after, progress).run()
+        with new_tier(work, made) as after:
+            rows = _copy(known, made, before, after, progress)
         made.write(work)
-        _verify(work, sum(rows))
-        files = rows_path(source), rows_path(work)
-        sizes = [path.stat().st_blocks * 512 for path in files]
-        os.rename(work, target)
-    sync_directory(target.parent)
+        with open_store(work, mode="r", ddr=_DDR) as store:
+            if (found := store.verify().rows) != sum(rows):
+                raise DamagedError(f"{work}: {found} rows are there and {sum(rows)} were written; try again")
+        sizes = bytes_on_device(source), bytes_on_device(work)
     done = tuple(
         QuantizedTable(new.name, old.dtype, new.dtype, count)
         for old, new, count in zip(known.tables, configs, rows, strict=True)
     )
     return QuantizeReport(target, before.version, done, *sizes)
-
-
-@contextlib.contextmanager
-def _partial(target: Path) -> Iterator[Path]:
-    """``TARGET.partial``, a new directory of this process's own; removed unless it was renamed."""
-    require_parent(target)
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise FileExistsError(f"{target} exists and is not an empty directory; choose another name")
-    partial = target.with_name(target.name + ".partial")
-    partial.mkdir(exist_ok=True)
-    with output_locked(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW):
-        try:
-            for path in partial.iterdir():  # what a run that was cut short left
-                path.unlink()
-            yield partial
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _open(directory: Path, manifest: Manifest, version: int | None, *, readonly: bool = True) -> Iterator[LmdbColdTier]:
-    tier = LmdbColdTier(
-        directory,
-        store_id=bytes.fromhex(manifest.store_id),
-        readonly=readonly,
-        version=version,
-    )
-    with contextlib.closing(tier):
-        yield tier
 
 
 def _configs(known: Manifest, dtype: DtypeName, tables: Sequence[str] | None) -> tuple[TableConfig, ...]:
@@ -163,68 +134,49 @@ def _configs(known: Manifest, dtype: DtypeName, tables: Sequence[str] | None) ->
     return tuple(configs)
 
 
-class _Copy:
-    """Reads the stored rows of one tier, and appends them to the other."""
-
-    def __init__(
-        self,
-        known: Manifest,
-        made: Manifest,
-        before: LmdbColdTier,
-        after: LmdbColdTier,
-        progress: Callable[[int, int], None] | None,
-    ) -> None:
-        self._known, self._made = known, made
-        self._before, self._after = before, after
-        self._progress = progress
-
-    def run(self) -> list[int]:
-        """Rows that were ever written, table by table."""
-        layouts = []
-        for index, (config, new) in enumerate(zip(self._known.tables, self._made.tables, strict=True)):
-            layouts.append((config.layout(self._known.page_bytes), new.layout(self._made.page_bytes)))
-            for tier, layout in zip((self._before, self._after), layouts[-1], strict=True):
-                tier.add_table(index, layout, config.num_embeddings)
-        version = self._before.version
-        if not version:
-            return [0] * len(layouts)
-        counts = self._copy_rows(layouts)
-        kept = unpack(version, self._before.payload)
-        states = {config.name: TableState(0, config.optimizer.lr) for config in self._made.tables}
-        self._after.commit(pack(states, kept.extra, unpack_tensors(kept), NO_LINEAGE.following(0)), version)
-        return counts
-
-    def _copy_rows(self, layouts: list[tuple[RowLayout, RowLayout]]) -> list[int]:
-        """Copy all rows, whole segments at a time; returns how many there are of each table."""
-        with self._before.lease() as (snapshot, rows):
-            total = sum(int(each.arrays.live.sum()) * layout.row_bytes for layout, each in rows.segments.items())
-            done = 0
-            for before, after in dict.fromkeys(layouts):
-                tables = [index for index, each in enumerate(layouts) if each == (before, after)]
-                size = max(1, _CHUNK_BYTES // (before.row_bytes * after.rows_per_segment)) * after.rows_per_segment
-                for found in stored_batches(snapshot, rows, by_key(rows, tables), size):
-                    words = self._converted(found.keys, found.weights, before, after)
-                    state = np.zeros((len(words), after.state_words), np.uint64)
-                    self._after.write(found.keys, found.slots, words, state, epoch=self._before.version)
-                    done += len(words) * before.row_bytes
-                    if self._progress is not None:
-                        self._progress(done, total)
-            return rows.counts()
-
-    def _converted(self, keys: Int64s, weights: Words, before: RowLayout, after: RowLayout) -> Words:
-        words, bad = converted(weights, before, after)
-        if bad >= 0:
-            table = self._known.tables[int(keys[bad]) >> KEY_ROW_BITS].name
-            raise ValueError(
-                f"row {keys[bad] % MAX_ROWS} of table {table!r} holds NaN, infinity or numbers too large for "
-                f"{after.dtype}; leave the table as it is (name the others with tables=, --table) or choose another "
-                "dtype"
-            )
-        return words
+def _copy(
+    known: Manifest,
+    made: Manifest,
+    before: LmdbColdTier,
+    after: LmdbColdTier,
+    progress: Callable[[int, int], None] | None,
+) -> list[int]:
+    """Append the stored rows of one tier to the other, and commit; returns how many there are of each table."""
+    version = before.version
+    if not version:
+        return [0] * len(known.tables)
+    layouts = [
+        (config.layout(known.page_bytes), new.layout(made.page_bytes))
+        for config, new in zip(known.tables, made.tables, strict=True)
+    ]
+    with before.lease() as (snapshot, rows):
+        total = sum(int(each.arrays.live.sum()) * layout.row_bytes for layout, each in rows.segments.items())
+        done = 0
+        for pair in dict.fromkeys(layouts):
+            old, new = pair
+            tables = [index for index, each in enumerate(layouts) if each == pair]
+            size = max(1, _CHUNK_BYTES // (old.row_bytes * new.rows_per_segment)) * new.rows_per_segment
+            for found in stored_batches(snapshot, rows, by_key(rows, tables), size):
+                words = _converted(known, found.keys, found.weights, old, new)
+                state = np.zeros((len(words), new.state_words), np.uint64)
+                after.write(found.keys, found.slots, words, state, epoch=version)
+                done += len(words) * old.row_bytes
+                if progress is not None:
+                    progress(done, total)
+        counts = rows.counts()
+    kept = unpack(version, before.payload)
+    states = {config.name: TableState(0, config.optimizer.lr) for config in made.tables}
+    after.commit(pack(states, kept.extra, unpack_tensors(kept), NO_LINEAGE.following(0)), version)
+    return counts
 
 
-def _verify(work: Path, rows: int) -> None:
-    with open_store(work, mode="r", ddr=_DDR) as store:
-        found = store.verify()
-    if found.rows != rows:
-        raise DamagedError(f"{work}: {found.rows} rows are there and {rows} were written; try again")
+def _converted(known: Manifest, keys: Int64s, weights: Words, before: RowLayout, after: RowLayout) -> Words:
+    words, bad = converted(weights, before, after)
+    if bad >= 0:
+        table = known.tables[int(keys[bad]) >> KEY_ROW_BITS].name
+        raise ValueError(
+            f"row {keys[bad] % MAX_ROWS} of table {table!r} holds NaN, infinity or numbers too large for "
+            f"{after.dtype}; leave the table as it is (name the others with tables=, --table) or choose another "
+            "dtype"
+        )
+    return words

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..errors import ChecksumError, DamagedError, FormatError, StoreLockedError, StoreNotFoundError, TruncatedError
 from ..io import ROW_FILE_NAME, LmdbColdTier
-from ..io.anchor import ANCHOR_NAME, read_stamp
+from ..io.anchor import read_stamp
 from ..io.files import require_plain_files
 from ..io.gather import queue_parts
 from ..io.mapped import FileMap
@@ -39,6 +39,7 @@ from ..system.durable import flocked
 from ..system.excerpt import excerpt
 from ..system.plainfile import read_plain_file
 from ..system.sizes import format_count
+from .tiers import new_tier, shapes_of
 
 LOST_NAME: Final = "lost.txt"
 """In the new store: what was lost, a line each."""
@@ -146,7 +147,7 @@ def salvage(
     with contextlib.ExitStack() as stack:
         stack.enter_context(_not_written(source))
         require_outside(target, source)
-        work = stack.enter_context(new_store(target, WORK_NAME, (ROW_FILE_NAME, ANCHOR_NAME, LOST_NAME)))
+        work = stack.enter_context(new_store(target, WORK_NAME, (ROW_FILE_NAME, LOST_NAME)))
         known = _manifest(source, manifest)
         made = replace(known, store_id=uuid.uuid4().hex, has_rows=True)
         steps = Steps(progress)
@@ -196,16 +197,13 @@ def _save(
     size, page_bytes = path.stat().st_size, known.page_bytes
     if size < 2 * page_bytes:
         raise DamagedError(f"{path}: {size} bytes are less than its two meta pages; there is nothing to save")
-    rows = RowMap({index: (each.layout(page_bytes), each.num_embeddings) for index, each in enumerate(known.tables)})
+    rows = RowMap(shapes_of(known))
     with contextlib.ExitStack() as stack:
         stack.callback((file_map := FileMap(path, size)).close)
         remains = choose_tree(path, file_map, page_bytes, bytes.fromhex(known.store_id), report.doubts)
         _require_same_store(path, known, remains)
         report.version = remains.version
-        tier = LmdbColdTier(work, store_id=bytes.fromhex(made.store_id), readonly=False)
-        stack.callback(tier.close)
-        for index, (layout, num_rows) in rows.shapes.items():
-            tier.add_table(index, layout, num_rows)
+        tier = stack.enter_context(new_tier(work, made))
         if report.version:
             survivors = surviving_rows(remains, rows)
             report.missing = survivors.missing
@@ -231,9 +229,9 @@ def _require_same_store(path: Path, known: Manifest, remains: Remains) -> None:
 def _payload(known: Manifest, remains: Remains, report: SalvageReport) -> bytes:
     """The version's payload, or an empty one for its tables. As a commit of the new store it is made from no other."""
     names = {config.name for config in known.tables}
-    if remains.payload is not None:
+    if (payload := remains.payload) is not None:
         with contextlib.suppress(DamagedError):
-            version = unpack(report.version, remains.payload)
+            version = unpack(report.version, payload)
             tables = {name: state for name, state in version.tables.items() if name in names}
             return repack(version._replace(tables=tables), NO_LINEAGE.following(0))
     report.payload_lost = True
@@ -242,17 +240,15 @@ def _payload(known: Manifest, remains: Remains, report: SalvageReport) -> bytes:
     )
 
 
+@dataclass
 class _Taker:
     """Copies sound rows into the new store, layout by layout; the map it is given says of each what became of it."""
 
-    def __init__(
-        self, file_map: FileMap, tier: LmdbColdTier, rows: RowMap, report: SalvageReport, stale_ok: bool
-    ) -> None:
-        self._file_map = file_map
-        self._tier = tier
-        self._rows = rows
-        self._report = report
-        self._stale_ok = stale_ok
+    file_map: FileMap
+    tier: LmdbColdTier
+    rows: RowMap
+    report: SalvageReport
+    stale_ok: bool
 
     def take(self, segments: Segments, runs: Runs, proven: Bools) -> Iterator[int]:
         """Save the rows of one layout, some runs at a time; gives how many rows were looked at each time."""
@@ -264,19 +260,19 @@ class _Taker:
             start, own = part.stop, runs[part]
             count = self._read(geo, own, batch)
             num_taken, unproven = choose_rows(
-                geo.layout_id, self._rows.tables, self._rows.places, batch.keys[:count], batch.sound,
-                np.repeat(proven[part], own["rows"]), self._stale_ok, batch.taken,
+                geo.layout_id, self.rows.tables, self.rows.places, batch.keys[:count], batch.sound,
+                np.repeat(proven[part], own["rows"]), self.stale_ok, batch.taken,
             )  # fmt: skip
             if num_taken:
                 slots = batch.taken[:num_taken]
-                self._tier.write(batch.keys[slots], slots, batch.weights, batch.state, epoch=self._report.version)
-            self._report.rows += num_taken
-            self._report.unproven += unproven
+                self.tier.write(batch.keys[slots], slots, batch.weights, batch.state, epoch=self.report.version)
+            self.report.rows += num_taken
+            self.report.unproven += unproven
             yield count
 
     def _read(self, geo: Geometry, runs: Runs, batch: "_Batch") -> int:
         """Fill a batch; returns how many rows it has then."""
-        file_map = self._file_map
+        file_map = self.file_map
         page_bytes = 8 * geo.page_words
         firsts = np.where(runs["index_page"] > 0, runs["index_page"], runs["data_page"])
         stops = runs["data_page"] + -(-runs["rows"] // geo.rows_per_block) * geo.pages_per_block
