@@ -2,14 +2,14 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
 
 from tierstore.pool.stats import Stats, TierStats
-from tierstore.serve.source import PooledStats, TableInfo
+from tierstore.serve.source import PooledStats, State, TableInfo
 
 WAIT_SECONDS = 20
 
@@ -56,17 +56,18 @@ class FakeSource:
         self.named_tables = [TableInfo("item", 1_000_000, 64, "float32")]
         self.queued: dict[str, int] = {"dlrm": 17, "items": 0}
 
-    def stats(self) -> Stats:
-        return self.tiers
-
-    def pooled(self) -> PooledStats | None:
-        return self.cached
-
-    def tables(self) -> list[TableInfo]:
-        return self.named_tables
-
-    def queued_samples(self) -> Mapping[str, int]:
-        return self.queued
+    def __call__(self) -> State:
+        return State(
+            live=self.is_live,
+            ready=self.is_ready,
+            version=self.version,
+            newest_version=self.newest_version,
+            staleness_seconds=self.staleness_seconds,
+            tiers=self.tiers,
+            pooled=self.cached,
+            tables=self.named_tables,
+            queued_samples=self.queued,
+        )
 
 
 def wait_for(condition: Callable[[], object], what: str) -> None:

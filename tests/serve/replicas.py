@@ -24,7 +24,6 @@ class Shown:
         self.directory = directory
         self.store: Any = None
         self.refreshed = 0
-        self.rollback: Any = None
         self.show()
 
     def show(self) -> None:
@@ -53,8 +52,8 @@ def serving(
     """The URL of a server, and its replica."""
     replica = Shown(directory)
     taker = admin.Replica(directory, extra=replica.extra, refresh=lambda: replica.refresh(), **settings)
-    replica.rollback = taker.roll_back
-    app = admin.admin_app([*taker.routes(), *admin.admin_routes(replica)], token=token)
+    calls = admin.admin_routes(refresh=replica.refresh, rollback=taker.roll_back, drain=replica.refresh)
+    app = admin.admin_app([*taker.routes(), *calls], token=token)
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))

@@ -127,7 +127,7 @@ def test_a_full_queue_refuses(writer: Writer, store_dir: Path) -> None:
     with serving(store_dir, max_batch_samples=4, max_queue_samples=4) as server, ThreadPoolExecutor(2) as pool:
         with server.held():
             waiting = pool.submit(ask_rows, server, [1, 2, 3])
-            wait_for(lambda: server.engine.queued_samples()["rows.t"] == 3)
+            wait_for(lambda: server.engine.state().queued_samples["rows.t"] == 3)
             refused = ask_rows(server, [4, 5])
             assert refused.status_code == 503
             assert "max_queue_samples is 4; try again later" in refused.json()["error"]
@@ -156,7 +156,7 @@ def test_who_waits_too_long_is_told(server: InThread) -> None:
         ):
             client.infer("rows.t", bags_of(tritonclient.grpc, [1], [])[:1], client_timeout=0.05)
         assert caught.value.status() == "StatusCode.DEADLINE_EXCEEDED"
-        wait_for(lambda: server.engine.queued_samples()["rows.t"] == 0)
+        wait_for(lambda: server.engine.state().queued_samples["rows.t"] == 0)
     assert ask_rows(server, [1]).status_code == 200
 
 
@@ -166,13 +166,13 @@ def test_who_goes_away_is_waited_for_no_more_and_not_counted_as_answered(server:
     with server.held():
         with socket.create_connection(("127.0.0.1", server.ports.rest)) as connection:
             connection.sendall((head + body).encode())
-            wait_for(lambda: server.engine.queued_samples()["rows.t"] == 1)
-        wait_for(lambda: server.engine.queued_samples()["rows.t"] == 0)
+            wait_for(lambda: server.engine.state().queued_samples["rows.t"] == 1)
+        wait_for(lambda: server.engine.state().queued_samples["rows.t"] == 0)
         stub = tritonclient.grpc.InferenceServerClient(server.grpc)
         call = stub.async_infer("rows.t", bags_of(tritonclient.grpc, [1], [])[:1], callback=lambda *_, **__: None)
-        wait_for(lambda: server.engine.queued_samples()["rows.t"] == 1)
+        wait_for(lambda: server.engine.state().queued_samples["rows.t"] == 1)
         call.cancel()
-        wait_for(lambda: server.engine.queued_samples()["rows.t"] == 0)
+        wait_for(lambda: server.engine.state().queued_samples["rows.t"] == 0)
         stub.close()
     assert server.metric("tierstore_request_seconds_count", status="ok") == 0
     assert ask_rows(server, [1]).status_code == 200
@@ -341,7 +341,7 @@ def test_who_waits_while_the_models_change_is_answered(writer: Writer, server: I
             number(writer, 2, "t", "u")
             wait_for(lambda: server.engine.newest_version == 2)  # its move waits for the executor
             waiting = [pool.submit(ask_rows, server, [1]), pool.submit(ask_all)]
-            wait_for(lambda: sum(server.engine.queued_samples().values()) == 2)
+            wait_for(lambda: sum(server.engine.state().queued_samples.values()) == 2)
         kept, changed = (each.result() for each in waiting)
     assert kept.json()["outputs"][0]["data"] == [2.0] * DIM
     assert changed.status_code == 400  # there is another feature now
@@ -476,7 +476,7 @@ def test_fewer_bits_are_those_of_a_quantized_store(writer: Writer, store_dir: Pa
         assert np.array_equal(client.rows(every, table="t"), want)
         assert np.array_equal(client.pooled(every, [4] * (ROWS // 4), table="t"), pooled)
         assert server.status()["tables"][0]["dtype"] == dtype
-        assert server.engine.stats().ddr.bytes <= 400 << 10
+        assert server.engine.state().tiers.ddr.bytes <= 400 << 10
 
 
 def test_kept_bags_change_no_answer_and_leave_with_their_version(writer: Writer, store_dir: Path) -> None:

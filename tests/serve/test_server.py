@@ -166,6 +166,9 @@ WRONG: dict[str, dict[str, Any]] = {
     "record_rate='x'": {"record_rate": "x"},
     "max_batch_samples=0": {"max_batch_samples": 0},
     "admin_port=65535 + 1": {"workers": 2, "admin_port": 65_535},
+    "max_delay_us=-1": {"max_delay_us": -1},
+    "max_queue_requests=True": {"max_queue_requests": True},
+    "max_queue_samples=100 is below max_batch_samples=4096": {"max_queue_samples": 100},
 }
 
 

@@ -245,10 +245,10 @@ def test_hot_rows_are_there_after_a_restart(tmp_path: Path, caplog: pytest.LogCa
         want = client.rows(ids, table="item")
         client.rows(ids[:5], table="user")
     with serving(store, warm_up="auto") as server, Client(server.url) as client:
-        before = server.engine.stats().ddr
+        before = server.engine.state().tiers.ddr
         assert before.misses == len(ids) + 5
         assert np.array_equal(client.rows(ids, table="item"), want)
-        after = server.engine.stats().ddr
+        after = server.engine.state().tiers.ddr
         assert (after.misses - before.misses, after.hits - before.hits) == (0, len(ids))
     saved = hot_rows.hot_rows_path(store)
     saved.unlink()
@@ -374,12 +374,12 @@ def test_warm_up_from_a_trace(run: tuple[Path, RunConfig], tmp_path: Path) -> No
     )
     assert cli.main(["trace", str(run_file), str(trace)]) == 0
     with serving(Path(config.store.path), warm_up=str(trace), ddr="8MiB") as server:
-        ddr = server.engine.stats().ddr
+        ddr = server.engine.state().tiers.ddr
         assert ddr.misses > 500
         with Client(server.url) as client:
             ids = hot_rows.rows_of_trace(trace)["C1"]
             client.rows(ids, table="C1")
-        assert server.engine.stats().ddr.misses == ddr.misses
+        assert server.engine.state().tiers.ddr.misses == ddr.misses
     with pytest.raises(ValueError, match=r"run\.toml"):
         InThread(config_with(config.store.path, warm_up=str(run_file)))
 

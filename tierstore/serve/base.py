@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from .messages import InferRequest, InferResponse, InferTensor, ModelMetadata
+from .messages import InferRequest, InferResponse, InferTensor, ModelMetadata, ServeError
 
 __all__ = ["Engine", "Model", "Outputs", "Query"]
 
@@ -21,10 +21,8 @@ class Query(Protocol):
 class Model(Protocol):
     """One model. ``parse`` may run in any thread, ``run`` in one thread at a time."""
 
-    @property
-    def name(self) -> str: ...
-
-    def metadata(self, version: str) -> ModelMetadata: ...
+    metadata: ModelMetadata
+    """Without versions: it is for the engine to say which is served."""
 
     def parse(self, inputs: Mapping[str, InferTensor]) -> Query:
         """Check a request's inputs.
@@ -61,5 +59,5 @@ class Engine(Protocol):
             ServeError: for all that can go wrong; nothing else.
         """
 
-    def note_refused(self, protocol: str, error: Exception, request_id: str = "") -> None:
+    def note_refused(self, protocol: str, error: ServeError, request_id: str = "") -> None:
         """Count a request ("http" or "grpc") that was refused before it could be asked here."""

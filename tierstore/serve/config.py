@@ -2,55 +2,63 @@
 
 # ruff: noqa: RUF009 (option makes dataclass fields)
 
-import math
 from dataclasses import dataclass, fields
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
-from ..config import require_choice, require_int
-from ..settings.options import option
+from ..config import require_choice
+from ..settings.options import check_ranges, option
 from ..system.sizes import parse_size
 
-__all__ = ["OutOfRange", "ServeConfig", "ServedDtype"]
+__all__ = ["ServeConfig"]
 
-ServedDtype = Literal["stored", "float32", "float16", "bfloat16", "int8", "int4"]
-OutOfRange = Literal["reject", "zero"]
-"""What an id becomes that is no row: the request is refused, or the id counts as a row of zeros in a sum, and not at
-all in a mean or maximum."""
 _MAX_PORT: Final = 65_535
-_MAX_SECONDS: Final = 86_400.0
-_MAX_COUNT: Final = 1 << 40
-_MAX_BODY_BYTES: Final = (1 << 31) - 1
-"""gRPC counts a message's bytes in 32 bits."""
+_INT32_MAX: Final = (1 << 31) - 1
+"""gRPC counts a message's bytes, and connections, in 32 bits."""
+_ServedDtype = Literal["stored", "float32", "float16", "bfloat16", "int8", "int4"]
+
+
+def _port(default: int, text: str, low: int = 0) -> Any:
+    return option(default, text, low=low, high=_MAX_PORT)
+
+
+def _seconds(default: float, text: str) -> Any:
+    return option(default, text, low=0, high=86_400)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
     """Raises:
-    ValueError, TypeError: a value that cannot be; names it and what is accepted.
+    ValueError: a value that cannot be; names it and what is accepted.
     """
 
     store: str = option("", "folder of the store; with --updates it need not exist yet")
     ddr: int | str = option("50%", 'memory for rows: bytes, "2GiB", "50%" of the machine\'s or "5% of tables"')
-    dtype: ServedDtype = option(
+    dtype: _ServedDtype = option(
         "stored", 'what rows are kept in memory as: "stored", or fewer bits: "float16", "bfloat16", "int8", "int4"'
     )
     policy: str = option("auto", "which rows leave memory first: auto, lru, lfu or tinylfu")
-    threads: int = option(0, "threads of a lookup and of the model; 0: the CPUs there are but one, shared by workers")
+    threads: int = option(
+        0, "threads of a lookup and of the model; 0: the CPUs there are but one, shared by workers", low=0, high=1024
+    )
     host: str = option("127.0.0.1", "address that REST and gRPC listen on; 0.0.0.0 for all")
-    port: int = option(8000, "port of REST; 0: any that is free")
-    grpc_port: int = option(8001, "port of gRPC; 0: any that is free, -1: no gRPC")
+    port: int = _port(8000, "port of REST; 0: any that is free")
+    grpc_port: int = _port(8001, "port of gRPC; 0: any that is free, -1: no gRPC", -1)
     admin_host: str = option("127.0.0.1", "address of status page, metrics and admin calls; others need --token-file")
-    admin_port: int = option(8002, "their port; 0: any that is free, -1: none. With workers, worker i takes port + i")
-    workers: int = option(1, "processes that share the ports; each takes its part of --ddr")
-    max_batch_samples: int = option(4096, "samples of a batch, and of a request")
-    max_delay_us: int = option(0, "microseconds a request may wait for company while nothing runs")
-    max_queue_samples: int = option(65_536, "samples that may wait for a model; more are refused (503)")
-    max_queue_requests: int = option(4096, "requests that may wait for a model; more are refused (503)")
-    request_seconds: float = option(10.0, "a request that gives no deadline has this one")
-    body_bytes: int = option(64 << 20, "longest request")
-    connections: int = option(1000, "connections at a time, of REST and of gRPC each")
-    receive_seconds: float = option(30.0, "time for a request to arrive whole")
-    out_of_range: OutOfRange = option(
+    admin_port: int = _port(
+        8002, "their port; 0: any that is free, -1: none. With workers, worker i takes port + i", -1
+    )
+    workers: int = option(1, "processes that share the ports; each takes its part of --ddr", low=1, high=1024)
+    max_batch_samples: int = option(4096, "samples of a batch, and of a request", low=1)
+    max_delay_us: int = option(
+        0, "microseconds a request may wait for company while nothing runs", low=0, high=10_000_000
+    )
+    max_queue_samples: int = option(65_536, "samples that may wait for a model; more are refused (503)", low=1)
+    max_queue_requests: int = option(4096, "requests that may wait for a model; more are refused (503)", low=1)
+    request_seconds: float = _seconds(10.0, "a request that gives no deadline has this one")
+    body_bytes: int = option(64 << 20, "longest request", low=1024, high=_INT32_MAX)
+    connections: int = option(1000, "connections at a time, of REST and of gRPC each", low=1, high=_INT32_MAX)
+    receive_seconds: float = option(30.0, "time for a request to arrive whole", low=0.001, high=86_400)
+    out_of_range: Literal["reject", "zero"] = option(
         "reject", '"reject": ids that are no rows are an error; "zero": they count as rows of zeros, and are counted'
     )
     pooled_cache: int | str = option(0, "memory, beside --ddr, for pooled rows of bags asked for again; 0: none")
@@ -60,10 +68,12 @@ class ServeConfig:
         "tierstore trace",
     )
     record: str = option("", "file to record in which rows are looked up, for tierstore plan; workers add their number")
-    record_rate: float = option(0.01, "share of the rows that is recorded; less once the recording has 64 MiB")
-    follow_seconds: float = option(0.05, "how often to look for a newer commit; 0: never")
+    record_rate: float = option(
+        0.01, "share of the rows that is recorded; less once the recording has 64 MiB", low=1e-9, high=1
+    )
+    follow_seconds: float = _seconds(0.05, "how often to look for a newer commit; 0: never")
     updates: bool = option(False, "take updates of tierstore publish on the admin port; the store is then a replica")
-    grace_seconds: float = option(30.0, "on SIGTERM, time for requests under way to finish")
+    grace_seconds: float = _seconds(30.0, "on SIGTERM, time for requests under way to finish")
     token_file: str = option("", "file with the bearer token that requests must carry; health stays open")
     tls_certificate: str = option("", "certificate chain in PEM, for TLS on all ports")
     tls_key: str = option("", "its key")
@@ -73,30 +83,24 @@ class ServeConfig:
     def __post_init__(self) -> None:
         from ..cache import POLICIES  # which brings the compiler along
 
-        self._require_types()
+        for each in fields(self):
+            value, kind = getattr(self, each.name), type(each.default)
+            if kind in (str, bool) and each.name != "ddr" and not isinstance(value, kind):
+                raise ValueError(f"{each.name}={value!r} must be a {kind.__name__}")
         if not self.store:
             raise ValueError("no store is named: tierstore serve --store DIR")
         parse_size(self.ddr, name="ddr")
         parse_size(self.pooled_cache, name="pooled_cache")
-        require_choice(self.dtype, get_args(ServedDtype), "dtype")
+        require_choice(self.dtype, get_args(_ServedDtype), "dtype")
         require_choice(self.policy, POLICIES, "policy")
-        require_choice(self.out_of_range, get_args(OutOfRange), "out_of_range")
+        require_choice(self.out_of_range, ("reject", "zero"), "out_of_range")
         require_choice(self.log_level, ("debug", "info", "warning", "error"), "log_level")
-        require_int(self.threads, "threads", 0, 1024)
-        require_int(self.workers, "workers", 1, 1024)
-        require_int(self.port, "port", 0, _MAX_PORT)
-        for name in ("grpc_port", "admin_port"):
-            require_int(getattr(self, name), name, -1, _MAX_PORT)
-        for name in ("max_batch_samples", "max_queue_samples", "max_queue_requests", "connections"):
-            require_int(getattr(self, name), name, 1, _MAX_COUNT)
-        require_int(self.body_bytes, "body_bytes", 1024, _MAX_BODY_BYTES)
-        require_int(self.max_delay_us, "max_delay_us", 0, _MAX_COUNT)
-        for name in ("follow_seconds", "request_seconds", "grace_seconds", "receive_seconds"):
-            value = getattr(self, name)
-            if not (type(value) in (int, float) and math.isfinite(value) and 0 <= value <= _MAX_SECONDS):
-                raise ValueError(f"{name}={value!r}: expected seconds from 0 to {_MAX_SECONDS:.0f}")
-        if not (type(self.record_rate) in (int, float) and 0 < self.record_rate <= 1):
-            raise ValueError(f"record_rate={self.record_rate!r}: expected a number above 0, and at most 1")
+        check_ranges(self)
+        if self.max_queue_samples < self.max_batch_samples:
+            raise ValueError(
+                f"max_queue_samples={self.max_queue_samples} is below max_batch_samples={self.max_batch_samples}: "
+                "a request of that many samples could never wait"
+            )
         if bool(self.tls_certificate) != bool(self.tls_key):
             raise ValueError("TLS wants both tls_certificate and tls_key")
         if self.admin_host not in ("127.0.0.1", "::1", "localhost") and self.admin_port >= 0 and not self.token_file:
@@ -107,13 +111,6 @@ class ServeConfig:
             raise ValueError("several workers share given ports and one store: not with updates, nor with a port of 0")
         if self.admin_port + self.workers - 1 > _MAX_PORT:
             raise ValueError(f"admin_port={self.admin_port} + {self.workers - 1}, of the last worker, is no port")
-
-    def _require_types(self) -> None:
-        """TypeError for what a file of settings may hold and flags cannot."""
-        for each in fields(self):
-            value, kind = getattr(self, each.name), type(each.default)
-            if kind in (str, bool) and each.name != "ddr" and not isinstance(value, kind):
-                raise TypeError(f"{each.name}={value!r} must be a {kind.__name__}")
 
     @property
     def num_threads(self) -> int:
@@ -130,8 +127,3 @@ class ServeConfig:
         from .bearer_token import read_token
 
         return read_token(self.token_file)
-
-    @classmethod
-    def help_of(cls, name: str) -> str:
-        """The help of a field."""
-        return next(str(each.metadata["help"]) for each in fields(cls) if each.name == name)

@@ -6,10 +6,12 @@ it names. A second thread looks for newer commits and reads what changed, while 
 """
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -21,15 +23,15 @@ from ..store.manifest import Manifest
 from ..store.newer import Newer
 from ..system.excerpt import excerpt
 from ..updates.origin import origin_of
-from .base import Model
-from .batching.batcher import Batcher, BatchingConfig, BatchResult, Ran
+from .base import Model, Outputs
+from .batching import Batcher
 from .config import ServeConfig
 from .hot_rows import hot_rows, hot_rows_path, load_hot_rows, rows_of_trace, save_hot_rows, warm_up
 from .logs import log_refused, log_request
 from .messages import InferRequest, InferResponse, ModelMetadata, ServeError, Status
-from .models import BagCaches, Models, make_models, rehearse, renew_models
+from .models import Models, rehearse
 from .monitoring.metrics import Metrics
-from .source import PooledStats, TableInfo
+from .source import State, TableInfo
 
 __all__ = ["StoreEngine"]
 
@@ -45,6 +47,13 @@ class _Served(NamedTuple):
     batcher: Batcher
 
 
+class _Ran(NamedTuple):
+    """A query's answer, and the store's version that its batch ran at."""
+
+    outputs: Outputs
+    version: str
+
+
 class StoreEngine:
     """The engine, what monitoring looks at, and what an operator may ask. Its coroutines are for one event loop.
 
@@ -58,22 +67,14 @@ class StoreEngine:
         self._metrics = metrics
         self._executor = ThreadPoolExecutor(1, "tierstore-serve")
         self._looker = ThreadPoolExecutor(1, "tierstore-follow")
-        self._batching = BatchingConfig(
-            max_batch_samples=config.max_batch_samples,
-            max_delay_us=config.max_delay_us,
-            max_queue_samples=config.max_queue_samples,
-            max_queue_requests=config.max_queue_requests,
-        )
         self._store: Store | None = None
-        self._bags: BagCaches | None = None
-        self._models = Models({}, None)  # the executor's
+        self._models: Models | None = None  # the executor's, like what they are of
         self._served: dict[str, _Served] = {}  # the event loop's
         self.version = 0
         self.newest_version = 0
         self._stale_since: float | None = None
         self._moving = asyncio.Lock()
         self._before = Stats(TierStats(), TierStats(), TierStats())
-        self._roll_back: Callable[[], Awaitable[int]] | None = None
         self._is_ready = False
         self._is_draining = False
         self._has_failed = False
@@ -115,8 +116,8 @@ class StoreEngine:
         try:
             if not store.version:
                 raise StoreNotFoundError(f"{store.directory} has no commit yet; train first, or commit once")
-            self._bags = BagCaches.of(store, config.pooled_cache)
-            models = make_models(store, self._bags, out_of_range=config.out_of_range, count=self._metrics.out_of_range)
+            dropped = self._metrics.out_of_range if config.out_of_range == "zero" else None
+            models = Models(store, pooled_cache=config.pooled_cache, dropped=dropped)
             self._warm_up(store)
             rehearse(models.by_name.values())
             if config.record:
@@ -140,30 +141,29 @@ class StoreEngine:
 
     def _serve_models(self) -> None:
         """A batcher for each model of now; who waits for one that is gone is sent to the one in its place."""
+        assert self._models is not None
         before, models = self._served, self._models.by_name
         self._metrics.know(models)
-        self._served = {name: self._serve(model, before.get(name)) for name, model in models.items()}
+        self._served = {name: self._serve(name, model, before.get(name)) for name, model in models.items()}
         for name, served in before.items():
             if self._served.get(name) is not served:
                 served.batcher.close()
 
-    def _serve(self, model: Model, before: _Served | None) -> _Served:
+    def _serve(self, name: str, model: Model, before: _Served | None) -> _Served:
         if before is not None and before.model is model:
             return before
-        batcher = Batcher(model.name, self._runner(model), self._executor, self._batching, observer=self._metrics)
-        return _Served(model, batcher)
 
-    def _runner(self, model: Model) -> Callable[[Sequence[Any]], BatchResult]:
-        def run(queries: Sequence[Any]) -> BatchResult:
-            if self._models.by_name.get(model.name) is not model:  # the event loop has yet to hear of it
-                raise ServeError(Status.UNAVAILABLE, f"model {model.name!r} has changed with the version; ask again")
-            return BatchResult(str(self.version), model.run(queries))
+        def run(queries: Sequence[Any]) -> list[_Ran]:
+            if self._models is None or self._models.by_name.get(name) is not model:  # the loop has yet to hear of it
+                raise ServeError(Status.UNAVAILABLE, f"model {name!r} has changed with the version; ask again")
+            version = str(self.version)
+            return [_Ran(outputs, version) for outputs in model.run(queries)]
 
-        return run
+        return _Served(model, Batcher(name, run, self._executor, self._config, observer=self._metrics.batched))
 
     async def stop(self) -> None:
         """Answer what came, within ``grace_seconds``, then close the store; its hot rows are kept for next time."""
-        self._is_draining, self._is_ready = True, False
+        await self.drain()
         batchers = [served.batcher for served in self._served.values()]
         await asyncio.gather(*(batcher.drain(self._config.grace_seconds) for batcher in batchers))
         await asyncio.to_thread(self._looker.shutdown)  # it may be reading the store
@@ -177,15 +177,11 @@ class StoreEngine:
         try:
             self._before = store.stats()
             self._save_hot_rows(store)
-            self._stop_recording(store)
+            if store.recorder is not None:
+                store.recorder.stop()
+                _LOG.info("recorded %s", store.recorder.describe())
         finally:
             store.close()
-
-    def _stop_recording(self, store: Store) -> None:
-        recorder = store.recorder
-        if recorder is not None:
-            recorder.stop()
-            _LOG.info("recorded %s", recorder.describe())
 
     def _save_hot_rows(self, store: Store) -> None:
         if self._config.warm_up == "auto":
@@ -227,10 +223,13 @@ class StoreEngine:
             _LOG.critical("%s ended: this server cannot go on by itself", task.get_name(), exc_info=error)
 
     def models(self) -> tuple[ModelMetadata, ...]:
-        return tuple(served.model.metadata(str(self.version)) for served in self._served.values())
+        return tuple(self._metadata(served) for served in self._served.values())
 
     def model(self, name: str, version: str = "") -> ModelMetadata:
-        return self._find(name, version).model.metadata(str(self.version))
+        return self._metadata(self._find(name, version))
+
+    def _metadata(self, served: _Served) -> ModelMetadata:
+        return replace(served.model.metadata, versions=(str(self.version),))
 
     def _find(self, name: str, version: str) -> _Served:
         served = self._served.get(name)
@@ -246,24 +245,26 @@ class StoreEngine:
         started = time.monotonic()
         try:
             response = await self._infer(request, started)
-        except ServeError as error:
-            self._note_answered(request, error.status, started)
-            seconds = time.monotonic() - started
-            log_request(request, error.status.grpc, seconds, version=str(self.version), error=error)
-            raise
         except asyncio.CancelledError:
             log_request(request, "CANCELLED", time.monotonic() - started)
             raise
+        except ServeError as error:
+            self._note_failed(request, error, started)
+            raise
         except Exception as error:
-            self._note_answered(request, Status.INTERNAL, started)
             _LOG.exception("a request to model %s failed", excerpt(request.model), extra={"request_id": request.id})
-            raise ServeError(Status.INTERNAL, "the server failed; its log says why") from error
-        self._note_answered(request, None, started)
-        log_request(request, "OK", time.monotonic() - started, version=response.version)
+            failure = ServeError(Status.INTERNAL, "the server failed; its log says why")
+            self._note_failed(request, failure, started)
+            raise failure from error
+        seconds = time.monotonic() - started
+        self._metrics.answered(request.model, request.protocol, None, seconds)
+        log_request(request, "OK", seconds, version=response.version)
         return response
 
-    def _note_answered(self, request: InferRequest, status: Status | None, started: float) -> None:
-        self._metrics.answered(request.model, request.protocol, status, time.monotonic() - started)
+    def _note_failed(self, request: InferRequest, error: ServeError, started: float) -> None:
+        seconds = time.monotonic() - started
+        self._metrics.answered(request.model, request.protocol, error.status, seconds)
+        log_request(request, error.status.grpc, seconds, version=str(self.version), error=error)
 
     async def _infer(self, request: InferRequest, started: float) -> InferResponse:
         if not self._is_ready:
@@ -282,22 +283,21 @@ class StoreEngine:
             outputs = {name: outputs[name] for name in request.outputs}
         return InferResponse(model=request.model, version=ran.version, id=request.id, outputs=outputs)
 
-    async def _run(self, request: InferRequest, deadline: float) -> Ran:
+    async def _run(self, request: InferRequest, deadline: float) -> _Ran:
         while True:
             served = self._find(request.model, request.version)
             query = served.model.parse(request.inputs)
             try:
-                return await served.batcher.submit(query, deadline)
+                ran: _Ran = await served.batcher.submit(query, deadline)
+                return ran
             except ServeError as error:
                 # Unless another model has taken this one's place, of which it has to be asked anew.
                 if error.status is not Status.UNAVAILABLE or self._served.get(request.model) is served:
                     raise
 
-    def note_refused(self, protocol: str, error: Exception, request_id: str = "") -> None:
-        status = error.status if isinstance(error, ServeError) else None
-        self._metrics.refused(protocol, status)
-        if isinstance(error, ServeError):
-            log_refused(protocol, error, request_id)
+    def note_refused(self, protocol: str, error: ServeError, request_id: str = "") -> None:
+        self._metrics.refused(protocol, error.status)
+        log_refused(protocol, error, request_id)
 
     # Versions
 
@@ -350,72 +350,46 @@ class StoreEngine:
         return self.version
 
     def _look(self) -> Newer | None:
-        store = self._store
-        return None if store is None else store.find_newer()
+        return None if self._store is None else self._store.find_newer()
 
     def _show(self, newer: Newer) -> None:
         """Move the store and the models, in the executor. If it cannot be, nothing has changed."""
-        store = self._store
-        if store is None:
-            newer.close()
-            return
+        store, models = self._store, self._models
         try:
-            renewal = renew_models(self._models, newer)
-            newer.show()
-        except BaseException:
+            if store is not None and models is not None:
+                models.show(newer)
+                self.version = _shown_version(store.version, store.extra)
+        finally:
             newer.close()
-            raise
-        self.version = _shown_version(store.version, store.extra)
-        if self._bags is not None:
-            self._bags.renew(store)
-        config = self._config
-        self._models = renewal.models(
-            store, self._bags, out_of_range=config.out_of_range, count=self._metrics.out_of_range
+
+    async def drain(self) -> bool:
+        """Take no more requests; those that came are answered."""
+        self._is_draining, self._is_ready = True, False
+        return True
+
+    # What is told of it
+
+    def state(self) -> State:
+        """See ``Source``."""
+        store, models, stale_since = self._store, self._models, self._stale_since
+        tiers = self._before
+        with contextlib.suppress(TierstoreError):  # closed meanwhile
+            tiers = tiers if store is None else store.stats()
+        return State(
+            live=self.is_live,
+            ready=self.is_ready,
+            version=self.version,
+            newest_version=self.newest_version,
+            staleness_seconds=0.0 if stale_since is None else time.monotonic() - stale_since,
+            tiers=tiers,
+            pooled=None if models is None or models.bags is None else models.bags.stats(),
+            tables=[
+                TableInfo(name, table.config.num_embeddings, table.config.embedding_dim, table.layout.dtype)
+                for name, table in ([] if store is None else list(store.tables.items()))
+            ],
+            queued_samples={name: served.batcher.num_waiting_samples for name, served in self._served.items()},
         )
 
-    async def rollback(self) -> int:
-        if self._roll_back is None:
-            raise ServeError(
-                Status.INVALID,
-                "this server follows its trainer: go back there, with tierstore rollback, and it follows",
-            )
-        return await self._roll_back()
-
-    def set_rollback(self, roll_back: Callable[[], Awaitable[int]]) -> None:
-        """How a replica's version is gone back to."""
-        self._roll_back = roll_back
-
-    async def drain(self) -> None:
-        self._is_draining, self._is_ready = True, False
-
-    # Source
-
-    @property
-    def staleness_seconds(self) -> float:
-        since = self._stale_since
-        return 0.0 if since is None else time.monotonic() - since
-
-    def stats(self) -> Stats:
-        store = self._store
-        try:
-            return self._before if store is None else store.stats()
-        except TierstoreError:  # closed meanwhile
-            return self._before
-
-    def pooled(self) -> PooledStats | None:
-        return None if self._bags is None else self._bags.stats()
-
-    def tables(self) -> Sequence[TableInfo]:
-        store = self._store
-        return [
-            TableInfo(name, table.config.num_embeddings, table.config.embedding_dim, table.layout.dtype)
-            for name, table in ([] if store is None else list(store.tables.items()))
-        ]
-
-    def queued_samples(self) -> Mapping[str, int]:
-        return {name: served.batcher.num_waiting_samples for name, served in self._served.items()}
-
-    @property
     def extra(self) -> Mapping[str, Any]:
         """``extra`` of the version that is served; empty if there is none yet."""
         store = self._store

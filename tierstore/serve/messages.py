@@ -109,8 +109,8 @@ class ModelMetadata:
     """
 
     name: str
-    versions: tuple[str, ...]
-    platform: str
+    versions: tuple[str, ...] = ()
+    platform: str = "tierstore"
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     parameters: Parameters = field(default_factory=dict)

@@ -5,6 +5,7 @@ import gc
 import logging
 import signal
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -19,11 +20,12 @@ from .engine import StoreEngine
 from .grpc.server import GrpcServer
 from .limits import Limits
 from .logs import configure
+from .messages import ServeError, Status
 from .monitoring.app import monitoring_routes
 from .monitoring.metrics import Metrics
 from .rest.app import RestApp
 from .rest.server import HttpServer, TlsFiles, listen
-from .source import SourceCollector
+from .source import StateCollector
 
 __all__ = ["Ports", "Server", "run"]
 
@@ -54,7 +56,7 @@ class Server:
         tls = TlsFiles(Path(config.tls_certificate), Path(config.tls_key)) if config.tls_certificate else None
         self.metrics = Metrics([], worker=worker)
         self.engine = StoreEngine(config, self.metrics)
-        self.metrics.add(SourceCollector(self.engine))
+        self.metrics.add(StateCollector(self.engine.state))
         limits = Limits(
             body_bytes=config.body_bytes,
             bodies_bytes=max(Limits().bodies_bytes, config.body_bytes),
@@ -65,7 +67,7 @@ class Server:
             RestApp(self.engine, limits=limits, token=self._token),
             limits=limits,
             tls=tls,
-            on_refused=self._note_refused,
+            on_refused=partial(self.engine.note_refused, "http"),
         )
         self._admin = HttpServer(self._admin_app(), tls=tls)
         self._grpc = GrpcServer(
@@ -80,16 +82,15 @@ class Server:
         )
         self._background: list[asyncio.Task[None]] = []
 
-    def _note_refused(self, error: Exception) -> None:
-        self.engine.note_refused("http", error)
-
     def _admin_app(self) -> ASGIApp:
-        routes: list[Route] = [*monitoring_routes(self.metrics, self.engine), *admin_routes(self.engine)]
+        engine = self.engine
+        routes: list[Route] = monitoring_routes(self.metrics, engine.state)
+        rollback = _refuse_rollback
         if self._config.updates:
-            engine = self.engine
-            replica = Replica(Path(self._config.store), extra=lambda: engine.extra, refresh=engine.refresh)
-            engine.set_rollback(replica.roll_back)
-            routes = [*replica.routes(), *routes]
+            replica = Replica(Path(self._config.store), extra=engine.extra, refresh=engine.refresh)
+            routes += replica.routes()
+            rollback = replica.roll_back
+        routes += admin_routes(refresh=engine.refresh, rollback=rollback, drain=engine.drain)
         return admin_app(routes, token=self._token)
 
     async def start(self) -> Ports:
@@ -147,6 +148,11 @@ class Server:
         await self.engine.stop()
         await self._admin.stop(1.0)
         gc.unfreeze()
+
+
+async def _refuse_rollback() -> int:
+    message = "this server follows its trainer: go back there, with tierstore rollback, and it follows"
+    raise ServeError(Status.INVALID, message)
 
 
 def run(

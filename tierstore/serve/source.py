@@ -1,7 +1,7 @@
-"""What monitoring asks of the server, and its form for Prometheus: values that are read when they are looked at."""
+"""What the server is at the moment, for who monitors it, and its form for Prometheus."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, NamedTuple, Protocol
+from collections.abc import Callable, Iterable
+from typing import Final, NamedTuple
 
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 
 from ..pool.stats import Stats
 
-__all__ = ["PooledStats", "Source", "SourceCollector", "TableInfo"]
+__all__ = ["PooledStats", "Source", "State", "StateCollector", "TableInfo"]
 
 
 class PooledStats(NamedTuple):
@@ -27,46 +27,36 @@ class TableInfo(NamedTuple):
     dtype: str
 
 
-class Source(Protocol):
-    """The server as it is now. Asked in any thread, at each scrape and each second that a status page is open: an
-    answer waits for no batch and raises nothing, also while the store moves to another version or is closed."""
+class State(NamedTuple):
+    """Attributes:
+    version, newest_version: that is served; that is known to exist, served or not.
+    staleness_seconds: for how long a newer version than the one that is served has been known; 0 when there is none.
+    tiers: running totals since the server started, over all versions it served.
+    pooled: None where pooled outputs are not cached.
+    queued_samples: that wait for a batch, by model; every model is named.
+    """
 
-    @property
-    def is_live(self) -> bool: ...
+    live: bool
+    ready: bool
+    version: int
+    newest_version: int
+    staleness_seconds: float
+    tiers: Stats
+    pooled: PooledStats | None
+    tables: list[TableInfo]
+    queued_samples: dict[str, int]
 
-    @property
-    def is_ready(self) -> bool: ...
 
-    @property
-    def version(self) -> int:
-        """That is served."""
-
-    @property
-    def newest_version(self) -> int:
-        """That is known to exist, served or not."""
-
-    @property
-    def staleness_seconds(self) -> float:
-        """For how long a newer version than the one that is served has been known; 0 when there is none."""
-
-    def stats(self) -> Stats:
-        """Running totals since the server started, over all versions it served."""
-
-    def pooled(self) -> PooledStats | None:
-        """None where pooled outputs are not cached."""
-
-    def tables(self) -> Sequence[TableInfo]: ...
-
-    def queued_samples(self) -> Mapping[str, int]:
-        """Samples that wait for a batch, by model; every model is named."""
-
+Source = Callable[[], State]
+"""The server as it is now. Called in any thread, at each scrape and each second that a status page is open: it waits
+for no batch and raises nothing, also while the store moves to another version or is closed."""
 
 _STATE: Final = {
-    "live": ("is_live", "Whether the server works, 1 or 0."),
-    "ready": ("is_ready", "Whether the server takes requests, 1 or 0."),
-    "version": ("version", "Version of the store that is served."),
-    "newest_version": ("newest_version", "Newest version of the store that is known."),
-    "staleness_seconds": ("staleness_seconds", "For how long a newer version than the one served has been known."),
+    "live": "Whether the server works, 1 or 0.",
+    "ready": "Whether the server takes requests, 1 or 0.",
+    "version": "Version of the store that is served.",
+    "newest_version": "Newest version of the store that is known.",
+    "staleness_seconds": "For how long a newer version than the one served has been known.",
 }
 _TIER_COUNTERS: Final = {
     "lookups": "Ids asked of the tier, duplicates counted.",
@@ -86,27 +76,25 @@ _POOLED: Final[dict[str, tuple[type[CounterMetricFamily | GaugeMetricFamily], st
 }
 
 
-class SourceCollector(Collector):
+class StateCollector(Collector):
     """A source's values as metrics."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
 
     def collect(self) -> Iterable[Metric]:
-        source = self._source
-        for name, (field, documentation) in _STATE.items():
-            yield GaugeMetricFamily(f"tierstore_{name}", documentation, value=float(getattr(source, field)))
+        state = self._source()
+        for field, documentation in _STATE.items():
+            yield GaugeMetricFamily(f"tierstore_{field}", documentation, value=float(getattr(state, field)))
         queued = GaugeMetricFamily("tierstore_queued_samples", "Samples that wait for a batch.", labels=["model"])
-        for model, samples in source.queued_samples().items():
+        for model, samples in state.queued_samples.items():
             queued.add_metric([model], samples)
         yield queued
-        tiers = source.stats()._asdict()
         for kind, fields in ((CounterMetricFamily, _TIER_COUNTERS), (GaugeMetricFamily, _TIER_GAUGES)):
             for field, documentation in fields.items():
                 family = kind(f"tierstore_tier_{field}", documentation, labels=["tier"])
-                for tier, stats in tiers.items():
+                for tier, stats in state.tiers._asdict().items():
                     family.add_metric([tier], getattr(stats, field))
                 yield family
-        pooled = source.pooled()
-        for field, (family_class, documentation) in _POOLED.items() if pooled is not None else ():
-            yield family_class(f"tierstore_pooled_{field}", documentation, value=getattr(pooled, field))
+        for field, (family_class, documentation) in _POOLED.items() if state.pooled is not None else ():
+            yield family_class(f"tierstore_pooled_{field}", documentation, value=getattr(state.pooled, field))

@@ -2,20 +2,22 @@
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.serve.stepping import SteppedExecutor, SteppedLoop
-from tierstore.serve.batching.batcher import Batcher, BatchingConfig, BatchResult, Ran
+from tierstore.serve.batching import Batcher
 from tierstore.serve.batching.isolation import MAX_SPLIT_RUNS
-from tierstore.serve.messages import InferTensor, ServeError, Status
+from tierstore.serve.config import ServeConfig
+from tierstore.serve.messages import ServeError, Status
 
 
 @dataclass(frozen=True)
@@ -25,35 +27,32 @@ class Ask:
     is_poison: bool = False
 
 
-def answer(queries: Sequence[Ask]) -> BatchResult:
+def answer(queries: Sequence[Ask]) -> list[int]:
+    """The numbers."""
     if any(each.is_poison for each in queries):
         raise ArithmeticError("the secret of the model")
-    return BatchResult("5", [{"y": InferTensor("INT64", np.array([each.number]))} for each in queries])
-
-
-def number_of(ran: Ran) -> int:
-    return ran.outputs["y"].data.item()
+    return [each.number for each in queries]
 
 
 class Bench:
     """A batcher that moves step by step, and the batches that it ran."""
 
-    def __init__(self, run: Callable[[Sequence[Ask]], BatchResult] = answer, **config: int) -> None:
+    def __init__(self, run: Callable[[Sequence[Ask]], list[int]] = answer, **config: int) -> None:
         self.loop, self.executor = SteppedLoop(), SteppedExecutor()
-        self.config = BatchingConfig(**config)
+        self.config = ServeConfig(store="x", **config)
         self.batches: list[list[int]] = []
         self.run = run
         self.batcher = self.another("m")
 
-    def another(self, name: str, observer: Any = None) -> Batcher:
-        return Batcher(name, self.note, self.executor, self.config, observer=observer, clock=self.loop.time)
+    def another(self, name: str, **options: Any) -> Batcher:
+        return Batcher(name, self.note, self.executor, self.config, clock=self.loop.time, **options)
 
-    def note(self, queries: Sequence[Ask]) -> BatchResult:
+    def note(self, queries: Sequence[Ask]) -> list[int]:
         self.batches.append([each.number for each in queries])
         return self.run(queries)
 
-    def submit(self, ask: Ask, seconds: float | None = None, *, to: Batcher | None = None) -> asyncio.Task[Ran]:
-        deadline = None if seconds is None else self.loop.now + seconds
+    def submit(self, ask: Ask, seconds: float | None = None, *, to: Batcher | None = None) -> asyncio.Task[int]:
+        deadline = self.loop.now + (1e9 if seconds is None else seconds)
         task = self.loop.create_task((to or self.batcher).submit(ask, deadline))
         self.loop.settle()
         return task
@@ -77,12 +76,12 @@ def make_bench() -> Iterator[Callable[..., Bench]]:
         bench.batcher.close()
         bench.loop.settle()
         bench.batcher.check_integrity()
-        assert bench.batcher.num_present == 0
+        assert not bench.batcher._present
         assert not asyncio.all_tasks(bench.loop)
         bench.loop.close()
 
 
-def status_of(task: asyncio.Task[Ran]) -> Status:
+def status_of(task: asyncio.Task[int]) -> Status:
     error = task.exception()
     assert isinstance(error, ServeError)
     return error.status
@@ -94,8 +93,7 @@ def test_those_who_wait_run_together(make_bench: Callable[..., Bench]) -> None:
     bench.loop.advance(0.5)
     bench.work()
     assert bench.batches == [[0, 1, 2]]
-    assert [number_of(task.result()) for task in tasks] == [0, 1, 2]
-    assert tasks[0].result().version == "5"
+    assert [task.result() for task in tasks] == [0, 1, 2]
 
 
 def test_a_batch_holds_who_came_before_the_job_began(make_bench: Callable[..., Bench]) -> None:
@@ -104,8 +102,8 @@ def test_a_batch_holds_who_came_before_the_job_began(make_bench: Callable[..., B
     first = bench.submit(Ask(1))
     bench.work()
     assert bench.batches == [[1, 2]]
-    assert number_of(first.result()) == 1
-    assert number_of(other.result().result()) == 2
+    assert first.result() == 1
+    assert other.result().result() == 2
 
 
 def test_models_take_turns(make_bench: Callable[..., Bench]) -> None:
@@ -168,7 +166,7 @@ def test_a_deadline_is_kept_while_waiting_and_while_running(make_bench: Callable
     bench.work()
     assert bench.batches == [[2, 3]]
     assert status_of(running) is Status.DEADLINE
-    assert number_of(patient.result()) == 3
+    assert patient.result() == 3
 
 
 def test_whose_deadline_the_loop_has_not_seen_pass_is_not_run(make_bench: Callable[..., Bench]) -> None:
@@ -178,7 +176,7 @@ def test_whose_deadline_the_loop_has_not_seen_pass_is_not_run(make_bench: Callab
     bench.work()
     assert bench.batches == [[1]]
     assert status_of(late) is Status.DEADLINE
-    assert number_of(good.result()) == 1
+    assert good.result() == 1
 
 
 def test_company_is_waited_for_but_no_longer_than_said(make_bench: Callable[..., Bench]) -> None:
@@ -206,7 +204,7 @@ def test_one_bad_query_fails_alone(make_bench: Callable[..., Bench], caplog: pyt
     bench = make_bench()
     tasks = [bench.submit(Ask(number, is_poison=number == 2777)) for number in range(4096)]
     bench.work()
-    assert [number_of(task.result()) for task in tasks if task is not tasks[2777]] == [
+    assert [task.result() for task in tasks if task is not tasks[2777]] == [
         number for number in range(4096) if number != 2777
     ]
     assert status_of(tasks[2777]) is Status.INTERNAL
@@ -234,10 +232,10 @@ def test_a_model_that_always_fails_is_not_asked_forever(
 def test_whatever_run_does_its_queries_are_answered(
     make_bench: Callable[..., Bench], failure: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def run(queries: Sequence[Ask]) -> BatchResult:
+    def run(queries: Sequence[Ask]) -> list[int]:
         if failure == "exit":
             raise SystemExit(3)
-        return BatchResult("5", [])
+        return []
 
     bench = make_bench(run)
     bad = bench.submit(Ask(0))
@@ -246,14 +244,14 @@ def test_whatever_run_does_its_queries_are_answered(
     bench.run = answer
     good = bench.submit(Ask(1))
     bench.work()
-    assert number_of(good.result()) == 1
+    assert good.result() == 1
     assert len(caplog.records) == 1
 
 
 def test_what_run_says_about_one_query_is_passed_on(
     make_bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
 ) -> None:
-    def run(queries: Sequence[Ask]) -> BatchResult:
+    def run(queries: Sequence[Ask]) -> list[int]:
         if any(each.number == 1 for each in queries):
             raise ServeError(Status.INVALID, "input 'ids': 99 is out of range")
         return answer(queries)
@@ -263,14 +261,14 @@ def test_what_run_says_about_one_query_is_passed_on(
     bench.work()
     assert status_of(tasks[1]) is Status.INVALID
     assert "99 is out of range" in str(tasks[1].exception())
-    assert number_of(tasks[2].result()) == 2
+    assert tasks[2].result() == 2
     assert not caplog.records
 
 
 def test_a_model_that_is_gone_is_told_to_all_who_wait(
     make_bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
 ) -> None:
-    def run(_: Sequence[Ask]) -> BatchResult:
+    def run(_: Sequence[Ask]) -> list[int]:
         raise ServeError(Status.UNAVAILABLE, "model 'm' has changed with the version; ask again")
 
     bench = make_bench(run)
@@ -284,12 +282,8 @@ def test_a_model_that_is_gone_is_told_to_all_who_wait(
 def test_the_observer_hears_of_each_batch(make_bench: Callable[..., Bench]) -> None:
     heard: list[tuple[Any, ...]] = []
 
-    class Observer:
-        def batched(self, *what: Any) -> None:
-            heard.append(what)
-
     bench = make_bench()
-    batcher = bench.another("n", Observer())
+    batcher = bench.another("n", observer=lambda *what: heard.append(what))
     bench.submit(Ask(0, 2), to=batcher)
     bench.loop.advance(0.5)
     bench.submit(Ask(1, 3), to=batcher)
@@ -320,7 +314,7 @@ def test_an_executor_that_is_shut_down_first_leaves_nobody_waiting(
     bench.loop.settle()
     tasks.append(bench.submit(Ask(1)))
     assert {status_of(task) for task in tasks} == {Status.UNAVAILABLE}
-    assert bench.loop.run_until_complete(bench.batcher.drain(0))
+    bench.loop.run_until_complete(bench.batcher.drain(0))
 
 
 @pytest.mark.parametrize("num_queries", [1, 3])
@@ -332,9 +326,9 @@ def test_draining_finishes_what_waits_and_refuses_the_rest(make_bench: Callable[
     assert status_of(bench.submit(Ask(9))) is Status.UNAVAILABLE
     assert not drain.done()
     bench.work()
-    assert drain.result() is True
-    assert [number_of(task.result()) for task in tasks] == list(range(num_queries))
-    assert bench.batcher.num_present == 0
+    assert drain.done()
+    assert [task.result() for task in tasks] == list(range(num_queries))
+    assert not bench.batcher._present
 
 
 # With a real thread.
@@ -343,15 +337,15 @@ def test_draining_finishes_what_waits_and_refuses_the_rest(make_bench: Callable[
 def test_a_batch_that_hangs_does_not_hold_up_the_end() -> None:
     let_go = threading.Event()
 
-    def run(queries: Sequence[Ask]) -> BatchResult:
+    def run(queries: Sequence[Ask]) -> list[int]:
         assert let_go.wait(30)
         return answer(queries)
 
     async def main() -> None:
-        batcher = Batcher("m", run, executor, BatchingConfig())
-        waiting = [asyncio.ensure_future(batcher.submit(Ask(number))) for number in range(2)]
+        batcher = Batcher("m", run, executor, ServeConfig(store="x"))
+        waiting = [asyncio.ensure_future(batcher.submit(Ask(number), math.inf)) for number in range(2)]
         await asyncio.sleep(0)
-        assert await batcher.drain(0.01) is False
+        await batcher.drain(0.01)
         ended = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 10)
         assert [each.status for each in ended] == [Status.UNAVAILABLE] * 2
         assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -370,7 +364,7 @@ def test_many_callers_and_a_thread() -> None:
     successes: dict[int, int] = {}
     threads: set[int] = set()
 
-    def run(queries: Sequence[Ask]) -> BatchResult:
+    def run(queries: Sequence[Ask]) -> list[int]:
         threads.add(threading.get_ident())
         result = answer(queries)
         for each in queries:
@@ -386,7 +380,7 @@ def test_many_callers_and_a_thread() -> None:
         if kind == 1:
             task.cancel()
         try:
-            assert number_of(await task) == number
+            assert await task == number
         except asyncio.CancelledError:
             return "cancelled"
         except ServeError as error:
@@ -394,66 +388,24 @@ def test_many_callers_and_a_thread() -> None:
         return "answered"
 
     async def main() -> tuple[list[str], Batcher]:
-        config = BatchingConfig(max_batch_samples=64, max_queue_samples=1024, max_queue_requests=100)
+        config = ServeConfig(store="x", max_batch_samples=64, max_queue_samples=1024, max_queue_requests=100)
         batcher = Batcher("m", run, executor, config)
 
         async def client(first: int) -> list[str]:
             return [await call(batcher, number) for number in range(first, first + 50)]
 
         ended = await asyncio.wait_for(asyncio.gather(*[client(50 * each) for each in range(40)]), 60)
-        assert await batcher.drain(10)
+        await batcher.drain(10)
         assert asyncio.all_tasks() == {asyncio.current_task()}
         return [each for row in ended for each in row], batcher
 
     with ThreadPoolExecutor(1) as executor:
         ended, batcher = asyncio.run(main())
     batcher.check_integrity()
-    assert batcher.num_present == batcher.num_waiting_queries == batcher.num_waiting_samples == 0
+    assert (len(batcher._present), batcher.num_waiting_samples) == (0, 0)
     assert set(ended) == {"answered", "cancelled", "INTERNAL"}
     assert set(successes.values()) == {1}
     assert {number for number, each in enumerate(ended) if each == "answered"} <= successes.keys()
     assert not any(ended[number] == "INTERNAL" for number in successes)
     assert len(threads) == 1
     assert threads != {threading.get_ident()}
-
-
-def test_cost_of_a_request() -> None:
-    """Prints what batching adds to a request; run with -s."""
-    num_clients, num_requests = 64, 50
-    results = [{"y": InferTensor("INT64", np.zeros(1, np.int64))}]
-
-    async def main() -> float:
-        batcher = Batcher("m", lambda queries: BatchResult("1", results * len(queries)), executor, BatchingConfig())
-
-        async def client() -> None:
-            for _ in range(num_requests):
-                await batcher.submit(Ask(0), time.monotonic() + 60)
-
-        started = time.perf_counter()
-        await asyncio.gather(*[client() for _ in range(num_clients)])
-        seconds = time.perf_counter() - started
-        assert await batcher.drain(10)
-        return seconds
-
-    with ThreadPoolExecutor(1) as executor:
-        seconds = asyncio.run(main())
-    print(f"{seconds / num_clients / num_requests * 1e6:.1f} microseconds a request, {num_clients} at a time")
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"max_batch_samples": 0}, "max_batch_samples=0: expected a whole number from 1"),
-        ({"max_delay_us": -1}, "max_delay_us=-1"),
-        ({"max_queue_requests": True}, "max_queue_requests=True"),
-        ({"max_queue_samples": 1.5}, "max_queue_samples=1.5"),
-        ({"max_queue_samples": 100}, "max_queue_samples=100 is below max_batch_samples=4096"),
-    ],
-)
-def test_a_bad_setting_is_named(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        BatchingConfig(**changes)
-
-
-def test_each_setting_has_help() -> None:
-    assert all(each.metadata["help"] for each in fields(BatchingConfig))

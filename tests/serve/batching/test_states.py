@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import hypothesis.strategies as st
-import numpy as np
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.serve.stepping import SteppedExecutor, SteppedLoop
-from tierstore.serve.batching.batcher import Batcher, BatchingConfig, BatchResult
-from tierstore.serve.messages import InferTensor, ServeError
+from tierstore.serve.batching import Batcher
+from tierstore.serve.config import ServeConfig
+from tierstore.serve.messages import ServeError
 
 NEVER = float("inf")
 
@@ -43,7 +43,7 @@ class Asked:
         if isinstance(error, ServeError):
             return error.status.name
         assert error is None
-        assert self.task.result().outputs["number"].data.item() == self.number
+        assert self.task.result() == self.number
         return "ANSWERED"
 
 
@@ -72,7 +72,8 @@ class BatcherMachine(RuleBasedStateMachine):
     )
     def start(self, max_batch: int, more_queue: int, max_requests: int, delay: int) -> None:
         self.loop, self.executor = SteppedLoop(), SteppedExecutor()
-        self.config = BatchingConfig(
+        self.config = ServeConfig(
+            store="x",
             max_batch_samples=max_batch,
             max_queue_samples=max_batch + more_queue,
             max_queue_requests=max_requests,
@@ -117,8 +118,7 @@ class BatcherMachine(RuleBasedStateMachine):
         if not asked.outcome:
             self.waiting.append(asked)
             self.entered[asked] = self.loop.now
-        deadline = None if seconds == NEVER else asked.deadline
-        asked.task = self.loop.create_task(self.batcher.submit(asked, deadline))
+        asked.task = self.loop.create_task(self.batcher.submit(asked, asked.deadline))
         self.loop.settle()
 
     def live(self) -> list[Asked]:
@@ -149,7 +149,7 @@ class BatcherMachine(RuleBasedStateMachine):
             self.let_time_pass()
         self.loop.settle()
 
-    def run(self, queries: Sequence[Asked]) -> BatchResult:
+    def run(self, queries: Sequence[Asked]) -> list[int]:
         """The model that is served; whatever it raises, the batcher takes for its failure."""
         try:
             self.check_batch(list(queries))
@@ -159,7 +159,7 @@ class BatcherMachine(RuleBasedStateMachine):
             raise ArithmeticError("secret")
         for each in queries:
             each.num_successes += 1
-        return BatchResult("1", [{"number": InferTensor("INT64", np.array(each.number))} for each in queries])
+        return [each.number for each in queries]
 
     def check_batch(self, queries: list[Asked]) -> None:
         if self.expected is not None:
@@ -256,9 +256,8 @@ class BatcherMachine(RuleBasedStateMachine):
     @invariant()
     def counts_who_waits(self) -> None:
         self.batcher.check_integrity()
-        assert self.batcher.num_waiting_queries == len(self.waiting)
         assert self.batcher.num_waiting_samples == sum(each.num_samples for each in self.waiting)
-        assert self.batcher.num_present == len(self.waiting)
+        assert len(self.batcher._present) == len(self.waiting)
 
     @invariant()
     def work_is_asked_for_when_due(self) -> None:
@@ -282,7 +281,7 @@ class BatcherMachine(RuleBasedStateMachine):
             self.work([], 0, None)
         self.loop.settle()
         assert self.drain.done()
-        assert self.batcher.num_present == self.batcher.num_waiting_samples == 0
+        assert (len(self.batcher._present), self.batcher.num_waiting_samples) == (0, 0)
         self.ends_as_the_model_says()
         assert all(each.outcome for each in self.asked)
         assert not asyncio.all_tasks(self.loop)

@@ -9,7 +9,7 @@ import torch
 
 import tierstore
 from tierstore.serve.messages import InferTensor
-from tierstore.serve.models import BagCaches, Models, make_models
+from tierstore.serve.models import Models
 
 ROWS = {"sums": 40, "means": 30, "peaks": 20, "half": 25}
 DIMS = {"sums": 4, "means": 6, "peaks": 4, "half": 8}
@@ -44,11 +44,8 @@ class Counted(dict[str, int]):
         self[model] = self.get(model, 0) + count
 
 
-def models_of(
-    store: tierstore.Store, *, out_of_range: Any = "reject", pooled_cache: str = "0", count: Counted | None = None
-) -> Models:
-    bags = BagCaches.of(store, pooled_cache)
-    return make_models(store, bags, out_of_range=out_of_range, count=Counted() if count is None else count)
+def models_of(store: tierstore.Store, *, pooled_cache: str = "0", dropped: Counted | None = None) -> Models:
+    return Models(store, pooled_cache=pooled_cache, dropped=dropped)
 
 
 def tensor(datatype: str, values: Any, shape: Sequence[int] | None = None) -> InferTensor:

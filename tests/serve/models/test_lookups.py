@@ -108,7 +108,7 @@ def jagged(draw: Any, features: list[str]) -> dict[str, Any]:
 
 def test_all_features_side_by_side(store: tierstore.Store) -> None:
     model: Any = models_of(store).by_name["pooled"]
-    metadata = model.metadata("1")
+    metadata = model.metadata
     features = metadata.parameters["features"].split(",")
     assert sorted(features) == sorted(each for name in NAMES for each in (name, f"{name}.again"))
     owners = [feature.removesuffix(".again") for feature in features]
@@ -135,8 +135,8 @@ def test_rows_of_all_features_where_tables_are_of_one_width(tmp_path: Any, store
     assert "rows" not in models_of(store).by_name
     make_store(tmp_path / "store", ["sums", "peaks"])
     with tierstore.open(tmp_path / "store", mode="r", ddr="4MiB") as narrow:
-        model: Any = models_of(narrow, out_of_range="zero").by_name["rows"]
-        features = model.metadata("1").parameters["features"].split(",")
+        model: Any = models_of(narrow, dropped=Counted()).by_name["rows"]
+        features = model.metadata.parameters["features"].split(",")
         query = {"values": tensor("INT64", [3, 1, 2, 0]), "lengths": tensor("INT32", [1, 0, 2, 1], (4, 1))}
         (found,) = asked(model, query)
         owners = [feature.removesuffix(".again") for feature in features]
@@ -174,7 +174,7 @@ def test_ids_that_are_no_rows_are_named(store: tierstore.Store) -> None:
     assert caught.value.status is Status.INVALID
     with pytest.raises(ServeError, match=r"'ids' has -1 at position 0: ids are in \[0, 20\)"):
         models["rows.peaks"].parse({"ids": tensor("INT64", [-1, 99])})
-    features = models["pooled"].metadata("1").parameters["features"].split(",")
+    features = models["pooled"].metadata.parameters["features"].split(",")
     lengths = tensor("INT32", [0] * 5 + [1] + [0] * (len(features) - 6), (len(features), 1))
     with pytest.raises(ServeError, match=rf"'values' has {2**62} at position 0 of feature '{features[5]}'"):
         models["pooled"].parse({"values": tensor("INT64", [2**62]), "lengths": lengths})
@@ -184,7 +184,7 @@ def test_ids_that_are_no_rows_are_named(store: tierstore.Store) -> None:
 @pytest.mark.parametrize("name", ["sums", "means", "peaks"])
 def test_ids_that_are_no_rows_count_as_zeros_and_are_counted(store: tierstore.Store, name: str, cache: str) -> None:
     counted = Counted()
-    model: Any = models_of(store, out_of_range="zero", count=counted, pooled_cache=cache).by_name[f"pooled.{name}"]
+    model: Any = models_of(store, dropped=counted, pooled_cache=cache).by_name[f"pooled.{name}"]
     rows = rows_of(store, name)
     told = 0
 
@@ -203,7 +203,7 @@ def test_ids_that_are_no_rows_count_as_zeros_and_are_counted(store: tierstore.St
             told += len(query["ids"]) - len(ids)
             plain = plain_pooled(rows, ids, lengths, POOLINGS[name], weights if query["weights"] else None)
             np.testing.assert_allclose(each["embeddings"], plain, rtol=1e-5, atol=1e-5)
-        assert counted.get(model.name, 0) == told
+        assert counted.get(model.metadata.name, 0) == told
 
     check()
     assert told
@@ -211,7 +211,7 @@ def test_ids_that_are_no_rows_count_as_zeros_and_are_counted(store: tierstore.St
 
 def test_rows_that_are_none_are_zeros(store: tierstore.Store) -> None:
     counted = Counted()
-    model = models_of(store, out_of_range="zero", count=counted).by_name["rows.half"]
+    model = models_of(store, dropped=counted).by_name["rows.half"]
     first, second = asked(model, {"ids": tensor("INT64", [2, -1, 25, 3])}, {"ids": tensor("INT32", [0])})
     rows = rows_of(store, "half").float().numpy()
     assert first["rows"][[0, 3]].tobytes() == rows[[2, 3]].tobytes()
@@ -221,11 +221,8 @@ def test_rows_that_are_none_are_zeros(store: tierstore.Store) -> None:
 
 
 def test_kept_bags_are_found_and_forgotten_with_the_version(store: tierstore.Store) -> None:
-    from tierstore.serve.models import BagCaches, make_models
-
-    caches = BagCaches.of(store, "64KiB")
-    assert caches is not None
-    model: Any = make_models(store, caches, out_of_range="reject", count=Counted()).by_name["pooled.sums"]
+    models = models_of(store, pooled_cache="64KiB")
+    caches, model = models.bags, models.by_name["pooled.sums"]
     query = {"ids": tensor("INT64", list(range(10)) * 2), "lengths": tensor("INT32", [10, 10])}
     other = {"ids": tensor("INT64", list(range(11))), "lengths": tensor("INT32", [11])}
     (first,) = asked(model, query)
@@ -281,8 +278,8 @@ def test_metadata_names_what_is_taken_and_given(store: tierstore.Store) -> None:
     models = models_of(store).by_name
     assert list(models) == sorted([*(f"{kind}.{name}" for kind in ("pooled", "rows") for name in NAMES), "pooled"])
     for name, model in models.items():
-        metadata = model.metadata("7")
-        assert (metadata.name, metadata.versions) == (name, ("7",))
+        metadata = model.metadata
+        assert (metadata.name, metadata.versions) == (name, ())
         if name.startswith("pooled."):
             assert metadata.outputs[0].shape == (-1, DIMS[name.removeprefix("pooled.")])
             assert metadata.parameters["rows"] == ROWS[name.removeprefix("pooled.")]

@@ -74,7 +74,7 @@ def query(dense: Any, categories: Any) -> dict[str, InferTensor]:
 
 
 def test_it_gives_the_bits_of_the_trainers_own_evaluation(trained: Trained, store: tierstore.Store) -> None:
-    model: Any = models_of(store).ranking
+    model: Any = models_of(store).by_name["ranking"]
     (found,) = asked(model, query(trained.dense, trained.categories))
     assert (trained.categories < 0).any()
     assert found["probabilities"].tobytes() == trained.probabilities.tobytes()
@@ -82,7 +82,7 @@ def test_it_gives_the_bits_of_the_trainers_own_evaluation(trained: Trained, stor
 
 
 def test_requests_of_one_batch_are_told_apart(trained: Trained, store: tierstore.Store) -> None:
-    model: Any = models_of(store).ranking
+    model: Any = models_of(store).by_name["ranking"]
     bounds = [0, 1, 20, 21, BATCH]
     parts = [slice(*pair) for pair in itertools.pairwise(bounds)]
     found = asked(model, *(query(trained.dense[part], trained.categories[part]) for part in parts))
@@ -108,18 +108,22 @@ def test_hashing_is_the_published_one(trained: Trained, store: tierstore.Store) 
     lengths = np.zeros((26, 2), np.int32)
     lengths[0], lengths[3], lengths[25] = (2, 1), (0, 1), (2, 0)
     features = [0, 0, 0, 3, 25, 25]
-    parsed: Any = models_of(store).ranking.parse(
-        {
-            "dense": tensor("FP32", np.zeros((2, 13))),
-            "values": tensor("INT64", values),
-            "lengths": tensor("INT32", lengths),
-        }
+    parsed: Any = (
+        models_of(store)
+        .by_name["ranking"]
+        .parse(
+            {
+                "dense": tensor("FP32", np.zeros((2, 13))),
+                "values": tensor("INT64", values),
+                "lengths": tensor("INT32", lengths),
+            }
+        )
     )
     assert parsed.jagged.values.tolist() == [row_of(*pair) for pair in zip(values, features, strict=True)]
 
 
 def test_metadata_tells_the_order_of_columns(trained: Trained, store: tierstore.Store) -> None:
-    metadata = models_of(store).ranking.metadata("3")
+    metadata = models_of(store).by_name["ranking"].metadata
     data = trained.config.data
     assert metadata.parameters["dense"].split(",") == list(data.dense_columns)
     assert metadata.parameters["features"].split(",") == list(data.sparse_columns)
@@ -137,7 +141,8 @@ def wrong_queries(good: dict[str, InferTensor]) -> dict[str, dict[str, InferTens
         f"'dense' has {BATCH - 1} samples; 'lengths' has {BATCH}": good
         | {"dense": tensor("FP32", good["dense"].data[1:])},
         "'dense' has shape [48, 12]": good | {"dense": tensor("FP32", good["dense"].data[:, :12])},
-        "'values' has -5 at position 7: categories are 0 or more": good | {"values": tensor("INT64", negative)},
+        "'values' has -5 at position 7 of feature 'C1': categories are 0 or more": good
+        | {"values": tensor("INT64", negative)},
         "'lengths' has shape [25, 48]": good | {"lengths": tensor("INT32", lengths[:25])},
         "'lengths' is empty": {
             "dense": tensor("FP32", np.zeros((0, 13))),
@@ -150,7 +155,7 @@ def wrong_queries(good: dict[str, InferTensor]) -> dict[str, dict[str, InferTens
 
 
 def test_wrong_inputs_are_named(trained: Trained, store: tierstore.Store) -> None:
-    model: Any = models_of(store).ranking
+    model: Any = models_of(store).by_name["ranking"]
     for message, inputs in wrong_queries(query(trained.dense, trained.categories)).items():
         with pytest.raises(ServeError) as caught:
             model.parse(inputs)
@@ -160,7 +165,7 @@ def test_wrong_inputs_are_named(trained: Trained, store: tierstore.Store) -> Non
 
 def test_negative_categories_can_count_as_missing(trained: Trained, store: tierstore.Store) -> None:
     counted = Counted()
-    model: Any = models_of(store, out_of_range="zero", count=counted).ranking
+    model: Any = models_of(store, dropped=counted).by_name["ranking"]
     by_feature = trained.categories.T
     inputs = query(trained.dense, trained.categories) | {
         "values": tensor("INT64", by_feature.reshape(-1)),
@@ -172,7 +177,7 @@ def test_negative_categories_can_count_as_missing(trained: Trained, store: tiers
 
 
 def test_weights_that_overflow_are_an_error_and_no_answer(trained: Trained, store: tierstore.Store) -> None:
-    model: Any = models_of(store).ranking
+    model: Any = models_of(store).by_name["ranking"]
     model.load({name: torch.full_like(each, torch.inf) if each.dtype == torch.float32 else each
                 for name, each in store.tensors().items()})  # fmt: skip
     with pytest.raises(ServeError, match="no number") as caught:
@@ -181,7 +186,7 @@ def test_weights_that_overflow_are_an_error_and_no_answer(trained: Trained, stor
 
 
 def test_weights_are_required_whole(trained: Trained, store: tierstore.Store) -> None:
-    ranking: Any = models_of(store).ranking
+    ranking: Any = models_of(store).by_name["ranking"]
     tensors = store.tensors()
     ranking.require(tensors)
     name = next(name for name in tensors if name.startswith("model."))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import tierstore
-from tierstore.serve.models import make_models, rehearse
+from tierstore.serve.models import Models, rehearse
 
 
 def test_every_model_is_asked_once_alone_and_once_beside_another(
@@ -19,13 +19,13 @@ def test_every_model_is_asked_once_alone_and_once_beside_another(
             )
         store.commit()
     with tierstore.open(store_dir, mode="r", ddr="2MiB") as store:
-        models = make_models(store, None, out_of_range="reject", count=lambda *_: None).by_name
+        models = Models(store).by_name
         assert set(models) == {"pooled", "rows", *(f"{kind}.{name}" for kind in ("pooled", "rows") for name in "abc")}
         ran: list[tuple[str, int]] = []
-        for model in models.values():
+        for name, model in models.items():
             run = model.run
             monkeypatch.setattr(
-                model, "run", lambda queries, run=run, name=model.name: ran.append((name, len(queries))) or run(queries)
+                model, "run", lambda queries, run=run, name=name: ran.append((name, len(queries))) or run(queries)
             )
         with caplog.at_level(logging.WARNING):
             rehearse(models.values())

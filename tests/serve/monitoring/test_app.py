@@ -25,7 +25,7 @@ from tierstore.serve.admin.updates import UpdateError
 from tierstore.serve.messages import ServeError, Status
 from tierstore.serve.monitoring.app import monitoring_routes
 from tierstore.serve.monitoring.metrics import Metrics
-from tierstore.serve.source import SourceCollector
+from tierstore.serve.source import StateCollector
 
 TOKEN = "correct-horse"
 JSON = {"content-type": "application/json"}
@@ -38,21 +38,18 @@ class FakeAdmin:
         self.calls: list[str] = []
         self.error: Exception | None = None
 
-    def _note(self, call: str) -> None:
-        self.calls.append(call)
-        if self.error is not None:
-            raise self.error
+    def _call(self, name: str, answer: object) -> Any:
+        async def call() -> object:
+            self.calls.append(name)
+            if self.error is not None:
+                raise self.error
+            return answer
 
-    async def rollback(self) -> int:
-        self._note("rollback")
-        return 6
+        return call
 
-    async def refresh(self) -> int:
-        self._note("refresh")
-        return 8
-
-    async def drain(self) -> None:
-        self._note("drain")
+    def routes(self) -> list[Route]:
+        answers = {"refresh": 8, "rollback": 6, "drain": True}
+        return admin_routes(**{name: self._call(name, answer) for name, answer in answers.items()})
 
 
 class Port:
@@ -62,8 +59,8 @@ class Port:
         self.metrics = Metrics(["dlrm"])
         self.source = FakeSource()
         self.admin = FakeAdmin()
-        self.metrics.add(SourceCollector(self.source))
-        self.app = admin_app([*monitoring_routes(self.metrics, self.source), *admin_routes(self.admin)], token=token)
+        self.metrics.add(StateCollector(self.source))
+        self.app = admin_app([*monitoring_routes(self.metrics, self.source), *self.admin.routes()], token=token)
 
 
 @pytest.fixture
@@ -342,7 +339,7 @@ def test_other_parts_add_routes(client: httpx.Client, exchanged: Exchanged, port
     async def hello(_: Any) -> Any:
         raise ServeError(Status.NOT_FOUND, "no such update")
 
-    exchanged.app = admin_app([*admin_routes(port.admin), Route("/admin/updates", hello)])
+    exchanged.app = admin_app([*port.admin.routes(), Route("/admin/updates", hello)])
     answer = client.get("/admin/updates")
     assert (answer.status_code, answer.json()) == (404, {"error": "no such update"})
 

@@ -19,7 +19,7 @@ from tierstore.serve.messages import Status
 from tierstore.serve.monitoring.metrics import Metrics
 from tierstore.serve.monitoring.status import snapshot
 from tierstore.serve.monitoring.window import Latencies, Window, by_second, summarize
-from tierstore.serve.source import SourceCollector
+from tierstore.serve.source import StateCollector
 
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -99,7 +99,7 @@ def test_batches_are_counted_by_model(metrics: Metrics) -> None:
 def test_the_rest_is_counted(metrics: Metrics) -> None:
     metrics.refused("http", Status.INVALID)
     metrics.refused("http", Status.INVALID)
-    metrics.refused("grpc", None)
+    metrics.refused("grpc", Status.TOO_LARGE)
     metrics.updated(8, 0.5)
     metrics.updated(9, 1.5)
     metrics.update_failed()
@@ -107,7 +107,7 @@ def test_the_rest_is_counted(metrics: Metrics) -> None:
     metrics.out_of_range("dlrm", 4)
     found = series(metrics)
     assert value(found, "tierstore_refused_requests_total", protocol="http", status="invalid") == 2
-    assert value(found, "tierstore_refused_requests_total", protocol="grpc", status="other") == 1
+    assert value(found, "tierstore_refused_requests_total", protocol="grpc", status="too_large") == 1
     assert_histogram(found, "tierstore_update_seconds", [0.5, 1.5])
     assert value(found, "tierstore_update_failures_total") == 1
     assert value(found, "tierstore_ids_out_of_range_total", model="dlrm") == 7
@@ -118,7 +118,7 @@ def test_the_rest_is_counted(metrics: Metrics) -> None:
 
 def test_a_source_is_read_at_each_scrape(metrics: Metrics) -> None:
     source = FakeSource()
-    metrics.add(SourceCollector(source))
+    metrics.add(StateCollector(source))
     found = series(metrics)
     for tier, stats in source.tiers._asdict().items():
         for field in ("lookups", "hits", "misses", "evictions", "bytes_read"):
@@ -144,7 +144,7 @@ def test_a_source_is_read_at_each_scrape(metrics: Metrics) -> None:
 
 
 def test_names_follow_the_conventions(metrics: Metrics) -> None:
-    metrics.add(SourceCollector(FakeSource()))
+    metrics.add(StateCollector(FakeSource()))
     metrics.answered("dlrm", "http", None, 0.1)
     text = metrics.expose().decode()
     families = list(text_string_to_metric_families(text))
@@ -160,7 +160,7 @@ def test_names_follow_the_conventions(metrics: Metrics) -> None:
 
 def test_every_series_tells_its_worker() -> None:
     metrics = Metrics(["dlrm"], worker=3)
-    metrics.add(SourceCollector(FakeSource()))
+    metrics.add(StateCollector(FakeSource()))
     metrics.answered("dlrm", "http", None, 0.1)
     found = series(metrics)
     assert all(("worker", "3") in labels for _, labels in found)
@@ -175,13 +175,13 @@ def test_clients_cannot_make_up_series(metrics: Metrics) -> None:
     metrics.answered("made up", "made up", None, 0.1)
     metrics.batched("made up", 1, 1, [0.1], 0.1)
     metrics.out_of_range("made up", 1)
-    metrics.refused("made up", None)
+    metrics.refused("made up", Status.INVALID)
     before = set(series(metrics))
     for index in range(500):
         metrics.answered(f"name {index}", f"protocol {index}", None, 0.1)
         metrics.batched(f"name {index}", 1, 1, [0.1], 0.1)
         metrics.out_of_range(f"name {index}", 1)
-        metrics.refused(f"protocol {index}", None)
+        metrics.refused(f"protocol {index}", Status.INVALID)
     found = series(metrics)
     assert set(found) == before
     assert value(found, "tierstore_request_seconds_count", model="other", protocol="other", status="ok") == 501

@@ -28,16 +28,12 @@ class FakeAdmin:
     def __init__(self) -> None:
         self.num_calls = 0
 
-    async def rollback(self) -> int:
+    async def _call(self) -> int:
         self.num_calls += 1
         return 1
 
-    async def refresh(self) -> int:
-        self.num_calls += 1
-        return 1
-
-    async def drain(self) -> None:
-        self.num_calls += 1
+    def routes(self) -> list[Route]:
+        return admin_routes(refresh=self._call, rollback=self._call, drain=self._call)
 
 
 class Monitored:
@@ -57,7 +53,7 @@ class Monitored:
         self.metrics.out_of_range("items", 6)
         self.metrics.updated(7, 0.25)
         self.clock.now += 3
-        routes = [*monitoring_routes(self.metrics, self.source), *admin_routes(self.admin)]
+        routes = [*monitoring_routes(self.metrics, self.source), *self.admin.routes()]
         self.served = Served(admin_app(routes, token=token))
 
     def stop(self) -> None:

@@ -3,8 +3,8 @@
 import ipaddress
 import logging
 import re
-from collections.abc import Sequence
-from typing import Final, Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -19,7 +19,7 @@ from ...errors import DiskFullError, TierstoreError
 from ..bearer_token import Token
 from ..messages import ServeError
 
-__all__ = ["ADMIN_HEADER", "Admin", "admin_app", "admin_routes"]
+__all__ = ["ADMIN_HEADER", "admin_app", "admin_routes"]
 
 ADMIN_HEADER: Final = "x-tierstore-admin"
 """With any value it marks a POST as meant: a web page elsewhere cannot send it without asking first."""
@@ -30,35 +30,22 @@ _HOST: Final = re.compile(r"(?:\[(?P<address>[0-9a-fA-F:.]+)\]|(?P<name>[\w.-]+)
 _FORWARDED: Final = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip")
 
 
-class Admin(Protocol):
-    """What can be asked of a running server; a ServeError or another TierstoreError where it cannot be done."""
-
-    async def rollback(self) -> int:
-        """Serve the version before; it."""
-
-    async def refresh(self) -> int:
-        """Serve the newest version now; it."""
-
-    async def drain(self) -> None:
-        """Take no more requests; those that came are answered."""
+Call = Callable[[], Awaitable[object]]
 
 
-def admin_routes(admin: Admin) -> list[Route]:
-    """POST /admin/rollback, which is /admin/updates/rollback too, and /admin/refresh, answered {"version": ...}, and
-    /admin/drain, {"draining": true}."""
+def admin_routes(*, refresh: Call, rollback: Call, drain: Call) -> list[Route]:
+    """POST /admin/refresh, to serve the newest version now; /admin/rollback, which is /admin/updates/rollback too, to
+    serve the one before; both are answered {"version": ...}, with the version then served. And /admin/drain, to take no
+    more requests, {"draining": true}. A call raises ServeError or another TierstoreError where it cannot be done."""
 
-    async def rollback(_: Request) -> Response:
-        return JSONResponse({"version": await admin.rollback()})
+    def route(name: str, call: Call, field: str) -> Route:
+        async def answer(_: Request) -> Response:
+            return JSONResponse({field: await call()})
 
-    async def refresh(_: Request) -> Response:
-        return JSONResponse({"version": await admin.refresh()})
+        return Route(f"/admin/{name}", answer, methods=["POST"])
 
-    async def drain(_: Request) -> Response:
-        await admin.drain()
-        return JSONResponse({"draining": True})
-
-    calls = {"rollback": rollback, "updates/rollback": rollback, "refresh": refresh, "drain": drain}
-    return [Route(f"/admin/{name}", call, methods=["POST"]) for name, call in calls.items()]
+    rollbacks = [route(name, rollback, "version") for name in ("rollback", "updates/rollback")]
+    return [route("refresh", refresh, "version"), *rollbacks, route("drain", drain, "draining")]
 
 
 def admin_app(routes: Sequence[BaseRoute], *, token: str | None = None) -> Starlette:

@@ -1,5 +1,5 @@
 """Dynamic batching: requests that wait together run together, within bounds of number, size and time."""
 
-from .batcher import Batcher, BatchingConfig, BatchObserver, BatchResult, Ran, Run
+from .batcher import Batcher
 
-__all__ = ["BatchObserver", "BatchResult", "Batcher", "BatchingConfig", "Ran", "Run"]
+__all__ = ["Batcher"]

@@ -20,67 +20,20 @@ touched in the event loop only.
 """
 
 import asyncio
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final
 
-from ...settings.options import check_ranges, option
-from ..base import Outputs, Query
+from ..base import Query
+from ..config import ServeConfig
 from ..messages import ServeError, Status
-from .isolation import Attempt, BatchResult, Run, concerns_all, run_isolated
+from .isolation import Attempt, Run, concerns_all, run_isolated
 from .waiting import Waiter, WaitingLine
 
-__all__ = ["BatchObserver", "BatchResult", "Batcher", "BatchingConfig", "Ran", "Run"]
-
-_MAX_DELAY_US: Final = 10_000_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchingConfig:
-    """How queries wait and are joined; the same for every model.
-
-    Raises:
-        ValueError: a value out of range; names it and what is accepted.
-    """
-
-    max_batch_samples: int = option(4096, "samples of a batch, and of a query", low=1)
-    max_delay_us: int = option(
-        0,
-        "microseconds that a query may wait for company while the executor is free; 0: none",
-        low=0,
-        high=_MAX_DELAY_US,
-    )
-    max_queue_samples: int = option(65_536, "samples that may wait for a model; more are refused", low=1)
-    max_queue_requests: int = option(4096, "queries that may wait for a model; more are refused", low=1)
-
-    def __post_init__(self) -> None:
-        check_ranges(self)
-        if self.max_queue_samples < self.max_batch_samples:
-            raise ValueError(
-                f"max_queue_samples={self.max_queue_samples} is below max_batch_samples={self.max_batch_samples}: "
-                "a query of that many samples could never wait"
-            )
-
-
-class Ran(NamedTuple):
-    """A query's answer, and the store's version that its batch ran at."""
-
-    outputs: Outputs
-    version: str
-
-
-class BatchObserver(Protocol):
-    """Who is told of each batch."""
-
-    def batched(
-        self, model: str, num_queries: int, num_samples: int, queue_seconds: Sequence[float], compute_seconds: float
-    ) -> None:
-        """A batch has run, in ``compute_seconds`` with all its repeats. Called in the event loop, after the answers."""
+__all__ = ["Batcher"]
 
 
 class Batcher:
@@ -90,8 +43,9 @@ class Batcher:
         model: its name, for messages.
         run: runs a batch, in the executor.
         executor: of one thread, shared by all models, outlives the batcher. ``run`` is called from nowhere else.
-        config: see there.
-        observer: told of each batch, or None.
+        config: how queries wait and are joined.
+        observer: told, after the answers, of each batch: model, number of queries, of samples, seconds that each query
+            waited, seconds that it ran with all its repeats.
         clock: seconds, as deadlines are given in.
     """
 
@@ -100,9 +54,9 @@ class Batcher:
         model: str,
         run: Run,
         executor: Executor,
-        config: BatchingConfig,
+        config: ServeConfig,
         *,
-        observer: BatchObserver | None = None,
+        observer: Callable[[str, int, int, Sequence[float], float], None] = lambda *_: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model: Final = model
@@ -113,9 +67,7 @@ class Batcher:
         self._clock: Final = clock
         self._delay_seconds: Final = config.max_delay_us / 1e6
         self._lock: Final = threading.Lock()
-        self._line: Final = WaitingLine(
-            model, max_samples=config.max_queue_samples, max_requests=config.max_queue_requests
-        )
+        self._line: Final = WaitingLine(model, config)
         self._has_job = False
         self._is_open = True
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -129,47 +81,30 @@ class Batcher:
         return self._is_open
 
     @property
-    def num_waiting_queries(self) -> int:
-        return len(self._line)
-
-    @property
     def num_waiting_samples(self) -> int:
         return self._line.num_samples
 
-    @property
-    def num_present(self) -> int:
-        """Queries that are waited for: those that wait, those that run, those whose answer is on its way."""
-        return len(self._present)
-
-    async def submit(self, query: Query, deadline: float | None = None) -> Ran:
+    async def submit(self, query: Query, deadline: float) -> Any:
         """Wait for a query's answer. To cancel the caller takes the query back.
 
         Args:
-            deadline: seconds on the clock after which the answer is of no use, or None.
+            deadline: seconds on the clock after which the answer is of no use.
 
         Raises:
             ServeError: INVALID, more samples than a batch may have; OVERLOADED, the queue is full; UNAVAILABLE,
                 draining or closed; DEADLINE, as soon as it passes; INTERNAL, ``run`` failed; or what ``run`` raised,
                 if that was a ``ServeError`` about this query alone, or UNAVAILABLE.
         """
-        waiter = self._enter(query, math.inf if deadline is None else deadline)
-        timer = None
-        if deadline is not None:
-            timer = waiter.future.get_loop().call_later(deadline - waiter.entered, self._expire, waiter)
+        waiter = self._enter(query, deadline)
+        timer = waiter.future.get_loop().call_later(deadline - waiter.entered, self._expire, waiter)
         try:
-            answer: Ran = await waiter.future
-            return answer
+            return await waiter.future
         finally:
-            if timer is not None:
-                timer.cancel()
+            timer.cancel()
             self._leave(waiter)
 
-    async def drain(self, seconds: float) -> bool:
-        """Take no more queries, finish those that came, and close; after ``seconds``, close all the same.
-
-        Returns:
-            Whether all were finished.
-        """
+    async def drain(self, seconds: float) -> None:
+        """Take no more queries, finish those that came, and close; after ``seconds``, close all the same."""
         self._is_open = False
         self._disarm()
         # Nobody else comes, so there is no company to wait for.
@@ -179,14 +114,13 @@ class Batcher:
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
         self.close()
-        return self._idle.is_set()
 
     def close(self) -> None:
         """Take no more queries; those that came get UNAVAILABLE. A batch that runs goes on, for nobody."""
         self._is_open = False
         self._disarm()
         for waiter in self._present:
-            self._fail(waiter, ServeError(Status.UNAVAILABLE, f"model {self._model!r}: the server stops"))
+            self._fail(waiter, self._stopping())
         self._note_idle()
 
     def check_integrity(self) -> None:
@@ -199,9 +133,17 @@ class Batcher:
         assert not num_waiting or is_served, f"{num_waiting} wait for no job"
 
     def _enter(self, query: Query, deadline: float) -> Waiter:
-        num_samples = query.num_samples
-        now = self._clock()
-        self._check(num_samples, deadline, now)
+        num_samples, now = query.num_samples, self._clock()
+        if not self._is_open:
+            raise self._stopping()
+        if num_samples > self._config.max_batch_samples:
+            raise ServeError(
+                Status.INVALID,
+                f"model {self._model!r}: {num_samples} samples are more than max_batch_samples, "
+                f"{self._config.max_batch_samples}; send them in several requests",
+            )
+        if deadline <= now:
+            raise self._late()
         self._loop = asyncio.get_running_loop()
         waiter = Waiter(query, num_samples, self._loop.create_future(), now, deadline)
         with self._lock:
@@ -216,17 +158,8 @@ class Batcher:
             self._arm()
         return waiter
 
-    def _check(self, num_samples: int, deadline: float, now: float) -> None:
-        if not self._is_open:
-            raise ServeError(Status.UNAVAILABLE, f"model {self._model!r}: the server stops")
-        if num_samples > self._config.max_batch_samples:
-            raise ServeError(
-                Status.INVALID,
-                f"model {self._model!r}: {num_samples} samples are more than max_batch_samples, "
-                f"{self._config.max_batch_samples}; send them in several requests",
-            )
-        if deadline <= now:
-            raise self._late()
+    def _stopping(self) -> ServeError:
+        return ServeError(Status.UNAVAILABLE, f"model {self._model!r}: the server stops")
 
     def _late(self) -> ServeError:
         return ServeError(Status.DEADLINE, f"model {self._model!r}: the deadline passed before the answer was there")
@@ -329,9 +262,9 @@ class Batcher:
             self._answer(attempt)
         self._arm()
         self._note_idle()
-        if self._observer is not None and attempts:
-            waiters = [waiter for attempt in attempts for waiter in attempt.waiters]
-            self._observer.batched(
+        waiters = [waiter for attempt in attempts for waiter in attempt.waiters]
+        if waiters:
+            self._observer(
                 self._model,
                 len(waiters),
                 sum(waiter.num_samples for waiter in waiters),
@@ -340,14 +273,13 @@ class Batcher:
             )
 
     def _answer(self, attempt: Attempt) -> None:
-        if attempt.result is None:
-            for waiter in attempt.waiters:
-                self._fail(waiter, self._as_answer(attempt))
+        if attempt.error is None:
+            for waiter, answer in zip(attempt.waiters, attempt.answers, strict=True):
+                if not waiter.future.done():
+                    waiter.future.set_result(answer)
             return
-        version, outputs = attempt.result
-        for waiter, each in zip(attempt.waiters, outputs, strict=True):
-            if not waiter.future.done():
-                waiter.future.set_result(Ran(each, version))
+        for waiter in attempt.waiters:
+            self._fail(waiter, self._as_answer(attempt))
 
     def _as_answer(self, attempt: Attempt) -> ServeError:
         if isinstance(attempt.error, ServeError) and (len(attempt.waiters) == 1 or concerns_all(attempt.error)):

@@ -1,20 +1,5 @@
 """What is served: each table and all of them together as lookups, and the ranking model of a training run."""
 
-from .bags import BagCaches
-from .lookups import FeatureRows, PooledFeatures, PooledTable, TableRows
-from .make import Models, Renewal, make_models, rehearse, renew_models
-from .ranking import Ranking
+from .make import Models, rehearse
 
-__all__ = [
-    "BagCaches",
-    "FeatureRows",
-    "Models",
-    "PooledFeatures",
-    "PooledTable",
-    "Ranking",
-    "Renewal",
-    "TableRows",
-    "make_models",
-    "rehearse",
-    "renew_models",
-]
+__all__ = ["Models", "rehearse"]

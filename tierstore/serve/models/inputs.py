@@ -9,7 +9,7 @@ from ...settings.names import nearest
 from ...system.excerpt import excerpt
 from ..messages import InferTensor, ServeError, Status, TensorSpec
 
-__all__ = ["check_inputs", "invalid", "lengths_of", "require_finite", "values_of"]
+__all__ = ["check_inputs", "invalid", "lengths_of", "require_finite"]
 
 _INTEGERS: Final = ("INT64", "INT32")
 
@@ -35,36 +35,27 @@ def check_inputs(
         if spec.name not in inputs:
             raise invalid(spec.name, f"is missing: {spec.datatype} {list(spec.shape)}")
     for name, tensor in inputs.items():
-        _check(known[name], tensor)
+        spec, shape = known[name], tensor.data.shape
+        allowed = _INTEGERS if spec.datatype in _INTEGERS else (spec.datatype,)
+        if tensor.datatype not in allowed:
+            raise invalid(name, f"is {tensor.datatype}; the model takes {' or '.join(allowed)}")
+        if len(shape) != len(spec.shape) or any(
+            want not in (-1, have) for have, want in zip(shape, spec.shape, strict=True)
+        ):
+            raise invalid(name, f"has shape {list(shape)}; the model takes {list(spec.shape)}, -1 being any length")
 
 
-def _check(spec: TensorSpec, tensor: InferTensor) -> None:
-    allowed = _INTEGERS if spec.datatype in _INTEGERS else (spec.datatype,)
-    if tensor.datatype not in allowed:
-        raise invalid(spec.name, f"is {tensor.datatype}; the model takes {' or '.join(allowed)}")
-    shape = tensor.data.shape
-    fits = len(shape) == len(spec.shape) and all(
-        want in (-1, have) for have, want in zip(shape, spec.shape, strict=True)
-    )
-    if not fits:
-        raise invalid(spec.name, f"has shape {list(shape)}; the model takes {list(spec.shape)}, -1 being any length")
-
-
-def values_of(inputs: Mapping[str, InferTensor], name: str) -> Any:
-    """int64 [n], a copy: what came in may be read-only, for which kernels would be compiled anew and torch warns."""
-    return np.array(inputs[name].data, np.int64)
-
-
-def lengths_of(inputs: Mapping[str, InferTensor], name: str, num_values: int, values_name: str) -> Any:
-    """int64, of the input's shape, a copy too: lengths of bags that together take ``num_values`` values."""
-    lengths = np.array(inputs[name].data, np.int64)
+def lengths_of(inputs: Mapping[str, InferTensor], num_values: int, values_name: str) -> Any:
+    """int64, of the input's shape, a copy: lengths of bags that together take ``num_values`` values."""
+    lengths = np.array(inputs["lengths"].data, np.int64)
     flat = lengths.reshape(-1)
-    if len(flat) and int(flat.min()) < 0:
-        raise invalid(name, f"has the length {int(flat.min())} at position {int(flat.argmin())}; lengths are 0 or more")
-    if len(flat) and int(flat.max()) > num_values:  # so that the sum cannot overflow
-        raise invalid(name, f"has the length {int(flat.max())}; {values_name!r} has {num_values} values in all")
+    least, most = int(flat.min(initial=0)), int(flat.max(initial=0))
+    if least < 0:
+        raise invalid("lengths", f"has the length {least} at position {int(flat.argmin())}; lengths are 0 or more")
+    if most > num_values:  # so that the sum cannot overflow
+        raise invalid("lengths", f"has the length {most}; {values_name!r} has {num_values} values in all")
     if int(flat.sum()) != num_values:
-        raise invalid(name, f"adds up to {int(flat.sum())}; {values_name!r} has {num_values} values")
+        raise invalid("lengths", f"adds up to {int(flat.sum())}; {values_name!r} has {num_values} values")
     return lengths
 
 

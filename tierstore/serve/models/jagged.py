@@ -1,18 +1,24 @@
-"""Jagged ids of requests: checked against their tables, and laid end to end as one batch.
+"""Jagged ids of requests: read from inputs, checked against their tables, and laid end to end as one batch.
 
 Shapes: F features, B samples, N ids; ids lie feature by feature, sample by sample, as in a KeyedJaggedTensor.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from ...kernels.jit import kernel
-from ..config import OutOfRange
-from .inputs import invalid
+from ..messages import InferTensor
+from .inputs import invalid, lengths_of, require_finite
 
-__all__ = ["JaggedIds", "Merged", "RowBounds", "merge"]
+__all__ = ["ANY_CATEGORY", "Dropped", "Features", "JaggedIds", "Merged", "merge"]
+
+ANY_CATEGORY: Final = 1 << 63
+"""Stands for the number of rows where ids are categories, which are 0 or more and hashed later."""
+
+Dropped = Callable[[str, int], None]
+"""Told the model and how many ids of a request were dropped, as they are no rows."""
 
 
 class JaggedIds(NamedTuple):
@@ -32,78 +38,79 @@ class JaggedIds(NamedTuple):
     def num_samples(self) -> int:
         return int(self.lengths.shape[1])
 
-    @property
-    def bags(self) -> Any:
-        """int64 [N]: the bag of each value, of F * B."""
-        return np.repeat(np.arange(self.lengths.size), self.lengths.reshape(-1))
 
-    def chosen(self, which: Any) -> "JaggedIds":
-        """Some of the values (bool [N]), in bags that are so much shorter."""
-        lengths = np.bincount(self.bags[which], minlength=self.lengths.size).reshape(self.lengths.shape)
-        return JaggedIds(self.values[which], lengths, None if self.weights is None else self.weights[which])
-
-
-class RowBounds:
-    """Sees to it that ids are rows.
+class Features:
+    """A model's jagged ids.
 
     Args:
-        names: of the features.
-        num_rows: rows of the table of each feature.
-        out_of_range: what becomes of other ids.
-        count: told how many were dropped.
+        model: its name.
+        rows: how many rows the table of each feature has, by feature, in order.
+        dropped: None to refuse requests with ids that are no rows.
+        ids: name of the input of ids.
     """
 
-    def __init__(
-        self, names: Sequence[str], num_rows: Sequence[int], out_of_range: OutOfRange, count: Callable[[int], None]
-    ) -> None:
-        self._names = list(names)
-        self._num_rows = np.array(num_rows, np.int64)
-        self._drops = out_of_range == "zero"
-        self._count = count
+    def __init__(self, model: str, rows: Mapping[str, int], dropped: Dropped | None, *, ids: str = "values") -> None:
+        self.names = list(rows)
+        self._last = np.array([each - 1 for each in rows.values()], np.int64)
+        self._model = model
+        self._dropped = dropped
+        self._ids = ids
 
-    def checked(self, jagged: JaggedIds, input_name: str) -> JaggedIds:
-        """The same ids, or without those that are no rows.
+    def parse(self, inputs: Mapping[str, InferTensor]) -> JaggedIds:
+        """The ids of a request, all of them rows, and its weights if it has any. Arrays are copies: what came in may be
+        read-only, for which kernels would be compiled anew and torch warns.
 
         Raises:
-            ServeError: INVALID, naming the id and its feature, if those are to be rejected.
+            ServeError: INVALID, naming the input, for what does not fit together, and for an id that is no row.
         """
-        return self._without_outside(jagged) if self._drops else self.required(jagged, input_name)
+        ids = np.array(inputs[self._ids].data, np.int64)
+        lengths = lengths_of(inputs, len(ids), self._ids).reshape(len(self.names), -1)
+        if not lengths.shape[1]:
+            raise invalid("lengths", "is empty: send at least one sample")
+        weights = None
+        if "weights" in inputs:
+            weights = np.array(inputs["weights"].data, np.float32)
+            if weights.shape != ids.shape:
+                raise invalid("weights", f"has {len(weights)} elements; {self._ids!r} has {len(ids)}")
+            require_finite("weights", weights)
+        outside = self.outside(ids, lengths)
+        if outside is None:
+            return JaggedIds(ids, lengths, weights)
+        bags = np.repeat(np.arange(lengths.size), lengths.reshape(-1))
+        lengths = np.bincount(bags[~outside], minlength=lengths.size).reshape(lengths.shape)
+        return JaggedIds(ids[~outside], lengths, None if weights is None else weights[~outside])
 
-    def required(self, jagged: JaggedIds, input_name: str) -> JaggedIds:
-        """The same ids; ServeError, INVALID, naming the first that is no row."""
-        bad = self._first_outside(jagged)
-        if bad < 0:
-            return jagged
-        ends = np.cumsum(jagged.lengths.sum(1))
-        feature = int(np.searchsorted(ends, bad, side="right"))
-        of = f" of feature {self._names[feature]!r}" if len(self._names) > 1 else ""
-        raise invalid(
-            input_name,
-            f"has {int(jagged.values[bad])} at position {bad}{of}: ids are in [0, {int(self._num_rows[feature])})",
-        )
+    def outside(self, ids: Any, lengths: Any) -> Any:
+        """Which ids are no rows, bool [N], once they are counted; None if all are rows.
 
-    def _first_outside(self, jagged: JaggedIds) -> int:
-        return int(_first_outside(jagged.values, jagged.lengths, self._num_rows))
-
-    def _without_outside(self, jagged: JaggedIds) -> JaggedIds:
-        if self._first_outside(jagged) < 0:
-            return jagged
-        most = self._num_rows[jagged.bags // max(1, jagged.num_samples)]
-        good = (jagged.values >= 0) & (jagged.values < most)
-        self._count(int(len(good) - np.count_nonzero(good)))
-        return jagged.chosen(good)
+        Raises:
+            ServeError: INVALID, naming the first, if such requests are refused.
+        """
+        first = int(_first_outside(ids, lengths, self._last))
+        if first < 0:
+            return None
+        ends = np.cumsum(lengths.sum(1))
+        if self._dropped is None:
+            feature = int(np.searchsorted(ends, first, side="right"))
+            of = f" of feature {self.names[feature]!r}" if len(self.names) > 1 else ""
+            rows = int(self._last[feature]) + 1
+            taken = "categories are 0 or more" if rows == ANY_CATEGORY else f"ids are in [0, {rows})"
+            raise invalid(self._ids, f"has {int(ids[first])} at position {first}{of}: {taken}")
+        outside = (ids < 0) | (ids > np.repeat(self._last, np.diff(ends, prepend=0)))
+        self._dropped(self._model, int(np.count_nonzero(outside)))
+        return outside
 
 
 @kernel
-def _first_outside(values: Any, lengths: Any, num_rows: Any) -> int:
-    """-1, or the first position whose id is not in [0, rows of its feature)."""
+def _first_outside(values: Any, lengths: Any, last: Any) -> int:
+    """-1, or the first position whose id is not in [0, last row of its feature]."""
     position = 0
     for feature in range(lengths.shape[0]):
         end = position
         for sample in range(lengths.shape[1]):
             end += lengths[feature, sample]
         for i in range(position, end):
-            if values[i] < 0 or values[i] >= num_rows[feature]:
+            if values[i] < 0 or values[i] > last[feature]:
                 return i
         position = end
     return -1

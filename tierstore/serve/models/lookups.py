@@ -1,7 +1,6 @@
 """Tables as models: pooled bags or plain rows, for other model servers to look up in."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -11,31 +10,30 @@ from torch import Tensor
 from ...nn import KeyedJaggedTensor, TieredEmbeddingBagCollection
 from ...store import Table
 from ..base import Outputs
-from ..config import OutOfRange
 from ..messages import InferTensor, ModelMetadata, TensorSpec
 from .bags import BagCaches
-from .inputs import check_inputs, invalid, lengths_of, require_finite, values_of
-from .jagged import JaggedIds, Merged, RowBounds, merge
+from .inputs import check_inputs
+from .jagged import Dropped, Features, JaggedIds, Merged, merge
 
-__all__ = ["PLATFORM", "FeatureRows", "PooledFeatures", "PooledTable", "TableRows", "jagged_of", "split_rows"]
+__all__ = [
+    "Pooled",
+    "Rows",
+    "feature_inputs",
+    "feature_rows",
+    "pool_features",
+    "pooled_features",
+    "pooled_table",
+    "split_rows",
+    "table_rows",
+]
 
-PLATFORM: Final = "tierstore"
 _WEIGHTS: Final = TensorSpec("weights", "FP32", (-1,))
+_TABLE_INPUTS: Final = (TensorSpec("ids", "INT64", (-1,)), TensorSpec("lengths", "INT32", (-1,)))
 
 
-def jagged_of(inputs: Mapping[str, InferTensor], values: str, lengths: str, num_features: int) -> JaggedIds:
-    """The jagged ids of a request, and its weights if it has any; ServeError for what does not fit together."""
-    ids = values_of(inputs, values)
-    shaped = lengths_of(inputs, lengths, len(ids), values).reshape(num_features, -1)
-    if not shaped.shape[1]:
-        raise invalid(lengths, "is empty: send at least one sample")
-    weights = inputs.get(_WEIGHTS.name)
-    if weights is None:
-        return JaggedIds(ids, shaped)
-    if weights.data.shape != ids.shape:
-        raise invalid(_WEIGHTS.name, f"has {len(weights.data)} elements; {values!r} has {len(ids)}")
-    require_finite(_WEIGHTS.name, weights.data)
-    return JaggedIds(ids, shaped, np.array(weights.data, np.float32))
+def feature_inputs(num_features: int) -> tuple[TensorSpec, TensorSpec]:
+    """Jagged ids of some features: values INT64 [N] and lengths INT32 [F, B]."""
+    return TensorSpec("values", "INT64", (-1,)), TensorSpec("lengths", "INT32", (num_features, -1))
 
 
 def split_rows(outputs: Any, name: str, bounds: Any) -> list[Outputs]:
@@ -43,121 +41,100 @@ def split_rows(outputs: Any, name: str, bounds: Any) -> list[Outputs]:
     return [{name: InferTensor("FP32", outputs[bounds[part] : bounds[part + 1]])} for part in range(len(bounds) - 1)]
 
 
-def _float_array(rows: Tensor) -> Any:
-    return rows.to(torch.float32).numpy()
+class Pooled:
+    """Models "pooled.TABLE" and "pooled": bags of ids of every feature, pooled as their tables say, side by side.
 
-
-def _of_table(name: str, version: str, table: Table, inputs: tuple[TensorSpec, ...], output: str) -> ModelMetadata:
-    return ModelMetadata(
-        name=name,
-        versions=(version,),
-        platform=PLATFORM,
-        inputs=inputs,
-        outputs=(TensorSpec(output, "FP32", (-1, table.config.embedding_dim)),),
-        parameters={"rows": table.config.num_embeddings},
-    )
-
-
-class PooledTable:
-    """Model "pooled.TABLE": bags of ids of one table, pooled as its configuration says.
-
-    Inputs: ids INT64 [N], lengths INT32 [B], of the bags, and optionally weights FP32 [N] where the pooling is "sum".
-    Output: embeddings FP32 [B, D].
+    Inputs: ids INT64 [N] and lengths INT32 [B] of the bags of one table, or values INT64 [N] and lengths INT32 [F, B],
+    feature by feature; optionally weights FP32 [N] where every pooling is "sum".
+    Output: embeddings FP32 [B, sum of D].
 
     Args:
-        out_of_range: what becomes of ids that are no rows.
-        count: told the model and how many of them were dropped.
-        bags: keeps pooled rows, or None; used by ``run`` alone.
+        owners: the tables of the features, in order.
+        pool: pooled rows, float32 [B, sum of D], of a batch.
     """
 
     def __init__(
-        self,
-        table: Table,
-        *,
-        out_of_range: OutOfRange,
-        count: Callable[[str, int], None],
-        bags: BagCaches | None = None,
+        self, metadata: ModelMetadata, features: Features, owners: Sequence[Table], pool: Callable[[Merged], Any]
     ) -> None:
-        self.name = f"pooled.{table.name}"
-        self._bags = bags
-        self._table = table
-        self._pooling = table.config.pooling
-        self._inputs = (TensorSpec("ids", "INT64", (-1,)), TensorSpec("lengths", "INT32", (-1,)))
-        self._optional = (_WEIGHTS,) if self._pooling == "sum" else ()
-        rows = table.config.num_embeddings
-        self._bounds = RowBounds([table.name], [rows], out_of_range, lambda dropped: count(self.name, dropped))
-
-    def metadata(self, version: str) -> ModelMetadata:
-        found = _of_table(self.name, version, self._table, self._inputs, "embeddings")
-        return replace(found, parameters={**found.parameters, "pooling": self._pooling})
+        self.metadata = metadata
+        self._features = features
+        self._optional = (_WEIGHTS,) if all(table.config.pooling == "sum" for table in owners) else ()
+        self._pool = pool
 
     def parse(self, inputs: Mapping[str, InferTensor]) -> JaggedIds:
-        check_inputs(inputs, self._inputs, self._optional)
-        return self._bounds.checked(jagged_of(inputs, "ids", "lengths", 1), "ids")
+        check_inputs(inputs, self.metadata.inputs, self._optional)
+        return self._features.parse(inputs)
 
     def run(self, queries: Sequence[JaggedIds]) -> list[Outputs]:
         batch = merge(queries)
         with torch.inference_mode():
-            if self._bags is None:
-                pooled = self._pooled(batch.values, batch.offsets, batch.weights)
-            else:
-                pooled = self._bags.pooled(self._table.index, self._table.config.embedding_dim, batch, self._pooled)
-        return split_rows(pooled, "embeddings", batch.samples)
+            return split_rows(self._pool(batch), "embeddings", batch.samples)
 
-    def _pooled(self, values: Any, offsets: Any, weights: Any) -> Any:
+
+def _embeddings(owners: Sequence[Table]) -> TensorSpec:
+    return TensorSpec("embeddings", "FP32", (-1, sum(table.config.embedding_dim for table in owners)))
+
+
+def pooled_table(table: Table, bags: BagCaches | None, dropped: Dropped | None) -> Pooled:
+    """Model "pooled.TABLE"; ``bags`` keeps pooled rows."""
+    name, num_rows = f"pooled.{table.name}", table.config.num_embeddings
+
+    def pool(values: Any, offsets: Any, weights: Any) -> Any:
         scale = None if weights is None else torch.from_numpy(weights)
-        ids, starts = torch.from_numpy(values), torch.from_numpy(offsets)
-        return self._table.pooled(ids, starts, per_sample_weights=scale).numpy()
+        return table.pooled(torch.from_numpy(values), torch.from_numpy(offsets), per_sample_weights=scale).numpy()
+
+    def pool_batch(batch: Merged) -> Any:
+        if bags is None:
+            return pool(batch.values, batch.offsets, batch.weights)
+        return bags.pooled(table.index, table.config.embedding_dim, batch, pool)
+
+    metadata = ModelMetadata(
+        name=name,
+        inputs=_TABLE_INPUTS,
+        outputs=(_embeddings([table]),),
+        parameters={"rows": num_rows, "pooling": table.config.pooling},
+    )
+    return Pooled(metadata, Features(name, {table.name: num_rows}, dropped, ids="ids"), [table], pool_batch)
 
 
-class _Ids:
-    """Ids without bags."""
-
-    def __init__(self, values: Any, outside: Any) -> None:
-        self.values = values
-        self.outside = outside
-        self.num_samples = max(1, len(values))
+def _owners(collection: TieredEmbeddingBagCollection) -> dict[str, Table]:
+    """The table of each feature, in the order of the output's columns."""
+    tables = {feature: table for table in collection.tables for feature in table.config.feature_names}
+    return {feature: tables[feature] for feature in collection.feature_names}
 
 
-class TableRows:
-    """Model "rows.TABLE": rows as they are. Inputs: ids INT64 [N]. Output: rows FP32 [N, D]."""
-
-    def __init__(self, table: Table, *, out_of_range: OutOfRange, count: Callable[[str, int], None]) -> None:
-        self.name = f"rows.{table.name}"
-        self._table = table
-        self._drops = out_of_range == "zero"
-        self._count = count
-        self._inputs = (TensorSpec("ids", "INT64", (-1,)),)
-
-    def metadata(self, version: str) -> ModelMetadata:
-        return _of_table(self.name, version, self._table, self._inputs, "rows")
-
-    def parse(self, inputs: Mapping[str, InferTensor]) -> _Ids:
-        check_inputs(inputs, self._inputs)
-        ids, num_rows = values_of(inputs, "ids"), self._table.config.num_embeddings
-        if not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < num_rows):
-            return _Ids(ids, None)
-        outside = (ids < 0) | (ids >= num_rows)
-        if not self._drops:
-            first = int(outside.argmax())
-            raise invalid("ids", f"has {int(ids[first])} at position {first}: ids are in [0, {num_rows})")
-        self._count(self.name, int(np.count_nonzero(outside)))
-        return _Ids(np.where(outside, 0, ids), outside)
-
-    def run(self, queries: Sequence[_Ids]) -> list[Outputs]:
-        ids = queries[0].values if len(queries) == 1 else np.concatenate([query.values for query in queries])
-        rows = _float_array(self._table.read(torch.from_numpy(ids)))
-        bounds = np.cumsum([0, *(len(query.values) for query in queries)])
-        for first, query in zip(bounds, queries, strict=False):
-            if query.outside is not None:
-                rows[first : first + len(query.values)][query.outside] = 0
-        return split_rows(rows, "rows", bounds)
+def pool_features(collection: TieredEmbeddingBagCollection, batch: Merged) -> Tensor:
+    """float32 [B, sum of D] of a batch."""
+    weights = None if batch.weights is None else torch.from_numpy(batch.weights)
+    values, offsets = torch.from_numpy(batch.values), torch.from_numpy(batch.offsets)
+    pooled: Tensor = collection(KeyedJaggedTensor(collection.feature_names, values, weights, offsets=offsets)).values()
+    return pooled
 
 
-class _FeatureIds(NamedTuple):
-    """Ids of every feature. They count by the rows of the answer, too: bags may be of any length."""
+def _of_features(name: str, owners: Mapping[str, Table], output: TensorSpec) -> ModelMetadata:
+    parameters = {"features": ",".join(owners)}
+    return ModelMetadata(name=name, inputs=feature_inputs(len(owners)), outputs=(output,), parameters=parameters)
+
+
+def _num_rows(owners: Mapping[str, Table]) -> dict[str, int]:
+    return {feature: table.config.num_embeddings for feature, table in owners.items()}
+
+
+def pooled_features(collection: TieredEmbeddingBagCollection, dropped: Dropped | None) -> Pooled:
+    """Model "pooled", over all tables of a collection."""
+    owners = _owners(collection)
+    tables = list(owners.values())
+    metadata = _of_features("pooled", owners, _embeddings(tables))
+    features = Features("pooled", _num_rows(owners), dropped)
+    return Pooled(metadata, features, tables, lambda batch: pool_features(collection, batch).numpy())
+
+
+class _RowIds(NamedTuple):
+    """Ids whose rows are asked for, and which of them are none, bool [N] or None. They count by the rows of the answer,
+    too: bags may be of any length."""
 
     jagged: JaggedIds
+    outside: Any
 
     @property
     def num_samples(self) -> int:
@@ -165,85 +142,63 @@ class _FeatureIds(NamedTuple):
         return max(int(num_samples), -(-len(self.jagged.values) // int(num_features)))
 
 
-class FeatureRows:
-    """Model "rows": the rows of every feature's ids. Inputs as of "pooled". Output: rows FP32 [N, D]."""
+class Rows:
+    """Models "rows.TABLE" and "rows": rows as they are.
 
-    name = "rows"
+    Inputs: ids INT64 [N] of one table, or values and lengths as of "pooled". Output: rows FP32 [N, D].
 
-    def __init__(self, pooled: "PooledFeatures") -> None:
-        self._pooled = pooled
-        self._tables = pooled.tables
-        self._dim = pooled.tables[0].config.embedding_dim
-
-    def metadata(self, version: str) -> ModelMetadata:
-        outputs = (TensorSpec("rows", "FP32", (-1, self._dim)),)
-        return replace(self._pooled.metadata(version), name=self.name, outputs=outputs)
-
-    def parse(self, inputs: Mapping[str, InferTensor]) -> _FeatureIds:
-        """See ``Model``; ids that are no rows are rejected, as there would be no row of theirs in the output."""
-        check_inputs(inputs, self._pooled.inputs)
-        jagged = jagged_of(inputs, "values", "lengths", len(self._tables))
-        return _FeatureIds(self._pooled.bounds.required(jagged, "values"))
-
-    def run(self, queries: Sequence[_FeatureIds]) -> list[Outputs]:
-        return [{"rows": InferTensor("FP32", self._rows(query.jagged))} for query in queries]
-
-    def _rows(self, query: JaggedIds) -> Any:
-        parts = np.split(query.values, np.cumsum(query.lengths.sum(1))[:-1])
-        rows = [table.read(torch.from_numpy(ids)) for table, ids in zip(self._tables, parts, strict=True)]
-        return _float_array(torch.cat(rows))
-
-
-class PooledFeatures:
-    """Model "pooled": every feature of every table, pooled, side by side.
-
-    Inputs: values INT64 [N], lengths INT32 [F, B], feature by feature in the order that the metadata's parameter
-    ``features`` gives, and optionally weights FP32 [N] where every pooling is "sum".
-    Output: embeddings FP32 [B, sum of D].
+    Args:
+        tables: of the features, in order; all of one width.
     """
 
-    name = "pooled"
+    def __init__(self, metadata: ModelMetadata, features: Features, tables: Sequence[Table]) -> None:
+        self.metadata = metadata
+        self._features = features
+        self._tables = tables
 
-    def __init__(
-        self,
-        collection: TieredEmbeddingBagCollection,
-        *,
-        out_of_range: OutOfRange,
-        count: Callable[[str, int], None],
-    ) -> None:
-        self.collection = collection
-        self.features = collection.feature_names
-        tables = {feature: table for table in collection.tables for feature in table.config.feature_names}
-        self.tables = owners = [tables[feature] for feature in self.features]
-        self._columns = sum(table.config.embedding_dim for table in owners)
-        self.inputs = (TensorSpec("values", "INT64", (-1,)), TensorSpec("lengths", "INT32", (len(owners), -1)))
-        self._optional = (_WEIGHTS,) if all(table.config.pooling == "sum" for table in owners) else ()
-        num_rows = [table.config.num_embeddings for table in owners]
-        self.bounds = RowBounds(self.features, num_rows, out_of_range, lambda dropped: count(self.name, dropped))
+    def parse(self, inputs: Mapping[str, InferTensor]) -> _RowIds:
+        check_inputs(inputs, self.metadata.inputs)
+        if "lengths" in inputs:
+            return _RowIds(self._features.parse(inputs), None)
+        ids = np.array(inputs["ids"].data, np.int64)
+        lengths = np.array([[len(ids)]])
+        outside = self._features.outside(ids, lengths)
+        return _RowIds(JaggedIds(ids if outside is None else np.where(outside, 0, ids), lengths), outside)
 
-    def metadata(self, version: str) -> ModelMetadata:
-        return ModelMetadata(
-            name=self.name,
-            versions=(version,),
-            platform=PLATFORM,
-            inputs=self.inputs,
-            outputs=(TensorSpec("embeddings", "FP32", (-1, self._columns)),),
-            parameters={"features": ",".join(self.features)},
-        )
+    def run(self, queries: Sequence[_RowIds]) -> list[Outputs]:
+        batch = merge([query.jagged for query in queries])
+        bounds = batch.offsets[np.arange(len(self._tables))[:, None] * batch.samples[-1] + batch.samples]
+        ids = torch.from_numpy(batch.values)
+        read = [
+            table.read(ids[span[0] : span[-1]]).to(torch.float32).numpy()
+            for table, span in zip(self._tables, bounds, strict=True)
+        ]
+        outputs = []
+        for part, query in enumerate(queries):
+            ranges = (bounds[:, part : part + 2] - bounds[:, :1]).tolist()
+            pieces = [rows[first:last] for rows, (first, last) in zip(read, ranges, strict=True)]
+            rows = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+            if query.outside is not None:
+                rows[query.outside] = 0
+            outputs.append({"rows": InferTensor("FP32", rows)})
+        return outputs
 
-    def parse(self, inputs: Mapping[str, InferTensor]) -> JaggedIds:
-        check_inputs(inputs, self.inputs, self._optional)
-        return self.bounds.checked(jagged_of(inputs, "values", "lengths", len(self.features)), "values")
 
-    def run(self, queries: Sequence[JaggedIds]) -> list[Outputs]:
-        batch = merge(queries)
-        with torch.inference_mode():
-            pooled = self.pooled(batch)
-        return split_rows(pooled.numpy(), "embeddings", batch.samples)
+def _rows(table: Table) -> TensorSpec:
+    return TensorSpec("rows", "FP32", (-1, table.config.embedding_dim))
 
-    def pooled(self, batch: Merged) -> Tensor:
-        """float32 [B, sum of D] of a batch."""
-        weights = None if batch.weights is None else torch.from_numpy(batch.weights)
-        values, offsets = torch.from_numpy(batch.values), torch.from_numpy(batch.offsets)
-        pooled: Tensor = self.collection(KeyedJaggedTensor(self.features, values, weights, offsets=offsets)).values()
-        return pooled
+
+def table_rows(table: Table, dropped: Dropped | None) -> Rows:
+    """Model "rows.TABLE"; the rows of ids that are none are zeros, unless they are refused."""
+    name, num_rows = f"rows.{table.name}", table.config.num_embeddings
+    metadata = ModelMetadata(
+        name=name, inputs=_TABLE_INPUTS[:1], outputs=(_rows(table),), parameters={"rows": num_rows}
+    )
+    return Rows(metadata, Features(name, {table.name: num_rows}, dropped, ids="ids"), [table])
+
+
+def feature_rows(collection: TieredEmbeddingBagCollection) -> Rows:
+    """Model "rows". Ids that are no rows are refused always: there would be no row of theirs in the output."""
+    owners = _owners(collection)
+    tables = list(owners.values())
+    return Rows(_of_features("rows", owners, _rows(tables[0])), Features("rows", _num_rows(owners), None), tables)

@@ -1,147 +1,111 @@
-"""Which models a store has, and which it has after it moved to another version."""
+"""Which models a store has, also after it moved to another version."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
 
 import numpy as np
-from torch import Tensor
 
 from ...errors import TierstoreError
 from ...nn import TieredEmbeddingBagCollection
 from ...store import Store
 from ...store.newer import Newer
 from ...train.checkpoint import saved_config
+from ...train.config import RunConfig
 from ..base import Model
-from ..config import OutOfRange
 from ..messages import DATATYPES, InferTensor, TensorSpec
 from .bags import BagCaches
-from .lookups import FeatureRows, PooledFeatures, PooledTable, TableRows
+from .jagged import Dropped
+from .lookups import feature_rows, pooled_features, pooled_table, table_rows
 from .ranking import Ranking
 
-__all__ = ["Models", "Renewal", "make_models", "rehearse", "renew_models"]
+__all__ = ["Models", "rehearse"]
 
 _LOG: Final = logging.getLogger("tierstore.serve")
-Count = Callable[[str, int], None]
 
 
-class Models(NamedTuple):
-    """Attributes:
-    by_name: all of them.
-    ranking: that of the run, or None if the store's commits are no run's.
-    tables: names of the store's.
-    """
-
-    by_name: dict[str, Model]
-    ranking: Ranking | None
-    tables: tuple[str, ...] = ()
-
-
-def make_models(store: Store, bags: BagCaches | None, *, out_of_range: OutOfRange, count: Count) -> Models:
+class Models:
     """The lookups of a store's tables, and the ranking model of the run that committed it.
 
     Args:
-        bags: keeps the pooled rows of single tables, or None.
-        out_of_range: what becomes of ids that are no rows.
-        count: told the model and how many such ids were dropped.
+        store: open for reading.
+        pooled_cache: memory for the pooled rows of single tables; 0 for none.
+        dropped: None to refuse requests with ids that are no rows.
+
+    Attributes:
+        by_name: all of them, in order; another mapping after each move that changes them.
+        bags: the cache of pooled rows, or None.
 
     Raises:
         ConfigError: the run is of another release. DamagedError: it has no weights for its model.
     """
-    return _joined(store, _lookups(store, bags, out_of_range, count), _ranking(store, out_of_range, count))
 
+    def __init__(self, store: Store, *, pooled_cache: int | str = 0, dropped: Dropped | None = None) -> None:
+        self._store = store
+        self._dropped = dropped
+        self.bags = BagCaches.of(store, pooled_cache)
+        self._ranking: Ranking | None = None
+        config = saved_config(store.extra, str(store.directory))
+        if config is not None:
+            self._ranking = Ranking(store, config, dropped)
+        self._tables = list(store.tables)
+        self.by_name: Mapping[str, Model] = self._made()
 
-def _joined(store: Store, lookups: list[Model], ranking: Ranking | None) -> Models:
-    models = lookups if ranking is None else [*lookups, ranking]
-    by_name = {model.name: model for model in sorted(models, key=lambda model: model.name)}
-    return Models(by_name, ranking, tuple(store.tables))
+    def _made(self) -> dict[str, Model]:
+        models: list[Model] = [] if self._ranking is None else [self._ranking]
+        tables = list(self._store.tables.values())
+        for table in tables:
+            models += [pooled_table(table, self.bags, self._dropped), table_rows(table, self._dropped)]
+        features = [name for table in tables for name in table.config.feature_names]
+        if features and len(set(features)) == len(features):  # else none of its own stands for one of them
+            collection = TieredEmbeddingBagCollection(self._store)
+            models.append(pooled_features(collection, self._dropped))
+            if len({table.config.embedding_dim for table in tables}) == 1:
+                models.append(feature_rows(collection))
+        return {model.metadata.name: model for model in sorted(models, key=lambda model: model.metadata.name)}
 
+    def show(self, newer: Newer) -> None:
+        """Have the store show another version, between two batches, and serve that; models that it does not change stay
+        the same. A run whose model cannot be made is left out, with a word in the log: its tables are served.
 
-def _lookups(store: Store, bags: BagCaches | None, out_of_range: OutOfRange, count: Count) -> list[Model]:
-    models: list[Model] = []
-    for table in store.tables.values():
-        models.append(PooledTable(table, out_of_range=out_of_range, count=count, bags=bags))
-        models.append(TableRows(table, out_of_range=out_of_range, count=count))
-    features = [name for table in store.tables.values() for name in table.config.feature_names]
-    if features and len(set(features)) == len(features):  # else none of its own stands for one of them
-        every = PooledFeatures(TieredEmbeddingBagCollection(store), out_of_range=out_of_range, count=count)
-        models.append(every)
-        if len({table.config.embedding_dim for table in store.tables.values()}) == 1:
-            models.append(FeatureRows(every))
-    return models
-
-
-def _ranking(store: Store, out_of_range: OutOfRange, count: Count) -> Ranking | None:
-    config = saved_config(store.extra, str(store.directory))
-    if config is None:
-        return None
-    collection = TieredEmbeddingBagCollection(store, tables=list(config.data.sparse_columns))
-    pooled = PooledFeatures(collection, out_of_range=out_of_range, count=count)
-    ranking = Ranking(pooled, config, out_of_range=out_of_range, count=count)
-    tensors = store.tensors()
-    ranking.require(tensors)
-    ranking.load(tensors)
-    return ranking
-
-
-class Renewal(NamedTuple):
-    """What is known of the models after a move, before it.
-
-    Attributes:
-        before: the models until then.
-        weights: for the ranking model there was; None if the new version is not of its run.
-        has_run: whether the new version is of a run.
-    """
-
-    before: Models
-    weights: Mapping[str, Tensor] | None
-    has_run: bool
-
-    def models(self, store: Store, bags: BagCaches | None, *, out_of_range: OutOfRange, count: Count) -> Models:
-        """The models once the store has moved: those there were, as far as they are the same. In between two batches.
-
-        A run whose model cannot be made of its commit is left out, with a word in the log: its tables are served.
+        Raises:
+            ConfigError: the commit's run is of another release. DamagedError: its weights are not all there.
+                Or as ``Newer.show``. Nothing has changed then.
         """
-        before = self.before
-        if self.weights is not None and before.ranking is not None:
-            before.ranking.load(self.weights)
-        ranking = None if self.weights is None else before.ranking
-        if tuple(store.tables) == before.tables and ranking is before.ranking and self.has_run == (ranking is not None):
-            return before
-        if self.has_run and ranking is None:
-            try:
-                ranking = _ranking(store, out_of_range, count)
-            except Exception:
-                _LOG.exception("version %d is served without its ranking model", store.version)
-        made = _joined(store, _lookups(store, bags, out_of_range, count), ranking)
-        same = {name: self._same(name, model) for name, model in made.by_name.items()}
-        return made._replace(by_name=same)
+        config = saved_config(newer.version.extra, "the newest commit")
+        ranking = self._ranking if self._ranking is not None and self._ranking.is_of(config) else None
+        weights = {} if ranking is None else newer.tensors()
+        if ranking is not None:
+            ranking.require(weights)
+        newer.show()
+        if self.bags is not None:
+            self.bags.renew(self._store)
+        if ranking is not None:
+            ranking.load(weights)
+        elif config is not None:
+            ranking = self._new_ranking(config)
+        if list(self._store.tables) != self._tables or ranking is not self._ranking:
+            self._tables, self._ranking = list(self._store.tables), ranking
+            self.by_name = {name: self._same(model) for name, model in self._made().items()}
 
-    def _same(self, name: str, made: Model) -> Model:
-        old = self.before.by_name.get(name)
-        is_same = old is not None and not isinstance(made, Ranking) and old.metadata("") == made.metadata("")
-        return old if is_same and old is not None else made
+    def _new_ranking(self, config: RunConfig) -> Ranking | None:
+        try:
+            return Ranking(self._store, config, self._dropped)
+        except Exception:
+            _LOG.exception("version %d is served without its ranking model", self._store.version)
+            return None
 
-
-def renew_models(before: Models, newer: Newer) -> Renewal:
-    """Check, before a store moves, what its models will need.
-
-    Raises:
-        ConfigError: the commit's run is of another release. DamagedError: its weights are not all there.
-    """
-    ranking, extra = before.ranking, newer.version.extra
-    if ranking is not None and ranking.is_of(extra):
-        weights = newer.tensors()
-        ranking.require(weights)
-        return Renewal(before, weights, has_run=True)
-    return Renewal(before, None, has_run=saved_config(extra, "the newest commit") is not None)
+    def _same(self, made: Model) -> Model:
+        """The model that there was, if it is the same as one just made."""
+        old = self.by_name.get(made.metadata.name)
+        return made if old is None or old.metadata != made.metadata or isinstance(made, Ranking) else old
 
 
 def rehearse(models: Iterable[Model]) -> None:
     """Ask each model for its tables' first rows: one request alone, and two together, so that no request waits
     until kernels are compiled or loaded. What fails is told in the log."""
     for model in models:
-        specs = {spec.name: spec for spec in model.metadata("").inputs}
+        specs = {spec.name: spec for spec in model.metadata.inputs}
         num_ids = specs["lengths"].shape[0] if "lengths" in specs else 1
         inputs = {name: _input(spec, max(1, num_ids)) for name, spec in specs.items()}
         try:
@@ -149,7 +113,7 @@ def rehearse(models: Iterable[Model]) -> None:
             model.run([query])
             model.run([query, query])
         except TierstoreError as error:
-            _LOG.warning("model %s fails on its first row: %s", model.name, error)
+            _LOG.warning("model %s fails on its first row: %s", model.metadata.name, error)
 
 
 def _input(spec: TensorSpec, num_ids: int) -> InferTensor:

@@ -4,7 +4,7 @@ A request holds what a row of the training data holds: dense values and categori
 treatment of them (``data.log_dense``, ``data.hashing``), which is repeated here.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,16 +12,17 @@ import torch
 from torch import Tensor
 
 from ...errors import DamagedError
+from ...nn import TieredEmbeddingBagCollection
+from ...store import Store
 from ...train.build import build_model
-from ...train.checkpoint import load_model, saved_config
+from ...train.checkpoint import load_model
 from ...train.config import RunConfig
 from ...train.readers import FeatureHasher, dense_features
 from ..base import Outputs
-from ..config import OutOfRange
 from ..messages import InferTensor, ModelMetadata, ServeError, Status, TensorSpec
 from .inputs import check_inputs, invalid, require_finite
-from .jagged import JaggedIds, merge
-from .lookups import PLATFORM, PooledFeatures, jagged_of, split_rows
+from .jagged import ANY_CATEGORY, Dropped, Features, JaggedIds, merge
+from .lookups import feature_inputs, pool_features, split_rows
 
 __all__ = ["Ranking"]
 
@@ -43,30 +44,38 @@ class Ranking:
     Output: probabilities FP32 [B].
 
     Args:
-        pooled: the run's tables.
+        store: at a commit of the run, whose dense weights the model has.
         config: the run's.
-        out_of_range: what becomes of negative categories.
+        dropped: see ``Features``: of negative categories.
+
+    Raises:
+        DamagedError: the commit has no weights for the model.
     """
 
-    name = "ranking"
-
-    def __init__(
-        self, pooled: PooledFeatures, config: RunConfig, *, out_of_range: OutOfRange, count: Callable[[str, int], None]
-    ) -> None:
-        self._pooled = pooled
-        self.config = config
-        self._model = build_model(config, pooled.collection).eval()
-        self._hasher = FeatureHasher(config.table_sizes, mode=config.data.hashing)
-        self._drops = out_of_range == "zero"
-        self._count = count
-        self._inputs = (TensorSpec("dense", "FP32", (-1, len(config.data.dense_columns))), *pooled.inputs)
-
-    def is_of(self, extra: Mapping[str, Any]) -> bool:
-        """Whether a commit with this ``extra`` is of the same run, so that ``load`` takes its weights."""
-        found = saved_config(extra, "the newest commit")
-        return found is not None and all(
-            getattr(found, part) == getattr(self.config, part) for part in ("data", "embedding", "model")
+    def __init__(self, store: Store, config: RunConfig, dropped: Dropped | None) -> None:
+        data = config.data
+        self._config = config
+        self._collection = TieredEmbeddingBagCollection(store, tables=list(data.sparse_columns))
+        self._model = build_model(config, self._collection).eval()
+        self._hasher = FeatureHasher(config.table_sizes, mode=data.hashing)
+        self._features = Features("ranking", dict.fromkeys(self._collection.feature_names, ANY_CATEGORY), dropped)
+        self.metadata = ModelMetadata(
+            name="ranking",
+            inputs=(
+                TensorSpec("dense", "FP32", (-1, len(data.dense_columns))),
+                *feature_inputs(len(self._features.names)),
+            ),
+            outputs=(TensorSpec("probabilities", "FP32", (-1,)),),
+            parameters={"dense": ",".join(data.dense_columns), "features": ",".join(data.sparse_columns)},
         )
+        tensors = store.tensors()
+        self.require(tensors)
+        self.load(tensors)
+
+    def is_of(self, config: RunConfig | None) -> bool:
+        """Whether a commit of that run, or of none, is of the same one, so that ``load`` takes its weights."""
+        parts = ("data", "embedding", "model")
+        return config is not None and all(getattr(config, part) == getattr(self._config, part) for part in parts)
 
     def require(self, tensors: Mapping[str, Tensor]) -> None:
         """DamagedError unless these are weights that ``load`` takes whole."""
@@ -80,43 +89,23 @@ class Ranking:
         """Take over the dense weights of a commit. Not beside ``run``."""
         load_model(self._model, tensors)
 
-    def metadata(self, version: str) -> ModelMetadata:
-        data = self.config.data
-        return ModelMetadata(
-            name=self.name,
-            versions=(version,),
-            platform=PLATFORM,
-            inputs=self._inputs,
-            outputs=(TensorSpec("probabilities", "FP32", (-1,)),),
-            parameters={"dense": ",".join(data.dense_columns), "features": ",".join(data.sparse_columns)},
-        )
-
     def parse(self, inputs: Mapping[str, InferTensor]) -> _Query:
-        check_inputs(inputs, self._inputs)
+        check_inputs(inputs, self.metadata.inputs)
         dense = inputs["dense"].data
         require_finite("dense", dense)
-        jagged = jagged_of(inputs, "values", "lengths", len(self._pooled.features))
-        if len(dense) != jagged.num_samples:
-            raise invalid("dense", f"has {len(dense)} samples; 'lengths' has {jagged.num_samples}")
-        if len(jagged.values) and int(jagged.values.min()) < 0:
-            jagged = self._without_negative(jagged)
+        num_samples = inputs["lengths"].data.shape[1]
+        if len(dense) != num_samples:
+            raise invalid("dense", f"has {len(dense)} samples; 'lengths' has {num_samples}")
+        jagged = self._features.parse(inputs)
         ids = self._hasher.jagged(jagged.values, jagged.lengths)
-        treated = dense_features(np.array(dense, np.float32), log=self.config.data.log_dense)
-        return _Query(treated, JaggedIds(ids, jagged.lengths))
-
-    def _without_negative(self, jagged: JaggedIds) -> JaggedIds:
-        good = jagged.values >= 0
-        if not self._drops:
-            first = int(good.argmin())
-            raise invalid("values", f"has {int(jagged.values[first])} at position {first}: categories are 0 or more")
-        self._count(self.name, int(len(good) - np.count_nonzero(good)))
-        return jagged.chosen(good)
+        treated = dense_features(np.array(dense, np.float32), log=self._config.data.log_dense)
+        return _Query(treated, jagged._replace(values=ids))
 
     def run(self, queries: Sequence[_Query]) -> list[Outputs]:
         batch = merge([query.jagged for query in queries])
         dense = queries[0].dense if len(queries) == 1 else np.concatenate([query.dense for query in queries])
         with torch.inference_mode():
-            logits = self._model.dense_part(torch.from_numpy(dense), self._pooled.pooled(batch))
+            logits = self._model.dense_part(torch.from_numpy(dense), pool_features(self._collection, batch))
             probabilities = torch.sigmoid(logits).numpy()
         if not np.isfinite(probabilities).all():
             raise ServeError(Status.INTERNAL, "the model gave a probability that is no number; look at its weights")

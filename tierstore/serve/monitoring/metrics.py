@@ -128,9 +128,9 @@ class Metrics:
             before = self._batched.get(model, _Batches())
             self._batched[model] = _Batches(*map(operator.add, before, added))
 
-    def refused(self, protocol: str, status: Status | None) -> None:
-        """A request was refused before a model was asked; ``status`` None: the error has none."""
-        self._refused.labels(_known_protocol(protocol), _name(status, OTHER)).inc()
+    def refused(self, protocol: str, status: Status) -> None:
+        """A request was refused before a model was asked."""
+        self._refused.labels(_known_protocol(protocol), status.name.lower()).inc()
 
     def updated(self, version: int, seconds: float) -> None:
         """Another version is served since now."""

@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 import psutil
 
-from ...pool.stats import TierStats
 from ...system.sizes import machine_memory_bytes
-from ..source import Source
+from ..source import Source, State
 from .metrics import OK, OTHER, Metrics
 from .window import WINDOW_SECONDS, Latencies, by_second, summarize
 
@@ -24,34 +23,32 @@ def snapshot(metrics: Metrics, source: Source) -> dict[str, Any]:
     Times are in seconds. ``recent`` and ``history`` are of the last whole seconds, up to a minute of them,
     oldest first; all other counts are since the start.
     """
-    seconds = metrics.window.seconds()
+    seconds, state, last = metrics.window.seconds(), source(), metrics.last_update
     return {
         "server": {
             "worker": metrics.worker,
-            "live": source.is_live,
-            "ready": source.is_ready,
+            "live": state.live,
+            "ready": state.ready,
             "uptime_seconds": metrics.clock() - metrics.started,
             "window_seconds": WINDOW_SECONDS,
         },
-        "version": _version(metrics, source),
+        "version": {
+            "served": state.version,
+            "newest": state.newest_version,
+            "staleness_seconds": state.staleness_seconds,
+            **metrics.totals(),
+            "last_update": last
+            and {"version": last.version, "seconds": last.seconds, "age_seconds": metrics.clock() - last.at},
+        },
         "requests": _requests(metrics, seconds),
-        "models": _models(metrics, source, seconds),
-        "tiers": [_tier(name, tier) for name, tier in source.stats()._asdict().items()],
-        "pooled": pooled._asdict() if (pooled := source.pooled()) else None,
-        "tables": [table._asdict() for table in source.tables()],
+        "models": _models(metrics, state, seconds),
+        "tiers": [
+            {"name": name, **tier._asdict(), "hit_rate": tier.hit_rate if tier.unique else None}
+            for name, tier in state.tiers._asdict().items()
+        ],
+        "pooled": state.pooled and state.pooled._asdict(),
+        "tables": [table._asdict() for table in state.tables],
         "memory": {"resident_bytes": psutil.Process().memory_info().rss, "machine_bytes": machine_memory_bytes()},
-    }
-
-
-def _version(metrics: Metrics, source: Source) -> dict[str, Any]:
-    last = metrics.last_update
-    return {
-        "served": source.version,
-        "newest": source.newest_version,
-        "staleness_seconds": source.staleness_seconds,
-        **metrics.totals(),
-        "last_update": last
-        and {"version": last.version, "seconds": last.seconds, "age_seconds": metrics.clock() - last.at},
     }
 
 
@@ -72,9 +69,9 @@ def _requests(metrics: Metrics, seconds: Seconds) -> dict[str, Any]:
     }
 
 
-def _models(metrics: Metrics, source: Source, seconds: Seconds) -> list[dict[str, Any]]:
+def _models(metrics: Metrics, state: State, seconds: Seconds) -> list[dict[str, Any]]:
     """Each model, and last, once they were asked for, names that are no model's."""
-    queued, out_of_range = source.queued_samples(), metrics.ids_out_of_range()
+    queued, out_of_range = state.queued_samples, metrics.ids_out_of_range()
     by_model: dict[str, dict[str, int]] = {name: {} for name in sorted(metrics.models, key=lambda name: name == OTHER)}
     for (model, _, status), count in metrics.requests().items():
         by_model[model][status] = by_model[model].get(status, 0) + count
@@ -99,17 +96,3 @@ def _models(metrics: Metrics, source: Source, seconds: Seconds) -> list[dict[str
 def _totals(by_status: dict[str, int]) -> dict[str, Any]:
     total = sum(by_status.values())
     return {"total": total, "failed": total - by_status.get(OK, 0), "by_status": by_status}
-
-
-def _tier(name: str, tier: TierStats) -> dict[str, Any]:
-    return {
-        "name": name,
-        "lookups": tier.lookups,
-        "unique": tier.unique,
-        "hits": tier.hits,
-        "misses": tier.misses,
-        "hit_rate": tier.hit_rate if tier.unique else None,
-        "evictions": tier.evictions,
-        "bytes": tier.bytes,
-        "capacity_rows": tier.capacity_rows,
-    }
