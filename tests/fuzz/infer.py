@@ -19,7 +19,6 @@ def run(data: bytes) -> None:
     body = data[_LENGTH_BYTES:]
     try:
         call = _parse(body, None if length == 0xFFFF else length)
-        # What was sent as bytes may not be text, which JSON needs.
         response = InferResponse(model="m", version="1", id="", outputs=call.request.inputs)
         sent = asyncio.run(write_infer(response, call.wanted))
     except ServeError as error:
@@ -41,7 +40,7 @@ def _binary(inputs: dict[str, InferTensor]) -> bytes:
     entries = []
     parts = []
     for name, (datatype, array) in inputs.items():
-        parts.append(b"\3\0\0\0abc" * array.size if datatype == "BYTES" else array.tobytes())
+        parts.append(array.tobytes())
         size = {"binary_data_size": len(parts[-1])}
         entries.append({"name": name, "datatype": datatype, "shape": array.shape, "parameters": size})
     message = {"inputs": entries, "outputs": [{"name": "y", "parameters": {"binary_data": True}}]}
@@ -52,14 +51,12 @@ def _binary(inputs: dict[str, InferTensor]) -> bytes:
 def seeds() -> list[bytes]:
     every = {name: InferTensor(name, np.ones((2, 2), dtype)) for name, dtype in DATATYPES.items()}
     nested = {"name": "x", "datatype": "FP32", "shape": [2, 2], "data": [[1, 2.5], [-3, 1e30]]}
-    text = {"name": "é", "datatype": "BYTES", "shape": [2], "data": ["a", "é"]}
+    flat = {"name": "é", "datatype": "INT64", "shape": [2], "data": [1, -2]}
     parameters = {"timeout": 1000, "binary_data_output": True, "other": "a"}
-    message = {"id": "1", "inputs": [nested, text], "parameters": parameters}
-    return [_binary(every), _binary({"x": every["BYTES"]}), b"\xff\xff" + orjson.dumps(message)]
+    message = {"id": "1", "inputs": [nested, flat], "parameters": parameters}
+    return [_binary(every), _binary({"x": every["INT64"]}), b"\xff\xff" + orjson.dumps(message)]
 
 
-_WORDS = (
-    b'"data"|"shape"|"datatype"|"BOOL"|"BF16"|"BYTES"|"FP16"|"binary_data_size"|-1|0|1e308|null|true|[[|]]|[],|\0\0\0\0'
-)
+_WORDS = b'"data"|"shape"|"datatype"|"INT32"|"INT64"|"FP32"|"binary_data_size"|-1|0|1e308|null|true|[[|]]|[],|\0\0\0\0'
 
 TARGET = Target(run=run, seeds=seeds, dictionary=tuple(_WORDS.split(b"|")))

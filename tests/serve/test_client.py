@@ -22,7 +22,7 @@ from tierstore.serve.client import Client
 from tierstore.serve.messages import ServeError, Status
 
 HEADER = "Inference-Header-Content-Length"
-CODES = {"FP32": "f", "FP64": "d", "INT64": "q", "INT32": "i", "UINT8": "B", "BOOL": "?", "FP16": "e", "BF16": "h"}
+CODES = {"FP32": "f", "INT64": "q", "INT32": "i"}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -127,35 +127,26 @@ def test_tensors_go_and_come_in_binary(server: Server, client: Client) -> None:
     inputs = {
         "a": np.arange(6, dtype=np.float32).reshape(2, 3).T,
         "b": np.array([1, -2], ">i8"),
-        "c": torch.tensor([[True], [False]]),
-        "d": torch.tensor([1.5, -2.0], dtype=torch.bfloat16, requires_grad=True),
-        "e": np.zeros((0, 4), np.float16),
-        "f": np.array(7, np.uint8),
+        "c": torch.tensor([[1.5], [-2.0]], requires_grad=True),
+        "d": np.zeros((0, 4), np.int32),
+        "e": np.array(7, np.int64),
     }
     answer = client.infer("m", inputs, version="7", timeout=2.5)
     assert answer.version == "7"
     ((_, path, headers, body),) = server.seen
     assert path == "/v2/models/m/versions/7/infer"
-    sent = sent_tensors(body, headers)
-    assert sent["a"] == ("FP32", [3, 2], (0, 3, 1, 4, 2, 5))
-    assert sent["b"] == ("INT64", [2], (1, -2))
-    assert sent["c"] == ("BOOL", [2, 1], (True, False))
-    assert sent["d"] == ("BF16", [2], (0x3FC0, 0xC000 - 0x10000))
-    assert sent["e"] == ("FP16", [0, 4], ())
-    assert sent["f"] == ("UINT8", [], (7,))
+    assert sent_tensors(body, headers) == {
+        "a": ("FP32", [3, 2], (0, 3, 1, 4, 2, 5)),
+        "b": ("INT64", [2], (1, -2)),
+        "c": ("FP32", [2, 1], (1.5, -2.0)),
+        "d": ("INT32", [0, 4], ()),
+        "e": ("INT64", [], (7,)),
+    }
     assert json.loads(body[: int(headers[HEADER])])["parameters"] == {"binary_data_output": True, "timeout": 2_500_000}
-    for name in "abcef":
-        expected = np.asarray(inputs[name])
+    for name, tensor in inputs.items():
+        expected = tensor.detach().numpy() if isinstance(tensor, torch.Tensor) else np.asarray(tensor)
         np.testing.assert_array_equal(answer.outputs[name], expected, strict=name != "b")
         assert not answer.outputs[name].flags.writeable
-    assert answer.outputs["d"].tolist() == [0x3FC0, 0xC000]
-
-
-def test_outputs_in_json_are_read_too(server: Server, client: Client) -> None:
-    body = {"outputs": [{"name": "y", "datatype": "FP32", "shape": [2, 1], "data": [1.5, None]}]}
-    server.replies["/v2/models/m/infer"] = 200, {}, json.dumps(body).encode()
-    found = client.infer("m", {}).outputs["y"]
-    np.testing.assert_array_equal(found, np.array([[1.5], [np.nan]], np.float32), strict=True)
 
 
 def test_the_models_of_the_server(server: Server, client: Client) -> None:
@@ -234,7 +225,9 @@ def test_a_server_that_does_not_answer_is_told_with_its_address(server: Server, 
     finally:
         server.blocker.set()
     server.blocker = None
-    assert client.infer("m", {"x": np.ones(1)}).outputs["x"].tolist() == [1.0], "no late answer is taken for this one"
+    assert client.infer("m", {"x": np.ones(1, np.float32)}).outputs["x"].tolist() == [1.0], (
+        "no late answer is taken for this one"
+    )
 
 
 def test_a_connection_that_was_closed_while_idle_is_replaced(server: Server, client: Client) -> None:
@@ -271,7 +264,6 @@ GOOD = reply_with("y", "FP32", [2], 1.0, 2.0)
         ({}, b"[]"),
         ({}, b'{"outputs": [3]}'),
         ({}, b'{"outputs": [{"name": "y", "datatype": "FP31", "shape": [1], "data": [1]}]}'),
-        ({}, b'{"outputs": [{"name": "y", "datatype": "UINT8", "shape": [1], "data": [256]}]}'),
         ({}, b'{"outputs": [{"name": "y", "datatype": "FP32", "shape": [3], "data": [1]}]}'),
         ({HEADER: "9999"}, GOOD[2]),
         ({HEADER: "-1"}, GOOD[2]),
@@ -321,7 +313,7 @@ def test_a_bad_argument_is_named(arguments: dict[str, Any], said: str) -> None:
 
 
 def test_what_the_protocol_cannot_carry_is_named(client: Client) -> None:
-    with pytest.raises(ValueError, match=r"input 'x': dtype complex128 is none of bool, uint8"):
+    with pytest.raises(ValueError, match=r"input 'x': dtype complex128 is none of int32, int64, float32"):
         client.infer("m", {"x": np.zeros(1, np.complex128)})
     with pytest.raises(ValueError, match=r"input 'x': dtype <U1"):
         client.infer("m", {"x": np.array(["a"])})
@@ -340,7 +332,7 @@ sys.meta_path.insert(0, Absent())
 import numpy as np
 from tierstore.serve.client import decode_answer, encode_request
 from tierstore.serve.client import Client
-body, headers = encode_request({"x": np.zeros(2)}, {})
+body, headers = encode_request({"x": np.zeros(2, np.float32)}, {})
 (length,) = [value for name, value in headers.items() if name.startswith("Inference")]
 print(decode_answer(body.replace(b'"inputs"', b'"outputs"'), str(int(length) + 1)).outputs["x"].tolist())
 """

@@ -1,7 +1,6 @@
 """Bodies as they may come from anyone: what is valid gives exactly its bytes, and all else one kind of error."""
 
 import asyncio
-import struct
 import time
 import tracemalloc
 from typing import Any
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from tierstore.serve.messages import DATATYPES, InferResponse, InferTensor, ServeError, Status
 from tierstore.serve.rest import infer_body
 from tierstore.serve.rest.infer_body import InferCall, WantedOutputs, parse_infer, write_infer
-from tierstore.serve.tensors import MAX_BYTES_ELEMENTS, MAX_DIMS, MAX_TENSORS
+from tierstore.serve.tensors import MAX_DIMS, MAX_TENSORS
 
 JSON_MAX = 1 << 20
 
@@ -95,7 +94,7 @@ def test_sizes_that_do_not_match(size: Any, shape: Any, binary: bytes, says: str
         ("", "FP32", "name"),
         (None, "FP32", "name"),
         ("n" * 2000, "FP32", "name"),
-        ("x", "FP8", "BOOL, UINT8"),
+        ("x", "FP64", "INT32, INT64, FP32"),
         ("x", "fp32", "FP32"),
         ("x", None, "datatype None"),
         ("x", ["FP32"], "datatype"),
@@ -105,40 +104,6 @@ def test_heads_that_are_wrong(name: Any, datatype: Any, says: str) -> None:
     message = refusal([entry(8, name=name, datatype=datatype)], b"\0" * 8)
     assert says in message
     assert len(message) < 300
-
-
-def packed(*elements: bytes) -> bytes:
-    return b"".join(struct.pack("<I", len(element)) + element for element in elements)
-
-
-@pytest.mark.parametrize(
-    ("count", "binary", "says"),
-    [
-        (2, packed(b"abcd"), "ends before element 1"),
-        (2, packed(b"ab", b"c")[:-1], "element 1 has 1 bytes"),
-        (1, packed(b"ab", b""), "4 bytes too many"),
-        (1, b"\xff\xff\xff\xff", "element 0 has 4294967295 bytes"),
-        (2, b"\0" * 7, "do not fit into 7 bytes"),
-        (0, b"\0", "1 bytes too many"),
-        (MAX_BYTES_ELEMENTS, b"", "do not fit"),
-        (MAX_BYTES_ELEMENTS + 1, b"", f"at most {MAX_BYTES_ELEMENTS}"),
-        (2**59, b"", f"at most {MAX_BYTES_ELEMENTS}"),
-    ],
-)
-def test_bytes_elements_that_do_not_fit(count: int, binary: bytes, says: str) -> None:
-    message = refusal([entry(len(binary), datatype="BYTES", shape=[count])], binary)
-    assert says in message
-    assert "input 'x'" in message
-
-
-def test_bytes_elements_of_a_request_are_counted_together() -> None:
-    half = MAX_BYTES_ELEMENTS // 2 + 1
-    inputs = [entry(4 * half, name=name, datatype="BYTES", shape=[half]) for name in ("a", "b")]
-    assert "input 'b': a request has at most" in refusal(inputs, bytes(8 * half))
-
-
-def test_a_byte_is_no_boolean() -> None:
-    assert "bytes of 0 and 1" in refusal([entry(2, datatype="BOOL")], b"\1\2")
 
 
 def test_inputs_are_told_apart_and_bounded() -> None:
@@ -152,14 +117,10 @@ def test_inputs_are_told_apart_and_bounded() -> None:
     ("change", "says"),
     [
         ({"parameters": []}, "parameters must be a JSON object"),
-        ({"parameters": {"a": [1]}}, "parameter 'a' must be"),
-        ({"parameters": {"a": None}}, "parameter 'a' must be"),
-        ({"parameters": {str(number): 1 for number in range(200)}}, "more than 100"),
         ({"parameters": {"binary_data_output": 1}}, "binary_data_output must be true or false"),
         ({"parameters": {"timeout": -1}}, "timeout must be microseconds"),
         ({"parameters": {"timeout": 1.5}}, "timeout must be microseconds"),
         ({"parameters": {"timeout": True}}, "timeout must be microseconds"),
-        ({"parameters": {"timeout": 2**62}}, "timeout must be microseconds"),
         ({"id": 5}, "id must be"),
         ({"id": "i" * 1001}, "id must be"),
         ({"outputs": {}}, "outputs must be a list"),
@@ -217,7 +178,6 @@ def test_the_length_of_the_json() -> None:
         entry(0, shape=[2**40]),
         entry(2**40, shape=[2**38]),
         entry(0, shape=[0, 2**60]),
-        entry(2**20, datatype="BYTES", shape=[2**16]),
         {"name": "x", "datatype": "FP32", "shape": [2**40], "data": []},
     ],
 )
@@ -242,10 +202,9 @@ def test_lists_are_bounded_before_they_are_made() -> None:
 
 def test_timeout_becomes_a_deadline() -> None:
     before = time.monotonic()
-    request = parse(*body_of([], parameters={"timeout": 1_500_000, "other": 1})).request
+    request = parse(*body_of([], parameters={"timeout": 1_500_000, "other": [1]})).request
     assert request.deadline is not None
     assert before + 1.5 <= request.deadline <= time.monotonic() + 1.5
-    assert request.parameters == {"other": 1}
     assert parse(*body_of([], parameters={"timeout": 0})).request.deadline is None
 
 
@@ -259,13 +218,7 @@ TENSORS = st.sampled_from(sorted(DATATYPES)).flatmap(
 def random_tensor(datatype: str, shape: list[int], seed: int) -> InferTensor:
     random = np.random.default_rng(seed)
     count = int(np.prod(shape))
-    if datatype == "BYTES":
-        elements = np.empty(count, np.object_)
-        elements[:] = [random.bytes(int(random.integers(0, 5))) for _ in range(count)]
-        return InferTensor(datatype, elements.reshape(shape))
     dtype = DATATYPES[datatype]
-    if datatype == "BOOL":
-        return InferTensor(datatype, random.integers(0, 2, count).astype(dtype).reshape(shape))
     return InferTensor(datatype, np.frombuffer(random.bytes(count * dtype.itemsize), dtype).reshape(shape))
 
 
@@ -286,27 +239,11 @@ def test_what_is_written_is_read_back(drawn: list[tuple[str, list[int], int, boo
     for name, tensor in calls.request.inputs.items():
         assert tensor.datatype == tensors[name].datatype
         assert tensor.data.shape == tensors[name].data.shape
-        if tensor.datatype == "BYTES":
-            assert tensor.data.tolist() == tensors[name].data.tolist()
-        else:
-            assert tensor.data.tobytes() == tensors[name].data.tobytes()
+        assert tensor.data.tobytes() == tensors[name].data.tobytes()
 
 
 WORDS = st.sampled_from(
-    [
-        b"-1",
-        b"0",
-        b"9" * 30,
-        b"18446744073709551615",
-        b"null",
-        b"true",
-        b"1e999",
-        b"[",
-        b"]",
-        b'"',
-        b"BYTES",
-        b"\0\0\0\0",
-    ]
+    [b"-1", b"0", b"9" * 30, b"18446744073709551615", b"null", b"true", b"1e999", b"[", b"]", b'"', b"INT64", bytes(4)]
 )
 
 
@@ -346,10 +283,7 @@ def test_mutations(case: tuple[bytes, int]) -> None:
         if "data" in given_input:
             continue
         size = given_input["parameters"]["binary_data_size"]
-        if tensor.datatype == "BYTES":
-            assert packed(*tensor.data.reshape(-1)) == body[at : at + size]
-        else:
-            assert tensor.data.tobytes() == body[at : at + size]
+        assert tensor.data.tobytes() == body[at : at + size]
         at += size
     assert at == len(body)
 

@@ -12,7 +12,6 @@ Any client of the Open Inference Protocol does as well; this one needs nothing b
 import contextlib
 import http.client
 import json
-import ssl
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -31,7 +30,7 @@ __all__ = ["Answer", "Client", "Tensor", "Values", "decode_answer", "encode_requ
 Values: TypeAlias = "ArrayLike | torch.Tensor"
 Tensor: TypeAlias = "NDArray[Any] | torch.Tensor"
 
-_NAMES: Final = {dtype: name for name, dtype in DATATYPES.items() if name not in ("BF16", "BYTES")}
+_NAMES: Final = {dtype: name for name, dtype in DATATYPES.items()}
 _STATUSES: Final = {status.http: status for status in reversed(Status)} | {503: Status.UNAVAILABLE}
 _MAX_ERROR_CHARS: Final = 2000
 
@@ -40,7 +39,7 @@ class Answer(NamedTuple):
     """What a model answered.
 
     Attributes:
-        outputs: by name, read-only; BF16 as uint16 bit patterns.
+        outputs: by name, read-only.
         version: of the store, that all outputs are of.
     """
 
@@ -76,9 +75,10 @@ class Client:
             raise ValueError(f"url={excerpt(url)}: expected http://host:port or https://host:port")
         if not timeout > 0:
             raise ValueError(f"timeout={timeout}: expected seconds, more than 0")
-        self._is_tls: Final = parts.scheme == "https"
+        is_tls = parts.scheme == "https"
+        self._connect: Final = http.client.HTTPSConnection if is_tls else http.client.HTTPConnection
         self._host: Final = parts.hostname
-        self._port: Final = parts.port or (443 if self._is_tls else 80)
+        self._port: Final = parts.port or (443 if is_tls else 80)
         self._timeout: Final = timeout
         self._headers: Final = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._idle: Final[list[http.client.HTTPConnection]] = []
@@ -102,20 +102,18 @@ class Client:
 
     def ready(self) -> bool:
         """Whether the server takes requests; False also while it warms up or drains."""
-        reply = self._exchange("GET", "/v2/health/ready", b"", {}, self._timeout)
+        reply = self._exchange("GET", "/v2/health/ready")
         if reply.status in (200, 400, 503):
             return reply.status == 200
         raise _error(reply)
 
     def models(self) -> list[str]:
         """Names of all models."""
-        listed = self._json("POST", "/v2/repository/index")
-        return [each["name"] for each in listed]
+        return [each["name"] for each in self._json("POST", "/v2/repository/index")]
 
     def metadata(self, model: str, *, version: str = "") -> dict[str, Any]:
         """The protocol's metadata: name, versions, platform, inputs, outputs, parameters."""
-        found: dict[str, Any] = self._json("GET", _path(model, version))
-        return found
+        return dict(self._json("GET", _path(model, version)))
 
     def infer(
         self, model: str, inputs: Mapping[str, Tensor], *, version: str = "", timeout: float | None = None
@@ -128,7 +126,7 @@ class Client:
             timeout: seconds, instead of the client's. The server is told, and drops a request that is late.
 
         Raises:
-            ValueError: a dtype that the protocol does not have; names the input.
+            ValueError: a dtype that no model takes; names the input.
         """
         seconds = self._timeout if timeout is None else timeout
         if not seconds > 0:
@@ -187,7 +185,7 @@ class Client:
         return answer.outputs[output]
 
     def _json(self, method: str, path: str) -> Any:
-        reply = self._exchange(method, path, b"", {}, self._timeout)
+        reply = self._exchange(method, path)
         if reply.status != 200:
             raise _error(reply)
         try:
@@ -195,40 +193,36 @@ class Client:
         except ValueError as error:
             raise ConnectionError(f"{self.address}: {path} did not answer in JSON") from error
 
-    def _exchange(self, method: str, path: str, body: bytes, headers: Mapping[str, str], seconds: float) -> _Reply:
+    def _exchange(
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        headers: Mapping[str, str] | None = None,
+        seconds: float | None = None,
+    ) -> _Reply:
         """One request and its answer. A connection that the server closed while it was idle is replaced, once."""
+        seconds = self._timeout if seconds is None else seconds
+        request = method, path, body, {**self._headers, **(headers or {})}
         try:
             with contextlib.suppress(IndexError):
                 idle = self._idle.pop()
                 try:
-                    return self._speak(idle, method, path, body, headers, seconds)
+                    return self._speak(idle, request, seconds)
                 except (ConnectionError, http.client.BadStatusLine):
                     self.close()  # whoever asks reads only, so that asking twice does no harm
-            return self._speak(self._connection(seconds), method, path, body, headers, seconds)
+            return self._speak(self._connect(self._host, self._port), request, seconds)
         except TimeoutError as error:
             raise TimeoutError(f"{self.address}: no answer within {seconds} s") from error
         except (OSError, http.client.HTTPException) as error:
             raise ConnectionError(f"{self.address}: {str(error) or type(error).__name__}") from error
 
-    def _connection(self, seconds: float) -> http.client.HTTPConnection:
-        if self._is_tls:
-            context = ssl.create_default_context()
-            return http.client.HTTPSConnection(self._host, self._port, timeout=seconds, context=context)
-        return http.client.HTTPConnection(self._host, self._port, timeout=seconds)
-
-    def _speak(
-        self,
-        connection: http.client.HTTPConnection,
-        method: str,
-        path: str,
-        body: bytes,
-        headers: Mapping[str, str],
-        seconds: float,
-    ) -> _Reply:
+    def _speak(self, connection: http.client.HTTPConnection, request: tuple[Any, ...], seconds: float) -> _Reply:
         try:
+            connection.timeout = seconds
             if connection.sock is not None:
                 connection.sock.settimeout(seconds)
-            connection.request(method, path, body, {**self._headers, **headers})
+            connection.request(*request)
             response = connection.getresponse()
             reply = _Reply(response.status, response.headers.get(JSON_LENGTH_HEADER), response.read())
         except BaseException:
@@ -250,18 +244,18 @@ def _array(values: Values, name: str, dtype: type[np.integer[Any] | np.float32])
         array = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
     else:
         array = np.asarray(values)
-    if not array.size and not isinstance(values, (np.ndarray, torch.Tensor)):
-        return array.astype(dtype)  # numpy takes an empty list for floats
-    if issubclass(dtype, np.integer):
-        if array.dtype.kind not in "iu":
-            raise TypeError(f"{name} must be integers that fit {dtype.__name__}, not {array.dtype}")
-        if array.size and not np.can_cast(array.dtype, dtype):
-            for value in (int(array.min()), int(array.max())):
-                if not np.iinfo(dtype).min <= value <= np.iinfo(dtype).max:
-                    raise ValueError(f"{name} must fit {dtype.__name__}; {value} does not")
-    elif array.dtype.kind not in "iufb":
-        raise TypeError(f"{name} must be real numbers, not {array.dtype}")
-    return array.astype(dtype, copy=False)
+        if not array.size and not isinstance(values, np.ndarray):
+            return array.astype(dtype)  # numpy takes an empty list for floats
+    if issubclass(dtype, np.floating):
+        if array.dtype.kind not in "iufb":
+            raise TypeError(f"{name} must be real numbers, not {array.dtype}")
+        return array.astype(dtype, copy=False)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{name} must be integers that fit {dtype.__name__}, not {array.dtype}")
+    cast = array.astype(dtype, copy=False)
+    if not np.array_equal(cast, array):
+        raise ValueError(f"{name} must fit {dtype.__name__}; {array[cast != array][0]} does not")
+    return cast
 
 
 def _path(model: str, version: str) -> str:
@@ -279,15 +273,10 @@ def _error(reply: _Reply) -> ServeError:
 
 
 def _as_wire(name: str, tensor: Tensor) -> InferTensor:
-    if isinstance(tensor, torch.Tensor):
-        tensor = tensor.detach().cpu().contiguous()
-        if tensor.dtype == torch.bfloat16:
-            return InferTensor("BF16", tensor.view(torch.int16).numpy())
-        tensor = tensor.numpy()
-    array = np.asarray(tensor)
-    array = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    array = tensor.detach().cpu().numpy() if isinstance(tensor, torch.Tensor) else np.asarray(tensor)
+    array = np.asarray(array, array.dtype.newbyteorder("<"), order="C")
     if array.dtype not in _NAMES:
-        raise ValueError(f"input {name!r}: dtype {array.dtype} is none of {', '.join(map(str, _NAMES))}, bfloat16")
+        raise ValueError(f"input {name!r}: dtype {array.dtype} is none of {', '.join(map(str, _NAMES))}")
     return InferTensor(_NAMES[array.dtype], array)
 
 
@@ -295,47 +284,36 @@ def encode_request(inputs: Mapping[str, Tensor], parameters: Mapping[str, Any]) 
     """A request's body and headers.
 
     Raises:
-        ValueError: a dtype that the protocol does not have; names the input.
+        ValueError: a dtype that no model takes; names the input.
     """
-    described: list[dict[str, Any]] = []
-    parts: list[bytes | memoryview] = []
-    for name, tensor in inputs.items():
-        datatype, array = wire = _as_wire(name, tensor)
-        binary = {"binary_data_size": array.nbytes}
-        described.append({"name": name, "datatype": datatype, "shape": list(array.shape), "parameters": binary})
-        parts.append(binary_data(wire))
+    wires = {name: _as_wire(name, tensor) for name, tensor in inputs.items()}
+    described = [
+        {"name": name, "datatype": datatype, "shape": array.shape, "parameters": {"binary_data_size": array.nbytes}}
+        for name, (datatype, array) in wires.items()
+    ]
     request = {"inputs": described, "parameters": {"binary_data_output": True, **parameters}}
     header = json.dumps(request).encode()
     headers = {JSON_LENGTH_HEADER: str(len(header)), "Content-Type": "application/octet-stream"}
-    return b"".join([header, *parts]), headers
+    return b"".join([header, *map(binary_data, wires.values())]), headers
 
 
 def decode_answer(body: bytes, header_length: str | None) -> Answer:
     """What a body says. ValueError, whatever is wrong with it."""
     try:
-        return _decode(body, header_length)
+        length = len(body) if header_length is None else int(header_length)
+        if not 0 <= length <= len(body):
+            raise ValueError(f"{JSON_LENGTH_HEADER} is {length} of {len(body)} bytes")
+        header = json.loads(body[:length])
+        outputs = {}
+        for each in header["outputs"]:
+            head = parse_head(each["name"], each["datatype"], each["shape"], kind="output")
+            end = length + each["parameters"]["binary_data_size"]
+            outputs[head.name] = parse_binary_data(head, memoryview(body)[length:end]).data
+            length = end
+        if length != len(body):
+            raise ValueError(f"outputs of {length} bytes in a body of {len(body)}")
+        return Answer(outputs, str(header.get("model_version", "")))
     except ServeError as error:
         raise ValueError(str(error)) from error
     except (AttributeError, KeyError, OverflowError, TypeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
-
-
-def _decode(body: bytes, header_length: str | None) -> Answer:
-    length = len(body) if header_length is None else int(header_length)
-    if not 0 <= length <= len(body):
-        raise ValueError(f"{JSON_LENGTH_HEADER} is {length} of {len(body)} bytes")
-    header = json.loads(body[:length])
-    outputs = {}
-    for each in header["outputs"]:
-        head = parse_head(each["name"], each["datatype"], each["shape"], kind="output")
-        size_bytes = each.get("parameters", {}).get("binary_data_size")
-        if size_bytes is None:
-            array = np.array(each["data"], DATATYPES[head.datatype]).reshape(head.shape)
-            array.flags.writeable = False
-        else:
-            array = parse_binary_data(head, memoryview(body)[length : length + size_bytes]).data
-            length += size_bytes
-        outputs[head.name] = array
-    if length > len(body) or (header_length is not None and length < len(body)):
-        raise ValueError(f"outputs of {length} bytes in a body of {len(body)}")
-    return Answer(outputs, str(header.get("model_version", "")))

@@ -7,7 +7,7 @@ these into what leaves; models know nothing else.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,31 +21,17 @@ __all__ = [
     "InferResponse",
     "InferTensor",
     "ModelMetadata",
-    "Parameters",
     "ServeError",
     "Status",
     "TensorSpec",
 ]
 
-Parameters: TypeAlias = Mapping[str, "bool | int | float | str"]
-
 DATATYPES: Final[Mapping[str, "np.dtype[Any]"]] = {
-    "BOOL": np.dtype(np.bool_),
-    "UINT8": np.dtype(np.uint8),
-    "UINT16": np.dtype(np.uint16),
-    "UINT32": np.dtype(np.uint32),
-    "UINT64": np.dtype(np.uint64),
-    "INT8": np.dtype(np.int8),
-    "INT16": np.dtype(np.int16),
     "INT32": np.dtype(np.int32),
     "INT64": np.dtype(np.int64),
-    "FP16": np.dtype(np.float16),
-    "BF16": np.dtype(np.uint16),
     "FP32": np.dtype(np.float32),
-    "FP64": np.dtype(np.float64),
-    "BYTES": np.dtype(np.object_),
 }
-"""The protocol's datatypes and what they are in numpy, little-endian; BF16 as its bit patterns."""
+"""Those of the protocol's datatypes that models take and give, and what they are in numpy, little-endian."""
 
 EXTENSIONS: Final = ("binary_tensor_data",)
 
@@ -113,7 +99,7 @@ class ModelMetadata:
     platform: str = "tierstore"
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    parameters: Parameters = field(default_factory=dict)
+    parameters: Mapping[str, bool | int | float | str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +111,6 @@ class InferRequest:
     inputs: by name.
     outputs: names of the wanted outputs; empty for all.
     deadline: ``time.monotonic()`` seconds after which nobody waits for the answer, or None.
-    parameters: the request's own.
     protocol: that it came by, "http" or "grpc"; for metrics and logs.
     """
 
@@ -135,7 +120,6 @@ class InferRequest:
     inputs: Mapping[str, InferTensor]
     outputs: tuple[str, ...] = ()
     deadline: float | None = None
-    parameters: Parameters = field(default_factory=dict)
     protocol: str = ""
 
 
@@ -150,4 +134,3 @@ class InferResponse:
     version: str
     id: str
     outputs: Mapping[str, InferTensor]
-    parameters: Parameters = field(default_factory=dict)

@@ -1,12 +1,12 @@
 """What both protocols and the client share of tensors: heads that are checked, and contents as bytes.
 
-Those are the elements in row-major order, little-endian; of BYTES each with its length before it, 4 bytes: what stands
-behind the JSON with the binary tensor data extension, and in gRPC's raw contents.
+Those are the elements in row-major order, little-endian: what stands behind the JSON with the binary tensor data
+extension, and in gRPC's raw contents.
 """
 
+import asyncio
 import math
-import struct
-from collections.abc import Container
+from collections.abc import AsyncIterator, Container
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -17,33 +17,33 @@ from .messages import DATATYPES, InferTensor, ServeError, Status
 
 __all__ = [
     "JSON_LENGTH_HEADER",
-    "MAX_BYTES_ELEMENTS",
     "MAX_DIMS",
     "MAX_NAME_CHARACTERS",
     "MAX_TENSORS",
+    "PIECE_ELEMENTS",
     "TensorHead",
     "binary_data",
-    "bytes_of",
     "invalid_tensor",
     "parse_binary_data",
     "parse_head",
+    "parse_input_head",
+    "parse_timeout",
+    "pause",
+    "pieces_of",
     "require_supported",
 ]
 
 JSON_LENGTH_HEADER: Final = "Inference-Header-Content-Length"
 """The HTTP header that says how many bytes of a body are JSON; tensors follow."""
-
-MAX_BYTES_ELEMENTS: Final = 1 << 16
-"""Of a request. They are read one by one, and nobody else is served meanwhile."""
-_LENGTH: Final = struct.Struct("<I")
 MAX_TENSORS: Final = 1024
 """Inputs of a request, and outputs asked for."""
 MAX_DIMS: Final = 16
 MAX_NAME_CHARACTERS: Final = 1000
+PIECE_ELEMENTS: Final = 1 << 13
+"""Numbers that are encoded one by one at a time: a third of a millisecond."""
 _INTEGER: Final = {int}
 _MAX_BYTES: Final = (1 << 63) - 1
 """Of an array, had it one element where a dimension is 0: numpy takes no larger shape."""
-_UNSUPPORTED: Final = ("shared_memory_region", "classification")
 
 
 class TensorHead(NamedTuple):
@@ -61,7 +61,6 @@ class TensorHead(NamedTuple):
     kind: str
 
     def invalid(self, problem: str) -> ServeError:
-        """The error for a tensor that cannot be used."""
         return invalid_tensor(self.kind, self.name, problem)
 
 
@@ -72,7 +71,7 @@ def invalid_tensor(kind: str, name: str, problem: str) -> ServeError:
 
 def require_supported(kind: str, name: str, parameters: Container[str]) -> None:
     """ServeError INVALID for a parameter of an "input" or "output" that asks for what is not there."""
-    for unsupported in _UNSUPPORTED:
+    for unsupported in ("shared_memory_region", "classification"):
         if unsupported in parameters:
             raise invalid_tensor(kind, name, f"parameter {unsupported} is not supported; leave it out")
 
@@ -89,7 +88,8 @@ def parse_head(name: object, datatype: object, shape: object, *, kind: str = "in
             f"an {kind}'s name must be a string of 1 to {MAX_NAME_CHARACTERS} characters, not {excerpt(name)}",
         )
     if not isinstance(datatype, str) or datatype not in DATATYPES:
-        raise invalid_tensor(kind, name, f"datatype {excerpt(datatype)} is not one of {', '.join(DATATYPES)}")
+        models = f"{', '.join(DATATYPES)}, which the models take and give"
+        raise invalid_tensor(kind, name, f"datatype {excerpt(datatype)} is not one of {models}")
     if not isinstance(shape, list) or not set(map(type, shape)) <= _INTEGER or min(shape, default=0) < 0:
         raise invalid_tensor(kind, name, f"shape {excerpt(shape)} must be a list of integers from 0 on")
     if len(shape) > MAX_DIMS:
@@ -100,63 +100,58 @@ def parse_head(name: object, datatype: object, shape: object, *, kind: str = "in
     return TensorHead(name, datatype, tuple(shape), num_elements, kind)
 
 
+def parse_input_head(
+    name: object, datatype: object, shape: object, parameters: Container[str], inputs: Container[str]
+) -> TensorHead:
+    """The head of a request's input beside others; ServeError INVALID."""
+    head = parse_head(name, datatype, shape)
+    if head.name in inputs:
+        raise head.invalid("given twice")
+    require_supported("input", head.name, parameters)
+    return head
+
+
+def parse_timeout(timeout: object) -> float | None:
+    """Seconds of a request's parameter "timeout", in microseconds; None of 0, which means no limit."""
+    if type(timeout) is not int or timeout < 0:
+        raise ServeError(Status.INVALID, f"parameter timeout must be microseconds, 0 or more, not {excerpt(timeout)}")
+    return timeout / 1e6 if timeout else None
+
+
 def parse_binary_data(head: TensorHead, data: memoryview) -> InferTensor:
     """The tensor that all of ``data`` gives.
 
     Returns:
-        A read-only array over ``data`` itself, which it keeps alive; a copy if ``data`` is not aligned to the datatype,
-        or of BYTES.
+        A read-only array over ``data`` itself, which it keeps alive; a copy if ``data`` is not aligned to the datatype.
 
     Raises:
         ServeError: INVALID; names the input.
     """
-    if head.datatype == "BYTES":
-        return InferTensor("BYTES", _parse_elements(head, data).reshape(head.shape))
     dtype = DATATYPES[head.datatype]
     expected = head.num_elements * dtype.itemsize
     if len(data) != expected:
         raise head.invalid(f"{head.datatype} {list(head.shape)} has {expected} bytes, but its binary data {len(data)}")
     array = np.frombuffer(data, dtype)
-    if head.datatype == "BOOL" and array.view(np.uint8).max(initial=0) > 1:
-        raise head.invalid("BOOL takes bytes of 0 and 1, but its binary data has another")
     if not array.flags.aligned:
         array = array.copy()
         array.flags.writeable = False
     return InferTensor(head.datatype, array.reshape(head.shape))
 
 
-def _parse_elements(head: TensorHead, data: memoryview) -> NDArray[Any]:
-    count = head.num_elements
-    if count > MAX_BYTES_ELEMENTS:
-        raise head.invalid(f"BYTES of {count} elements; at most {MAX_BYTES_ELEMENTS} are taken")
-    if count * _LENGTH.size > len(data):
-        raise head.invalid(f"{count} elements of BYTES do not fit into {len(data)} bytes")
-    elements = np.empty(count, np.object_)
-    at = 0
-    for index in range(count):
-        start = at + _LENGTH.size
-        if start > len(data):
-            raise head.invalid(f"its binary data ends before element {index}")
-        (length,) = _LENGTH.unpack_from(data, at)
-        at = start + length
-        if at > len(data):
-            raise head.invalid(f"element {index} has {length} bytes, more than are left")
-        elements[index] = bytes(data[start:at])
-    if at != len(data):
-        raise head.invalid(f"its binary data has {len(data) - at} bytes too many")
-    elements.flags.writeable = False
-    return elements
+def binary_data(tensor: InferTensor) -> memoryview:
+    """What ``parse_binary_data`` reads, over the tensor's own memory."""
+    return tensor.data.reshape(-1).view(np.uint8).data
 
 
-def bytes_of(element: str | bytes) -> bytes:
-    """An element of a BYTES tensor."""
-    return element.encode() if isinstance(element, str) else bytes(element)
+async def pause() -> None:
+    """Let the loop do what is due."""
+    await asyncio.sleep(0)
 
 
-def binary_data(tensor: InferTensor) -> bytes | memoryview:
-    """What ``parse_binary_data`` reads; over the tensor's own memory, but for BYTES."""
-    flat = tensor.data.reshape(-1)
-    if tensor.datatype == "BYTES":
-        elements = [bytes_of(element) for element in flat]
-        return b"".join(part for element in elements for part in (_LENGTH.pack(len(element)), element))
-    return flat.view(np.uint8).data
+async def pieces_of(flat: NDArray[Any]) -> AsyncIterator[NDArray[Any]]:
+    """An array [n], whose numbers are encoded one by one, in pieces; others are served in between. None of an empty
+    one."""
+    for first in range(0, len(flat), PIECE_ELEMENTS):
+        if first:
+            await pause()
+        yield flat[first : first + PIECE_ELEMENTS]

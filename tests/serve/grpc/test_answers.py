@@ -14,7 +14,7 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tests.serve.grpc_harness import WAIT_SECONDS, Served, serving, wait_until
-from tierstore.serve import encoding
+from tierstore.serve import tensors
 from tierstore.serve.grpc import codec
 from tierstore.serve.grpc.messages import INFERENCE_SERVICE
 from tierstore.serve.limits import Limits
@@ -34,7 +34,7 @@ def typed_request(count: int = LARGE) -> Any:
 
 def raw_request(size: int = 4 * MEBIBYTE) -> Any:
     message = service_pb2.ModelInferRequest(model_name="echo")
-    message.inputs.add(name="x", datatype="UINT8", shape=[size])
+    message.inputs.add(name="x", datatype="INT32", shape=[size // 4])
     message.raw_input_contents.append(bytes(size))
     return message
 
@@ -45,7 +45,7 @@ class Held:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.began = threading.Event()
         self.may_go_on = threading.Event()
-        monkeypatch.setattr(encoding, "pause", self)
+        monkeypatch.setattr(tensors, "pause", self)
 
     async def __call__(self) -> None:
         self.began.set()
@@ -89,7 +89,7 @@ def test_typed_contents_are_bounded(stub_of: Callable[..., Any], monkeypatch: py
     with serving(Limits(elements=LARGE)) as served:
         stub = stub_of(served)
         assert len(stub.ModelInfer(typed_request()).outputs) == 1
-        assert len(stub.ModelInfer(raw_request(LARGE + 1)).raw_output_contents[0]) == LARGE + 1
+        assert len(stub.ModelInfer(raw_request(4 * LARGE + 4)).raw_output_contents[0]) == 4 * LARGE + 4
         held = Held(monkeypatch)
         with pytest.raises(grpc.RpcError, match="ask with raw_input_contents") as raised:
             stub.ModelInfer(typed_request(LARGE + 1))
@@ -103,7 +103,7 @@ def test_raw_contents_are_measured_before_they_are_copied(
     monkeypatch.delattr(codec, "encode_response")
     with serving(Limits(response_bytes=MEBIBYTE)) as served:
         with pytest.raises(grpc.RpcError, match="ask for less") as raised:
-            stub_of(served).ModelInfer(raw_request(MEBIBYTE + 1))
+            stub_of(served).ModelInfer(raw_request(MEBIBYTE + 4))
         assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 

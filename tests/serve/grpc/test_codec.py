@@ -63,27 +63,17 @@ BAD_TENSORS = {
     "an overflow to zero": (raw_request([1 << 62, 4, 0], b""), "is too large"),
     "a negative dimension": (raw_request([-1, -2], bytes(8)), "must be a list of integers from 0 on"),
     "too many dimensions": (raw_request([1] * 17, bytes(4)), "17 dimensions, more than 16"),
-    "no such datatype": (raw_request([1], bytes(4), "FP31"), "datatype 'FP31' is not one of BOOL"),
-    "too many elements of bytes": (raw_request([(1 << 16) + 1], b"", "BYTES"), "at most 65536 are taken"),
+    "no such datatype": (raw_request([1], bytes(4), "FP31"), "datatype 'FP31' is not one of INT32, INT64, FP32"),
+    "a datatype of no model": (raw_request([1], bytes(8), "FP64"), "datatype 'FP64' is not one of"),
     "no datatype": (raw_request([1], bytes(4), ""), "datatype '' is not one of"),
-    "no truth value": (raw_request([2], b"\0\2", "BOOL"), "bytes of 0 and 1"),
     "a name twice": (two_inputs_of_one_name(), "given twice"),
     "raw beside typed": (raw_beside_typed(), "use one of them"),
     "shared memory": (with_parameter("shared_memory_region", string_param="a"), "is not supported"),
-    "bytes without length": (raw_request([1], b"\1\0\0", "BYTES"), "1 elements of BYTES do not fit into 3 bytes"),
-    "bytes cut off": (raw_request([2], b"\0\0\0\0\2\0\0\0a", "BYTES"), "element 1 has 2 bytes"),
-    "a length cut off": (raw_request([2], b"\1\0\0\0a\0\0\0", "BYTES"), "ends before element 1"),
-    "bytes left over": (raw_request([1], b"\0\0\0\0\0", "BYTES"), "1 bytes too many"),
-    "too long an element": (raw_request([1], b"\xff\xff\xff\xff", "BYTES"), "element 0 has 4294967295 bytes"),
     "too few numbers": (typed_request([2], "FP32", fp32_contents=[1]), "1 elements, but its shape 2"),
-    "too many numbers": (typed_request([2], "BYTES", bytes_contents=[b""] * 3), "3 elements, but its shape 2"),
+    "too many numbers": (typed_request([2], "INT32", int_contents=[1] * 3), "3 elements, but its shape 2"),
     "no numbers": (typed_request([2], "INT64"), "0 elements, but its shape 2"),
     "another's field": (typed_request([1], "INT64", int_contents=[1]), "INT64 goes into int64_contents"),
-    "a field too many": (typed_request([1], "BOOL", bool_contents=[1], fp32_contents=[1]), "goes into bool_contents"),
-    "too large a number": (typed_request([1], "INT8", int_contents=[128]), "outside of INT8"),
-    "too small a number": (typed_request([1], "INT16", int_contents=[-32769]), "outside of INT16"),
-    "too large without sign": (typed_request([1], "UINT8", uint_contents=[256]), "outside of UINT8"),
-    "no typed form": (typed_request([1], "BF16", uint_contents=[1]), "BF16 has no typed contents"),
+    "a field too many": (typed_request([1], "INT32", int_contents=[1], fp32_contents=[1]), "goes into int_contents"),
 }
 
 
@@ -126,10 +116,10 @@ BAD_REQUESTS = {
     "an output twice": (wanting("a", "b", "a"), "output 'a': asked for twice"),
     "too many outputs": (wanting(*map(str, range(1025))), "1025 outputs; at most 1024"),
     "classification": (wanting("a", classification=2), "parameter classification is not supported"),
-    "a negative timeout": (with_timeout(int64_param=-1), "takes microseconds"),
-    "a timeout in words": (with_timeout(string_param="1s"), "takes microseconds"),
-    "a timeout that is true": (with_timeout(bool_param=True), "takes microseconds"),
-    "a parameter without value": (with_timeout(), "parameter 'timeout' has no value"),
+    "a negative timeout": (with_timeout(int64_param=-1), "must be microseconds"),
+    "a timeout in words": (with_timeout(string_param="1s"), "must be microseconds"),
+    "a timeout that is true": (with_timeout(bool_param=True), "must be microseconds"),
+    "a parameter without value": (with_timeout(), "microseconds, 0 or more, not None"),
 }
 
 
@@ -142,12 +132,11 @@ def test_bad_request(case: str) -> None:
     assert why in str(raised.value)
 
 
-@pytest.mark.parametrize("datatype", ["BYTES", "INT64"])
-def test_claims_cost_no_memory(datatype: str) -> None:
+def test_claims_cost_no_memory() -> None:
     """A request of a few bytes may name a shape of any size."""
     claims = [[1 << 19, 2], [1 << 39], [1 << 20]]
-    messages = [raw_request(shape, b"\0\0\0\0", datatype) for shape in claims]
-    messages += [typed_request(shape, datatype) for shape in claims]
+    messages = [raw_request(shape, b"\0\0\0\0", "INT64") for shape in claims]
+    messages += [typed_request(shape, "INT64") for shape in claims]
     tracemalloc.start()
     for message in messages:
         with pytest.raises(ServeError):
@@ -161,16 +150,15 @@ def test_elements_handled_one_by_one_are_bounded(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(codec, "MAX_ELEMENTS", 3)
     assert decode(typed_request([3], "FP32", fp32_contents=[1] * 3)).inputs["the_input"].data.shape == (3,)
     assert decode(raw_request([4], bytes(16))).inputs["the_input"].data.shape == (4,)
-    for message in (typed_request([4], "FP32", fp32_contents=[1] * 4), raw_request([4], bytes(16), "BYTES")):
-        with pytest.raises(ServeError, match="at most 3") as raised:
-            decode(message)
-        assert raised.value.status is Status.TOO_LARGE
+    with pytest.raises(ServeError, match="at most 3") as raised:
+        decode(typed_request([4], "FP32", fp32_contents=[1] * 4))
+    assert raised.value.status is Status.TOO_LARGE
 
 
 def test_scalars_and_empty_tensors() -> None:
     assert decode(raw_request([], bytes(4))).inputs["the_input"].data.shape == ()
     assert decode(raw_request([3, 0, 5], b"")).inputs["the_input"].data.shape == (3, 0, 5)
-    assert decode(typed_request([0], "BYTES")).inputs["the_input"].data.shape == (0,)
+    assert decode(typed_request([0], "INT64")).inputs["the_input"].data.shape == (0,)
 
 
 def test_large_contents_are_not_copied() -> None:
@@ -210,17 +198,10 @@ def respond(is_raw: bool, **outputs: InferTensor) -> Any:
     return service_pb2.ModelInferResponse.FromString(asyncio.run(encode_response(response, is_raw=is_raw)))
 
 
-def test_text_leaves_as_bytes() -> None:
-    outputs = InferTensor("BYTES", np.array(["\N{SNOWMAN}", b"\xff"], dtype=object))
-    snowman = "\N{SNOWMAN}".encode()
-    assert list(respond(False, x=outputs).outputs[0].contents.bytes_contents) == [snowman, b"\xff"]
-    assert respond(True, x=outputs).raw_output_contents[0] == b"\3\0\0\0" + snowman + b"\1\0\0\0\xff"
-
-
 @pytest.mark.parametrize("size", [0, 1, 31, 32, 5000, 70_000])
 def test_raw_outputs_of_any_size(size: int) -> None:
     data = np.arange(size, dtype=np.int32)
-    response = respond(True, x=InferTensor("INT32", data), y=InferTensor("FP16", np.zeros((2, 0), np.float16)))
+    response = respond(True, x=InferTensor("INT32", data), y=InferTensor("FP32", np.zeros((2, 0), np.float32)))
     assert list(response.raw_output_contents) == [data.tobytes(), b""]
     assert [list(output.shape) for output in response.outputs] == [[size], [2, 0]]
     assert (response.model_name, response.model_version, response.id) == ("m", "7", "i")
@@ -236,12 +217,12 @@ def test_number_of_fields_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         split_field(b"\x3a\0" * 5, 7)
 
 
-@given(st.lists(st.lists(st.binary(max_size=200), max_size=3), max_size=5), st.sampled_from([1, 7, 15, 16, 3000]))
-def test_joined_fields_can_be_split(values: list[list[bytes]], number: int) -> None:
+@given(st.lists(st.binary(max_size=200), max_size=5), st.sampled_from([1, 7, 15, 16, 3000]))
+def test_joined_fields_can_be_split(values: list[bytes], number: int) -> None:
     joined = join_fields(b"\x0a\x01m", number, values)
     rest, found = split_field(joined, number)
     kept = [b"m"] if number == 1 else []
-    assert [bytes(each) for each in found] == kept + [b"".join(pieces) for pieces in values]
+    assert [bytes(each) for each in found] == kept + values
     assert rest == (b"" if number == 1 else b"\x0a\x01m")
 
 
@@ -278,13 +259,8 @@ def decode_or_refuse(data: bytes) -> None:
         service_pb2.ModelInferResponse.FromString(asyncio.run(encode_response(response, is_raw=is_raw)))
 
 
-@given(st.binary(max_size=300))
-def test_random_bytes(data: bytes) -> None:
-    decode_or_refuse(data)
-
-
-@given(requests())
-def test_random_requests(data: bytes) -> None:
+@given(st.binary(max_size=300) | requests())
+def test_random_bytes_and_requests(data: bytes) -> None:
     decode_or_refuse(data)
 
 

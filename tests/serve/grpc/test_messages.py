@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from tritonclient.grpc import service_pb2
 
-from tierstore.serve.grpc import messages as grpc_messages
+from tierstore.serve.grpc import messages
 from tierstore.serve.grpc.messages import INFERENCE_SERVICE, message_class
 
-NAMES = sorted(grpc_messages._INFERENCE)
+NAMES = sorted(name for name in messages._CLASSES if not name.startswith("HealthCheck"))
 
 
 def theirs(name: str) -> Any:
@@ -33,9 +33,14 @@ def fields(message: Any) -> list[tuple[Any, ...]]:
 @pytest.mark.filterwarnings("ignore:label:DeprecationWarning")
 @pytest.mark.parametrize("name", NAMES)
 def test_fields_are_the_protocols(name: str) -> None:
-    ours = message_class(name).DESCRIPTOR
-    assert ours.full_name == theirs(name).full_name
-    assert fields(ours) == fields(theirs(name))
+    there = theirs(name)
+    for ours, theirs_ in [(message_class(name).DESCRIPTOR, there), *nested(message_class(name).DESCRIPTOR, there)]:
+        assert ours.full_name == theirs_.full_name
+        assert fields(ours) == fields(theirs_)
+
+
+def nested(ours: Any, there: Any) -> list[tuple[Any, Any]]:
+    return [(each, there.nested_types_by_name[each.name]) for each in ours.nested_types]
 
 
 def test_pool_is_our_own() -> None:

@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import Iterator
 
-import ml_dtypes
 import numpy as np
 import pytest
 import tritonclient.http as triton
@@ -32,13 +31,6 @@ def client(server: RestServer) -> Iterator[triton.InferenceServerClient]:
 
 
 def array_of(datatype: str, shape: tuple[int, ...]) -> np.ndarray:
-    if datatype == "BYTES":
-        count = int(np.prod(shape))
-        return np.array([f"é{number}".encode() * number for number in range(count)], np.object_).reshape(shape)
-    if datatype == "BOOL":
-        return np.asarray(RANDOM.integers(0, 2, shape), np.bool_)
-    if datatype == "BF16":
-        return np.asarray(RANDOM.normal(size=shape), ml_dtypes.bfloat16)
     dtype = DATATYPES[datatype]
     if dtype.kind == "f":
         return np.asarray(RANDOM.normal(size=shape) * 100, dtype)
@@ -104,29 +96,16 @@ def test_the_repository_index_lists_all_models(client: triton.InferenceServerCli
     assert client.get_model_repository_index() == expected
 
 
-@pytest.mark.parametrize(
-    ("datatype", "shape", "binary"),
-    [
-        (datatype, shape, binary)
-        for datatype in DATATYPES
-        for shape in [(2, 3), (0, 3), ()]
-        for binary in (True, False)
-        # The client sends no BF16 as JSON, and cannot read a BYTES scalar back.
-        if not (datatype == "BF16" and not binary) and not (datatype == "BYTES" and shape == ())
-    ],
-)
+@pytest.mark.parametrize("datatype", DATATYPES)
+@pytest.mark.parametrize("shape", [(2, 3), (0, 3), ()])
+@pytest.mark.parametrize("binary", [True, False])
 def test_round_trip(client: triton.InferenceServerClient, datatype: str, shape: tuple[int, ...], binary: bool) -> None:
     array = array_of(datatype, shape)
     result = client.infer("echo", [input_of(array, datatype, binary=binary)], outputs=outputs_of(binary))
     returned = result.as_numpy("x")
     assert returned.shape == array.shape
     assert result.get_response()["model_version"] == VERSION
-    if datatype == "BYTES":
-        # As JSON they come back as text.
-        texts = [each if isinstance(each, bytes) else str(each).encode() for each in returned.reshape(-1)]
-        assert texts == list(array.reshape(-1))
-    else:
-        assert returned.astype(array.dtype).tobytes() == array.tobytes()
+    assert returned.astype(array.dtype).tobytes() == array.tobytes()
 
 
 def test_arrays_reach_the_engine_as_the_contract_says(client: triton.InferenceServerClient, server: RestServer) -> None:
@@ -161,10 +140,10 @@ def test_doubled(client: triton.InferenceServerClient, algorithm: str | None) ->
 
 
 def test_some_outputs_binary_and_some_not(client: triton.InferenceServerClient) -> None:
-    a, b = array_of("INT64", (3,)), array_of("FP64", (2, 2))
+    a, b = array_of("INT64", (3,)), array_of("FP32", (2, 2))
     result = client.infer(
         "echo",
-        [input_of(a, "INT64", binary=False, name="a"), input_of(b, "FP64", binary=True, name="b")],
+        [input_of(a, "INT64", binary=False, name="a"), input_of(b, "FP32", binary=True, name="b")],
         outputs=[
             triton.InferRequestedOutput("a", binary_data=True),
             triton.InferRequestedOutput("b", binary_data=False),
@@ -173,7 +152,7 @@ def test_some_outputs_binary_and_some_not(client: triton.InferenceServerClient) 
     np.testing.assert_array_equal(result.as_numpy("a"), a)
     np.testing.assert_array_equal(result.as_numpy("b"), b)
     assert "data" not in result.get_output("a")
-    assert result.get_output("b")["data"] == b.reshape(-1).tolist()
+    np.testing.assert_array_equal(np.array(result.get_output("b")["data"], np.float32), b.reshape(-1))
 
 
 @pytest.mark.parametrize(
@@ -195,7 +174,7 @@ def test_errors(client: triton.InferenceServerClient, model: str, version: str, 
 
 def test_a_mistake_names_the_input(client: triton.InferenceServerClient, server: RestServer) -> None:
     with pytest.raises(InferenceServerException, match="input 'x' must be FP32") as raised:
-        client.infer("double", [input_of(array_of("INT8", (1, 3)), "INT8", binary=True)])
+        client.infer("double", [input_of(array_of("INT32", (1, 3)), "INT32", binary=True)])
     assert raised.value.status() == "400"
 
 
@@ -211,13 +190,13 @@ def test_deadline(client: triton.InferenceServerClient, server: RestServer) -> N
     assert server.engine.seen[-1].deadline is None
 
 
-def test_parameters_reach_the_engine(client: triton.InferenceServerClient, server: RestServer) -> None:
+def test_outputs_reach_the_engine_and_other_parameters_do_no_harm(
+    client: triton.InferenceServerClient, server: RestServer
+) -> None:
     inputs = [input_of(array_of("FP32", (1, 3)), "FP32", binary=True)]
-    client.infer("double", inputs, priority=3, parameters={"mode": "exact", "factor": 0.5, "flag": True})
-    assert server.engine.seen[-1].parameters == {"priority": 3, "mode": "exact", "factor": 0.5, "flag": True}
-    client.infer("double", inputs, outputs=[triton.InferRequestedOutput("y")])
+    outputs = [triton.InferRequestedOutput("y")]
+    client.infer("double", inputs, outputs=outputs, priority=3, parameters={"mode": "exact", "flag": True})
     assert server.engine.seen[-1].outputs == ("y",)
-    assert server.engine.seen[-1].parameters == {}
 
 
 @pytest.mark.parametrize("use_uvloop", [False, True])

@@ -120,7 +120,7 @@ def test_who_does_not_read_the_answer(server: RestServer) -> None:
     body = orjson.dumps(
         {
             "inputs": [
-                {"name": "x", "datatype": "UINT8", "shape": [size], "parameters": {"binary_data_size": size}},
+                {"name": "x", "datatype": "INT32", "shape": [size // 4], "parameters": {"binary_data_size": size}},
             ],
             "parameters": {"binary_data_output": True},
         }
@@ -145,7 +145,7 @@ def test_who_does_not_read_the_answer(server: RestServer) -> None:
 def test_answers_that_nobody_reads_are_bounded() -> None:
     """Who asks for more of them than there is room for is told; who asks for little is answered all the same."""
     size = 4 << 20
-    shape = {"name": "x", "datatype": "UINT8", "shape": [size], "parameters": {"binary_data_size": size}}
+    shape = {"name": "x", "datatype": "INT32", "shape": [size // 4], "parameters": {"binary_data_size": size}}
     body = orjson.dumps({"inputs": [shape], "parameters": {"binary_data_output": True}})
     headers = b"inference-header-content-length: %d\r\n" % len(body)
     large = post(b"echo", body + bytes(size), headers=headers)

@@ -316,7 +316,7 @@ def test_token() -> None:
         assert client.get("/v2/health/ready").status_code == 200
         wrong = ["Bearer wrong", "Bearer", "right", "Basic right", "Bearer right2", "Bearer righ", ""]
         for header in [None, *wrong]:
-            for path in ("/v2", "/v2/health/live/", "/v2/models/double", "/v2/openapi.json"):
+            for path in ("/v2", "/v2/health/live/", "/v2/models/double"):
                 response = client.get(path, headers={} if header is None else {"Authorization": header})
                 assert "token" in error_of(response, 401)
                 assert response.headers["www-authenticate"] == "Bearer"
@@ -443,15 +443,6 @@ def test_the_server_leaves_threads_and_signals_alone() -> None:
     with serving() as server:
         assert server.port
     assert set(threading.enumerate()) == before
-
-
-def test_limits_are_checked() -> None:
-    for field, wrong in [("body_bytes", 0), ("connections", -1), ("idle_seconds", float("inf"))]:
-        with pytest.raises(ValueError, match=field):
-            Limits(**{field: wrong})
-    for field, wrong in [("body_bytes", 1.5), ("json_bytes", "1"), ("idle_seconds", None), ("connections", True)]:
-        with pytest.raises(ValueError, match=f"{field}={wrong!r}: expected a "):
-            Limits(**{field: wrong})
 
 
 def test_an_engine_that_is_asked_in_its_loop() -> None:

@@ -1,10 +1,10 @@
-"""The messages of the Open Inference Protocol over gRPC, described in Python: no compiler, no generated code.
+"""The messages of the Open Inference Protocol over gRPC, and of gRPC's health check: no compiler, no generated code.
 
 They live in a pool of their own. A process that also imports a client's generated messages, which bear the same names,
 would otherwise fail at the second description.
 """
 
-from collections.abc import Iterable, Mapping
+import re
 from typing import Any, Final
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
@@ -14,152 +14,125 @@ __all__ = ["HEALTH_SERVICE", "INFERENCE_SERVICE", "message_class"]
 INFERENCE_SERVICE: Final = "inference.GRPCInferenceService"
 HEALTH_SERVICE: Final = "grpc.health.v1.Health"
 
-_TENSOR: Final = {
-    "name": "string 1",
-    "datatype": "string 2",
-    "shape": "repeated int64 3",
-    "parameters": "map InferParameter 4",
-    "contents": "InferTensorContents 5",
+_INFERENCE: Final = """
+message ServerLiveRequest {}
+message ServerLiveResponse { bool live = 1; }
+message ServerReadyRequest {}
+message ServerReadyResponse { bool ready = 1; }
+message ModelReadyRequest { string name = 1; string version = 2; }
+message ModelReadyResponse { bool ready = 1; }
+message ServerMetadataRequest {}
+message ServerMetadataResponse { string name = 1; string version = 2; repeated string extensions = 3; }
+message ModelMetadataRequest { string name = 1; string version = 2; }
+message ModelMetadataResponse {
+  message TensorMetadata { string name = 1; string datatype = 2; repeated int64 shape = 3; }
+  string name = 1; repeated string versions = 2; string platform = 3;
+  repeated TensorMetadata inputs = 4; repeated TensorMetadata outputs = 5;
 }
-_MODEL: Final = {"name": "string 1", "version": "string 2"}
-
-_INFERENCE: Final[Mapping[str, Mapping[str, str]]] = {
-    "ServerLiveRequest": {},
-    "ServerLiveResponse": {"live": "bool 1"},
-    "ServerReadyRequest": {},
-    "ServerReadyResponse": {"ready": "bool 1"},
-    "ModelReadyRequest": _MODEL,
-    "ModelReadyResponse": {"ready": "bool 1"},
-    "ServerMetadataRequest": {},
-    "ServerMetadataResponse": {"name": "string 1", "version": "string 2", "extensions": "repeated string 3"},
-    "ModelMetadataRequest": _MODEL,
-    "ModelMetadataResponse": {
-        "name": "string 1",
-        "versions": "repeated string 2",
-        "platform": "string 3",
-        "inputs": "repeated ModelMetadataResponse.TensorMetadata 4",
-        "outputs": "repeated ModelMetadataResponse.TensorMetadata 5",
-    },
-    "ModelMetadataResponse.TensorMetadata": {"name": "string 1", "datatype": "string 2", "shape": "repeated int64 3"},
-    "ModelInferRequest": {
-        "model_name": "string 1",
-        "model_version": "string 2",
-        "id": "string 3",
-        "parameters": "map InferParameter 4",
-        "inputs": "repeated ModelInferRequest.InferInputTensor 5",
-        "outputs": "repeated ModelInferRequest.InferRequestedOutputTensor 6",
-        "raw_input_contents": "repeated bytes 7",
-    },
-    "ModelInferRequest.InferInputTensor": _TENSOR,
-    "ModelInferRequest.InferRequestedOutputTensor": {"name": "string 1", "parameters": "map InferParameter 2"},
-    "ModelInferResponse": {
-        "model_name": "string 1",
-        "model_version": "string 2",
-        "id": "string 3",
-        "parameters": "map InferParameter 4",
-        "outputs": "repeated ModelInferResponse.InferOutputTensor 5",
-        "raw_output_contents": "repeated bytes 6",
-    },
-    "ModelInferResponse.InferOutputTensor": _TENSOR,
-    "InferParameter": {
-        "bool_param": "oneof bool 1",
-        "int64_param": "oneof int64 2",
-        "string_param": "oneof string 3",
-        "double_param": "oneof double 4",
-        "uint64_param": "oneof uint64 5",
-    },
-    "InferTensorContents": {
-        "bool_contents": "repeated bool 1",
-        "int_contents": "repeated int32 2",
-        "int64_contents": "repeated int64 3",
-        "uint_contents": "repeated uint32 4",
-        "uint64_contents": "repeated uint64 5",
-        "fp32_contents": "repeated float 6",
-        "fp64_contents": "repeated double 7",
-        "bytes_contents": "repeated bytes 8",
-    },
-    # The rest is Triton's: streams of requests, and the list of models.
-    "ModelStreamInferResponse": {"error_message": "string 1", "infer_response": "ModelInferResponse 2"},
-    "RepositoryIndexRequest": {"repository_name": "string 1", "ready": "bool 2"},
-    "RepositoryIndexResponse": {"models": "repeated RepositoryIndexResponse.ModelIndex 1"},
-    "RepositoryIndexResponse.ModelIndex": {
-        "name": "string 1",
-        "version": "string 2",
-        "state": "string 3",
-        "reason": "string 4",
-    },
+message ModelInferRequest {
+  message InferInputTensor {
+    string name = 1; string datatype = 2; repeated int64 shape = 3;
+    map<string, InferParameter> parameters = 4; InferTensorContents contents = 5;
+  }
+  message InferRequestedOutputTensor { string name = 1; map<string, InferParameter> parameters = 2; }
+  string model_name = 1; string model_version = 2; string id = 3; map<string, InferParameter> parameters = 4;
+  repeated InferInputTensor inputs = 5; repeated InferRequestedOutputTensor outputs = 6;
+  repeated bytes raw_input_contents = 7;
 }
-"""Fields of each message as "[repeated | map | oneof] type number"; a map's keys are strings. A dot nests a message."""
-
-_HEALTH: Final[Mapping[str, Mapping[str, str]]] = {
-    "HealthCheckRequest": {"service": "string 1"},
-    # An enum in the original; on the wire the same as an int32.
-    "HealthCheckResponse": {"status": "int32 1"},
+message ModelInferResponse {
+  message InferOutputTensor {
+    string name = 1; string datatype = 2; repeated int64 shape = 3;
+    map<string, InferParameter> parameters = 4; InferTensorContents contents = 5;
+  }
+  string model_name = 1; string model_version = 2; string id = 3; map<string, InferParameter> parameters = 4;
+  repeated InferOutputTensor outputs = 5; repeated bytes raw_output_contents = 6;
 }
+message InferParameter {
+  oneof parameter_choice {
+    bool bool_param = 1; int64 int64_param = 2; string string_param = 3; double double_param = 4;
+    uint64 uint64_param = 5;
+  }
+}
+message InferTensorContents {
+  repeated bool bool_contents = 1; repeated int32 int_contents = 2; repeated int64 int64_contents = 3;
+  repeated uint32 uint_contents = 4; repeated uint64 uint64_contents = 5; repeated float fp32_contents = 6;
+  repeated double fp64_contents = 7; repeated bytes bytes_contents = 8;
+}
+// The rest is Triton's: streams of requests, and the list of models.
+message ModelStreamInferResponse { string error_message = 1; ModelInferResponse infer_response = 2; }
+message RepositoryIndexRequest { string repository_name = 1; bool ready = 2; }
+message RepositoryIndexResponse {
+  message ModelIndex { string name = 1; string version = 2; string state = 3; string reason = 4; }
+  repeated ModelIndex models = 1;
+}
+"""
+_HEALTH: Final = """
+message HealthCheckRequest { string service = 1; }
+message HealthCheckResponse { int32 status = 1; }  // an enum in the original, on the wire the same
+"""
 
-_ONEOF: Final = "parameter_choice"
+_PART: Final = re.compile(
+    r"message (?P<message>\w+) {|oneof (?P<oneof>\w+) {|(?P<end>})|"
+    r"(?P<repeated>repeated )?(?P<map>map<string, )?(?P<type>\w+)>? (?P<name>\w+) = (?P<number>\d+);"
+)
+"""Of what is used here of the language of .proto files."""
 _Field = descriptor_pb2.FieldDescriptorProto
-_SCALARS: Final = {
-    name: getattr(_Field, f"TYPE_{name.upper()}")
-    for name in ("bool", "bytes", "double", "float", "int32", "int64", "string", "uint32", "uint64")
-}
 
 
-def _set_type(field: Any, kind: str, package: str) -> None:
-    if kind in _SCALARS:
-        field.type = _SCALARS[kind]
+def _add_field(message: Any, name: str, number: int, kind: str, *, repeated: object = None) -> Any:
+    field = message.field.add(name=name, number=number)
+    field.label = _Field.LABEL_REPEATED if repeated else _Field.LABEL_OPTIONAL
+    if hasattr(_Field, f"TYPE_{kind.upper()}"):
+        field.type = getattr(_Field, f"TYPE_{kind.upper()}")
     else:
-        field.type = _Field.TYPE_MESSAGE
-        field.type_name = f".{package}.{kind}"
+        field.type, field.type_name = _Field.TYPE_MESSAGE, kind
+    return field
 
 
-def _add_map_entry(message: Any, path: str, field_name: str, kind: str, package: str) -> str:
-    """A map is a repeated message of keys and values on the wire; returns that message's path."""
-    name = field_name.title().replace("_", "") + "Entry"
-    entry = message.nested_type.add(name=name)
-    entry.options.map_entry = True
-    for number, (part, part_kind) in enumerate((("key", "string"), ("value", kind)), 1):
-        _set_type(entry.field.add(name=part, number=number, label=_Field.LABEL_OPTIONAL), part_kind, package)
-    return f"{path}.{name}"
-
-
-def _add_field(message: Any, path: str, name: str, text: str, package: str) -> None:
-    *modifiers, kind, number = text.split()
-    field = message.field.add(name=name, number=int(number), label=_Field.LABEL_OPTIONAL)
-    if modifiers == ["map"]:
-        kind = _add_map_entry(message, path, name, kind, package)
-    if modifiers in (["map"], ["repeated"]):
-        field.label = _Field.LABEL_REPEATED
-    if modifiers == ["oneof"]:
-        if not message.oneof_decl:
-            message.oneof_decl.add(name=_ONEOF)
-        field.oneof_index = 0
-    _set_type(field, kind, package)
-
-
-def _file(package: str, messages: Mapping[str, Mapping[str, str]]) -> Any:
+def _file(package: str, text: str) -> Any:
     file = descriptor_pb2.FileDescriptorProto(name=f"tierstore/{package}.proto", package=package, syntax="proto3")
-    added: dict[str, Any] = {}
-    for path, fields in messages.items():
-        parent, _, name = path.rpartition(".")
-        message = added[parent].nested_type.add(name=name) if parent else file.message_type.add(name=name)
-        added[path] = message
-        for field_name, text in fields.items():
-            _add_field(message, path, field_name, text, package)
+    open_ones: list[Any] = []
+    is_oneof = False
+    for part in _PART.finditer(text):
+        if part["message"]:
+            siblings = open_ones[-1].nested_type if open_ones else file.message_type
+            open_ones.append(siblings.add(name=part["message"]))
+        elif part["oneof"]:
+            open_ones[-1].oneof_decl.add(name=part["oneof"])
+            is_oneof = True
+        elif part["end"]:
+            if not is_oneof:
+                open_ones.pop()
+            is_oneof = False
+        else:
+            message, kind = open_ones[-1], part["type"]
+            if part["map"]:  # on the wire a repeated message of keys and values
+                entry = message.nested_type.add(name=part["name"].title().replace("_", "") + "Entry")
+                entry.options.map_entry = True
+                _add_field(entry, "key", 1, "string")
+                _add_field(entry, "value", 2, kind)
+                kind = entry.name
+            field = _add_field(
+                message, part["name"], int(part["number"]), kind, repeated=part["repeated"] or part["map"]
+            )
+            if is_oneof:
+                field.oneof_index = 0
     return file
 
 
-def _classes(files: Iterable[tuple[str, Mapping[str, Mapping[str, str]]]]) -> dict[str, Any]:
+def _classes() -> dict[str, Any]:
     pool = descriptor_pool.DescriptorPool()
     classes = {}
-    for package, messages in files:
-        pool.Add(_file(package, messages))
-        for path in messages:
-            classes[path] = message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{package}.{path}"))
+    for package, text in (("inference", _INFERENCE), ("grpc.health.v1", _HEALTH)):
+        file = _file(package, text)
+        pool.Add(file)
+        for message in file.message_type:
+            described = pool.FindMessageTypeByName(f"{package}.{message.name}")
+            classes[message.name] = message_factory.GetMessageClass(described)
     return classes
 
 
-_CLASSES: Final = _classes([("inference", _INFERENCE), ("grpc.health.v1", _HEALTH)])
+_CLASSES: Final = _classes()
 
 
 def message_class(name: str) -> Any:

@@ -10,7 +10,6 @@ import grpc
 from grpc import aio
 
 from ..base import Engine
-from ..bearer_token import Token
 from ..limits import Limits
 from .calls import know_makers
 from .service import InferenceService
@@ -95,7 +94,7 @@ class GrpcServer:
         if (certificate is None) != (key is None):
             raise ValueError("TLS wants both certificate and key")
         self._limits = limits or Limits()
-        self._service = InferenceService(engine, self._limits, None if token is None else Token(token))
+        self._service = InferenceService(engine, self._limits, token)
         self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._reuse_port = reuse_port
         self._credentials = _credentials(certificate, key) if certificate and key else None

@@ -3,16 +3,16 @@
 import asyncio
 import logging
 import traceback
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from typing import Any, Final, NamedTuple
 
 import grpc
 
 from ...system.release import __version__
 from ..base import Engine
-from ..bearer_token import Token
-from ..limits import LARGE_RESPONSE_BYTES, Budget, Hold, Limits
+from ..front import Front
+from ..limits import Budget, Hold, Limits
 from ..messages import EXTENSIONS, InferResponse, ServeError, Status
 from . import codec
 from .calls import Call
@@ -48,22 +48,21 @@ class InferenceService:
 
     Args:
         engine: is asked for all that is not protocol.
-        token: that calls must show, but for those about the server's health; None for none.
+        token: that calls must show, but for those about the server's health; None for none. ValueError if it cannot be
+            sent.
     """
 
-    def __init__(self, engine: Engine, limits: Limits, token: Token | None = None) -> None:
+    def __init__(self, engine: Engine, limits: Limits, token: str | None = None) -> None:
         self._engine = engine
         self._limits = limits
-        self._token = token
+        self._front = Front(engine, "grpc", limits, token)
         self._calls = Budget(limits.calls, "{} calls are under way")
         self._streams = Budget(limits.streams, "{} streams are open")
-        self._requests = Budget(limits.bodies_bytes, "the requests under way hold {} bytes")
-        self._unsent = Budget(limits.responses_bytes, "clients have yet to accept {} bytes")
 
     @property
     def unsent_bytes(self) -> int:
         """Bytes of large responses that are being encoded, or that clients have not accepted yet."""
-        return self._unsent.held
+        return self._front.unsent.held
 
     def handlers(self) -> tuple[Any, ...]:
         """For ``grpc.aio.Server.add_generic_rpc_handlers``.
@@ -105,7 +104,8 @@ class InferenceService:
             call = Call(context)
             try:
                 if not is_open:
-                    self._require_token(context)
+                    shown = [value for key, value in context.invocation_metadata() or () if key == "authorization"]
+                    self._front.require_token(shown, "this server wants metadata 'authorization: Bearer TOKEN'")
                 response = await respond(context, call)
             except ServeError as error:
                 failure = error
@@ -123,23 +123,6 @@ class InferenceService:
 
         return handle
 
-    def _require_token(self, context: Any) -> None:
-        if self._token is not None:
-            shown = [value for key, value in context.invocation_metadata() or () if key == "authorization"]
-            if not self._token.is_shown(shown):
-                with self._noting_refusals():
-                    message = "this server wants metadata 'authorization: Bearer TOKEN'"
-                    raise ServeError(Status.UNAUTHENTICATED, message)
-
-    @contextmanager
-    def _noting_refusals(self, request_id: str = "") -> Iterator[None]:
-        """Tell the engine of requests that do not reach it."""
-        try:
-            yield
-        except ServeError as error:
-            self._engine.note_refused("grpc", error, request_id)
-            raise
-
     async def _receive(self, context: Any, seconds: float, what: str) -> bytes | None:
         """The next request of a call; None at its end. Raises ServeError DEADLINE."""
         try:
@@ -151,13 +134,13 @@ class InferenceService:
 
     async def _receive_any(self, context: Any) -> bytes | None:
         """The first request, if there is one."""
-        with self._noting_refusals():
+        with self._front.noting_refusals():
             return await self._receive(context, self._limits.receive_seconds, "the request did not come within")
 
     async def _receive_first(self, context: Any) -> bytes:
         data = await self._receive_any(context)
         if data is None:
-            with self._noting_refusals():
+            with self._front.noting_refusals():
                 raise ServeError(Status.INVALID, "the call ended without a request")
         return data
 
@@ -195,29 +178,24 @@ class InferenceService:
 
     def _model_metadata(self, message: Any) -> Any:
         metadata = self._engine.model(message.name, message.version)
-        tensor_class = message_class("ModelMetadataResponse.TensorMetadata")
         return message_class("ModelMetadataResponse")(
             name=metadata.name,
             versions=metadata.versions,
             platform=metadata.platform,
-            inputs=[tensor_class(**spec._asdict()) for spec in metadata.inputs],
-            outputs=[tensor_class(**spec._asdict()) for spec in metadata.outputs],
+            inputs=[spec._asdict() for spec in metadata.inputs],
+            outputs=[spec._asdict() for spec in metadata.outputs],
         )
 
     def _repository_index(self, message: Any) -> Any:
-        state = "READY" if self._engine.is_ready else "UNAVAILABLE"
-        response = message_class("RepositoryIndexResponse")()
-        for model in self._engine.models() if self._engine.is_ready or not message.ready else ():
-            for version in model.versions:
-                response.models.add(name=model.name, version=version, state=state)
-        return response
+        models = self._front.index() if self._engine.is_ready or not message.ready else ()
+        return message_class("RepositoryIndexResponse")(models=models)
 
     # Inference
 
     async def _model_infer(self, context: Any, call: Call) -> bytes:
         data = await self._receive_first(context)
         with ExitStack() as held:
-            with self._noting_refusals():
+            with self._front.noting_refusals():
                 held.enter_context(self._calls.hold(1))
             encoded, hold = await self._infer(data, context.time_remaining())
         call.when_over(hold.release)
@@ -226,45 +204,38 @@ class InferenceService:
     async def _infer(self, data: bytes, seconds_left: float | None) -> _Answer:
         """The response; ServeError for all that can go wrong."""
         with ExitStack() as held:
-            with self._noting_refusals():
-                held.enter_context(self._requests.hold(len(data)))
+            with self._front.noting_refusals():
+                held.enter_context(self._front.requests.hold(len(data)))
                 raw_request = codec.read_request(data)
-            with self._noting_refusals(raw_request.message.id):
+            with self._front.noting_refusals(raw_request.message.id):
                 request = codec.decode_request(raw_request, seconds_left=seconds_left)
             response = await self._engine.infer(request)
-            with self._noting_refusals(request.id):
+            with self._front.noting_refusals(request.id):
                 return await self._encode(response, bool(raw_request.raws))
 
     async def _encode(self, response: InferResponse, is_raw: bool) -> _Answer:
-        num_elements = codec.count_slow_elements(response, is_raw=is_raw)
-        limit = self._limits.elements
-        if num_elements > limit:
-            raise ServeError(
-                Status.TOO_LARGE,
-                f"the response has {num_elements} elements, and {limit} are sent as typed contents or BYTES; ask with "
-                "raw_input_contents, and it comes raw, or ask for less at once",
-            )
-        size = sum(tensor.data.nbytes for tensor in response.outputs.values() if tensor.datatype != "BYTES")
+        tensors = response.outputs.values()
+        size = sum(tensor.data.nbytes for tensor in tensors)
         if is_raw:
             self._require_size(size)
-        with self._hold_unsent(size):
+        else:
+            way_out = "ask with raw_input_contents, and it comes raw"
+            self._front.require_few(sum(tensor.data.size for tensor in tensors), "typed contents", way_out)
+        with self._front.hold_unsent(size):
             encoded = await codec.encode_response(response, is_raw=is_raw)
             self._require_size(len(encoded))
-        return _Answer(encoded, self._hold_unsent(len(encoded)))
+        return _Answer(encoded, self._front.hold_unsent(len(encoded)))
 
     def _require_size(self, size: int) -> None:
         limit = self._limits.response_bytes
         if size > limit:
             raise ServeError(Status.TOO_LARGE, f"the response has {size} bytes, over {limit}; ask for less at once")
 
-    def _hold_unsent(self, size: int) -> Hold:
-        return self._unsent.hold(size if size > LARGE_RESPONSE_BYTES else 0)
-
     async def _model_stream_infer(self, context: Any, call: Call) -> None:
         """Answers in the order of requests, and computes some at a time; one that fails does not end the stream."""
         first = [await self._receive_any(context)]
         with ExitStack() as held:
-            with self._noting_refusals():
+            with self._front.noting_refusals():
                 held.enter_context(self._calls.hold(1))
                 held.enter_context(self._streams.hold(1))
             try:
@@ -329,4 +300,4 @@ class InferenceService:
             failure = error
         except Exception:
             failure = self._unexpected()
-        return _Answer(codec.encode_stream_error(_details(failure), codec.id_of(data)), Hold(self._unsent))
+        return _Answer(codec.encode_stream_error(_details(failure), codec.id_of(data)), self._front.hold_unsent(0))

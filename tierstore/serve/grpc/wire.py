@@ -5,7 +5,7 @@ large field of a request, and that of a response, are cut out of the bytes and p
 https://protobuf.dev/programming-guides/encoding
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Final
 
 from ..messages import ServeError, Status
@@ -78,10 +78,10 @@ def split_field(message: bytes, number: int) -> tuple[bytes, list[memoryview]]:
     return b"".join(rest), values
 
 
-def join_fields(rest: bytes, number: int, values: Iterable[Sequence[memoryview | bytes]]) -> bytes:
-    """The message with values of a length-delimited field appended to it, each given in pieces."""
+def join_fields(rest: bytes, number: int, values: Iterable[memoryview | bytes]) -> bytes:
+    """The message with values of a length-delimited field appended to it."""
     parts: list[memoryview | bytes] = [rest]
     tag = _varint(number << 3 | _LENGTH_DELIMITED)
-    for pieces in values:
-        parts += [tag, _varint(sum(memoryview(piece).nbytes for piece in pieces)), *pieces]
+    for value in values:
+        parts += [tag, _varint(len(value)), value]
     return b"".join(parts)

@@ -5,8 +5,7 @@ Plain ASGI: paths are few, and what a framework does around each request costs a
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Coroutine, Mapping
 from typing import Any, Final
 from urllib.parse import quote, unquote
 
@@ -16,14 +15,13 @@ from starlette.types import Receive, Scope, Send
 from ...system.excerpt import excerpt
 from ...system.release import __version__
 from ..base import Engine
-from ..bearer_token import Token
-from ..limits import LARGE_RESPONSE_BYTES, Budget, Hold, Limits
+from ..front import Front
+from ..limits import Limits
 from ..messages import EXTENSIONS, ModelMetadata, ServeError, Status
 from ..tensors import JSON_LENGTH_HEADER
 from .body import read_body
 from .infer_body import MAX_ID_CHARACTERS, InferBody, InferCall, count_slow_elements, parse_infer, write_infer
-from .openapi import DESCRIPTION
-from .replies import Header, Reply, error_reply, json_reply, send_reply
+from .replies import Header, Reply, error_reply, json_reply, refusal, send_reply
 
 __all__ = ["RestApp"]
 
@@ -43,25 +41,23 @@ class RestApp:
     def __init__(self, engine: Engine, *, limits: Limits | None = None, token: str | None = None) -> None:
         self._engine = engine
         self._limits = limits or Limits()
-        self._token = None if token is None else Token(token)
-        self._bodies = Budget(self._limits.bodies_bytes, "the requests under way hold {} bytes")
-        self._unsent = Budget(self._limits.responses_bytes, "clients have yet to accept {} bytes")
+        self._front = Front(engine, "http", self._limits, token)
 
     @property
     def held_bytes(self) -> int:
         """Bytes of the bodies of all requests under way."""
-        return self._bodies.held
+        return self._front.requests.held
 
     @property
     def unsent_bytes(self) -> int:
         """Bytes of large responses that are being written, or that clients have not accepted yet."""
-        return self._unsent.held
+        return self._front.unsent.held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise ValueError(f"only HTTP is spoken here, not {scope['type']}")
         try:
-            reply = self._refuse_without_token(scope) or await self._answer(scope, receive)
+            reply = await self._answer(scope, receive)
         except ClientDisconnect:
             return
         except Exception:
@@ -71,32 +67,18 @@ class RestApp:
 
     async def _send(self, send: Send, reply: Reply) -> None:
         try:
-            with self._noting_refusals(), self._hold_unsent(len(reply.body)):
+            with self._front.noting_refusals(), self._front.hold_unsent(len(reply.body)):
                 await send_reply(send, reply)
         except ServeError as error:
-            await send_reply(send, error_reply(error.status.http, str(error)))
-
-    def _hold_unsent(self, size: int) -> Hold:
-        return self._unsent.hold(size if size > LARGE_RESPONSE_BYTES else 0)
-
-    @contextmanager
-    def _noting_refusals(self, request_id: str = "") -> Iterator[None]:
-        """Tell the engine of requests that do not reach it."""
-        try:
-            yield
-        except ServeError as error:
-            self._engine.note_refused("http", error, request_id)
-            raise
-
-    def _refuse_without_token(self, scope: Scope) -> Reply | None:
-        shown = [value for name, value in scope["headers"] if name == b"authorization"]
-        if self._token is None or scope["path"] in _OPEN_PATHS or self._token.is_shown(shown):
-            return None
-        error = ServeError(Status.UNAUTHENTICATED, "give the server's token: Authorization: Bearer TOKEN")
-        self._engine.note_refused("http", error)
-        return error_reply(error.status.http, str(error), (b"www-authenticate", b"Bearer"))
+            await send_reply(send, refusal(error))
 
     async def _answer(self, scope: Scope, receive: Receive) -> Reply:
+        if scope["path"] not in _OPEN_PATHS:
+            shown = [value for name, value in scope["headers"] if name == b"authorization"]
+            try:
+                self._front.require_token(shown, "give the server's token: Authorization: Bearer TOKEN")
+            except ServeError as error:
+                return refusal(error, (b"www-authenticate", b"Bearer"))
         parts = _parts(scope)
         match parts:
             case ["", "v2", "models", name, "infer"]:
@@ -104,11 +86,12 @@ class RestApp:
             case ["", "v2", "models", name, "versions", version, "infer"] if version:
                 return await self._infer(scope, receive, name, version)
             case ["", "v2", "repository", "index"]:
-                return self._index() if scope["method"] == "POST" else _not_allowed(scope, b"POST")
+                # Of the body, which may ask for ready ones only, nothing is read.
+                return json_reply(self._front.index()) if scope["method"] == "POST" else _not_allowed(scope, b"POST")
         value = self._look_up(parts)
         if value is None:
             where = excerpt(scope["path"])
-            return error_reply(404, f"there is nothing at {where}; /v2/openapi.json lists what is served")
+            return error_reply(404, f"there is nothing at {where}; POST /v2/repository/index lists the models")
         if scope["method"] not in ("GET", "HEAD"):
             return _not_allowed(scope, b"GET, HEAD")
         return value
@@ -118,12 +101,10 @@ class RestApp:
         match parts:
             case ["", "v2"]:
                 return json_reply({"name": "tierstore", "version": __version__, "extensions": EXTENSIONS})
-            case ["", "v2", "openapi.json"]:
-                return json_reply(DESCRIPTION)
             case ["", "v2", "health", "live"]:
-                return _health("live", self._engine.is_live)
+                return _ready(self._engine.is_live, "live")
             case ["", "v2", "health", "ready"]:
-                return _health("ready", self._engine.is_ready)
+                return _ready(self._engine.is_ready, "ready")
             case ["", "v2", "models", name]:
                 return self._model(name, "")
             case ["", "v2", "models", name, "ready"]:
@@ -134,26 +115,18 @@ class RestApp:
                 return self._model_ready(name, version)
         return None
 
-    def _index(self) -> Reply:
-        """All models, as Triton lists them; of the body, which may ask for ready ones only, nothing is read."""
-        state = "READY" if self._engine.is_ready else "UNAVAILABLE"
-        return json_reply(
-            [{"name": each.name, "version": each.versions[-1], "state": state} for each in self._engine.models()]
-        )
-
     def _model(self, name: str, version: str) -> Reply:
         try:
             return json_reply(_metadata(self._engine.model(name, version)))
         except ServeError as error:
-            return error_reply(error.status.http, str(error))
+            return refusal(error)
 
     def _model_ready(self, name: str, version: str) -> Reply:
         try:
             self._engine.model(name, version)
         except ServeError as error:
-            return error_reply(error.status.http, str(error))
-        ready = self._engine.is_ready
-        return json_reply({"name": name, "ready": ready}, 200 if ready else 503)
+            return refusal(error)
+        return _ready(self._engine.is_ready, "ready", name=name)
 
     async def _infer(self, scope: Scope, receive: Receive, model: str, version: str) -> Reply:
         if scope["method"] != "POST":
@@ -162,8 +135,8 @@ class RestApp:
         given_id = headers.get(b"x-request-id", b"").decode("latin-1")
         request_id = given_id
         try:
-            with self._bodies.hold() as held:
-                with self._noting_refusals(given_id[:MAX_ID_CHARACTERS]):
+            with self._front.requests.hold() as held:
+                with self._front.noting_refusals(given_id[:MAX_ID_CHARACTERS]):
                     self._engine.model(model, version)
                     body = await read_body(held, self._limits.body_bytes, headers, receive)
                     call = self._parse(body, headers, model, version, given_id)
@@ -172,20 +145,15 @@ class RestApp:
                 written = await _while_connected(self._infer_and_write(call), receive)
                 return _infer_reply(written, request_id)
         except ServeError as error:
-            return error_reply(error.status.http, str(error), *_id_header(request_id))
+            return refusal(error, *_id_header(request_id))
 
     async def _infer_and_write(self, call: InferCall) -> InferBody:
         response = await self._engine.infer(call.request)
-        num_elements, most = count_slow_elements(response, call.wanted), self._limits.elements
         size = sum(tensor.data.nbytes for tensor in response.outputs.values())
-        with self._noting_refusals(call.request.id):
-            if num_elements > most:
-                raise ServeError(
-                    Status.TOO_LARGE,
-                    f"the response has {num_elements} numbers, and {most} are sent as JSON; ask for binary data (the "
-                    "parameter binary_data_output), or for less at once",
-                )
-            with self._hold_unsent(size):
+        with self._front.noting_refusals(call.request.id):
+            way_out = "ask for binary data (the parameter binary_data_output)"
+            self._front.require_few(count_slow_elements(response, call.wanted), "JSON", way_out)
+            with self._front.hold_unsent(size):
                 return await write_infer(response, call.wanted)
 
     def _parse(
@@ -266,8 +234,8 @@ def _not_allowed(scope: Scope, methods: bytes) -> Reply:
     return error_reply(405, message, (b"allow", methods))
 
 
-def _health(name: str, good: bool) -> Reply:
-    return json_reply({name: good}, 200 if good else 503)
+def _ready(good: bool, what: str, **more: str) -> Reply:
+    return json_reply({**more, what: good}, 200 if good else 503)
 
 
 def _metadata(model: ModelMetadata) -> dict[str, Any]:

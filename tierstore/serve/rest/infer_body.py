@@ -14,12 +14,11 @@ from ...system.excerpt import excerpt
 from ..messages import InferRequest, InferResponse, InferTensor, ServeError, Status
 from ..tensors import (
     JSON_LENGTH_HEADER,
-    MAX_BYTES_ELEMENTS,
     MAX_TENSORS,
-    TensorHead,
     binary_data,
     parse_binary_data,
-    parse_head,
+    parse_input_head,
+    parse_timeout,
     require_supported,
 )
 from .json_tensors import parse_json_data, write_json_data
@@ -27,8 +26,6 @@ from .json_tensors import parse_json_data, write_json_data
 __all__ = [
     "MAX_ID_CHARACTERS",
     "MAX_JSON_LISTS",
-    "MAX_PARAMETERS",
-    "MAX_TIMEOUT_MICROSECONDS",
     "InferBody",
     "InferCall",
     "WantedOutputs",
@@ -40,8 +37,6 @@ __all__ = [
 MAX_ID_CHARACTERS: Final = 1000
 MAX_JSON_LISTS: Final = 1 << 16
 """Lists and objects in the JSON. Each takes 25 times its two bytes, and far longer to parse than a number."""
-MAX_PARAMETERS: Final = 100
-MAX_TIMEOUT_MICROSECONDS: Final = 24 * 3600 * 10**6
 _EMPTY: Final[dict[str, Any]] = {}
 _KINDS: Final = {dict: "a JSON object", list: "a list", bool: "true or false", str: "a string"}
 
@@ -70,30 +65,6 @@ class InferBody(NamedTuple):
 
     data: bytes
     json_bytes: int | None
-
-
-class _BinaryData:
-    """What stands behind the JSON, taken input by input."""
-
-    def __init__(self, data: memoryview) -> None:
-        self._data = data
-        self._bytes_elements = 0
-
-    def take(self, head: TensorHead, size: object) -> InferTensor:
-        if type(size) is not int or size < 0:
-            raise head.invalid(f"binary_data_size {excerpt(size)} must be an integer from 0 on")
-        if size > len(self._data):
-            raise head.invalid(f"binary_data_size is {size}, but only {len(self._data)} bytes are left")
-        if head.datatype == "BYTES":
-            self._bytes_elements += head.num_elements
-            if self._bytes_elements > MAX_BYTES_ELEMENTS:
-                raise head.invalid(f"a request has at most {MAX_BYTES_ELEMENTS} BYTES elements")
-        taken, self._data = self._data[:size], self._data[size:]
-        return parse_binary_data(head, taken)
-
-    def require_end(self) -> None:
-        if self._data:
-            raise ServeError(Status.INVALID, f"{len(self._data)} bytes of binary data belong to no input")
 
 
 def parse_infer(
@@ -127,12 +98,10 @@ def parse_infer(
             Status.TOO_LARGE, f"JSON of {end} bytes is longer than {json_bytes_max}; send large tensors as binary data"
         )
     message = _typed(dict, _parse_json(bytes(view[:end])), "the request")
-    parameters = _parameters(message)
-    binary = _BinaryData(view[end:])
-    inputs = _inputs(message, binary)
-    binary.require_end()
-    default = _typed(bool, parameters.pop("binary_data_output", False), "parameter binary_data_output")
-    deadline = _deadline(parameters.pop("timeout", 0))
+    parameters = _typed(dict, message.get("parameters", _EMPTY), "parameters")
+    inputs = _inputs(message, view[end:])
+    default = _typed(bool, parameters.get("binary_data_output", False), "parameter binary_data_output")
+    seconds = parse_timeout(parameters.get("timeout", 0))
     wanted = WantedOutputs(_wanted(message, default), default)
     request = InferRequest(
         model=model,
@@ -140,8 +109,7 @@ def parse_infer(
         id=_id(message, default_id),
         inputs=inputs,
         outputs=tuple(wanted.by_name),
-        deadline=deadline,
-        parameters=parameters,
+        deadline=None if seconds is None else time.monotonic() + seconds,
         protocol="http",
     )
     return InferCall(request, wanted)
@@ -166,24 +134,17 @@ def _typed(kind: type[_T], value: object, what: str) -> _T:
 
 
 def _entries(message: dict[str, Any], key: str) -> Iterator[dict[str, Any]]:
-    """The objects of a list of inputs or outputs."""
+    """The objects of a list of inputs or outputs; their parameters are objects, too."""
     values = _typed(list, message[key], key)
     if len(values) > MAX_TENSORS:
         raise ServeError(Status.INVALID, f"{len(values)} {key} are more than {MAX_TENSORS}")
-    for number, value in enumerate(values):
-        yield value if type(value) is dict else _typed(dict, value, f"{key}[{number}]")
-
-
-def _parameters(message: dict[str, Any]) -> dict[str, bool | int | float | str]:
-    parameters = _typed(dict, message.get("parameters", {}), "parameters")
-    if len(parameters) > MAX_PARAMETERS:
-        raise ServeError(Status.INVALID, f"{len(parameters)} parameters are more than {MAX_PARAMETERS}")
-    for name, value in parameters.items():
-        if not isinstance(value, bool | int | float | str):
-            raise ServeError(
-                Status.INVALID, f"parameter {excerpt(name)} must be a boolean, number or string, not {excerpt(value)}"
-            )
-    return parameters
+    for number, value in enumerate(values):  # texts are made only where they are needed: there may be many
+        if type(value) is not dict:
+            raise ServeError(Status.INVALID, f"{key}[{number}] must be a JSON object, not {excerpt(value)}")
+        if type(value.get("parameters", _EMPTY)) is not dict:
+            of = f"parameters of {key[:-1]} {excerpt(value.get('name'))}"
+            raise ServeError(Status.INVALID, f"{of} must be a JSON object")
+        yield value
 
 
 def _id(message: dict[str, Any], default: str) -> str:
@@ -193,31 +154,28 @@ def _id(message: dict[str, Any], default: str) -> str:
     return given or default
 
 
-def _deadline(timeout: object) -> float | None:
-    """The time at which ``timeout`` microseconds from now are over; 0 means none."""
-    if type(timeout) is not int or not 0 <= timeout <= MAX_TIMEOUT_MICROSECONDS:
-        raise ServeError(
-            Status.INVALID,
-            f"parameter timeout must be microseconds from 0 to {MAX_TIMEOUT_MICROSECONDS}, not {excerpt(timeout)}",
-        )
-    return time.monotonic() + timeout / 1e6 if timeout else None
-
-
-def _inputs(message: dict[str, Any], binary: _BinaryData) -> dict[str, InferTensor]:
+def _inputs(message: dict[str, Any], binary: memoryview) -> dict[str, InferTensor]:
+    """Inputs by name; those of binary data are taken from ``binary`` in their order, and leave nothing of it."""
     if "inputs" not in message:
         raise ServeError(Status.INVALID, "the request has no inputs")
     inputs: dict[str, InferTensor] = {}
     for entry in _entries(message, "inputs"):
-        head = parse_head(entry.get("name"), entry.get("datatype"), entry.get("shape"))
-        if head.name in inputs:
-            raise head.invalid("given twice")
-        parameters = _tensor_parameters(entry, "input", head.name)
+        parameters = entry.get("parameters", _EMPTY)
+        head = parse_input_head(entry.get("name"), entry.get("datatype"), entry.get("shape"), parameters, inputs)
         if ("data" in entry) == ("binary_data_size" in parameters):
             raise head.invalid("needs either data or the parameter binary_data_size")
         if "data" in entry:
             inputs[head.name] = parse_json_data(head, entry["data"])
-        else:
-            inputs[head.name] = binary.take(head, parameters["binary_data_size"])
+            continue
+        size = parameters["binary_data_size"]
+        if type(size) is not int or size < 0:
+            raise head.invalid(f"binary_data_size {excerpt(size)} must be an integer from 0 on")
+        if size > len(binary):
+            raise head.invalid(f"binary_data_size is {size}, but only {len(binary)} bytes are left")
+        inputs[head.name] = parse_binary_data(head, binary[:size])
+        binary = binary[size:]
+    if binary:
+        raise ServeError(Status.INVALID, f"{len(binary)} bytes of binary data belong to no input")
     return inputs
 
 
@@ -227,35 +185,19 @@ def _wanted(message: dict[str, Any], default: bool) -> dict[str, bool]:
         name = entry.get("name")
         if not isinstance(name, str) or name in wanted:
             raise ServeError(Status.INVALID, f"outputs[{number}] must have a name of its own, not {excerpt(name)}")
-        asked = _tensor_parameters(entry, "output", name).get("binary_data", default)
-        wanted[name] = asked if type(asked) is bool else _typed(bool, asked, f"binary_data of output {excerpt(name)}")
+        parameters = entry.get("parameters", _EMPTY)
+        require_supported("output", name, parameters)
+        wanted[name] = _typed(bool, parameters.get("binary_data", default), f"binary_data of output {excerpt(name)}")
     return wanted
 
 
-def _tensor_parameters(entry: dict[str, Any], kind: str, name: str) -> dict[str, Any]:
-    """The parameters of an input or an output."""
-    parameters = entry.get("parameters", _EMPTY)
-    if type(parameters) is not dict:  # the text is made only where it is needed: there may be thousands of inputs
-        raise ServeError(Status.INVALID, f"parameters of {kind} {excerpt(name)} must be a JSON object")
-    require_supported(kind, name, parameters)
-    return parameters
-
-
 def count_slow_elements(response: InferResponse, wanted: WantedOutputs) -> int:
-    """Elements of a response that are written one by one: those of JSON, and BYTES."""
-    return sum(
-        tensor.data.size
-        for name, tensor in response.outputs.items()
-        if tensor.datatype == "BYTES" or not wanted.is_binary(name)
-    )
+    """Numbers of a response that are written one by one: those of JSON."""
+    return sum(tensor.data.size for name, tensor in response.outputs.items() if not wanted.is_binary(name))
 
 
 async def write_infer(response: InferResponse, wanted: WantedOutputs) -> InferBody:
-    """The body of a response.
-
-    Raises:
-        ServeError: INVALID, if an output is wanted as JSON that JSON cannot carry.
-    """
+    """The body of a response."""
     outputs: list[dict[str, Any]] = []
     parts: list[bytes | memoryview] = [b""]
     for name, tensor in response.outputs.items():
@@ -264,10 +206,9 @@ async def write_infer(response: InferResponse, wanted: WantedOutputs) -> InferBo
             parts.append(binary_data(tensor))
             output["parameters"] = {"binary_data_size": len(parts[-1])}
         else:
-            output["data"] = await write_json_data(name, tensor)
+            output["data"] = await write_json_data(tensor)
         outputs.append(output)
     answer: dict[str, Any] = {"model_name": response.model, "model_version": response.version}
     answer |= {"id": response.id} if response.id else {}
-    answer |= {"parameters": dict(response.parameters)} if response.parameters else {}
     parts[0] = orjson.dumps({**answer, "outputs": outputs})
     return InferBody(b"".join(parts), len(parts[0]) if len(parts) > 1 else None)

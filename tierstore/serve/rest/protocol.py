@@ -210,7 +210,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._give_up()
         transport: Any = self.transport
         if not is_amid_response:
-            transport.write(raw_error(refusal.status.http, str(refusal)))
+            transport.write(raw_error(refusal))
         self.flow.resume_reading()
         if transport.can_write_eof():
             transport.write_eof()

@@ -7,8 +7,9 @@ import orjson
 from starlette.types import Send
 
 from ..limits import LARGE_RESPONSE_BYTES
+from ..messages import ServeError
 
-__all__ = ["Header", "Reply", "error_reply", "json_reply", "raw_error", "send_reply"]
+__all__ = ["Header", "Reply", "error_reply", "json_reply", "raw_error", "refusal", "send_reply"]
 
 Header = tuple[bytes, bytes]
 _JSON: Final[Header] = (b"content-type", b"application/json")
@@ -30,6 +31,10 @@ def error_reply(status: int, message: str, *headers: Header) -> Reply:
     return Reply(status, _error_body(message), (_JSON, *headers))
 
 
+def refusal(error: ServeError, *headers: Header) -> Reply:
+    return error_reply(error.status.http, str(error), *headers)
+
+
 def _error_body(message: str) -> bytes:
     return orjson.dumps({"error": message.encode(errors="replace").decode()})
 
@@ -44,9 +49,9 @@ async def send_reply(send: Send, reply: Reply) -> None:
         await send({"type": "http.response.body", "body": b""})
 
 
-def raw_error(status: int, message: str) -> bytes:
+def raw_error(error: ServeError) -> bytes:
     """As it goes over the wire, last on its connection."""
-    body = _error_body(message)
+    status, body = error.status.http, _error_body(str(error))
     return b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s" % (
         status,
         HTTPStatus(status).phrase.encode(),

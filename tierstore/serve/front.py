@@ -1,0 +1,63 @@
+"""What REST and gRPC do alike around a request: who may ask, what is refused, and how much is held of answers."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+from .base import Engine
+from .bearer_token import Token
+from .limits import LARGE_RESPONSE_BYTES, Budget, Hold, Limits
+from .messages import ServeError, Status
+
+__all__ = ["Front"]
+
+
+class Front:
+    """One protocol's side of the engine.
+
+    Args:
+        protocol: "http" or "grpc".
+        token: that requests must show, but for those about the server's health; None for none. ValueError if it cannot
+            be sent.
+    """
+
+    def __init__(self, engine: Engine, protocol: str, limits: Limits, token: str | None) -> None:
+        self.engine: Final = engine
+        self.limits: Final = limits
+        self.requests: Final = Budget(limits.bodies_bytes, "the requests under way hold {} bytes")
+        self.unsent: Final = Budget(limits.responses_bytes, "clients have yet to accept {} bytes")
+        self._protocol = protocol
+        self._token = None if token is None else Token(token)
+
+    @contextmanager
+    def noting_refusals(self, request_id: str = "") -> Iterator[None]:
+        """Tell the engine of requests that do not reach it."""
+        try:
+            yield
+        except ServeError as error:
+            self.engine.note_refused(self._protocol, error, request_id)
+            raise
+
+    def require_token(self, shown: Sequence[str | bytes], way_out: str) -> None:
+        """ServeError UNAUTHENTICATED unless these values of a request's "authorization" show the token."""
+        if self._token is not None and not self._token.is_shown(shown):
+            with self.noting_refusals():
+                raise ServeError(Status.UNAUTHENTICATED, way_out)
+
+    def require_few(self, num_elements: int, form: str, way_out: str) -> None:
+        """ServeError TOO_LARGE for a response that has more numbers than are encoded one by one."""
+        if num_elements > self.limits.elements:
+            raise ServeError(
+                Status.TOO_LARGE,
+                f"the response has {num_elements} numbers, and {self.limits.elements} are sent as {form}; {way_out}, "
+                "or for less at once",
+            )
+
+    def hold_unsent(self, size: int) -> Hold:
+        """A large response's part of what clients may leave unaccepted."""
+        return self.unsent.hold(size if size > LARGE_RESPONSE_BYTES else 0)
+
+    def index(self) -> list[dict[str, str]]:
+        """All models as Triton lists them."""
+        state = "READY" if self.engine.is_ready else "UNAVAILABLE"
+        return [{"name": each.name, "version": each.versions[-1], "state": state} for each in self.engine.models()]
