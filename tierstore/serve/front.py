@@ -4,12 +4,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
+from ..system.release import __version__
 from .base import Engine
 from .bearer_token import Token
 from .limits import LARGE_RESPONSE_BYTES, Budget, Hold, Limits
 from .messages import ServeError, Status
 
-__all__ = ["Front"]
+__all__ = ["SERVER", "Front"]
+
+SERVER: Final = {"name": "tierstore", "version": __version__, "extensions": ["binary_tensor_data"]}
+"""The server's metadata."""
 
 
 class Front:

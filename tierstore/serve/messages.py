@@ -16,7 +16,6 @@ from ..errors import TierstoreError
 
 __all__ = [
     "DATATYPES",
-    "EXTENSIONS",
     "InferRequest",
     "InferResponse",
     "InferTensor",
@@ -32,8 +31,6 @@ DATATYPES: Final[Mapping[str, "np.dtype[Any]"]] = {
     "FP32": np.dtype(np.float32),
 }
 """Those of the protocol's datatypes that models take and give, and what they are in numpy, little-endian."""
-
-EXTENSIONS: Final = ("binary_tensor_data",)
 
 
 class Status(Enum):
@@ -79,7 +76,8 @@ class InferTensor(NamedTuple):
     data: NDArray[Any]
 
 
-class TensorSpec(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
     """What a model takes or gives under a name; -1 stands for a length that varies."""
 
     name: str

@@ -119,7 +119,7 @@ def succeeds(stub: Any) -> bool:
 
 
 def unsent_bytes(served: Served) -> int:
-    return served.server._service.unsent_bytes
+    return served.server._service.front.unsent.held
 
 
 def test_a_streams_answers_that_nobody_reads_are_bounded(stub_of: Callable[..., Any]) -> None:

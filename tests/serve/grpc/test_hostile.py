@@ -59,7 +59,7 @@ def call_nobody(client: RawClient) -> None:
 
 
 def unsent_bytes(served: Served) -> int:
-    return served.server._service.unsent_bytes
+    return served.server._service.front.unsent.held
 
 
 def answers_of(stub: Any, size: int = 1) -> int:

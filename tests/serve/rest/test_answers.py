@@ -67,12 +67,12 @@ def test_others_are_answered_while_a_large_answer_is_written(
         answer = pool.submit(httpx.post, url, timeout=SECONDS, trust_env=False, **body_of(LARGE, is_binary=False))
         assert held.began.wait(SECONDS)
         assert client.get("/v2/health/live").status_code == 200
-        assert server.app.unsent_bytes == 4 * LARGE
+        assert server.app.front.unsent.held == 4 * LARGE
         assert not answer.done()
         held.may_go_on.set()
         (output,) = answer.result(SECONDS).json()["outputs"]
     assert output["data"] == list(range(LARGE))
-    server.wait_until(lambda: server.app.unsent_bytes == 0)
+    server.wait_until(lambda: server.app.front.unsent.held == 0)
 
 
 def test_an_answer_that_nobody_waits_for_is_not_written_on(server: RestServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_an_answer_that_nobody_waits_for_is_not_written_on(server: RestServer, m
     with server.connect() as sock:
         sock.sendall(head + b"\r\n" + body["content"])
         assert held.began.wait(SECONDS)
-    server.wait_until(lambda: server.app.held_bytes == server.app.unsent_bytes == 0)
+    server.wait_until(lambda: server.app.front.requests.held == server.app.front.unsent.held == 0)
     held.may_go_on.set()
     assert httpx.get(f"http://{server.address}/v2/health/live", trust_env=False).status_code == 200
 

@@ -215,5 +215,5 @@ def test_many_at_once(use_uvloop: bool) -> None:
     with serving(use_uvloop=use_uvloop) as running:
         asyncio.run(main(running.address))
         assert len(running.engine.seen) == 100
-        assert running.app.held_bytes == 0
+        assert running.app.front.requests.held == 0
         assert running.refused == running.engine.refused == []

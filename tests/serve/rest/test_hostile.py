@@ -90,7 +90,7 @@ def test_slow_senders(server: RestServer, start: bytes, piece: bytes, status: by
         assert answered == b""
     if status == b"408":
         assert b'"error":"the request took longer than 0.3 seconds"' in answered
-    server.wait_until(lambda: server.app.held_bytes == 0)
+    server.wait_until(lambda: server.app.front.requests.held == 0)
     assert_serves(server)
 
 
@@ -138,7 +138,7 @@ def test_who_does_not_read_the_answer(server: RestServer) -> None:
         except OSError:
             pass
         server.wait_until(lambda: server.server.num_connections == 0)
-    server.wait_until(lambda: server.app.held_bytes == 0)
+    server.wait_until(lambda: server.app.front.requests.held == 0)
     assert_serves(server)
 
 
@@ -155,7 +155,7 @@ def test_answers_that_nobody_reads_are_bounded() -> None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             sock.connect(("127.0.0.1", server.port))
             sock.sendall(large)
-            server.wait_until(lambda count=count: server.app.unsent_bytes >= count * size)
+            server.wait_until(lambda count=count: server.app.front.unsent.held >= count * size)
         with socket.create_connection(("127.0.0.1", server.port), SECONDS) as sock:
             sock.sendall(large)
             answer = read_answer(sock)
@@ -163,7 +163,7 @@ def test_answers_that_nobody_reads_are_bounded() -> None:
         assert server.engine.refused[0][1].status is Status.OVERLOADED
         assert_serves(server)
         opened.close()
-        server.wait_until(lambda: server.app.unsent_bytes == 0)
+        server.wait_until(lambda: server.app.front.unsent.held == 0)
 
 
 def test_too_many_connections() -> None:
@@ -336,7 +336,7 @@ def test_a_client_is_disconnected_amid_everything(patient: RestServer) -> None:
         with patient.connect() as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
             sock.sendall(whole[:end])
-    patient.wait_until(lambda: patient.server.num_connections == 0 and patient.app.held_bytes == 0)
+    patient.wait_until(lambda: patient.server.num_connections == 0 and patient.app.front.requests.held == 0)
     assert_serves(patient)
 
 

@@ -210,7 +210,7 @@ def test_content_encoding(client: httpx.Client, server: RestServer, encoding: st
     else:
         error = error_of(response, status)
         assert status != 413 or "longer than 100000 bytes" in error
-    server.wait_until(lambda: server.app.held_bytes == 0)
+    server.wait_until(lambda: server.app.front.requests.held == 0)
 
 
 NOTHING = b"\x00\x00\x00\xff\xff"
@@ -247,7 +247,7 @@ def test_bodies_that_are_too_large(client: httpx.Client, server: RestServer) -> 
     assert "send large tensors as binary data" in error_of(client.post(INFER, content=b" " * 50_001), 413)
     # The connection goes on after each.
     assert client.post(INFER, json=X).status_code == 200
-    server.wait_until(lambda: server.app.held_bytes == 0)
+    server.wait_until(lambda: server.app.front.requests.held == 0)
 
 
 def test_a_body_is_refused_by_its_length_alone(server: RestServer) -> None:
@@ -261,14 +261,14 @@ def test_all_bodies_together_are_bounded() -> None:
     with serving(limits=limits) as server, server.connect() as first, server.connect() as second:
         head = b"POST " + INFER.encode() + b" HTTP/1.1\r\nhost: a\r\ncontent-length: 10000\r\n\r\n"
         first.sendall(head + b" " * 9000)
-        server.wait_until(lambda: server.app.held_bytes == 9000)
+        server.wait_until(lambda: server.app.front.requests.held == 9000)
         second.sendall(head + b" " * 10_000)
         answer = read_answer(second)
         assert answer.status == 503
         assert b"try again" in answer.body
         first.sendall(orjson.dumps(X).rjust(1000))
         assert read_answer(first).status == 200
-        server.wait_until(lambda: server.app.held_bytes == 0)
+        server.wait_until(lambda: server.app.front.requests.held == 0)
 
 
 def test_an_unexpected_error_tells_nothing(client: httpx.Client, server: RestServer) -> None:
@@ -296,15 +296,15 @@ def test_who_disconnects_is_not_worked_for(use_uvloop: bool) -> None:
             server.wait_until(lambda: len(engine.seen) == 2)
             assert not engine.cancelled
         server.wait_until(lambda: len(engine.cancelled) == 2)
-        server.wait_until(lambda: server.app.held_bytes == 0 and server.server.num_connections == 0)
+        server.wait_until(lambda: server.app.front.requests.held == 0 and server.server.num_connections == 0)
         assert len(engine.seen) == 2, "the second of the pipelined ones was begun"
 
 
 def test_who_disconnects_amid_a_body_is_forgotten(server: RestServer) -> None:
     with server.connect() as sock:
         sock.sendall(b"POST " + INFER.encode() + b" HTTP/1.1\r\nhost: a\r\ncontent-length: 5000\r\n\r\n" + b" " * 999)
-        server.wait_until(lambda: server.app.held_bytes == 999)
-    server.wait_until(lambda: server.app.held_bytes == 0)
+        server.wait_until(lambda: server.app.front.requests.held == 999)
+    server.wait_until(lambda: server.app.front.requests.held == 0)
 
 
 # Tokens

@@ -3,17 +3,17 @@
 import asyncio
 import logging
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import asdict
 from typing import Any, Final, NamedTuple
 
 import grpc
 
-from ...system.release import __version__
 from ..base import Engine
-from ..front import Front
+from ..front import SERVER, Front
 from ..limits import Budget, Hold, Limits
-from ..messages import EXTENSIONS, InferResponse, ServeError, Status
+from ..messages import InferResponse, ServeError, Status
 from . import codec
 from .calls import Call
 from .messages import HEALTH_SERVICE, INFERENCE_SERVICE, message_class
@@ -27,8 +27,6 @@ _MAX_DETAIL_CHARACTERS: Final = 512
 _MAX_STREAM_REQUESTS: Final = 8
 """Of one stream, that wait for their answers."""
 _SERVING, _NOT_SERVING = 1, 2
-
-_Respond = Callable[[Any], Any]
 
 
 def _details(error: ServeError) -> str:
@@ -48,21 +46,15 @@ class InferenceService:
 
     Args:
         engine: is asked for all that is not protocol.
-        token: that calls must show, but for those about the server's health; None for none. ValueError if it cannot be
-            sent.
+        token: see ``Front``.
     """
 
     def __init__(self, engine: Engine, limits: Limits, token: str | None = None) -> None:
         self._engine = engine
         self._limits = limits
-        self._front = Front(engine, "grpc", limits, token)
+        self.front = Front(engine, "grpc", limits, token)
         self._calls = Budget(limits.calls, "{} calls are under way")
         self._streams = Budget(limits.streams, "{} streams are open")
-
-    @property
-    def unsent_bytes(self) -> int:
-        """Bytes of large responses that are being encoded, or that clients have not accepted yet."""
-        return self._front.unsent.held
 
     def handlers(self) -> tuple[Any, ...]:
         """For ``grpc.aio.Server.add_generic_rpc_handlers``.
@@ -70,18 +62,18 @@ class InferenceService:
         Calls are given bytes and return bytes: a malformed message then has a status of ours, and not gRPC's. Those of
         one message are declared as of many: gRPC then leaves it to us how long to wait for it.
         """
-        answers: dict[str, _Respond] = {
-            "ServerMetadata": self._server_metadata,
-            "ModelReady": self._model_ready,
-            "ModelMetadata": self._model_metadata,
-            "RepositoryIndex": self._repository_index,
+        engine, asked = self._engine, self._asked
+        methods = {
+            "ServerLive": asked("ServerLive", lambda _: {"live": engine.is_live}, is_open=True),
+            "ServerReady": asked("ServerReady", lambda _: {"ready": engine.is_ready}, is_open=True),
+            "ServerMetadata": asked("ServerMetadata", lambda _: SERVER),
+            "ModelReady": asked("ModelReady", self._model_ready),
+            "ModelMetadata": asked("ModelMetadata", self._model_metadata),
+            "RepositoryIndex": asked("RepositoryIndex", self._repository_index),
+            "ModelInfer": grpc.stream_unary_rpc_method_handler(self._unary(self._model_infer)),
+            "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self._unary(self._model_stream_infer)),
         }
-        open_answers: dict[str, _Respond] = {"ServerLive": self._server_live, "ServerReady": self._server_ready}
-        methods = {name: self._asked(f"{name}Request", answer) for name, answer in answers.items()}
-        methods |= {name: self._asked(f"{name}Request", each, is_open=True) for name, each in open_answers.items()}
-        methods["ModelInfer"] = grpc.stream_unary_rpc_method_handler(self._unary(self._model_infer))
-        methods["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(self._unary(self._model_stream_infer))
-        health = {"Check": self._asked("HealthCheckRequest", self._check, is_open=True)}
+        health = {"Check": asked("HealthCheck", self._check, is_open=True)}
         return (
             grpc.method_handlers_generic_handler(INFERENCE_SERVICE, methods),
             grpc.method_handlers_generic_handler(HEALTH_SERVICE, health),
@@ -89,10 +81,12 @@ class InferenceService:
 
     # Calls
 
-    def _asked(self, request_name: str, answer: _Respond, *, is_open: bool = False) -> Any:
+    def _asked(self, name: str, answer: Callable[[Any], Mapping[str, Any]], *, is_open: bool = False) -> Any:
+        """A handler of requests of that name, whose response has the fields that ``answer`` gives."""
+
         async def respond(context: Any, _: Call) -> bytes:
-            data = await self._receive_first(context)
-            return bytes(answer(codec.parse(request_name, data)).SerializeToString())
+            request = codec.parse(f"{name}Request", await self._receive_first(context))
+            return bytes(message_class(f"{name}Response")(**answer(request)).SerializeToString())
 
         return grpc.stream_unary_rpc_method_handler(self._unary(respond, is_open=is_open))
 
@@ -105,7 +99,7 @@ class InferenceService:
             try:
                 if not is_open:
                     shown = [value for key, value in context.invocation_metadata() or () if key == "authorization"]
-                    self._front.require_token(shown, "this server wants metadata 'authorization: Bearer TOKEN'")
+                    self.front.require_token(shown, "this server wants metadata 'authorization: Bearer TOKEN'")
                 response = await respond(context, call)
             except ServeError as error:
                 failure = error
@@ -134,13 +128,13 @@ class InferenceService:
 
     async def _receive_any(self, context: Any) -> bytes | None:
         """The first request, if there is one."""
-        with self._front.noting_refusals():
+        with self.front.noting_refusals():
             return await self._receive(context, self._limits.receive_seconds, "the request did not come within")
 
     async def _receive_first(self, context: Any) -> bytes:
         data = await self._receive_any(context)
         if data is None:
-            with self._front.noting_refusals():
+            with self.front.noting_refusals():
                 raise ServeError(Status.INVALID, "the call ended without a request")
         return data
 
@@ -151,51 +145,35 @@ class InferenceService:
 
     # Health and metadata
 
-    def _server_live(self, _: Any) -> Any:
-        return message_class("ServerLiveResponse")(live=self._engine.is_live)
-
-    def _server_ready(self, _: Any) -> Any:
-        return message_class("ServerReadyResponse")(ready=self._engine.is_ready)
-
-    def _model_ready(self, message: Any) -> Any:
+    def _model_ready(self, message: Any) -> dict[str, Any]:
         """A model that is not there is not ready; it is no error to ask."""
         try:
             self._engine.model(message.name, message.version)
         except ServeError as error:
             if error.status not in (Status.NOT_FOUND, Status.UNAVAILABLE):
                 raise
-            return message_class("ModelReadyResponse")(ready=False)
-        return message_class("ModelReadyResponse")(ready=self._engine.is_ready)
+            return {"ready": False}
+        return {"ready": self._engine.is_ready}
 
-    def _check(self, message: Any) -> Any:
+    def _check(self, message: Any) -> dict[str, Any]:
         if message.service not in ("", INFERENCE_SERVICE):
             raise ServeError(Status.NOT_FOUND, f"the services are '' and {INFERENCE_SERVICE!r}")
-        is_serving = self._engine.is_live and self._engine.is_ready
-        return message_class("HealthCheckResponse")(status=_SERVING if is_serving else _NOT_SERVING)
+        return {"status": _SERVING if self._engine.is_live and self._engine.is_ready else _NOT_SERVING}
 
-    def _server_metadata(self, _: Any) -> Any:
-        return message_class("ServerMetadataResponse")(name="tierstore", version=__version__, extensions=EXTENSIONS)
+    def _model_metadata(self, message: Any) -> dict[str, Any]:
+        described = asdict(self._engine.model(message.name, message.version))
+        del described["parameters"]  # for which there is no field
+        return described
 
-    def _model_metadata(self, message: Any) -> Any:
-        metadata = self._engine.model(message.name, message.version)
-        return message_class("ModelMetadataResponse")(
-            name=metadata.name,
-            versions=metadata.versions,
-            platform=metadata.platform,
-            inputs=[spec._asdict() for spec in metadata.inputs],
-            outputs=[spec._asdict() for spec in metadata.outputs],
-        )
-
-    def _repository_index(self, message: Any) -> Any:
-        models = self._front.index() if self._engine.is_ready or not message.ready else ()
-        return message_class("RepositoryIndexResponse")(models=models)
+    def _repository_index(self, message: Any) -> dict[str, Any]:
+        return {"models": self.front.index() if self._engine.is_ready or not message.ready else []}
 
     # Inference
 
     async def _model_infer(self, context: Any, call: Call) -> bytes:
         data = await self._receive_first(context)
         with ExitStack() as held:
-            with self._front.noting_refusals():
+            with self.front.noting_refusals():
                 held.enter_context(self._calls.hold(1))
             encoded, hold = await self._infer(data, context.time_remaining())
         call.when_over(hold.release)
@@ -204,13 +182,13 @@ class InferenceService:
     async def _infer(self, data: bytes, seconds_left: float | None) -> _Answer:
         """The response; ServeError for all that can go wrong."""
         with ExitStack() as held:
-            with self._front.noting_refusals():
-                held.enter_context(self._front.requests.hold(len(data)))
+            with self.front.noting_refusals():
+                held.enter_context(self.front.requests.hold(len(data)))
                 raw_request = codec.read_request(data)
-            with self._front.noting_refusals(raw_request.message.id):
+            with self.front.noting_refusals(raw_request.message.id):
                 request = codec.decode_request(raw_request, seconds_left=seconds_left)
             response = await self._engine.infer(request)
-            with self._front.noting_refusals(request.id):
+            with self.front.noting_refusals(request.id):
                 return await self._encode(response, bool(raw_request.raws))
 
     async def _encode(self, response: InferResponse, is_raw: bool) -> _Answer:
@@ -220,11 +198,11 @@ class InferenceService:
             self._require_size(size)
         else:
             way_out = "ask with raw_input_contents, and it comes raw"
-            self._front.require_few(sum(tensor.data.size for tensor in tensors), "typed contents", way_out)
-        with self._front.hold_unsent(size):
+            self.front.require_few(sum(tensor.data.size for tensor in tensors), "typed contents", way_out)
+        with self.front.hold_unsent(size):
             encoded = await codec.encode_response(response, is_raw=is_raw)
             self._require_size(len(encoded))
-        return _Answer(encoded, self._front.hold_unsent(len(encoded)))
+        return _Answer(encoded, self.front.hold_unsent(len(encoded)))
 
     def _require_size(self, size: int) -> None:
         limit = self._limits.response_bytes
@@ -235,7 +213,7 @@ class InferenceService:
         """Answers in the order of requests, and computes some at a time; one that fails does not end the stream."""
         first = [await self._receive_any(context)]
         with ExitStack() as held:
-            with self._front.noting_refusals():
+            with self.front.noting_refusals():
                 held.enter_context(self._calls.hold(1))
                 held.enter_context(self._streams.hold(1))
             try:
@@ -300,4 +278,4 @@ class InferenceService:
             failure = error
         except Exception:
             failure = self._unexpected()
-        return _Answer(codec.encode_stream_error(_details(failure), codec.id_of(data)), self._front.hold_unsent(0))
+        return _Answer(codec.encode_stream_error(_details(failure), codec.id_of(data)), self.front.hold_unsent(0))

@@ -7,17 +7,16 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Mapping
 from typing import Any, Final
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from ...system.excerpt import excerpt
-from ...system.release import __version__
 from ..base import Engine
-from ..front import Front
+from ..front import SERVER, Front
 from ..limits import Limits
-from ..messages import EXTENSIONS, ModelMetadata, ServeError, Status
+from ..messages import ServeError, Status
 from ..tensors import JSON_LENGTH_HEADER
 from .body import read_body
 from .infer_body import MAX_ID_CHARACTERS, InferBody, InferCall, count_slow_elements, parse_infer, write_infer
@@ -35,23 +34,12 @@ class RestApp:
 
     Args:
         limits: what a body may take; connections are the server's to limit.
-        token: that requests must show, but for those about the server's health; None for none.
+        token: see ``Front``.
     """
 
     def __init__(self, engine: Engine, *, limits: Limits | None = None, token: str | None = None) -> None:
         self._engine = engine
-        self._limits = limits or Limits()
-        self._front = Front(engine, "http", self._limits, token)
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the bodies of all requests under way."""
-        return self._front.requests.held
-
-    @property
-    def unsent_bytes(self) -> int:
-        """Bytes of large responses that are being written, or that clients have not accepted yet."""
-        return self._front.unsent.held
+        self.front = Front(engine, "http", limits or Limits(), token)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -60,14 +48,13 @@ class RestApp:
             reply = await self._answer(scope, receive)
         except ClientDisconnect:
             return
+        except ServeError as error:
+            reply = refusal(error)
         except Exception:
             _LOGGER.exception("a request failed")
             reply = error_reply(Status.INTERNAL.http, "internal error; the server's log has more")
-        await self._send(send, reply)
-
-    async def _send(self, send: Send, reply: Reply) -> None:
         try:
-            with self._front.noting_refusals(), self._front.hold_unsent(len(reply.body)):
+            with self.front.noting_refusals(), self.front.hold_unsent(len(reply.body)):
                 await send_reply(send, reply)
         except ServeError as error:
             await send_reply(send, refusal(error))
@@ -75,20 +62,20 @@ class RestApp:
     async def _answer(self, scope: Scope, receive: Receive) -> Reply:
         if scope["path"] not in _OPEN_PATHS:
             shown = [value for name, value in scope["headers"] if name == b"authorization"]
-            try:
-                self._front.require_token(shown, "give the server's token: Authorization: Bearer TOKEN")
-            except ServeError as error:
-                return refusal(error, (b"www-authenticate", b"Bearer"))
-        parts = _parts(scope)
+            self.front.require_token(shown, "give the server's token: Authorization: Bearer TOKEN")
+        # Each part is decoded by itself: a table's name may have slashes of its own.
+        parts = [unquote(part) for part in scope["raw_path"].decode("latin-1").removesuffix("/").split("/")]
+        version = ""
+        if len(parts) > 5 and parts[2] == "models" and parts[4] == "versions" and parts[5]:
+            version = parts[5]
+            del parts[4:6]
         match parts:
             case ["", "v2", "models", name, "infer"]:
-                return await self._infer(scope, receive, name, "")
-            case ["", "v2", "models", name, "versions", version, "infer"] if version:
                 return await self._infer(scope, receive, name, version)
             case ["", "v2", "repository", "index"]:
                 # Of the body, which may ask for ready ones only, nothing is read.
-                return json_reply(self._front.index()) if scope["method"] == "POST" else _not_allowed(scope, b"POST")
-        value = self._look_up(parts)
+                return json_reply(self.front.index()) if scope["method"] == "POST" else _not_allowed(scope, b"POST")
+        value = self._look_up(parts, version)
         if value is None:
             where = excerpt(scope["path"])
             return error_reply(404, f"there is nothing at {where}; POST /v2/repository/index lists the models")
@@ -96,37 +83,21 @@ class RestApp:
             return _not_allowed(scope, b"GET, HEAD")
         return value
 
-    def _look_up(self, parts: list[str]) -> Reply | None:
+    def _look_up(self, parts: list[str], version: str) -> Reply | None:
         """What a path shows; None if there is nothing."""
         match parts:
             case ["", "v2"]:
-                return json_reply({"name": "tierstore", "version": __version__, "extensions": EXTENSIONS})
+                return json_reply(SERVER)
             case ["", "v2", "health", "live"]:
                 return _ready(self._engine.is_live, "live")
             case ["", "v2", "health", "ready"]:
                 return _ready(self._engine.is_ready, "ready")
             case ["", "v2", "models", name]:
-                return self._model(name, "")
+                return json_reply(self._engine.model(name, version))
             case ["", "v2", "models", name, "ready"]:
-                return self._model_ready(name, "")
-            case ["", "v2", "models", name, "versions", version] if version:
-                return self._model(name, version)
-            case ["", "v2", "models", name, "versions", version, "ready"] if version:
-                return self._model_ready(name, version)
+                self._engine.model(name, version)
+                return _ready(self._engine.is_ready, "ready", name=name)
         return None
-
-    def _model(self, name: str, version: str) -> Reply:
-        try:
-            return json_reply(_metadata(self._engine.model(name, version)))
-        except ServeError as error:
-            return refusal(error)
-
-    def _model_ready(self, name: str, version: str) -> Reply:
-        try:
-            self._engine.model(name, version)
-        except ServeError as error:
-            return refusal(error)
-        return _ready(self._engine.is_ready, "ready", name=name)
 
     async def _infer(self, scope: Scope, receive: Receive, model: str, version: str) -> Reply:
         if scope["method"] != "POST":
@@ -135,10 +106,10 @@ class RestApp:
         given_id = headers.get(b"x-request-id", b"").decode("latin-1")
         request_id = given_id
         try:
-            with self._front.requests.hold() as held:
-                with self._front.noting_refusals(given_id[:MAX_ID_CHARACTERS]):
+            with self.front.requests.hold() as held:
+                with self.front.noting_refusals(given_id[:MAX_ID_CHARACTERS]):
                     self._engine.model(model, version)
-                    body = await read_body(held, self._limits.body_bytes, headers, receive)
+                    body = await read_body(held, self.front.limits.body_bytes, headers, receive)
                     call = self._parse(body, headers, model, version, given_id)
                 request_id = call.request.id
                 del body
@@ -150,10 +121,10 @@ class RestApp:
     async def _infer_and_write(self, call: InferCall) -> InferBody:
         response = await self._engine.infer(call.request)
         size = sum(tensor.data.nbytes for tensor in response.outputs.values())
-        with self._front.noting_refusals(call.request.id):
+        with self.front.noting_refusals(call.request.id):
             way_out = "ask for binary data (the parameter binary_data_output)"
-            self._front.require_few(count_slow_elements(response, call.wanted), "JSON", way_out)
-            with self._front.hold_unsent(size):
+            self.front.require_few(count_slow_elements(response, call.wanted), "JSON", way_out)
+            with self.front.hold_unsent(size):
                 return await write_infer(response, call.wanted)
 
     def _parse(
@@ -170,18 +141,11 @@ class RestApp:
         return parse_infer(
             body,
             json_bytes=None if length is None else int(length),
-            json_bytes_max=self._limits.json_bytes,
+            json_bytes_max=self.front.limits.json_bytes,
             model=model,
             version=version,
             default_id=default_id,
         )
-
-
-def _parts(scope: Scope) -> list[str]:
-    """What stands between a path's slashes, each part decoded by itself: a table's name may have slashes of its own."""
-    raw: bytes | None = scope.get("raw_path")
-    path: str = quote(scope["path"]) if raw is None else raw.decode("latin-1")
-    return [unquote(part) for part in path.removesuffix("/").split("/")]
 
 
 async def _while_connected(work: Coroutine[Any, Any, InferBody], receive: Receive) -> InferBody:
@@ -236,14 +200,3 @@ def _not_allowed(scope: Scope, methods: bytes) -> Reply:
 
 def _ready(good: bool, what: str, **more: str) -> Reply:
     return json_reply({**more, what: good}, 200 if good else 503)
-
-
-def _metadata(model: ModelMetadata) -> dict[str, Any]:
-    return {
-        "name": model.name,
-        "versions": model.versions,
-        "platform": model.platform,
-        "inputs": [spec._asdict() for spec in model.inputs],
-        "outputs": [spec._asdict() for spec in model.outputs],
-        "parameters": dict(model.parameters),
-    }

@@ -7,7 +7,7 @@ import orjson
 from starlette.types import Send
 
 from ..limits import LARGE_RESPONSE_BYTES
-from ..messages import ServeError
+from ..messages import ServeError, Status
 
 __all__ = ["Header", "Reply", "error_reply", "json_reply", "raw_error", "refusal", "send_reply"]
 
@@ -32,6 +32,8 @@ def error_reply(status: int, message: str, *headers: Header) -> Reply:
 
 
 def refusal(error: ServeError, *headers: Header) -> Reply:
+    if error.status is Status.UNAUTHENTICATED:
+        headers += ((b"www-authenticate", b"Bearer"),)
     return error_reply(error.status.http, str(error), *headers)
 
 
