@@ -27,7 +27,7 @@ class Served:
         self._thread.start()
         self.server: GrpcServer = self.call(self._make(limits, options))
         self.port = self.call(self.server.start())
-        self.address = f"localhost:{self.port}" if "certificate" in options else f"127.0.0.1:{self.port}"
+        self.address = f"localhost:{self.port}" if "tls" in options else f"127.0.0.1:{self.port}"
 
     async def _make(self, limits: Limits | None, options: dict[str, Any]) -> GrpcServer:
         return GrpcServer(self.engine, limits, **options)

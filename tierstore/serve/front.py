@@ -1,8 +1,10 @@
 """What REST and gRPC do alike around a request: who may ask, what is refused, and how much is held of answers."""
 
+import ssl
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
+from pathlib import Path
+from typing import Final, NamedTuple
 
 from ..system.release import __version__
 from .base import Engine
@@ -10,10 +12,29 @@ from .bearer_token import Token
 from .limits import LARGE_RESPONSE_BYTES, Budget, Hold, Limits
 from .messages import ServeError, Status
 
-__all__ = ["SERVER", "Front"]
+__all__ = ["SERVER", "Front", "TlsFiles"]
 
 SERVER: Final = {"name": "tierstore", "version": __version__, "extensions": ["binary_tensor_data"]}
 """The server's metadata."""
+
+
+class TlsFiles(NamedTuple):
+    """PEM files: the certificate with its chain, and its key."""
+
+    certificate: Path
+    key: Path
+
+    def context(self) -> ssl.SSLContext:
+        """For an HTTP server; ValueError if the files cannot be used."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
+        try:
+            context.load_cert_chain(self.certificate, self.key)
+        except OSError as error:  # ssl.SSLError is one
+            message = f"no certificate {self.certificate} with key {self.key}, both in PEM: {error}"
+            raise ValueError(message) from error
+        return context
 
 
 class Front:

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 from .admin import Replica, admin_app, admin_routes
 from .config import ServeConfig
 from .engine import StoreEngine
+from .front import TlsFiles
 from .grpc.server import GrpcServer
 from .limits import Limits
 from .logs import configure
@@ -24,7 +25,7 @@ from .messages import ServeError, Status
 from .monitoring.app import monitoring_routes
 from .monitoring.metrics import Metrics
 from .rest.app import RestApp
-from .rest.server import HttpServer, TlsFiles, listen
+from .rest.server import HttpServer, listen
 from .source import StateCollector
 
 __all__ = ["Ports", "Server", "run"]
@@ -77,8 +78,7 @@ class Server:
             port=max(config.grpc_port, 0),
             reuse_port=config.workers > 1,
             token=self._token,
-            certificate=tls.certificate if tls else None,
-            key=tls.key if tls else None,
+            tls=tls,
         )
         self._background: list[asyncio.Task[None]] = []
 
@@ -101,12 +101,18 @@ class Server:
         Raises:
             OSError: a port is taken. TierstoreError, ValueError: as ``StoreEngine.start``. Nothing is left open then.
         """
-        is_shared = self._config.workers > 1
+        config, is_shared = self._config, self._config.workers > 1
+        rest, grpc, admin = -1, -1, -1
         try:
-            admin = await self._start_admin()
+            if config.admin_port >= 0:
+                port = config.admin_port and config.admin_port + self._worker
+                admin = await self._admin.start(listen(config.admin_host, port))
             if is_shared:
                 await self.engine.start()
-            ports = await self._start_public(admin)
+            rest = await self._http.start(listen(config.host, config.port, reuse_port=is_shared))
+            if config.grpc_port >= 0:
+                grpc = await self._grpc.start()
+            _LOG.info("listening: REST on %s:%d, gRPC on %d, admin on %d", config.host, rest, grpc, admin)
             if not is_shared:
                 await self.engine.start()
         except BaseException:
@@ -119,22 +125,6 @@ class Server:
         self._background = [asyncio.create_task(task, name=name) for name, task in tasks.items()]
         for task in self._background:
             self.engine.watch(task)
-        return ports
-
-    async def _start_admin(self) -> int:
-        config = self._config
-        if config.admin_port < 0:
-            return -1
-        return await self._admin.start(
-            host=config.admin_host, port=config.admin_port and config.admin_port + self._worker
-        )
-
-    async def _start_public(self, admin: int) -> Ports:
-        config = self._config
-        listener = listen(config.host, config.port, reuse_port=config.workers > 1)
-        rest = await self._http.start(listener=listener)
-        grpc = await self._grpc.start() if config.grpc_port >= 0 else -1
-        _LOG.info("listening: REST on %s:%d, gRPC on %d, admin on %d", config.host, rest, grpc, admin)
         return Ports(rest, grpc, admin)
 
     async def stop(self) -> None:

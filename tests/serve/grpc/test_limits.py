@@ -17,6 +17,7 @@ from tritonclient.utils import InferenceServerException
 
 from tests.serve.fakes import FakeEngine
 from tests.serve.grpc_harness import WAIT_SECONDS, serving, wait_until
+from tierstore.serve.front import TlsFiles
 from tierstore.serve.grpc.messages import INFERENCE_SERVICE
 from tierstore.serve.grpc.server import GrpcServer
 from tierstore.serve.limits import Limits
@@ -319,7 +320,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_tls(client_of: Any, certificate: Path) -> None:
-    with serving(certificate=certificate, key=certificate.parent / "key.pem") as served:
+    with serving(tls=TlsFiles(certificate, certificate.parent / "key.pem")) as served:
         client = client_of(served.address, ssl=True, root_certificates=str(certificate))
         assert client.infer("echo", [x_input()]).as_numpy("x").shape == (1, 3)
         with pytest.raises(InferenceServerException) as raised:
@@ -331,9 +332,7 @@ def test_tls_files_are_checked(certificate: Path, tmp_path: Path) -> None:
     (tmp_path / "other.pem").write_text("no key")
     for key in ("absent.pem", "other.pem"):
         with pytest.raises(ValueError, match=key):
-            GrpcServer(FakeEngine(), certificate=certificate, key=tmp_path / key)
-    with pytest.raises(ValueError, match="both certificate and key"):
-        GrpcServer(FakeEngine(), certificate=certificate)
+            GrpcServer(FakeEngine(), tls=TlsFiles(certificate, tmp_path / key))
 
 
 # Ports.

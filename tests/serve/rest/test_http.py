@@ -18,11 +18,12 @@ import pytest
 
 from tests.serve.fakes import VERSION, FakeEngine
 from tests.serve.rest_server import SECONDS, RestServer, read_answer, read_to_end, serving
+from tierstore.serve.front import TlsFiles
 from tierstore.serve.limits import Budget, Limits
 from tierstore.serve.messages import ServeError, Status
 from tierstore.serve.rest.app import RestApp
 from tierstore.serve.rest.body import read_body
-from tierstore.serve.rest.server import TlsFiles, listen
+from tierstore.serve.rest.server import HttpServer, listen
 
 X = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [1, 2.5, -3]}]}
 DOUBLED = {"name": "y", "datatype": "FP32", "shape": [1, 3], "data": [2.0, 5.0, -6.0]}
@@ -375,8 +376,8 @@ def test_who_does_not_shake_hands_is_cut_off(tls: TlsFiles, use_uvloop: bool) ->
 
 
 def test_tls_files_that_are_not_there(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError), serving(tls=TlsFiles(tmp_path / "no.pem", tmp_path / "no.key")):
-        pass
+    with pytest.raises(ValueError, match=r"no\.pem"):
+        HttpServer(RestApp(FakeEngine()), tls=TlsFiles(tmp_path / "no.pem", tmp_path / "no.key"))
 
 
 def test_several_listeners_share_a_port() -> None:

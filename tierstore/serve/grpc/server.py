@@ -1,15 +1,14 @@
 """The server of the Open Inference Protocol over gRPC, in the event loop that starts it."""
 
 import asyncio
-import ssl
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final
 
 import grpc
 from grpc import aio
 
 from ..base import Engine
+from ..front import TlsFiles
 from ..limits import Limits
 from .calls import know_makers
 from .service import InferenceService
@@ -57,14 +56,6 @@ def _options(limits: Limits, *, reuse_port: bool) -> list[tuple[str, int]]:
     return [*counts.items(), *((name, max(1, round(value * 1e3))) for name, value in seconds.items())]
 
 
-def _credentials(certificate: Path, key: Path) -> Any:
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
-    except OSError as error:  # ssl.SSLError is one
-        raise ValueError(f"no certificate {certificate} with key {key}, both in PEM: {error}") from error
-    return grpc.ssl_server_credentials([(key.read_bytes(), certificate.read_bytes())])
-
-
 class GrpcServer:
     """Serves an engine until it is stopped; once.
 
@@ -73,10 +64,9 @@ class GrpcServer:
         port: 0 for any that is free.
         reuse_port: several processes may listen on one port.
         token: wanted of every call but those about health, or None.
-        certificate, key: PEM files, for TLS; both or neither.
 
     Raises:
-        ValueError: a token, a certificate or a key that cannot be used.
+        ValueError: a token or TLS files that cannot be used.
     """
 
     def __init__(
@@ -88,16 +78,16 @@ class GrpcServer:
         port: int = 0,
         reuse_port: bool = False,
         token: str | None = None,
-        certificate: Path | None = None,
-        key: Path | None = None,
+        tls: TlsFiles | None = None,
     ) -> None:
-        if (certificate is None) != (key is None):
-            raise ValueError("TLS wants both certificate and key")
         self._limits = limits or Limits()
         self._service = InferenceService(engine, self._limits, token)
         self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._reuse_port = reuse_port
-        self._credentials = _credentials(certificate, key) if certificate and key else None
+        self._credentials: Any = None
+        if tls is not None:
+            tls.context()  # tells what is wrong with them
+            self._credentials = grpc.ssl_server_credentials([(tls.key.read_bytes(), tls.certificate.read_bytes())])
         self._server: Any = None
         self._forget_makers: Callable[[], None] = lambda: None
 

@@ -6,33 +6,24 @@ waits for a client without end.
 
 import asyncio
 import contextlib
-import os
 import socket
-import ssl
 from collections.abc import Callable
-from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from starlette.types import ASGIApp
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
+from ..front import TlsFiles
 from ..limits import Limits
 from ..messages import ServeError
 from .protocol import BoundedProtocol
 
-__all__ = ["HttpServer", "TlsFiles", "listen"]
+__all__ = ["HttpServer", "listen"]
 
 _BACKLOG: Final = 1024
 _CLEANUP_SECONDS: Final = 1.0
 """For which requests that were cut off may still clean up before they are cancelled."""
-
-
-class TlsFiles(NamedTuple):
-    """PEM files: the certificate with its chain, and its key."""
-
-    certificate: Path
-    key: Path
 
 
 def listen(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
@@ -45,19 +36,11 @@ def listen(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
     Raises:
         OSError: the address is taken, or not this machine's.
     """
-    with contextlib.ExitStack() as opened:
-        try:
-            family, kind, protocol, _, address = socket.getaddrinfo(
-                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )[0]
-            listener = opened.enter_context(socket.socket(family, kind, protocol))
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(reuse_port))
-            listener.bind(address)
-            listener.listen(_BACKLOG)
-        except OSError as error:
-            raise OSError(error.errno, f"cannot listen on {host} port {port}: {error.strerror}") from None
-        opened.pop_all()
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.create_server(address, family=family, backlog=_BACKLOG, reuse_port=reuse_port)
+    except OSError as error:
+        raise OSError(error.errno, f"cannot listen on {host} port {port}: {error.strerror}") from None
     listener.setblocking(False)
     return listener
 
@@ -67,6 +50,9 @@ class HttpServer:
 
     Args:
         on_refused: told of each request that is answered before the application sees it.
+
+    Raises:
+        ValueError: TLS files that cannot be used.
     """
 
     def __init__(
@@ -78,7 +64,7 @@ class HttpServer:
         on_refused: Callable[[ServeError], None] = lambda _: None,
     ) -> None:
         self._limits = limits or Limits()
-        self._tls = tls
+        self._tls = None if tls is None else tls.context()
         self._on_refused = on_refused
         self._config = Config(
             app,
@@ -100,31 +86,18 @@ class HttpServer:
     def num_connections(self) -> int:
         return len(self._state.connections)
 
-    async def start(self, *, host: str = "127.0.0.1", port: int = 0, listener: socket.socket | None = None) -> int:
-        """Accept connections.
-
-        Args:
-            listener: a socket that is bound already, instead of host and port; closed by ``stop``.
-
-        Returns:
-            The port.
-
-        Raises:
-            OSError: the address is taken or not this machine's, or a TLS file cannot be read.
-        """
-        context = None if self._tls is None else _server_context(self._tls)
+    async def start(self, listener: socket.socket) -> int:
+        """Accept connections of a bound socket, which ``stop`` closes; returns its port."""
         if not self._config.loaded:
             self._config.load()
-        listener = listener or listen(host, port)
         self._server = await asyncio.get_running_loop().create_server(
             self._protocol,
             sock=listener,
             backlog=_BACKLOG,
-            ssl=context,
-            ssl_handshake_timeout=None if context is None else self._limits.receive_seconds,
+            ssl=self._tls,
+            ssl_handshake_timeout=None if self._tls is None else self._limits.receive_seconds,
         )
-        bound: int = listener.getsockname()[1]
-        return bound
+        return int(listener.getsockname()[1])
 
     async def stop(self, grace_seconds: float) -> None:
         """Stop accepting, close connections that wait, let requests under way finish, and cut off those that do not."""
@@ -159,11 +132,3 @@ class HttpServer:
             task.cancel()
         if left:
             await asyncio.wait(left, timeout=_CLEANUP_SECONDS)
-
-
-def _server_context(files: TlsFiles) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(["http/1.1"])
-    context.load_cert_chain(os.fspath(files.certificate), os.fspath(files.key))
-    return context
