@@ -20,7 +20,7 @@ def run(data: bytes) -> None:
     try:
         call = _parse(body, None if length == 0xFFFF else length)
         response = InferResponse(model="m", version="1", id="", outputs=call.request.inputs)
-        sent = asyncio.run(write_infer(response, call.wanted))
+        sent = asyncio.run(write_infer(response, call))
     except ServeError as error:
         if error.status not in (Status.INVALID, Status.TOO_LARGE) or len(str(error)) > 1000:
             raise FindingError("not the error it should be") from error
@@ -28,7 +28,7 @@ def run(data: bytes) -> None:
     for name, tensor in call.request.inputs.items():
         if tensor.data.dtype != DATATYPES[tensor.datatype] or not tensor.data.flags.c_contiguous:
             raise FindingError(f"{name!r} is not what its datatype says")
-    if not sent.data.startswith(b'{"model_name"'):
+    if not sent.body.startswith(b'{"model_name"'):
         raise FindingError("an answer that is none")
 
 

@@ -1,11 +1,14 @@
 """An engine without a store, to test what speaks to one."""
 
 import asyncio
+import threading
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import pytest
 
+from tierstore.serve import tensors
 from tierstore.serve.messages import (
     DATATYPES,
     InferRequest,
@@ -93,3 +96,17 @@ class FakeEngine:
 
     def note_refused(self, protocol: str, error: Exception, request_id: str = "") -> None:
         self.refused.append((protocol, error))
+
+
+class Held:
+    """Stands between two pieces of an answer that is encoded, and waits."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.began = threading.Event()
+        self.may_go_on = threading.Event()
+        monkeypatch.setattr(tensors, "pause", self)
+
+    async def __call__(self) -> None:
+        self.began.set()
+        while not self.may_go_on.is_set():
+            await asyncio.sleep(0.005)

@@ -46,12 +46,10 @@ class Shown:
 
 
 @contextlib.contextmanager
-def serving(
-    directory: Path, *, token: str | None = None, port: int = 0, **settings: Any
-) -> Iterator[tuple[str, Shown]]:
+def serving(directory: Path, *, token: str | None = None, port: int = 0) -> Iterator[tuple[str, Shown]]:
     """The URL of a server, and its replica."""
     replica = Shown(directory)
-    taker = admin.Replica(directory, extra=replica.extra, refresh=lambda: replica.refresh(), **settings)
+    taker = admin.Replica(directory, extra=replica.extra, refresh=lambda: replica.refresh())
     calls = admin.admin_routes(refresh=replica.refresh, rollback=taker.roll_back, drain=replica.refresh)
     app = admin.admin_app([*taker.routes(), *calls], token=token)
     listener = socket.socket()

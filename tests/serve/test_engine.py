@@ -465,7 +465,7 @@ def test_a_move_takes_as_long_as_what_changed_is_read(
     assert server.metric("tierstore_update_seconds_sum") >= seconds
 
 
-@pytest.mark.parametrize("dtype", ["float16", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float16", "int4"])
 def test_fewer_bits_are_those_of_a_quantized_store(writer: Writer, store_dir: Path, tmp_path: Path, dtype: Any) -> None:
     tierstore.quantize(store_dir, tmp_path / "less", dtype=dtype)
     every = torch.arange(ROWS)

@@ -24,7 +24,7 @@ NASTY = 'a\n{"level": "INFO"}\r\x1b[31m\x00\x85\u2028\u202e"\\'
 @pytest.fixture(autouse=True)
 def _restored_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("GRPC_VERBOSITY", "NONE")
-    monkeypatch.setattr(logs, "_quota", logs._Quota(logs.MAX_FAILURES_PER_SECOND))
+    monkeypatch.setattr(logs, "_failures", {})
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     yield

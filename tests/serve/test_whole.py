@@ -4,7 +4,7 @@ import json
 import mmap
 import os
 import shutil
-import subprocess
+import ssl
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +27,7 @@ from tests.updates.support import ROWS, change, table_config
 from tierstore.cli import entry as cli
 from tierstore.serve import hot_rows
 from tierstore.serve.client import Client
+from tierstore.serve.front import TlsFiles
 from tierstore.serve.messages import ServeError, Status
 from tierstore.store.manifest import Manifest
 from tierstore.trace import read_trace
@@ -35,6 +36,7 @@ from tierstore.train.config import RunConfig
 from tierstore.updates import apply_update, write_update
 from tierstore.updates.publish import publish
 
+pytestmark = pytest.mark.usefixtures("warm_writer")
 BATCH = 32
 
 TRAINER = """
@@ -438,27 +440,15 @@ def test_a_token_is_wanted_on_all_ports(plain: Path, tmp_path: Path) -> None:
         assert httpx.post(refresh, headers=ADMIN | bearer).json() == {"version": 1}
 
 
-def test_tls_on_all_ports(plain: Path, tmp_path: Path) -> None:
-    import shutil
-    import ssl
-
-    if shutil.which("openssl") is None:
-        pytest.skip("needs openssl, to make a certificate")
-    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out",
-         str(certificate)],
-        check=True, capture_output=True, timeout=60,
-    )  # fmt: skip
-    context = ssl.create_default_context(cafile=str(certificate))
-    with serving(plain, tls_certificate=str(certificate), tls_key=str(key)) as server:
+def test_tls_on_all_ports(plain: Path, tls: TlsFiles) -> None:
+    context = ssl.create_default_context(cafile=tls.certificate)
+    with serving(plain, tls_certificate=str(tls.certificate), tls_key=str(tls.key)) as server:
         for port, path in ((server.ports.rest, "/v2/health/ready"), (server.ports.admin, "/status.json")):
             assert httpx.get(f"https://127.0.0.1:{port}{path}", verify=context).status_code == 200
             with pytest.raises(httpx.HTTPError):
                 httpx.get(f"http://127.0.0.1:{port}{path}")
         with tritonclient.grpc.InferenceServerClient(
-            server.grpc, ssl=True, root_certificates=str(certificate)
+            server.grpc, ssl=True, root_certificates=str(tls.certificate)
         ) as client:
             found = client.infer("rows.item", bags_of(tritonclient.grpc, [1], [])[:1])
             assert found.as_numpy("rows").shape == (1, 6)

@@ -11,11 +11,10 @@ Outputs = dict[str, InferTensor]
 
 
 class Query(Protocol):
-    """A request's inputs, checked, as its model wants them."""
+    """A request's inputs, checked, as its model wants them; ``num_samples``, at least 1, is what they count for."""
 
     @property
-    def num_samples(self) -> int:
-        """What it counts for in a batch, at least 1."""
+    def num_samples(self) -> int: ...
 
 
 class Model(Protocol):
@@ -36,15 +35,14 @@ class Model(Protocol):
 
 
 class Engine(Protocol):
-    """Everything that is served, at one version of the store at a time. Its methods are for the event loop."""
+    """Everything that is served, at one version of the store at a time. Its methods are for the event loop. It is live
+    while it can recover by itself, and ready while it takes requests: warmed up, and not draining."""
 
     @property
-    def is_live(self) -> bool:
-        """False once it cannot recover by itself."""
+    def is_live(self) -> bool: ...
 
     @property
-    def is_ready(self) -> bool:
-        """Whether requests are taken: warmed up, and not draining."""
+    def is_ready(self) -> bool: ...
 
     def models(self) -> tuple[ModelMetadata, ...]:
         """All of them, by name."""

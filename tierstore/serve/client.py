@@ -13,7 +13,6 @@ import contextlib
 import http.client
 import json
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, Final, NamedTuple, TypeAlias
 from urllib.parse import quote, urlsplit
 
@@ -90,9 +89,7 @@ class Client:
     def __enter__(self) -> "Client":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -151,12 +148,13 @@ class Client:
         Raises:
             TypeError: values or lengths are not integers, dense no numbers. ValueError: an integer does not fit.
         """
-        inputs: dict[str, Tensor] = {
-            "dense": _array(dense, "dense", np.float32),
-            "values": _array(values, "values", np.int64),
-            "lengths": _array(lengths, "lengths", np.int32),
-        }
-        return self._one("ranking", inputs, "probabilities")
+        return self._one(
+            "ranking",
+            "probabilities",
+            dense=_array(dense, "dense", np.float32),
+            values=_array(values, "values", np.int64),
+            lengths=_array(lengths, "lengths", np.int32),
+        )
 
     def pooled(self, ids: Values, lengths: Values, *, table: str) -> NDArray[np.float32]:
         """Pooled rows, float32 [B, dim], of B bags of a table.
@@ -168,17 +166,14 @@ class Client:
         Raises:
             TypeError: ids or lengths are not integers. ValueError: one does not fit.
         """
-        inputs: dict[str, Tensor] = {
-            "ids": _array(ids, "ids", np.int64),
-            "lengths": _array(lengths, "lengths", np.int32),
-        }
-        return self._one(f"pooled.{table}", inputs, "embeddings")
+        bags = {"ids": _array(ids, "ids", np.int64), "lengths": _array(lengths, "lengths", np.int32)}
+        return self._one(f"pooled.{table}", "embeddings", **bags)
 
     def rows(self, ids: Values, *, table: str) -> NDArray[np.float32]:
         """Rows, float32 [N, dim], of a table, by ids, int64 [N]; errors as ``pooled``."""
-        return self._one(f"rows.{table}", {"ids": _array(ids, "ids", np.int64)}, "rows")
+        return self._one(f"rows.{table}", "rows", ids=_array(ids, "ids", np.int64))
 
-    def _one(self, model: str, inputs: Mapping[str, Tensor], output: str) -> NDArray[np.float32]:
+    def _one(self, model: str, output: str, **inputs: Tensor) -> NDArray[np.float32]:
         answer = self.infer(model, inputs)
         if output not in answer.outputs:
             raise ConnectionError(f"{self.address}: model {model!r} answered without {output!r}")

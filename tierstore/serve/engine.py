@@ -55,12 +55,7 @@ class _Ran(NamedTuple):
 
 
 class StoreEngine:
-    """The engine, what monitoring looks at, and what an operator may ask. Its coroutines are for one event loop.
-
-    Args:
-        config: see there.
-        metrics: told of what happens.
-    """
+    """The engine, what monitoring looks at, and what an operator may ask. Its coroutines are for one event loop."""
 
     def __init__(self, config: ServeConfig, metrics: Metrics) -> None:
         self._config = config
@@ -89,7 +84,7 @@ class StoreEngine:
             TierstoreError, ValueError: as ``tierstore.open``.
         """
         try:
-            await self._in(self._executor, self._open)
+            await _in(self._executor, self._open)
         except StoreNotFoundError:
             if not self._config.updates:
                 raise
@@ -98,20 +93,12 @@ class StoreEngine:
         self._serve_models()
         self._is_ready = not self._is_draining
 
-    async def _in(self, executor: ThreadPoolExecutor, work: Callable[..., _T], *arguments: Any) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(executor, work, *arguments)
-
     def _open(self) -> None:
         config = self._config
         if config.updates and not Manifest.read(Path(config.store).absolute()).has_rows:
             raise StoreNotFoundError(f"{config.store} was begun, and nothing applied yet")
         store = open_store(
-            config.store,
-            mode="r",
-            ddr=config.ddr,
-            policy=config.policy,
-            threads=config.num_threads,
-            dtype=config.dtype,
+            config.store, mode="r", ddr=config.ddr, policy=config.policy, threads=config.num_threads, dtype=config.dtype
         )
         try:
             if not store.version:
@@ -167,7 +154,7 @@ class StoreEngine:
         batchers = [served.batcher for served in self._served.values()]
         await asyncio.gather(*(batcher.drain(self._config.grace_seconds) for batcher in batchers))
         await asyncio.to_thread(self._looker.shutdown)  # it may be reading the store
-        await self._in(self._executor, self._close)
+        await _in(self._executor, self._close)
         self._executor.shutdown()
 
     def _close(self) -> None:
@@ -176,16 +163,17 @@ class StoreEngine:
             return
         try:
             self._before = store.stats()
-            self._save_hot_rows(store)
-            if store.recorder is not None:
-                store.recorder.stop()
-                _LOG.info("recorded %s", store.recorder.describe())
+            if self._config.warm_up == "auto":
+                self._save_hot_rows(store)
+            recorder = store.recorder
+            if recorder is not None:
+                recorder.stop()
+                _LOG.info("recorded %s", recorder.describe())
         finally:
             store.close()
 
     def _save_hot_rows(self, store: Store) -> None:
-        if self._config.warm_up == "auto":
-            save_hot_rows(hot_rows_path(store.directory), hot_rows(store))
+        save_hot_rows(hot_rows_path(store.directory), hot_rows(store))
 
     async def keep_hot_rows(self, seconds: float = _KEEP_HOT_SECONDS) -> None:
         """Save the hot rows now and then, for after a crash, until cancelled."""
@@ -195,7 +183,7 @@ class StoreEngine:
             if store is None:
                 continue
             try:
-                await self._in(self._looker, self._save_hot_rows, store)
+                await _in(self._looker, self._save_hot_rows, store)
             except Exception:  # they are advice: a server does without
                 _LOG.exception("the hot rows are not kept for the next start")
 
@@ -337,13 +325,13 @@ class StoreEngine:
             await self.start()
             return self.version
         started = time.monotonic()
-        found = await self._in(self._looker, self._look)
+        found = await _in(self._looker, self._look)
         if found is None:
             self._stale_since = None
             return self.version
         self.newest_version = _shown_version(found.version.number, found.version.extra)
         self._stale_since = started
-        await self._in(self._executor, self._show, found)
+        await _in(self._executor, self._show, found)
         self._serve_models()
         self._stale_since = None
         self._metrics.updated(self.version, time.monotonic() - started)
@@ -394,6 +382,10 @@ class StoreEngine:
         """``extra`` of the version that is served; empty if there is none yet."""
         store = self._store
         return {} if store is None else store.extra
+
+
+async def _in(executor: ThreadPoolExecutor, work: Callable[..., _T], *arguments: Any) -> _T:
+    return await asyncio.get_running_loop().run_in_executor(executor, work, *arguments)
 
 
 def _shown_version(number: int, extra: Mapping[str, Any]) -> int:

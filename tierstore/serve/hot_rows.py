@@ -99,8 +99,11 @@ def warm_up(store: Store, rows: Mapping[str, Any], stop: Callable[[], bool]) -> 
     """
     done = 0
     for pool in _pools(store):
-        keys = [_keys(table.index, rows[name], table.config.num_embeddings) for name, table in store.tables.items()
-                if name in rows and table.pool is pool]  # fmt: skip
+        keys = []
+        for name, table in store.tables.items():
+            if name in rows and table.pool is pool:
+                ids = rows[name]
+                keys.append(ids[(ids >= 0) & (ids < table.config.num_embeddings)] | (table.index << KEY_ROW_BITS))
         if not keys:
             continue
         chosen = _last_of_each(keys, pool.cache.capacity)
@@ -117,10 +120,6 @@ def warm_up(store: Store, rows: Mapping[str, Any], stop: Callable[[], bool]) -> 
             except DamagedError as error:  # whoever asks for such a row will be told
                 _LOG.warning("some rows are not brought in: %s", error)
     return done
-
-
-def _keys(index: int, ids: Any, num_rows: int) -> Any:
-    return ids[(ids >= 0) & (ids < num_rows)] | (index << KEY_ROW_BITS)
 
 
 def _last_of_each(lists: list[Any], count: int) -> Any:

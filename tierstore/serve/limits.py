@@ -15,37 +15,20 @@ LARGE_RESPONSE_BYTES: Final = 64 << 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Attributes:
-    body_bytes: longest request, and of a compressed one once inflated.
-    bodies_bytes: requests under way, together; one beyond that is refused.
-    json_bytes: longest JSON in a request: while it is parsed nobody else is served; larger tensors go as binary data.
-    elements: numbers of a response in JSON or typed contents; more leave as binary only.
-    response_bytes: longest response over gRPC.
-    responses_bytes: responses above 64 KiB that are encoded or not accepted yet, together; one beyond that is refused.
-    header_bytes: longest request line and header fields, or metadata.
-    connections: at a time, of each protocol; one more is refused.
-    calls: inference calls under way over gRPC; a stream counts as one.
-    streams: ModelStreamInfer calls among them.
-    receive_seconds: time for a request to arrive whole, and for a TLS handshake.
-    send_seconds: time a client may take to accept a response.
-    idle_seconds: time an HTTP connection may stay open without a request.
-    stream_idle_seconds: time a gRPC stream may ask nothing more.
-    """
-
-    body_bytes: int = 64 << 20
-    bodies_bytes: int = 1 << 30
-    json_bytes: int = 2 << 20
-    elements: int = MAX_ELEMENTS
-    response_bytes: int = 64 << 20
-    responses_bytes: int = 1 << 30
-    header_bytes: int = 16 << 10
-    connections: int = 1000
-    calls: int = 256
-    streams: int = 128
-    receive_seconds: float = 30.0
-    send_seconds: float = 60.0
-    idle_seconds: float = 60.0
-    stream_idle_seconds: float = 300.0
+    body_bytes: int = 64 << 20  # longest request, and of a compressed one once inflated
+    bodies_bytes: int = 1 << 30  # requests under way, together; one beyond that is refused
+    json_bytes: int = 2 << 20  # longest JSON in a request: while it is parsed nobody else is served
+    elements: int = MAX_ELEMENTS  # numbers of a response in JSON or typed contents; more leave as binary only
+    response_bytes: int = 64 << 20  # longest response over gRPC
+    responses_bytes: int = 1 << 30  # responses above 64 KiB that are encoded or not accepted yet, together
+    header_bytes: int = 16 << 10  # longest request line and header fields, or metadata
+    connections: int = 1000  # at a time, of each protocol; one more is refused
+    calls: int = 256  # inference calls under way over gRPC; a stream counts as one
+    streams: int = 128  # ModelStreamInfer calls among them
+    receive_seconds: float = 30.0  # time for a request to arrive whole, and for a TLS handshake
+    send_seconds: float = 60.0  # time a client may take to accept a response
+    idle_seconds: float = 60.0  # time an HTTP connection may stay open without a request
+    stream_idle_seconds: float = 300.0  # time a gRPC stream may ask nothing more
 
 
 class Hold:

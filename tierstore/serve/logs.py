@@ -109,46 +109,25 @@ def configure(level: str | int = "INFO", as_json: bool = True) -> None:
         logger.propagate = True
 
 
-class _Quota:
-    """Lets through so many lines a second for each key, and counts the others. Keys are few: names of statuses."""
-
-    def __init__(self, per_second: int) -> None:
-        self._per_second = per_second
-        self._windows: dict[str, tuple[int, int]] = {}
-        self._suppressed: dict[str, int] = {}
-
-    def take(self, key: str, now: float) -> int | None:
-        """How many were left out since the last one that was let through, or None to leave this one out too."""
-        second, count = self._windows.get(key, (-1, 0))
-        count = count + 1 if second == int(now) else 1
-        self._windows[key] = (int(now), count)
-        if count > self._per_second:
-            self._suppressed[key] = self._suppressed.get(key, 0) + 1
-            return None
-        return self._suppressed.pop(key, 0)
-
-
-_quota = _Quota(MAX_FAILURES_PER_SECOND)
+_failures: dict[str, tuple[int, int, int]] = {}
+"""By status: the second of the last failure, failures in it, and lines left out since the last one written."""
 
 
 def _log_failure(status: str, message: str, fields: dict[str, Any]) -> None:
-    suppressed = _quota.take(status, time.monotonic())
-    if suppressed is not None:
-        extra = fields | ({"suppressed": suppressed} if suppressed else {})
-        _requests.warning("%s", message, extra=extra)
+    now = int(time.monotonic())
+    second, count, suppressed = _failures.get(status, (now, 0, 0))
+    count = count + 1 if second == now else 1
+    is_written = count <= MAX_FAILURES_PER_SECOND
+    _failures[status] = now, count, 0 if is_written else suppressed + 1
+    if is_written:
+        _requests.warning("%s", message, extra=fields | ({"suppressed": suppressed} if suppressed else {}))
 
 
 def log_request(
     request: InferRequest, status: str, seconds: float, *, version: str = "", error: Exception | None = None
 ) -> None:
     """Log a request that was answered: at DEBUG if its status is "OK", at WARNING, so many a second, if it failed.
-
-    Args:
-        status: "OK", or the name of the gRPC status (``Status.grpc``).
-        seconds: from its arrival to its answer.
-        version: of the store that answered.
-        error: why it failed.
-    """
+    ``status`` is then the name of gRPC's."""
     fields = {
         "request_id": request.id,
         "model": request.model,

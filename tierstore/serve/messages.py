@@ -47,13 +47,9 @@ class Status(Enum):
     UNAVAILABLE = (503, "UNAVAILABLE")
     DEADLINE = (504, "DEADLINE_EXCEEDED")
 
-    @property
-    def http(self) -> int:
-        return self.value[0]
-
-    @property
-    def grpc(self) -> str:
-        return self.value[1]
+    def __init__(self, http: int, grpc: str) -> None:
+        self.http = http
+        self.grpc = grpc
 
 
 class ServeError(TierstoreError):

@@ -43,12 +43,7 @@ class Ports(NamedTuple):
 
 
 class Server:
-    """Everything of one process, in one event loop.
-
-    Args:
-        config: see there.
-        worker: its number among processes that share the ports.
-    """
+    """Everything of one process, in one event loop; ``worker`` is its number among those that share the ports."""
 
     def __init__(self, config: ServeConfig, *, worker: int = 0) -> None:
         self._config = config
@@ -145,13 +140,7 @@ async def _refuse_rollback() -> int:
     raise ServeError(Status.INVALID, message)
 
 
-def run(
-    config: ServeConfig,
-    *,
-    worker: int = 0,
-    on_ready: Callable[[Ports], Any] | None = None,
-    is_patient: bool = False,
-) -> int:
+def run(config: ServeConfig, *, on_ready: Callable[[Ports], Any], worker: int = 0, is_patient: bool = False) -> int:
     """Serve until SIGTERM or Ctrl-C; returns the exit status.
 
     Args:
@@ -165,7 +154,7 @@ def run(
     return 0
 
 
-async def _serve(config: ServeConfig, worker: int, on_ready: Callable[[Ports], Any] | None, is_patient: bool) -> None:
+async def _serve(config: ServeConfig, worker: int, on_ready: Callable[[Ports], Any], is_patient: bool) -> None:
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for each in _SIGNALS:
@@ -177,7 +166,7 @@ async def _serve(config: ServeConfig, worker: int, on_ready: Callable[[Ports], A
     if not starting.done():
         await server.engine.drain()  # the warm-up sees it and ends
     ports = await starting
-    if on_ready is not None and not stopping.is_set():
+    if not stopping.is_set():
         on_ready(ports)
     await waiting
     _LOG.info("stopping: requests under way have %.0f s", config.grace_seconds)

@@ -46,15 +46,13 @@ def recording_paths(config: ServeConfig) -> list[str]:
     return [f"{stem}.{index}{suffix}" for index in range(config.workers)]
 
 
-def run_workers(config: ServeConfig, *, on_ready: Callable[[Ports], Any] | None = None) -> int:
+def run_workers(config: ServeConfig, *, on_ready: Callable[[Ports], Any]) -> int:
     """Serve with ``config.workers`` processes until SIGTERM or Ctrl-C; returns the exit status.
 
     If one ends by itself, all are stopped, and the status is 1: whoever supervises the command starts it again.
     """
     part = replace(
-        config,
-        ddr=share_of(config.ddr, config.workers),
-        pooled_cache=share_of(config.pooled_cache, config.workers),
+        config, ddr=share_of(config.ddr, config.workers), pooled_cache=share_of(config.pooled_cache, config.workers)
     )
     configure(config.log_level.upper(), as_json=not config.log_text)
     context = multiprocessing.get_context("spawn")
@@ -74,8 +72,7 @@ def run_workers(config: ServeConfig, *, on_ready: Callable[[Ports], Any] | None 
                     _LOG.error("worker %d ended (exit status %s): all are stopped", index, process.exitcode)
             if waited_for and all(each.is_set() for each in waited_for):
                 waited_for = []
-                if on_ready is not None:
-                    on_ready(Ports(config.port, config.grpc_port, config.admin_port))
+                on_ready(Ports(config.port, config.grpc_port, config.admin_port))
         _stop(processes, config.grace_seconds)
     return ended
 
@@ -104,9 +101,8 @@ def _stop(processes: list[BaseProcess], grace_seconds: float) -> None:
     deadline = time.monotonic() + grace_seconds + 10
     for process in processes:
         process.join(max(0.1, deadline - time.monotonic()))
-        if process.is_alive():
-            process.kill()
-            process.join()
+        process.kill()
+        process.join()
 
 
 @contextlib.contextmanager

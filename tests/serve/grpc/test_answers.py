@@ -1,6 +1,5 @@
 """Answers over gRPC: others are answered while a large one is encoded, and what is not accepted is bounded."""
 
-import asyncio
 import logging
 import socket
 import threading
@@ -13,8 +12,8 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from tests.serve.fakes import Held
 from tests.serve.grpc_harness import WAIT_SECONDS, Served, serving, wait_until
-from tierstore.serve import tensors
 from tierstore.serve.grpc import codec
 from tierstore.serve.grpc.messages import INFERENCE_SERVICE
 from tierstore.serve.limits import Limits
@@ -37,20 +36,6 @@ def raw_request(size: int = 4 * MEBIBYTE) -> Any:
     message.inputs.add(name="x", datatype="INT32", shape=[size // 4])
     message.raw_input_contents.append(bytes(size))
     return message
-
-
-class Held:
-    """Stands between two pieces of an answer, and waits."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.began = threading.Event()
-        self.may_go_on = threading.Event()
-        monkeypatch.setattr(tensors, "pause", self)
-
-    async def __call__(self) -> None:
-        self.began.set()
-        while not self.may_go_on.is_set():
-            await asyncio.sleep(0.005)
 
 
 @pytest.fixture

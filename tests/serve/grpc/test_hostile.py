@@ -129,7 +129,7 @@ def test_half_open_calls_do_not_keep_others_out(resources: ExitStack, method: st
             message = b"" if number % 2 else None
             begun = [
                 client.frames_to_begin(f"/{INFERENCE_SERVICE}/{method}", message, is_whole=False, length=100)[1]
-                for _ in range(500)
+                for _ in range(150)
             ]
             client.send(b"".join(begun))
             for _ in range(20):

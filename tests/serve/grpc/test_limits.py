@@ -2,7 +2,6 @@
 
 import asyncio
 import queue
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -305,34 +304,20 @@ def test_token_that_cannot_be_sent(token: str) -> None:
 # TLS.
 
 
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For localhost, signed by its own key, which lies beside it as key.pem."""
-    folder = tmp_path_factory.mktemp("tls")
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-days", "30"]
-    command += ["-keyout", str(folder / "key.pem"), "-out", str(folder / "certificate.pem")]
-    try:
-        subprocess.run(command, check=True, capture_output=True, timeout=WAIT_SECONDS)
-    except FileNotFoundError:
-        pytest.skip("no openssl to make a certificate with")
-    return folder / "certificate.pem"
-
-
-def test_tls(client_of: Any, certificate: Path) -> None:
-    with serving(tls=TlsFiles(certificate, certificate.parent / "key.pem")) as served:
-        client = client_of(served.address, ssl=True, root_certificates=str(certificate))
+def test_tls(client_of: Any, tls: TlsFiles) -> None:
+    with serving(tls=tls) as served:
+        client = client_of(served.address, ssl=True, root_certificates=str(tls.certificate))
         assert client.infer("echo", [x_input()]).as_numpy("x").shape == (1, 3)
         with pytest.raises(InferenceServerException) as raised:
             client_of(served.address).is_server_live(client_timeout=WAIT_SECONDS)
         assert code_of(raised.value) == "UNAVAILABLE"
 
 
-def test_tls_files_are_checked(certificate: Path, tmp_path: Path) -> None:
+def test_tls_files_are_checked(tls: TlsFiles, tmp_path: Path) -> None:
     (tmp_path / "other.pem").write_text("no key")
     for key in ("absent.pem", "other.pem"):
         with pytest.raises(ValueError, match=key):
-            GrpcServer(FakeEngine(), tls=TlsFiles(certificate, tmp_path / key))
+            GrpcServer(FakeEngine(), tls=TlsFiles(tls.certificate, tmp_path / key))
 
 
 # Ports.

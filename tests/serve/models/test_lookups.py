@@ -15,7 +15,6 @@ from tests.serve.models.stores import DIMS, POOLINGS, ROWS, Counted, asked, make
 from tierstore.serve.messages import ServeError, Status
 
 NAMES = tuple(ROWS)
-CACHES = ["0", "1MiB"]
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +46,7 @@ def inputs_of(query: dict[str, Any], ids: str = "ids", shape: Any = None) -> dic
     return inputs if query["weights"] is None else inputs | {"weights": tensor("FP32", query["weights"])}
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "cache"), list(zip(NAMES, ["1MiB", "0", "1MiB", "0"], strict=True)))
 def test_pooled_bags_are_those_of_torch_alone_or_in_a_batch(store: tierstore.Store, name: str, cache: str) -> None:
     models = models_of(store, pooled_cache=cache)
     model: Any = models.by_name[f"pooled.{name}"]
@@ -180,8 +178,7 @@ def test_ids_that_are_no_rows_are_named(store: tierstore.Store) -> None:
         models["pooled"].parse({"values": tensor("INT64", [2**62]), "lengths": lengths})
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("name", ["sums", "means", "peaks"])
+@pytest.mark.parametrize(("name", "cache"), [("sums", "0"), ("means", "1MiB"), ("peaks", "1MiB")])
 def test_ids_that_are_no_rows_count_as_zeros_and_are_counted(store: tierstore.Store, name: str, cache: str) -> None:
     counted = Counted()
     model: Any = models_of(store, dropped=counted, pooled_cache=cache).by_name[f"pooled.{name}"]

@@ -18,7 +18,7 @@ from tierstore.pool.stats import Stats, TierStats
 from tierstore.serve.messages import Status
 from tierstore.serve.monitoring.metrics import Metrics
 from tierstore.serve.monitoring.status import snapshot
-from tierstore.serve.monitoring.window import Latencies, Window, by_second, summarize
+from tierstore.serve.monitoring.window import Latencies, Window, summarize
 from tierstore.serve.source import StateCollector
 
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -170,21 +170,17 @@ def test_every_series_tells_its_worker() -> None:
 
 
 def test_clients_cannot_make_up_series(metrics: Metrics) -> None:
-    for each in ("http", "grpc"):
-        metrics.answered("made up", each, None, 0.1)
-    metrics.answered("made up", "made up", None, 0.1)
+    metrics.answered("made up", "http", None, 0.1)
     metrics.batched("made up", 1, 1, [0.1], 0.1)
     metrics.out_of_range("made up", 1)
-    metrics.refused("made up", Status.INVALID)
     before = set(series(metrics))
     for index in range(500):
-        metrics.answered(f"name {index}", f"protocol {index}", None, 0.1)
+        metrics.answered(f"name {index}", "http", None, 0.1)
         metrics.batched(f"name {index}", 1, 1, [0.1], 0.1)
         metrics.out_of_range(f"name {index}", 1)
-        metrics.refused(f"protocol {index}", Status.INVALID)
     found = series(metrics)
     assert set(found) == before
-    assert value(found, "tierstore_request_seconds_count", model="other", protocol="other", status="ok") == 501
+    assert value(found, "tierstore_request_seconds_count", model="other", protocol="http", status="ok") == 501
     assert value(found, "tierstore_ids_out_of_range_total", model="other") == 501
 
 
@@ -264,10 +260,8 @@ def test_rates_are_of_whole_seconds(clock: Clock) -> None:
         window.add("dlrm", 0.01, failed=failed)
     assert len(window.seconds()) == 0
     clock.now += 2
-    recent, history = summarize(of_model(window)), by_second(of_model(window))
-    assert (recent.requests_per_second, recent.failed_per_second) == (1.5, 0.5)
-    assert (history.requests, history.failed) == ([3, 0], [1, 0])
-    assert history.seconds_p99 == [0.01, None]
+    assert summarize(of_model(window))[:3] == (1.5, 0.5, 0.01)
+    assert [summarize([each]) for each in of_model(window)] == [(3, 1, 0.01, 0.01, 0.01), (0, 0, None, None, None)]
 
 
 # The status document

@@ -1,7 +1,6 @@
 """Large answers over REST: others are answered while one is written as JSON, and JSON has a bound."""
 
 import asyncio
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,29 +10,15 @@ import numpy as np
 import orjson
 import pytest
 
+from tests.serve.fakes import Held
 from tests.serve.rest_server import SECONDS, RestServer, serving
-from tierstore.serve import tensors
 from tierstore.serve.limits import Limits
 from tierstore.serve.messages import InferResponse, InferTensor, Status
-from tierstore.serve.rest.infer_body import WantedOutputs, write_infer
+from tierstore.serve.rest.infer_body import InferCall, write_infer
 from tierstore.serve.tensors import PIECE_ELEMENTS
 
 LARGE = 20_480
 LIMIT = 24_576
-
-
-class Held:
-    """Stands between two pieces of an answer, and waits."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.began = threading.Event()
-        self.may_go_on = threading.Event()
-        monkeypatch.setattr(tensors, "pause", self)
-
-    async def __call__(self) -> None:
-        self.began.set()
-        while not self.may_go_on.is_set():
-            await asyncio.sleep(0.005)
 
 
 def body_of(count: int, *, is_binary: bool) -> dict[str, Any]:
@@ -118,7 +103,7 @@ def test_answers_under_way_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch)
 def test_pieces_make_one_list(size: int) -> None:
     data = np.random.default_rng(size).normal(size=(size, 1)).astype(np.float32)
     response = InferResponse(model="m", version="1", id="", outputs={"x": InferTensor("FP32", data)})
-    body = asyncio.run(write_infer(response, WantedOutputs(by_name={}, default=False)))
-    (x,) = orjson.loads(body.data)["outputs"]
+    reply = asyncio.run(write_infer(response, InferCall(Any, {}, False)))
+    (x,) = orjson.loads(reply.body)["outputs"]
     np.testing.assert_array_equal(np.array(x["data"], np.float32), data.reshape(-1))
-    assert (x["shape"], body.json_bytes) == ([size, 1], None)
+    assert (x["shape"], reply.headers) == ([size, 1], ((b"content-type", b"application/json"),))

@@ -15,7 +15,7 @@ from tierstore.serve.rest.protocol import MAX_PIPELINED
 
 SHORT = 0.3
 QUICK = Limits(
-    body_bytes=1 << 20, header_bytes=4096, receive_seconds=SHORT, idle_seconds=1.0, send_seconds=SHORT, connections=8
+    body_bytes=1 << 20, header_bytes=4096, receive_seconds=SHORT, idle_seconds=0.5, send_seconds=SHORT, connections=8
 )
 GET = b"GET /v2 HTTP/1.1\r\nhost: a\r\n\r\n"
 BODY = orjson.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [1, 2, 3]}]})

@@ -3,7 +3,6 @@
 import asyncio
 import gzip
 import ssl
-import subprocess
 import threading
 import zlib
 from collections.abc import Iterator
@@ -336,19 +335,6 @@ def test_tokens_that_cannot_be_sent(token: str) -> None:
 
 
 # Starting and stopping
-
-
-@pytest.fixture(scope="module")
-def tls(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
-    folder = tmp_path_factory.mktemp("tls")
-    files = TlsFiles(folder / "certificate.pem", folder / "key.pem")
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    command += ["-keyout", str(files.key), "-out", str(files.certificate), "-days", "2", "-subj", "/CN=localhost"]
-    try:
-        subprocess.run([*command, "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True)
-    except FileNotFoundError:
-        pytest.skip("needs openssl to make a certificate")
-    return files
 
 
 @pytest.mark.parametrize("use_uvloop", [False, True])

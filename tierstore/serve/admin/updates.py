@@ -83,20 +83,13 @@ class Replica:
         directory: of the replica; need not exist yet.
         extra: of the version that the server shows (``Store.extra``); empty if there is none.
         refresh: have the server move to the replica's newest commit; called after each that was made here.
-        max_update_bytes: the largest update that is taken.
     """
 
     def __init__(
-        self,
-        directory: Path,
-        *,
-        extra: Callable[[], Mapping[str, Any]],
-        refresh: Callable[[], Awaitable[object]],
-        max_update_bytes: int = _MAX_UPDATE_BYTES,
+        self, directory: Path, *, extra: Callable[[], Mapping[str, Any]], refresh: Callable[[], Awaitable[object]]
     ) -> None:
         self._directory = directory.absolute()
         self._incoming = self._directory / "incoming"
-        self._max_bytes = max_update_bytes
         self._extra = extra
         self._refresh = refresh
         self._is_busy = self._is_applying = False
@@ -134,11 +127,10 @@ class Replica:
             self._is_busy = False
 
     async def _list(self, _request: Request) -> Response:
-        origin, upload = origin_of(self._extra()), self._upload()
+        origin, upload, uploads = origin_of(self._extra()), self._upload(), {}
+        if upload is not None:
+            uploads[upload.id] = {"received_bytes": upload.received_bytes, "size_bytes": upload.size_bytes}
         told = {"source": None, "version": 0, "commit_id": ""} if origin is None else origin._asdict()
-        uploads = (
-            {upload.id: {name: getattr(upload, name) for name in ("received_bytes", "size_bytes")}} if upload else {}
-        )
         return JSONResponse({**told, "is_applying": self._is_applying, "uploads": uploads})
 
     # An upload
@@ -169,8 +161,8 @@ class Replica:
 
     def _begin(self, update_id: str, size_bytes: int) -> _Upload:
         """The upload to add to. What is declared keeps no room, but a new one must fit into what is free now."""
-        if not 0 < size_bytes <= self._max_bytes:
-            most = format_size(self._max_bytes)
+        if not 0 < size_bytes <= _MAX_UPDATE_BYTES:
+            most = format_size(_MAX_UPDATE_BYTES)
             raise UpdateError(413, f"an update of {size_bytes} bytes; at most {most} are taken. Publish more often")
         known = self._upload()
         if known is not None and known.id == update_id:
@@ -196,9 +188,10 @@ class Replica:
         update_id = _update_id(request)
         with self._busy():
             upload = self._upload()
-            if upload is None or upload.id != update_id or upload.received_bytes != upload.size_bytes:
-                is_there = upload is not None and upload.id == update_id
-                there = f"{upload.received_bytes} of {upload.size_bytes} bytes" if upload and is_there else "nothing"
+            if upload is None or upload.id != update_id:
+                raise UpdateError(409, f"there is nothing of update {update_id}; send the rest")
+            if upload.received_bytes != upload.size_bytes:
+                there = f"{upload.received_bytes} of {upload.size_bytes} bytes"
                 raise UpdateError(409, f"there is {there} of update {update_id}; send the rest")
             self._is_applying = True
             try:
@@ -243,9 +236,8 @@ class Replica:
         except subprocess.TimeoutExpired:
             raise UpdateError(500, f"the process that writes took over {_WRITE_LIMIT_SECONDS:.0f} s") from None
         finally:
-            if process.poll() is None:  # it took too long, or nobody waits any more: the server stops
-                process.kill()
-                process.wait()
+            process.kill()  # if it took too long, or nobody waits any more: the server stops
+            process.wait()
         try:
             outcome: dict[str, Any] = json.loads(out.decode().splitlines()[-1])
         except (ValueError, IndexError):
@@ -310,10 +302,7 @@ async def _store(request: Request, path: Path, offset: int, stop: int) -> int:
 def _append(path: Path, data: bytes, offset: int) -> None:
     _require_room(path.parent, len(data))
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            write_all(descriptor, data, offset)
-        finally:
-            os.close(descriptor)
+        with open(os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "wb", buffering=0) as file:
+            write_all(file.fileno(), data, offset)
     except OSError as error:
         raise translate_os_error(error, path) from error

@@ -22,6 +22,7 @@ touched in the event loop only.
 import asyncio
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import suppress
@@ -30,8 +31,7 @@ from typing import Any, Final
 from ..base import Query
 from ..config import ServeConfig
 from ..messages import ServeError, Status
-from .isolation import Attempt, Run, concerns_all, run_isolated
-from .waiting import Waiter, WaitingLine
+from .isolation import Attempt, Run, Waiter, concerns_all, run_isolated
 
 __all__ = ["Batcher"]
 
@@ -67,7 +67,9 @@ class Batcher:
         self._clock: Final = clock
         self._delay_seconds: Final = config.max_delay_us / 1e6
         self._lock: Final = threading.Lock()
-        self._line: Final = WaitingLine(model, config)
+        # Any who waits may leave at any time, and leaves nothing behind: so not a deque.
+        self._line: Final[OrderedDict[Waiter, None]] = OrderedDict()
+        self._num_samples = 0
         self._has_job = False
         self._is_open = True
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -82,7 +84,7 @@ class Batcher:
 
     @property
     def num_waiting_samples(self) -> int:
-        return self._line.num_samples
+        return self._num_samples
 
     async def submit(self, query: Query, deadline: float) -> Any:
         """Wait for a query's answer. To cancel the caller takes the query back.
@@ -126,11 +128,14 @@ class Batcher:
     def check_integrity(self) -> None:
         """AssertionError if the books do not balance."""
         with self._lock:
-            self._line.check_integrity()
-            num_waiting, has_job = len(self._line), self._has_job
-        assert num_waiting <= len(self._present), f"{num_waiting} wait, but {len(self._present)} callers do"
+            line, counted, has_job = list(self._line), self._num_samples, self._has_job
+        assert counted == sum(waiter.num_samples for waiter in line) <= self._config.max_queue_samples, (
+            f"{counted} wait"
+        )
+        assert len(line) <= self._config.max_queue_requests, f"{len(line)} wait"
+        assert self._present >= set(line), "someone waits whose caller has gone"
         is_served = has_job or self._timer is not None or all(waiter.future.done() for waiter in self._present)
-        assert not num_waiting or is_served, f"{num_waiting} wait for no job"
+        assert not line or is_served, f"{len(line)} wait for no job"
 
     def _enter(self, query: Query, deadline: float) -> Waiter:
         num_samples, now = query.num_samples, self._clock()
@@ -147,7 +152,9 @@ class Batcher:
         self._loop = asyncio.get_running_loop()
         waiter = Waiter(query, num_samples, self._loop.create_future(), now, deadline)
         with self._lock:
-            self._line.enter(waiter)
+            self._require_room(num_samples)
+            self._line[waiter] = None
+            self._num_samples += num_samples
             starts = self._claim_job()
             is_served = self._has_job
         self._present.add(waiter)
@@ -157,6 +164,42 @@ class Batcher:
         elif not is_served:
             self._arm()
         return waiter
+
+    def _require_room(self, num_samples: int) -> None:
+        limit, samples = self._config.max_queue_requests, self._config.max_queue_samples
+        full = ""
+        if len(self._line) >= limit:
+            full = f"{len(self._line)} requests wait already, max_queue_requests is {limit}"
+        elif self._num_samples + num_samples > samples:
+            many = f"{self._num_samples} samples wait already and {num_samples} more came"
+            full = f"{many}, max_queue_samples is {samples}"
+        if full:
+            raise ServeError(Status.OVERLOADED, f"model {self._model!r}: {full}; try again later")
+
+    def _remove(self, waiter: Waiter) -> None:
+        """From the line, if it is there. Under the lock."""
+        if waiter in self._line:
+            del self._line[waiter]
+            self._num_samples -= waiter.num_samples
+
+    def _take(self) -> list[Waiter]:
+        """A batch from the front, up to the first that does not fit. Who is late or gone is dropped. Under the lock."""
+        taken: list[Waiter] = []
+        room, now = self._config.max_batch_samples, self._clock()
+        while self._line:
+            waiter = self._oldest
+            is_waited_for = waiter.deadline > now and not waiter.future.done()
+            if is_waited_for and waiter.num_samples > room:
+                break
+            self._remove(waiter)
+            if is_waited_for:
+                room -= waiter.num_samples
+                taken.append(waiter)
+        return taken
+
+    @property
+    def _oldest(self) -> Waiter:
+        return next(iter(self._line))
 
     def _stopping(self) -> ServeError:
         return ServeError(Status.UNAVAILABLE, f"model {self._model!r}: the server stops")
@@ -174,7 +217,7 @@ class Batcher:
 
     def _leave(self, waiter: Waiter) -> None:
         with self._lock:
-            self._line.leave(waiter)
+            self._remove(waiter)
         self._present.discard(waiter)
         self._note_idle()
 
@@ -187,7 +230,7 @@ class Batcher:
         with self._lock:
             if self._timer is not None or self._has_job or not self._line or not self._is_open:
                 return
-            waited = self._clock() - self._line.oldest.entered
+            waited = self._clock() - self._oldest.entered
         assert self._loop is not None
         self._timer = self._loop.call_later(self._delay_seconds - waited, self._time_out)
 
@@ -215,9 +258,9 @@ class Batcher:
         return True
 
     def _is_due(self) -> bool:
-        if not self._delay_seconds or self._line.num_samples >= self._config.max_batch_samples:
+        if not self._delay_seconds or self._num_samples >= self._config.max_batch_samples:
             return True
-        return self._clock() - self._line.oldest.entered >= self._delay_seconds
+        return self._clock() - self._oldest.entered >= self._delay_seconds
 
     def _start_job(self) -> None:
         """In either thread, without the lock."""
@@ -247,7 +290,7 @@ class Batcher:
     def _work(self) -> None:
         """A job: run one batch. In the executor's thread."""
         with self._lock:
-            batch = self._line.take(self._config.max_batch_samples, self._clock())
+            batch = self._take()
         taken = self._clock()
         attempts = run_isolated(self._model, self._run, batch, self._clock)
         with self._lock:

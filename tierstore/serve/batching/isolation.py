@@ -1,13 +1,14 @@
 """A batch that fails is run again in halves, so that a query that makes it fail does so alone."""
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from ..messages import ServeError, Status
-from .waiting import Waiter
 
-__all__ = ["MAX_SPLIT_RUNS", "Attempt", "Run", "concerns_all", "run_isolated"]
+__all__ = ["MAX_SPLIT_RUNS", "Attempt", "Run", "Waiter", "concerns_all", "run_isolated"]
 
 MAX_SPLIT_RUNS: Final = 64
 """Runs of one batch after which what fails is not halved any more. To find one bad query among 4,096 takes 25; a model
@@ -17,6 +18,22 @@ _logger = logging.getLogger(__name__)
 
 Run: TypeAlias = Callable[[Sequence[Any]], Sequence[Any]]
 """Answers of a batch's queries, one for each, in their order."""
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """A query from its arrival until its caller has gone.
+
+    Attributes:
+        future: what the caller awaits; it belongs to the event loop, and is done once nobody waits for the answer.
+        entered, deadline: seconds on the batcher's clock.
+    """
+
+    query: Any
+    num_samples: int
+    future: asyncio.Future[Any]
+    entered: float
+    deadline: float
 
 
 class Attempt(NamedTuple):

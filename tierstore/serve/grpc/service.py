@@ -42,16 +42,10 @@ class _Answer(NamedTuple):
 
 
 class InferenceService:
-    """Answers every call; what it cannot answer is a status with the error's message, and never a traceback.
-
-    Args:
-        engine: is asked for all that is not protocol.
-        token: see ``Front``.
-    """
+    """Answers every call; what it cannot answer is a status with the error's message, and never a traceback."""
 
     def __init__(self, engine: Engine, limits: Limits, token: str | None = None) -> None:
         self._engine = engine
-        self._limits = limits
         self.front = Front(engine, "grpc", limits, token)
         self._calls = Budget(limits.calls, "{} calls are under way")
         self._streams = Budget(limits.streams, "{} streams are open")
@@ -109,9 +103,9 @@ class InferenceService:
             except Exception:
                 failure = self._unexpected()
             else:
-                call.when_over(call.end_after(self._limits.send_seconds).cancel)
+                call.when_over(call.end_after(self.front.limits.send_seconds).cancel)
                 return response
-            call.when_over(call.end_after(self._limits.send_seconds).cancel)
+            call.when_over(call.end_after(self.front.limits.send_seconds).cancel)
             await context.abort(grpc.StatusCode[failure.status.grpc], _details(failure))
             raise AssertionError("a call that is aborted goes on")
 
@@ -128,15 +122,14 @@ class InferenceService:
 
     async def _receive_any(self, context: Any) -> bytes | None:
         """The first request, if there is one."""
-        with self.front.noting_refusals():
-            return await self._receive(context, self._limits.receive_seconds, "the request did not come within")
+        return await self._receive(context, self.front.limits.receive_seconds, "the request did not come within")
 
     async def _receive_first(self, context: Any) -> bytes:
-        data = await self._receive_any(context)
-        if data is None:
-            with self.front.noting_refusals():
+        with self.front.noting_refusals():
+            data = await self._receive_any(context)
+            if data is None:
                 raise ServeError(Status.INVALID, "the call ended without a request")
-        return data
+            return data
 
     def _unexpected(self) -> ServeError:
         """What the client is told of the exception being handled, which only the log shows."""
@@ -205,15 +198,15 @@ class InferenceService:
         return _Answer(encoded, self.front.hold_unsent(len(encoded)))
 
     def _require_size(self, size: int) -> None:
-        limit = self._limits.response_bytes
+        limit = self.front.limits.response_bytes
         if size > limit:
             raise ServeError(Status.TOO_LARGE, f"the response has {size} bytes, over {limit}; ask for less at once")
 
     async def _model_stream_infer(self, context: Any, call: Call) -> None:
         """Answers in the order of requests, and computes some at a time; one that fails does not end the stream."""
-        first = [await self._receive_any(context)]
         with ExitStack() as held:
             with self.front.noting_refusals():
+                first = [await self._receive_any(context)]
                 held.enter_context(self._calls.hold(1))
                 held.enter_context(self._streams.hold(1))
             try:
@@ -227,7 +220,7 @@ class InferenceService:
             _MAX_STREAM_REQUESTS - 2  # beside the one that is awaited and the one to be put
         )
         holds: set[Hold] = set()
-        seconds = self._limits.stream_idle_seconds
+        seconds = self.front.limits.stream_idle_seconds
 
         async def answer(data: bytes) -> _Answer:
             found = await self._stream_answer(data, context.time_remaining())
@@ -262,7 +255,7 @@ class InferenceService:
 
     async def _write(self, encoded: bytes, context: Any, call: Call) -> None:
         """Send a message of a stream; the call is ended if the client does not accept it in time."""
-        timer = call.end_after(self._limits.send_seconds)
+        timer = call.end_after(self.front.limits.send_seconds)
         try:
             await context.write(encoded)
         except grpc.aio.InternalError:  # the client has left

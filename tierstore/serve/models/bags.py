@@ -25,21 +25,18 @@ class BagCaches:
         budget_bytes: for all of them, at least 1.
     """
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, store: Store, budget_bytes: int) -> None:
         self._budget_bytes: Final = budget_bytes
         self._caches: dict[int, PooledCache] = {}
         self._before = PooledStats()
+        self.renew(store)
 
     @classmethod
     def of(cls, store: Store, size: int | str) -> "BagCaches | None":
         """Those of a store; None if the size is 0. ValueError if it is none."""
         table_bytes = sum(table.size_bytes for table in store.tables.values())
         budget_bytes = parse_size(size, name="pooled_cache", table_bytes=table_bytes)
-        if not budget_bytes:
-            return None
-        caches = cls(budget_bytes)
-        caches.renew(store)
-        return caches
+        return cls(store, budget_bytes) if budget_bytes else None
 
     def renew(self, store: Store) -> None:
         """Forget all rows: the store shows another version, maybe with more tables."""
@@ -70,13 +67,9 @@ class BagCaches:
 
     def stats(self) -> PooledStats:
         """Running totals, and the bytes of now; in any thread."""
-        hits, misses, _ = self._before
         caches = list(self._caches.values())
-        return PooledStats(
-            hits + sum(cache.hits for cache in caches),
-            misses + sum(cache.misses for cache in caches),
-            sum(cache.size_bytes for cache in caches),
-        )
+        now = [PooledStats(cache.hits, cache.misses, cache.size_bytes) for cache in caches]
+        return PooledStats(*map(sum, zip(self._before, *now, strict=True)))
 
 
 def _chosen(batch: Merged, bags: Any) -> tuple[Any, Any, Any]:
@@ -85,6 +78,5 @@ def _chosen(batch: Merged, bags: Any) -> tuple[Any, Any, Any]:
     is_chosen = np.zeros(len(lengths), np.bool_)
     is_chosen[bags] = True
     ids = np.repeat(is_chosen, lengths)
-    offsets = np.zeros(len(bags) + 1, np.int64)
-    np.cumsum(lengths[bags], out=offsets[1:])
+    offsets = np.concatenate([[0], np.cumsum(lengths[bags])])
     return batch.values[ids], offsets, None if batch.weights is None else batch.weights[ids]

@@ -146,16 +146,15 @@ def merge(parts: Sequence[JaggedIds]) -> Merged:
         return Merged(parts[0].values, offsets, parts[0].weights, samples)
     values = np.concatenate([part.values for part in parts])
     lengths = np.concatenate([part.lengths.reshape(-1) for part in parts])
-    weights = np.concatenate([_weights_of(part) for part in parts]) if has_weights else _NO_WEIGHTS
+    weights = _NO_WEIGHTS
+    if has_weights:
+        ones = [np.ones(len(part.values), np.float32) if part.weights is None else part.weights for part in parts]
+        weights = np.concatenate(ones)
     num_features = parts[0].lengths.shape[0]
     offsets = np.zeros(num_features * int(samples[-1]) + 1, np.int64)
     merged, merged_weights = np.empty_like(values), np.empty_like(weights)
     _interleave(num_features, samples, values, lengths, weights, offsets, merged, merged_weights)
     return Merged(merged, offsets, merged_weights if has_weights else None, samples)
-
-
-def _weights_of(part: JaggedIds) -> Any:
-    return np.ones(len(part.values), np.float32) if part.weights is None else part.weights
 
 
 @kernel

@@ -30,26 +30,11 @@ _UPDATE_SECONDS: Final = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300
 
 
 class LastUpdate(NamedTuple):
-    """The newest update applied.
-
-    Attributes:
-        seconds: that it took.
-        at: on the metrics' clock.
-    """
+    """The newest update applied: how long it took, and when, on the metrics' clock."""
 
     version: int
     seconds: float
     at: float
-
-
-class _Batches(NamedTuple):
-    """Sums over a model's batches."""
-
-    batches: int = 0
-    queries: int = 0
-    samples: int = 0
-    queue_seconds: float = 0.0
-    compute_seconds: float = 0.0
 
 
 class Metrics:
@@ -70,27 +55,28 @@ class Metrics:
         self.last_update: LastUpdate | None = None
         # Beside the series, as to read those lists every bucket of each.
         self._answered: dict[tuple[str, str, str], int] = {}
-        self._batched: dict[str, _Batches] = {}
+        self._batched: dict[str, list[float]] = {}
         self._lock = threading.Lock()
         self._registry = CollectorRegistry()
-        make, model, by_status = self._histogram, ["model"], ["protocol", "status"]
-        self._requests = make("request_seconds", "From arrival to answer.", [*model, *by_status], _REQUEST_SECONDS)
-        self._queued = make("queue_seconds", "That a query waited for its batch.", model, _REQUEST_SECONDS)
-        self._computed = make("compute_seconds", "Of a batch: lookups and the model.", model, _REQUEST_SECONDS)
-        self._queries = make("batch_queries", "Queries in a batch.", model, _BATCH_SIZES)
-        self._samples = make("batch_samples", "Samples in a batch.", model, _BATCH_SIZES)
-        self._updates = make("update_seconds", "Moves to another version, reading included.", [], _UPDATE_SECONDS)
-        self._refused = self._counter("refused_requests", "Requests refused before a model was asked.", by_status)
-        self._out_of_range = self._counter("ids_out_of_range", "Ids that no row of their table has.", model)
-        self._update_failures = self._counter("update_failures", "Updates that failed; the old version stayed.", [])
+        model, by_status = ["model"], ["protocol", "status"]
+
+        def histogram(name: str, text: str, labels: Sequence[str], bounds: Sequence[float]) -> Histogram:
+            return Histogram(f"tierstore_{name}", text, labels, buckets=bounds, registry=self._registry)
+
+        def counter(name: str, text: str, labels: Sequence[str]) -> Counter:
+            return Counter(f"tierstore_{name}", text, labels, registry=self._registry)
+
+        self._requests = histogram("request_seconds", "From arrival to answer.", [*model, *by_status], _REQUEST_SECONDS)
+        self._queued = histogram("queue_seconds", "That a query waited for its batch.", model, _REQUEST_SECONDS)
+        self._computed = histogram("compute_seconds", "Of a batch: lookups and the model.", model, _REQUEST_SECONDS)
+        self._queries = histogram("batch_queries", "Queries in a batch.", model, _BATCH_SIZES)
+        self._samples = histogram("batch_samples", "Samples in a batch.", model, _BATCH_SIZES)
+        self._updates = histogram("update_seconds", "Moves to another version, reading included.", [], _UPDATE_SECONDS)
+        self._refused = counter("refused_requests", "Requests refused before a model was asked.", by_status)
+        self._out_of_range = counter("ids_out_of_range", "Ids that no row of their table has.", model)
+        self._update_failures = counter("update_failures", "Updates that failed; the old version stayed.", [])
         self.know(models)
         ProcessCollector(registry=self._registry)
-
-    def _histogram(self, name: str, documentation: str, labels: Sequence[str], bounds: Sequence[float]) -> Histogram:
-        return Histogram(f"tierstore_{name}", documentation, labels, buckets=bounds, registry=self._registry)
-
-    def _counter(self, name: str, documentation: str, labels: Sequence[str]) -> Counter:
-        return Counter(f"tierstore_{name}", documentation, labels, registry=self._registry)
 
     def know(self, models: Iterable[str]) -> None:
         """Give these models series of their own, if they have none."""
@@ -106,7 +92,7 @@ class Metrics:
 
     def answered(self, model: str, protocol: str, status: Status | None, seconds: float) -> None:
         """A request was answered; ``status`` None: well. ``seconds`` since it arrived."""
-        key = model, _, _ = self._known(model), _known_protocol(protocol), _name(status, OK)
+        key = model, _, _ = self._known(model), protocol, OK if status is None else status.name.lower()
         self._requests.labels(*key).observe(seconds)
         with self._lock:
             self._answered[key] = self._answered.get(key, 0) + 1
@@ -123,14 +109,13 @@ class Metrics:
         queued = self._queued.labels(model)
         for seconds in queue_seconds:
             queued.observe(seconds)
-        added = _Batches(1, num_queries, num_samples, sum(queue_seconds), compute_seconds)
+        added = (1, num_queries, num_samples, sum(queue_seconds), compute_seconds)
         with self._lock:
-            before = self._batched.get(model, _Batches())
-            self._batched[model] = _Batches(*map(operator.add, before, added))
+            self._batched[model] = list(map(operator.add, self._batched.get(model, [0] * 5), added))
 
     def refused(self, protocol: str, status: Status) -> None:
         """A request was refused before a model was asked."""
-        self._refused.labels(_known_protocol(protocol), status.name.lower()).inc()
+        self._refused.labels(protocol, status.name.lower()).inc()
 
     def updated(self, version: int, seconds: float) -> None:
         """Another version is served since now."""
@@ -144,7 +129,7 @@ class Metrics:
         self._out_of_range.labels(self._known(model)).inc(count)
 
     def add(self, collector: Collector) -> None:
-        """Expose what another collector knows, a ``SourceCollector`` say; it is asked at each scrape."""
+        """Expose what another collector knows, a ``StateCollector`` say; it is asked at each scrape."""
         self._registry.register(collector)
 
     # What it came to
@@ -161,14 +146,13 @@ class Metrics:
     def batches(self, model: str) -> dict[str, float | None]:
         """How many batches a model had since the start, and what they were on average; None of none."""
         with self._lock:
-            told = self._batched.get(model, _Batches())
-        per_batch, per_query = (1 / each if each else None for each in (told.batches, told.queries))
+            batches, queries, samples, queue_seconds, compute_seconds = self._batched.get(model, [0] * 5)
         return {
-            "batches": told.batches,
-            "batch_queries_mean": per_batch and told.queries * per_batch,
-            "batch_samples_mean": per_batch and told.samples * per_batch,
-            "queue_seconds_mean": per_query and told.queue_seconds * per_query,
-            "compute_seconds_mean": per_batch and told.compute_seconds * per_batch,
+            "batches": batches,
+            "batch_queries_mean": queries / batches if batches else None,
+            "batch_samples_mean": samples / batches if batches else None,
+            "queue_seconds_mean": queue_seconds / queries if queries else None,
+            "compute_seconds_mean": compute_seconds / batches if batches else None,
         }
 
     def totals(self) -> dict[str, int]:
@@ -206,14 +190,6 @@ class _Labelled(CollectorRegistry):
                 if not sample.name.endswith("_created")
             ]
             yield metric
-
-
-def _known_protocol(protocol: str) -> str:
-    return protocol if protocol in _PROTOCOLS else OTHER
-
-
-def _name(status: Status | None, otherwise: str) -> str:
-    return otherwise if status is None else status.name.lower()
 
 
 def _values(families: Iterable[Metric], suffix: str) -> dict[tuple[str, ...], float]:

@@ -9,7 +9,7 @@ import psutil
 from ...system.sizes import machine_memory_bytes
 from ..source import Source, State
 from .metrics import OK, OTHER, Metrics
-from .window import WINDOW_SECONDS, Latencies, by_second, summarize
+from .window import WINDOW_SECONDS, Latencies, summarize
 
 __all__ = ["snapshot"]
 
@@ -58,10 +58,16 @@ def _requests(metrics: Metrics, seconds: Seconds) -> dict[str, Any]:
     for (_, _, status), count in metrics.requests().items():
         by_status[status] = by_status.get(status, 0) + count
     together = [np.concatenate([np.empty(0), *second.values()]) for second in seconds]
+    history = [summarize([each]) for each in together]
     return {
         **_totals(by_status),
         "recent": summarize(together)._asdict(),
-        "history": by_second(together)._asdict(),
+        "history": {
+            "requests": [len(each) for each in together],
+            "failed": [each.failed_per_second for each in history],
+            "seconds_p50": [each.seconds_p50 for each in history],
+            "seconds_p99": [each.seconds_p99 for each in history],
+        },
         "refused": [
             {"protocol": protocol, "status": status, "count": count}
             for (protocol, status), count in sorted(metrics.refusals().items())

@@ -3,12 +3,12 @@
 import threading
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["WINDOW_SECONDS", "History", "Recent", "Window", "by_second", "summarize"]
+__all__ = ["WINDOW_SECONDS", "Latencies", "Recent", "Window", "summarize"]
 
 WINDOW_SECONDS: Final = 60
 Latencies: TypeAlias = NDArray[np.float64]
@@ -23,15 +23,6 @@ class Recent(NamedTuple):
     seconds_p50: float | None
     seconds_p95: float | None
     seconds_p99: float | None
-
-
-class History(NamedTuple):
-    """The last whole seconds one by one, oldest first; quantiles are None where no request was ok."""
-
-    requests: list[int]
-    failed: list[int]
-    seconds_p50: list[float | None]
-    seconds_p99: list[float | None]
 
 
 class Window:
@@ -71,24 +62,6 @@ class Window:
 def summarize(seconds: Sequence[Latencies]) -> Recent:
     """Of the latencies of each second."""
     every = np.concatenate([np.empty(0), *seconds])
-    number, failed = len(seconds) or 1, int(np.isnan(every).sum())
-    return Recent(len(every) / number, failed / number, *_quantiles(every, 0.5, 0.95, 0.99))
-
-
-def by_second(seconds: Sequence[Latencies]) -> History:
-    """Of the latencies of each second."""
-    quantiles = [_quantiles(each, 0.5, 0.99) for each in seconds]
-    return History(
-        [len(each) for each in seconds],
-        [int(np.isnan(each).sum()) for each in seconds],
-        [median for median, _ in quantiles],
-        [late for _, late in quantiles],
-    )
-
-
-def _quantiles(latencies: Latencies, *fractions: float) -> list[Any]:
-    """Those of the requests that did not fail; None where all did."""
-    good = latencies[~np.isnan(latencies)]
-    if not len(good):
-        return [None] * len(fractions)
-    return [float(each) for each in np.quantile(good, fractions, method="inverted_cdf")]
+    number, good = len(seconds) or 1, every[~np.isnan(every)]
+    quantiles = np.quantile(good, (0.5, 0.95, 0.99), method="inverted_cdf").tolist() if len(good) else [None] * 3
+    return Recent(len(every) / number, (len(every) - len(good)) / number, *quantiles)

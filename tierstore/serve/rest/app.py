@@ -19,7 +19,7 @@ from ..limits import Limits
 from ..messages import ServeError, Status
 from ..tensors import JSON_LENGTH_HEADER
 from .body import read_body
-from .infer_body import MAX_ID_CHARACTERS, InferBody, InferCall, count_slow_elements, parse_infer, write_infer
+from .infer_body import MAX_ID_CHARACTERS, InferCall, count_slow_elements, parse_infer, write_infer
 from .replies import Header, Reply, error_reply, json_reply, refusal, send_reply
 
 __all__ = ["RestApp"]
@@ -30,12 +30,7 @@ _JSON_LENGTH: Final = JSON_LENGTH_HEADER.lower().encode()
 
 
 class RestApp:
-    """Every path under /v2. It has no lifespan: the engine is ready or not by itself.
-
-    Args:
-        limits: what a body may take; connections are the server's to limit.
-        token: see ``Front``.
-    """
+    """Every path under /v2. It has no lifespan: the engine is ready or not by itself."""
 
     def __init__(self, engine: Engine, *, limits: Limits | None = None, token: str | None = None) -> None:
         self._engine = engine
@@ -52,7 +47,7 @@ class RestApp:
             reply = refusal(error)
         except Exception:
             _LOGGER.exception("a request failed")
-            reply = error_reply(Status.INTERNAL.http, "internal error; the server's log has more")
+            reply = refusal(ServeError(Status.INTERNAL, "internal error; the server's log has more"))
         try:
             with self.front.noting_refusals(), self.front.hold_unsent(len(reply.body)):
                 await send_reply(send, reply)
@@ -78,7 +73,8 @@ class RestApp:
         value = self._look_up(parts, version)
         if value is None:
             where = excerpt(scope["path"])
-            return error_reply(404, f"there is nothing at {where}; POST /v2/repository/index lists the models")
+            way_out = "POST /v2/repository/index lists the models"
+            raise ServeError(Status.NOT_FOUND, f"there is nothing at {where}; {way_out}")
         if scope["method"] not in ("GET", "HEAD"):
             return _not_allowed(scope, b"GET, HEAD")
         return value
@@ -113,19 +109,19 @@ class RestApp:
                     call = self._parse(body, headers, model, version, given_id)
                 request_id = call.request.id
                 del body
-                written = await _while_connected(self._infer_and_write(call), receive)
-                return _infer_reply(written, request_id)
+                reply = await _while_connected(self._infer_and_write(call), receive)
+                return reply._replace(headers=reply.headers + _id_header(request_id))
         except ServeError as error:
             return refusal(error, *_id_header(request_id))
 
-    async def _infer_and_write(self, call: InferCall) -> InferBody:
+    async def _infer_and_write(self, call: InferCall) -> Reply:
         response = await self._engine.infer(call.request)
         size = sum(tensor.data.nbytes for tensor in response.outputs.values())
         with self.front.noting_refusals(call.request.id):
             way_out = "ask for binary data (the parameter binary_data_output)"
-            self.front.require_few(count_slow_elements(response, call.wanted), "JSON", way_out)
+            self.front.require_few(count_slow_elements(response, call), "JSON", way_out)
             with self.front.hold_unsent(size):
-                return await write_infer(response, call.wanted)
+                return await write_infer(response, call)
 
     def _parse(
         self, body: bytes, headers: Mapping[bytes, bytes], model: str, version: str, default_id: str
@@ -148,7 +144,7 @@ class RestApp:
         )
 
 
-async def _while_connected(work: Coroutine[Any, Any, InferBody], receive: Receive) -> InferBody:
+async def _while_connected(work: Coroutine[Any, Any, Reply], receive: Receive) -> Reply:
     """What the work gives; if the client disconnects first, the work is cancelled.
 
     Raises:
@@ -176,14 +172,6 @@ async def _while_connected(work: Coroutine[Any, Any, InferBody], receive: Receiv
         raise ClientDisconnect from None
     finally:
         watcher.cancel()
-
-
-def _infer_reply(body: InferBody, request_id: str) -> Reply:
-    if body.json_bytes is None:
-        headers: tuple[Header, ...] = ((b"content-type", b"application/json"),)
-    else:
-        headers = ((b"content-type", b"application/octet-stream"), (_JSON_LENGTH, b"%d" % body.json_bytes))
-    return Reply(200, body.data, headers + _id_header(request_id))
 
 
 def _id_header(request_id: str) -> tuple[Header, ...]:

@@ -22,17 +22,9 @@ from ..tensors import (
     require_supported,
 )
 from .json_tensors import parse_json_data, write_json_data
+from .replies import Reply
 
-__all__ = [
-    "MAX_ID_CHARACTERS",
-    "MAX_JSON_LISTS",
-    "InferBody",
-    "InferCall",
-    "WantedOutputs",
-    "count_slow_elements",
-    "parse_infer",
-    "write_infer",
-]
+__all__ = ["MAX_ID_CHARACTERS", "MAX_JSON_LISTS", "InferCall", "count_slow_elements", "parse_infer", "write_infer"]
 
 MAX_ID_CHARACTERS: Final = 1000
 MAX_JSON_LISTS: Final = 1 << 16
@@ -43,28 +35,16 @@ _KINDS: Final = {dict: "a JSON object", list: "a list", bool: "true or false", s
 _T = TypeVar("_T")
 
 
-class WantedOutputs(NamedTuple):
-    """Which outputs the client wants as binary data: those for which the request says so by name, and all others."""
-
-    by_name: Mapping[str, bool]
-    default: bool
-
-    def is_binary(self, name: str) -> bool:
-        return self.by_name.get(name, self.default)
-
-
 class InferCall(NamedTuple):
-    """A request, and how its answer is to be written."""
+    """A request, and which outputs its client wants as binary data: those for which it says so by name, and all
+    others."""
 
     request: InferRequest
-    wanted: WantedOutputs
+    binary: Mapping[str, bool]
+    binary_default: bool
 
-
-class InferBody(NamedTuple):
-    """A response's body; ``json_bytes`` is the length of the JSON at its start, None if it is all there is."""
-
-    data: bytes
-    json_bytes: int | None
+    def is_binary(self, output: str) -> bool:
+        return self.binary.get(output, self.binary_default)
 
 
 def parse_infer(
@@ -102,17 +82,17 @@ def parse_infer(
     inputs = _inputs(message, view[end:])
     default = _typed(bool, parameters.get("binary_data_output", False), "parameter binary_data_output")
     seconds = parse_timeout(parameters.get("timeout", 0))
-    wanted = WantedOutputs(_wanted(message, default), default)
+    wanted = _wanted(message, default)
     request = InferRequest(
         model=model,
         version=version,
         id=_id(message, default_id),
         inputs=inputs,
-        outputs=tuple(wanted.by_name),
+        outputs=tuple(wanted),
         deadline=None if seconds is None else time.monotonic() + seconds,
         protocol="http",
     )
-    return InferCall(request, wanted)
+    return InferCall(request, wanted, default)
 
 
 def _parse_json(text: bytes) -> object:
@@ -191,18 +171,18 @@ def _wanted(message: dict[str, Any], default: bool) -> dict[str, bool]:
     return wanted
 
 
-def count_slow_elements(response: InferResponse, wanted: WantedOutputs) -> int:
+def count_slow_elements(response: InferResponse, call: InferCall) -> int:
     """Numbers of a response that are written one by one: those of JSON."""
-    return sum(tensor.data.size for name, tensor in response.outputs.items() if not wanted.is_binary(name))
+    return sum(tensor.data.size for name, tensor in response.outputs.items() if not call.is_binary(name))
 
 
-async def write_infer(response: InferResponse, wanted: WantedOutputs) -> InferBody:
-    """The body of a response."""
+async def write_infer(response: InferResponse, call: InferCall) -> Reply:
+    """The answer to a call."""
     outputs: list[dict[str, Any]] = []
-    parts: list[bytes | memoryview] = [b""]
+    parts: list[memoryview] = []
     for name, tensor in response.outputs.items():
         output: dict[str, Any] = {"name": name, "datatype": tensor.datatype, "shape": tensor.data.shape}
-        if wanted.is_binary(name):
+        if call.is_binary(name):
             parts.append(binary_data(tensor))
             output["parameters"] = {"binary_data_size": len(parts[-1])}
         else:
@@ -210,5 +190,8 @@ async def write_infer(response: InferResponse, wanted: WantedOutputs) -> InferBo
         outputs.append(output)
     answer: dict[str, Any] = {"model_name": response.model, "model_version": response.version}
     answer |= {"id": response.id} if response.id else {}
-    parts[0] = orjson.dumps({**answer, "outputs": outputs})
-    return InferBody(b"".join(parts), len(parts[0]) if len(parts) > 1 else None)
+    head = orjson.dumps({**answer, "outputs": outputs})
+    if not parts:
+        return Reply(200, head)
+    length = (JSON_LENGTH_HEADER.lower().encode(), b"%d" % len(head))
+    return Reply(200, b"".join([head, *parts]), ((b"content-type", b"application/octet-stream"), length))

@@ -78,6 +78,7 @@ class HttpServer:
             # Its timer is restarted by any byte; the protocol has a stricter one.
             timeout_keep_alive=2**31,
         )
+        self._config.load()
         self._state = ServerState()
         self._server: asyncio.Server | None = None
         self._lost = asyncio.Event()
@@ -88,8 +89,6 @@ class HttpServer:
 
     async def start(self, listener: socket.socket) -> int:
         """Accept connections of a bound socket, which ``stop`` closes; returns its port."""
-        if not self._config.loaded:
-            self._config.load()
         self._server = await asyncio.get_running_loop().create_server(
             self._protocol,
             sock=listener,
@@ -108,27 +107,19 @@ class HttpServer:
             connection.shutdown()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_seconds):
-                await self._all_lost()
+                while self._state.connections:
+                    self._lost.clear()
+                    await self._lost.wait()
         for connection in tuple(self._state.connections):
             connection.transport.abort()
-        await self._end_tasks()
+        tasks = tuple(self._state.tasks)
+        for task in (await asyncio.wait(tasks, timeout=_CLEANUP_SECONDS))[1] if tasks else ():
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_CLEANUP_SECONDS)
         self._server = None
 
     def _protocol(self) -> BoundedProtocol:
         return BoundedProtocol(
             self._config, self._state, limits=self._limits, on_refused=self._on_refused, on_lost=self._lost.set
         )
-
-    async def _all_lost(self) -> None:
-        while self._state.connections:
-            self._lost.clear()
-            await self._lost.wait()
-
-    async def _end_tasks(self) -> None:
-        if not self._state.tasks:
-            return
-        _, left = await asyncio.wait(tuple(self._state.tasks), timeout=_CLEANUP_SECONDS)
-        for task in left:
-            task.cancel()
-        if left:
-            await asyncio.wait(left, timeout=_CLEANUP_SECONDS)
