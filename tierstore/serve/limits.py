@@ -8,7 +8,7 @@ from .messages import ServeError, Status
 __all__ = ["LARGE_RESPONSE_BYTES", "MAX_ELEMENTS", "Budget", "Hold", "Limits"]
 
 MAX_ELEMENTS: Final = 1 << 20
-"""Numbers of a request or an answer that are handled one by one: JSON, gRPC's typed contents, and BYTES."""
+"""Numbers of a request or an answer that are handled one by one: JSON, and gRPC's typed contents."""
 LARGE_RESPONSE_BYTES: Final = 64 << 10
 """Responses up to this are neither waited for nor counted: sockets and HTTP/2 hold as much for any connection."""
 
