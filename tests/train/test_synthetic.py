@@ -85,10 +85,10 @@ def test_lines_are_what_python_would_format(tmp_path):
     labels = random.integers(0, 2, 40).astype(np.uint8)
     dense = random.integers(0, 10 ** random.integers(1, 19, (40, 13)))
     ranks = random.integers(-1, 1000, (40, 26))
-    text = np.zeros(40 * synthetic._MAX_LINE_BYTES, np.uint8)
-    end = synthetic._format_rows(labels, dense, ranks, text)
+    hashes = np.zeros((40, 26), np.uint32)
+    synthetic._hash(ranks, hashes)
     mask = 2**64 - 1
-    for i, line in enumerate(text[:end].tobytes().decode().splitlines()):
+    for i, line in enumerate(synthetic._text(synthetic._Rows(labels, dense, hashes, None)).splitlines()):
         fields = line.split("\t")
         assert fields[:14] == [str(labels[i]), *map(str, dense[i].tolist())]
         for column, (field, rank) in enumerate(zip(fields[14:], ranks[i].tolist(), strict=True)):

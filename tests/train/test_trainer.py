@@ -335,7 +335,7 @@ def test_bits_tell_any_change_of_a_row_or_weight(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_command_that_is_stopped_or_killed_resumes_to_the_same_bits(folder, unbroken, number):
-    epochs = 60
+    epochs = 30
     config = config_of(folder, f"command-{number}", train__epochs=epochs, train__commit_every=5)
     run_file = folder / f"command-{number}.toml"
     run_file.write_text(to_toml(config))

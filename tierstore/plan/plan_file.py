@@ -3,6 +3,7 @@
 Each section is a dataclass; the help beside a field is what ``tierstore plan run --keys`` shows.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -207,13 +208,7 @@ class PlanFile:
         return self.setup.ddr != ""
 
 
-def parse_override(text: str) -> Override:
-    """``section.key=value``, the value in TOML or a bare word.
-
-    Raises:
-        ConfigError: the text is not of this form.
-    """
-    return sections.parse_override(text, example="setup.ddr=64GiB")
+parse_override = functools.partial(sections.parse_override, example="setup.ddr=64GiB")
 
 
 def load(path: str | Path, overrides: Iterable[Override] = ()) -> PlanFile:

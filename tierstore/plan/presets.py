@@ -12,8 +12,7 @@ from typing import Final
 
 from ..rows import DtypeName
 from ..settings.names import nearest
-from ..settings.sections import described, toml_value
-from ..settings.toml_file import read_toml
+from ..settings.sections import described, read_toml, toml_value
 from ..system.excerpt import excerpt
 from ..system.sizes import format_size
 from .published import PUBLISHED

@@ -4,8 +4,6 @@ import difflib
 from collections.abc import Iterable
 from typing import Final
 
-__all__ = ["nearest"]
-
 _MAX_CHARACTERS: Final = 100
 _MAX_NAMES: Final = 20
 

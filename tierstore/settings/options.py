@@ -5,8 +5,6 @@ from typing import Any, Final
 
 from ..system.excerpt import excerpt
 
-__all__ = ["check_ranges", "option"]
-
 _MAX_COUNT: Final = 1 << 31
 """A bound far above any use, so that a slip of the pen is told at once."""
 
@@ -18,10 +16,7 @@ def option(default: Any, text: str, *, low: float | None = None, high: float = _
 
 def check_ranges(description: Any) -> None:
     """Whether each field with a ``low`` is of its default's type and in [low, high]; an int may stand for a float.
-
-    Raises:
-        ValueError: names the field, its value and what is accepted.
-    """
+    ValueError: names the field, its value and what is accepted."""
     for each in fields(description):
         low, high = each.metadata.get("low"), each.metadata.get("high", _MAX_COUNT)
         if low is None:

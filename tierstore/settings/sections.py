@@ -5,27 +5,17 @@ import contextlib
 import dataclasses
 import difflib
 import re
+import tomllib
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from ..system.excerpt import excerpt
-from .toml_file import parse_toml, read_toml
 
-__all__ = [
-    "ConfigError",
-    "Override",
-    "converted",
-    "described",
-    "load_sections",
-    "parse_override",
-    "sections_of",
-    "to_dict",
-    "to_toml",
-    "toml_value",
-]
-
+_MAX_BYTES: Final = 1 << 18
+_MAX_DOTS: Final = 200
 _MAX_REASON: Final = 200
 _MAX_NAME: Final = 100
 _TYPE_NAMES: Final = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
@@ -34,6 +24,35 @@ _Description = TypeVar("_Description")
 
 class ConfigError(ValueError):
     """A file of settings or an override that cannot be used; names the file, the key and what is accepted."""
+
+
+def read_toml(path: Path, what: str) -> dict[str, Any]:
+    """The file's content; ConfigError, which names the file, if it is missing, too large or no TOML."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such {what}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a folder; give a {what}") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+    if len(content) > _MAX_BYTES:
+        raise ConfigError(f"{path} has more than {_MAX_BYTES} bytes, which no {what} has")
+    try:
+        return _parse_toml(content.decode())
+    except RecursionError:
+        raise ConfigError(f"{path} is not valid TOML: it is nested too deeply") from None
+    except ValueError as error:  # of TOML, of UTF-8, or of an integer with too many digits
+        raise ConfigError(f"{path} is not valid TOML: {str(error)[:_MAX_REASON]}") from None
+
+
+def _parse_toml(text: str) -> dict[str, Any]:
+    """``tomllib.loads``, which takes memory by the square of a dotted key's parts. ValueError or RecursionError."""
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.count(".") > _MAX_DOTS:
+            raise ValueError(f"line {number} has more than {_MAX_DOTS} dots; break it")
+    return tomllib.loads(text)
 
 
 class Override(NamedTuple):
@@ -47,21 +66,14 @@ class Override(NamedTuple):
 
 
 def parse_override(text: str, *, example: str) -> Override:
-    """``section.key=value``, the value in TOML or a bare word.
-
-    Args:
-        example: of such a text, for the error.
-
-    Raises:
-        ConfigError: the text is not of this form.
-    """
+    """``section.key=value``, the value in TOML or a bare word; ConfigError, with the example, for another form."""
     name, equals, value_text = text.partition("=")
     section, dot, key = name.strip().partition(".")
     origin = f"--set {text}" if len(text) <= _MAX_REASON else f"--set {text[:_MAX_REASON]}..."
     if not equals or not dot or not key:
         raise ConfigError(f"{origin}: expected section.key=value, as in {example}")
     try:
-        value = parse_toml(f"value = {value_text}")["value"]
+        value = _parse_toml(f"value = {value_text}")["value"]
     except (ValueError, RecursionError):
         value = value_text.strip()
     return Override(section, key, value, origin)
@@ -81,33 +93,36 @@ def load_sections(
     Raises:
         ConfigError: for a file that is not TOML, an unknown section or key, a value of the wrong type or range.
     """
-    known = get_type_hints(cls)
-    tables = _parse(Path(path), known, what)
-    source = {section: {key: str(path) for key in keys} for section, keys in tables.items()}
+    tables = read_toml(Path(path), what)
+    for name, keys in tables.items():
+        if not isinstance(keys, dict):
+            known = ", ".join(get_type_hints(cls))
+            raise ConfigError(f"{path}: key {excerpt(name)} stands outside a section; sections are {known}")
+    origins = {}
     for section, key, value, origin in overrides:
         tables.setdefault(section, {})[key] = value
-        source.setdefault(section, {})[key] = origin
-    sections = {}
-    for name, keys in tables.items():
+        origins[section, key] = origin
+    return sections_of(cls, tables, str(path), origins)
+
+
+def sections_of(
+    cls: type[_Description],
+    document: Mapping[str, Mapping[str, Any]],
+    file: str,
+    origins: Mapping[tuple[str, str], str] = MappingProxyType({}),
+) -> _Description:
+    """What ``to_dict`` gave, as a description; a ConfigError names the origin of the section and key, or the file."""
+    known, sections = get_type_hints(cls), {}
+    for name, keys in document.items():
+        sources = {key: origins.get((name, key), file) for key in keys}
         if name not in known:
-            origin = next(iter(source[name].values()), str(path))
+            origin = next(iter(sources.values()), file)
             raise ConfigError(f"{origin}: unknown section [{_plain(name)}]{_nearest(name, known)}")
-        sections[name] = _section(known, name, keys, source[name])
+        sections[name] = _section(known, name, keys, sources)
     try:
         return cls(**sections)
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
-
-
-def sections_of(cls: type[_Description], document: Mapping[str, Mapping[str, Any]], origin: str) -> _Description:
-    """What ``to_dict`` gave, as a description; ConfigError names ``origin`` where it is of another release."""
-    known = get_type_hints(cls)
-    sections = {}
-    for name, keys in document.items():
-        if name not in known:
-            raise ConfigError(f"{origin}: unknown section [{_plain(name)}]{_nearest(name, known)}")
-        sections[name] = _section(known, name, keys, dict.fromkeys(keys, origin))
-    return cls(**sections)
+        raise ConfigError(f"{file}: {error}") from None
 
 
 def to_dict(description: Any) -> dict[str, dict[str, Any]]:
@@ -130,19 +145,6 @@ def to_toml(description: Any, *, with_help: bool = False) -> str:
             lines.append(f"{option.name} = {toml_value(keys[option.name])}")
         lines.append("")
     return "\n".join(lines)
-
-
-def _parse(path: Path, sections: Iterable[str], what: str) -> dict[str, dict[str, Any]]:
-    try:
-        document = read_toml(path, what)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    for name, keys in document.items():
-        if not isinstance(keys, dict):
-            raise ConfigError(
-                f"{path}: key {excerpt(name)} stands outside a section; sections are {', '.join(sections)}"
-            )
-    return document
 
 
 def _section(known: Mapping[str, type], name: str, keys: Mapping[str, Any], source: Mapping[str, str]) -> Any:

@@ -9,38 +9,29 @@ from ..config import TableConfig
 from ..models import DLRM
 from ..nn import TieredEmbeddingBagCollection
 from ..store import Store, open_store
-from .config import DataSection, OptimizerSection, RunConfig
+from .config import OptimizerSection, RunConfig
 from .readers import FeatureHasher, Reader, Schema, open_reader
-
-__all__ = ["Run", "build_model", "build_run", "open_data", "open_run_store", "table_configs"]
 
 
 class Run(NamedTuple):
-    """What a training step needs, beside its batch."""
+    """What a training step needs, beside its batch: the model is on the store's device, the optimizer that of its dense
+    weights. Rows are updated inside backward."""
 
     store: Store
     model: DLRM
-    """On the store's device, as what the embeddings give is."""
     embeddings: TieredEmbeddingBagCollection
     optimizer: torch.optim.Optimizer
-    """Of the dense weights; rows are updated inside backward."""
 
 
 def open_data(config: RunConfig) -> tuple[Reader, FeatureHasher]:
-    """The reader of ``data.path``, and the hashing of its categories into the tables.
-
-    Raises:
-        ValueError: no path is given, or what is there cannot be read.
-    """
+    """The reader of ``data.path``, and the hashing of its categories into the tables. ValueError: no path is given, or
+    what is there cannot be read."""
     data = config.data
     if not data.path:
         raise ValueError("the run file has no data.path; give the data with --data PATH")
-    reader = open_reader(data.path, data_format=data.format, schema=_schema(data))
+    schema = Schema(label=data.label_column, dense=data.dense_columns, sparse=data.sparse_columns)
+    reader = open_reader(data.path, data_format=data.format, schema=schema)
     return reader, FeatureHasher(config.table_sizes, mode=data.hashing)
-
-
-def _schema(data: DataSection) -> Schema:
-    return Schema(label=data.label_column, dense=data.dense_columns, sparse=data.sparse_columns)
 
 
 def open_run_store(config: RunConfig) -> Store:
@@ -60,12 +51,10 @@ def open_run_store(config: RunConfig) -> Store:
 
 
 def build_run(config: RunConfig, store: Store) -> Run:
-    """Tables, model and optimizer with the first weights, which depend on ``train.seed`` only. Seeds torch.
+    """Tables, model and optimizer with the first weights, which depend on ``train.seed`` only. Seeds torch. TableError
+    if the store has a table of the same name and another configuration.
 
     The weights are drawn on the CPU, from its random numbers, and then moved to the store's device.
-
-    Raises:
-        TableError: the store has a table of the same name and another configuration.
     """
     configs = table_configs(config)
     for table_config in configs:
@@ -74,7 +63,10 @@ def build_run(config: RunConfig, store: Store) -> Run:
     embeddings = TieredEmbeddingBagCollection(store, tables=[table_config.name for table_config in configs])
     model = build_model(config, embeddings)
     model.to(store.device)
-    return Run(store, model, embeddings, _dense_optimizer(config.optimizer, model))
+    section = config.optimizer
+    rule = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adagrad": torch.optim.Adagrad}[section.dense]
+    optimizer = rule(model.parameters(), lr=section.dense_lr, weight_decay=section.dense_weight_decay)
+    return Run(store, model, embeddings, optimizer)
 
 
 def build_model(config: RunConfig, embeddings: TieredEmbeddingBagCollection) -> DLRM:
@@ -115,19 +107,10 @@ def table_configs(config: RunConfig) -> list[TableConfig]:
 
 def _sparse_optimizer(section: OptimizerSection) -> optim.Optimizer:
     lr, decay, eps = section.sparse_lr, section.sparse_weight_decay, section.sparse_eps
-    first = section.sparse_initial_accumulator
     if section.sparse == "sgd":
         return optim.SGD(lr=lr, weight_decay=decay)
     if section.sparse == "adam":
         return optim.Adam(lr=lr, weight_decay=decay, eps=eps)
     rule = optim.RowWiseAdagrad if section.sparse == "rowwise_adagrad" else optim.Adagrad
+    first = section.sparse_initial_accumulator
     return rule(lr=lr, weight_decay=decay, eps=eps, initial_accumulator_value=first)
-
-
-def _dense_optimizer(section: OptimizerSection, model: DLRM) -> torch.optim.Optimizer:
-    lr, decay = section.dense_lr, section.dense_weight_decay
-    if section.dense == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=lr, weight_decay=decay)
-    if section.dense == "adam":
-        return torch.optim.Adam(model.parameters(), lr=lr, weight_decay=decay)
-    return torch.optim.Adagrad(model.parameters(), lr=lr, weight_decay=decay)

@@ -11,12 +11,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from ..settings.sections import sections_of
 from ..store import Store
 from ..store.commits import PendingCommit
 from .build import Run
-from .config import RunConfig, from_dict, to_dict
-
-__all__ = ["Position", "commit_run", "load_model", "require_resumable", "restore_run", "saved_config"]
+from .config import RunConfig, to_dict
 
 _EXTRA_KEY: Final = "tierstore.train"
 _FREE_KEYS: Final = frozenset(
@@ -37,24 +36,26 @@ class Position:
 def commit_run(run: Run, config: RunConfig, position: Position) -> PendingCommit:
     """Begin to commit rows and everything else of the run, atomically; training may go on."""
     tensors = {f"model.{name}": parameter.detach() for name, parameter in run.model.named_parameters()}
-    for name, state in _optimizer_states(run):
-        tensors |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
+    names, states = list(dict(run.model.named_parameters())), run.optimizer.state_dict()["state"]
+    for index, state in states.items():
+        tensors |= {f"optimizer.{names[index]}.{key}": value for key, value in state.items()}
     tensors["rng"] = torch.get_rng_state()
     extra = {_EXTRA_KEY: {"position": asdict(position), "config": to_dict(config)}}
     return run.store.commit_async(extra=extra, tensors=tensors)
-
-
-def _optimizer_states(run: Run) -> list[tuple[str, dict[str, Tensor]]]:
-    names = [name for name, _ in run.model.named_parameters()]
-    states = run.optimizer.state_dict()["state"]
-    return [(names[index], state) for index, state in states.items()]
 
 
 def require_resumable(store: Store, config: RunConfig) -> None:
     """ValueError, naming the keys that differ, unless the store's last commit is of this run or there is none."""
     if not store.version:
         return
-    differing = _differences(_saved(store)["config"], to_dict(config))
+    current = to_dict(config)
+    differing = [
+        f"{section}.{key} = {value!r}, not {current[section].get(key)!r}"
+        for section, keys in _saved(store)["config"].items()
+        if section != "store"
+        for key, value in keys.items()
+        if f"{section}.{key}" not in _FREE_KEYS and current[section].get(key) != value
+    ]
     if differing:
         raise ValueError(
             f"{store.directory} was trained with {'; '.join(differing)}. "
@@ -72,19 +73,22 @@ def restore_run(run: Run) -> Position:
     saved = _saved(run.store)
     tensors = run.store.tensors()
     load_model(run.model, tensors)
-    _restore_optimizer(run, tensors)
+    states: dict[int, dict[str, Tensor]] = {}
+    for index, (name, _) in enumerate(run.model.named_parameters()):
+        prefix = f"optimizer.{name}."
+        state = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+        if state:
+            states[index] = state
+    run.optimizer.load_state_dict({"state": states, "param_groups": run.optimizer.state_dict()["param_groups"]})
     torch.set_rng_state(tensors["rng"])
     return Position(**saved["position"])
 
 
 def saved_config(extra: Mapping[str, Any], origin: str) -> RunConfig | None:
-    """The run whose commit has this ``extra``; None if no run committed it.
-
-    Raises:
-        ConfigError: it is of another release; names ``origin``.
-    """
+    """The run whose commit has this ``extra``; None if no run committed it. ConfigError, which names ``origin``, if it
+    is of another release."""
     saved = extra.get(_EXTRA_KEY)
-    return None if saved is None else from_dict(saved["config"], origin)
+    return None if saved is None else sections_of(RunConfig, saved["config"], origin)
 
 
 def _saved(store: Store) -> dict[str, Any]:
@@ -94,28 +98,8 @@ def _saved(store: Store) -> dict[str, Any]:
     return saved
 
 
-def _differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
-    return [
-        f"{section}.{key} = {value!r}, not {current[section].get(key)!r}"
-        for section, keys in saved.items()
-        if section != "store"
-        for key, value in keys.items()
-        if f"{section}.{key}" not in _FREE_KEYS and current[section].get(key) != value
-    ]
-
-
 @torch.no_grad()
 def load_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Set the model's weights to those that a run's commit keeps."""
     for name, parameter in model.named_parameters():
         parameter.copy_(tensors[f"model.{name}"])
-
-
-def _restore_optimizer(run: Run, tensors: dict[str, Tensor]) -> None:
-    states: dict[int, dict[str, Tensor]] = {}
-    for index, (name, _) in enumerate(run.model.named_parameters()):
-        prefix = f"optimizer.{name}."
-        state = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-        if state:
-            states[index] = state
-    run.optimizer.load_state_dict({"state": states, "param_groups": run.optimizer.state_dict()["param_groups"]})

@@ -3,22 +3,23 @@
 Each section is a dataclass; the help beside a field is what the documentation shows.
 """
 
-# ruff: noqa: RUF009 (_option makes dataclass fields)
+# ruff: noqa: RUF009 (option makes dataclass fields)
 
-import math
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from ..config import MAX_KEPT_VERSIONS, MAX_SLACK
 from ..io.cleaning import DEFAULT_SLACK
 from ..rows import MAX_ROWS
 from ..settings import sections
+from ..settings.options import check_ranges, option
 from ..settings.sections import ConfigError, Override, to_dict, to_toml
 from ..system.excerpt import excerpt
 from ..system.sizes import parse_size
-from .readers.open import DataFormat
+from .readers import DataFormat
 
 __all__ = [
     "ConfigError",
@@ -30,7 +31,6 @@ __all__ = [
     "RunConfig",
     "StoreSection",
     "TrainSection",
-    "from_dict",
     "load",
     "parse_override",
     "to_dict",
@@ -40,13 +40,9 @@ __all__ = [
 _MAX_THREADS: Final = 1024
 _MAX_WIDTH: Final = 1 << 20
 _MAX_LAYERS: Final = 1000
-_MAX_BATCH: Final = 1 << 24
 _MAX_COUNT: Final = (1 << 63) - 1
+_MAX_RATE: Final = 1e30
 """Bounds far above any use, so that a slip of the pen is told at once and not by what overflows later."""
-
-
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
 
 
 def _require(condition: bool, key: str, value: object, expected: str) -> None:
@@ -54,46 +50,35 @@ def _require(condition: bool, key: str, value: object, expected: str) -> None:
         raise ConfigError(f"{key} = {excerpt(value)}: expected {expected}")
 
 
-def _require_count(key: str, value: int, low: int, high: int) -> None:
-    _require(low <= value <= high, key, value, f"{low} or more, up to {high}")
-
-
-def _require_rate(key: str, value: float) -> None:
-    _require(math.isfinite(value) and value >= 0, key, value, "a number from 0 on")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSection:
     """[store]: where the tables live and what memory they get. Nothing here but ``device`` changes a result."""
 
-    path: str = _option("./run", "folder of the store")
-    ddr: str | int = _option("50%", 'memory for rows: bytes, "512MiB", "50%" of the machine\'s or "5% of tables"')
-    hbm: str | int = _option(
+    path: str = option("./run", "folder of the store")
+    ddr: str | int = option("50%", 'memory for rows: bytes, "512MiB", "50%" of the machine\'s or "5% of tables"')
+    hbm: str | int = option(
         0, 'GPU memory for rows, above ddr: bytes, "2GiB", "50%" of the device\'s or "5% of tables"; 0: none'
     )
-    device: str = _option(
+    device: str = option(
         "cpu",
         'where the model computes: "cpu", or "cuda" ("cuda:1", ...) beside hbm. A run may continue on another device; '
         "the last bits of a result depend on it, as the dense part is computed by other kernels",
     )
-    policy: str = _option(
+    policy: str = option(
         "auto",
         'which rows leave memory first: "auto" (what we think best), "lru", "lfu", "tinylfu", "lookahead" with '
         'train.lookahead, or "reference-" and one of them',
     )
-    threads: int = _option(0, "threads of the store; 0 chooses")
-    keep: int = _option(1, "commits to keep; tierstore rollback goes back to one")
-    slack: float = _option(DEFAULT_SLACK, "room that rows may take on the device, of what they need, before cleaning")
-    record: str = _option(
-        "", 'file to record in which rows are looked up, as "trace.npz", for tierstore plan; "": none'
-    )
-    record_rate: float = _option(0.01, "share of the rows that is recorded; less once the recording has 64 MiB")
+    threads: int = option(0, "threads of the store; 0 chooses", low=0, high=_MAX_THREADS)
+    keep: int = option(1, "commits to keep; tierstore rollback goes back to one", low=1, high=MAX_KEPT_VERSIONS)
+    slack: float = option(DEFAULT_SLACK, "room that rows may take on the device, of what they need, before cleaning")
+    record: str = option("", 'file to record in which rows are looked up, as "trace.npz", for tierstore plan; "": none')
+    record_rate: float = option(0.01, "share of the rows that is recorded; less once the recording has 64 MiB")
 
     def __post_init__(self) -> None:
+        check_ranges(self)
         _require(bool(self.path), "store.path", self.path, "a path")
         _require(bool(self.device), "store.device", self.device, 'a device, as "cpu" or "cuda"')
-        _require_count("store.threads", self.threads, 0, _MAX_THREADS)
-        _require_count("store.keep", self.keep, 1, MAX_KEPT_VERSIONS)
         _require(1 < self.slack <= MAX_SLACK, "store.slack", self.slack, f"a number above 1, and at most {MAX_SLACK}")
         _require(0 < self.record_rate <= 1, "store.record_rate", self.record_rate, "a number above 0, and at most 1")
 
@@ -107,21 +92,22 @@ class StoreSection:
 class DataSection:
     """[data]: what to read. Rows are taken in file order: the first ``train_rows``, then ``test_rows``."""
 
-    path: str = _option("", "file or folder to read")
-    format: DataFormat = _option("auto", '"auto", "criteo", "parquet" or "npy"')
-    train_rows: int = _option(0, "rows to train on, from the start; 0: all, and then nothing is left to test on")
-    test_rows: int = _option(0, "rows after those, to evaluate on; 0: do not evaluate")
-    hashing: Literal["mix", "mod"] = _option(
+    path: str = option("", "file or folder to read")
+    format: DataFormat = option("auto", '"auto", "criteo", "parquet" or "npy"')
+    train_rows: int = option(
+        0, "rows to train on, from the start; 0: all, and then nothing is left to test on", low=0, high=_MAX_COUNT
+    )
+    test_rows: int = option(0, "rows after those, to evaluate on; 0: do not evaluate", low=0, high=_MAX_COUNT)
+    hashing: Literal["mix", "mod"] = option(
         "mix", '"mix": spread categories over a table; "mod": keep row ids as they are'
     )
-    log_dense: bool = _option(True, "turn dense values x into log(1 + max(x, 0))")
-    label_column: str = _option("label", "name of the label's column (Parquet, npy)")
-    dense_columns: tuple[str, ...] = _option(tuple(f"I{i}" for i in range(1, 14)), "names of the dense columns")
-    sparse_columns: tuple[str, ...] = _option(tuple(f"C{i}" for i in range(1, 27)), "names of the categorical columns")
+    log_dense: bool = option(True, "turn dense values x into log(1 + max(x, 0))")
+    label_column: str = option("label", "name of the label's column (Parquet, npy)")
+    dense_columns: tuple[str, ...] = option(tuple(f"I{i}" for i in range(1, 14)), "names of the dense columns")
+    sparse_columns: tuple[str, ...] = option(tuple(f"C{i}" for i in range(1, 27)), "names of the categorical columns")
 
     def __post_init__(self) -> None:
-        _require_count("data.train_rows", self.train_rows, 0, _MAX_COUNT)
-        _require_count("data.test_rows", self.test_rows, 0, _MAX_COUNT)
+        check_ranges(self)
         _require(not self.test_rows or self.train_rows > 0, "data.train_rows", 0, "1 or more beside data.test_rows")
 
 
@@ -129,23 +115,21 @@ class DataSection:
 class EmbeddingSection:
     """[embedding]: one table for each categorical column."""
 
-    dim: int = _option(16, "columns of an embedding vector")
-    num_embeddings: int | tuple[int, ...] = _option(100_000, "rows of every table, or a list with one number for each")
-    dtype: Literal["float32", "float16", "bfloat16"] = _option("float32", "type the vectors are stored in")
-    rounding: Literal["nearest", "stochastic"] = _option(
+    dim: int = option(16, "columns of an embedding vector", low=1, high=_MAX_WIDTH)
+    num_embeddings: int | tuple[int, ...] = option(100_000, "rows of every table, or a list with one number for each")
+    dtype: Literal["float32", "float16", "bfloat16"] = option("float32", "type the vectors are stored in")
+    rounding: Literal["nearest", "stochastic"] = option(
         "nearest",
         'how training rounds a vector to float16 or bfloat16: "stochastic" keeps, on average, steps that are too small '
         'for "nearest"; not with store.hbm',
     )
-    init_range: float = _option(0.01, "untrained rows are uniform in [-init_range, init_range)")
+    init_range: float = option(0.01, "untrained rows are uniform in [-init_range, init_range)", low=0, high=_MAX_RATE)
 
     def __post_init__(self) -> None:
+        check_ranges(self)
         sizes = self.num_embeddings if isinstance(self.num_embeddings, tuple) else (self.num_embeddings,)
-        _require_count("embedding.dim", self.dim, 1, _MAX_WIDTH)
-        _require(bool(sizes), "embedding.num_embeddings", self.num_embeddings, "1 or more")
-        for size in sizes:
-            _require_count("embedding.num_embeddings", size, 1, MAX_ROWS)
-        _require_rate("embedding.init_range", self.init_range)
+        good = bool(sizes) and all(1 <= size <= MAX_ROWS for size in sizes)
+        _require(good, "embedding.num_embeddings", self.num_embeddings, f"1 or more, up to {MAX_ROWS}")
         is_known = self.rounding == "nearest" or self.dtype != "float32"
         expected = '"nearest" with embedding.dtype "float32", "stochastic" with "float16" and "bfloat16"'
         _require(is_known, "embedding.rounding", self.rounding, expected)
@@ -155,67 +139,63 @@ class EmbeddingSection:
 class ModelSection:
     """[model]: DLRM."""
 
-    interaction: Literal["dot", "dcn"] = _option("dot", '"dot": products of all pairs; "dcn": DCN-v2 cross network')
-    bottom_mlp: tuple[int, ...] = _option((64,), "hidden widths of the MLP over the dense features")
-    top_mlp: tuple[int, ...] = _option((64,), "hidden widths of the MLP over the interaction")
-    cross_layers: int = _option(2, 'layers of the cross network ("dcn")')
-    cross_rank: int = _option(32, 'rank of its weight matrices ("dcn"); 0: full')
+    interaction: Literal["dot", "dcn"] = option("dot", '"dot": products of all pairs; "dcn": DCN-v2 cross network')
+    bottom_mlp: tuple[int, ...] = option((64,), "hidden widths of the MLP over the dense features")
+    top_mlp: tuple[int, ...] = option((64,), "hidden widths of the MLP over the interaction")
+    cross_layers: int = option(2, 'layers of the cross network ("dcn")', low=1, high=_MAX_LAYERS)
+    cross_rank: int = option(32, 'rank of its weight matrices ("dcn"); 0: full', low=0, high=_MAX_WIDTH)
 
     def __post_init__(self) -> None:
+        check_ranges(self)
         for key, widths in (("model.bottom_mlp", self.bottom_mlp), ("model.top_mlp", self.top_mlp)):
             good = len(widths) <= _MAX_LAYERS and all(1 <= width <= _MAX_WIDTH for width in widths)
             _require(good, key, widths, f"up to {_MAX_LAYERS} widths of 1 or more, up to {_MAX_WIDTH}")
-        _require_count("model.cross_layers", self.cross_layers, 1, _MAX_LAYERS)
-        _require_count("model.cross_rank", self.cross_rank, 0, _MAX_WIDTH)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSection:
     """[optimizer]: update rules of the embedding rows (sparse) and of the MLPs (dense)."""
 
-    sparse: Literal["sgd", "rowwise_adagrad", "adagrad", "adam"] = _option("rowwise_adagrad", "rule for embedding rows")
-    sparse_lr: float = _option(0.02, "its learning rate")
-    sparse_eps: float = _option(1e-8, "its eps (all but sgd)")
-    sparse_weight_decay: float = _option(0.0, "its weight decay, on the rows of a batch")
-    sparse_initial_accumulator: float = _option(0.0, "first sum of squares (adagrad)")
-    dense: Literal["sgd", "adagrad", "adam"] = _option("adagrad", "rule for everything else")
-    dense_lr: float = _option(0.02, "its learning rate")
-    dense_weight_decay: float = _option(0.0, "its weight decay")
+    sparse: Literal["sgd", "rowwise_adagrad", "adagrad", "adam"] = option("rowwise_adagrad", "rule for embedding rows")
+    sparse_lr: float = option(0.02, "its learning rate", low=0, high=_MAX_RATE)
+    sparse_eps: float = option(1e-8, "its eps (all but sgd)", low=0, high=_MAX_RATE)
+    sparse_weight_decay: float = option(0.0, "its weight decay, on the rows of a batch", low=0, high=_MAX_RATE)
+    sparse_initial_accumulator: float = option(0.0, "first sum of squares (adagrad)", low=0, high=_MAX_RATE)
+    dense: Literal["sgd", "adagrad", "adam"] = option("adagrad", "rule for everything else")
+    dense_lr: float = option(0.02, "its learning rate", low=0, high=_MAX_RATE)
+    dense_weight_decay: float = option(0.0, "its weight decay", low=0, high=_MAX_RATE)
 
     def __post_init__(self) -> None:
-        for key in ("sparse_lr", "sparse_eps", "sparse_weight_decay", "sparse_initial_accumulator"):
-            _require_rate(f"optimizer.{key}", getattr(self, key))
-        for key in ("dense_lr", "dense_weight_decay"):
-            _require_rate(f"optimizer.{key}", getattr(self, key))
+        check_ranges(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSection:
     """[train]: how to go through the data."""
 
-    batch_size: int = _option(128, "rows of a step")
-    epochs: int = _option(1, "times through the training rows")
-    seed: int = _option(0, "of the first weights")
-    prefetch_depth: int = _option(2, "batches whose rows are fetched ahead; 0: none")
-    lookahead: int = _option(
+    batch_size: int = option(128, "rows of a step", low=1, high=1 << 24)
+    epochs: int = option(1, "times through the training rows", low=1, high=_MAX_COUNT)
+    seed: int = option(0, "of the first weights", low=0, high=_MAX_COUNT)
+    prefetch_depth: int = option(2, "batches whose rows are fetched ahead; 0: none", low=0, high=_MAX_THREADS)
+    lookahead: int = option(
         0,
         'batches after those whose ids are made known, so that rows used again soon stay; for store.policy "lookahead"',
+        low=0,
+        high=_MAX_COUNT,
     )
-    commit_every: int = _option(
+    commit_every: int = option(
         1000,
         "steps between commits; 0: only at the end. Rows that changed since the last commit are on disk twice until "
         "the next one",
+        low=0,
+        high=_MAX_COUNT,
     )
-    torch_threads: int = _option(1, "threads of torch; another number may change the last bits of a result")
+    torch_threads: int = option(
+        1, "threads of torch; another number may change the last bits of a result", low=1, high=_MAX_THREADS
+    )
 
     def __post_init__(self) -> None:
-        _require_count("train.batch_size", self.batch_size, 1, _MAX_BATCH)
-        _require_count("train.epochs", self.epochs, 1, _MAX_COUNT)
-        _require_count("train.seed", self.seed, 0, _MAX_COUNT)
-        _require_count("train.prefetch_depth", self.prefetch_depth, 0, _MAX_THREADS)
-        _require_count("train.lookahead", self.lookahead, 0, _MAX_COUNT)
-        _require_count("train.commit_every", self.commit_every, 0, _MAX_COUNT)
-        _require_count("train.torch_threads", self.torch_threads, 1, _MAX_THREADS)
+        check_ranges(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,24 +222,10 @@ class RunConfig:
         return sizes if isinstance(sizes, tuple) else (sizes,) * len(self.data.sparse_columns)
 
 
-def parse_override(text: str) -> Override:
-    """``section.key=value``, the value in TOML or a bare word.
-
-    Raises:
-        ConfigError: the text is not of this form.
-    """
-    return sections.parse_override(text, example="train.batch_size=512")
+parse_override = functools.partial(sections.parse_override, example="train.batch_size=512")
 
 
 def load(path: str | Path, overrides: Iterable[Override] = ()) -> RunConfig:
-    """Read a run file, then set what ``overrides`` say; of two for one key the later one wins.
-
-    Raises:
-        ConfigError: for a file that is not TOML, an unknown section or key, a value of the wrong type or range.
-    """
+    """Read a run file, then set what ``overrides`` say; of two for one key the later one wins. ConfigError: for a file
+    that is not TOML, an unknown section or key, a value of the wrong type or range."""
     return sections.load_sections(RunConfig, path, overrides, what="run file")
-
-
-def from_dict(document: Mapping[str, Mapping[str, Any]], origin: str) -> RunConfig:
-    """What ``to_dict`` gave, as a configuration; ConfigError names ``origin`` where it is of another release."""
-    return sections.sections_of(RunConfig, document, origin)

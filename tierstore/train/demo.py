@@ -34,8 +34,6 @@ from .lookups import trace_run
 from .synthetic import CARDINALITIES, SyntheticData, write_synthetic
 from .terminal import command_name
 
-__all__ = ["DEFAULT_ROWS", "run_demo"]
-
 DEFAULT_ROWS: Final = 250_000
 _TEST_SHARE: Final = 0.12
 _BUDGET_SHARE: Final = 0.10
@@ -58,42 +56,49 @@ def run_demo(
         hbm: GPU memory for rows of the training with a budget; default: none on the CPU, elsewhere a twentieth of the
             bytes that the touched rows take.
 
-    Returns:
-        whether both trainings ended in the same bits.
+    Returns whether both trainings ended in the same bits.
 
     Raises:
         ValueError: the directory holds something that is not a demonstration, rows are too few, or a store refuses the
             device or the size.
         TierstoreError: a training failed.
     """
-    if device != "cpu" or hbm is not None:
-        _require_device(device, hbm)
+    if device != "cpu" or hbm is not None:  # what a store would refuse is told before anything is made
+        with tempfile.TemporaryDirectory(prefix="tierstore-demo-") as empty:
+            open_store(empty, device=device, hbm=_hbm(device, hbm, 1)).close()
     folder = Path(directory)
     _empty(folder)
     started = time.perf_counter()
     test_rows = int(rows * _TEST_SHARE)
     data = write_synthetic(folder / "clicks.tsv", train_rows=rows - test_rows, test_rows=test_rows)
-    config = _run_config(data)
-    touched = _count_touched(config)
-    config = _with_budget(config, folder, touched, device, hbm)
-    (folder / _RUN_FILE).write_text(to_toml(config), encoding="utf-8")
-    _explain(data, config, touched, time.perf_counter() - started)
-    run_file = str(folder / _RUN_FILE)
-    tiered = _train(folder, "tiered", [run_file])
-    in_memory = _train(
-        folder, "in-memory", [run_file, "--store", str(folder / "in-memory"), *_all_in_memory(config, touched)]
+    config = RunConfig(
+        data=DataSection(path=str(data.path), train_rows=data.train_rows, test_rows=data.test_rows),
+        # As many rows as there are categories; more for few categories, so that hardly any two of those share a row.
+        embedding=EmbeddingSection(dim=16, num_embeddings=tuple(max(_MIN_TABLE_ROWS, size) for size in CARDINALITIES)),
+        model=ModelSection(bottom_mlp=(64,), top_mlp=(64,)),
+        optimizer=OptimizerSection(
+            sparse="adagrad", sparse_lr=0.03, sparse_initial_accumulator=1e-6, dense="adagrad", dense_lr=0.02
+        ),
+        train=TrainSection(batch_size=256, commit_every=500),
     )
+    row_bytes = table_configs(config)[0].layout(_PAGE_BYTES).row_bytes
+    # Rows of the tables that the training rows' categories fall on; several categories may share one.
+    touched = sum(len(np.unique(table.ids)) for table in trace_run(config).tables.values())
+    ddr, own_hbm = int(_BUDGET_SHARE * touched * row_bytes), _hbm(device, hbm, touched * row_bytes)
+    config = dataclasses.replace(
+        config, store=StoreSection(path=str(folder / "tiered"), ddr=ddr, hbm=own_hbm, device=device)
+    )
+    (folder / _RUN_FILE).write_text(to_toml(config), encoding="utf-8")
+    _explain(data, config, touched, row_bytes, time.perf_counter() - started)
+    run_file, enough = str(folder / _RUN_FILE), str(int(_IN_MEMORY_SHARE * touched * row_bytes))
+    flags = ["--ddr", enough, *(["--hbm", enough] if config.store.has_hbm else [])]
+    tiered = _train(folder, "tiered", [run_file])
+    in_memory = _train(folder, "in-memory", [run_file, "--store", str(folder / "in-memory"), *flags])
     print(_compare(tiered, in_memory))
     equal: bool = tiered["bits"] == in_memory["bits"]
     print(_verdict(equal, tiered, data))
     print(_next_steps(folder))
     return equal
-
-
-def _require_device(device: str, hbm: int | str | None) -> None:
-    """ValueError, before anything is made, if a store would refuse them."""
-    with tempfile.TemporaryDirectory(prefix="tierstore-demo-") as folder:
-        open_store(folder, device=device, hbm=_hbm(device, hbm, 1)).close()
 
 
 def _hbm(device: str, given: int | str | None, touched_bytes: int) -> int | str:
@@ -113,67 +118,17 @@ def _empty(folder: Path) -> None:
     (folder / _MARKER).touch()
 
 
-def _run_config(data: SyntheticData) -> RunConfig:
-    """The run file, without its store."""
-    return RunConfig(
-        data=DataSection(path=str(data.path), train_rows=data.train_rows, test_rows=data.test_rows),
-        embedding=EmbeddingSection(dim=16, num_embeddings=_table_sizes()),
-        model=ModelSection(bottom_mlp=(64,), top_mlp=(64,)),
-        optimizer=OptimizerSection(
-            sparse="adagrad", sparse_lr=0.03, sparse_initial_accumulator=1e-6, dense="adagrad", dense_lr=0.02
-        ),
-        train=TrainSection(batch_size=256, commit_every=500),
-    )
-
-
-def _count_touched(config: RunConfig) -> int:
-    """Rows of the tables that the training rows' categories fall on; several categories may share one."""
-    return sum(len(np.unique(table.ids)) for table in trace_run(config).tables.values())
-
-
-def _with_budget(config: RunConfig, folder: Path, touched: int, device: str, hbm: int | str | None) -> RunConfig:
-    """A budget of a tenth of the bytes that the touched rows take, and that of the device."""
-    touched_bytes = touched * _row_bytes(config)
-    section = StoreSection(
-        path=str(folder / "tiered"),
-        ddr=int(_BUDGET_SHARE * touched_bytes),
-        hbm=_hbm(device, hbm, touched_bytes),
-        device=device,
-    )
-    return dataclasses.replace(config, store=section)
-
-
-def _table_sizes() -> tuple[int, ...]:
-    """As many rows as there are categories; more for few categories, so that hardly any two of those share a row."""
-    return tuple(max(_MIN_TABLE_ROWS, size) for size in CARDINALITIES)
-
-
-def _row_bytes(config: RunConfig) -> int:
-    return table_configs(config)[0].layout(_PAGE_BYTES).row_bytes
-
-
-def _all_in_memory(config: RunConfig, touched: int) -> list[str]:
-    """Flags that give every tier in use room for all touched rows."""
-    budget = str(int(_IN_MEMORY_SHARE * touched * _row_bytes(config)))
-    return ["--ddr", budget, *(["--hbm", budget] if config.store.has_hbm else [])]
-
-
-def _explain(data: SyntheticData, config: RunConfig, touched: int, seconds: float) -> None:
-    num_rows = sum(config.table_sizes)
+def _explain(data: SyntheticData, config: RunConfig, touched: int, row_bytes: int, seconds: float) -> None:
+    num_rows, hbm = sum(config.table_sizes), config.store.hbm
+    shown = format_size(hbm) if isinstance(hbm, int) else hbm
     print(
         f"Generated {data.path} in {seconds:.0f} s: {data.train_rows:,} rows to train on, {data.test_rows:,} to test.\n"
         f"Its labels follow a known model: the best AUC anyone can reach on the test rows is {data.best.auc:.4f}.\n"
-        f"{len(config.table_sizes)} tables, {num_rows:,} rows, {format_size(num_rows * _row_bytes(config))}. "
-        f"Training touches {touched:,} of the rows, {format_size(touched * _row_bytes(config))}.\n"
-        f"The memory budget is a tenth of what it touches: {format_size(int(config.store.ddr))}{_explain_hbm(config)}."
+        f"{len(config.table_sizes)} tables, {num_rows:,} rows, {format_size(num_rows * row_bytes)}. "
+        f"Training touches {touched:,} of the rows, {format_size(touched * row_bytes)}.\n"
+        f"The memory budget is a tenth of what it touches: {format_size(int(config.store.ddr))}"
+        f"{f', beside {shown} of HBM on {config.store.device}' if config.store.has_hbm else ''}."
     )
-
-
-def _explain_hbm(config: RunConfig) -> str:
-    hbm = config.store.hbm
-    if not config.store.has_hbm:
-        return ""
-    return f", beside {format_size(hbm) if isinstance(hbm, int) else hbm} of HBM on {config.store.device}"
 
 
 def _train(folder: Path, name: str, arguments: list[str]) -> dict[str, Any]:
@@ -188,17 +143,15 @@ def _train(folder: Path, name: str, arguments: list[str]) -> dict[str, Any]:
     return summary
 
 
-_HBM_LINES: Final[tuple[tuple[str, Callable[[dict[str, Any]], str]], ...]] = (
-    ("HBM tier: rows, index, staging", lambda run: format_size(run["tiers"]["hbm"]["bytes"])),
-    ("hit rate of the HBM tier", lambda run: f"{100 * run['tiers']['hbm']['hit_rate']:.1f} %"),
-)
-
-
 def _compare(tiered: dict[str, Any], in_memory: dict[str, Any]) -> str:
     """A table with a column for each run."""
-    rows = [("", "budget of 10 %", "all in memory")]
+    hbm_lines: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
+        ("HBM tier: rows, index, staging", lambda run: format_size(run["tiers"]["hbm"]["bytes"])),
+        ("hit rate of the HBM tier", lambda run: f"{100 * run['tiers']['hbm']['hit_rate']:.1f} %"),
+    ]
+    lines = [f"{'':34}{'budget of 10 %':>18}{'all in memory':>18}"]
     for label, value in (
-        *(_HBM_LINES if tiered["tiers"]["hbm"]["capacity_rows"] else ()),
+        *(hbm_lines if tiered["tiers"]["hbm"]["capacity_rows"] else ()),
         ("tier memory: rows, index, staging", lambda run: format_size(run["tiers"]["ddr"]["bytes"])),
         ("whole process, tier included", lambda run: format_size(run["end_bytes"])),
         ("  grown since its first step", lambda run: format_size(max(0, run["end_bytes"] - run["start_bytes"]))),
@@ -212,14 +165,15 @@ def _compare(tiered: dict[str, Any], in_memory: dict[str, Any]) -> str:
         ("test log loss", lambda run: f"{run['test']['log_loss']:.6f}"),
         ("bits (SHA-256)", lambda run: run["bits"][:16]),
     ):
-        rows.append((label, value(tiered), value(in_memory)))
-    lines = [f"{label:34}{left:>18}{right:>18}" for label, left, right in rows]
-    lines += [
-        "",
-        "The process is mostly Python, torch and compiled kernels, the same in both runs. What misses when all is in",
-        "memory are first touches of rows never seen before.",
-    ]
-    return "\n" + "\n".join(lines)
+        lines.append(f"{label:34}{value(tiered):>18}{value(in_memory):>18}")
+    return (
+        "\n"
+        + "\n".join(lines)
+        + """
+
+The process is mostly Python, torch and compiled kernels, the same in both runs. What misses when all is in
+memory are first touches of rows never seen before."""
+    )
 
 
 def _bytes_on_disk(path: Path) -> int:
@@ -240,16 +194,13 @@ def _verdict(equal: bool, tiered: dict[str, Any], data: SyntheticData) -> str:
 def _next_steps(folder: Path) -> str:
     run_file, command = shlex.quote(str(folder / _RUN_FILE)), command_name()
     tiered, lfu = shlex.quote(str(folder / "tiered")), shlex.quote(str(folder / "lfu"))
-    return "\n".join(
-        [
-            "\nWhat to try next:",
-            f"  {command} inspect {tiered}",
-            f"  {command} verify {tiered}",
-            f"  {command} train {run_file} --resume --epochs 2",
-            "      a second epoch; stop it with Ctrl-C and resume it again",
-            f"  {command} train {run_file} --store {lfu} --policy lfu --prefetch-depth 8 --json {lfu}.json",
-            "      another policy, more rows fetched ahead: the same bits",
-            f"  {command} train --keys",
-            "      every key of a run file, for data of your own",
-        ]
-    )
+    return f"""
+What to try next:
+  {command} inspect {tiered}
+  {command} verify {tiered}
+  {command} train {run_file} --resume --epochs 2
+      a second epoch; stop it with Ctrl-C and resume it again
+  {command} train {run_file} --store {lfu} --policy lfu --prefetch-depth 8 --json {lfu}.json
+      another policy, more rows fetched ahead: the same bits
+  {command} train --keys
+      every key of a run file, for data of your own"""

@@ -7,18 +7,10 @@ from ..trace import TableTrace, Trace
 from .build import open_data
 from .config import RunConfig
 
-__all__ = ["trace_run"]
-
 
 def trace_run(config: RunConfig, *, rows: int | None = None) -> Trace:
-    """The lookups of one epoch: those of the training rows, in their order. 16 bytes of memory a lookup, and more.
-
-    Args:
-        rows: of the data, from the start; default: the run's training rows.
-
-    Raises:
-        ValueError: the data cannot be read, or has no such rows.
-    """
+    """The lookups of one epoch: those of the training rows, or of as many from the start, in their order. 16 bytes of
+    memory a lookup, and more. ValueError if the data cannot be read, or has no such rows."""
     reader, hasher = open_data(config)
     stop = config.data.train_rows or None if rows is None else rows
     if stop is not None and stop < 1:
@@ -33,11 +25,11 @@ def trace_run(config: RunConfig, *, rows: int | None = None) -> Trace:
             own = offsets[column * len(batch) : (column + 1) * len(batch) + 1]
             ids[name].append(values[own[0] : own[-1]])
             lengths[name].append(np.diff(own))
+    nothing = np.empty(0, np.int64)
     tables = {
-        name: TableTrace(_joined(ids[name]), np.concatenate([[0], np.cumsum(_joined(lengths[name]))])) for name in names
+        name: TableTrace(
+            np.concatenate([nothing, *ids[name]]), np.append(0, np.cumsum(np.concatenate([nothing, *lengths[name]])))
+        )
+        for name in names
     }
     return Trace(tables=tables, batch_samples=batch_size)
-
-
-def _joined(parts: list[Int64s]) -> Int64s:
-    return np.concatenate([np.empty(0, np.int64), *parts]).astype(np.int64)

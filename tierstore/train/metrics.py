@@ -9,8 +9,6 @@ from torch import Tensor
 
 from ..kernels.arrays import Bools, Float64s, Floats
 
-__all__ = ["Evaluation", "Predictions", "log_loss", "roc_auc"]
-
 
 class Evaluation(NamedTuple):
     rows: int
@@ -20,19 +18,11 @@ class Evaluation(NamedTuple):
 
 
 def roc_auc(labels: ArrayLike, scores: ArrayLike) -> float:
-    """Area under the ROC curve: the chance that a positive outranks a negative, ties counting half.
+    """Area under the ROC curve of labels [n], 0 or 1, and scores [n]: the chance that a positive outranks a negative,
+    ties counting half; NaN unless both occur.
 
-    The Mann-Whitney statistic, counted in integers, so it is exact up to the last division.
-
-    Args:
-        labels: [n], 0 or 1.
-        scores: [n], any monotone function of the probabilities.
-
-    Returns:
-        NaN unless both labels occur.
-
-    Raises:
-        ValueError: for lengths that differ or a score that is NaN.
+    The Mann-Whitney statistic, counted in integers, so it is exact up to the last division. ValueError for lengths that
+    differ or a score that is NaN.
     """
     positive, score = _pair(labels, scores)
     if np.isnan(score).any():
@@ -51,11 +41,8 @@ def roc_auc(labels: ArrayLike, scores: ArrayLike) -> float:
 
 
 def log_loss(labels: ArrayLike, logits: ArrayLike) -> float:
-    """Mean negative log-likelihood, in nats, of labels [n] under the logits [n]; computed in float64.
-
-    Raises:
-        ValueError: for lengths that differ or are 0.
-    """
+    """Mean negative log-likelihood, in nats, of labels [n] under the logits [n]; computed in float64. ValueError for
+    lengths that differ or are 0."""
     positive, logit = _pair(labels, logits)
     if not len(logit):
         raise ValueError("log loss of no rows")

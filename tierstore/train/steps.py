@@ -12,15 +12,10 @@ from ..io.prefetch import prefetch
 from .build import Run
 from .readers import Batch
 
-__all__ = ["feed", "train_step"]
-
 
 def train_step(run: Run, batch: Batch) -> Tensor:
-    """One step; rows are updated inside backward.
-
-    Returns:
-        the batch's mean loss, a scalar where the model is. On a GPU the step may still be under way.
-    """
+    """One step; rows are updated inside backward. Returns the batch's mean loss, a scalar where the model is. On a GPU
+    the step may still be under way."""
     loss = binary_cross_entropy_with_logits(run.model(batch.dense, batch.sparse), batch.labels)
     run.optimizer.zero_grad()
     loss.backward()  # type: ignore[no-untyped-call]

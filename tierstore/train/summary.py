@@ -18,8 +18,6 @@ from ..store import Store
 from ..system.sizes import format_size
 from .metrics import Evaluation
 
-__all__ = ["Summary", "digest_bits", "own_bytes", "peak_rss_bytes"]
-
 _DIGEST_ROWS: Final = 65_536
 
 

@@ -6,17 +6,17 @@ of its row's weights; no model can rank rows better than these probabilities do.
 """
 
 from pathlib import Path
-from typing import BinaryIO, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..kernels.arrays import Bytes, Float64s, Int64s
-from ..kernels.jit import inline, kernel
+from ..kernels.hashing import mix64
+from ..kernels.jit import kernel
 from .metrics import Evaluation, Predictions
-from .readers.hashing import GOLDEN, splitmix64
-
-__all__ = ["CARDINALITIES", "SyntheticData", "write_synthetic"]
+from .readers.hashing import STEP
 
 CARDINALITIES: Final = (
     *(400_000, 250_000, 150_000, 100_000, 60_000, 40_000, 25_000, 15_000, 10_000, 6_000, 4_000, 2_500, 1_500),
@@ -35,14 +35,7 @@ _BIAS: Final = -2.0
 _MISSING_SHARE: Final = 0.04
 """In every second column."""
 _MISSING: Final = -1
-_CATEGORY_DIGITS: Final = 8
-_MAX_DECIMAL_DIGITS: Final = 19
-_MAX_LINE_BYTES: Final = 2 + 13 * (_MAX_DECIMAL_DIGITS + 1) + 26 * (_CATEGORY_DIGITS + 1)
-_TAB: Final = 9
-_NEWLINE: Final = 10
-_ZERO: Final = 48
-_A: Final = 97
-_CATEGORY_SHIFT: Final = np.uint64(32)
+_MISSING_WORD: Final = "0" * 8
 
 
 class SyntheticData(NamedTuple):
@@ -58,25 +51,23 @@ class SyntheticData(NamedTuple):
 class _Rows(NamedTuple):
     labels: Bytes
     dense: Int64s
-    ranks: Int64s
+    hashes: NDArray[np.uint32]
+    """Of the categories; 0 where missing."""
     logits: Float64s
 
 
 def write_synthetic(path: str | Path, *, train_rows: int, test_rows: int, seed: int = 0) -> SyntheticData:
-    """Write ``train_rows + test_rows`` rows to ``path``; the same seed writes the same bytes.
-
-    Raises:
-        ValueError: unless both numbers are at least 1.
-    """
+    """Write ``train_rows + test_rows`` rows to ``path``; the same seed writes the same bytes. ValueError: unless both
+    numbers are at least 1."""
     if train_rows < 1 or test_rows < 1:
         raise ValueError(f"train_rows={train_rows} and test_rows={test_rows} must be at least 1")
     source = _Source(seed)
     best = Predictions()
     path = Path(path)
-    with path.open("wb") as file:
+    with path.open("w", encoding="ascii", newline="\n") as file:
         for begin in range(0, train_rows + test_rows, _CHUNK_ROWS):
             rows = source.draw(min(_CHUNK_ROWS, train_rows + test_rows - begin))
-            _write(file, rows)
+            file.write(_text(rows))
             num_train = min(max(train_rows - begin, 0), len(rows.labels))
             if num_train < len(rows.labels):
                 best.add(torch.from_numpy(rows.labels[num_train:]), torch.from_numpy(rows.logits[num_train:]))
@@ -111,7 +102,9 @@ class _Source:
             logits += np.where(drawn == _MISSING, 0.0, weights[drawn])
             ranks[:, column] = drawn
         labels = (random.random(count) < 1 / (1 + np.exp(-logits))).astype(np.uint8)
-        return _Rows(labels, dense, ranks, logits)
+        hashes = np.zeros(ranks.shape, np.uint32)
+        _hash(ranks, hashes)
+        return _Rows(labels, dense, hashes, logits)
 
 
 def _zipf(uniform: Float64s, size: int) -> Int64s:
@@ -122,57 +115,21 @@ def _zipf(uniform: Float64s, size: int) -> Int64s:
     return ranks
 
 
-def _write(file: BinaryIO, rows: _Rows) -> None:
-    text = np.empty(len(rows.labels) * _MAX_LINE_BYTES, np.uint8)
-    end = _format_rows(rows.labels, rows.dense, rows.ranks, text)
-    file.write(text[:end].data)
+def _text(rows: _Rows) -> str:
+    """One line a row."""
+    words = rows.hashes.astype(">u4").tobytes().hex("\t", 4)
+    width = len(words) // len(rows.hashes) + 1
+    lines = []
+    for row, numbers in enumerate(np.column_stack([rows.labels, rows.dense]).tolist()):
+        categories = words[row * width : (row + 1) * width - 1].replace(_MISSING_WORD, "")
+        lines.append("\t".join([*map(str, numbers), categories]))
+    return "\n".join([*lines, ""])
 
 
 @kernel
-def _format_rows(labels: Bytes, dense: Int64s, ranks: Int64s, text: Bytes) -> int:
-    """Write one line a row into ``text``; returns the number of bytes.
-
-    Args:
-        labels: [n], 0 or 1.
-        dense: [n, 13], 0 or more.
-        ranks: [n, 26]; written as the upper half of the hash of column and rank, or empty where negative.
-        text: at least n * _MAX_LINE_BYTES.
-    """
-    at = 0
-    for row in range(len(labels)):
-        text[at] = _ZERO + labels[row]
-        at += 1
-        for column in range(dense.shape[1]):
-            text[at] = _TAB
-            at = _format_decimal(dense[row, column], text, at + 1)
-        for column in range(ranks.shape[1]):
-            text[at] = _TAB
-            at += 1
+def _hash(ranks: Int64s, hashes: NDArray[np.uint32]) -> None:
+    """The upper half of the hash of each rank and its column, [n, 26]; 0, which none of them has, where missing."""
+    for column in range(ranks.shape[1]):
+        for row in range(ranks.shape[0]):
             if ranks[row, column] >= 0:
-                hashed = splitmix64(np.uint64(ranks[row, column]) + np.uint64(column + 1) * GOLDEN)
-                at = _format_hexadecimal(int(hashed >> _CATEGORY_SHIFT), text, at)
-        text[at] = _NEWLINE
-        at += 1
-    return at
-
-
-@inline
-def _format_decimal(number: int, text: Bytes, at: int) -> int:
-    digits = 1
-    rest = number // 10
-    while rest:
-        digits += 1
-        rest //= 10
-    for i in range(digits):
-        text[at + digits - 1 - i] = _ZERO + number % 10
-        number //= 10
-    return at + digits
-
-
-@inline
-def _format_hexadecimal(number: int, text: Bytes, at: int) -> int:
-    for i in range(_CATEGORY_DIGITS):
-        digit = number & 15
-        text[at + _CATEGORY_DIGITS - 1 - i] = (_ZERO + digit) if digit < 10 else (_A + digit - 10)
-        number >>= 4
-    return at + _CATEGORY_DIGITS
+                hashes[row, column] = mix64(np.uint64(ranks[row, column]) + np.uint64(column) * STEP) >> np.uint64(32)

@@ -20,8 +20,6 @@ from ..pool.stats import Stats
 from ..store import Store
 from ..system.sizes import format_size
 
-__all__ = ["Progress", "StopRequest", "command_name"]
-
 _LOSS_STEPS: Final = 100
 _REFRESH_SECONDS: Final = 0.5
 

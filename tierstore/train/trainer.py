@@ -2,14 +2,12 @@
 
 import contextlib
 import time
-from collections.abc import Generator, Iterator
-from typing import NamedTuple
+from collections.abc import Generator
 
 import torch
-from torch import Tensor
 
 from ..store.commits import PendingCommit
-from ..store.recording import Recorder, require_recordable
+from ..store.recording import require_recordable
 from .build import Run, build_run, open_data, open_run_store
 from .checkpoint import Position, commit_run, require_resumable, restore_run
 from .config import RunConfig
@@ -19,70 +17,6 @@ from .steps import feed, train_step
 from .summary import Summary, digest_bits, own_bytes, peak_rss_bytes
 from .terminal import Progress, StopRequest
 from .warmup import warm_up
-
-__all__ = ["train"]
-
-
-class _Outcome(NamedTuple):
-    position: Position
-    version: int
-    rows: int
-    seconds: float
-    loss: float | None
-    interrupted: bool
-    start_bytes: int
-
-
-class _Commits:
-    """The run's commits: written in the background one at a time, each told of when it is durable."""
-
-    def __init__(self, run: Run, config: RunConfig, progress: Progress, committed_step: int) -> None:
-        self._run = run
-        self._config = config
-        self._progress = progress
-        self._step = committed_step
-        self._loss: float | None = None
-        self._pending: PendingCommit | None = None
-
-    def begin(self, position: Position) -> None:
-        """Commit the run as it is, once the commit before is durable."""
-        self.end()
-        self._pending = commit_run(self._run, self._config, position)
-        self._step, self._loss = position.step, self._progress.loss
-
-    def tell(self) -> None:
-        """Say so, if a commit has become durable; raise its error, if it failed."""
-        if self._pending is not None and self._pending.done():
-            self.end()
-
-    def end(self) -> None:
-        """Wait for the commit under way."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            version = pending.result()
-            self._progress.say(f"step {self._step:,}: committed version {version}, loss {self._loss:.4f}")
-
-    def finish(self, position: Position) -> int:
-        """Commit what is not committed; returns the version that the store then shows."""
-        self.end()
-        if position.step > self._step:
-            commit_run(self._run, self._config, position).result()
-        return self._run.store.version
-
-
-class _Data(NamedTuple):
-    reader: Reader
-    hasher: FeatureHasher
-    config: RunConfig
-
-    def batches(self, start_row: int, stop_row: int | None) -> Iterator[Batch]:
-        return self.reader.batches(
-            self.hasher,
-            batch_size=self.config.train.batch_size,
-            start_row=start_row,
-            stop_row=stop_row,
-            log_dense=self.config.data.log_dense,
-        )
 
 
 def train(config: RunConfig, *, resume: bool = False, bits: bool = False) -> Summary:
@@ -102,9 +36,10 @@ def train(config: RunConfig, *, resume: bool = False, bits: bool = False) -> Sum
         TierstoreError: what goes wrong with a store.
     """
     torch.set_num_threads(config.train.torch_threads)
-    if config.store.record:
-        require_recordable(config.store.record)
-    data = _Data(*open_data(config), config)
+    section = config.store
+    if section.record:
+        require_recordable(section.record)
+    reader, hasher = open_data(config)
     with open_run_store(config) as store:
         if store.version and not resume:
             raise ValueError(
@@ -112,96 +47,115 @@ def train(config: RunConfig, *, resume: bool = False, bits: bool = False) -> Sum
             )
         require_resumable(store, config)
         warm_up(config)
-        run = build_run(config, store)
-        recorder = _recorder(run, config)
+        training = _Training(config, reader, hasher, build_run(config, store))
+        recorder = store.record(section.record, rate=section.record_rate) if section.record else None
         with recorder or contextlib.nullcontext():
-            outcome = _train_epochs(run, data, restore_run(run))
+            training.train()
             tiers, end = store.stats(), own_bytes()
-            evaluate = config.data.test_rows > 0 and not outcome.interrupted
-            test = _evaluate(run, data) if evaluate else None
+            test = training.evaluate() if config.data.test_rows and training.is_whole else None
         return Summary(
             store=str(store.directory),
             device=str(store.device),
-            version=outcome.version,
-            interrupted=outcome.interrupted,
-            step=outcome.position.step,
-            epochs=outcome.position.epoch,
-            rows=outcome.rows,
-            seconds=outcome.seconds,
-            samples_per_second=outcome.rows / outcome.seconds if outcome.seconds else 0.0,
-            loss=outcome.loss,
+            version=store.version,
+            interrupted=not training.is_whole,
+            step=training.position.step,
+            epochs=training.position.epoch,
+            rows=training.rows,
+            seconds=training.seconds,
+            samples_per_second=training.rows / training.seconds if training.seconds else 0.0,
+            loss=training.progress.loss,
             test=test,
             tiers=tiers,
-            start_bytes=outcome.start_bytes,
+            start_bytes=training.start_bytes,
             end_bytes=end,
             peak_rss_bytes=peak_rss_bytes(),
-            bits=digest_bits(store, run.model) if bits else None,
+            bits=digest_bits(store, training.run.model) if bits else None,
             recorded=None if recorder is None else recorder.describe(),
         )
 
 
-def _recorder(run: Run, config: RunConfig) -> Recorder | None:
-    """Of what is looked up from now on, if the configuration wants it."""
-    section = config.store
-    return run.store.record(section.record, rate=section.record_rate) if section.record else None
+class _Training:
+    """A run from where its store's last commit left it; commits are written in the background, one at a time."""
 
+    def __init__(self, config: RunConfig, reader: Reader, hasher: FeatureHasher, run: Run) -> None:
+        self.run = run
+        self.position = restore_run(run)
+        self.rows = 0
+        self.seconds = 0.0
+        self.start_bytes = own_bytes()
+        rows_per_epoch = config.data.train_rows
+        self.progress = Progress(
+            run.store,
+            total_rows=rows_per_epoch * config.train.epochs or None,
+            done_rows=rows_per_epoch * self.position.epoch + self.position.row,
+        )
+        self._config = config
+        self._reader = reader
+        self._hasher = hasher
+        self._pending: PendingCommit | None = None
+        self._commit = (self.position.step, self.progress.loss)  # step of the last one, and the loss then
 
-def _train_epochs(run: Run, data: _Data, position: Position) -> _Outcome:
-    """All epochs from ``position`` on, or as far as Ctrl-C lets them."""
-    train = data.config.train
-    rows_per_epoch = data.config.data.train_rows
-    progress = Progress(
-        run.store,
-        total_rows=rows_per_epoch * train.epochs or None,
-        done_rows=rows_per_epoch * position.epoch + position.row,
-    )
-    rows = 0
-    start_bytes = own_bytes()
-    commits = _Commits(run, data.config, progress, position.step)
-    started = time.perf_counter()
-    run.model.train()
-    with contextlib.closing(progress), StopRequest() as stop:
-        while position.epoch < train.epochs and not stop.requested:
-            with contextlib.closing(_epoch(run, data, position)) as steps:
-                for batch, loss in steps:
-                    if not rows:
-                        start_bytes = own_bytes()
-                    rows += len(batch)
-                    position = Position(position.step + 1, position.epoch, position.row + len(batch))
-                    progress.step(len(batch), loss)
-                    due = train.commit_every and position.step % train.commit_every == 0
-                    if stop.requested:
-                        break
-                    if due:
-                        commits.begin(position)
-                    commits.tell()
-                else:
-                    if not position.row:
-                        raise DataError(f"{data.reader.path} has no rows to train on")
-                    position = Position(position.step, position.epoch + 1, 0)
-        version = commits.finish(position)
-    seconds = time.perf_counter() - started
-    return _Outcome(position, version, rows, seconds, progress.loss, position.epoch < train.epochs, start_bytes)
+    @property
+    def is_whole(self) -> bool:
+        """Whether all epochs are done."""
+        return self.position.epoch >= self._config.train.epochs
 
+    def train(self) -> None:
+        """All epochs, or as far as Ctrl-C lets them, and a last commit."""
+        started = time.perf_counter()
+        self.run.model.train()
+        with contextlib.closing(self.progress), StopRequest() as stop:
+            while not self.is_whole and not stop.requested:
+                self._train_epoch(stop)
+            self._end_commit()
+            if self.position.step > self._commit[0]:
+                commit_run(self.run, self._config, self.position).result()
+        self.seconds = time.perf_counter() - started
 
-def _epoch(run: Run, data: _Data, position: Position) -> Generator[tuple[Batch, Tensor], None, None]:
-    """Train on the rest of the position's epoch; yields each batch after its step, with its loss."""
-    batches = data.batches(position.row, data.config.data.train_rows or None)
-    section = data.config.train
-    with contextlib.closing(feed(run, batches, depth=section.prefetch_depth, lookahead=section.lookahead)) as ahead:
-        for batch in ahead:
-            yield batch, train_step(run, batch)
+    def _train_epoch(self, stop: StopRequest) -> None:
+        """The rest of the position's epoch."""
+        every = self._config.train.commit_every
+        with contextlib.closing(self._batches(self.position.row, self._config.data.train_rows or None)) as batches:
+            for batch in batches:
+                loss = train_step(self.run, batch)
+                if not self.rows:
+                    self.start_bytes = own_bytes()
+                self.rows += len(batch)
+                step, epoch, row = self.position.step + 1, self.position.epoch, self.position.row + len(batch)
+                self.position = Position(step, epoch, row)
+                self.progress.step(len(batch), loss)
+                if stop.requested:
+                    return
+                if every and step % every == 0:
+                    self._end_commit()
+                    self._pending = commit_run(self.run, self._config, self.position)
+                    self._commit = (step, self.progress.loss)
+                if self._pending is not None and self._pending.done():
+                    self._end_commit()
+        if not self.position.row:
+            raise DataError(f"{self._reader.path} has no rows to train on")
+        self.position = Position(self.position.step, self.position.epoch + 1, 0)
 
+    def _end_commit(self) -> None:
+        """Wait for the commit under way, and tell of it."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            step, loss = self._commit
+            self.progress.say(f"step {step:,}: committed version {pending.result()}, loss {loss:.4f}")
 
-@torch.no_grad()
-def _evaluate(run: Run, data: _Data) -> Evaluation:
-    """Evaluate on the test rows, which follow the training rows."""
-    section = data.config.data
-    predictions = Predictions()
-    run.model.eval()
-    batches = data.batches(section.train_rows, section.train_rows + section.test_rows)
-    train = data.config.train
-    with contextlib.closing(feed(run, batches, depth=train.prefetch_depth, lookahead=train.lookahead)) as ahead:
-        for batch in ahead:
-            predictions.add(batch.labels, run.model(batch.dense, batch.sparse))
-    return predictions.evaluate()
+    def _batches(self, start_row: int, stop_row: int | None) -> Generator[Batch, None, None]:
+        train, log_dense = self._config.train, self._config.data.log_dense
+        batches = self._reader.batches(
+            self._hasher, batch_size=train.batch_size, start_row=start_row, stop_row=stop_row, log_dense=log_dense
+        )
+        return feed(self.run, batches, depth=train.prefetch_depth, lookahead=train.lookahead)
+
+    @torch.no_grad()
+    def evaluate(self) -> Evaluation:
+        """Evaluate on the test rows, which follow the training rows."""
+        data, predictions = self._config.data, Predictions()
+        self.run.model.eval()
+        with contextlib.closing(self._batches(data.train_rows, data.train_rows + data.test_rows)) as batches:
+            for batch in batches:
+                predictions.add(batch.labels, self.run.model(batch.dense, batch.sparse))
+        return predictions.evaluate()

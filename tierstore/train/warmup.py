@@ -12,8 +12,6 @@ from .checkpoint import Position, commit_run
 from .config import RunConfig
 from .steps import feed, train_step
 
-__all__ = ["warm_up"]
-
 _STEPS: Final = 4
 _MAX_BATCH: Final = 64
 _MAX_TABLE_ROWS: Final = 2048

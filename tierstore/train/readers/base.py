@@ -21,19 +21,6 @@ from ...kernels.arrays import Bools, Floats, Int64s
 from ...nn import KeyedJaggedTensor
 from .hashing import FeatureHasher
 
-__all__ = [
-    "CRITEO_SCHEMA",
-    "MISSING",
-    "Batch",
-    "DataError",
-    "RawRows",
-    "Reader",
-    "Schema",
-    "dense_features",
-    "fits_float32",
-    "require_data_file",
-]
-
 MISSING: Final = -1
 """A category that is absent; its bag is empty."""
 
@@ -129,24 +116,21 @@ class Reader(ABC):
         """
         if start_row < 0 or batch_size < 1 or (stop_row is not None and stop_row < start_row):
             raise ValueError(f"rows [{start_row}, {stop_row}) in batches of {batch_size}: not a range of rows")
-        return self._batches(hasher, batch_size, start_row, stop_row, log_dense)
 
-    def _batches(
-        self, hasher: FeatureHasher, batch_size: int, start_row: int, stop_row: int | None, log_dense: bool
-    ) -> Iterator[Batch]:
-        row = start_row
-        for rows in self.read_chunks(start_row, stop_row, batch_size):
-            values, offsets = hasher(rows.categories)
-            yield Batch(
-                dense=torch.from_numpy(dense_features(rows.dense, log=log_dense)),
-                sparse=KeyedJaggedTensor(
-                    keys=self.schema.sparse, values=torch.from_numpy(values), offsets=torch.from_numpy(offsets)
-                ),
-                labels=torch.from_numpy(rows.labels),
-            )
-            row += len(rows.labels)
-        if stop_row is not None and row < stop_row:
-            raise DataError(f"{self.path} ends before row {stop_row}: asked for rows {start_row} to {stop_row}")
+        def read() -> Iterator[Batch]:
+            row = start_row
+            for rows in self.read_chunks(start_row, stop_row, batch_size):
+                values, offsets = map(torch.from_numpy, hasher(rows.categories))
+                yield Batch(
+                    dense=torch.from_numpy(dense_features(rows.dense, log=log_dense)),
+                    sparse=KeyedJaggedTensor(keys=self.schema.sparse, values=values, offsets=offsets),
+                    labels=torch.from_numpy(rows.labels),
+                )
+                row += len(rows.labels)
+            if stop_row is not None and row < stop_row:
+                raise DataError(f"{self.path} ends before row {stop_row}: asked for rows {start_row} to {stop_row}")
+
+        return read()
 
 
 def require_data_file(path: Path) -> None:

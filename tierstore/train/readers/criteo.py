@@ -11,11 +11,10 @@ from typing import BinaryIO, Final
 
 import numpy as np
 
+from ...kernels.arrays import Bytes, Floats, Int64s
+from ...kernels.jit import inline, kernel
 from ...system.excerpt import excerpt
 from .base import CRITEO_SCHEMA, DataError, RawRows, Reader, require_data_file
-from .criteo_kernels import Parse, Scan, parse_lines, skip_lines
-
-__all__ = ["CriteoReader"]
 
 BUFFER_BYTES: Final = 1 << 20
 """Text held at a time, and so the longest line."""
@@ -24,6 +23,18 @@ _NUM_DENSE: Final = len(CRITEO_SCHEMA.dense)
 _NUM_SPARSE: Final = len(CRITEO_SCHEMA.sparse)
 _COLUMNS: Final = (CRITEO_SCHEMA.label, *CRITEO_SCHEMA.dense, *CRITEO_SCHEMA.sparse)
 _EXPECTED: Final = ("0 or 1", *["an integer"] * _NUM_DENSE, *["a hexadecimal number of up to 15 digits"] * _NUM_SPARSE)
+_TAB: Final = 9
+_NEWLINE: Final = 10
+_RETURN: Final = 13
+_MINUS: Final = 45
+_ZERO: Final = 48
+_A: Final = 97
+_LAST_DENSE: Final = 13
+_LAST_COLUMN: Final = 39
+_MAX_DECIMAL_DIGITS: Final = 18
+_MAX_HEX_DIGITS: Final = 15
+_INVALID: Final = -2
+_EMPTY: Final = -1
 
 
 class CriteoReader(Reader):
@@ -75,11 +86,9 @@ class _Text:
         self._at_end = False
 
     def skip(self, rows: int) -> None:
-        scan = np.zeros(len(Scan), np.int64)
         while self.row < rows:
-            skip_lines(self._buffer, self._begin, self._end, rows - self.row, scan)
-            self.row += int(scan[Scan.ROWS])
-            self._begin = int(scan[Scan.POSITION])
+            skipped, self._begin = skip_lines(self._buffer, self._begin, self._end, rows - self.row)
+            self.row += skipped
             if self.row < rows and not self._refill():
                 return
 
@@ -90,15 +99,12 @@ class _Text:
             dense=np.empty((rows, _NUM_DENSE), np.float32),
             categories=np.empty((rows, _NUM_SPARSE), np.int64),
         )
-        scan = np.zeros(len(Scan), np.int64)
-        filled = 0
+        before, filled = self.row, 0
         while filled < rows:
-            parse_lines(self._buffer, self._begin, self._end, filled, *chunk, scan)
-            self.row += int(scan[Scan.ROWS]) - filled
-            filled = int(scan[Scan.ROWS])
-            self._begin = int(scan[Scan.POSITION])
-            if scan[Scan.STATUS] == Parse.BROKEN:
-                raise DataError(self._explain(int(scan[Scan.COLUMN])))
+            filled, self._begin, broken = parse_lines(self._buffer, self._begin, self._end, filled, *chunk)
+            self.row = before + filled
+            if broken >= 0:
+                raise DataError(self._explain(broken))
             if filled < rows and not self._refill():
                 break
         return chunk.part(0, filled)
@@ -141,3 +147,108 @@ class _Text:
             )
         value = excerpt(fields[column])
         return f"{where}, column {column + 1} ({_COLUMNS[column]}): {value} is not {_EXPECTED[column]}"
+
+
+# Text to numbers, a line at a time, without allocating
+
+
+@kernel
+def skip_lines(text: Bytes, begin: int, end: int, lines: int) -> tuple[int, int]:
+    """Consume up to ``lines`` whole lines of ``text[begin:end]``: how many, and the start of the next."""
+    skipped = 0
+    position = begin
+    at = begin
+    while at < end and skipped < lines:
+        if text[at] == _NEWLINE:
+            skipped += 1
+            position = at + 1
+        at += 1
+    return skipped, position
+
+
+@kernel
+def parse_lines(
+    text: Bytes, begin: int, end: int, row: int, labels: Floats, dense: Floats, categories: Int64s
+) -> tuple[int, int, int]:
+    """Convert whole lines of ``text[begin:end]`` into rows from ``row`` on, until the arrays are full. Returns the rows
+    that are filled; the start of the first line that was not consumed; the column where that stopped making sense, or
+    -1."""
+    position = begin
+    broken = -1
+    while row < len(labels):
+        at, broken = _parse_line(text, position, end, row, labels, dense, categories)
+        if at < 0:
+            break
+        position = at
+        row += 1
+    return row, position, broken
+
+
+@inline
+def _parse_line(
+    text: Bytes, at: int, end: int, row: int, labels: Floats, dense: Floats, categories: Int64s
+) -> tuple[int, int]:
+    """Position after the line, or -1 if it is cut off at ``end`` or broken; the column where it is broken, or -1."""
+    for column in range(_LAST_COLUMN + 1):
+        if column > _LAST_DENSE:
+            at, category = parse_hexadecimal(text, at, end)
+            categories[row, column - _LAST_DENSE - 1] = category
+            valid = category != _INVALID
+        else:
+            at, number, valid = _parse_decimal(text, at, end)
+            if column > 0:
+                dense[row, column - 1] = number
+            else:
+                labels[row] = number
+                valid = number == 0 or number == 1
+        if at < end and text[at] == _RETURN and column == _LAST_COLUMN:
+            at += 1
+        if at >= end:
+            return -1, -1
+        if not valid or text[at] != (_NEWLINE if column == _LAST_COLUMN else _TAB):
+            return -1, column
+        at += 1
+    return at, -1
+
+
+@inline
+def _parse_decimal(text: Bytes, at: int, end: int) -> tuple[int, float, bool]:
+    """Position of the first byte that is no digit, the number (NaN if there is none), whether it may stand here."""
+    negative = at < end and text[at] == _MINUS
+    if negative:
+        at += 1
+    first = at
+    number = 0
+    while at < end and at - first <= _MAX_DECIMAL_DIGITS:
+        digit = int(text[at]) - _ZERO
+        if digit < 0 or digit > 9:
+            break
+        number = number * 10 + digit
+        at += 1
+    digits = at - first
+    if digits == 0:
+        return at, np.nan, not negative
+    return at, float(-number if negative else number), digits <= _MAX_DECIMAL_DIGITS
+
+
+@inline
+def parse_hexadecimal(text: Bytes, at: int, end: int) -> tuple[int, int]:
+    """Position of the first byte that is no digit, and the number: -1 if there is none, -2 if it is too long."""
+    first = at
+    number = 0
+    while at < end and at - first <= _MAX_HEX_DIGITS:
+        byte = int(text[at])
+        digit = byte - _ZERO
+        if digit < 0 or digit > 9:
+            # Bit 5 set makes a letter small.
+            digit = (byte | 32) - _A + 10
+            if digit < 10 or digit > 15:
+                break
+        number = (number << 4) | digit
+        at += 1
+    digits = at - first
+    if digits == 0:
+        return at, _EMPTY
+    if digits > _MAX_HEX_DIGITS:
+        return at, _INVALID
+    return at, number

@@ -10,15 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...kernels.arrays import Bools
-from ...system.excerpt import excerpt
 from .base import CRITEO_SCHEMA, MISSING, DataError, RawRows, Reader, Schema, fits_float32, require_data_file
 
-__all__ = ["NpyReader"]
-
-_MAGIC: Final = b"\x93NUMPY"
-_HEAD_BYTES: Final = 12
-_MAX_HEADER_BYTES: Final = 10_000
-"""As many as numpy evaluates."""
 _MAX_REASON: Final = 200
 _MAX_CATEGORY: Final = np.iinfo(np.int64).max
 _UNREADABLE: Final = (
@@ -50,12 +43,9 @@ class NpyReader(Reader):
         self._label = _map(self.path / "label.npy", "biuf", ())
         self._dense = _map(self.path / "dense.npy", "iuf", (len(schema.dense),))
         self._sparse = _map(self.path / "sparse.npy", "iu", (len(schema.sparse),))
-        lengths = {name: len(array) for name, array in self._named()}
+        lengths = {"label.npy": len(self._label), "dense.npy": len(self._dense), "sparse.npy": len(self._sparse)}
         if len(set(lengths.values())) != 1:
             raise DataError(f"{self.path}: the arrays differ in rows: {lengths}")
-
-    def _named(self) -> list[tuple[str, NDArray[Any]]]:
-        return [("label.npy", self._label), ("dense.npy", self._dense), ("sparse.npy", self._sparse)]
 
     def read_chunks(self, start_row: int, stop_row: int | None, chunk_rows: int) -> Iterator[RawRows]:
         stop = len(self._label) if stop_row is None else min(stop_row, len(self._label))
@@ -80,11 +70,10 @@ def _map(path: Path, kinds: str, shape: tuple[int, ...]) -> NDArray[Any]:
     if not path.exists():
         raise DataError(f"{path} does not exist; the npy format needs dense.npy, sparse.npy and label.npy")
     require_data_file(path)
-    _check_header(path)
     try:
         with np.errstate(over="raise"), warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # the header is Python 2's, and read all the same
-            array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+            array: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
     except _UNREADABLE as error:
         raise DataError(f"{path} is not an npy file, or is cut short: {str(error)[:_MAX_REASON]}") from error
     if array.dtype.kind not in kinds or array.shape[1:] != shape or not array.ndim:
@@ -92,16 +81,3 @@ def _map(path: Path, kinds: str, shape: tuple[int, ...]) -> NDArray[Any]:
         held = f"{str(array.dtype)[:_MAX_REASON]} {list(array.shape)}"
         raise DataError(f"{path} holds {held}; expected {wanted} of numbers ({kinds})")
     return array
-
-
-def _check_header(path: Path) -> None:
-    """What numpy does not check before it follows it: what kind of file this is, and how long the header claims to be.
-
-    Without the first it would read a zip archive; for the second it asks for up to 4 GiB of memory.
-    """
-    with path.open("rb") as file:
-        head = file.read(_HEAD_BYTES)
-    length_bytes = 2 if head[6:7] == b"\x01" else 4
-    length = int.from_bytes(head[8 : 8 + length_bytes], "little")
-    if head[:6] != _MAGIC or length > _MAX_HEADER_BYTES:
-        raise DataError(f"{path} is not an npy file, or is cut short: it begins with {excerpt(head)}")

@@ -12,12 +12,10 @@ from ...kernels.arrays import Bools, Bytes, Float64s, Int64s
 from ...kernels.jit import kernel
 from ...system.excerpt import excerpt, excerpt_names
 from .base import CRITEO_SCHEMA, MISSING, DataError, RawRows, Reader, Schema, fits_float32, require_data_file
-from .criteo_kernels import parse_hexadecimal
+from .criteo import parse_hexadecimal
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-__all__ = ["ParquetReader"]
 
 _MAX_REASON: Final = 200
 _RECORD_ROWS: Final = 8192
@@ -42,7 +40,7 @@ class ParquetReader(Reader):
         if not self._files:
             raise DataError(f"{self.path} holds no *.parquet file")
         for file in self._files:
-            with _naming(file), _open(file) as parquet:
+            with _opened(file) as parquet:
                 columns = Counter(parquet.schema_arrow.names)
             wanted = (schema.label, *schema.dense, *schema.sparse)
             lacking = [name for name in wanted if name not in columns]
@@ -62,14 +60,12 @@ class ParquetReader(Reader):
             if stop_row is not None and row + len(rows.labels) > stop_row:
                 rows = rows.part(0, stop_row - row)
             row += len(rows.labels)
+            while num_held + len(rows.labels) >= chunk_rows:
+                yield _join([*held, rows.part(0, chunk_rows - num_held)])
+                rows = rows.part(chunk_rows - num_held)
+                held, num_held = [], 0
             held.append(rows)
             num_held += len(rows.labels)
-            while num_held >= chunk_rows:
-                joined = _join(held)
-                # A copy: the reader's caller may keep and change what it gets.
-                yield _join([joined.part(0, chunk_rows), joined.part(chunk_rows, chunk_rows)])
-                held = [joined.part(chunk_rows)]
-                num_held -= chunk_rows
             if row == stop_row:
                 break
         if num_held:
@@ -79,7 +75,7 @@ class ParquetReader(Reader):
         columns = [self.schema.label, *self.schema.dense, *self.schema.sparse]
         to_skip = start_row
         for file in self._files:
-            with _naming(file), _open(file) as parquet:
+            with _opened(file) as parquet:
                 groups = list(range(parquet.num_row_groups))
                 while groups and to_skip >= parquet.metadata.row_group(groups[0]).num_rows:
                     to_skip -= parquet.metadata.row_group(groups.pop(0)).num_rows
@@ -96,42 +92,25 @@ class ParquetReader(Reader):
                     row += wanted.num_rows
 
 
-def _open(path: Path) -> Any:
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """The file; what pyarrow says of it becomes an error that names it."""
     try:
+        import pyarrow as pa
         import pyarrow.parquet
     except ImportError as error:
         raise ImportError(f"reading {path} needs pyarrow; install it with: pip install 'tierstore[parquet]'") from error
     require_data_file(path)
-    return pyarrow.parquet.ParquetFile(path)
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Turn what pyarrow says into an error that names the file."""
     try:
-        yield
-    except (DataError, ImportError):
-        raise
-    except Exception as error:
-        if not isinstance(error, OSError | MemoryError | UnicodeError) and not _is_arrow(error):
-            raise
+        with pyarrow.parquet.ParquetFile(path) as parquet:
+            yield parquet
+    except (OSError, MemoryError, UnicodeError, pa.ArrowException) as error:
         raise DataError(f"{path} is not a Parquet file, or is broken: {str(error)[:_MAX_REASON]}") from error
 
 
-def _is_arrow(error: Exception) -> bool:
-    import pyarrow as pa
-
-    return isinstance(error, pa.ArrowException)
-
-
 def _join(chunks: list[RawRows]) -> RawRows:
-    if len(chunks) == 1:
-        return chunks[0]
-    return RawRows(
-        labels=np.concatenate([chunk.labels for chunk in chunks]),
-        dense=np.concatenate([chunk.dense for chunk in chunks]),
-        categories=np.concatenate([chunk.categories for chunk in chunks]),
-    )
+    """A copy: the reader's caller may keep and change what it gets."""
+    return RawRows(*map(np.concatenate, zip(*chunks, strict=True)))
 
 
 class _Columns:
