@@ -9,8 +9,8 @@ from tierstore.train.config import load, to_dict
 
 def test_every_flag_of_train_that_stands_for_a_key_names_a_real_one():
     known = to_dict(RunConfig())
-    for flag in cli._TRAIN_FLAGS:
-        section, _, key = flag.key.partition(".")
+    for name, *_ in cli._TRAIN_FLAGS.values():
+        section, _, key = name.partition(".")
         assert key in known[section]
 
 
@@ -57,5 +57,5 @@ def test_a_wrong_flag_is_named_with_its_key(tmp_path, capsys):
     run_file = tmp_path / "run.toml"
     run_file.write_text("")
     assert cli.main(["train", str(run_file), "--epochs", "0"]) == 2
-    expected = f"expected 1 or more, up to {2**63 - 1}"
-    assert capsys.readouterr().err == f"tierstore: --epochs 0: train.epochs = 0: {expected}\n"
+    expected = f"expected a whole number from 1 to {2**63 - 1:,}"
+    assert capsys.readouterr().err == f"tierstore: --epochs 0: train.epochs=0: {expected}\n"

@@ -205,17 +205,22 @@ HELP = {
 }
 
 
-def parsers(parser: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+def commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    found = [action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return found[0] if found else {}
+
+
+def parsers(*words: str) -> Iterator[tuple[str, argparse.ArgumentParser]]:
     """A command's parser, and those of the commands in it."""
-    yield name, parser
-    parser.format_help()  # which has it complete
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for child, own in action.choices.items():
-                yield from parsers(own, f"{name} {child}".strip())
+    parser = cli.build_parser(words)
+    for word in words:
+        parser = commands(parser)[word]
+    yield " ".join(words), parser
+    for child in commands(parser):
+        yield from parsers(*words, child)
 
 
-ALL = dict(parsers(cli.build_parser(), ""))
+ALL = dict(parsers())
 
 
 @pytest.mark.parametrize("name", HELP)

@@ -1,55 +1,31 @@
 """The commands that move tables between stores and files. What they need is imported when they run."""
 
 import argparse
-import difflib
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Final, get_args
 
-from ..system.terminal import Command, byte_bar
+from .. import optim
+from ..config import Pooling, Rounding
+from ..rows import FloatName
+from ..settings.names import nearest
+from ..store import open_store
+from ..system.excerpt import excerpt
+from ..system.sizes import format_count, format_size
+from ..system.terminal import arg, byte_bar, command
+from ..trace import write_trace
 
 if TYPE_CHECKING:
     from ..exchange import ImportReport
-    from ..optim import Optimizer
     from ..updates.publish import Published
-
-__all__ = [
-    "BACKUP",
-    "COMPACT",
-    "EXPORT",
-    "IMPORT",
-    "PUBLISH",
-    "QUANTIZE",
-    "TRACE",
-]
 
 _DDR: Final = "256MiB"
 _SHOWN: Final = 10
-
-
-def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", metavar="DIR", help="folder of the store")
-    parser.add_argument("out", metavar="OUT", help="file to write; it appears when it is complete")
-    parser.add_argument("--format", default="safetensors", metavar="NAME", help="safetensors (default) or torch")
-    parser.add_argument("--table", action="append", metavar="NAME", help="a table to export; default: all")
-    parser.add_argument(
-        "--key",
-        default="embedding_bags.{table}.weight",
-        metavar="TEXT",
-        help="name of a table's tensor, {table} being the table's name (default: embedding_bags.{table}.weight)",
-    )
-    parser.add_argument("--state", action="store_true", help="add the optimizer state, as sum, exp_avg, exp_avg_sq")
-    parser.add_argument("--dense", action="store_true", help="add the dense tensors of the commit, under their names")
-    parser.add_argument("--at", type=int, metavar="VERSION", help="a version that the store keeps; default: the last")
-    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
-    _add_ddr(parser)
-
-
-def _add_ddr(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ddr", default=_DDR, metavar="SIZE", help=f"memory for rows (default: {_DDR})")
+_NEW: Final = ("new tables", "what the file does not say; tables that are there keep theirs")
+_MEMORY: Final = arg("--ddr", default=_DDR, metavar="SIZE", help=f"memory for rows (default: {_DDR})")
 
 
 def _export(options: argparse.Namespace) -> int:
     from ..exchange import FORMATS, export_store
-    from ..system.sizes import format_count, format_size
 
     _require_near(options.format, FORMATS, "--format")
     with byte_bar("export") as show:
@@ -74,35 +50,8 @@ def _export(options: argparse.Namespace) -> int:
     return 0
 
 
-def _add_import_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", metavar="DIR", help="folder of the store; made if it is not there")
-    parser.add_argument("files", metavar="FILE", nargs="+", help="safetensors files or torch checkpoints")
-    parser.add_argument(
-        "--map",
-        action="append",
-        default=[],
-        metavar="KEY=TABLE",
-        help="take tensor KEY as table TABLE, and no tensor that is not so named",
-    )
-    new = parser.add_argument_group("new tables", "what the file does not say; tables that are there keep theirs")
-    new.add_argument("--optimizer", metavar="NAME", help="sgd, rowwise_adagrad, adagrad or adam (default: sgd)")
-    new.add_argument("--lr", type=float, metavar="X", help="its learning rate")
-    new.add_argument("--eps", type=float, metavar="X", help="its eps")
-    new.add_argument("--weight-decay", type=float, metavar="X", help="its L2 penalty")
-    new.add_argument("--pooling", metavar="NAME", help="sum, mean or max (default: sum)")
-    new.add_argument("--rounding", metavar="NAME", help="of training: nearest or stochastic (default: nearest)")
-    parser.add_argument(
-        "--dtype", metavar="NAME", help="convert weights to float32, float16 or bfloat16 (default: as in the file)"
-    )
-    _add_ddr(parser)
-
-
 def _import(options: argparse.Namespace) -> int:
-    from typing import get_args
-
-    from ..config import Pooling, Rounding
     from ..exchange import import_files
-    from ..rows import FloatName
 
     mapping = _mapping(options.map)
     for value, choices, flag in (
@@ -141,8 +90,6 @@ def _describe_import(directory: str, report: "ImportReport") -> None:
 
 def _print_some(prefix: str, names: tuple[str, ...]) -> None:
     """The names, one a line, but not all of very many; files may have given them."""
-    from ..system.excerpt import excerpt
-
     for name in names[:_SHOWN]:
         print(f"  {prefix}{excerpt(name)[1:-1]}")
     if len(names) > _SHOWN:
@@ -160,11 +107,8 @@ def _mapping(pairs: list[str]) -> dict[str, str]:
     return mapping
 
 
-def _optimizer(options: argparse.Namespace) -> "Optimizer | None":
+def _optimizer(options: argparse.Namespace) -> optim.Optimizer | None:
     """The optimizer that the flags describe; None if there are none."""
-    from dataclasses import fields
-
-    from .. import optim
 
     kinds = {each.kind: each for each in (optim.SGD, optim.RowWiseAdagrad, optim.Adagrad, optim.Adam)}
     given = {name: getattr(options, name) for name in ("lr", "eps", "weight_decay")}
@@ -185,14 +129,28 @@ def _optimizer(options: argparse.Namespace) -> "Optimizer | None":
 def _require_near(value: str, choices: Any, flag: str) -> None:
     """ValueError, with the nearest choice, unless ``value`` is one."""
     if value not in choices:
-        near = difflib.get_close_matches(value, choices, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(choices)}"
-        raise ValueError(f"{flag} {value}: {hint}")
+        raise ValueError(f"{flag} {value}: {nearest(value, choices, all_are='choose from')}")
 
 
-EXPORT: Final = Command(
+EXPORT: Final = command(
     _export,
-    _add_export_arguments,
+    (
+        arg("directory", metavar="DIR", help="folder of the store"),
+        arg("out", metavar="OUT", help="file to write; it appears when it is complete"),
+        arg("--format", default="safetensors", metavar="NAME", help="safetensors (default) or torch"),
+        arg("--table", action="append", metavar="NAME", help="a table to export; default: all"),
+        arg(
+            "--key",
+            default="embedding_bags.{table}.weight",
+            metavar="TEXT",
+            help="name of a table's tensor, {table} being the table's name (default: embedding_bags.{table}.weight)",
+        ),
+        arg("--state", help="add the optimizer state, as sum, exp_avg, exp_avg_sq"),
+        arg("--dense", help="add the dense tensors of the commit, under their names"),
+        arg("--at", type=int, metavar="VERSION", help="a version that the store keeps; default: the last"),
+        arg("--force", help="replace OUT if it exists"),
+        _MEMORY,
+    ),
     "write tables to a safetensors file or torch checkpoint",
     "Write every row of a store's tables to one file. Nothing is changed; training may go on meanwhile.",
     """examples:
@@ -200,9 +158,29 @@ EXPORT: Final = Command(
   tierstore export shop item.pt --format torch --table item --key weight
   tierstore export shop whole.safetensors --state --dense""",
 )
-IMPORT: Final = Command(
+IMPORT: Final = command(
     _import,
-    _add_import_arguments,
+    (
+        arg("directory", metavar="DIR", help="folder of the store; made if it is not there"),
+        arg("files", metavar="FILE", nargs="+", help="safetensors files or torch checkpoints"),
+        arg(
+            "--map",
+            action="append",
+            default=[],
+            metavar="KEY=TABLE",
+            help="take tensor KEY as table TABLE, and no tensor that is not so named",
+        ),
+        arg("--optimizer", group=_NEW, metavar="NAME", help="sgd, rowwise_adagrad, adagrad or adam (default: sgd)"),
+        arg("--lr", group=_NEW, type=float, metavar="X", help="its learning rate"),
+        arg("--eps", group=_NEW, type=float, metavar="X", help="its eps"),
+        arg("--weight-decay", group=_NEW, type=float, metavar="X", help="its L2 penalty"),
+        arg("--pooling", group=_NEW, metavar="NAME", help="sum, mean or max (default: sum)"),
+        arg("--rounding", group=_NEW, metavar="NAME", help="of training: nearest or stochastic (default: nearest)"),
+        arg(
+            "--dtype", metavar="NAME", help="convert weights to float32, float16 or bfloat16 (default: as in the file)"
+        ),
+        _MEMORY,
+    ),
     "take tables from safetensors files or torch checkpoints",
     "Take tables from files, and commit once all rows are there. A run cut short changes nothing; repeat it.",
     """examples:
@@ -212,16 +190,7 @@ IMPORT: Final = Command(
 )
 
 
-def _add_backup_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", metavar="DIR", help="folder of the store; may be trained on meanwhile")
-    parser.add_argument("target", metavar="NEW_DIR", help="folder of the backup; must not exist, or be empty")
-    parser.add_argument("--verify", action="store_true", help="read the backup and check every row")
-
-
 def _backup(options: argparse.Namespace) -> int:
-    from ..store import open_store
-    from ..system.sizes import format_size
-
     with open_store(options.directory, mode="r", ddr=_DDR) as store, byte_bar("backup") as show:
         report = store.backup(options.target, verify=options.verify, progress=show)
     checked = "" if report.verified is None else f"; {report.verified.rows:,} rows verified"
@@ -229,9 +198,13 @@ def _backup(options: argparse.Namespace) -> int:
     return 0
 
 
-BACKUP: Final = Command(
+BACKUP: Final = command(
     _backup,
-    _add_backup_arguments,
+    (
+        arg("directory", metavar="DIR", help="folder of the store; may be trained on meanwhile"),
+        arg("target", metavar="NEW_DIR", help="folder of the backup; must not exist, or be empty"),
+        arg("--verify", help="read the backup and check every row"),
+    ),
     "copy a store while it is trained on",
     "Copy all versions that a store keeps, as of its last commit, page by page. DIR is not changed. A backup that was "
     "cut short is no store; run the command again.",
@@ -241,17 +214,8 @@ BACKUP: Final = Command(
 )
 
 
-def _add_compact_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", metavar="DIR", help="folder of the store")
-    parser.add_argument("target", metavar="NEW_DIR", help="folder of the copy; must not exist, or be empty")
-    parser.add_argument(
-        "--trace", metavar="FILE.npz", help="put rows side by side that this trace, of tierstore trace, reads together"
-    )
-
-
 def _compact(options: argparse.Namespace) -> int:
     from ..offline.compaction import compact_store
-    from ..system.sizes import format_count, format_size
 
     with byte_bar("compact") as show:
         report = compact_store(options.directory, options.target, trace=options.trace, progress=show)
@@ -263,9 +227,17 @@ def _compact(options: argparse.Namespace) -> int:
     return 0
 
 
-COMPACT: Final = Command(
+COMPACT: Final = command(
     _compact,
-    _add_compact_arguments,
+    (
+        arg("directory", metavar="DIR", help="folder of the store"),
+        arg("target", metavar="NEW_DIR", help="folder of the copy; must not exist, or be empty"),
+        arg(
+            "--trace",
+            metavar="FILE.npz",
+            help="put rows side by side that this trace, of tierstore trace, reads together",
+        ),
+    ),
     "copy a store without the room it no longer needs",
     "Copy all versions kept, rows in order of their numbers, without free pages; then verify the copy. "
     "DIR is not changed.",
@@ -275,16 +247,7 @@ COMPACT: Final = Command(
 )
 
 
-def _add_trace_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_file", metavar="FILE.toml", help="the run file")
-    parser.add_argument("out", metavar="OUT.npz", help="file to write; it appears when it is complete")
-    parser.add_argument("--data", metavar="PATH", help="file or folder to read (data.path)")
-    parser.add_argument("--rows", type=int, metavar="N", help="of the data, from the start (default: data.train_rows)")
-    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
-
-
 def _trace(options: argparse.Namespace) -> int:
-    from ..trace import write_trace
     from ..train.config import Override, load
     from ..train.lookups import trace_run
 
@@ -297,9 +260,15 @@ def _trace(options: argparse.Namespace) -> int:
     return 0
 
 
-TRACE: Final = Command(
+TRACE: Final = command(
     _trace,
-    _add_trace_arguments,
+    (
+        arg("run_file", metavar="FILE.toml", help="the run file"),
+        arg("out", metavar="OUT.npz", help="file to write; it appears when it is complete"),
+        arg("--data", metavar="PATH", help="file or folder to read (data.path)"),
+        arg("--rows", type=int, metavar="N", help="of the data, from the start (default: data.train_rows)"),
+        arg("--force", help="replace OUT if it exists"),
+    ),
     "write down which rows a run looks up",
     "Read the training rows of a run file and write which rows of which table they look up, for tierstore compact.",
     """example:
@@ -308,19 +277,8 @@ TRACE: Final = Command(
 )
 
 
-def _add_quantize_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", metavar="DIR", help="folder of the trained store")
-    parser.add_argument("target", metavar="NEW_DIR", help="folder of the new store; must not exist, or be empty")
-    parser.add_argument("--dtype", required=True, metavar="NAME", help="int8, int4, float16 or bfloat16")
-    parser.add_argument(
-        "--table", action="append", metavar="NAME", help="a table to convert; default: all. The others stay as they are"
-    )
-    parser.add_argument("--at", type=int, metavar="VERSION", help="a version that the store keeps; default: the last")
-
-
 def _quantize(options: argparse.Namespace) -> int:
     from ..offline.quantization import TARGET_DTYPES, quantize
-    from ..system.sizes import format_size
 
     _require_near(options.dtype, TARGET_DTYPES, "--dtype")
     with byte_bar("quantize") as show:
@@ -340,9 +298,20 @@ def _quantize(options: argparse.Namespace) -> int:
     return 0
 
 
-QUANTIZE: Final = Command(
+QUANTIZE: Final = command(
     _quantize,
-    _add_quantize_arguments,
+    (
+        arg("directory", metavar="DIR", help="folder of the trained store"),
+        arg("target", metavar="NEW_DIR", help="folder of the new store; must not exist, or be empty"),
+        arg("--dtype", required=True, metavar="NAME", help="int8, int4, float16 or bfloat16"),
+        arg(
+            "--table",
+            action="append",
+            metavar="NAME",
+            help="a table to convert; default: all. The others stay as they are",
+        ),
+        arg("--at", type=int, metavar="VERSION", help="a version that the store keeps; default: the last"),
+    ),
     "make a store for inference, its rows in fewer bytes",
     "Copy a store's tables in another dtype, without optimizer state, into a new store; then verify it. int8 and int4 "
     "rows are looked up, not trained. DIR is not changed.",
@@ -350,23 +319,6 @@ QUANTIZE: Final = Command(
   tierstore quantize shop shop-int8 --dtype int8
   tierstore quantize shop shop-mixed --dtype int4 --table item --table user""",
 )
-
-
-def _add_publish_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", metavar="DIR", help="folder of the store; may be trained on meanwhile")
-    parser.add_argument(
-        "--to",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="admin port of a server, as http://HOST:8002; repeatable",
-    )
-    parser.add_argument(
-        "--since", type=int, metavar="VERSION", help="send what changed since it (default: since what each server has)"
-    )
-    parser.add_argument("--token-file", metavar="PATH", help="file with the servers' admin token")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be sent, and send nothing")
-    parser.add_argument("--keep-file", metavar="PATH", help="keep the file that is sent under this name")
 
 
 def _publish(options: argparse.Namespace) -> int:
@@ -388,8 +340,6 @@ def _publish(options: argparse.Namespace) -> int:
 
 
 def _describe_published(each: "Published") -> None:
-    from ..system.sizes import format_size
-
     if each.error:
         print(f"{each.url}: failed: {each.error}")
     elif not each.size_bytes:
@@ -401,9 +351,27 @@ def _describe_published(each: "Published") -> None:
         )
 
 
-PUBLISH: Final = Command(
+PUBLISH: Final = command(
     _publish,
-    _add_publish_arguments,
+    (
+        arg("directory", metavar="DIR", help="folder of the store; may be trained on meanwhile"),
+        arg(
+            "--to",
+            action="append",
+            default=[],
+            metavar="URL",
+            help="admin port of a server, as http://HOST:8002; repeatable",
+        ),
+        arg(
+            "--since",
+            type=int,
+            metavar="VERSION",
+            help="send what changed since it (default: since what each server has)",
+        ),
+        arg("--token-file", metavar="PATH", help="file with the servers' admin token"),
+        arg("--dry-run", help="say what would be sent, and send nothing"),
+        arg("--keep-file", metavar="PATH", help="keep the file that is sent under this name"),
+    ),
     "send what changed in a store to servers",
     "Send the rows that changed since a version, and the dense weights, to the admin ports of servers. Each applies "
     "them as one version. An upload that was cut short goes on where it stopped: publish again. "

@@ -1,55 +1,43 @@
 """The command line: ``tierstore COMMAND``."""
 
 import argparse
-import difflib
-import functools
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
+from ..errors import TierstoreError
 from ..serve.command import add_arguments as add_serve_arguments
+from ..serve.command import serve
+from ..settings.names import nearest
 from ..system.excerpt import excerpt
 from ..system.release import __version__
-from ..system.terminal import Command, byte_bar, group, show_help
+from ..system.terminal import Command, arg, byte_bar, command, group, show_help
 from .commands import BACKUP, COMPACT, EXPORT, IMPORT, PUBLISH, QUANTIZE, TRACE
 
 if TYPE_CHECKING:
     from ..train.config import Override
-
-__all__ = ["build_parser", "main"]
 
 EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
 EXIT_INTERRUPTED: Final = 130
 
 
-class _Flag(NamedTuple):
-    """A flag of ``tierstore train`` that stands for one key of the run file."""
-
-    name: str
-    key: str
-    type: Callable[[str], object]
-    metavar: str
-    help: str
-
-
-_TRAIN_FLAGS: Final = (
-    _Flag("--data", "data.path", str, "PATH", "file or folder to train on"),
-    _Flag("--store", "store.path", str, "DIR", "folder of the store"),
-    _Flag("--ddr", "store.ddr", str, "SIZE", 'memory for rows, as "512MiB", "50%%" or "5%% of tables"'),
-    _Flag("--hbm", "store.hbm", str, "SIZE", "GPU memory for rows, written as --ddr is; 0: none"),
-    _Flag("--device", "store.device", str, "NAME", "where the model computes: cpu, or cuda beside --hbm"),
-    _Flag(
-        "--policy", "store.policy", str, "NAME", "which rows leave memory first: auto, lru, lfu, tinylfu or lookahead"
-    ),
-    _Flag("--threads", "store.threads", int, "N", "threads of the store"),
-    _Flag("--record", "store.record", str, "FILE.npz", "record which rows are looked up, for tierstore plan"),
-    _Flag("--record-rate", "store.record_rate", float, "X", "share of the rows that is recorded"),
-    _Flag("--prefetch-depth", "train.prefetch_depth", int, "N", "batches whose rows are fetched ahead; 0: none"),
-    _Flag("--epochs", "train.epochs", int, "N", "times through the training rows"),
-)
+_TRAIN_FLAGS: Final[dict[str, tuple[str, Callable[[str], object], str, str]]] = {
+    "--data": ("data.path", str, "PATH", "file or folder to train on"),
+    "--store": ("store.path", str, "DIR", "folder of the store"),
+    "--ddr": ("store.ddr", str, "SIZE", 'memory for rows, as "512MiB", "50%%" or "5%% of tables"'),
+    "--hbm": ("store.hbm", str, "SIZE", "GPU memory for rows, written as --ddr is; 0: none"),
+    "--device": ("store.device", str, "NAME", "where the model computes: cpu, or cuda beside --hbm"),
+    "--policy": ("store.policy", str, "NAME", "which rows leave memory first: auto, lru, lfu, tinylfu or lookahead"),
+    "--threads": ("store.threads", int, "N", "threads of the store"),
+    "--record": ("store.record", str, "FILE.npz", "record which rows are looked up, for tierstore plan"),
+    "--record-rate": ("store.record_rate", float, "X", "share of the rows that is recorded"),
+    "--prefetch-depth": ("train.prefetch_depth", int, "N", "batches whose rows are fetched ahead; 0: none"),
+    "--epochs": ("train.epochs", int, "N", "times through the training rows"),
+}
+"""Flags that stand for one key of the run file: key, type, metavar, help."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,8 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = _unknown(arguments, _COMMANDS)
     if unknown is not None:
         return _fail(unknown, EXIT_USAGE)
-    parser = build_parser()
-    options = parser.parse_args(arguments)
+    options = build_parser(arguments).parse_args(arguments)
     options.words = arguments
     return _run(options.run, options)
 
@@ -77,16 +64,12 @@ def _unknown(words: Sequence[str], commands: "Mapping[str, Command]", kind: str 
     if not words or words[0].startswith("-"):
         return None
     if words[0] not in commands:
-        close = difflib.get_close_matches(words[0], commands, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"{kind}s are {', '.join(commands)}"
-        return f"unknown {kind} {excerpt(words[0])}; {hint}"
+        return f"unknown {kind} {excerpt(words[0])}; {nearest(words[0], commands, all_are=f'{kind}s are')}"
     nested = commands[words[0]].commands
     return None if nested is None else _unknown(words[1:], nested(), f"{words[0]} command")
 
 
 def _run(command: "Callable[[argparse.Namespace], int]", options: argparse.Namespace) -> int:
-    from ..errors import TierstoreError
-
     try:
         return command(options)
     except KeyboardInterrupt:
@@ -110,70 +93,34 @@ def _fail(message: str, status: int) -> int:
     return status
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The parser of all commands; of those in groups, which load what they need, if the words begin with the group."""
     parser = argparse.ArgumentParser(
         prog="tierstore",
         description="Embedding tables larger than memory: train a model on them, look into them, check them.",
     )
     parser.add_argument("--version", action="version", version=f"tierstore {__version__}")
-    _add_commands(parser, _COMMANDS)
+    _add_commands(parser, _COMMANDS, list(words))
     return parser
 
 
-class _LateParser(argparse.ArgumentParser):
-    """Gets its arguments when it is first asked for something, so that only what one command needs is loaded."""
-
-    later: Callable[[argparse.ArgumentParser], None] | None = None
-
-    def complete(self) -> None:
-        later, self.later = self.later, None
-        if later is not None:
-            later(self)
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self.complete()
-        return super().parse_known_args(args, namespace)
-
-    def format_help(self) -> str:
-        self.complete()
-        return super().format_help()
-
-
-def _add_commands(parser: argparse.ArgumentParser, commands: "Mapping[str, Command]") -> None:
+def _add_commands(parser: argparse.ArgumentParser, commands: "Mapping[str, Command]", words: Sequence[str]) -> None:
     parser.set_defaults(run=show_help, parser=parser)
-    children = parser.add_subparsers(metavar="COMMAND", title="commands", parser_class=_LateParser)
-    for name, command in commands.items():
+    children = parser.add_subparsers(metavar="COMMAND", title="commands")
+    for name, each in commands.items():
         child = children.add_parser(
             name,
-            help=command.help,
-            description=command.description,
-            epilog=command.examples,
-            formatter_class=argparse.RawDescriptionHelpFormatter if command.examples else argparse.HelpFormatter,
+            help=each.help,
+            description=each.description,
+            epilog=each.examples,
+            formatter_class=argparse.RawDescriptionHelpFormatter if each.examples else argparse.HelpFormatter,
         )
-        child.later = functools.partial(_complete, command=command)
-
-
-def _complete(parser: argparse.ArgumentParser, command: Command) -> None:
-    if command.commands is not None:
-        _add_commands(parser, command.commands())
-        return
-    parser.set_defaults(run=command.run)
-    command.add_arguments(parser)
-    parser.add_argument("--traceback", action="store_true", help="show where in the code an error arose")
-
-
-def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_file", metavar="FILE.toml", nargs="?", help="the run file")
-    for flag in _TRAIN_FLAGS:
-        parser.add_argument(flag.name, type=flag.type, metavar=flag.metavar, help=f"{flag.help} ({flag.key})")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="set any key, as train.batch_size=512"
-    )
-    parser.add_argument("--resume", action="store_true", help="continue from the last commit of the store, if any")
-    parser.add_argument("--json", metavar="PATH", help="write what the run did and ended in to a file")
-    parser.add_argument("--no-bits", action="store_true", help="with --json: do not read every row to digest its bits")
-    parser.add_argument("--keys", action="store_true", help="print every key with its default, and exit")
+        if each.commands is None:
+            child.set_defaults(run=each.run)
+            each.add_arguments(child)
+            child.add_argument("--traceback", action="store_true", help="show where in the code an error arose")
+        elif words[:1] == [name]:
+            _add_commands(child, each.commands(), words[1:])
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -203,23 +150,12 @@ def _overrides(options: argparse.Namespace) -> "list[Override]":
     from ..train.config import Override, parse_override
 
     overrides = [parse_override(text) for text in options.set]
-    for flag in _TRAIN_FLAGS:
-        value = getattr(options, flag.name.removeprefix("--").replace("-", "_"))
+    for flag, (name, *_) in _TRAIN_FLAGS.items():
+        value = getattr(options, name)
         if value is not None:
-            section, _, key = flag.key.partition(".")
-            overrides.append(Override(section, key, value, f"{flag.name} {value}"))
+            section, _, key = name.partition(".")
+            overrides.append(Override(section, key, value, f"{flag} {value}"))
     return overrides
-
-
-def _add_demo_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dir", default=".demo", metavar="DIR", help="where to work; emptied first (default: .demo)")
-    parser.add_argument("--device", default="cpu", metavar="NAME", help="where to compute: cpu (default) or cuda")
-    parser.add_argument(
-        "--hbm",
-        metavar="SIZE",
-        help="GPU memory for rows (default: a twentieth of what training touches; none on the cpu)",
-    )
-    parser.add_argument("--rows", type=int, default=0, help=argparse.SUPPRESS)
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -229,26 +165,10 @@ def _demo(options: argparse.Namespace) -> int:
     return 0 if equal else EXIT_FAILED
 
 
-def _add_directory(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", metavar="DIR", help="folder of the store")
-
-
 def _inspect(options: argparse.Namespace) -> int:
     from ..offline.inspection import describe_store
 
     print(describe_store(options.directory))
-    return 0
-
-
-def _add_rollback_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_directory(parser)
-    parser.add_argument("version", type=int, metavar="VERSION", help="one that tierstore inspect DIR lists as kept")
-
-
-def _rollback(options: argparse.Namespace) -> int:
-    from ..offline.inspection import roll_back_store
-
-    print(roll_back_store(options.directory, options.version))
     return 0
 
 
@@ -259,13 +179,11 @@ def _verify(options: argparse.Namespace) -> int:
     return 0
 
 
-def _add_repair_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", metavar="DIR", help="folder of the damaged store; only read")
-    parser.add_argument("target", metavar="NEW_DIR", help="folder of the new store; must not exist, or be empty")
-    parser.add_argument("--manifest", metavar="FILE", help="a copy of manifest.json, where that of DIR cannot be read")
-    parser.add_argument(
-        "--stale-ok", action="store_true", help="take rows too that may be of an earlier version, and count them"
-    )
+def _rollback(options: argparse.Namespace) -> int:
+    from ..offline.inspection import roll_back_store
+
+    print(roll_back_store(options.directory, options.version))
+    return 0
 
 
 def _repair(options: argparse.Namespace) -> int:
@@ -285,46 +203,75 @@ def _plan_commands() -> "Mapping[str, Command]":
     return COMMANDS
 
 
-def _serve(options: argparse.Namespace) -> int:
-    from ..serve.command import serve
-
-    return serve(options)
-
-
+_DIRECTORY: Final = arg("directory", metavar="DIR", help="folder of the store")
 _COMMANDS: Final = {
-    "train": Command(
+    "train": command(
         _train,
-        _add_train_arguments,
+        (
+            arg("run_file", metavar="FILE.toml", nargs="?", help="the run file"),
+            *(
+                arg(flag, dest=key, type=kind, metavar=metavar, help=f"{text} ({key})")
+                for flag, (key, kind, metavar, text) in _TRAIN_FLAGS.items()
+            ),
+            arg(
+                "--set",
+                action="append",
+                default=[],
+                metavar="SECTION.KEY=VALUE",
+                help="set any key, as train.batch_size=512",
+            ),
+            arg("--resume", help="continue from the last commit of the store, if any"),
+            arg("--json", metavar="PATH", help="write what the run did and ended in to a file"),
+            arg("--no-bits", help="with --json: do not read every row to digest its bits"),
+            arg("--keys", help="print every key with its default, and exit"),
+        ),
         "train a DLRM as a run file says",
         "Train a DLRM as a run file says. A flag overrides the key behind it. Ctrl-C commits and says how to resume.",
+        "",
     ),
-    "demo": Command(
+    "demo": command(
         _demo,
-        _add_demo_arguments,
+        (
+            arg("--dir", default=".demo", metavar="DIR", help="where to work; emptied first (default: .demo)"),
+            arg("--device", default="cpu", metavar="NAME", help="where to compute: cpu (default) or cuda"),
+            arg(
+                "--hbm",
+                metavar="SIZE",
+                help="GPU memory for rows (default: a twentieth of what training touches; none on the cpu)",
+            ),
+            arg("--rows", type=int, metavar="N", default=0, help=argparse.SUPPRESS),
+        ),
         "train on tables that do not fit the budget, and compare",
         "Generate click data, train on it with a tenth of the memory its rows need, then with all of it, and compare.",
+        "",
     ),
-    "inspect": Command(
-        _inspect, _add_directory, "say what a store holds", "Say what a store holds. Nothing is changed."
+    "inspect": command(
+        _inspect, (_DIRECTORY,), "say what a store holds", "Say what a store holds. Nothing is changed.", ""
     ),
-    "verify": Command(
+    "verify": command(
         _verify,
-        _add_directory,
+        (_DIRECTORY,),
         "check every row of a store",
         "Read every stored row, check it against its checksum and the counts against the manifest. Nothing is changed.",
+        "",
     ),
-    "rollback": Command(
+    "rollback": command(
         _rollback,
-        _add_rollback_arguments,
+        (_DIRECTORY, arg("version", type=int, metavar="VERSION", help="one that tierstore inspect DIR lists as kept")),
         "go back to a version that the store kept",
         "Make a kept version the current one again. Later versions are dropped. A run keeps versions with store.keep.",
         """example:
   tierstore inspect shop
   tierstore rollback shop 12""",
     ),
-    "repair": Command(
+    "repair": command(
         _repair,
-        _add_repair_arguments,
+        (
+            arg("directory", metavar="DIR", help="folder of the damaged store; only read"),
+            arg("target", metavar="NEW_DIR", help="folder of the new store; must not exist, or be empty"),
+            arg("--manifest", metavar="FILE", help="a copy of manifest.json, where that of DIR cannot be read"),
+            arg("--stale-ok", help="take rows too that may be of an earlier version, and count them"),
+        ),
         "save what is sound of a damaged store",
         "Save every sound row of a damaged store's last version into a new store, and list what was lost. "
         "The exit status is 1 if anything was.",
@@ -338,7 +285,7 @@ _COMMANDS: Final = {
     "import": IMPORT,
     "quantize": QUANTIZE,
     "serve": Command(
-        _serve,
+        serve,
         add_serve_arguments,
         "answer requests for rows and predictions",
         "Serve the store's tables as lookups and, if tierstore train wrote it, its model, by the Open Inference "

@@ -1,11 +1,13 @@
 """``tierstore plan``: its commands. What a command needs is imported when it is asked for something."""
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from ..system.terminal import Command, group, progress_bar
+from ..system.terminal import arg as _arg
+from ..system.terminal import command as _part
 
 if TYPE_CHECKING:
     from .accesses import Accesses
@@ -13,30 +15,6 @@ if TYPE_CHECKING:
     from .curves.build import CurveOptions
 
 __all__ = ["COMMANDS"]
-
-
-class _Argument(NamedTuple):
-    names: tuple[str, ...]
-    settings: dict[str, Any]
-
-
-def _arg(*names: str, **settings: Any) -> _Argument:
-    """As of ``ArgumentParser.add_argument``; a word without a type is a flag."""
-    is_flag = names[0].startswith("-") and "metavar" not in settings and "choices" not in settings
-    return _Argument(names, settings | ({"action": "store_true"} if is_flag else {}))
-
-
-def _part(
-    run: Callable[[argparse.Namespace], int], arguments: tuple[_Argument, ...], text: str, *description: str
-) -> Command:
-    """``description``: sentences, and examples after them."""
-    *sentences, examples = description
-
-    def add_arguments(parser: argparse.ArgumentParser) -> None:
-        for names, settings in arguments:
-            parser.add_argument(*names, **settings)
-
-    return Command(run, add_arguments, text, " ".join(sentences), examples)
 
 
 def _require_writable(path: str | None, sources: list[str], *, force: bool) -> None:

@@ -4,15 +4,10 @@ import torch
 
 from .sizes import machine_memory_bytes, parse_size
 
-__all__ = ["memory_bytes", "resolve_device"]
-
 
 def resolve_device(device: str | torch.device, hbm: int | str) -> torch.device:
-    """The device meant by the arguments of ``tierstore.open``, if this machine has it.
-
-    Raises:
-        ValueError: it is none that results can live on, or the machine lacks it, or its rows have no memory.
-    """
+    """The device meant by the arguments of ``tierstore.open``; ValueError if it is none that results can live on, or
+    the machine lacks it, or its rows have no memory."""
     try:
         resolved = torch.device(device)
     except (RuntimeError, TypeError) as error:

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from ..errors import TierstoreError
 
-__all__ = ["flocked", "make_directory", "output_locked", "sync_directory", "write_all"]
-
 
 def make_directory(directory: Path) -> None:
     """Make a directory and those above it that are missing, durably. OSError if the system refuses."""
@@ -22,12 +20,8 @@ def make_directory(directory: Path) -> None:
 
 @contextlib.contextmanager
 def flocked(descriptor: int, kind: int, refusal: TierstoreError) -> Iterator[None]:
-    """Hold a lock of an open file or directory, which processes forked meanwhile do not keep.
-
-    Args:
-        kind: ``fcntl.LOCK_EX`` or ``fcntl.LOCK_SH``.
-        refusal: raised if another process has it locked.
-    """
+    """Hold a lock of an open file or directory, ``fcntl.LOCK_EX`` or ``LOCK_SH``, which processes forked meanwhile do
+    not keep. The refusal is raised if another process has it locked."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -40,11 +34,8 @@ def flocked(descriptor: int, kind: int, refusal: TierstoreError) -> Iterator[Non
 
 @contextlib.contextmanager
 def output_locked(path: Path, flags: int) -> Iterator[int]:
-    """Open a file or directory with its lock; gives the descriptor.
-
-    Raises:
-        TierstoreError: another process has it locked. OSError: it cannot be opened.
-    """
+    """Open a file or directory with its lock; gives the descriptor. TierstoreError if another process has it locked,
+    OSError if it cannot be opened."""
     refusal = TierstoreError(f"{path} is being written by another process; wait for it to end")
     descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
     try:
@@ -63,7 +54,7 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def write_all(descriptor: int, data: bytes, offset: int) -> None:
+def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
     """Write all of it: a device that fills up takes a part and says so. OSError if it takes no more."""
     view = memoryview(data)
     while view:

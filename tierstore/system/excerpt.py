@@ -4,8 +4,6 @@ from collections.abc import Collection
 from itertools import islice
 from typing import Final
 
-__all__ = ["excerpt", "excerpt_names"]
-
 _MAX_CHARACTERS: Final = 80
 _MAX_BITS: Final = 256
 """Python refuses to print integers of more than 4300 digits."""

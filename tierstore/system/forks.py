@@ -13,8 +13,6 @@ from typing import Final, Protocol
 
 from ..errors import ClosedError
 
-__all__ = ["Inherited", "OwnDescriptor", "disown_in_forks", "keep_for_ever"]
-
 _MAX_MARK: Final = 2**31 - 1
 """A position that every file system accepts."""
 

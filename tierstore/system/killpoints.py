@@ -7,8 +7,6 @@ behind: a file, a transaction, a tree of which one part follows the other.
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["POINTS", "reach"]
-
 POINTS: Final = (
     "manifest: written beside",
     "manifest: replaced",

@@ -6,33 +6,26 @@ from typing import Final
 
 from ..errors import DiskFullError, ReadOnlyError, TierstoreError
 
-__all__ = ["RESTORE", "translate_os_error"]
-
 RESTORE: Final = "Restore the store's directory from a copy, or save what is sound: tierstore repair DIR NEW_DIR"
 """The way out where what is on disk is not what was written."""
 
-_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_NO_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE)
-_NOT_PERMITTED: Final = (errno.EACCES, errno.EPERM)
+FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NOT_PERMITTED: Final = (errno.EACCES, errno.EPERM)
 
 
 def translate_os_error(
     error: OSError, path: str | os.PathLike[str], *, instead: str = 'open the store with mode="r"'
 ) -> TierstoreError:
-    """The error of ours for what the system said while ``path`` was used.
-
-    Args:
-        instead: what to do where writing is not possible.
-    """
-    if error.errno in _FULL:
+    """The error of ours for what the system said while ``path`` was used; ``instead`` of writing, do what that says."""
+    if error.errno in FULL:
         return DiskFullError(
             f"{path}: no room left on the file system; the last commit is intact. Free some space and try again."
         )
-    if error.errno in _NO_DESCRIPTORS:
+    if error.errno in (errno.EMFILE, errno.ENFILE):
         return TierstoreError(f"{path}: out of file descriptors; raise `ulimit -n` or close files, and try again.")
     if error.errno == errno.EROFS:
         return ReadOnlyError(f"{path}: the file system is read-only; {instead}.")
-    if error.errno in _NOT_PERMITTED:
+    if error.errno in NOT_PERMITTED:
         return TierstoreError(
             f"{path}: this user lacks the permission; change the owner or the mode of the file and its directory, "
             f"or, if writing was refused, {instead}."

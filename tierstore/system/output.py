@@ -8,21 +8,8 @@ from pathlib import Path
 
 from ..errors import DiskFullError
 from .durable import output_locked, sync_directory
-from .oserrors import translate_os_error
+from .oserrors import FULL, NOT_PERMITTED, translate_os_error
 from .sizes import format_size
-
-__all__ = [
-    "output_errors",
-    "partial_file",
-    "require_new",
-    "require_other",
-    "require_parent",
-    "require_room",
-    "write_text",
-]
-
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 @contextlib.contextmanager
@@ -31,12 +18,12 @@ def output_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in FULL:
             raise DiskFullError(
                 f"{path}: no room left on the file system ({error.strerror}); nothing was kept of it. "
                 "Free some space, or choose another place"
             ) from error
-        if error.errno in _REFUSED:
+        if error.errno in (errno.EROFS, *NOT_PERMITTED):
             raise translate_os_error(error, error.filename or path, instead="choose another place") from error
         raise
 
@@ -59,7 +46,8 @@ def require_parent(path: Path) -> None:
 
 
 def require_new(path: Path, *, force: bool) -> None:
-    """What would prevent ``partial_file``, told before there is anything to write; errors as of that."""
+    """What would prevent ``partial_file``, told before there is anything to write: FileExistsError without ``force``,
+    FileNotFoundError if there is no directory for it."""
     if path.is_dir():
         raise FileExistsError(f"{path} is a directory; choose the name of a file")
     if path.exists() and not force:
@@ -78,10 +66,9 @@ def require_other(path: Path, inputs: Iterable[str | os.PathLike[str]]) -> None:
 def partial_file(path: Path, *, force: bool) -> Iterator[int]:
     """A file descriptor to write to; on leaving, the file is made durable and gets its name, or is removed on an error.
 
-    A ``.partial`` file left by a process that was killed is written over.
+    A ``.partial`` file left by a process that was killed is written over. Errors as of ``require_new``, beside:
 
     Raises:
-        FileExistsError: there is such a file, and ``force`` is not given. FileNotFoundError: no such directory.
         DiskFullError: nothing is left of the file.
         TierstoreError: the system refuses the file, or another process writes it.
     """

@@ -9,8 +9,6 @@ from typing import BinaryIO
 from ..errors import FormatError, TruncatedError
 from .oserrors import translate_os_error
 
-__all__ = ["open_plain_file", "read_plain_file", "require_plain_file"]
-
 
 def require_plain_file(path: Path) -> None:
     """FormatError if there is something at ``path`` that is no plain file.
@@ -30,11 +28,8 @@ def require_plain_file(path: Path) -> None:
 
 
 def open_plain_file(path: Path) -> BinaryIO:
-    """A plain file, open for reading.
-
-    Raises:
-        FileNotFoundError: there is nothing. FormatError: it is no plain file. TierstoreError: it cannot be opened.
-    """
+    """A plain file, open for reading. FileNotFoundError if there is nothing, FormatError if it is no plain file,
+    TierstoreError if it cannot be opened."""
     require_plain_file(path)
     try:
         # The two flags matter where the file was exchanged since: a link is refused, a pipe does not hang.
@@ -51,14 +46,8 @@ def open_plain_file(path: Path) -> BinaryIO:
 
 
 def read_plain_file(path: Path, max_bytes: int) -> bytes:
-    """The content of a plain file of at most ``max_bytes`` bytes.
-
-    Raises:
-        FileNotFoundError: there is nothing.
-        FormatError: it is no plain file, or too large.
-        TruncatedError: it is empty.
-        TierstoreError: it cannot be read.
-    """
+    """The content of a plain file of at most ``max_bytes`` bytes; FormatError if it is larger, TruncatedError if it is
+    empty, and errors as of ``open_plain_file``."""
     with open_plain_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size == 0:

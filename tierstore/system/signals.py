@@ -13,8 +13,6 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Final, ParamSpec, TypeVar
 
-__all__ = ["Shield", "shielded"]
-
 SIGNALS: Final = (int(signal.SIGINT), int(signal.SIGTERM))
 
 P = ParamSpec("P")

@@ -11,8 +11,6 @@ import psutil
 from ..errors import BudgetError
 from .excerpt import excerpt
 
-__all__ = ["format_count", "format_size", "machine_memory_bytes", "parse_size", "require_memory"]
-
 _UNITS: Final = {
     "": 1, "b": 1,
     "k": 2**10, "kib": 2**10, "kb": 10**3,
@@ -69,11 +67,8 @@ def _limit_files() -> Iterator[Path]:
 
 
 def require_memory(size_bytes: int, name: str) -> None:
-    """BudgetError if ``size_bytes`` is more than this process may use at all.
-
-    Args:
-        name: the argument that asks for it, with its value, for the error.
-    """
+    """BudgetError if ``size_bytes`` is more than this process may use at all; ``name`` is the argument that asks for
+    it, with its value."""
     total = machine_memory_bytes()
     if size_bytes > total:
         raise BudgetError(
@@ -87,14 +82,9 @@ def parse_size(value: int | str, *, name: str, table_bytes: int = 0, memory_byte
 
     Args:
         value: a number of bytes; a number with a unit ("KiB", "MiB", "GiB", "TiB" are powers of two, "kB", "MB", "GB",
-            "TB" of ten); "N%" of the machine's memory; "N% of tables": of ``table_bytes``.
-        name: the argument's name, for the error.
+            "TB" of ten); "N%" of ``memory_bytes``, by default the machine's; "N% of tables": of ``table_bytes``.
+        name: the argument's name, for the error: ValueError for what is no size, TypeError for another type.
         table_bytes: bytes of all tables with their optimizer state.
-        memory_bytes: what "N%" is of; default: the machine's memory.
-
-    Raises:
-        ValueError: not a size.
-        TypeError: neither an int nor a str.
     """
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         raise TypeError(f"{name} must be an int or a str, not {type(value).__name__}")

@@ -2,19 +2,12 @@
 
 import argparse
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
-
-__all__ = ["Command", "byte_bar", "group", "progress_bar", "show_help"]
 
 
 class Command(NamedTuple):
-    """One command of ``tierstore``; ``run`` returns the exit status.
-
-    Attributes:
-        commands: of a group, which runs nothing itself: gives those in it, and loads what they need only then.
-        of_file: of a group: the command that is meant where a file's name stands in place of one.
-    """
+    """One command of ``tierstore``; ``run`` returns the exit status."""
 
     run: Callable[[argparse.Namespace], int]
     add_arguments: Callable[[argparse.ArgumentParser], None]
@@ -22,7 +15,39 @@ class Command(NamedTuple):
     description: str
     examples: str = ""
     commands: "Callable[[], Mapping[str, Command]] | None" = None
+    """Of a group, which runs nothing itself: gives those in it, and loads what they need only then."""
     of_file: str = ""
+    """Of a group: the command that is meant where a file's name stands in place of one."""
+
+
+class Argument(NamedTuple):
+    """What ``ArgumentParser.add_argument`` is given."""
+
+    names: tuple[str, ...]
+    settings: dict[str, Any]
+    group: tuple[str, str] | None
+    """Title and description of those that the help shows together."""
+
+
+def arg(*names: str, group: tuple[str, str] | None = None, **settings: Any) -> Argument:
+    """An argument; a word with dashes that has no metavar is a flag."""
+    is_flag = names[0].startswith("-") and "metavar" not in settings and "choices" not in settings
+    return Argument(names, settings | ({"action": "store_true"} if is_flag else {}), group)
+
+
+def command(
+    run: Callable[[argparse.Namespace], int], arguments: Sequence[Argument], text: str, *description: str
+) -> Command:
+    """``description``: sentences, and examples after them, or ""."""
+    *sentences, examples = description
+
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        titles = dict.fromkeys(title for *_, title in arguments if title is not None)
+        groups = {title: parser.add_argument_group(*title) for title in titles}
+        for names, settings, title in arguments:
+            (parser if title is None else groups[title]).add_argument(*names, **settings)
+
+    return Command(run, add_arguments, text, " ".join(sentences), examples)
 
 
 def show_help(options: argparse.Namespace) -> int:
@@ -52,13 +77,9 @@ def byte_bar(what: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextlib.contextmanager
 def progress_bar(what: str, **look: Any) -> Iterator[Callable[..., None]]:
-    """A progress bar on stderr, if that is a terminal; give it to a ``progress=``.
+    """A progress bar on stderr, if that is a terminal; give it to a ``progress=``. ``look`` is tqdm's: unit and such.
 
-    Args:
-        look: of tqdm: unit, bar_format and the like.
-
-    Returns:
-        called with what is done and the total, and what the bar is to be called from then on, if it changes.
+    It is called with what is done and the total, and what the bar is to be called from then on, if it changes.
     """
     from tqdm import tqdm
 

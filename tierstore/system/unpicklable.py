@@ -2,8 +2,6 @@
 
 from typing import NoReturn
 
-__all__ = ["Unpicklable"]
-
 
 class Unpicklable:
     """Base of what holds files, locks or threads; whatever refers to it, as a module does, cannot be pickled either."""
