@@ -16,7 +16,9 @@ if not torch.cuda.is_available():
 
 from bench.data import find_criteo
 from tests.following import DIM, ROWS, Writer
+from tests.gate import Gate
 from tierstore.kernels.jit import JIT_ENABLED
+from tierstore.system import killpoints
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -70,6 +72,15 @@ def browser() -> "Iterator[Browser]":
 def store_dir(tmp_path: Path) -> Path:
     """A directory that does not exist yet, for a store."""
     return tmp_path / "store"
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """Before the thread of the commits of a store."""
+    gate = Gate()
+    monkeypatch.setattr(killpoints, "hook", gate.hook)
+    yield gate
+    gate.open()
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import torch
 import tierstore
 from tests.stored import segments_of
 from tierstore import errors
-from tierstore.exchange import export_store, import_files, importing
+from tierstore.exchange import export_store, import_files
 
 from .support import OPTIMIZERS, bits, config, contents, make_store, weights
 
@@ -268,10 +268,6 @@ def test_a_store_in_use_is_left_alone(tmp_path):
     file = saved(tmp_path / "file", {KEY: some()})
     with tierstore.open(store, ddr="8MiB"), pytest.raises(errors.StoreLockedError):
         import_files(store, [file])
-
-
-def test_rows_go_through_the_names_that_the_module_shows():
-    assert set(importing.__all__) == {"ImportReport", "TableImport", "import_files"}
 
 
 def header(data, start=0):

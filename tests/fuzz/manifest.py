@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from tierstore import TableConfig, init, optim
@@ -45,10 +46,7 @@ def seeds() -> list[bytes]:
             init=init.Normal(std=0.5, seed=3), optimizer=optim.Adam(betas=(0.8, 0.9)),
         ),
     ]  # fmt: skip
-    manifest = Manifest.new(4096)
-    for table in tables:
-        manifest = manifest.with_table(table)
-    manifest.write(_FOLDER)
+    replace(Manifest.new(4096), tables=tuple(tables)).write(_FOLDER)
     whole = Path(_FOLDER / MANIFEST_NAME).read_bytes()
     return [json.dumps(json.loads(whole)["body"]).encode(), b"!" + whole]
 

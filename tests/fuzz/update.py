@@ -11,7 +11,7 @@ from tierstore.errors import DamagedError
 from tierstore.io.changes import Basis
 from tierstore.store.lineage import NO_LINEAGE
 from tierstore.store.version import pack
-from tierstore.updates.header import PAGE_BYTES
+from tierstore.updates.header import PAGE_BYTES, UpdateHeader
 from tierstore.updates.origin import Origin
 from tierstore.updates.update_file import UpdateFile, UpdateWriter
 
@@ -31,7 +31,8 @@ def _write(payload: bytes, ids: bytes) -> Path:
         if len(rows):
             writer.add_rows(0, _LAYOUT, rows, np.zeros((len(rows), _LAYOUT.weight_words), np.uint64))
         origin = Origin("0" * 32, 1, "1" * 16)
-        writer.finish(_PATH, origin=origin, since=0, since_commit_id="", basis=Basis.NOTHING, tables=(_CONFIG,))
+        fields = {"since": 0, "since_commit_id": "", "basis": Basis.NOTHING, "tables": (_CONFIG,)}
+        writer.finish(_PATH, UpdateHeader(origin=origin, chunks=writer.chunks, **fields))
     return _PATH
 
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import tierstore
+from tests.gate import Gate
 from tests.hbm.stores import (
     ALL,
     LEAST,
@@ -36,30 +37,8 @@ from tierstore.errors import ChecksumError, DiskFullError, TableError
 from tierstore.exchange import export_store, import_files
 from tierstore.exchange.rows import read_rows, write_rows
 from tierstore.pool import Pool
-from tierstore.system import killpoints
 
 # Versions
-
-
-class Gate:
-    """Stops the commit thread at a point until it is let go."""
-
-    def __init__(self) -> None:
-        self.point = ""
-        self.reached, self.go_on = threading.Event(), threading.Event()
-
-    def hook(self, name: str) -> None:
-        if name == self.point and threading.current_thread().name.startswith("tierstore-commit"):
-            self.reached.set()
-            assert self.go_on.wait(60)
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    gate = Gate()
-    monkeypatch.setattr(killpoints, "hook", gate.hook)
-    yield gate
-    gate.go_on.set()
 
 
 @pytest.mark.parametrize("point", ["write-back: segments put", "commit: frozen rows written"])
@@ -71,7 +50,7 @@ def test_a_version_shows_what_was_there_when_it_was_asked_for(store_dir: Path, g
         put(store, ALL[:300], 2.0)
         bag = tierstore.TieredEmbeddingBag(store["t"], mode="sum")
         out = bag(ALL[:10], torch.tensor([0]))
-        gate.point = point
+        gate.close(point)
         pending = store.commit_async()
         assert gate.reached.wait(60)
         out.sum().backward()
@@ -79,8 +58,7 @@ def test_a_version_shows_what_was_there_when_it_was_asked_for(store_dir: Path, g
         store["t"].read(ALL[400:])
         expected = torch.tensor([1.0] * 10 + [2.0] * 285 + [4.0] * 10 + [1.0] * 295)
         assert torch.equal(store["t"].read(ALL)[:, 0], expected)
-        gate.point = ""
-        gate.go_on.set()
+        gate.open()
         assert pending.result(60) == 2
         assert torch.equal(store["t"].read(ALL)[:, 0], expected)
         store.commit()

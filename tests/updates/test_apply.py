@@ -308,9 +308,10 @@ KILLED = """
     def killed(stop):
         reached = []
         def hook(name):
-            reached.append(name)
-            if len(reached) == stop:
-                os.kill(os.getpid(), signal.SIGKILL)
+            if name not in reached:
+                reached.append(name)
+                if len(reached) == stop:
+                    os.kill(os.getpid(), signal.SIGKILL)
         killpoints.hook = hook
         act()
         return len(reached)
@@ -320,7 +321,7 @@ KILLED = """
         print(*digest(replica))
     act()
     print(*digest(replica))
-    for stop in range(1, 200, int(sys.argv[5])):
+    for stop in range(1, 200):
         renew()
         sys.stdout.flush()
         pid = os.fork()
@@ -347,9 +348,9 @@ KILLED = """
 
 
 @pytest.mark.skipif(not JIT_ENABLED, reason="a process under test has no time for plain Python")
-@pytest.mark.parametrize(("action", "stride"), [("apply", 1), ("rollback", 2), ("create", 4)])
+@pytest.mark.parametrize("action", ["apply", "rollback", "create"])
 def test_a_process_that_is_killed_leaves_one_version_or_the_other(
-    first: Path, updates: dict[int, Update], tmp_path: Path, action: str, stride: int
+    first: Path, updates: dict[int, Update], tmp_path: Path, action: str
 ) -> None:
     """At every named step in turn; what it was to do can then be done."""
     begin, file = first, updates[0 if action == "create" else 1].path
@@ -358,7 +359,7 @@ def test_a_process_that_is_killed_leaves_one_version_or_the_other(
     if action == "rollback":
         begin = Path(shutil.copytree(first, tmp_path / "both"))
         apply_update(begin, file)
-    lines = run(KILLED, begin, file, tmp_path, action, stride).splitlines()
+    lines = run(KILLED, begin, file, tmp_path, action).splitlines()
     states = [lines.pop(0)] if action != "create" else ["0"]
     states.append(lines.pop(0))
     assert len(set(states)) == 2

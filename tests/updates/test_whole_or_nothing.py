@@ -1,6 +1,6 @@
 """An update that fails, is killed or gone back from leaves no rows and no tables; none of another store is taken."""
 
-import contextlib
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import tierstore
-from tests.children import run, start
+from tests.children import run
 from tests.faults.test_real_devices import fill_up, mounted
+from tests.following import Child
 from tests.serve.replicas import serving
 from tests.updates.support import SMALL, change, contents, extra_of, same, table_config, version_of
 from tierstore import errors
@@ -20,6 +21,7 @@ from tierstore.io.changes import ChangesTier
 from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.store.manifest import Manifest
 from tierstore.system import killpoints
+from tierstore.trace import read_trace
 from tierstore.updates import Update, apply_update, roll_back_replica, write_update
 from tierstore.updates.publish import publish
 
@@ -157,14 +159,14 @@ KILLED = """
     from tierstore.updates import apply_update, roll_back_replica
 
     first, one, other, work = map(Path, sys.argv[1:5])
-    action, stride = sys.argv[5], int(sys.argv[6])
+    action = sys.argv[5]
     replica = work / "killed"
 
     def shown():
         with tierstore.open(replica, mode="r", ddr="4MiB", threads=1) as store:
             return f"{store.extra['tierstore.update']['version']} {' '.join(sorted(store.tables))}".replace("new ", "")
 
-    for stop in range(1, 300, stride):
+    for stop in range(1, 300):
         shutil.rmtree(replica, ignore_errors=True)
         shutil.copytree(first, replica)
         if action == "rollback":
@@ -174,10 +176,11 @@ KILLED = """
         if not pid:
             reached = []
             def hook(name):
-                reached.append(name)
-                if len(reached) == stop:
-                    print(name, end=": ", flush=True)
-                    os.kill(os.getpid(), signal.SIGKILL)
+                if name not in reached:
+                    reached.append(name)
+                    if len(reached) == stop:
+                        print(name, end=": ", flush=True)
+                        os.kill(os.getpid(), signal.SIGKILL)
             killpoints.hook = hook
             roll_back_replica(replica) if action == "rollback" else apply_update(replica, one)
             os._exit(0)
@@ -198,7 +201,7 @@ KILLED = """
 def test_a_kill_at_any_step_leaves_room_for_other_tables(
     first: Path, forked: Forked, tmp_path: Path, action: str
 ) -> None:
-    lines = run(KILLED, first, forked.one.path, forked.other.path, tmp_path, action, 1).splitlines()
+    lines = run(KILLED, first, forked.one.path, forked.other.path, tmp_path, action).splitlines()
     seen = set()
     for line in lines:
         at_once, settled, after = line.rpartition(": ")[2].split(" | ")
@@ -286,46 +289,37 @@ def test_a_table_that_is_another_than_it_was_is_refused(replica: Path, tmp_path:
 
 
 WRITER = """
-    from tierstore.updates import apply_update, roll_back_replica
+import json, sys
+from tierstore.updates import apply_update, roll_back_replica
+for line in sys.stdin:
+    replica, file = json.loads(line)
+    apply_update(replica, file) if file else roll_back_replica(replica)
+    print("done", flush=True)
+"""
 
-    print("ready", flush=True)
-    for line in sys.stdin:
-        roll_back_replica(sys.argv[1]) if line == "back\\n" else apply_update(sys.argv[1], line[:-1])
-        print("done", flush=True)
-    """
 
-
-class Writer:
+class Writer(Child):
     """Another process, which writes a replica that this one has open."""
 
-    def __init__(self, replica: Path) -> None:
-        self._process = start(WRITER, replica)
-        assert self._said() == "ready\n"
-
-    def _said(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline()
-
-    def _ask(self, line: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{line}\n")
-        self._process.stdin.flush()
-        assert self._said() == "done\n"
+    replica: Path
 
     def apply(self, update: Update) -> None:
-        self._ask(str(update.path))
+        assert self.ask(json.dumps([str(self.replica), str(update.path)])) == "done\n"
 
     def go_back(self) -> None:
-        self._ask("back")
+        assert self.ask(json.dumps([str(self.replica), None])) == "done\n"
 
-    def close(self) -> None:
-        self._process.communicate()
+
+@pytest.fixture(scope="module")
+def writer_process() -> Iterator[Writer]:
+    yield (made := Writer(WRITER))
+    made.end()
 
 
 @pytest.fixture
-def writer(replica: Path) -> Iterator[Writer]:
-    with contextlib.closing(Writer(replica)) as made:
-        yield made
+def writer(replica: Path, writer_process: Writer) -> Writer:
+    writer_process.replica = replica
+    return writer_process
 
 
 @pytest.fixture
@@ -352,6 +346,20 @@ def test_a_server_shows_other_tables_in_the_place_of_those_that_went(
         with pytest.raises(errors.TableError):
             gone.read(torch.tensor([0]))
     reader.verify()
+
+
+def test_a_recording_ends_where_another_table_takes_a_place(
+    reader: tierstore.Store, writer: Writer, forked: Forked, tmp_path: Path
+) -> None:
+    with reader.record(tmp_path / "lookups.npz", rate=1):
+        for update, name in ((forked.one, "new one"), (forked.other, "new other")):
+            writer.apply(update)
+            reader.refresh()
+            reader[name].read(torch.arange(3))
+            writer.go_back()
+            reader.refresh()
+    looked_up = {name: len(table.ids) for name, table in read_trace(tmp_path / "lookups.npz").tables.items()}
+    assert looked_up == {"item": 0, "user": 0, "new one": 3}
 
 
 def test_what_a_server_saw_and_did_not_show_is_not_in_its_way(

@@ -4,36 +4,25 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
 from ..config import require_choice
-from ..store import Store, Table, open_store
+from ..store import Table, open_store
 from ..system.output import partial_file, require_room
 from .keys import DEFAULT_KEY, StateTensor, state_key, state_tensors, weight_keys
 from .metadata import Metadata, TableMetadata
 from .rows import chunks, read_rows
 from .safetensors_file import SafetensorsFile
-from .tensor_file import TensorFile, TensorSpec, TensorWriter
+from .tensor_file import TensorFile, TensorSpec
 from .torch_file import TorchFile
 
-__all__ = ["FORMATS", "ExportReport", "export_store"]
-
-FORMATS: Final[dict[str, Callable[[Sequence[TensorSpec], dict[str, Any]], TensorFile]]] = {
-    "safetensors": SafetensorsFile,
-    "torch": TorchFile,
-}
+FORMATS: Final = {"safetensors": SafetensorsFile, "torch": TorchFile}
 
 
 class ExportReport(NamedTuple):
-    """What was written.
-
-    Attributes:
-        version: of the store, whose rows these are.
-        keys: the file's tensors, in order.
-        rows: of all tables.
-    """
+    """What was written: ``keys`` are the file's tensors, in order, ``rows`` those of all tables."""
 
     path: Path
     version: int
@@ -43,15 +32,11 @@ class ExportReport(NamedTuple):
 
 
 class _TablePlan(NamedTuple):
-    """A table and where its parts go."""
+    """A table and where its parts go: weights, then states."""
 
     table: Table
-    weight: TensorSpec
-    states: tuple[tuple[StateTensor, TensorSpec], ...]
-
-    @property
-    def specs(self) -> list[TensorSpec]:
-        return [self.weight, *(spec for _, spec in self.states)]
+    specs: list[TensorSpec]
+    states: Sequence[StateTensor]
 
 
 def export_store(
@@ -103,17 +88,17 @@ def export_store(
         if not specs:
             raise ValueError(f"there is nothing to export: {store.directory} has no table")
         _require_distinct(specs)
-        plan = FORMATS[format](specs, _metadata(store, plans).to_dict())
+        told = [TableMetadata(plan.specs[0].name, plan.table.config, plan.table.state) for plan in plans]
+        file: TensorFile = FORMATS[format](specs, Metadata(store.version, tuple(told)).to_dict())
         path = Path(out).absolute()
         with partial_file(path, force=force) as descriptor:
-            require_room(path, plan.size_bytes)
-            writer = TensorWriter(descriptor, plan)
+            require_room(path, file.size_bytes)
             for name, tensor in tensors.items():
-                writer.append(name, tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
-            _write_tables(writer, plans, progress)
-            writer.finish()
+                file.append(descriptor, name, tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+            _write_tables(file, descriptor, plans, progress)
+            file.finish(descriptor)
         rows = sum(each.table.config.num_embeddings for each in plans)
-        return ExportReport(path, store.version, tuple(spec.name for spec in specs), rows, plan.size_bytes)
+        return ExportReport(path, store.version, tuple(spec.name for spec in specs), rows, path.stat().st_size)
 
 
 def _plan(table: Table, key: str, with_state: bool) -> _TablePlan:
@@ -121,11 +106,9 @@ def _plan(table: Table, key: str, with_state: bool) -> _TablePlan:
     rows, dim = config.num_embeddings, config.embedding_dim
     states = state_tensors(config.optimizer, dim) if with_state else ()
     dtype = torch.uint8 if table.layout.is_quantized else table.layout.torch_dtype
-    return _TablePlan(
-        table,
-        TensorSpec(key, dtype, (rows, table.layout.stored_columns)),
-        tuple((each, TensorSpec(state_key(key, each.name), torch.float32, each.shape(rows))) for each in states),
-    )
+    weights = TensorSpec(key, dtype, (rows, table.layout.stored_columns))
+    parts = [TensorSpec(state_key(key, each.name), torch.float32, each.shape(rows)) for each in states]
+    return _TablePlan(table, [weights, *parts], states)
 
 
 def _require_distinct(specs: Sequence[TensorSpec]) -> None:
@@ -135,25 +118,16 @@ def _require_distinct(specs: Sequence[TensorSpec]) -> None:
         raise ValueError(f"two tensors would be named {min(twice)!r}; choose other names with key, or leave one out")
 
 
-def _metadata(store: Store, plans: Sequence[_TablePlan]) -> Metadata:
-    return Metadata(
-        store.version, tuple(TableMetadata(plan.weight.name, plan.table.config, plan.table.state) for plan in plans)
-    )
-
-
 def _write_tables(
-    writer: TensorWriter, plans: Sequence[_TablePlan], progress: Callable[[int, int], None] | None
+    file: TensorFile, descriptor: int, plans: Sequence[_TablePlan], progress: Callable[[int, int], None] | None
 ) -> None:
     total = sum(spec.size_bytes for plan in plans for spec in plan.specs)
     done = 0
     for plan in plans:
         for start, stop in chunks(plan.table):
             rows = read_rows(plan.table, start, stop)
-            writer.append(plan.weight.name, rows.weights)
-            done += rows.weights.nbytes
-            for state, spec in plan.states:
-                part = rows.state[:, state.first : state.last].copy()
-                writer.append(spec.name, part)
-                done += part.nbytes
+            states = [rows.state[:, state.first : state.last].copy() for state in plan.states]
+            for spec, part in zip(plan.specs, [rows.weights, *states], strict=True):
+                done += len(file.append(descriptor, spec.name, part))
             if progress is not None:
                 progress(done, total)

@@ -1,6 +1,5 @@
 """Files' tensors as a store's tables."""
 
-import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -8,49 +7,39 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ..config import MAX_KEPT_VERSIONS, Pooling, Rounding
 from ..io.files import rows_path
-from ..kernels.arrays import Floats, Weights
+from ..kernels.arrays import Floats
 from ..optim import Optimizer
 from ..rows import DtypeName
 from ..store import Store, Table, open_store
 from ..store.manifest import MANIFEST_NAME
+from ..store.table import raw_weights
 from ..store.version import TableState
 from .matching import Match, Settings, match_tables
 from .rows import chunks, write_rows
-from .sources import Source, open_source
-
-__all__ = ["ImportReport", "TableImport", "import_files"]
+from .sources import open_source
 
 
 class TableImport(NamedTuple):
-    """One table.
-
-    Attributes:
-        created: the table is new.
-        changed_rows: rows that had other bits before.
-        with_state: optimizer state came with the weights.
-        nonfinite: values that are NaN or infinite, in the weights as stored.
-    """
+    """One table."""
 
     name: str
     key: str
     created: bool
+    """The table is new."""
     rows: int
     changed_rows: int
+    """Rows that had other bits before."""
     with_state: bool
+    """Optimizer state came with the weights."""
     nonfinite: int
+    """Values that are NaN or infinite, in the weights as stored."""
 
 
 class ImportReport(NamedTuple):
-    """What an import did.
-
-    Attributes:
-        version: that shows it.
-        left_out: tensors of the files that were not taken.
-    """
+    """What an import did: the version that shows it, and the tensors of the files that were not taken."""
 
     version: int
     tables: tuple[TableImport, ...]
@@ -97,12 +86,11 @@ def import_files(
     """
     paths = list(dict.fromkeys(Path(path).absolute() for path in files))
     settings = Settings(optimizer, dtype, pooling, rounding)
-    with contextlib.ExitStack() as stack:
-        sources = [stack.enter_context(contextlib.closing(open_source(path))) for path in paths]
-        if not (Path(directory) / MANIFEST_NAME).exists():
-            match_tables(sources, mapping or {}, settings, {})  # bad input makes no store
-        # Rows leave memory, and so are appended, in the order in which they came.
-        store = stack.enter_context(open_store(directory, mode="w", keep=_keep(directory), ddr=ddr, policy="lru"))
+    sources = [open_source(path) for path in paths]
+    if not (Path(directory) / MANIFEST_NAME).exists():
+        match_tables(sources, mapping or {}, settings, {})  # bad input makes no store
+    # Rows leave memory, and so are appended, in the order in which they came.
+    with open_store(directory, mode="w", keep=_keep(directory), ddr=ddr, policy="lru") as store:
         existing = {name: table.config for name, table in store.tables.items()}
         matches = match_tables(sources, mapping or {}, settings, existing)
         tables = [_table(store, match, match.config.name not in existing) for match in matches]
@@ -119,7 +107,9 @@ def import_files(
             for match, table in zip(matches, tables, strict=True)
         ]
         version = store.commit(extra=store.extra, tensors=store.tensors())
-        return ImportReport(version, tuple(imported), _left_out(sources, matches))
+        taken = {match.key for match in matches} | {part.key for match in matches for part in match.states}
+        left_out = tuple(key for source in sources for key in source.tensors if key not in taken)
+        return ImportReport(version, tuple(imported), left_out)
 
 
 def _keep(directory: str | os.PathLike[str]) -> int:
@@ -148,14 +138,9 @@ def _import(match: Match, table: Table, created: bool, add: Callable[[int], None
     for start, stop in chunks(table):
         weights = match.source.read(match.key, start, stop).to(table.layout.torch_dtype).contiguous()
         nonfinite += int(torch.count_nonzero(~torch.isfinite(weights)))
-        changed += write_rows(table, start, _raw(weights), _state(match, table, start, stop))
+        changed += write_rows(table, start, raw_weights(weights), _state(match, table, start, stop))
         add(match.size_bytes * stop // rows - match.size_bytes * start // rows)
     return TableImport(table.name, match.key, created, rows, changed, bool(match.states), nonfinite)
-
-
-def _raw(weights: Tensor) -> Weights:
-    """Bits of 16-bit types as kernels see them."""
-    return (weights if weights.dtype == torch.float32 else weights.view(torch.uint16)).numpy()
 
 
 def _state(match: Match, table: Table, start: int, stop: int) -> Floats | None:
@@ -167,8 +152,3 @@ def _state(match: Match, table: Table, start: int, stop: int) -> Floats | None:
         values = part.source.read(part.key, start, stop).reshape(stop - start, -1)
         state[:, part.state.first : part.state.last] = values.numpy()
     return state
-
-
-def _left_out(sources: Sequence[Source], matches: Sequence[Match]) -> tuple[str, ...]:
-    taken = {match.key for match in matches} | {part.key for match in matches for part in match.states}
-    return tuple(key for source in sources for key in source.tensors if key not in taken)

@@ -6,8 +6,6 @@ from typing import Final, NamedTuple
 
 from ..optim import Optimizer
 
-__all__ = ["DEFAULT_KEY", "StateTensor", "state_key", "state_tensors", "table_of", "weight_keys"]
-
 DEFAULT_KEY: Final = "embedding_bags.{table}.weight"
 _PLACE: Final = "{table}"
 _WEIGHT: Final = "weight"

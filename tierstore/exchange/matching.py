@@ -18,18 +18,9 @@ from ..system.excerpt import excerpt, excerpt_names
 from .keys import StateTensor, state_key, state_tensors, table_of
 from .sources import Source, TensorInfo
 
-__all__ = ["Match", "Settings", "StatePart", "match_tables"]
-
 
 class Settings(NamedTuple):
-    """What the caller asks of new tables.
-
-    Attributes:
-        optimizer: None: as the file says, else the default.
-        dtype: of the weights in the store; None: as in the file.
-        rounding: of training; None: as the file says where the dtype allows it, else "nearest".
-        pooling: None: as the file says, else "sum".
-    """
+    """What the caller of ``import_files`` asks of new tables."""
 
     optimizer: Optimizer | None = None
     dtype: str | None = None
@@ -46,12 +37,7 @@ class StatePart(NamedTuple):
 
 
 class Match(NamedTuple):
-    """One table and where its parts are.
-
-    Attributes:
-        config: of the table, were it to be made.
-        kept: updates so far and learning rate, as the file tells; None if it does not.
-    """
+    """One table, ``config`` were it to be made, and where its parts are; ``kept`` if the file tells it."""
 
     source: Source
     key: str

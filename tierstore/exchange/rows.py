@@ -10,8 +10,6 @@ from ..kernels.arrays import Bools, Floats, Int64s, Weights
 from ..rows import KEY_ROW_BITS
 from ..store import Table
 
-__all__ = ["CHUNK_BYTES", "Rows", "chunks", "read_rows", "write_rows"]
-
 CHUNK_BYTES: Final = 8 * 2**20
 """Rows, state and bookkeeping of one chunk. An export or import holds at most eight times this beside ``ddr``."""
 _BOOKKEEPING_BYTES: Final = 64
@@ -19,15 +17,12 @@ _BOOKKEEPING_BYTES: Final = 64
 
 
 class Rows(NamedTuple):
-    """Neighbouring rows.
-
-    Attributes:
-        weights: float32 or uint16 (the bits of a 16-bit type) [n, dim], or uint8 (quantized) [n, stored columns].
-        state: float32 [n, state_dim].
-    """
+    """Neighbouring rows."""
 
     weights: Weights
+    """float32 or uint16 (the bits of a 16-bit type) [n, dim], or uint8 (quantized) [n, stored columns]."""
     state: Floats
+    """float32 [n, state_dim]."""
 
 
 def chunks(table: Table) -> Iterator[tuple[int, int]]:
@@ -42,11 +37,8 @@ def _keys(table: Table, start: int, stop: int) -> Int64s:
 
 
 def read_rows(table: Table, start: int, stop: int) -> Rows:
-    """Rows ``[start, stop)``, bits unchanged; rows never written have their first values.
-
-    Raises:
-        ChecksumError: a row on SSD is damaged. ClosedError.
-    """
+    """Rows ``[start, stop)``, bits unchanged; rows never written have their first values. ChecksumError: a row on SSD
+    is damaged. ClosedError."""
     table.store.require_open()
     pool, layout = table.pool, table.layout
     pool.settle()
@@ -61,11 +53,8 @@ def read_rows(table: Table, start: int, stop: int) -> Rows:
 
 
 def write_rows(table: Table, start: int, weights: Weights, state: Floats | None) -> int:
-    """Overwrite rows from ``start`` on; returns how many had other bits before.
-
-    Args:
-        weights: as in ``Rows``.
-        state: as in ``Rows``, or None to keep what there is.
+    """Overwrite rows from ``start`` on; returns how many had other bits before. Arrays as in ``Rows``; a ``state`` of
+    None keeps what there is.
 
     A row that has these very bits already is left alone: one that was never written stays unwritten.
 
@@ -73,25 +62,18 @@ def write_rows(table: Table, start: int, weights: Weights, state: Floats | None)
         ReadOnlyError, ClosedError, DiskFullError. ChecksumError: a row on SSD is damaged.
     """
     table.store.require_writable()
-    with table.pool.exclusive():
-        return _write_rows(table, start, weights, state)
-
-
-def _write_rows(table: Table, start: int, weights: Weights, state: Floats | None) -> int:
-    stop = start + len(weights)
-    before = read_rows(table, start, stop)
-    state = before.state if state is None else state
-    changed = np.flatnonzero(_differ(before.weights, weights) | _differ(before.state, state))
-    if not len(changed):
-        return 0
-    pool, layout = table.pool, table.layout
-    weights, state = weights[changed], state[changed]
-    for first, lease in pool.leases.parts(_keys(table, start, stop)[changed]):
-        part = slice(first, first + lease.num_positions)
-        with pool.arena.lock:
-            pool.writeback.begin_update(lease.slots)
-            kernels.copy_rows_in(lease.position_slots, weights[part], pool.arena.weights, layout.dim)
-            kernels.copy_rows_in(lease.position_slots, state[part], pool.arena.state, layout.state_dim)
+    pool, layout, stop = table.pool, table.layout, start + len(weights)
+    with pool.exclusive():
+        before = read_rows(table, start, stop)
+        state = before.state if state is None else state
+        changed = np.flatnonzero(_differ(before.weights, weights) | _differ(before.state, state))
+        weights, state = weights[changed], state[changed]
+        for first, lease in pool.leases.parts(_keys(table, start, stop)[changed]):
+            part = slice(first, first + lease.num_positions)
+            with pool.arena.lock:
+                pool.writeback.begin_update(lease.slots)
+                kernels.copy_rows_in(lease.position_slots, weights[part], pool.arena.weights, layout.dim)
+                kernels.copy_rows_in(lease.position_slots, state[part], pool.arena.state, layout.state_dim)
     return len(changed)
 
 

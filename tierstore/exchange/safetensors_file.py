@@ -4,14 +4,13 @@
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 
-from .tensor_file import TensorSpec
-
-__all__ = ["DTYPES", "METADATA_KEY", "SafetensorsFile"]
+from ..system.durable import write_all
+from .tensor_file import TensorFile, TensorSpec
 
 METADATA_KEY: Final = "tierstore"
 """Where in the header's ``__metadata__`` our own stands, as JSON."""
@@ -31,14 +30,8 @@ DTYPES: Final = {
 }
 
 
-class SafetensorsFile:
-    """``TensorFile`` in safetensors format.
-
-    Raises:
-        ValueError: a tensor of a dtype that is not in ``DTYPES``.
-    """
-
-    needs_checksums = False
+class SafetensorsFile(TensorFile):
+    """In safetensors format, ``head`` before the data. ValueError for a dtype that is not in ``DTYPES``."""
 
     def __init__(self, tensors: Sequence[TensorSpec], metadata: dict[str, Any]) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt", METADATA_KEY: json.dumps(metadata)}}
@@ -47,21 +40,17 @@ class SafetensorsFile:
         for tensor in sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize):
             if tensor.dtype not in DTYPES:
                 raise ValueError(f"tensor {tensor.name!r} is {tensor.dtype}, which an export to safetensors leaves out")
-            offsets = [end, end + tensor.size_bytes]
+            begin, end = end, end + tensor.size_bytes
             header[tensor.name] = {
                 "dtype": DTYPES[tensor.dtype],
                 "shape": list(tensor.shape),
-                "data_offsets": offsets,
+                "data_offsets": [begin, end],
             }
-            end = offsets[1]
         text = json.dumps(header, separators=(",", ":")).encode()
         text = text.ljust(-(-(len(text) + 8) // _ALIGN) * _ALIGN - 8)
-        self._head = len(text).to_bytes(8, "little") + text
-        data = len(self._head)
-        self.starts = {tensor.name: data + header[tensor.name]["data_offsets"][0] for tensor in tensors}
-        self.size_bytes = data + end
+        self.head = len(text).to_bytes(8, "little") + text
+        starts = {tensor.name: len(self.head) + header[tensor.name]["data_offsets"][0] for tensor in tensors}
+        super().__init__(starts, len(self.head) + end)
 
-    def frame(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
-        """See ``TensorFile.frame``; there are no checksums in this format."""
-        del checksums
-        yield 0, self._head
+    def finish(self, descriptor: int) -> None:
+        write_all(descriptor, self.head, 0)

@@ -5,9 +5,9 @@ import pickle
 import stat
 import warnings
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import safetensors
 import torch
@@ -18,8 +18,6 @@ from .metadata import Metadata
 from .safetensors_file import DTYPES, METADATA_KEY
 from .torch_file import METADATA_ENTRY
 
-__all__ = ["SafetensorsSource", "Source", "TensorInfo", "TorchSource", "open_source"]
-
 _ZIP_MAGIC: Final = b"PK\x03\x04"
 _PICKLE_MAGICS: Final = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 _MAX_METADATA_BYTES: Final = 64 * 2**20
@@ -28,39 +26,30 @@ _DTYPES: Final = {name: dtype for dtype, name in DTYPES.items() if dtype.is_floa
 
 
 class TensorInfo(NamedTuple):
-    """What is known of a tensor before any of it is read.
-
-    Attributes:
-        dtype: None for one that no table can have.
-    """
+    """What is known of a tensor before any of it is read; a dtype of None is one that no table can have."""
 
     dtype: torch.dtype | None
     shape: tuple[int, ...]
 
 
-class Source(Protocol):
-    """An open file.
-
-    Attributes:
-        metadata: of our own exports; None for others' files.
-    """
+class Source(NamedTuple):
+    """An open file; its metadata if it is an export of ours."""
 
     path: Path
     tensors: dict[str, TensorInfo]
     metadata: Metadata | None
+    part_of: Callable[[str], Any]
+    """What gives rows of a tensor when it is sliced."""
 
     def read(self, key: str, start: int, stop: int) -> Tensor:
         """Rows ``[start, stop)`` of a tensor, which keep no more of the file in memory than that."""
-
-    def close(self) -> None: ...
+        rows: Tensor = self.part_of(key)[start:stop]
+        return rows
 
 
 def open_source(path: Path) -> Source:
-    """The file, by what it begins with.
-
-    Raises:
-        FileNotFoundError, IsADirectoryError. FormatError: neither a safetensors file nor a torch checkpoint.
-    """
+    """The file, by what it begins with. FileNotFoundError, IsADirectoryError. FormatError: neither a safetensors file
+    nor a torch checkpoint."""
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file; give a safetensors file or a torch checkpoint")
     if path.is_dir():
@@ -70,57 +59,34 @@ def open_source(path: Path) -> Source:
     with path.open("rb") as file:
         magic = file.read(4)
     if magic == _ZIP_MAGIC:
-        return TorchSource(path)
+        return _of_torch(path)
     if magic[:2] in _PICKLE_MAGICS:
         raise FormatError(
             f"{path} looks like a torch checkpoint of the format before 1.6, which cannot be read in parts; "
             "load it and save it again with torch.save"
         )
-    return SafetensorsSource(path)
+    return _of_safetensors(path)
 
 
-class SafetensorsSource:
-    """``Source`` in safetensors format."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            file: Any = safetensors.safe_open(path, framework="pt", device="cpu")
-            self._file = file
-            self.tensors = {key: self._info(key) for key in file.keys()}  # noqa: SIM118 - no mapping
-            text = (file.metadata() or {}).get(METADATA_KEY)
-        except (safetensors.SafetensorError, ValueError, OverflowError) as error:
-            raise FormatError(f"{path} is neither a safetensors file nor a torch checkpoint ({error})") from error
-        self.metadata = None if text is None else Metadata.from_dict(_parse(text, path), str(path))
-
-    def _info(self, key: str) -> TensorInfo:
-        part = self._file.get_slice(key)
-        return TensorInfo(_DTYPES.get(part.get_dtype()), tuple(part.get_shape()))
-
-    def read(self, key: str, start: int, stop: int) -> Tensor:
-        """See ``Source.read``."""
-        rows: Tensor = self._file.get_slice(key)[start:stop]
-        return rows
-
-    def close(self) -> None:
-        del self._file
+def _of_safetensors(path: Path) -> Source:
+    try:
+        file: Any = safetensors.safe_open(path, framework="pt", device="cpu")
+        parts = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - no mapping
+        tensors = {
+            key: TensorInfo(_DTYPES.get(part.get_dtype()), tuple(part.get_shape())) for key, part in parts.items()
+        }
+        text = (file.metadata() or {}).get(METADATA_KEY)
+    except (safetensors.SafetensorError, ValueError, OverflowError) as error:
+        raise FormatError(f"{path} is neither a safetensors file nor a torch checkpoint ({error})") from error
+    metadata = None if text is None else Metadata.from_dict(_parse(text, path), str(path))
+    return Source(path, tensors, metadata, file.get_slice)
 
 
-class TorchSource:
-    """``Source`` of a torch checkpoint: a dict of tensors, or of such dicts, whose names are then joined by dots."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._tensors = dict(_flatten(_load(path), ""))
-        self.tensors = {key: TensorInfo(_dtype(tensor), tuple(tensor.shape)) for key, tensor in self._tensors.items()}
-        self.metadata = _read_metadata(path)
-
-    def read(self, key: str, start: int, stop: int) -> Tensor:
-        """See ``Source.read``."""
-        return self._tensors[key][start:stop]
-
-    def close(self) -> None:
-        self._tensors = {}
+def _of_torch(path: Path) -> Source:
+    """A dict of tensors, or of such dicts, whose names are then joined by dots."""
+    found = dict(_flatten(_load(path), ""))
+    tensors = {key: TensorInfo(_dtype(tensor), tuple(tensor.shape)) for key, tensor in found.items()}
+    return Source(path, tensors, _read_metadata(path), found.__getitem__)
 
 
 def _load(path: Path) -> Any:
@@ -136,12 +102,8 @@ def _load(path: Path) -> Any:
     except MemoryError:
         raise
     except Exception as error:  # what a damaged archive makes torch raise is not written down anywhere
-        raise FormatError(f"{path} is not a torch checkpoint that can be read: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).splitlines()
-    return lines[0] if lines else type(error).__name__
+        said = (str(error) or type(error).__name__).splitlines()[0]
+        raise FormatError(f"{path} is not a torch checkpoint that can be read: {said}") from error
 
 
 def _flatten(value: Any, prefix: str, depth: int = 0) -> Iterator[tuple[str, Tensor]]:

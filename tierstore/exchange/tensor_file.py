@@ -1,14 +1,12 @@
 """What the two file formats have in common: tensors whose places are known before the first byte is written."""
 
 import math
-import os
-import zlib
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["TensorFile", "TensorSpec", "TensorWriter"]
+from ..system.durable import write_all
 
 
 class TensorSpec(NamedTuple):
@@ -27,46 +25,25 @@ class TensorSpec(NamedTuple):
         return self.numel * self.dtype.itemsize
 
 
-class TensorFile(Protocol):
-    """The plan of a file.
+class TensorFile(ABC):
+    """A file to be written: several tensors at a time, each in order, then the rest.
 
     Attributes:
-        starts: where each tensor's data begins.
-        size_bytes: of the whole file.
-        needs_checksums: whether ``frame`` wants the CRC-32 of each tensor's data.
+        places: where the next of each tensor's data goes.
+        size_bytes: up to the end of the last tensor's data.
     """
 
-    starts: dict[str, int]
-    size_bytes: int
-    needs_checksums: bool
+    def __init__(self, places: dict[str, int], size_bytes: int) -> None:
+        self.places = places
+        self.size_bytes = size_bytes
 
-    def frame(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
-        """Everything but the tensors' data, as (offset, bytes)."""
-
-
-class TensorWriter:
-    """Writes the tensors of a planned file, several at a time, each in order."""
-
-    def __init__(self, descriptor: int, plan: TensorFile) -> None:
-        self._descriptor = descriptor
-        self._plan = plan
-        self._places = dict(plan.starts)
-        self._checksums = dict.fromkeys(plan.starts, 0)
-
-    def append(self, name: str, data: Any) -> None:
-        """Add ``data``, a contiguous array, to a tensor."""
+    def append(self, descriptor: int, name: str, data: Any) -> memoryview:
+        """Add ``data``, a contiguous array, to a tensor; its bytes."""
         raw = memoryview(data).cast("B") if data.size else memoryview(b"")
-        if self._plan.needs_checksums:
-            self._checksums[name] = zlib.crc32(raw, self._checksums[name])
-        self._write(self._places[name], raw)
-        self._places[name] += len(raw)
+        write_all(descriptor, raw, self.places[name])
+        self.places[name] += len(raw)
+        return raw
 
-    def finish(self) -> None:
-        """Write the rest of the file."""
-        for offset, data in self._plan.frame(self._checksums):
-            self._write(offset, memoryview(data))
-
-    def _write(self, offset: int, data: memoryview) -> None:
-        while data:
-            written = os.pwrite(self._descriptor, data, offset)
-            offset, data = offset + written, data[written:]
+    @abstractmethod
+    def finish(self, descriptor: int) -> None:
+        """Write everything but the tensors' data."""

@@ -7,35 +7,26 @@ files are written exactly as large ones are. Our own metadata is one more entry,
 
 import io
 import json
+import os
 import pickle
 import struct
 import sys
+import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
 import torch._utils
 
-from .tensor_file import TensorSpec
-
-__all__ = ["METADATA_ENTRY", "TorchFile"]
+from ..system.durable import write_all
+from .tensor_file import TensorFile, TensorSpec
 
 METADATA_ENTRY: Final = "archive/tierstore.json"
 _ALIGN: Final = 64
 """Of each entry's data, as torch itself has it."""
-_LOCAL: Final = struct.Struct("<IHHHHHIIIHH")
-_CENTRAL: Final = struct.Struct("<IHHHHHHIIIHHHHHII")
-_END_64: Final = struct.Struct("<IQHHIIQQQQ")
-_LOCATOR: Final = struct.Struct("<IIQI")
-_END: Final = struct.Struct("<IHHHHIIH")
-_ZIP_64: Final = 45
-"""Version of the format that knows 64-bit sizes."""
-_NEW_YEAR_1980: Final = 0x21
 _PAD: Final = 0x4246
-_HERE: Final = 0xFFFFFFFF
-"""Stands where a 64-bit number is given elsewhere."""
 _STORAGES: Final[dict[torch.dtype, Any]] = {
     torch.float64: torch.DoubleStorage, torch.float32: torch.FloatStorage, torch.float16: torch.HalfStorage,
     torch.bfloat16: torch.BFloat16Storage, torch.int64: torch.LongStorage, torch.int32: torch.IntStorage,
@@ -76,82 +67,47 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-class _Entry(NamedTuple):
-    """One file of the archive; ``data`` is None for a tensor's."""
-
-    name: bytes
-    offset: int
-    size_bytes: int
-    data: bytes | None
-
-    def _pad(self) -> int:
-        return -(self.offset + _LOCAL.size + len(self.name) + 20 + 4) % _ALIGN
-
-    @property
-    def start(self) -> int:
-        """Where its data begins."""
-        return self.offset + _LOCAL.size + len(self.name) + 20 + 4 + self._pad()
-
-    @property
-    def end(self) -> int:
-        return self.start + self.size_bytes
-
-    def local(self, checksum: int) -> bytes:
-        pad = self._pad()
-        extra = struct.pack("<HHQQ", 1, 16, self.size_bytes, self.size_bytes) + struct.pack("<HH", _PAD, pad)
-        head = _LOCAL.pack(
-            0x04034B50, _ZIP_64, 0, 0, 0, _NEW_YEAR_1980, checksum, _HERE, _HERE, len(self.name), len(extra) + pad
-        )
-        return head + self.name + extra + bytes(pad)
-
-    def central(self, checksum: int) -> bytes:
-        extra = struct.pack("<HHQQQ", 1, 24, self.size_bytes, self.size_bytes, self.offset)
-        head = _CENTRAL.pack(
-            0x02014B50, _ZIP_64, _ZIP_64, 0, 0, 0, _NEW_YEAR_1980, checksum, _HERE, _HERE,
-            len(self.name), len(extra), 0, 0, 0, 0, _HERE,
-        )  # fmt: skip
-        return head + self.name + extra
-
-
-class TorchFile:
-    """``TensorFile`` as a torch checkpoint: a dict of tensors by name.
-
-    Raises:
-        ValueError: a tensor of a dtype that is not in ``_STORAGES``.
-    """
-
-    needs_checksums = True
+class TorchFile(TensorFile):
+    """As a torch checkpoint: a dict of tensors by name. ValueError for a dtype that is not in ``_STORAGES``."""
 
     def __init__(self, tensors: Sequence[TensorSpec], metadata: dict[str, Any]) -> None:
-        self._entries: list[_Entry] = []
-        self._add("archive/data.pkl", _pickle(tensors))
-        self._add("archive/byteorder", sys.byteorder.encode())
-        self._add(METADATA_ENTRY, json.dumps(metadata).encode())
-        self._add("archive/version", b"3\n")
-        self._numbers = {len(self._entries) + number: tensor.name for number, tensor in enumerate(tensors)}
+        entries = {
+            "archive/data.pkl": _pickle(tensors),
+            "archive/byteorder": sys.byteorder.encode(),
+            METADATA_ENTRY: json.dumps(metadata).encode(),
+        }
+        self._end = 0
+        self._entries = [(self._entry(name, len(data), zlib.crc32(data)), data) for name, data in entries.items()]
+        starts = {}
+        self._infos = {}
         for number, tensor in enumerate(tensors):
-            self._add(f"archive/data/{number}", None, tensor.size_bytes)
-        self.starts = {name: self._entries[place].start for place, name in self._numbers.items()}
-        self._directory = self._entries[-1].end
-        central_bytes = sum(len(entry.central(0)) for entry in self._entries)
-        self.size_bytes = self._directory + central_bytes + _END_64.size + _LOCATOR.size + _END.size
+            info = self._infos[tensor.name] = self._entry(f"archive/data/{number}", tensor.size_bytes, 0)
+            starts[tensor.name] = self._end - tensor.size_bytes
+            self._entries.append((info, b""))
+        super().__init__(starts, self._end)
 
-    def _add(self, name: str, data: bytes | None, size_bytes: int = 0) -> None:
-        offset = self._entries[-1].end if self._entries else 0
-        self._entries.append(_Entry(name.encode(), offset, size_bytes if data is None else len(data), data))
+    def _entry(self, name: str, size_bytes: int, checksum: int) -> zipfile.ZipInfo:
+        """The next entry; its data, aligned, ends at ``_end``."""
+        info = zipfile.ZipInfo(name)
+        info.file_size = info.compress_size = size_bytes
+        info.header_offset, info.CRC = self._end, checksum
+        pad = -(self._end + len(info.FileHeader(zip64=True)) + 4) % _ALIGN
+        info.extra = struct.pack("<HH", _PAD, pad) + bytes(pad)
+        self._end += len(info.FileHeader(zip64=True)) + size_bytes
+        return info
 
-    def frame(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
-        """See ``TensorFile.frame``."""
-        central = b""
-        for place, entry in enumerate(self._entries):
-            checksum = checksums[self._numbers[place]] if entry.data is None else zlib.crc32(entry.data)
-            yield entry.offset, entry.local(checksum) + (entry.data or b"")
-            central += entry.central(checksum)
-        count, end = len(self._entries), self._directory + len(central)
-        tail = _END_64.pack(0x06064B50, 44, _ZIP_64, _ZIP_64, 0, 0, count, count, len(central), self._directory)
-        tail += _LOCATOR.pack(0x07064B50, 0, end, 1)
-        tail += _END.pack(0x06054B50, 0, 0, 0xFFFF, 0xFFFF, _HERE, _HERE, 0)
-        yield self._directory, central + tail
+    def append(self, descriptor: int, name: str, data: Any) -> memoryview:
+        raw = super().append(descriptor, name, data)
+        self._infos[name].CRC = zlib.crc32(raw, self._infos[name].CRC)
+        return raw
+
+    def finish(self, descriptor: int) -> None:
+        for info, data in self._entries:
+            write_all(descriptor, info.FileHeader(zip64=True) + data, info.header_offset)
+        with os.fdopen(os.dup(descriptor), "wb") as file, zipfile.ZipFile(file, "w") as archive:
+            archive.filelist.extend(info for info, _ in self._entries)
+            archive.start_dir = self._end  # where it goes on, with one more entry and the directory of all
+            archive.writestr(zipfile.ZipInfo("archive/version"), b"3\n")
 
 
 def _pickle(tensors: Sequence[TensorSpec]) -> bytes:

@@ -10,21 +10,14 @@ from torch import Tensor
 from .. import kernels
 from ..kernels.arrays import Floats, Int32s, Int64s
 
-__all__ = ["check_ids", "check_offsets", "check_scale", "refuse_transforms"]
-
-
 _HOST: Final = torch.device("cpu")
 _ID_TYPES: Final = (torch.int64, torch.int32)
 
 
 def check_ids(ids: Tensor, name: str = "ids", *, device: torch.device = _HOST) -> Int64s | Int32s:
     """Ids [n] as a contiguous numpy array: a view of a tensor on the CPU, a copy of one on the store's device, which
-    waits for the device.
-
-    Raises:
-        TypeError: not a tensor, or not of an integer dtype. ValueError: not 1-D, or elsewhere.
-        RuntimeError: a transform of torch.func is active.
-    """
+    waits for the device. TypeError: not a tensor, or not of an integer dtype. ValueError: not 1-D, or elsewhere.
+    RuntimeError: a transform of torch.func is active."""
     try:
         if type(ids) is Tensor and ids.is_cpu and ids.dtype in _ID_TYPES and ids.dim() == 1 and ids.data_ptr():
             return ids.contiguous().numpy()
@@ -63,11 +56,8 @@ def _to_host(values: Tensor, name: str, device: torch.device) -> NDArray[Any]:
 def check_offsets(
     offsets: Tensor, num_ids: int, name: str = "offsets", *, device: torch.device = _HOST, is_last_given: bool = True
 ) -> Int64s:
-    """int64 offsets that start at 0, do not descend and end at ``num_ids``; ValueError otherwise.
-
-    Args:
-        is_last_given: False if the module added the last offset, not its caller.
-    """
+    """int64 offsets that start at 0, do not descend and end at ``num_ids``; ValueError otherwise. The last is not given
+    if the module added it."""
     array = np.ascontiguousarray(check_ids(offsets, name, device=device), np.int64)
     if not len(array) or not kernels.are_offsets(array, num_ids):
         ends = "end at" if is_last_given else "not exceed"
@@ -78,11 +68,8 @@ def check_offsets(
 def check_scale(
     scale: Tensor | None, num_ids: int, mode: str, name: str = "per_sample_weights", *, device: torch.device = _HOST
 ) -> Floats | None:
-    """Per-sample weights, float32 [n], or None.
-
-    Raises:
-        TypeError: not float32. ValueError: another length than the ids, or a mode other than "sum".
-    """
+    """Per-sample weights, float32 [n], or None. TypeError: not float32. ValueError: another length than the ids, or a
+    mode other than "sum"."""
     if scale is None:
         return None
     if not isinstance(scale, Tensor) or scale.dtype != torch.float32:

@@ -18,28 +18,22 @@ from .manifest import Manifest
 from .opened import open_files
 from .target import Steps, new_store, require_outside
 
-__all__ = ["WORK_NAME", "BackupReport", "back_up"]
-
 WORK_NAME: Final = "backup.partial"
 """Where in the target a backup is made; what is in it may be deleted."""
 
 
 class BackupReport(NamedTuple):
-    """What was copied.
-
-    Attributes:
-        target: the backup's directory.
-        version: the last commit in it; 0 if there is none.
-        versions: all that it keeps, ascending.
-        size_bytes: length of its row file.
-        verified: what was checked, with ``verify=True``.
-    """
+    """What was copied, to the directory ``target``."""
 
     target: Path
     version: int
+    """The last commit in it; 0 if there is none."""
     versions: tuple[int, ...]
+    """All that it keeps, ascending."""
     size_bytes: int
+    """Length of its row file."""
     verified: VerifyReport | None
+    """What was checked, with ``verify=True``."""
 
 
 def back_up(
@@ -61,8 +55,6 @@ def back_up(
     commits use. ``Store.close`` waits for the copy.
 
     Args:
-        tier: of the store, open for writing or reading.
-        directory: of the store.
         target: must not exist, or be empty, or hold only what an interrupted backup left.
         verify: also read the backup and check every row.
         progress: called as ``progress(done_bytes, total_bytes)``.
@@ -97,7 +89,7 @@ def _check(work: Path, snapshot: Snapshot, steps: Steps | None) -> tuple[tuple[i
     The source's are not walked before: out of the system's cache, that takes a fifth of the time of the copy.
     """
     try:
-        manifest, cold, *_ = open_files(work, readonly=True)
+        manifest, cold = open_files(work, readonly=True)
         with contextlib.closing(cold):
             kept = read_head(snapshot).kept
             if cold.versions != kept:

@@ -17,8 +17,6 @@ from ..pool.writeback import MIN_OUTBOX_ROWS, outbox_bytes
 from ..rows import RowLayout
 from ..system.sizes import format_size
 
-__all__ = ["MIN_CACHED_ROWS", "STAGING_BYTES", "Division", "PoolSize", "divide", "divide_hbm", "hbm_bytes_of"]
-
 MIN_CACHED_ROWS: Final = 64
 """Fewest rows a layout's cache must hold (all its rows, if there are fewer)."""
 STAGING_BYTES: Final = 256 * 2**10
@@ -34,7 +32,7 @@ OVERFLOW_SHARE: Final = 1 / 16
 """Overflow slots of a pool in device memory, of its cached rows: for rows all of whose set is in use."""
 MIN_OVERFLOW_ROWS: Final = 64
 SPARE_SHARE: Final = 1 / 2
-"""Slots beyond the rows there are, so that rows that all fit do not crowd each other out of their sets."""
+"""Slots in device memory beyond the rows there are, so that rows that all fit do not crowd each other out of sets."""
 _MOST_SLOTS: Final = int((CAPACITY_MAX - MIN_OVERFLOW_ROWS) / (1 + OVERFLOW_SHARE))
 HBM_STAGING_SHARE: Final = 1 / 32
 MIN_STAGING_ROWS: Final = 16
@@ -68,30 +66,21 @@ def divide(
     """Give each layout its minimum of rows, and a share of the rest in proportion to its full size.
 
     Args:
-        budget: bytes.
         rows: of all tables of a layout together.
-        num_tables: of the store.
-        given: the budget as its owner wrote it, for messages.
-        hbm_staging: bytes of it that the tier above needs.
-
-    Raises:
-        BudgetError: too little for the fewest rows of each layout; names what is enough.
+        given: the budget as its owner wrote it, for the BudgetError that names what is enough.
+        hbm_staging: bytes of the budget that the tier above needs.
     """
-    transaction = min(max(int(budget * TRANSACTION_SHARE), MIN_TRANSACTION_BYTES), MAX_TRANSACTION_BYTES)
-    least = {layout: _pool_bytes(layout, min(count, MIN_CACHED_ROWS), policy) for layout, count in rows.items()}
-    full = {layout: _full_pool_bytes(layout, count, num_tables, policy) for layout, count in rows.items()}
-    most = {layout: _pool_bytes(layout, count, policy) for layout, count in rows.items()}
-    left = budget - hbm_staging - STAGING_BYTES - transaction - sum(least.values())
-    if left < 0:
-        raise _too_little(budget, sum(least.values()), hbm_staging, given)
-    if left + sum(least.values()) >= sum(full.values()):
-        shares = full
-    else:
-        part = min(1.0, left / max(1, sum(most.values()) - sum(least.values())))
-        shares = {layout: least[layout] + int(part * (most[layout] - least[layout])) for layout in rows}
     can_be_full = not policy.startswith(cache.REFERENCE_PREFIX)
+    transaction = min(max(int(budget * TRANSACTION_SHARE), MIN_TRANSACTION_BYTES), MAX_TRANSACTION_BYTES)
+    available = budget - hbm_staging - STAGING_BYTES - transaction
+    least = {layout: _pool_bytes(layout, min(count, MIN_CACHED_ROWS), policy) for layout, count in rows.items()}
+    most = {layout: _pool_bytes(layout, count, policy) for layout, count in rows.items()}
+    full = {layout: _full_bytes(layout, count, num_tables) for layout, count in rows.items()} if can_be_full else most
+    if available < sum(least.values()):
+        raise _too_little(budget, sum(least.values()), hbm_staging, given)
+    shares = full if available >= sum(full.values()) else _shares(available, least, most)
     pools = {
-        layout: _full_pool_size(count)
+        layout: PoolSize(count, _outbox_rows(count), is_full=True)
         if can_be_full and shares[layout] >= full[layout]
         else _pool_size(layout, count, shares[layout], policy)
         for layout, count in rows.items()
@@ -100,36 +89,28 @@ def divide(
 
 
 def divide_hbm(budget: int, rows: Mapping[RowLayout, int], *, policy: str, given: object) -> dict[RowLayout, HbmSize]:
-    """Device memory: give each layout its minimum of rows, and a share of the rest in proportion to its full size.
-
-    Args: as for ``divide``.
-
-    Raises:
-        BudgetError: too little for the fewest rows of each layout; names what is enough.
-    """
-    wanted = {layout: min(_slots_for(count), _MOST_SLOTS) for layout, count in rows.items()}
+    """The same of device memory; arguments and errors as of ``divide``."""
+    wanted = {layout: min(math.ceil(count * (1 + SPARE_SHARE)) + WAYS, _MOST_SLOTS) for layout, count in rows.items()}
     fewest = {layout: min(MIN_CACHED_ROWS, count) for layout, count in wanted.items()}
     least = {layout: hbm_bytes_of(layout, count, policy) for layout, count in fewest.items()}
     most = {layout: hbm_bytes_of(layout, count, policy) for layout, count in wanted.items()}
-    left = budget - sum(least.values())
-    if left < 0:
+    if budget < sum(least.values()):
         raise BudgetError(
             f"hbm={given!r} is {format_size(budget)}: too little for {MIN_CACHED_ROWS} rows of each row layout; "
             f"give at least {math.ceil(sum(least.values()) / 1024)}KiB"
         )
-    part = min(1.0, left / max(1, sum(most.values()) - sum(least.values())))
     sizes = {}
-    for layout in rows:
-        share = least[layout] + int(part * (most[layout] - least[layout]))
+    for layout, share in _shares(budget, least, most).items():
         places = range(fewest[layout], wanted[layout] + 1)
         fitting = bisect.bisect_right(places, share, key=lambda count, own=layout: hbm_bytes_of(own, count, policy))  # type: ignore[misc]
         sizes[layout] = _hbm_size(layout, places[max(fitting, 1) - 1])
     return sizes
 
 
-def _slots_for(count: int) -> int:
-    """Slots in which rows that all fit do not crowd each other out of their sets."""
-    return math.ceil(count * (1 + SPARE_SHARE)) + WAYS
+def _shares(budget: int, least: Mapping[RowLayout, int], most: Mapping[RowLayout, int]) -> dict[RowLayout, int]:
+    """Bytes of each layout."""
+    part = min(1.0, (budget - sum(least.values())) / max(1, sum(most.values()) - sum(least.values())))
+    return {layout: fewest + int(part * (most[layout] - fewest)) for layout, fewest in least.items()}
 
 
 def _hbm_size(layout: RowLayout, cached: int) -> HbmSize:
@@ -146,22 +127,19 @@ def hbm_bytes_of(layout: RowLayout, cached: int, policy: str) -> int:
     return cached * layout.row_bytes + moving + index + sketch
 
 
+def _outbox_rows(cached: int) -> int:
+    return max(MIN_OUTBOX_ROWS, math.ceil(cached * OUTBOX_SHARE))
+
+
 def _pool_bytes(layout: RowLayout, count: int, policy: str) -> int:
     """What a pool with so many rows in its cache takes."""
-    outbox = outbox_bytes(layout, _full_pool_size(count).outbox_rows)
-    return cache.size_bytes_of(policy, count, **_words(layout)) + outbox
+    return cache.size_bytes_of(policy, count, **_words(layout)) + outbox_bytes(layout, _outbox_rows(count))
 
 
-def _full_pool_bytes(layout: RowLayout, count: int, num_tables: int, policy: str) -> int:
+def _full_bytes(layout: RowLayout, count: int, num_tables: int) -> int:
     """What a pool takes in which every row has a slot of its own."""
-    if policy.startswith(cache.REFERENCE_PREFIX):
-        return _pool_bytes(layout, count, policy)
-    outbox = outbox_bytes(layout, _full_pool_size(count).outbox_rows)
+    outbox = outbox_bytes(layout, _outbox_rows(count))
     return cache.full_size_bytes(count, **_words(layout)) + num_tables * cache.TABLE_BYTES + outbox
-
-
-def _full_pool_size(count: int) -> PoolSize:
-    return PoolSize(count, max(MIN_OUTBOX_ROWS, math.ceil(count * OUTBOX_SHARE)), is_full=True)
 
 
 def _words(layout: RowLayout) -> dict[str, int]:

@@ -1,25 +1,24 @@
 """The tables of an open store, and the version of them that it shows."""
 
-from collections.abc import Callable
+import weakref
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ..config import TableConfig
 from ..errors import StoreReplacedError, TableError
 from ..hbm.build import require_supported
+from ..io import ColdTier
 from ..optim import SGD
 from ..pool.converting import Converter, RowSource
-from ..rows import DtypeName, RowLayout
+from ..rows import MAX_TABLES, DtypeName, RowLayout
 from .manifest import Manifest
-from .opened import Opened
 from .table import Table
-from .version import TableState, Version
+from .version import TableState, Version, unpack
 
-__all__ = ["Catalog", "KeptAs", "MakeTable"]
+if TYPE_CHECKING:
+    from .store import Store
 
-MakeTable = Callable[[TableConfig, int, RowLayout], Table]
-"""Makes a table of its configuration, its index, and how its rows lie in memory."""
 KeptAs = DtypeName | Literal["stored"] | None
 """What rows are kept in memory as; see ``open_store``."""
 
@@ -27,32 +26,35 @@ KeptAs = DtypeName | Literal["stored"] | None
 class Catalog:
     """The tables of an open store. Each is in the manifest, in the cold tier, and a ``Table``, all in one order.
 
-    Args:
-        directory: of the store.
-        has_hbm: whether there is a tier in device memory, which cannot have every table.
-
     Attributes:
         tables: by name, in order of creation.
         version: the one that is shown: the part that is not rows.
     """
 
     def __init__(
-        self, directory: Path, opened: Opened, make: MakeTable, *, readonly: bool, has_hbm: bool, dtype: KeptAs
+        self,
+        store: "weakref.ref[Store]",
+        directory: Path | None,
+        manifest: Manifest,
+        cold: ColdTier,
+        *,
+        readonly: bool,
+        has_hbm: bool,
+        dtype: KeptAs,
     ) -> None:
-        self.directory = directory
         self.tables: dict[str, Table] = {}
-        self.version = opened.version
-        self._manifest = replace(opened.manifest, tables=())
-        self._cold = opened.cold
-        self._save = opened.save
-        self._make = make
+        self.version = unpack(cold.version, cold.payload)
+        self._store = store
+        self._directory = directory
+        self._manifest = replace(manifest, tables=())
+        self._cold = cold
         self._readonly = readonly
         self._has_hbm = has_hbm
         self._dtype = dtype
         self._converter = Converter()
-        self._entered: dict[int, tuple[RowLayout, int]] = {}
-        self._grow(opened.manifest)
-        self.show(opened.version)
+        self._entered: list[tuple[RowLayout, int]] = []  # layout and rows of the tables that the cold tier knows
+        self._grow(manifest)
+        self.show(self.version)
 
     @property
     def states(self) -> dict[str, TableState]:
@@ -83,23 +85,21 @@ class Catalog:
             )
         return known
 
-    def manifest_with(self, config: TableConfig) -> Manifest:
-        """The manifest with one more table. Nothing changes.
-
-        Raises:
-            ValueError: its rows are too wide, or there are too many tables. TableError: the tier in device memory
-                cannot have it.
-        """
+    def require_possible(self, config: TableConfig) -> None:
+        """ValueError if a table's rows are too wide, or there are too many tables. TableError if the tier in device
+        memory cannot have it."""
         self._require_supported(config)
         config.layout(self._manifest.page_bytes).pages_per_block  # noqa: B018 - ValueError for rows too wide
-        return self._manifest.with_table(config)
+        if len(self.tables) >= MAX_TABLES:
+            raise ValueError(f"a store holds at most {MAX_TABLES} tables")
 
-    def create(self, manifest: Manifest) -> Table:
-        """Make the last table of a manifest with one more, durably. If that fails, nothing changes."""
-        config, index = manifest.tables[-1], len(self.tables)
+    def create(self, config: TableConfig) -> Table:
+        """Make a table, durably. If that fails, nothing changes."""
+        manifest, index = replace(self._manifest, tables=(*self._manifest.tables, config)), len(self.tables)
         try:
             layout = self._enter(config, index)
-            self._save(manifest)
+            if self._directory is not None:
+                manifest.write(self._directory)
         except BaseException:
             self._leave(index)
             raise
@@ -109,21 +109,26 @@ class Catalog:
     # Following a writer
 
     def prepare(self, version: Version) -> tuple[Manifest, bool]:
-        """Make ready the tables of a newer version: the cold tier knows them, empty, and nothing shows them.
-
-        Returns:
-            the manifest that goes with the version, and whether the cold tier knows tables that it did not know before.
+        """Make ready the tables of a newer version: the cold tier knows them, empty, and nothing shows them. Returns
+        the manifest that goes with it, and whether the cold tier knows tables that it did not know before.
 
         Raises:
             StoreReplacedError: a table is in the place of another. TableError: a table cannot be kept in memory as
                 asked. BudgetError: the system refuses memory for the map of its rows.
         """
-        manifest, num_entered = version.manifest_of(Manifest.read(self.directory)), len(self._entered)
-        self._require_same(manifest)
+        assert self._directory is not None, "nobody else commits to a store in memory"
+        manifest, entered = version.manifest_of(Manifest.read(self._directory)), list(self._entered)
+        # A replica's tables go with the versions that brought them, and others may have come before anybody looked.
+        for before, after in zip(self._manifest.tables, manifest.tables, strict=False):
+            if before != after:
+                raise StoreReplacedError(
+                    f"{self._directory}: table {after.name!r} is in the place of {before.name!r}, which is shown; open "
+                    "the store again"
+                )
         for index, config in enumerate(manifest.tables[len(self.tables) :], len(self.tables)):
             self._require_supported(config)
             self._enter(config, index)
-        return manifest, len(self._entered) != num_entered
+        return manifest, self._entered != entered
 
     def drop_prepared(self) -> None:
         """Forget the tables of a newer version that was not shown."""
@@ -141,16 +146,6 @@ class Catalog:
         self._grow(manifest)
         self.show(version)
 
-    def _require_same(self, newer: Manifest) -> None:
-        """StoreReplacedError where a table is in another's place. A replica's tables go with the versions that brought
-        them, and others may have come before anybody looked."""
-        for before, after in zip(self._manifest.tables, newer.tables, strict=False):
-            if before != after:
-                raise StoreReplacedError(
-                    f"{self.directory}: table {after.name!r} is in the place of {before.name!r}, which is shown; open "
-                    "the store again"
-                )
-
     # Tables and the cold tier
 
     def _grow(self, manifest: Manifest) -> None:
@@ -161,7 +156,11 @@ class Catalog:
         self._manifest = manifest
 
     def _add(self, config: TableConfig, layout: RowLayout) -> Table:
-        table = self.tables[config.name] = self._make(config, len(self.tables), layout)
+        store, index = self._store(), len(self.tables)
+        assert store is not None, "whoever calls a store has it"
+        if store.recorder is not None:
+            store.recorder.add_table(index, config.name)
+        table = self.tables[config.name] = Table(store, config, index, layout)
         return table
 
     def _enter(self, config: TableConfig, index: int) -> RowLayout:
@@ -169,16 +168,17 @@ class Catalog:
         stored = config.layout(self._manifest.page_bytes)
         kept = stored if self._dtype is None else self._converter.keep(index, config.name, stored, self._dtype)
         shape = stored, config.num_embeddings
-        if self._entered.get(index) != shape:
+        if self._entered[index : index + 1] != [shape]:
+            self._leave(index)
             self._cold.add_table(index, *shape)
-            self._entered[index] = shape
+            self._entered.append(shape)
         return kept
 
     def _leave(self, first: int) -> None:
         """Have the cold tier forget the tables from index ``first`` on."""
         if len(self._entered) > first:
             self._cold.drop_tables(first)
-            self._entered = {index: shape for index, shape in self._entered.items() if index < first}
+            del self._entered[first:]
 
     def _require_supported(self, config: TableConfig) -> None:
         """TableError for a table that the tier in device memory, if there is one, cannot have."""

@@ -15,9 +15,6 @@ from ..pool.arrivals import Arrivals, IsChanged
 from ..pool.converting import RowSource
 from .listing import resident_keys
 
-__all__ = ["CachedRows", "changed_rows"]
-
-
 _CHUNK_ROWS: Final = 1 << 15
 """Lookups wait while so many rows are compared: some milliseconds."""
 _CHUNK_BYTES: Final = 8 << 20
@@ -25,30 +22,22 @@ _CHUNK_BYTES: Final = 8 << 20
 
 
 class CachedRows(NamedTuple):
-    """The rows in one pool's cache that changed in the newer version.
-
-    Attributes:
-        keys: int64 [n], rows that were read.
-        weights, state: uint64 [n, words], as they are in the newer version.
-        stale: int64, keys of rows that were not read, to be evicted.
-        arrivals: rows that came in since, from the version that is shown.
-    """
+    """The rows in one pool's cache that changed in the newer version."""
 
     pool: Pool
     keys: Int64s
+    """int64 [n], rows that were read."""
     weights: Words
     state: Words
+    """uint64 [n, words], as they are in the newer version."""
     stale: Int64s
+    """Keys of rows that were not read, to be evicted."""
     arrivals: Arrivals
+    """Rows that came in since, from the version that is shown."""
 
     @classmethod
     def read(cls, pool: Pool, is_changed: IsChanged, read: RowSource, room_bytes: int) -> "CachedRows":
-        """Find and read them.
-
-        Args:
-            read: reads rows of the newer version.
-            room_bytes: for the rows read.
-        """
+        """Find them, and ``read`` them, of the newer version, as far as they fit ``room_bytes``."""
         arrivals = Arrivals(is_changed)
         with pool.arena.fill_lock, pool.arena.lock:
             pool.filler.arrivals = arrivals  # notes from here on what comes in: the list may leave that out
@@ -80,10 +69,6 @@ class CachedRows(NamedTuple):
             cache.weights[slots[here]] = self.weights[here]
             cache.state[slots[here]] = self.state[here]
 
-    @property
-    def size_bytes(self) -> int:
-        return self.weights.nbytes + self.state.nbytes
-
 
 class _Rows(NamedTuple):
     keys: Int64s
@@ -100,7 +85,12 @@ def _read_changed(pool: Pool, keys: Int64s, read: RowSource, room: int) -> tuple
         return _read(pool, keys[:0], read), keys
     rows = _read(pool, keys, read)
     stale = keys[~np.isin(keys, rows.keys)]  # after a rollback the newer version may not have them
-    rows = rows.chosen(_are_others(pool, rows))
+    cache = pool.cache
+    with pool.arena.lock:
+        slots = cache.find(rows.keys)
+        are_others = (cache.weights[slots] != rows.weights).any(axis=1) | (cache.state[slots] != rows.state).any(axis=1)
+        are_others &= slots >= 0  # those that left the cache are among the arrivals if they come again
+    rows = rows.chosen(are_others)
     left_out = len(rows.keys) - min(len(rows.keys), room)
     return rows.chosen(slice(left_out, None)), np.concatenate([stale, rows.keys[:left_out]])
 
@@ -116,18 +106,6 @@ def _read(pool: Pool, keys: Int64s, read: RowSource) -> _Rows:
     return rows if present.all() else rows.chosen(present)
 
 
-def _are_others(pool: Pool, rows: _Rows) -> Bools:
-    """bool [n]: which differ from the cache's, to the bit. False for rows that left the cache: if they come again, they
-    are among the arrivals."""
-    cache = pool.cache
-    with pool.arena.lock:
-        slots = cache.find(rows.keys)
-        are_others: Bools = (cache.weights[slots] != rows.weights).any(axis=1)
-        are_others |= (cache.state[slots] != rows.state).any(axis=1)
-        are_others &= slots >= 0
-    return are_others
-
-
 def changed_rows(
     pools: Sequence[Pool], is_changed: IsChanged, read: RowSource, room_bytes: int
 ) -> Sequence[CachedRows] | None:
@@ -141,5 +119,5 @@ def changed_rows(
     rows = []
     for pool in pools:
         rows.append(CachedRows.read(pool, is_changed, read, room_bytes))
-        room_bytes -= rows[-1].size_bytes
+        room_bytes -= rows[-1].weights.nbytes + rows[-1].state.nbytes
     return rows

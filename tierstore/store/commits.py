@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -13,16 +14,11 @@ from .catalog import Catalog
 from .pools import Pools
 from .version import pack, unpack
 
-__all__ = ["Commits", "PendingCommit"]
-
 
 class PendingCommit(Future[int]):
-    """The future of ``Store.commit_async``; its result is the version's number.
+    """The future of ``Store.commit_async``; its result is the version's number, which ``version`` is from the start.
 
     Knows whether anybody has looked at how it ended: an error that nobody saw must not be lost.
-
-    Attributes:
-        version: the number that the version will have.
     """
 
     def __init__(self, version: int) -> None:
@@ -31,12 +27,8 @@ class PendingCommit(Future[int]):
         self._was_seen = False
 
     def result(self, timeout: float | None = None) -> int:
-        """Wait until the version is durable; its number.
-
-        Raises:
-            TimeoutError: it is not, after ``timeout`` seconds.
-            DiskFullError: the last version stands, and the rows are still in memory, part of the next commit.
-        """
+        """Wait until the version is durable; its number. TimeoutError: it is not, after ``timeout`` seconds.
+        DiskFullError: the last version stands, and the rows are still in memory, part of the next commit."""
         self.exception(timeout)
         return super().result()
 
@@ -53,13 +45,10 @@ class PendingCommit(Future[int]):
 
 
 class Commits:
-    """Makes versions and goes back to them. One thread at a time may call it.
+    """Makes versions, of which ``keep`` stay, and goes back to them. One thread at a time may call it."""
 
-    Args:
-        keep: how many versions stay.
-    """
-
-    def __init__(self, cold: ColdTier, catalog: Catalog, pools: Pools, *, keep: int) -> None:
+    def __init__(self, directory: Path, cold: ColdTier, catalog: Catalog, pools: Pools, *, keep: int) -> None:
+        self._directory = directory
         self._cold = cold
         self._catalog = catalog
         self._pools = pools
@@ -70,7 +59,7 @@ class Commits:
     def begin(self, extra: dict[str, Any] | None, tensors: Mapping[str, Tensor] | None) -> PendingCommit:
         """See ``Store.commit_async``."""
         self.end_pending()
-        lineage = self._catalog.version.next_lineage()
+        lineage = self._catalog.version.lineage.following(self._catalog.version.number)
         payload = pack(self._catalog.states, extra or {}, dict(tensors or {}), lineage)
         pending = PendingCommit(self._pools.epoch)
         frozen = self._pools.freeze()
@@ -110,8 +99,7 @@ class Commits:
         if version not in self._cold.versions:
             kept = ", ".join(map(str, self._cold.versions)) or "none"
             raise ValueError(
-                f"version={version} of {self._catalog.directory} is not kept; kept: {kept}. Open with keep=N to keep "
-                "more"
+                f"version={version} of {self._directory} is not kept; kept: {kept}. Open with keep=N to keep more"
             )
         with self._pools.lock:
             self._pools.require_unused("go back")

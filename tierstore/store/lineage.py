@@ -10,40 +10,29 @@ import re
 import secrets
 from typing import Any, Final, NamedTuple
 
-__all__ = ["MAX_ANCESTORS", "NO_LINEAGE", "Ancestor", "Lineage", "is_commit_id"]
-
 MAX_ANCESTORS: Final = 256
 _COMMIT_ID: Final = re.compile("[0-9a-f]{16}")
 _MAX_VERSION: Final = 2**40
 
 
 class Ancestor(NamedTuple):
-    """A commit before another.
-
-    Attributes:
-        version: its number.
-        commit_id: its identity, 16 hex digits.
-    """
+    """A commit before another: its number, and its identity, 16 hex digits."""
 
     version: int
     commit_id: str
 
 
 def is_commit_id(value: object) -> bool:
-    """Whether it is the identity of a commit."""
     return isinstance(value, str) and _COMMIT_ID.fullmatch(value) is not None
 
 
 class Lineage(NamedTuple):
-    """A commit's identity and the commits that it was made from.
-
-    Attributes:
-        commit_id: 8 random bytes in hex; "" if it is not known.
-        ancestors: the last ``MAX_ANCESTORS`` of them whose identity is known, ascending.
-    """
+    """A commit's identity and the commits that it was made from."""
 
     commit_id: str = ""
+    """8 random bytes in hex; "" if it is not known."""
     ancestors: tuple[Ancestor, ...] = ()
+    """The last ``MAX_ANCESTORS`` of them whose identity is known, ascending."""
 
     def following(self, version: int) -> "Lineage":
         """The lineage of the next commit, made from this one, whose number is ``version``."""
@@ -55,16 +44,12 @@ class Lineage(NamedTuple):
         return next((each.commit_id for each in self.ancestors if each.version == version), "")
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able form; ``from_dict`` reads it back."""
         return {"id": self.commit_id, "ancestors": [list(each) for each in self.ancestors]}
 
     @classmethod
     def from_dict(cls, fields: Any) -> "Lineage":
-        """Inverse of ``to_dict``; None, which earlier releases leave, is ``NO_LINEAGE``.
-
-        Raises:
-            ValueError, TypeError, KeyError: it is not what ``to_dict`` gave.
-        """
+        """Inverse of ``to_dict``; None, which earlier releases leave, is ``NO_LINEAGE``. ValueError, TypeError or
+        KeyError for what ``to_dict`` did not give."""
         if fields is None:
             return NO_LINEAGE
         ancestors = tuple(Ancestor(*each) for each in fields["ancestors"])

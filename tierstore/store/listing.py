@@ -9,8 +9,6 @@ from ..cache import Listable, Listing
 from ..kernels.arrays import Int64s
 from ..pool import Pool
 
-__all__ = ["resident_keys"]
-
 _PIECE_ROWS: Final = 1 << 14
 """Lookups wait while so many are listed: a millisecond."""
 _PAUSE_SECONDS: Final = 1e-4
@@ -37,10 +35,7 @@ def resident_keys(pool: Pool) -> Int64s:
         if is_more:
             time.sleep(_PAUSE_SECONDS)
     keys = np.concatenate(listing.keys)
-    return keys if num_after == num_before else _last_of_each(keys)
-
-
-def _last_of_each(keys: Int64s) -> Int64s:
-    """The keys without repetition, each at its last place: a row that left and came back was used last."""
-    _, places = np.unique(keys[::-1], return_index=True)
+    if num_after == num_before:
+        return keys
+    _, places = np.unique(keys[::-1], return_index=True)  # a row that left and came back was used last
     return keys[np.sort(len(keys) - 1 - places)]

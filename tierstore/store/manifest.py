@@ -7,7 +7,7 @@ import os
 import re
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,8 +19,6 @@ from ..system.excerpt import excerpt
 from ..system.oserrors import translate_os_error
 from ..system.plainfile import read_plain_file
 
-__all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "Manifest"]
-
 FORMAT_VERSION: Final = 4
 _OLD_FORMATS: Final = (1, 2)
 MANIFEST_NAME: Final = "manifest.json"
@@ -31,81 +29,61 @@ _PAGE_BYTES: Final = frozenset(2**n for n in range(9, 17))
 _STORE_ID: Final = re.compile("[0-9a-f]{32}")
 
 
+def is_store_id(value: object) -> bool:
+    return isinstance(value, str) and _STORE_ID.fullmatch(value) is not None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Identity, page size and tables of a store.
-
-    Attributes:
-        store_id: 16 random bytes in hex; the row file carries the same.
-        page_bytes: page size of the row file.
-        tables: configurations; a table's index is its place.
-        has_rows: the row file was made; from then on its absence is damage.
-    """
+    """Identity, page size and tables of a store."""
 
     store_id: str
+    """16 random bytes in hex; the row file carries the same."""
     page_bytes: int
+    """Page size of the row file."""
     tables: tuple[TableConfig, ...] = ()
+    """A table's index is its place."""
     has_rows: bool = False
+    """The row file was made; from then on its absence is damage."""
 
     @classmethod
     def new(cls, page_bytes: int) -> "Manifest":
         """A store without tables and with a new identity."""
         return cls(store_id=uuid.uuid4().hex, page_bytes=page_bytes)
 
-    def with_table(self, config: TableConfig) -> "Manifest":
-        """The manifest with one more table."""
-        if any(config.name == table.name for table in self.tables):
-            raise ValueError(f"there is a table {config.name!r} already")
-        if len(self.tables) >= MAX_TABLES:
-            raise ValueError(f"a store holds at most {MAX_TABLES} tables")
-        return replace(self, tables=(*self.tables, config))
-
-    def require_row_file(self, path: Path, page_bytes: int) -> None:
-        """FormatError unless the row file at ``path`` can be the one that the manifest is about."""
-        if page_bytes != self.page_bytes:
-            raise FormatError(
-                f"{path} has pages of {page_bytes} bytes and its manifest says {self.page_bytes}; restore both from "
-                "one copy of the store"
-            )
-
     def create(self, directory: Path) -> None:
-        """Write the first manifest, unless another process was faster: then that one stands.
-
-        Raises:
-            TierstoreError: as for ``write``.
-        """
-        with _naming(directory / MANIFEST_NAME), self._partial(directory) as partial:
+        """Write the first manifest, unless another process was faster: then that one stands. Errors as of ``write``."""
+        with self._partial(directory) as partial:
             with contextlib.suppress(FileExistsError):
                 os.link(partial, directory / MANIFEST_NAME)
             partial.unlink()
-            sync_directory(directory)
 
     def write(self, directory: Path) -> None:
-        """Replace the manifest in ``directory``; after a crash there is the old one or the new one.
-
-        Raises:
-            TableError: there are more tables than a manifest can hold.
-            DiskFullError, ReadOnlyError, TierstoreError: the system refused; the old one stands.
-        """
-        with _naming(directory / MANIFEST_NAME), self._partial(directory) as partial:
+        """Replace the manifest in ``directory``; after a crash there is the old one or the new one. TableError: there
+        are more tables than a manifest can hold. DiskFullError, ReadOnlyError, TierstoreError: the system refused; the
+        old one stands."""
+        with self._partial(directory) as partial:
             os.replace(partial, directory / MANIFEST_NAME)
-            sync_directory(directory)
 
     @contextlib.contextmanager
     def _partial(self, directory: Path) -> Iterator[Path]:
-        """The manifest under a name of this process's own, synced; removed if what follows fails."""
+        """The manifest under a name of this process's own, synced, to be given its place; removed if that fails."""
         text = self._text()
         partial = directory / f"{MANIFEST_NAME}.{os.getpid()}.partial"
-        partial.unlink(missing_ok=True)
         try:
+            partial.unlink(missing_ok=True)
             # A new file only: a link under this name would lead out of the directory.
             with open(partial, "x", encoding="utf-8") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
             yield partial
-        except BaseException:
-            partial.unlink(missing_ok=True)
+            sync_directory(directory)
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise translate_os_error(error, directory / MANIFEST_NAME) from error
             raise
 
     def _text(self) -> str:
@@ -126,13 +104,8 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> "Manifest":
-        """Read and check the manifest.
-
-        Raises:
-            StoreNotFoundError: there is none.
-            TruncatedError, ChecksumError, FormatError: it is damaged, of another version, or no plain file.
-            TierstoreError: it cannot be read.
-        """
+        """Read and check the manifest. StoreNotFoundError: there is none. TruncatedError, ChecksumError, FormatError:
+        it is damaged, of another version, or no plain file. TierstoreError: it cannot be read."""
         path = directory / MANIFEST_NAME
         try:
             text = read_plain_file(path, _MAX_BYTES)
@@ -166,8 +139,10 @@ class Manifest:
         try:
             return cls._from_body(body)
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+            reason = f"no {excerpt(error.args[0])}" if isinstance(error, KeyError) else str(error)
+            reason = reason if len(reason) <= _MAX_REASON else f"{reason[:_MAX_REASON]}..."
             raise FormatError(
-                f"{path} describes what this release does not know: {_reason(error)}. "
+                f"{path} describes what this release does not know: {reason}. "
                 "Open it with the release that wrote it, or restore it from a copy of the store"
             ) from error
 
@@ -177,7 +152,7 @@ class Manifest:
         page_bytes, store_id, has_rows = body["page_bytes"], body["store_id"], body["has_rows"]
         if type(page_bytes) is not int or page_bytes not in _PAGE_BYTES:
             raise ValueError(f"page_bytes={excerpt(page_bytes)} is no page size")
-        if not isinstance(store_id, str) or not _STORE_ID.fullmatch(store_id):
+        if not is_store_id(store_id):
             raise ValueError(f"store_id={excerpt(store_id)} is not 16 bytes in hex")
         if not isinstance(has_rows, bool):
             raise TypeError(f"has_rows={excerpt(has_rows)} is not true or false")
@@ -187,23 +162,8 @@ class Manifest:
         if len({table.name for table in tables}) < len(tables):
             raise ValueError("two tables have one name")
         for layout in {table.layout(page_bytes) for table in tables}:
-            _ = layout.pages_per_block  # ValueError for rows too wide
+            layout.pages_per_block  # noqa: B018 - ValueError for rows too wide
         return cls(store_id=store_id, page_bytes=page_bytes, has_rows=has_rows, tables=tables)
-
-
-@contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Turn the system's errors into ones that name the manifest and the way out."""
-    try:
-        yield
-    except OSError as error:
-        raise translate_os_error(error, path) from error
-
-
-def _reason(error: Exception) -> str:
-    """What the error says, in bounded length: it may quote what the file holds."""
-    text = f"no {excerpt(error.args[0])}" if isinstance(error, KeyError) else str(error)
-    return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]}..."
 
 
 def _digest(body: Any) -> str:

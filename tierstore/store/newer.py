@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -15,35 +16,20 @@ from .manifest import Manifest
 from .pools import Pools
 from .version import Version, unpack, unpack_tensors
 
-__all__ = ["Follower", "Newer"]
 
-
+@dataclass(frozen=True, slots=True, eq=False)
 class Newer:
-    """What ``Store.find_newer`` found. It can be shown once, until it is closed or ``find_newer`` is called again.
+    """What ``Store.find_newer`` found. It can be shown once, until it is closed or ``find_newer`` is called again."""
 
-    Attributes:
-        number: of the call of ``find_newer``.
-        found: the commit, in the cold tier.
-        version: number, extra and tensors of the commit.
-        manifest: of the store then.
-        rows: what is to change in the caches; None if all that they hold is dropped.
-    """
-
-    def __init__(
-        self,
-        follower: "Follower",
-        number: int,
-        found: NewerVersion,
-        version: Version,
-        manifest: Manifest,
-        rows: Sequence[CachedRows] | None,
-    ) -> None:
-        self._follower = follower
-        self.number = number
-        self.found = found
-        self.version = version
-        self.manifest = manifest
-        self.rows = rows
+    _follower: "Follower"
+    found: NewerVersion
+    """The commit, in the cold tier."""
+    version: Version
+    """Its number, extra and tensors."""
+    manifest: Manifest
+    """Of the store then."""
+    rows: Sequence[CachedRows] | None
+    """What is to change in the caches; None if all that they hold is dropped."""
 
     def tensors(self) -> dict[str, Tensor]:
         """``tensors`` of the commit, on the CPU; DamagedError if they cannot be read."""
@@ -62,39 +48,31 @@ class Newer:
 
     def close(self) -> None:
         """Give it up, if it was not shown: the pages that it keeps from being reused are free. Again is fine."""
-        self._follower.give_up(self.number)
+        self._follower.give_up(self.found)
 
 
 class Follower:
-    """Moves a store open for reading to newer versions.
-
-    Args:
-        lifetime: of the store.
-
-    Attributes:
-        lock: held while a version is made ready or shown, and while the store is closed. Taken before that of the
-            pools.
-    """
+    """Moves a store open for reading to newer versions."""
 
     def __init__(self, lifetime: Lifetime, cold: ColdTier, catalog: Catalog, pools: Pools) -> None:
         self.lock = threading.RLock()
+        """Held while a version is made ready or shown, and the store is closed. Taken before that of the pools."""
         self._lifetime = lifetime
         self._cold = cold
         self._catalog = catalog
         self._pools = pools
-        self._num_finds = 0
-        self._found: NewerVersion | None = None
+        self._found: NewerVersion | None = None  # by the last call of find, and neither shown nor given up
 
     @shielded
     def find(self) -> Newer | None:
         """See ``Store.find_newer``."""
         with self.lock:
             self._lifetime.require_open()
-            self.give_up(self._num_finds)
+            self.give_up(self._found)
             try:
                 return self._find()
             except BaseException:
-                self.give_up(self._num_finds)
+                self.give_up(self._found)
                 raise
 
     def _find(self) -> Newer | None:
@@ -112,28 +90,30 @@ class Follower:
         if self._catalog.has_tables_of(manifest):
             read = self._catalog.source(found.read)
             rows = changed_rows(list(self._pools), found.is_changed, read, self._pools.reserved_bytes)
-        return Newer(self, self._num_finds, found, version, manifest, rows)
+        return Newer(self, found, version, manifest, rows)
 
-    def give_up(self, number: int) -> None:
-        """Drop what the call of ``find`` with this number made ready, if that is still there."""
+    def give_up(self, found: NewerVersion | None) -> None:
+        """Drop what was made ready, if it is still there."""
         if self._lifetime.is_over:
             return
         with self.lock:
-            if number == self._num_finds:
-                self._num_finds += 1
+            if found is not None and found is self._found:
+                self._found = None
                 for pool in self._pools:
                     with pool.arena.lock:
                         pool.filler.arrivals = None
-                if self._found is not None:
-                    self._found.close()
-                    self._found = None
+                found.close()
 
     @shielded
     def show(self, newer: Newer) -> int:
         """See ``Newer.show``."""
         with self.lock, self._pools.lock:
             self._lifetime.require_open()
-            self._require_last(newer)
+            if newer.found is not self._found:
+                raise ClosedError(
+                    f"version {newer.version.number} was shown or given up, or find_newer was called again; show what "
+                    "the last call gave"
+                )
             self._pools.require_unused("move to a newer version")
             try:
                 for rows in newer.rows or ():
@@ -143,15 +123,8 @@ class Follower:
                 self._pools.close()
                 raise
             finally:
-                self.give_up(newer.number)
+                self.give_up(newer.found)
             if newer.rows is None:
                 self._pools.close()
             self._catalog.move(newer.manifest, newer.version)
             return newer.version.number
-
-    def _require_last(self, newer: Newer) -> None:
-        if newer.number != self._num_finds:
-            raise ClosedError(
-                f"version {newer.version.number} was shown or given up, or find_newer was called again; show what the "
-                "last call gave"
-            )

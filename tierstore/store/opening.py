@@ -16,8 +16,6 @@ from .catalog import KeptAs
 from .pools import Memory
 from .store import Store
 
-__all__ = ["open_store"]
-
 
 def open_store(
     directory: str | os.PathLike[str] | None = None,
@@ -67,8 +65,8 @@ def open_store(
     _require_mode(mode, version, dtype)
     _require_cold(cold, directory, mode)
     require_choice(policy, cache.POLICIES, "policy")
-    for name, budget in (("ddr", ddr), ("hbm", hbm)):
-        parse_size(budget, name=name)
+    parse_size(ddr, name="ddr")
+    parse_size(hbm, name="hbm")
     require_int(keep, "keep", 1, MAX_KEPT_VERSIONS)
     require_slack(slack)
     threads = default_threads() if threads is None else threads
@@ -102,7 +100,7 @@ def _require_cold(cold: str, directory: object, mode: str) -> None:
 
 
 def _require_mode(mode: str, version: int | None, dtype: str | None) -> None:
-    """ValueError, TypeError for a wrong mode, or an argument that goes with the other mode."""
+    """ValueError, TypeError for a wrong mode, or an argument that goes with the other one."""
     require_choice(mode, ("r", "w"), "mode")
     if version is not None:
         require_int(version, "version", 1, 2**40)

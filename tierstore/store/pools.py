@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -23,21 +24,13 @@ from .budget import PoolSize, divide, divide_hbm
 from .catalog import Catalog
 from .table import Table
 
-__all__ = ["Memory", "Pools"]
-
 _MANY_BYTES: Final = 2**62
 """Of which no percentage that is not zero is no byte."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """What a store may use, as its owner wrote it.
-
-    Attributes:
-        ddr, hbm: budgets, see ``open_store``.
-        device: of the tier above host memory.
-        policy: of the caches.
-    """
+    """What a store may use, as its owner wrote it: see ``open_store``."""
 
     ddr: int | str
     hbm: int | str
@@ -46,15 +39,11 @@ class Memory:
 
     @property
     def has_hbm(self) -> bool:
-        """Whether a tier in device memory is asked for."""
         return self.device.type != "cpu" or parse_size(self.hbm, name="hbm", table_bytes=_MANY_BYTES) > 0
 
 
 class Pools:
     """One pool for each row layout. They are made at first use, when all tables are known.
-
-    Args:
-        catalog: all tables that there are.
 
     Attributes:
         lock: held while pools are made, closed or frozen, and while tables come or go.
@@ -110,15 +99,14 @@ class Pools:
     def retire(self) -> None:
         """Write dirty rows back and forget the caches; the next use makes new ones. TableError if rows are in use."""
         with self.lock:
-            while not self._refuse_if_clean():
+            while not self._refuse_if_clean():  # another thread may have written a row since they were flushed
                 self.require_unused("create tables")
                 for pool in self:
                     pool.flush()
             self.close()
 
     def _refuse_if_clean(self) -> bool:
-        """Have all pools refuse further use, if no row is in use or dirty: another thread may have written one since
-        they were flushed."""
+        """Have all pools refuse further use, if no row is in use or dirty."""
         with contextlib.ExitStack() as stack:
             for pool in self:
                 stack.enter_context(pool.arena.lock)
@@ -137,10 +125,10 @@ class Pools:
     # Making them
 
     def _build(self, tables: Sequence[Table]) -> dict[RowLayout, Pool]:
-        memory, table_bytes = self._memory, sum(table.size_bytes for table in tables)
-        rows: dict[RowLayout, int] = {}
+        memory, rows = self._memory, Counter[RowLayout]()
         for table in tables:
-            rows[table.layout] = rows.get(table.layout, 0) + table.config.num_embeddings
+            rows[table.layout] += table.config.num_embeddings
+        table_bytes = sum(table.size_bytes for table in tables)
         hbm_sizes = _hbm_sizes(rows, table_bytes, memory)
         staging = sum(host_bytes_of(layout, size) for layout, size in hbm_sizes.items())
         budget = parse_size(memory.ddr, name="ddr", table_bytes=table_bytes)
@@ -178,8 +166,16 @@ class Pools:
         """Running totals of each tier since the store was opened."""
         pools = list(self)
         num_rows = sum(table.config.num_embeddings for table in list(self._catalog.tables.values()))
-        reserved_bytes = self.reserved_bytes if pools else 0
-        return Stats(hbm_stats(pools), _ddr_stats(pools, reserved_bytes), _ssd_stats(self._cold, num_rows))
+        return Stats(hbm_stats(pools), self._ddr_stats(pools), _ssd_stats(self._cold, num_rows))
+
+    def _ddr_stats(self, pools: Sequence[Pool]) -> TierStats:
+        return of_counters([pool.filler.counters() for pool in pools])._replace(
+            capacity_rows=sum(pool.cache.capacity for pool in pools),
+            bytes=sum(pool.size_bytes for pool in pools) + (self.reserved_bytes if pools else 0),
+            seconds=sum(pool.filler.seconds for pool in pools),
+            split_batches=sum(pool.leases.split_batches for pool in pools),
+            waited_seconds=sum(pool.writeback.waited_seconds for pool in pools),
+        )
 
 
 def _hbm_sizes(rows: dict[RowLayout, int], table_bytes: int, memory: Memory) -> dict[RowLayout, HbmSize]:
@@ -196,16 +192,6 @@ def _make_cache(tables: Sequence[Table], layout: RowLayout, size: PoolSize, poli
         return cache.make_cache(policy, size.cached_rows, **words)
     own = {table.index: table.config.num_embeddings for table in tables if table.layout == layout}
     return cache.FullCache(own, **words)
-
-
-def _ddr_stats(pools: Sequence[Pool], reserved_bytes: int) -> TierStats:
-    return of_counters([pool.filler.counters() for pool in pools])._replace(
-        capacity_rows=sum(pool.cache.capacity for pool in pools),
-        bytes=sum(pool.size_bytes for pool in pools) + reserved_bytes,
-        seconds=sum(pool.filler.seconds for pool in pools),
-        split_batches=sum(pool.leases.split_batches for pool in pools),
-        waited_seconds=sum(pool.writeback.waited_seconds for pool in pools),
-    )
 
 
 def _ssd_stats(cold: ColdTier, num_rows: int) -> TierStats:

@@ -9,9 +9,9 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -24,10 +24,11 @@ from ..system.output import require_parent, require_room
 from ..system.signals import shielded
 from ..system.sizes import format_size, parse_size
 from ..trace import write_trace
-from ..trace.recorded import Contents, Recorded
+from ..trace.recorded import Recorded
 from ..trace.sampling import ALL, is_sampled, select
 
-__all__ = ["RecordedStore", "Recorder", "require_recordable"]
+if TYPE_CHECKING:
+    from .store import Store
 
 _LOG: Final = logging.getLogger("tierstore")
 
@@ -40,12 +41,9 @@ _ZERO: Final = np.zeros(1, np.int64)
 
 
 def require_recordable(path: str | os.PathLike[str], max_bytes: int | str = "64MiB") -> int:
-    """The bytes meant by ``max_bytes``, if a file of as many can be made.
-
-    Raises:
-        ValueError: the name does not end in .npz, or a size that is none or too small.
-        FileExistsError: there is such a file. FileNotFoundError: no such directory. DiskFullError.
-    """
+    """The bytes meant by ``max_bytes``, if a file of as many can be made. ValueError: the name does not end in .npz, or
+    a size that is none or too small. FileExistsError: there is such a file. FileNotFoundError: no such directory.
+    DiskFullError."""
     size_bytes, target = parse_size(max_bytes, name="max_bytes"), Path(path)
     if target.suffix != _SUFFIX:
         raise ValueError(f"{target}: a recording is a {_SUFFIX} file; choose a name that ends so")
@@ -58,52 +56,19 @@ def require_recordable(path: str | os.PathLike[str], max_bytes: int | str = "64M
     return size_bytes
 
 
-class RecordedStore(Protocol):
-    """What a recorder asks of its store."""
-
-    recorder: "Recorder | None"
-    """The one that lookups are told to."""
-
-    @property
-    def directory(self) -> Path: ...
-
-    @property
-    def tables(self) -> Collection[str]:
-        """Names, in order of creation."""
-        ...
-
-    def require_open(self) -> None:
-        """ClosedError after the store was closed."""
-
-
-class _Found(NamedTuple):
-    """The sampled rows of lookups: int64 [n] each."""
-
-    keys: Int64s
-    samples: Int64s
-    """Within the batch; anything, unless all rows are recorded."""
-
-
 class Recorder:
     """Records what a store looks up, until it is stopped or the store is closed; made by ``Store.record``.
 
     A context manager that stops it. Any number of threads may look up meanwhile. The file is written whole each time:
     empty at once, then every minute, and when recording ends. A process that is killed loses the lookups since then.
-
-    Args:
-        store: tells the recorder of lookups while this is its ``recorder``.
-        path: the file; see ``require_recordable``.
-        rate: the share of all rows to begin with.
-        max_bytes: bound on memory and file; see ``Recorded.size_bytes``. While the file is written, as much again.
+    ``max_bytes`` bounds the file, and memory but while the file is written, which takes as much again.
 
     Raises:
         ValueError: the rate is none, the store has no table, or a recorder already. ClosedError.
         TierstoreError: the file cannot be written. More as ``require_recordable``.
     """
 
-    def __init__(
-        self, store: RecordedStore, path: str | os.PathLike[str], *, rate: float, max_bytes: int | str
-    ) -> None:
+    def __init__(self, store: "Store", path: str | os.PathLike[str], *, rate: float, max_bytes: int | str) -> None:
         store.require_open()
         if store.recorder is not None:
             raise ValueError(f"the store is being recorded to {store.recorder.path}; stop that first")
@@ -127,22 +92,27 @@ class Recorder:
 
     def describe(self) -> str:
         """What there is, in a line."""
-        found = self._contents()
+        with self._lock:
+            found = self._recorded.contents()
         return (
             f"{self.path}: {len(found.keys):,} lookups of {100 * found.rate:g} % of the rows, "
             f"{sum(found.lookups):,} of all, in {found.num_batches:,} batches with {found.num_samples:,} samples"
         )
 
-    def add_table(self, name: str) -> None:
-        """The store has one more table."""
+    def add_table(self, index: int, name: str) -> None:
+        """The store has one more table. In the place of another, which an update brought a replica and another took
+        away, it ends the recording: a trace has one name for what is looked up there."""
         with self._lock:
-            self._recorded.add_table(name)
+            if index == self._recorded.num_tables:
+                self._recorded.add_table(name)
+            elif self._recorded.contents().tables[index] != name:
+                self._is_over = True
 
     # Being told
 
     @shielded
     def note_lookups(self, lookups: Sequence[Joined]) -> None:
-        """One batch of a module, pooled just now."""
+        """One batch of a module."""
         if lookups:
             self._add([each.sources for each in lookups], lookups[0].batch)
 
@@ -160,24 +130,20 @@ class Recorder:
         self._add([Sources(keys, _ZERO, _ZERO, len(offsets) - 1, offsets)], count)
 
     def _add(self, sources: Sequence[Sources], num_samples: int) -> None:
-        """One batch."""
         last, lookups = self._recorded.last, np.zeros(self._recorded.num_tables, np.int64)
         parts = [_select(each, last, lookups) for each in sources]
-        found = parts[0] if len(parts) == 1 else _Found(*map(np.concatenate, zip(*parts, strict=True)))
+        keys, samples = parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts, strict=True))
         with self._lock:
             if num_samples and not self._is_over:
-                self._recorded.add(*found, num_samples, last, lookups)
+                self._recorded.add(keys, samples, num_samples, last, lookups)
 
     # Writing
 
-    def _contents(self) -> Contents:
-        with self._lock:
-            return self._recorded.contents()
-
     def _write(self, *, force: bool = True) -> None:
-        trace = self._contents().trace()
+        with self._lock:
+            contents = self._recorded.contents()
         try:
-            write_trace(trace, self.path, force=force)
+            write_trace(contents.trace(), self.path, force=force)
         except FileExistsError:
             raise
         except OSError as error:
@@ -198,10 +164,7 @@ class Recorder:
 
     def stop(self) -> None:
         """Record no more, and write the file. A second call does nothing, unless the first could not write it.
-
-        Raises:
-            DiskFullError, TierstoreError: the file is as it was written before; make room, and call it again.
-        """
+        DiskFullError, TierstoreError: the file is as it was written before; make room, and call it again."""
         with self._lock:
             self._is_over = True
         store = self._store()
@@ -220,12 +183,13 @@ class Recorder:
         self.stop()
 
 
-def _select(sources: Sources, last: np.uint64, lookups: Int64s) -> _Found:
+def _select(sources: Sources, last: np.uint64, lookups: Int64s) -> tuple[Int64s, Int64s]:
+    """The sampled rows' keys, int64 [n], and the sample in the batch of each, which is right if all are recorded."""
     found = np.empty((2, int(sources.bag_starts[-1])), np.int64)
     keys, positions = found[:, : select(*sources, last, found, lookups)]
     if last != ALL or not len(keys):
-        return _Found(keys, positions)
-    return _Found(keys, (np.searchsorted(sources.bag_starts, positions, side="right") - 1) % sources.batch)
+        return keys, positions
+    return keys, (np.searchsorted(sources.bag_starts, positions, side="right") - 1) % sources.batch
 
 
 @shielded

@@ -2,48 +2,53 @@
 
 import contextlib
 import os
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from torch import Tensor
 
 from ..config import TableConfig
 from ..errors import TableError, TierstoreError
-from ..io import VerifyReport
+from ..io import LmdbColdTier, MemoryColdTier, VerifyReport
 from ..kernels.threads import Workers
 from ..pool import Pool
 from ..pool.stats import Stats
 from ..rows import RowLayout
 from ..settings.names import nearest
 from ..system.signals import shielded
+from ..system.unpicklable import Unpicklable
 from .backup import BackupReport, back_up
 from .catalog import Catalog, KeptAs
 from .commits import Commits, PendingCommit
 from .lifetime import Lifetime
+from .manifest import Manifest
 from .newer import Follower, Newer
-from .opened import open_files, open_in_memory
+from .opened import open_files
 from .pools import Memory, Pools
 from .recording import Recorder
 from .table import Table
 from .version import unpack_tensors
 
-__all__ = ["Store"]
-
 _IN_MEMORY: Final = Path(":memory:")
 """In the place of a directory where there is none."""
 
 
-class Store(Lifetime):
+class Store(Unpicklable):
     """An open store; made by ``tierstore.open``. A context manager that closes it.
 
     Any number of threads may read while one trains. Only that one may commit, roll back, create tables and close.
 
     Attributes:
+        directory: absolute.
+        readonly: whether it was opened with mode="r".
         device: where results live.
         recorder: what lookups are told to, or None; see ``record``.
         workers: threads for kernels over many rows.
+        require_open: raises ClosedError after ``close``, and in a process forked since the store was opened.
+        require_writable: raises that, or ReadOnlyError for mode="r".
     """
 
     def __init__(
@@ -58,26 +63,32 @@ class Store(Lifetime):
         threads: int,
         dtype: KeptAs,
     ) -> None:
-        super().__init__(_IN_MEMORY if directory is None else directory.absolute(), readonly=readonly)
+        directory = None if directory is None else directory.absolute()
+        self.directory = directory or _IN_MEMORY
+        self.readonly = readonly
         self.device = memory.device
         self.recorder: Recorder | None = None
+        self._lifetime = Lifetime(self.directory, readonly=readonly)
+        self.require_open, self.require_writable = self._lifetime.require_open, self._lifetime.require_writable
         with contextlib.ExitStack() as held:  # released if a later step fails, else by close, the last first
+            self._cold: LmdbColdTier | MemoryColdTier
             if directory is None:
-                opened = open_in_memory()
+                self._cold = MemoryColdTier()
+                manifest = Manifest.new(self._cold.page_bytes)
             else:
-                opened = open_files(self.directory, readonly=readonly, version=version, slack=slack)
-            self._cold, self._files = opened.cold, opened.files
+                manifest, self._cold = open_files(directory, readonly=readonly, version=version, slack=slack)
             held.callback(self._cold.close)
             self.workers = Workers(threads)
             held.callback(self.workers.close)
             self._catalog = Catalog(
-                self.directory, opened, self._make_table, readonly=readonly, has_hbm=memory.has_hbm, dtype=dtype
-            )
+                weakref.ref(self), directory, manifest, self._cold,
+                readonly=readonly, has_hbm=memory.has_hbm, dtype=dtype,
+            )  # fmt: skip
             self._pools = Pools(memory, self._cold, self.workers, self._catalog, readonly=readonly)
             held.callback(self._pools.close)
-            self._commits = Commits(self._cold, self._catalog, self._pools, keep=keep)
+            self._commits = Commits(self.directory, self._cold, self._catalog, self._pools, keep=keep)
             held.callback(self._commits.close)
-            self._follower = Follower(self, self._cold, self._catalog, self._pools)
+            self._follower = Follower(self._lifetime, self._cold, self._catalog, self._pools)
             self._held = held.pop_all()
 
     # Tables
@@ -99,16 +110,11 @@ class Store(Lifetime):
         known = self._catalog.find(config)
         if known is not None:
             return known
-        manifest = self._catalog.manifest_with(config)
+        self._catalog.require_possible(config)
         self._commits.end_pending()
         with self._pools.lock:  # pools are made for all tables there are
             self._pools.retire()
-            return self._catalog.create(manifest)
-
-    def _make_table(self, config: TableConfig, index: int, layout: RowLayout) -> Table:
-        if self.recorder is not None:
-            self.recorder.add_table(config.name)
-        return Table(self, config, index, layout)
+            return self._catalog.create(config)
 
     def __getitem__(self, name: str) -> Table:
         """The table of that name; TableError names the nearest one there is."""
@@ -156,14 +162,12 @@ class Store(Lifetime):
     def commit_async(
         self, *, extra: dict[str, Any] | None = None, tensors: Mapping[str, Tensor] | None = None
     ) -> PendingCommit:
-        """Commit what is there now, and go on while it is written.
+        """Commit what is there now, and go on while it is written. Arguments, and errors about them, as for ``commit``.
 
         The caller waits until ``extra`` and ``tensors`` are copied and the rows to be written are marked. Whatever is
         written or trained afterwards belongs to the next version: a row that changes before it was written is copied
         first, and whoever changes rows faster than they are written waits for the writer. A commit waits for the one
         before it. ``version`` and ``extra`` stay those of the last version until the new one is durable.
-
-        Args, and errors about them: as for ``commit``.
 
         Returns:
             the future whose ``result()`` is the version's number once it is durable, or raises. An error that nobody
@@ -178,12 +182,8 @@ class Store(Lifetime):
 
         Numbers of dropped versions are not used again. Tables that were created later stay, empty.
 
-        Args:
-            version: one of ``versions``.
-
         Raises:
-            ValueError: it is not kept.
-            TableError: rows are in use by a batch under way.
+            ValueError: it is not one of ``versions``. TableError: rows are in use by a batch under way.
             ReadOnlyError, ClosedError.
         """
         self.require_writable()
@@ -254,10 +254,7 @@ class Store(Lifetime):
 
     def verify(self, *, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
         """Read and check the rows of all versions on SSD; count those of now. ``progress(done_bytes, total_bytes)``.
-
-        Raises:
-            DamagedError: names the file, the place and the way out.
-        """
+        DamagedError: names the file, the place and the way out."""
         self.require_open()
         return self._cold.verify(progress)
 
@@ -270,32 +267,33 @@ class Store(Lifetime):
     ) -> BackupReport:
         """Copy the store and all versions it keeps into another directory, while others train: ``backup.back_up``."""
         self.require_open()
-        if self._files is None:
+        if isinstance(self._cold, MemoryColdTier):
             raise TierstoreError('a store in memory has no files to copy; give it a directory, without cold="memory"')
-        return back_up(self._files, self.directory, target, verify=verify, progress=progress)
+        return back_up(self._cold, self.directory, target, verify=verify, progress=progress)
 
     # Closing
 
     @shielded
     def close(self) -> None:
         """End the commit under way, then release files, memory and threads; what was not committed is dropped. A
-        recorder is stopped.
-
-        A second call does nothing.
-
-        Raises:
-            the error of a commit, if nobody has seen it, or of a recorder; everything is released all the same.
-        """
-        if self.is_over:
-            self.end()  # in a fork, what is held is the parent's
+        recorder is stopped. A second call does nothing. the error of a commit, if nobody has seen it, or of a recorder;
+        everything is released all the same."""
+        if self._lifetime.is_over:
+            self._lifetime.is_closed = True  # in a fork, what is held is the parent's
             return
         try:
             self._commits.end_pending()
         finally:
             with self._follower.lock, self._held as held:
-                self.end()
+                self._lifetime.is_closed = True
                 if self.recorder is not None:
                     held.callback(self.recorder.stop)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def __del__(self) -> None:
         if hasattr(self, "_held"):

@@ -29,29 +29,23 @@ from .version import TableState
 if TYPE_CHECKING:
     from .store import Store
 
-__all__ = ["Table", "make_lookup"]
-
 
 def make_lookup(
     tables: "Sequence[Table]", jagged: Jagged, features: Int64s, columns: Sequence[int], *, mode: str
 ) -> Lookup | HbmLookup:
-    """A pooled lookup of features in tables of one pool, in the tier that holds its hottest rows.
-
-    Args:
-        tables: the table of each feature.
-        features: which feature of ``jagged`` each of them is.
-        columns: where each feature's results begin in the output's columns.
-        mode: "sum", "mean" or "max", for all features.
-
-    Raises:
-        ValueError: an id outside its table; names the table and the id.
-    """
+    """A pooled lookup of features in tables of one pool, in the tier that holds its hottest rows; arguments as of
+    ``Joined``. ValueError, which names table and id, for an id outside its table."""
     joined = Joined(tables, jagged, features, columns)
     return Lookup(joined, mode=mode) if tables[0].pool.hot is None else HbmLookup(joined, mode=mode)
 
 
 def _no_pool() -> None:
     return None
+
+
+def raw_weights(rows: Tensor) -> NDArray[Any]:
+    """Numpy view of weights as kernels see them: float32, or uint16 for the dtypes of 16 bits."""
+    return (rows if rows.dtype == torch.float32 else rows.view(torch.uint16)).numpy()
 
 
 class Table(Unpicklable):
@@ -67,7 +61,7 @@ class Table(Unpicklable):
     """
 
     def __init__(self, store: "Store", config: TableConfig, index: int, layout: RowLayout) -> None:
-        self._store = store
+        self.store = store
         self.config = config
         self.index = index
         self.layout = layout
@@ -83,6 +77,11 @@ class Table(Unpicklable):
         return self.config.name
 
     @property
+    def size_bytes(self) -> int:
+        """Bytes of all rows, were they all in memory."""
+        return self.config.num_embeddings * self.layout.row_bytes
+
+    @property
     def learning_rate(self) -> float:
         return self._learning_rate
 
@@ -92,26 +91,13 @@ class Table(Unpicklable):
             raise ValueError(f"learning_rate={rate} must be finite and not negative")
         self._learning_rate = float(rate)
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all rows, were they all in memory."""
-        return self.config.num_embeddings * self.layout.row_bytes
-
-    @property
-    def store(self) -> "Store":
-        return self._store
-
     def leave(self) -> None:
         """The store has moved to a version without this table. Another may take its place."""
         self._is_gone, self._in_memory, self._known_pool = True, None, _no_pool
 
     @property
     def pool(self) -> Pool:
-        """The pool of its rows.
-
-        Raises:
-            ClosedError: the store was closed. TableError: the version that the store shows has no such table.
-        """
+        """The pool of its rows. ClosedError in a closed store, TableError if the version shown has no such table."""
         known = self._known_pool()
         if known is not None and not known.is_closed:
             return known
@@ -120,17 +106,16 @@ class Table(Unpicklable):
                 f"table {self.name!r} is not in the version that the store shows; if one of that name is there again, "
                 f"take it anew: store[{self.name!r}]"
             )
-        pool = self._store.pool_of(self.layout)
+        pool = self.store.pool_of(self.layout)
         self._known_pool = weakref.ref(pool)  # a pool that another replaces is not kept in memory
         return pool
 
     @property
     def state(self) -> TableState:
-        """What a commit keeps beside the rows."""
+        """What a commit keeps beside the rows, and ``restore`` takes over."""
         return TableState(self._step, self.learning_rate)
 
     def restore(self, state: TableState) -> None:
-        """Take over what a commit kept."""
         self._step, self.learning_rate = state.step, state.learning_rate
         self.num_changes += 1
 
@@ -148,7 +133,6 @@ class Table(Unpicklable):
         return update_seed(self.config.init.random_seed, self._step)
 
     def id_error(self, row: int) -> ValueError:
-        """The error for an id that is not a row."""
         return ValueError(f"id {row} is not a row of table {self.name!r}: ids are in [0, {self.config.num_embeddings})")
 
     def require_float(self) -> None:
@@ -161,7 +145,7 @@ class Table(Unpicklable):
             )
 
     def _keys(self, ids: Tensor) -> Int64s:
-        rows = check_ids(ids, device=self._store.device).astype(np.int64)
+        rows = check_ids(ids, device=self.store.device).astype(np.int64)
         outside = (rows < 0) | (rows >= self.config.num_embeddings)
         if outside.any():
             raise self.id_error(int(rows[outside.argmax()]))
@@ -180,19 +164,19 @@ class Table(Unpicklable):
             ValueError, TypeError: wrong ids. ChecksumError: a row on SSD is damaged. ClosedError.
         """
         keys = self._keys(ids)
-        self._store.require_open()
+        self.store.require_open()
         if not len(keys):
-            return torch.empty((0, self.layout.dim), dtype=self.layout.torch_dtype, device=self._store.device)
+            return torch.empty((0, self.layout.dim), dtype=self.layout.torch_dtype, device=self.store.device)
         rows = in_pool_of(self, lambda pool: self._read(pool, keys))
-        if self._store.recorder is not None:
-            self._store.recorder.note_rows(keys)
+        if self.store.recorder is not None:
+            self.store.recorder.note_rows(keys)
         return rows
 
     def _read(self, pool: Pool, keys: Int64s) -> Tensor:
         if pool.hot is not None:
             return pool.hot.read(keys)
         out = torch.empty((len(keys), self.layout.dim), dtype=self.layout.torch_dtype, device="cpu")
-        pool.transfers.read(keys, self._raw(out))
+        pool.transfers.read(keys, raw_weights(out))
         return out
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
@@ -206,7 +190,7 @@ class Table(Unpicklable):
             ValueError, TypeError: wrong ids or rows; nothing was written. ReadOnlyError: the store was opened for
                 reading, or the rows are quantized. ClosedError, DiskFullError.
         """
-        self._store.require_writable()
+        self.store.require_writable()
         self.require_float()
         keys = self._keys(ids)
         if not isinstance(rows, Tensor) or rows.dtype != self.layout.torch_dtype:
@@ -226,11 +210,7 @@ class Table(Unpicklable):
         if pool.hot is not None:
             pool.hot.write(keys, rows)
         else:
-            pool.transfers.write(keys, self._raw(rows.cpu().contiguous()))
-
-    def _raw(self, rows: Tensor) -> NDArray[Any]:
-        """Numpy view of weights as kernels see them: float32, or uint16 for the dtypes of 16 bits."""
-        return (rows if rows.dtype == torch.float32 else rows.view(torch.uint16)).numpy()
+            pool.transfers.write(keys, raw_weights(rows.cpu().contiguous()))
 
     def pooled(
         self, ids: Tensor, offsets: Tensor, *, mode: str | None = None, per_sample_weights: Tensor | None = None
@@ -247,9 +227,8 @@ class Table(Unpicklable):
         Returns:
             float32 [bags, embedding_dim], on the store's device.
         """
-        if mode is None:
-            mode = self.config.pooling
-        elif mode not in MODES:
+        mode = self.config.pooling if mode is None else mode
+        if mode not in MODES:
             require_choice(mode, tuple(MODES), "mode")
         if per_sample_weights is None and mode != "max":
             memory = self._in_memory
@@ -261,21 +240,21 @@ class Table(Unpicklable):
                 refuse_transforms()
                 raise
             if pooled is not None:
-                if self._store.recorder is not None:
-                    self._store.recorder.note_bags(self.index, ids.numpy(), offsets.numpy())
+                if self.store.recorder is not None:
+                    self.store.recorder.note_bags(self.index, ids.numpy(), offsets.numpy())
                 return pooled
         jagged = self.jagged(ids, offsets, mode=mode, per_sample_weights=per_sample_weights)
         lookup = self.lookup(jagged, mode=mode)
-        out = new_output([lookup], jagged.batch, self.layout.dim, self._store.device)
+        out = new_output([lookup], jagged.batch, self.layout.dim, self.store.device)
         lookup.forward(out, keep=False)
-        if self._store.recorder is not None:
-            self._store.recorder.note_bags(self.index, jagged.ids, jagged.offsets)
+        if self.store.recorder is not None:
+            self.store.recorder.note_bags(self.index, jagged.ids, jagged.offsets)
         return out
 
     def _pooled_in_memory(self, ids: Tensor, offsets: Tensor, mode: int) -> Tensor | None:
         """``pooled`` by one compiled call. None if an argument is wrong or not a plain tensor on the CPU, a row is not
         in memory, or rows have no slots of their own."""
-        self._store.require_open()
+        self.store.require_open()
         if self._in_memory is not None and not self._in_memory.is_over:
             return None
         self._in_memory = self.pool.one_table(self.index, self.config.num_embeddings)
@@ -291,7 +270,7 @@ class Table(Unpicklable):
         is_last_given: bool = True,
     ) -> Jagged:
         """Checked ids of one feature; see ``check_offsets``."""
-        device = self._store.device
+        device = self.store.device
         rows = check_ids(ids, device=device)
         starts = check_offsets(offsets, len(rows), device=device, is_last_given=is_last_given)
         return Jagged(rows, starts, len(starts) - 1, check_scale(per_sample_weights, len(rows), mode, device=device))

@@ -11,8 +11,6 @@ from ..system.durable import output_locked, sync_directory
 from ..system.output import output_errors, require_parent
 from .manifest import MANIFEST_NAME
 
-__all__ = ["Steps", "new_store", "require_outside"]
-
 
 def require_outside(target: Path, source: Path) -> None:
     """ValueError if the target is the store ``source``, or lies within it."""
@@ -26,7 +24,7 @@ def require_outside(target: Path, source: Path) -> None:
 def new_store(target: Path, work_name: str, names: Sequence[str] = (ROW_FILE_NAME,)) -> Iterator[Path]:
     """A working directory within the target. On leaving, its files move to the target; on an error they are removed.
 
-    The manifest moves last: a target without one is no store. The next call replaces what a killed process left there.
+    The manifest moves last: a target without one is no store. The next call replaces what a killed process left.
 
     Args:
         work_name: of the working directory; what is in it may be deleted.
@@ -36,42 +34,32 @@ def new_store(target: Path, work_name: str, names: Sequence[str] = (ROW_FILE_NAM
         FileExistsError: the target is a file, or holds something. FileNotFoundError: nor is there a directory for it.
         TierstoreError: the system refuses, or another process is at work there. DiskFullError: no room.
     """
-    with output_errors(target), _directory(target) as is_made:
-        _require_empty(target, work_name, names)
-        try:
-            _clear(target, work_name, names)
-            work = target / work_name
-            work.mkdir()
-            yield work
-            _move(work, target, names)
-        except BaseException:
-            if not (target / MANIFEST_NAME).exists():
-                _clear(target, work_name, names)
-                if is_made:
-                    target.rmdir()
-            raise
-
-
-@contextlib.contextmanager
-def _directory(target: Path) -> Iterator[bool]:
-    """Make the directory, if it is not there, and hold its lock; gives whether it was made."""
     require_parent(target)
-    is_made = not target.exists()
-    if is_made:
-        target.mkdir()
-    elif not target.is_dir():
-        raise FileExistsError(f"{target} is not a directory; choose another name")
-    with output_locked(target, os.O_RDONLY | os.O_DIRECTORY):
-        yield is_made
-
-
-def _require_empty(target: Path, work_name: str, names: Sequence[str]) -> None:
-    """FileExistsError if there is more than a killed process leaves."""
-    found = {path.name for path in target.iterdir()}
-    if found - {work_name} and (work_name not in found or not found <= {work_name, *names}):
-        raise FileExistsError(
-            f"{target} is not empty (it holds {min(found - {work_name})}); choose a directory that is, or a new one"
-        )
+    work = target / work_name
+    with output_errors(target):
+        is_made = not target.exists()
+        if is_made:
+            target.mkdir()
+        elif not target.is_dir():
+            raise FileExistsError(f"{target} is not a directory; choose another name")
+        with output_locked(target, os.O_RDONLY | os.O_DIRECTORY):
+            found = {path.name for path in target.iterdir()}  # at most what a killed process leaves
+            if found - {work_name} and (work_name not in found or not found <= {work_name, *names}):
+                raise FileExistsError(
+                    f"{target} is not empty (it holds {min(found - {work_name})}); choose a directory that is, or a "
+                    "new one"
+                )
+            try:
+                _clear(target, work_name, names)
+                work.mkdir()
+                yield work
+                _move(work, target, names)
+            except BaseException:
+                if not (target / MANIFEST_NAME).exists():
+                    _clear(target, work_name, names)
+                    if is_made:
+                        target.rmdir()
+                raise
 
 
 def _clear(target: Path, work_name: str, names: Sequence[str]) -> None:
@@ -93,19 +81,17 @@ def _move(work: Path, target: Path, names: Sequence[str]) -> None:
 
 
 class Steps:
-    """One progress bar for copying and verifying, half of it each."""
+    """One progress bar for copying and verifying, half of it each; each is told of bytes done, of how many."""
 
     def __init__(self, show: Callable[[int, int], None] | None) -> None:
         self._show = show
         self._total = 0
 
     def copied(self, done: int, total: int) -> None:
-        """Bytes copied, of how many."""
         self._total = total
         if self._show is not None:
             self._show(done, 2 * total)
 
     def verified(self, done: int, total: int) -> None:
-        """Bytes verified, of how many."""
         if self._show is not None:
             self._show(self._total + self._total * done // max(1, total), 2 * self._total)

@@ -17,8 +17,6 @@ from ..system.excerpt import excerpt
 from .lineage import NO_LINEAGE, Lineage
 from .manifest import Manifest
 
-__all__ = ["ORIGIN_KEY", "TableState", "Version", "json_bytes", "pack", "repack", "unpack", "unpack_tensors"]
-
 ORIGIN_KEY: Final = "tierstore.update"
 """In the ``extra`` of a replica's commits: whose rows they have, see ``updates.origin``."""
 _LENGTH_BYTES: Final = 8
@@ -31,6 +29,13 @@ class TableState(NamedTuple):
     """Updates so far."""
     learning_rate: float
 
+    @classmethod
+    def checked(cls, step: Any, rate: Any) -> "TableState":
+        """Of what a file holds. ValueError, TypeError, OverflowError if it is no such state."""
+        if type(step) is not int or not 0 <= step < 2**63 or not 0 <= float(rate) < math.inf:
+            raise ValueError("a table's step or learning rate is out of range")
+        return cls(step, float(rate))
+
 
 class Version(NamedTuple):
     """Number, tables' states, the caller's ``extra``, its tensors as safetensors bytes, and what it was made from."""
@@ -40,10 +45,6 @@ class Version(NamedTuple):
     extra: dict[str, Any]
     tensors: bytes
     lineage: Lineage = NO_LINEAGE
-
-    def next_lineage(self) -> Lineage:
-        """Of the commit that is made from this one, with a new identity."""
-        return self.lineage.following(self.number)
 
     def manifest_of(self, manifest: Manifest) -> Manifest:
         """The store's manifest with the tables that readers of this version are shown: all, but in a replica only those
@@ -59,14 +60,8 @@ class Version(NamedTuple):
 
 
 def pack(tables: dict[str, TableState], extra: dict[str, Any], tensors: dict[str, Tensor], lineage: Lineage) -> bytes:
-    """Payload for ``ColdTier.commit``.
-
-    Args:
-        lineage: of the commit; ``NO_LINEAGE`` for a payload that is sent elsewhere.
-
-    Raises:
-        TypeError: ``extra`` is not a dict that JSON can hold exactly, or ``tensors`` not a dict of tensors.
-    """
+    """Payload for ``ColdTier.commit``; ``NO_LINEAGE`` for one that is sent elsewhere. TypeError: ``extra`` is not a
+    dict that JSON can hold exactly, or ``tensors`` not a dict of tensors."""
     if not isinstance(extra, dict):
         raise TypeError(f"extra must be a dict, not {type(extra).__name__}")
     try:
@@ -122,7 +117,7 @@ def unpack(number: int, payload: bytes) -> Version:
     length = int.from_bytes(payload[:_LENGTH_BYTES], "little")
     try:
         header = json.loads(payload[_LENGTH_BYTES : _LENGTH_BYTES + length])
-        tables = {name: _state(fields) for name, fields in header["tables"].items()}
+        tables = {name: TableState.checked(*fields) for name, fields in header["tables"].items()}
         if not isinstance(header["extra"], dict):
             raise TypeError("extra is no object")
         lineage = Lineage.from_dict(header.get("commit"))
@@ -134,26 +129,14 @@ def unpack(number: int, payload: bytes) -> Version:
 
 
 def json_bytes(payload: "bytes | memoryview") -> tuple[int, int]:
-    """How many bytes of JSON ``unpack`` reads of a payload, and how many ``unpack_tensors``."""
+    """How many bytes of JSON ``unpack`` reads of a payload, and ``unpack_tensors``."""
     own = int.from_bytes(payload[:_LENGTH_BYTES], "little")
     tensors = payload[_LENGTH_BYTES + own :]
     return own, int.from_bytes(tensors[:_LENGTH_BYTES], "little")
 
 
-def _state(fields: Any) -> TableState:
-    """ValueError or TypeError unless it is what ``pack`` wrote of a table."""
-    step, rate = fields
-    if type(step) is not int or not 0 <= step < 2**63 or not 0 <= float(rate) < math.inf:
-        raise ValueError("a table's step or learning rate is out of range")
-    return TableState(step, float(rate))
-
-
 def unpack_tensors(version: Version) -> dict[str, Tensor]:
-    """The tensors of a version, on the CPU.
-
-    Raises:
-        DamagedError: they are not in safetensors format.
-    """
+    """The tensors of a version, on the CPU; DamagedError if they are not in safetensors format."""
     if not version.tensors:
         return {}
     try:

@@ -23,15 +23,12 @@ from ..kernels.quantized import fill_first_values
 from ..rows import KEY_ROW_BITS, RowLayout
 from ..store import open_store
 from ..store.manifest import MANIFEST_NAME, Manifest
-from ..store.version import TableState, Version, repack, unpack
+from ..store.version import ORIGIN_KEY, TableState, repack, unpack
 from ..system.oserrors import translate_os_error
 from .delta import open_tier
 from .header import UpdateHeader
-from .origin import Origin, origin_of, with_origin
+from .origin import Origin, origin_of
 from .update_file import UpdateFile
-
-__all__ = ["KEEP", "Applied", "apply_update", "roll_back_replica"]
-
 
 KEEP: Final = 2
 _TRANSACTION_BYTES: Final = 16 << 20
@@ -39,17 +36,13 @@ _TRANSACTION_BYTES: Final = 16 << 20
 
 
 class Applied(NamedTuple):
-    """What became of it.
-
-    Attributes:
-        version: of the source, that the replica shows now.
-        rows: that were written.
-        was_there: the replica had this version already; nothing was done.
-    """
+    """What became of it."""
 
     version: int
+    """Of the source, that the replica shows now."""
     rows: int
     was_there: bool
+    """The replica had this version already; nothing was done."""
 
 
 def apply_update(directory: str | os.PathLike[str], file: str | os.PathLike[str], *, id: str | None = None) -> Applied:  # noqa: A002 - the word for it
@@ -91,7 +84,7 @@ def _make_store(directory: Path, header: UpdateHeader) -> None:
 @contextlib.contextmanager
 def _open(directory: Path) -> Iterator[ChangesTier]:
     try:
-        with open_tier(directory, Manifest.read(directory), readonly=False) as tier:
+        with contextlib.closing(open_tier(directory, Manifest.read(directory), readonly=False)) as tier:
             yield tier
     except OSError as error:
         raise translate_os_error(error, error.filename or directory) from error
@@ -100,26 +93,23 @@ def _open(directory: Path) -> Iterator[ChangesTier]:
 def _apply(directory: Path, tier: ChangesTier, update: UpdateFile) -> Applied:
     header, manifest = update.header, Manifest.read(directory)
     before = unpack(tier.version, tier.payload)._replace(tensors=b"")
-    origin = _origin(directory, before)
+    origin = origin_of(before.extra)
+    if before.number and origin is None:
+        raise TierstoreError(f"{directory} was written by others than updates; choose another directory for a replica")
     if header.origin.is_same(origin):
         return Applied(header.origin.version, 0, True)
     _require_base(directory, origin, header)
     _require_tables(directory, before.manifest_of(manifest).tables if origin is not None else (), header)
     rows = _Writer(tier, update).run()
-    payload = _payload(update, before)
+    sent = update.version()
+    states = {config.name: TableState(0, config.optimizer.lr) for config in header.tables}
+    version = sent._replace(tables=states, extra={**sent.extra, ORIGIN_KEY: header.origin._asdict()})
+    payload = repack(version, before.lineage.following(before.number))
     # Last, as readers look for a version's tables here; until the commit they see those of the version before.
     if manifest.tables != header.tables:
         replace(manifest, tables=header.tables).write(directory)
     tier.commit(payload, tier.last_version + 1, keep=KEEP)
     return Applied(header.origin.version, rows, False)
-
-
-def _origin(directory: Path, version: Version) -> Origin | None:
-    """Whose rows a replica has; None if it is empty. TierstoreError if it is no replica."""
-    origin = origin_of(version.extra)
-    if version.number and origin is None:
-        raise TierstoreError(f"{directory} was written by others than updates; choose another directory for a replica")
-    return origin
 
 
 def _wants(header: UpdateHeader) -> str:
@@ -150,15 +140,6 @@ def _require_tables(directory: Path, tables: tuple[TableConfig, ...], header: Up
                 f"table {index} of {directory} is {config}, and of the update {sent}; to have tables that are others "
                 "than they were, start the server with a new, empty directory"
             )
-
-
-def _payload(update: UpdateFile, before: Version) -> bytes:
-    """Of the commit that makes the update's version current."""
-    header = update.header
-    sent = update.version()
-    states = {config.name: TableState(0, config.optimizer.lr) for config in header.tables}
-    version = sent._replace(tables=states, extra=with_origin(sent.extra, header.origin))
-    return repack(version, before.next_lineage())
 
 
 class _Writer:
@@ -236,11 +217,8 @@ def _first_values(config: TableConfig, layout: RowLayout, keys: Int64s) -> Words
 
 
 def roll_back_replica(directory: str | os.PathLike[str]) -> Origin:
-    """Make the version before the current one of a replica; what it shows then.
-
-    Raises:
-        StoreNotFoundError: no replica. TierstoreError: it keeps no version before. StoreLockedError.
-    """
+    """Make the version before the current one of a replica; what it shows then. StoreNotFoundError: no replica.
+    TierstoreError: it keeps no version before. StoreLockedError."""
     directory = Path(directory).absolute()
     with _open(directory) as tier:
         if origin_of(unpack(tier.version, tier.payload).extra) is None:

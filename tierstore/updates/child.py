@@ -12,8 +12,6 @@ from typing import Any
 from ..errors import TierstoreError
 from .apply import apply_update, roll_back_replica
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str]) -> int:
     """Do it; the exit status: 0 done, 1 failed."""

@@ -14,26 +14,14 @@ from ..errors import FormatError
 from ..io.changes import CHUNK_BYTES
 from ..rows import RowLayout
 
-__all__ = ["MAX_CHUNK_BYTES", "chunk_bytes", "compress", "decompress", "pack_chunk", "unpack_chunk"]
-
 MAX_CHUNK_BYTES: Final = 2 * CHUNK_BYTES
 """A chunk before it was compressed: what a reader holds in memory, some times over, for a few bytes of a file. A
 publisher reads ``CHUNK_BYTES`` of rows at a time, and a row of 8 bytes comes with an id of as many."""
-_LEVEL: Final = 1
 _ID_BYTES: Final = 8
 
 
-def compress(raw: bytes) -> bytes:
-    """What ``decompress`` takes."""
-    return zlib.compress(raw, _LEVEL)
-
-
 def decompress(data: bytes, raw_bytes: int) -> bytes:
-    """Exactly ``raw_bytes``, and never more memory than that.
-
-    Raises:
-        FormatError: it is not that many, or not what ``compress`` gave.
-    """
+    """Exactly ``raw_bytes``, and never more memory than that; FormatError if it is not that many, or not of zlib."""
     inflater = zlib.decompressobj()
     try:
         raw = inflater.decompress(data, raw_bytes + 1)
@@ -61,22 +49,13 @@ def chunk_bytes(num_rows: int, layout: RowLayout) -> int:
 
 
 def pack_chunk(ids: NDArray[np.int64], weights: NDArray[np.uint64], layout: RowLayout) -> bytes:
-    """A chunk, not compressed yet.
-
-    Args:
-        ids: int64 [n], ascending.
-        weights: uint64 [n, weight words]; what pads a row to whole words is left out.
-    """
+    """A chunk, not compressed yet, of ascending ids [n] and weights [n, weight words], without what pads a row."""
     rows = weights.view(layout.numpy_dtype)[:, : layout.stored_columns]
     return _planes(np.diff(ids, prepend=np.int64(0))) + _planes(rows)
 
 
 def unpack_chunk(raw: bytes, num_rows: int, layout: RowLayout) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-    """Inverse of ``pack_chunk``; ids may be anything.
-
-    Raises:
-        FormatError: another length than so many rows have.
-    """
+    """Inverse of ``pack_chunk``; ids may be anything. FormatError for another length than so many rows have."""
     if len(raw) != chunk_bytes(num_rows, layout):
         raise FormatError(f"a chunk has {len(raw)} bytes, and {num_rows} rows have {chunk_bytes(num_rows, layout)}")
     split = num_rows * _ID_BYTES

@@ -16,8 +16,6 @@ from .apply import Applied
 from .delta import Update
 from .origin import Origin
 
-__all__ = ["DEFAULT_PORT", "AdminClient", "PublishError"]
-
 DEFAULT_PORT: Final = 8002
 PART_BYTES: Final = 16 << 20
 """Sent by one request."""
@@ -35,15 +33,8 @@ class PublishError(TierstoreError):
 
 
 class AdminClient:
-    """The admin port of one server.
-
-    Args:
-        url: "http://HOST:PORT" or https; the port is 8002 unless given.
-        token: for the header Authorization, if the server wants one.
-
-    Raises:
-        ValueError: no such URL.
-    """
+    """The admin port of one server, "http://HOST:PORT" or https, port 8002 unless given, with the token that it wants.
+    ValueError: no such URL."""
 
     def __init__(self, url: str, *, token: str | None = None) -> None:
         self.url = url
@@ -66,11 +57,7 @@ class AdminClient:
             raise PublishError(f"{self.url} does not answer as a tierstore server: {excerpt(answer)}") from error
 
     def send(self, update: Update, progress: Callable[[int, int], None] = lambda _done, _total: None) -> None:
-        """Send the parts that the server has not; what has arrived stays there if this fails.
-
-        Args:
-            progress: called as ``progress(sent_bytes, total_bytes)``.
-        """
+        """Send the parts that the server has not; what has arrived stays there if this fails."""
         failures = 0
         with update.path.open("rb") as file:
             while (start := self._received(update)) < update.size_bytes:

@@ -18,18 +18,12 @@ from .header import UpdateHeader
 from .origin import Origin
 from .update_file import UpdateWriter, file_checksum
 
-__all__ = ["Source", "Update", "open_tier", "replica_config", "source_of", "write_update"]
-
 _OPTIMIZER_PREFIX: Final = "optimizer."
 """Names of the tensors that only training needs."""
 
 
 class Update(NamedTuple):
-    """A file that was made.
-
-    Attributes:
-        id: its name, by its content.
-    """
+    """A file that was made; its ``id`` is that of its content."""
 
     path: Path
     id: str
@@ -38,12 +32,7 @@ class Update(NamedTuple):
 
 
 class Source(NamedTuple):
-    """What a store would publish, and what it can tell changes since.
-
-    Attributes:
-        origin: its last version.
-        lineage: of that version.
-    """
+    """What a store would publish, its last version, and what it can tell changes since, the lineage."""
 
     origin: Origin
     lineage: Lineage
@@ -63,23 +52,15 @@ def replica_config(config: TableConfig) -> TableConfig:
     return replace(config, optimizer=optim.SGD(), rounding="nearest")
 
 
-@contextlib.contextmanager
-def open_tier(directory: Path, manifest: Manifest, *, readonly: bool) -> Iterator[ChangesTier]:
+def open_tier(directory: Path, manifest: Manifest, *, readonly: bool) -> ChangesTier:
     """The row file of a store, with no table added."""
-    tier = ChangesTier(
-        directory,
-        store_id=bytes.fromhex(manifest.store_id),
-        readonly=readonly,
-        create=False,
-    )
-    with contextlib.closing(tier):
-        yield tier
+    return ChangesTier(directory, store_id=bytes.fromhex(manifest.store_id), readonly=readonly, create=False)
 
 
 @contextlib.contextmanager
 def _open_source(directory: Path) -> Iterator[tuple[Manifest, ChangesTier]]:
     """A store whose last version is published, with its tables added; it may be trained on meanwhile."""
-    with open_tier(directory, Manifest.read(directory), readonly=True) as tier:
+    with contextlib.closing(open_tier(directory, Manifest.read(directory), readonly=True)) as tier:
         # Read after the version was chosen: a writer makes a table before it commits rows of it.
         manifest = unpack(tier.version, tier.payload).manifest_of(Manifest.read(directory))
         if not tier.version:
@@ -90,11 +71,7 @@ def _open_source(directory: Path) -> Iterator[tuple[Manifest, ChangesTier]]:
 
 
 def source_of(directory: str | os.PathLike[str]) -> Source:
-    """Which version a store would publish.
-
-    Raises:
-        StoreNotFoundError: none, or nothing was committed. DamagedError.
-    """
+    """Which version a store would publish. StoreNotFoundError: none, or nothing was committed. DamagedError."""
     with _open_source(Path(directory).absolute()) as (manifest, tier):
         return _source(manifest, tier)
 
@@ -141,14 +118,15 @@ def write_update(
         since_commit_id = source.lineage.id_of(since)
         with tier.changes(since if since_commit_id else 0) as changes:
             _write_rows(writer, changes, manifest, progress)
-        header = writer.finish(
-            out,
+        header = UpdateHeader(
             origin=source.origin,
             since=0 if changes.basis is Basis.NOTHING else since,
             since_commit_id=since_commit_id,
             basis=changes.basis,
             tables=tuple(map(replica_config, manifest.tables)),
+            chunks=writer.chunks,
         )
+        writer.finish(out, header)
     return Update(out, file_checksum(out), out.stat().st_size, header)
 
 

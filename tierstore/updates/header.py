@@ -8,11 +8,10 @@ from ..config import TableConfig, require_int
 from ..io.changes import Basis
 from ..rows import MAX_ROWS, MAX_TABLES
 from ..store.lineage import is_commit_id
+from ..store.manifest import is_store_id
 from ..system.excerpt import excerpt
 from .chunks import MAX_CHUNK_BYTES, chunk_bytes
-from .origin import Origin, is_store_id
-
-__all__ = ["MAX_PAYLOAD_BYTES", "PAGE_BYTES", "PAYLOAD", "Chunk", "UpdateHeader"]
+from .origin import Origin
 
 _FORMAT: Final = 2
 PAYLOAD: Final = -1
@@ -26,19 +25,16 @@ _MAX_VERSION: Final = 2**40
 
 
 class Chunk(NamedTuple):
-    """One chunk, in the order of the file.
-
-    Attributes:
-        table: index of its table, or ``PAYLOAD``.
-        rows: in it; 0 in the payload.
-        raw_bytes: before it was compressed.
-        checksum: XXH64 of the compressed bytes, hex.
-    """
+    """One chunk, in the order of the file."""
 
     table: int
+    """Index of its table, or ``PAYLOAD``."""
     rows: int
+    """0 in the payload."""
     raw_bytes: int
+    """Before it was compressed."""
     checksum: str
+    """XXH64 of the compressed bytes, hex."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +76,9 @@ class UpdateHeader:
         order = [chunk.table for chunk in self.chunks]
         if order != sorted(order) or PAYLOAD not in order:
             raise ValueError("its chunks are in no order, or there is no payload")
-        if self.payload_bytes > MAX_PAYLOAD_BYTES:
-            raise ValueError(f"a payload of {self.payload_bytes} bytes; at most {MAX_PAYLOAD_BYTES} are taken")
+        payload_bytes = sum(chunk.raw_bytes for chunk in self.chunks if chunk.table == PAYLOAD)
+        if payload_bytes > MAX_PAYLOAD_BYTES:
+            raise ValueError(f"a payload of {payload_bytes} bytes; at most {MAX_PAYLOAD_BYTES} are taken")
 
     def _check_chunks(self) -> None:
         """ValueError or TypeError unless each has the size that its rows have, and no table more rows than it can."""
@@ -102,16 +99,6 @@ class UpdateHeader:
     def base(self) -> Origin | None:
         """What whoever applies it must have; None if it needs nothing."""
         return Origin(self.origin.source, self.since, self.since_commit_id) if self.since else None
-
-    @property
-    def payload_bytes(self) -> int:
-        """Of the payload, before it was compressed."""
-        return sum(chunk.raw_bytes for chunk in self.chunks if chunk.table == PAYLOAD)
-
-    @property
-    def raw_bytes(self) -> int:
-        """Of everything, before it was compressed."""
-        return sum(chunk.raw_bytes for chunk in self.chunks)
 
     @property
     def num_rows(self) -> int:

@@ -1,31 +1,24 @@
 """Whose rows a replica has: kept in the ``extra`` of each of its commits, beside what the source itself keeps there."""
 
-import re
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import FormatError
 from ..store.lineage import is_commit_id
+from ..store.manifest import is_store_id
 from ..store.version import ORIGIN_KEY
 from ..system.excerpt import excerpt
 
-__all__ = ["Origin", "is_store_id", "origin_of", "with_origin"]
-
-_STORE_ID: Final = re.compile("[0-9a-f]{32}")
-
 
 class Origin(NamedTuple):
-    """A version of another store.
-
-    Attributes:
-        source: that store's id, hex.
-        version: its number there, which a server tells its clients.
-        commit_id: the commit's identity (``lineage``); "" of a release without identities.
-    """
+    """A version of another store."""
 
     source: str
+    """That store's id, hex."""
     version: int
+    """Its number there, which a server tells its clients."""
     commit_id: str = ""
+    """The commit's identity (``lineage``); "" of a release without identities."""
 
     def __str__(self) -> str:
         return f"version {self.version} (commit {self.commit_id or 'unknown'}) of store {self.source}"
@@ -35,17 +28,9 @@ class Origin(NamedTuple):
         return self == other and self.commit_id != ""
 
 
-def is_store_id(value: object) -> bool:
-    """Whether it is the id of a store, in hex."""
-    return isinstance(value, str) and _STORE_ID.fullmatch(value) is not None
-
-
 def origin_of(extra: Mapping[str, Any]) -> Origin | None:
-    """Where the rows of a commit with this ``extra`` come from; None if the store is no replica.
-
-    Raises:
-        FormatError: it is not what ``with_origin`` wrote.
-    """
+    """Where the rows of a commit with this ``extra`` come from; None if the store is no replica. FormatError: it is not
+    what ``apply_update`` wrote."""
     stored = extra.get(ORIGIN_KEY)
     if stored is None:
         return None
@@ -57,8 +42,3 @@ def origin_of(extra: Mapping[str, Any]) -> Origin | None:
     if not is_sound or not (commit_id == "" or is_commit_id(commit_id)):
         raise FormatError(f"extra[{ORIGIN_KEY!r}] is {excerpt(stored)}, not the source of a replica's rows")
     return Origin(source, version, commit_id)
-
-
-def with_origin(extra: Mapping[str, Any], origin: Origin) -> dict[str, Any]:
-    """The source's own ``extra``, and where it comes from."""
-    return {**extra, ORIGIN_KEY: origin._asdict()}

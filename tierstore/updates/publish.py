@@ -18,60 +18,44 @@ from .client import AdminClient, PublishError
 from .delta import Update, source_of, write_update
 from .origin import Origin
 
-__all__ = ["Published", "Publisher", "plan", "publish"]
-
 Progress = Callable[[int, int], None]
 Bar = Callable[[str], AbstractContextManager[Progress]]
 
 
 class Published(NamedTuple):
-    """What became of one server.
-
-    Attributes:
-        version: that it shows, of the source; 0 if that is not known.
-        rows, size_bytes: sent; 0 if it had everything.
-        error: "" if all went well.
-    """
+    """What became of one server."""
 
     url: str
     version: int
+    """Of the source, that it shows; 0 if that is not known."""
     rows: int
     size_bytes: int
+    """Sent, with so many rows; 0 if it had everything."""
     seconds: float
     error: str = ""
 
 
-@contextlib.contextmanager
-def _no_bar(_what: str) -> Iterator[Progress]:
-    yield lambda _done, _total: None
+def _no_bar(_what: str) -> AbstractContextManager[Progress]:
+    return contextlib.nullcontext(lambda _done, _total: None)
 
 
-class Publisher:
-    """The updates of one store, each made once, however many servers lack it.
+class _Publisher:
+    """The updates of one store, each made once, however many servers lack it."""
 
-    Args:
-        bar: makes a progress bar for what it is told.
-    """
-
-    def __init__(self, directory: str | os.PathLike[str], work: Path, *, bar: Bar = _no_bar) -> None:
+    def __init__(self, directory: str | os.PathLike[str], work: Path, bar: Bar) -> None:
         self._directory = directory
         self._work = work
         self._bar = bar
-        self._updates: dict[int, Update] = {}
+        self.updates: dict[int, Update] = {}
         self.source = source_of(directory)
-
-    @property
-    def updates(self) -> tuple[Update, ...]:
-        """Those made so far."""
-        return tuple(self._updates.values())
 
     def update(self, since: int) -> Update:
         """What changed since a version; see ``write_update``."""
-        if since not in self._updates:
+        if since not in self.updates:
             with self._bar("compare") as show:
                 update = write_update(self._directory, self._work / f"update-{since}", since=since, progress=show)
-            self._updates[since] = self._updates.setdefault(update.header.since, update)
-        return self._updates[since]
+            self.updates[since] = self.updates.setdefault(update.header.since, update)
+        return self.updates[since]
 
     def describe(self, since: int) -> list[str]:
         """What changed since a version, in words."""
@@ -85,12 +69,8 @@ class Publisher:
         return [f"  version {header.origin.version}, {header.num_rows:,} rows {told}, {size}", *counts]
 
     def begin(self, url: str, origin: Origin | None, wanted: int | None) -> int:
-        """The version that an update of a server begins at: the wanted one, unless that is None.
-
-        Raises:
-            PublishError: the server has rows of another store, or not the wanted version, or another commit of that
-                number.
-        """
+        """The version that an update of a server begins at: the wanted one, unless that is None. PublishError if the
+        server has rows of another store, or not the wanted version, or another commit of that number."""
         if origin is not None and origin.source != self.source.origin.source:
             raise PublishError(
                 f"{url} has {origin}, and this is {self.source.origin}. A replica takes updates of one store; to have "
@@ -109,20 +89,16 @@ class Publisher:
         started = time.monotonic()
         try:
             with AdminClient(url, token=token) as client:
-                return self._send(client, since, started)
+                origin = client.origin()
+                if self.source.origin.is_same(origin):
+                    return Published(url, self.source.origin.version, 0, 0, time.monotonic() - started)
+                update = self.update(self.begin(url, origin, since))
+                with self._bar("send") as show:
+                    client.send(update, show)
+                done = client.apply(update)
+                return Published(url, done.version, done.rows, update.size_bytes, time.monotonic() - started)
         except (TierstoreError, OSError) as error:
             return Published(url, 0, 0, 0, time.monotonic() - started, str(error))
-
-    def _send(self, client: AdminClient, since: int | None, started: float) -> Published:
-        origin = client.origin()
-        if self.source.origin.is_same(origin):
-            return Published(client.url, self.source.origin.version, 0, 0, time.monotonic() - started)
-        update = self.update(self.begin(client.url, origin, since))
-        with self._bar("send") as show:
-            client.send(update, show)
-        outcome = client.apply(update)
-        seconds = time.monotonic() - started
-        return Published(client.url, outcome.version, outcome.rows, update.size_bytes, seconds)
 
 
 def publish(
@@ -141,7 +117,6 @@ def publish(
     Args:
         to: URLs of the servers' admin ports.
         since: the version that the servers have; default: what each says.
-        token: for servers that want one.
         keep_file: leave the (last) update there.
         bar: makes a progress bar for what it is told.
 
@@ -149,7 +124,7 @@ def publish(
         StoreNotFoundError, DamagedError: the store. ValueError: a URL. FileExistsError, FileNotFoundError:
             ``keep_file`` is there, or there is no directory for it.
     """
-    with _publisher(directory, to, keep_file, bar) as publisher:
+    with _publishing(directory, to, keep_file, bar) as publisher:
         return [publisher.send(url, since=since, token=token) for url in to]
 
 
@@ -162,12 +137,9 @@ def plan(
     keep_file: str | os.PathLike[str] | None = None,
     bar: Bar = _no_bar,
 ) -> list[str]:
-    """What ``publish`` would send, in words; without servers, to one that has ``since``, or nothing.
-
-    Raises:
-        PublishError: a server cannot be asked, or has not ``since``. Others as ``publish``.
-    """
-    with _publisher(directory, to, keep_file, bar) as publisher:
+    """What ``publish`` would send, in words; without servers, to one that has ``since``, or nothing. PublishError: a
+    server cannot be asked, or has not ``since``. Others as ``publish``."""
+    with _publishing(directory, to, keep_file, bar) as publisher:
         lines = []
         for url in to:
             with AdminClient(url, token=token) as client:
@@ -180,9 +152,9 @@ def plan(
 
 
 @contextlib.contextmanager
-def _publisher(
+def _publishing(
     directory: str | os.PathLike[str], to: Sequence[str], keep_file: str | os.PathLike[str] | None, bar: Bar
-) -> Iterator[Publisher]:
+) -> Iterator[_Publisher]:
     """A publisher in a temporary directory, of whose updates the last one is kept."""
     if keep_file is not None:
         if os.path.lexists(keep_file):
@@ -191,7 +163,7 @@ def _publisher(
     for url in to:  # a wrong URL is told before anything is done
         AdminClient(url).close()
     with tempfile.TemporaryDirectory(prefix="tierstore-") as work:
-        publisher = Publisher(directory, Path(work), bar=bar)
+        publisher = _Publisher(directory, Path(work), bar)
         yield publisher
         if keep_file is not None and publisher.updates:
-            shutil.copyfile(publisher.updates[-1].path, keep_file)
+            shutil.copyfile([*publisher.updates.values()][-1].path, keep_file)

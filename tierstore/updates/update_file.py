@@ -3,11 +3,13 @@
 A file is named by its XXH64, so one that is cut short or damaged on its way is told from the one that was sent.
 """
 
+import hashlib
 import io
 import json
 import os
 import shutil
 import tempfile
+import zlib
 from bisect import bisect_left
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,21 +21,16 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from ..config import TableConfig
 from ..errors import ChecksumError, FormatError, TruncatedError
 from ..exchange.safetensors_file import METADATA_KEY, SafetensorsFile
 from ..exchange.tensor_file import TensorSpec
-from ..io.changes import Basis
 from ..rows import RowLayout
 from ..store.version import Version, json_bytes, unpack, unpack_tensors
 from ..system.excerpt import excerpt
 from ..system.output import partial_file
 from ..system.plainfile import open_plain_file
-from .chunks import MAX_CHUNK_BYTES, compress, decompress, pack_chunk, unpack_chunk
+from .chunks import MAX_CHUNK_BYTES, decompress, pack_chunk, unpack_chunk
 from .header import MAX_PAYLOAD_BYTES, PAGE_BYTES, PAYLOAD, Chunk, UpdateHeader
-from .origin import Origin
-
-__all__ = ["UpdateFile", "UpdateWriter", "file_checksum"]
 
 _PAYLOAD_CHUNK_BYTES: Final = 8 << 20
 _MAX_HEADER_BYTES: Final = 32 << 20
@@ -44,10 +41,6 @@ _MAX_JSON_BYTES: Final = 4 << 20
 """Of ``extra``, and of the names of the tensors: read as JSON, they take 25 times as much memory."""
 
 
-def _checksum(data: bytes) -> str:
-    return str(xxhash.xxh64_hexdigest(data))
-
-
 def file_checksum(path: Path) -> str:
     """XXH64 of a file, 16 hex digits: the name of the update in it."""
     with open_plain_file(path) as file:
@@ -55,10 +48,7 @@ def file_checksum(path: Path) -> str:
 
 
 def _file_checksum(file: BinaryIO) -> str:
-    whole = xxhash.xxh64()
-    while part := file.read(_STEP_BYTES):
-        whole.update(part)
-    return str(whole.hexdigest())
+    return str(hashlib.file_digest(file, xxhash.xxh64).hexdigest())  # type: ignore[arg-type]
 
 
 def _require_small(payload: "bytes | memoryview") -> None:
@@ -92,37 +82,26 @@ class UpdateWriter:
         self._add(table, len(rows), pack_chunk(rows, weights, layout))
 
     def _add(self, table: int, rows: int, raw: bytes) -> None:
-        data = compress(raw)
+        data = zlib.compress(raw, 1)
         self._spool.write(data)
         self._sizes.append(len(data))
-        self._chunks.append(Chunk(table, rows, len(raw), _checksum(data)))
+        self._chunks.append(Chunk(table, rows, len(raw), xxhash.xxh64_hexdigest(data)))
 
-    def finish(
-        self, path: Path, *, origin: Origin, since: int, since_commit_id: str, basis: Basis,
-        tables: tuple[TableConfig, ...],
-    ) -> UpdateHeader:  # fmt: skip
-        """Write the file; the arguments are its header's.
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """Those added, for the header."""
+        return tuple(self._chunks)
 
-        Raises:
-            FileExistsError: there is one. DiskFullError: nothing is left of it.
-        """
-        header = UpdateHeader(
-            origin=origin,
-            since=since,
-            since_commit_id=since_commit_id,
-            basis=basis,
-            tables=tables,
-            chunks=tuple(self._chunks),
-        )
+    def finish(self, path: Path, header: UpdateHeader) -> None:
+        """Write the file. FileExistsError if there is one; DiskFullError: nothing is left of it."""
         specs = [TensorSpec(f"chunk.{number}", torch.uint8, (size,)) for number, size in enumerate(self._sizes)]
-        head = b"".join(part for _, part in SafetensorsFile(specs, header.to_dict()).frame({}))
+        head = SafetensorsFile(specs, header.to_dict()).head
         if len(head) > _MAX_HEADER_BYTES:
             raise ValueError(f"{path}: a header of {len(head)} bytes; publish more often, or fewer rows at a time")
         self._spool.seek(0)
         with partial_file(path, force=False) as descriptor, os.fdopen(os.dup(descriptor), "wb") as file:
             file.write(head)
             shutil.copyfileobj(self._spool, file, _STEP_BYTES)
-        return header
 
     def close(self) -> None:
         self._spool.close()
@@ -186,10 +165,7 @@ class UpdateFile:
 
     def rows(self, table: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint64]]]:
         """Row numbers of a table, ascending from chunk to chunk, and their weights, uint64 [n, weight words].
-
-        Raises:
-            FormatError, ChecksumError: it is not what ``UpdateWriter`` wrote.
-        """
+        FormatError or ChecksumError for what ``UpdateWriter`` did not write."""
         config = self.header.tables[table]
         layout, last = config.layout(PAGE_BYTES), -1
         for number in self._numbers(table):
@@ -212,7 +188,7 @@ class UpdateFile:
         self._file.seek(start)
         data = self._file.read(stop - start)
         chunk = self.header.chunks[number]
-        if len(data) != stop - start or _checksum(data) != chunk.checksum:
+        if len(data) != stop - start or xxhash.xxh64_hexdigest(data) != chunk.checksum:
             raise ChecksumError(f"{self.path}: chunk {number} does not match its checksum; send the update again")
         try:
             return decompress(data, chunk.raw_bytes)
