@@ -1,8 +1,8 @@
 """A torch checkpoint, planned before it is written: ``torch.load(path, weights_only=True, mmap=True)`` reads it.
 
 It is a ZIP archive of uncompressed entries: a pickle of the state dict in which each tensor names its storage, one
-entry for each storage, and a few small ones. Sizes and places are 64-bit throughout (APPNOTE.TXT 4.5.3), so that small
-files are written exactly as large ones are. Our own metadata is one more entry, which torch passes over.
+entry for each storage, and a few small ones. Headers of entries have room for 64-bit sizes, so that they are as long in
+small files as in large ones. Our own metadata is one more entry, which torch passes over.
 """
 
 import io
