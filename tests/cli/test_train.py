@@ -3,8 +3,9 @@
 import pytest
 
 from tierstore.cli import entry as cli
+from tierstore.settings.sections import to_dict
 from tierstore.train import RunConfig
-from tierstore.train.config import load, to_dict
+from tierstore.train.config import load
 
 
 def test_every_flag_of_train_that_stands_for_a_key_names_a_real_one():

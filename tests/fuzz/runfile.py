@@ -1,7 +1,8 @@
 """A run file in TOML, and an override."""
 
+from tierstore.settings.sections import to_toml
 from tierstore.train import RunConfig
-from tierstore.train.config import ConfigError, load, parse_override, to_toml
+from tierstore.train.config import ConfigError, load, parse_override
 
 from .target import FindingError, Target, scratch_folder
 

@@ -5,8 +5,9 @@ from typing import get_type_hints
 
 import pytest
 
+from tierstore.settings.sections import to_toml
 from tierstore.train import config as run_files
-from tierstore.train.config import ConfigError, RunConfig, parse_override, to_toml
+from tierstore.train.config import ConfigError, RunConfig, parse_override
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tierstore.cli import entry as cli
+from tierstore.settings.sections import to_toml
 from tierstore.train import train, warmup
 from tierstore.train.build import build_run, open_data, open_run_store
-from tierstore.train.config import to_toml
 from tierstore.train.steps import feed
 
 from .runs import config_of

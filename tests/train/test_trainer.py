@@ -16,9 +16,9 @@ from torch import nn
 import tierstore
 from tierstore.errors import BudgetError
 from tierstore.models import DLRM
+from tierstore.settings.sections import to_toml
 from tierstore.train import train, trainer
 from tierstore.train.build import open_data
-from tierstore.train.config import to_toml
 from tierstore.train.metrics import Evaluation, roc_auc
 from tierstore.train.readers import CriteoReader
 

@@ -248,7 +248,8 @@ COMPACT: Final = command(
 
 
 def _trace(options: argparse.Namespace) -> int:
-    from ..train.config import Override, load
+    from ..settings.sections import Override
+    from ..train.config import load
     from ..train.lookups import trace_run
 
     data = [] if options.data is None else [Override("data", "path", options.data, f"--data {options.data}")]

@@ -17,7 +17,7 @@ from ..system.terminal import Command, arg, byte_bar, command, group, show_help
 from .commands import BACKUP, COMPACT, EXPORT, IMPORT, PUBLISH, QUANTIZE, TRACE
 
 if TYPE_CHECKING:
-    from ..train.config import Override
+    from ..settings.sections import Override
 
 EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
@@ -124,8 +124,9 @@ def _add_commands(parser: argparse.ArgumentParser, commands: "Mapping[str, Comma
 
 
 def _train(options: argparse.Namespace) -> int:
+    from ..settings.sections import to_toml
     from ..train import RunConfig, train
-    from ..train.config import load, to_toml
+    from ..train.config import load
     from ..train.terminal import command_name
 
     if options.keys:
@@ -147,7 +148,8 @@ def _train(options: argparse.Namespace) -> int:
 
 def _overrides(options: argparse.Namespace) -> "list[Override]":
     """What the flags set; named flags come last and so win over ``--set``."""
-    from ..train.config import Override, parse_override
+    from ..settings.sections import Override
+    from ..train.config import parse_override
 
     overrides = [parse_override(text) for text in options.set]
     for flag, (name, *_) in _TRAIN_FLAGS.items():

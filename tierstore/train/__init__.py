@@ -1,6 +1,7 @@
 """Training a DLRM on click data from one run file."""
 
-from .config import ConfigError, RunConfig, load
+from ..settings.sections import ConfigError
+from .config import RunConfig, load
 from .summary import Summary
 from .trainer import train
 

@@ -11,11 +11,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from ..settings.sections import sections_of
+from ..settings.sections import sections_of, to_dict
 from ..store import Store
 from ..store.commits import PendingCommit
 from .build import Run
-from .config import RunConfig, to_dict
+from .config import RunConfig
 
 _EXTRA_KEY: Final = "tierstore.train"
 _FREE_KEYS: Final = frozenset(

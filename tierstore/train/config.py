@@ -16,26 +16,10 @@ from ..io.cleaning import DEFAULT_SLACK
 from ..rows import MAX_ROWS
 from ..settings import sections
 from ..settings.options import check_ranges, option
-from ..settings.sections import ConfigError, Override, to_dict, to_toml
+from ..settings.sections import ConfigError, Override
 from ..system.excerpt import excerpt
 from ..system.sizes import parse_size
 from .readers import DataFormat
-
-__all__ = [
-    "ConfigError",
-    "DataSection",
-    "EmbeddingSection",
-    "ModelSection",
-    "OptimizerSection",
-    "Override",
-    "RunConfig",
-    "StoreSection",
-    "TrainSection",
-    "load",
-    "parse_override",
-    "to_dict",
-    "to_toml",
-]
 
 _MAX_THREADS: Final = 1024
 _MAX_WIDTH: Final = 1 << 20

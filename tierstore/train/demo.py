@@ -17,6 +17,7 @@ import numpy as np
 
 from ..errors import TierstoreError
 from ..io import ROW_FILE_NAME
+from ..settings.sections import to_toml
 from ..store import open_store
 from ..system.sizes import format_size
 from .build import table_configs
@@ -28,7 +29,6 @@ from .config import (
     RunConfig,
     StoreSection,
     TrainSection,
-    to_toml,
 )
 from .lookups import trace_run
 from .synthetic import CARDINALITIES, SyntheticData, write_synthetic
