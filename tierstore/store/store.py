@@ -276,8 +276,8 @@ class Store(Unpicklable):
     @shielded
     def close(self) -> None:
         """End the commit under way, then release files, memory and threads; what was not committed is dropped. A
-        recorder is stopped. A second call does nothing. the error of a commit, if nobody has seen it, or of a recorder;
-        everything is released all the same."""
+        recorder is stopped. A second call does nothing. Raises the error of a commit that nobody has seen, or of a
+        recorder; everything is released all the same."""
         if self._lifetime.is_over:
             self._lifetime.is_closed = True  # in a fork, what is held is the parent's
             return
