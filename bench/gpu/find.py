@@ -29,8 +29,8 @@ _ELSEWHERE: Final = 1 << 50
 _FIND_BYTES: Final = 8 + 256 + 4
 _SECTOR_BYTES: Final = 32
 _PLAN_SET_BYTES: Final = 640
-_PLAN_KEY_BYTES: Final = 8 + 4 + 4 + 4 + 1
-"""Key, set and member read; slot and status written."""
+_PLAN_KEY_BYTES: Final = 8 + 4 + 4 + 1
+"""Key and set read; slot and status written."""
 _COMMIT_KEY_BYTES: Final = 8 + 4 + 1 + 3 * _SECTOR_BYTES
 """Key, slot and status read; a sector of keys, of ranks and of flags written."""
 
@@ -39,7 +39,6 @@ class _Batch(NamedTuple):
     keys: Tensor
     sets: Tensor
     grouping: Grouping
-    members: Tensor
 
 
 def run(rig: Rig, config: dict[str, Any], folder: Path) -> Part:
@@ -76,18 +75,14 @@ def _fill(rig: Rig, cache: HbmCache, count: int) -> Tensor:
     for start in range(0, count, _FILL_KEYS):
         keys = torch.arange(start, min(start + _FILL_KEYS, count), device=rig.device)
         grouping = group(keys, cache.num_sets)
-        _admit(cache, grouping, _members(grouping))
+        _admit(cache, grouping)
     keys = cache.keys_at(cache.slots_with(RESIDENT).long())
     return keys[torch.randperm(len(keys), generator=rig.generator, device=rig.device)]
 
 
-def _members(grouping: Grouping) -> Tensor:
-    return torch.arange(len(grouping.keys), dtype=torch.int32, device=grouping.keys.device)
-
-
-def _admit(cache: HbmCache, grouping: Grouping, members: Tensor) -> None:
-    plan = cache.plan(grouping.keys, grouping.sets, members)
-    cache.commit(grouping.keys, plan, len(grouping.keys))
+def _admit(cache: HbmCache, grouping: Grouping) -> None:
+    plan = cache.plan(grouping.keys, grouping.sets)
+    cache.commit(grouping.keys, plan)
     slots = plan.slots[plan.slots >= 0]
     cache.settle(slots)
     cache.release(slots, changed=False)
@@ -98,7 +93,7 @@ def _draw(rig: Rig, cache: HbmCache, resident: Tensor, zipf: Zipf, share: float,
     misses = torch.rand(count, generator=rig.generator, device=rig.device) >= share
     keys = torch.where(misses, keys + _ELSEWHERE, keys)
     grouping = group(keys, cache.num_sets)
-    return _Batch(keys, sets_of(mixed(keys), cache.num_sets), grouping, _members(grouping))
+    return _Batch(keys, sets_of(mixed(keys), cache.num_sets), grouping)
 
 
 def _measure(
@@ -117,7 +112,7 @@ def _measure(
         "find, kernel alone": lambda i: find(cache._books, of(i % count).keys, of(i % count).sets),
         "find": lambda i: cache.locate(of(i % count).keys),
         "group": lambda i: group(of(i % count).keys, cache.num_sets),
-        "plan": lambda i: cache.plan(of(i % count).grouping.keys, of(i % count).grouping.sets, of(i % count).members),
+        "plan": lambda i: cache.plan(of(i % count).grouping.keys, of(i % count).grouping.sets),
     }
     seconds = rig.times(steps, repetitions=config["repetitions"])
     seconds["commit"] = _commit_seconds(rig, cache, batches, config["repetitions"])
@@ -148,11 +143,11 @@ def _commit_seconds(rig: Rig, cache: HbmCache, batches: list[_Batch], repetition
         for own, copy in zip(cache._books, saved, strict=True):
             own.copy_(copy)
         batch = batches[number % len(batches)]
-        plans[:] = [cache.plan(batch.grouping.keys, batch.grouping.sets, batch.members)]
+        plans[:] = [cache.plan(batch.grouping.keys, batch.grouping.sets)]
 
     def commit(number: int) -> None:
         keys = batches[number % len(batches)].grouping.keys
-        cache.commit(keys, plans[0], len(keys))
+        cache.commit(keys, plans[0])
 
     seconds = rig.times({"commit": commit}, repetitions=repetitions, before={"commit": prepare})["commit"]
     prepare(0)

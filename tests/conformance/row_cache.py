@@ -8,11 +8,10 @@ from typing import Any
 import cachetools
 import numpy as np
 import pytest
-import torch
 
 from tierstore.cache.base import Admission, AdmitStatus, CacheCounters, RowCache
 from tierstore.cache.reference_tinylfu import TinyLFU
-from tierstore.kernels.arrays import Int32s, Int64s, Words
+from tierstore.kernels.arrays import Int32s, Int64s
 
 
 def keys_from(*values: int) -> Int64s:
@@ -21,11 +20,6 @@ def keys_from(*values: int) -> Int64s:
 
 def slots_from(*values: int) -> Int32s:
     return np.array(values, np.int32)
-
-
-def words_of(arena: Any) -> Words:
-    """An arena in memory as numpy sees it; changes reach the cache."""
-    return arena.numpy().view(np.uint64) if isinstance(arena, torch.Tensor) else arena
 
 
 def order_of(cache: RowCache) -> list[int]:
@@ -103,8 +97,7 @@ class RowCacheConformance:
     def test_arenas_are_aligned_words(self, capacity: int) -> None:
         cache = self.make(capacity, weight_words=3, state_words=2)
         assert cache.capacity == capacity
-        for given, words in ((cache.weights, 3), (cache.state, 2)):
-            arena = words_of(given)
+        for arena, words in ((cache.weights, 3), (cache.state, 2)):
             assert (arena.shape, arena.dtype) == ((capacity, words), np.uint64)
             assert arena.flags.c_contiguous
             assert arena.flags.writeable
@@ -185,13 +178,13 @@ class RowCacheConformance:
             admission = Admission(keys_from(value))
             cache.admit(admission)
             if admission.num_missing:
-                words_of(cache.weights)[admission.slots] = value
-                words_of(cache.state)[admission.slots] = value + 100
+                cache.weights[admission.slots] = value
+                cache.state[admission.slots] = value + 100
                 cache.filled(admission.slots)
             cache.unpin(admission.slots)
             resident = cache.resident_slots()
-            assert words_of(cache.weights)[resident, 1].tolist() == cache.keys_of(resident).tolist()
-            assert (words_of(cache.state)[resident, 0] - np.uint64(100)).tolist() == cache.keys_of(resident).tolist()
+            assert cache.weights[resident, 1].tolist() == cache.keys_of(resident).tolist()
+            assert (cache.state[resident, 0] - np.uint64(100)).tolist() == cache.keys_of(resident).tolist()
 
     def test_a_row_pinned_by_two_admissions_needs_two_unpins(self) -> None:
         cache = self.make(1)

@@ -14,6 +14,7 @@ import torch
 
 from tests.tiers import TroubledTier
 from tierstore import cache, init, optim
+from tierstore.cache.flags import RESIDENT
 from tierstore.cache.hbm import HbmCache
 from tierstore.config import TableConfig
 from tierstore.errors import BudgetError, ChecksumError, ClosedError, DiskFullError, TableError
@@ -118,7 +119,7 @@ def test_rows_that_fit_go_up_once(hot: HbmPool, below: Below) -> None:
     assert sorted(below.up) == list(range(ROOM))
     assert hot.conflict_misses == OVERFLOW
     assert (hot.split_batches, below.down) == (0, [])
-    counted = hot.cache.counters()
+    counted = hot.counters
     assert (counted.lookups, counted.misses, counted.hits) == (6 * ROOM, ROOM, 2 * ROOM)
 
 
@@ -131,7 +132,7 @@ def test_clean_victims_do_not_go_down(hot: HbmPool, below: Below) -> None:
     order = random.Random(0)
     for _ in range(10):
         read(hot, order.sample(range(ROWS), 60))
-    assert hot.cache.counters().evictions > ROWS / 2
+    assert hot.counters.evictions > ROWS / 2
     assert below.down == []
 
 
@@ -219,7 +220,7 @@ def test_forgetting(hot: HbmPool, below: Below) -> None:
         forget(hot)
     lease.release()
     forget(hot)
-    assert hot.cache.num_resident == len(hot.overflow.resident_slots) == 0
+    assert len(hot.cache.slots_with(RESIDENT)) == len(hot.overflow.resident_slots) == 0
     below.up.clear()
     assert read(hot, range(ROOM)) == [2.0] * ROOM
     assert sorted(below.up) == list(range(ROOM))

@@ -31,6 +31,7 @@ from tests.hbm.stores import (
     step,
 )
 from tierstore import optim
+from tierstore.cache.flags import RESIDENT
 from tierstore.errors import BudgetError, ClosedError, TableError
 from tierstore.exchange.rows import read_rows, write_rows
 from tierstore.hbm import pool as hbm_pool
@@ -114,7 +115,7 @@ def test_optimizer_state_survives_going_down_and_up(tmp_path: Path) -> None:
                     step(bag, some)
                     store["t"].read(ALL[100:])
                     if hbm:
-                        present = hot(store).cache.find(some.numpy())
+                        present = hot(store).cache.locate(some)
                         assert (present < 0).sum() > 50
                 ended.append(read_rows(store["t"], 0, ROWS))
         assert bits(ended[0].weights) == bits(ended[1].weights)
@@ -189,7 +190,7 @@ def test_a_torch_device_is_a_device(store_dir: Path) -> None:
     with tierstore.open(store_dir, device=torch.device("cpu"), hbm="1MiB", ddr="1MiB") as store:  # type: ignore[arg-type]
         store.create_table(simple())
         assert store.device == store["t"].read(ALL).device == torch.device("cpu")
-        assert hot(store).cache.num_resident + len(hot(store).overflow.resident_slots) == ROWS
+        assert len(hot(store).cache.slots_with(RESIDENT)) + len(hot(store).overflow.resident_slots) == ROWS
 
 
 # Batches under way

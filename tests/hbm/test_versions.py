@@ -123,7 +123,7 @@ for line in sys.stdin:
     assert not pooled.requires_grad
     pool = store["t"].pool.hot
     pool.check_integrity()
-    assert pool.cache.num_dirty == pool.num_leased == 0
+    assert pool.num_dirty == pool.num_leased == 0
     print(store.version, *rows[:, 0].unique(return_counts=True)[1].tolist(), round(pooled[0, 0].item(), 3), flush=True)
 """
 

@@ -48,7 +48,7 @@ class Status(IntEnum):
     TAKEN = 3
     """It lies elsewhere and takes no slot."""
     DIRTY_VICTIM = 4
-    """The row that leaves is dirty or frozen: write it back before the plan is carried out."""
+    """The row that leaves is dirty: write it back before the plan is carried out."""
     CONFLICT = 5
     """Every slot of the set is pinned."""
     REFUSED = 6
@@ -65,7 +65,7 @@ class Books(NamedTuple):
     access. Least frequently used: ``accesses << STAMP_BITS | number of the last access`` (after 2**40 accesses the
     least used is no longer told well)."""
     flags: Tensor
-    """int32 [sets * WAYS]: the flags above, plus ``PIN`` for each pin; 0 is a free slot."""
+    """int32 [sets * WAYS]: those of ``flags``, plus ``PIN`` for each pin; 0 is a free slot."""
 
     @classmethod
     def empty(cls, capacity: int, device: torch.device) -> "Books":

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .flags import DIRTY, FROZEN, LOADING, RESIDENT
+from .flags import DIRTY, LOADING, RESIDENT
 from .hbm_books import PIN, STAMP_BITS, WAYS, Books, Plan, Status
 from .hbm_twin import MAX_COUNT
 
@@ -22,7 +22,7 @@ __all__ = ["commit", "find", "plan"]
 
 _WAYS: Final = tl.constexpr(WAYS)
 _RESIDENT: Final = tl.constexpr(RESIDENT)
-_NEWER: Final = tl.constexpr(DIRTY | FROZEN)
+_DIRTY: Final = tl.constexpr(DIRTY)
 _PIN: Final = tl.constexpr(PIN)
 _ENTERED: Final = tl.constexpr(RESIDENT | LOADING | PIN)
 _STAMP_BITS: Final = tl.constexpr(STAMP_BITS)
@@ -60,20 +60,19 @@ def find_keys(book_keys, flags, keys, sets, slots, count, BLOCK: tl.constexpr) -
 
 @triton.jit(do_not_specialize=["count"])
 def plan_sets(
-    book_keys, ranks, flags, keys, sets, members, taken, counts, slots, statuses, count,
+    book_keys, ranks, flags, keys, sets, taken, counts, slots, statuses, count,
     HAS_TAKEN: tl.constexpr, HAS_COUNTS: tl.constexpr,
 ) -> None:  # fmt: skip
     """One warp a set: the program of a set's first key plans all its keys, with the set's state in registers."""
-    at = tl.program_id(0)
-    own = tl.load(sets + at)
-    if tl.load(sets + at - 1, mask=at > 0, other=-1) != own:
+    number = tl.program_id(0)
+    own = tl.load(sets + number)
+    if tl.load(sets + number - 1, mask=number > 0, other=-1) != own:
         way = tl.arange(0, _WAYS)
         first = own.to(tl.int64) * _WAYS
         set_keys = tl.load(book_keys + first + way)
         set_flags = tl.load(flags + first + way)
         set_ranks = tl.where((set_flags & _RESIDENT) != 0, tl.load(ranks + first + way), -1)
-        while at < count:
-            number = tl.load(members + at)
+        while number < count:
             key = tl.load(keys + number)
             same = ((set_flags & _RESIDENT) != 0) & (set_keys == key)
             is_hit = tl.max(same.to(tl.int32), axis=0) != 0
@@ -81,7 +80,7 @@ def plan_sets(
             chosen = tl.where(is_hit, tl.argmax(same.to(tl.int32), axis=0), tl.argmin(cost, axis=0))
             is_chosen = way == chosen
             was = tl.sum(tl.where(is_chosen, set_flags, 0), axis=0)
-            status = tl.where((was & _NEWER) != 0, _DIRTY_VICTIM, _CLEAN_VICTIM)
+            status = tl.where((was & _DIRTY) != 0, _DIRTY_VICTIM, _CLEAN_VICTIM)
             least = tl.min(cost, axis=0)
             if HAS_COUNTS:
                 status = tl.where(tl.load(counts + number) < (least >> _STAMP_BITS), _REFUSED, status)
@@ -95,8 +94,8 @@ def plan_sets(
             tl.store(statuses + number, status.to(tl.int8))
             set_keys = tl.where(is_chosen & fits, key, set_keys)
             set_flags = tl.where(is_chosen & fits, _RESIDENT | _PIN, set_flags)
-            following = tl.load(sets + at + 1, mask=at + 1 < count, other=-1)
-            at = tl.where(following == own, at + 1, count)
+            following = tl.load(sets + number + 1, mask=number + 1 < count, other=-1)
+            number = tl.where(following == own, number + 1, count)
 
 
 @triton.jit(do_not_specialize=["count", "clock"])
@@ -130,9 +129,7 @@ def find(books: Books, keys: Tensor, sets: Tensor) -> Tensor:
     return slots
 
 
-def plan(
-    books: Books, keys: Tensor, sets: Tensor, members: Tensor, taken: Tensor | None, counts: Tensor | None
-) -> Plan:
+def plan(books: Books, keys: Tensor, sets: Tensor, taken: Tensor | None, counts: Tensor | None) -> Plan:
     """See ``hbm_twin.plan``."""
     slots = torch.empty(len(keys), dtype=torch.int32, device=keys.device)
     statuses = torch.empty(len(keys), dtype=torch.int8, device=keys.device)
@@ -140,14 +137,15 @@ def plan(
         marks = slots if taken is None else taken.view(torch.int8)
         known = slots if counts is None else counts
         plan_sets[(len(keys),)](
-            books.keys, books.ranks, books.flags, keys, sets, members, marks, known, slots, statuses, len(keys),
+            books.keys, books.ranks, books.flags, keys, sets, marks, known, slots, statuses, len(keys),
             HAS_TAKEN=taken is not None, HAS_COUNTS=counts is not None, num_warps=1, **_OPTIONS,
         )  # fmt: skip
     return Plan(slots, statuses, counts)
 
 
-def commit(books: Books, keys: Tensor, plan: Plan, count: int, clock: int, lfu: bool) -> None:
+def commit(books: Books, keys: Tensor, plan: Plan, clock: int, lfu: bool) -> None:
     """See ``hbm_twin.commit``."""
+    count = len(keys)
     if count:
         grid = (triton.cdiv(count, _COMMIT_BLOCK),)
         known = plan.slots if plan.counts is None else plan.counts

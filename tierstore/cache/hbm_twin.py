@@ -5,10 +5,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from .flags import DIRTY, FROZEN, LOADING, RESIDENT
+from .flags import DIRTY, LOADING, RESIDENT
 from .hbm_books import PIN, STAMP_BITS, WAYS, Books, Plan, Status
 
-__all__ = ["MAX_COUNT", "STAMP_MASK", "commit", "find", "plan", "touched"]
+__all__ = ["MAX_COUNT", "STAMP_MASK", "commit", "find", "plan"]
 
 STAMP_MASK: Final = (1 << STAMP_BITS) - 1
 MAX_COUNT: Final = (1 << 22) - 1
@@ -27,9 +27,7 @@ def find(books: Books, keys: Tensor, sets: Tensor) -> Tensor:
     return torch.where(same.any(1), slots[:, 0] + same.to(torch.int8).argmax(1), -1).to(torch.int32)
 
 
-def plan(
-    books: Books, keys: Tensor, sets: Tensor, members: Tensor, taken: Tensor | None, counts: Tensor | None
-) -> Plan:
+def plan(books: Books, keys: Tensor, sets: Tensor, taken: Tensor | None, counts: Tensor | None) -> Plan:
     """See ``HbmCache.plan``: the first key of every set, then the second of every set, and so on."""
     device = keys.device
     slots = torch.full((len(keys),), -1, dtype=torch.int32, device=device)
@@ -40,11 +38,10 @@ def plan(
     set_keys, set_flags = books.keys[ways], books.flags[ways].clone()
     set_ranks = torch.where(set_flags & RESIDENT != 0, books.ranks[ways], -1)
     for place in range(int(length.max()) if len(length) else 0):
-        at = torch.nonzero(place_in_run == place).flatten()
-        number = members[at].long()
+        number = torch.nonzero(place_in_run == place).flatten()
         if taken is not None:
-            at, number = at[~taken[number]], number[~taken[number]]
-        row, key = run[at], keys[number]
+            number = number[~taken[number]]
+        row, key = run[number], keys[number]
         same = (set_flags[row] & RESIDENT != 0) & (set_keys[row] == key[:, None])
         is_hit = same.any(1)
         cost = torch.where(set_flags[row] >= PIN, _NEVER, set_ranks[row])
@@ -52,7 +49,7 @@ def plan(
         way = torch.where(is_hit, same.to(torch.int8).argmax(1), _first(cost == least[:, None]))
         flags = set_flags[row, way]
         status = torch.full_like(way, int(Status.CLEAN_VICTIM))
-        status[flags & (DIRTY | FROZEN) != 0] = int(Status.DIRTY_VICTIM)
+        status[flags & DIRTY != 0] = int(Status.DIRTY_VICTIM)
         if counts is not None:
             status[counts[number] < (least >> STAMP_BITS)] = int(Status.REFUSED)
         status[flags == 0] = int(Status.FREE_SLOT)
@@ -70,24 +67,19 @@ def _first(is_chosen: Tensor) -> Tensor:
     return is_chosen.to(torch.int8).argmax(1)
 
 
-def commit(books: Books, keys: Tensor, plan: Plan, count: int, clock: int, lfu: bool) -> None:
+def commit(books: Books, keys: Tensor, plan: Plan, clock: int, lfu: bool) -> None:
     """See ``HbmCache.commit``; key ``i`` is access number ``clock + 1 + i``."""
-    chosen = torch.nonzero(plan.slots[:count] >= 0).flatten()
+    chosen = torch.nonzero(plan.slots >= 0).flatten()
     slots = plan.slots[chosen].long()
     stamps = clock + 1 + chosen
     is_hit = plan.statuses[chosen] == int(Status.HIT)
-    old = torch.where(is_hit, books.ranks[slots], 0)
-    ranks = touched(old, stamps, lfu)
-    if lfu and plan.counts is not None:
-        ranks = torch.where(is_hit, ranks, (plan.counts[chosen].long() << STAMP_BITS) | stamps)
+    ranks = stamps
+    if lfu:
+        old = torch.where(is_hit, books.ranks[slots], 0)
+        counts = ((old >> STAMP_BITS) + 1).clamp(max=MAX_COUNT)
+        if plan.counts is not None:
+            counts = torch.where(is_hit, counts, plan.counts[chosen].long())
+        ranks = (counts << STAMP_BITS) | stamps
     books.keys[slots] = keys[chosen]
     books.ranks[slots] = ranks
     books.flags[slots] = torch.where(is_hit, books.flags[slots] + PIN, RESIDENT | LOADING | PIN)
-
-
-def touched(ranks: Tensor, stamps: Tensor | int, lfu: bool) -> Tensor:
-    """int64 [n]: ranks after one more access each, number ``stamps``; rank 0 is a row's before its first."""
-    if not lfu:
-        return torch.zeros_like(ranks) + stamps
-    counts = ((ranks >> STAMP_BITS) + 1).clamp(max=MAX_COUNT)
-    return (counts << STAMP_BITS) | stamps

@@ -68,7 +68,7 @@ def require_supported(config: TableConfig, *, readonly: bool) -> None:
 def hbm_stats(pools: Iterable[Pool]) -> TierStats:
     """What the device tier over these pools did."""
     hot = [pool.hot for pool in pools if isinstance(pool.hot, HbmPool)]
-    return of_counters([pool.cache.counters() for pool in hot])._replace(
+    return of_counters([pool.counters for pool in hot])._replace(
         capacity_rows=sum(pool.cache.capacity + pool.overflow.capacity for pool in hot),
         bytes=sum(pool.size_bytes for pool in hot),
         seconds=sum(pool.fill_seconds for pool in hot),

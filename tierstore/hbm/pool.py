@@ -19,6 +19,7 @@ CPU. It is held over work on rows in place.
 """
 
 import contextlib
+import operator
 import threading
 import time
 from collections import deque
@@ -31,7 +32,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..cache import Admission
+from ..cache import Admission, CacheCounters
 from ..cache.flags import DIRTY, LOADING
 from ..cache.hbm import HbmCache, PolicyName
 from ..cache.hbm_books import Plan, Status
@@ -88,6 +89,7 @@ class HbmPool:
 
     Attributes:
         weights: of the table's dtype, [slots, >= dim]; state: float32 [slots, >= state_dim]. The arenas.
+        counters: of the cache, in the terms of a ``RowCache``.
         split_batches: batches whose rows did not fit at once.
         conflict_misses: rows that took an overflow slot.
         fill_seconds: time spent bringing rows in and writing them down.
@@ -119,6 +121,7 @@ class HbmPool:
         self.rows_lock: Any = threading.RLock() if device.type == "cpu" else contextlib.nullcontext()
         self.released: deque[Released] = deque()
         self._retained: deque[Retained] = deque()
+        self.counters = CacheCounters(0, 0, 0, 0)
         self.split_batches = self.conflict_misses = 0
         self.fill_seconds = 0.0
         self._held_lock = threading.Lock()
@@ -307,9 +310,8 @@ class HbmPool:
         """A plan whose victims are clean, and overflow slots for whoever gets no slot by it; None if there are too
         few."""
         keys = grouping.keys
-        members = torch.arange(len(keys), dtype=torch.int32, device=self.device)
         taken = None if lying is None else lying >= 0
-        plan = self.cache.plan(keys, grouping.sets, members, taken=taken, counts=counts)
+        plan = self.cache.plan(keys, grouping.sets, taken=taken, counts=counts)
         statuses = plan.statuses.cpu().numpy()
         self._write_down_cached(plan.slots, np.flatnonzero(statuses == Status.DIRTY_VICTIM))
         outside = np.flatnonzero(statuses >= Status.CONFLICT)
@@ -330,7 +332,7 @@ class HbmPool:
         slots, extra = plan.slots, admission.slots
         cached = slots if lying is None and not len(outside) else slots[slots >= 0]
         missing = np.flatnonzero(np.isin(statuses, _ENTERING))
-        cache.commit(keys, plan, len(keys))
+        cache.commit(keys, plan)
         undo.callback(cache.drop_loading, cached)
         if len(missing):
             entered = slots[torch.from_numpy(missing).to(self.device)]
@@ -348,7 +350,8 @@ class HbmPool:
     def _count(self, lookups: int, statuses: NDArray[np.int8]) -> None:
         hits = int(np.isin(statuses, (Status.HIT, Status.TAKEN)).sum())
         evictions = int(np.isin(statuses, (Status.CLEAN_VICTIM, Status.DIRTY_VICTIM)).sum())
-        self.cache.count(lookups=lookups, hits=hits, misses=len(statuses) - hits, evictions=evictions)
+        more = CacheCounters(lookups=lookups, hits=hits, misses=len(statuses) - hits, evictions=evictions)
+        self.counters = CacheCounters(*map(operator.add, self.counters, more))
         self.conflict_misses += int((statuses == Status.CONFLICT).sum())
 
     def _to_host(self, values: Tensor, index: Int64s) -> Int64s:
@@ -364,7 +367,7 @@ class HbmPool:
         if len(chosen):
             taken = slots[torch.from_numpy(chosen).to(self.device)]
             self._write_down(self.cache.keys_at(taken).cpu().numpy(), taken)
-            self.cache.clear_flag(taken, DIRTY)
+            self.cache.clean(taken)
 
     def _write_down_overflow(self, slots: Int32s) -> None:
         """Copy the rows of these overflow slots down."""
@@ -461,7 +464,7 @@ class HbmPool:
     @property
     def num_dirty(self) -> int:
         """Rows, of those in the cache, that are newer than below."""
-        return self.cache.num_dirty
+        return len(self.cache.slots_with(DIRTY))
 
     @property
     def size_bytes(self) -> int:
@@ -482,12 +485,13 @@ class HbmPool:
             self._reclaim(wait=True)
             self.cache.check_integrity()
             self.overflow.check_integrity()
-            both = self.cache.find(self.overflow.keys_of(self.overflow.resident_slots)) >= 0
+            outside = self.send(self.overflow.keys_of(self.overflow.resident_slots))[0]
+            both = int((self.cache.locate(outside) >= 0).sum())
             loading = len(self.cache.slots_with(LOADING))
             pinned = self.cache.num_pinned, self.overflow.num_pinned
             stray = 0 if self._num_leased else sum(pinned)
-            assert not both.any() + loading + stray, (
-                f"{both.sum()} rows in cache and overflow, {loading} loading; {pinned[0]} + {pinned[1]} slots pinned "
+            assert not both + loading + stray, (
+                f"{both} rows in cache and overflow, {loading} loading; {pinned[0]} + {pinned[1]} slots pinned "
                 f"by {self._num_leased} leases"
             )
 
