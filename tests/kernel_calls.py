@@ -5,8 +5,6 @@ from typing import Any
 
 from tierstore.kernels.jit import JIT_ENABLED, kernel
 
-__all__ = ["from_python"]
-
 
 def from_python(helper: Callable[..., Any]) -> Callable[..., Any]:
     """The helper, as a function that Python can call."""

@@ -11,10 +11,10 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from .kernels import floats
 from .kernels.arrays import Int32s, Int64s, Weights
 from .kernels.hashing import mix64, unit
 from .kernels.jit import inline, kernel
+from .kernels.simd import store
 
 __all__ = ["Constant", "Initializer", "Normal", "Uniform", "from_dict"]
 
@@ -149,7 +149,7 @@ def fill_rows(
     seed_bits = mix64(seed)
     for i in range(keys.shape[0]):
         row_bits = mix64(np.uint64(seed_bits ^ np.uint64(keys[i])))
-        row = weights[slots[i]]
+        slot = slots[i]
         for column in range(dim):
-            floats.store(row, column, _value(code, first, second, row_bits, column), half)
-        row[dim:] = 0
+            store(weights, slot, column, _value(code, first, second, row_bits, column), half, 1)
+        weights[slot, dim:] = 0

@@ -5,8 +5,6 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["changing", "drifting"]
-
 Keys = NDArray[np.int64]
 
 _SKEW: Final = 1.05

@@ -1,6 +1,5 @@
 """What is the fast cache's own: its memory, its bounds, its arguments, and that check_integrity sees damage."""
 
-import re
 import tracemalloc
 from typing import Any, Literal
 
@@ -10,9 +9,9 @@ import pytest
 
 from tests.conformance.row_cache import admitted, keys_from, order_of, slots_from, visit
 from tierstore.cache import OVERHEAD_BYTES, Admission, AdmitStatus, DdrCache, capacity_for
+from tierstore.cache.books import Tally
 from tierstore.cache.ddr import FIXED_BYTES, size_bytes_of
 from tierstore.cache.flags import DIRTY, LOADING, RESIDENT
-from tierstore.cache.policies import Tally
 from tierstore.kernels.jit import JIT_ENABLED
 
 PolicyName = Literal["lru", "lfu", "tinylfu", "lookahead"]
@@ -224,32 +223,32 @@ def _pin_free(cache: DdrCache) -> None:
 
 
 DAMAGES: dict[str, tuple[Any, str]] = {
-    "index entry lost": (_forget_entry, "resident == index_entries"),
-    "row not resident": (_set_flag(1, 0), "listed_not_resident == 0"),
-    "dirty bit lost": (_set_flag(2, RESIDENT), "dirty == dirty_flags"),
-    "dirty bit gained": (_set_flag(1, RESIDENT | DIRTY), "dirty == dirty_flags"),
-    "loading and unpinned": (_set_flag(1, RESIDENT | LOADING), "loading_unpinned == 0"),
-    "loading and dirty": (_set_flag(5, RESIDENT | LOADING | DIRTY), "loading_dirty == 0"),
-    "pin lost": (_set_field(2, "pins", 0), "pinned == pinned_slots"),
-    "pin below zero": (_set_field(1, "pins", -1), "negative_pins == 0"),
-    "key changed": (_set_field(1, "key", 77), "not_found_by_key == 0"),
-    "link changed": (_set_field(2, "previous", 5), "wrong_back_links == 0"),
-    "list in a ring": (_set_field(3, "next", 0), "broken"),
-    "resident miscounted": (_add_tally(Tally.RESIDENT, 1), "free + resident == capacity"),
-    "free slot lost": (_add_tally(Tally.USED_SLOTS, 1), "free + resident == capacity"),
-    "free slot pinned": (_pin_free, "free_but_in_use == 0"),
+    "index entry lost": (_forget_entry, "index entries"),
+    "row not resident": (_set_flag(1, 0), "listed but not resident"),
+    "dirty bit lost": (_set_flag(2, RESIDENT), "dirty"),
+    "dirty bit gained": (_set_flag(1, RESIDENT | DIRTY), "dirty"),
+    "loading and unpinned": (_set_flag(1, RESIDENT | LOADING), "loading and unpinned"),
+    "loading and dirty": (_set_flag(5, RESIDENT | LOADING | DIRTY), "loading and dirty"),
+    "pin lost": (_set_field(2, "pins", 0), "pinned"),
+    "pin below zero": (_set_field(1, "pins", -1), "negative pins"),
+    "key changed": (_set_field(1, "key", 77), "not found by key"),
+    "link changed": (_set_field(2, "previous", 5), "wrong back links"),
+    "list in a ring": (_set_field(3, "next", 0), "wrong back links"),
+    "resident miscounted": (_add_tally(Tally.RESIDENT, 1), "free slots"),
+    "free slot lost": (_add_tally(Tally.USED_SLOTS, 1), "free slots"),
+    "free slot pinned": (_pin_free, "free but in use"),
 }
 LFU_DAMAGES: dict[str, tuple[Any, str]] = {
-    "bucket's last slot wrong": (_lose_tail, "bucket_faults == 0"),
-    "buckets out of order": (_raise_count, "bucket_faults == 0"),
-    "bucket lost": (_lose_bucket, "buckets + free_buckets == bucket_capacity"),
+    "bucket's last slot wrong": (_lose_tail, "buckets' last slots wrong"),
+    "buckets out of order": (_raise_count, "buckets out of order"),
+    "bucket lost": (_lose_bucket, "free buckets"),
 }
 TINYLFU_DAMAGES: dict[str, tuple[Any, str]] = {
-    "level's last slot wrong": (_lose_level, "level_faults == 0"),
-    "main's last slot wrong": (_lose_main, "level_faults == 0"),
-    "levels out of order": (_set_field(1, "rank", 40), "level_faults == 0"),
-    "window's row in main": (_set_field(5, "rank", 1), "level_faults == 0"),
-    "window miscounted": (_add_tally(Tally.WINDOW_ROWS, 1), "window == window_listed"),
+    "level's last slot wrong": (_lose_level, "levels' last slots wrong"),
+    "main's last slot wrong": (_lose_main, "last of main wrong"),
+    "levels out of order": (_set_field(1, "rank", 40), "levels out of order"),
+    "window's row in main": (_set_field(5, "rank", 1), "window"),
+    "window miscounted": (_add_tally(Tally.WINDOW_ROWS, 1), "window"),
 }
 
 
@@ -275,12 +274,12 @@ def _lose_use(cache: DdrCache) -> None:
 
 
 LOOKAHEAD_DAMAGES: dict[str, tuple[Any, str]] = {
-    "group's last slot wrong": (_lose_group, "group_faults == 0"),
-    "announced key lost": (_lose_use, "group_faults == 0"),
-    "row in another group": (_set_field(5, "rank", 1), "group_faults == 0"),
-    "row in no group": (_set_field(2, "rank", -1), "group_faults == 0"),
-    "last of unknown use wrong": (_add_tally(Tally.UNKNOWN_LAST, -1), "group_faults == 0"),
-    "use miscounted": (_add_tally(Tally.USES_END, 1), "uses == uses_of_batches"),
+    "group's last slot wrong": (_lose_group, "groups' last slots wrong"),
+    "announced key lost": (_lose_use, "rows in another group"),
+    "row in another group": (_set_field(5, "rank", 1), "rows in another group"),
+    "row in no group": (_set_field(2, "rank", -1), "rows in another group"),
+    "last of unknown use wrong": (_add_tally(Tally.UNKNOWN_LAST, -1), "last of unknown use wrong"),
+    "use miscounted": (_add_tally(Tally.USES_END, 1), "uses"),
 }
 
 
@@ -290,7 +289,7 @@ def test_check_integrity_sees_damage_to_announcements(name: str) -> None:
     cache = books_with_announcements()
     damage, law = LOOKAHEAD_DAMAGES[name]
     damage(cache)
-    with pytest.raises(AssertionError, match=re.escape(law)):
+    with pytest.raises(AssertionError, match=rf"broken: (.*; )?{law}[;.]"):
         cache.check_integrity()
 
 
@@ -307,8 +306,5 @@ def test_check_integrity_sees_damage_and_prints_every_term(policy: PolicyName, n
     cache = books_with_rows(policy)
     damage, law = (DAMAGES | LFU_DAMAGES | TINYLFU_DAMAGES)[name]
     damage(cache)
-    with pytest.raises(AssertionError) as caught:
+    with pytest.raises(AssertionError, match=rf"broken: (.*; )?{law}[;.].* Terms: .*resident: . kept.*pinned: "):
         cache.check_integrity()
-    message = str(caught.value)
-    assert law in message
-    assert all(f"{term}=" in message for term in ("capacity", "free", "resident", "index_entries", "dirty", "pinned"))

@@ -13,7 +13,7 @@ from bench.data import criteo_keys
 from tests.cache.drift import changing, drifting
 from tests.conformance.row_cache import SettledTinyLFU, oracle_access, oracle_order, order_of
 from tierstore.cache import DdrCache
-from tierstore.cache.policies import Tally
+from tierstore.cache.books import Tally
 from tierstore.kernels.arrays import Int64s
 from tierstore.kernels.jit import JIT_ENABLED
 

@@ -15,8 +15,6 @@ from tierstore.kernels import floats
 from tierstore.kernels.threads import Workers
 from tierstore.pool import backward
 
-__all__ = ["Batch", "Updated", "bits", "make_batch", "numba_dot", "numba_pool", "numba_update"]
-
 NO_FLOATS = np.empty(0, np.float32)
 NO_ARG_MAX = np.empty((0, 0), np.int32)
 

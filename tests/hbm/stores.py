@@ -14,23 +14,6 @@ from tierstore import optim
 from tierstore.errors import BudgetError
 from tierstore.hbm.pool import HbmPool
 
-__all__ = [
-    "ALL",
-    "LEAST",
-    "MODES",
-    "ROWS",
-    "bits",
-    "config",
-    "hot",
-    "jagged",
-    "open_store",
-    "put",
-    "same",
-    "shown",
-    "simple",
-    "step",
-]
-
 ROWS = 600
 ALL = torch.arange(ROWS)
 LEAST = -1

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from tierstore.kernels import floats
 from tierstore.kernels.jit import JIT_ENABLED, kernel
+from tierstore.kernels.simd import load, store
 
 pytestmark = pytest.mark.kernel
 HALVES = [(floats.FLOAT16, torch.float16), (floats.BFLOAT16, torch.bfloat16)]
@@ -30,7 +31,7 @@ def narrow(values: np.ndarray, out: np.ndarray, half: int) -> None:
 def copy_through(weights: np.ndarray, out: np.ndarray, half: int) -> None:
     for row in range(weights.shape[0]):
         for column in range(weights.shape[1]):
-            floats.store(out[row], column, floats.load(weights[row], column, half), half)
+            store(out, row, column, load(weights, row, column, half, 1), half, 1)
 
 
 @pytest.mark.parametrize(("half", "dtype"), HALVES)

@@ -9,36 +9,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..kernels.arrays import Bools, Int32s, Int64s
+from ..kernels.arrays import Bools, Int32s, Int64s, Words
 from ..kernels.jit import uncounted_inline as inline
 from ..kernels.jit import uncounted_kernel as kernel
 from .base import AdmitStatus
+from .books import CacheState, Tally
 from .flags import DIRTY, FROZEN, LOADING, RESIDENT, UNCLEAN
-from .index import index_erase, index_find, index_insert, index_prefetch
-from .policies import CacheState, Tally, policy_begin, policy_insert, policy_remove, policy_settle, policy_touch
-
-__all__ = [
-    "NOTHING_WRONG",
-    "abandon_slots",
-    "admit_keys",
-    "clear_slots",
-    "evict_slots",
-    "fill_slots",
-    "find_keys",
-    "flagged_slots",
-    "keys_of_slots",
-    "list_slots",
-    "list_unlisted",
-    "mark_slots",
-    "move_flags",
-    "pin_slots",
-    "replay_keys",
-    "touch_slots",
-    "unmoved_slot",
-    "unpin_slots",
-    "victim_slots",
-    "walk_slots",
-]
+from .index import SlotRecords, index_erase, index_find, index_insert, index_prefetch
+from .policies import policy_begin, policy_insert, policy_remove, policy_settle, policy_touch
 
 _TOUCHED: Final = 16
 """Set only within ``touch_slots``."""
@@ -211,10 +189,11 @@ def replay_keys(state: CacheState, keys: Int64s, is_hit: Bools) -> None:
 
 
 @kernel
-def find_keys(state: CacheState, keys: Int64s, found: Int32s) -> None:
+def find_keys(entries: Words, records: SlotRecords, keys: Int64s, found: Int32s) -> None:
+    """The place of each key's record that an index leads to, or -1."""
     for i in range(keys.size):
-        index_prefetch(state.entries, state.slots, keys, i)
-        found[i] = index_find(state.entries, state.slots, keys[i])
+        index_prefetch(entries, records, keys, i)
+        found[i] = index_find(entries, records, keys[i])
 
 
 @kernel

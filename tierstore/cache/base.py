@@ -16,20 +16,6 @@ import numpy as np
 
 from ..kernels.arrays import Bools, Int32s, Int64s, Words
 
-__all__ = [
-    "Admission",
-    "AdmitStatus",
-    "Announceable",
-    "CacheCounters",
-    "DirtyRows",
-    "Listable",
-    "Listing",
-    "Pins",
-    "Replayable",
-    "RowCache",
-    "Slots",
-]
-
 
 class AdmitStatus(IntEnum):
     """Why ``admit`` returned."""

@@ -14,22 +14,6 @@ from ..kernels.jit import uncounted_inline as inline
 from .index import SLOT_DTYPE, SlotRecords, index_places
 from .sketch import BLOCK_BYTES, sketch_width
 
-__all__ = [
-    "BATCH_DTYPE",
-    "BUCKET_BYTES",
-    "MAX_BATCHES",
-    "MAX_FREQUENCY",
-    "NUM_TALLIES",
-    "USES_PER_ROW",
-    "USE_DTYPE",
-    "CacheState",
-    "Tally",
-    "link_after",
-    "new_state",
-    "state_bytes_of",
-    "unlink",
-]
-
 BUCKET_BYTES: Final = 4 + 8 + 4
 """Of LFU, per slot: the slot's bucket, and one bucket (there are never more than slots)."""
 _ALIGNMENT_BYTES: Final = BLOCK_BYTES

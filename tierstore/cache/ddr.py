@@ -32,20 +32,6 @@ from .integrity import check_state
 from .lookahead import announce_keys, has_room, retire_batch
 from .sketch import sketch_width
 
-__all__ = [
-    "ALIGNMENT_BYTES",
-    "CAPACITY_MAX",
-    "FIXED_BYTES",
-    "OVERHEAD_BYTES",
-    "DdrCache",
-    "PolicyName",
-    "aligned_arena",
-    "capacity_for",
-    "checked_keys",
-    "checked_slots",
-    "size_bytes_of",
-]
-
 PolicyName = Literal["lru", "lfu", "tinylfu", "lookahead"]
 
 INDEX_BYTES: Final = 12
@@ -189,7 +175,7 @@ class DdrCache:
     def find(self, keys: Int64s) -> Int32s:
         keys = checked_keys(keys)
         found: Int32s = np.empty(len(keys), np.int32)
-        kernels.find_keys(self._books, keys, found)
+        kernels.find_keys(self._books.entries, self._books.slots, keys, found)
         return found
 
     def is_loading(self, slots: Int32s) -> bool:

@@ -21,8 +21,6 @@ from .admission import replay_keys
 from .books import CacheState, Tally, new_state, state_bytes_of
 from .index import mixed_key
 
-__all__ = ["SAMPLED_ROWS", "Duel", "duel_bytes_of", "narrow_window"]
-
 SAMPLED_ROWS: Final = 256
 """Slots of each small cache; those of the real one if it has fewer. Twice as many bring the worst cases of changing
 accesses a sixth nearer to LRU, for twice the time."""

@@ -2,8 +2,6 @@
 
 from typing import Final
 
-__all__ = ["DIRTY", "FLAGS", "FROZEN", "LOADING", "RESIDENT", "UNCLEAN"]
-
 RESIDENT: Final = 1
 LOADING: Final = 2
 DIRTY: Final = 4

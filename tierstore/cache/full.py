@@ -19,8 +19,6 @@ from .ddr import ALIGNMENT_BYTES, CAPACITY_MAX, aligned_arena, checked_keys, che
 from .flags import DIRTY, FLAGS, FROZEN, LOADING, RESIDENT, UNCLEAN
 from .index import ABSENT
 
-__all__ = ["FULL_OVERHEAD_BYTES", "TABLE_BYTES", "FullCache", "full_size_bytes"]
-
 FULL_OVERHEAD_BYTES: Final = 1 + 4 + 4
 assert FROZEN == 2 * DIRTY, "freeze and unfreeze move the bit by one"
 TABLE_BYTES: Final = 4 * 8

@@ -23,8 +23,6 @@ from . import hbm_twin
 from .flags import DIRTY, LOADING, RESIDENT
 from .hbm_books import NO_SUCH_SLOT, PIN, STAMP_BITS, WAYS, Books, Plan, mixed, sets_of
 
-__all__ = ["CAPACITY_MAX", "INDEX_BYTES", "HbmCache", "PolicyName"]
-
 PolicyName = Literal["lru", "lfu"]
 
 INDEX_BYTES: Final = 20

@@ -12,18 +12,6 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = [
-    "NO_SUCH_SLOT",
-    "PIN",
-    "STAMP_BITS",
-    "WAYS",
-    "Books",
-    "Plan",
-    "Status",
-    "mixed",
-    "sets_of",
-]
-
 WAYS: Final = 32
 """Slots of a set: as many as a warp has threads, and 256 bytes of keys."""
 

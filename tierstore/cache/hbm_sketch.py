@@ -12,8 +12,6 @@ from torch import Tensor
 
 from .hbm_books import mixed
 
-__all__ = ["SKETCH_BYTES", "FrequencySketch"]
-
 _WIDTH: Final = 8
 """Counters of a row of the sketch, for each cached row."""
 _ROWS: Final = 2

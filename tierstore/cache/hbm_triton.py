@@ -18,8 +18,6 @@ from .flags import DIRTY, LOADING, RESIDENT
 from .hbm_books import PIN, STAMP_BITS, WAYS, Books, Plan, Status
 from .hbm_twin import MAX_COUNT
 
-__all__ = ["commit", "find", "plan"]
-
 _WAYS: Final = tl.constexpr(WAYS)
 _RESIDENT: Final = tl.constexpr(RESIDENT)
 _DIRTY: Final = tl.constexpr(DIRTY)

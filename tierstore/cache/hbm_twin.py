@@ -8,8 +8,6 @@ from torch import Tensor
 from .flags import DIRTY, LOADING, RESIDENT
 from .hbm_books import PIN, STAMP_BITS, WAYS, Books, Plan, Status
 
-__all__ = ["MAX_COUNT", "STAMP_MASK", "commit", "find", "plan"]
-
 STAMP_MASK: Final = (1 << STAMP_BITS) - 1
 MAX_COUNT: Final = (1 << 22) - 1
 """Accesses are counted up to here."""

@@ -19,21 +19,6 @@ from ..kernels.arrays import Int64s, Words
 from ..kernels.jit import prefetch_item
 from ..kernels.jit import uncounted_inline as inline
 
-__all__ = [
-    "ABSENT",
-    "SLOT_DTYPE",
-    "SlotRecords",
-    "fingerprint_of",
-    "home_of",
-    "index_erase",
-    "index_find",
-    "index_insert",
-    "index_places",
-    "index_prefetch",
-    "index_replace",
-    "mixed_key",
-]
-
 SlotRecords = NDArray[Any]
 
 SLOT_DTYPE: Final = np.dtype(

@@ -1,223 +1,124 @@
 """The conservation laws of a cache's bookkeeping, each term of them counted anew."""
 
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
-from ..kernels.arrays import Int64s
-from ..kernels.jit import uncounted_kernel as kernel
+from ..kernels.arrays import Int32s, Int64s
+from .admission import find_keys
 from .books import MAX_BATCHES, CacheState, Tally
 from .flags import DIRTY, FROZEN, LOADING, RESIDENT
-from .index import index_find
 from .lookahead import UNKNOWN
 from .tinylfu import IN_WINDOW
 
-__all__ = ["check_state"]
+Faults = dict[str, Any]
+"""By name, what should be False or empty."""
+Counts = dict[str, tuple[int, int]]
+"""By name, how many there should be and how many there are."""
 
 
-_FAULTS: Final = (
-    "free_but_in_use",
-    "listed_not_resident",
-    "wrong_back_links",
-    "not_found_by_key",
-    "bucket_faults",
-    "level_faults",
-    "group_faults",
-    "negative_pins",
-    "loading_unpinned",
-    "loading_dirty",
-    "dirty_and_frozen",
-    "flags_without_row",
-    "pins_without_row",
-)
+def _chain(following: Any, first: int, end: int) -> Int64s:
+    """The links from ``first`` to before ``end``, as many as there may be."""
+    links: list[int] = []
+    while first != end and len(links) < len(following):
+        links.append(first)
+        first = int(following[first])
+    return np.array(links, np.int64)
 
 
-@kernel
-def _survey_list(state: CacheState, found: Int64s) -> None:
-    """Walk the policy's list. ``found``: slots; slots not resident; slots whose back link is wrong; slots whose key
-    does not lead to them; buckets; bucket faults."""
-    slots = state.slots
-    root = np.int64(slots.size - 1)
-    before = np.int64(root)
-    slot = np.int64(slots[root]["next"])
-    while slot != root and found[0] < root:
-        found[0] += 1
-        found[1] += slots[slot]["flags"] & RESIDENT == 0
-        found[2] += slots[slot]["previous"] != before
-        found[3] += index_find(state.entries, slots, slots[slot]["key"]) != slot
-        if state.bucket.size:
-            bucket = state.bucket[slot]
-            if before == root or state.bucket[before] != bucket:
-                found[4] += 1
-                if before != root:
-                    found[5] += state.bucket_tail[state.bucket[before]] != before
-                    found[5] += state.bucket_count[state.bucket[before]] >= state.bucket_count[bucket]
-        before = slot
-        slot = np.int64(slots[slot]["next"])
-    found[1] += slot != root
-    found[2] += slots[root]["previous"] != before
-    if state.bucket.size and before != root:
-        found[5] += state.bucket_tail[state.bucket[before]] != before
+def _freed(following: Any, first: int, num_used: int) -> Int64s:
+    """What was freed, numbers being one more in its chain, and what was never used."""
+    freed = _chain([0, *following], first, 0) - 1
+    return np.concatenate([freed, np.arange(num_used, len(following))])
 
 
-@kernel
-def _survey_levels(state: CacheState, found: Int64s) -> None:
-    """Walk a TinyLFU list. ``found``: slots in the window; slots out of order, and wrong ends of levels and of main."""
-    slots, tails = state.slots, state.level_tail
-    root = np.int64(slots.size - 1)
-    before: Any
-    level: Any
-    before, level, in_window, listed = root, np.int64(-1), np.int64(0), 0
-    slot = np.int64(slots[root]["next"])
-    while slot != root and listed < root:
-        listed += 1
-        frequency = np.int64(slots[slot]["rank"])
-        if frequency & IN_WINDOW:
-            if found[0] == 0:
-                found[1] += state.tallies[Tally.MAIN_LAST] != before
-            found[0] += 1
-        else:
-            found[1] += found[0] > 0 or frequency < level
-            for passed in range(max(level, 0), frequency):
-                found[1] += tails[passed] != (before if passed == level else root)
-            level = frequency
-        in_window = frequency & IN_WINDOW
-        before = slot
-        slot = np.int64(slots[slot]["next"])
-    if not in_window:
-        found[1] += state.tallies[Tally.MAIN_LAST] != before
-    last = state.tallies[Tally.MAIN_LAST]
-    for passed in range(max(level, 0), tails.size):
-        found[1] += tails[passed] != (last if passed == level else root)
+def _last_of_each(groups: Any, slots: Int64s, num_groups: int, root: int) -> Int32s:
+    """The last slot of each group, or the root."""
+    tails = np.full(num_groups, root, np.int32)
+    tails[groups] = slots  # of equal groups the last one wins
+    return tails
 
 
-@kernel
-def _survey_groups(state: CacheState, found: Int64s) -> None:
-    """Walk a lookahead list. ``found``: slots that lie elsewhere than their row's next announced use says, and
-    wrong ends of groups."""
-    slots, tails, uses = state.slots, state.level_tail, state.uses
-    root = np.int64(slots.size - 1)
-    oldest = state.tallies[Tally.OLDEST_BATCH]
-    listed, last_unknown = 0, root
-    slot = np.int64(slots[root]["next"])
-    ahead = np.int64(MAX_BATCHES)
-    num_groups = 0
-    while slot != root and listed < root:
-        listed += 1
-        group = np.int64(slots[slot]["rank"])
-        newest = index_find(state.last_uses, uses, slots[slot]["key"])
-        expected = np.int64(uses[uses[newest]["next"]]["batch"]) if newest >= 0 else np.int64(UNKNOWN)
-        found[0] += group != expected
-        if group == UNKNOWN:
-            found[0] += ahead != MAX_BATCHES
-            last_unknown = slot
-        else:
-            found[0] += state.batches[group]["is_open"] == 0
-            place = (group - oldest) % MAX_BATCHES
-            found[0] += place > ahead
-            num_groups += place != ahead
-            ahead = place
-        after = np.int64(slots[slot]["next"])
-        if group != UNKNOWN and (after == root or slots[after]["rank"] != group):
-            found[0] += tails[group] != slot
-        slot = after
-    found[0] += state.tallies[Tally.UNKNOWN_LAST] != last_unknown
-    for number in range(tails.size):
-        num_groups -= tails[number] != root
-    found[0] += num_groups != 0
-
-
-@kernel
-def _survey_free(state: CacheState, found: Int64s) -> None:
-    """``found``: slots never used or freed; those of them that hold something; buckets never used or freed."""
-    slots, tallies = state.slots, state.tallies
-    capacity = np.int64(slots.size - 1)
-    found[0] = capacity - tallies[Tally.USED_SLOTS]
-    for unused in range(tallies[Tally.USED_SLOTS], capacity):
-        found[1] += slots[unused]["flags"] != 0 or slots[unused]["pins"] != 0
-    slot = np.int64(tallies[Tally.FREE_SLOT] - 1)
-    while slot >= 0 and found[0] <= capacity:
-        found[0] += 1
-        found[1] += slots[slot]["flags"] != 0 or slots[slot]["pins"] != 0
-        slot = np.int64(slots[slot]["next"]) - 1
-    found[2] = state.bucket.size - tallies[Tally.USED_BUCKETS]
-    bucket = tallies[Tally.FREE_BUCKET] - 1
-    while bucket >= 0 and found[2] <= capacity:
-        found[2] += 1
-        bucket = np.int64(state.bucket_tail[bucket]) - 1
-
-
-def _uses_of_batches(state: CacheState) -> int:
-    """Of the batches announced and not forgotten."""
-    numbers = range(int(state.tallies[Tally.OLDEST_BATCH]), int(state.tallies[Tally.NEWEST_BATCH]) + 1)
-    return sum(int(state.batches[number % MAX_BATCHES]["count"]) for number in numbers)
-
-
-def _terms(state: CacheState) -> dict[str, int]:
-    in_list, in_free = np.zeros(6, np.int64), np.zeros(3, np.int64)
-    _survey_list(state, in_list)
-    _survey_free(state, in_free)
-    in_levels = np.zeros(2, np.int64)
-    if state.sketch.size:
-        _survey_levels(state, in_levels)
-    in_groups = np.zeros(1, np.int64)
-    if state.uses.size:
-        _survey_groups(state, in_groups)
-    flags, pins = state.slots["flags"][:-1], state.slots["pins"][:-1]
+def _check_buckets(state: CacheState, listed: Int64s, faults: Faults, counts: Counts) -> None:
+    buckets = state.bucket[listed]
+    lasts = np.flatnonzero(np.diff(buckets, append=-1))
+    faults["buckets' last slots wrong"] = state.bucket_tail[buckets[lasts]] != listed[lasts]
+    faults["buckets out of order"] = np.diff(state.bucket_count[buckets[lasts]]) <= 0
     tallies = state.tallies
-    return {
-        "capacity": len(flags),
-        "free": int(in_free[0]),
-        "free_but_in_use": int(in_free[1]),
-        "resident": int(tallies[Tally.RESIDENT]),
-        "resident_flags": int(np.count_nonzero(flags & RESIDENT)),
-        "index_entries": int(np.count_nonzero(state.entries)),
-        "listed": int(in_list[0]),
-        "listed_not_resident": int(in_list[1]),
-        "wrong_back_links": int(in_list[2]),
-        "not_found_by_key": int(in_list[3]),
-        "bucket_capacity": len(state.bucket),
-        "buckets": int(in_list[4]),
-        "bucket_faults": int(in_list[5]),
-        "free_buckets": int(in_free[2]),
-        "window": int(tallies[Tally.WINDOW_ROWS]),
-        "window_listed": int(in_levels[0]),
-        "level_faults": int(in_levels[1]),
-        "group_faults": int(in_groups[0]),
-        "uses": int(tallies[Tally.USES_END] - tallies[Tally.USES_START]),
-        "uses_of_batches": _uses_of_batches(state),
-        "dirty": int(tallies[Tally.DIRTY]),
-        "dirty_flags": int(np.count_nonzero(flags & DIRTY)),
-        "frozen": int(tallies[Tally.FROZEN]),
-        "frozen_flags": int(np.count_nonzero(flags & FROZEN)),
-        "dirty_and_frozen": int(np.count_nonzero((flags & DIRTY != 0) & (flags & FROZEN != 0))),
-        "pinned": int(tallies[Tally.PINNED]),
-        "pinned_slots": int(np.count_nonzero(pins)),
-        "negative_pins": int(np.count_nonzero(pins < 0)),
-        "loading_unpinned": int(np.count_nonzero((flags & LOADING != 0) & (pins == 0))),
-        "loading_dirty": int(np.count_nonzero((flags & LOADING != 0) & (flags & (DIRTY | FROZEN) != 0))),
-        "flags_without_row": int(np.count_nonzero((flags != 0) & (flags & RESIDENT == 0))),
-        "pins_without_row": int(np.count_nonzero((pins != 0) & (flags & RESIDENT == 0))),
-    }
+    free = _freed(state.bucket_tail.tolist(), int(tallies[Tally.FREE_BUCKET]), int(tallies[Tally.USED_BUCKETS]))
+    counts["free buckets"] = len(state.bucket) - len(lasts), len(free)
+
+
+def _check_levels(state: CacheState, listed: Int64s, faults: Faults, counts: Counts) -> None:
+    root, rank = len(state.slots) - 1, state.slots["rank"][listed]
+    in_window = rank & IN_WINDOW != 0
+    main, levels = listed[~in_window], rank[~in_window]
+    faults["window before main"] = np.diff(in_window.astype(int)) < 0
+    faults["levels out of order"] = np.diff(levels) < 0
+    faults["levels' last slots wrong"] = state.level_tail != _last_of_each(levels, main, len(state.level_tail), root)
+    faults["last of main wrong"] = state.tallies[Tally.MAIN_LAST] != [root, *main][-1]
+    counts["window"] = int(state.tallies[Tally.WINDOW_ROWS]), int(in_window.sum())
+
+
+def _check_groups(state: CacheState, listed: Int64s, faults: Faults, counts: Counts) -> None:
+    tallies, uses, batches = state.tallies, state.uses, state.batches
+    root, groups = len(state.slots) - 1, state.slots["rank"][listed].astype(int)
+    newest: Int32s = np.empty(len(listed), np.int32)
+    find_keys(state.last_uses, uses, state.slots["key"][listed], newest)
+    is_known = groups != UNKNOWN
+    places = np.where(is_known, (groups - tallies[Tally.OLDEST_BATCH]) % MAX_BATCHES, MAX_BATCHES)
+    known, unknown = listed[is_known], listed[~is_known]
+    tails = _last_of_each(groups[is_known], known, MAX_BATCHES, root)
+    faults["rows in another group"] = groups != np.where(newest < 0, UNKNOWN, uses["batch"][uses["next"][newest]])
+    faults["groups of retired batches"] = batches["is_open"][groups[is_known]] == 0
+    faults["groups out of order"] = np.diff(places) > 0
+    faults["groups' last slots wrong"] = state.level_tail != tails
+    faults["last of unknown use wrong"] = tallies[Tally.UNKNOWN_LAST] != [root, *unknown][-1]
+    numbers = np.arange(tallies[Tally.OLDEST_BATCH], tallies[Tally.NEWEST_BATCH] + 1)
+    num_uses = int(tallies[Tally.USES_END] - tallies[Tally.USES_START])
+    counts["uses"] = num_uses, int(batches["count"][numbers % MAX_BATCHES].sum())
 
 
 def check_state(state: CacheState) -> None:
     """AssertionError, with every term, unless the laws of ``RowCache.check_integrity`` hold. O(capacity)."""
-    t = _terms(state)
-    laws = {
-        "free + resident == capacity": t["free"] + t["resident"] == t["capacity"],
-        "resident == resident_flags": t["resident"] == t["resident_flags"],
-        "resident == index_entries": t["resident"] == t["index_entries"],
-        "resident == listed": t["resident"] == t["listed"],
-        "buckets + free_buckets == bucket_capacity": t["buckets"] + t["free_buckets"] == t["bucket_capacity"],
-        "window == window_listed": t["window"] == t["window_listed"],
-        "uses == uses_of_batches": t["uses"] == t["uses_of_batches"],
-        "dirty == dirty_flags": t["dirty"] == t["dirty_flags"],
-        "frozen == frozen_flags": t["frozen"] == t["frozen_flags"],
-        "pinned == pinned_slots": t["pinned"] == t["pinned_slots"],
+    slots, tallies = state.slots, state.tallies
+    root = len(slots) - 1
+    flags, pins = slots["flags"][:-1], slots["pins"][:-1]
+    listed = _chain(slots["next"].tolist(), int(slots["next"][root]), root)
+    free = _freed(slots["next"][:-1].tolist(), int(tallies[Tally.FREE_SLOT]), int(tallies[Tally.USED_SLOTS]))
+    found: Int32s = np.empty(len(listed), np.int32)
+    find_keys(state.entries, slots, slots["key"][listed], found)
+    num_resident = int(tallies[Tally.RESIDENT])
+    counts: Counts = {
+        "free slots": (root - num_resident, len(free)),
+        "resident": (num_resident, int(np.count_nonzero(flags & RESIDENT))),
+        "index entries": (num_resident, int(np.count_nonzero(state.entries))),
+        "listed": (num_resident, len(listed)),
+        "dirty": (int(tallies[Tally.DIRTY]), int(np.count_nonzero(flags & DIRTY))),
+        "frozen": (int(tallies[Tally.FROZEN]), int(np.count_nonzero(flags & FROZEN))),
+        "pinned": (int(tallies[Tally.PINNED]), int(np.count_nonzero(pins))),
     }
-    laws |= {f"{name} == 0": t[name] == 0 for name in _FAULTS}
-    broken = [law for law, holds in laws.items() if not holds]
+    faults: Faults = {
+        "free but in use": (flags[free] != 0) | (pins[free] != 0),
+        "listed but not resident": flags[listed] & RESIDENT == 0,
+        "wrong back links": slots["previous"][[*listed, root]] != [root, *listed],
+        "not found by key": found != listed,
+        "negative pins": pins < 0,
+        "loading and unpinned": (flags & LOADING != 0) & (pins == 0),
+        "loading and dirty": (flags & LOADING != 0) & (flags & (DIRTY | FROZEN) != 0),
+        "dirty and frozen": (flags & DIRTY != 0) & (flags & FROZEN != 0),
+        "flags or pins without a row": ((flags != 0) | (pins != 0)) & (flags & RESIDENT == 0),
+    }
+    if state.bucket.size:
+        _check_buckets(state, listed, faults, counts)
+    if state.sketch.size:
+        _check_levels(state, listed, faults, counts)
+    if state.uses.size:
+        _check_groups(state, listed, faults, counts)
+    terms = {name: f"{kept} kept, {counted} counted" for name, (kept, counted) in counts.items()}
+    terms |= {name: str(np.count_nonzero(wrong)) for name, wrong in faults.items()}
+    broken = [name for name, (kept, counted) in counts.items() if kept != counted]
+    broken += [name for name, wrong in faults.items() if np.any(wrong)]
     if broken:
-        terms = ", ".join(f"{name}={value}" for name, value in t.items())
-        raise AssertionError(f"cache bookkeeping: broken: {'; '.join(broken)}. Terms: {terms}")
+        told = ", ".join(f"{name}: {term}" for name, term in terms.items())
+        raise AssertionError(f"cache of {root} slots: broken: {'; '.join(broken)}. Terms: {told}")

@@ -22,16 +22,6 @@ from ..kernels.jit import uncounted_kernel as kernel
 from .books import MAX_BATCHES, CacheState, Tally, link_after, unlink
 from .index import index_erase, index_find, index_insert, index_prefetch, index_replace
 
-__all__ = [
-    "UNKNOWN",
-    "announce_keys",
-    "has_room",
-    "lookahead_insert",
-    "lookahead_remove",
-    "lookahead_touch",
-    "retire_batch",
-]
-
 UNKNOWN: Final = -1
 """A slot's ``rank`` if no use of its row is announced; else its group, the place of the batch that uses it next."""
 

@@ -15,8 +15,6 @@ from .books import CacheState, Tally, link_after, unlink
 from .lookahead import lookahead_insert, lookahead_remove, lookahead_touch
 from .tinylfu import tinylfu_file, tinylfu_insert, tinylfu_remove, tinylfu_settle, tinylfu_touch
 
-__all__ = ["CacheState", "Tally", "policy_begin", "policy_insert", "policy_remove", "policy_settle", "policy_touch"]
-
 
 @inline
 def _new_bucket(state: CacheState, count: Any) -> Any:

@@ -14,8 +14,6 @@ import numpy as np
 
 from ..kernels.arrays import Floats, Int64s
 
-__all__ = ["ENTRY_OVERHEAD_BYTES", "PooledCache", "PooledSplit"]
-
 ENTRY_OVERHEAD_BYTES: Final = 420
 """What Python needs for an entry beside its ids and columns: two byte strings, and places in three dictionaries just
 after they grew."""

@@ -17,8 +17,6 @@ from .reference_lookahead import Lookahead
 from .reference_pinnable import Pinnable
 from .reference_tinylfu import TinyLFU
 
-__all__ = ["ReferenceCache", "ReferencePolicyName"]
-
 ReferencePolicyName = Literal["reference-lru", "reference-lfu", "reference-tinylfu", "reference-lookahead"]
 
 

@@ -8,8 +8,6 @@ from typing import Final
 
 from .reference_pinnable import Pinnable
 
-__all__ = ["Lookahead"]
-
 MAX_BATCHES: Final = 1024
 USES_PER_ROW: Final = 6
 

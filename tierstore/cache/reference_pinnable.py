@@ -4,8 +4,6 @@ from collections.abc import Iterator
 
 import cachetools
 
-__all__ = ["Pinnable"]
-
 
 class Pinnable(cachetools.Cache[int, int]):
     """key -> slot; evicts the first key in eviction order that is not in ``pins``.

@@ -12,8 +12,6 @@ import cachetools
 
 from .reference_pinnable import Pinnable
 
-__all__ = ["TinyLFU"]
-
 LEVELS: Final = 64
 COUNTERS_PER_ROW: Final = 16
 BLOCK: Final = 64

@@ -17,9 +17,6 @@ from ..kernels.arrays import Bytes
 from ..kernels.jit import uncounted_inline as inline
 from .index import mixed_key
 
-__all__ = ["BLOCK_BYTES", "Bytes", "sketch_count", "sketch_halve", "sketch_raise", "sketch_width"]
-
-
 _COUNTERS_PER_ROW: Final = 16
 """Half as many cost 0.2 to 0.35 points of hit rate on Criteo's lookups."""
 BLOCK_BYTES: Final = 64

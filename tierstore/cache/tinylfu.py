@@ -27,16 +27,6 @@ from ..kernels.jit import uncounted_inline as inline
 from .books import MAX_FREQUENCY, CacheState, Tally, link_after, unlink
 from .sketch import sketch_count, sketch_halve, sketch_raise
 
-__all__ = [
-    "HALVING_PERIOD",
-    "IN_WINDOW",
-    "tinylfu_file",
-    "tinylfu_insert",
-    "tinylfu_remove",
-    "tinylfu_settle",
-    "tinylfu_touch",
-]
-
 IN_WINDOW: Final = MAX_FREQUENCY + 1
 """Bit of a slot record's ``rank``; the bits below are the count."""
 HALVING_PERIOD: Final = 50

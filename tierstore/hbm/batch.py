@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Bags", "Groups"]
-
 
 class Bags(NamedTuple):
     """Bags of positions, feature-major: bag ``k`` is feature ``k // batch`` of sample ``k % batch``.

@@ -15,8 +15,6 @@ from ..system.sizes import format_size
 from .lanes import open_lane
 from .pool import HbmPool, HbmSize
 
-__all__ = ["POLICIES", "add_hbm", "hbm_stats", "require_supported"]
-
 POLICIES: Final[dict[str, PolicyName]] = {
     "auto": "lru", "lru": "lru", "lfu": "lfu", "tinylfu": "lfu", "lookahead": "lru"
 }  # fmt: skip

@@ -12,8 +12,6 @@ from torch import Tensor
 from ..cache.hbm_books import mixed, sets_of
 from .batch import Groups
 
-__all__ = ["Grouping", "group"]
-
 
 class Grouping(NamedTuple):
     """A batch of N keys, U distinct.

@@ -10,8 +10,6 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["CudaLane", "HostLane", "Lane", "Mark", "open_lane"]
-
 
 class Mark(Protocol):
     """A moment in a stream's work."""

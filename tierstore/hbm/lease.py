@@ -13,8 +13,6 @@ from .lanes import Mark
 if TYPE_CHECKING:
     from .pool import HbmPool
 
-__all__ = ["HbmLease", "Part", "Released", "Retained"]
-
 
 class HbmLease:
     """The rows of a batch, pinned in their slots until ``release``.

@@ -11,8 +11,6 @@ from ..cache import Admission, AdmitStatus, DdrCache
 from ..cache.ddr import size_bytes_of
 from ..kernels.arrays import Int32s, Int64s
 
-__all__ = ["OVERFLOW_INDEX_BYTES", "Overflow", "overflow_bytes", "present"]
-
 OVERFLOW_INDEX_BYTES: Final = 3 * 8
 """Device memory for each slot: its key, once as it is and once sorted, and the slot of the sorted one."""
 

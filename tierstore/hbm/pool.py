@@ -49,8 +49,6 @@ from .lease import HbmLease, Part, Released, Retained
 from .overflow import OVERFLOW_INDEX_BYTES, Overflow, overflow_bytes, present
 from .staging import Staging, staging_bytes
 
-__all__ = ["HbmPool", "HbmSize", "host_bytes_of"]
-
 _NO_SLOTS: Final = np.empty(0, np.int32)
 _TRANSIENT_SECONDS: Final = 1.0
 """No read or write of rows takes longer."""

@@ -38,8 +38,6 @@ from ..optim.configs import NUM_HYPER, SGD, Adagrad, RowWiseAdagrad
 from ..optim.kernels import RUN
 from .batch import Bags, Groups
 
-__all__ = ["dot_rows", "pool_rows", "update_rows"]
-
 P = ParamSpec("P")
 
 TILE: Final = 256

@@ -18,8 +18,6 @@ from ..optim.configs import SGD, Adagrad, RowWiseAdagrad
 from ..optim.kernels import RUN
 from .batch import Bags, Groups
 
-__all__ = ["dot_rows", "pool_rows", "update_rows"]
-
 
 def pool_rows(
     bags: Bags, slots: Tensor, first: int, last: int, *, mode: int, weights: Tensor, dim: int, out: Tensor,

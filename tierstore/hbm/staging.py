@@ -13,8 +13,6 @@ from ..kernels.arrays import Int64s, Words
 from ..rows import RowLayout
 from .lanes import Lane, Mark
 
-__all__ = ["NUM_BUFFERS", "Staging", "staging_bytes"]
-
 NUM_BUFFERS: Final = 3
 """Each takes ``rows`` rows of host memory, and as much on the device."""
 

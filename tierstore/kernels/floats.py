@@ -1,41 +1,22 @@
 """Weights of any storage type as float32, inside kernels.
 
 A weight array is float32, or uint16 holding the bits of float16 or bfloat16; ``half`` tells the two apart. Both
-directions are exact where possible and else round to nearest, ties to even (IEEE 754), as torch does.
-
-Kernels take a row of an array once (``row = weights[slot]``) and index it by column: with two-dimensional indices the
-compiler must allow for negative ones in the inner loop and does not vectorise it (measured: 199 ns against 33 ns for
-adding a row of 64).
+directions are exact where possible and else round to nearest, ties to even (IEEE 754), as torch does. ``simd`` loads
+and stores elements of either.
 """
 
-from typing import Any, Final
+from typing import Final
 
-import numba
 import numpy as np
-from numba.extending import overload
 
-from .arrays import Weights
 from .jit import inline
-
-__all__ = [
-    "BFLOAT16",
-    "FLOAT16",
-    "FLOAT32",
-    "INT4",
-    "INT8",
-    "bits_to_float",
-    "float_to_bits",
-    "half_code",
-    "load",
-    "store",
-]
 
 FLOAT32: Final = 0
 FLOAT16: Final = 1
 BFLOAT16: Final = 2
 INT8: Final = 3
 INT4: Final = 4
-"""The last two are quantized rows, which ``quantized`` has kernels for; ``load`` and ``store`` do not know them."""
+"""The last two are quantized rows, which ``quantized`` has kernels for; nothing else knows them."""
 
 _CODES: Final = {"float32": FLOAT32, "float16": FLOAT16, "bfloat16": BFLOAT16, "int8": INT8, "int4": INT4}
 
@@ -82,44 +63,3 @@ def float_to_bits(value: np.float32, half: int) -> np.uint16:
     odd = np.uint32((magnitude >> np.uint32(13)) & np.uint32(1))
     rebiased = np.uint32(magnitude + np.uint32(0xFFF) + odd - np.uint32(0x38000000))
     return np.uint16(sign | np.uint32(rebiased >> np.uint32(13)))
-
-
-def load(row: Weights, column: int, half: int) -> np.float32:
-    """``row[column]`` as float32."""
-    value = row[column]
-    return value if row.dtype == np.float32 else bits_to_float(value, half)
-
-
-def store(row: Weights, column: int, value: np.float32, half: int) -> None:
-    """``row[column] = value``, rounded to the array's storage type."""
-    row[column] = value if row.dtype == np.float32 else float_to_bits(value, half)
-
-
-@overload(load, inline="always")
-def _load(row: Any, column: int, half: int) -> Any:
-    if row.dtype == numba.float32:
-
-        def load_float(row: Any, column: int, half: int) -> Any:
-            return row[column]
-
-        return load_float
-
-    def load_half(row: Any, column: int, half: int) -> Any:
-        return bits_to_float(row[column], half)
-
-    return load_half
-
-
-@overload(store, inline="always")
-def _store(row: Any, column: int, value: Any, half: int) -> Any:
-    if row.dtype == numba.float32:
-
-        def store_float(row: Any, column: int, value: Any, half: int) -> None:
-            row[column] = value
-
-        return store_float
-
-    def store_half(row: Any, column: int, value: Any, half: int) -> None:
-        row[column] = float_to_bits(value, half)
-
-    return store_half

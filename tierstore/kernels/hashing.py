@@ -5,8 +5,6 @@ import numpy as np
 
 from .jit import inline, kernel
 
-__all__ = ["mix64", "unit"]
-
 
 @kernel
 def mix64(value: np.uint64) -> np.uint64:

@@ -15,20 +15,6 @@ import numpy as np
 from numba import types
 from numba.core import event
 
-__all__ = [
-    "JIT_ENABLED",
-    "callback",
-    "fused_multiply_add",
-    "inline",
-    "kernel",
-    "prefetch_item",
-    "require_contiguous",
-    "uncounted_helper",
-    "uncounted_inline",
-    "uncounted_kernel",
-    "uncounted_template",
-]
-
 JIT_ENABLED: Final = not numba.config.DISABLE_JIT
 _LOG: Final = logging.getLogger("tierstore")
 

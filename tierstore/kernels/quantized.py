@@ -8,7 +8,7 @@ on a CPU with fused multiply-add; per-sample weights are multiplied into scale a
 ``half`` is ``floats.INT8`` or ``floats.INT4``, ``weights`` uint8 [S, bytes of a row].
 """
 
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -16,12 +16,10 @@ from . import floats
 from .arrays import Bytes, Floats, Int32s, Int64s, Weights
 from .jit import fused_multiply_add, prefetch_item
 from .jit import kernel as counted_kernel
-from .jit import uncounted_helper as inline
+from .jit import uncounted_inline as inline
 from .jit import uncounted_kernel as kernel
+from .simd import WIDE, bytes16, float_at, fma16, half_bits_at, load, nibbles16, store
 from .slots import MAX, MEAN, halving_sum, padded_width
-from .vectors import LANES, add_bytes, add_nibbles, float_at, half_bits_at
-
-__all__ = ["FirstValues", "dot_rows", "fill_first_values", "pack_rows", "pool_rows", "unpack_rows"]
 
 _FLOAT_MAX: Final = float(np.finfo(np.float32).max)
 _AHEAD: Final = 16
@@ -55,18 +53,17 @@ def _level(row: Bytes, column: int, half: int) -> np.float32:
 
 
 @inline
-def _add_row(row: Bytes, factor: np.float32, dim: int, half: int, pooled: Floats) -> None:
-    """``pooled += factor * row``, pooled being float32 [dim]."""
+def _add_row(row: Bytes, factor: np.float32, dim: int, half: int, out: Floats, sample: int, target: Any) -> None:
+    """``out[sample, target : target + dim] += factor * row``."""
     scale, bias = factor * _scale_of(row, dim, half), factor * _bias_of(row, dim, half)
-    whole = dim - dim % LANES
-    if half == floats.INT8:
-        for column in range(0, whole, LANES):
-            add_bytes(row, column, scale, bias, pooled, column)
-    else:
-        for column in range(0, whole, LANES):
-            add_nibbles(row, column // 2, scale, bias, pooled, column)
+    whole = dim - dim % WIDE
+    for column in range(0, whole, WIDE):
+        levels = bytes16(row, column) if half == floats.INT8 else nibbles16(row, column // 2)
+        pooled = load(out, sample, target + column, floats.FLOAT32, WIDE)
+        store(out, sample, target + column, fma16(levels, scale, pooled + bias), floats.FLOAT32, WIDE)
     for column in range(whole, dim):
-        pooled[column] = fused_multiply_add(_level(row, column, half), scale, pooled[column] + bias)
+        pooled = out[sample, target + column] + bias
+        out[sample, target + column] = fused_multiply_add(_level(row, column, half), scale, pooled)
 
 
 @inline
@@ -96,8 +93,8 @@ def pool_rows(
     """What ``kernels.pool_rows`` is for float rows, with the same arguments."""
     for bag in range(begin, end):
         low, high = max(bag_starts[bag], first), min(bag_starts[bag + 1], last)
-        column_first = columns[bag // batch]
-        pooled = out[bag % batch, column_first : column_first + dim]
+        sample, column_first = bag % batch, np.int64(columns[bag // batch])
+        pooled = out[sample, column_first : column_first + dim]
         if bag_starts[bag] >= first:
             pooled[:] = np.float32(0)
             if mode == MAX:
@@ -107,9 +104,10 @@ def pool_rows(
                 _fetch_row(weights, slots[position + _AHEAD - first])
             row = weights[slots[position - first]]
             if mode != MAX:
-                _add_row(row, scale[position] if scale.shape[0] else np.float32(1), dim, half, pooled)
-                continue
-            _keep_largest(row, dim, half, position, pooled, arg_max[bag])
+                factor = scale[position] if scale.shape[0] else np.float32(1)
+                _add_row(row, factor, dim, half, out, sample, column_first)
+            else:
+                _keep_largest(row, dim, half, position, pooled, arg_max[bag])
         if mode == MEAN and low < high and high == bag_starts[bag + 1]:
             count = np.float32(high - bag_starts[bag])
             for column in range(dim):
@@ -130,7 +128,7 @@ def dot_rows(
         gradient = grad_out[bag % batch, column_first : column_first + dim]
         for position in range(low, high):
             products[:] = 0
-            _add_row(weights[slots[position - first]], np.float32(1), dim, half, products)
+            _add_row(weights[slots[position - first]], np.float32(1), dim, half, work, 0, 0)
             for column in range(dim):
                 products[column] *= gradient[column]
             grad_scale[position] = halving_sum(work, 0)
@@ -141,7 +139,7 @@ def unpack_rows(slots: Int32s, weights: Weights, dim: int, half: int, out: Float
     """``out[i]`` (float32 [n, dim]) is row ``slots[i]``."""
     out[:] = 0
     for i in range(slots.shape[0]):
-        _add_row(weights[slots[i]], np.float32(1), dim, half, out[i])
+        _add_row(weights[slots[i]], np.float32(1), dim, half, out, i, 0)
 
 
 @inline

@@ -25,8 +25,6 @@ from .floats import BFLOAT16
 from .hashing import mix64, unit
 from .jit import inline
 
-__all__ = ["NEAREST", "stochastic_bits", "store_row", "update_seed"]
-
 NEAREST: Final = 0
 """The seed of updates that round to nearest."""
 _DOMAIN: Final = 0x726F756E64696E67

@@ -1,76 +1,47 @@
 """Vectors of float32 as values in kernels: sums stay in registers while a loop goes over rows.
 
 A loop over columns inside a loop over rows reads and writes its sum at each row, and numba must assume that sum and row
-may overlap. With these, the sums of 16 or 4 columns are one value. Each operation is the IEEE one on each element, no
-two are contracted, so results have the same bits as the plain loop's. LLVM makes of them what the processor has.
+may overlap. With these, the sums of some columns are one value, of 4, 16 or 64 *lanes*; with one lane it is a
+float32. Each operation is the IEEE one on each element, no two are contracted, so results have the same bits as the
+plain loop's. LLVM makes of them what the processor has.
 
-===============================  ==========================================================
-``load16(rows, i, j, half)``     ``rows[i, j : j + 16]``, rows as in ``floats``, C-contiguous
-``store16(rows, i, j, v, half)`` the other way round, rounded as ``floats`` does
-``add16``, ``subtract16``,       element by element
-``multiply16``, ``divide16``
-``sqrt16``                       correctly rounded square roots
-``fill16(value)``                16 times the same float32
-===============================  ==========================================================
+====================================  ===================================================================
+``load(rows, i, j, half, lanes)``     ``rows[i, j : j + lanes]``, rows as in ``floats``, C-contiguous
+``store(rows, i, j, v, half, lanes)`` the other way round, rounded as ``floats`` does
+``fill(value, lanes)``                so many times the same float32
+``+ - * /``                           element by element; one side may be a float32
+``root(v)``                           correctly rounded square roots
+``bytes16(row, place)``               16 bytes of a row (uint8 [n]) as numbers
+``nibbles16(row, place)``             16 numbers of four bits in 8 bytes, the lower half of each byte first
+``fma16(v, factor, term)``            ``v * factor + term``, rounded once; ``factor`` is a float32
+====================================  ===================================================================
 
-and the same with 4, but for roots and differences. No bounds are checked.
+``lanes`` is a constant where a kernel is compiled (``jit.uncounted_template`` passes it on). No bounds are checked.
 """
 
-from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+import operator
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from . import floats
-from .arrays import Floats, Weights
-from .jit import JIT_ENABLED
-
-__all__ = [
-    "NARROW",
-    "WIDE",
-    "add4",
-    "add16",
-    "divide4",
-    "divide16",
-    "fill4",
-    "fill16",
-    "item",
-    "load4",
-    "load16",
-    "multiply4",
-    "multiply16",
-    "prefetch_line",
-    "put",
-    "sqrt16",
-    "store4",
-    "store16",
-    "subtract16",
-]
+from .arrays import Bytes, Floats, Weights
+from .jit import JIT_ENABLED, fused_multiply_add
 
 WIDE: Final = 16
 """float32 of a cache line."""
-NARROW: Final = 4
-
-
-class _Operations(NamedTuple):
-    load: Callable[..., Any]
-    store: Callable[..., Any]
-    add: Callable[..., Any]
-    subtract: Callable[..., Any]
-    multiply: Callable[..., Any]
-    divide: Callable[..., Any]
-    sqrt: Callable[..., Any]
-    fill: Callable[..., Any]
-
 
 if JIT_ENABLED:
     from llvmlite import ir
     from numba import types
     from numba.core import cgutils
-    from numba.extending import intrinsic, models, register_model
+    from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
+    from numba.extending import intrinsic, lower_builtin, models, register_model
 
     from .jit import require_contiguous
+
+    _INT32: Final = ir.IntType(32)
 
     class _Vector(types.Type):  # type: ignore[misc, unused-ignore]
         def __init__(self, lanes: int) -> None:
@@ -80,7 +51,48 @@ if JIT_ENABLED:
     @register_model(_Vector)
     class _VectorModel(models.PrimitiveModel):  # type: ignore[misc, unused-ignore]
         def __init__(self, manager: Any, vector: _Vector) -> None:
-            super().__init__(manager, vector, ir.VectorType(ir.FloatType(), vector.lanes))
+            super().__init__(manager, vector, _of(ir.FloatType(), vector.lanes))
+
+    _VECTORS: Final = {lanes: _Vector(lanes) for lanes in (4, 16, 64)}
+
+    def _type_of(lanes: Any) -> Any:
+        """Of a value of so many lanes, given numba's type of a constant."""
+        return types.float32 if lanes.literal_value == 1 else _VECTORS[lanes.literal_value]
+
+    def _of(element: Any, lanes: int) -> Any:
+        """LLVM's type of so many elements."""
+        return element if lanes == 1 else ir.VectorType(element, lanes)
+
+    def _like(words: Any, value: int) -> Any:
+        """The same constant in each lane."""
+        return ir.Constant(words, value if isinstance(words, ir.IntType) else [value] * words.count)
+
+    def _spread(builder: Any, value: Any, vector: Any) -> Any:
+        """A float32 in each lane of a vector type of LLVM's."""
+        nothing = ir.Constant(vector, ir.Undefined)
+        first = builder.insert_element(nothing, value, _INT32(0))
+        return builder.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(_INT32, vector.count), None))
+
+    def _add_operator(function: Any, name: str) -> None:
+        """Teach numba an operator between vectors, and between a vector and a float32 on either side."""
+
+        def lower(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            vector = context.get_value_type(signature.return_type)
+            return getattr(builder, name)(
+                *(each if each.type == vector else _spread(builder, each, vector) for each in args)
+            )
+
+        scalar = types.float32
+        shapes = [(v, *pair) for v in _VECTORS.values() for pair in ((v, v), (v, scalar), (scalar, v))]
+        cases = [signature(*shape) for shape in shapes]
+        infer_global(function)(type("Operator", (ConcreteTemplate,), {"cases": cases}))
+        for _, left, right in shapes:
+            lower_builtin(function, left, right)(lower)
+
+    for _function, _name in (
+        (operator.add, "fadd"), (operator.sub, "fsub"), (operator.mul, "fmul"), (operator.truediv, "fdiv")
+    ):  # fmt: skip
+        _add_operator(_function, _name)
 
     def _address(context: Any, builder: Any, array_type: Any, array: Any, row: Any, column: Any) -> Any:
         """Of element ``[row, column]``."""
@@ -92,10 +104,10 @@ if JIT_ENABLED:
 
     def _widen(builder: Any, halves: Any, half: Any, lanes: int) -> Any:
         """``floats.bits_to_float`` of each element."""
-        words, float_words = ir.VectorType(ir.IntType(32), lanes), ir.VectorType(ir.FloatType(), lanes)
+        words, float_words = _of(_INT32, lanes), _of(ir.FloatType(), lanes)
 
         def constant(value: int) -> Any:
-            return ir.Constant(words, [value] * lanes)
+            return _like(words, value)
 
         wide = builder.zext(halves, words)
         brain = builder.shl(wide, constant(16))
@@ -110,10 +122,10 @@ if JIT_ENABLED:
 
     def _narrow(builder: Any, values: Any, half: Any, lanes: int) -> Any:
         """``floats.float_to_bits`` of each element."""
-        words, floats_type = ir.VectorType(ir.IntType(32), lanes), ir.VectorType(ir.FloatType(), lanes)
+        words, floats_type = _of(_INT32, lanes), _of(ir.FloatType(), lanes)
 
         def constant(value: int) -> Any:
-            return ir.Constant(words, [value] * lanes)
+            return _like(words, value)
 
         def odd(shift: int) -> Any:
             return builder.and_(builder.lshr(magnitude, constant(shift)), constant(1))
@@ -134,68 +146,95 @@ if JIT_ENABLED:
         float16 = builder.select(is_large, constant(0x7C00), float16)
         float16 = builder.select(is_nan, constant(0x7E00), float16)
         is_brain = builder.icmp_signed("==", half, ir.Constant(half.type, floats.BFLOAT16))
-        return builder.trunc(
-            builder.or_(sign, builder.select(is_brain, brain, float16)), ir.VectorType(ir.IntType(16), lanes)
-        )
+        return builder.trunc(builder.or_(sign, builder.select(is_brain, brain, float16)), _of(ir.IntType(16), lanes))
 
-    def _operations(lanes: int) -> _Operations:
-        vector = _Vector(lanes)
+    @intrinsic(prefer_literal=True)
+    def load(typing_context: Any, rows: Any, row: Any, column: Any, half: Any, lanes: Any) -> Any:  # noqa: ARG001
+        count = lanes.literal_value
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            element = context.get_data_type(signature.args[0].dtype)
+            place = _address(context, builder, signature.args[0], *args[:3])
+            loaded = builder.load(builder.bitcast(place, _of(element, count).as_pointer()))
+            loaded.align = context.get_abi_sizeof(element)
+            return loaded if element == ir.FloatType() else _widen(builder, loaded, args[3], count)
+
+        return _type_of(lanes)(rows, types.int64, types.int64, types.int64, lanes), generate
+
+    @intrinsic(prefer_literal=True)
+    def store(typing_context: Any, rows: Any, row: Any, column: Any, value: Any, half: Any, lanes: Any) -> Any:  # noqa: ARG001
+        count = lanes.literal_value
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            element = context.get_data_type(signature.args[0].dtype)
+            place = _address(context, builder, signature.args[0], *args[:3])
+            kept = args[3] if element == ir.FloatType() else _narrow(builder, args[3], args[4], count)
+            stored = builder.store(kept, builder.bitcast(place, kept.type.as_pointer()))
+            stored.align = context.get_abi_sizeof(element)
+            return context.get_dummy_value()
+
+        return types.void(rows, types.int64, types.int64, _type_of(lanes), types.int64, lanes), generate
+
+    @intrinsic(prefer_literal=True)
+    def fill(typing_context: Any, value: Any, lanes: Any) -> Any:  # noqa: ARG001
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            vector = context.get_value_type(signature.return_type)
+            return args[0] if vector == args[0].type else _spread(builder, args[0], vector)
+
+        return _type_of(lanes)(types.float32, lanes), generate
+
+    def _call(builder: Any, name: str, *args: Any) -> Any:
+        """LLVM's function of that name, of arguments of one type."""
+        kind = args[0].type
+        suffix = f"v{kind.count}f32" if isinstance(kind, ir.VectorType) else "f32"
+        shape = ir.FunctionType(kind, [kind] * len(args))
+        return builder.call(cgutils.get_or_insert_function(builder.module, shape, f"llvm.{name}.{suffix}"), args)
+
+    @intrinsic
+    def root(typing_context: Any, value: Any) -> Any:  # noqa: ARG001
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+            return _call(builder, "sqrt", *args)
+
+        return value(value), generate
+
+    @intrinsic
+    def fma16(typing_context: Any, value: Any, factor: Any, term: Any) -> Any:  # noqa: ARG001
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+            return _call(builder, "fma", args[0], _spread(builder, args[1], args[0].type), args[2])
+
+        return value(value, types.float32, value), generate
+
+    def _reader(kind: Any, element: Any, count: int, finish: Any = lambda _, value: value) -> Any:
+        """Reads so many elements that begin at a byte of a row."""
 
         @intrinsic
-        def load(typing_context: Any, rows: Any, row: Any, column: Any, half: Any) -> Any:  # noqa: ARG001
+        def read(typing_context: Any, row: Any, place: Any) -> Any:  # noqa: ARG001
             def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-                element = context.get_data_type(signature.args[0].dtype)
-                place = _address(context, builder, signature.args[0], *args[:3])
-                loaded = builder.load(builder.bitcast(place, ir.VectorType(element, lanes).as_pointer()))
-                loaded.align = context.get_abi_sizeof(element)
-                return loaded if element == ir.FloatType() else _widen(builder, loaded, args[3], lanes)
+                data = context.make_array(signature.args[0])(context, builder, args[0]).data
+                pointer = builder.bitcast(builder.gep(data, [args[1]]), _of(element, count).as_pointer())
+                value = builder.load(pointer)
+                value.align = 1
+                return finish(builder, value)
 
-            return vector(rows, types.int64, types.int64, types.int64), generate
+            return kind(row, types.intp), generate
 
-        @intrinsic
-        def store(typing_context: Any, rows: Any, row: Any, column: Any, value: Any, half: Any) -> Any:  # noqa: ARG001
-            def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-                element = context.get_data_type(signature.args[0].dtype)
-                place = _address(context, builder, signature.args[0], *args[:3])
-                kept = args[3] if element == ir.FloatType() else _narrow(builder, args[3], args[4], lanes)
-                stored = builder.store(kept, builder.bitcast(place, kept.type.as_pointer()))
-                stored.align = context.get_abi_sizeof(element)
-                return context.get_dummy_value()
+        return read
 
-            return types.void(rows, types.int64, types.int64, vector, types.int64), generate
+    def _as_floats(builder: Any, levels: Any) -> Any:
+        return builder.uitofp(levels, ir.VectorType(ir.FloatType(), WIDE))
 
-        def elementwise(name: str) -> Callable[..., Any]:
-            @intrinsic
-            def operation(typing_context: Any, left: Any, right: Any) -> Any:  # noqa: ARG001
-                def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
-                    return getattr(builder, name)(*args)
+    def _split(builder: Any, pairs: Any) -> Any:
+        """Two numbers of each byte."""
+        low = builder.and_(pairs, _like(pairs.type, 15))
+        high = builder.lshr(pairs, _like(pairs.type, 4))
+        places = [place for pair in range(WIDE // 2) for place in (pair, pair + WIDE // 2)]
+        order = ir.Constant(ir.VectorType(_INT32, WIDE), places)
+        return _as_floats(builder, builder.shuffle_vector(low, high, order))
 
-                return vector(vector, vector), generate
-
-            made: Callable[..., Any] = operation
-            return made
-
-        @intrinsic
-        def fill(typing_context: Any, value: Any) -> Any:  # noqa: ARG001
-            def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
-                filled = ir.Constant(context.get_value_type(vector), ir.Undefined)
-                for lane in range(lanes):
-                    filled = builder.insert_element(filled, args[0], ir.Constant(ir.IntType(32), lane))
-                return filled
-
-            return vector(types.float32), generate
-
-        @intrinsic
-        def sqrt(typing_context: Any, value: Any) -> Any:  # noqa: ARG001
-            def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
-                shape = ir.FunctionType(args[0].type, [args[0].type])
-                function = cgutils.get_or_insert_function(builder.module, shape, f"llvm.sqrt.v{lanes}f32")
-                return builder.call(function, args)
-
-            return vector(vector), generate
-
-        add, subtract, multiply, divide = (elementwise(name) for name in ("fadd", "fsub", "fmul", "fdiv"))
-        return _Operations(load, store, add, subtract, multiply, divide, sqrt, fill)
+    float_at = _reader(types.float32, ir.FloatType(), 1)
+    half_bits_at = _reader(types.uint16, ir.IntType(16), 1)
+    bytes16 = _reader(_VECTORS[WIDE], ir.IntType(8), WIDE, _as_floats)
+    nibbles16 = _reader(_VECTORS[WIDE], ir.IntType(8), WIDE // 2, _split)
 
     @intrinsic
     def item(typing_context: Any, array: Any, index: Any) -> Any:  # noqa: ARG001
@@ -226,29 +265,46 @@ if JIT_ENABLED:
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             place = _address(context, builder, signature.args[0], *args)
-            int32 = ir.IntType(32)
-            shape = ir.FunctionType(ir.VoidType(), [place.type, int32, int32, int32])
+            shape = ir.FunctionType(ir.VoidType(), [place.type, _INT32, _INT32, _INT32])
             function = builder.module.declare_intrinsic("llvm.prefetch", [place.type], shape)
-            read, keep_in_all_levels, data_cache = int32(0), int32(3), int32(1)
+            read, keep_in_all_levels, data_cache = _INT32(0), _INT32(3), _INT32(1)
             builder.call(function, [place, read, keep_in_all_levels, data_cache])
             return context.get_dummy_value()
 
         return types.void(rows, types.int64, types.int64), generate
 
 else:
+    root = np.sqrt
 
-    def _operations(lanes: int) -> _Operations:
-        def load(rows: Weights, row: int, column: int, half: int) -> Floats:
-            return np.array([floats.load(rows[row], c, half) for c in range(column, column + lanes)], np.float32)
+    def load(rows: Weights, row: int, column: int, half: int, lanes: int) -> Any:
+        values: Any = rows[row, column : column + lanes]
+        if values.dtype != np.float32:
+            values = np.array([floats.bits_to_float(bits, half) for bits in values], np.float32)
+        assert len(values) == lanes
+        return values[0] if lanes == 1 else values.copy()
 
-        def store(rows: Weights, row: int, column: int, value: Floats, half: int) -> None:
-            for lane in range(lanes):
-                floats.store(rows[row], column + lane, value[lane], half)
+    def store(rows: Weights, row: int, column: int, value: Any, half: int, lanes: int) -> None:
+        for lane, each in enumerate(np.broadcast_to(value, lanes)):
+            rows[row, column + lane] = each if rows.dtype == np.float32 else floats.float_to_bits(each, half)
 
-        def fill(value: np.float32) -> Floats:
-            return np.full(lanes, value, np.float32)
+    def fill(value: np.float32, lanes: int) -> Any:
+        return value if lanes == 1 else np.full(lanes, value, np.float32)
 
-        return _Operations(load, store, np.add, np.subtract, np.multiply, np.divide, np.sqrt, fill)
+    def float_at(row: Bytes, place: int) -> Any:
+        return row[place : place + 4].copy().view(np.float32)[0]
+
+    def half_bits_at(row: Bytes, place: int) -> Any:
+        return row[place : place + 2].copy().view(np.uint16)[0]
+
+    def bytes16(row: Bytes, place: int) -> Floats:
+        return row[place : place + WIDE].astype(np.float32)
+
+    def nibbles16(row: Bytes, place: int) -> Floats:
+        pairs = row[place : place + WIDE // 2]
+        return np.stack([pairs & 15, pairs >> 4], axis=1).ravel().astype(np.float32)
+
+    def fma16(value: Floats, factor: np.float32, term: Floats) -> Floats:
+        return np.array([fused_multiply_add(value[i], factor, term[i]) for i in range(WIDE)], np.float32)
 
     def item(array: NDArray[Any], index: int) -> Any:
         """``array[index]``."""
@@ -260,7 +316,3 @@ else:
 
     def prefetch_line(rows: Weights, row: int, column: int) -> None:
         """Nothing: a hint to the processor."""
-
-
-load16, store16, add16, subtract16, multiply16, divide16, sqrt16, fill16 = _operations(WIDE)
-load4, store4, add4, _, multiply4, divide4, _, fill4 = _operations(NARROW)

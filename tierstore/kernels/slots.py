@@ -8,52 +8,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from . import floats
 from .arrays import Bytes, Floats, Ids, Int32s, Int64s, Weights, Words
 from .floats import FLOAT32
 from .hashing import mix64
 from .jit import kernel, prefetch_item, uncounted_kernel
 from .jit import uncounted_inline as inline
-from .simd import (
-    WIDE,
-    add4,
-    add16,
-    divide4,
-    divide16,
-    fill4,
-    fill16,
-    item,
-    load4,
-    load16,
-    multiply4,
-    multiply16,
-    prefetch_line,
-    put,
-    store4,
-    store16,
-)
-
-__all__ = [
-    "ABSENT",
-    "DONE",
-    "MAX",
-    "MEAN",
-    "SUM",
-    "are_offsets",
-    "copy_rows_in",
-    "copy_rows_out",
-    "dot_rows",
-    "group_rows",
-    "halving_sum",
-    "join_ids",
-    "look_up",
-    "order_by_sample",
-    "padded_width",
-    "pool_rows",
-    "put_rows",
-    "renumber",
-    "unique_in_order",
-]
+from .jit import uncounted_template as template
+from .simd import WIDE, fill, item, load, prefetch_line, put, store
 
 SUM: Final = 0
 MEAN: Final = 1
@@ -99,85 +60,23 @@ def join_ids(
     return np.int64(-1)
 
 
-@inline
-def _pool_64(
-    low: int, high: int, last: int, shift: int, base: int, fresh: bool, slots: Ids, scale: Floats, weights: Weights,
-    half: int, column: int, divisor: np.float32, out: Floats, sample: int, target: int,
+@template
+def _pool_columns(
+    lanes: int, low: int, high: int, last: int, shift: int, base: int, fresh: bool, slots: Ids, scale: Floats,
+    weights: Weights, half: int, column: int, divisor: np.float32, out: Floats, sample: int, target: int,
 ) -> None:  # fmt: skip
-    """The columns ``[column, column + 64)`` of one bag, whose positions are ``[low, high)``; those of the call end at
-    ``last``."""
-    if fresh:
-        a = b = c = d = fill16(np.float32(0))
-    else:
-        a, b = load16(out, sample, target, FLOAT32), load16(out, sample, target + 16, FLOAT32)
-        c, d = load16(out, sample, target + 32, FLOAT32), load16(out, sample, target + 48, FLOAT32)
+    """The columns ``[column, column + lanes)`` of one bag, whose positions are ``[low, high)``; those of the call end
+    at ``last``."""
+    pooled = fill(np.float32(0), lanes) if fresh else load(out, sample, target, FLOAT32, lanes)
     is_scaled = scale.shape[0] > 0
     for position in range(low, high):
-        if position + AHEAD < last:
+        if lanes > 1 and position + AHEAD < last:  # a single column's cache line was fetched with those before
             ahead = base + np.int64(item(slots, position + AHEAD + shift))
-            prefetch_line(weights, ahead, column)
-            prefetch_line(weights, ahead, column + 16)
-            prefetch_line(weights, ahead, column + 32)
-            prefetch_line(weights, ahead, column + 48)
-        slot = base + np.int64(item(slots, position + shift))
-        u, v = load16(weights, slot, column, half), load16(weights, slot, column + 16, half)
-        w, x = load16(weights, slot, column + 32, half), load16(weights, slot, column + 48, half)
-        if is_scaled:
-            factor = fill16(item(scale, position))
-            u, v, w, x = multiply16(factor, u), multiply16(factor, v), multiply16(factor, w), multiply16(factor, x)
-        a, b, c, d = add16(a, u), add16(b, v), add16(c, w), add16(d, x)
-    if divisor > 0:
-        by = fill16(divisor)
-        a, b, c, d = divide16(a, by), divide16(b, by), divide16(c, by), divide16(d, by)
-    store16(out, sample, target, a, FLOAT32)
-    store16(out, sample, target + 16, b, FLOAT32)
-    store16(out, sample, target + 32, c, FLOAT32)
-    store16(out, sample, target + 48, d, FLOAT32)
-
-
-@inline
-def _pool_16(
-    low: int, high: int, last: int, shift: int, base: int, fresh: bool, slots: Ids, scale: Floats, weights: Weights,
-    half: int, column: int, divisor: np.float32, out: Floats, sample: int, target: int,
-) -> None:  # fmt: skip
-    """As ``_pool_64``."""
-    a = fill16(np.float32(0)) if fresh else load16(out, sample, target, FLOAT32)
-    is_scaled = scale.shape[0] > 0
-    for position in range(low, high):
-        if position + AHEAD < last:
-            prefetch_line(weights, base + np.int64(item(slots, position + AHEAD + shift)), column)
-        u = load16(weights, base + np.int64(item(slots, position + shift)), column, half)
-        a = add16(a, multiply16(fill16(item(scale, position)), u) if is_scaled else u)
-    store16(out, sample, target, divide16(a, fill16(divisor)) if divisor > 0 else a, FLOAT32)
-
-
-@inline
-def _pool_4(
-    low: int, high: int, last: int, shift: int, base: int, fresh: bool, slots: Ids, scale: Floats, weights: Weights,
-    half: int, column: int, divisor: np.float32, out: Floats, sample: int, target: int,
-) -> None:  # fmt: skip
-    """As ``_pool_64``."""
-    a = fill4(np.float32(0)) if fresh else load4(out, sample, target, FLOAT32)
-    is_scaled = scale.shape[0] > 0
-    for position in range(low, high):
-        if position + AHEAD < last:
-            prefetch_line(weights, base + np.int64(item(slots, position + AHEAD + shift)), column)
-        u = load4(weights, base + np.int64(item(slots, position + shift)), column, half)
-        a = add4(a, multiply4(fill4(item(scale, position)), u) if is_scaled else u)
-    store4(out, sample, target, divide4(a, fill4(divisor)) if divisor > 0 else a, FLOAT32)
-
-
-@inline
-def _pool_1(
-    low: int, high: int, shift: int, base: int, fresh: bool, slots: Ids, scale: Floats, weights: Weights, half: int,
-    column: int, divisor: np.float32, out: Floats, sample: int, target: int,
-) -> None:  # fmt: skip
-    """As ``_pool_64``; the cache line was fetched with the column before."""
-    pooled = np.float32(0) if fresh else out[sample, target]
-    for position in range(low, high):
-        value = floats.load(weights[base + np.int64(item(slots, position + shift))], column, half)
-        pooled += scale[position] * value if scale.shape[0] else value
-    out[sample, target] = pooled / divisor if divisor > 0 else pooled
+            for line in range(0, lanes, WIDE):
+                prefetch_line(weights, ahead, column + line)
+        row = load(weights, base + np.int64(item(slots, position + shift)), column, half, lanes)
+        pooled = pooled + (item(scale, position) * row if is_scaled else row)
+    store(out, sample, target, pooled / divisor if divisor > 0 else pooled, FLOAT32, lanes)
 
 
 @uncounted_kernel
@@ -235,20 +134,20 @@ def _pool_feature(
                 divisor = np.float32(high - bag_starts[bag])
             column = 0
             while column + 64 <= dim:
-                _pool_64(low, high, last, shift, base, fresh, slots, scale, weights, half, column, divisor, out, sample,
-                         target + column)  # fmt: skip
+                _pool_columns(64, low, high, last, shift, base, fresh, slots, scale, weights, half, column, divisor,
+                              out, sample, target + column)  # fmt: skip
                 column += 64
             while column + 16 <= dim:
-                _pool_16(low, high, last, shift, base, fresh, slots, scale, weights, half, column, divisor, out, sample,
-                         target + column)  # fmt: skip
+                _pool_columns(16, low, high, last, shift, base, fresh, slots, scale, weights, half, column, divisor,
+                              out, sample, target + column)  # fmt: skip
                 column += 16
             while column + 4 <= dim:
-                _pool_4(low, high, last, shift, base, fresh, slots, scale, weights, half, column, divisor, out, sample,
-                        target + column)  # fmt: skip
+                _pool_columns(4, low, high, last, shift, base, fresh, slots, scale, weights, half, column, divisor,
+                              out, sample, target + column)  # fmt: skip
                 column += 4
             while column < dim:
-                _pool_1(low, high, shift, base, fresh, slots, scale, weights, half, column, divisor, out, sample,
-                        target + column)  # fmt: skip
+                _pool_columns(1, low, high, last, shift, base, fresh, slots, scale, weights, half, column, divisor,
+                              out, sample, target + column)  # fmt: skip
                 column += 1
         sample += 1
 
@@ -339,9 +238,9 @@ def _pool_max(
 ) -> None:
     """Maxima of one bag, and their positions."""
     for position in range(low, high):
-        row = weights[base + np.int64(item(slots, position + shift))]
+        slot = base + np.int64(item(slots, position + shift))
         for column in range(pooled.shape[0]):
-            value = floats.load(row, column, half)
+            value = load(weights, slot, column, half, 1)
             if best[column] < 0 or value > pooled[column]:
                 pooled[column] = value
                 best[column] = position
@@ -368,11 +267,11 @@ def halving_sum(work: Floats, row: int) -> np.float32:
     while width > WIDE:
         width //= 2
         for column in range(0, width, WIDE):
-            lower, upper = load16(work, row, column, FLOAT32), load16(work, row, width + column, FLOAT32)
-            store16(work, row, column, add16(lower, upper), FLOAT32)
-    store4(work, row, 0, add4(load4(work, row, 0, FLOAT32), load4(work, row, 8, FLOAT32)), FLOAT32)
-    store4(work, row, 4, add4(load4(work, row, 4, FLOAT32), load4(work, row, 12, FLOAT32)), FLOAT32)
-    store4(work, row, 0, add4(load4(work, row, 0, FLOAT32), load4(work, row, 4, FLOAT32)), FLOAT32)
+            halves = load(work, row, column, FLOAT32, WIDE) + load(work, row, width + column, FLOAT32, WIDE)
+            store(work, row, column, halves, FLOAT32, WIDE)
+    lower = load(work, row, 0, FLOAT32, 4) + load(work, row, 8, FLOAT32, 4)
+    upper = load(work, row, 4, FLOAT32, 4) + load(work, row, 12, FLOAT32, 4)
+    store(work, row, 0, lower + upper, FLOAT32, 4)
     even, odd = work[row, 0] + work[row, 2], work[row, 1] + work[row, 3]
     return np.float32(np.float32(0) + (even + odd))
 
@@ -387,31 +286,31 @@ def dot_rows(
     The products are summed as ``halving_sum`` does.
     """
     work = np.zeros((1, padded_width(dim)), np.float32)
-    _dot_range(
-        begin, end, first, last, bag_starts, slots, weights, dim, half, columns, batch, grad_out, grad_scale, work
-    )
-
-
-@inline
-def _dot_range(
-    begin: int, end: int, first: int, last: int, bag_starts: Int64s, slots: Int32s, weights: Weights, dim: int,
-    half: int, columns: Int32s, batch: int, grad_out: Floats, grad_scale: Floats, work: Floats,
-) -> None:  # fmt: skip
-    """``dot_rows`` on given scratch."""
     for bag in range(begin, end):
         low, high = max(bag_starts[bag], first), min(bag_starts[bag + 1], last)
         sample, target = bag % batch, np.int64(columns[bag // batch])
         for position in range(low, high):
-            slot = np.int64(slots[position - first])
-            column = 0
-            while column + WIDE <= dim:
-                row, gradient = load16(weights, slot, column, half), load16(grad_out, sample, target + column, FLOAT32)
-                store16(work, 0, column, multiply16(row, gradient), FLOAT32)
-                column += WIDE
-            while column < dim:
-                work[0, column] = floats.load(weights[slot], column, half) * grad_out[sample, target + column]
-                column += 1
+            _multiply(weights, np.int64(slots[position - first]), dim, half, grad_out, sample, target, work)
             grad_scale[position] = halving_sum(work, 0)
+
+
+@inline
+def _multiply(
+    weights: Weights, slot: Any, dim: int, half: int, grad_out: Floats, sample: int, target: Any, work: Floats
+) -> None:
+    """The products of a row and a gradient, column by column, into ``work``."""
+    column = 0
+    while column + WIDE <= dim:
+        gradient = load(grad_out, sample, target + column, FLOAT32, WIDE)
+        store(work, 0, column, load(weights, slot, column, half, WIDE) * gradient, FLOAT32, WIDE)
+        column += WIDE
+    while column + 4 <= dim:
+        gradient = load(grad_out, sample, target + column, FLOAT32, 4)
+        store(work, 0, column, load(weights, slot, column, half, 4) * gradient, FLOAT32, 4)
+        column += 4
+    while column < dim:
+        work[0, column] = load(weights, slot, column, half, 1) * grad_out[sample, target + column]
+        column += 1
 
 
 @kernel

@@ -20,8 +20,6 @@ import numpy as np
 
 from .arrays import Int64s
 
-__all__ = ["MIN_WORK", "Workers", "default_threads"]
-
 MIN_WORK: Final = 4096
 """Row operations below which handing work to another thread costs more than it saves."""
 

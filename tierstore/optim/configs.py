@@ -13,8 +13,6 @@ import numpy as np
 
 from ..kernels.arrays import Floats
 
-__all__ = ["NUM_HYPER", "SGD", "Adagrad", "Adam", "Optimizer", "RowWiseAdagrad", "from_dict"]
-
 NUM_HYPER: Final = 8
 """float32 columns of a table's row in the kernel's hyper-parameter matrix."""
 

@@ -8,28 +8,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..kernels import floats, halving_sum, padded_width
+from ..kernels import halving_sum, padded_width
 from ..kernels.arrays import Bytes, Floats, Int32s, Int64s, Weights, Words
 from ..kernels.floats import FLOAT32
 from ..kernels.jit import prefetch_item, uncounted_kernel
 from ..kernels.jit import uncounted_inline as inline
 from ..kernels.jit import uncounted_template as template
 from ..kernels.rounding import store_row
-from ..kernels.simd import (
-    WIDE,
-    add16,
-    divide16,
-    fill16,
-    item,
-    load16,
-    multiply16,
-    prefetch_line,
-    sqrt16,
-    store16,
-    subtract16,
-)
-
-__all__ = ["RUN", "merge_and_update", "scratch"]
+from ..kernels.simd import WIDE, fill, item, load, prefetch_line, root, store
 
 RUN: Final = 64
 """Positions of one row that are summed one after another, from zero, before the sum joins those of the runs before."""
@@ -37,77 +23,32 @@ RUN: Final = 64
 _ROWS_AHEAD: Final = 4
 """Rows are fetched from memory so long before they are updated."""
 
-_GRADIENT, _SQUARES, _TAIL, _FIRST_TAIL, _SECOND_TAIL, _ROW = range(6)
-_WORK_ROWS: Final = 6
-"""Rows of scratch: a gradient, its squares, what lies behind the last whole vector of a row and its state, and a row
-in float32 before it is rounded."""
+_GRADIENT, _SQUARES, _ROW = range(3)
+"""Rows of scratch: a gradient, its squares, and a row in float32 before it is rounded."""
 _SGD, _ROWWISE_ADAGRAD, _ADAGRAD = 0, 1, 2
 
 
 def scratch(dim: int) -> Floats:
     """float32, zeros: what one thread needs to update rows of ``dim`` columns."""
-    return np.zeros((_WORK_ROWS, padded_width(dim)), np.float32)
+    return np.zeros((3, padded_width(dim)), np.float32)
 
 
-@inline
-def _merge_64(
-    begin: int, end: int, column: int, sources: Int64s, factors: Floats, grad_out: Floats, work: Floats
+@template
+def _merge_columns(
+    lanes: int, begin: int, end: int, column: int, sources: Int64s, factors: Floats, grad_out: Floats, work: Floats
 ) -> None:
-    """Columns ``[column, column + 64)`` of the sum of the gradients ``[begin, end)``, into the gradient of ``work``."""
-    zero = fill16(np.float32(0))
-    a, b, c, d = zero, zero, zero, zero
-    e, f, g, h = zero, zero, zero, zero
+    """Columns ``[column, column + lanes)`` of the sum of the gradients ``[begin, end)``, into the gradient of
+    ``work``."""
+    zero = fill(np.float32(0), lanes)
+    total, earlier = zero, zero
     run_stop = begin + RUN
     for i in range(begin, end):
         if i == run_stop:
-            e, f, g, h = add16(e, a), add16(f, b), add16(g, c), add16(h, d)
-            a, b, c, d = zero, zero, zero, zero
+            earlier, total = earlier + total, zero
             run_stop += RUN
-        source = item(sources, i) + column
-        u, v = load16(grad_out, 0, source, FLOAT32), load16(grad_out, 0, source + 16, FLOAT32)
-        w, x = load16(grad_out, 0, source + 32, FLOAT32), load16(grad_out, 0, source + 48, FLOAT32)
-        if factors.shape[0]:
-            factor = fill16(item(factors, i))
-            u, v, w, x = multiply16(factor, u), multiply16(factor, v), multiply16(factor, w), multiply16(factor, x)
-        a, b, c, d = add16(a, u), add16(b, v), add16(c, w), add16(d, x)
-    if end - begin > RUN:
-        a, b, c, d = add16(a, e), add16(b, f), add16(c, g), add16(d, h)
-    store16(work, _GRADIENT, column, a, FLOAT32)
-    store16(work, _GRADIENT, column + 16, b, FLOAT32)
-    store16(work, _GRADIENT, column + 32, c, FLOAT32)
-    store16(work, _GRADIENT, column + 48, d, FLOAT32)
-
-
-@inline
-def _merge_16(
-    begin: int, end: int, column: int, sources: Int64s, factors: Floats, grad_out: Floats, work: Floats
-) -> None:
-    """As ``_merge_64``."""
-    total, earlier, zero = fill16(np.float32(0)), fill16(np.float32(0)), fill16(np.float32(0))
-    run_stop = begin + RUN
-    for i in range(begin, end):
-        if i == run_stop:
-            earlier, total = add16(earlier, total), zero
-            run_stop += RUN
-        term = load16(grad_out, 0, item(sources, i) + column, FLOAT32)
-        total = add16(total, multiply16(fill16(item(factors, i)), term) if factors.shape[0] else term)
-    store16(work, _GRADIENT, column, add16(total, earlier) if end - begin > RUN else total, FLOAT32)
-
-
-@inline
-def _merge_1(
-    begin: int, end: int, column: int, sources: Int64s, factors: Floats, grad_out: Floats, work: Floats
-) -> None:
-    """As ``_merge_64``."""
-    total, earlier = np.float32(0), np.float32(0)
-    run_stop = begin + RUN
-    for i in range(begin, end):
-        if i == run_stop:
-            earlier, total = np.float32(earlier + total), np.float32(0)
-            run_stop += RUN
-        term = grad_out[0, sources[i] + column]
-        total += factors[i] * term if factors.shape[0] else term
-    work[_GRADIENT, column] = total + earlier if end - begin > RUN else total
+        term = load(grad_out, 0, item(sources, i) + column, FLOAT32, lanes)
+        total = total + (item(factors, i) * term if factors.shape[0] else term)
+    store(work, _GRADIENT, column, total + earlier if end - begin > RUN else total, FLOAT32, lanes)
 
 
 @inline
@@ -115,7 +56,7 @@ def _merge_max(
     begin: int, end: int, dim: int, sources: Int64s, positions: Int32s, bags: Int32s, arg_max: Int32s, grad_out: Floats,
     work: Floats,
 ) -> None:  # fmt: skip
-    """The same for maxima: of each gradient the columns that its position won."""
+    """As ``_merge_columns`` for maxima: of each gradient the columns that its position won."""
     for column in range(dim):
         total, earlier = np.float32(0), np.float32(0)
         run_stop = begin + RUN
@@ -132,8 +73,8 @@ def _merge_max(
 def _mean_square(dim: int, work: Floats) -> np.float32:
     """Mean of the squares of the gradient, summed as ``halving_sum`` does."""
     for column in range(0, work.shape[1], WIDE):
-        gradient = load16(work, _GRADIENT, column, FLOAT32)
-        store16(work, _SQUARES, column, multiply16(gradient, gradient), FLOAT32)
+        gradient = load(work, _GRADIENT, column, FLOAT32, WIDE)
+        store(work, _SQUARES, column, gradient * gradient, FLOAT32, WIDE)
     return np.float32(halving_sum(work, _SQUARES) / np.float32(dim))
 
 
@@ -141,86 +82,31 @@ def _mean_square(dim: int, work: Floats) -> np.float32:
 def _decay(weight_decay: np.float32, work: Floats, weights: Weights, slot: int, dim: int, half: int) -> None:
     """Add ``weight_decay`` times the row to the gradient, whose columns behind ``dim`` stay zero."""
     for column in range(dim):
-        work[_GRADIENT, column] += weight_decay * floats.load(weights[slot], column, half)
+        work[_GRADIENT, column] += weight_decay * load(weights, slot, column, half, 1)
 
 
 @template
-def _descend(
-    rate: np.float32, work: Floats, gradient_column: int, weights: Weights, slot: int, column: int, half: int
-) -> None:
-    """Subtract ``rate`` times the gradient from 16 columns of a row."""
-    step = multiply16(fill16(rate), load16(work, _GRADIENT, gradient_column, FLOAT32))
-    store16(weights, slot, column, subtract16(load16(weights, slot, column, half), step), half)
-
-
-@template
-def _adagrad(
-    hyper: Floats, work: Floats, gradient_column: int, weights: Weights, slot: int, column: int, half: int,
-    state: Floats, state_row: int, state_column: int,
+def _step_columns(
+    lanes: int, code: int, rate: np.float32, hyper: Floats, work: Floats, weights: Weights, slot: int, column: int,
+    state: Floats, state_row: int, dim: int, half: int,
 ) -> None:  # fmt: skip
-    """16 columns of a row, and of its accumulators."""
-    g = load16(work, _GRADIENT, gradient_column, FLOAT32)
-    accumulator = add16(load16(state, state_row, state_column, FLOAT32), multiply16(g, g))
-    store16(state, state_row, state_column, accumulator, FLOAT32)
-    step = divide16(multiply16(fill16(hyper[0]), g), add16(sqrt16(accumulator), fill16(hyper[2])))
-    store16(weights, slot, column, subtract16(load16(weights, slot, column, half), step), half)
-
-
-@template
-def _adam(
-    hyper: Floats, work: Floats, gradient_column: int, weights: Weights, slot: int, column: int, half: int,
-    state: Floats, first_row: int, first_column: int, second_row: int, second_column: int,
-) -> None:  # fmt: skip
-    """16 columns of a row, and of its first and second moments."""
-    g = load16(work, _GRADIENT, gradient_column, FLOAT32)
-    beta1, rest1 = fill16(hyper[3]), fill16(np.float32(np.float32(1) - hyper[3]))
-    beta2, rest2 = fill16(hyper[4]), fill16(np.float32(np.float32(1) - hyper[4]))
-    first = add16(multiply16(beta1, load16(state, first_row, first_column, FLOAT32)), multiply16(rest1, g))
-    second = multiply16(beta2, load16(state, second_row, second_column, FLOAT32))
-    second = add16(second, multiply16(multiply16(rest2, g), g))
-    store16(state, first_row, first_column, first, FLOAT32)
-    store16(state, second_row, second_column, second, FLOAT32)
-    root = add16(divide16(sqrt16(second), fill16(hyper[6])), fill16(hyper[2]))
-    step = divide16(multiply16(fill16(hyper[5]), first), root)
-    store16(weights, slot, column, subtract16(load16(weights, slot, column, half), step), half)
-
-
-@inline
-def _step(
-    code: int, rate: np.float32, hyper: Floats, work: Floats, weights: Weights, slot: int, state: Floats,
-    state_row: int, dim: int, half: int,
-) -> None:  # fmt: skip
-    """One step of a row; the columns behind the last whole vector are put into vectors of their own meanwhile."""
-    whole = dim - dim % WIDE
-    for column in range(0, whole, WIDE):
-        if code <= _ROWWISE_ADAGRAD:
-            _descend(rate, work, column, weights, slot, column, half)
-        elif code == _ADAGRAD:
-            _adagrad(hyper, work, column, weights, slot, column, half, state, state_row, column)
-        else:
-            _adam(
-                hyper, work, column, weights, slot, column, half, state, state_row, column, state_row, dim + column
-            )  # fmt: skip
-    if whole == dim:
-        return
-    for i in range(dim - whole):
-        work[_TAIL, i] = floats.load(weights[slot], whole + i, half)
-        if code >= _ADAGRAD:
-            work[_FIRST_TAIL, i] = state[state_row, whole + i]
-        if code > _ADAGRAD:
-            work[_SECOND_TAIL, i] = state[state_row, dim + whole + i]
+    """One step of the columns ``[column, column + lanes)`` of a row, and of their state."""
+    gradient = load(work, _GRADIENT, column, FLOAT32, lanes)
     if code <= _ROWWISE_ADAGRAD:
-        _descend(rate, work, whole, work, _TAIL, 0, FLOAT32)
+        step = rate * gradient
     elif code == _ADAGRAD:
-        _adagrad(hyper, work, whole, work, _TAIL, 0, FLOAT32, work, _FIRST_TAIL, 0)
+        accumulator = load(state, state_row, column, FLOAT32, lanes) + gradient * gradient
+        store(state, state_row, column, accumulator, FLOAT32, lanes)
+        step = (hyper[0] * gradient) / (root(accumulator) + hyper[2])
     else:
-        _adam(hyper, work, whole, work, _TAIL, 0, FLOAT32, work, _FIRST_TAIL, 0, _SECOND_TAIL, 0)
-    for i in range(dim - whole):
-        floats.store(weights[slot], whole + i, work[_TAIL, i], half)
-        if code >= _ADAGRAD:
-            state[state_row, whole + i] = work[_FIRST_TAIL, i]
-        if code > _ADAGRAD:
-            state[state_row, dim + whole + i] = work[_SECOND_TAIL, i]
+        first = hyper[3] * load(state, state_row, column, FLOAT32, lanes)
+        first = first + np.float32(np.float32(1) - hyper[3]) * gradient
+        second = hyper[4] * load(state, state_row, dim + column, FLOAT32, lanes)
+        second = second + (np.float32(np.float32(1) - hyper[4]) * gradient) * gradient
+        store(state, state_row, column, first, FLOAT32, lanes)
+        store(state, state_row, dim + column, second, FLOAT32, lanes)
+        step = (hyper[5] * first) / (root(second) / hyper[6] + hyper[2])
+    store(weights, slot, column, load(weights, slot, column, half, lanes) - step, half, lanes)
 
 
 @inline
@@ -231,7 +117,7 @@ def _update_row(
     """Apply one optimizer step to a row and its state; the formulas are those of ``optim.configs``.
 
     Args:
-        work: float32 [_WORK_ROWS, padded width]: the gradient, zero behind column ``dim``, and scratch.
+        work: float32 [3, padded width]: the gradient, zero behind column ``dim``, and scratch.
     """
     rate = hyper[0]
     if hyper[1] != np.float32(0):
@@ -240,7 +126,16 @@ def _update_row(
         accumulator = np.float32(state[state_row, 0] + _mean_square(dim, work))
         state[state_row, 0] = accumulator
         rate = np.float32(rate / np.float32(np.float32(math.sqrt(accumulator)) + hyper[2]))
-    _step(code, rate, hyper, work, weights, slot, state, state_row, dim, half)
+    column = 0
+    while column + 16 <= dim:
+        _step_columns(16, code, rate, hyper, work, weights, slot, column, state, state_row, dim, half)
+        column += 16
+    while column + 4 <= dim:
+        _step_columns(4, code, rate, hyper, work, weights, slot, column, state, state_row, dim, half)
+        column += 4
+    while column < dim:
+        _step_columns(1, code, rate, hyper, work, weights, slot, column, state, state_row, dim, half)
+        column += 1
 
 
 @inline
@@ -250,7 +145,7 @@ def _update_and_round(
 ) -> None:  # fmt: skip
     """``_update_row`` of a row of halfs in float32, then rounded as ``rounding.store_row`` does."""
     for column in range(dim):
-        work[_ROW, column] = floats.load(weights[slot], column, half)
+        work[_ROW, column] = load(weights, slot, column, half, 1)
     _update_row(code, hyper, work, work, _ROW, state, slot, dim, FLOAT32)
     store_row(work[_ROW], weights[slot], dim, half, seed, key)
 
@@ -269,13 +164,13 @@ def _merge(
         return
     column = 0
     while column + 64 <= dim:
-        _merge_64(begin, end, column, sources, factors, grad_out, work)
+        _merge_columns(64, begin, end, column, sources, factors, grad_out, work)
         column += 64
     while column + 16 <= dim:
-        _merge_16(begin, end, column, sources, factors, grad_out, work)
+        _merge_columns(16, begin, end, column, sources, factors, grad_out, work)
         column += 16
     while column < dim:
-        _merge_1(begin, end, column, sources, factors, grad_out, work)
+        _merge_columns(1, begin, end, column, sources, factors, grad_out, work)
         column += 1
 
 
