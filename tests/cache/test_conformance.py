@@ -52,17 +52,25 @@ class TestLookahead(LookaheadUnannounced):
     num_accesses = 20_000 if JIT_ENABLED else 2000
 
 
-class TestReferenceLru(Lru):
+class Reference:
+    """Nothing is replayed by it."""
+
+    test_a_cache_without_rows_simulates = None
+    test_access_replays_as_cachetools_access_for_access = None
+    test_replay_needs_a_quiet_cache = None
+
+
+class TestReferenceLru(Reference, Lru):
     policy = "reference-lru"
 
 
-class TestReferenceLfu(Lfu):
+class TestReferenceLfu(Reference, Lfu):
     policy = "reference-lfu"
 
 
-class TestReferenceTinyLfu(TinyLfu):
+class TestReferenceTinyLfu(Reference, TinyLfu):
     policy = "reference-tinylfu"
 
 
-class TestReferenceLookahead(LookaheadUnannounced):
+class TestReferenceLookahead(Reference, LookaheadUnannounced):
     policy = "reference-lookahead"

@@ -8,9 +8,9 @@ import psutil
 import pytest
 
 from tests.conformance.row_cache import admitted, keys_from, order_of, slots_from, visit
-from tierstore.cache import OVERHEAD_BYTES, Admission, AdmitStatus, DdrCache, capacity_for
+from tierstore.cache import OVERHEAD_BYTES, Admission, AdmitStatus, DdrCache, capacity_for, size_bytes_of
 from tierstore.cache.books import Tally
-from tierstore.cache.ddr import FIXED_BYTES, size_bytes_of
+from tierstore.cache.ddr import FIXED_BYTES
 from tierstore.cache.flags import DIRTY, LOADING, RESIDENT
 from tierstore.kernels.jit import JIT_ENABLED
 
@@ -70,7 +70,7 @@ def test_capacity_is_bounded_by_the_slot_type() -> None:
 @pytest.mark.parametrize("capacity", [1, 2, 999])
 def test_size_is_foretold(policy: PolicyName, capacity: int) -> None:
     cache = DdrCache(capacity, weight_words=5, state_words=2, policy=policy)
-    assert cache.size_bytes == size_bytes_of(capacity, weight_words=5, state_words=2, policy=policy)
+    assert cache.size_bytes == size_bytes_of(policy, capacity, weight_words=5, state_words=2)
 
 
 def test_memory_is_taken_as_slots_are_used() -> None:

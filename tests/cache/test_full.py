@@ -21,14 +21,17 @@ def full_cache() -> FullCache:
     return FullCache(TABLES, weight_words=2, state_words=1)
 
 
-def slots_of(cache: RowCache, keys: Any) -> Any:
-    return cache.find(keys)
+def admit(cache: RowCache, keys: Any) -> None:
+    admission = Admission(keys)
+    cache.admit(admission)
+    cache.filled(admission.missing_slots)
+    cache.unpin(admission.slots)
 
 
 def outcome(cache: RowCache, action: str, keys: Any) -> Any:
     """Keys that a call gives back, or that it was refused."""
     try:
-        given = getattr(cache, action)(*([] if keys is None else [slots_of(cache, keys)]))
+        given = getattr(cache, action)(*([] if keys is None else [cache.find(keys)]))
     except AssertionError:
         return "refused"
     return None if given is None else sorted(cache.keys_of(given).tolist())
@@ -94,14 +97,14 @@ def test_rows_lie_table_by_table() -> None:
     keys = cache.keys_at(slots)
     assert keys.tolist() == [table << KEY_ROW_BITS | row for table in (1, 4, 7) for row in range(TABLES[table])]
     assert [cache.first_slot(table) for table in (1, 4, 7)] == [0, 3, 8]
-    cache.access(keys)
+    admit(cache, keys)
     assert cache.find(keys).tolist() == slots.tolist()
     assert cache.is_complete
 
 
 def test_keys_of_no_row_are_not_found_and_not_admitted() -> None:
     cache = full_cache()
-    cache.access(KEYS)
+    admit(cache, KEYS)
     strangers = np.array([1 << KEY_ROW_BITS | 3, 2 << KEY_ROW_BITS, 8 << KEY_ROW_BITS, -1], np.int64)
     assert cache.find(strangers).tolist() == [-1] * 4
     assert cache.find(np.array([*strangers, 1 << KEY_ROW_BITS], np.int64)).tolist() == [-1] * 4 + [0]
@@ -119,12 +122,6 @@ def test_absent_rows_are_told_from_those_that_are_in() -> None:
     cache.filled(admission.missing_slots)
     assert cache.are_in(asked[:2])
     assert cache.absent(asked).tolist() == [7]
-
-
-def test_replay_counts_each_access() -> None:
-    cache = full_cache()
-    assert cache.access(KEYS[[0, 1, 0, 2, 1]]).tolist() == [False, False, True, False, True]
-    assert cache.counters()[:3] == (5, 2, 3)
 
 
 def test_its_size_is_what_it_says() -> None:

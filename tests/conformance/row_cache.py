@@ -204,7 +204,7 @@ class RowCacheConformance:
         assert cache.counters() == CacheCounters(lookups=7, hits=2, misses=3, evictions=1)
         cache.touch(cache.find(keys_from(3, 3, 3)))
         assert cache.counters() == CacheCounters(lookups=10, hits=3, misses=3, evictions=1)
-        cache.access(keys_from(3, 9))
+        visit(cache, 3, 9)
         assert cache.counters() == CacheCounters(lookups=12, hits=4, misses=4, evictions=2)
         cache.find(keys_from(3))
         assert cache.counters().lookups == 12

@@ -16,18 +16,20 @@ policy               cache
 ===================  =============================================================
 
 These are in host memory. Where there is room for every row, ``FullCache`` takes their place: it evicts nothing, so it
-needs no policy.  ``hbm.HbmCache`` is the same contract in device memory, on tensors, 32-way set-associative.
+needs no policy.  ``hbm.HbmCache`` holds rows in device memory, on tensors, 32-way set-associative.
 """
 
+import bisect
 import difflib
 from collections.abc import Callable
 from typing import Any, Final
 
 from .base import Admission, AdmitStatus, Announceable, CacheCounters, Listable, Listing, RowCache
 from .ddr import OVERHEAD_BYTES, DdrCache
-from .ddr import capacity_for as _ddr_capacity_for
-from .ddr import size_bytes_of as _ddr_size_bytes_of
+from .ddr import overhead_bytes_of as _overhead_bytes_of
 from .full import TABLE_BYTES, FullCache, full_size_bytes
+from .host import CAPACITY_MAX as _CAPACITY_MAX
+from .host import arena_bytes as _arena_bytes
 from .reference import ReferenceCache
 
 __all__ = [
@@ -59,14 +61,9 @@ AUTO: Final = "auto"
 _BEST: Final = "tinylfu"
 """Of the host's policies that need no announcements; docs/performance.md has the measurements."""
 _CLASSES: Final[dict[str, Callable[..., RowCache]]] = {
-    "lru": DdrCache,
-    "lfu": DdrCache,
-    "tinylfu": DdrCache,
-    "lookahead": DdrCache,
-    "reference-lru": ReferenceCache,
-    "reference-lfu": ReferenceCache,
-    "reference-tinylfu": ReferenceCache,
-    "reference-lookahead": ReferenceCache,
+    prefix + policy: made
+    for prefix, made in (("", DdrCache), (REFERENCE_PREFIX, ReferenceCache))
+    for policy in OVERHEAD_BYTES
 }
 
 POLICIES: Final[tuple[str, ...]] = (AUTO, *_CLASSES)
@@ -111,9 +108,12 @@ def capacity_for(policy: str, budget_bytes: int, *, weight_words: int, state_wor
     Raises:
         ValueError: unknown policy (names the nearest).
     """
-    return _ddr_capacity_for(
-        budget_bytes, weight_words=weight_words, state_words=state_words, policy=_fast_twin(policy)
-    )
+    most = min(max(budget_bytes, 0) // OVERHEAD_BYTES[_fast_twin(policy)], _CAPACITY_MAX)
+
+    def size_bytes(capacity: int) -> int:
+        return size_bytes_of(policy, capacity, weight_words=weight_words, state_words=state_words)
+
+    return bisect.bisect_right(range(1, most + 1), budget_bytes, key=size_bytes)
 
 
 def size_bytes_of(policy: str, capacity: int, *, weight_words: int, state_words: int) -> int:
@@ -122,7 +122,8 @@ def size_bytes_of(policy: str, capacity: int, *, weight_words: int, state_words:
     Raises:
         ValueError: unknown policy (names the nearest).
     """
-    return _ddr_size_bytes_of(capacity, weight_words=weight_words, state_words=state_words, policy=_fast_twin(policy))
+    rows = _arena_bytes(capacity, weight_words) + _arena_bytes(capacity, state_words)
+    return rows + _overhead_bytes_of(capacity, _fast_twin(policy))
 
 
 def _fast_twin(policy: str) -> Any:

@@ -14,16 +14,13 @@ from ..kernels.jit import uncounted_inline as inline
 from ..kernels.jit import uncounted_kernel as kernel
 from .base import AdmitStatus
 from .books import CacheState, Tally
-from .flags import DIRTY, FROZEN, LOADING, RESIDENT, UNCLEAN
+from .flags import LOADING, RESIDENT, UNCLEAN
+from .host import NOTHING_WRONG
 from .index import SlotRecords, index_erase, index_find, index_insert, index_prefetch
 from .policies import policy_begin, policy_insert, policy_remove, policy_settle, policy_touch
 
 _TOUCHED: Final = 16
 """Set only within ``touch_slots``."""
-
-NOTHING_WRONG: Final = -1
-"""What kernels over slots return; otherwise the position of the first slot that forbids the operation. Those before
-it are done, so that a caller's bug leaves the books balanced."""
 
 _COMPLETE: Final = int(AdmitStatus.COMPLETE)
 _DIRTY_VICTIM: Final = int(AdmitStatus.DIRTY_VICTIM)
@@ -162,7 +159,7 @@ def admit_keys(
 
 @kernel
 def replay_keys(state: CacheState, keys: Int64s, is_hit: Bools) -> None:
-    """``RowCache.access``; nothing is pinned or dirty."""
+    """``DdrCache.access``; nothing is pinned or dirty."""
     slots, tallies = state.slots, state.tallies
     root = slots.size - 1
     misses, evictions = 0, 0
@@ -221,56 +218,6 @@ def touch_slots(state: CacheState, chosen: Int32s, distinct: Int32s) -> int:
 
 
 @kernel
-def pin_slots(state: CacheState, chosen: Int32s) -> int:
-    for i in range(chosen.size):
-        slot = np.int64(chosen[i])
-        if not _is_resident(state, slot):
-            return i
-        _pin(state, slot)
-    return NOTHING_WRONG
-
-
-@kernel
-def unpin_slots(state: CacheState, chosen: Int32s) -> int:
-    """A loading slot keeps its last pin: the admission that reserved it fills or abandons it."""
-    slots = state.slots
-    for i in range(chosen.size):
-        slot = np.int64(chosen[i])
-        if not _is_resident(state, slot):
-            return i
-        pins = slots[slot]["pins"]
-        if pins == 0 or (pins == 1 and slots[slot]["flags"] & LOADING):
-            return i
-        _unpin(state, slot)
-    return NOTHING_WRONG
-
-
-@kernel
-def fill_slots(state: CacheState, chosen: Int32s) -> int:
-    slots = state.slots
-    for i in range(chosen.size):
-        slot = np.int64(chosen[i])
-        if not _is_resident(state, slot) or not slots[slot]["flags"] & LOADING:
-            return i
-        slots[slot]["flags"] &= ~LOADING
-    return NOTHING_WRONG
-
-
-@kernel
-def mark_slots(state: CacheState, chosen: Int32s) -> int:
-    """Make slots dirty; a loading slot holds no row yet, and a frozen one holds a row that nobody may change."""
-    slots = state.slots
-    for i in range(chosen.size):
-        slot = np.int64(chosen[i])
-        if not _is_resident(state, slot) or slots[slot]["flags"] & (LOADING | FROZEN):
-            return i
-        if not slots[slot]["flags"] & DIRTY:
-            slots[slot]["flags"] |= DIRTY
-            state.tallies[Tally.DIRTY] += 1
-    return NOTHING_WRONG
-
-
-@kernel
 def victim_slots(state: CacheState, found: Int32s, gap: int) -> int:
     """``RowCache.victims`` of ``found.size`` slots; returns how many of them are dirty or frozen."""
     slots = state.slots
@@ -286,42 +233,6 @@ def victim_slots(state: CacheState, found: Int32s, gap: int) -> int:
                 count += 1
                 clean = 0
         slot = np.int64(slots[slot]["next"])
-    return count
-
-
-@kernel
-def clear_slots(state: CacheState, chosen: Int32s, flag: int, tally: int, cleared: Int32s) -> int:
-    """Clear a flag. The slots that had it are listed in ``cleared``; returns how many."""
-    count = 0
-    for i in range(chosen.size):
-        slot = np.int64(chosen[i])
-        if _is_resident(state, slot) and state.slots[slot]["flags"] & flag:
-            state.slots[slot]["flags"] &= ~flag
-            cleared[count] = slot
-            count += 1
-    state.tallies[tally] -= count
-    return count
-
-
-@kernel
-def move_flags(state: CacheState, old: int, old_tally: int, new: int, new_tally: int) -> None:
-    """Replace one flag by another in every slot that has it."""
-    slots, tallies = state.slots, state.tallies
-    for slot in range(tallies[Tally.USED_SLOTS]):
-        if slots[slot]["flags"] & old:
-            slots[slot]["flags"] ^= old | new
-    tallies[new_tally] += tallies[old_tally]
-    tallies[old_tally] = 0
-
-
-@kernel
-def flagged_slots(state: CacheState, flag: int, found: Int32s) -> int:
-    """List the slots that have a flag, in order of their numbers; returns how many."""
-    count = 0
-    for slot in range(state.tallies[Tally.USED_SLOTS]):
-        if state.slots[slot]["flags"] & flag and count < found.size:
-            found[count] = slot
-            count += 1
     return count
 
 
@@ -377,56 +288,4 @@ def list_slots(state: CacheState, listed: Int32s) -> int:
         listed[count] = slot
         count += 1
         slot = np.int64(slots[slot]["next"])
-    return count
-
-
-@kernel
-def unmoved_slot(state: CacheState, visited: Int32s, keys: Int64s, stamps: Int32s) -> int:
-    """The last visited slot whose row no admission has used since, or -1. Most likely it still has its place in
-    eviction order, as do those before it."""
-    slots = state.slots
-    for i in range(visited.size - 1, -1, -1):
-        slot = np.int64(visited[i])
-        if slots[slot]["flags"] != 0 and slots[slot]["key"] == keys[i] and slots[slot]["stamp"] == stamps[i]:
-            return int(slot)
-    return -1
-
-
-@kernel
-def walk_slots(
-    state: CacheState,
-    start: int,
-    is_listed: Bools,
-    visited: Int32s,
-    keys: Int64s,
-    stamps: Int32s,
-    is_new: Bools,
-) -> int:
-    """Visit slots in eviction order, after ``start`` (-1: from the beginning), and list those not yet listed. Returns
-    how many were visited; fewer than there is room for mean the end."""
-    slots = state.slots
-    root = np.int64(slots.size - 1)
-    slot = np.int64(slots[root if start < 0 else start]["next"])
-    count = 0
-    while slot != root and count < visited.size:
-        visited[count] = slot
-        keys[count] = slots[slot]["key"]
-        stamps[count] = slots[slot]["stamp"]
-        is_new[count] = not is_listed[slot]
-        is_listed[slot] = True
-        count += 1
-        slot = np.int64(slots[slot]["next"])
-    return count
-
-
-@kernel
-def list_unlisted(state: CacheState, first: int, stop: int, is_listed: Bools, keys: Int64s) -> int:
-    """Keys of the resident slots from ``first`` to ``stop`` that were not listed; returns how many."""
-    slots = state.slots
-    count = 0
-    for slot in range(first, min(stop, state.tallies[Tally.USED_SLOTS])):
-        if slots[slot]["flags"] != 0 and not is_listed[slot]:
-            is_listed[slot] = True
-            keys[count] = slots[slot]["key"]
-            count += 1
     return count

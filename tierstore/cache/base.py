@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from ..kernels.arrays import Bools, Int32s, Int64s, Words
+from ..kernels.arrays import Int32s, Int64s, Words
 
 
 class AdmitStatus(IntEnum):
@@ -50,6 +50,7 @@ class Admission:
             admission.
         missing: int32 [n]; ``[0, num_missing)`` are the unique numbers whose slot was reserved by this admission and
             is loading.
+        stamp: owned by the cache: tells rows already seen in this admission.
     """
 
     __slots__ = ("consumed", "inverse", "keys", "missing", "num_missing", "num_unique", "stamp", "unique_slots")
@@ -59,11 +60,12 @@ class Admission:
         self.inverse: Int32s = np.empty(len(keys), np.int32)
         self.unique_slots: Int32s = np.empty(len(keys), np.int32)
         self.missing: Int32s = np.empty(len(keys), np.int32)
-        self.consumed = 0
-        self.num_unique = 0
-        self.num_missing = 0
+        self.restart()
+
+    def restart(self) -> None:
+        """As it was before the first ``admit``."""
+        self.consumed = self.num_unique = self.num_missing = 0
         self.stamp = -1
-        """Owned by the cache: tells rows already seen in this admission."""
 
     @property
     def slots(self) -> Int32s:
@@ -81,23 +83,28 @@ class Listing:
     """The state of listing a cache's resident rows; ``Listable.list_more`` fills it in, over several calls.
 
     Attributes:
-        keys: int64 [n] each, in order; a row that left its slot and came back is in twice.
-        is_listed: bool [capacity]: slots that were listed, whatever row they hold now.
-        visited: slots, keys and stamps of the last part of the walk in eviction order: where to go on.
-        num_steps: of that walk.
-        is_walked: whether it is over, and what it missed is looked for by slot numbers.
-        next_slot: the first that was not looked at so.
+        next_slot: the first that was not looked at. A row that stays keeps its slot, so none is passed over.
     """
 
-    __slots__ = ("is_listed", "is_walked", "keys", "next_slot", "num_steps", "visited")
-
-    def __init__(self, capacity: int) -> None:
-        self.keys: list[Int64s] = []
-        self.is_listed = np.zeros(capacity, np.bool_)
-        self.visited: tuple[Int32s, Int64s, Int32s] | None = None
-        self.num_steps = 0
-        self.is_walked = False
+    def __init__(self) -> None:
         self.next_slot = 0
+        self._keys: list[Int64s] = []
+        self._ranks: list[Int64s] = []
+
+    def add(self, keys: Int64s, ranks: Int64s) -> None:
+        """Add rows.
+
+        Args:
+            keys: int64 [n]; ranks: int64 [k, n], smaller ones leave first, the first of k telling most.
+        """
+        self._keys.append(keys)
+        self._ranks.append(ranks)
+
+    def keys(self) -> Int64s:
+        """int64 [n]: the rows, likely next victims first; one that left its slot and came back may be in twice."""
+        ranks = np.concatenate(self._ranks, axis=1)
+        listed: Int64s = np.concatenate(self._keys)[np.lexsort(ranks[::-1])]
+        return listed
 
 
 @runtime_checkable
@@ -105,9 +112,8 @@ class Listable(Protocol):
     """A cache whose rows can be listed in parts, with other calls in between."""
 
     def list_more(self, listing: Listing, limit: int) -> bool:
-        """List at most ``limit`` more rows. Returns False when every row resident throughout the listing has been
-        listed. Order is next victim first, except for rows that moved meanwhile, which come last. Loading rows are
-        included."""
+        """List the rows, loading ones included, in the next ``limit`` slots. Returns False after the last slot: every
+        row resident throughout has then been listed."""
 
 
 @runtime_checkable
@@ -130,8 +136,8 @@ class Announceable(Protocol):
         effect for 0 or a retired batch. Memory is freed in the order of announcing."""
 
 
-class Slots(Protocol):
-    """Which rows are resident, where, and which are evicted: the part of the contract for bringing rows in.
+class RowCache(Protocol):
+    """Which rows are resident, where, in use, or newer than the tier below, and which are evicted.
 
     Slots are int32, keys int64 (``rows.KEY_ROW_BITS``).
     """
@@ -189,10 +195,6 @@ class Slots(Protocol):
     def evict(self, slots: Int32s) -> None:
         """Drop these rows, which must be resident, clean and unpinned (AssertionError)."""
 
-
-class Pins(Protocol):
-    """Which slots are in use, so that no policy may evict them."""
-
     @property
     def num_pinned(self) -> int:
         """Slots pinned at least once."""
@@ -200,10 +202,6 @@ class Pins(Protocol):
     def pin(self, slots: Int32s) -> None: ...
     def unpin(self, slots: Int32s) -> None:
         """Undo one pin of each slot. AssertionError if one is not pinned, or is loading and this is its last pin."""
-
-
-class DirtyRows(Protocol):
-    """Which rows are newer than the tier below: what write-back needs."""
 
     @property
     def num_dirty(self) -> int: ...
@@ -248,20 +246,6 @@ class DirtyRows(Protocol):
 
     def unfreeze(self) -> None:
         """Make every frozen slot dirty: the commit was given up."""
-
-
-class RowCache(Slots, Pins, DirtyRows, Protocol):
-    """All of it; see the module's docstring."""
-
-
-class Replayable(Protocol):
-    """A cache that simulations replay accesses on, and that can be checked."""
-
-    def access(self, keys: Int64s) -> Bools:
-        """Replay single accesses in order, evicting at once and loading nothing: bool [n], True for a hit.
-
-        For simulation and for comparison with other caches, access for access; nothing may be pinned, dirty or frozen.
-        """
 
     def check_integrity(self) -> None:
         """AssertionError, with every term, unless the conservation laws hold:

@@ -101,56 +101,55 @@ class CacheState(NamedTuple):
     """int64 [NUM_TALLIES]: see Tally."""
 
 
-def _aligned_zeros(size_bytes: int) -> Bytes:
-    """uint8 [size_bytes] from the start of a cache line, untouched."""
-    raw = np.zeros(size_bytes + _ALIGNMENT_BYTES, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT_BYTES
-    return raw[start : start + size_bytes]
+_DTYPES: Final[dict[str, Any]] = {
+    "entries": np.uint64, "slots": SLOT_DTYPE, "bucket": np.int32, "bucket_count": np.int64, "bucket_tail": np.int32,
+    "level_tail": np.int32, "sketch": np.uint8, "uses": USE_DTYPE, "last_uses": np.uint64, "batches": BATCH_DTYPE,
+    "tallies": np.int64,
+}  # fmt: skip
+_ALIGNED: Final = ("slots", "sketch")
+"""They begin at the start of a cache line."""
 
 
-def _num_uses(capacity: int) -> int:
-    return min(USES_PER_ROW * capacity, _USES_MAX)
+def _lengths(capacity: int, policy: str) -> dict[str, int]:
+    """Of each array that the policy has a use for."""
+    lengths = {"entries": index_places(capacity), "slots": capacity + 1, "tallies": NUM_TALLIES}
+    if policy == "lfu":
+        lengths |= dict.fromkeys(("bucket", "bucket_count", "bucket_tail"), capacity)
+    if policy == "tinylfu":
+        lengths |= {"level_tail": MAX_FREQUENCY + 1, "sketch": sketch_width(capacity)}
+    if policy == "lookahead":
+        num_uses = min(USES_PER_ROW * capacity, _USES_MAX)
+        lengths |= {"level_tail": MAX_BATCHES, "batches": MAX_BATCHES}
+        lengths |= {"uses": num_uses, "last_uses": index_places(num_uses)}
+    return lengths
+
+
+def _size_bytes(name: str, length: int) -> int:
+    return length * int(np.dtype(_DTYPES[name]).itemsize) + (_ALIGNMENT_BYTES if name in _ALIGNED else 0)
 
 
 def state_bytes_of(capacity: int, policy: str) -> int:
     """Bytes that ``new_state`` allocates."""
-    size = index_places(capacity) * 8 + (capacity + 1) * SLOT_DTYPE.itemsize + _ALIGNMENT_BYTES + NUM_TALLIES * 8
-    if policy == "lfu":
-        size += capacity * BUCKET_BYTES
-    if policy == "tinylfu":
-        size += (MAX_FREQUENCY + 1) * 4 + sketch_width(capacity) + _ALIGNMENT_BYTES
-    if policy == "lookahead":
-        num_uses = _num_uses(capacity)
-        size += num_uses * USE_DTYPE.itemsize + index_places(num_uses) * 8
-        size += MAX_BATCHES * (BATCH_DTYPE.itemsize + 4)
-    return size
+    return sum(_size_bytes(name, length) for name, length in _lengths(capacity, policy).items())
+
+
+def _zeros(name: str, length: int) -> Any:
+    """Untouched."""
+    raw = np.zeros(_size_bytes(name, length) if length else 0, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT_BYTES if name in _ALIGNED and length else 0
+    return raw[start : start + length * np.dtype(_DTYPES[name]).itemsize].view(_DTYPES[name])
 
 
 def new_state(capacity: int, policy: str) -> CacheState:
     """The state of an empty cache. Zeros mean empty nearly everywhere, so fresh pages from the system need no
     writing."""
-    slots = _aligned_zeros((capacity + 1) * SLOT_DTYPE.itemsize).view(SLOT_DTYPE)
-    slots[capacity]["previous"] = slots[capacity]["next"] = capacity
-    num_buckets = capacity if policy == "lfu" else 0
-    is_tiny = policy == "tinylfu"
-    num_levels = {"tinylfu": MAX_FREQUENCY + 1, "lookahead": MAX_BATCHES}.get(policy, 0)
-    num_uses = _num_uses(capacity) if policy == "lookahead" else 0
-    tallies = np.zeros(NUM_TALLIES, np.int64)
-    tallies[Tally.MAIN_LAST] = tallies[Tally.UNKNOWN_LAST] = capacity
-    tallies[Tally.OLDEST_BATCH] = 1
-    return CacheState(
-        entries=np.zeros(index_places(capacity), np.uint64),
-        slots=slots,
-        bucket=np.zeros(num_buckets, np.int32),
-        bucket_count=np.zeros(num_buckets, np.int64),
-        bucket_tail=np.zeros(num_buckets, np.int32),
-        level_tail=np.full(num_levels, capacity, np.int32),
-        sketch=_aligned_zeros(sketch_width(capacity)) if is_tiny else np.zeros(0, np.uint8),
-        uses=np.zeros(num_uses, USE_DTYPE),
-        last_uses=np.zeros(index_places(num_uses) if num_uses else 0, np.uint64),
-        batches=np.zeros(MAX_BATCHES if num_uses else 0, BATCH_DTYPE),
-        tallies=tallies,
-    )
+    lengths = _lengths(capacity, policy)
+    state = CacheState(**{name: _zeros(name, lengths.get(name, 0)) for name in _DTYPES})
+    state.slots[capacity]["previous"] = state.slots[capacity]["next"] = capacity
+    state.level_tail[:] = capacity
+    state.tallies[[Tally.MAIN_LAST, Tally.UNKNOWN_LAST]] = capacity
+    state.tallies[Tally.OLDEST_BATCH] = 1
+    return state
 
 
 @inline

@@ -59,21 +59,24 @@ def index_places(capacity: int) -> int:
 
 
 @inline
-def mixed_key(key: Any) -> np.uint64:
-    """uint64: all of the mixed key."""
+def _half_mixed(key: Any) -> np.uint64:
+    """uint64: the mixer without its last step."""
     mixed = np.uint64(key)
     mixed = (mixed ^ (mixed >> _SHIFT_A)) * _MIX_A
-    mixed = (mixed ^ (mixed >> _SHIFT_B)) * _MIX_B
+    return (mixed ^ (mixed >> _SHIFT_B)) * _MIX_B
+
+
+@inline
+def mixed_key(key: Any) -> np.uint64:
+    """uint64: all of the mixed key."""
+    mixed = _half_mixed(key)
     return mixed ^ (mixed >> _SHIFT_C)
 
 
 @inline
 def fingerprint_of(key: Any) -> np.uint64:
-    """uint64 below 2**32: the mixed key's upper half."""
-    mixed = np.uint64(key)
-    mixed = (mixed ^ (mixed >> _SHIFT_A)) * _MIX_A
-    mixed = (mixed ^ (mixed >> _SHIFT_B)) * _MIX_B
-    return mixed >> _HALF
+    """uint64 below 2**32: the upper half of the key, mixed but for the last step."""
+    return _half_mixed(key) >> _HALF
 
 
 @inline
@@ -117,49 +120,41 @@ def index_prefetch(index: Words, slots: SlotRecords, keys: Int64s, position: Any
 
 
 @inline
-def index_insert(index: Words, key: Any, slot: Any) -> None:
-    """Enter a key that is not in the index."""
+def _entry_of(key: Any, slot: Any) -> np.uint64:
+    return (fingerprint_of(key) << _HALF) | (np.uint64(slot) + _ONE)
+
+
+@inline
+def _place_of(index: Words, key: Any, wanted: np.uint64) -> np.uint64:
+    """The first place from the key's home on that has the wanted entry, of which there is one."""
     places = np.uint64(index.size)
-    fingerprint = fingerprint_of(key)
-    place = home_of(fingerprint, places)
+    place = home_of(fingerprint_of(key), places)
     for _ in range(index.size):
-        if index[place] == _EMPTY:
+        if index[place] == wanted:
             break
         place += _ONE
         if place == places:
             place = _EMPTY
-    index[place] = (fingerprint << _HALF) | (np.uint64(slot) + _ONE)
+    return place
+
+
+@inline
+def index_insert(index: Words, key: Any, slot: Any) -> None:
+    """Enter a key that is not in the index."""
+    index[_place_of(index, key, _EMPTY)] = _entry_of(key, slot)
 
 
 @inline
 def index_replace(index: Words, key: Any, slot: Any, other: Any) -> None:
     """Let the entry of a key that leads to ``slot`` lead to another."""
-    places = np.uint64(index.size)
-    fingerprint = fingerprint_of(key)
-    entry = (fingerprint << _HALF) | (np.uint64(slot) + _ONE)
-    place = home_of(fingerprint, places)
-    for _ in range(index.size):
-        if index[place] == entry:
-            break
-        place += _ONE
-        if place == places:
-            place = _EMPTY
-    index[place] = (fingerprint << _HALF) | (np.uint64(other) + _ONE)
+    index[_place_of(index, key, _entry_of(key, slot))] = _entry_of(key, other)
 
 
 @inline
 def index_erase(index: Words, key: Any, slot: Any) -> None:
     """Remove the entry of a resident slot, and close the gap behind it."""
     places = np.uint64(index.size)
-    fingerprint = fingerprint_of(key)
-    entry = (fingerprint << _HALF) | (np.uint64(slot) + _ONE)
-    hole = home_of(fingerprint, places)
-    for _ in range(index.size):
-        if index[hole] == entry:
-            break
-        hole += _ONE
-        if hole == places:
-            hole = _EMPTY
+    hole = _place_of(index, key, _entry_of(key, slot))
     place = hole
     for _ in range(index.size):
         place += _ONE

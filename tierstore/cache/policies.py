@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from ..kernels.arrays import Int64s
 from ..kernels.jit import uncounted_inline as inline
-from .books import CacheState, Tally, link_after, unlink
-from .lookahead import lookahead_insert, lookahead_remove, lookahead_touch
-from .tinylfu import tinylfu_file, tinylfu_insert, tinylfu_remove, tinylfu_settle, tinylfu_touch
+from .books import MAX_BATCHES, CacheState, Tally, link_after, unlink
+from .lookahead import UNKNOWN, lookahead_insert, lookahead_remove, lookahead_touch
+from .tinylfu import IN_WINDOW, tinylfu_file, tinylfu_insert, tinylfu_remove, tinylfu_settle, tinylfu_touch
 
 
 @inline
@@ -84,6 +85,18 @@ def _lfu_insert(state: CacheState, slot: Any) -> None:
         link_after(slots, slot, root)
     state.bucket_tail[bucket] = slot
     state.bucket[slot] = bucket
+
+
+def ranks_of(state: CacheState, slots: Int64s) -> Int64s:
+    """int64 [n]: which of these resident slots leave first, those of lower rank; of equal ones, those used before."""
+    rank = state.slots["rank"][slots].astype(np.int64)
+    if state.bucket.size:
+        return state.bucket_count[state.bucket[slots]]
+    if state.sketch.size:
+        return np.minimum(rank, IN_WINDOW)
+    if state.uses.size:
+        return np.where(rank == UNKNOWN, -MAX_BATCHES, -((rank - state.tallies[Tally.OLDEST_BATCH]) % MAX_BATCHES))
+    return np.zeros_like(slots)
 
 
 @inline

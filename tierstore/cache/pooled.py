@@ -43,43 +43,27 @@ class PooledCache:
 
     Args:
         budget_bytes: memory for keys, rows and what Python needs for them, at least 1.
-        columns: float32 values of a pooled row, at least 1.
+        columns: float32 values of a pooled row.
         min_ids: bags of fewer ids are not kept: to look them up is as quick, if their rows are in memory. At least 1.
 
-    Raises:
-        ValueError: for any of them out of range.
+    Attributes:
+        hits: bags found, since the start; ``clear`` leaves it.
+        misses: bags of at least ``min_ids`` ids that were not found, since the start.
     """
 
     def __init__(self, budget_bytes: int, columns: int, *, min_ids: int = 8) -> None:
-        for name, value in (("budget_bytes", budget_bytes), ("columns", columns), ("min_ids", min_ids)):
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
         self._columns: Final = columns
         self._min_ids: Final = min_ids
         self._entry_bytes = 0
         # cachetools asks for the size of a row alone; that of the entry lies in _entry_bytes while it is entered.
         self._rows: Final = cachetools.LRUCache[bytes, bytes](budget_bytes, getsizeof=lambda _: self._entry_bytes)
-        self._hits = 0
-        self._misses = 0
-
-    @property
-    def budget_bytes(self) -> int:
-        return int(self._rows.maxsize)
+        self.hits = 0
+        self.misses = 0
 
     @property
     def size_bytes(self) -> int:
-        """Of what is kept now, at most ``budget_bytes``."""
+        """Of what is kept now, at most the budget."""
         return int(self._rows.currsize)
-
-    @property
-    def hits(self) -> int:
-        """Bags found, since the start; ``clear`` leaves it."""
-        return self._hits
-
-    @property
-    def misses(self) -> int:
-        """Bags of at least ``min_ids`` ids that were not found, since the start."""
-        return self._misses
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -92,14 +76,7 @@ class PooledCache:
             offsets: int64 [B + 1], where each bag begins, from 0 to N, ascending.
             table: a number for the table and its pooling; from 0, below 2**62.
             weights: float32 [N], per id, or None.
-
-        Raises:
-            ValueError: offsets that do not fit values, or weights of another length.
         """
-        if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(values) or (np.diff(offsets) < 0).any():
-            raise ValueError(f"offsets must ascend from 0 to the number of values, {len(values)}")
-        if weights is not None and len(weights) != len(values):
-            raise ValueError(f"{len(weights)} weights for {len(values)} values")
         found, hits, misses, keys = [], [], [], []
         rows = self._rows
         for position, key in enumerate(self._keys(values, offsets, table, weights)):
@@ -109,8 +86,8 @@ class PooledCache:
             else:
                 misses.append(position)
                 keys.append(key)
-        self._hits += len(hits)
-        self._misses += len(keys) - keys.count(None)
+        self.hits += len(hits)
+        self.misses += len(keys) - keys.count(None)
         flat = np.frombuffer(b"".join(found), np.float32)
         return PooledSplit(np.array(hits, np.int64), flat.reshape(-1, self._columns), np.array(misses, np.int64), keys)
 
@@ -118,15 +95,10 @@ class PooledCache:
         # The last bit tells weights behind the ids from more ids.
         head = (table << 1 | (weights is not None)).to_bytes(8, "little")
         ids = np.ascontiguousarray(values, np.int64).tobytes()
-        bounds: list[int] = offsets.tolist()
-        pairs = pairwise(bounds)
-        least = self._min_ids
-        if weights is None:
-            return [head + ids[8 * low : 8 * high] if high - low >= least else None for low, high in pairs]
-        tail = np.ascontiguousarray(weights, np.float32).tobytes()
+        tail = b"" if weights is None else np.ascontiguousarray(weights, np.float32).tobytes()
         return [
-            head + ids[8 * low : 8 * high] + tail[4 * low : 4 * high] if high - low >= least else None
-            for low, high in pairs
+            head + ids[8 * low : 8 * high] + tail[4 * low : 4 * high] if high - low >= self._min_ids else None
+            for low, high in pairwise(offsets.tolist())
         ]
 
     def add(self, keys: Sequence[bytes | None], rows: Floats) -> None:
@@ -135,12 +107,7 @@ class PooledCache:
         Args:
             keys: ``PooledSplit.keys``.
             rows: float32 [M, columns], of ``PooledSplit.misses``; copied.
-
-        Raises:
-            ValueError: rows of another shape or dtype.
         """
-        if rows.shape != (len(keys), self._columns) or rows.dtype != np.float32:
-            raise ValueError(f"rows {rows.dtype} {list(rows.shape)}: expected float32 [{len(keys)}, {self._columns}]")
         row_bytes = 4 * self._columns
         flat = np.ascontiguousarray(rows).tobytes()
         for position, key in enumerate(keys):
@@ -153,10 +120,3 @@ class PooledCache:
     def clear(self) -> None:
         """Forget all rows: the tables have changed."""
         self._rows.clear()
-
-    def check_integrity(self) -> None:
-        """AssertionError if the books do not balance."""
-        overhead_bytes = 4 * self._columns + ENTRY_OVERHEAD_BYTES
-        counted = sum(len(key) + overhead_bytes for key in self._rows)
-        assert counted == self.size_bytes, f"entries take {counted} bytes, {self.size_bytes} are counted"
-        assert counted <= self.budget_bytes, f"entries take {counted} bytes of {self.budget_bytes}"

@@ -5,13 +5,14 @@ It shares nothing with the fast cache but the contract. Its rows take the same m
 of some hundred bytes a row, is not counted in ``size_bytes``.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Final, Literal
 
 import cachetools
 import numpy as np
 
-from ..kernels.arrays import Bools, Int32s, Int64s, Words
+from ..kernels.arrays import Int32s, Int64s, Words
 from .base import Admission, AdmitStatus, CacheCounters
 from .reference_lookahead import Lookahead
 from .reference_pinnable import Pinnable
@@ -84,7 +85,7 @@ class ReferenceCache:
         self._dirty: set[int] = set()
         self._frozen: set[int] = set()
         self._free = list(range(capacity))
-        self._counters = CacheCounters(lookups=0, hits=0, misses=0, evictions=0)
+        self._counted: Counter[str] = Counter()
         self._numbers: dict[int, int] = {}
         self._admitted: dict[int, tuple[int, int]] = {}
         self._stamp = 0
@@ -115,16 +116,7 @@ class ReferenceCache:
         return self.weights.nbytes + self.state.nbytes
 
     def counters(self) -> CacheCounters:
-        return self._counters
-
-    def _count(self, *, lookups: int = 0, hits: int = 0, misses: int = 0, evictions: int = 0) -> None:
-        old = self._counters
-        self._counters = CacheCounters(
-            lookups=old.lookups + lookups,
-            hits=old.hits + hits,
-            misses=old.misses + misses,
-            evictions=old.evictions + evictions,
-        )
+        return CacheCounters(**{name: self._counted[name] for name in CacheCounters._fields})
 
     def find(self, keys: Int64s) -> Int32s:
         return np.array([self._slot_of(key) if key in self._rows else -1 for key in keys.tolist()], np.int32)
@@ -145,7 +137,7 @@ class ReferenceCache:
         self._rows.begin(len(slots))
         for key in keys:
             self._rows[key]
-        self._count(lookups=len(slots), hits=len(keys))
+        self._counted.update(lookups=len(slots), hits=len(keys))
         self._rows.settle(keys)
 
     def admit(self, admission: Admission) -> AdmitStatus:
@@ -168,14 +160,14 @@ class ReferenceCache:
                     return status
             admission.inverse[admission.consumed] = self._numbers[key]
             admission.consumed += 1
-            self._count(lookups=1)
+            self._counted.update(lookups=1)
         return AdmitStatus.COMPLETE
 
     def _resolve(self, admission: Admission, key: int) -> AdmitStatus:
         """The first occurrence of a key: touch its row, or reserve a slot; then pin it."""
         if key in self._rows:
             slot = self._rows[key]
-            self._count(hits=1)
+            self._counted.update(hits=1)
         else:
             status = self._make_room()
             if status != AdmitStatus.COMPLETE:
@@ -202,14 +194,14 @@ class ReferenceCache:
         _, slot = self._rows.popitem()
         del self._keys[slot]
         self._free.append(slot)
-        self._count(evictions=1)
+        self._counted.update(evictions=1)
         return AdmitStatus.COMPLETE
 
     def _insert(self, key: int) -> int:
         slot = self._free.pop()
         self._rows[key] = slot
         self._keys[slot] = key
-        self._count(misses=1)
+        self._counted.update(misses=1)
         return slot
 
     def _drop(self, slot: int) -> None:
@@ -227,8 +219,7 @@ class ReferenceCache:
             if slot in self._loading and self._key_of(slot) not in self._rows.pins:
                 self._loading.remove(slot)
                 self._drop(slot)
-        admission.consumed = admission.num_unique = admission.num_missing = 0
-        admission.stamp = -1
+        admission.restart()
 
     def pin(self, slots: Int32s) -> None:
         for slot in slots.tolist():
@@ -311,24 +302,7 @@ class ReferenceCache:
             assert key not in self._rows.pins, f"slot {slot} is pinned"
             assert slot not in self._dirty | self._frozen, f"slot {slot} is dirty or frozen"
             self._drop(slot)
-            self._count(evictions=1)
-
-    def access(self, keys: Int64s) -> Bools:
-        assert not self._rows.pins, f"replay with {len(self._rows.pins)} pinned"
-        assert not self._dirty | self._frozen, f"replay with {len(self._dirty | self._frozen)} dirty"
-        is_hit = np.zeros(len(keys), np.bool_)
-        for i, key in enumerate(keys.tolist()):
-            self._count(lookups=1)
-            self._rows.begin(1)
-            if key in self._rows:
-                self._rows[key]
-                self._count(hits=1)
-                is_hit[i] = True
-            else:
-                self._make_room()
-                self._insert(key)
-            self._rows.settle([key])
-        return is_hit
+            self._counted.update(evictions=1)
 
     def can_announce(self, num_keys: int) -> bool:
         return self._rows.can_announce(num_keys) if isinstance(self._rows, Lookahead) else True

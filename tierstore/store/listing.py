@@ -26,7 +26,7 @@ def resident_keys(pool: Pool) -> Int64s:
         num_before = cache.counters().misses
         if not isinstance(cache, Listable):
             return cache.keys_of(cache.resident_slots())
-    listing = Listing(cache.capacity)
+    listing = Listing()
     is_more = True
     while is_more:
         with pool.arena.lock:
@@ -34,7 +34,7 @@ def resident_keys(pool: Pool) -> Int64s:
             num_after = cache.counters().misses
         if is_more:
             time.sleep(_PAUSE_SECONDS)
-    keys = np.concatenate(listing.keys)
+    keys = listing.keys()
     if num_after == num_before:
         return keys
     _, places = np.unique(keys[::-1], return_index=True)  # a row that left and came back was used last

@@ -1,0 +1,271 @@
+"""What the caches in host memory share: the arenas, the flags and pins of slots, and how many there are of each.
+
+Kernels over slots return ``NOTHING_WRONG``, or the position of the first slot that forbids the operation. Those before
+it are done, so that a caller's bug leaves the books balanced.
+"""
+
+from typing import Any, Final
+
+import numpy as np
+
+from ..kernels.arrays import Int32s, Int64s, Words
+from ..kernels.jit import uncounted_inline as inline
+from ..kernels.jit import uncounted_kernel as kernel
+from .base import CacheCounters
+from .books import Tally
+from .flags import DIRTY, FLAGS, FROZEN, LOADING
+
+NOTHING_WRONG: Final = -1
+CAPACITY_MAX: Final = 2**31 - 2
+"""Slots are int32, and a list's root takes one number."""
+_ALIGNMENT_BYTES: Final = 64
+
+
+def arena_bytes(capacity: int, words: int) -> int:
+    """Bytes allocated for rows of so many words."""
+    return capacity * words * 8 + _ALIGNMENT_BYTES if words else 0
+
+
+def _aligned_arena(capacity: int, words: int) -> Words:
+    """An arena that starts on a cache line, untouched."""
+    raw = np.empty(capacity * words * 8 + _ALIGNMENT_BYTES if words else 0, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT_BYTES
+    arena: Words = raw[start : start + capacity * words * 8].view(np.uint64).reshape(capacity, words)
+    return arena
+
+
+def _check(array: object, dtype: str, name: str) -> None:
+    if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype != dtype:
+        found = f"{array.dtype} {list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
+        raise TypeError(f"{name} must be a numpy array, {dtype} [n], not {found}")
+
+
+def checked_slots(array: Int32s) -> Int32s:
+    """Checked, and contiguous: another layout would compile the kernels again."""
+    _check(array, "int32", "slots")
+    return np.ascontiguousarray(array)
+
+
+def checked_keys(array: Int64s) -> Int64s:
+    _check(array, "int64", "keys")
+    return np.ascontiguousarray(array)
+
+
+def require_capacity(capacity: int) -> None:
+    """ValueError for what slots cannot number."""
+    if not 1 <= capacity <= CAPACITY_MAX:
+        raise ValueError(f"capacity={capacity} is not from 1 to {CAPACITY_MAX}")
+
+
+class HostCache:
+    """The part of a ``RowCache`` that asks neither which row is in a slot nor which leaves next.
+
+    Attributes:
+        weights, state: uint64 [capacity, words], 64-byte aligned.
+        flags, pins: integers [capacity]; flags are bits as in ``flags``.
+        tallies: int64, see ``books.Tally``.
+    """
+
+    def __init__(self, flags: Any, pins: Any, tallies: Int64s, *, weight_words: int, state_words: int) -> None:
+        if weight_words < 0 or state_words < 0:
+            raise ValueError(f"weight_words={weight_words}, state_words={state_words}: neither may be negative")
+        self.flags = flags
+        self.pins = pins
+        self.tallies = tallies
+        self.weights = _aligned_arena(len(flags), weight_words)
+        self.state = _aligned_arena(len(flags), state_words)
+
+    @property
+    def capacity(self) -> int:
+        return len(self.flags)
+
+    @property
+    def num_resident(self) -> int:
+        return int(self.tallies[Tally.RESIDENT])
+
+    @property
+    def num_dirty(self) -> int:
+        return int(self.tallies[Tally.DIRTY])
+
+    @property
+    def num_frozen(self) -> int:
+        return int(self.tallies[Tally.FROZEN])
+
+    @property
+    def num_pinned(self) -> int:
+        return int(self.tallies[Tally.PINNED])
+
+    @property
+    def size_bytes(self) -> int:
+        words = self.weights.shape[1], self.state.shape[1]
+        return sum(arena_bytes(self.capacity, each) for each in words) + self.overhead_bytes
+
+    @property
+    def overhead_bytes(self) -> int:
+        """Of ``size_bytes``, all but rows."""
+        raise NotImplementedError
+
+    def counters(self) -> CacheCounters:
+        return CacheCounters(*self.tallies[Tally.LOOKUPS : Tally.EVICTIONS + 1].tolist())
+
+    def is_loading(self, slots: Int32s) -> bool:
+        return bool((self.flags[checked_slots(slots)] & LOADING).any())
+
+    def filled(self, slots: Int32s) -> None:
+        slots = checked_slots(slots)
+        self.require(_fill_slots(self.flags, slots), slots, "fill", "loading")
+
+    def pin(self, slots: Int32s) -> None:
+        slots = checked_slots(slots)
+        self.require(_pin_slots(self.flags, self.pins, self.tallies, slots), slots, "pin", "resident")
+
+    def unpin(self, slots: Int32s) -> None:
+        slots = checked_slots(slots)
+        bad = _unpin_slots(self.flags, self.pins, self.tallies, slots)
+        self.require(bad, slots, "unpin", "pinned, and filled by its last unpin")
+
+    def mark_dirty(self, slots: Int32s) -> None:
+        slots = checked_slots(slots)
+        bad = _mark_slots(self.flags, self.tallies, slots)
+        self.require(bad, slots, "mark dirty", "resident, not loading, not frozen")
+
+    def clean(self, slots: Int32s) -> Int32s:
+        return self._clear(slots, DIRTY, Tally.DIRTY)
+
+    def thaw(self, slots: Int32s) -> Int32s:
+        return self._clear(slots, FROZEN, Tally.FROZEN)
+
+    def _clear(self, slots: Int32s, flag: int, tally: Tally) -> Int32s:
+        slots = checked_slots(slots)
+        cleared: Int32s = np.empty(len(slots), np.int32)
+        count = _clear_slots(self.flags, slots, flag, cleared)
+        self.tallies[tally] -= count
+        return cleared[:count]
+
+    def frozen_of(self, slots: Int32s) -> Int32s:
+        slots = checked_slots(slots)
+        frozen: Int32s = slots[(self.flags[slots] & FROZEN) != 0]
+        return frozen
+
+    def freeze(self) -> None:
+        assert not self.num_frozen, f"{self.num_frozen} slots are frozen already"
+        self._move(DIRTY, Tally.DIRTY, FROZEN, Tally.FROZEN)
+
+    def unfreeze(self) -> None:
+        self._move(FROZEN, Tally.FROZEN, DIRTY, Tally.DIRTY)
+
+    def _move(self, old: int, old_tally: Tally, new: int, new_tally: Tally) -> None:
+        _move_flags(self._used_flags, old, new)
+        self.tallies[new_tally] += self.tallies[old_tally]
+        self.tallies[old_tally] = 0
+
+    @property
+    def _used_flags(self) -> Any:
+        return self.flags[: self.tallies[Tally.USED_SLOTS]]
+
+    def dirty_slots(self) -> Int32s:
+        return self.flagged(DIRTY, self.num_dirty)
+
+    def frozen_slots(self) -> Int32s:
+        return self.flagged(FROZEN, self.num_frozen)
+
+    def flagged(self, flag: int, expected: int) -> Int32s:
+        """int32 [expected]: the slots that have a flag, in order of their numbers."""
+        found: Int32s = np.empty(expected, np.int32)
+        count = _flagged_slots(self._used_flags, flag, found)
+        assert count == expected, f"{count} slots with flag {flag}, {expected} expected"
+        return found
+
+    def require(self, position: int, slots: Int32s, action: str, condition: str) -> None:
+        """AssertionError that names the slot at a position, unless that is ``NOTHING_WRONG``."""
+        if position == NOTHING_WRONG:
+            return
+        slot = int(slots[position])
+        if not 0 <= slot < self.capacity:
+            raise AssertionError(f"cannot {action} slot {slot}: the cache has {self.capacity} slots")
+        names = [name for name, flag in FLAGS.items() if self.flags[slot] & flag]
+        raise AssertionError(
+            f"cannot {action} slot {slot}: it must be {condition}; it is {', '.join(names) or 'free'}, "
+            f"pinned {int(self.pins[slot])} times"
+        )
+
+
+@inline
+def _is_resident(flags: Any, slot: Any) -> Any:
+    return 0 <= slot < flags.size and flags[slot] != 0
+
+
+@kernel
+def _pin_slots(flags: Any, pins: Any, tallies: Int64s, chosen: Int32s) -> int:
+    for i in range(chosen.size):
+        slot = np.int64(chosen[i])
+        if not _is_resident(flags, slot):
+            return i
+        tallies[Tally.PINNED] += pins[slot] == 0
+        pins[slot] += 1
+    return NOTHING_WRONG
+
+
+@kernel
+def _unpin_slots(flags: Any, pins: Any, tallies: Int64s, chosen: Int32s) -> int:
+    """A loading slot keeps its last pin: the admission that reserved it fills or abandons it."""
+    for i in range(chosen.size):
+        slot = np.int64(chosen[i])
+        if not _is_resident(flags, slot) or pins[slot] == 0 or (pins[slot] == 1 and flags[slot] & LOADING):
+            return i
+        pins[slot] -= 1
+        tallies[Tally.PINNED] -= pins[slot] == 0
+    return NOTHING_WRONG
+
+
+@kernel
+def _fill_slots(flags: Any, chosen: Int32s) -> int:
+    for i in range(chosen.size):
+        slot = np.int64(chosen[i])
+        if not _is_resident(flags, slot) or not flags[slot] & LOADING:
+            return i
+        flags[slot] ^= LOADING
+    return NOTHING_WRONG
+
+
+@kernel
+def _mark_slots(flags: Any, tallies: Int64s, chosen: Int32s) -> int:
+    """Make slots dirty; a loading slot holds no row yet, and a frozen one holds a row that nobody may change."""
+    for i in range(chosen.size):
+        slot = np.int64(chosen[i])
+        if not _is_resident(flags, slot) or flags[slot] & (LOADING | FROZEN):
+            return i
+        tallies[Tally.DIRTY] += flags[slot] & DIRTY == 0
+        flags[slot] |= DIRTY
+    return NOTHING_WRONG
+
+
+@kernel
+def _clear_slots(flags: Any, chosen: Int32s, flag: int, cleared: Int32s) -> int:
+    """Clear a flag. The slots that had it are listed in ``cleared``; returns how many."""
+    count = 0
+    for i in range(chosen.size):
+        slot = np.int64(chosen[i])
+        if _is_resident(flags, slot) and flags[slot] & flag:
+            flags[slot] ^= flag
+            cleared[count] = slot
+            count += 1
+    return count
+
+
+@kernel
+def _move_flags(flags: Any, old: int, new: int) -> None:
+    """Replace one flag by another in every slot that has it."""
+    for slot in range(flags.size):
+        flags[slot] ^= old | new if flags[slot] & old else 0  # no branch, so that it is done in vectors
+
+
+@kernel
+def _flagged_slots(flags: Any, flag: int, found: Int32s) -> int:
+    """List the slots that have a flag, in order of their numbers; returns how many."""
+    count = 0
+    for slot in range(flags.size):
+        if flags[slot] & flag and count < found.size:
+            found[count] = slot
+            count += 1
+    return count
