@@ -83,7 +83,7 @@ def draw_batches(rig: Rig, sizes: Sequence[int], exponent: float, batch: int, co
     return made
 
 
-class WaitLane:
+class WaitLane(Lane):
     """A lane that can tell for how long a model's stream stood still for rows that were not there yet."""
 
     def __init__(self, inner: Lane, rig: Rig) -> None:

@@ -62,8 +62,7 @@ def test_the_tracer_notices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bro
 
         def reclaim(self: HbmPool, *, wait: bool) -> None:
             while self.released:
-                entry = self.released.popleft()
-                self._unpin(entry.lease, changed=entry.changed)
+                self._unpin(self.released.popleft())
 
         monkeypatch.setattr(HbmPool, "_reclaim", reclaim)
     train(tmp_path / "store", depth=2, hbm="12KiB")

@@ -19,7 +19,7 @@ from tierstore.cache.hbm import HbmCache
 from tierstore.config import TableConfig
 from tierstore.errors import BudgetError, ChecksumError, ClosedError, DiskFullError, TableError
 from tierstore.hbm import pool as hbm_pool
-from tierstore.hbm.lanes import HostLane
+from tierstore.hbm.lanes import Lane
 from tierstore.hbm.lease import HbmLease
 from tierstore.hbm.pool import HbmPool, HbmSize
 from tierstore.hbm.staging import Staging
@@ -79,7 +79,7 @@ def below(cold: TroubledTier) -> Below:
 
 def make(below: Any, policy: Any = "lru") -> HbmPool:
     size = HbmSize(cached_rows=CACHED, overflow_rows=OVERFLOW, staging_rows=STAGED)
-    return HbmPool(below, size, HostLane(), torch.device("cpu"), policy)
+    return HbmPool(below, size, Lane(), torch.device("cpu"), policy)
 
 
 @pytest.fixture
@@ -220,7 +220,7 @@ def test_forgetting(hot: HbmPool, below: Below) -> None:
         forget(hot)
     lease.release()
     forget(hot)
-    assert len(hot.cache.slots_with(RESIDENT)) == len(hot.overflow.resident_slots) == 0
+    assert len(hot.cache.slots_with(RESIDENT)) == len(hot.overflow.resident_slots()) == 0
     below.up.clear()
     assert read(hot, range(ROOM)) == [2.0] * ROOM
     assert sorted(below.up) == list(range(ROOM))

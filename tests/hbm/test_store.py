@@ -190,7 +190,7 @@ def test_a_torch_device_is_a_device(store_dir: Path) -> None:
     with tierstore.open(store_dir, device=torch.device("cpu"), hbm="1MiB", ddr="1MiB") as store:  # type: ignore[arg-type]
         store.create_table(simple())
         assert store.device == store["t"].read(ALL).device == torch.device("cpu")
-        assert len(hot(store).cache.slots_with(RESIDENT)) + len(hot(store).overflow.resident_slots) == ROWS
+        assert len(hot(store).cache.slots_with(RESIDENT)) + len(hot(store).overflow.resident_slots()) == ROWS
 
 
 # Batches under way

@@ -21,22 +21,6 @@ class Mark(Protocol):
         """Wait until it is: the calling thread, not a stream."""
 
 
-class Lane(Protocol):
-    """See the module's docstring."""
-
-    pin_memory: bool
-    """Whether host buffers that rows are copied through should be page-locked."""
-
-    def side(self) -> AbstractContextManager[Any]:
-        """Within it, the calling thread's work goes to the side stream."""
-
-    def mark(self) -> Mark:
-        """After all that was given to the calling thread's current stream so far."""
-
-    def follow(self, mark: Mark) -> None:
-        """Later work of the calling thread's current stream waits for the mark; the thread itself does not."""
-
-
 class _Done:
     def query(self) -> bool:
         return True
@@ -45,22 +29,29 @@ class _Done:
         return None
 
 
-class HostLane:
-    """Everything happens at once."""
+class Lane:
+    """A device's two streams; here the CPU's, where everything happens at once.
+
+    Attributes:
+        pin_memory: whether host buffers that rows are copied through should be page-locked.
+    """
 
     pin_memory = False
 
     def side(self) -> AbstractContextManager[Any]:
+        """Within it, the calling thread's work goes to the side stream."""
         return contextlib.nullcontext()
 
     def mark(self) -> Mark:
+        """After all that was given to the calling thread's current stream so far."""
         return _Done()
 
     def follow(self, mark: Mark) -> None:
+        """Later work of the calling thread's current stream waits for the mark; the thread itself does not."""
         mark.synchronize()
 
 
-class CudaLane:
+class CudaLane(Lane):
     """A side stream of one CUDA device."""
 
     pin_memory = True
@@ -89,4 +80,4 @@ class CudaLane:
 
 def open_lane(device: torch.device) -> Lane:
     """The lane of a device: CUDA, or the CPU."""
-    return CudaLane(device) if device.type == "cuda" else HostLane()
+    return CudaLane(device) if device.type == "cuda" else Lane()

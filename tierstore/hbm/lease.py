@@ -1,8 +1,8 @@
-"""Pinned rows in device memory, and what is kept until a stream is done with it."""
+"""Pinned rows in device memory."""
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
@@ -23,9 +23,11 @@ class HbmLease:
         overflow: numpy int32 [n], overflow slots of the others.
         ready: when the rows are in place.
         held: whether it outlives the call that took it.
+        last_use: when the work that uses the rows is done.
+        changed: whether that work makes the rows newer than those below.
     """
 
-    __slots__ = ("_last_use", "_pool", "cached", "held", "overflow", "ready", "slots")
+    __slots__ = ("_pool", "cached", "changed", "held", "last_use", "overflow", "ready", "slots")
 
     def __init__(self, pool: "HbmPool", slots: Tensor, cached: Tensor, overflow: Int32s, ready: Mark) -> None:
         self._pool: HbmPool | None = pool
@@ -34,7 +36,8 @@ class HbmLease:
         self.overflow = overflow
         self.ready = ready
         self.held = False
-        self._last_use = ready
+        self.last_use = ready
+        self.changed = False
 
     def use(self) -> None:
         """The calling thread's current stream is about to use the rows."""
@@ -44,7 +47,7 @@ class HbmLease:
     def used(self) -> None:
         """It was given work that uses them; more may follow."""
         if self._pool is not None:
-            self._last_use = self._pool.lane.mark()
+            self.last_use = self._pool.lane.mark()
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
@@ -56,33 +59,15 @@ class HbmLease:
             self.used()
 
     def release(self, *, changed: bool = False) -> None:
-        """Nobody will use the rows any more, beside the work that does by now; a second call does nothing.
-
-        Args:
-            changed: that work makes the rows newer than those below.
-        """
+        """Nobody will use the rows any more, beside the work that does by now; a second call does nothing."""
         pool, self._pool = self._pool, None
         if pool is not None:
-            pool.released.append(Released(self, self._last_use, changed))
+            self.changed = changed
+            pool.released.append(self)
 
     def __del__(self) -> None:
         # In any thread, under any lock: ``release`` neither waits nor asks which stream is current.
         self.release()
-
-
-class Released(NamedTuple):
-    """A lease that nobody uses once the mark has passed."""
-
-    lease: HbmLease
-    mark: Mark
-    changed: bool
-
-
-class Retained(NamedTuple):
-    """Objects whose memory is in use until the mark has passed."""
-
-    mark: Mark
-    objects: tuple[Any, ...]
 
 
 class Part(NamedTuple):

@@ -7,8 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..cache import Admission, AdmitStatus, DdrCache
-from ..cache.ddr import size_bytes_of
+from ..cache import Admission, AdmitStatus, DdrCache, size_bytes_of
 from ..kernels.arrays import Int32s, Int64s
 
 OVERFLOW_INDEX_BYTES: Final = 3 * 8
@@ -17,46 +16,38 @@ OVERFLOW_INDEX_BYTES: Final = 3 * 8
 
 def overflow_bytes(rows: int) -> int:
     """Host memory that ``rows`` overflow slots take."""
-    return size_bytes_of(rows, weight_words=0, state_words=0, policy="lru")
+    return size_bytes_of("lru", rows, weight_words=0, state_words=0)
 
 
 _NOBODY: Final = -1
 """No key of a row is negative."""
 
 
-class Overflow:
-    """Bookkeeping of slots ``[0, capacity)``, least recently used first to go. Not thread-safe.
+class Overflow(DdrCache):
+    """Which rows have overflow slots, least recently used first to go: a cache without rows, known to the device.
 
-    Slots are numpy int32 [n], distinct within a call.
+    Rows enter by ``enter`` and go by ``drop`` and ``forget``, which tell the device.
     """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
-        self._rows = DdrCache(capacity, weight_words=0, state_words=0, policy="lru")
+        super().__init__(capacity, weight_words=0, state_words=0, policy="lru")
         self._keys = torch.full((capacity,), _NOBODY, dtype=torch.int64, device=device)
         self._ordered: tuple[Tensor, Tensor] | None = None
         """``_keys`` sorted, and the slot of each; None after a change."""
 
-    @property
-    def capacity(self) -> int:
-        return self._rows.capacity
-
-    @property
-    def size_bytes(self) -> int:
-        return self._rows.size_bytes
-
-    def find(self, keys: Tensor) -> Tensor | None:
+    def locate(self, keys: Tensor) -> Tensor | None:
         """int32 [n], on the keys' device: each key's slot or -1, the slots pinned. None if no key can have one."""
-        if not self._rows.num_resident:
+        if not self.num_resident:
             return None
         if self._ordered is None:
             self._ordered = torch.sort(self._keys)
         ordered, order = self._ordered
         place = torch.searchsorted(ordered, keys).clamp(max=self.capacity - 1)
         found = torch.where(ordered[place] == keys, order[place], -1).to(torch.int32)
-        self._rows.pin(present(found))
+        self.pin(present(found))
         return found
 
-    def admit(self, keys: Int64s, make_room: Callable[[Int32s], None]) -> Admission | None:
+    def enter(self, keys: Int64s, make_room: Callable[[Int32s], None]) -> Admission | None:
         """Give each of the keys (numpy int64 [n], distinct, none with a slot) one, pinned and loading.
 
         Args:
@@ -69,87 +60,44 @@ class Overflow:
         if not len(keys):
             return admission
         try:
-            while (status := self._rows.admit(admission)) is AdmitStatus.DIRTY_VICTIM:
-                leaving = self._rows.victims(self.capacity, self.capacity)
+            while (status := self.admit(admission)) is AdmitStatus.DIRTY_VICTIM:
+                leaving = self.victims(self.capacity, self.capacity)
                 make_room(leaving)
-                self._rows.clean(leaving)
+                self.clean(leaving)
         except BaseException:
-            self._drop(admission)
+            self.drop(admission)
             raise
         if status is AdmitStatus.ALL_PINNED:
-            self._drop(admission)
+            self.drop(admission)
             return None
-        self._note(admission)
+        self._tell(admission.slots, torch.from_numpy(admission.keys).to(self._keys.device))
         return admission
 
-    def _note(self, admission: Admission) -> None:
+    def _tell(self, slots: Int32s, keys: Tensor | int) -> None:
         """Tell the device whose slots these are now."""
-        slots = torch.from_numpy(admission.slots).to(self._keys.device)
-        self._keys[slots] = torch.from_numpy(admission.keys).to(self._keys.device)
+        self._keys[torch.from_numpy(slots).to(self._keys.device)] = keys
         self._ordered = None
 
-    def filled(self, admission: Admission) -> None:
-        """The rows of admitted keys are in place."""
-        self._rows.filled(admission.missing_slots)
-
-    def abandon(self, admission: Admission) -> None:
-        """Undo ``admit``."""
-        self._drop(admission)
-
-    def _drop(self, admission: Admission) -> None:
+    def drop(self, admission: Admission) -> None:
         """Undo an admission that may be half done; rows that left for it are gone, so its slots are nobody's."""
         slots, keys = admission.slots, admission.keys[: admission.num_unique]
-        self._rows.abandon(admission)
-        gone = slots[self._rows.find(keys) < 0]
-        self._keys[torch.from_numpy(gone).to(self._keys.device)] = _NOBODY
-        self._ordered = None
-
-    def touch(self, slots: Int32s) -> None:
-        """Count one access of each slot."""
-        self._rows.touch(slots)
-
-    def unpin(self, slots: Int32s, *, changed: bool = False) -> None:
-        """Undo one pin of each slot; its row is newer than the one below if it changed."""
-        if changed:
-            self._rows.mark_dirty(slots)
-        self._rows.unpin(slots)
-
-    def dirty_slots(self) -> Int32s:
-        """Slots of newer rows."""
-        return self._rows.dirty_slots()
-
-    def clean(self, slots: Int32s) -> None:
-        """The rows of these slots were written down."""
-        self._rows.clean(slots)
-
-    def keys_of(self, slots: Int32s) -> Int64s:
-        """int64 [n]: whose slots they are."""
-        return self._rows.keys_of(slots)
+        self.abandon(admission)
+        self._tell(slots[self.find(keys) < 0], _NOBODY)
 
     def forget(self) -> None:
         """Forget every row; none is pinned or newer."""
-        self._rows.evict(self._rows.resident_slots())
-        self._keys.fill_(_NOBODY)
-        self._ordered = None
+        slots = self.resident_slots()
+        self.evict(slots)
+        self._tell(slots, _NOBODY)
 
     def check_integrity(self) -> None:
         """AssertionError unless the books are whole and nothing is loading."""
-        self._rows.check_integrity()
-        assert not self._rows.is_loading(self._rows.resident_slots()), "an overflow slot is loading with nobody at it"
-        keys = self._keys.cpu().numpy()
-        slots = self.resident_slots
+        super().check_integrity()
+        slots, keys = self.resident_slots(), self._keys.cpu().numpy()
+        assert not self.is_loading(slots), "an overflow slot is loading with nobody at it"
         known = int((keys != _NOBODY).sum())
         assert known == len(slots), f"{known} slots taken on the device, {len(slots)} in the books"
         assert np.array_equal(keys[slots], self.keys_of(slots)), "the device's keys are not those of the books"
-
-    @property
-    def num_pinned(self) -> int:
-        return self._rows.num_pinned
-
-    @property
-    def resident_slots(self) -> Int32s:
-        """int32 [n]: slots that have a row."""
-        return self._rows.resident_slots()
 
 
 def present(found: Tensor) -> Int32s:

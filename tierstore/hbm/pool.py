@@ -44,8 +44,8 @@ from ..rows import RowLayout
 from ..system.signals import shielded
 from . import rows_twin
 from .grouping import Grouping, group
-from .lanes import Lane
-from .lease import HbmLease, Part, Released, Retained
+from .lanes import Lane, Mark
+from .lease import HbmLease, Part
 from .overflow import OVERFLOW_INDEX_BYTES, Overflow, overflow_bytes, present
 from .staging import Staging, staging_bytes
 
@@ -117,8 +117,8 @@ class HbmPool:
             self._staging = Staging(layout, size.staging_rows, (self.cache.weights, self.cache.state), lane)
         self.fill_lock = threading.RLock()
         self.rows_lock: Any = threading.RLock() if device.type == "cpu" else contextlib.nullcontext()
-        self.released: deque[Released] = deque()
-        self._retained: deque[Retained] = deque()
+        self.released: deque[HbmLease] = deque()
+        self._retained: deque[tuple[Mark, tuple[Any, ...]]] = deque()
         self.counters = CacheCounters(0, 0, 0, 0)
         self.split_batches = self.conflict_misses = 0
         self.fill_seconds = 0.0
@@ -220,7 +220,7 @@ class HbmPool:
     def retain(self, *objects: Any) -> None:
         """Keep objects until the work given to the calling thread's current stream so far, which uses them, is done."""
         if objects:
-            self._retained.append(Retained(self.lane.mark(), objects))
+            self._retained.append((self.lane.mark(), objects))
 
     def acquire(self, grouping: Grouping, lookups: int) -> HbmLease | None:
         """Pin the rows of these keys, all of them; None if they need more overflow slots than there are.
@@ -260,24 +260,26 @@ class HbmPool:
         The caller holds ``fill_lock``; the side stream waits where ``wait`` says so, this thread does not.
         """
         for _ in range(len(self.released)):
-            entry = self.released.popleft()
-            if not (entry.mark.query() or wait):
-                self.released.append(entry)
+            lease = self.released.popleft()
+            if not (lease.last_use.query() or wait):
+                self.released.append(lease)
                 continue
             try:
-                self.lane.follow(entry.mark)
-                self._unpin(entry.lease, changed=entry.changed)
+                self.lane.follow(lease.last_use)
+                self._unpin(lease)
             except BaseException:
                 # It still is to be done: what changed must go down some day.
-                self.released.appendleft(entry)
+                self.released.appendleft(lease)
                 raise
-        while self._retained and self._retained[0].mark.query():
+        while self._retained and self._retained[0][0].query():
             self._retained.popleft()
 
-    def _unpin(self, lease: HbmLease, *, changed: bool) -> None:
+    def _unpin(self, lease: HbmLease) -> None:
         # First what may fail, for want of memory on the device; it then did nothing.
-        self.cache.release(lease.cached, changed=changed)
-        self.overflow.unpin(lease.overflow, changed=changed)
+        self.cache.release(lease.cached, changed=lease.changed)
+        if lease.changed:
+            self.overflow.mark_dirty(lease.overflow)
+        self.overflow.unpin(lease.overflow)
         self._num_leased -= 1
         if lease.held:
             with self._held_lock:
@@ -287,7 +289,7 @@ class HbmPool:
     # Bringing rows in; the caller holds ``fill_lock`` and is on the side stream
 
     def _admit(self, grouping: Grouping, lookups: int, counts: Tensor | None) -> HbmLease | None:
-        lying = self.overflow.find(grouping.keys)
+        lying = self.overflow.locate(grouping.keys)
         with contextlib.ExitStack() as undo:
             own = _NO_SLOTS if lying is None else present(lying)
             undo.callback(self.overflow.unpin, own)
@@ -296,7 +298,7 @@ class HbmPool:
                 planned = self._plan(grouping, lying, None)
             if planned is None:
                 return None
-            undo.callback(self.overflow.abandon, planned.admission)
+            undo.callback(self.overflow.drop, planned.admission)
             lease = self._load(grouping, planned, lying, own, undo)
             undo.pop_all()
         self._num_leased += 1
@@ -313,7 +315,7 @@ class HbmPool:
         statuses = plan.statuses.cpu().numpy()
         self._write_down_cached(plan.slots, np.flatnonzero(statuses == Status.DIRTY_VICTIM))
         outside = np.flatnonzero(statuses >= Status.CONFLICT)
-        admission = self.overflow.admit(self._to_host(keys, outside), self._write_down_overflow)
+        admission = self.overflow.enter(self._to_host(keys, outside), self._write_down_overflow)
         return None if admission is None else _Planned(plan, statuses, outside, admission)
 
     def _load(
@@ -340,7 +342,7 @@ class HbmPool:
             places = torch.from_numpy(extra + np.int32(cache.capacity)).to(self.device)
             slots = slots.index_copy(0, torch.from_numpy(outside).to(self.device), places)
             self._staging.bring(admission.keys, places, self._below.take)
-            self.overflow.filled(admission)
+            self.overflow.filled(admission.missing_slots)
         if lying is not None:
             slots = torch.where(lying >= 0, lying + cache.capacity, slots)
         return HbmLease(self, slots, cached, np.concatenate([extra, own]), self.lane.mark())
@@ -483,7 +485,7 @@ class HbmPool:
             self._reclaim(wait=True)
             self.cache.check_integrity()
             self.overflow.check_integrity()
-            outside = self.send(self.overflow.keys_of(self.overflow.resident_slots))[0]
+            outside = self.send(self.overflow.keys_of(self.overflow.resident_slots()))[0]
             both = int((self.cache.locate(outside) >= 0).sum())
             loading = len(self.cache.slots_with(LOADING))
             pinned = self.cache.num_pinned, self.overflow.num_pinned
@@ -499,7 +501,7 @@ class HbmPool:
         with self.fill_lock, self.lane.side():
             self._reclaim(wait=True)
             while self._retained:
-                self.lane.follow(self._retained.popleft().mark)
+                self.lane.follow(self._retained.popleft()[0])
             self.lane.mark().synchronize()
 
     def require_open(self) -> None:
