@@ -10,7 +10,6 @@ import pytest
 from tests.conformance.row_cache import admitted, keys_from, order_of, slots_from, visit
 from tierstore.cache import OVERHEAD_BYTES, Admission, AdmitStatus, DdrCache, capacity_for, size_bytes_of
 from tierstore.cache.books import Tally
-from tierstore.cache.ddr import FIXED_BYTES
 from tierstore.cache.flags import DIRTY, LOADING, RESIDENT
 from tierstore.kernels.jit import JIT_ENABLED
 
@@ -26,7 +25,6 @@ def test_overhead_is_what_is_stated_and_what_is_allocated(
     policy: PolicyName, stated_bytes: int, fixed_bytes: int
 ) -> None:
     assert OVERHEAD_BYTES[policy] == stated_bytes
-    assert FIXED_BYTES[policy] <= fixed_bytes
     capacity, weight_words, state_words = 50_000, 32, 4
     tracemalloc.start()
     try:
@@ -36,7 +34,7 @@ def test_overhead_is_what_is_stated_and_what_is_allocated(
     finally:
         tracemalloc.stop()
     row_bytes = capacity * (weight_words + state_words) * 8
-    assert 0 <= cache.size_bytes - row_bytes - capacity * stated_bytes <= FIXED_BYTES[policy]
+    assert 0 <= cache.size_bytes - row_bytes - capacity * stated_bytes <= fixed_bytes
     # Python's own objects: the cache, its tuple and its arrays' headers.
     assert 0 <= allocated_bytes - cache.size_bytes < 12_000
 

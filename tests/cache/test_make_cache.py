@@ -39,31 +39,6 @@ def test_twins_have_one_capacity(policy: str) -> None:
     assert fast == capacity_for(f"reference-{policy}", 123_456, weight_words=16, state_words=2) > 0
 
 
-def test_all_is_exact() -> None:
-    assert tierstore.cache.__all__ == [
-        "AUTO",
-        "OVERHEAD_BYTES",
-        "POLICIES",
-        "REFERENCE_PREFIX",
-        "TABLE_BYTES",
-        "Admission",
-        "AdmitStatus",
-        "Announceable",
-        "CacheCounters",
-        "DdrCache",
-        "FullCache",
-        "Listable",
-        "Listing",
-        "ReferenceCache",
-        "RowCache",
-        "capacity_for",
-        "full_size_bytes",
-        "make_cache",
-        "resolve_policy",
-        "size_bytes_of",
-    ]
-
-
 def test_the_reference_shares_no_code_with_the_fast_cache() -> None:
     # Empty packages in place of the real ones, so that only what the reference itself imports is imported.
     code = """if True:

@@ -60,7 +60,7 @@ def refused(store: tierstore.Store, name: str) -> str | None:
     return None
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     tables=st.lists(shapes, min_size=1, max_size=3),
     hbm=st.one_of(st.integers(1, 300_000), st.integers(1, 8_000_000)),

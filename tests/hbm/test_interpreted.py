@@ -20,8 +20,8 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 def test_training_with_triton_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
-    expected = test_order.train(tmp_path / "plain", depth=0)
+    expected = test_order.train(tmp_path / "plain", depth=0, steps=4)
     monkeypatch.setattr(hbm, "_kernels_for", lambda _: hbm_triton)
     monkeypatch.setattr(pool, "_kernels_for", lambda _: rows_triton)
-    ended = test_order.train(tmp_path / policy, depth=0, hbm="24KiB", policy=policy)
+    ended = test_order.train(tmp_path / policy, depth=0, steps=4, hbm="24KiB", policy=policy)
     assert torch.equal(ended, expected)

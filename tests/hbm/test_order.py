@@ -15,7 +15,7 @@ from tierstore.hbm.pool import HbmPool
 ROWS, DIM, STEPS = 400, 4, 10
 
 
-def train(directory: Path, *, depth: int, evaluate: bool = False, **settings: Any) -> torch.Tensor:
+def train(directory: Path, *, depth: int, evaluate: bool = False, steps: int = STEPS, **settings: Any) -> torch.Tensor:
     generator = torch.Generator().manual_seed(3)
     config = tierstore.TableConfig(
         name="t", num_embeddings=ROWS, embedding_dim=DIM, init=tierstore.init.Uniform(-1, 1),
@@ -23,14 +23,14 @@ def train(directory: Path, *, depth: int, evaluate: bool = False, **settings: An
     )  # fmt: skip
     with tierstore.open(directory, ddr="2MiB", **settings) as store:
         bag = tierstore.TieredEmbeddingBag(store.create_table(config), mode="sum")
-        batches = [((torch.rand(24, 3, generator=generator) ** 2) * ROWS).long() for _ in range(STEPS)]
+        batches = [((torch.rand(24, 3, generator=generator) ** 2) * ROWS).long() for _ in range(steps)]
         for number, ids in enumerate(tierstore.prefetch(batches, bag, depth=depth, features=lambda ids: ids)):
             out = bag(ids)
             (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
             if evaluate and number % 3 == 1:
                 with torch.no_grad():
                     bag(batches[number - 1])
-            if number == STEPS // 2:
+            if number == steps // 2:
                 store.commit()
         return store["t"].read(torch.arange(ROWS))
 

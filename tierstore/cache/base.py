@@ -88,22 +88,16 @@ class Listing:
 
     def __init__(self) -> None:
         self.next_slot = 0
-        self._keys: list[Int64s] = []
-        self._ranks: list[Int64s] = []
+        self._rows: list[tuple[Int64s, Int32s, Int64s]] = []
 
-    def add(self, keys: Int64s, ranks: Int64s) -> None:
-        """Add rows.
-
-        Args:
-            keys: int64 [n]; ranks: int64 [k, n], smaller ones leave first, the first of k telling most.
-        """
-        self._keys.append(keys)
-        self._ranks.append(ranks)
+    def add(self, keys: Int64s, ranks: Int32s, last_uses: Int64s) -> None:
+        """Add rows: int64, int32 and int64 [n]. Rows of lower rank leave first, of equal ones those used before."""
+        self._rows.append((keys, ranks, last_uses))
 
     def keys(self) -> Int64s:
         """int64 [n]: the rows, likely next victims first; one that left its slot and came back may be in twice."""
-        ranks = np.concatenate(self._ranks, axis=1)
-        listed: Int64s = np.concatenate(self._keys)[np.lexsort(ranks[::-1])]
+        keys, ranks, last_uses = (np.concatenate(each) for each in zip(*self._rows, strict=True))
+        listed: Int64s = keys[np.lexsort((last_uses, ranks))]
         return listed
 
 

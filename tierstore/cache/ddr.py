@@ -2,9 +2,8 @@
 
 Beside its rows a cache needs, per row, 12 bytes of index, 32 bytes of slot record and, with LFU, 16 bytes of buckets or
 with TinyLFU 16 bytes of sketch: 44 bytes with LRU, 60 with these; with lookahead 28 bytes for each of 6 announced uses,
-212 bytes in all (``OVERHEAD_BYTES``). And a cache, whatever its
-size, up to ``FIXED_BYTES``. Nothing else grows with the capacity; memory is taken from the system as slots are first
-used.
+212 bytes in all (``OVERHEAD_BYTES``). And a cache of any size, up to 500 bytes, with TinyLFU 28 KiB, with lookahead
+21 KiB. Nothing else grows with the capacity; memory is taken from the system as slots are first used.
 """
 
 from typing import Final, Literal, get_args
@@ -14,18 +13,8 @@ import numpy as np
 from ..kernels.arrays import Bools, Int32s, Int64s
 from . import admission as kernels
 from .base import Admission, AdmitStatus, Listing
-from .books import (
-    BATCH_DTYPE,
-    BUCKET_BYTES,
-    MAX_BATCHES,
-    USE_DTYPE,
-    USES_PER_ROW,
-    CacheState,
-    Tally,
-    new_state,
-    state_bytes_of,
-)
-from .dueling import SAMPLED_ROWS, Duel, duel_bytes_of
+from .books import BUCKET_BYTES, USE_DTYPE, USES_PER_ROW, CacheState, Tally, new_state, state_bytes_of
+from .dueling import Duel, duel_bytes_of
 from .host import HostCache, checked_keys, checked_slots, require_capacity
 from .index import SLOT_DTYPE
 from .integrity import check_state
@@ -43,14 +32,6 @@ OVERHEAD_BYTES: Final[dict[str, int]] = {
     "lookahead": INDEX_BYTES + SLOT_DTYPE.itemsize + USES_PER_ROW * (USE_DTYPE.itemsize + INDEX_BYTES),
 }
 """Index and policy, in bytes per cached row."""
-FIXED_BYTES: Final[dict[str, int]] = {
-    "lru": 500,
-    "lfu": 500,
-    "tinylfu": 800 + duel_bytes_of(SAMPLED_ROWS),
-    "lookahead": 500 + MAX_BATCHES * (BATCH_DTYPE.itemsize + 4),
-}
-"""The most that a cache takes beside its rows and their overhead."""
-
 _STAMP_MAX: Final = 2**31 - 1
 
 
@@ -160,11 +141,12 @@ class DdrCache(HostCache):
         return listed
 
     def list_more(self, listing: Listing, limit: int) -> bool:
-        """See Listable. The order is by policy's rank, then by last admission."""
+        """See Listable. The order is by the policy's rank, then by last admission."""
         stop = min(listing.next_slot + limit, self.capacity)
         slots = listing.next_slot + np.flatnonzero(self.flags[listing.next_slot : stop])
         records = self._books.slots[slots]
-        listing.add(records["key"], np.stack([ranks_of(self._books, slots), records["stamp"], records["number"]]))
+        admitted = records["stamp"].astype(np.int64) << 32 | records["number"]
+        listing.add(records["key"].copy(), ranks_of(self._books, slots), admitted)
         listing.next_slot = stop
         return stop < self.capacity
 

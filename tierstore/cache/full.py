@@ -190,7 +190,7 @@ class FullCache(HostCache):
         """See Listable. Slots that are never another row's are listed in the order of their numbers."""
         first, stop = listing.next_slot, min(listing.next_slot + limit, self.capacity)
         found = np.flatnonzero(self.flags[first:stop] & np.uint8(RESIDENT)) + first
-        listing.add(self.keys_at(found.astype(np.int32)), np.zeros((1, len(found)), np.int64))
+        listing.add(self.keys_at(found.astype(np.int32)), np.zeros(len(found), np.int32), found)
         listing.next_slot = stop
         return stop < self.capacity
 

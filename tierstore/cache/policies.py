@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels.arrays import Int64s
+from ..kernels.arrays import Int32s, Int64s
 from ..kernels.jit import uncounted_inline as inline
 from .books import MAX_BATCHES, CacheState, Tally, link_after, unlink
 from .lookahead import UNKNOWN, lookahead_insert, lookahead_remove, lookahead_touch
@@ -87,16 +87,17 @@ def _lfu_insert(state: CacheState, slot: Any) -> None:
     state.bucket[slot] = bucket
 
 
-def ranks_of(state: CacheState, slots: Int64s) -> Int64s:
-    """int64 [n]: which of these resident slots leave first, those of lower rank; of equal ones, those used before."""
-    rank = state.slots["rank"][slots].astype(np.int64)
+def ranks_of(state: CacheState, slots: Int64s) -> Int32s:
+    """int32 [n]: which of these resident slots leave first, those of lower rank; of equal ones, those used before."""
+    rank = state.slots["rank"][slots].astype(np.int32)
     if state.bucket.size:
-        return state.bucket_count[state.bucket[slots]]
+        return state.bucket_count[state.bucket[slots]].clip(max=2**31 - 1).astype(np.int32)
     if state.sketch.size:
-        return np.minimum(rank, IN_WINDOW)
+        return np.minimum(rank, np.int32(IN_WINDOW))
     if state.uses.size:
-        return np.where(rank == UNKNOWN, -MAX_BATCHES, -((rank - state.tallies[Tally.OLDEST_BATCH]) % MAX_BATCHES))
-    return np.zeros_like(slots)
+        ahead = ((rank - state.tallies[Tally.OLDEST_BATCH]) % MAX_BATCHES).astype(np.int32)
+        return np.where(rank == UNKNOWN, np.int32(-MAX_BATCHES), -ahead)
+    return np.zeros(len(slots), np.int32)
 
 
 @inline
