@@ -102,10 +102,10 @@ class HbmCache:
         flags[slots] = (flags[slots] - PIN) | (DIRTY if changed else 0)
 
     def drop_loading(self, slots: Tensor) -> None:
-        """Undo one pin of each slot (distinct), and forget those that are loading and now unpinned."""
+        """Undo one pin of each slot (distinct), and forget those that are loading, which only one caller has pinned."""
         flags = self._books.flags
         left = flags[slots] - PIN
-        flags[slots] = torch.where((left & LOADING != 0) & (left < PIN), 0, left)
+        flags[slots] = torch.where(left & LOADING != 0, 0, left)
 
     def clean(self, slots: Tensor) -> None:
         """The rows of these slots (distinct) were written to the tier below."""
