@@ -10,7 +10,7 @@ from tests.plan.hosts import make_workload, slow_lru
 from tierstore.cache import resolve_policy
 from tierstore.plan import Accesses, TableShape, accesses_of
 from tierstore.plan.demand import Demand
-from tierstore.plan.placement.steps import measured_demand
+from tierstore.plan.placement import measured_demand
 from tierstore.plan.traces import describe
 from tierstore.plan.workload import Workload
 from tierstore.trace import TableTrace, Trace

@@ -16,7 +16,7 @@ import numpy as np
 from ..kernels.arrays import Float64s
 from .curves import MissRatioCurve
 
-__all__ = ["Popularity", "expected_distinct", "frequency_curve", "lru_curve", "popularity", "zipf_bins"]
+__all__ = ["Popularity", "frequency_curve", "lru_curve", "popularity", "zipf_bins"]
 
 
 _SINGLE_RANKS: Final = 256
@@ -98,11 +98,6 @@ def popularity(tables: Sequence[tuple[int, float, float]]) -> Popularity:
         rows.append(own * count)
         chances.append(_in_batch(shares, lookups))
     return _merged(np.concatenate(rows), np.concatenate(chances))
-
-
-def expected_distinct(num_rows: int, lookups: float, exponent: float) -> float:
-    """Of a table's rows, how many ``lookups`` independent ids name on average."""
-    return popularity([(num_rows, exponent, lookups)]).unique
 
 
 def _merged(rows: Float64s, chances: Float64s) -> Popularity:

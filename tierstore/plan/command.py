@@ -181,22 +181,23 @@ def _place(options: argparse.Namespace) -> int:
     """The exit status is 1 if nothing fits."""
     from .json_file import write_json
     from .parts import load_host
-    from .placement import Room, compare, describe_comparison, describe_placement, planned_store
+    from .placement import STRATEGIES, Room, compare, describe_comparison, describe_placement, planned_store
     from .presets import load_workload
 
     _require_writable(options.json, [options.workload, options.host], force=options.force)
+    workload, host = load_workload(options.workload), load_host(options.host)
     shares = {"hbm_share": options.hbm_share, "ddr_share": options.ddr_share}
     plans = compare(
-        load_workload(options.workload), load_host(options.host), hosts=options.hosts, servers=options.servers,
-        strategies=None if options.strategy == "all" else [options.strategy],
+        workload, host, hosts=options.hosts, servers=options.servers,
+        strategies=STRATEGIES if options.strategy == "all" else [options.strategy],
         room=Room(**{name: value for name, value in shares.items() if value is not None}),
-        store_model=planned_store(options.policy),
+        store_model=planned_store(workload, host, options.hosts, options.policy),
     )  # fmt: skip
     if len(plans) > 1:
         print(describe_comparison(plans), end="\n\n")
     print(describe_placement(plans[0]))
     if options.json is not None:
-        write_json({"plans": [plan.to_dict() for plan in plans]}, options.json, force=options.force)
+        write_json({"plans": plans}, options.json, force=options.force)
     return 0 if plans[0].fits else 1
 
 

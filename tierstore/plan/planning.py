@@ -15,7 +15,7 @@ from .demand import Demand
 from .host import Host
 from .marginal import marginal_values
 from .model import predict
-from .placement import PlacementPlan, TableDemand, compare, measured_demand
+from .placement import PlacementPlan, compare, measured_demand
 from .plan_file import PlanFile, SetupSection
 from .prediction import Prediction, Setup
 from .remarks import assumptions_of, price_parts_of, warnings_of
@@ -173,23 +173,13 @@ def _lines(setup: Setup, demand: Demand, predicted: Predict, *, has_trace: bool)
 def _placements(setup: Setup, demand: Demand, predicted: Predict, accesses: Accesses | None) -> tuple[Placed, ...]:
     """All strategies on the plan's hosts, one batch after another."""
 
-    def store_model(workload: Workload, host: Host, *, hosts: int, ddr_bytes: float, hbm_bytes: float) -> Prediction:
-        own = replace(setup, workload=workload, host=host, hosts=hosts, ddr_bytes=ddr_bytes, hbm_bytes=hbm_bytes)
-        return predicted(replace(own, page_cache_bytes=0.0), demand)
+    def store_model(ddr_bytes: float, hbm_bytes: float) -> Prediction:
+        own = replace(setup, ddr_bytes=ddr_bytes, hbm_bytes=hbm_bytes, page_cache_bytes=0.0)
+        return predicted(own, demand)
 
-    asked = None if accesses is None else _by_table(setup.workload, accesses)
-    compared = partial(compare, setup.workload, setup.host, hosts=setup.hosts, demand=asked)
-    try:
-        return tuple(map(_placed, compared(store_model=store_model)))
-    except ValueError as error:  # what the tiers cannot do prevents one strategy, not all
-        return (*map(_placed, compared()), Placed("ssd", math.inf, "", str(error)))
-
-
-def _by_table(workload: Workload, accesses: Accesses) -> dict[str, TableDemand]:
-    """As the trace has it; of a table that it has not, nothing is looked up."""
-    known = tuple(table for table in workload.tables if table.name in accesses.tables)
-    nothing = {table.name: TableDemand(0.0, 0.0) for table in workload.tables}
-    return nothing | measured_demand(replace(workload, tables=known), accesses)
+    by_table = None if accesses is None else measured_demand(setup.workload, accesses)
+    plans = compare(setup.workload, setup.host, hosts=setup.hosts, demand=by_table, store_model=store_model)
+    return tuple(map(_placed, plans))
 
 
 def _placed(found: PlacementPlan) -> Placed:

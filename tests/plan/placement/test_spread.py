@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore.plan import TableShape, Workload
-from tierstore.plan.placement.spread import Shapes, longest_first, spread
+from tierstore.plan.placement.spread import longest_first, spread
 
 DEVICES = 3
 ROOMY = 1 << 40
@@ -86,35 +86,34 @@ def test_every_row_is_placed_once_within_the_budget(
 ) -> None:
     """Of each place less than the widest row stays free where it is needed."""
     workload = workload_of(*tables)
-    shapes = Shapes(workload)
     widest = max(workload.layout(table).row_bytes for table in workload.tables)
     budget = int(slack * workload.table_bytes / places) + widest + 1
-    found = spread(shapes, range(len(tables)), places, budget)
+    found = spread(workload, range(len(tables)), places, budget)
     assert found is not None
     assert len(found) == places
     rows = sorted(piece for pieces in found for piece in pieces)
     for index, (num_rows, _, _) in enumerate(tables):
-        own = [piece for piece in rows if piece.table == index]
+        own = [piece for piece in rows if piece.number == index]
         ends = [0, *(piece.first_row + piece.num_rows for piece in own)]
         assert [piece.first_row for piece in own] == ends[:-1]
         assert ends[-1] == num_rows
-    assert max(sum(map(shapes.size_bytes, pieces)) for pieces in found) <= budget
-    assert spread(shapes, range(len(tables)), places, budget) == found
-    assert spread(shapes, range(len(tables)), places, workload.table_bytes // places // 2) is None or places == 1
+    assert max(sum(piece.size_bytes for piece in pieces) for pieces in found) <= budget
+    assert spread(workload, range(len(tables)), places, budget) == found
+    assert spread(workload, range(len(tables)), places, workload.table_bytes // places // 2) is None or places == 1
 
 
 def test_a_table_that_costs_more_than_the_mean_is_split() -> None:
-    shapes = Shapes(workload_of((1000, 64, 100), *[(1000, 64, 1)] * 3))
-    found = spread(shapes, range(4), 4, 1 << 40)
+    workload = workload_of((1000, 64, 100), *[(1000, 64, 1)] * 3)
+    found = spread(workload, range(4), 4, 1 << 40)
     assert found is not None
-    loads = [sum(map(shapes.looked_up_bytes, pieces)) for pieces in found]
+    loads = [sum(piece.looked_up_bytes(128) for piece in pieces) for pieces in found]
     assert max(loads) < 1.01 * sum(loads) / 4
 
 
 def test_memory_is_filled_to_the_last_row() -> None:
     """Whole tables leave gaps; rows fill them."""
-    shapes = Shapes(workload_of(*[(600, 16, 1)] * 3))
-    budget = 900 * shapes.workload.layout(shapes.workload.tables[0]).row_bytes
-    found = spread(shapes, range(3), 2, budget)
+    workload = workload_of(*[(600, 16, 1)] * 3)
+    budget = 900 * workload.layout(workload.tables[0]).row_bytes
+    found = spread(workload, range(3), 2, budget)
     assert found is not None
-    assert [sum(map(shapes.size_bytes, pieces)) for pieces in found] == [budget, budget]
+    assert [sum(piece.size_bytes for piece in pieces) for pieces in found] == [budget, budget]

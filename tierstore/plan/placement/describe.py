@@ -7,6 +7,7 @@ from ...system.sizes import format_size
 from ..report.text import columns_of
 from ..report.words import duration, named
 from .plan import PlacementPlan
+from .steps import Step
 
 __all__ = ["describe_comparison", "describe_placement"]
 
@@ -16,21 +17,15 @@ _NAME_CHARACTERS: Final = 28
 
 def describe_comparison(plans: Sequence[PlacementPlan]) -> str:
     """One line a strategy, in their order."""
-    rows = [["strategy", "machines", "fits", "step", "samples/s", "bottleneck", "note"]]
-    rows += [_compared(plan) for plan in plans]
+    rows = [("strategy", "machines", "fits", "step", "samples/s", "bottleneck", "note")]
+    for plan in plans:
+        machines, step = f"{plan.hosts}" + (f" + {plan.servers}" if plan.servers else ""), plan.step
+        if step is None:
+            rows.append((plan.strategy, machines, "no", "", "", "", plan.why))
+            continue
+        figures = (duration(step.step_s), f"{step.samples_per_s:,.0f}", step.bottleneck)
+        rows.append((plan.strategy, machines, "yes" if plan.fits else "no", *figures, _lacks(plan)))
     return "\n".join(columns_of(rows))
-
-
-def _compared(plan: PlacementPlan) -> list[str]:
-    machines = f"{plan.hosts}" + (f" + {plan.servers}" if plan.servers else "")
-    if plan.step is None:
-        return [plan.strategy, machines, "no", "", "", "", plan.why]
-    fits = "yes" if plan.fits else "no"
-    step = plan.step
-    return [
-        plan.strategy, machines, fits, duration(step.step_s), f"{step.samples_per_s:,.0f}", step.bottleneck,
-        _lacks(plan),
-    ]  # fmt: skip
 
 
 def _lacks(plan: PlacementPlan) -> str:
@@ -46,29 +41,21 @@ def describe_placement(plan: PlacementPlan) -> str:
     machines = f"{plan.hosts} x {plan.host}" + (f", {plan.servers} more as servers" if plan.servers else "")
     lines = [f"{plan.strategy}: {named(plan.workload)} on {machines}"]
     lines += [f"  does not fit: {plan.why}; {_lacks(plan)}"] if not plan.fits else []
-    lines += _tiers(plan)
+    if plan.tiers:
+        rows: list[tuple[str, ...]] = [("  memory", "for rows", "used", "free")]
+        rows += [(f"  {tier}", *map(format_size, sizes)) for tier, *sizes in plan.tiers]
+        lines += columns_of(rows)
     if plan.step is not None:
-        lines += _loads(plan)
+        lines += _loads(plan.step)
     return "\n".join(lines + _placed(plan))
 
 
-def _tiers(plan: PlacementPlan) -> list[str]:
-    rows = [["  memory", "for rows", "used", "free"]]
-    rows += [
-        [f"  {tier.tier}", *(format_size(size) for size in (tier.capacity_bytes, tier.used_bytes, tier.free_bytes))]
-        for tier in plan.tiers
-    ]
-    return columns_of(rows) if plan.tiers else []
-
-
-def _loads(plan: PlacementPlan) -> list[str]:
-    step = plan.step
-    assert step is not None
-    rows = [["  a step", "takes", "work"]]
+def _loads(step: Step) -> list[str]:
+    rows = [("  a step", "takes", "work")]
     for load in sorted(filter(lambda load: load.seconds, step.loads), key=lambda load: -load.seconds):
         mark = "  <- bottleneck" if load.resource == step.bottleneck else ""
         work = format_size(load.amount) if load.unit == "bytes" else f"{load.amount:,.3g} {load.unit}"
-        rows.append([f"  {load.resource}", duration(load.seconds), work + mark])
+        rows.append((f"  {load.resource}", duration(load.seconds), work + mark))
     end = (
         f"  in all {duration(step.step_s)}: {step.samples_per_s:,.0f} samples/s; {duration(step.overlapped_s)} a step "
         "were everything overlapped"
@@ -77,20 +64,11 @@ def _loads(plan: PlacementPlan) -> list[str]:
 
 
 def _placed(plan: PlacementPlan) -> list[str]:
-    rows = [["  table", "in", "place", "rows", "columns", "size"]]
-    for part in plan.parts[:_PARTS_SHOWN]:
-        first, last = part.first_row, part.first_row + part.num_rows - 1
-        columns = f"{part.first_column} - {part.first_column + part.num_columns - 1}"
-        size = format_size(part.size_bytes)
-        rows.append(
-            [
-                f"  {named(part.table, _NAME_CHARACTERS)}",
-                part.tier,
-                f"{part.place}",
-                f"{first:,} - {last:,}",
-                columns,
-                size,
-            ]
-        )
+    if not plan.parts:
+        return []
+    rows = [("  table", "in", "place", "rows", "columns", "size")]
+    for table, tier, place, row, num_rows, column, num_columns, size in plan.parts[:_PARTS_SHOWN]:
+        spans = (f"{row:,} - {row + num_rows - 1:,}", f"{column} - {column + num_columns - 1}")
+        rows.append((f"  {named(table, _NAME_CHARACTERS)}", tier, f"{place}", *spans, format_size(size)))
     more = len(plan.parts) - _PARTS_SHOWN
-    return ([*columns_of(rows), f"  and {more:,} more parts"] if more > 0 else columns_of(rows)) if plan.parts else []
+    return [*columns_of(rows), *([f"  and {more:,} more parts"] if more > 0 else [])]

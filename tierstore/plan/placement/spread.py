@@ -6,25 +6,53 @@ largest cost, where every place has room for everything.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 
 from ...kernels.arrays import Float64s, Int64s
 from ...rows import RowLayout
-from ..loads import FLOAT_BYTES
 from ..workload import TableShape, Workload
 
-__all__ = ["Piece", "Shapes", "longest_first", "spread"]
+__all__ = ["Piece", "longest_first", "spread"]
+
+_FINER: Final = (1, 2, 4)
+"""Parts of the mean place's cost that tables are split into: of two equal parts one may be too much."""
+_WORTHWHILE: Final = 0.01
+"""Splits that make the largest cost smaller by less are not made."""
 
 
 class Piece(NamedTuple):
-    """Neighbouring rows of one table; ``table`` is its index in the workload."""
+    """Neighbouring rows of one table, each as popular, on average, as any other of it.
 
-    table: int
+    Attributes:
+        number: of the table in its workload.
+    """
+
+    number: int
     first_row: int
     num_rows: int
+    table: TableShape
+    layout: RowLayout
+
+    @property
+    def size_bytes(self) -> int:
+        return self.num_rows * self.layout.row_bytes
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of a row."""
+        return 8 * self.layout.weight_words
+
+    @property
+    def row_share(self) -> float:
+        """Of the table's rows, and so of its ids."""
+        return self.num_rows / self.table.num_embeddings
+
+    def looked_up_bytes(self, samples: int) -> float:
+        """Of the weights that the ids of so many samples name."""
+        return self.table.pooling_factor * self.row_share * samples * self.weight_bytes
 
     def split(self, count: int) -> "list[Piece]":
         """In ``count`` equal pieces, or in as many as it has rows."""
@@ -36,47 +64,6 @@ class Piece(NamedTuple):
         ]
 
 
-class Shapes:
-    """Sizes of the pieces of a workload's tables. Popular rows are taken to be scattered: each row of a piece is as
-    popular, on average, as any other of the table."""
-
-    def __init__(self, workload: Workload) -> None:
-        self.workload = workload
-        self._layouts = [workload.layout(table) for table in workload.tables]
-
-    def table(self, piece: Piece) -> TableShape:
-        return self.workload.tables[piece.table]
-
-    def layout(self, piece: Piece) -> RowLayout:
-        return self._layouts[piece.table]
-
-    def size_bytes(self, piece: Piece) -> int:
-        return piece.num_rows * self.layout(piece).row_bytes
-
-    def weight_bytes(self, piece: Piece) -> int:
-        """Of a row."""
-        return 8 * self.layout(piece).weight_words
-
-    def row_share(self, piece: Piece) -> float:
-        """Of the table's rows, and so of its ids."""
-        return piece.num_rows / self.table(piece).num_embeddings
-
-    def looked_up_bytes(self, piece: Piece) -> float:
-        """Of the weights that a batch's ids name."""
-        lookups = self.table(piece).pooling_factor * self.row_share(piece) * self.workload.batch_samples
-        return lookups * self.weight_bytes(piece)
-
-    def output_bytes(self, piece: Piece) -> float:
-        """Of the pooled rows of a batch, in float32."""
-        return float(FLOAT_BYTES * self.table(piece).embedding_dim * self.workload.batch_samples)
-
-
-_FINER: Final = (1, 2, 4)
-"""Parts of the mean place's cost that tables are split into: of two equal parts one may be too much."""
-_WORTHWHILE: Final = 0.01
-"""Splits that make the largest cost smaller by less are not made."""
-
-
 class _Packed(NamedTuple):
     """Pieces, and the place of each."""
 
@@ -85,7 +72,7 @@ class _Packed(NamedTuple):
     largest: float
 
 
-def spread(shapes: Shapes, tables: Sequence[int], num_places: int, budget: int) -> list[list[Piece]] | None:
+def spread(workload: Workload, tables: Iterable[int], num_places: int, budget: int) -> list[list[Piece]] | None:
     """The pieces of each place; None if they do not fit. The same input gives the same places.
 
     Tables that are larger than a place are split first. Then, while a piece costs more than the mean place, it is split
@@ -97,86 +84,71 @@ def spread(shapes: Shapes, tables: Sequence[int], num_places: int, budget: int) 
         tables: their indexes in the workload.
         budget: bytes of rows with their optimizer state, of each place.
     """
-    return _Spreader(shapes, num_places, budget).spread(tables)
+    shapes = [(index, workload.tables[index]) for index in tables]
+    whole = [Piece(index, 0, table.num_embeddings, table, workload.layout(table)) for index, table in shapes]
+    if any(piece.layout.row_bytes > budget for piece in whole):
+        return None
+    pieces = [part for piece in whole for part in piece.split(-(-piece.num_rows // (budget // piece.layout.row_bytes)))]
+    divisions = [pieces]
+    for finer in _FINER:
+        balanced = _balanced(pieces, workload.batch_samples, num_places, finer)
+        if balanced not in divisions:
+            divisions.append(balanced)
+    packed = [_packed(each, workload.batch_samples, num_places, budget) for each in divisions]
+    fitting = [each for each in packed if each is not None]
+    if not fitting:
+        return None
+    enough = (1 + _WORTHWHILE) * min(each.largest for each in fitting)
+    best = next(each for each in fitting if each.largest <= enough)
+    found: list[list[Piece]] = [[] for _ in range(num_places)]
+    for piece, place in sorted(zip(best.pieces, best.places.tolist(), strict=True)):
+        found[place].append(piece)
+    return found
 
 
-class _Spreader(NamedTuple):
-    shapes: Shapes
-    num_places: int
-    budget: int
+def _costs(pieces: Sequence[Piece], samples: int) -> Float64s:
+    return np.array([piece.looked_up_bytes(samples) for piece in pieces])
 
-    def spread(self, tables: Sequence[int]) -> list[list[Piece]] | None:
-        whole = [Piece(table, 0, self.shapes.workload.tables[table].num_embeddings) for table in tables]
-        if any(self.shapes.layout(piece).row_bytes > self.budget for piece in whole):
+
+def _balanced(pieces: list[Piece], samples: int, num_places: int, finer: int) -> list[Piece]:
+    """What costs more than the mean place is split, into parts of at most the mean cost over ``finer``."""
+    costs = _costs(pieces, samples)
+    mean = costs.sum() / num_places
+    found: list[Piece] = []
+    for piece, cost in zip(pieces, costs.tolist(), strict=True):
+        found += piece.split(finer * min(num_places, int(np.ceil(cost / mean))) if cost > mean else 1)
+    return found
+
+
+def _packed(pieces: list[Piece], samples: int, num_places: int, budget: int) -> _Packed | None:
+    sizes = np.array([piece.size_bytes for piece in pieces], np.int64)
+    places = longest_first(_costs(pieces, samples), sizes, num_places, budget)
+    if places is None:
+        filled = _filled(pieces, num_places, budget)
+        if filled is None:
             return None
-        pieces = [part for piece in whole for part in self._fitting(piece)]
-        candidates = [self._packed(pieces)]
-        for finer in _FINER:
-            balanced = self._balanced(pieces, finer)
-            if balanced == pieces:
-                break
-            candidates.append(self._packed(balanced))
-        fitting = [each for each in candidates if each is not None]
-        enough = (1 + _WORTHWHILE) * min((each.largest for each in fitting), default=0.0)
-        best = next((each for each in fitting if each.largest <= enough), None)
-        if best is None:
-            return None
-        found: list[list[Piece]] = [[] for _ in range(self.num_places)]
-        for piece, place in sorted(zip(best.pieces, best.places.tolist(), strict=True)):
-            found[place].append(piece)
-        return found
+        pieces, places = filled
+    return _Packed(pieces, places, float(np.bincount(places, _costs(pieces, samples), num_places).max()))
 
-    def _costs(self, pieces: Sequence[Piece]) -> Float64s:
-        return np.array([self.shapes.looked_up_bytes(piece) for piece in pieces])
 
-    def _sizes(self, pieces: Sequence[Piece]) -> Int64s:
-        return np.array([self.shapes.size_bytes(piece) for piece in pieces], np.int64)
-
-    def _fitting(self, piece: Piece) -> list[Piece]:
-        """Whole, or, where it is larger than a place, in equal parts."""
-        rows = self.budget // self.shapes.layout(piece).row_bytes
-        return piece.split(-(-piece.num_rows // rows))
-
-    def _balanced(self, pieces: list[Piece], finer: int) -> list[Piece]:
-        """What costs more than the mean place is split, into parts of at most the mean cost over ``finer``."""
-        costs = self._costs(pieces)
-        mean = costs.sum() / self.num_places
-        found: list[Piece] = []
-        for piece, cost in zip(pieces, costs.tolist(), strict=True):
-            parts = finer * min(self.num_places, int(np.ceil(cost / mean))) if cost > mean else 1
-            found += piece.split(parts)
-        return found
-
-    def _packed(self, pieces: list[Piece]) -> _Packed | None:
-        costs, sizes = self._costs(pieces), self._sizes(pieces)
-        places = longest_first(costs, sizes, self.num_places, self.budget)
-        if places is None:
-            filled = self._filled(pieces)
-            if filled is None:
+def _filled(pieces: Iterable[Piece], num_places: int, budget: int) -> tuple[list[Piece], Int64s] | None:
+    """Largest first, each to the place with most room; of what fits nowhere as many rows as do."""
+    waiting, free = sorted(pieces, key=lambda piece: piece.size_bytes), [budget] * num_places
+    placed: list[Piece] = []
+    places: list[int] = []
+    while waiting:
+        piece = waiting.pop()
+        place = max(range(num_places), key=free.__getitem__)
+        if piece.size_bytes > free[place]:
+            rows = free[place] // piece.layout.row_bytes
+            if not rows:
                 return None
-            pieces, places = filled
-            costs, sizes = self._costs(pieces), self._sizes(pieces)
-        return _Packed(pieces, places, float(np.bincount(places, costs, self.num_places).max()))
-
-    def _filled(self, pieces: Sequence[Piece]) -> tuple[list[Piece], Int64s] | None:
-        """Largest first, each to the place with most room; of what fits nowhere as many rows as do."""
-        size_of = self.shapes.size_bytes
-        waiting, free = sorted(pieces, key=size_of), [self.budget] * self.num_places
-        placed: list[Piece] = []
-        places: list[int] = []
-        while waiting:
-            piece = waiting.pop()
-            place = max(range(self.num_places), key=free.__getitem__)
-            if size_of(piece) > free[place]:
-                rows = free[place] // self.shapes.layout(piece).row_bytes
-                if not rows:
-                    return None
-                waiting.append(piece._replace(first_row=piece.first_row + rows, num_rows=piece.num_rows - rows))
-                piece = piece._replace(num_rows=rows)
-            placed.append(piece)
-            places.append(place)
-            free[place] -= size_of(piece)
-        return placed, np.array(places, np.int64)
+            waiting.append(piece._replace(first_row=piece.first_row + rows, num_rows=piece.num_rows - rows))
+            piece = piece._replace(num_rows=rows)
+        placed.append(piece)
+        places.append(place)
+        free[place] -= piece.size_bytes
+    return placed, np.array(places, np.int64)
 
 
 def longest_first(costs: Float64s, sizes: Int64s, num_places: int, budget: int) -> Int64s | None:

@@ -5,20 +5,20 @@ The lookups of a batch, the transfers of their results and the model follow one 
 before gives; lookups in different memories go on side by side.
 """
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ..accesses import Accesses, of_table, once_a_batch
-from ..analytic import expected_distinct
+from ..accesses import Accesses, of_tables, once_a_batch
+from ..analytic import popularity
 from ..host import Host, Memory
 from ..loads import FLOAT_BYTES, FLOPS_PER_WEIGHT, ID_BYTES, TRAINING_FLOPS
-from ..prediction import ResourceLoad
+from ..prediction import ResourceLoad, TierName
 from ..workload import Workload
-from .plan import PlacedTier, Step
-from .spread import Piece, Shapes
+from .spread import Piece
 
-__all__ = ["Cluster", "TableDemand", "expected_demand", "measured_demand", "step"]
+__all__ = ["Demands", "Step", "TableDemand", "expected_demand", "measured_demand", "step"]
+
+_LOOKUPS = ("hbm", "ddr", "cores")
 
 
 class TableDemand(NamedTuple):
@@ -28,18 +28,25 @@ class TableDemand(NamedTuple):
     distinct: float
 
 
-class Traffic(NamedTuple):
-    """Of some pieces in a step.
+Demands = Mapping[str, TableDemand]
+
+
+class Step(NamedTuple):
+    """What a step of one batch takes.
 
     Attributes:
-        row_bytes: read and written by rows, in the memory where the pieces are.
-        id_bytes: of the ids that are sent to them.
-        output_bytes: of the pooled rows that they send, in float32; as much again comes back as gradients in training.
+        loads: of the busiest device, link or host; amounts are of it too.
+        step_s: lookups, transfers and model one after another.
+        overlapped_s: were all resources busy at a time with several batches: the largest load.
+        samples_per_s: of all hosts, a step after the other.
+        bottleneck: the resource of the largest load.
     """
 
-    row_bytes: float
-    id_bytes: float
-    output_bytes: float
+    loads: tuple[ResourceLoad, ...]
+    step_s: float
+    overlapped_s: float
+    samples_per_s: float
+    bottleneck: str
 
 
 def expected_demand(workload: Workload) -> dict[str, TableDemand]:
@@ -47,229 +54,145 @@ def expected_demand(workload: Workload) -> dict[str, TableDemand]:
     found = {}
     for table in workload.tables:
         lookups = workload.batch_samples * table.pooling_factor
-        found[table.name] = TableDemand(lookups, expected_distinct(table.num_embeddings, lookups, table.exponent))
+        distinct = popularity([(table.num_embeddings, table.exponent, lookups)]).unique
+        found[table.name] = TableDemand(lookups, distinct)
     return found
 
 
 def measured_demand(workload: Workload, accesses: Accesses) -> dict[str, TableDemand]:
-    """Means over the batches of accesses, which are taken to be of the workload's size.
-
-    Raises:
-        ValueError: no batch, or a table of the workload is not in them.
-    """
-    if not accesses.num_batches:
-        raise ValueError("the accesses have no batch")
-    missing = next((table.name for table in workload.tables if table.name not in accesses.tables), None)
-    if missing is not None:
-        raise ValueError(f"the accesses have no table {missing!r}; they have {', '.join(accesses.tables)}")
+    """Means over the batches of accesses, which are taken to be of the workload's size; of a table that is not in them
+    nothing is looked up."""
     batches, rate = accesses.all_batches, accesses.sampling_rate
-    found = {}
-    for table in workload.tables:
-        own = of_table(accesses, accesses.tables.index(table.name))
-        lookups = len(own.keys) / rate if own.all_lookups is None else sum(own.all_lookups)
-        distinct = min(lookups, len(once_a_batch(own).keys) / rate)
-        found[table.name] = TableDemand(lookups / batches, distinct / batches)
+    found = {table.name: TableDemand(0.0, 0.0) for table in workload.tables}
+    for index, name in enumerate(accesses.tables):
+        if name in found:
+            own = of_tables(accesses, [index])
+            lookups = len(own.keys) / rate if own.all_lookups is None else sum(own.all_lookups)
+            distinct = min(lookups, len(once_a_batch(own).keys) / rate)
+            found[name] = TableDemand(lookups / batches, distinct / batches)
     return found
 
 
-def traffic(shapes: Shapes, pieces: Sequence[Piece], demand: Mapping[str, TableDemand]) -> Traffic:
-    """Of these pieces together.
-
-    Rows: each id's weights are read and each bag written; in training each id's gradient is read, and each distinct
-    row with its state is read and written. Ids go to each piece that has columns of their rows, results come from each
-    piece: of a table divided by rows every part sends partial sums of all its bags.
-    """
-    rows = ids = outputs = 0.0
-    for piece in pieces:
-        lookups, distinct = (amount * shapes.row_share(piece) for amount in demand[shapes.table(piece).name])
-        output = shapes.output_bytes(piece)
-        moved = lookups * shapes.weight_bytes(piece) + output
-        if shapes.workload.is_training:
-            moved += lookups * FLOAT_BYTES * shapes.table(piece).embedding_dim
-            moved += 2 * distinct * shapes.layout(piece).row_bytes
-        rows, ids, outputs = rows + moved, ids + ID_BYTES * lookups, outputs + output
-    return Traffic(rows, ids, outputs)
-
-
-def row_rate(memory: Memory, name: str) -> float:
-    """Bytes a second by rows at random, or in order where that is all that is known.
-
-    Raises:
-        ValueError: neither is.
-    """
-    rate = memory.row_bytes_per_s or memory.bytes_per_s
-    if not rate:
-        raise ValueError(f"{name} has no row_bytes_per_s and no bytes_per_s; give one")
-    return rate
-
-
-_LOOKUPS = ("hbm", "ddr", "cores")
-ByPlace = Sequence[Sequence[Piece]]
-
-
-class Cluster(NamedTuple):
-    """Machines of one kind.
+class _Traffic(NamedTuple):
+    """Of the pieces of one place in a step.
 
     Attributes:
-        hosts: that compute, a step's samples being divided among their accelerators, or among them if they have none.
+        row_bytes: read and written by rows, in the memory where the pieces are.
+        ids: that are sent to them.
+        output_bytes: of the pooled rows that they send, in float32; as much again comes back as gradients in training.
+        core_ns: of lookups and, in training, updates, on one core.
     """
 
-    host: Host
-    hosts: int
-
-    @property
-    def accelerators(self) -> int:
-        """Of one host."""
-        return len(self.host.accelerators)
-
-    @property
-    def devices(self) -> int:
-        """Accelerators of all hosts."""
-        return self.hosts * self.accelerators
+    row_bytes: float
+    ids: float
+    output_bytes: float
+    core_ns: float
 
 
-class _Transfers(NamedTuple):
-    """Bytes of the busiest link of each kind, both directions added, and how many transfers wait for another."""
-
-    pcie: float = 0.0
-    peer: float = 0.0
-    network: float = 0.0
-    pcie_turns: int = 0
-    turns: int = 0
-
-    def beside(self, other: "_Transfers") -> "_Transfers":
-        return _Transfers(
-            self.pcie + other.pcie, self.peer + other.peer, self.network + other.network,
-            self.pcie_turns + other.pcie_turns, max(self.turns, other.turns),
-        )  # fmt: skip
-
-
-class _Work:
-    """What a step moves of one tier, by place."""
-
-    def __init__(self, shapes: Shapes, demand: Mapping[str, TableDemand], by_place: ByPlace, cluster: Cluster) -> None:
-        self._shapes, self._demand, self._by_place, self._cluster = shapes, demand, by_place, cluster
-        self._is_training = shapes.workload.is_training
-        self._passes = 2 if self._is_training else 1
-        """Results go one way, and in training gradients the other."""
-
-    @functools.cached_property
-    def _traffics(self) -> list[Traffic]:
-        return [traffic(self._shapes, pieces, self._demand) for pieces in self._by_place]
-
-    @functools.cached_property
-    def _exchanged(self) -> list[float]:
-        """Bytes, by place: ids, results and gradients."""
-        return [each.id_bytes + self._passes * each.output_bytes for each in self._traffics]
-
-    def lookups(self, tier: PlacedTier) -> list[ResourceLoad]:
-        """Of the busiest device, host or server."""
-        host = self._cluster.host
-        row_bytes = max(each.row_bytes for each in self._traffics)
-        if tier == "hbm":
-            return [ResourceLoad("hbm", row_bytes / row_rate(host.accelerators[0].hbm, "hbm"), row_bytes, "bytes")]
-        seconds = [self._core_seconds(pieces) for pieces in self._by_place]
-        busiest = seconds.index(max(seconds))
-        found = [ResourceLoad("ddr", row_bytes / row_rate(host.ddr, "ddr"), row_bytes, "bytes")]
-        if seconds[busiest]:
-            lookups = self._traffics[busiest].id_bytes / ID_BYTES
-            found.append(ResourceLoad("cores", seconds[busiest], lookups, "lookups"))
-        return found
-
-    def _core_seconds(self, pieces: Sequence[Piece]) -> float:
-        """Of all cores of a host, for lookups in these pieces and, in training, their updates."""
-        shapes, host, nanoseconds = self._shapes, self._cluster.host, 0.0
-        costs = host.costs
-        for piece in pieces:
-            lookups = self._demand[shapes.table(piece).name].lookups * shapes.row_share(piece)
-            size = shapes.weight_bytes(piece)
-            nanoseconds += lookups * (costs.pool_ns + costs.pool_ns_per_byte * size)
-            if self._is_training:
-                nanoseconds += lookups * (costs.update_ns + costs.update_ns_per_byte * size)
-        return (nanoseconds * 1e-9 + costs.batch_us * 1e-6) / host.processor.cores
-
-    def transfers(self, tier: PlacedTier) -> _Transfers:
-        if tier == "hbm":
-            return self._from_devices()
-        hosts, exchanged = self._cluster.hosts, self._exchanged
-        # Between hosts all to all. From servers everything: the busier of a server's link and a host's counts.
-        network = max(exchanged) * (hosts - 1) / hosts if tier == "ddr" else max(*exchanged, sum(exchanged) / hosts)
-        return _Transfers(network=network, turns=1 + self._passes).beside(self._to_accelerators())
-
-    def _from_devices(self) -> _Transfers:
-        """All to all: of what a device has for all samples, the others of its host take a part over peer links, and
-        those of other hosts over the network. Ids come from the host that has the samples."""
-        devices, own, exchanged = self._cluster.devices, self._cluster.accelerators, self._exchanged
-        of_hosts = [sum(exchanged[first : first + own]) for first in range(0, devices, own)]
-        return _Transfers(
-            pcie=sum(each.id_bytes for each in self._traffics) / devices,
-            peer=max(exchanged) * (own - 1) / devices,
-            network=max(of_hosts) * (devices - own) / devices,
-            pcie_turns=1,
-            turns=1 + self._passes,
-        )
-
-    def _to_accelerators(self) -> _Transfers:
-        """Results, once partial sums are added: 4 bytes a sample and column."""
-        if not self._cluster.devices:
-            return _Transfers()
-        tables = {piece.table for pieces in self._by_place for piece in pieces}
-        workload = self._shapes.workload
-        columns = sum(workload.tables[index].embedding_dim for index in tables)
-        pooled = float(FLOAT_BYTES) * workload.batch_samples * columns
-        return _Transfers(pcie=self._passes * pooled / self._cluster.devices, pcie_turns=self._passes)
+def _traffic(workload: Workload, host: Host, demand: Demands, pieces: Sequence[Piece]) -> _Traffic:
+    """Each id's weights are read and each bag written; in training each id's gradient is read, and each distinct row
+    with its state is read and written. Ids go to each piece that has their rows, results come from each piece: of a
+    table divided by rows every part sends partial sums of all its bags."""
+    rows = ids = outputs = nanoseconds = 0.0
+    costs = host.costs
+    for piece in pieces:
+        lookups, distinct = (amount * piece.row_share for amount in demand[piece.table.name])
+        size, dim = piece.weight_bytes, piece.table.embedding_dim
+        output = float(FLOAT_BYTES * dim * workload.batch_samples)
+        moved = lookups * size + output
+        nanoseconds += lookups * (costs.pool_ns + costs.pool_ns_per_byte * size)
+        if workload.is_training:
+            moved += lookups * FLOAT_BYTES * dim
+            moved += 2 * distinct * piece.layout.row_bytes
+            nanoseconds += lookups * (costs.update_ns + costs.update_ns_per_byte * size)
+        rows, ids, outputs = rows + moved, ids + lookups, outputs + output
+    return _Traffic(rows, ids, outputs, nanoseconds)
 
 
 def step(
-    shapes: Shapes, demand: Mapping[str, TableDemand], cluster: Cluster, placed: Mapping[PlacedTier, ByPlace]
+    workload: Workload, host: Host, hosts: int, demand: Demands, placed: Mapping[TierName, Sequence[Sequence[Piece]]]
 ) -> Step:
     """Of one batch.
 
     Args:
+        hosts: that compute; the samples are divided among their accelerators, or among them if they have none.
         placed: pieces by tier, and in it by device ("hbm"; those of a host are neighbours), host ("ddr") or server
             ("remote").
 
     Raises:
         ValueError: the host does not say a rate that is needed.
     """
-    works = {tier: _Work(shapes, demand, by_place, cluster) for tier, by_place in placed.items() if any(by_place)}
+    own = len(host.accelerators)
+    devices, passes = hosts * own, 2 if workload.is_training else 1  # results one way, gradients the other
     loads: list[ResourceLoad] = []
-    moved = _model_transfers(shapes, cluster)
-    for tier, work in works.items():
-        loads += work.lookups(tier)
-        moved = moved.beside(work.transfers(tier))
-    loads += [*_transfer_loads(moved, cluster), *_model_load(shapes, cluster)]
+    network, peer = _of_dense_gradients(workload, hosts, max(1, own))
+    pcie, pcie_turns = 0.0, 0
+    for tier, by_place in placed.items():
+        if not any(by_place):
+            continue
+        traffics = [_traffic(workload, host, demand, pieces) for pieces in by_place]
+        exchanged = [ID_BYTES * each.ids + passes * each.output_bytes for each in traffics]
+        loads += _lookups(tier, host, traffics)
+        if tier == "hbm":
+            # All to all: of what a device has for all samples, the others of its host take a part over peer links, and
+            # those of other hosts over the network. Ids come from the host that has the samples.
+            of_hosts = [sum(exchanged[first : first + own]) for first in range(0, devices, own)]
+            pcie += sum(ID_BYTES * each.ids for each in traffics) / devices
+            peer += max(exchanged) * (own - 1) / devices
+            network += max(of_hosts) * (devices - own) / devices
+            pcie_turns += 1
+            continue
+        # Between hosts all to all. From servers everything: the busier of a server's link and a host's counts.
+        of_servers = max(*exchanged, sum(exchanged) / hosts)
+        network += max(exchanged) * (hosts - 1) / hosts if tier == "ddr" else of_servers
+        if devices:  # to which results go once partial sums are added: 4 bytes a sample and column
+            columns = sum({piece.number: piece.table.embedding_dim for pieces in by_place for piece in pieces}.values())
+            pcie += passes * (float(FLOAT_BYTES) * workload.batch_samples * columns) / devices
+            pcie_turns += passes
+    links = [("network", host.network, network, 1 + passes)]
+    if own:
+        first = host.accelerators[0]
+        links += [("pcie", first.pcie, pcie, pcie_turns), ("peer", first.peer, peer, 1 + passes)]
+    for name, link, size, turns in links:
+        if size:
+            seconds = size / link.bytes_per_s + turns * link.latency_us * 1e-6
+            loads.append(ResourceLoad(name, seconds, size, "bytes"))
+    flops = workload.batch_samples * workload.dense_flops * (TRAINING_FLOPS if workload.is_training else 1)
+    if flops:
+        speed = host.accelerators[0].flops if own else host.processor.flops
+        flops /= devices or hosts
+        loads.append(ResourceLoad("model", flops / speed, flops, "flops"))
+    return _in_all(workload, loads)
+
+
+def _of_dense_gradients(workload: Workload, hosts: int, devices: int) -> tuple[float, float]:
+    """Bytes between hosts and within one: summed around a ring, twice (n - 1) / n of their bytes."""
+    size = FLOAT_BYTES * workload.dense_flops / FLOPS_PER_WEIGHT if workload.is_training else 0.0
+    return 2 * size * (hosts - 1) / hosts, 2 * size * (devices - 1) / devices
+
+
+def _lookups(tier: TierName, host: Host, traffics: Sequence[_Traffic]) -> list[ResourceLoad]:
+    """Of the busiest device, host or server."""
+    row_bytes = max(each.row_bytes for each in traffics)
+    if tier == "hbm":
+        return [ResourceLoad("hbm", row_bytes / _row_rate(host.accelerators[0].hbm, "hbm"), row_bytes, "bytes")]
+    found = [ResourceLoad("ddr", row_bytes / _row_rate(host.ddr, "ddr"), row_bytes, "bytes")]
+    busiest = max(traffics, key=lambda each: each.core_ns)
+    seconds = (busiest.core_ns * 1e-9 + host.costs.batch_us * 1e-6) / host.processor.cores
+    return [*found, ResourceLoad("cores", seconds, busiest.ids, "lookups")] if seconds else found
+
+
+def _row_rate(memory: Memory, name: str) -> float:
+    """Bytes a second by rows at random, or in order where that is all that is known."""
+    rate = memory.row_bytes_per_s or memory.bytes_per_s
+    if not rate:
+        raise ValueError(f"{name} has no row_bytes_per_s and no bytes_per_s; give one")
+    return rate
+
+
+def _in_all(workload: Workload, loads: Sequence[ResourceLoad]) -> Step:
     seconds = {load.resource: load.seconds for load in loads}
     lookups = max((seconds.pop(name) for name in _LOOKUPS if name in seconds), default=0.0)
     step_s = lookups + sum(seconds.values())
     largest = max(loads, key=lambda load: load.seconds)
-    return Step(tuple(loads), step_s, largest.seconds, shapes.workload.batch_samples / step_s, largest.resource)
-
-
-def _model_transfers(shapes: Shapes, cluster: Cluster) -> _Transfers:
-    """Dense gradients are summed around a ring, within a host and between hosts: twice (n - 1) / n of their bytes."""
-    if not shapes.workload.is_training:
-        return _Transfers()
-    size, own = FLOAT_BYTES * shapes.workload.dense_flops / FLOPS_PER_WEIGHT, max(1, cluster.accelerators)
-    return _Transfers(peer=2 * size * (own - 1) / own, network=2 * size * (cluster.hosts - 1) / cluster.hosts)
-
-
-def _transfer_loads(moved: _Transfers, cluster: Cluster) -> list[ResourceLoad]:
-    host = cluster.host
-    links = [("network", host.network, moved.network, moved.turns)]
-    if host.accelerators:
-        first = host.accelerators[0]
-        links += [("pcie", first.pcie, moved.pcie, moved.pcie_turns), ("peer", first.peer, moved.peer, moved.turns)]
-    return [
-        ResourceLoad(name, size / link.bytes_per_s + turns * link.latency_us * 1e-6, size, "bytes")
-        for name, link, size, turns in links
-        if size
-    ]
-
-
-def _model_load(shapes: Shapes, cluster: Cluster) -> list[ResourceLoad]:
-    workload, host = shapes.workload, cluster.host
-    flops = workload.batch_samples * workload.dense_flops * (TRAINING_FLOPS if workload.is_training else 1)
-    own = flops / (cluster.devices or cluster.hosts)
-    speed = host.accelerators[0].flops if host.accelerators else host.processor.flops
-    return [ResourceLoad("model", own / speed, own, "flops")] if flops else []
+    return Step(tuple(loads), step_s, largest.seconds, workload.batch_samples / step_s, largest.resource)
