@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tierstore import KeyedJaggedTensor
 from tierstore.plan import SoftwareCosts
 from tierstore.plan.measure.fit import STAGES, Loop, cost_ns, fit_costs, solve_nonnegative
-from tierstore.plan.measure.loops import Amounts
+from tierstore.plan.measure.loops import Amounts, _per_byte
 from tierstore.rows import RowLayout
 
 
@@ -57,15 +57,16 @@ def test_the_loops_and_the_host_count_alike() -> None:
     layout = RowLayout(dim=30, state_dim=1)
     given = {"ids": 50, "rows": 20, "bags": 10, "row_bytes": layout.row_bytes}
     ids = np.concatenate([np.arange(20), np.zeros(30, np.int64)])
-    amounts = Amounts.of([KeyedJaggedTensor(["f"], torch.from_numpy(ids), offsets=torch.arange(0, 51, 5))])
+    amounts = Amounts.of([KeyedJaggedTensor(["f"], torch.from_numpy(ids), offsets=torch.arange(0, 51, 5))], layout)
     own = dataclasses.asdict(costs)
     lookup = costs.batch_us * 1000 + costs.lookup_ns(**given)
-    assert cost_ns(amounts.lookup(layout), own) == pytest.approx(lookup)
-    assert cost_ns(amounts.training(layout), own) == pytest.approx(costs.step_us * 1000 + costs.training_ns(**given))
+    assert cost_ns(amounts.lookup(), own) == pytest.approx(lookup)
+    assert cost_ns(amounts.training(), own) == pytest.approx(costs.step_us * 1000 + costs.training_ns(**given))
     hits = lookup + costs.admission_ns(ids=50, rows=20)
-    assert cost_ns(amounts.hits(layout), own) == pytest.approx(hits)
+    assert cost_ns(amounts.admitting() | amounts.lookup(), own) == pytest.approx(hits)
+    missing = _per_byte("miss", 20, layout)
     missed = hits + 20 * (costs.miss_ns + costs.miss_ns_per_byte * layout.row_bytes)
-    assert cost_ns(amounts.hits(layout) | amounts.bringing(layout), own) == pytest.approx(missed)
+    assert cost_ns(amounts.admitting() | amounts.lookup() | missing, own) == pytest.approx(missed)
 
 
 def test_noisy_loops_are_fitted_better_than_by_what_made_them() -> None:

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tierstore.plan.measure import accelerators, memory, storage
-from tierstore.plan.measure.timing import rate_of
+from tierstore.plan.measure import machine, storage
 
 KIB = 1 << 10
 
@@ -33,38 +32,32 @@ class Clock:
 @pytest.mark.parametrize("unit", [1e-7, 1e-3, 5.0])
 def test_rates_are_medians_of_enough_work(unit: float) -> None:
     clock = Clock(unit)
-    assert rate_of(clock.work, seconds=1.0, clock=clock) == pytest.approx(1 / unit)
+    assert machine.rate_of(clock.work, seconds=1.0, clock=clock) == pytest.approx(1 / unit)
     assert clock.calls[-1] * unit >= 0.01
     assert clock.calls[-5:] == [clock.calls[-1]] * 5
-
-
-def test_rates_keep_to_the_most_work() -> None:
-    clock = Clock(1e-9)
-    assert rate_of(clock.work, seconds=1e6, first=50, most=30, clock=clock) == pytest.approx(1e9)
-    assert max(clock.calls) == 30
 
 
 @pytest.mark.kernel
 def test_kernels_read_every_word() -> None:
     words = np.random.default_rng(0).integers(-1000, 1000, 64 * 32)
-    assert memory._sum_words(words, 5, 1000) == words[5:1000].sum()
+    assert machine._sum_words(words, 5, 1000) == words[5:1000].sum()
     firsts = np.array([0, 3, 63, 3]) * 32
     rows = words.reshape(64, 32).sum(1)
     # From the third to the tenth, around the end of the four.
-    assert memory._sum_rows(words, firsts, 2, 10) == 2 * (rows[0] + 2 * rows[3] + rows[63])
+    assert machine._sum_rows(words, firsts, 2, 10) == 2 * (rows[0] + 2 * rows[3] + rows[63])
 
 
 def test_memory_and_cores() -> None:
-    found = memory.measure_memory(seconds=0.02, threads=2, array_bytes=256 * KIB)
+    found = machine.measure_memory(seconds=0.02, threads=2, array_bytes=256 * KIB)
     assert found.capacity_bytes > 1 << 20
     assert found.bytes_per_s > 1e6
     assert found.row_bytes_per_s > 1e6
     before = torch.get_num_threads()
-    processor = memory.measure_processor(seconds=0.01, threads=2, size=64)
+    processor = machine.measure_processor(seconds=0.01, threads=2, size=64)
     assert processor.cores == 2
     assert processor.flops > 1e6
     assert torch.get_num_threads() == before
-    assert memory.last_level_cache_bytes() >= 32 << 20
+    assert machine._last_level_cache_bytes() >= 32 << 20
 
 
 def skip_without_direct_reads(error: OSError) -> None:
@@ -122,11 +115,11 @@ def test_memory_is_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         storage.require_device(tmp_path / "none")
 
 
-SMALL = accelerators.Sizes(memory_bytes=64 * KIB, copy_bytes=16 * KIB, rows=256, matrix=16)
+SMALL = machine.DeviceSizes(memory_bytes=64 * KIB, copy_bytes=16 * KIB, rows=256, matrix=16)
 
 
 def test_the_same_code_runs_in_host_memory() -> None:
-    gpu = accelerators.measure_accelerator(torch.device("cpu"), seconds=0.02, sizes=SMALL)
+    gpu = machine.measure_accelerator(torch.device("cpu"), seconds=0.02, sizes=SMALL)
     assert gpu.hbm.capacity_bytes == 64 * KIB
     assert min(gpu.hbm.bytes_per_s, gpu.hbm.row_bytes_per_s, gpu.pcie.bytes_per_s, gpu.flops) > 1e4
     assert 0 < gpu.pcie.latency_us < 1e6
@@ -134,23 +127,23 @@ def test_the_same_code_runs_in_host_memory() -> None:
 
 
 def test_devices() -> None:
-    assert accelerators.measure_accelerators("cpu", seconds=1) == ()
+    assert machine.measure_accelerators("cpu", seconds=1) == ()
     with pytest.raises(ValueError, match='expected "cpu", "cuda" or "cuda:1"'):
-        accelerators.measure_accelerators("gpu", seconds=1)
+        machine.measure_accelerators("gpu", seconds=1)
     with pytest.raises(ValueError, match="torch sees 0 CUDA devices"):
-        accelerators.measure_accelerators("meta", seconds=1)
+        machine.measure_accelerators("meta", seconds=1)
 
 
 def test_all_devices_or_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for name, numbers in {"cuda": [0, 1], "cuda:1": [1]}.items():
-        assert accelerators._devices(name) == [torch.device("cuda", number) for number in numbers]
+        assert machine._devices(name) == [torch.device("cuda", number) for number in numbers]
     with pytest.raises(ValueError, match="torch sees 2 CUDA devices"):
-        accelerators._devices("cuda:2")
+        machine._devices("cuda:2")
 
 
 @pytest.mark.gpu
 def test_a_gpu() -> None:
-    gpu = accelerators.measure_accelerator(torch.device("cuda", 0), seconds=1)
+    gpu = machine.measure_accelerator(torch.device("cuda", 0), seconds=1)
     assert gpu.hbm.capacity_bytes > 1 << 30
     assert gpu.hbm.bytes_per_s > gpu.pcie.bytes_per_s

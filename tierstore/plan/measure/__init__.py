@@ -1,8 +1,7 @@
 """Measuring the machine at hand: its memory, its disk, its GPUs, and what tierstore's own work takes on it."""
 
-from .describe import describe
-from .direct import READ_BYTES, DirectReader, DirectWriter, direct_reader
-from .measurement import Measurement, measure, measure_host
+from .measurement import Measurement, describe, measure, measure_host
+from .storage import READ_BYTES, DirectReader, DirectWriter, direct_reader
 
 __all__ = [
     "READ_BYTES",

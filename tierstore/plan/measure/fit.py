@@ -4,47 +4,31 @@ The loops come in stages, each with work that those before it did not have, so t
 its errors do not reach back.
 """
 
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from ...kernels.arrays import Float64s
-from ...nn import KeyedJaggedTensor
-from ...rows import RowLayout
 from ..host import SoftwareCosts
-from .subject import Subject, transactions_in
 
-__all__ = ["STAGES", "Amounts", "Fitted", "Loop", "Written", "cost_ns", "fit_costs", "solve_nonnegative"]
+__all__ = ["STAGES", "Fitted", "Loop", "cost_ns", "fit_costs", "solve_nonnegative"]
+
+
+def _of_rows(*names: str) -> tuple[str, ...]:
+    return tuple(f"{name}_{unit}" for name in names for unit in ("ns", "ns_per_byte"))
 
 
 STAGES: Final[Mapping[str, tuple[str, ...]]] = {
-    "lookup": (
-        "batch_us",
-        "pool_ns",
-        "pool_ns_per_byte",
-        "pool_row_ns",
-        "pool_row_ns_per_byte",
-        "pool_bag_ns",
-        "pool_bag_ns_per_byte",
-    ),
+    "lookup": ("batch_us", *_of_rows("pool", "pool_row", "pool_bag")),
     "tables": ("table_us",),
-    "training": (
-        "step_us",
-        "update_ns",
-        "update_ns_per_byte",
-        "update_row_ns",
-        "update_row_ns_per_byte",
-        "update_bag_ns",
-        "update_bag_ns_per_byte",
-    ),
+    "training": ("step_us", *_of_rows("update", "update_row", "update_bag")),
     "tables in training": ("step_table_us",),
     "hits": ("admit_ns", "admit_row_ns"),
-    "misses": ("miss_ns", "miss_ns_per_byte"),
+    "misses": _of_rows("miss"),
     "cold": ("read_ns",),
-    "write-back": ("append_ns", "append_ns_per_byte", "transaction_us"),
-    "cleaning": ("move_ns", "move_ns_per_byte"),
+    "write-back": (*_of_rows("append"), "transaction_us"),
+    "cleaning": _of_rows("move"),
     "hand-over": ("hand_over_us",),
     "ahead": ("ahead_us",),
 }
@@ -135,67 +119,3 @@ def solve_nonnegative(matrix: Float64s, target: Float64s) -> Float64s:
             found[~is_free] = 0.0
     solution: Float64s = found / scale
     return solution
-
-
-class Amounts(NamedTuple):
-    """Of a batch: ids, distinct rows, bags; and the work that they are, as ``Loop.work`` has it."""
-
-    ids: float
-    rows: float
-    bags: float
-
-    @classmethod
-    def of(cls, batches: Sequence[KeyedJaggedTensor]) -> "Amounts":
-        """Means."""
-        rows = statistics.mean(len(np.unique(batch.values().numpy())) for batch in batches)
-        return cls(len(batches[0].values()), rows, batches[0].stride())
-
-    def work(self, what: str, layout: RowLayout) -> dict[str, float]:
-        """Of pooling ("pool") or training ("update")."""
-        counts = {what: self.ids, f"{what}_row": self.rows, f"{what}_bag": self.bags}
-        nanoseconds = {f"{name}_ns": count for name, count in counts.items()}
-        return nanoseconds | {f"{name}_ns_per_byte": count * layout.row_bytes for name, count in counts.items()}
-
-    def lookup(self, layout: RowLayout) -> dict[str, float]:
-        """Of a lookup whose rows are all in memory."""
-        return {"batch_us": 1000, **self.work("pool", layout)}
-
-    def training(self, layout: RowLayout) -> dict[str, float]:
-        """Of a training step, beyond its lookup."""
-        return {"step_us": 1000, **self.work("update", layout)}
-
-    def hits(self, layout: RowLayout) -> dict[str, float]:
-        """Of a lookup whose rows are all in the cache."""
-        return {"admit_ns": self.ids, "admit_row_ns": self.rows, **self.lookup(layout)}
-
-    def bringing(self, layout: RowLayout) -> dict[str, float]:
-        """In of rows that are not in the cache."""
-        return {"miss_ns": self.rows, "miss_ns_per_byte": self.rows * layout.row_bytes}
-
-
-class Written(NamedTuple):
-    """What the cold tier was made to write, in a step or in all: rows appended and moved, and transactions."""
-
-    rows: float
-    moved: float
-    transactions: float
-
-    @classmethod
-    def by(cls, subject: Subject) -> "Written":
-        """Since it was opened; of transactions, since its file was made."""
-        found = subject.store.stats().ssd
-        return cls(found.rows_written, found.rows_moved, transactions_in(subject.store.directory))
-
-    def since(self, before: "Written", steps: int) -> "Written":
-        """In each of so many steps."""
-        return Written(*((now - then) / steps for now, then in zip(self, before, strict=True)))
-
-    def work(self, layout: RowLayout) -> dict[str, float]:
-        """As ``Loop.work`` has it."""
-        return {
-            "append_ns": self.rows,
-            "append_ns_per_byte": self.rows * layout.row_bytes,
-            "move_ns": self.moved,
-            "move_ns_per_byte": self.moved * layout.row_bytes,
-            "transaction_us": 1000 * self.transactions,
-        }

@@ -1,26 +1,23 @@
-"""All measurements of one machine, in order, as a ``Host``."""
+"""All measurements of one machine, in order, as a ``Host``; and for people, each figure and what it means."""
 
 import platform
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import psutil
 
 from ...kernels.threads import default_threads
 from ...system.sizes import format_size
-from ..host import Host, Link
-from .accelerators import measure_accelerators
-from .fit import Fitted, Loop, fit_costs
+from ..host import Accelerator, Host, Link, SoftwareCosts, Storage
+from .fit import Loop, fit_costs
 from .loops import LoopSizes, measure_loops
-from .memory import measure_memory, measure_processor
+from .machine import measure_accelerators, measure_memory, measure_processor
 from .storage import ReadRate, measure_storage, require_device
 
-__all__ = ["Measurement", "Progress", "measure", "measure_host", "sizes_for"]
+__all__ = ["Measurement", "Progress", "describe", "measure", "measure_host", "sizes_for"]
 
 Progress = Callable[[str, float], None]
 """Told what is being measured, and which share of all is done, from 0 to 1."""
@@ -84,7 +81,7 @@ def measure(
     """As ``measure_host``, with what the figures were made of."""
     if not _LEAST_SECONDS <= seconds <= _MOST_SECONDS:
         raise ValueError(f"seconds={seconds!r}: expected a number from {_LEAST_SECONDS:g} to {_MOST_SECONDS:,g}")
-    say = progress or _say_nothing
+    say = progress or (lambda _step, _share: None)
     folder = Path(folder)
     require_device(folder)
     threads = default_threads()
@@ -93,14 +90,18 @@ def measure(
     say("memory", 0.05)
     memory = measure_memory(seconds=seconds * _SHARES["memory"], threads=threads)
     processor = measure_processor(seconds=seconds * _SHARES["matrix products"], threads=threads)
-    with _scratch(folder) as scratch:
+    with tempfile.TemporaryDirectory(prefix="tierstore-measure-", dir=folder, ignore_cleanup_errors=True) as name:
+        scratch = Path(name)
         say("SSD", 0.2)
         file_bytes = max(_LEAST_FILE_BYTES, int(_FILE_BYTES * min(1.0, seconds / _DEFAULT_SECONDS)))
         found = measure_storage(scratch, seconds=seconds * _SHARES["SSD"], file_bytes=file_bytes)
-        say("tierstore's own work", _LOOPS_BEGIN)
-        sizes = sizes_for(seconds, found.storage.reads_per_s)
-        loops = measure_loops(scratch, sizes=sizes, progress=lambda share: _say_share(say, share))
-    fitted: Fitted = fit_costs(loops)
+
+        def say_share(share: float) -> None:
+            say("tierstore's own work", _LOOPS_BEGIN + (_LOOPS_END - _LOOPS_BEGIN) * share)
+
+        say_share(0.0)
+        loops = measure_loops(scratch, sizes=sizes_for(seconds, found.storage.reads_per_s), progress=say_share)
+    fitted = fit_costs(loops)
     say("done", 1.0)
     host = Host(
         name=platform.node() or "this machine",
@@ -113,14 +114,6 @@ def measure(
         source=_source(folder, threads),
     )
     return Measurement(host=host, reads=found.reads, loops=tuple(loops), fitted_ns=fitted.fitted_ns)
-
-
-def _say_nothing(_step: str, _share: float) -> None:
-    pass
-
-
-def _say_share(say: Progress, share: float) -> None:
-    say("tierstore's own work", _LOOPS_BEGIN + (_LOOPS_END - _LOOPS_BEGIN) * share)
 
 
 def sizes_for(seconds: float, reads_per_s: float) -> LoopSizes:
@@ -138,16 +131,6 @@ def sizes_for(seconds: float, reads_per_s: float) -> LoopSizes:
     )
 
 
-@contextmanager
-def _scratch(folder: Path) -> Iterator[Path]:
-    """A folder of our own, gone afterwards whatever happens."""
-    path = Path(tempfile.mkdtemp(prefix="tierstore-measure-", dir=folder))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-
-
 def _source(folder: Path, threads: int) -> str:
     return (
         f"tierstore plan measure on {_processor_name()}, {threads} cores, "
@@ -163,3 +146,81 @@ def _processor_name() -> str:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or "an unknown processor")
+
+
+# For people
+
+_COLUMN: Final = 34
+
+
+class _Line(NamedTuple):
+    what: str
+    figure: str
+    meaning: str
+
+
+def describe(found: Measurement) -> str:
+    """Tables of what was measured, what each figure means, and how well the costs fit the loops."""
+    host = found.host
+    sections = {
+        "Memory and cores": _memory(host),
+        **{f"SSD {number}": _storage(each) for number, each in enumerate(host.storage)},
+        **{f"GPU {number}": _accelerator(each) for number, each in enumerate(host.accelerators)},
+        "tierstore's own work, on one core: us or ns": _costs(host),
+    }
+    lines = [host.source]
+    for title, section in sections.items():
+        lines += ["", title, *(f"  {each.what:{_COLUMN}}{each.figure:>14}   {each.meaning}" for each in section)]
+    return "\n".join([*lines, "", *_reads(found), "", *_loops(found)])
+
+
+def _giga(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:,.2f} GB/s"
+
+
+def _memory(host: Host) -> Iterator[_Line]:
+    ddr, processor = host.ddr, host.processor
+    yield _Line("memory", format_size(ddr.capacity_bytes), "that processes here may take")
+    yield _Line("read in order", _giga(ddr.bytes_per_s), "by all cores; the limit of scans and copies")
+    yield _Line("read by rows at random", _giga(ddr.row_bytes_per_s), "256 bytes each; the limit of lookups in memory")
+    yield _Line("matrix products", f"{processor.flops / 1e9:,.0f} GFLOP/s", f"float32, on {processor.cores} cores")
+
+
+def _storage(ssd: Storage) -> Iterator[_Line]:
+    yield _Line("size", format_size(ssd.capacity_bytes), "of the file system")
+    yield _Line("one read of 4 KiB", f"{ssd.read_latency_us:,.0f} us", "none other under way: what one miss waits")
+    yield _Line("reads of 4 KiB at random", f"{ssd.reads_per_s:,.0f} /s", "many under way: the limit of cold rows")
+    yield _Line("large reads", _giga(ssd.read_bytes_per_s), "1 MiB each, 8 under way")
+    yield _Line("large writes", _giga(ssd.write_bytes_per_s), "1 MiB each, lasting")
+
+
+def _accelerator(gpu: Accelerator) -> Iterator[_Line]:
+    yield _Line("memory", format_size(gpu.hbm.capacity_bytes), "of the device")
+    yield _Line("read in order", _giga(gpu.hbm.bytes_per_s), "by a sum")
+    yield _Line("read by rows at random", _giga(gpu.hbm.row_bytes_per_s), "256 bytes each, pooled by 32")
+    yield _Line(
+        "from the host", _giga(gpu.pcie.bytes_per_s), f"page-locked; one float takes {gpu.pcie.latency_us:.0f} us"
+    )
+    yield _Line("to its peer", _giga(gpu.peer.bytes_per_s), f"one float takes {gpu.peer.latency_us:.0f} us")
+    yield _Line("matrix products", f"{gpu.flops / 1e12:,.1f} TFLOP/s", "bfloat16")
+
+
+def _costs(host: Host) -> Iterator[_Line]:
+    for each in fields(SoftwareCosts):
+        yield _Line(each.name, f"{getattr(host.costs, each.name):,.3g}", each.metadata["help"])
+
+
+def _reads(found: Measurement) -> Iterator[str]:
+    depths = sorted({read.depth for read in found.reads})
+    yield "Reads a second at random, by how many are under way"
+    yield "  " + "block".ljust(10) + "".join(f"{depth:>12,}" for depth in depths)
+    for size in sorted({read.block_bytes for read in found.reads}):
+        own = {read.depth: read.reads_per_s for read in found.reads if read.block_bytes == size}
+        yield "  " + format_size(size).ljust(10) + "".join(f"{own[depth]:>12,.0f}" for depth in depths)
+
+
+def _loops(found: Measurement) -> Iterator[str]:
+    yield "Loops on one core, us a batch: measured, and as the costs have it"
+    width = max((len(loop.name) for loop in found.loops), default=0)
+    for loop, fitted in zip(found.loops, found.fitted_ns, strict=True):
+        yield f"  {loop.name:{width}}{loop.ns / 1e3:>12,.1f}{fitted / 1e3:>12,.1f}{fitted / loop.ns - 1:>+9.1%}"
