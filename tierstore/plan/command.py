@@ -161,7 +161,7 @@ def _say(path: str, accesses: "Accesses", once: bool) -> None:
 
 def _measure(options: argparse.Namespace) -> int:
     from .measure import describe, measure
-    from .parts.host_files import require_writable, write_host
+    from .parts.hosts import require_writable, write_host
 
     path = Path(options.json)
     require_writable(path, force=options.force)  # better now than in a minute

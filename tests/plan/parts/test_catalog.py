@@ -7,8 +7,7 @@ import pytest
 
 from tests.plan.commands import run
 from tierstore.plan.parts import Part, describe_parts, host_names, load_part, parts
-from tierstore.plan.parts.catalog import DATA, FIGURES, read_figure
-from tierstore.plan.parts.host_files import example_hosts
+from tierstore.plan.parts.catalog import DATA, FIGURES, example_hosts, read_figure
 
 EVERY = parts()
 KINDS = ["processors", "memory", "accelerators", "links", "storage", "networks"]

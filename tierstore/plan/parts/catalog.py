@@ -1,16 +1,29 @@
-"""The parts that ship, read from the files in ``data/``: one file a kind, one table a part, one entry a figure."""
+"""The parts that ship, read from the files in ``data/``: one file a kind, one table a part, one entry a figure; and
+what ``tierstore plan parts`` prints of them."""
 
 import functools
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ...settings.names import nearest
+from ...system.sizes import format_size
 from ..host import Link, Memory, Processor, SoftwareCosts, Storage
 
-__all__ = ["DATA", "FIGURES", "Figure", "Part", "load_part", "parts", "read_figure", "require_name"]
+__all__ = [
+    "DATA",
+    "FIGURES",
+    "Figure",
+    "Part",
+    "describe_parts",
+    "example_hosts",
+    "load_part",
+    "parts",
+    "read_figure",
+    "require_name",
+]
 
 DATA: Final = Path(__file__).parent / "data"
 
@@ -81,8 +94,7 @@ def read_figure(entry: Mapping[str, Any]) -> Figure:
 
 @functools.cache
 def _sources() -> dict[str, str]:
-    documents = tomllib.loads((DATA / "sources.toml").read_text())
-    return {name: f"{each['document']}, {each['address']}" for name, each in documents.items()}
+    return tomllib.loads((DATA / "sources.toml").read_text())
 
 
 @functools.cache
@@ -122,3 +134,77 @@ def load_part(kind: str, name: str) -> Part:
     require_name(kind, FIGURES, "kind of part")
     require_name(name, _catalog()[kind], f"part of kind {kind!r} named")
     return _catalog()[kind][name]
+
+
+@functools.cache
+def example_hosts() -> dict[str, dict[str, Any]]:
+    """The tables of the hosts that ship, by name."""
+    return tomllib.loads((DATA / "hosts.toml").read_text())
+
+
+_TITLES: Final = {
+    "processors": "Processors, a socket",
+    "memory": "Memory, a DIMM in a channel of its own",
+    "accelerators": "Accelerators",
+    "links": "Links to an accelerator, one direction",
+    "storage": "SSDs",
+    "networks": "Network ports, one direction",
+    "costs": "tierstore's own work, on one core",
+}
+_UNITS: Final = {
+    "cores": ("cores", 1.0, ""),
+    "flops": ("matrix products", 1e-12, " TFLOP/s"),
+    "bytes_per_s": ("in order", 1e-9, " GB/s"),
+    "row_bytes_per_s": ("rows at random", 1e-9, " GB/s"),
+    "peer_bytes_per_s": ("to its peers", 1e-9, " GB/s"),
+    "peer_latency_us": ("after", 1.0, " us"),
+    "latency_us": ("after", 1.0, " us"),
+    "read_latency_us": ("one read", 1.0, " us"),
+    "reads_per_s": ("reads", 1e-3, "k/s"),
+    "read_bytes_per_s": ("read", 1e-9, " GB/s"),
+    "write_bytes_per_s": ("written", 1e-9, " GB/s"),
+    "drive_writes_a_day": ("drive writes a day", 1.0, ""),
+    "watts": ("", 1.0, " W"),
+    "usd": ("", 1.0, " USD"),
+}
+_PER_LINE: Final = 5
+
+
+def describe_parts(*, sources: bool = False) -> str:
+    """All parts and the hosts made of them, for people. A ``*`` marks a figure in which something is assumed.
+
+    Args:
+        sources: say with each figure where it comes from.
+    """
+    lines = []
+    for kind, title in _TITLES.items():
+        lines.append(f"{title} ({kind})")
+        for part in parts(kind):
+            lines += [f"  {part.name:24} {part.title}", *(_with_sources(part) if sources else _in_short(part))]
+        lines.append("")
+    lines += ["Hosts", *(f"  {name:24} {host['title']}" for name, host in example_hosts().items()), ""]
+    return "\n".join(
+        [*lines, "* something is assumed in it. All prices are assumptions: put yours in a file of your own."]
+    )
+
+
+def _in_short(part: Part) -> Iterator[str]:
+    shown = [_shown(part, name) for name in part.figures]
+    for first in range(0, len(shown), _PER_LINE):
+        yield " " * 27 + ", ".join(shown[first : first + _PER_LINE])
+
+
+def _with_sources(part: Part) -> Iterator[str]:
+    for name, figure in part.figures.items():
+        why = "; ".join(text for text in (figure.source, figure.assumption and f"assumed: {figure.assumption}") if text)
+        yield f"      {_shown(part, name)}: {why}"
+
+
+def _shown(part: Part, name: str) -> str:
+    figure = part.figures[name]
+    mark = "*" if figure.assumption else ""
+    if name == "capacity_bytes":
+        return f"{format_size(figure.value)}{mark}"
+    what, scale, unit = _UNITS.get(name, (name, 1.0, ""))
+    value = figure.value * scale
+    return f"{what} {value:,.0f}{unit}{mark}".strip() if value >= 1000 else f"{what} {value:.4g}{unit}{mark}".strip()

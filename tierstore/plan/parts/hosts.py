@@ -1,0 +1,253 @@
+"""Hosts from files: all figures, as ``tierstore plan measure`` writes them, or a sum of named parts.
+
+::
+
+    [host]
+    name = "shelf"
+    processor = { part = "epyc-9354", count = 2 }
+    memory = { part = "ddr5-4800-64gb", count = 24, channels = 24, usd = 310 }
+    storage = [{ part = "samsung-pm9a3-7680gb", count = 4 }]
+    accelerators = [{ part = "l4", link = "pcie4-x16" }]
+    network = { part = "ethernet-25gb" }
+    costs = "host.json"                               # or { part = "epyc-2-cores", admit_ns = 25 }
+    watts = 150
+    usd = 4000
+
+A figure that is set beside ``part`` stands in place of that of *one* such part.
+"""
+
+import json
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import make_dataclass
+from pathlib import Path
+from types import GenericAlias
+from typing import Any, Final, TypeVar, cast
+
+from ...settings.options import check_ranges, option
+from ...settings.sections import ConfigError, converted
+from ...system.output import require_new, write_text
+from ..host import Accelerator, Host, Link, Memory, Processor, SoftwareCosts, Storage
+from ..json_file import plain
+from .catalog import FIGURES, example_hosts, load_part, read_figure, require_name
+
+__all__ = ["host_names", "load_host", "read_host", "require_writable", "write_host"]
+
+_Kind = TypeVar("_Kind")
+_DEFAULT_COSTS: Final = "epyc-2-cores"
+_MOST_PARTS: Final = 4096
+_MAX_BYTES: Final = 1 << 20
+_MAX_REASON: Final = 200
+_DELETE: Final = "\\u007f"
+"""A character that JSON leaves as it is in a text and TOML does not allow there."""
+
+
+def _entry(kind: str, *more: tuple[str, type, Any]) -> Any:
+    """A file's table of parts of one name; figures that it does not set are None."""
+    figures = ((name, float, None) for name in FIGURES[kind])
+    count = ("count", int, option(1, "such parts", low=1, high=_MOST_PARTS))
+    return make_dataclass(
+        kind, [("part", str), count, *more, *figures], kw_only=True, namespace={"__post_init__": check_ranges}
+    )
+
+
+_CHANNELS: Final = ("channels", int, option(0, "that memory is in; 0: one each", low=0, high=_MOST_PARTS))
+_COSTS: Final = _entry("costs")
+_TABLE: Final = make_dataclass(
+    "host",
+    [
+        ("name", str),
+        ("processor", _entry("processors")),
+        ("memory", _entry("memory", _CHANNELS)),
+        ("network", _entry("networks")),
+        ("storage", GenericAlias(tuple, (_entry("storage"), ...)), ()),
+        ("accelerators", GenericAlias(tuple, (_entry("accelerators", ("link", str, "")), ...)), ()),
+        ("title", str, ""),
+        ("watts", float, 0.0),
+        ("usd", float, 0.0),
+    ],
+    kw_only=True,
+)
+
+
+def read_host(path: str | os.PathLike[str]) -> Host:
+    """The host that a file describes, in JSON or TOML by the end of its name.
+
+    A file has either every figure of a ``Host`` under its field's name, or one table ``host`` of parts.
+
+    Raises:
+        ValueError: there is no such file, it is not JSON or TOML, or a key is unknown, missing or out of range; names
+            the file, the key and the nearest.
+    """
+    path = Path(path)
+    with _naming(str(path)):
+        document = _document(path)
+        if not isinstance(document, Mapping) or set(document) != {"host"}:
+            return _whole(Host, document, "a host")
+        return _composed(document["host"], path.parent)
+
+
+def load_host(name_or_path: str | os.PathLike[str]) -> Host:
+    """A host that ships, by its name, or that of a file (``read_host``): what has a slash in it or ends in .toml or
+    .json is a file.
+
+    Raises:
+        ValueError: no such host, or no such file, or it does not describe a host; names the key or the nearest name.
+    """
+    name = os.fspath(name_or_path)
+    if os.sep in name or Path(name).suffix in (".toml", ".json") or not isinstance(name_or_path, str):
+        return read_host(name)
+    require_name(name, host_names(), "host named")
+    table = example_hosts()[name]
+    base = {key: read_figure(table[key]).value for key in ("watts", "usd")}
+    return _composed(table | base | {"name": name}, Path())
+
+
+def host_names() -> tuple[str, ...]:
+    """Of the hosts that ship."""
+    return tuple(example_hosts())
+
+
+# Of parts
+
+
+def _composed(table: Any, folder: Path) -> Host:
+    """The sum of a table's parts; ``folder``: where files that it names are."""
+    costs: Any = {"part": _DEFAULT_COSTS}
+    if isinstance(table, Mapping):
+        table = {**table}
+        costs = table.pop("costs", costs)
+    own = converted(table, _TABLE, "host")
+    with _naming("host"):
+        processor = _figures(own.processor, "processors")
+        cores = processor["cores"] * own.processor.count
+        memory, channels = _figures(own.memory, "memory"), own.memory.channels or own.memory.count
+        network = _figures(own.network, "networks")
+        listed = (own.processor, own.memory, *own.storage, *own.accelerators, own.network)
+        return Host(
+            name=own.name,
+            processor=Processor(
+                cores=int(cores) if cores == int(cores) else cores,
+                **{name: processor[name] * own.processor.count for name in ("flops", "watts", "usd")},
+            ),
+            ddr=Memory(
+                **{name: memory[name] * own.memory.count for name in ("capacity_bytes", "watts", "usd")},
+                **{name: memory[name] * channels for name in ("bytes_per_s", "row_bytes_per_s")},
+            ),
+            network=Link(bytes_per_s=network["bytes_per_s"] * own.network.count, latency_us=network["latency_us"]),
+            costs=_costs(costs, folder),
+            storage=tuple(each for some in own.storage for each in [Storage(**_figures(some, "storage"))] * some.count),
+            accelerators=tuple(each for some in own.accelerators for each in [_accelerator(some)] * some.count),
+            watts=own.watts,
+            usd=own.usd,
+            source="parts: " + ", ".join(f"{some.count} x {some.part}" for some in listed),
+        )
+
+
+def _figures(entry: Any, kind: str) -> dict[str, float]:
+    """Of one of the parts."""
+    given = {name: getattr(entry, name) for name in FIGURES[kind]}
+    return load_part(kind, entry.part).values() | {name: value for name, value in given.items() if value is not None}
+
+
+def _accelerator(entry: Any) -> Accelerator:
+    own = _figures(entry, "accelerators")
+    link = entry.link or load_part("accelerators", entry.part).link
+    return Accelerator(
+        hbm=Memory(**{name: own[name] for name in ("capacity_bytes", "bytes_per_s", "row_bytes_per_s")}),
+        pcie=Link(**load_part("links", link).values()),
+        peer=Link(bytes_per_s=own["peer_bytes_per_s"], latency_us=own["peer_latency_us"]),
+        **{name: own[name] for name in ("flops", "watts", "usd")},
+    )
+
+
+def _costs(said: Any, folder: Path) -> SoftwareCosts:
+    """Of a part, or of a file with all figures: one of parts might lead back here."""
+    if not isinstance(said, str):
+        return SoftwareCosts(**_figures(converted(said, _COSTS, "costs"), "costs"))
+    with _naming(f"costs: {folder / said}"):
+        document = _document(folder / said)
+        if not isinstance(document, Mapping) or "costs" not in document:
+            raise ValueError("expected a host as tierstore plan measure writes it, with 'costs'")
+        return _whole(SoftwareCosts, document["costs"], "costs")
+
+
+# Files
+
+
+@contextmanager
+def _naming(where: str) -> Iterator[None]:
+    """Have a ValueError begin with where it is."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _whole(kind: type[_Kind], document: Any, what: str) -> _Kind:
+    """Every figure is there: one that is left out would count as 0."""
+    try:
+        return cast(_Kind, converted(document, kind, what, is_whole=True))
+    except ConfigError as error:
+        reason = str(error).removeprefix("a host: ").removeprefix("a host.")
+        hint = "; if an older tierstore wrote the file, run tierstore plan measure again" if "key " in reason else ""
+        raise ValueError(f"{reason}{hint}") from None
+
+
+def _document(path: Path) -> Any:
+    _require_suffix(path)
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror or error}") from None
+    if len(content) > _MAX_BYTES:
+        raise ValueError(f"has more than {_MAX_BYTES:,} bytes, which no host's file has")
+    try:
+        return json.loads(content) if path.suffix == ".json" else tomllib.loads(content.decode())
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"is not valid {path.suffix[1:].upper()}: {str(error)[:_MAX_REASON]}") from None
+
+
+def _require_suffix(path: Path) -> None:
+    """ValueError unless it says which of the two languages it is."""
+    if path.suffix not in (".json", ".toml"):
+        raise ValueError("the name of a host's file ends in .json or .toml")
+
+
+def require_writable(path: Path, *, force: bool) -> None:
+    """Raise what ``write_host`` would, before there is anything to write."""
+    with _naming(str(path)):
+        _require_suffix(path)
+    require_new(path, force=force)
+
+
+def write_host(host: Host, path: str | os.PathLike[str], *, force: bool = False) -> None:
+    """Write all figures of a host, in JSON or TOML by the end of the name; the file is there whole or not at all.
+
+    Raises:
+        ValueError: the name ends in neither. FileExistsError: there is such a file, and ``force`` is not given.
+    """
+    path = Path(path)
+    with _naming(str(path)):
+        _require_suffix(path)
+    document = plain(host)
+    text = json.dumps(document, indent=1) + "\n" if path.suffix == ".json" else "\n".join(_toml(document, "")) + "\n"
+    write_text(path, text, force=force)
+
+
+def _toml(table: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    """Lines of a table: plain values first, as what follows a header belongs to it."""
+    inner = {key: value for key, value in table.items() if isinstance(value, (dict, list)) and value}
+    for key, value in table.items():
+        if key not in inner:
+            yield f"{key} = {json.dumps(value, ensure_ascii=False).replace(chr(127), _DELETE)}"
+    for key, value in inner.items():
+        name = f"{prefix}{key}"
+        for each in [value] if isinstance(value, dict) else value:
+            yield from ("", f"[{name}]" if isinstance(value, dict) else f"[[{name}]]")
+            yield from _toml(each, f"{name}.")
