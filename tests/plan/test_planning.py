@@ -295,9 +295,9 @@ def test_query_sizes_are_read_from_a_file(asked: Asked, tmp_path: Path) -> None:
         (["setup.ddr=64GiB"], r"64\.0 GiB of a host are wanted, 16\.0 GiB are there"),
         (["target.queries_per_s=5"], r"target\.queries_per_s = 5: the workload trains, with rowwise_adagrad; set "),
         (["target.samples_per_s=1e12", "search.memory_shares=[0.01]"], r"no setup meets the target; the nearest"),
-        (["target.samples_per_s=1", "search.drives=[-1]"], r"\[search\]: drives=\(-1,\): expected counts from 0 on"),
-        (["target.samples_per_s=1", "search.accelerators=[1, -2]"], r"\[search\]: accelerators=\(1, -2\): expected"),
-        (["target.samples_per_s=1", "search.hosts=[2, 1]"], r"\[search\]: hosts=\(2, 1\): expected counts"),
+        (["target.samples_per_s=1", "search.drives=[-1]"], r"search\.drives=\(-1,\): expected counts from 0 on"),
+        (["target.samples_per_s=1", "search.accelerators=[1, -2]"], r"search\.accelerators=\(1, -2\): expected"),
+        (["target.samples_per_s=1", "search.hosts=[2, 1]"], r"search\.hosts=\(2, 1\): expected counts"),
     ],
 )
 def test_what_cannot_be_is_said_with_what_can(asked: Asked, folder: Path, overrides: list[str], message: str) -> None:

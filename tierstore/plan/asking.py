@@ -160,17 +160,6 @@ def target_of(asked: PlanFile) -> Target:
 
 
 def space_of(asked: PlanFile, workload: Workload) -> SearchSpace:
-    """What may vary: as the section says, and of what it leaves out the search's own defaults; rows stay of their type.
-
-    Raises:
-        ValueError: a value that cannot be.
-    """
-    section = asked.search
-    given = {name: value for name, value in vars(section).items() if value and name != "runners_up"}
-    given.setdefault("dtypes", (workload.dtype,))
-    if asked.setup.hosts:
-        given["hosts"] = (asked.setup.hosts,)
-    try:
-        return SearchSpace(**given)
-    except ValueError as error:
-        raise ConfigError(f"[search]: {error}") from None
+    """What may vary: as the section says; rows stay of their type, and hosts as many as the setup has, if it says."""
+    hosts = (asked.setup.hosts,) if asked.setup.hosts else asked.search.hosts
+    return replace(asked.search, dtypes=asked.search.dtypes or (workload.dtype,), hosts=hosts)

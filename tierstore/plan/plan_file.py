@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from ..rows import DtypeName
 from ..settings import sections
 from ..settings.names import nearest
 from ..settings.options import check_ranges, option
@@ -18,13 +17,13 @@ from ..system.excerpt import excerpt
 from ..system.sizes import parse_size
 from .curves import POLICIES
 from .price import Pricing
+from .search import SearchSpace
 from .workload import TableSpec
 
 __all__ = [
     "CurvesSection",
     "HostSection",
     "PlanFile",
-    "SearchSection",
     "SetupSection",
     "TargetSection",
     "TraceSection",
@@ -159,23 +158,6 @@ class TargetSection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchSection:
-    """[search]: what may vary where the setup leaves it open. The grid is the product of all of it."""
-
-    hosts: tuple[int, ...] = option((), "counts, ascending; []: 1 to 64")
-    memory_shares: tuple[float, ...] = option((), "of the host's DDR, what it is bought with; []: an eighth to all")
-    row_shares: tuple[float, ...] = option((), "of that memory, the budget for rows; []: 0.5 and 0.8")
-    dtypes: tuple[DtypeName, ...] = option((), "of the rows; []: the workload's own")
-    drives: tuple[int, ...] = option((), "of a host, of those it has; []: 1, 2, 4, ... and all")
-    accelerators: tuple[int, ...] = option((), "of a host, of those it has; []: none, 1, 2, 4, ... and all")
-    workers: tuple[int, ...] = option((), "of serving; []: 1, 2, 4 and 8")
-    runners_up: int = option(5, "shown beside the best, and as many that fail", low=0, high=1000)
-
-    def __post_init__(self) -> None:
-        check_ranges(self)
-
-
-@dataclass(frozen=True, kw_only=True)
 class CurvesSection:
     """[curves]: what the report shows of the accesses beside the plan's own curve; needs a trace."""
 
@@ -199,7 +181,7 @@ class PlanFile:
     setup: SetupSection = field(default_factory=SetupSection)
     target: TargetSection = field(default_factory=TargetSection)
     pricing: Pricing = field(default_factory=Pricing)
-    search: SearchSection = field(default_factory=SearchSection)
+    search: SearchSpace = field(default_factory=SearchSpace)
     curves: CurvesSection = field(default_factory=CurvesSection)
 
     @property

@@ -6,7 +6,7 @@ that each take what waits, as far as a batch may hold it, in a time that grows w
 
 import math
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from ..kernels.jit import kernel
 from ..system.excerpt import excerpt
 from .prediction import Latency
 
-__all__ = ["LatencyBound", "Queue", "latencies", "latency_alone", "latency_at", "parse_query_sizes"]
+__all__ = ["Queue", "latencies", "latency_alone", "latency_at", "parse_query_sizes"]
 
 
 NUM_QUERIES: Final = 100_000
@@ -61,16 +61,6 @@ class Queue:
         company = max(1.0, self.batch_samples / size)
         busy = self.base_s / company + self.sample_s * size
         return self.executors / busy if busy else math.inf
-
-
-class LatencyBound(NamedTuple):
-    """In seconds; infinity where there is none."""
-
-    p95_s: float = math.inf
-    p99_s: float = math.inf
-
-    def allows(self, latency: Latency) -> bool:
-        return latency.p95_s <= self.p95_s and latency.p99_s <= self.p99_s
 
 
 def latencies(queue: Queue, queries_per_s: float, *, num_queries: int = NUM_QUERIES, seed: int = 0) -> Float64s:

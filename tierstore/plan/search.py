@@ -15,19 +15,27 @@ from .host import Host
 from .model import predict, queue_of
 from .prediction import Latency, Prediction, Setup
 from .price import Pricing, years_of_life
-from .queueing import LatencyBound, Queue, latency_alone
+from .queueing import Queue, latency_alone
 from .workload import Workload
 
-__all__ = ["Failure", "SearchResult", "SearchSpace", "Target", "describe_setup", "search", "with_memory", "with_parts"]
+__all__ = ["Attempt", "SearchResult", "SearchSpace", "Target", "describe_setup", "search", "with_memory", "with_parts"]
 
-MAX_SETUPS: Final = 100_000
+_MAX_SETUPS: Final = 100_000
 """Of a grid."""
-MAX_FAILURES: Final = 200
+_MAX_FAILURES: Final = 200
 """That are told: the nearest to the target."""
 _RUNNERS_UP: Final = 10
 _QUANTIZED: Final = ("int8", "int4")
 _OVERLOAD: Final = 1.000001
 """So that a rate which is just what could be answered counts as too high."""
+_MEMORY_SHARES: Final = (0.125, 0.25, 0.5, 0.75, 1.0)
+_ROW_SHARES: Final = (0.5, 0.8)
+_HOSTS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+_WORKERS: Final = (1, 2, 4, 8)
+_USED_SHARE: Final = 0.9
+"""Of memory: for rows and page cache together; the rest is the system's."""
+_HBM_SHARE: Final = 0.8
+"""Of an accelerator's memory: for rows; the rest is the model's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,68 +74,55 @@ class Target:
     def has_rate(self) -> bool:
         return self.samples_per_s is not None or self.queries_per_s is not None
 
-    @property
-    def bound(self) -> LatencyBound:
-        return LatencyBound(self.p95_s or math.inf, self.p99_s or math.inf)
-
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpace:
-    """What may vary: the grid is the product of all of it.
-
-    Attributes:
-        dtypes: of the rows; empty: those that the work allows.
-        drives, accelerators: counts of a host, of those that it lists; empty: 1, 2, 4, ... of them; no accelerator too.
-        hosts: counts, ascending; of serving they count replicas too.
+    """[search]: what may vary where the setup leaves it open. The grid is the product of all of it.
 
     Raises:
         ValueError: names the field, its value and what is accepted.
     """
 
-    memory_shares: tuple[float, ...] = (0.125, 0.25, 0.5, 0.75, 1.0)
-    """Of the memory that a host lists: what it is bought with. Its watts and price go along."""
-    row_shares: tuple[float, ...] = (0.5, 0.8)
-    """Of that memory: the budget for rows."""
-    used_share: float = option(
-        0.9, "of memory: for rows and page cache together; the rest is the system's", low=0.1, high=1
-    )
-    hbm_share: float = option(0.8, "of an accelerator's memory: for rows; the rest is the model's", low=0.1, high=1)
-    dtypes: tuple[DtypeName, ...] = ()
-    drives: tuple[int, ...] = ()
-    accelerators: tuple[int, ...] = ()
-    workers: tuple[int, ...] = (1, 2, 4, 8)
-    """Of serving."""
-    hosts: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+    hosts: tuple[int, ...] = option((), "counts, ascending; []: 1 to 64")
+    memory_shares: tuple[float, ...] = option((), "of the host's DDR, what it is bought with; []: an eighth to all")
+    row_shares: tuple[float, ...] = option((), "of that memory, the budget for rows; []: 0.5 and 0.8")
+    dtypes: tuple[DtypeName, ...] = option((), "of the rows; []: the workload's own")
+    drives: tuple[int, ...] = option((), "of a host, of those it has; []: 1, 2, 4, ... and all")
+    accelerators: tuple[int, ...] = option((), "of a host, of those it has; []: none, 1, 2, 4, ... and all")
+    workers: tuple[int, ...] = option((), "of serving; []: 1, 2, 4 and 8")
+    runners_up: int = option(5, "shown beside the best, and as many that fail", low=0, high=1000)
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        if not self.memory_shares or not all(0 < share <= 1 for share in self.memory_shares):
-            raise ValueError(f"memory_shares={self.memory_shares}: expected numbers above 0, up to 1")
-        if not self.row_shares or not all(0 < share <= self.used_share for share in self.row_shares):
-            raise ValueError(f"row_shares={self.row_shares}: expected numbers above 0, up to used_share")
-        if not self.hosts or list(self.hosts) != sorted(set(self.hosts)) or self.hosts[0] < 1:
-            raise ValueError(f"hosts={self.hosts}: expected counts from 1 on, ascending")
-        if not self.workers or min(self.workers) < 1:
-            raise ValueError(f"workers={self.workers}: expected counts from 1 on")
-        for name in ("drives", "accelerators"):
-            if min(getattr(self, name), default=0) < 0:
-                raise ValueError(f"{name}={getattr(self, name)}: expected counts from 0 on")
+        for name, most in (("memory_shares", 1.0), ("row_shares", _USED_SHARE)):
+            if not all(0 < share <= most for share in getattr(self, name)):
+                raise ValueError(f"{name}={getattr(self, name)}: expected numbers above 0, up to {most:g}")
+        for name, least in (("hosts", 1), ("workers", 1), ("drives", 0), ("accelerators", 0)):
+            if min(getattr(self, name), default=least) < least:
+                raise ValueError(f"{name}={getattr(self, name)}: expected counts from {least} on")
+        if list(self.hosts) != sorted(set(self.hosts)):
+            raise ValueError(f"hosts={self.hosts}: expected counts, ascending")
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Of hosts, ascending; of serving they count replicas too."""
+        return self.hosts or _HOSTS
 
 
-class Failure(NamedTuple):
-    """A setup that does not meet the target.
+class Attempt(NamedTuple):
+    """A setup that was looked at.
 
     Attributes:
-        reason: what it fails by.
-        shortfall: how many times what it has would do; infinite if it does not fit at all.
         prediction: None if it does not fit.
+        reason: what it fails by; "" if it meets the target.
+        shortfall: how many times what it has would do; infinite if it does not fit at all.
         is_rate: more hosts would help.
     """
 
     setup: Setup
-    reason: str
-    shortfall: float
-    prediction: Prediction | None = None
+    prediction: Prediction | None
+    reason: str = ""
+    shortfall: float = 0.0
     is_rate: bool = False
 
 
@@ -141,7 +136,7 @@ class SearchResult(NamedTuple):
 
     best: Prediction
     runners_up: tuple[Prediction, ...]
-    failures: tuple[Failure, ...]
+    failures: tuple[Attempt, ...]
     num_setups: int
 
 
@@ -155,7 +150,7 @@ def search(
     pricing: Pricing | None = None,
     query_sizes: Sequence[float] | None = None,
 ) -> SearchResult:
-    """Look at every setup of the grid, at most ``MAX_SETUPS``; of each with as few hosts as meet the target.
+    """Look at every setup of the grid, at most ``_MAX_SETUPS``; of each with as few hosts as meet the target.
 
     The same arguments give the same result.
 
@@ -172,25 +167,25 @@ def search(
     if target.queries_per_s is not None and workload.is_training:
         raise ValueError("queries_per_s is a target of serving; a workload that trains has samples_per_s")
     grid = [setup for host in hosts for setup in finder.grid(workload, host)]
-    size = len(grid) * len(finder.space.hosts)
+    size = len(grid) * len(finder.space.counts)
     if not grid:
         raise ValueError("the search space allows no setup of these hosts")
-    if size > MAX_SETUPS:
-        raise ValueError(f"the grid has {size:,} setups; at most {MAX_SETUPS:,} are looked at. Let less vary")
+    if size > _MAX_SETUPS:
+        raise ValueError(f"the grid has {size:,} setups; at most {_MAX_SETUPS:,} are looked at. Let less vary")
     met: list[Prediction] = []
-    failed: list[Failure] = []
+    failed: list[Attempt] = []
     for setup, least_usd in finder.by_least_price(grid):
         if len(met) > _RUNNERS_UP and least_usd > met[-1].price.usd_a_month:
             break
         found = finder.best_count(setup)
-        if isinstance(found, Failure):
+        if found.prediction is None or found.reason:
             failed.append(found)
         else:
-            met = _first_of_parts(sorted([*met, found], key=finder.rank))
+            met = _first_of_parts(sorted([*met, found.prediction], key=finder.rank))
     failed.sort(key=lambda each: each.shortfall)
     if not met:
         raise ValueError(_impossible(failed))
-    return SearchResult(met[0], tuple(met[1:]), tuple(failed[:MAX_FAILURES]), len(grid))
+    return SearchResult(met[0], tuple(met[1:]), tuple(failed[:_MAX_FAILURES]), len(grid))
 
 
 def with_parts(host: Host, *, memory_bytes: float, drives: int, accelerators: int) -> Host:
@@ -234,23 +229,23 @@ class _Finder(NamedTuple):
                 for accelerators in space.accelerators or (0, *_counts(len(host.accelerators))):
                     if accelerators and dtype in _QUANTIZED:
                         continue  # the tier in device memory has no such rows
-                    for share in space.memory_shares:
+                    for share in space.memory_shares or _MEMORY_SHARES:
                         memory_bytes = share * host.ddr.capacity_bytes
                         parts = with_parts(host, memory_bytes=memory_bytes, drives=drives, accelerators=accelerators)
                         yield from self._budgets(own, parts)
 
     def _budgets(self, workload: Workload, host: Host) -> Iterator[Setup]:
         space, cores = self.space, host.processor.cores
-        hbm = space.hbm_share * min((each.hbm.capacity_bytes for each in host.accelerators), default=0.0)
-        workers = (1,) if workload.is_training else [each for each in space.workers if each <= cores]
-        for rows in space.row_shares:
+        hbm = _HBM_SHARE * min((each.hbm.capacity_bytes for each in host.accelerators), default=0.0)
+        workers = (1,) if workload.is_training else [each for each in space.workers or _WORKERS if each <= cores]
+        for rows in space.row_shares or _ROW_SHARES:
             for count in workers:
                 yield Setup(
                     workload=workload,
                     host=host,
                     ddr_bytes=rows * host.ddr.capacity_bytes,
                     hbm_bytes=hbm,
-                    page_cache_bytes=(space.used_share - rows) * host.ddr.capacity_bytes,
+                    page_cache_bytes=(_USED_SHARE - rows) * host.ddr.capacity_bytes,
                     policy=self.demand.policy if self.demand.policy in STORE_POLICIES else "lru",
                     threads=max(1, cores // count),
                     workers=count,
@@ -263,12 +258,11 @@ class _Finder(NamedTuple):
         """
         if grid[0].workload.is_training or not self.target.has_rate:
             return [(setup, 0.0) for setup in grid]
-        priced = [(setup, self._least_usd(setup)) for setup in grid]
-        return sorted(priced, key=lambda each: each[1])
+        return sorted(((setup, self._least_usd(setup)) for setup in grid), key=lambda each: each[1])
 
     def _least_usd(self, setup: Setup) -> float:
-        group = self.group(setup)
-        return 0.0 if isinstance(group, Failure) else self.least_replicas(group) * group.price.usd_a_month
+        group = self._group(setup)
+        return 0.0 if group.prediction is None else self._fewest(group.prediction) * group.prediction.price.usd_a_month
 
     def rank(self, found: Prediction) -> tuple[float, ...]:
         """Cheaper first; of equal price less of everything, and then faster."""
@@ -277,138 +271,134 @@ class _Finder(NamedTuple):
         cost = (price.usd_a_month, price.usd, *parts)
         return (*cost, -found.samples_per_s) if self.target.has_rate else (-found.samples_per_s, *cost)
 
-    def best_count(self, setup: Setup) -> "Prediction | Failure":
-        """With the fewest hosts that meet the target, or why none does; without a rate, as fast as limits allow."""
+    def best_count(self, setup: Setup) -> Attempt:
+        """With the fewest hosts that meet the target, or what is nearest; without a rate, as fast as limits allow."""
         if setup.workload.is_training:
-            return self._best(self._try(replace(setup, hosts=count)) for count in self.space.hosts)
-        group = self.group(setup)
-        if isinstance(group, Failure):
+            return self._best(replace(setup, hosts=count) for count in self.space.counts)
+        group = self._group(setup)
+        if group.prediction is None:
             return group
-        most = self.space.hosts[-1] // group.setup.hosts
+        most = self.space.counts[-1] // group.setup.hosts
         if self.target.has_rate:
-            return self._least_replicas(group, most)
-        counts = [count for count in self.space.hosts if count <= most]
-        return self._best(self._try(replace(group.setup, replicas=count)) for count in counts)
+            return self._least_replicas(group.prediction, most)
+        return self._best(replace(group.setup, replicas=count) for count in self.space.counts if count <= most)
 
-    def _best(self, tries: "Iterable[Prediction | Failure]") -> "Prediction | Failure":
+    def _best(self, setups: Iterable[Setup]) -> Attempt:
         """The first that meets a target with a rate, as more hosts cost more; else the best, or what is nearest."""
-        failed, met = [], []
-        for tried in tries:
-            if isinstance(tried, Failure):
-                failed.append(tried)
-            elif self.target.has_rate:
-                return tried
-            else:
-                met.append(tried)
-        return min(met, key=self.rank) if met else min(failed, key=lambda each: each.shortfall)
+        tried = []
+        for setup in setups:
+            tried.append(self._try(setup))
+            if self.target.has_rate and not tried[-1].reason:
+                return tried[-1]
+        met = [each for each in tried if not each.reason]
+        return min(met, key=self._rank_of) if met else min(tried, key=lambda each: each.shortfall)
 
-    def group(self, setup: Setup) -> "Prediction | Failure":
+    def _rank_of(self, met: Attempt) -> tuple[float, ...]:
+        assert met.prediction is not None
+        return self.rank(met.prediction)
+
+    def _group(self, setup: Setup) -> Attempt:
         """The fewest hosts that can hold the rows, whatever the target; or why the most cannot."""
-        for hosts in self.space.hosts:
-            found = self._predicted(replace(setup, hosts=hosts))
-            if isinstance(found, Prediction):
-                return found
-        return found
+        for hosts in self.space.counts:
+            own = replace(setup, hosts=hosts)
+            try:
+                return Attempt(own, self._predicted(own))
+            except ValueError as error:
+                unfit = _unfit(own, error)
+        return unfit
 
-    def least_replicas(self, group: Prediction) -> int:
-        """Without so many the rate cannot be carried, however long queries may wait."""
-        return max(1, math.ceil(self._asked_of(group)))
+    def _fewest(self, group: Prediction) -> int:
+        """Replicas without which the rate cannot be carried, however long queries may wait."""
+        target = self.target
+        if target.queries_per_s is not None:
+            return max(1, math.ceil(target.queries_per_s / self._queue(group).rate_max))
+        return max(1, math.ceil((target.samples_per_s or 0.0) / group.samples_per_s))
 
-    def _least_replicas(self, group: Prediction, most: int) -> "Prediction | Failure":
+    def _least_replicas(self, group: Prediction, most: int) -> Attempt:
         """As many as meet the target: found by doubling what is added, and then by bisection."""
-        least = min(self.least_replicas(group), most)
-        low, count, step = least - 1, least, 1
-        while True:
-            tried = self._try(replace(group.setup, replicas=count))
-            if isinstance(tried, Prediction):
-                break
-            if count == most or not tried.is_rate:
-                return tried
+        count = min(self._fewest(group), most)
+        low, step = count - 1, 1
+        best = self._try(replace(group.setup, replicas=count))
+        while best.reason:
+            if count == most or not best.is_rate:
+                return best
             low, count, step = count, min(count + step, most), 2 * step
-        best = tried
+            best = self._try(replace(group.setup, replicas=count))
         while best.setup.replicas - low > 1:
             tried = self._try(replace(group.setup, replicas=(low + best.setup.replicas) // 2))
-            if isinstance(tried, Prediction):
-                best = tried
-            else:
+            if tried.reason:
                 low = tried.setup.replicas
+            else:
+                best = tried
         return best
 
     def _queue(self, prediction: Prediction) -> Queue:
         return queue_of(prediction, self.demand, self.query_sizes)
 
-    def _asked_of(self, prediction: Prediction) -> float:
-        """How many times what one replica carries at most is asked for."""
-        target = self.target
-        if target.queries_per_s is not None:
-            return target.queries_per_s / self._queue(prediction).rate_max
-        return (target.samples_per_s or 0.0) / prediction.samples_per_s
+    def _predicted(self, setup: Setup, queries_per_s: float | None = None) -> Prediction:
+        return predict(
+            setup, self.demand, query_sizes=self.query_sizes, queries_per_s=queries_per_s, pricing=self.pricing
+        )
 
-    def _predicted(self, setup: Setup, queries_per_s: float | None = None) -> "Prediction | Failure":
-        """A failure if it does not fit."""
+    def _try(self, setup: Setup) -> Attempt:
         try:
-            return predict(
-                setup, self.demand, query_sizes=self.query_sizes, queries_per_s=queries_per_s, pricing=self.pricing
-            )
+            found, lacking = self._predicted(setup), list[_Lack]()
+            if self.target.queries_per_s is not None:
+                alone = latency_alone(self._queue(found))
+                lacking = _missed(self._over_bound(alone, "of queries that never wait ", is_rate=False))
+                found = found if lacking else self._predicted(setup, self.target.queries_per_s)
         except ValueError as error:
-            return Failure(setup, f"does not fit: {error}", math.inf)
-
-    def _try(self, setup: Setup) -> "Prediction | Failure":
-        found = self._predicted(setup)
-        if isinstance(found, Prediction) and self.target.queries_per_s is not None:
-            alone = latency_alone(self._queue(found))
-            if not self.target.bound.allows(alone):
-                worst = max(self._over_bound(alone, "of queries that never wait "), key=lambda lack: lack.factor)
-                return Failure(setup, worst.text, worst.factor, found)
-            found = self._predicted(setup, self.target.queries_per_s)
-        if isinstance(found, Failure):
-            return found
-        lacking = [lack for lack in self._lacks(found) if lack.factor > 1]
+            return _unfit(setup, error)
+        lacking = lacking or _missed(self._lacks(found))
         if not lacking:
-            return found
+            return Attempt(setup, found)
         worst = max(lacking, key=lambda lack: lack.factor)
-        return Failure(setup, worst.text, worst.factor, found, any(lack.is_rate for lack in lacking))
+        return Attempt(setup, found, worst.text, worst.factor, any(lack.is_rate for lack in lacking))
 
     def _lacks(self, found: Prediction) -> Iterator["_Lack"]:
         """Each thing asked for, and by how much it is missed."""
-        target, price = self.target, found.price
+        target, price, latency = self.target, found.price, found.latency
         if target.samples_per_s is not None:
             factor = target.samples_per_s / found.samples_per_s
             yield _Lack(factor, f"too slow by {factor:.3g}: {found.samples_per_s:,.4g} samples/s", is_rate=True)
-        if found.latency is not None:
-            yield from self._late(found, found.latency)
-        limits = (("usd", price.usd), ("usd_a_month", price.usd_a_month), ("watts", price.watts))
-        for name, value in limits:
+        if latency is not None and math.isinf(latency.p99_s):
+            most = found.setup.replicas * self._queue(found).rate_max
+            factor = latency.queries_per_s / most * _OVERLOAD
+            yield _Lack(factor, f"too slow: at most {most:,.4g} queries/s", is_rate=True)
+        elif latency is not None:
+            yield from self._over_bound(latency, "", is_rate=True)
+        for name, value in (("usd", price.usd), ("usd_a_month", price.usd_a_month), ("watts", price.watts)):
             limit = getattr(target, name)
             if limit is not None:
                 yield _Lack(value / limit, f"{name} is {value:,.4g}, {value / limit:.3g} times the limit")
         life = years_of_life(found, self.pricing)
         yield _Lack(self.pricing.years / life, f"its drives wear out in {12 * life:.3g} months")
 
-    def _late(self, found: Prediction, latency: Latency) -> Iterator["_Lack"]:
-        if math.isinf(latency.p99_s):
-            most = found.setup.replicas * self._queue(found).rate_max
-            factor = latency.queries_per_s / most * _OVERLOAD
-            yield _Lack(factor, f"too slow: at most {most:,.4g} queries/s", is_rate=True)
-        else:
-            yield from self._over_bound(latency, "")
-
-    def _over_bound(self, latency: Latency, which: str) -> Iterator["_Lack"]:
+    def _over_bound(self, latency: Latency, which: str, *, is_rate: bool) -> Iterator["_Lack"]:
         target = self.target
         for name, value, limit in (("p95", latency.p95_s, target.p95_s), ("p99", latency.p99_s, target.p99_s)):
             if limit is not None:
                 text = f"{name} {which}is {1e3 * value:.3g} ms, {value / limit:.3g} times the limit"
-                yield _Lack(value / limit, text, is_rate=True)
+                yield _Lack(value / limit, text, is_rate=is_rate)
 
 
 class _Lack(NamedTuple):
     """Attributes:
+    factor: how many times what there is would do.
     is_rate: more hosts would help.
     """
 
     factor: float
     text: str
     is_rate: bool = False
+
+
+def _missed(lacks: Iterable[_Lack]) -> list[_Lack]:
+    return [lack for lack in lacks if lack.factor > 1]
+
+
+def _unfit(setup: Setup, error: ValueError) -> Attempt:
+    return Attempt(setup, None, f"does not fit: {error}", math.inf)
 
 
 def _dtypes(workload: Workload) -> tuple[DtypeName, ...]:
@@ -433,7 +423,7 @@ def _parts(found: Prediction) -> tuple[object, ...]:
     return host.name, host.ddr.capacity_bytes, len(host.storage), len(host.accelerators), found.setup.workload.dtype
 
 
-def _impossible(failed: Sequence[Failure]) -> str:
+def _impossible(failed: Sequence[Attempt]) -> str:
     nearest = failed[0]
     text = f"no setup meets the target; the nearest, {describe_setup(nearest.setup)}: {nearest.reason}"
     if nearest.prediction is None:
