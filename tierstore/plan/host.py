@@ -8,13 +8,20 @@ from typing import Final
 
 from ..settings.options import check_ranges, option
 
-__all__ = ["Accelerator", "Host", "Link", "Memory", "Processor", "SoftwareCosts", "Storage"]
+__all__ = ["Accelerator", "Checked", "Host", "Link", "Memory", "Processor", "SoftwareCosts", "Storage"]
 
 _MOST: Final = 1e18
 
 
+class Checked:
+    """A description whose fields are in their ranges; a ValueError names the field, its value and what is accepted."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Memory:
+class Memory(Checked):
     """Memory of one kind, all of a host's (DDR) or of one accelerator (HBM)."""
 
     capacity_bytes: float = option(0.0, "bytes", low=0, high=_MOST)
@@ -23,12 +30,9 @@ class Memory:
     watts: float = option(0.0, "in use", low=0)
     usd: float = option(0.0, "price", low=0)
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class Storage:
+class Storage(Checked):
     """One SSD."""
 
     capacity_bytes: float = option(0.0, "bytes", low=0, high=_MOST)
@@ -40,23 +44,17 @@ class Storage:
     watts: float = option(0.0, "reading at random", low=0)
     usd: float = option(0.0, "price", low=0)
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class Link(Checked):
     """A way for bytes, one direction: PCIe to an accelerator, or a network."""
 
     bytes_per_s: float = option(1.0, "one direction", low=1, high=_MOST)
     latency_us: float = option(0.0, "of a transfer of nothing, there", low=0)
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class Processor:
+class Processor(Checked):
     """All cores of a host."""
 
     cores: int = option(1, "that threads may use", low=1, high=1 << 16)
@@ -64,12 +62,9 @@ class Processor:
     watts: float = option(0.0, "under load", low=0)
     usd: float = option(0.0, "price", low=0)
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class Accelerator:
+class Accelerator(Checked):
     """One GPU."""
 
     hbm: Memory
@@ -80,12 +75,9 @@ class Accelerator:
     watts: float = option(0.0, "under load, its memory's included", low=0)
     usd: float = option(0.0, "price", low=0)
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class SoftwareCosts:
+class SoftwareCosts(Checked):
     """What tierstore's own work takes on one core of the host, beside what the parts are limited to.
 
     Each cost a row grows with its bytes: ``ns + ns_per_byte * row_bytes``. ``tierstore plan measure`` fits them to
@@ -124,9 +116,6 @@ class SoftwareCosts:
     move_ns_per_byte: float = option(0.0, "the same, a byte of the row", low=0)
     transaction_us: float = option(0.0, "of a transaction in which rows are appended, however many", low=0)
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
-
     def lookup_ns(self, *, ids: float, rows: float, bags: float, row_bytes: float) -> float:
         """Of pooling, on one core; ``rows``: distinct ones, each table's by itself."""
         return (
@@ -149,7 +138,7 @@ class SoftwareCosts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Host:
+class Host(Checked):
     """One machine.
 
     Attributes:
@@ -167,6 +156,3 @@ class Host:
     watts: float = option(0.0, "of what is not listed: board, fans, losses of the power supply", low=0)
     usd: float = option(0.0, "price of what is not listed", low=0)
     source: str = ""
-
-    def __post_init__(self) -> None:
-        check_ranges(self)

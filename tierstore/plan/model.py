@@ -38,9 +38,10 @@ def predict(
         pricing: default: ``Pricing()``.
 
     Raises:
-        ValueError: the setup cannot be: it does not fit its host, or a count is not what it should be; says why.
+        ValueError: the setup does not fit its host, or the demand is not of its policy and tables; says why.
     """
-    _check(setup, demand)
+    if demand.policy in POLICIES and resolve_policy(demand.policy) != resolve_policy(setup.policy):
+        raise ValueError(f"the demand's curves are of {demand.policy}, the setup's policy is {setup.policy}")
     own = demand.laid_out(setup.workload)
     reason = misfit(setup, own)
     if reason:
@@ -80,24 +81,6 @@ def queue_of(prediction: Prediction, demand: Demand, query_sizes: Sequence[float
     pools = pool_loads(setup, demand.laid_out(setup.workload))
     seconds = {load.resource: load.seconds for load in prediction.loads}
     return _queue(setup, pools, seconds, prediction.step_s, query_sizes)
-
-
-def _check(setup: Setup, demand: Demand) -> None:
-    for name in ("hosts", "threads", "workers", "replicas", "batch_samples_max"):
-        value = getattr(setup, name)
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{name}={excerpt(value)}: expected a whole number, 1 or more")
-    if setup.rows_per_read < 1:
-        raise ValueError(f"rows_per_read={setup.rows_per_read}: expected 1 or more")
-    for name in ("ddr_bytes", "hbm_bytes", "page_cache_bytes", "prefetch_depth"):
-        if not getattr(setup, name) >= 0:
-            raise ValueError(f"{name}={excerpt(getattr(setup, name))}: expected 0 or more")
-    if setup.policy not in POLICIES:
-        raise ValueError(f"policy={excerpt(setup.policy)} is not one of {', '.join(POLICIES)}")
-    if demand.policy in POLICIES and resolve_policy(demand.policy) != resolve_policy(setup.policy):
-        raise ValueError(f"the demand's curves are of {demand.policy}, the setup's policy is {setup.policy}")
-    if setup.workload.is_training and (setup.workers > 1 or setup.replicas > 1):
-        raise ValueError("workers and replicas are for serving; training has hosts")
 
 
 def misfit(setup: Setup, demand: Demand) -> str:

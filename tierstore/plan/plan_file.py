@@ -11,11 +11,12 @@ from typing import Final
 
 from ..settings import sections
 from ..settings.names import nearest
-from ..settings.options import check_ranges, option
+from ..settings.options import option
 from ..settings.sections import ConfigError, Override, to_dict, to_toml
 from ..system.excerpt import excerpt
 from ..system.sizes import parse_size
 from .curves import POLICIES
+from .host import Checked
 from .price import Pricing
 from .search import SearchSpace
 from .workload import TableSpec
@@ -59,7 +60,7 @@ def _require_policy(key: str, value: str, policies: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkloadSection:
+class WorkloadSection(Checked):
     """[workload]: the model in use: a preset, a file, or tables written here."""
 
     preset: str = option("", "one of tierstore plan presets")
@@ -75,7 +76,7 @@ class WorkloadSection:
     )
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        super().__post_init__()
         given = [key for key in ("preset", "file", "tables") if getattr(self, key)]
         if len(given) > 1:
             raise ConfigError(f"workload.{given[1]} = {excerpt(getattr(self, given[1]))}: {given[0]} is given too")
@@ -94,7 +95,7 @@ class TraceSection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostSection:
+class HostSection(Checked):
     """[host]: the machine."""
 
     name: str = option("", "one of tierstore plan parts")
@@ -105,14 +106,14 @@ class HostSection:
     others: tuple[str, ...] = option((), "names or files of hosts that the search compares with it")
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        super().__post_init__()
         _require_size("host", "memory", self.memory)
         if self.name and self.file:
             raise ConfigError(f"host.file = {excerpt(self.file)}: a name is given too")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SetupSection:
+class SetupSection(Checked):
     """[setup]: what is decided already. With ddr it is predicted as it is; without, the search finds the rest."""
 
     ddr: int | str = option("", 'memory for rows, of a host: "64GiB", "50%" of its memory, "5% of tables"; "": search')
@@ -130,14 +131,14 @@ class SetupSection:
     batch_samples_max: int = option(4096, "of serving: most samples of a batch of several queries", low=1)
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        super().__post_init__()
         for key in ("ddr", "hbm", "page_cache"):
             _require_size("setup", key, getattr(self, key))
         _require_policy("setup.policy", self.policy, _MODELLED)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TargetSection:
+class TargetSection(Checked):
     """[target]: what the setup must reach. 0: not asked for."""
 
     samples_per_s: float = option(0.0, "of training", low=0, high=_MAX_RATE)
@@ -150,7 +151,7 @@ class TargetSection:
     watts: float = option(0.0, "power, at most", low=0, high=_MAX_RATE)
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        super().__post_init__()
         if self.samples_per_s and self.queries_per_s:
             raise ConfigError(
                 f"target.queries_per_s = {self.queries_per_s}: samples_per_s is given too; a plan is for one of them"
@@ -158,7 +159,7 @@ class TargetSection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CurvesSection:
+class CurvesSection(Checked):
     """[curves]: what the report shows of the accesses beside the plan's own curve; needs a trace."""
 
     policies: tuple[str, ...] = option((), "others to compare with: auto, lru, lfu, tinylfu, perfect-lfu, opt")
@@ -166,7 +167,7 @@ class CurvesSection:
     windows: int = option(0, "parts of the trace, each with its own curve, to see drift; 0: none", low=0, high=100)
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        super().__post_init__()
         for policy in self.policies:
             _require_policy("curves.policies", policy, ("auto", *POLICIES))
 

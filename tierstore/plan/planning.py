@@ -13,7 +13,7 @@ from .asking import accesses_of_plan, hosts_of, query_sizes_of, setup_of, space_
 from .curves import by_table, curve, windows
 from .demand import Demand
 from .host import Host
-from .marginal import marginal_values
+from .marginal import Predict, batch_line, ddr_line, exponent_line, grid_of, marginal_values
 from .model import predict
 from .placement import PlacementPlan, compare, measured_demand
 from .plan_file import PlanFile, SetupSection
@@ -21,7 +21,6 @@ from .prediction import Prediction, Setup
 from .remarks import assumptions_of, price_parts_of, warnings_of
 from .result import Alternative, Line, Placed, PlanResult, ShownCurve
 from .search import SearchResult, search
-from .sensitivity import Predict, batch_line, ddr_line, exponent_line, grid_of
 from .tiers import pool_loads
 from .workload import Workload
 

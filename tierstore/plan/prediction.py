@@ -1,14 +1,17 @@
 """What the planner says of one setup: hit rates, loads, times, wear, power and money."""
 
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
-from .host import Host
-from .json_file import plain
+from ..cache import POLICIES
+from ..settings.options import option
+from ..system.excerpt import excerpt
+from .host import Checked, Host
 from .workload import Workload
 
 __all__ = ["NOT_MODELLED", "Latency", "Prediction", "Price", "ResourceLoad", "Setup", "TierLoad", "TierName"]
 
+_MOST: Final = 1e18
 TierName = Literal["hbm", "ddr", "ssd", "remote"]
 
 NOT_MODELLED: Final = (
@@ -22,32 +25,29 @@ NOT_MODELLED: Final = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup:
-    """What a plan chooses.
-
-    Attributes:
-        ddr_bytes, hbm_bytes: budgets for rows, of one host and of one accelerator, as ``tierstore.open`` takes them.
-        page_cache_bytes: of a host's memory, what the system has left for pages of the stores' files.
-        hosts: each holds an equal part of the rows; 1: no network.
-        rows_per_read: useful rows a page read brings in; 1 unless a store is packed (``tierstore compact --trace``).
-        workers: of serving: processes of a host, each with its part of ``ddr_bytes`` and an executor of its own.
-        replicas: of serving: groups of ``hosts`` hosts, each with all rows, that share the queries.
-        batch_samples_max: of serving: most samples of a batch of several queries (``--max-batch-samples``).
-    """
+class Setup(Checked):
+    """What a plan chooses."""
 
     workload: Workload
     host: Host
-    ddr_bytes: float
-    hbm_bytes: float = 0.0
-    page_cache_bytes: float = 0.0
-    hosts: int = 1
+    ddr_bytes: float = option(0.0, "budget for rows, of one host, as ``tierstore.open`` takes it", low=0, high=_MOST)
+    hbm_bytes: float = option(0.0, "the same, of one accelerator", low=0, high=_MOST)
+    page_cache_bytes: float = option(0.0, "of a host's memory: left for pages of the stores' files", low=0, high=_MOST)
+    hosts: int = option(1, "each holds an equal part of the rows; 1: no network", low=1)
     policy: str = "lru"
-    prefetch_depth: int = 2
-    threads: int = 1
-    rows_per_read: float = 1.0
-    workers: int = 1
-    replicas: int = 1
-    batch_samples_max: int = 4096
+    prefetch_depth: int = option(2, "batches whose rows are fetched ahead", low=0)
+    threads: int = option(1, "of the store", low=1)
+    rows_per_read: float = option(1.0, "useful rows that a page brings in: more for a packed store", low=1)
+    workers: int = option(1, "of serving: processes of a host, each with its part of ddr_bytes", low=1)
+    replicas: int = option(1, "of serving: groups of hosts, each with all rows, that share the queries", low=1)
+    batch_samples_max: int = option(4096, "of serving: most samples of a batch of several queries", low=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy={excerpt(self.policy)} is not one of {', '.join(POLICIES)}")
+        if self.workload.is_training and (self.workers > 1 or self.replicas > 1):
+            raise ValueError("workers and replicas are for serving; training has hosts")
 
     @property
     def num_hosts(self) -> int:
@@ -127,8 +127,3 @@ class Prediction:
     price: Price
     latency: Latency | None = None
     not_modelled: tuple[str, ...] = NOT_MODELLED
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able."""
-        found: dict[str, Any] = plain(self)
-        return found

@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from ..settings.options import check_ranges, option
-from .host import Accelerator, Host, Memory, Processor, Storage
+from ..settings.options import option
+from .host import Accelerator, Checked, Host, Memory, Processor, Storage
 from .prediction import Prediction, Price
 
 __all__ = ["Pricing", "drive_writes_a_day", "host_usd", "host_watts", "price_of", "years_of_life"]
@@ -15,7 +15,7 @@ _DAYS_A_MONTH: Final = 365.25 / 12
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pricing:
+class Pricing(Checked):
     """Assumptions of money and time.
 
     Raises:
@@ -27,9 +27,6 @@ class Pricing:
     years: float = option(4.0, "for which hosts are used, and over which their price is spread", low=0.01, high=100)
     hours_a_day: float = option(24.0, "of use", low=0.01, high=24)
     warranty_years: float = option(5.0, "of drives: those over which their writes a day are rated", low=0.01, high=100)
-
-    def __post_init__(self) -> None:
-        check_ranges(self)
 
 
 def host_watts(host: Host) -> float:

@@ -5,12 +5,11 @@ from typing import Any, Literal, NamedTuple
 
 from .curves import MissRatioCurve
 from .json_file import plain
-from .marginal import Marginal
 from .plan_file import PlanFile
 from .prediction import Prediction, Setup
 from .search import describe_setup
 
-__all__ = ["Alternative", "Grid", "Line", "Placed", "PlanResult", "PricePart", "ShownCurve"]
+__all__ = ["Alternative", "Grid", "Line", "Marginal", "Placed", "PlanResult", "PricePart", "ShownCurve"]
 
 
 class ShownCurve(NamedTuple):
@@ -25,6 +24,20 @@ class ShownCurve(NamedTuple):
     name: str
     curve: MissRatioCurve
     chosen_rows: float | None = None
+
+
+class Marginal(NamedTuple):
+    """Attributes:
+    resource: "ddr", "hbm", "page cache", "ssd reads", "cores", ...
+    change: of each host's, as "+10 %" or "+1 GiB".
+    samples_per_s: more than without, of all hosts.
+    usd: price of the change at all hosts; None where the parts' prices do not say it.
+    """
+
+    resource: str
+    change: str
+    samples_per_s: float
+    usd: float | None
 
 
 class Line(NamedTuple):

@@ -7,11 +7,11 @@ from typing import Final, NamedTuple
 
 from ..cache import POLICIES as STORE_POLICIES
 from ..rows import DtypeName
-from ..settings.options import check_ranges, option
+from ..settings.options import option
 from ..system.excerpt import excerpt
 from ..system.sizes import format_size
 from .demand import Demand
-from .host import Host
+from .host import Checked, Host
 from .model import predict, queue_of
 from .prediction import Latency, Prediction, Setup
 from .price import Pricing, years_of_life
@@ -76,7 +76,7 @@ class Target:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchSpace:
+class SearchSpace(Checked):
     """[search]: what may vary where the setup leaves it open. The grid is the product of all of it.
 
     Raises:
@@ -93,7 +93,7 @@ class SearchSpace:
     runners_up: int = option(5, "shown beside the best, and as many that fail", low=0, high=1000)
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        super().__post_init__()
         for name, most in (("memory_shares", 1.0), ("row_shares", _USED_SHARE)):
             if not all(0 < share <= most for share in getattr(self, name)):
                 raise ValueError(f"{name}={getattr(self, name)}: expected numbers above 0, up to {most:g}")

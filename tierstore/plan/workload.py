@@ -7,8 +7,9 @@ from typing import Final, Literal, get_args
 from ..config import require_choice
 from ..optim import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
 from ..rows import MAX_ROWS, DtypeName, RowLayout
-from ..settings.options import check_ranges, option
+from ..settings.options import option
 from ..system.excerpt import excerpt
+from .host import Checked
 
 __all__ = ["OPTIMIZERS", "OptimizerName", "TableShape", "TableSpec", "Workload"]
 
@@ -17,7 +18,7 @@ OPTIMIZERS: Final[dict[str, type[Optimizer]]] = {kind.kind: kind for kind in (SG
 
 
 @dataclass(frozen=True, kw_only=True)
-class TableShape:
+class TableShape(Checked):
     """One table, and how often and how unevenly its rows are looked up."""
 
     name: str
@@ -27,7 +28,7 @@ class TableShape:
     exponent: float = option(1.05, "of Zipf's law of the rows' popularity, where no trace says it; 0: uniform", low=0)
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        super().__post_init__()
         if not self.name:
             raise ValueError("name='': expected a text")
 
@@ -47,7 +48,7 @@ class TableSpec(TableShape):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
+class Workload(Checked):
     """A model in use.
 
     Attributes:
@@ -67,7 +68,7 @@ class Workload:
     dense_flops: float = option(0.0, "of the model beside its tables, forward, a sample", low=0, high=1e15)
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        super().__post_init__()
         if not self.tables:
             raise ValueError("the workload has no table")
         twice = next((name for name, count in Counter(table.name for table in self.tables).items() if count > 1), None)

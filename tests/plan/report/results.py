@@ -7,10 +7,9 @@ import numpy as np
 
 from tests.plan.hosts import SHOP_HOST, shop_workload
 from tierstore.plan import MissRatioCurve
-from tierstore.plan.marginal import Marginal
 from tierstore.plan.plan_file import PlanFile, TargetSection
 from tierstore.plan.prediction import Latency, Prediction, Price, ResourceLoad, Setup, TierLoad
-from tierstore.plan.result import Alternative, Grid, Line, Placed, PlanResult, PricePart, ShownCurve
+from tierstore.plan.result import Alternative, Grid, Line, Marginal, Placed, PlanResult, PricePart, ShownCurve
 
 __all__ = ["HOSTILE", "made_curve", "made_result", "served_result"]
 

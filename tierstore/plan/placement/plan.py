@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal, NamedTuple
 
 from ...config import require_choice, require_int
-from ...settings.options import check_ranges, option
+from ...settings.options import option
 from ..demand import Demand
-from ..host import Host
+from ..host import Checked, Host
 from ..model import predict
 from ..prediction import Prediction, Setup, TierName
 from ..tiers import file_of
@@ -53,15 +53,12 @@ _UNLIMITED: Final = 1 << 62
 
 
 @dataclass(frozen=True, kw_only=True)
-class Room:
+class Room(Checked):
     """Which share of each memory may hold rows; the rest is the model's, the system's, and for batches under way."""
 
     hbm_share: float = option(0.8, "of an accelerator's memory", low=0, high=1)
     ddr_share: float = option(0.8, "of a host's memory", low=0, high=1)
     ssd_share: float = option(0.95, "of the drives; files are reckoned at their largest", low=0, high=1)
-
-    def __post_init__(self) -> None:
-        check_ranges(self)
 
 
 class PlacedPart(NamedTuple):

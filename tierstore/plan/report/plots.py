@@ -11,8 +11,7 @@ import numpy as np
 
 from ...system.sizes import format_size
 from ..curves import MissRatioCurve
-from ..marginal import Marginal
-from ..result import Alternative, Grid, Line, PlanResult, ShownCurve
+from ..result import Alternative, Grid, Line, Marginal, PlanResult, ShownCurve
 from .figure import (
     DASHES,
     TONES,

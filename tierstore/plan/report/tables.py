@@ -3,9 +3,8 @@
 from typing import Final
 
 from ...system.sizes import format_size
-from ..marginal import Marginal
 from ..prediction import ResourceLoad
-from ..result import PlanResult
+from ..result import Marginal, PlanResult
 from .figure import Table
 from .words import count, duration, money, named, named_words, quantity, resource, share, significant, watts
 
