@@ -13,17 +13,15 @@ import pytest
 from tests.plan.hosts import GPU, SHOP_HOST, shop_workload
 from tierstore.plan import plan_file
 from tierstore.plan.accesses import accesses_of, once_a_batch
-from tierstore.plan.asking import hosts_of, query_sizes_of, setup_of, workload_of
 from tierstore.plan.curves import curve
 from tierstore.plan.demand import Demand
 from tierstore.plan.model import predict
 from tierstore.plan.parts import write_host
 from tierstore.plan.placement import TableDemand, measured_demand, place
 from tierstore.plan.plan_file import PlanFile, TargetSection
-from tierstore.plan.planning import plan
+from tierstore.plan.planning import hosts_of, plan, query_sizes_of, setup_of, workload_of
 from tierstore.plan.presets import PRESETS, describe_workload, load_workload, workload_toml
-from tierstore.plan.remarks import warnings_of
-from tierstore.plan.result import PlanResult
+from tierstore.plan.result import PlanResult, warnings_of
 from tierstore.plan.search import describe_setup
 from tierstore.plan.traces import generate
 from tierstore.settings.sections import ConfigError

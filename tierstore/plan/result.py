@@ -1,15 +1,34 @@
-"""What a plan found: the answer and what supports it, for the terminal, the page and JSON."""
+"""What a plan found: the answer and what supports it, for the terminal, the page and JSON; and what is said beside the
+figures: warnings, where figures come from, and the parts of the price."""
 
+import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from itertools import groupby
+from typing import Any, Final, Literal, NamedTuple
 
+from ..cache import resolve_policy
+from ..system.sizes import format_size
+from .accesses import Accesses
 from .curves import MissRatioCurve
 from .json_file import plain
 from .plan_file import PlanFile
 from .prediction import Prediction, Setup
+from .price import years_of_life
 from .search import describe_setup
 
-__all__ = ["Alternative", "Grid", "Line", "Marginal", "Placed", "PlanResult", "PricePart", "ShownCurve"]
+__all__ = [
+    "Alternative",
+    "Grid",
+    "Line",
+    "Marginal",
+    "Placed",
+    "PlanResult",
+    "PricePart",
+    "ShownCurve",
+    "assumptions_of",
+    "price_parts_of",
+    "warnings_of",
+]
 
 
 class ShownCurve(NamedTuple):
@@ -145,3 +164,122 @@ class PlanResult:
         for own, each in zip(found["alternatives"], self.alternatives, strict=True):
             own["setup"] = describe_setup(each.setup)
         return found
+
+
+_FULL: Final = 0.9
+"""Of a memory: more, and the system has little left."""
+_LONG_TRACE: Final = 20
+"""Batches: with fewer, most of what a trace has are first uses."""
+
+
+def warnings_of(asked: PlanFile, prediction: Prediction) -> tuple[str, ...]:
+    """What a buyer must not overlook."""
+    return (*_missed(asked, prediction), *_worn(asked, prediction), *_tight(prediction), *_unheeded(asked))
+
+
+def _missed(asked: PlanFile, prediction: Prediction) -> list[str]:
+    """The target that a given setup does not reach. What a search found reaches it."""
+    target, price, latency = asked.target, prediction.price, prediction.latency
+    found = []
+    if target.samples_per_s > prediction.samples_per_s:
+        found.append(
+            f"the target is missed: {prediction.samples_per_s:,.4g} of {target.samples_per_s:,.4g} samples/s, bound by "
+            f"{prediction.bottleneck}"
+        )
+    if latency is not None and math.isinf(latency.p99_s):
+        found.append(f"the target is missed: {latency.queries_per_s:,.4g} queries/s come faster than they are answered")
+    elif latency is not None:
+        for name, value, limit in (("99 %", latency.p99_s, target.p99_ms), ("95 %", latency.p95_s, target.p95_ms)):
+            if limit and 1e3 * value > limit:
+                found.append(f"the target is missed: {name} of queries within {1e3 * value:.3g} ms, not {limit:g} ms")
+    for name, cost, limit in (
+        ("US dollars", price.usd, target.usd),
+        ("US dollars a month", price.usd_a_month, target.usd_a_month),
+        ("watts", price.watts, target.watts),
+    ):
+        if limit and cost > limit:
+            found.append(f"the target is missed: {cost:,.0f} {name}, {limit:,.0f} at most were asked for")
+    return found
+
+
+def _worn(asked: PlanFile, prediction: Prediction) -> list[str]:
+    life = years_of_life(prediction, asked.pricing)
+    if life >= asked.pricing.years:
+        return []
+    return [
+        f"drives wear out: the most written one lasts {12 * life:.3g} months of the {asked.pricing.years:g} years that "
+        "the plan counts on"
+    ]
+
+
+def _tight(prediction: Prediction) -> list[str]:
+    setup = prediction.setup
+    memory, used = setup.host.ddr.capacity_bytes, setup.ddr_bytes + setup.page_cache_bytes
+    found = []
+    if used > _FULL * memory:
+        found.append(
+            f"{format_size(used)} of {format_size(memory)} memory are for rows and page cache; little is left for the "
+            "system, the model and batches"
+        )
+    ddr = next(tier for tier in prediction.tiers if tier.tier == "ddr")
+    if setup.workload.is_training and ddr.rows < ddr.lookups:
+        found.append(
+            f"memory holds {ddr.rows:,.0f} rows and a batch needs {ddr.lookups:,.0f}: rows leave and come back within "
+            "a batch, and none are fetched ahead"
+        )
+    if prediction.price.usd == 0:
+        found.append("no part has a price, so nothing is said of money")
+    return found
+
+
+def _unheeded(asked: PlanFile) -> list[str]:
+    """What the file asks for and lacks something for."""
+    target, curves = asked.target, asked.curves
+    found = []
+    if (target.p95_ms or target.p99_ms) and not target.queries_per_s:
+        found.append("no latency is told: target.p95_ms and p99_ms are of queries at a rate, target.queries_per_s")
+    if (curves.policies or curves.by_table or curves.windows) and not asked.trace.path:
+        found.append("no curve of [curves] is shown: they are made of a trace, trace.path")
+    return found
+
+
+def price_parts_of(setup: Setup) -> tuple[PricePart, ...]:
+    """Of all hosts; they add up to the prediction's price."""
+    host, hosts = setup.host, setup.num_hosts
+    parts = [
+        PricePart("processors", hosts, hosts * host.processor.usd, hosts * host.processor.watts),
+        PricePart("memory", hosts, hosts * host.ddr.usd, hosts * host.ddr.watts),
+    ]
+    for gpu, alike in groupby(host.accelerators):
+        number = hosts * len(list(alike))
+        parts.append(PricePart("GPU", number, number * gpu.usd, number * gpu.watts))
+    for drive, same in groupby(host.storage):
+        number = hosts * len(list(same))
+        parts.append(PricePart("SSD", number, number * drive.usd, number * drive.watts))
+    return (*parts, PricePart("board, case, power supply", hosts, hosts * host.usd, hosts * host.watts))
+
+
+def assumptions_of(asked: PlanFile, setup: Setup, accesses: Accesses | None) -> tuple[str, ...]:
+    """Where the figures come from."""
+    found = []
+    if accesses is None:
+        exponents = sorted({table.exponent for table in setup.workload.tables})
+        span = f"{exponents[0]:g}" if len(exponents) == 1 else f"{exponents[0]:g} to {exponents[-1]:g}"
+        found.append(f"accesses: Zipf's law of exponent {span}, ids drawn independently; a trace of yours says more")
+    else:
+        rate = accesses.sampling_rate * asked.trace.sampling_rate
+        sample = "" if rate == 1 else f", curves by a sample of {100 * rate:g} % of the rows"
+        counted = "" if accesses.all_lookups is None else f" of {sum(accesses.all_lookups):,}"
+        found.append(
+            f"accesses: {asked.trace.path}, {len(accesses.keys):,}{counted} in {accesses.all_batches:,} batches"
+            f"{sample}; its batches are taken for those of the workload"
+        )
+        if accesses.all_batches < _LONG_TRACE:
+            found.append(
+                f"the trace has {accesses.all_batches} batches only: most rows in it are used for the first time"
+            )
+    found.append(f"host: {setup.host.source or setup.host.name}")
+    policy = resolve_policy(setup.policy)
+    if policy != "lru" and accesses is None:
+        found.append(f"{policy} without a trace: as if memory held the rows that are used most")
+    return tuple(found)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.plan.accesses import numbered
-from tierstore.plan.curves.lru import StackDistances
+from tierstore.plan.curves.replays import StackDistances
 
 pytestmark = pytest.mark.kernel
 MANY = 40_000 if JIT_ENABLED else 3_000

@@ -11,7 +11,7 @@ import pytest
 from tests.packed import random_trace
 from tierstore.kernels.jit import JIT_ENABLED
 from tierstore.plan import Accesses, accesses_of, once_a_batch
-from tierstore.plan.traces import foreign, read_accesses, write_accesses
+from tierstore.plan.traces import files, read_accesses, write_accesses
 from tierstore.plan.traces.files import trace_of
 from tierstore.trace import TableTrace, Trace, write_trace
 
@@ -98,7 +98,7 @@ def test_npz_of_a_key_without_a_table(tmp_path: Path) -> None:
 
 
 def test_more_accesses_than_rows_can_be_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foreign, "_MAX_NUMBERED", 3)
+    monkeypatch.setattr(files, "_MAX_NUMBERED", 3)
     np.save(tmp_path / "keys.npy", np.array([1 << 63] * 4, np.uint64))
     with pytest.raises(ValueError, match=r"keys.npy: 4 accesses; rows of at most 3 can be told apart: split the file"):
         read_accesses(tmp_path / "keys.npy")
@@ -135,7 +135,7 @@ def test_npy_of_hashes_is_rows_in_order_of_first_use(tmp_path: Path, dtype: Any)
 
 
 def test_files_longer_than_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foreign, "_CHUNK", 7)
+    monkeypatch.setattr(files, "_CHUNK", 7)
     for seed in range(3):
         accesses = random_accesses(seed)
         accesses = accesses._replace(starts=np.arange(len(accesses.keys) + 1))
@@ -214,8 +214,8 @@ def test_oracle_general_is_written_as_libcachesim_reads_it(tmp_path: Path, name:
 def test_next_uses() -> None:
     for seed in range(4):
         keys = np.random.default_rng(seed).integers(0, 15, 200 if JIT_ENABLED else 60)
-        assert foreign.next_uses(keys).tolist() == brute_next_uses(keys.tolist())
-    assert not len(foreign.next_uses(np.empty(0, np.int64)))
+        assert files.next_uses(keys).tolist() == brute_next_uses(keys.tolist())
+    assert not len(files.next_uses(np.empty(0, np.int64)))
 
 
 def test_oracle_general_of_hashed_objects(tmp_path: Path) -> None:

@@ -1,8 +1,7 @@
 """Miss-ratio curves: simulated, exactly or from a sample of the rows."""
 
-from .base import POLICIES, MissRatioCurve
+from .base import POLICIES, MissRatioCurve, describe_curves
 from .build import Window, by_table, curve, windows
-from .text import describe_curves
 
 __all__ = [
     "POLICIES",

@@ -16,7 +16,6 @@ from .figure import (
     DASHES,
     TONES,
     Plot,
-    Table,
     axis,
     bars,
     byte_ticks,
@@ -27,8 +26,27 @@ from .figure import (
     ticks_at,
     time_ticks,
 )
-from .tables import NEGLIGIBLE, gains_table, loads_table, placements_table, price_table, ranked_loads, tiers_table
-from .words import count, duration, money, named, named_words, quantity, resource, sentence, share, summary_of, watts
+from .words import (
+    NEGLIGIBLE,
+    Table,
+    count,
+    duration,
+    gains_table,
+    loads_table,
+    money,
+    named,
+    named_words,
+    placements_table,
+    price_table,
+    quantity,
+    ranked_loads,
+    resource,
+    sentence,
+    share,
+    summary_of,
+    tiers_table,
+    watts,
+)
 
 __all__ = ["plots_of", "thinned"]
 
