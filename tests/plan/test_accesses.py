@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from tierstore.plan import accesses_of, of_table, once_a_batch
-from tierstore.plan.accesses import numbered, of_tables
+from tierstore.plan import accesses_of, of_tables, once_a_batch
+from tierstore.plan.accesses import numbered
 from tierstore.trace import TableTrace, Trace
 
 BATCH = 4
@@ -70,10 +70,10 @@ def test_batches_that_a_recording_does_not_list() -> None:
 def test_lookups_of_all_rows_go_with_their_tables() -> None:
     accesses = accesses_of(replace(random_trace(6, 10), all_lookups=(300, 200)))
     assert accesses.all_lookups == (300, 200)
-    assert of_table(accesses, 0).all_lookups == (300, 0)
-    assert of_table(accesses, 1).all_lookups == (0, 200)
+    assert of_tables(accesses, [0]).all_lookups == (300, 0)
+    assert of_tables(accesses, [1]).all_lookups == (0, 200)
     assert once_a_batch(accesses).all_lookups is None
-    assert of_table(once_a_batch(accesses), 1).all_lookups is None
+    assert of_tables(once_a_batch(accesses), 1).all_lookups is None
 
 
 def test_each_row_of_a_batch_once_in_order_of_first_use() -> None:
@@ -84,7 +84,7 @@ def test_each_row_of_a_batch_once_in_order_of_first_use() -> None:
 
 def test_accesses_of_one_table() -> None:
     trace = random_trace(2, 30)
-    found = of_table(accesses_of(trace), 1)
+    found = of_tables(accesses_of(trace), 1)
     assert listed(found.keys, found.starts) == [[key for key in batch if key >> 40] for batch in batches_of(trace)]
 
 

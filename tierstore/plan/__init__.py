@@ -1,6 +1,6 @@
 """Capacity planning: from accesses and a host's parts to hit rates, speed, wear, power and money."""
 
-from .accesses import Accesses, accesses_of, of_table, once_a_batch
+from .accesses import Accesses, accesses_of, of_tables, once_a_batch
 from .curves import MissRatioCurve
 from .host import Accelerator, Host, Link, Memory, Processor, SoftwareCosts, Storage
 from .prediction import Prediction, Setup
@@ -21,6 +21,6 @@ __all__ = [
     "TableShape",
     "Workload",
     "accesses_of",
-    "of_table",
+    "of_tables",
     "once_a_batch",
 ]

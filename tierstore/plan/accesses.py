@@ -12,7 +12,7 @@ from ..kernels.jit import kernel
 from ..rows import KEY_ROW_BITS
 from ..trace import Trace
 
-__all__ = ["Accesses", "Numbered", "accesses_of", "numbered", "of_table", "of_tables", "once_a_batch"]
+__all__ = ["Accesses", "Numbered", "accesses_of", "numbered", "of_tables", "once_a_batch"]
 
 
 class Accesses(NamedTuple):
@@ -116,11 +116,6 @@ def _first_in_batch(numbers: NDArray[np.int32], starts: Int64s, newest: Int64s, 
         for position in range(starts[batch], starts[batch + 1]):
             is_first[position] = newest[numbers[position]] != batch
             newest[numbers[position]] = batch
-
-
-def of_table(accesses: Accesses, index: int) -> Accesses:
-    """Those of one table."""
-    return of_tables(accesses, [index])
 
 
 def of_tables(accesses: Accesses, indexes: Sequence[int]) -> Accesses:

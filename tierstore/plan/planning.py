@@ -1,7 +1,6 @@
 """``plan``: from a plan file to what it names, to its answer, and to all that a report shows of it."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -41,6 +40,7 @@ from .workload import Workload
 __all__ = ["Progress", "hosts_of", "plan", "query_sizes_of", "setup_of", "workload_of"]
 
 _STAGES: Final = ("accesses", "setup", "curves", "what would change it", "placement")
+_Part = TypeVar("_Part")
 _SEARCHED: Final = ("ddr", "hosts", "policy")
 """Keys of [setup] that a search heeds: hosts as the only count."""
 
@@ -66,30 +66,34 @@ def plan(asked: PlanFile, *, progress: Progress | None = None) -> PlanResult:
             progress(_STAGES[min(done, len(_STAGES) - 1)], done, len(_STAGES))
 
     tell(0)
-    workload, hosts, accesses = workload_of(asked), hosts_of(asked), accesses_of_plan(asked)
+    workload, hosts, sizes = workload_of(asked), hosts_of(asked), query_sizes_of(asked)
+    accesses = read_accesses(asked.trace.path) if asked.trace.path else None
     if asked.target.queries_per_s and workload.is_training:
         raise ConfigError(
             f"target.queries_per_s = {asked.target.queries_per_s:g}: the workload trains, with {workload.optimizer}; "
             'set workload.optimizer = "none" to plan serving, or ask for samples_per_s'
         )
-    demand = _demand(asked, workload, accesses)
-    tell(1)
-    alternatives: tuple[Alternative, ...] = ()
-    found: SearchResult | None = None
-    rate = asked.target.queries_per_s or None
-    predicted = partial(predict, query_sizes=query_sizes_of(asked), queries_per_s=rate, pricing=asked.pricing)
-    if asked.is_fixed:
-        prediction = predicted(setup_of(asked, workload, hosts[0]), demand)
+    policy, rate = asked.setup.policy, asked.trace.sampling_rate
+    if accesses is None:
+        demand = Demand.analytic(workload, policy)
     else:
-        found = _search(asked, workload, demand, hosts)
-        prediction, alternatives = found.best, _alternatives(found, asked.search.runners_up)
-        demand = demand.laid_out(prediction.setup.workload)
+        demand = Demand.from_accesses(workload, accesses, policy, sampling_rate=rate)
+    tell(1)
+    # Without a rate of queries: latencies take long to simulate, and no plot shows them.
+    quick: Predict = partial(predict, query_sizes=sizes, pricing=asked.pricing)
+    found: SearchResult | None = None
+    if asked.is_fixed:
+        queries_per_s = asked.target.queries_per_s or None
+        setup = setup_of(asked, workload, hosts[0])
+        prediction = predict(setup, demand, query_sizes=sizes, queries_per_s=queries_per_s, pricing=asked.pricing)
+    else:
+        target, space = _target_of(asked), _space_of(asked, workload)
+        found = search(workload, demand, hosts, target, space=space, pricing=asked.pricing, query_sizes=sizes)
+        prediction, setup = found.best, found.best.setup
+        demand = demand.laid_out(setup.workload)
     tell(2)
-    curves = _curves(asked, prediction.setup, demand, accesses)
+    curves = _curves(asked, setup, demand, accesses)
     tell(3)
-    setup = prediction.setup
-    # Without a rate: latencies take long to simulate, and no plot shows them.
-    quick = partial(predict, query_sizes=query_sizes_of(asked), pricing=asked.pricing)
     gains = marginal_values(setup, demand, asked.pricing)
     lines = _lines(setup, demand, quick, has_trace=accesses is not None)
     grid = grid_of(setup, demand, quick)
@@ -103,7 +107,7 @@ def plan(asked: PlanFile, *, progress: Progress | None = None) -> PlanResult:
         gains=gains,
         lines=lines,
         grid=grid,
-        alternatives=alternatives,
+        alternatives=() if found is None else _alternatives(found, asked.search.runners_up),
         placements=_placements(setup, demand, quick, accesses),
         price_parts=price_parts_of(setup),
         warnings=(*warnings_of(asked, prediction), *(() if found is None else _unused(asked))),
@@ -111,25 +115,6 @@ def plan(asked: PlanFile, *, progress: Progress | None = None) -> PlanResult:
     )
     tell(len(_STAGES))
     return result
-
-
-def _demand(asked: PlanFile, workload: Workload, accesses: Accesses | None) -> Demand:
-    policy = asked.setup.policy
-    if accesses is None:
-        return Demand.analytic(workload, policy)
-    return Demand.from_accesses(workload, accesses, policy, sampling_rate=asked.trace.sampling_rate)
-
-
-def _search(asked: PlanFile, workload: Workload, demand: Demand, hosts: Sequence[Host]) -> SearchResult:
-    return search(
-        workload,
-        demand,
-        hosts,
-        target_of(asked),
-        space=space_of(asked, workload),
-        pricing=asked.pricing,
-        query_sizes=query_sizes_of(asked),
-    )
 
 
 def _alternatives(found: SearchResult, most: int) -> tuple[Alternative, ...]:
@@ -202,7 +187,7 @@ def _placed(found: PlacementPlan) -> Placed:
     return Placed(found.strategy, step.step_s, step.bottleneck, "")
 
 
-_Part = TypeVar("_Part")
+# What the file names
 
 
 def workload_of(asked: PlanFile) -> Workload:
@@ -303,11 +288,6 @@ def setup_of(asked: PlanFile, workload: Workload, host: Host) -> Setup:
     )
 
 
-def accesses_of_plan(asked: PlanFile) -> Accesses | None:
-    """Those of the trace; None without one."""
-    return read_accesses(asked.trace.path) if asked.trace.path else None
-
-
 def query_sizes_of(asked: PlanFile) -> tuple[float, ...] | None:
     """Samples of queries, each as likely; None where the file names none.
 
@@ -325,23 +305,23 @@ def query_sizes_of(asked: PlanFile) -> tuple[float, ...] | None:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def target_of(asked: PlanFile) -> Target:
+def _target_of(asked: PlanFile) -> Target:
     """What the search must reach.
 
     Raises:
         ValueError: the section asks for nothing.
     """
     section = asked.target
-    scales = {"samples_per_s": 1, "queries_per_s": 1, "p95_ms": 1e-3, "p99_ms": 1e-3}
-    scales |= {"usd": 1, "usd_a_month": 1, "watts": 1}
-    given = {name.replace("_ms", "_s"): scale * getattr(section, name) for name, scale in scales.items()}
+    given: dict[str, float] = {"p95_s": 1e-3 * section.p95_ms, "p99_s": 1e-3 * section.p99_ms}
+    alike = ("samples_per_s", "queries_per_s", "usd", "usd_a_month", "watts")
+    given |= {name: getattr(section, name) for name in alike}
     try:
         return Target(**{name: value for name, value in given.items() if value})
     except ValueError as error:
         raise ConfigError(f"[target]: {error}; or give setup.ddr, to predict one setup") from None
 
 
-def space_of(asked: PlanFile, workload: Workload) -> SearchSpace:
+def _space_of(asked: PlanFile, workload: Workload) -> SearchSpace:
     """What may vary: as the section says; rows stay of their type, and hosts as many as the setup has, if it says."""
     hosts = (asked.setup.hosts,) if asked.setup.hosts else asked.search.hosts
     return replace(asked.search, dtypes=asked.search.dtypes or (workload.dtype,), hosts=hosts)

@@ -2,12 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-
-from ..json_file import plain
 
 __all__ = ["POLICIES", "MissRatioCurve", "describe_curves"]
 
@@ -44,19 +42,6 @@ class MissRatioCurve:
     def hit_rate(self, rows: float) -> float:
         """1 - miss_ratio."""
         return 1 - self.miss_ratio(rows)
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able; ``from_dict`` reads it back."""
-        found: dict[str, Any] = plain(self)
-        return found
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> "MissRatioCurve":
-        arrays = {
-            "sizes": np.array(fields["sizes"], np.int64),
-            "miss_ratios": np.array(fields["miss_ratios"], np.float64),
-        }
-        return cls(**(fields | arrays))
 
 
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
