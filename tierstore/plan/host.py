@@ -118,19 +118,17 @@ class SoftwareCosts(Checked):
 
     def lookup_ns(self, *, ids: float, rows: float, bags: float, row_bytes: float) -> float:
         """Of pooling, on one core; ``rows``: distinct ones, each table's by itself."""
-        return (
-            ids * (self.pool_ns + self.pool_ns_per_byte * row_bytes)
-            + rows * (self.pool_row_ns + self.pool_row_ns_per_byte * row_bytes)
-            + bags * (self.pool_bag_ns + self.pool_bag_ns_per_byte * row_bytes)
-        )
+        return self._ns("pool", ids, rows, bags, row_bytes)
 
     def training_ns(self, *, ids: float, rows: float, bags: float, row_bytes: float) -> float:
         """Of backward and optimizer, beyond ``lookup_ns``, on one core."""
-        return (
-            ids * (self.update_ns + self.update_ns_per_byte * row_bytes)
-            + rows * (self.update_row_ns + self.update_row_ns_per_byte * row_bytes)
-            + bags * (self.update_bag_ns + self.update_bag_ns_per_byte * row_bytes)
-        )
+        return self._ns("update", ids, rows, bags, row_bytes)
+
+    def _ns(self, what: str, ids: float, rows: float, bags: float, row_bytes: float) -> float:
+        total = 0.0
+        for name, count in ((what, ids), (f"{what}_row", rows), (f"{what}_bag", bags)):
+            total += count * (getattr(self, f"{name}_ns") + getattr(self, f"{name}_ns_per_byte") * row_bytes)
+        return total
 
     def admission_ns(self, *, ids: float, rows: float) -> float:
         """Of finding them in a cache in which not all rows fit."""

@@ -1,5 +1,5 @@
-"""What a prediction would be were something else: a little more of each resource (finite differences), or one quantity,
-or two, from much less to much more; all else staying."""
+"""What a prediction would be were one thing, or two, another, all else staying: a little more of each resource (finite
+differences), or much less and much more of a quantity."""
 
 import contextlib
 import math
@@ -14,7 +14,7 @@ from .prediction import Prediction, Setup
 from .price import Pricing
 from .result import Grid, Line, Marginal
 
-__all__ = ["Predict", "batch_line", "ddr_line", "ddr_sizes", "exponent_line", "grid_of", "marginal_values"]
+__all__ = ["Predict", "batch_line", "ddr_line", "exponent_line", "grid_of", "marginal_values"]
 
 _STEP: Final = 0.1
 _GIB: Final = float(2**30)
@@ -126,7 +126,7 @@ def _more_cores(setup: Setup) -> _Change:
 # From much less to much more
 
 
-def ddr_sizes(setup: Setup, steps: int = 2) -> tuple[float, ...]:
+def _ddr_sizes(setup: Setup, steps: int = 2) -> tuple[float, ...]:
     """Budgets around the setup's, which is among them: from a thousandth of a host's rows to all of them and more.
 
     Args:
@@ -139,10 +139,12 @@ def ddr_sizes(setup: Setup, steps: int = 2) -> tuple[float, ...]:
     return tuple(setup.ddr_bytes * 2 ** (power / steps) for power in range(first, last + 1))
 
 
-def ddr_line(setup: Setup, demand: Demand, predict: Predict, steps: int = 2) -> Line:
+def ddr_line(setup: Setup, demand: Demand, predicted: Predict, steps: int = 2) -> Line:
     """Over the budget of host memory; beyond what the host has, as if it had more."""
-    sizes = ddr_sizes(setup, steps)
-    return _line("DDR for rows", "bytes", sizes, setup.ddr_bytes, lambda size: predict(_with_ddr(setup, size), demand))
+    sizes = _ddr_sizes(setup, steps)
+    return _line(
+        "DDR for rows", "bytes", sizes, setup.ddr_bytes, lambda size: predicted(_with_ddr(setup, size), demand)
+    )
 
 
 def _with_ddr(setup: Setup, ddr_bytes: float) -> Setup:
@@ -176,42 +178,42 @@ def _line(
     )
 
 
-def batch_line(setup: Setup, policy: str, predict: Predict) -> Line:
+def batch_line(setup: Setup, policy: str, predicted: Predict) -> Line:
     """Over the samples of a batch; by the law of the tables, since a trace has its own batches."""
 
-    def predicted(samples: float) -> Prediction:
+    def at(samples: float) -> Prediction:
         workload = replace(setup.workload, batch_samples=int(samples))
-        return predict(replace(setup, workload=workload), Demand.analytic(workload, policy))
+        return predicted(replace(setup, workload=workload), Demand.analytic(workload, policy))
 
     now = setup.workload.batch_samples
     values = sorted({float(max(1, round(now * factor))) for factor in _BATCH_FACTORS})
-    return _line("batch", "samples", values, float(now), predicted)
+    return _line("batch", "samples", values, float(now), at)
 
 
-def exponent_line(setup: Setup, policy: str, predict: Predict) -> Line:
+def exponent_line(setup: Setup, policy: str, predicted: Predict) -> Line:
     """Over how uneven the accesses are: the exponents of all tables, moved together."""
 
-    def predicted(shift: float) -> Prediction:
+    def at(shift: float) -> Prediction:
         tables = tuple(replace(each, exponent=max(0.0, each.exponent + shift)) for each in setup.workload.tables)
         workload = replace(setup.workload, tables=tables)
-        return predict(replace(setup, workload=workload), Demand.analytic(workload, policy))
+        return predicted(replace(setup, workload=workload), Demand.analytic(workload, policy))
 
-    return _line("change of all exponents", "", _SHIFTS, 0.0, predicted)
+    return _line("change of all exponents", "", _SHIFTS, 0.0, at)
 
 
-def grid_of(setup: Setup, demand: Demand, predict: Predict) -> Grid | None:
+def grid_of(setup: Setup, demand: Demand, predicted: Predict) -> Grid | None:
     """Budgets of memory by reads of the drives; None without drives."""
     drives = setup.host.storage
     now = sum(drive.reads_per_s for drive in drives)
     # The plan's own is among the most, and what is smallest changes least.
-    sizes = ddr_line(setup, demand, predict, steps=1).values[-_GRID_SIZES:]
+    sizes = ddr_line(setup, demand, predicted, steps=1).values[-_GRID_SIZES:]
     if not now or len(sizes) < 2:
         return None
 
     def samples_per_s(size: float, factor: float) -> float:
         own = _with_ddr(setup, size)
         faster = tuple(replace(drive, reads_per_s=max(1.0, drive.reads_per_s * factor)) for drive in drives)
-        return predict(replace(own, host=replace(own.host, storage=faster)), demand).samples_per_s
+        return predicted(replace(own, host=replace(own.host, storage=faster)), demand).samples_per_s
 
     rows = tuple(tuple(samples_per_s(size, factor) for size in sizes) for factor in _FACTORS)
     return Grid(sizes, tuple(now * factor for factor in _FACTORS), rows, setup.ddr_bytes, now)

@@ -79,6 +79,8 @@ class Target:
 class SearchSpace(Checked):
     """[search]: what may vary where the setup leaves it open. The grid is the product of all of it.
 
+    Without ``dtypes`` a plan file's rows keep theirs; ``search`` itself looks at all that the work allows.
+
     Raises:
         ValueError: names the field, its value and what is accepted.
     """
