@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 from ...system.sizes import format_size
-from .words import Table, duration, named, quantity
+from .words import duration, named, quantity
 
 __all__ = [
     "DASHES",
     "TONES",
     "Plot",
+    "Table",
     "axis",
     "bars",
     "byte_ticks",
@@ -32,6 +33,13 @@ DASHES: Final = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 _MAX_TICKS: Final = 6
 Figure = dict[str, Any]
 Ticks = Callable[[float, float], tuple[list[float], list[str]]]
+
+
+class Table(NamedTuple):
+    """Text, as people read it; not escaped yet."""
+
+    columns: tuple[str, ...]
+    rows: Sequence[Sequence[str]]
 
 
 class Plot(NamedTuple):

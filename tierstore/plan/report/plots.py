@@ -16,6 +16,7 @@ from .figure import (
     DASHES,
     TONES,
     Plot,
+    Table,
     axis,
     bars,
     byte_ticks,
@@ -26,27 +27,8 @@ from .figure import (
     ticks_at,
     time_ticks,
 )
-from .words import (
-    NEGLIGIBLE,
-    Table,
-    count,
-    duration,
-    gains_table,
-    loads_table,
-    money,
-    named,
-    named_words,
-    placements_table,
-    price_table,
-    quantity,
-    ranked_loads,
-    resource,
-    sentence,
-    share,
-    summary_of,
-    tiers_table,
-    watts,
-)
+from .tables import NEGLIGIBLE, gains_table, loads_table, placements_table, price_table, ranked_loads, tiers_table
+from .words import count, duration, money, named, named_words, quantity, resource, sentence, share, summary_of, watts
 
 __all__ = ["plots_of", "thinned"]
 

@@ -5,24 +5,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from ..result import PlanResult
-from .words import (
-    NEGLIGIBLE,
-    answer,
-    asked,
-    gains_table,
-    loads_table,
-    money,
-    named_words,
-    placements_table,
-    price_table,
-    ranked_loads,
-    resource,
-    significant,
-    speed,
-    summary_of,
-    targets,
-    tiers_table,
-)
+from .tables import NEGLIGIBLE, gains_table, loads_table, placements_table, price_table, ranked_loads, tiers_table
+from .words import answer, asked, money, named_words, resource, significant, speed, summary_of, targets
 
 __all__ = ["columns_of", "describe"]
 

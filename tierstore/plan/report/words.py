@@ -1,30 +1,21 @@
-"""Figures as people read them, the plan in sentences (what was asked, and the answer), and the result's tables: those
-of the terminal, which the page has beneath its plots."""
+"""Figures as people read them, and the plan in sentences: what was asked, and the answer."""
 
 import math
-from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from ...system.sizes import format_size
-from ..prediction import Prediction, ResourceLoad, Setup
-from ..result import Marginal, PlanResult
+from ..prediction import Prediction, Setup
+from ..result import PlanResult
 
 __all__ = [
-    "NEGLIGIBLE",
-    "Table",
     "answer",
     "asked",
     "count",
     "duration",
-    "gains_table",
-    "loads_table",
     "money",
     "named",
     "named_words",
-    "placements_table",
-    "price_table",
     "quantity",
-    "ranked_loads",
     "resource",
     "sentence",
     "share",
@@ -32,7 +23,6 @@ __all__ = [
     "speed",
     "summary_of",
     "targets",
-    "tiers_table",
     "watts",
     "within",
 ]
@@ -187,69 +177,3 @@ def within(result: PlanResult) -> str:
     setup = result.prediction.setup
     whole = setup.workload.table_bytes / setup.hosts
     return f"memory for {share(min(1.0, setup.ddr_bytes / whole))} of the bytes of all rows"
-
-
-NEGLIGIBLE: Final = 1e-4
-"""Of the samples a second: a gain of less is nothing."""
-
-
-class Table(NamedTuple):
-    """Text, as people read it; not escaped yet."""
-
-    columns: tuple[str, ...]
-    rows: Sequence[Sequence[str]]
-
-
-def tiers_table(result: PlanResult) -> Table:
-    rows = [
-        (tier.tier, format_size(tier.capacity_bytes), count(tier.rows), count(tier.lookups), share(tier.hit_rate, 2))
-        for tier in result.prediction.tiers
-    ]
-    return Table(("tier", "capacity", "rows", "lookups", "hit rate"), rows)
-
-
-def ranked_loads(result: PlanResult) -> list[ResourceLoad]:
-    """Those that take time, the longest first; of equal ones the bottleneck."""
-    own = result.prediction.bottleneck
-    busy = [load for load in result.prediction.loads if load.seconds]
-    return sorted(busy, key=lambda load: (-load.seconds, load.resource != own))
-
-
-def loads_table(result: PlanResult) -> Table:
-    rows = [
-        (resource(load.resource), duration(load.seconds), quantity(load.amount, load.unit))
-        for load in ranked_loads(result)
-    ]
-    return Table(("resource", "time", "work"), rows)
-
-
-def gains_table(result: PlanResult, gains: list[Marginal]) -> Table:
-    now = result.prediction.samples_per_s
-    rows = [
-        (
-            resource(gain.resource),
-            gain.change,
-            f"+{count(gain.samples_per_s)}",
-            f"+{share(gain.samples_per_s / now, 2)}",
-            "-" if gain.usd is None else money(gain.usd),
-            significant(gain.samples_per_s / gain.usd) if gain.usd else "-",
-        )
-        for gain in gains
-    ]
-    return Table(("resource", "change", "samples/s", "of now", "USD", "samples/s a USD"), rows)
-
-
-def placements_table(result: PlanResult) -> Table:
-    rows = [
-        (each.strategy, "-", named_words(each.note))
-        if each.note
-        else (each.strategy, duration(each.step_s), f"bound by {resource(each.bottleneck)}")
-        for each in result.placements
-    ]
-    return Table(("strategy", "step", "why"), rows)
-
-
-def price_table(result: PlanResult) -> Table:
-    price = result.prediction.price
-    rows = [(named(part.name), f"{part.number:,}", money(part.usd), watts(part.watts)) for part in result.price_parts]
-    return Table(("part", "count", "USD", "power"), [*rows, ("all", "", money(price.usd), watts(price.watts))])
