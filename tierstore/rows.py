@@ -18,8 +18,6 @@ from typing import Final, Literal, get_args
 import numpy as np
 import torch
 
-__all__ = ["KEY_ROW_BITS", "MAX_ROWS", "MAX_TABLES", "DtypeName", "FloatName", "QuantizedName", "RowLayout"]
-
 FloatName = Literal["float32", "float16", "bfloat16"]
 QuantizedName = Literal["int8", "int4"]
 DtypeName = Literal[FloatName, QuantizedName]

@@ -24,8 +24,6 @@ from ..system.signals import shielded
 from .hbm import HbmLookup
 from .lookup import Lookup
 
-__all__ = ["Turn", "collect", "note_pass"]
-
 _NUMBERS: Final = itertools.count()
 _LOCK: Final = threading.Lock()
 

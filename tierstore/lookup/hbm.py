@@ -25,8 +25,6 @@ from .joined import Joined
 from .lookup import MODES
 from .merging import Merged
 
-__all__ = ["HbmLookup"]
-
 _WIDE: Final = 4
 """float32 that a thread of a GPU moves at a time, 16 bytes."""
 

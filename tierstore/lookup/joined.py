@@ -16,8 +16,6 @@ from ..rows import KEY_ROW_BITS
 from ..system.signals import shielded
 from .tables import LookupTable
 
-__all__ = ["Jagged", "Joined", "Sources"]
-
 
 class Jagged(NamedTuple):
     """Ids of many features, key-major: all bags of feature 0, then all of feature 1, ...

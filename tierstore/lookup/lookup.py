@@ -23,8 +23,6 @@ from .joined import Joined
 from .merging import Merged
 from .tables import FillsOutput, in_pool_of
 
-__all__ = ["MODES", "Lookup", "new_output"]
-
 MODES: Final = {"sum": kernels.SUM, "mean": kernels.MEAN, "max": kernels.MAX}
 
 

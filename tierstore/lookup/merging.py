@@ -12,8 +12,6 @@ from ..pool.residency import Numbering
 from .joined import Joined
 from .tables import LookupTable
 
-__all__ = ["Merged"]
-
 _INT32_MAX: Final = 2**31 - 1
 
 

@@ -12,8 +12,6 @@ from ..kernels.threads import Workers
 from ..pool import Pool
 from ..rows import RowLayout
 
-__all__ = ["FillsOutput", "LookupStore", "LookupTable", "in_pool_of"]
-
 _T = TypeVar("_T")
 
 

@@ -20,8 +20,6 @@ from ..system.excerpt import excerpt
 from .function import Announced, Prepared, PreparedLookups, run_lookups
 from .jagged import JaggedLike, KeyedTensor
 
-__all__ = ["TieredEmbeddingBagCollection"]
-
 
 class _Feature(NamedTuple):
     name: str

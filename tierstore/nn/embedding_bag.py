@@ -10,8 +10,6 @@ from ..lookup.lookup import MODES
 from ..store import Table
 from .function import Announced, Prepared, PreparedLookups, run_lookups
 
-__all__ = ["TieredEmbeddingBag"]
-
 
 class TieredEmbeddingBag(nn.Module):
     """Pools rows of one table; called as ``torch.nn.EmbeddingBag`` is.

@@ -16,8 +16,6 @@ from ..pool import Pool
 from ..store import Store
 from .replicas import require_one_process
 
-__all__ = ["Announced", "Prepared", "PreparedLookups", "run_lookups"]
-
 RowsRead = list[tuple[LookupTable, int]]
 
 

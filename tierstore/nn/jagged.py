@@ -7,8 +7,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["JaggedLike", "KeyedJaggedTensor", "KeyedTensor"]
-
 
 class JaggedLike(Protocol):
     """What a collection asks of its input; TorchRec's KeyedJaggedTensor answers it too."""

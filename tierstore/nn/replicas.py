@@ -8,8 +8,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..store import Store
 
-__all__ = ["require_one_process"]
-
 _REPLICATED: Final["weakref.WeakKeyDictionary[torch.nn.Module, int]"] = weakref.WeakKeyDictionary()
 """Processes that replicate a module: a reentrant checkpoint trains in backward, where nothing tells of them."""
 

@@ -12,8 +12,6 @@ from ..kernels.jit import kernel
 from ..rows import KEY_ROW_BITS
 from ..trace import Trace
 
-__all__ = ["Accesses", "Numbered", "accesses_of", "numbered", "of_tables", "once_a_batch"]
-
 
 class Accesses(NamedTuple):
     """Rows in the order in which they are asked for.

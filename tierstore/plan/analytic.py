@@ -16,9 +16,6 @@ import numpy as np
 from ..kernels.arrays import Float64s
 from .curves import MissRatioCurve
 
-__all__ = ["Popularity", "frequency_curve", "lru_curve", "popularity", "zipf_bins"]
-
-
 _SINGLE_RANKS: Final = 256
 """The hottest rows have a bin each."""
 _BIN_GROWTH: Final = 1.02

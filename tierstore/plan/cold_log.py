@@ -20,9 +20,6 @@ from ..pool.writeback import rows_a_write
 from ..rows import BLOCK_HEADER_WORDS, KEY_ROW_BITS, PAIR_WORDS, RowLayout
 from .accesses import Accesses, numbered
 
-__all__ = ["ColdLog", "LogShares", "Writing", "cold_log_of", "pages_of_rows"]
-
-
 _STEPS_AN_OCTAVE: Final = 2
 
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from .curves import MissRatioCurve
     from .curves.build import CurveOptions
 
-__all__ = ["COMMANDS"]
-
 
 def _require_writable(path: str | None, sources: list[str], *, force: bool) -> None:
     """What would prevent the file, told before minutes of work."""
@@ -29,9 +27,10 @@ def _require_writable(path: str | None, sources: list[str], *, force: bool) -> N
 def _run(options: argparse.Namespace) -> int:
     import sys
 
+    from ..settings.sections import to_toml
     from ..system.output import write_text
     from .json_file import write_json
-    from .plan_file import PlanFile, load, parse_override, to_toml
+    from .plan_file import PlanFile, load, parse_override
 
     if options.keys:
         print(to_toml(PlanFile(), with_help=True), end="")

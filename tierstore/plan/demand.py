@@ -17,8 +17,6 @@ from .cold_log import ColdLog, cold_log_of
 from .curves import MissRatioCurve, curve
 from .workload import TableShape, Workload
 
-__all__ = ["ANALYTIC_POLICIES", "Demand", "PoolDemand"]
-
 ANALYTIC_POLICIES: Final = ("lru", "lfu", "tinylfu", "perfect-lfu")
 """Of all but the first the curve is that of perfect-lfu."""
 

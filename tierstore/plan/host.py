@@ -8,8 +8,6 @@ from typing import Final
 
 from ..settings.options import check_ranges, option
 
-__all__ = ["Accelerator", "Checked", "Host", "Link", "Memory", "Processor", "SoftwareCosts", "Storage"]
-
 _MOST: Final = 1e18
 
 

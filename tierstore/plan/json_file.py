@@ -12,8 +12,6 @@ import numpy as np
 
 from ..system.output import write_text
 
-__all__ = ["plain", "write_json"]
-
 
 def plain(value: Any) -> Any:
     """Dicts, lists, texts, numbers and None in place of dataclasses, named tuples and arrays; None for what JSON has no

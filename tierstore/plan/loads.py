@@ -12,20 +12,6 @@ from typing import Final, NamedTuple
 from .prediction import ResourceLoad, Setup
 from .tiers import PoolLoad, segment_bytes
 
-__all__ = [
-    "AHEAD",
-    "DRIVES",
-    "LINKS",
-    "SERIAL",
-    "SHARED",
-    "WAITS",
-    "bottleneck_of",
-    "fixed_seconds",
-    "loads_of",
-    "step_seconds",
-    "written_bytes",
-]
-
 SERIAL: Final = ("batch", "lookups", "hbm", "model", "network", "wait for a core")
 AHEAD: Final = ("cold rows", "write-back", "wait ahead")
 LINKS: Final = ("pcie",)

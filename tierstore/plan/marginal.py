@@ -14,8 +14,6 @@ from .prediction import Prediction, Setup
 from .price import Pricing
 from .result import Grid, Line, Marginal
 
-__all__ = ["Predict", "batch_line", "ddr_line", "exponent_line", "grid_of", "marginal_values"]
-
 _STEP: Final = 0.1
 _GIB: Final = float(2**30)
 _GRID_SIZES: Final = 9

@@ -13,8 +13,6 @@ from .price import Pricing, drive_writes_a_day, price_of
 from .queueing import Queue, latency_at
 from .tiers import PoolLoad, file_of, pool_loads
 
-__all__ = ["misfit", "predict", "queue_of"]
-
 MAP_BYTES: Final = 4
 """Of host memory, for each row on disk and each process that serves or trains, outside the budget: where it lies."""
 SEGMENT_BYTES: Final = 50

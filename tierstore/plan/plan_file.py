@@ -12,7 +12,7 @@ from typing import Final
 from ..settings import sections
 from ..settings.names import nearest
 from ..settings.options import option
-from ..settings.sections import ConfigError, Override, to_dict, to_toml
+from ..settings.sections import ConfigError, Override
 from ..system.excerpt import excerpt
 from ..system.sizes import parse_size
 from .curves import POLICIES
@@ -20,20 +20,6 @@ from .host import Checked
 from .price import Pricing
 from .search import SearchSpace
 from .workload import TableSpec
-
-__all__ = [
-    "CurvesSection",
-    "HostSection",
-    "PlanFile",
-    "SetupSection",
-    "TargetSection",
-    "TraceSection",
-    "WorkloadSection",
-    "load",
-    "parse_override",
-    "to_dict",
-    "to_toml",
-]
 
 _MAX_SCALE: Final = 1e6
 _MAX_RATE: Final = 1e12

@@ -37,8 +37,6 @@ from .tiers import pool_loads
 from .traces import read_accesses
 from .workload import Workload
 
-__all__ = ["Progress", "hosts_of", "plan", "query_sizes_of", "setup_of", "workload_of"]
-
 _STAGES: Final = ("accesses", "setup", "curves", "what would change it", "placement")
 _Part = TypeVar("_Part")
 _SEARCHED: Final = ("ddr", "hosts", "policy")

@@ -9,8 +9,6 @@ from ..system.excerpt import excerpt
 from .host import Checked, Host
 from .workload import Workload
 
-__all__ = ["NOT_MODELLED", "Latency", "Prediction", "Price", "ResourceLoad", "Setup", "TierLoad", "TierName"]
-
 _MOST: Final = 1e18
 TierName = Literal["hbm", "ddr", "ssd", "remote"]
 

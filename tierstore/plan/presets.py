@@ -18,8 +18,6 @@ from ..system.sizes import format_size
 from .published import PUBLISHED
 from .workload import OptimizerName, TableShape, TableSpec, Workload
 
-__all__ = ["PRESETS", "describe_workload", "load_workload", "preset", "scaled", "workload_toml"]
-
 PRESETS: Final[Mapping[str, Workload]] = {workload.name: workload for workload in PUBLISHED}
 
 _WHAT: Final = "workload file"

@@ -8,8 +8,6 @@ from ..settings.options import option
 from .host import Accelerator, Checked, Host, Memory, Processor, Storage
 from .prediction import Prediction, Price
 
-__all__ = ["Pricing", "drive_writes_a_day", "host_usd", "host_watts", "price_of", "years_of_life"]
-
 _SECONDS_A_DAY: Final = 86_400.0
 _DAYS_A_MONTH: Final = 365.25 / 12
 

@@ -15,9 +15,6 @@ from ..kernels.jit import kernel
 from ..system.excerpt import excerpt
 from .prediction import Latency
 
-__all__ = ["Queue", "latencies", "latency_alone", "latency_at", "parse_query_sizes"]
-
-
 NUM_QUERIES: Final = 100_000
 _WARM_SHARE: Final = 0.1
 """Of the queries, the first, which meet an emptier queue; they do not count."""

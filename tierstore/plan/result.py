@@ -16,20 +16,6 @@ from .prediction import Prediction, Setup
 from .price import years_of_life
 from .search import describe_setup
 
-__all__ = [
-    "Alternative",
-    "Grid",
-    "Line",
-    "Marginal",
-    "Placed",
-    "PlanResult",
-    "PricePart",
-    "ShownCurve",
-    "assumptions_of",
-    "price_parts_of",
-    "warnings_of",
-]
-
 
 class ShownCurve(NamedTuple):
     """A miss-ratio curve with what it is of.

@@ -18,8 +18,6 @@ from .price import Pricing, years_of_life
 from .queueing import Queue, latency_alone
 from .workload import Workload
 
-__all__ = ["Attempt", "SearchResult", "SearchSpace", "Target", "describe_setup", "search", "with_memory", "with_parts"]
-
 _MAX_SETUPS: Final = 100_000
 """Of a grid."""
 _MAX_FAILURES: Final = 200

@@ -23,8 +23,6 @@ from .demand import Demand, PoolDemand
 from .prediction import Setup
 from .workload import Workload
 
-__all__ = ["PoolLoad", "StoreFile", "file_of", "pool_loads", "rows_together", "segment_bytes"]
-
 _BY_COUNT: Final = ("lfu", "tinylfu")
 """Policies whose next victim is mostly a row of the batch before, which is newer than on disk."""
 _HALVINGS: Final = 24

@@ -11,8 +11,6 @@ from ..settings.options import option
 from ..system.excerpt import excerpt
 from .host import Checked
 
-__all__ = ["OPTIMIZERS", "OptimizerName", "TableShape", "TableSpec", "Workload"]
-
 OptimizerName = Literal["none", "sgd", "rowwise_adagrad", "adagrad", "adam"]
 OPTIMIZERS: Final[dict[str, type[Optimizer]]] = {kind.kind: kind for kind in (SGD, RowWiseAdagrad, Adagrad, Adam)}
 

@@ -15,8 +15,6 @@ from ..kernels.threads import Workers
 from ..rows import RowLayout
 from ..system.forks import disown_in_forks
 
-__all__ = ["Arena"]
-
 
 class Arena:
     """See the module's docstring.

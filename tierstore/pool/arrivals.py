@@ -8,8 +8,6 @@ import numpy as np
 from ..cache import RowCache
 from ..kernels.arrays import Bools, Int64s
 
-__all__ = ["Arrivals", "IsChanged"]
-
 IsChanged = Callable[[Int64s], Bools]
 """Whether rows (int64 keys) are others in the newer version: bool [n]."""
 _STEP: Final = 1 << 20

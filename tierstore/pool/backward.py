@@ -13,8 +13,6 @@ from ..kernels.threads import Workers
 from ..optim.kernels import merge_and_update, scratch
 from .arena import Arena
 
-__all__ = ["NO_ARG_MAX", "NO_FLOATS", "NO_INTS", "Bags", "Groups"]
-
 NO_INTS: Final = np.empty(0, np.int32)
 NO_ARG_MAX: Final = np.empty((0, 0), np.int32)
 NO_FLOATS: Final = np.empty(0, np.float32)

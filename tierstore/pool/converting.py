@@ -15,8 +15,6 @@ from ..kernels.floats import half_code
 from ..kernels.quantized import pack_rows
 from ..rows import KEY_ROW_BITS, DtypeName, RowLayout
 
-__all__ = ["Converter", "RowSource", "converted", "layout_as"]
-
 _CHUNK_BYTES: Final = 1 << 20
 """Rows read at a time, before they are converted."""
 _ROW_MASK: Final = (1 << KEY_ROW_BITS) - 1

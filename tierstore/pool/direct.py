@@ -18,8 +18,6 @@ from ..kernels.arrays import Bytes, Floats, Ids, Int32s, Int64s, Weights
 from ..kernels.jit import JIT_ENABLED, kernel, uncounted_kernel
 from ..kernels.threads import Workers
 
-__all__ = ["NOT_OFFSETS", "Split", "few", "look_up", "look_up_at", "split", "whole"]
-
 NOT_OFFSETS: Final = -3
 """What ``look_up_at`` returns beside what ``kernels.look_up`` does."""
 

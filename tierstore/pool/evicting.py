@@ -14,8 +14,6 @@ from .pooling import pool_part
 from .residency import Batch, Pooling, Update
 from .writeback import WriteBack
 
-__all__ = ["EvictingRows"]
-
 
 class EvictingRows:
     """See ``residency.ResidentRows``."""

@@ -16,8 +16,6 @@ from .converting import RowSource
 from .pins import Pins
 from .writeback import WriteBack
 
-__all__ = ["Filler"]
-
 
 class Filler:
     """Fills the slots of an arena. The caller holds ``fill_lock``.

@@ -19,8 +19,6 @@ from . import direct
 from .arena import Arena
 from .backward import NO_ARG_MAX, NO_FLOATS, NO_INTS
 
-__all__ = ["InMemory"]
-
 _NO_FLAGS: Final = np.empty(0, np.uint8)
 _NUMPY_TYPES: Final[dict[Any, Any]] = {torch.int64: np.int64, torch.int32: np.int32}
 

@@ -18,8 +18,6 @@ from .pooling import pool_part
 from .residency import Batch, Pooling, Update
 from .writeback import WriteBack
 
-__all__ = ["InPlaceRows"]
-
 
 class InPlaceRows:
     """See ``residency.ResidentRows``."""

@@ -13,8 +13,6 @@ from .arena import Arena
 from .filling import Filler
 from .pins import PIN_POLL_SECONDS, PIN_WAIT_SECONDS, Lease, Pins
 
-__all__ = ["Leases"]
-
 
 class Leases:
     """Makes leases of an arena's rows, which it has brought in first.

@@ -11,8 +11,6 @@ from typing import Final
 from ..kernels.arrays import Int32s
 from .arena import Arena
 
-__all__ = ["HELD_SHARE", "PIN_POLL_SECONDS", "PIN_WAIT_SECONDS", "Lease", "Pins"]
-
 HELD_SHARE: Final = 0.75
 PIN_WAIT_SECONDS: Final = 60.0
 PIN_POLL_SECONDS: Final = 0.1

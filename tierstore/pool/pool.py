@@ -34,8 +34,6 @@ from .transfers import Transfers
 from .upper import UpperTier
 from .writeback import WriteBack
 
-__all__ = ["Pool"]
-
 _LOG: Final = logging.getLogger("tierstore")
 
 

@@ -8,8 +8,6 @@ from ..kernels.arrays import Int32s
 from .arena import Arena
 from .residency import Batch, Pooling
 
-__all__ = ["pool_part"]
-
 
 def pool_part(arena: Arena, batch: Batch, pooling: Pooling, first: int, slots: Int32s) -> None:
     """Pool the positions from ``first`` on, whose slots are given. The caller holds ``rows_lock``."""

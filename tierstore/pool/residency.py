@@ -12,8 +12,6 @@ from ..kernels.arrays import Floats, Ids, Int32s, Int64s, Words
 from .backward import Groups
 from .pins import Lease
 
-__all__ = ["Batch", "Numbering", "OneTable", "Pooling", "ResidentRows", "Update"]
-
 
 class Numbering(Protocol):
     """Slots where row r of a table is in slot ``first_slot(table_index) + r``."""

@@ -5,8 +5,6 @@ from typing import NamedTuple
 
 from ..cache import CacheCounters
 
-__all__ = ["Stats", "TierStats", "of_counters"]
-
 
 class TierStats(NamedTuple):
     """One tier.

@@ -14,8 +14,6 @@ from .arena import Arena
 from .leases import Leases
 from .writeback import WriteBack
 
-__all__ = ["Transfers"]
-
 
 class Transfers:
     """See the module's docstring."""

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from ..kernels.arrays import Int64s
 
-__all__ = ["UpperTier"]
-
 
 class UpperTier(Protocol):
     """A faster tier that may hold newer values of a pool's rows."""

@@ -30,8 +30,6 @@ from ..kernels.arrays import Int32s, Int64s, Words
 from ..rows import RowLayout
 from ..system.killpoints import reach
 
-__all__ = ["MIN_OUTBOX_ROWS", "WriteBack", "outbox_bytes", "rows_a_write"]
-
 MIN_OUTBOX_ROWS: Final = 32
 _VICTIMS_SHARE: Final = 1 / 8
 """Of the rows in a cache, what is written together at most: rows far from leaving may well change once more."""

@@ -5,8 +5,6 @@ from typing import Any, Protocol
 
 from .messages import InferRequest, InferResponse, InferTensor, ModelMetadata, ServeError
 
-__all__ = ["Engine", "Model", "Outputs", "Query"]
-
 Outputs = dict[str, InferTensor]
 
 

@@ -6,8 +6,6 @@ import hmac
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["Token", "read_token"]
-
 
 def read_token(path: str) -> str:
     """What a token file holds, without white space around it; ValueError if it cannot be read or is empty."""

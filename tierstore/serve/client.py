@@ -24,8 +24,6 @@ from ..system.excerpt import excerpt
 from .messages import DATATYPES, InferTensor, ServeError, Status
 from .tensors import JSON_LENGTH_HEADER, binary_data, parse_binary_data, parse_head
 
-__all__ = ["Answer", "Client", "Tensor", "Values", "decode_answer", "encode_request"]
-
 Values: TypeAlias = "ArrayLike | torch.Tensor"
 Tensor: TypeAlias = "NDArray[Any] | torch.Tensor"
 

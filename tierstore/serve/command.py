@@ -15,8 +15,6 @@ from .config import ServeConfig
 if TYPE_CHECKING:
     from .program import Ports
 
-__all__ = ["add_arguments", "begin_anew", "serve"]
-
 _WAIT_POLICY: Final = "OMP_WAIT_POLICY"
 """How the threads of a lookup and of the model wait for each other: asleep.
 

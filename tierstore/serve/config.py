@@ -9,8 +9,6 @@ from ..config import require_choice
 from ..settings.options import check_ranges, option
 from ..system.sizes import parse_size
 
-__all__ = ["ServeConfig"]
-
 _MAX_PORT: Final = 65_535
 _INT32_MAX: Final = (1 << 31) - 1
 """gRPC counts a message's bytes, and connections, in 32 bits."""

@@ -33,8 +33,6 @@ from .models import Models, rehearse
 from .monitoring.metrics import Metrics
 from .source import State, TableInfo
 
-__all__ = ["StoreEngine"]
-
 _LOG: Final = logging.getLogger("tierstore.serve")
 _T = TypeVar("_T")
 _RETRY_SECONDS: Final = 1.0

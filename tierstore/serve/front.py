@@ -12,8 +12,6 @@ from .bearer_token import Token
 from .limits import LARGE_RESPONSE_BYTES, Budget, Hold, Limits
 from .messages import ServeError, Status
 
-__all__ = ["SERVER", "Front", "TlsFiles"]
-
 SERVER: Final = {"name": "tierstore", "version": __version__, "extensions": ["binary_tensor_data"]}
 """The server's metadata."""
 

@@ -22,8 +22,6 @@ from ..store.listing import resident_keys
 from ..system.plainfile import open_plain_file
 from ..trace import read_trace
 
-__all__ = ["hot_rows", "hot_rows_path", "load_hot_rows", "rows_of_trace", "save_hot_rows", "warm_up"]
-
 _LOG: Final = logging.getLogger("tierstore.serve")
 _ROW_MASK: Final = (1 << KEY_ROW_BITS) - 1
 _KEY: Final = np.dtype("<i8")

@@ -5,8 +5,6 @@ from typing import Final
 
 from .messages import ServeError, Status
 
-__all__ = ["LARGE_RESPONSE_BYTES", "MAX_ELEMENTS", "Budget", "Hold", "Limits"]
-
 MAX_ELEMENTS: Final = 1 << 20
 """Numbers of a request or an answer that are handled one by one: JSON, and gRPC's typed contents."""
 LARGE_RESPONSE_BYTES: Final = 64 << 10

@@ -15,8 +15,6 @@ from typing import Any, Final
 from ..system.excerpt import excerpt
 from .messages import InferRequest, ServeError
 
-__all__ = ["Formatter", "configure", "log_refused", "log_request"]
-
 MAX_VALUE_CHARACTERS: Final = 256
 MAX_MESSAGE_CHARACTERS: Final = 4096
 MAX_TRACEBACK_CHARACTERS: Final = 16384

@@ -14,17 +14,6 @@ from numpy.typing import NDArray
 
 from ..errors import TierstoreError
 
-__all__ = [
-    "DATATYPES",
-    "InferRequest",
-    "InferResponse",
-    "InferTensor",
-    "ModelMetadata",
-    "ServeError",
-    "Status",
-    "TensorSpec",
-]
-
 DATATYPES: Final[Mapping[str, "np.dtype[Any]"]] = {
     "INT32": np.dtype(np.int32),
     "INT64": np.dtype(np.int64),

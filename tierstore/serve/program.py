@@ -28,8 +28,6 @@ from .rest.app import RestApp
 from .rest.server import HttpServer, listen
 from .source import StateCollector
 
-__all__ = ["Ports", "Server", "run"]
-
 _LOG: Final = logging.getLogger("tierstore.serve")
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 

@@ -9,8 +9,6 @@ from prometheus_client.registry import Collector
 
 from ..pool.stats import Stats
 
-__all__ = ["PooledStats", "Source", "State", "StateCollector", "TableInfo"]
-
 
 class PooledStats(NamedTuple):
     """The cache of pooled outputs: running totals, and the bytes it holds now."""

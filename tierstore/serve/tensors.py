@@ -15,24 +15,6 @@ from numpy.typing import NDArray
 from ..system.excerpt import excerpt
 from .messages import DATATYPES, InferTensor, ServeError, Status
 
-__all__ = [
-    "JSON_LENGTH_HEADER",
-    "MAX_DIMS",
-    "MAX_NAME_CHARACTERS",
-    "MAX_TENSORS",
-    "PIECE_ELEMENTS",
-    "TensorHead",
-    "binary_data",
-    "invalid_tensor",
-    "parse_binary_data",
-    "parse_head",
-    "parse_input_head",
-    "parse_timeout",
-    "pause",
-    "pieces_of",
-    "require_supported",
-]
-
 JSON_LENGTH_HEADER: Final = "Inference-Header-Content-Length"
 """The HTTP header that says how many bytes of a body are JSON; tensors follow."""
 MAX_TENSORS: Final = 1024

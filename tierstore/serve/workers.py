@@ -19,8 +19,6 @@ from .config import ServeConfig
 from .logs import configure
 from .program import Ports, run
 
-__all__ = ["recording_paths", "run_workers", "share_of"]
-
 _LOG: Final = logging.getLogger("tierstore.serve")
 _POLL_SECONDS: Final = 0.2
 

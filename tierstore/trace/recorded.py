@@ -15,9 +15,6 @@ from ..rows import KEY_ROW_BITS, MAX_ROWS
 from .sampling import ALL, is_sampled, last_hash
 from .trace import TableTrace, Trace
 
-__all__ = ["Contents", "Recorded"]
-
-
 _FIRST_ROOM: Final = 1 << 10
 _NO_SAMPLES: Final = np.empty(0, np.int32)
 

@@ -14,8 +14,6 @@ from ..kernels.hashing import mix64
 from ..kernels.jit import kernel
 from ..rows import KEY_ROW_BITS
 
-__all__ = ["ALL", "is_sampled", "last_hash", "select"]
-
 ALL: Final = np.uint64(2**64 - 1)
 """``last_hash`` of a sample of all rows."""
 _BLOCK: Final = 32

@@ -33,19 +33,6 @@ from ..rows import MAX_ROWS
 from ..system.excerpt import excerpt
 from ..system.output import partial_file
 
-__all__ = [
-    "ALL_BATCHES",
-    "ALL_LOOKUPS",
-    "BATCH_SAMPLES",
-    "BATCH_STARTS",
-    "SAMPLING_RATE",
-    "TableTrace",
-    "Trace",
-    "read_trace",
-    "write_trace",
-]
-
-
 ALL_BATCHES: Final = "all_batches"
 ALL_LOOKUPS: Final = "all_lookups"
 BATCH_SAMPLES: Final = "batch_samples"

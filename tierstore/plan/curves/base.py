@@ -7,8 +7,6 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["POLICIES", "MissRatioCurve", "describe_curves"]
-
 POLICIES: Final = ("lru", "lfu", "tinylfu", "perfect-lfu", "opt")
 """The first three are the store's own; perfect-lfu counts rows whether cached or not; opt knows the future (Belady)."""
 

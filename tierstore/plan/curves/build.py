@@ -16,9 +16,6 @@ from .base import MissRatioCurve
 from .replays import Progress, replay_of
 from .sampled import Sample, sample_of, sampled_sizes
 
-__all__ = ["CurveOptions", "Window", "by_table", "curve", "curves_of", "default_sizes", "windows"]
-
-
 _EVERY_SIZE: Final = 4096
 _STEP: Final = 1.02
 """Ratio of sizes beyond."""

@@ -28,8 +28,6 @@ from ...settings.names import nearest
 from ..accesses import Numbered, numbered
 from .base import POLICIES
 
-__all__ = ["Progress", "Replay", "StackDistances", "perfect_counts", "replay", "replay_of", "times_of_next_use"]
-
 FANOUT_BITS: Final = 4
 """A counter is the sum of so many, as a power of two, of the level below."""
 WORD_BITS: Final = 6

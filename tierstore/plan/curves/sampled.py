@@ -16,8 +16,6 @@ from ...kernels.arrays import Float64s, Int64s
 from ...system.excerpt import excerpt
 from ..accesses import numbered
 
-__all__ = ["Sample", "sample_of", "sampled_sizes"]
-
 
 class Sample(NamedTuple):
     """Accesses to chosen rows.

@@ -12,8 +12,6 @@ import numpy as np
 from ...kernels.arrays import Float64s
 from ..host import SoftwareCosts
 
-__all__ = ["STAGES", "Fitted", "Loop", "cost_ns", "fit_costs", "solve_nonnegative"]
-
 
 def _of_rows(*names: str) -> tuple[str, ...]:
     return tuple(f"{name}_{unit}" for name in names for unit in ("ns", "ns_per_byte"))

@@ -48,8 +48,6 @@ from .fit import Loop
 from .machine import torch_threads
 from .page_cache import drop, warm
 
-__all__ = ["Amounts", "LoopSizes", "measure_loops", "transactions_in"]
-
 _BOOKS_BYTES: Final = 60
 """A cached row takes about so much beside itself."""
 _SLACK: Final = 1.2

@@ -25,16 +25,6 @@ from ...kernels.jit import kernel
 from ...system.sizes import machine_memory_bytes
 from ..host import Accelerator, Link, Memory, Processor
 
-__all__ = [
-    "DeviceSizes",
-    "measure_accelerator",
-    "measure_accelerators",
-    "measure_memory",
-    "measure_processor",
-    "rate_of",
-    "torch_threads",
-]
-
 _REPETITIONS: Final = 5
 _MOST_GROWTH: Final = 16
 _ENOUGH: Final = 1 / 16

@@ -17,8 +17,6 @@ from .loops import LoopSizes, measure_loops
 from .machine import measure_accelerators, measure_memory, measure_processor
 from .storage import ReadRate, measure_storage, require_device
 
-__all__ = ["Measurement", "Progress", "describe", "measure", "measure_host", "sizes_for"]
-
 Progress = Callable[[str, float], None]
 """Told what is being measured, and which share of all is done, from 0 to 1."""
 

@@ -22,8 +22,6 @@ from ...system.sizes import format_size
 from ..host import Storage
 from .machine import rate_of
 
-__all__ = ["READ_BYTES", "DirectReader", "DirectWriter", "direct_reader", "measure_storage", "require_device"]
-
 READ_BYTES: Final = 4096
 _PAGE_WORDS: Final = 512
 """A word in each 4 KiB that is written says where it lies, so that no device stores two pages as one."""

@@ -12,19 +12,6 @@ from ...settings.names import nearest
 from ...system.sizes import format_size
 from ..host import Link, Memory, Processor, SoftwareCosts, Storage
 
-__all__ = [
-    "DATA",
-    "FIGURES",
-    "Figure",
-    "Part",
-    "describe_parts",
-    "example_hosts",
-    "load_part",
-    "parts",
-    "read_figure",
-    "require_name",
-]
-
 DATA: Final = Path(__file__).parent / "data"
 
 

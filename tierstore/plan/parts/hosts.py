@@ -33,8 +33,6 @@ from ..host import Accelerator, Host, Link, Memory, Processor, SoftwareCosts, St
 from ..json_file import plain
 from .catalog import FIGURES, example_hosts, load_part, read_figure, require_name
 
-__all__ = ["host_names", "load_host", "read_host", "require_writable", "write_host"]
-
 _Kind = TypeVar("_Kind")
 _DEFAULT_COSTS: Final = "epyc-2-cores"
 _MOST_PARTS: Final = 4096

@@ -9,8 +9,6 @@ from ..report.words import duration, named
 from .plan import PlacementPlan
 from .steps import Step
 
-__all__ = ["describe_comparison", "describe_placement"]
-
 _PARTS_SHOWN: Final = 40
 _NAME_CHARACTERS: Final = 28
 

@@ -21,20 +21,6 @@ from ..workload import TableShape, Workload
 from .spread import Piece, spread
 from .steps import Demands, Step, expected_demand, step
 
-__all__ = [
-    "STRATEGIES",
-    "PlacedPart",
-    "PlacementPlan",
-    "Room",
-    "StoreModel",
-    "Strategy",
-    "TierUse",
-    "compare",
-    "place",
-    "planned_store",
-    "stored_bytes",
-]
-
 Strategy = Literal["gpu", "host", "remote", "hybrid", "ssd"]
 _TIERS: Final[dict[Strategy, tuple[TierName, ...]]] = {
     "gpu": ("hbm",),

@@ -15,8 +15,6 @@ from ...kernels.arrays import Float64s, Int64s
 from ...rows import RowLayout
 from ..workload import TableShape, Workload
 
-__all__ = ["Piece", "longest_first", "spread"]
-
 _FINER: Final = (1, 2, 4)
 """Parts of the mean place's cost that tables are split into: of two equal parts one may be too much."""
 _WORTHWHILE: Final = 0.01

@@ -16,8 +16,6 @@ from ..prediction import ResourceLoad, TierName
 from ..workload import Workload
 from .spread import Piece
 
-__all__ = ["Demands", "Step", "TableDemand", "expected_demand", "measured_demand", "step"]
-
 _LOOKUPS = ("hbm", "ddr", "cores")
 
 

@@ -11,22 +11,6 @@ from typing import Any, Final, NamedTuple
 from ...system.sizes import format_size
 from .words import duration, named, quantity
 
-__all__ = [
-    "DASHES",
-    "TONES",
-    "Plot",
-    "Table",
-    "axis",
-    "bars",
-    "byte_ticks",
-    "drawn",
-    "label",
-    "log_axis",
-    "plan_mark",
-    "ticks_at",
-    "time_ticks",
-]
-
 TONES: Final = ("--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7")
 """Told apart by people who do not see all colours (M. Okabe, K. Ito, Color Universal Design, 2008)."""
 DASHES: Final = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")

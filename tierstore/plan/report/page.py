@@ -6,13 +6,11 @@ What comes from files is escaped where it enters: in text by the template, in pl
 import math
 from pathlib import Path
 
+from ...settings.sections import to_toml
 from ..json_file import plain
-from ..plan_file import to_toml
 from ..result import PlanResult
 from . import words
 from .plots import plots_of
-
-__all__ = ["page_of", "plotly_source"]
 
 
 def page_of(result: PlanResult) -> str:

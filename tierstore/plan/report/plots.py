@@ -30,8 +30,6 @@ from .figure import (
 from .tables import NEGLIGIBLE, gains_table, loads_table, placements_table, price_table, ranked_loads, tiers_table
 from .words import count, duration, money, named, named_words, quantity, resource, sentence, share, summary_of, watts
 
-__all__ = ["plots_of", "thinned"]
-
 _POINTS: Final = 160
 _ROWS: Final = 12
 _MAX_CURVES: Final = 40

@@ -8,8 +8,6 @@ from ..result import Marginal, PlanResult
 from .figure import Table
 from .words import count, duration, money, named, named_words, quantity, resource, share, significant, watts
 
-__all__ = ["NEGLIGIBLE", "gains_table", "loads_table", "placements_table", "price_table", "ranked_loads", "tiers_table"]
-
 NEGLIGIBLE: Final = 1e-4
 """Of the samples a second: a gain of less is nothing."""
 

@@ -8,8 +8,6 @@ from ..result import PlanResult
 from .tables import NEGLIGIBLE, gains_table, loads_table, placements_table, price_table, ranked_loads, tiers_table
 from .words import answer, asked, money, named_words, resource, significant, speed, summary_of, targets
 
-__all__ = ["columns_of", "describe"]
-
 _WIDTH: Final = 100
 _BAR: Final = 28
 _SHOWN: Final = 20

@@ -12,8 +12,6 @@ from ...trace import Trace
 from ..accesses import Accesses, accesses_of
 from ..json_file import plain
 
-__all__ = ["ReuseBin", "TableSummary", "TraceSummary", "describe", "reuse_histogram"]
-
 HISTOGRAM_LOWS: Final = (0, *(1 << power for power in range(16)))
 """Bins of Meta's published histograms: (0, 1], (1, 2], (2, 4], ... and above 32,768."""
 _TOP_SHARE: Final = 100

@@ -26,8 +26,6 @@ from ...system.output import partial_file
 from ...trace import TableTrace, Trace, read_trace, write_trace
 from ..accesses import Accesses, accesses_of, numbered
 
-__all__ = ["FORMATS", "FormatName", "next_uses", "read_accesses", "trace_of", "write_accesses"]
-
 RECORD: Final = np.dtype([("time", "<u4"), ("object", "<u8"), ("size", "<u4"), ("next", "<i8")])
 _CHUNK: Final = 1 << 20
 _NEVER: Final = -1

@@ -13,8 +13,6 @@ from ...rows import MAX_ROWS
 from ...trace import TableTrace, Trace
 from ..workload import TableShape, Workload
 
-__all__ = ["Scatter", "draw_zipf", "generate", "scatter", "scatter_of"]
-
 _WORD: Final = (1 << 64) - 1
 _GOLDEN: Final = 0x9E3779B97F4A7C15
 _STEP: Final = np.uint64(_GOLDEN)

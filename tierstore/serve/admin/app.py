@@ -19,8 +19,6 @@ from ...errors import DiskFullError, TierstoreError
 from ..bearer_token import Token
 from ..messages import ServeError
 
-__all__ = ["ADMIN_HEADER", "admin_app", "admin_routes"]
-
 ADMIN_HEADER: Final = "x-tierstore-admin"
 """With any value it marks a POST as meant: a web page elsewhere cannot send it without asking first."""
 

@@ -35,8 +35,6 @@ from ...system.oserrors import translate_os_error
 from ...system.sizes import format_size
 from ...updates.origin import origin_of
 
-__all__ = ["IDLE_SECONDS", "Replica", "UpdateError"]
-
 _LOG: Final = logging.getLogger("tierstore.serve")
 _MAX_UPDATE_BYTES: Final = 1 << 40
 _WRITE_LIMIT_SECONDS: Final = 4 * 3600.0

@@ -33,8 +33,6 @@ from ..config import ServeConfig
 from ..messages import ServeError, Status
 from .isolation import Attempt, Run, Waiter, concerns_all, run_isolated
 
-__all__ = ["Batcher"]
-
 
 class Batcher:
     """One model's queries on their way through the executor. All methods are for one event loop.

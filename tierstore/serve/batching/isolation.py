@@ -8,8 +8,6 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from ..messages import ServeError, Status
 
-__all__ = ["MAX_SPLIT_RUNS", "Attempt", "Run", "Waiter", "concerns_all", "run_isolated"]
-
 MAX_SPLIT_RUNS: Final = 64
 """Runs of one batch after which what fails is not halved any more. To find one bad query among 4,096 takes 25; a model
 that always fails is not to be asked 8,191 times."""

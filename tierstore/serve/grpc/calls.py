@@ -12,8 +12,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Final
 
-__all__ = ["Call", "know_makers"]
-
 _log = logging.getLogger(__name__)
 
 _OWNER: Final = "_schedule_rpc_coro"

@@ -27,17 +27,6 @@ from ..tensors import (
 from .messages import message_class
 from .wire import join_fields, split_field
 
-__all__ = [
-    "RawRequest",
-    "decode_request",
-    "encode_response",
-    "encode_stream_error",
-    "encode_stream_response",
-    "id_of",
-    "parse",
-    "read_request",
-]
-
 _RAW_INPUTS: Final = 7
 _RAW_OUTPUTS: Final = 6
 _STREAM_RESPONSE: Final = 2

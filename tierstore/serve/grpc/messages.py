@@ -9,8 +9,6 @@ from typing import Any, Final
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-__all__ = ["HEALTH_SERVICE", "INFERENCE_SERVICE", "message_class"]
-
 INFERENCE_SERVICE: Final = "inference.GRPCInferenceService"
 HEALTH_SERVICE: Final = "grpc.health.v1.Health"
 

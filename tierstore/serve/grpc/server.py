@@ -13,8 +13,6 @@ from ..limits import Limits
 from .calls import know_makers
 from .service import InferenceService
 
-__all__ = ["GrpcServer"]
-
 _OTHER_CALLS: Final = 1 << 14
 """Beside inference: those whose request has yet to come or whose answer to be accepted, and those about metadata. Each
 has its time, and takes some 10 KiB; one more is refused."""

@@ -18,8 +18,6 @@ from . import codec
 from .calls import Call
 from .messages import HEALTH_SERVICE, INFERENCE_SERVICE, message_class
 
-__all__ = ["InferenceService"]
-
 _log = logging.getLogger(__name__)
 
 _MAX_DETAIL_CHARACTERS: Final = 512

@@ -10,8 +10,6 @@ from typing import Final
 
 from ..messages import ServeError, Status
 
-__all__ = ["MAX_FIELDS", "join_fields", "split_field"]
-
 MAX_FIELDS: Final = 4096
 """Top-level fields of a message: an empty one takes two bytes on the wire, and some hundred once it is parsed."""
 

@@ -12,8 +12,6 @@ from ...system.sizes import parse_size
 from ..source import PooledStats
 from .jagged import Merged
 
-__all__ = ["BagCaches"]
-
 PoolBags = Callable[[Any, Any, Any], NDArray[np.float32]]
 """Pooled rows, float32 [B, columns], of ids int64 [N], offsets int64 [B + 1] and weights float32 [N] or None."""
 

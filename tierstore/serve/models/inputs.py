@@ -9,8 +9,6 @@ from ...settings.names import nearest
 from ...system.excerpt import excerpt
 from ..messages import InferTensor, ServeError, Status, TensorSpec
 
-__all__ = ["check_inputs", "invalid", "lengths_of", "require_finite"]
-
 _INTEGERS: Final = ("INT64", "INT32")
 
 

@@ -12,8 +12,6 @@ from ...kernels.jit import kernel
 from ..messages import InferTensor
 from .inputs import invalid, lengths_of, require_finite
 
-__all__ = ["ANY_CATEGORY", "Dropped", "Features", "JaggedIds", "Merged", "merge"]
-
 ANY_CATEGORY: Final = 1 << 63
 """Stands for the number of rows where ids are categories, which are 0 or more and hashed later."""
 

@@ -15,18 +15,6 @@ from .bags import BagCaches
 from .inputs import check_inputs
 from .jagged import Dropped, Features, JaggedIds, Merged, merge
 
-__all__ = [
-    "Pooled",
-    "Rows",
-    "feature_inputs",
-    "feature_rows",
-    "pool_features",
-    "pooled_features",
-    "pooled_table",
-    "split_rows",
-    "table_rows",
-]
-
 _WEIGHTS: Final = TensorSpec("weights", "FP32", (-1,))
 _TABLE_INPUTS: Final = (TensorSpec("ids", "INT64", (-1,)), TensorSpec("lengths", "INT32", (-1,)))
 

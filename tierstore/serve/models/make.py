@@ -19,8 +19,6 @@ from .jagged import Dropped
 from .lookups import feature_rows, pooled_features, pooled_table, table_rows
 from .ranking import Ranking
 
-__all__ = ["Models", "rehearse"]
-
 _LOG: Final = logging.getLogger("tierstore.serve")
 
 

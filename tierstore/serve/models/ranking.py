@@ -24,8 +24,6 @@ from .inputs import check_inputs, invalid, require_finite
 from .jagged import ANY_CATEGORY, Dropped, Features, JaggedIds, merge
 from .lookups import feature_inputs, pool_features, split_rows
 
-__all__ = ["Ranking"]
-
 
 class _Query(NamedTuple):
     dense: Any

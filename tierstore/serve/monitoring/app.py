@@ -16,8 +16,6 @@ from ..source import Source
 from .metrics import CONTENT_TYPE, Metrics
 from .status import snapshot
 
-__all__ = ["monitoring_routes"]
-
 _HEADERS: Final = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",

@@ -12,8 +12,6 @@ from prometheus_client.registry import Collector
 from ..messages import Status
 from .window import Window
 
-__all__ = ["CONTENT_TYPE", "OK", "OTHER", "LastUpdate", "Metrics"]
-
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 OK: Final = "ok"
 OTHER: Final = "other"

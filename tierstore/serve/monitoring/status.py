@@ -11,8 +11,6 @@ from ..source import Source, State
 from .metrics import OK, OTHER, Metrics
 from .window import WINDOW_SECONDS, Latencies, summarize
 
-__all__ = ["snapshot"]
-
 Seconds = Sequence[Mapping[str, Latencies]]
 """Of each second, the latencies by model."""
 

@@ -8,8 +8,6 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["WINDOW_SECONDS", "Latencies", "Recent", "Window", "summarize"]
-
 WINDOW_SECONDS: Final = 60
 Latencies: TypeAlias = NDArray[np.float64]
 """Seconds of each request; NaN for one that failed, as how soon a server says no is not its latency."""

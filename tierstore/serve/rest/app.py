@@ -22,8 +22,6 @@ from .body import read_body
 from .infer_body import MAX_ID_CHARACTERS, InferCall, count_slow_elements, parse_infer, write_infer
 from .replies import Header, Reply, error_reply, json_reply, refusal, send_reply
 
-__all__ = ["RestApp"]
-
 _LOGGER: Final = logging.getLogger(__name__)
 _OPEN_PATHS: Final = frozenset({"/v2/health/live", "/v2/health/ready"})
 _JSON_LENGTH: Final = JSON_LENGTH_HEADER.lower().encode()

@@ -12,8 +12,6 @@ from ...system.excerpt import excerpt
 from ..limits import Hold
 from ..messages import ServeError, Status
 
-__all__ = ["read_body"]
-
 _STEP_BYTES: Final = 256 << 10
 """Inflated at a time; others are served in between."""
 _WINDOWS: Final = {"gzip": zlib.MAX_WBITS | 16, "x-gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}

@@ -24,8 +24,6 @@ from ..tensors import (
 from .json_tensors import parse_json_data, write_json_data
 from .replies import Reply
 
-__all__ = ["MAX_ID_CHARACTERS", "MAX_JSON_LISTS", "InferCall", "count_slow_elements", "parse_infer", "write_infer"]
-
 MAX_ID_CHARACTERS: Final = 1000
 MAX_JSON_LISTS: Final = 1 << 16
 """Lists and objects in the JSON. Each takes 25 times its two bytes, and far longer to parse than a number."""

@@ -16,8 +16,6 @@ from ...system.excerpt import excerpt
 from ..messages import DATATYPES, InferTensor
 from ..tensors import TensorHead, pieces_of
 
-__all__ = ["parse_json_data", "write_json_data"]
-
 
 def parse_json_data(head: TensorHead, data: object) -> InferTensor:
     """The tensor that ``data`` gives, flat or nested as the shape says.

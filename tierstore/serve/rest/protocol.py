@@ -18,8 +18,6 @@ from ..limits import Limits
 from ..messages import ServeError, Status
 from .replies import raw_error
 
-__all__ = ["LINGER_SECONDS", "MAX_PIPELINED", "BoundedProtocol"]
-
 MAX_PIPELINED: Final = 16
 """Requests that may wait on a connection while one is answered."""
 LINGER_SECONDS: Final = 2.0

@@ -9,8 +9,6 @@ from starlette.types import Send
 from ..limits import LARGE_RESPONSE_BYTES
 from ..messages import ServeError, Status
 
-__all__ = ["Header", "Reply", "error_reply", "json_reply", "raw_error", "refusal", "send_reply"]
-
 Header = tuple[bytes, bytes]
 _JSON: Final[Header] = (b"content-type", b"application/json")
 

@@ -19,8 +19,6 @@ from ..limits import Limits
 from ..messages import ServeError
 from .protocol import BoundedProtocol
 
-__all__ = ["HttpServer", "listen"]
-
 _BACKLOG: Final = 1024
 _CLEANUP_SECONDS: Final = 1.0
 """For which requests that were cut off may still clean up before they are cancelled."""
