@@ -10,7 +10,7 @@ import pytest
 from tierstore.plan import plan_file
 from tierstore.plan.plan_file import PlanFile
 from tierstore.plan.workload import TableSpec
-from tierstore.settings.sections import ConfigError
+from tierstore.settings.sections import ConfigError, to_toml
 
 Write = Callable[[str], Path]
 
@@ -31,7 +31,7 @@ def load(path: Path, *overrides: str) -> PlanFile:
 
 def test_an_empty_file_is_all_defaults_and_keys_print_one(write: Write) -> None:
     assert load(write("")) == PlanFile()
-    assert load(write(plan_file.to_toml(PlanFile(), with_help=True))) == PlanFile()
+    assert load(write(to_toml(PlanFile(), with_help=True))) == PlanFile()
 
 
 def test_keys_reach_their_fields(write: Write) -> None:
@@ -52,7 +52,7 @@ def test_tables_are_written_one_by_one_or_many_alike(write: Write) -> None:
     text = '[[workload.tables]]\nname = "item"\nnum_embeddings = 5\nexponent = 1\n[[workload.tables]]\ncount = 3\n'
     found = load(write(text))
     assert found.workload.tables == (TableSpec(name="item", num_embeddings=5, exponent=1.0), TableSpec(count=3))
-    assert load(write(plan_file.to_toml(found))) == found
+    assert load(write(to_toml(found))) == found
 
 
 def test_overrides_win(write: Write) -> None:
