@@ -14,7 +14,7 @@ from ..kernels.arrays import Bools, Bytes, Int32s, Int64s
 from ..kernels.jit import prefetch_item
 from ..kernels.jit import uncounted_kernel as kernel
 from ..rows import KEY_ROW_BITS
-from .base import Admission, AdmitStatus, Listing
+from .base import Admission, AdmitStatus, CacheCounters, Listing
 from .books import NUM_TALLIES, Tally
 from .flags import FLAGS, LOADING, RESIDENT
 from .host import NOTHING_WRONG, HostCache, arena_bytes, checked_keys, checked_slots, require_capacity
@@ -26,6 +26,8 @@ _IN_OR_NOT: Final = RESIDENT | LOADING
 _AHEAD: Final = 32
 """Slots: flags are fetched from memory so long before they are looked at."""
 _ROW_MASK: Final = (1 << KEY_ROW_BITS) - 1
+
+_RESIDENT: Final = int(Tally.RESIDENT)
 
 
 def full_size_bytes(num_rows: int, *, weight_words: int, state_words: int) -> int:
@@ -65,7 +67,7 @@ class FullCache(HostCache):
         self._first_of[self._tables] = self._firsts
         self._rows_of: Int64s = np.zeros(len(self._first_of), np.int64)
         self._rows_of[self._tables] = sizes
-        self._num_loading = 0
+        self._num_loading = self._hits_in_place = 0
 
     @property
     def overhead_bytes(self) -> int:
@@ -75,7 +77,7 @@ class FullCache(HostCache):
     @property
     def is_complete(self) -> bool:
         """Whether every row is in."""
-        return self.num_resident == self.capacity and not self._num_loading
+        return bool(self.tallies.item(_RESIDENT) == len(self.flags)) and not self._num_loading
 
     def first_slot(self, table_index: int) -> int:
         """The slot of a table's row 0."""
@@ -96,9 +98,13 @@ class FullCache(HostCache):
         missing: Int32s = slots[(self.flags[slots] & (RESIDENT | LOADING)) != RESIDENT]
         return np.unique(missing)
 
+    def counters(self) -> CacheCounters:
+        counted, more = super().counters(), self._hits_in_place
+        return counted._replace(lookups=counted.lookups + more, hits=counted.hits + more)
+
     def note_hits(self, count: int) -> None:
         """Count lookups of rows that are in, made without an admission."""
-        self.tallies[[Tally.LOOKUPS, Tally.HITS]] += count
+        self._hits_in_place += count  # a number of Python's: to change one of numpy's takes as long as a small lookup
 
     def note_dirty(self, count: int) -> None:
         """So many slots, clean before, were marked dirty in ``flags``."""
