@@ -258,6 +258,25 @@ def test_a_server_that_cannot_follow_any_more_is_not_live(server: InThread, monk
     assert ask_rows(server, [1]).status_code == 200
 
 
+def test_answers_name_the_version_of_their_rows_after_a_move_that_failed_half_way(
+    writer: Writer, server: InThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as broken:
+        broken.setattr(type(server.engine._models), "_made", fail)
+        writer("create", "u", ROWS, DIM)
+        number(writer, 2, "t", "u")
+        wait_for(lambda: server.engine.version == 2)
+        answer = ask_rows(server, [1]).json()
+        assert (answer["model_version"], answer["outputs"][0]["data"][0]) == ("2", 2.0)
+    number(writer, 3, "t", "u")
+    wait_for(lambda: server.engine.version == 3)
+    with Client(server.url) as client:
+        assert (client.rows([7], table="u") == 3.0).all(), "models are made at the next move"
+
+
 def test_hot_rows_that_cannot_be_kept_leave_a_server_live(server: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
     saved: list[object] = []
 

@@ -332,3 +332,20 @@ def test_random_histories(writer_process: Writer, store_dir: Path, ddr: str, dty
         store.verify()
     writer_process("close")
     assert shown > 10
+
+
+def test_a_table_that_goes_while_its_pool_is_asked_for_is_gone(
+    store_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tierstore.open(store_dir, ddr="2MiB") as store:
+        table = store.create_table(tierstore.TableConfig(name="going", num_embeddings=9, embedding_dim=4))
+        find = store.pool_of
+
+        def overtaken(layout: Any) -> Any:
+            table.leave()
+            return find(layout)
+
+        monkeypatch.setattr(store, "pool_of", overtaken)
+        table.read(torch.arange(3))  # began before
+        with pytest.raises(errors.TableError, match="not in the version"):
+            table.read(torch.arange(3))

@@ -90,14 +90,14 @@ class Listing:
         self.next_slot = 0
         self._rows: list[tuple[Int64s, Int32s, Int64s]] = []
 
-    def add(self, keys: Int64s, ranks: Int32s, last_uses: Int64s) -> None:
-        """Add rows: int64, int32 and int64 [n]. Rows of lower rank leave first, of equal ones those used before."""
-        self._rows.append((keys, ranks, last_uses))
+    def add(self, keys: Int64s, ranks: Int32s, stamps: Int64s) -> None:
+        """Add rows: int64, int32 and int64 [n]. Rows of lower rank leave first, of equal ones those admitted before."""
+        self._rows.append((keys, ranks, stamps))
 
     def keys(self) -> Int64s:
         """int64 [n]: the rows, likely next victims first; one that left its slot and came back may be in twice."""
-        keys, ranks, last_uses = (np.concatenate(each) for each in zip(*self._rows, strict=True))
-        listed: Int64s = keys[np.lexsort((last_uses, ranks))]
+        keys, ranks, stamps = (np.concatenate(each) for each in zip(*self._rows, strict=True))
+        listed: Int64s = keys[np.lexsort((stamps, ranks))]
         return listed
 
 

@@ -257,7 +257,8 @@ def _clear_slots(flags: Any, chosen: Int32s, flag: int, cleared: Int32s) -> int:
 def _move_flags(flags: Any, old: int, new: int) -> None:
     """Replace one flag by another in every slot that has it."""
     for slot in range(flags.size):
-        flags[slot] ^= old | new if flags[slot] & old else 0  # no branch, so that it is done in vectors
+        if flags[slot] & old:  # no other slot's memory is written
+            flags[slot] ^= old | new
 
 
 @kernel

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..kernels.arrays import Int64s, Words
-from ..kernels.jit import inline, kernel
+from ..kernels.jit import uncounted_inline as inline
+from ..kernels.jit import uncounted_kernel as kernel
 from .mapped import FileMap, queue_read
 
 Halves = NDArray[np.uint16]
@@ -247,7 +248,7 @@ def claim(used: Words, page: int, count: int, end: int) -> int:
 
 
 @inline
-def _count_keys(pages: Pages, page: int, flags: int) -> int:
+def _count_keys(pages: Pages, page: int, flags: int, tolerant: bool) -> int:
     """Number of nodes of a page that looks as it should; else minus the WalkStatus."""
     if page < 2 or page >= pages.limit:
         return -2
@@ -255,7 +256,7 @@ def _count_keys(pages: Pages, page: int, flags: int) -> int:
     lower, upper = half(halves, at + 6), half(halves, at + 7)
     if number(halves, at) != page or (half(halves, at + 5) & LASTING) != flags:
         return -3
-    if lower <= HEADER_BYTES or lower & 1 or upper < lower or upper > pages.page_halves * 2:
+    if lower <= HEADER_BYTES or (lower & 1 and not tolerant) or upper < lower or upper > pages.page_halves * 2:
         return -3
     return (lower - HEADER_BYTES) >> 1
 
@@ -274,14 +275,18 @@ def _node_bytes(halves: Halves, node: int, leaf: bool, first: bool, key_bytes: i
 
 
 @inline
-def _node(pages: Pages, page: int, index: int, leaf: bool, key_bytes: int) -> int:
-    """Position of a node's first half-word, or -1 if it is no node with such a key inside its page."""
+def _node(pages: Pages, page: int, index: int, leaf: bool, key_bytes: int, tolerant: bool) -> int:
+    """Position of a node's first half-word, or -1 if it is no node with such a key inside its page.
+
+    ``tolerant``: of a branch's node only the page that it leads to is wanted, whatever its key.
+    """
     halves, at = pages.halves, page * pages.page_halves
     offset = half(halves, at + 8 + index)
     if offset & 1 or offset < half(halves, at + 7) or offset + _NODE_BYTES > pages.page_halves * 2:
         return -1
     node = at + (offset >> 1)
-    size = _node_bytes(halves, node, leaf, index == 0, key_bytes)
+    is_enough = tolerant and not leaf
+    size = _NODE_BYTES if is_enough else _node_bytes(halves, node, leaf, index == 0, key_bytes)
     return -1 if size < 0 or offset + size > pages.page_halves * 2 else node
 
 
@@ -293,7 +298,7 @@ def _nodes_tile(pages: Pages, page: int, num_keys: int, leaf: bool, key_bytes: i
     """
     at = page * pages.page_halves
     for i in range(num_keys):
-        node = _node(pages, page, i, leaf, key_bytes)
+        node = _node(pages, page, i, leaf, key_bytes, False)
         if node < 0:
             return False
         sizes[node - at] = _node_bytes(pages.halves, node, leaf, i == 0, key_bytes) >> 1
@@ -317,7 +322,7 @@ def _search(pages: Pages, page: int, num_keys: int, leaf: bool, first: np.uint64
     high = num_keys
     while low < high:
         middle = (low + high) >> 1
-        node = _node(pages, page, middle, leaf, KEY_BYTES)
+        node = _node(pages, page, middle, leaf, KEY_BYTES, False)
         if node < 0:
             return -1
         word = key_word(pages.halves, node + 4)
@@ -344,7 +349,7 @@ def _enter(
         status = claim(walk.used, page, 1, pages.limit)
         if status != 0:
             return status
-    num_keys = _count_keys(pages, page, _LEAF if leaf else _BRANCH)
+    num_keys = _count_keys(pages, page, _LEAF if leaf else _BRANCH, tolerant)
     if num_keys < 0:
         return num_keys
     if not tolerant and not _nodes_tile(pages, page, num_keys, leaf, key_bytes, walk.sizes):
@@ -361,7 +366,7 @@ def _enter(
 @inline
 def _queue_children(pages: Pages, page: int, start: int, num_keys: int, key_bytes: int) -> None:
     for index in range(start, num_keys):
-        node = _node(pages, page, index, False, key_bytes)
+        node = _node(pages, page, index, False, key_bytes, False)
         if node >= 0 and child_of(pages.halves, node) < pages.limit:
             page_bytes = pages.page_halves * 2
             queue_read(pages.address + child_of(pages.halves, node) * page_bytes, page_bytes)
@@ -443,7 +448,7 @@ def _list_entries(
             return out
         walk.indexes[level] += 1
         result[PAGE] = page
-        node = _node(pages, page, index, leaf, key_bytes)
+        node = _node(pages, page, index, leaf, key_bytes, tolerant)
         has_key = not tolerant and (leaf or index > 0)
         if node < 0:
             status = -4
@@ -483,7 +488,7 @@ def _find_entries(
             leaf = level == depth - 1
             status = _enter(pages, page, level, leaf, KEY_BYTES, kinds[i], numbers[i], True, walk)
             if status == 0 and walk.indexes[level] < walk.counts[level]:
-                node = _node(pages, page, walk.indexes[level], leaf, KEY_BYTES)
+                node = _node(pages, page, walk.indexes[level], leaf, KEY_BYTES, False)
                 if node < 0:
                     status = -4
                 elif not leaf:

@@ -15,7 +15,8 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from ..kernels.arrays import Int64s, Words
-from ..kernels.jit import inline, kernel
+from ..kernels.jit import uncounted_inline as inline
+from ..kernels.jit import uncounted_kernel as kernel
 from . import btree
 from .btree import Entries, Meta, Pages, WalkStatus, claim, number, wide
 from .mapped import zeros

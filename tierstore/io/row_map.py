@@ -420,7 +420,7 @@ class RowMap:
             txn_id: of the transaction that wrote them.
         """
         segments, positions = self.segments[layout], self.positions(layout, keys)
-        slots, epoch, stop = segments.take(stored, txn_id), int(stored["newest"][0]), 0
+        slots, epoch, stop = segments.take(stored, txn_id), current if is_moved else int(stored["newest"][0]), 0
         held_for, late_for = segments.held(max(current, epoch - 1)), segments.held(epoch)
         for slot, count in zip(slots.tolist(), stored["rows"].tolist(), strict=True):
             stop, part, emptied = stop + count, positions[stop : stop + count], np.empty(count, np.int64)

@@ -266,6 +266,8 @@ def _error(reply: _Reply) -> ServeError:
 
 
 def _as_wire(name: str, tensor: Tensor) -> InferTensor:
+    if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.bfloat16:  # numpy has none
+        raise ValueError(f"input {name!r}: dtype bfloat16 is none of {', '.join(map(str, _NAMES))}")
     array = tensor.detach().cpu().numpy() if isinstance(tensor, torch.Tensor) else np.asarray(tensor)
     array = np.asarray(array, array.dtype.newbyteorder("<"), order="C")
     if array.dtype not in _NAMES:

@@ -339,12 +339,14 @@ class StoreEngine:
         return None if self._store is None else self._store.find_newer()
 
     def _show(self, newer: Newer) -> None:
-        """Move the store and the models, in the executor. If it cannot be, nothing has changed."""
+        """Move the store and the models, in the executor; ``version`` is what the store shows, also after an error."""
         store, models = self._store, self._models
         try:
             if store is not None and models is not None:
-                models.show(newer)
-                self.version = _shown_version(store.version, store.extra)
+                try:
+                    models.show(newer)
+                finally:
+                    self.version = _shown_version(store.version, store.extra)
         finally:
             newer.close()
 

@@ -93,19 +93,19 @@ class Table(Unpicklable):
 
     def leave(self) -> None:
         """The store has moved to a version without this table. Another may take its place."""
-        self._is_gone, self._in_memory, self._known_pool = True, None, _no_pool
+        self._is_gone, self._in_memory = True, None
 
     @property
     def pool(self) -> Pool:
         """The pool of its rows. ClosedError in a closed store, TableError if the version shown has no such table."""
-        known = self._known_pool()
-        if known is not None and not known.is_closed:
-            return known
         if self._is_gone:
             raise TableError(
                 f"table {self.name!r} is not in the version that the store shows; if one of that name is there again, "
                 f"take it anew: store[{self.name!r}]"
             )
+        known = self._known_pool()
+        if known is not None and not known.is_closed:
+            return known
         pool = self.store.pool_of(self.layout)
         self._known_pool = weakref.ref(pool)  # a pool that another replaces is not kept in memory
         return pool

@@ -34,9 +34,9 @@ def new_store(target: Path, work_name: str, names: Sequence[str] = (ROW_FILE_NAM
         FileExistsError: the target is a file, or holds something. FileNotFoundError: nor is there a directory for it.
         TierstoreError: the system refuses, or another process is at work there. DiskFullError: no room.
     """
-    require_parent(target)
     work = target / work_name
     with output_errors(target):
+        require_parent(target)
         is_made = not target.exists()
         if is_made:
             target.mkdir()

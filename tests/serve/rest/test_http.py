@@ -391,6 +391,15 @@ def test_listens_on_ipv6() -> None:
         assert httpx.get(f"http://[::1]:{server.port}/v2", trust_env=False).status_code == 200
 
 
+def test_the_wildcard_of_ipv6_takes_ipv4_too() -> None:
+    try:
+        listener = listen("::", 0)
+    except OSError:
+        pytest.skip("no IPv6 here")
+    with serving(listener=listener) as server:
+        assert httpx.get(f"http://127.0.0.1:{server.port}/v2", trust_env=False).status_code == 200
+
+
 def test_stop_lets_what_is_under_way_finish() -> None:
     with serving() as server, ThreadPoolExecutor(2) as pool, server.connect() as idle:
         url = f"http://{server.address}/v2/models/slow/infer"

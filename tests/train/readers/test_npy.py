@@ -1,6 +1,7 @@
 """The npy reader against the rows its arrays were made of."""
 
 import os
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -122,6 +123,19 @@ def test_hostile_headers_end_in_a_short_error(folder, content):
     with pytest.raises(DataError, match=r"label\.npy ") as raised:
         NpyReader(path)
     assert len(str(raised.value)) < len(str(path)) + 400
+
+
+def test_a_long_header_is_refused_before_it_is_read(folder):
+    path, _ = folder
+    (path / "label.npy").write_bytes(header(b"", 1 << 29, b"\x02\x00"))
+    os.truncate(path / "label.npy", (1 << 29) + 12)
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match=r"its header would take 536,870,912 bytes"):
+            NpyReader(path)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_pipe_in_place_of_an_array_does_not_hang(folder):

@@ -47,10 +47,10 @@ class Models:
         if config is not None:
             self._ranking = Ranking(store, config, dropped)
         self._tables = list(store.tables)
-        self.by_name: Mapping[str, Model] = self._made()
+        self.by_name: Mapping[str, Model] = self._made(self._ranking)
 
-    def _made(self) -> dict[str, Model]:
-        models: list[Model] = [] if self._ranking is None else [self._ranking]
+    def _made(self, ranking: Ranking | None) -> dict[str, Model]:
+        models: list[Model] = [] if ranking is None else [ranking]
         tables = list(self._store.tables.values())
         for table in tables:
             models += [pooled_table(table, self.bags, self._dropped), table_rows(table, self._dropped)]
@@ -68,7 +68,8 @@ class Models:
 
         Raises:
             ConfigError: the commit's run is of another release. DamagedError: its weights are not all there.
-                Or as ``Newer.show``. Nothing has changed then.
+                Or as ``Newer.show``. Nothing has changed then. After another error the store shows the newer version,
+                by the models that there were; the next call makes them anew.
         """
         config = saved_config(newer.version.extra, "the newest commit")
         ranking = self._ranking if self._ranking is not None and self._ranking.is_of(config) else None
@@ -82,9 +83,10 @@ class Models:
             ranking.load(weights)
         elif config is not None:
             ranking = self._new_ranking(config)
-        if list(self._store.tables) != self._tables or ranking is not self._ranking:
-            self._tables, self._ranking = list(self._store.tables), ranking
-            self.by_name = {name: self._same(model) for name, model in self._made().items()}
+        tables = list(self._store.tables)
+        if tables != self._tables or ranking is not self._ranking:
+            made = {name: self._same(model) for name, model in self._made(ranking).items()}
+            self._tables, self._ranking, self.by_name = tables, ranking, made
 
     def _new_ranking(self, config: RunConfig) -> Ranking | None:
         try:

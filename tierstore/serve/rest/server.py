@@ -34,11 +34,20 @@ def listen(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
     Raises:
         OSError: the address is taken, or not this machine's.
     """
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.create_server(address, family=family, backlog=_BACKLOG, reuse_port=reuse_port)
-    except OSError as error:
-        raise OSError(error.errno, f"cannot listen on {host} port {port}: {error.strerror}") from None
+    with contextlib.ExitStack() as opened:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            # Not create_server: "::" is IPv4's wildcard, too, where the system has it so.
+            listener = opened.enter_context(socket.socket(family, kind, protocol))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(reuse_port))
+            listener.bind(address)
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            raise OSError(error.errno, f"cannot listen on {host} port {port}: {error.strerror}") from None
+        opened.pop_all()
     listener.setblocking(False)
     return listener
 

@@ -13,6 +13,8 @@ from ...kernels.arrays import Bools
 from .base import CRITEO_SCHEMA, MISSING, DataError, RawRows, Reader, Schema, fits_float32, require_data_file
 
 _MAX_REASON: Final = 200
+_HEAD_BYTES: Final = 12
+_MAX_HEADER_BYTES: Final = 10_000
 _MAX_CATEGORY: Final = np.iinfo(np.int64).max
 _UNREADABLE: Final = (
     ArithmeticError,
@@ -70,6 +72,7 @@ def _map(path: Path, kinds: str, shape: tuple[int, ...]) -> NDArray[Any]:
     if not path.exists():
         raise DataError(f"{path} does not exist; the npy format needs dense.npy, sparse.npy and label.npy")
     require_data_file(path)
+    _check_header(path)
     try:
         with np.errstate(over="raise"), warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # the header is Python 2's, and read all the same
@@ -81,3 +84,12 @@ def _map(path: Path, kinds: str, shape: tuple[int, ...]) -> NDArray[Any]:
         held = f"{str(array.dtype)[:_MAX_REASON]} {list(array.shape)}"
         raise DataError(f"{path} holds {held}; expected {wanted} of numbers ({kinds})")
     return array
+
+
+def _check_header(path: Path) -> None:
+    """DataError for a header that claims to be long: numpy would read up to 4 GiB of it before it looks."""
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+    length = int.from_bytes(head[8 : 10 if head[6:7] == b"\x01" else 12], "little")
+    if length > _MAX_HEADER_BYTES:
+        raise DataError(f"{path} is not an npy file, or is cut short: its header would take {length:,} bytes")
