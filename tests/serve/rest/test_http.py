@@ -382,22 +382,14 @@ def test_a_port_that_is_taken() -> None:
         listen("127.0.0.1", server.port)
 
 
-def test_listens_on_ipv6() -> None:
+@pytest.mark.parametrize(("host", "asked"), [("::1", "[::1]"), ("::", "127.0.0.1")])
+def test_listens_on_ipv6_whose_wildcard_is_that_of_ipv4_too(host: str, asked: str) -> None:
     try:
-        listener = listen("::1", 0)
+        listener = listen(host, 0)
     except OSError:
         pytest.skip("no IPv6 here")
     with serving(listener=listener) as server:
-        assert httpx.get(f"http://[::1]:{server.port}/v2", trust_env=False).status_code == 200
-
-
-def test_the_wildcard_of_ipv6_takes_ipv4_too() -> None:
-    try:
-        listener = listen("::", 0)
-    except OSError:
-        pytest.skip("no IPv6 here")
-    with serving(listener=listener) as server:
-        assert httpx.get(f"http://127.0.0.1:{server.port}/v2", trust_env=False).status_code == 200
+        assert httpx.get(f"http://{asked}:{server.port}/v2", trust_env=False).status_code == 200
 
 
 def test_stop_lets_what_is_under_way_finish() -> None:
