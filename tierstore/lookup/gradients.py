@@ -170,8 +170,13 @@ def _update(collected: Sequence[_Collected]) -> None:
     """One update of the tables of lookups that are of one pool and mode."""
     lookups: list[Any] = [each.lookup for each in collected]
     gradients = [_follow(each) for each in collected]
-    if len(lookups) == 1:
-        lookups[0].update(gradients[0])
+    lookup, gradient = lookups[0], gradients[0]
+    if len(lookups) > 1:
+        lookup = lookup.merged(lookups, [gradient.shape[1] for gradient in gradients])
+        gradient = torch.cat([gradient.reshape(1, -1) for gradient in gradients], dim=1)
+    optimizer = lookup.joined.tables[0].store.optimizer_in_use
+    if optimizer is None:
+        lookup.update(gradient)
         return
-    merged = lookups[0].merged(lookups, [gradient.shape[1] for gradient in gradients])
-    merged.update(torch.cat([gradient.reshape(1, -1) for gradient in gradients], dim=1))
+    for each in lookup.gradients(gradient):
+        optimizer.collect(each)

@@ -18,12 +18,14 @@ from ..hbm.grouping import Grouping
 from ..hbm.lease import HbmLease, Part
 from ..hbm.pool import HbmPool
 from ..kernels.arrays import Floats, Int32s, Int64s
+from ..optim.configs import adding
 from ..pool import Pool
 from ..rows import KEY_ROW_BITS
 from ..system.signals import shielded
 from .joined import Joined
 from .lookup import MODES
 from .merging import Merged
+from .tables import RowGradients, by_table
 
 _WIDE: Final = 4
 """float32 that a thread of a GPU moves at a time, 16 bytes."""
@@ -174,15 +176,12 @@ class HbmLookup:
     @shielded
     def update(self, grad_out: Tensor) -> None:
         """See ``Lookup.update``."""
-        hyper = torch.from_numpy(self.joined.next_hyper())
+        hyper = self.joined.next_hyper()
         if self._is_empty:
             return
         pool = self._send()
         grouping = self._grouping
         assert grouping is not None
-        if pool.lane.pin_memory:
-            # The copy is on the compute stream, which nobody may wait for.
-            hyper = hyper.pin_memory().to(pool.device, non_blocking=True)
         codes = tuple(table.config.optimizer.code for table in self.joined.tables)
         held, self._lease = self._lease, None
         parts = pool.unique_parts(grouping) if held is None else [Part(0, len(grouping.keys), grouping, held)]
@@ -192,12 +191,40 @@ class HbmLookup:
                     pool.kernels.update_rows(
                         self._bags, grouping.groups, part.lease.slots, part.first, grad_out=grad_out,
                         arg_max=self._arg_max, mean=self._mode == kernels.MEAN, table_of=self._table_of, codes=codes,
-                        hyper=hyper, weights=pool.weights, state=pool.state, dim=pool.layout.dim,
+                        hyper=_sent(pool, hyper), weights=pool.weights, state=pool.state, dim=pool.layout.dim,
                     )  # fmt: skip
             finally:
                 # Also where it failed half way: some rows may have changed.
                 part.lease.release(changed=True)
         self._retain(pool)
+
+    @shielded
+    def gradients(self, grad_out: Tensor) -> list[RowGradients]:
+        """See ``Lookup.gradients``."""
+        tables = self.joined.tables
+        dim = tables[0].layout.dim
+        if self._is_empty:
+            return by_table(tables, torch.empty(0, dtype=torch.int64), torch.empty(0, dim))
+        pool, grouping = self._send(), self._grouping
+        assert grouping is not None
+        count = len(grouping.keys)
+        codes, hyper = adding(len(tables))
+        values = torch.zeros((count, dim), dtype=torch.float32, device=pool.device)
+        pool.kernels.update_rows(
+            self._bags, grouping.groups, torch.arange(count, dtype=torch.int32, device=pool.device), 0,
+            grad_out=grad_out, arg_max=self._arg_max, mean=self._mode == kernels.MEAN, table_of=self._table_of,
+            codes=tuple(codes.tolist()), hyper=_sent(pool, hyper), weights=values,
+            state=values.new_zeros((count, 1)), dim=dim,
+        )  # fmt: skip
+        self.release()
+        self._retain(pool)
+        return by_table(tables, grouping.keys, values)
+
+
+def _sent(pool: HbmPool, values: Floats) -> Tensor:
+    """On the device: the copy is on the compute stream, which nobody may wait for."""
+    here = torch.from_numpy(values)
+    return here.pin_memory().to(pool.device, non_blocking=True) if pool.lane.pin_memory else here
 
 
 def _step_of(columns: Int32s) -> int:

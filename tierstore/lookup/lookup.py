@@ -16,12 +16,13 @@ from ..kernels import quantized
 from ..kernels.arrays import Floats, Int64s
 from ..pool import Pool
 from ..pool.backward import NO_ARG_MAX, Bags, Groups
+from ..pool.evicting import unique
 from ..pool.pins import Lease
 from ..pool.residency import Pooling, Update
 from ..system.signals import shielded
 from .joined import Joined
 from .merging import Merged
-from .tables import FillsOutput, in_pool_of
+from .tables import FillsOutput, RowGradients, by_table, in_pool_of
 
 MODES: Final = {"sum": kernels.SUM, "mean": kernels.MEAN, "max": kernels.MAX}
 
@@ -150,10 +151,23 @@ class Lookup:
         hyper, seeds = joined.next_hyper(), joined.rounding_seeds()
         if len(joined):
             codes = np.array([table.config.optimizer.code for table in joined.tables], np.int64)
-            bags = Bags(
-                joined.table_bags, joined.bag_starts, joined.columns, joined.batch, joined.scale,
-                self._mode == kernels.MEAN, self._arg_max,
-            )  # fmt: skip
-            groups = Groups(bags, grad_out.shape[1], pool.arena.workers)
+            groups = self._groups(pool, grad_out)
             pool.rows.update(joined, Update(groups, codes, hyper, grad_out.numpy(), seeds), self._lease_in(pool))
         self.release()
+
+    def _groups(self, pool: Pool, grad_out: Tensor) -> Groups:
+        joined = self.joined
+        bags = Bags(
+            joined.table_bags, joined.bag_starts, joined.columns, joined.batch, joined.scale,
+            self._mode == kernels.MEAN, self._arg_max,
+        )  # fmt: skip
+        return Groups(bags, grad_out.shape[1], pool.arena.workers)
+
+    @shielded
+    def gradients(self, grad_out: Tensor) -> list[RowGradients]:
+        """What ``update`` would apply, of each table; rows stay as they are, and are released."""
+        joined, pool = self.joined, self._pool
+        inverse, keys = unique(joined.keys)
+        values = self._groups(pool, grad_out).merged(inverse, len(keys), pool.layout.dim, grad_out.numpy())
+        self.release()
+        return by_table(joined.tables, torch.from_numpy(keys), torch.from_numpy(values))

@@ -1,18 +1,20 @@
 """The contracts of tables and stores, as lookups use them."""
 
-from collections.abc import Callable
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from ..config import TableConfig
 from ..errors import ClosedError
 from ..kernels.arrays import Floats
 from ..kernels.threads import Workers
 from ..pool import Pool
-from ..rows import RowLayout
+from ..rows import KEY_ROW_BITS, RowLayout
 
 _T = TypeVar("_T")
+_ROW_MASK: Final = (1 << KEY_ROW_BITS) - 1
 
 
 class FillsOutput(Protocol):
@@ -22,8 +24,35 @@ class FillsOutput(Protocol):
     """It adds to what it is given."""
 
 
+class RowGradients(NamedTuple):
+    """Merged gradients of a table's rows.
+
+    Attributes:
+        table: the table.
+        rows: int64 [U], distinct; on the store's device.
+        values: float32 [U, dim]; likewise.
+    """
+
+    table: "LookupTable"
+    rows: Tensor
+    values: Tensor
+
+
+class CollectsGradients(Protocol):
+    """A store's optimizer, to whoever runs backward."""
+
+    def collect(self, gradients: RowGradients) -> None:
+        """Keep them until the optimizer's step."""
+        ...
+
+
 class LookupStore(Protocol):
     """The store that a table is of."""
+
+    @property
+    def optimizer_in_use(self) -> CollectsGradients | None:
+        """Who collects gradients; None: backward updates rows."""
+        ...
 
     @property
     def device(self) -> torch.device:
@@ -75,6 +104,15 @@ class LookupTable(Protocol):
     def require_float(self) -> None:
         """Raises ReadOnlyError if its rows are quantized."""
         ...
+
+
+def by_table(tables: Sequence[LookupTable], keys: Tensor, values: Tensor) -> list[RowGradients]:
+    """Of rows by key, int64 [U], each table's."""
+    if len(tables) == 1:
+        return [RowGradients(tables[0], keys & _ROW_MASK, values)]
+    owners = keys >> KEY_ROW_BITS
+    chosen = [owners == table.index for table in tables]
+    return [RowGradients(table, keys[own] & _ROW_MASK, values[own]) for table, own in zip(tables, chosen, strict=True)]
 
 
 def in_pool_of(table: LookupTable, work: Callable[[Pool], _T]) -> _T:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from ..kernels.arrays import Floats
+from ..kernels.arrays import Floats, Int64s
 
 NUM_HYPER: Final = 8
 """float32 columns of a table's row in the kernel's hyper-parameter matrix."""
@@ -155,3 +155,10 @@ def from_dict(fields: dict[str, Any]) -> Optimizer:
     if kind not in _KINDS:
         raise ValueError(f"optimizer kind {kind!r} is not one of {sorted(_KINDS)}")
     return _KINDS[kind](**rest)
+
+
+def adding(num_tables: int) -> tuple[Int64s, Floats]:
+    """Codes, int64 [T], and hyper, float32 [T, NUM_HYPER], of an update that adds gradients to rows: SGD at rate -1."""
+    hyper = np.zeros((num_tables, NUM_HYPER), np.float32)
+    hyper[:, 0] = -1
+    return np.full(num_tables, SGD.code, np.int64), hyper

@@ -3,6 +3,7 @@
 import contextlib
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,23 +17,35 @@ from ..rows import RowLayout
 from ..system.forks import disown_in_forks
 
 
-class Arena:
+@dataclass(eq=False)
+class Rows:
+    """Rows as kernels read and update them.
+
+    Attributes:
+        half: ``floats.half_code`` of the rows' dtype.
+        weights: float32, uint16 or uint8 [capacity, >= stored columns]; state: float32 [capacity, >= state_dim].
+    """
+
+    layout: RowLayout
+    half: int
+    weights: Weights
+    state: Floats
+
+
+class Arena(Rows):
     """See the module's docstring.
 
     Attributes:
-        weights: float32, uint16 or uint8 [capacity, >= stored columns]; state: float32 [capacity, >= state_dim].
-        half: ``floats.half_code`` of the rows' dtype.
         fill_lock, lock, rows_lock, plain_lock: see ``pool.pool``; ``plain_lock`` is ``lock`` without its condition.
         is_disowned: this is a forked process, which may not use the rows.
     """
 
     def __init__(self, layout: RowLayout, cache: RowCache, workers: Workers, *, readonly: bool) -> None:
-        self.layout = layout
+        super().__init__(
+            layout, half_code(layout.dtype), cache.weights.view(layout.numpy_dtype), cache.state.view(np.float32)
+        )
         self.cache = cache
         self.workers = workers
-        self.half = half_code(layout.dtype)
-        self.weights: Weights = cache.weights.view(layout.numpy_dtype)
-        self.state: Floats = cache.state.view(np.float32)
         self.is_closed = self.is_disowned = False
         self._make_locks(readonly=readonly)
         disown_in_forks(self)

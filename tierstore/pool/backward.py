@@ -9,9 +9,12 @@ import numpy as np
 
 from .. import kernels
 from ..kernels.arrays import Bytes, Floats, Ids, Int32s, Int64s, Words
+from ..kernels.floats import FLOAT32
 from ..kernels.threads import Workers
+from ..optim.configs import adding
 from ..optim.kernels import merge_and_update, scratch
-from .arena import Arena
+from ..rows import RowLayout
+from .arena import Rows
 
 NO_INTS: Final = np.empty(0, np.int32)
 NO_ARG_MAX: Final = np.empty((0, 0), np.int32)
@@ -103,7 +106,7 @@ class Groups:
         return np.concatenate([by_number[first : first + count] for first, count in pairs])
 
     def update(
-        self, arena: Arena, first: int, slots: Int32s, codes: Int64s, hyper: Floats, grad_out: Floats, *,
+        self, rows: Rows, first: int, slots: Int32s, codes: Int64s, hyper: Floats, grad_out: Floats, *,
         flags: Bytes = _NO_FLAGS, dirty: int = 0, seeds: Words | None = None, keys: Int64s|None = None,
     ) -> int:  # fmt: skip
         """Update the rows whose numbers begin at ``first``. The caller holds the lock.
@@ -127,12 +130,21 @@ class Groups:
             newly_dirty[begin] = merge_and_update(
                 *cuts[begin], *cuts[end], self._table_starts, firsts, slots, self._counts, self._starts,
                 self._sources, self._factors, self._positions, self._bag_of, bags.arg_max, gradients, codes, hyper,
-                arena.weights, arena.state, arena.layout.dim, arena.half, flags, dirty, seeds, keys,
-                scratch(arena.layout.dim),
+                rows.weights, rows.state, rows.layout.dim, rows.half, flags, dirty, seeds, keys,
+                scratch(rows.layout.dim),
             )  # fmt: skip
 
         self._workers.run(work, range(len(cuts)))
         return int(newly_dirty.sum())
+
+    def merged(self, inverse: Int32s, num_unique: int, dim: int, grad_out: Floats) -> Floats:
+        """The merged gradient of each row, float32 [num_unique, dim]; arguments as for ``by_number`` and ``update``."""
+        self.by_number(inverse, num_unique)
+        layout = RowLayout(dim=dim)
+        gradients = np.zeros((num_unique, dim), np.float32)
+        rows = Rows(layout, FLOAT32, gradients, np.zeros((num_unique, 0), np.float32))
+        self.update(rows, 0, np.arange(num_unique, dtype=np.int32), *adding(len(self._counts)), grad_out)
+        return gradients
 
     def _place(self, number: int) -> tuple[int, int]:
         """(table, row of it) with that number."""

@@ -49,7 +49,7 @@ class EvictingRows:
 
     def update(self, batch: Batch, update: Update, lease: Lease | None) -> None:
         if lease is None:
-            inverse, keys = _unique(batch.keys)
+            inverse, keys = unique(batch.keys)
             parts = self._row_parts(keys)
         else:
             assert lease.inverse is not None, "slots of this cache are not the positions' own"
@@ -76,7 +76,7 @@ class EvictingRows:
         return None
 
 
-def _unique(keys: Int64s) -> tuple[Int32s, Int64s]:
+def unique(keys: Int64s) -> tuple[Int32s, Int64s]:
     """(int32 [N], each position's row number; int64, the rows' keys in order of first use)."""
     unique_keys = np.empty_like(keys)
     inverse = np.empty(len(keys), np.int32)

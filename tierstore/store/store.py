@@ -27,6 +27,7 @@ from .lifetime import Lifetime
 from .manifest import Manifest
 from .newer import Follower, Newer
 from .opened import open_files
+from .optimizer import TieredOptimizer
 from .pools import Memory, Pools
 from .recording import Recorder
 from .table import Table
@@ -46,6 +47,7 @@ class Store(Unpicklable):
         readonly: whether it was opened with mode="r".
         device: where results live.
         recorder: what lookups are told to, or None; see ``record``.
+        optimizer_in_use: what ``optimizer`` gave last, or None: backward updates rows.
         workers: threads for kernels over many rows.
         require_open: raises ClosedError after ``close``, and in a process forked since the store was opened.
         require_writable: raises that, or ReadOnlyError for mode="r".
@@ -68,6 +70,7 @@ class Store(Unpicklable):
         self.readonly = readonly
         self.device = memory.device
         self.recorder: Recorder | None = None
+        self.optimizer_in_use: TieredOptimizer | None = None
         self._lifetime = Lifetime(self.directory, readonly=readonly)
         self.require_open, self.require_writable = self._lifetime.require_open, self._lifetime.require_writable
         with contextlib.ExitStack() as held:  # released if a later step fails, else by close, the last first
@@ -137,6 +140,19 @@ class Store(Unpicklable):
         with self._pools.lock:
             self.require_open()
             return self._pools.of(layout)
+
+    def optimizer(self) -> TieredOptimizer:
+        """A ``torch.optim.Optimizer`` of all tables; from now on backward collects gradients and ``step`` applies them.
+
+        Without it, each backward pass updates the rows at its end; learning-rate schedulers, accumulation, clipping and
+        ``GradScaler`` then do not reach them.
+
+        Raises:
+            ReadOnlyError: the store was opened for reading. ClosedError.
+        """
+        self.require_writable()
+        self.optimizer_in_use = TieredOptimizer(self)
+        return self.optimizer_in_use
 
     # Versions
 
