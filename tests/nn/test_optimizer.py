@@ -1,0 +1,234 @@
+"""A store's optimizer against ``torch.nn.EmbeddingBag(sparse=True)`` with torch's own, and against the fused update."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tierstore
+from tierstore import errors
+from tierstore.optim import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
+
+ROWS, DIM = 300, 20
+TIERS: dict[str, dict[str, Any]] = {
+    "in place": {"ddr": "1MiB"},
+    "evicting": {"ddr": "450KiB"},
+    "hbm": {"ddr": "2MiB", "hbm": "300KiB", "device": "cpu"},
+}
+RULES: list[tuple[Optimizer, Callable[[Any], torch.optim.Optimizer]]] = [
+    (SGD(lr=0.5), lambda parameters: torch.optim.SGD(parameters, lr=0.5)),
+    (Adagrad(lr=0.5), lambda parameters: torch.optim.Adagrad(parameters, lr=0.5)),
+    # eps is beside a smaller root in SparseAdam than in Adam.
+    (Adam(lr=0.05, eps=1e-15), lambda parameters: torch.optim.SparseAdam(parameters, lr=0.05, eps=1e-15)),
+]
+EVERY_RULE = [rule for rule, _ in RULES] + [RowWiseAdagrad(lr=0.5, weight_decay=0.01)]
+
+
+@contextlib.contextmanager
+def opened(rule: Optimizer, **tiers: Any) -> Iterator[tierstore.Store]:
+    """A store with a table "t"."""
+    with tierstore.open(cold="memory", **(tiers or TIERS["in place"])) as store:
+        store.create_table(tierstore.TableConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM, optimizer=rule))
+        yield store
+
+
+def rows_of(store: tierstore.Store, name: str = "t") -> Tensor:
+    return store[name].read(torch.arange(store[name].config.num_embeddings))
+
+
+def batches(count: int) -> list[Tensor]:
+    return list(torch.randint(0, ROWS, (count, 8, 5), generator=torch.Generator().manual_seed(1)))
+
+
+class Twins:
+    """The same model twice: over a store, and over torch's own bag with the same rows."""
+
+    def __init__(self, store: tierstore.Store, reference: Callable[[Any], torch.optim.Optimizer]) -> None:
+        self.store = store
+        torch.manual_seed(0)
+        dense = nn.Linear(DIM, 1)
+        self.ours = nn.Sequential(tierstore.TieredEmbeddingBag(store["t"]), dense)
+        bag = nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=True, _weight=rows_of(store))
+        self.theirs = nn.Sequential(bag, nn.Linear(DIM, 1))
+        self.theirs[1].load_state_dict(dense.state_dict())
+        self.weight = bag.weight
+        self.row_optimizer = store.optimizer()
+        self.reference = reference([bag.weight])
+        self.dense_optimizers = [torch.optim.SGD(model[1].parameters(), lr=0.1) for model in (self.ours, self.theirs)]
+
+    def backward(self, ids: Tensor, scale: Callable[[Tensor], Tensor] = lambda loss: loss) -> None:
+        for model in (self.ours, self.theirs):
+            scale(model(ids).square().mean()).backward()
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [self.row_optimizer, self.reference, *self.dense_optimizers]
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def check(self) -> None:
+        torch.testing.assert_close(rows_of(self.store), self.weight.detach())
+        torch.testing.assert_close(self.ours[1].weight, self.theirs[1].weight)
+
+
+@pytest.mark.parametrize("tiers", TIERS)
+@pytest.mark.parametrize("rule", EVERY_RULE, ids=lambda rule: rule.kind)
+@pytest.mark.parametrize("pooling", ["sum", "mean", "max"])
+def test_a_step_after_one_pass_gives_the_bits_of_the_fused_update(rule: Optimizer, tiers: str, pooling: Any) -> None:
+    def trained(*, deferred: bool) -> list[Tensor]:
+        with tierstore.open(cold="memory", **TIERS[tiers]) as store:
+            for name in "ab":  # in one pool, looked up together
+                store.create_table(
+                    tierstore.TableConfig(
+                        name=name, feature_names=[f"{name}1", f"{name}2"], num_embeddings=ROWS, embedding_dim=DIM,
+                        optimizer=rule, pooling=pooling,
+                    )
+                )  # fmt: skip
+            features = tierstore.TieredEmbeddingBagCollection(store)
+            optimizer = store.optimizer() if deferred else None
+            for ids in batches(5):
+                lengths = torch.tensor([0, 1, 2, 3, 4, 5, 10, 15])
+                both = tierstore.KeyedJaggedTensor(features.feature_names, ids.flatten(), lengths=lengths)
+                out = features(both).values()
+                (out.square().mean() + features(both).values().sum()).backward()
+                if optimizer is not None:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            return [rows_of(store, name) for name in "ab"]
+
+    pairs = zip(trained(deferred=True), trained(deferred=False), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # by torch's own optimizers
+@pytest.mark.parametrize("tiers", TIERS)
+@pytest.mark.parametrize(("rule", "reference"), RULES, ids=lambda each: getattr(each, "kind", ""))
+def test_micro_batches_accumulate_as_torchs_do(rule: Optimizer, reference: Any, tiers: str) -> None:
+    with opened(rule, **TIERS[tiers]) as store:
+        twins = Twins(store, reference)
+        first = rows_of(store)
+        for number, ids in enumerate(batches(9)):
+            twins.backward(ids)
+            if number % 3 == 2:
+                twins.step()
+        twins.check()
+        assert not torch.equal(first, rows_of(store))
+
+
+def test_rows_change_in_step_only_and_zero_grad_forgets() -> None:
+    with opened(SGD(lr=0.5)) as store:
+        twins, first = Twins(store, RULES[0][1]), rows_of(store)
+        twins.backward(batches(1)[0])
+        assert torch.equal(rows_of(store), first)
+        for optimizer in twins.optimizers:
+            optimizer.zero_grad()
+        twins.step()
+        assert torch.equal(rows_of(store), first)
+        twins.backward(batches(2)[1])
+        twins.step()
+        twins.check()
+
+
+def test_a_scheduler_sets_the_rate_of_rows() -> None:
+    with opened(SGD(lr=0.5)) as store:
+        twins = Twins(store, RULES[0][1])
+        schedulers = [torch.optim.lr_scheduler.StepLR(each, 2, gamma=0.1) for each in twins.optimizers[:2]]
+        for ids in batches(5):
+            twins.backward(ids)
+            twins.step()
+            for scheduler in schedulers:
+                scheduler.step()
+        twins.check()
+        assert store["t"].learning_rate == pytest.approx(0.005)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_clipping_is_by_the_norm_over_rows_and_dense_weights(norm_type: float) -> None:
+    with opened(SGD(lr=0.5)) as store:
+        twins = Twins(store, RULES[0][1])
+        for ids in batches(3):
+            twins.backward(ids)
+            theirs = list(twins.theirs.parameters())
+            twins.weight.grad = twins.weight.grad.to_dense()  # type: ignore[union-attr]
+            expected = torch.nn.utils.clip_grad_norm_(theirs, 0.1, norm_type)
+            norm = twins.row_optimizer.clip_grad_norm_(twins.ours.parameters(), 0.1, norm_type)
+            torch.testing.assert_close(norm, expected)
+            assert norm > 0.1
+            twins.step()
+        twins.check()
+
+
+def test_gradients_that_are_not_finite_are_refused_on_request() -> None:
+    with opened(SGD(lr=0.5)) as store:
+        optimizer, bag = store.optimizer(), tierstore.TieredEmbeddingBag(store["t"])
+        (bag(batches(1)[0]).sum() * float("nan")).backward()
+        with pytest.raises(RuntimeError, match="non-finite"):
+            optimizer.clip_grad_norm_(max_norm=1.0, error_if_nonfinite=True)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_a_grad_scaler_unscales_rows_and_skips_steps_that_overflow() -> None:
+    with opened(Adagrad(lr=0.5)) as store:
+        twins = Twins(store, RULES[1][1])
+        scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10) for _ in range(2)]
+        for number, ids in enumerate(batches(4)):
+            before = rows_of(store)
+            for model, scaler, own in zip((twins.ours, twins.theirs), scalers, (0, 1), strict=True):
+                loss = model(ids).square().mean() * (float("inf") if number == 1 else 1.0)
+                scaler.scale(loss).backward()
+                for optimizer in (twins.optimizers[own], twins.optimizers[2 + own]):
+                    scaler.step(optimizer)
+                    optimizer.zero_grad()
+                scaler.update()
+            assert torch.equal(before, rows_of(store)) == (number == 1)
+        assert scalers[0].get_scale() == scalers[1].get_scale() == 2.0**9
+        twins.check()
+
+
+def test_a_closure_gives_the_loss() -> None:
+    with opened(SGD(lr=0.01)) as store:
+        optimizer, bag = store.optimizer(), tierstore.TieredEmbeddingBag(store["t"])
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = bag(batches(1)[0]).square().sum()
+            loss.backward()
+            return loss
+
+        assert optimizer.step(closure) > optimizer.step(closure)
+
+
+def test_learning_rates_are_saved_and_loaded() -> None:
+    with opened(SGD(lr=0.5)) as store:
+        optimizer = store.optimizer()
+        optimizer.param_groups[0]["lr"] = 0.25
+        saved = optimizer.state_dict()
+        store.create_table(tierstore.TableConfig(name="u", num_embeddings=10, embedding_dim=4))
+        bag = tierstore.TieredEmbeddingBag(store["u"])
+        bag(torch.tensor([[1, 2]])).sum().backward()
+        assert [group["name"] for group in optimizer.param_groups] == ["t", "u"], "a table made since has a group"
+        before = rows_of(store, "u")
+        optimizer.step()
+        assert not torch.equal(before, rows_of(store, "u"))
+    with opened(SGD(lr=0.5)) as store:
+        optimizer = store.optimizer()
+        optimizer.load_state_dict(saved)
+        optimizer.step()
+        assert store["t"].learning_rate == 0.25
+
+
+def test_only_the_newest_optimizer_of_a_writable_store_steps(tmp_path: Any) -> None:
+    with tierstore.open(tmp_path / "s") as store:
+        store.create_table(tierstore.TableConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM))
+        first = store.optimizer()
+        store.optimizer().step()
+        with pytest.raises(RuntimeError, match="another optimizer"):
+            first.step()
+    with tierstore.open(tmp_path / "s", mode="r") as store, pytest.raises(errors.ReadOnlyError):
+        store.optimizer()
