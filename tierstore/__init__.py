@@ -7,7 +7,7 @@ optimizer runs inside backward, and a commit is atomic over everything.
 from . import errors, init, optim
 from .config import TableConfig
 from .io.prefetch import prefetch
-from .nn import KeyedJaggedTensor, KeyedTensor, TieredEmbeddingBag, TieredEmbeddingBagCollection
+from .nn import KeyedJaggedTensor, KeyedTensor, TieredEmbedding, TieredEmbeddingBag, TieredEmbeddingBagCollection
 from .offline.quantization import QuantizedTable, QuantizeReport, quantize
 from .pool.stats import Stats, TierStats
 from .store import Store, Table
@@ -24,6 +24,7 @@ __all__ = [
     "Table",
     "TableConfig",
     "TierStats",
+    "TieredEmbedding",
     "TieredEmbeddingBag",
     "TieredEmbeddingBagCollection",
     "__version__",

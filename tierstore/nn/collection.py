@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import TableError
 from ..lookup import Lookup
@@ -17,8 +16,9 @@ from ..store import Store, Table
 from ..store.arguments import check_ids, check_offsets, check_scale
 from ..store.table import make_lookup
 from ..system.excerpt import excerpt
-from .function import Announced, Prepared, PreparedLookups, run_lookups
+from .function import Prepared
 from .jagged import JaggedLike, KeyedTensor
+from .module import TieredModule
 
 
 class _Feature(NamedTuple):
@@ -27,7 +27,7 @@ class _Feature(NamedTuple):
     column: int
 
 
-class TieredEmbeddingBagCollection(nn.Module):
+class TieredEmbeddingBagCollection(TieredModule):
     """Pools every feature of a set of tables; called as TorchRec's ``EmbeddingBagCollection`` is.
 
     The rows are no torch parameters: each table's optimizer runs at the end of backward, ``Store.commit`` makes the
@@ -44,7 +44,7 @@ class TieredEmbeddingBagCollection(nn.Module):
     """
 
     def __init__(self, store: Store, *, tables: Sequence[str] | None = None) -> None:
-        super().__init__()
+        super().__init__(store)
         if isinstance(tables, str):
             raise TypeError(f"tables must be a list of names, not the str {excerpt(tables)}")
         names = list(store.tables if tables is None else tables)
@@ -64,8 +64,6 @@ class TieredEmbeddingBagCollection(nn.Module):
         self._columns = column
         self._groups = self._group_features()
         self._dims = [feature.table.layout.dim for feature in self._features.values()]
-        self._anchor = torch.empty(0, requires_grad=True)
-        self._prepared = PreparedLookups()
 
     @property
     def tables(self) -> list[Table]:
@@ -90,37 +88,12 @@ class TieredEmbeddingBagCollection(nn.Module):
         Raises:
             ValueError, TypeError: a feature is missing, an id is no row, shapes do not fit. ClosedError, ChecksumError.
         """
-        prepared = self._prepared.take(features, _sources(features)) or self._prepare(features)
-        values = run_lookups(prepared, self, self._anchor, self._columns, trainable=not self.store.readonly)
+        values = self._run((features,), _sources(features), self._columns)
         return KeyedTensor(self.feature_names, self._dims, values)
 
     @property
-    def has_room(self) -> bool:
-        """Whether the rows of one more batch, as large as the last, would stay until it is used.
-
-        Asked by ``tierstore.prefetch``.
-        """
-        return all(group[0].table.pool.has_room for group in self._groups)
-
-    def prepare(self, features: JaggedLike) -> Prepared:
-        """Bring the rows of ``features`` in ahead of ``forward``, which must be given the same object.
-
-        Called by ``tierstore.prefetch``, from its thread. Returns a ticket for ``forget``.
-        """
-        prepared = self._prepare(features)
-        prepared.stage()
-        return self._prepared.put(features, prepared)
-
-    def forget(self, ticket: Prepared) -> None:
-        """Release what ``prepare`` made ready, if it was not used."""
-        self._prepared.drop(ticket)
-
-    def announce(self, features: JaggedLike) -> Announced | None:
-        """Tell the pools that these rows will be used, after those announced before; None if there is no room yet.
-
-        Called by ``tierstore.prefetch``. Whoever called retires what is returned.
-        """
-        return self._prepare(features).announce()
+    def _tables(self) -> list[Table]:
+        return [group[0].table for group in self._groups]
 
     def _prepare(self, features: JaggedLike) -> Prepared:
         sources = _sources(features)

@@ -1,17 +1,16 @@
 """A drop-in for ``torch.nn.EmbeddingBag`` over a table of a store."""
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..config import Pooling, require_choice
 from ..lookup.lookup import MODES
 from ..store import Table
-from .function import Announced, Prepared, PreparedLookups, run_lookups
+from .function import Prepared
+from .module import TieredModule, checked_table
 
 
-class TieredEmbeddingBag(nn.Module):
+class TieredEmbeddingBag(TieredModule):
     """Pools rows of one table; called as ``torch.nn.EmbeddingBag`` is.
 
     The rows are no torch parameters: the table's optimizer runs at the end of backward, once for all lookups of a pass,
@@ -30,9 +29,7 @@ class TieredEmbeddingBag(nn.Module):
     """
 
     def __init__(self, table: Table, *, mode: Pooling | None = None, include_last_offset: bool = False) -> None:
-        super().__init__()
-        if not isinstance(table, Table):
-            raise TypeError(f"table must be a Table, as store[name] gives, not {type(table).__name__}")
+        super().__init__(checked_table(table).store)
         pooling = table.config.pooling
         if mode is not None and mode != pooling:
             require_choice(mode, tuple(MODES), "mode")
@@ -44,8 +41,6 @@ class TieredEmbeddingBag(nn.Module):
         self.table = table
         self.mode = pooling
         self.include_last_offset = include_last_offset
-        self._anchor = torch.empty(0, requires_grad=True)
-        self._prepared = PreparedLookups()
 
     def forward(
         self,
@@ -67,38 +62,11 @@ class TieredEmbeddingBag(nn.Module):
             ValueError, TypeError: a wrong argument, an id that is no row. ClosedError, ChecksumError.
         """
         sources = (input, offsets, per_sample_weights)
-        prepared = self._prepared.take(input, sources) or self._prepare(*sources)
-        columns, trainable = self.table.layout.dim, not self.table.store.readonly
-        return run_lookups(prepared, self, self._anchor, columns, trainable=trainable)
+        return self._run(sources, sources, self.table.layout.dim)
 
     @property
-    def has_room(self) -> bool:
-        """Whether the rows of one more batch, as large as the last, would stay until it is used.
-
-        Asked by ``tierstore.prefetch``.
-        """
-        return self.table.pool.has_room
-
-    def prepare(self, features: Any) -> Prepared:
-        """Bring the rows of ``(input, offsets, per_sample_weights)``, or of ``input``, in ahead of ``forward``.
-
-        Called by ``tierstore.prefetch``, from its thread. Returns a ticket for ``forget``.
-        """
-        arguments = features if isinstance(features, tuple) else (features,)
-        prepared = self._prepare(*arguments)
-        prepared.stage()
-        return self._prepared.put(arguments[0], prepared)
-
-    def forget(self, ticket: Prepared) -> None:
-        """Release what ``prepare`` made ready, if it was not used."""
-        self._prepared.drop(ticket)
-
-    def announce(self, features: Any) -> Announced | None:
-        """Tell the pool that these rows will be used, after those announced before; None if there is no room yet.
-
-        Called by ``tierstore.prefetch``. Whoever called retires what is returned.
-        """
-        return self._prepare(*(features if isinstance(features, tuple) else (features,))).announce()
+    def _tables(self) -> list[Table]:
+        return [self.table]
 
     def _prepare(
         self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None

@@ -58,7 +58,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         known.grad = added if known.grad is None else (known.grad + added).coalesce()
 
     @shielded
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Apply the gradients: one update of each table that has one, also if no row does.
 
         Args:

@@ -1,0 +1,146 @@
+"""Modules over tables as torch's own are handled: frozen, moved, converted, saved; and un-pooled lookups."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tierstore
+from tierstore import errors
+
+ROWS, DIM = 300, 20
+TIERS: list[dict[str, Any]] = [
+    {"ddr": "1MiB"}, {"ddr": "450KiB"}, {"ddr": "2MiB", "hbm": "300KiB", "device": "cpu"}
+]  # fmt: skip
+IDS = torch.randint(0, ROWS, (6, 3, 4), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(params=TIERS, ids=["in place", "evicting", "hbm"])
+def store(request: pytest.FixtureRequest) -> Iterator[tierstore.Store]:
+    with tierstore.open(cold="memory", **request.param) as opened:
+        sgd = tierstore.optim.SGD(lr=0.5)
+        opened.create_table(tierstore.TableConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM, optimizer=sgd))
+        yield opened
+
+
+def rows_of(store: tierstore.Store) -> Tensor:
+    return store["t"].read(torch.arange(ROWS))
+
+
+@pytest.mark.parametrize("padding_idx", [None, 7, -1])
+def test_rows_are_looked_up_and_trained_as_by_nn_embedding(store: tierstore.Store, padding_idx: int | None) -> None:
+    ours = tierstore.TieredEmbedding(store["t"], padding_idx=padding_idx)
+    theirs = nn.Embedding(ROWS, DIM, padding_idx=padding_idx, _weight=rows_of(store))
+    if padding_idx is not None:
+        theirs.weight.data[padding_idx] = 0
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.5)
+    ids = [IDS, IDS.flatten()[:5], IDS[0, 0, 0], IDS[:0]]
+    ids = ids if padding_idx is None else [torch.where(each % 3 == 0, padding_idx % ROWS, each) for each in ids]
+    for each in ids:
+        torch.testing.assert_close(ours(each), theirs(each))
+        for module in (ours, theirs):
+            module(each).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    trained = torch.arange(ROWS) != (ROWS if padding_idx is None else padding_idx % ROWS)
+    torch.testing.assert_close(rows_of(store)[trained], theirs.weight.detach()[trained])
+    assert (ours.num_embeddings, ours.embedding_dim, ours.padding_idx) == (ROWS, DIM, theirs.padding_idx)
+
+
+def test_rows_come_in_ahead_of_un_pooled_lookups(store: tierstore.Store) -> None:
+    module = tierstore.TieredEmbedding(store["t"])
+    plain = [module(ids) for ids in IDS]
+    ahead = [module(ids) for ids in tierstore.prefetch(iter(IDS), module, depth=2, features=lambda ids: ids)]
+    assert all(torch.equal(one, other) for one, other in zip(plain, ahead, strict=True))
+
+
+@pytest.mark.parametrize("padding_idx", [ROWS, -ROWS - 1])
+def test_padding_is_a_row(store: tierstore.Store, padding_idx: int) -> None:
+    with pytest.raises(ValueError, match=f"padding_idx={padding_idx} is no row of a table of {ROWS}"):
+        tierstore.TieredEmbedding(store["t"], padding_idx=padding_idx)
+
+
+def modules(store: tierstore.Store) -> list[tuple[nn.Module, Any]]:
+    """Each with what it looks up."""
+    jagged = tierstore.KeyedJaggedTensor(["t"], IDS[0].flatten(), lengths=torch.full((3,), 4))
+    return [
+        (tierstore.TieredEmbedding(store["t"]), IDS[0]),
+        (tierstore.TieredEmbeddingBag(store["t"]), IDS[0]),
+        (nn.Sequential(tierstore.TieredEmbeddingBagCollection(store), Values()), jagged),
+    ]
+
+
+class Values(nn.Module):
+    def forward(self, pooled: tierstore.KeyedTensor) -> Tensor:
+        return pooled.values()
+
+
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("by", ["module", "model", "parameters"])
+def test_a_frozen_module_trains_no_row(store: tierstore.Store, number: int, by: str) -> None:
+    module, features = modules(store)[number]
+    model, before = nn.Sequential(module, nn.Linear(DIM, 1)), rows_of(store)
+    if by == "parameters":
+        for parameter in module.parameters():
+            parameter.requires_grad = False
+    else:
+        (module if by == "module" else model).requires_grad_(False)
+        model[1].requires_grad_(True)
+    model(features).sum().backward()
+    assert torch.equal(rows_of(store), before)
+    assert not module(features).requires_grad
+    module.requires_grad_(True)
+    model(features).sum().backward()
+    assert not torch.equal(rows_of(store), before)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_what_converts_weights_does_so_or_raises(store: tierstore.Store, number: int) -> None:
+    module, features = modules(store)[number]
+    model = nn.Sequential(module, nn.Linear(DIM, 1))
+    before = module(features)
+    for same in (model.float(), model.cpu(), model.to("cpu"), model.train(), model.share_memory()):
+        assert torch.equal(same[0](features), before)
+    for change in (model.half, model.double, model.bfloat16, lambda: model.to(torch.float16)):
+        with pytest.raises(TypeError, match=r"gives float32, not torch.*TableConfig\(dtype="):
+            change()
+    with pytest.raises(ValueError, match=r"looked up on cpu.*tierstore.open\(..., device='meta'\)"):
+        model.to("meta")
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_rows_are_not_in_the_state_dict(store: tierstore.Store, number: int) -> None:
+    module, features = modules(store)[number]
+    model = nn.Sequential(module, nn.Linear(DIM, 1))
+    assert list(model.state_dict()) == ["1.weight", "1.bias"]
+    assert model.load_state_dict(model.state_dict()).missing_keys == []
+    with pytest.raises(RuntimeError, match="Unexpected"):
+        module.load_state_dict({"rows": torch.empty(0), "other": torch.empty(1)})
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+    model(features).sum().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0, float("inf"))
+    optimizer.step()
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_copies_are_refused_with_the_way_out(store: tierstore.Store, number: int) -> None:
+    module, _ = modules(store)[number]
+    for refused in (copy.deepcopy, torch.optim.swa_utils.AveragedModel):
+        with pytest.raises(TypeError, match=r"cannot be pickled or copied.*state_dict"):
+            refused(module)
+
+
+def test_a_module_of_a_store_for_reading_is_frozen(tmp_path: Any) -> None:
+    with tierstore.open(tmp_path / "s") as store:
+        store.create_table(tierstore.TableConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM))
+        store.commit()
+    with tierstore.open(tmp_path / "s", mode="r") as store:
+        module = tierstore.TieredEmbedding(store["t"])
+        assert not module.rows.requires_grad
+        module.requires_grad_(True)
+        assert not module(IDS).requires_grad
+    with pytest.raises(errors.ClosedError):
+        module(IDS)

@@ -1,0 +1,70 @@
+"""A drop-in for ``torch.nn.Embedding`` over a table of a store."""
+
+import torch
+from torch import Tensor
+
+from ..store import Table
+from .function import Prepared
+from .module import TieredModule, checked_table
+
+__all__ = ["TieredEmbedding"]
+
+
+class TieredEmbedding(TieredModule):
+    """Rows of one table, one for each id; called as ``torch.nn.Embedding`` is.
+
+    The rows are no torch parameters: see ``TieredEmbeddingBag``, of which this is one id a bag. ``max_norm``,
+    ``scale_grad_by_freq`` and ``sparse`` of ``nn.Embedding`` have no counterpart.
+
+    Args:
+        table: a table of an open store.
+        padding_idx: an id that gives zeros and trains nothing, at whichever place; negative counts from the end.
+
+    Raises:
+        ValueError: ``padding_idx`` is no row.
+    """
+
+    def __init__(self, table: Table, *, padding_idx: int | None = None) -> None:
+        super().__init__(checked_table(table).store)
+        self.table = table
+        self.num_embeddings = table.config.num_embeddings
+        self.embedding_dim = table.config.embedding_dim
+        if padding_idx is not None and not -self.num_embeddings <= padding_idx < self.num_embeddings:
+            raise ValueError(f"padding_idx={padding_idx} is no row of a table of {self.num_embeddings}")
+        self.padding_idx = padding_idx if padding_idx is None else padding_idx % self.num_embeddings
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch.nn.Embedding's name
+        """Rows of ids.
+
+        Args:
+            input: int64 or int32 ids of any shape.
+
+        Returns:
+            float32 [*input.shape, embedding_dim] on the store's device.
+
+        Raises:
+            ValueError, TypeError: a wrong argument, an id that is no row. ClosedError, ChecksumError.
+        """
+        return self._run((input,), (input,), self.embedding_dim).view(*input.shape, self.embedding_dim)
+
+    @property
+    def _tables(self) -> list[Table]:
+        return [self.table]
+
+    def _prepare(self, ids: Tensor) -> Prepared:
+        if not isinstance(ids, Tensor):
+            raise TypeError(f"input must be a Tensor, not {type(ids).__name__}")
+        flat = ids.reshape(-1)
+        if self.padding_idx is None:
+            offsets = torch.arange(len(flat) + 1, dtype=torch.int64, device="cpu")
+        else:
+            is_used = flat != self.padding_idx
+            flat = flat[is_used]
+            offsets = torch.cat([is_used.new_zeros(1, dtype=torch.int64), is_used.cumsum(0)])
+        jagged = self.table.jagged(flat, offsets, mode="sum")
+        lookup = self.table.lookup(jagged, mode="sum")
+        return Prepared([lookup], jagged.batch, None, (ids,), self.table.store)
+
+    def extra_repr(self) -> str:
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.table!r}{padding}"

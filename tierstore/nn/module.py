@@ -1,0 +1,121 @@
+"""What all modules over tables have in common: the parameter that stands for rows, and batches prepared ahead."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..store import Store, Table
+from .function import Announced, Prepared, PreparedLookups, run_lookups
+
+__all__ = ["TieredModule", "checked_table"]
+
+
+class TieredModule(nn.Module, ABC):
+    """Base of modules that look rows up.
+
+    Attributes:
+        rows: a parameter without elements that stands for the rows in autograd. ``requires_grad_(False)``, on it, the
+            module or a model, freezes the tables; it is not in ``state_dict()``.
+    """
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.empty(0), requires_grad=not store.readonly)
+        self._store = store
+        self._prepared = PreparedLookups()
+
+    @property
+    @abstractmethod
+    def _tables(self) -> Sequence[Table]:
+        """A table of each pool that it looks up in."""
+
+    @abstractmethod
+    def _prepare(self, *arguments: Any) -> Prepared:
+        """The lookups of one call of ``forward``, whose arguments these are."""
+
+    def _run(self, arguments: Sequence[Any], sources: Sequence[Tensor | None], columns: int) -> Tensor:
+        """float32 [batch, columns]: ``forward`` of arguments whose tensors are ``sources``."""
+        prepared = self._prepared.take(arguments[0], sources) or self._prepare(*arguments)
+        trainable = self.rows.requires_grad and not self._store.readonly
+        return run_lookups(prepared, self, self.rows, columns, trainable=trainable)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the rows of one more batch, as large as the last, would stay until it is used.
+
+        Asked by ``tierstore.prefetch``.
+        """
+        return all(table.pool.has_room for table in self._tables)
+
+    def prepare(self, features: Any) -> Prepared:
+        """Bring the rows of a batch in ahead of ``forward``, which must be given the same objects.
+
+        Called by ``tierstore.prefetch``, from its thread.
+
+        Args:
+            features: the argument of ``forward``, or a tuple of its arguments.
+
+        Returns:
+            a ticket for ``forget``.
+        """
+        arguments = _arguments(features)
+        prepared = self._prepare(*arguments)
+        prepared.stage()
+        return self._prepared.put(arguments[0], prepared)
+
+    def forget(self, ticket: Prepared) -> None:
+        """Release what ``prepare`` made ready, if it was not used."""
+        self._prepared.drop(ticket)
+
+    def announce(self, features: Any) -> Announced | None:
+        """Tell the pools that these rows will be used, after those announced before; None if there is no room yet.
+
+        Called by ``tierstore.prefetch``. Whoever called retires what is returned.
+        """
+        return self._prepare(*_arguments(features)).announce()
+
+    # What torch's own modules are asked to do with their weights.
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "TieredModule":  # noqa: ARG002
+        """Called by ``to``, ``half``, ``cuda`` and the like.
+
+        Raises:
+            TypeError, ValueError: they ask for another dtype, or another device.
+        """
+        wanted = fn(torch.empty(0, device=self._store.device))
+        if wanted.dtype != torch.float32:
+            raise TypeError(
+                f"a module over tables gives float32, not {wanted.dtype}: convert its output, or leave it out of "
+                'half() and double(); how rows are kept is TableConfig(dtype="float16") or tierstore.open(dtype=...)'
+            )
+        if wanted.device != self._store.device:
+            raise ValueError(
+                f"the rows of {self._store.directory} are looked up on {self._store.device}, which is chosen where the "
+                f"store is opened: tierstore.open(..., device={str(wanted.device)!r}). Or move the other modules only, "
+                "and their inputs"
+            )
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        del destination[prefix + "rows"]
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing: list[str], *others: Any
+    ) -> None:
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, *others)
+        missing[:] = [name for name in missing if name != prefix + "rows"]
+
+
+def _arguments(features: Any) -> tuple[Any, ...]:
+    return features if isinstance(features, tuple) else (features,)
+
+
+def checked_table(table: Table) -> Table:
+    """TypeError if it is none."""
+    if not isinstance(table, Table):
+        raise TypeError(f"table must be a Table, as store[name] gives, not {type(table).__name__}")
+    return table
