@@ -88,7 +88,7 @@ class TieredEmbeddingBagCollection(TieredModule):
         Raises:
             ValueError, TypeError: a feature is missing, an id is no row, shapes do not fit. ClosedError, ChecksumError.
         """
-        values = self._run((features,), _sources(features), self._columns)
+        values = self._run((features,), _sources(features), (-1, self._columns))
         return KeyedTensor(self.feature_names, self._dims, values)
 
     @property

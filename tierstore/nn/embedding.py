@@ -45,7 +45,7 @@ class TieredEmbedding(TieredModule):
         Raises:
             ValueError, TypeError: a wrong argument, an id that is no row. ClosedError, ChecksumError.
         """
-        return self._run((input,), (input,), self.embedding_dim).view(*input.shape, self.embedding_dim)
+        return self._run((input,), (input,), (*input.shape, self.embedding_dim))
 
     @property
     def _tables(self) -> list[Table]:

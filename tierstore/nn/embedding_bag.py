@@ -62,7 +62,7 @@ class TieredEmbeddingBag(TieredModule):
             ValueError, TypeError: a wrong argument, an id that is no row. ClosedError, ChecksumError.
         """
         sources = (input, offsets, per_sample_weights)
-        return self._run(sources, sources, self.table.layout.dim)
+        return self._run(sources, sources, (-1, self.table.layout.dim))
 
     @property
     def _tables(self) -> list[Table]:

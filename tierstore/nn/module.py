@@ -1,8 +1,9 @@
 """What all modules over tables have in common: the parameter that stands for rows, and batches prepared ahead."""
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +37,18 @@ class TieredModule(nn.Module, ABC):
     def _prepare(self, *arguments: Any) -> Prepared:
         """The lookups of one call of ``forward``, whose arguments these are."""
 
-    def _run(self, arguments: Sequence[Any], sources: Sequence[Tensor | None], columns: int) -> Tensor:
-        """float32 [batch, columns]: ``forward`` of arguments whose tensors are ``sources``."""
+    def _run(self, arguments: Sequence[Any], sources: Sequence[Tensor | None], shape: Sequence[int]) -> Tensor:
+        """float32 [*shape]: ``forward`` of arguments whose tensors are ``sources``.
+
+        ``torch.compile`` breaks its graph here: what is below has no tensors to trace.
+        """
+        is_loaded = "torch._dynamo" in sys.modules  # which takes a second, and comes with torch.compile
+        return (_run_eagerly if is_loaded else _run)(self, arguments, sources, shape)
+
+    def _look_up(self, arguments: Sequence[Any], sources: Sequence[Tensor | None], shape: Sequence[int]) -> Tensor:
         prepared = self._prepared.take(arguments[0], sources) or self._prepare(*arguments)
         trainable = self.rows.requires_grad and not self._store.readonly
-        return run_lookups(prepared, self, self.rows, columns, trainable=trainable)
+        return run_lookups(prepared, self, self.rows, shape[-1], trainable=trainable).view(*shape)
 
     @property
     def has_room(self) -> bool:
@@ -108,6 +116,13 @@ class TieredModule(nn.Module, ABC):
     ) -> None:
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, *others)
         missing[:] = [name for name in missing if name != prefix + "rows"]
+
+
+def _run(module: TieredModule, *arguments: Any) -> Tensor:
+    return module._look_up(*arguments)
+
+
+_run_eagerly: Final = torch._compile._disable_dynamo(_run)
 
 
 def _arguments(features: Any) -> tuple[Any, ...]:
