@@ -7,7 +7,15 @@ optimizer runs inside backward, and a commit is atomic over everything.
 from . import errors, init, optim
 from .config import TableConfig
 from .io.prefetch import prefetch
-from .nn import KeyedJaggedTensor, KeyedTensor, TieredEmbedding, TieredEmbeddingBag, TieredEmbeddingBagCollection
+from .nn import (
+    JaggedTensor,
+    KeyedJaggedTensor,
+    KeyedTensor,
+    TieredEmbedding,
+    TieredEmbeddingBag,
+    TieredEmbeddingBagCollection,
+    TieredEmbeddingCollection,
+)
 from .offline.quantization import QuantizedTable, QuantizeReport, quantize
 from .pool.stats import Stats, TierStats
 from .store import Store, Table
@@ -15,6 +23,7 @@ from .store import open_store as open  # noqa: A004 - tierstore.open, as gzip.op
 from .system.release import __version__
 
 __all__ = [
+    "JaggedTensor",
     "KeyedJaggedTensor",
     "KeyedTensor",
     "QuantizeReport",
@@ -27,6 +36,7 @@ __all__ = [
     "TieredEmbedding",
     "TieredEmbeddingBag",
     "TieredEmbeddingBagCollection",
+    "TieredEmbeddingCollection",
     "__version__",
     "errors",
     "init",

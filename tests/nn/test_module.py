@@ -57,6 +57,37 @@ def test_rows_come_in_ahead_of_un_pooled_lookups(store: tierstore.Store) -> None
     assert all(torch.equal(one, other) for one, other in zip(plain, ahead, strict=True))
 
 
+def test_collections_look_up_each_id(store: tierstore.Store) -> None:
+    """Two tables, one of two features, lists of any length: against nn.Embedding, with its optimizer."""
+    sgd = tierstore.optim.SGD(lr=0.5)
+    store.create_table(
+        tierstore.TableConfig(name="u", num_embeddings=ROWS, embedding_dim=8, feature_names=["a", "b"], optimizer=sgd)
+    )
+    every = torch.arange(ROWS)
+    module, first = tierstore.TieredEmbeddingCollection(store), {name: store[name].read(every) for name in "tu"}
+    theirs = {name: nn.Embedding(ROWS, rows.shape[1], _weight=rows.clone()) for name, rows in first.items()}
+    lengths = torch.tensor([[2, 0, 3], [1, 1, 0], [0, 0, 0], [4, 2, 1]])
+    ids = IDS.flatten()[: int(lengths.sum())]
+    batch = tierstore.KeyedJaggedTensor(["b", "t", "other", "a"], ids, lengths=lengths.flatten())
+    for features in (batch, *tierstore.prefetch(iter([batch] * 2), module)):
+        found = module(features)
+        assert list(found) == ["t", "a", "b"]
+        expected = {name: theirs["t" if name == "t" else "u"](batch[name].values()) for name in found}
+        for name, rows in expected.items():
+            torch.testing.assert_close(found[name].values(), rows)
+            assert torch.equal(found[name].lengths(), batch[name].lengths())
+        for of in (expected, {name: each.values() for name, each in found.items()}):
+            sum((place + 1.0) * of[name].square().sum() for place, name in enumerate("tab")).backward()  # type: ignore[union-attr]
+        for embedding in theirs.values():
+            embedding.weight.data -= 0.5 * embedding.weight.grad  # type: ignore[operator]
+            embedding.weight.grad = None
+    for name, embedding in theirs.items():
+        torch.testing.assert_close(store[name].read(every), embedding.weight.detach())
+    weighted = tierstore.KeyedJaggedTensor(["t", "a", "b"], ids, torch.ones(len(ids)), lengths[:3].flatten() + 0)
+    with pytest.raises(ValueError, match="take no weights"):
+        module(weighted)
+
+
 @pytest.mark.parametrize("padding_idx", [ROWS, -ROWS - 1])
 def test_padding_is_a_row(store: tierstore.Store, padding_idx: int) -> None:
     with pytest.raises(ValueError, match=f"padding_idx={padding_idx} is no row of a table of {ROWS}"):

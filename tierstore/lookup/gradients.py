@@ -129,7 +129,7 @@ def _current_pass(number: int) -> _Pass:
         return found
 
 
-def collect(turn: Turn, lookups: Sequence[Lookup | HbmLookup], gradient: Tensor) -> None:
+def collect(turn: Turn, lookups: Sequence[Lookup | HbmLookup], gradients: Sequence[Tensor]) -> None:
     """Update the rows of some lookups at the end of this thread's current backward pass, if the pass succeeds.
 
     All lookups of a pass that share a table make one update of it, with positions in the order of the forward calls.
@@ -137,12 +137,13 @@ def collect(turn: Turn, lookups: Sequence[Lookup | HbmLookup], gradient: Tensor)
 
     Args:
         turn: when forward was called.
-        gradient: float32 [batch, columns] of the lookups' output, C-contiguous. Kept as it is, not copied.
+        gradients: float32 [batch, columns] of each lookup's output, C-contiguous. Kept as they are, not copied.
     """
     into = _current_pass(torch._C._current_graph_task_id())
     into.is_within(_PASSES.get(turn.inside))
-    stream = torch.cuda.current_stream(gradient.device) if gradient.is_cuda else None
-    into.collected.extend(_Collected(turn.number, lookup, gradient, stream) for lookup in lookups)
+    for lookup, gradient in zip(lookups, gradients, strict=True):
+        stream = torch.cuda.current_stream(gradient.device) if gradient.is_cuda else None
+        into.collected.append(_Collected(turn.number, lookup, gradient, stream))
 
 
 def _update_all(collected: Sequence[_Collected]) -> None:

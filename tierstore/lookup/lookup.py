@@ -27,10 +27,10 @@ from .tables import FillsOutput, RowGradients, by_table, in_pool_of
 MODES: Final = {"sum": kernels.SUM, "mean": kernels.MEAN, "max": kernels.MAX}
 
 
-def new_output(lookups: Sequence[FillsOutput], batch: int, columns: int, device: torch.device) -> Tensor:
-    """float32 [batch, columns], of such content as the lookups that will fill it ask for."""
+def new_output(lookups: Sequence[FillsOutput], shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """float32, of such content as the lookups that will fill it ask for."""
     make = torch.zeros if any(lookup.wants_zeros for lookup in lookups) else torch.empty
-    return make((batch, columns), dtype=torch.float32, device=device)
+    return make(shape, dtype=torch.float32, device=device)
 
 
 class Lookup:

@@ -1,15 +1,17 @@
 """Embedding modules over a store, and the jagged types they take and give."""
 
-from .collection import TieredEmbeddingBagCollection
+from .collection import TieredEmbeddingBagCollection, TieredEmbeddingCollection
 from .embedding import TieredEmbedding
 from .embedding_bag import TieredEmbeddingBag
-from .jagged import JaggedLike, KeyedJaggedTensor, KeyedTensor
+from .jagged import JaggedLike, JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 __all__ = [
     "JaggedLike",
+    "JaggedTensor",
     "KeyedJaggedTensor",
     "KeyedTensor",
     "TieredEmbedding",
     "TieredEmbeddingBag",
     "TieredEmbeddingBagCollection",
+    "TieredEmbeddingCollection",
 ]

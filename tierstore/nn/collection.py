@@ -1,4 +1,4 @@
-"""Many features in one call, as TorchRec's ``EmbeddingBagCollection``."""
+"""Many features in one call, as TorchRec's ``EmbeddingBagCollection`` and ``EmbeddingCollection``."""
 
 import difflib
 from collections import Counter
@@ -17,7 +17,7 @@ from ..store.arguments import check_ids, check_offsets, check_scale
 from ..store.table import make_lookup
 from ..system.excerpt import excerpt
 from .function import Prepared
-from .jagged import JaggedLike, KeyedTensor
+from .jagged import JaggedLike, JaggedTensor, KeyedTensor
 from .module import TieredModule
 
 
@@ -27,12 +27,8 @@ class _Feature(NamedTuple):
     column: int
 
 
-class TieredEmbeddingBagCollection(TieredModule):
-    """Pools every feature of a set of tables; called as TorchRec's ``EmbeddingBagCollection`` is.
-
-    The rows are no torch parameters: each table's optimizer runs at the end of backward, ``Store.commit`` makes the
-    result durable, and ``state_dict()`` does not hold them. All lookups of a table in one backward pass are merged
-    before its update, in the order of the forward calls, and in each in order of the table's ``feature_names``.
+class _Collection(TieredModule):
+    """Features of a set of tables, looked up in one call.
 
     Args:
         store: an open store.
@@ -53,17 +49,14 @@ class TieredEmbeddingBagCollection(TieredModule):
                 raise ValueError(f"tables names {excerpt(name)} {count} times; a table is looked up once for a feature")
         self.store = store
         self._features: dict[str, _Feature] = {}
-        column = 0
+        self._columns = 0
         for table in [store[name] for name in names]:
             for name in table.config.feature_names:
                 if name in self._features:
                     owner = self._features[name].table.name
                     raise TableError(f"feature {name!r} belongs to the tables {owner!r} and {table.name!r}; rename one")
-                self._features[name] = _Feature(name, table, column)
-                column += table.layout.dim
-        self._columns = column
-        self._groups = self._group_features()
-        self._dims = [feature.table.layout.dim for feature in self._features.values()]
+                self._features[name] = _Feature(name, table, self._columns)
+                self._columns += table.layout.dim
 
     @property
     def tables(self) -> list[Table]:
@@ -72,8 +65,56 @@ class TieredEmbeddingBagCollection(TieredModule):
 
     @property
     def feature_names(self) -> list[str]:
-        """The features, in the order of the output's columns."""
+        """The features, in order of the tables."""
         return list(self._features)
+
+    @property
+    def _tables(self) -> list[Table]:
+        return list({feature.table.layout: feature.table for feature in self._features.values()}.values())
+
+    def _checked(self, features: JaggedLike) -> tuple[Jagged, dict[str, int]]:
+        """(ids without weights, the place of each feature there); errors as ``forward`` has them."""
+        keys = list(features.keys())
+        place = {name: index for index, name in enumerate(keys)}
+        if len(place) < len(keys):
+            raise ValueError(f"the batch names a feature twice: {keys}")
+        for name in self._features:
+            if name not in place:
+                near = difflib.get_close_matches(name, keys, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ValueError(f"feature {name!r} is missing from the batch, which has {keys}{hint}")
+        device = self.store.device
+        ids = check_ids(features.values(), "values", device=device)
+        offsets = check_offsets(features.offsets(), len(ids), device=device)
+        batch, rest = divmod(len(offsets) - 1, len(keys))
+        if rest:
+            raise ValueError(f"{len(offsets) - 1} bags cannot be divided among {len(keys)} features")
+        return Jagged(ids, offsets, batch), place
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{feature.name}: {feature.table!r}" for feature in self._features.values())
+
+
+class TieredEmbeddingBagCollection(_Collection):
+    """Pools every feature of a set of tables; called as TorchRec's ``EmbeddingBagCollection`` is.
+
+    The rows are no torch parameters: each table's optimizer runs at the end of backward, ``Store.commit`` makes the
+    result durable, and ``state_dict()`` does not hold them. All lookups of a table in one backward pass are merged
+    before its update, in the order of the forward calls, and in each in order of the table's ``feature_names``.
+
+    Args:
+        store: an open store.
+        tables: names of its tables, in order; default: all.
+
+    Raises:
+        TypeError: ``tables`` is one str. ValueError: it names a table twice. TableError: there is no such table, or two
+            of them have a feature of one name.
+    """
+
+    def __init__(self, store: Store, *, tables: Sequence[str] | None = None) -> None:
+        super().__init__(store, tables=tables)
+        self._groups = self._group_features()
+        self._dims = [feature.table.layout.dim for feature in self._features.values()]
 
     def forward(self, features: JaggedLike) -> KeyedTensor:
         """Pooled rows of every feature.
@@ -88,35 +129,16 @@ class TieredEmbeddingBagCollection(TieredModule):
         Raises:
             ValueError, TypeError: a feature is missing, an id is no row, shapes do not fit. ClosedError, ChecksumError.
         """
-        values = self._run((features,), _sources(features), (-1, self._columns))
-        return KeyedTensor(self.feature_names, self._dims, values)
-
-    @property
-    def _tables(self) -> list[Table]:
-        return [group[0].table for group in self._groups]
+        return KeyedTensor(self.feature_names, self._dims, self._run((features,), _sources(features)))
 
     def _prepare(self, features: JaggedLike) -> Prepared:
-        sources = _sources(features)
-        keys = list(features.keys())
-        place = {name: index for index, name in enumerate(keys)}
-        if len(place) < len(keys):
-            raise ValueError(f"the batch names a feature twice: {keys}")
-        for name in self._features:
-            if name not in place:
-                near = difflib.get_close_matches(name, keys, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ValueError(f"feature {name!r} is missing from the batch, which has {keys}{hint}")
-        device = self.store.device
-        ids = check_ids(features.values(), "values", device=device)
-        offsets = check_offsets(features.offsets(), len(ids), device=device)
-        scale = features.weights_or_none()
-        batch, rest = divmod(len(offsets) - 1, len(keys))
-        if rest:
-            raise ValueError(f"{len(offsets) - 1} bags cannot be divided among {len(keys)} features")
-        scale_array = None if scale is None else check_scale(scale, len(ids), "sum", "weights", device=device)
-        jagged = Jagged(ids, offsets, batch, scale_array)
+        sources, scale = _sources(features), features.weights_or_none()
+        jagged, place = self._checked(features)
+        if scale is not None:
+            device = self.store.device
+            jagged = jagged._replace(scale=check_scale(scale, len(jagged.ids), "sum", "weights", device=device))
         lookups = [self._lookup(group, jagged, place) for group in self._groups]
-        return Prepared(lookups, batch, scale, sources, self.store)
+        return Prepared(lookups, (jagged.batch, self._columns), scale, sources, self.store)
 
     def _group_features(self) -> list[list[_Feature]]:
         """Features that one lookup can serve: same layout, same pooling; those of one table are neighbours."""
@@ -137,8 +159,54 @@ class TieredEmbeddingBagCollection(TieredModule):
             mode=config.pooling,
         )
 
-    def extra_repr(self) -> str:
-        return ", ".join(f"{feature.name}: {feature.table!r}" for feature in self._features.values())
+
+class TieredEmbeddingCollection(_Collection):
+    """Looks every id of a set of tables' features up; called as TorchRec's ``EmbeddingCollection`` is.
+
+    Training is as with ``TieredEmbeddingBagCollection``, each id being a bag. A table's ``pooling`` plays no part.
+
+    Args, errors: as of ``TieredEmbeddingBagCollection``.
+    """
+
+    def forward(self, features: JaggedLike) -> dict[str, JaggedTensor]:
+        """Rows of every feature's ids.
+
+        Args:
+            features: as for ``TieredEmbeddingBagCollection``, without weights.
+
+        Returns:
+            each feature's rows, float32 [ids, dim] on the store's device, with the offsets of the samples; in order of
+            the tables.
+
+        Raises: as ``TieredEmbeddingBagCollection.forward``.
+        """
+        values, keys = self._run((features,), _sources(features)), list(features.keys())
+        offsets = features.offsets().cpu()
+        batch = (len(offsets) - 1) // max(len(keys), 1)
+        out, start = {}, 0
+        for feature in self._features.values():
+            place = keys.index(feature.name)
+            own = offsets[place * batch : (place + 1) * batch + 1]
+            stop = start + int(own[-1] - own[0]) * feature.table.layout.dim
+            rows = values[start:stop].view(-1, feature.table.layout.dim)
+            out[feature.name] = JaggedTensor(rows, offsets=own - own[0])
+            start = stop
+        return out
+
+    def _prepare(self, features: JaggedLike) -> Prepared:
+        if features.weights_or_none() is not None:
+            raise ValueError("rows that are not pooled take no weights; multiply the result")
+        jagged, place = self._checked(features)
+        lookups = [self._lookup(table, jagged, place) for table in self.tables]
+        elements = sum(lookup.joined.batch * lookup.joined.tables[0].layout.dim for lookup in lookups)
+        return Prepared(lookups, (elements,), None, _sources(features), self.store)
+
+    def _lookup(self, table: Table, jagged: Jagged, place: dict[str, int]) -> Lookup | HbmLookup:
+        """Of the ids of all the table's features, one after another."""
+        bounds = [place[name] * jagged.batch for name in table.config.feature_names]
+        lists = [jagged.ids[jagged.offsets[first] : jagged.offsets[first + jagged.batch]] for first in bounds]
+        ids: Any = np.concatenate(lists)
+        return table.lookup(Jagged(ids, np.arange(len(ids) + 1), len(ids)), mode="sum")
 
 
 def _sources(features: JaggedLike) -> tuple[Tensor | None, ...]:

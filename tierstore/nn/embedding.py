@@ -63,7 +63,7 @@ class TieredEmbedding(TieredModule):
             offsets = torch.cat([is_used.new_zeros(1, dtype=torch.int64), is_used.cumsum(0)])
         jagged = self.table.jagged(flat, offsets, mode="sum")
         lookup = self.table.lookup(jagged, mode="sum")
-        return Prepared([lookup], jagged.batch, None, (ids,), self.table.store)
+        return Prepared([lookup], (jagged.batch, self.embedding_dim), None, (ids,), self.table.store)
 
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"

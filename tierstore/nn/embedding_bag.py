@@ -62,7 +62,7 @@ class TieredEmbeddingBag(TieredModule):
             ValueError, TypeError: a wrong argument, an id that is no row. ClosedError, ChecksumError.
         """
         sources = (input, offsets, per_sample_weights)
-        return self._run(sources, sources, (-1, self.table.layout.dim))
+        return self._run(sources, sources)
 
     @property
     def _tables(self) -> list[Table]:
@@ -93,7 +93,7 @@ class TieredEmbeddingBag(TieredModule):
             flat, offsets, mode=self.mode, per_sample_weights=scale, is_last_given=self.include_last_offset
         )
         lookup = self.table.lookup(jagged, mode=self.mode)
-        return Prepared([lookup], jagged.batch, scale, sources, self.table.store)
+        return Prepared([lookup], (jagged.batch, self.table.layout.dim), scale, sources, self.table.store)
 
     def extra_repr(self) -> str:
         return f"{self.table!r}, mode={self.mode!r}"

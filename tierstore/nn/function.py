@@ -1,5 +1,6 @@
 """The autograd function behind both modules: pooled lookups forward, gradients for the fused optimizer backward."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,8 +24,9 @@ class Prepared:
     """Lookups ready to run, and the tensors they were made from.
 
     Args:
-        lookups: one or more, for disjoint columns of one output.
-        batch: rows of the output.
+        lookups: one or more.
+        shape: of the output, (batch, columns), of which each has columns; or (elements,), of which each has a run, in
+            order, as long as its ``batch`` times the dim of its rows.
         scale: per-sample weights, or None.
         sources: tensors whose contents the lookups depend on.
         store: whose rows they are; the output goes to its device.
@@ -33,13 +35,13 @@ class Prepared:
     def __init__(
         self,
         lookups: Sequence[Lookup | HbmLookup],
-        batch: int,
+        shape: tuple[int, ...],
         scale: Tensor | None,
         sources: Sequence[Tensor | None],
         store: Store,
     ) -> None:
         self.lookups = lookups
-        self.batch = batch
+        self.shape = shape
         self.scale = scale
         self.store = store
         self._sources = [(source, _changes(source)) for source in sources if source is not None]
@@ -65,6 +67,14 @@ class Prepared:
                 "a batch changed in memory, not through torch, after prefetch brought its rows in. Give each batch "
                 "memory of its own (copy it, where the reader reuses a buffer); change ids before prefetch gets them"
             )
+
+    def parts(self, out: Tensor) -> list[Tensor]:
+        """What each lookup has of the output, or of its gradient: [batch, columns], views."""
+        if len(self.shape) == 2:
+            return [out] * len(self.lookups)
+        shapes = [(lookup.joined.batch, lookup.joined.tables[0].layout.dim) for lookup in self.lookups]
+        runs = torch.split(out, [bags * dim for bags, dim in shapes])
+        return [run.view(shape) for run, shape in zip(runs, shapes, strict=True)]
 
     def rows_read(self) -> "RowsRead":
         """The tables, each with the count of changes that its rows have seen."""
@@ -164,17 +174,14 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().view(torch.int32) if tensor.dtype == torch.float32 else tensor
 
 
-def run_lookups(
-    prepared: Prepared, module: torch.nn.Module, anchor: Tensor, columns: int, *, trainable: bool
-) -> Tensor:
-    """float32 [batch, columns]. With gradients enabled and ``trainable``, a backward pass that ends well updates the
-    rows, unless it was asked for gradients of other tensors only.
+def run_lookups(prepared: Prepared, module: torch.nn.Module, anchor: Tensor, *, trainable: bool) -> Tensor:
+    """float32 of ``prepared.shape``. With gradients enabled and ``trainable``, a backward pass that ends well
+    trains the rows, unless it was asked for gradients of other tensors only.
 
     Args:
         module: whose forward it is.
         anchor: a leaf that requires grad and stands for the rows: autograd runs backward for it though ids have no
             gradient. It gets none itself.
-        columns: columns of the output.
         trainable: whether rows may be updated; per-sample weights get their gradient in any case.
 
     Raises:
@@ -185,36 +192,36 @@ def run_lookups(
         require_one_process(module, prepared.store)
     if torch.is_grad_enabled() and (trainable or (scale is not None and scale.requires_grad)):
         start = anchor if trainable else anchor.detach()
-        out: Tensor = _PooledLookups.apply(start, scale, prepared, columns, trainable)  # type: ignore[no-untyped-call]
+        out: Tensor = _PooledLookups.apply(start, scale, prepared, trainable)  # type: ignore[no-untyped-call]
         return out
     note_pass()
-    return _forward(prepared, columns, keep=False)
+    return _forward(prepared, keep=False)
 
 
-def _forward(prepared: Prepared, columns: int, *, keep: bool) -> Tensor:
-    out = new_output(prepared.lookups, prepared.batch, columns, prepared.store.device)
+def _forward(prepared: Prepared, *, keep: bool) -> Tensor:
+    lookups, store = prepared.lookups, prepared.store
+    out = new_output(lookups, prepared.shape, store.device)
     try:
-        for lookup in prepared.lookups:
-            lookup.forward(out, keep=keep)
+        for lookup, part in zip(lookups, prepared.parts(out), strict=True):
+            lookup.forward(part, keep=keep)
     except BaseException:
         prepared.release()
         raise
-    if prepared.store.recorder is not None:
-        prepared.store.recorder.note_lookups([lookup.joined for lookup in prepared.lookups])
+    if store.recorder is not None:
+        for _, together in itertools.groupby(lookups, key=lambda lookup: lookup.joined.batch):
+            store.recorder.note_lookups([lookup.joined for lookup in together])
     return out
 
 
 class _PooledLookups(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, _scale: Tensor | None, prepared: Prepared, columns: int, trainable: bool
-    ) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, _scale: Tensor | None, prepared: Prepared, trainable: bool) -> Tensor:
         ctx.prepared = prepared
         ctx.trainable = trainable
         ctx.turn = Turn.now()
         ctx.rows_read = prepared.rows_read() if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(anchor)  # so that a second backward is refused, as torch refuses it
-        return _forward(prepared, columns, keep=True)
+        return _forward(prepared, keep=True)
 
     @staticmethod
     @once_differentiable
@@ -228,10 +235,10 @@ class _PooledLookups(torch.autograd.Function):
                 lookup.joined.require_trainable()  # before any table changes
         grad_scale = None if ctx.rows_read is None else _scale_gradient(prepared, ctx.rows_read, gradient)
         if is_asked:
-            collect(ctx.turn, prepared.lookups, gradient)
+            collect(ctx.turn, prepared.lookups, prepared.parts(gradient))
         else:
             prepared.release()
-        return None, grad_scale, None, None, None
+        return None, grad_scale, None, None
 
 
 def _scale_gradient(prepared: Prepared, rows_read: RowsRead, gradient: Tensor) -> Tensor:

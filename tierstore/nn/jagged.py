@@ -1,6 +1,6 @@
 """Jagged inputs and keyed outputs in TorchRec's shape, without TorchRec."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -18,15 +18,14 @@ class JaggedLike(Protocol):
     def weights_or_none(self) -> Tensor | None: ...
 
 
-class KeyedJaggedTensor:
-    """Ids of several features, each with one bag of any length a sample.
+class JaggedTensor:
+    """One feature's lists, sample by sample; in TorchRec's shape.
 
     Args:
-        keys: F feature names.
-        values: int64 or int32 [N]; key-major: all ids of feature 0, sample by sample, then of feature 1, ...
-        lengths: integer [F * B], length of each bag, key-major. Give this or ``offsets``.
-        offsets: integer [F * B + 1], from 0 to N.
-        weights: float32 [N], one an id.
+        values: [N, ...].
+        weights: float32 [N], or None.
+        lengths: integer [B], of each list. Give this or ``offsets``.
+        offsets: integer [B + 1], from 0 to N.
 
     Raises:
         TypeError: no tensors. ValueError: shapes that do not fit together.
@@ -34,7 +33,6 @@ class KeyedJaggedTensor:
 
     def __init__(
         self,
-        keys: Sequence[str],
         values: Tensor,
         weights: Tensor | None = None,
         lengths: Tensor | None = None,
@@ -46,22 +44,12 @@ class KeyedJaggedTensor:
                 raise TypeError(f"{name} must be a Tensor, not {type(tensor).__name__}")
         if (lengths is None) == (offsets is None):
             raise ValueError("give lengths or offsets, one of the two")
-        if offsets is None:
-            assert lengths is not None
-            offsets = _offsets_of(lengths)
-        bags = len(offsets) - 1
-        if bags < 0 or (bags % len(keys) if keys else bags):
-            raise ValueError(f"{bags} bags cannot be divided among {len(keys)} features")
-        if weights is not None and weights.shape != values.shape:
+        if weights is not None and weights.shape != values.shape[:1]:
             raise ValueError(f"weights {tuple(weights.shape)} must have the shape of values {tuple(values.shape)}")
-        self._keys = list(keys)
         self._values = values
         self._weights = weights
         self._lengths = lengths
-        self._offsets = offsets
-
-    def keys(self) -> list[str]:
-        return self._keys
+        self._offsets: Tensor = _offsets_of(lengths) if offsets is None else offsets  # type: ignore[arg-type]
 
     def values(self) -> Tensor:
         return self._values
@@ -77,9 +65,133 @@ class KeyedJaggedTensor:
     def weights_or_none(self) -> Tensor | None:
         return self._weights
 
+    def weights(self) -> Tensor:
+        """ValueError if there are none."""
+        if self._weights is None:
+            raise ValueError("there are no weights")
+        return self._weights
+
+    def to_dense(self) -> list[Tensor]:
+        """Each list's values, views."""
+        return list(torch.split(self._values, self.lengths().tolist()))
+
+    def __repr__(self) -> str:
+        return f"JaggedTensor(samples={len(self._offsets) - 1}, values={tuple(self._values.shape)})"
+
+
+class KeyedJaggedTensor(JaggedTensor):
+    """Ids of several features, each with one bag of any length a sample; in TorchRec's shape.
+
+    Args:
+        keys: F feature names.
+        values: int64 or int32 [N]; key-major: all ids of feature 0, sample by sample, then of feature 1, ...
+        weights: float32 [N], one an id.
+        lengths: integer [F * B], length of each bag, key-major. Give this or ``offsets``.
+        offsets: integer [F * B + 1], from 0 to N.
+
+    Raises:
+        TypeError: no tensors. ValueError: shapes that do not fit together.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[str],
+        values: Tensor,
+        weights: Tensor | None = None,
+        lengths: Tensor | None = None,
+        offsets: Tensor | None = None,
+    ) -> None:
+        super().__init__(values, weights, lengths, offsets)
+        bags = len(self._offsets) - 1
+        if bags < 0 or (bags % len(keys) if keys else bags):
+            raise ValueError(f"{bags} bags cannot be divided among {len(keys)} features")
+        self._keys = list(keys)
+
+    @classmethod
+    def from_lengths_sync(
+        cls, keys: Sequence[str], values: Tensor, lengths: Tensor, weights: Tensor | None = None
+    ) -> "KeyedJaggedTensor":
+        """As the constructor with ``lengths``."""
+        return cls(keys, values, weights, lengths)
+
+    @classmethod
+    def from_offsets_sync(
+        cls, keys: Sequence[str], values: Tensor, offsets: Tensor, weights: Tensor | None = None
+    ) -> "KeyedJaggedTensor":
+        """As the constructor with ``offsets``."""
+        return cls(keys, values, weights, offsets=offsets)
+
+    @classmethod
+    def concat(cls, parts: "Sequence[KeyedJaggedTensor]") -> "KeyedJaggedTensor":
+        """The features of all parts, which have as many samples.
+
+        Raises:
+            ValueError: they have not, or only some have weights.
+        """
+        strides = {part.stride() for part in parts if part.keys()}
+        weights = [part.weights_or_none() for part in parts]
+        given = [each for each in weights if each is not None]
+        if len(strides) > 1 or 0 < len(given) < len(weights):
+            raise ValueError(f"parts have {sorted(strides)} samples, {len(given)} of {len(weights)} have weights")
+        return cls(
+            [key for part in parts for key in part._keys],
+            torch.cat([part.values() for part in parts]),
+            torch.cat(given) if given else None,
+            torch.cat([part.lengths() for part in parts]),
+        )
+
+    def keys(self) -> list[str]:
+        return self._keys
+
     def stride(self) -> int:
         """Samples in the batch."""
         return (len(self._offsets) - 1) // len(self._keys) if self._keys else 0
+
+    def offset_per_key(self) -> list[int]:
+        """Where each feature's values begin, and where the last end."""
+        batch = self.stride()
+        return [int(self._offsets[place * batch]) for place in range(len(self._keys) + 1)]
+
+    def split(self, segments: Sequence[int]) -> "list[KeyedJaggedTensor]":
+        """Features in groups of so many each, in order; values are views.
+
+        Raises:
+            ValueError: the groups are not all features.
+        """
+        if sum(segments) != len(self._keys):
+            raise ValueError(f"segments={list(segments)} are {sum(segments)} features, not {len(self._keys)}")
+        starts, batch, parts, first = self.offset_per_key(), self.stride(), [], 0
+        for count in segments:
+            own = slice(starts[first], starts[first + count])
+            offsets = self._offsets[first * batch : (first + count) * batch + 1]
+            weights = None if self._weights is None else self._weights[own]
+            keys = self._keys[first : first + count]
+            parts.append(KeyedJaggedTensor(keys, self._values[own], weights, offsets=offsets - starts[first]))
+            first += count
+        return parts
+
+    def to_dict(self) -> dict[str, JaggedTensor]:
+        """Each feature's lists; values are views."""
+        parts = self.split([1] * len(self._keys))
+        return {
+            key: JaggedTensor(part.values(), part.weights_or_none(), offsets=part.offsets())
+            for key, part in zip(self._keys, parts, strict=True)
+        }
+
+    def __getitem__(self, key: str) -> JaggedTensor:
+        return self.to_dict()[key]
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "KeyedJaggedTensor":
+        """Its tensors on a device."""
+        return self._changed(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "KeyedJaggedTensor":
+        """Its tensors in page-locked memory."""
+        return self._changed(torch.Tensor.pin_memory)
+
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> "KeyedJaggedTensor":
+        weights = None if self._weights is None else change(self._weights)
+        return KeyedJaggedTensor(self._keys, change(self._values), weights, offsets=change(self._offsets))
 
     def __repr__(self) -> str:
         return f"KeyedJaggedTensor(keys={self._keys}, samples={self.stride()}, ids={len(self._values)})"

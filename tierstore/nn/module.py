@@ -37,18 +37,24 @@ class TieredModule(nn.Module, ABC):
     def _prepare(self, *arguments: Any) -> Prepared:
         """The lookups of one call of ``forward``, whose arguments these are."""
 
-    def _run(self, arguments: Sequence[Any], sources: Sequence[Tensor | None], shape: Sequence[int]) -> Tensor:
-        """float32 [*shape]: ``forward`` of arguments whose tensors are ``sources``.
+    def _run(
+        self, arguments: Sequence[Any], sources: Sequence[Tensor | None], shape: Sequence[int] | None = None
+    ) -> Tensor:
+        """``forward`` of arguments whose tensors are ``sources``: float32 of the shape that ``_prepare`` says, or of
+        another with as many elements.
 
         ``torch.compile`` breaks its graph here: what is below has no tensors to trace.
         """
         is_loaded = "torch._dynamo" in sys.modules  # which takes a second, and comes with torch.compile
         return (_run_eagerly if is_loaded else _run)(self, arguments, sources, shape)
 
-    def _look_up(self, arguments: Sequence[Any], sources: Sequence[Tensor | None], shape: Sequence[int]) -> Tensor:
+    def _look_up(
+        self, arguments: Sequence[Any], sources: Sequence[Tensor | None], shape: Sequence[int] | None
+    ) -> Tensor:
         prepared = self._prepared.take(arguments[0], sources) or self._prepare(*arguments)
         trainable = self.rows.requires_grad and not self._store.readonly
-        return run_lookups(prepared, self, self.rows, shape[-1], trainable=trainable).view(*shape)
+        out = run_lookups(prepared, self, self.rows, trainable=trainable)
+        return out if shape is None else out.view(*shape)
 
     @property
     def has_room(self) -> bool:

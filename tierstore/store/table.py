@@ -245,7 +245,7 @@ class Table(Unpicklable):
                 return pooled
         jagged = self.jagged(ids, offsets, mode=mode, per_sample_weights=per_sample_weights)
         lookup = self.lookup(jagged, mode=mode)
-        out = new_output([lookup], jagged.batch, self.layout.dim, self.store.device)
+        out = new_output([lookup], (jagged.batch, self.layout.dim), self.store.device)
         lookup.forward(out, keep=False)
         if self.store.recorder is not None:
             self.store.recorder.note_bags(self.index, jagged.ids, jagged.offsets)
