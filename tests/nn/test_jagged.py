@@ -36,9 +36,7 @@ def test_what_is_split_can_be_joined_again(batch: KeyedJaggedTensor, segments: l
     parts = batch.split(segments)
     assert [len(part.keys()) for part in parts] == segments
     for part in parts:
-        assert {key: lists_of(jagged) for key, jagged in part.to_dict().items()} == {
-            key: LISTS[key] for key in part.keys()
-        }
+        assert all(lists_of(jagged) == LISTS[key] for key, jagged in part.to_dict().items())
     joined = KeyedJaggedTensor.concat(parts)
     assert joined.keys() == list(LISTS)
     assert torch.equal(joined.offsets(), batch.offsets())
@@ -47,9 +45,7 @@ def test_what_is_split_can_be_joined_again(batch: KeyedJaggedTensor, segments: l
 
 def test_tensors_move_together(batch: KeyedJaggedTensor) -> None:
     moved = batch.to("meta")
-    assert {each.device.type for each in (moved.values(), moved.offsets(), moved.lengths(), moved.weights())} == {
-        "meta"
-    }
+    assert all(each.is_meta for each in (moved.values(), moved.offsets(), moved.lengths(), moved.weights()))
     assert batch.values().device.type == "cpu"
 
 
