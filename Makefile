@@ -22,7 +22,7 @@ help:
 	@echo "make test         the whole test suite, the kernels again as plain Python, ruff and mypy"
 	@echo "make lint         ruff and mypy only"
 	@echo "make bench-quick  every benchmark at small size, into .bench/quick"
-	@echo "make peers        other systems that benchmarks compare with, into .peers"
+	@echo "make peers        other systems that benchmarks and tests compare with, into .peers"
 	@echo "make docs         write the tables of README.md and docs from bench/results"
 	@echo "make clean        remove what was built; make distclean also removes $(VENV)"
 
@@ -59,7 +59,8 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 # Beside the environment, not in it: what they say they need is not what tierstore may need.
-PEERS ?= fbgemm-gpu-cpu==1.8.0 rocksdict==0.3.29
+TORCHREC := torchrec==1.9.2 tensordict torchmetrics==1.0.3 pyre-extensions pyvers cloudpickle typing_inspect
+PEERS ?= fbgemm-gpu-cpu==1.8.0 rocksdict==0.3.29 $(TORCHREC)
 peers: $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .peers $(PEERS)
 

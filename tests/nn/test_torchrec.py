@@ -1,0 +1,76 @@
+"""Modules against TorchRec's own, given TorchRec's own jagged tensors; needs ``make peers``."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PEERS = ROOT / ".peers"
+
+pytestmark = pytest.mark.skipif(not (PEERS / "torchrec").is_dir(), reason="TorchRec is not there: make peers")
+
+CODE = """
+import torch, torchrec, tierstore
+
+ROWS, LENGTHS = 100, torch.tensor([[2, 0, 3], [1, 1, 0], [4, 2, 1]])
+ids = torch.randint(0, ROWS, (int(LENGTHS.sum()),), generator=torch.Generator().manual_seed(1))
+batch = torchrec.KeyedJaggedTensor(["b", "t", "a"], ids, lengths=LENGTHS.flatten())
+rule = tierstore.optim.SGD(lr=0.5)
+
+def twins(store, pooled):
+    config = torchrec.EmbeddingBagConfig if pooled else torchrec.EmbeddingConfig
+    shared = [dict(name="t", embedding_dim=8, feature_names=["t"]), dict(name="u", embedding_dim=8, feature_names=["a", "b"])]
+    for each in shared:
+        store.create_table(tierstore.TableConfig(num_embeddings=ROWS, optimizer=rule, **each))
+    configs = [config(num_embeddings=ROWS, **each) for each in shared]
+    if pooled:
+        return tierstore.TieredEmbeddingBagCollection(store), torchrec.EmbeddingBagCollection(tables=configs)
+    return tierstore.TieredEmbeddingCollection(store), torchrec.EmbeddingCollection(tables=configs)
+
+def by_key(found):
+    return {key: found[key] if isinstance(found[key], torch.Tensor) else found[key].values() for key in ("t", "a", "b")}
+
+for pooled in (True, False):
+    with tierstore.open(cold="memory", ddr="4MiB") as store:
+        ours, theirs = twins(store, pooled)
+        weights = {name.split(".")[-2]: weight for name, weight in theirs.named_parameters()}
+        for name, weight in weights.items():
+            weight.data.copy_(store[name].read(torch.arange(ROWS)))
+        for _ in range(3):
+            found, expected = by_key(ours(batch)), by_key(theirs(batch))
+            for key in found:
+                torch.testing.assert_close(found[key], expected[key])
+            for each in (found, expected):
+                sum((place + 1) * each[key].square().sum() for place, key in enumerate("tab")).backward()
+            for weight in weights.values():
+                weight.data -= 0.5 * weight.grad
+                weight.grad = None
+        for name, weight in weights.items():
+            torch.testing.assert_close(store[name].read(torch.arange(ROWS)), weight.detach())
+        for _ in tierstore.prefetch(iter([batch]), ours):
+            torch.testing.assert_close(by_key(ours(batch)), by_key(theirs(batch)))
+
+own = tierstore.KeyedJaggedTensor(["b", "t", "a"], ids, lengths=LENGTHS.flatten())
+for key, lists in batch.to_dict().items():
+    assert torch.equal(own[key].values(), lists.values()) and torch.equal(own[key].lengths(), lists.lengths())
+for one, other in zip(own.split([1, 2]), batch.split([1, 2])):
+    assert one.keys() == other.keys() and torch.equal(one.offsets(), other.offsets())
+assert torch.equal(tierstore.KeyedJaggedTensor.concat(own.split([1, 2])).values(), ids)
+assert own.offset_per_key() == batch.offset_per_key()
+print("equal")
+"""
+
+
+def test_rows_are_those_of_torchrec() -> None:
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CODE],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(PEERS)])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert run.stdout == "equal\n", run.stderr
