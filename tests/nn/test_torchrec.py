@@ -22,7 +22,8 @@ rule = tierstore.optim.SGD(lr=0.5)
 
 def twins(store, pooled):
     config = torchrec.EmbeddingBagConfig if pooled else torchrec.EmbeddingConfig
-    shared = [dict(name="t", embedding_dim=8, feature_names=["t"]), dict(name="u", embedding_dim=8, feature_names=["a", "b"])]
+    features = {"t": ["t"], "u": ["a", "b"]}
+    shared = [dict(name=name, embedding_dim=8, feature_names=own) for name, own in features.items()]
     for each in shared:
         store.create_table(tierstore.TableConfig(num_embeddings=ROWS, optimizer=rule, **each))
     configs = [config(num_embeddings=ROWS, **each) for each in shared]

@@ -7,8 +7,6 @@ from ..store import Table
 from .function import Prepared
 from .module import TieredModule, checked_table
 
-__all__ = ["TieredEmbedding"]
-
 
 class TieredEmbedding(TieredModule):
     """Rows of one table, one for each id; called as ``torch.nn.Embedding`` is.

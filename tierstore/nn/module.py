@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from ..store import Store, Table
 from .function import Announced, Prepared, PreparedLookups, run_lookups
 
-__all__ = ["TieredModule", "checked_table"]
-
 
 class TieredModule(nn.Module, ABC):
     """Base of modules that look rows up.

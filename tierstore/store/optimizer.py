@@ -15,8 +15,6 @@ from .table import Table, make_lookup
 if TYPE_CHECKING:
     from .store import Store
 
-__all__ = ["TieredOptimizer"]
-
 
 class TieredOptimizer(torch.optim.Optimizer):
     """The optimizers of a store's tables; made by ``Store.optimizer``.
