@@ -116,9 +116,9 @@ def _opened(config: RunConfig, path: Path) -> Iterator[Run]:
         embeddings = tierstore.TieredEmbeddingBagCollection(store)
         model = build_model(config, embeddings).eval()
         tensors = store.tensors()
-        for name, parameter in model.named_parameters():
+        for name, parameter in model.dense_parameters().items():
             parameter.copy_(tensors[f"model.{name}"])
-        yield Run(store, model, embeddings, torch.optim.SGD(model.parameters()))
+        yield Run(store, model, embeddings, torch.optim.SGD(model.dense_parameters().values()))
 
 
 class _Mean(NamedTuple):

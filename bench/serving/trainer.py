@@ -130,7 +130,7 @@ class _Trainer:
             table.write(ids, rows + 1e-4 * torch.randn(rows.shape))
             changed += len(ids)
         write_canary(store[CANARY], store.version + 1)
-        for parameter in self._run.model.parameters():
+        for parameter in self._run.model.dense_parameters().values():
             parameter.add_(1e-5 * torch.randn(parameter.shape))
         self._position = Position(step=self._position.step + 1)
         start = time.monotonic()

@@ -121,6 +121,10 @@ class DLRM(nn.Module):
             raise ValueError(f'interaction={interaction!r}: expected "dot" or "dcn"')
         self.top = _mlp([self.interaction.out_features, *top_mlp, 1], end_with_relu=False)
 
+    def dense_parameters(self) -> dict[str, nn.Parameter]:
+        """All but those of the embeddings, by name."""
+        return {name: each for name, each in self.named_parameters() if not name.startswith("embeddings.")}
+
     def forward(self, dense_BC: Tensor, sparse: Any) -> Tensor:
         """Returns the logits, Tensor [B]; ``sparse`` is what the embeddings are called with."""
         return self.dense_part(dense_BC, self.embeddings(sparse).values())

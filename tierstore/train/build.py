@@ -65,7 +65,7 @@ def build_run(config: RunConfig, store: Store) -> Run:
     model.to(store.device)
     section = config.optimizer
     rule = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adagrad": torch.optim.Adagrad}[section.dense]
-    optimizer = rule(model.parameters(), lr=section.dense_lr, weight_decay=section.dense_weight_decay)
+    optimizer = rule(model.dense_parameters().values(), lr=section.dense_lr, weight_decay=section.dense_weight_decay)
     return Run(store, model, embeddings, optimizer)
 
 

@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from ..models import DLRM
 from ..settings.sections import sections_of, to_dict
 from ..store import Store
 from ..store.commits import PendingCommit
@@ -35,8 +36,9 @@ class Position:
 
 def commit_run(run: Run, config: RunConfig, position: Position) -> PendingCommit:
     """Begin to commit rows and everything else of the run, atomically; training may go on."""
-    tensors = {f"model.{name}": parameter.detach() for name, parameter in run.model.named_parameters()}
-    names, states = list(dict(run.model.named_parameters())), run.optimizer.state_dict()["state"]
+    dense = run.model.dense_parameters()
+    tensors = {f"model.{name}": parameter.detach() for name, parameter in dense.items()}
+    names, states = list(dense), run.optimizer.state_dict()["state"]
     for index, state in states.items():
         tensors |= {f"optimizer.{names[index]}.{key}": value for key, value in state.items()}
     tensors["rng"] = torch.get_rng_state()
@@ -74,7 +76,7 @@ def restore_run(run: Run) -> Position:
     tensors = run.store.tensors()
     load_model(run.model, tensors)
     states: dict[int, dict[str, Tensor]] = {}
-    for index, (name, _) in enumerate(run.model.named_parameters()):
+    for index, (name, _) in enumerate(run.model.dense_parameters().items()):
         prefix = f"optimizer.{name}."
         state = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
         if state:
@@ -99,7 +101,7 @@ def _saved(store: Store) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def load_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Set the model's weights to those that a run's commit keeps."""
-    for name, parameter in model.named_parameters():
+def load_model(model: DLRM, tensors: Mapping[str, Tensor]) -> None:
+    """Set the model's dense weights to those that a run's commit keeps."""
+    for name, parameter in model.dense_parameters().items():
         parameter.copy_(tensors[f"model.{name}"])

@@ -11,8 +11,9 @@ from typing import Any, Final
 
 import psutil
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from ..models import DLRM
 from ..pool.stats import Stats, TierStats
 from ..store import Store
 from ..system.sizes import format_size
@@ -106,8 +107,8 @@ def _describe_cache(tier: TierStats) -> str:
     return f"{format_size(tier.bytes)} for {tier.capacity_rows:,} rows, {100 * tier.hit_rate:.1f} % hits"
 
 
-def digest_bits(store: Store, model: nn.Module) -> str:
-    """SHA-256 over all rows of all tables and the model's parameters, in hexadecimal; the same wherever these are."""
+def digest_bits(store: Store, model: DLRM) -> str:
+    """SHA-256 over all rows of all tables and the model's dense weights, in hexadecimal; the same wherever these are."""
     digest = hashlib.sha256()
     for name in sorted(store.tables):
         table = store[name]
@@ -115,7 +116,7 @@ def digest_bits(store: Store, model: nn.Module) -> str:
         for begin in range(0, table.config.num_embeddings, _DIGEST_ROWS):
             ids = torch.arange(begin, min(begin + _DIGEST_ROWS, table.config.num_embeddings))
             digest.update(_bytes(table.read(ids)))
-    for name, parameter in sorted(model.named_parameters()):
+    for name, parameter in sorted(model.dense_parameters().items()):
         digest.update(f"{name} {list(parameter.shape)}\n".encode())
         digest.update(_bytes(parameter.detach()))
     return digest.hexdigest()

@@ -77,7 +77,7 @@ class Ranking:
 
     def require(self, tensors: Mapping[str, Tensor]) -> None:
         """DamagedError unless these are weights that ``load`` takes whole."""
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self._model.dense_parameters().items():
             found = tensors.get(f"model.{name}")
             if found is None or found.shape != parameter.shape:
                 have = "is missing" if found is None else f"has shape {list(found.shape)}"
