@@ -26,5 +26,5 @@ def require_one_process(module: torch.nn.Module, store: Store) -> None:
             f"rows of the store at {store.directory} cannot be trained inside DistributedDataParallel by {processes} "
             "processes: each would train rows of its own, and nothing would bring them together. Train tables in one "
             "process; sharding over processes does not exist yet. Tables that are not trained may be replicated: open "
-            'their store with mode="r", or look them up under torch.no_grad()'
+            'their store with mode="r", or freeze the module by requires_grad_(False) before it is replicated'
         )

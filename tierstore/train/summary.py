@@ -108,7 +108,7 @@ def _describe_cache(tier: TierStats) -> str:
 
 
 def digest_bits(store: Store, model: DLRM) -> str:
-    """SHA-256 over all rows of all tables and the model's dense weights, in hexadecimal; the same wherever these are."""
+    """SHA-256 over all rows of all tables and the dense weights, in hexadecimal; the same wherever these are."""
     digest = hashlib.sha256()
     for name in sorted(store.tables):
         table = store[name]
