@@ -15,6 +15,7 @@ from .nn import (
     TieredEmbeddingBag,
     TieredEmbeddingBagCollection,
     TieredEmbeddingCollection,
+    checkpoint,
 )
 from .offline.quantization import QuantizedTable, QuantizeReport, quantize
 from .pool.stats import Stats, TierStats
@@ -38,6 +39,7 @@ __all__ = [
     "TieredEmbeddingBagCollection",
     "TieredEmbeddingCollection",
     "__version__",
+    "checkpoint",
     "errors",
     "init",
     "open",

@@ -1,5 +1,6 @@
 """Embedding modules over a store, and the jagged types they take and give."""
 
+from . import checkpoint
 from .collection import TieredEmbeddingBagCollection, TieredEmbeddingCollection
 from .embedding import TieredEmbedding
 from .embedding_bag import TieredEmbeddingBag
@@ -14,4 +15,5 @@ __all__ = [
     "TieredEmbeddingBag",
     "TieredEmbeddingBagCollection",
     "TieredEmbeddingCollection",
+    "checkpoint",
 ]

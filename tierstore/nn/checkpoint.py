@@ -1,0 +1,105 @@
+"""A whole job in one version of a store: rows, and beside them a model's weights, optimizers and schedulers.
+
+::
+
+    tierstore.checkpoint.save(store, model, [dense_optimizer, row_optimizer], [scheduler], extra={"step": step})
+    ...
+    extra = tierstore.checkpoint.load(store, model, [dense_optimizer, row_optimizer], [scheduler])
+"""
+
+import io
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..errors import TierstoreError
+from ..store import Store
+from ..store.commits import PendingCommit
+
+__all__ = ["load", "save", "save_async"]
+
+_NAME: Final = "tierstore.checkpoint"
+"""Of the tensor, uint8 [n], that holds what ``torch.save`` wrote."""
+
+
+class Stateful(Protocol):
+    """An optimizer, a scheduler, a ``GradScaler``."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+def save_async(
+    store: Store,
+    model: nn.Module,
+    optimizers: Sequence[Stateful] = (),
+    schedulers: Sequence[Stateful] = (),
+    extra: dict[str, Any] | None = None,
+) -> PendingCommit:
+    """Commit rows, the state of everything given and the random numbers of torch's CPU, atomically and durably.
+
+    Returns at once, with what ``Store.commit_async`` returns; errors as there.
+
+    Args:
+        model: whose ``state_dict()`` is kept; rows are the store's.
+        optimizers, schedulers: in an order that ``load`` is given again; also others that have a state, as a
+            ``GradScaler``.
+        extra: as for ``Store.commit``.
+    """
+    state = {
+        "model": model.state_dict(),
+        "optimizers": [each.state_dict() for each in optimizers],
+        "schedulers": [each.state_dict() for each in schedulers],
+        "rng": torch.get_rng_state(),
+    }
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    packed = torch.from_numpy(np.frombuffer(buffer.getbuffer(), np.uint8))
+    return store.commit_async(extra=extra, tensors={_NAME: packed})
+
+
+def save(
+    store: Store,
+    model: nn.Module,
+    optimizers: Sequence[Stateful] = (),
+    schedulers: Sequence[Stateful] = (),
+    extra: dict[str, Any] | None = None,
+) -> int:
+    """As ``save_async``, and wait; returns the version's number."""
+    return save_async(store, model, optimizers, schedulers, extra).result()
+
+
+def load(
+    store: Store, model: nn.Module, optimizers: Sequence[Stateful] = (), schedulers: Sequence[Stateful] = ()
+) -> dict[str, Any]:
+    """Put everything where the store's version has it; tensors go to the devices of what they are loaded into.
+
+    Args: as for ``save_async``.
+
+    Returns:
+        ``extra`` of that version.
+
+    Raises:
+        TierstoreError: there is no commit, or ``save`` did not write it.
+        ValueError: other numbers of optimizers or schedulers. Others: what ``load_state_dict`` raises.
+    """
+    packed: Tensor | None = store.tensors().get(_NAME) if store.version else None
+    if packed is None:
+        raise TierstoreError(
+            f"version {store.version} of {store.directory} has no checkpoint: it is of a store that nothing was "
+            "committed to, or of Store.commit; write one with tierstore.checkpoint.save"
+        )
+    state = torch.load(io.BytesIO(packed.numpy().tobytes()), map_location="cpu", weights_only=True)
+    given = {"optimizers": optimizers, "schedulers": schedulers}
+    for name, objects in given.items():
+        if len(objects) != len(state[name]):
+            raise ValueError(f"{len(objects)} {name} given, but the checkpoint has {len(state[name])}")
+    model.load_state_dict(state["model"])
+    for name, objects in given.items():
+        for each, saved in zip(objects, state[name], strict=True):
+            each.load_state_dict(saved)
+    torch.set_rng_state(state["rng"])
+    return store.extra
