@@ -1,5 +1,6 @@
 """Modules over tables as torch's own are handled: frozen, moved, converted, saved; and un-pooled lookups."""
 
+import contextlib
 import copy
 from collections.abc import Iterator
 from typing import Any
@@ -175,3 +176,45 @@ def test_a_module_of_a_store_for_reading_is_frozen(tmp_path: Any) -> None:
         assert not module(IDS).requires_grad
     with pytest.raises(errors.ClosedError):
         module(IDS)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_rows_come_in_ahead_for_all_modules_of_a_model(store: tierstore.Store, depth: int) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.row, self.bag = tierstore.TieredEmbedding(store["t"]), tierstore.TieredEmbeddingBag(store["t"])
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return torch.cat([self.row(ids).sum(1), self.bag(ids)], dim=1)
+
+    model = Model()
+    plain = [model(ids) for ids in IDS]
+    for given, features in (
+        (model, lambda ids: ids),
+        ([model.row, model.bag], lambda ids: [ids, (ids,)]),
+        ([model.bag], lambda ids: (ids,)),
+    ):
+        with contextlib.closing(tierstore.prefetch(iter(IDS), given, depth=depth, features=features)) as batches:
+            for ids, expected in zip(batches, plain, strict=True):
+                assert torch.equal(model(ids), expected)
+    with pytest.raises(TypeError, match="Linear has no module over tables"):
+        tierstore.prefetch(iter(IDS), nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="a list of 1, but there are 2 modules"):
+        list(tierstore.prefetch(iter(IDS), model, features=lambda ids: [ids]))
+
+
+def test_objects_made_anew_are_noticed(store: tierstore.Store) -> None:
+    module = tierstore.TieredEmbedding(store["t"])
+
+    def train() -> None:
+        for ids in tierstore.prefetch(iter(IDS), module, features=lambda ids: ids.clone()):
+            module(ids)
+
+    with pytest.warns(RuntimeWarning, match=r"forward was not given.*the very object") as warned:
+        train()
+    assert len(warned) == 1
+    for number, ids in enumerate(tierstore.prefetch(iter(IDS), module, features=lambda ids: ids)):
+        module(IDS[number].clone())  # beside it
+        if number % 2:
+            module(ids)

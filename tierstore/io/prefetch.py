@@ -4,7 +4,7 @@ import queue
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from ..system.forks import disown_in_forks
@@ -17,7 +17,7 @@ _JOIN_SECONDS: Final = 30.0
 
 
 class Preparable(Protocol):
-    """A module whose rows can be brought in ahead: ``TieredEmbeddingBag``, ``TieredEmbeddingBagCollection``."""
+    """A module whose rows can be brought in ahead: those over tables, as ``TieredEmbeddingBag``."""
 
     @property
     def has_room(self) -> bool:
@@ -41,6 +41,69 @@ class Retirable(Protocol):
         """It is in use, or will never be."""
 
 
+class _Several:
+    """Modules that look up in one batch, as one."""
+
+    def __init__(self, modules: Sequence[Preparable]) -> None:
+        self._modules = modules
+
+    @property
+    def has_room(self) -> bool:
+        return all(module.has_room for module in self._modules)
+
+    def prepare(self, features: Any) -> list[Any]:
+        tickets: list[Any] = []
+        try:
+            for module, own in self._pairs(features):
+                tickets.append(module.prepare(own))
+        except BaseException:
+            self.forget(tickets)
+            raise
+        return tickets
+
+    def forget(self, ticket: list[Any]) -> None:
+        for module, own in zip(self._modules, ticket, strict=False):
+            module.forget(own)
+
+    def announce(self, features: Any) -> "_Announced | None":
+        announced: list[Retirable] = []
+        for module, own in self._pairs(features):
+            one = module.announce(own)
+            if one is None:
+                _Announced(announced).retire()
+                return None
+            announced.append(one)
+        return _Announced(announced)
+
+    def _pairs(self, features: Any) -> list[tuple[Preparable, Any]]:
+        """Each module with its own features, of a list, or with those that all share."""
+        own = features if isinstance(features, list) else [features] * len(self._modules)
+        if len(own) != len(self._modules):
+            raise ValueError(f"features= gave a list of {len(own)}, but there are {len(self._modules)} modules")
+        return list(zip(self._modules, own, strict=True))
+
+
+class _Announced:
+    def __init__(self, parts: Sequence[Retirable]) -> None:
+        self._parts = parts
+
+    def retire(self) -> None:
+        for part in self._parts:
+            part.retire()
+
+
+def _as_one(module: Any) -> Preparable:
+    """The modules over tables of a model, of several modules, or the one that is given."""
+    if hasattr(module, "prepare"):
+        one: Preparable = module
+        return one
+    given = [module] if hasattr(module, "modules") else list(module)
+    found = list(dict.fromkeys(each for model in given for each in model.modules() if hasattr(each, "prepare")))
+    if not found:
+        raise TypeError(f"a {type(module).__name__} has no module over tables, as TieredEmbeddingBag, to prefetch for")
+    return found[0] if len(found) == 1 else _Several(found)
+
+
 def default_features(batch: Any) -> Any:
     """A batch's jagged ids: the batch itself if it has ``offsets()``, else its ``sparse`` or ``sparse_features``."""
     if callable(getattr(batch, "offsets", None)):
@@ -55,7 +118,7 @@ def default_features(batch: Any) -> Any:
 
 def prefetch(
     batches: Iterable[Batch],
-    module: Preparable,
+    module: Any,
     *,
     depth: int = 2,
     lookahead: int = 0,
@@ -76,23 +139,25 @@ def prefetch(
     Args:
         batches: consumed by the thread (by the caller's with depth=0); never more than ``depth + lookahead`` ahead.
             Batches that are read ahead must not share memory: a reader that reuses a buffer has to copy it.
-        module: its ``forward`` must be given the very object that ``features`` returned.
+        module: a module over tables, a model with such modules, or a list of either. Its ``forward`` must be given the
+            very object that ``features`` returned.
         depth: batches brought in ahead; 0 is a plain loop without a thread.
         lookahead: batches announced ahead of those.
-        features: how to get a batch's jagged ids.
+        features: how to get from a batch what the module's ``forward`` is given: its argument, or a tuple of them. Of
+            several modules, in the order of ``model.modules()``, a list of that, or one object that all are given.
 
     Raises:
-        ValueError: depth or lookahead is negative. Whatever ``batches``, ``features`` or the reading of rows raised,
-        when the batch that it happened to is asked for; batches before it are yielded first, and the store stays
-            usable.
+        ValueError: depth or lookahead is negative. TypeError: there is no module over tables. Whatever ``batches``,
+            ``features`` or the reading of rows raised, when the batch that it happened to is asked for; batches before
+            it are yielded first, and the store stays usable.
     """
     for name, value in (("depth", depth), ("lookahead", lookahead)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ValueError(f"{name}={value!r} must be an int, 0 or more")
-    get_features = default_features if features is None else features
+    get_features, one = default_features if features is None else features, _as_one(module)
     if depth == 0:
-        return _plain(batches, module, lookahead, get_features)
-    return _pipeline(batches, module, depth, lookahead, get_features)
+        return _plain(batches, one, lookahead, get_features)
+    return _pipeline(batches, one, depth, lookahead, get_features)
 
 
 def _plain(

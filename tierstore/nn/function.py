@@ -1,8 +1,9 @@
 """The autograd function behind both modules: pooled lookups forward, gradients for the fused optimizer backward."""
 
 import itertools
+import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -17,6 +18,12 @@ from ..pool import Pool
 from ..store import Store
 from .replicas import require_one_process
 
+_MISSED: Final = 2
+"""Batches in turn: one may well have been left out."""
+_NOT_TAKEN: Final = (
+    "prefetch brought rows in for an object that forward was not given: it was given another one. features= must "
+    "return the very object that the model passes to the module, not one made anew"
+)
 RowsRead = list[tuple[LookupTable, int]]
 
 
@@ -127,6 +134,7 @@ class PreparedLookups:
 
     def __init__(self) -> None:
         self._waiting: dict[int, tuple[object, Prepared]] = {}
+        self._num_others = self._num_missed = 0
 
     def put(self, features: object, prepared: Prepared) -> Prepared:
         """Keep ``prepared`` for ``features``; returns the ticket for ``drop``."""
@@ -144,7 +152,9 @@ class PreparedLookups:
         """
         found = self._waiting.pop(id(features), None)
         if found is None:
+            self._num_others += bool(self._waiting)
             return None
+        self._num_others = self._num_missed = 0
         prepared = found[1]
         if not prepared.is_current(sources):
             prepared.release()
@@ -157,11 +167,15 @@ class PreparedLookups:
         return prepared
 
     def drop(self, ticket: Prepared) -> None:
-        """Release what was prepared and not taken."""
+        """Release what was prepared and not taken; warn of the second in turn for which another object came instead."""
         for place, (_, prepared) in list(self._waiting.items()):
             if prepared is ticket:
                 del self._waiting[place]
                 prepared.release()
+                self._num_missed += bool(self._num_others)
+                if self._num_others and self._num_missed == _MISSED:
+                    warnings.warn(_NOT_TAKEN, RuntimeWarning, stacklevel=2)
+                self._num_others = 0
 
 
 def _changes(tensor: Tensor) -> int:

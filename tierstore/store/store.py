@@ -1,6 +1,7 @@
 """A store: a directory of embedding tables, one version at a time, larger than memory."""
 
 import contextlib
+import copy
 import os
 import weakref
 from collections.abc import Callable, Mapping
@@ -244,7 +245,7 @@ class Store(Unpicklable):
     @property
     def extra(self) -> dict[str, Any]:
         """``extra`` of the last commit."""
-        return dict(self._catalog.version.extra)
+        return copy.deepcopy(self._catalog.version.extra)
 
     def tensors(self) -> dict[str, Tensor]:
         """``tensors`` of the last commit, on the CPU; DamagedError if they cannot be read."""
