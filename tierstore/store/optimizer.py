@@ -27,7 +27,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     Each table has one parameter group: its ``lr``, its ``name``, and one parameter that stands for the rows. The
     parameter has the table's shape and no content; its ``grad`` is None or sparse float32 [num_embeddings,
-    embedding_dim], coalesced. It takes ``embedding_dim * 4 + 8`` bytes for each row with a gradient.
+    embedding_dim], each row once. It takes ``embedding_dim * 4 + 8`` bytes for each row with a gradient.
 
     What ``state_dict`` holds is the learning rates: the rows' state is in the store.
     """
@@ -52,10 +52,9 @@ class TieredOptimizer(torch.optim.Optimizer):
             known = next(reversed(self._tables))
         added = torch.sparse_coo_tensor(
             gradients.rows[None], gradients.values, known.shape, device=known.device, check_invariants=False
-        ).coalesce()
+        )
         known.grad = added if known.grad is None else (known.grad + added).coalesce()
 
-    @shielded
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Apply the gradients: one update of each table that has one, also if no row does.
 
@@ -72,13 +71,17 @@ class TieredOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._apply()
+        return loss
+
+    @shielded
+    def _apply(self) -> None:
         for group in self.param_groups:
             for stand_in in group["params"]:
                 table = self._tables[stand_in]
                 table.learning_rate = group["lr"]
                 if stand_in.grad is not None:
-                    _update(table, stand_in.grad.coalesce())
-        return loss
+                    _update(table, stand_in.grad)
 
     @torch.no_grad()
     def clip_grad_norm_(
@@ -94,15 +97,18 @@ class TieredOptimizer(torch.optim.Optimizer):
         torch's own function takes no sparse gradients.
 
         Args:
-            parameters: the dense ones, as of ``model.parameters()``.
+            parameters: others, as of ``model.parameters()``; sparse gradients of theirs are coalesced.
 
         Returns:
             the norm before, float32 [].
         """
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        for each in given:
+            if each.grad is not None and each.grad.is_sparse:
+                each.grad = each.grad.coalesce()
         own = [stand_in for group in self.param_groups for stand_in in group["params"]]
         gradients = [each.grad for each in (*given, *own) if each.grad is not None]
-        values = [each.coalesce()._values() if each.is_sparse else each for each in gradients]
+        values = [each._values() if each.is_sparse else each for each in gradients]
         norm = torch.nn.utils.get_total_norm(values, norm_type, error_if_nonfinite)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for each in values:
@@ -111,10 +117,10 @@ class TieredOptimizer(torch.optim.Optimizer):
 
 
 def _update(table: Table, gradient: Tensor) -> None:
-    rows = gradient.indices()[0].cpu().numpy()
+    rows = gradient._indices()[0].cpu().numpy()
     jagged = Jagged(rows, np.arange(len(rows) + 1), len(rows), None)
     lookup = make_lookup([table], jagged, np.zeros(1, np.int64), [0], mode="sum")
     try:
-        lookup.update(gradient.values().contiguous())
+        lookup.update(gradient._values().contiguous())
     finally:
         lookup.release()
