@@ -22,7 +22,7 @@ from ..pool.residency import Pooling, Update
 from ..system.signals import shielded
 from .joined import Joined
 from .merging import Merged
-from .tables import FillsOutput, RowGradients, by_table, in_pool_of
+from .tables import ROW_MASK, FillsOutput, RowGradients, in_pool_of
 
 MODES: Final = {"sum": kernels.SUM, "mean": kernels.MEAN, "max": kernels.MAX}
 
@@ -168,6 +168,12 @@ class Lookup:
         """What ``update`` would apply, of each table; rows stay as they are, and are released."""
         joined, pool = self.joined, self._pool
         inverse, keys = unique(joined.keys)
-        values = self._groups(pool, grad_out).merged(inverse, len(keys), pool.layout.dim, grad_out.numpy())
+        groups = self._groups(pool, grad_out)
+        values = groups.merged(inverse, len(keys), pool.layout.dim, grad_out.numpy())
         self.release()
-        return by_table(joined.tables, torch.from_numpy(keys), torch.from_numpy(values))
+        counts = groups.counts.tolist()
+        rows, parts = (
+            torch.split(torch.from_numpy(keys & ROW_MASK), counts),
+            torch.split(torch.from_numpy(values), counts),
+        )
+        return [RowGradients(*each) for each in zip(joined.tables, rows, parts, strict=True)]

@@ -14,7 +14,7 @@ from ..pool import Pool
 from ..rows import KEY_ROW_BITS, RowLayout
 
 _T = TypeVar("_T")
-_ROW_MASK: Final = (1 << KEY_ROW_BITS) - 1
+ROW_MASK: Final = (1 << KEY_ROW_BITS) - 1
 
 
 class FillsOutput(Protocol):
@@ -109,10 +109,10 @@ class LookupTable(Protocol):
 def by_table(tables: Sequence[LookupTable], keys: Tensor, values: Tensor) -> list[RowGradients]:
     """Of rows by key, int64 [U], each table's."""
     if len(tables) == 1:
-        return [RowGradients(tables[0], keys & _ROW_MASK, values)]
+        return [RowGradients(tables[0], keys & ROW_MASK, values)]
     owners = keys >> KEY_ROW_BITS
     chosen = [owners == table.index for table in tables]
-    return [RowGradients(table, keys[own] & _ROW_MASK, values[own]) for table, own in zip(tables, chosen, strict=True)]
+    return [RowGradients(table, keys[own] & ROW_MASK, values[own]) for table, own in zip(tables, chosen, strict=True)]
 
 
 def in_pool_of(table: LookupTable, work: Callable[[Pool], _T]) -> _T:

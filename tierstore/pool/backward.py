@@ -50,6 +50,9 @@ class Groups:
     Args:
         num_columns: of a row of the output.
         workers: threads to work with.
+
+    Attributes:
+        counts: int64 [T], how many rows each table has, once they are grouped.
     """
 
     def __init__(self, bags: Bags, num_columns: int, workers: Workers) -> None:
@@ -58,7 +61,7 @@ class Groups:
         self._num_columns = num_columns
         self._workers = workers
         self._table_starts = bags.starts[bags.tables]
-        self._counts = np.zeros(num_tables, np.int64)
+        self.counts = np.zeros(num_tables, np.int64)
         self._starts = np.empty(num_positions + 2 * num_tables, np.int64)
         self._sources = np.empty(num_positions, np.int64)
         self._factors = np.empty(num_positions, np.float32) if bags.is_mean or len(bags.scale) else NO_FLOATS
@@ -81,11 +84,11 @@ class Groups:
 
     def by_number(self, inverse: Int32s, num_unique: int) -> None:
         """Group by the number of each position's row, int32 [N], from 0 on in order of first use."""
-        firsts = np.full(len(self._counts) + 1, num_unique, np.int64)
+        firsts = np.full(len(self.counts) + 1, num_unique, np.int64)
         has_positions = np.flatnonzero(np.diff(self._table_starts))
         firsts[has_positions] = inverse[self._table_starts[has_positions]]
         firsts = np.minimum.accumulate(firsts[::-1])[::-1]
-        self._firsts, self._counts = firsts[:-1], np.diff(firsts)
+        self._firsts, self.counts = firsts[:-1], np.diff(firsts)
         self._group(NO_INTS, NO_INTS, NO_INTS, inverse)
 
     def _group(self, slots: Int32s, number: Int32s, row_slots: Int32s, inverse: Int32s) -> None:
@@ -94,7 +97,7 @@ class Groups:
         def work(begin: int, end: int) -> None:
             kernels.group_rows(
                 begin, end, bags.tables, bags.starts, bags.columns, bags.batch, self._num_columns, slots, number,
-                row_slots, inverse, bags.scale, bags.is_mean, self._counts, self._starts, self._sources,
+                row_slots, inverse, bags.scale, bags.is_mean, self.counts, self._starts, self._sources,
                 self._factors, self._positions, self._bag_of,
             )  # fmt: skip
 
@@ -102,7 +105,7 @@ class Groups:
 
     def used(self, by_number: Int32s) -> Int32s:
         """Of an array over row numbers, the elements that belong to a row."""
-        pairs = zip(self._firsts.tolist(), self._counts.tolist(), strict=True)
+        pairs = zip(self._firsts.tolist(), self.counts.tolist(), strict=True)
         return np.concatenate([by_number[first : first + count] for first, count in pairs])
 
     def update(
@@ -128,7 +131,7 @@ class Groups:
 
         def work(begin: int, end: int) -> None:
             newly_dirty[begin] = merge_and_update(
-                *cuts[begin], *cuts[end], self._table_starts, firsts, slots, self._counts, self._starts,
+                *cuts[begin], *cuts[end], self._table_starts, firsts, slots, self.counts, self._starts,
                 self._sources, self._factors, self._positions, self._bag_of, bags.arg_max, gradients, codes, hyper,
                 rows.weights, rows.state, rows.layout.dim, rows.half, flags, dirty, seeds, keys,
                 scratch(rows.layout.dim),
@@ -143,13 +146,13 @@ class Groups:
         layout = RowLayout(dim=dim)
         gradients = np.zeros((num_unique, dim), np.float32)
         rows = Rows(layout, FLOAT32, gradients, np.zeros((num_unique, 0), np.float32))
-        self.update(rows, 0, np.arange(num_unique, dtype=np.int32), *adding(len(self._counts)), grad_out)
+        self.update(rows, 0, np.arange(num_unique, dtype=np.int32), *adding(len(self.counts)), grad_out)
         return gradients
 
     def _place(self, number: int) -> tuple[int, int]:
         """(table, row of it) with that number."""
         table = max(int(np.searchsorted(self._firsts, number, side="right")) - 1, 0)
-        return table, min(number - int(self._firsts[table]), int(self._counts[table]))
+        return table, min(number - int(self._firsts[table]), int(self.counts[table]))
 
     def _cuts(self, begin: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
         """Places from ``begin`` to ``end`` with about as many positions between each two."""
@@ -168,5 +171,5 @@ class Groups:
         """The first row whose group begins there or behind."""
         table = int(np.searchsorted(self._table_starts[:-1], position, side="right")) - 1
         first = int(self._table_starts[table])
-        starts = self._starts[first + 2 * table :][: int(self._counts[table]) + 1]
+        starts = self._starts[first + 2 * table :][: int(self.counts[table]) + 1]
         return table, int(np.searchsorted(starts, position - first))
