@@ -470,3 +470,18 @@ def test_a_row_frozen_again_while_its_update_waits_is_kept_for_both_versions(sto
         assert cache.num_dirty == len(rows)
         cache.unpin(slots)
         writeback_.abandon()
+
+
+def test_a_version_that_failed_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("the last step of a commit")
+
+    with tierstore.open(cold="memory") as store:
+        assert store.commit(extra={"step": 1}) == 1
+        with monkeypatch.context() as broken:
+            broken.setattr(store._cold, "commit", fail)
+            with pytest.raises(OSError, match="last step"):
+                store.commit(extra={"step": 2})
+        assert (store.version, store.extra) == (1, {"step": 1})
+        store.commit(extra={"step": 3})
+        assert store.extra == {"step": 3}
