@@ -257,6 +257,7 @@ def test_a_tier_in_device_memory_takes_what_the_curve_gives_it() -> None:
     assert load.misses == pytest.approx(load.unique * curve.miss_ratio(together))
     (whole,) = pool_loads(replace(setup, hbm_bytes=2 * GIB), demand)
     assert whole.hbm_misses == whole.misses == 0
+    assert whole.hbm_rows == whole.num_rows, "two accelerators have no more slots than there are rows"
 
 
 @pytest.mark.parametrize("exponent", [0.0, 0.8, 1.2])
