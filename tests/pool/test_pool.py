@@ -15,6 +15,7 @@ from tierstore.errors import BudgetError, ChecksumError, ClosedError, DiskFullEr
 from tierstore.io import MemoryColdTier
 from tierstore.kernels.threads import Workers
 from tierstore.pool import Pool, leases
+from tierstore.pool.pins import Lease
 
 CAPACITY, ROWS, DIM = 64, 1000, 4
 CONFIG = TableConfig(
@@ -117,20 +118,24 @@ def test_a_failed_read_leaves_no_row_behind(made: Pool, tier: TroubledTier) -> N
     assert read(made, 3)[0] == 2.0
 
 
-def test_held_leases_leave_room_for_others(made: Pool) -> None:
-    leases = []
-    while True:
-        first = len(leases) * 8
-        lease = made.leases.acquire(keys(*range(first, first + 8)))
-        if not made.pins.hold(lease):
+def test_held_leases_leave_room_for_others_and_give_it_back(made: Pool) -> None:
+    for _ in range(2):
+        leases: list[Lease] = []
+        while True:
+            first = len(leases) * 8
+            lease = made.leases.acquire(keys(*range(first, first + 8)))
+            if not made.pins.hold(lease):
+                lease.release()
+                break
+            leases.append(lease)
+        assert not made.has_room
+        assert sum(len(lease.slots) for lease in leases) == 0.75 * CAPACITY
+        assert (read(made, *range(500, 700)) == 1.0).all()
+        for lease in leases:
             lease.release()
-            break
-        leases.append(lease)
-    assert sum(len(lease.slots) for lease in leases) == 0.75 * CAPACITY
-    assert (read(made, *range(500, 700)) == 1.0).all()
-    for lease in leases:
-        lease.release()
-        lease.release()
+            lease.release()
+        assert made.has_room
+        assert made.pins.num_held == 0
 
 
 @contextlib.contextmanager
