@@ -28,16 +28,7 @@ class _Feature(NamedTuple):
 
 
 class _Collection(TieredModule):
-    """Features of a set of tables, looked up in one call.
-
-    Args:
-        store: an open store.
-        tables: names of its tables, in order; default: all.
-
-    Raises:
-        TypeError: ``tables`` is one str. ValueError: it names a table twice. TableError: there is no such table, or two
-            of them have a feature of one name.
-    """
+    """Features of some tables, looked up in one call; ``TieredEmbeddingBagCollection`` tells arguments and errors."""
 
     def __init__(self, store: Store, *, tables: Sequence[str] | None = None) -> None:
         super().__init__(store)
@@ -98,9 +89,10 @@ class _Collection(TieredModule):
 class TieredEmbeddingBagCollection(_Collection):
     """Pools every feature of a set of tables; called as TorchRec's ``EmbeddingBagCollection`` is.
 
-    The rows are no torch parameters: each table's optimizer runs at the end of backward, ``Store.commit`` makes the
-    result durable, and ``state_dict()`` does not hold them. All lookups of a table in one backward pass are merged
-    before its update, in the order of the forward calls, and in each in order of the table's ``feature_names``.
+    The rows are no torch parameters: each table's optimizer runs at the end of backward, unless ``Store.optimizer``
+    was asked for one, ``Store.commit`` makes the result durable, and ``state_dict()`` does not hold them. All
+    lookups of a table in one backward pass are merged before its update, in the order of the forward calls, and in
+    each in order of the table's ``feature_names``.
 
     Args:
         store: an open store.

@@ -13,10 +13,11 @@ from .module import TieredModule, checked_table
 class TieredEmbeddingBag(TieredModule):
     """Pools rows of one table; called as ``torch.nn.EmbeddingBag`` is.
 
-    The rows are no torch parameters: the table's optimizer runs at the end of backward, once for all lookups of a pass,
-    ``Store.commit`` makes the result durable, and ``state_dict()`` does not hold them. Under ``torch.no_grad()``, or on
-    a store opened read-only, nothing is updated; ``eval()`` alone does not prevent it. ``padding_idx``, ``max_norm``,
-    ``scale_grad_by_freq`` and ``sparse`` of ``nn.EmbeddingBag`` have no counterpart.
+    The rows are no torch parameters: the table's optimizer runs at the end of backward, once for all lookups of a
+    pass (or in the ``step`` of ``Store.optimizer``), ``Store.commit`` makes the result durable, and
+    ``state_dict()`` does not hold them. Under ``torch.no_grad()``, or on a store opened read-only, nothing is
+    updated; ``eval()`` alone does not prevent it. ``padding_idx``, ``max_norm``, ``scale_grad_by_freq`` and
+    ``sparse`` of ``nn.EmbeddingBag`` have no counterpart.
 
     Args:
         table: a table of an open store.

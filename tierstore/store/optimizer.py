@@ -10,7 +10,7 @@ from torch import Tensor
 from ..lookup.joined import Jagged
 from ..lookup.tables import RowGradients
 from ..system.signals import shielded
-from .table import Table, make_lookup
+from .table import Table
 
 if TYPE_CHECKING:
     from .store import Store
@@ -119,7 +119,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 def _update(table: Table, gradient: Tensor) -> None:
     rows = gradient._indices()[0].cpu().numpy()
     jagged = Jagged(rows, np.arange(len(rows) + 1), len(rows), None)
-    lookup = make_lookup([table], jagged, np.zeros(1, np.int64), [0], mode="sum")
+    lookup = table.lookup(jagged, mode="sum")
     try:
         lookup.update(gradient._values().contiguous())
     finally:
