@@ -1,6 +1,7 @@
 """A store's optimizer against ``torch.nn.EmbeddingBag(sparse=True)`` with torch's own, and against the fused update."""
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,8 +24,24 @@ RULES: list[tuple[Optimizer, Callable[[Any], torch.optim.Optimizer]]] = [
     (Adagrad(lr=0.5), lambda parameters: torch.optim.Adagrad(parameters, lr=0.5)),
     # eps is beside a smaller root in SparseAdam than in Adam.
     (Adam(lr=0.05, eps=1e-15), lambda parameters: torch.optim.SparseAdam(parameters, lr=0.05, eps=1e-15)),
+    (RowWiseAdagrad(lr=0.5), lambda parameters: RowWiseReference(parameters)),
 ]
-EVERY_RULE = [rule for rule, _ in RULES] + [RowWiseAdagrad(lr=0.5, weight_decay=0.01)]
+EVERY_RULE = [rule for rule, _ in RULES[:3]] + [RowWiseAdagrad(lr=0.5, weight_decay=0.01)]
+
+
+class RowWiseReference(torch.optim.Optimizer):
+    """Row-wise Adagrad, which torch has not, as its definition says, in torch."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for each in self.param_groups[0]["params"]:
+            gradient = each.grad.to_dense()
+            total = self.state[each].setdefault("sum", torch.zeros(len(each)))
+            total += gradient.square().mean(dim=1)
+            each -= 0.5 * gradient / (total.sqrt() + 1e-8)[:, None]
 
 
 @contextlib.contextmanager
@@ -46,17 +63,21 @@ def batches(count: int) -> list[Tensor]:
 class Twins:
     """The same model twice: over a store, and over torch's own bag with the same rows."""
 
-    def __init__(self, store: tierstore.Store, reference: Callable[[Any], torch.optim.Optimizer]) -> None:
+    def __init__(
+        self, store: tierstore.Store, reference: Callable[[Any], torch.optim.Optimizer], *, pooled: bool = True
+    ) -> None:
         self.store = store
         torch.manual_seed(0)
         dense = nn.Linear(DIM, 1)
-        self.ours = nn.Sequential(tierstore.TieredEmbeddingBag(store["t"]), dense)
+        module = tierstore.TieredEmbeddingBag if pooled else tierstore.TieredEmbedding
+        self.ours = nn.Sequential(module(store["t"]), dense)
         bag = nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=True, _weight=rows_of(store))
-        self.theirs = nn.Sequential(bag, nn.Linear(DIM, 1))
+        rows = bag if pooled else nn.Embedding(ROWS, DIM, sparse=True, _weight=rows_of(store))
+        self.theirs = nn.Sequential(rows, nn.Linear(DIM, 1))
         self.theirs[1].load_state_dict(dense.state_dict())
-        self.weight = bag.weight
+        self.weight = rows.weight
         self.row_optimizer = store.optimizer()
-        self.reference = reference([bag.weight])
+        self.reference = reference([rows.weight])
         self.dense_optimizers = [torch.optim.SGD(model[1].parameters(), lr=0.1) for model in (self.ours, self.theirs)]
 
     def backward(self, ids: Tensor, scale: Callable[[Tensor], Tensor] = lambda loss: loss) -> None:
@@ -81,7 +102,7 @@ class Twins:
 @pytest.mark.parametrize("rule", EVERY_RULE, ids=lambda rule: rule.kind)
 @pytest.mark.parametrize("pooling", ["sum", "mean", "max"])
 def test_a_step_after_one_pass_gives_the_bits_of_the_fused_update(rule: Optimizer, tiers: str, pooling: Any) -> None:
-    def trained(*, deferred: bool) -> list[Tensor]:
+    def trained(kind: str) -> list[Tensor]:
         with tierstore.open(cold="memory", **TIERS[tiers]) as store:
             for name in "ab":  # in one pool, looked up together
                 store.create_table(
@@ -91,27 +112,31 @@ def test_a_step_after_one_pass_gives_the_bits_of_the_fused_update(rule: Optimize
                     )
                 )  # fmt: skip
             features = tierstore.TieredEmbeddingBagCollection(store)
-            optimizer = store.optimizer() if deferred else None
+            optimizer = None if kind == "fused" else store.optimizer()
             for ids in batches(5):
                 lengths = torch.tensor([0, 1, 2, 3, 4, 5, 10, 15])
                 both = tierstore.KeyedJaggedTensor(features.feature_names, ids.flatten(), lengths=lengths)
                 out = features(both).values()
                 (out.square().mean() + features(both).values().sum()).backward()
                 if optimizer is not None:
+                    if kind == "merged":
+                        assert optimizer.param_groups[0]["params"][0].grad.is_sparse
                     optimizer.step()
                     optimizer.zero_grad()
             return [rows_of(store, name) for name in "ab"]
 
-    pairs = zip(trained(deferred=True), trained(deferred=False), strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
+    expected = trained("fused")
+    for kind in ("deferred", "merged"):
+        assert all(torch.equal(one, other) for one, other in zip(trained(kind), expected, strict=True)), kind
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # by torch's own optimizers
 @pytest.mark.parametrize("tiers", TIERS)
+@pytest.mark.parametrize("pooled", [True, False], ids=["pooled", "rows"])
 @pytest.mark.parametrize(("rule", "reference"), RULES, ids=lambda each: getattr(each, "kind", ""))
-def test_micro_batches_accumulate_as_torchs_do(rule: Optimizer, reference: Any, tiers: str) -> None:
+def test_micro_batches_accumulate_as_torchs_do(rule: Optimizer, reference: Any, tiers: str, *, pooled: bool) -> None:
     with opened(rule, **TIERS[tiers]) as store:
-        twins = Twins(store, reference)
+        twins = Twins(store, reference, pooled=pooled)
         first = rows_of(store)
         for number, ids in enumerate(batches(9)):
             twins.backward(ids)
@@ -133,6 +158,29 @@ def test_rows_change_in_step_only_and_zero_grad_forgets() -> None:
         twins.backward(batches(2)[1])
         twins.step()
         twins.check()
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_gradient_stays_until_zero_grad_and_is_of_its_pass(is_read: bool) -> None:
+    with opened(SGD(lr=0.5)) as store:
+        optimizer, bag, first = store.optimizer(), tierstore.TieredEmbeddingBag(store["t"]), rows_of(store)
+        [stand_in] = optimizer.param_groups[0]["params"]
+        ids, gradient = torch.tensor([[1, 2, 2]]), torch.ones(1, DIM)
+        bag(ids).backward(gradient)
+        if is_read:
+            assert stand_in.grad.coalesce().indices().tolist() == [[1, 2]]
+        gradient.zero_()
+        ids.zero_()
+        optimizer.step()
+        optimizer.step()
+        bag(torch.tensor([[2]])).backward(torch.ones(1, DIM))
+        optimizer.step()
+        steps = torch.tensor([0, 3, 7])
+        torch.testing.assert_close(first[:3] - rows_of(store)[:3], 0.5 * steps[:, None].expand(3, DIM).float())
+        optimizer.zero_grad(set_to_none=False)
+        assert not stand_in.grad.to_dense().any()
+        with pytest.raises(TypeError, match="cannot be pickled or copied"):
+            copy.deepcopy(optimizer)
 
 
 def test_a_scheduler_sets_the_rate_of_rows() -> None:

@@ -178,6 +178,5 @@ def _update(collected: Sequence[_Collected]) -> None:
     optimizer = lookup.joined.tables[0].store.optimizer_in_use
     if optimizer is None:
         lookup.update(gradient)
-        return
-    for each in lookup.gradients(gradient):
-        optimizer.collect(each)
+    else:
+        optimizer.collect(lookup.joined.tables, lookup, gradient)

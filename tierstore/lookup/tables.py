@@ -38,11 +38,23 @@ class RowGradients(NamedTuple):
     values: Tensor
 
 
+class TrainsRows(Protocol):
+    """A lookup after forward."""
+
+    def update(self, grad_out: Tensor) -> None:
+        """Train its rows. Given float32 [batch, columns], C-contiguous."""
+        ...
+
+    def gradients(self, grad_out: Tensor) -> list[RowGradients]:
+        """What ``update`` would apply, of each table in order; rows stay as they are, and are released."""
+        ...
+
+
 class CollectsGradients(Protocol):
     """A store's optimizer, to whoever runs backward."""
 
-    def collect(self, gradients: RowGradients) -> None:
-        """Keep them until the optimizer's step."""
+    def collect(self, tables: "Sequence[LookupTable]", lookup: TrainsRows, grad_out: Tensor) -> None:
+        """Keep what ``lookup.update(grad_out)`` would apply, until the optimizer's step."""
         ...
 
 

@@ -1,59 +1,146 @@
 """The tables' optimizers as torch has them: backward collects gradients, ``step`` applies them."""
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..lookup.joined import Jagged
-from ..lookup.tables import RowGradients
+from ..lookup.tables import LookupTable, RowGradients, TrainsRows
 from ..system.signals import shielded
+from ..system.unpicklable import Unpicklable
 from .table import Table
 
 if TYPE_CHECKING:
     from .store import Store
 
 
-class TieredOptimizer(torch.optim.Optimizer):
+_GRAD: Final[Any] = Tensor.grad
+"""torch's property, to which mypy knows no setter."""
+
+
+class _Pass:
+    """The gradients of a backward pass's rows of some tables, not merged yet.
+
+    Most are never merged: ``step`` runs the update that fuses merging and the optimizer's rule.
+
+    Args:
+        rows: of each table of the lookup, in order.
+        grad_out: of the lookup's output.
+    """
+
+    def __init__(self, rows: "Sequence[_Rows]", lookup: TrainsRows, grad_out: Tensor) -> None:
+        self._rows = rows
+        self._lookup = lookup
+        self._grad_out = grad_out
+
+    def update(self) -> None:
+        """Apply them to the rows."""
+        self._lookup.update(self._grad_out)
+
+    @shielded
+    def merge(self) -> None:
+        """Merge each row's, and add them to the tables' ``grad``."""
+        for rows, gradients in zip(self._rows, self._lookup.gradients(self._grad_out), strict=True):
+            if rows.waiting is self:
+                rows.waiting = None
+            rows.add_gradients(gradients)
+
+
+class _Rows(torch.nn.Parameter):
+    """Stands for a table's rows: of their shape, without content. Its ``grad`` is merged when it is first read.
+
+    Attributes:
+        table: the table.
+        waiting: of the pass that has its gradient, if that is not merged yet.
+    """
+
+    table: Table
+    waiting: _Pass | None
+
+    @classmethod
+    def of(cls, table: Table) -> "_Rows":
+        shape = table.config.num_embeddings, table.layout.dim
+        made = cls(torch.zeros((), dtype=torch.float32, device=table.store.device).expand(shape))
+        made.table, made.waiting = table, None
+        return made
+
+    @property
+    def grad(self) -> Tensor | None:
+        """None, or sparse float32 [num_embeddings, embedding_dim]."""
+        if self.waiting is not None:
+            self.waiting.merge()
+        return super().grad
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        if self.waiting is not None:
+            self.waiting.merge()
+        _GRAD.__set__(self, gradient)
+
+    @property
+    def has_grad(self) -> bool:
+        return self.waiting is not None or super().grad is not None
+
+    def add_gradients(self, gradients: RowGradients) -> None:
+        """Add merged gradients of rows to those that are there."""
+        added = torch.sparse_coo_tensor(
+            gradients.rows[None], gradients.values, self.shape, device=self.device, check_invariants=False
+        )
+        known = self.grad
+        self.grad = added if known is None else (known + added).coalesce()
+
+
+class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
     """The optimizers of a store's tables; made by ``Store.optimizer``.
 
-    While it exists, a backward pass changes no row. It adds the rows' gradients, each row's merged, to ``grad`` of the
-    table's parameter, as ``torch.nn.EmbeddingBag(sparse=True)`` does; ``step`` applies them by the rule of the table's
+    While it exists, a backward pass changes no row. It adds the rows' gradients to ``grad`` of the table's parameter,
+    as ``torch.nn.EmbeddingBag(sparse=True)`` does; ``step`` applies them by the rule of the table's
     ``TableConfig.optimizer``. So schedulers, accumulation over micro-batches, ``torch.amp.GradScaler`` and
     ``zero_grad`` work as with any optimizer. A ``step`` after one backward pass gives the bits of an update fused with
-    backward.
+    backward, and takes as long: gradients are merged, each row's, only when ``grad`` is read or a second pass adds to
+    it.
 
     Each table has one parameter group: its ``lr``, its ``name``, and one parameter that stands for the rows. The
     parameter has the table's shape and no content; its ``grad`` is None or sparse float32 [num_embeddings,
-    embedding_dim], each row once. It takes ``embedding_dim * 4 + 8`` bytes for each row with a gradient.
+    embedding_dim], each row once. Merged, it takes ``embedding_dim * 4 + 8`` bytes for each row with a gradient.
 
     What ``state_dict`` holds is the learning rates: the rows' state is in the store.
     """
 
     def __init__(self, store: "Store") -> None:
         self._store = store
-        self._tables: dict[Tensor, Table] = {}
-        super().__init__([self._group(table) for table in store.tables.values()], {"lr": 0.01})
+        super().__init__([_group(table) for table in store.tables.values()], {"lr": 0.01})
 
-    def _group(self, table: Table) -> dict[str, Any]:
-        shape = table.config.num_embeddings, table.layout.dim
-        stand_in = torch.empty((), dtype=torch.float32, device=self._store.device).expand(shape).requires_grad_()
-        self._tables[stand_in] = table
-        return {"params": [stand_in], "lr": table.learning_rate, "name": table.name}
+    def _rows_of(self, table: Any) -> _Rows:
+        for rows in self._rows:
+            if rows.table is table:
+                return rows
+        self.add_param_group(_group(table))  # made since
+        return self._rows_of(table)
 
-    def collect(self, gradients: RowGradients) -> None:
+    @property
+    def _rows(self) -> Iterator[_Rows]:
+        return (rows for group in self.param_groups for rows in group["params"])
+
+    def collect(self, tables: Sequence[LookupTable], lookup: TrainsRows, grad_out: Tensor) -> None:
         """Add a pass's gradients to those that are there; called at its end."""
-        table: Any = gradients.table
-        known = next((stand_in for stand_in, owner in self._tables.items() if owner is table), None)
-        if known is None:  # made since
-            self.add_param_group(self._group(table))
-            known = next(reversed(self._tables))
-        added = torch.sparse_coo_tensor(
-            gradients.rows[None], gradients.values, known.shape, device=known.device, check_invariants=False
-        )
-        known.grad = added if known.grad is None else (known.grad + added).coalesce()
+        rows = [self._rows_of(table) for table in tables]
+        made = _Pass(rows, lookup, grad_out.clone())
+        if any(each.has_grad for each in rows):
+            made.merge()
+            return
+        for each in rows:
+            each.waiting = made
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, or make them zeros."""
+        if set_to_none:
+            for rows in self._rows:
+                rows.waiting = None
+        super().zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Apply the gradients: one update of each table that has one, also if no row does.
@@ -77,11 +164,13 @@ class TieredOptimizer(torch.optim.Optimizer):
     @shielded
     def _apply(self) -> None:
         for group in self.param_groups:
-            for stand_in in group["params"]:
-                table = self._tables[stand_in]
-                table.learning_rate = group["lr"]
-                if stand_in.grad is not None:
-                    _update(table, stand_in.grad)
+            for rows in group["params"]:
+                rows.table.learning_rate = group["lr"]
+        for one_pass in dict.fromkeys(rows.waiting for rows in self._rows if rows.waiting is not None):
+            one_pass.update()
+        for rows in self._rows:
+            if rows.waiting is None and rows.grad is not None:
+                _update(rows.table, rows.grad)
 
     @torch.no_grad()
     def clip_grad_norm_(
@@ -106,14 +195,17 @@ class TieredOptimizer(torch.optim.Optimizer):
         for each in given:
             if each.grad is not None and each.grad.is_sparse:
                 each.grad = each.grad.coalesce()
-        own = [stand_in for group in self.param_groups for stand_in in group["params"]]
-        gradients = [each.grad for each in (*given, *own) if each.grad is not None]
+        gradients = [each.grad for each in (*given, *self._rows) if each.grad is not None]
         values = [each._values() if each.is_sparse else each for each in gradients]
         norm = torch.nn.utils.get_total_norm(values, norm_type, error_if_nonfinite)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for each in values:
             each.mul_(factor.to(each.device))
         return norm
+
+
+def _group(table: Table) -> dict[str, Any]:
+    return {"params": [_Rows.of(table)], "lr": table.learning_rate, "name": table.name}
 
 
 def _update(table: Table, gradient: Tensor) -> None:
