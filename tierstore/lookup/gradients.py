@@ -90,9 +90,10 @@ class _Pass:
             return
         try:
             _update_all(collected)
-        finally:
+        except BaseException:
             for each in collected:
                 each.lookup.release()
+            raise
 
 
 _PASSES: Final[weakref.WeakValueDictionary[int, _Pass]] = weakref.WeakValueDictionary()
@@ -180,3 +181,6 @@ def _update(collected: Sequence[_Collected]) -> None:
         lookup.update(gradient)
     else:
         optimizer.collect(lookup.joined.tables, lookup, gradient)
+    if len(lookups) > 1:
+        for each in lookups:
+            each.release()
