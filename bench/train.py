@@ -26,6 +26,7 @@ __all__ = ["run"]
 
 OURS: Final = "tierstore"
 DEFERRED: Final = "tierstore, backward and then store.optimizer().step()"
+CLIPPED: Final = "the same with clip_grad_norm_ between"
 FBGEMM: Final = "FBGEMM, table-batched"
 TORCH: Final = "torch.nn.EmbeddingBag, sparse"
 COPY: Final = "copying the bytes of the distinct rows"
@@ -64,8 +65,17 @@ class _Deferred(_Ours):
 
     def step(self, index: int, gradient: Tensor) -> None:
         super().step(index, gradient)
+        self._between()
         self._optimizer.step()
         self._optimizer.zero_grad()
+
+    def _between(self) -> None:
+        pass
+
+
+class _Clipped(_Deferred):
+    def _between(self) -> None:
+        self._optimizer.clip_grad_norm_(max_norm=1e9)  # which no gradient reaches, as the peers clip none
 
 
 class _Torch:
@@ -117,12 +127,14 @@ def _compare(request: Run, name: str, batches: Batches) -> tuple[dict[str, Sprea
     gradient = torch.randn(config["batch"], config["tables"] * config["dim"], generator=torch.manual_seed(0)) / 100
     ours = _Ours(request.folder / "train_store", _rule(name, config), config, batches)
     deferred = _Deferred(request.folder / "deferred_store", _rule(name, config), config, batches)
+    clipped = _Clipped(request.folder / "clipped_store", _rule(name, config), config, batches)
     start = ours.weights
     torchs = _Torch(start, name, config, batches)
-    peers: dict[str, Any] = {DEFERRED: deferred, TORCH: torchs}
+    peers: dict[str, Any] = {DEFERRED: deferred, CLIPPED: clipped, TORCH: torchs}
     steps: dict[str, Callable[[int], object]] = {
         OURS: lambda index: ours.step(index, gradient),
         DEFERRED: lambda index: deferred.step(index, gradient),
+        CLIPPED: lambda index: clipped.step(index, gradient),
         TORCH: lambda index: torchs.step(index, gradient),
     }
     if fbgemm.is_there():
@@ -147,9 +159,9 @@ def _compare(request: Run, name: str, batches: Batches) -> tuple[dict[str, Sprea
         for peer, contender in peers.items()
         if name == "SGD" or peer != TORCH
     }
-    for each, folder in ((ours, "train_store"), (deferred, "deferred_store")):
+    for each in (ours, deferred, clipped):
         each.store.close()
-        shutil.rmtree(request.folder / folder)
+        shutil.rmtree(each.store.directory)
     return {key: per_second(batches.lookups, seconds[key]) for key in (OURS, *peers, COPY)}, far
 
 
