@@ -26,6 +26,7 @@ ORDER: Final = (
     "warm",
     "lookup",
     "train",
+    "compile",
     "tiers",
     "memory",
     "policies",
