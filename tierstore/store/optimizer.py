@@ -1,5 +1,6 @@
 """The tables' optimizers as torch has them: backward collects gradients, ``step`` applies them."""
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
     from .store import Store
 
 
+_KEPT: Final = (
+    "a backward pass adds to gradients of rows that step applied before: call zero_grad() of store.optimizer() at "
+    "each step, as model.zero_grad() and the zero_grad() of other optimizers do not reach rows"
+)
 _GRAD: Final[Any] = Tensor.grad
 """torch's property, to which mypy knows no setter."""
 
@@ -112,6 +117,7 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
 
     def __init__(self, store: "Store") -> None:
         self._store = store
+        self._is_applied = False
         super().__init__([_group(table) for table in store.tables.values()], {"lr": 0.01})
 
     def _rows_of(self, table: Any) -> _Rows:
@@ -130,13 +136,17 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
         rows = [self._rows_of(table) for table in tables]
         made = _Pass(rows, lookup, grad_out.clone())
         if any(each.has_grad for each in rows):
+            if self._is_applied:
+                warnings.warn(_KEPT, RuntimeWarning, stacklevel=2)
             made.merge()
             return
+        self._is_applied = False
         for each in rows:
             each.waiting = made
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, or make them zeros."""
+        """Forget the gradients, or make them zeros. ``model.zero_grad()`` does not reach those of rows."""
+        self._is_applied = False
         if set_to_none:
             for rows in self._rows:
                 rows.waiting = None
@@ -171,6 +181,7 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
         for rows in self._rows:
             if rows.waiting is None and rows.grad is not None:
                 _update(rows.table, rows.grad)
+        self._is_applied = True
 
     @torch.no_grad()
     def clip_grad_norm_(
