@@ -16,11 +16,11 @@ ROWS, DIM = 300, 20
 class Job:
     """A model over a store, with everything that has a state."""
 
-    def __init__(self, store: tierstore.Store) -> None:
+    def __init__(self, store: tierstore.Store, **config: Any) -> None:
         self.store = store
         if "t" not in store:
-            adam = tierstore.optim.Adam(lr=0.05)
-            store.create_table(tierstore.TableConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM, optimizer=adam))
+            config = {"optimizer": tierstore.optim.Adam(lr=0.05), **config}
+            store.create_table(tierstore.TableConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM, **config))
         torch.manual_seed(0)
         self.model = nn.Sequential(tierstore.TieredEmbeddingBag(store["t"]), nn.Linear(DIM, 8), nn.Dropout(0.2))
         self.rows, self.dense = store.optimizer(), torch.optim.Adam(self.model.parameters(), lr=0.01)

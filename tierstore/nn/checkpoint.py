@@ -5,6 +5,8 @@
     tierstore.checkpoint.save(store, model, [dense_optimizer, row_optimizer], [scheduler], extra={"step": step})
     ...
     extra = tierstore.checkpoint.load(store, model, [dense_optimizer, row_optimizer], [scheduler])
+
+``rows`` and ``StoreVersion`` (``dcp``) have tables take part in checkpoints of ``torch.distributed.checkpoint``.
 """
 
 import io
@@ -18,8 +20,9 @@ from torch import Tensor, nn
 from ..errors import TierstoreError
 from ..store import Store
 from ..store.commits import PendingCommit
+from .dcp import StoreVersion, rows
 
-__all__ = ["load", "save", "save_async"]
+__all__ = ["StoreVersion", "load", "rows", "save", "save_async"]
 
 _NAME: Final = "tierstore.checkpoint"
 """Of the tensor, uint8 [n], that holds what ``torch.save`` wrote."""

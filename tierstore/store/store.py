@@ -46,6 +46,7 @@ class Store(Unpicklable):
     Attributes:
         directory: absolute.
         readonly: whether it was opened with mode="r".
+        keep: how many versions stay after a commit of this process.
         device: where results live.
         recorder: what lookups are told to, or None; see ``record``.
         optimizer_in_use: what ``optimizer`` gave last, or None: backward updates rows.
@@ -69,6 +70,7 @@ class Store(Unpicklable):
         directory = None if directory is None else directory.absolute()
         self.directory = directory or _IN_MEMORY
         self.readonly = readonly
+        self.keep = keep
         self.device = memory.device
         self.recorder: Recorder | None = None
         self.optimizer_in_use: TieredOptimizer | None = None
@@ -241,6 +243,12 @@ class Store(Unpicklable):
     def versions(self) -> tuple[int, ...]:
         """Numbers of the kept versions, ascending; the last is the newest."""
         return self._cold.versions
+
+    def commit_id(self, version: int) -> str:
+        """The identity of a version's commit, 16 hex digits; "" unless it is the last one or among the 256 before it.
+        A store restored from a copy uses numbers again."""
+        last = self._catalog.version
+        return last.lineage.commit_id if version == last.number else last.lineage.id_of(version)
 
     @property
     def extra(self) -> dict[str, Any]:

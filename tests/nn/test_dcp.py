@@ -1,0 +1,226 @@
+"""Tables in checkpoints of torch.distributed.checkpoint: all their rows, or the version of the store that has them."""
+
+import copy
+import io
+import shutil
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+import tierstore
+from tierstore import checkpoint, errors, optim
+from tierstore.exchange import rows as chunked
+from tierstore.exchange.rows import read_rows
+
+from .test_checkpoint import DIM, ROWS, Job
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+KEY = "embedding_bags.t"
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked, "CHUNK_BYTES", 16 * 1024)
+
+
+def state_of(job: Job) -> dict[str, Any]:
+    schedulers = dict(zip("ab", job.schedulers, strict=True))
+    return {"model": job.model, "rows": job.rows, "dense": job.dense, **schedulers}
+
+
+def everything(store: tierstore.Store) -> list[Tensor]:
+    """Rows by ``Table.read``, their optimizer state, count of updates and rate."""
+    table = store["t"]
+    state = torch.from_numpy(read_rows(table, 0, ROWS).state)
+    return [table.read(torch.arange(ROWS)).float(), state, torch.tensor(table.state, dtype=torch.float64)]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(*each) for each in zip(one, other, strict=True))
+
+
+def make(store: tierstore.Store, **config: Any) -> tierstore.Table:
+    return store.create_table(tierstore.TableConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM, **config))
+
+
+TIERS: list[dict[str, Any]] = [{"ddr": "1MiB"}, {"ddr": "450KiB"}, {"ddr": "2MiB", "hbm": "300KiB", "device": "cpu"}]
+CONFIGS: list[dict[str, Any]] = [
+    {"optimizer": optim.RowWiseAdagrad(lr=0.05)},
+    {"optimizer": optim.Adam(lr=0.05)},
+    {"optimizer": optim.Adagrad(lr=0.05), "dtype": "bfloat16"},
+    {"optimizer": optim.SGD(lr=0.05), "dtype": "float16"},
+]
+
+
+@pytest.mark.parametrize("tiers", TIERS, ids=["in place", "evicting", "hbm"])
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config["optimizer"].kind)
+def test_a_job_goes_on_where_its_rows_were_saved(tmp_path: Path, tiers: dict[str, Any], config: dict[str, Any]) -> None:
+    with tierstore.open(cold="memory") as store:
+        whole = Job(store, **config)
+        whole.train(range(6))
+        expected = everything(store)
+    with tierstore.open(cold="memory", **tiers) as store:
+        job = Job(store, **config)
+        job.train(range(3))
+        written = dcp.FileSystemWriter(tmp_path / "saved", thread_count=2)
+        dcp.save({**state_of(job), "tables": checkpoint.rows(store)}, storage_writer=written)
+        saved, rng = everything(store), torch.get_rng_state()
+    with tierstore.open(tmp_path / "other", **tiers) as store:
+        job = Job(store, **config)
+        job.train(range(7, 9))  # torch loads the state of optimizers that have some
+        dcp.load({**state_of(job), "tables": checkpoint.rows(store)}, checkpoint_id=tmp_path / "saved")
+        assert same(everything(store), saved)
+        torch.set_rng_state(rng)
+        job.train(range(3, 6))
+        assert same(everything(store), expected)
+
+
+def test_memory_is_a_few_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """numpy's, that is, all but the one chunk that torch has read; of one table of many chunks, and many of one."""
+    chunk = 256 * 1024
+    monkeypatch.setattr(chunked, "CHUNK_BYTES", chunk)
+    sizes = {"large": 50_000, **{f"small{number}": 1_500 for number in range(20)}}
+
+    def peak(work: Callable[[], Any]) -> int:
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        work()
+        return tracemalloc.get_traced_memory()[1] - before
+
+    tracemalloc.start()
+    try:
+        for directory, work in (("from", dcp.save), ("to", dcp.load)):
+            with tierstore.open(tmp_path / directory, ddr="2MiB") as store:
+                for name, rows in sizes.items():
+                    store.create_table(tierstore.TableConfig(name=name, num_embeddings=rows, embedding_dim=32))
+                store["large"].read(torch.tensor([1]))  # the caches are made
+                state = {"tables": checkpoint.rows(store)}
+                assert peak(lambda: work(state, checkpoint_id=tmp_path / "saved")) < 6 * chunk  # noqa: B023
+    finally:
+        tracemalloc.stop()
+
+
+def test_rows_are_plain_tensors_to_others(tmp_path: Path) -> None:
+    with tierstore.open(cold="memory") as store:
+        table = make(store)
+        dcp.save(checkpoint.rows(store, key="{table}.weight"), checkpoint_id=tmp_path / "ours")
+        bag = nn.EmbeddingBag(ROWS, DIM)
+        loaded = {"t.weight": torch.empty(ROWS, DIM)}
+        dcp.load(loaded, checkpoint_id=tmp_path / "ours")
+        assert torch.equal(loaded["t.weight"], table.read(torch.arange(ROWS)))
+        dcp.save({"t": bag.state_dict()}, checkpoint_id=tmp_path / "theirs")
+        ours = {"t.weight": checkpoint.rows(store, key="{table}.weight")["t.weight"]}
+        dcp.load(ours, checkpoint_id=tmp_path / "theirs")
+        assert torch.equal(table.read(torch.arange(ROWS)), bag.weight.detach())
+
+
+WEIGHT, STEP, LR = torch.ones(ROWS, DIM), torch.ones(1, dtype=torch.int64), torch.ones(1, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("saved", "said"),
+    [
+        ((torch.ones(ROWS + 1, DIM), STEP, LR), "Size mismatch"),
+        ((WEIGHT,), f"Missing key.*{KEY}.step"),
+        ((WEIGHT.bfloat16(), STEP, LR), r"has torch.bfloat16 where table 't' has torch.float32"),
+    ],
+)
+def test_a_checkpoint_of_another_table_is_refused(tmp_path: Path, saved: list[Tensor], said: str) -> None:
+    names = [f"{KEY}.{name}" for name in ("weight", "step", "lr")]
+    dcp.save({"tables": dict(zip(names, saved, strict=False))}, checkpoint_id=tmp_path / "saved")
+    with tierstore.open(cold="memory") as store:
+        make(store, optimizer=optim.SGD(lr=0.05))
+        before = everything(store)
+        with pytest.raises(CheckpointException, match=said):
+            dcp.load({"tables": checkpoint.rows(store)}, checkpoint_id=tmp_path / "saved")
+        assert same(everything(store), before)
+
+
+def test_rows_that_may_not_change_are_saved_and_not_loaded(tmp_path: Path) -> None:
+    with tierstore.open(tmp_path / "s") as store:
+        make(store)
+        store.commit()
+    tierstore.quantize(tmp_path / "s", tmp_path / "q", dtype="int8")
+    for directory, mode, said in (("s", "r", r'mode="r"'), ("q", "w", "int8 rows")):
+        with tierstore.open(tmp_path / directory, mode=mode) as store:  # type: ignore[arg-type]
+            weights = {"a": checkpoint.rows(store)[f"{KEY}.weight"]}
+            dcp.save(weights, checkpoint_id=tmp_path / f"{directory}.saved")
+            with pytest.raises(CheckpointException, match=f"ReadOnlyError.*{said}"):
+                dcp.load(weights, checkpoint_id=tmp_path / f"{directory}.saved")
+            loaded = {"a": torch.empty(weights["a"].shape, dtype=weights["a"].dtype)}
+            dcp.load(loaded, checkpoint_id=tmp_path / f"{directory}.saved")
+            assert torch.equal(loaded["a"], torch.from_numpy(read_rows(store["t"], 0, ROWS).weights))
+
+
+def test_other_uses_of_rows_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    with tierstore.open(cold="memory") as store:
+        make(store)
+        weights = checkpoint.rows(store)[f"{KEY}.weight"]
+        for use in (
+            lambda: dcp.async_save({"a": weights}, checkpoint_id=tmp_path / "saved"),
+            lambda: torch.save(weights, io.BytesIO()),
+            lambda: copy.deepcopy(weights),
+            lambda: weights.sum(),
+            lambda: torch.empty(ROWS, DIM).copy_(weights),
+            lambda: weights[:, :3],
+        ):
+            with pytest.raises(TypeError, match=r"checkpoint.StoreVersion; Table.read reads rows"):
+                use()
+        assert "of <Table 't'" in repr(weights)
+
+
+def test_a_checkpoint_names_the_version_that_has_the_rows(tmp_path: Path) -> None:
+    ids = torch.arange(ROWS)
+    with tierstore.open(tmp_path / "s", keep=3) as store:
+        table, state = make(store), {"store": checkpoint.StoreVersion(store)}
+        for number, save in enumerate((dcp.save, dcp.save, dcp.async_save)):
+            table.write(ids, torch.full((ROWS, DIM), float(number)))
+            saving: Any = save(state, checkpoint_id=tmp_path / str(number))
+            table.write(ids, torch.full((ROWS, DIM), 9.0))
+        saving.result()
+        assert store.versions == (1, 2, 3)
+        for number in (2, 1):
+            dcp.load(state, checkpoint_id=tmp_path / str(number))
+            assert table.read(ids).unique().tolist() == [number]
+        assert store.versions == (1, 2)
+        with pytest.raises(errors.TierstoreError, match=rf"version 3 of {tmp_path}/s .*not among the commits"):
+            dcp.load(state, checkpoint_id=tmp_path / "2")
+        store.backup(tmp_path / "backup")
+        store.commit()
+        store.commit()
+        with pytest.raises(ValueError, match=r"version=1 of .*/s is not kept; kept: 2, 4, 5. Open with keep=N"):
+            dcp.load(state, checkpoint_id=tmp_path / "0")
+    shutil.move(tmp_path / "backup", tmp_path / "moved")
+    with tierstore.open(tmp_path / "moved", keep=2) as store:
+        dcp.load({"store": checkpoint.StoreVersion(store)}, checkpoint_id=tmp_path / "0")
+        assert (store.version, store["t"].read(ids).unique().tolist()) == (1, [0])
+    with tierstore.open(tmp_path / "other", keep=2) as store:
+        make(store)
+        store.commit()
+        with pytest.raises(errors.TierstoreError, match=r"version 1 of .*/s .* among the commits of .*/other: open"):
+            dcp.load({"store": checkpoint.StoreVersion(store)}, checkpoint_id=tmp_path / "0")
+
+
+def test_a_reader_shows_the_version_of_a_checkpoint_or_says_how(tmp_path: Path) -> None:
+    with tierstore.open(tmp_path / "s", keep=2) as store:
+        make(store)
+        store.commit()
+        store.commit()
+    for version in (1, 2):
+        with tierstore.open(tmp_path / "s", mode="r", version=version) as store:
+            state = {"store": checkpoint.StoreVersion(store)}
+            if version == 1:
+                dcp.save(state, checkpoint_id=tmp_path / "saved")
+                dcp.load(state, checkpoint_id=tmp_path / "saved")
+            else:
+                with pytest.raises(errors.TierstoreError, match=r"shows version 2, .* version 1: .* version=1"):
+                    dcp.load(state, checkpoint_id=tmp_path / "saved")
+    with tierstore.open(tmp_path / "s") as store, pytest.raises(ValueError, match=r"keep=1 of .* with keep=2"):
+        checkpoint.StoreVersion(store)

@@ -1,0 +1,279 @@
+"""Tables in checkpoints of ``torch.distributed.checkpoint``: all rows, or only which version of a store has them.
+
+::
+
+    state = {"model": model, "optimizer": optimizer, "tables": tierstore.checkpoint.rows(store)}
+    torch.distributed.checkpoint.save(state, checkpoint_id=path)  # and load, of the same
+
+Rows go by chunks through tensors without storage, by torch's protocol ``_Checkpointable`` (2.6 on). A writer asks for
+the shards it was told of and pickles each, which reads its rows. A reader narrows a shard to what it has read and
+calls ``copy_``, which writes them. Every other use raises.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..errors import TierstoreError
+from ..exchange.keys import DEFAULT_KEY, StateTensor, state_key, state_tensors, weight_keys
+from ..exchange.rows import chunks, read_rows, write_rows
+from ..store import Store, Table
+from ..store.table import raw_weights
+from ..store.version import TableState
+
+__all__ = ["StoreVersion", "rows"]
+
+_ATEN: Final = torch.ops.aten
+
+
+class _Content(NamedTuple):
+    """One tensor of a table, read and written by ranges of its first axis."""
+
+    table: Table
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: Sequence[tuple[int, int]]
+    """(start, stop); all of it in order."""
+    read: Callable[[int, int], Tensor]
+    write: Callable[[int, Tensor], Any]
+
+
+def rows(store: Store, *, key: str = DEFAULT_KEY) -> dict[str, Tensor]:
+    """Everything of a store's tables, for ``dcp.save`` and ``dcp.load``; training goes on with the same bits.
+
+    Each tensor is lazy: it can be saved and loaded, nothing else. Memory is a few chunks of 8 MiB; rows pass through
+    the store's caches. Every row is saved, also those never written, so any store with tables of the same names,
+    shapes, dtypes and optimizers can load them. What is loaded is durable from the next commit on; where loading
+    fails, ``store.rollback(store.version)`` undoes it.
+
+    A ``store.optimizer()`` has learning rates of its own: save and load it beside.
+
+    Args:
+        key: the names of weights, ``{table}`` standing for the table's.
+
+    Returns:
+        of each table ``embedding_bags.TABLE.weight`` [rows, dim] of its dtype (uint8 [rows, stored columns] if rows are
+        quantized); optimizer state, float32, as ``exchange.export_store`` names it; ``step`` int64 [1]; ``lr`` float64
+        [1].
+
+    Raises:
+        ValueError: ``key`` gives two tables one name.
+
+    Loading raises, as torch wraps it: ReadOnlyError: the store was opened for reading, or rows are quantized;
+    ValueError: another shape (both before anything is loaded). TypeError: another dtype. Saving and loading:
+    ClosedError, DiskFullError, DamagedError. TypeError: ``dcp.async_save``, which copies tensors to memory.
+    """
+    keys = weight_keys(key, store.tables)
+    contents = {name: each for table in store.tables.values() for name, each in _contents(table, keys[table.name])}
+    return {name: _WholeTensor(each, 0, each.shape[0]) for name, each in contents.items()}
+
+
+def _contents(table: Table, key: str) -> list[tuple[str, _Content]]:
+    num_rows, layout, ranges = table.config.num_embeddings, table.layout, list(chunks(table))
+    dtype = torch.uint8 if layout.is_quantized else layout.torch_dtype
+
+    def read_weights(start: int, stop: int) -> Tensor:
+        return torch.from_numpy(read_rows(table, start, stop).weights).view(dtype)
+
+    def write_weights(start: int, values: Tensor) -> None:
+        write_rows(table, start, raw_weights(values), None)
+
+    def of_state(part: StateTensor) -> _Content:
+        columns = slice(part.first, part.last)
+
+        def read(start: int, stop: int) -> Tensor:
+            values = read_rows(table, start, stop).state[:, columns].copy()
+            return torch.from_numpy(values).view(part.shape(stop - start))
+
+        def write(start: int, values: Tensor) -> None:
+            with table.pool.exclusive():
+                before = read_rows(table, start, start + len(values))
+                before.state[:, columns] = values.view(len(values), -1).numpy()
+                write_rows(table, start, before.weights, before.state)
+
+        return _Content(table, torch.float32, part.shape(num_rows), ranges, read, write)
+
+    def of_number(place: int, number_type: torch.dtype) -> _Content:
+        def read(_start: int, _stop: int) -> Tensor:
+            return torch.tensor([table.state[place]], dtype=number_type)
+
+        def write(_start: int, values: Tensor) -> None:
+            numbers: list[Any] = [*table.state]
+            numbers[place] = values.item()
+            table.restore(TableState.checked(*numbers))
+
+        return _Content(table, number_type, (1,), [(0, 1)], read, write)
+
+    states = state_tensors(table.config.optimizer, layout.dim) if layout.state_dim else ()
+    weights = _Content(table, dtype, (num_rows, layout.stored_columns), ranges, read_weights, write_weights)
+    return [
+        (key, weights),
+        *((state_key(key, part.name), of_state(part)) for part in states),
+        (state_key(key, "step"), of_number(0, torch.int64)),
+        (state_key(key, "lr"), of_number(1, torch.float64)),
+    ]
+
+
+class _Range(Tensor):
+    """[start, stop) of the first axis of a table's tensor, in the store and not in memory."""
+
+    _content: _Content
+    _start: int
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __new__(cls, content: _Content, start: int, stop: int) -> "_Range":
+        shape = stop - start, *content.shape[1:]
+        made: _Range = Tensor._make_wrapper_subclass(cls, shape, dtype=content.dtype)
+        made._content, made._start = content, start
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), _kwargs: Any = None) -> Tensor:  # type: ignore[override]
+        own = args[0] if args else None
+        if isinstance(own, _Range):
+            start = own._start
+            if func is _ATEN.detach.default:
+                return _Range(own._content, start, start + len(own))
+            if func is _ATEN.slice.Tensor and args[1] == 0 and len(args) == 4:
+                return _Range(own._content, start + args[2], start + args[3])
+            if func is _ATEN.copy_.default and not isinstance(args[1], _Range):
+                own._load(args[1])
+                return own
+        raise _refusal(func)
+
+    def _load(self, source: Tensor) -> None:
+        content = self._content
+        if source.dtype != self.dtype:
+            raise TypeError(
+                f"the checkpoint has {source.dtype} where table {content.table.name!r} has {self.dtype}: load it into "
+                "a table of that dtype"
+            )
+        values = source.detach().cpu().expand(self.shape)
+        step = content.chunks[0][1]
+        for first in range(0, len(values), step):
+            content.write(self._start + first, values[first : first + step].contiguous())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._content.read(self._start, self._start + len(self)).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"<{list(self.shape)} {self.dtype} of {self._content.table!r}>"
+
+
+class _WholeTensor(_Range):
+    """All of a table's tensor, as the planners of a checkpoint ask for it."""
+
+    _shards: dict[int, int]
+    """Stop by start, those that a planner was told of last."""
+
+    def __create_write_items__(self, fqn: str, _object: Any) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        about = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=about, size=self.size()),
+            )
+            for chunk in self._tell(self._content.chunks)
+        ]
+
+    def __create_chunk_list__(self) -> list[Any]:
+        self._content.table.store.require_writable()
+        self._content.table.require_float()
+        return self._tell([(0, len(self))])
+
+    def _tell(self, ranges: Sequence[tuple[int, int]]) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        self._shards = dict(ranges)
+        rest = self.shape[1:]
+        return [
+            ChunkStorageMetadata(torch.Size((start, *[0] * len(rest))), torch.Size((stop - start, *rest)))
+            for start, stop in ranges
+        ]
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        start = index.offset[0]
+        return _Range(self._content, start, self._shards[start])
+
+    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
+        raise _refusal("pickling")
+
+
+def _refusal(use: Any) -> TypeError:
+    return TypeError(
+        f"{use} needs rows in memory, but tierstore.checkpoint.rows leaves them in the store, for save and load of "
+        "torch.distributed.checkpoint. For its async_save take tierstore.checkpoint.StoreVersion; Table.read reads rows"
+    )
+
+
+class StoreVersion:
+    """In a checkpoint, which version of a store has the rows: its number and the store's directory, but no row.
+
+    A ``Stateful`` of ``torch.distributed.checkpoint``. Saving commits (``dcp.async_save`` before it returns); a store
+    opened for reading has the version that it shows saved. Loading goes back to that version, as ``Store.rollback``
+    does: later ones, and what was not committed, are dropped.
+
+    The version is known by its commit's identity. So a store that was moved, or copied by ``Store.backup``, loads it.
+
+    Raises:
+        ValueError: the store keeps one version only. A commit would drop the version of the last checkpoint while the
+            new one is not yet complete.
+    """
+
+    def __init__(self, store: Store) -> None:
+        if not store.readonly and store.keep < 2:
+            raise ValueError(
+                f"keep={store.keep} of {store.directory} would drop the last checkpoint's version before the next is "
+                "complete: open the store with keep=2, or more for older checkpoints"
+            )
+        self._store = store
+
+    def state_dict(self) -> dict[str, Any]:
+        """{"version": what commits when it is pickled or copied, and becomes number, identity and directory}."""
+        return {"version": _Committed(self._store)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go to the version saved.
+
+        Raises:
+            TierstoreError: it is no version of this store; or the store was opened for reading and shows another.
+            ValueError: the version is not kept any more, or nothing was loaded. TableError: as ``Store.rollback``.
+        """
+        saved, store = state_dict["version"], self._store
+        if not isinstance(saved, tuple):
+            raise ValueError("the checkpoint has no version of a store: save a StoreVersion in it")
+        version, commit_id, directory = saved
+        if not commit_id or store.commit_id(version) != commit_id:
+            raise TierstoreError(
+                f"the checkpoint is of version {version} of {directory} (commit {commit_id}), which is not "
+                f"among the commits of {store.directory}: open the store that it was saved from, or a backup of it"
+            )
+        if not store.readonly:
+            store.rollback(version)
+        elif store.version != version:
+            raise TierstoreError(
+                f"{store.directory} was opened for reading and shows version {store.version}, but the checkpoint is of "
+                f'version {version}: open it with mode="r", version={version}'
+            )
+
+
+class _Committed:
+    """Is pickled, or copied, as the version that this commits. Loading takes a ``state_dict`` too, and pickles nothing.
+
+    It becomes a tuple, as torch would enter a dict.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __reduce__(self) -> tuple[type[tuple[Any, ...]], tuple[list[Any]]]:
+        store = self._store
+        version = store.version if store.readonly else store.commit()
+        return tuple, ([version, store.commit_id(version), str(store.directory)],)
