@@ -35,9 +35,10 @@ def test_commands(shop, tmp_path, capsys):
     assert copied["other"][0].optimizer == tierstore.optim.RowWiseAdagrad(lr=0.05)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_python(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    example = "".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
     names: dict[str, Any] = {}
     exec(compile(example, "exchange.md", "exec"), names)
     assert names["state"]["embedding_bags.item.exp_avg"].shape == (1000, 8)

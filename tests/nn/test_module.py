@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import io
 from collections.abc import Iterator
 from typing import Any
 
@@ -159,10 +160,11 @@ def test_rows_are_not_in_the_state_dict(store: tierstore.Store, number: int) -> 
 
 @pytest.mark.parametrize("number", range(3))
 def test_copies_are_refused_with_the_way_out(store: tierstore.Store, number: int) -> None:
-    module, _ = modules(store)[number]
-    for refused in (copy.deepcopy, torch.optim.swa_utils.AveragedModel):
-        with pytest.raises(TypeError, match=r"cannot be pickled or copied.*state_dict"):
-            refused(module)
+    model = nn.Sequential(modules(store)[number][0], nn.Linear(DIM, 1))
+    for refused in (copy.deepcopy, torch.optim.swa_utils.AveragedModel, lambda each: torch.save(each, io.BytesIO())):
+        with pytest.raises(TypeError, match=r"cannot be pickled or copied.*checkpoint.save.*AveragedModel"):
+            refused(model)
+    torch.optim.swa_utils.AveragedModel(model[1]).update_parameters(model[1])
 
 
 def test_a_module_of_a_store_for_reading_is_frozen(tmp_path: Any) -> None:

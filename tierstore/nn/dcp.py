@@ -46,7 +46,7 @@ def rows(store: Store, *, key: str = DEFAULT_KEY) -> dict[str, Tensor]:
     Each tensor is lazy: it can be saved and loaded, nothing else. Memory is a few chunks of 8 MiB; rows pass through
     the store's caches. Every row is saved, also those never written, so any store with tables of the same names,
     shapes, dtypes and optimizers can load them. What is loaded is durable from the next commit on; where loading
-    fails, ``store.rollback(store.version)`` undoes it.
+    fails, ``store.rollback(store.version)`` or opening the store again undoes it.
 
     A ``store.optimizer()`` has learning rates of its own: save and load it beside.
 
@@ -88,10 +88,9 @@ def _contents(table: Table, key: str) -> list[tuple[str, _Content]]:
             return torch.from_numpy(values).view(part.shape(stop - start))
 
         def write(start: int, values: Tensor) -> None:
-            with table.pool.exclusive():
-                before = read_rows(table, start, start + len(values))
-                before.state[:, columns] = values.view(len(values), -1).numpy()
-                write_rows(table, start, before.weights, before.state)
+            own = read_rows(table, start, start + len(values))
+            own.state[:, columns] = values.view(len(values), -1).numpy()
+            write_rows(table, start, own.weights, own.state)
 
         return _Content(table, torch.float32, part.shape(num_rows), ranges, read, write)
 
@@ -139,7 +138,7 @@ class _Range(Tensor):
                 return _Range(own._content, start, start + len(own))
             if func is _ATEN.slice.Tensor and args[1] == 0 and len(args) == 4:
                 return _Range(own._content, start + args[2], start + args[3])
-            if func is _ATEN.copy_.default and not isinstance(args[1], _Range):
+            if func is _ATEN.copy_.default:
                 own._load(args[1])
                 return own
         raise _refusal(func)
