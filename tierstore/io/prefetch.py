@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
+from torch import Tensor
+
 from ..system.forks import disown_in_forks
 
 Batch = TypeVar("Batch")
@@ -105,14 +107,15 @@ def _as_one(module: Any) -> Preparable:
 
 
 def default_features(batch: Any) -> Any:
-    """A batch's jagged ids: the batch itself if it has ``offsets()``, else its ``sparse`` or ``sparse_features``."""
-    if callable(getattr(batch, "offsets", None)):
+    """A batch's ids: the batch itself if it is a tensor or has ``offsets()``, else its ``sparse`` or
+    ``sparse_features``."""
+    if isinstance(batch, Tensor) or callable(getattr(batch, "offsets", None)):
         return batch
     for name in ("sparse", "sparse_features"):
         if hasattr(batch, name):
             return getattr(batch, name)
     raise TypeError(
-        f"cannot tell where a {type(batch).__name__} keeps its jagged ids; pass features=, a function from batch to ids"
+        f"cannot tell where a {type(batch).__name__} keeps its ids; pass features=, a function from batch to ids"
     )
 
 
@@ -145,6 +148,7 @@ def prefetch(
         lookahead: batches announced ahead of those.
         features: how to get from a batch what the module's ``forward`` is given: its argument, or a tuple of them. Of
             several modules, in the order of ``model.modules()``, a list of that, or one object that all are given.
+            Default: the batch, if it is a tensor or jagged, else its ``sparse`` or ``sparse_features``.
 
     Raises:
         ValueError: depth or lookahead is negative. TypeError: there is no module over tables. Whatever ``batches``,
