@@ -119,11 +119,12 @@ def test_a_file_without_lines_is_refused_without_filling_memory(write, monkeypat
         list(CriteoReader(write(b"0" * 3000)).batches(HASHER, batch_size=1, start_row=1))
 
 
-@pytest.mark.parametrize("keep", [40, -1])
-def test_a_gzip_file_cut_short_is_named(write, keep):
-    path = write(to_text(some_rows(200)), compress=True)
-    path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(DataError, match=r"day\.tsv, after line .*gzip data is broken"):
+@pytest.mark.parametrize(("keep", "line"), [(40, 0), (0.9, r"1\d\d\d"), (-1, 2000)])
+def test_a_gzip_file_cut_short_is_named_with_the_last_whole_line(write, keep, line):
+    path = write(to_text(some_rows(2000)), compress=True)
+    data = path.read_bytes()
+    path.write_bytes(data[: keep if isinstance(keep, int) else int(keep * len(data))])
+    with pytest.raises(DataError, match=rf"day\.tsv, after line {line}: the file is truncated, .*; copy it anew"):
         list(CriteoReader(path).batches(HASHER, batch_size=8))
 
 
@@ -182,7 +183,7 @@ def test_a_failing_device_is_named(write, monkeypatch):
     path = write(to_text(some_rows(5)))
 
     class Failing:
-        def readinto(self, _):
+        def readinto1(self, _):
             raise OSError(5, "Input/output error")
 
         def __enter__(self):

@@ -119,8 +119,13 @@ class _Text:
         self._buffer[:kept] = self._buffer[self._begin : self._end]
         self._begin, self._end = 0, kept
         try:
-            count = self._file.readinto(self._buffer[kept:BUFFER_BYTES])  # type: ignore[attr-defined]
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            # One read, not as many as fill the buffer: an error in a later one would lose what those before it read.
+            count = self._file.readinto1(self._buffer[kept:BUFFER_BYTES])  # type: ignore[attr-defined]
+        except EOFError as error:
+            raise DataError(
+                f"{self._path}, after line {self.row}: the file is truncated, its gzip data has no end; copy it anew"
+            ) from error
+        except (zlib.error, gzip.BadGzipFile) as error:
             raise DataError(f"{self._path}, after line {self.row}: the gzip data is broken: {error}") from error
         except OSError as error:
             raise DataError(
