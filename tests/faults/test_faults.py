@@ -361,12 +361,3 @@ if __name__ == "__main__":
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip() == "done"
-
-
-# Memory
-
-
-def test_a_budget_above_what_there_is_counts_only_where_the_caches_would_take_it(store: Path) -> None:
-    """A generous budget is no error while all tables fit."""
-    with tierstore.open(store, mode="r", ddr="1TiB", threads=1) as opened:
-        assert (opened["t"].read(torch.arange(2000)) == 3.0).all()

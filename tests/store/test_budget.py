@@ -105,11 +105,12 @@ def test_nothing_grows_with_the_table_but_the_map(store_dir: Path) -> None:
 
 
 def test_more_memory_than_there_is_is_refused_before_any_is_taken(store_dir: Path, monkeypatch: Any) -> None:
-    """Only what the tables can take counts: a large budget over small ones does no harm."""
     monkeypatch.setattr(sizes, "machine_memory_bytes", lambda: 100 * 2**20)
-    with tierstore.open(store_dir, ddr="1GiB") as store:
-        small = store.create_table(tierstore.TableConfig(name="small", num_embeddings=100, embedding_dim=4))
-        small.read(torch.arange(100))
+    for ddr in ("1GiB", 2**30, "101%"):
+        with pytest.raises(BudgetError, match=rf"ddr={ddr!r} would take .* has 100\.0 MiB; give less"):
+            tierstore.open(store_dir, ddr=ddr)
+    assert not store_dir.exists()
+    with tierstore.open(store_dir, ddr="100% of tables") as store:
         large = store.create_table(tierstore.TableConfig(name="large", num_embeddings=10**6, embedding_dim=64))
-        with pytest.raises(BudgetError, match=r"ddr='1GiB' would take .* has 100\.0 MiB; give less"):
+        with pytest.raises(BudgetError, match=r"ddr='100% of tables' would take .* has 100\.0 MiB; give less"):
             large.read(torch.arange(10))

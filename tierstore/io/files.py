@@ -63,7 +63,7 @@ def translate(error: lmdb.Error, path: Path) -> TierstoreError:
         return DiskFullError(
             f"{path}: no room left on the file system; the last commit is intact. Free some space and try again."
         )
-    if code in (errno.EMFILE, errno.ENFILE, errno.EROFS, errno.EACCES, errno.EPERM):
+    if code in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EROFS, errno.EACCES, errno.EPERM):
         return translate_os_error(OSError(code, os.strerror(code)), path)
     if isinstance(error, lmdb.PanicError):
         return TierstoreError(

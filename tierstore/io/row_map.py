@@ -233,7 +233,7 @@ def new_places(total: int) -> Places:
     except (MemoryError, OSError) as error:
         raise BudgetError(
             f"the system refuses {format_size(4 * total)} of address space for the map of {total:,} rows ({error}); "
-            "make the tables smaller, or let the system overcommit memory"
+            "make the tables smaller, raise `ulimit -v`, or let the system overcommit memory"
         ) from error
 
 

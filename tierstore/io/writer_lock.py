@@ -87,7 +87,7 @@ def _namespace() -> str:
 def _holder(identity: tuple[int, int], content: bytes) -> str:
     """Who has the lock, as far as it is known, and what to do."""
     if any(lock.identity == identity for lock in _HELD):
-        return f"this process ({os.getpid()}) has the store open for writing already; close it there first."
+        return f"this process ({os.getpid()}) has the store open for writing already; close it there first, {_OR_READ}."
     number, _, namespace = content.decode("ascii", "replace").strip().partition("\n")
     is_number = number.isdecimal() and len(number) < 10
     if not is_number:

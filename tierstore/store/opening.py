@@ -11,7 +11,7 @@ from ..kernels.threads import default_threads
 from ..rows import FloatName, QuantizedName
 from ..system.device import resolve_device
 from ..system.oserrors import translate_os_error
-from ..system.sizes import parse_size
+from ..system.sizes import parse_size, require_memory
 from .catalog import KeptAs
 from .pools import Memory
 from .store import Store
@@ -58,6 +58,7 @@ def open_store(
 
     Raises:
         ValueError, TypeError: a wrong argument.
+        BudgetError: ``ddr`` is more than the machine has.
         TableError: with hbm= above 0, a table of int8 or int4 rows, or, unless mode="r", of rounding="stochastic".
         StoreNotFoundError: mode="r" and there is no store, or no such version. StoreLockedError: a writer has it open.
         DamagedError: a file is not what was written.
@@ -65,12 +66,11 @@ def open_store(
     _require_mode(mode, version, dtype)
     _require_cold(cold, directory, mode)
     require_choice(policy, cache.POLICIES, "policy")
-    parse_size(ddr, name="ddr")
+    require_memory(parse_size(ddr, name="ddr"), f"ddr={ddr!r}")
     parse_size(hbm, name="hbm")
-    require_int(keep, "keep", 1, MAX_KEPT_VERSIONS)
+    keep = require_int(keep, "keep", 1, MAX_KEPT_VERSIONS)
     require_slack(slack)
-    threads = default_threads() if threads is None else threads
-    require_int(threads, "threads", 1, 1024)
+    threads = require_int(default_threads() if threads is None else threads, "threads", 1, 1024)
     try:
         return Store(
             None if directory is None else Path(directory),

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 from typing import Final
 
 from ..errors import DiskFullError, ReadOnlyError, TierstoreError
@@ -23,6 +24,14 @@ def translate_os_error(
         )
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return TierstoreError(f"{path}: out of file descriptors; raise `ulimit -n` or close files, and try again.")
+    if error.errno == errno.ENOMEM:
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if limit == resource.RLIM_INFINITY:
+            return TierstoreError(f"{path}: the system has no memory left; free some, and try again.")
+        return TierstoreError(
+            f"{path}: `ulimit -v` allows {limit / 2**30:.1f} GiB of address space, and a store maps several times the "
+            "size of its file system (which takes no memory): run `ulimit -v unlimited`, and try again."
+        )
     if error.errno == errno.EROFS:
         return ReadOnlyError(f"{path}: the file system is read-only; {instead}.")
     if error.errno in NOT_PERMITTED:

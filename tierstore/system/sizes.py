@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from fractions import Fraction
+from numbers import Integral
 from pathlib import Path
 from typing import Final
 
@@ -86,12 +87,12 @@ def parse_size(value: int | str, *, name: str, table_bytes: int = 0, memory_byte
         name: the argument's name, for the error: ValueError for what is no size, TypeError for another type.
         table_bytes: bytes of all tables with their optimizer state.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
+    if isinstance(value, bool) or not isinstance(value, (Integral, str)):
         raise TypeError(f"{name} must be an int or a str, not {type(value).__name__}")
-    if isinstance(value, int):
-        if not 0 <= value < _MAX_BYTES:
-            raise ValueError(f"{name}={excerpt(value)}: a size is not negative, and below 2**63")
-        return value
+    if not isinstance(value, str):
+        if not 0 <= (size_bytes := int(value)) < _MAX_BYTES:
+            raise ValueError(f"{name}={excerpt(size_bytes)}: a size is not negative, and below 2**63")
+        return size_bytes
     text = value.strip()
     share, size = (pattern.fullmatch(text) if len(text) <= _MAX_TEXT else None for pattern in (_SHARE, _SIZE))
     if share is not None:
