@@ -1,12 +1,16 @@
 """Every wrong use gets its own clear error, and nothing is lost by it."""
 
+import contextlib
 import copy
 import pickle
+import resource
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -48,15 +52,35 @@ def test_ids_out_of_range(store: tierstore.Store, row: int) -> None:
 @pytest.mark.parametrize(
     ("ids", "error", "message"),
     [
-        ([1, 2], TypeError, "ids must be a Tensor, not list"),
-        (torch.tensor([1.0]), TypeError, "ids must be int64 or int32, not torch.float32"),
-        (torch.tensor([[1]]), ValueError, r"ids must be 1-D, not of shape \(1, 1\)"),
-        (torch.tensor(1), ValueError, "ids must be 1-D"),
+        ([1, 2], TypeError, r"must be a Tensor, not list; torch\.as_tensor\((ids|input|offsets)\) makes one"),
+        (np.array([0]), TypeError, "must be a Tensor, not ndarray; torch.as_tensor"),
+        (torch.tensor([0.0]), TypeError, r"be int64 or int32, not .*float32; (ids|offsets)\.long\(\) converts"),
+        (torch.ones((1, 1, 1), dtype=torch.int64), ValueError, r"must be 1-D.*, not (of shape )?\(1, 1, 1\); .*shape"),
+        (torch.tensor(1), ValueError, r"must be 1-D.*, not (of shape )?\(\); .*shape"),
+        (torch.zeros(1, device="meta").long(), ValueError, r"is on meta; .*: pass (ids|offsets)\.cpu\(\), or"),
     ],
 )
-def test_ids_of_another_kind(store: tierstore.Store, ids: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        store["items"].read(ids)
+def test_ids_and_offsets_of_another_kind(
+    store: tierstore.Store, ids: Any, error: type[Exception], message: str
+) -> None:
+    table, one, start = store["items"], torch.ones(1, dtype=torch.int64), torch.tensor([0])
+    bag, ending = (tierstore.TieredEmbeddingBag(table, include_last_offset=last) for last in (False, True))
+    uses = [
+        lambda: table.read(ids),
+        lambda: table.write(ids, torch.zeros(1, 4)),
+        lambda: table.pooled(ids, start),
+        lambda: table.pooled(one, ids),
+        lambda: bag(ids, start),
+        lambda: bag(one, ids),
+        lambda: bag.prepare((one, ids)),
+        lambda: ending(one, ids),
+    ]
+    if not isinstance(ids, torch.Tensor) or ids.dtype.is_floating_point:  # of any shape, as torch.nn.Embedding's
+        uses.append(lambda: tierstore.TieredEmbedding(table)(ids))
+    for use in uses:
+        with pytest.raises(error, match=message):
+            use()
+    assert table.pool.pins.num_pinned == 0
 
 
 @pytest.mark.parametrize(
@@ -78,17 +102,30 @@ def test_rows_of_another_kind_write_nothing(
     assert torch.equal(store["items"].read(ids), before)
 
 
-@pytest.mark.parametrize("offsets", [[], [0], [1, 3], [0, 2], [0, 4], [0, 2, 1, 3]])
-def test_offsets_that_do_not_fit(store: tierstore.Store, offsets: list[int]) -> None:
-    with pytest.raises(ValueError, match="offsets must start at 0, never descend and end at the number of ids, 3"):
-        store["items"].pooled(torch.tensor([1, 2, 3]), torch.tensor(offsets, dtype=torch.int64))
+@pytest.mark.parametrize(
+    ("offsets", "wrong"),
+    [
+        ([], "there are none"),
+        ([0], "index 0 is 0"),
+        ([1, 3], "index 0 is 1"),
+        ([0, 2], "index 1 is 2"),
+        ([0, 4, 3], "index 1 is 4"),
+        ([0, 2, 1, 3], "index 2 is 1"),
+    ],
+)
+def test_offsets_that_do_not_fit(store: tierstore.Store, offsets: list[int], wrong: str) -> None:
+    given = torch.tensor(offsets, dtype=torch.int64)
+    with pytest.raises(ValueError, match=f"start at 0, never descend and end at the number of ids, 3; .*{wrong}"):
+        store["items"].pooled(torch.tensor([1, 2, 3]), given)
 
 
 @pytest.mark.parametrize("is_last_given", [True, False])
 def test_a_bag_is_told_of_the_offsets_that_were_asked_for(store: tierstore.Store, is_last_given: bool) -> None:
     bag = tierstore.TieredEmbeddingBag(store["items"], include_last_offset=is_last_given)
     ends = "end at" if is_last_given else "not exceed"
-    with pytest.raises(ValueError, match=f"offsets must start at 0, never descend and {ends} the number of ids, 3"):
+    with pytest.raises(
+        ValueError, match=f"offsets must start at 0, never descend and {ends} the number of ids, 3; .* 1 is 4"
+    ):
         bag(torch.tensor([1, 2, 3]), torch.tensor([0, 4]))
 
 
@@ -99,8 +136,11 @@ def test_per_sample_weights_that_do_not_fit(store: tierstore.Store) -> None:
         table.pooled(ids, offsets, mode="mean", per_sample_weights=torch.ones(2))
     with pytest.raises(ValueError, match=r"must be \[2\]"):
         table.pooled(ids, offsets, per_sample_weights=torch.ones(3))
-    with pytest.raises(TypeError, match="float32"):
+    with pytest.raises(TypeError, match=r"must be float32, not torch\.float64; per_sample_weights\.float\(\) converts"):
         table.pooled(ids, offsets, per_sample_weights=torch.ones(2, dtype=torch.float64))
+    scale: Any = [[1.0, 1.0]]
+    with pytest.raises(TypeError, match="per_sample_weights must be a Tensor, not list"):
+        tierstore.TieredEmbeddingBag(table)(ids[None], None, scale)
     with pytest.raises(ValueError, match="mode='median' is not one of sum, mean, max"):
         table.pooled(ids, offsets, mode="median")
 
@@ -124,13 +164,42 @@ def test_a_read_only_store_cannot_be_changed(store: tierstore.Store, store_dir: 
 
 
 def test_a_second_writer_is_told_who_holds_the_store(store: tierstore.Store, store_dir: Path) -> None:
-    with pytest.raises(errors.StoreLockedError):
+    with pytest.raises(errors.StoreLockedError, match=r'this process .* close it there first, or open with mode="r"'):
         tierstore.open(store_dir, ddr="1MiB")
     code = f"import tierstore; tierstore.open({str(store_dir)!r}, ddr='1MiB')"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert other.returncode != 0
     assert "StoreLockedError" in other.stderr
     assert store.commit() == 1
+
+
+def test_versions_are_read_side_by_side_beside_the_writer(store_dir: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(tierstore.open(store_dir, ddr="1MiB", keep=2))
+        opened = [store.create_table(CONFIG)]
+        for version in (1, 2):
+            opened[0].write(torch.tensor([5]), torch.full((1, 4), float(version)))
+            store.commit()
+            reader = stack.enter_context(tierstore.open(store_dir, mode="r", version=np.int64(version), ddr="1MiB"))  # type: ignore[arg-type]
+            opened.append(reader["items"])
+        opened[0].write(torch.tensor([5]), torch.zeros(1, 4))
+        assert [int(table.read(torch.tensor([5]))[0, 0]) for table in opened] == [0, 1, 2]
+
+
+def test_a_limit_of_address_space_is_named_and_nothing_is_lost(store: tierstore.Store, store_dir: Path) -> None:
+    store.commit()
+    store.close()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**28, before[1]))
+    try:
+        for folder in (store_dir, store_dir.parent / "new"):
+            with pytest.raises(errors.TierstoreError, match=r"`ulimit -v` allows .* run `ulimit -v unlimited`"):
+                tierstore.open(folder, ddr="1MiB", threads=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    for folder, version in ((store_dir, 1), (store_dir.parent / "new", 0)):
+        with tierstore.open(folder, ddr="1MiB") as again:
+            assert again.version == version
 
 
 def test_use_after_close(store: tierstore.Store) -> None:
@@ -230,6 +299,19 @@ def test_wrong_table_configs(fields: dict[str, Any], error: type[Exception]) -> 
         tierstore.TableConfig(**(right | fields))
 
 
+def test_numbers_of_numpy_are_taken_as_pythons(store_dir: Path) -> None:
+    fields: dict[str, Any] = {"num_embeddings": np.int64(9), "embedding_dim": np.uint8(4)}
+    fields |= {"init": tierstore.init.Uniform(np.float32(-1), np.float32(1), seed=np.int64(3))}  # type: ignore[arg-type]
+    fields |= {"optimizer": optim.Adam(lr=np.float32(0.5), betas=np.array([0.5, 0.75]))}  # type: ignore[arg-type]
+    sizes: dict[str, Any] = {"ddr": np.int64(2**20), "keep": np.int32(2), "threads": np.int64(1)}
+    with tierstore.open(store_dir, **sizes) as store:
+        config = store.create_table(tierstore.TableConfig(name="t", **fields)).config
+    assert repr(config) == repr(tierstore.TableConfig.from_dict(config.to_dict()))
+    assert "np." not in repr(config)
+    with tierstore.open(store_dir, ddr="1MiB") as store:
+        assert store["t"].config == config
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -252,6 +334,8 @@ def test_hyper_parameters_are_numbers() -> None:
         optim.SGD(lr=wrong)
     with pytest.raises(TypeError, match="Adam: betas must be a number, not str"):
         optim.Adam(betas=wrong)
+    with pytest.raises(TypeError, match="Normal: seed must be a number, not str"):
+        tierstore.init.Normal(seed=wrong)
 
 
 def test_rows_too_wide_for_a_block(store: tierstore.Store) -> None:
@@ -266,8 +350,15 @@ def test_features_and_batches_that_do_not_fit(store: tierstore.Store) -> None:
     one = torch.ones(1, dtype=torch.int64)
     with pytest.raises(ValueError, match="feature 'items' is missing from the batch"):
         collection(tierstore.KeyedJaggedTensor(["item"], one, lengths=one))
-    with pytest.raises(ValueError, match="cannot be divided among 2 features"):
+    with pytest.raises(ValueError, match=r"missing from the batch, which has .*; give it, or leave its table out of"):
+        collection(tierstore.KeyedJaggedTensor(["a"], one, lengths=one))
+    with pytest.raises(ValueError, match=r"offsets, the sums of lengths, must .* the number of ids, 1; .* 1 is 2"):
+        collection(tierstore.KeyedJaggedTensor(["items"], one, lengths=one * 2))
+    with pytest.raises(ValueError, match="cannot be divided among 2 features; each has one a sample"):
         tierstore.KeyedJaggedTensor(["a", "b"], one, lengths=one)
+    for lengths, message in ((one.float(), r"lengths\.long\(\) converts"), (one[0], "lengths must be 1-D")):
+        with pytest.raises((TypeError, ValueError), match=message):
+            tierstore.KeyedJaggedTensor(["items"], one, lengths=lengths)
     with pytest.raises(ValueError, match="one of the two"):
         tierstore.KeyedJaggedTensor(["a"], one)
     store.create_table(tierstore.TableConfig(name="b", num_embeddings=1, embedding_dim=1, feature_names=("items",)))
@@ -279,15 +370,17 @@ def test_what_is_no_batch_and_no_list_of_tables(store: tierstore.Store) -> None:
     collection: Any = tierstore.TieredEmbeddingBagCollection(store)
     jagged: Any = tierstore.KeyedJaggedTensor
     one = torch.ones(1, dtype=torch.int64)
-    for batch in (one, {"items": one}, None):
+    for batch in (one, {"items": one}, None, tierstore.JaggedTensor(one, lengths=one)):
         for use in (collection, collection.prepare, collection.announce):
-            with pytest.raises(TypeError, match=rf"takes a KeyedJaggedTensor, not {type(batch).__name__}"):
+            with pytest.raises(TypeError, match=rf"takes a KeyedJaggedTensor, not {type(batch).__name__}; make one"):
                 use(batch)
     for name, given in {"values": ([1],), "weights": (one, [1.0]), "lengths": (one, None, [1])}.items():
         with pytest.raises(TypeError, match=f"{name} must be a Tensor, not list"):
             jagged(["items"], *given, **({} if name == "lengths" else {"lengths": one}))
     with pytest.raises(TypeError, match="tables must be a list of names, not the str 'items'"):
         tierstore.TieredEmbeddingBagCollection(store, tables="items")
+    with pytest.raises(TypeError, match="keys must be a list of names, not the str 'items'"):
+        jagged("items", one, lengths=one)
     with pytest.raises(ValueError, match="tables names 'items' 2 times"):
         tierstore.TieredEmbeddingBagCollection(store, tables=["items", "items"])
 

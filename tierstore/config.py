@@ -1,6 +1,8 @@
 """What a table is: a frozen, keyword-only description that the manifest keeps."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, Final, Literal, get_args
 
 from . import init as initializers
@@ -16,6 +18,7 @@ __all__ = [
     "TableConfig",
     "require_choice",
     "require_int",
+    "require_names",
     "require_slack",
 ]
 
@@ -27,18 +30,25 @@ MAX_SLACK: Final = 10
 _MAX_NAME: Final = 200
 
 
-def require_choice(value: object, choices: tuple[str, ...], name: str) -> None:
+def require_choice(value: object, choices: Collection[str], name: str) -> None:
     """ValueError unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise ValueError(f"{name}={excerpt(value)} is not one of {', '.join(choices)}")
 
 
-def require_int(value: object, name: str, low: int, high: int) -> None:
-    """TypeError unless an int, ValueError unless in [low, high]."""
-    if isinstance(value, bool) or not isinstance(value, int):
+def require_int(value: object, name: str, low: int, high: int) -> int:
+    """The value as an int, numpy's integers too. TypeError for what is none, ValueError unless in [low, high]."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an int, not {type(value).__name__}")
-    if not low <= value <= high:
-        raise ValueError(f"{name}={excerpt(value)} must be in [{low}, {high}]")
+    if not low <= (number := int(value)) <= high:
+        raise ValueError(f"{name}={excerpt(number)} must be in [{low}, {high}]")
+    return number
+
+
+def require_names(names: object, name: str) -> None:
+    """TypeError for a str, which is a sequence of one-letter names."""
+    if isinstance(names, str):
+        raise TypeError(f"{name} must be a list of names, not the str {excerpt(names)}")
 
 
 def require_slack(value: object) -> None:
@@ -90,8 +100,8 @@ class TableConfig:
         if not isinstance(self.name, str) or not 0 < len(self.name) <= _MAX_NAME:
             raise ValueError(f"name={excerpt(self.name)} must be a str of 1 to {_MAX_NAME} characters")
         _require_unicode(self.name, "name")
-        require_int(self.num_embeddings, "num_embeddings", 1, MAX_ROWS)
-        require_int(self.embedding_dim, "embedding_dim", 1, 1 << 20)
+        for name, high in (("num_embeddings", MAX_ROWS), ("embedding_dim", 1 << 20)):
+            object.__setattr__(self, name, require_int(getattr(self, name), name, 1, high))
         require_choice(self.dtype, get_args(DtypeName), "dtype")
         require_choice(self.rounding, get_args(Rounding), "rounding")
         if self.rounding != "nearest" and self.dtype not in _HALFS:
@@ -99,8 +109,7 @@ class TableConfig:
                 f"rounding={self.rounding!r} goes with dtype {' or '.join(_HALFS)}, not {self.dtype}; leave it out"
             )
         require_choice(self.pooling, get_args(Pooling), "pooling")
-        if isinstance(self.feature_names, str):
-            raise TypeError(f"feature_names must be a tuple of names, not the str {excerpt(self.feature_names)}")
+        require_names(self.feature_names, "feature_names")
         names = tuple(self.feature_names) or (self.name,)
         if not all(isinstance(name, str) for name in names) or len(set(names)) != len(names):
             raise ValueError(f"feature_names={excerpt(names)} must be distinct strings")

@@ -30,6 +30,14 @@ class Initializer:
     kind: ClassVar[str] = ""
     _code: ClassVar[int] = _CONSTANT
 
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not isinstance(value, (int, float, np.number)):
+                raise TypeError(f"{type(self).__name__}: {name} must be a number, not {type(value).__name__}")
+            if not math.isfinite(value):
+                raise ValueError(f"{name}={value} must be finite")
+            object.__setattr__(self, name, np.asarray(value).tolist())  # Python's number, of numpy's
+
     def _parameters(self) -> tuple[float, float, int]:
         raise NotImplementedError
 
@@ -63,9 +71,6 @@ class Constant(Initializer):
     kind: ClassVar[str] = "constant"
     _code: ClassVar[int] = _CONSTANT
 
-    def __post_init__(self) -> None:
-        _require_finite(value=self.value)
-
     def _parameters(self) -> tuple[float, float, int]:
         return self.value, 0.0, 0
 
@@ -81,7 +86,7 @@ class Uniform(Initializer):
     _code: ClassVar[int] = _UNIFORM
 
     def __post_init__(self) -> None:
-        _require_finite(low=self.low, high=self.high)
+        super().__post_init__()
         if not self.low <= self.high:
             raise ValueError(f"Uniform: low={self.low} is above high={self.high}")
 
@@ -100,18 +105,12 @@ class Normal(Initializer):
     _code: ClassVar[int] = _NORMAL
 
     def __post_init__(self) -> None:
-        _require_finite(mean=self.mean, std=self.std)
+        super().__post_init__()
         if self.std < 0:
             raise ValueError(f"Normal: std={self.std} is negative")
 
     def _parameters(self) -> tuple[float, float, int]:
         return self.mean, self.std, self.seed
-
-
-def _require_finite(**values: float) -> None:
-    for name, value in values.items():
-        if not math.isfinite(value):
-            raise ValueError(f"{name}={value} must be finite")
 
 
 _KINDS: Final[dict[str, type[Initializer]]] = {kind.kind: kind for kind in (Constant, Uniform, Normal)}

@@ -92,7 +92,7 @@ def test_collections_look_up_each_id(store: tierstore.Store) -> None:
 
 @pytest.mark.parametrize("padding_idx", [ROWS, -ROWS - 1])
 def test_padding_is_a_row(store: tierstore.Store, padding_idx: int) -> None:
-    with pytest.raises(ValueError, match=f"padding_idx={padding_idx} is no row of a table of {ROWS}"):
+    with pytest.raises(ValueError, match=rf"padding_idx={padding_idx} must be in \[-{ROWS}, {ROWS - 1}\]"):
         tierstore.TieredEmbedding(store["t"], padding_idx=padding_idx)
 
 

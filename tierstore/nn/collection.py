@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from ..config import require_names
 from ..errors import TableError
 from ..lookup import Lookup
 from ..lookup.hbm import HbmLookup
@@ -32,8 +33,7 @@ class _Collection(TieredModule):
 
     def __init__(self, store: Store, *, tables: Sequence[str] | None = None) -> None:
         super().__init__(store)
-        if isinstance(tables, str):
-            raise TypeError(f"tables must be a list of names, not the str {excerpt(tables)}")
+        require_names(tables, "tables")
         names = list(store.tables if tables is None else tables)
         for name, count in Counter(names).items():
             if count > 1:
@@ -72,11 +72,11 @@ class _Collection(TieredModule):
         for name in self._features:
             if name not in place:
                 near = difflib.get_close_matches(name, keys, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
+                hint = f"; did you mean {near[0]!r}?" if near else "; give it, or leave its table out of tables="
                 raise ValueError(f"feature {name!r} is missing from the batch, which has {keys}{hint}")
         device = self.store.device
         ids = check_ids(features.values(), "values", device=device)
-        offsets = check_offsets(features.offsets(), len(ids), device=device)
+        offsets = check_offsets(features.offsets(), len(ids), "offsets, the sums of lengths,", device=device)
         batch, rest = divmod(len(offsets) - 1, len(keys))
         if rest:
             raise ValueError(f"{len(offsets) - 1} bags cannot be divided among {len(keys)} features")
@@ -202,6 +202,9 @@ class TieredEmbeddingCollection(_Collection):
 
 
 def _sources(features: JaggedLike) -> tuple[Tensor | None, ...]:
-    if not hasattr(features, "weights_or_none"):
-        raise TypeError(f"a collection takes a KeyedJaggedTensor, not {type(features).__name__}")
+    if not (hasattr(features, "weights_or_none") and hasattr(features, "keys")):
+        raise TypeError(
+            f"a collection takes a KeyedJaggedTensor, not {type(features).__name__}; make one, as "
+            "tierstore.KeyedJaggedTensor(names, ids, lengths=lengths)"
+        )
     return features.values(), features.offsets(), features.weights_or_none()

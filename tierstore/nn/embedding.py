@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
+from ..config import require_int
 from ..store import Table
+from ..store.arguments import require_tensor
 from .function import Prepared
 from .module import TieredModule, checked_table
 
@@ -19,7 +21,7 @@ class TieredEmbedding(TieredModule):
         padding_idx: an id that gives zeros and trains nothing, at whichever place; negative counts from the end.
 
     Raises:
-        ValueError: ``padding_idx`` is no row.
+        ValueError, TypeError: ``padding_idx`` is no row.
     """
 
     def __init__(self, table: Table, *, padding_idx: int | None = None) -> None:
@@ -27,9 +29,10 @@ class TieredEmbedding(TieredModule):
         self.table = table
         self.num_embeddings = table.config.num_embeddings
         self.embedding_dim = table.config.embedding_dim
-        if padding_idx is not None and not -self.num_embeddings <= padding_idx < self.num_embeddings:
-            raise ValueError(f"padding_idx={padding_idx} is no row of a table of {self.num_embeddings}")
-        self.padding_idx = padding_idx if padding_idx is None else padding_idx % self.num_embeddings
+        self.padding_idx = None
+        if padding_idx is not None:
+            rows = self.num_embeddings
+            self.padding_idx = require_int(padding_idx, "padding_idx", -rows, rows - 1) % rows
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch.nn.Embedding's name
         """Rows of ids.
@@ -43,16 +46,15 @@ class TieredEmbedding(TieredModule):
         Raises:
             ValueError, TypeError: a wrong argument, an id that is no row. ClosedError, ChecksumError.
         """
-        return self._run((input,), (input,), (*input.shape, self.embedding_dim))
+        shape = (*require_tensor(input, "input").shape, self.embedding_dim)
+        return self._run((input,), (input,), shape)
 
     @property
     def _tables(self) -> list[Table]:
         return [self.table]
 
     def _prepare(self, ids: Tensor) -> Prepared:
-        if not isinstance(ids, Tensor):
-            raise TypeError(f"input must be a Tensor, not {type(ids).__name__}")
-        flat = ids.reshape(-1)
+        flat = require_tensor(ids, "input").reshape(-1)
         if self.padding_idx is None:
             offsets = torch.arange(len(flat) + 1, dtype=torch.int64, device="cpu")
         else:

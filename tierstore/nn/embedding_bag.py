@@ -6,6 +6,7 @@ from torch import Tensor
 from ..config import Pooling, require_choice
 from ..lookup.lookup import MODES
 from ..store import Table
+from ..store.arguments import require_ids, require_tensor
 from .function import Prepared
 from .module import TieredModule, checked_table
 
@@ -73,23 +74,25 @@ class TieredEmbeddingBag(TieredModule):
         self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Prepared:
         sources = (ids, offsets, per_sample_weights)
-        if not isinstance(ids, Tensor):
-            raise TypeError(f"input must be a Tensor, not {type(ids).__name__}")
+        if require_tensor(ids, "input").dim() not in (1, 2):
+            raise ValueError(
+                f"input must be 1-D with offsets, or 2-D, not {tuple(ids.shape)}; TieredEmbedding takes any shape"
+            )
         scale = per_sample_weights
         if ids.dim() == 2:
             if offsets is not None:
                 raise ValueError("offsets goes with a 1-D input; a 2-D input has one bag a row")
-            if scale is not None and scale.shape != ids.shape:
+            if scale is not None and require_tensor(scale, "per_sample_weights").shape != ids.shape:
                 raise ValueError(f"per_sample_weights {tuple(scale.shape)} must have input's shape {tuple(ids.shape)}")
             bags, width = ids.shape
             offsets = torch.arange(bags + 1, dtype=torch.int64, device="cpu") * width
             flat, scale = ids.reshape(-1), None if scale is None else scale.reshape(-1)
         else:
             if offsets is None:
-                raise ValueError("a 1-D input needs offsets, where each bag begins")
+                raise ValueError("a 1-D input needs offsets, where each bag begins; a 2-D input has one bag a row")
             flat = ids
             if not self.include_last_offset:
-                offsets = torch.cat([offsets, offsets.new_full((1,), len(flat))])
+                offsets = torch.cat([require_ids(offsets, "offsets"), offsets.new_full((1,), len(flat))])
         jagged = self.table.jagged(
             flat, offsets, mode=self.mode, per_sample_weights=scale, is_last_given=self.include_last_offset
         )

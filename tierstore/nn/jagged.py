@@ -7,6 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..config import require_names
+from ..store.arguments import require_ids, require_tensor
+
 
 class JaggedLike(Protocol):
     """What a collection asks of its input; TorchRec's KeyedJaggedTensor answers it too."""
@@ -28,7 +31,8 @@ class JaggedTensor:
         offsets: integer [B + 1], from 0 to N.
 
     Raises:
-        TypeError: no tensors. ValueError: shapes that do not fit together.
+        TypeError: no tensors, or lengths or offsets that are neither int64 nor int32. ValueError: shapes that do not
+            fit together.
     """
 
     def __init__(
@@ -38,18 +42,15 @@ class JaggedTensor:
         lengths: Tensor | None = None,
         offsets: Tensor | None = None,
     ) -> None:
-        given = {"values": values, "weights": weights, "lengths": lengths, "offsets": offsets}
-        for name, tensor in given.items():
-            if not isinstance(tensor, Tensor) and (tensor is not None or name == "values"):
-                raise TypeError(f"{name} must be a Tensor, not {type(tensor).__name__}")
+        self._values = require_tensor(values, "values")
+        if weights is not None and require_tensor(weights, "weights").shape != values.shape[:1]:
+            raise ValueError(f"weights {tuple(weights.shape)} must have the shape of values {tuple(values.shape)}")
         if (lengths is None) == (offsets is None):
             raise ValueError("give lengths or offsets, one of the two")
-        if weights is not None and weights.shape != values.shape[:1]:
-            raise ValueError(f"weights {tuple(weights.shape)} must have the shape of values {tuple(values.shape)}")
-        self._values = values
         self._weights = weights
         self._lengths = lengths
-        self._offsets: Tensor = _offsets_of(lengths) if offsets is None else offsets  # type: ignore[arg-type]
+        given = require_ids(lengths, "lengths") if offsets is None else require_ids(offsets, "offsets")
+        self._offsets = _offsets_of(given) if offsets is None else given
 
     def values(self) -> Tensor:
         return self._values
@@ -90,7 +91,7 @@ class KeyedJaggedTensor(JaggedTensor):
         offsets: integer [F * B + 1], from 0 to N.
 
     Raises:
-        TypeError: no tensors. ValueError: shapes that do not fit together.
+        TypeError: as ``JaggedTensor``, or ``keys`` is one str. ValueError: shapes that do not fit together.
     """
 
     def __init__(
@@ -102,9 +103,10 @@ class KeyedJaggedTensor(JaggedTensor):
         offsets: Tensor | None = None,
     ) -> None:
         super().__init__(values, weights, lengths, offsets)
+        require_names(keys, "keys")
         bags = len(self._offsets) - 1
         if bags < 0 or (bags % len(keys) if keys else bags):
-            raise ValueError(f"{bags} bags cannot be divided among {len(keys)} features")
+            raise ValueError(f"{bags} bags cannot be divided among {len(keys)} features; each has one a sample")
         self._keys = list(keys)
 
     @classmethod

@@ -38,6 +38,8 @@ class Optimizer:
                     raise TypeError(f"{type(self).__name__}: {name} must be a number, not {type(number).__name__}")
                 if not (math.isfinite(number) and number >= 0):
                     raise ValueError(f"{type(self).__name__}: {name}={value} must be finite and not negative")
+            plain = np.asarray(value).tolist()  # Python's numbers, of numpy's
+            object.__setattr__(self, name, tuple(plain) if isinstance(plain, list) else plain)
 
     def state_dim(self, dim: int) -> int:
         """float32 columns of state kept with a row of ``dim`` columns."""

@@ -24,13 +24,24 @@ def check_ids(ids: Tensor, name: str = "ids", *, device: torch.device = _HOST) -
     except RuntimeError:
         refuse_transforms()
         raise
-    if not isinstance(ids, Tensor):
-        raise TypeError(f"{name} must be a Tensor, not {type(ids).__name__}")
+    return _to_host(require_ids(ids, name), name, device)
+
+
+def require_tensor(value: object, name: str) -> Tensor:
+    """TypeError unless it is a tensor."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a Tensor, not {type(value).__name__}; torch.as_tensor({name}) makes one")
+    return value
+
+
+def require_ids(value: object, name: str) -> Tensor:
+    """TypeError unless it is a tensor of an integer dtype that ids may have, ValueError unless it is 1-D."""
+    ids = require_tensor(value, name)
     if ids.dtype not in _ID_TYPES:
-        raise TypeError(f"{name} must be int64 or int32, not {ids.dtype}")
+        raise TypeError(f"{name} must be int64 or int32, not {ids.dtype}; {name}.long() converts")
     if ids.dim() != 1:
-        raise ValueError(f"{name} must be 1-D, not of shape {tuple(ids.shape)}")
-    return _to_host(ids, name, device)
+        raise ValueError(f"{name} must be 1-D, not of shape {tuple(ids.shape)}; {name}.reshape(-1) flattens")
+    return ids
 
 
 def refuse_transforms() -> None:
@@ -45,7 +56,10 @@ def refuse_transforms() -> None:
 
 def _to_host(values: Tensor, name: str, device: torch.device) -> NDArray[Any]:
     if values.device.type != "cpu" and values.device != device:
-        raise ValueError(f"{name} is on {values.device}; this store works on {device}")
+        raise ValueError(
+            f"{name} is on {values.device}; this store works on {device}: pass {name}.cpu(), or open the store with "
+            f'device="{values.device}"'
+        )
     if values.requires_grad:
         values = values.detach()
     if values.is_cpu and values.numel() and not values.data_ptr():
@@ -60,9 +74,19 @@ def check_offsets(
     if the module added it."""
     array = np.ascontiguousarray(check_ids(offsets, name, device=device), np.int64)
     if not len(array) or not kernels.are_offsets(array, num_ids):
-        ends = "end at" if is_last_given else "not exceed"
-        raise ValueError(f"{name} must start at 0, never descend and {ends} the number of ids, {num_ids}")
+        ends, given = ("end at", array) if is_last_given else ("not exceed", array[:-1])
+        rule = f"{name} must start at 0, never descend and {ends} the number of ids, {num_ids}"
+        raise ValueError(f"{rule}; {_first_wrong(given, num_ids)}")
     return array
+
+
+def _first_wrong(offsets: Int64s, num_ids: int) -> str:
+    if not len(offsets):
+        return "there are none"
+    wrong = (np.diff(offsets, prepend=offsets[:1]) < 0) | (offsets > num_ids)
+    wrong[0] |= offsets[0] != 0
+    place = int(wrong.argmax()) if wrong.any() else len(offsets) - 1
+    return f"the one at index {place} is {offsets[place]}"
 
 
 def check_scale(
@@ -72,8 +96,8 @@ def check_scale(
     mode other than "sum"."""
     if scale is None:
         return None
-    if not isinstance(scale, Tensor) or scale.dtype != torch.float32:
-        raise TypeError(f"{name} must be a float32 Tensor")
+    if require_tensor(scale, name).dtype != torch.float32:
+        raise TypeError(f"{name} must be float32, not {scale.dtype}; {name}.float() converts")
     if mode != "sum":
         raise ValueError(f'{name} goes with mode="sum" only, not {mode!r}')
     if scale.shape != (num_ids,):
