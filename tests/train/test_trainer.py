@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import tierstore
-from tierstore.errors import BudgetError
+from tierstore.errors import BudgetError, ReadOnlyError
 from tierstore.models import DLRM
 from tierstore.settings.sections import to_toml
 from tierstore.train import train, trainer
@@ -189,6 +189,13 @@ def test_a_store_of_another_kind_is_refused(folder, run):
         store.commit(extra={"mine": 1})
     with pytest.raises(ValueError, match="was not written by tierstore train"):
         train(config, resume=True)
+
+
+@pytest.mark.parametrize(("dtype", "resume"), [("int8", True), ("float16", True), ("int8", False)])
+def test_a_quantized_store_names_what_to_train(folder, tmp_path, run, dtype, resume):
+    tierstore.quantize(run(train__epochs=1).store, tmp_path / "new", dtype=dtype)
+    with pytest.raises(ReadOnlyError, match=f"{dtype} rows, .* float32.* train the store that it was quantized from"):
+        train(config_of(folder, "", store__path=str(tmp_path / "new")), resume=resume)
 
 
 def test_a_broken_line_surfaces_and_what_was_committed_stands(folder, run, unbroken):

@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ..errors import ReadOnlyError
 from ..models import DLRM
 from ..settings.sections import sections_of, to_dict
 from ..store import Store
@@ -47,9 +48,17 @@ def commit_run(run: Run, config: RunConfig, position: Position) -> PendingCommit
 
 
 def require_resumable(store: Store, config: RunConfig) -> None:
-    """ValueError, naming the keys that differ, unless the store's last commit is of this run or there is none."""
+    """ValueError, naming the keys that differ, unless the store's last commit is of this run or there is none.
+    ReadOnlyError if it was made by ``tierstore quantize``, of such a store."""
     if not store.version:
         return
+    trained_as = _saved(store)["config"]["embedding"]["dtype"]
+    for name in filter(store.__contains__, config.data.sparse_columns):
+        if (dtype := store[name].config.dtype) != trained_as:
+            raise ReadOnlyError(
+                f"{store.directory} is quantized: table {name!r} has {dtype} rows, and was trained as {trained_as}. "
+                "It can only be looked up; train the store that it was quantized from"
+            )
     current = to_dict(config)
     differing = [
         f"{section}.{key} = {value!r}, not {current[section].get(key)!r}"

@@ -41,11 +41,11 @@ def train(config: RunConfig, *, resume: bool = False, bits: bool = False) -> Sum
         require_recordable(section.record)
     reader, hasher = open_data(config)
     with open_run_store(config) as store:
+        require_resumable(store, config)
         if store.version and not resume:
             raise ValueError(
                 f"{store.directory} holds a run already: continue it with --resume, or name another folder with --store"
             )
-        require_resumable(store, config)
         warm_up(config)
         training = _Training(config, reader, hasher, build_run(config, store))
         recorder = store.record(section.record, rate=section.record_rate) if section.record else None
