@@ -125,6 +125,8 @@ class AdminClient:
             return answer
         said = answer.get("error") if isinstance(answer, dict) else None
         words = str(said or f"{response.status} {response.reason}")
+        if response.status == 404 and path == "/admin/updates":
+            words = "this server takes no updates: start it with --updates, and give --to its admin port"
         # Of this moment are: too slow a line, too many connections, or, of a part, an earlier connection that broke,
         # which the server may not have noticed yet.
         if response.status in (408, 503) or (method == "PATCH" and response.status == 409):

@@ -332,12 +332,19 @@ def test_a_refusal_of_the_moment_is_asked_again(source: Path, refusal: str) -> N
         thread.join(WAIT_SECONDS)
 
 
-def test_an_answer_of_another_server_is_told_as_such(source: Path) -> None:
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (({"hello": 1},), "not answer as a tierstore server"),
+        (({"error": "Not Found"}, "404 Not Found"), "takes no updates: start it with --updates, and give"),
+    ],
+)
+def test_an_answer_of_another_server_is_told_as_such(source: Path, answer: tuple[Any, ...], message: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=answer_once, args=(listener, {"hello": 1}))
+        thread = threading.Thread(target=answer_once, args=(listener, *answer))
         thread.start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        with AdminClient(url) as admin, pytest.raises(PublishError, match="not answer as a tierstore server"):
+        with AdminClient(url) as admin, pytest.raises(PublishError, match=message):
             admin.origin()
         thread.join(WAIT_SECONDS)
 
