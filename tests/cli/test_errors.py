@@ -22,12 +22,11 @@ from tierstore.cli import entry as cli
         (["compact", "nosuch", "new"], 1, "tierstore: no store at "),
         (["export", "nosuch", "out"], 1, "tierstore: no store at "),
         (["export", "nosuch", "out", "--at", "0"], 2, "tierstore: version=0 must be in "),
-        (["export", "nosuch", "out", "--format", "safetensor"], 2, "tierstore: --format safetensor: did you mean "),
+        (["export", "nosuch", "out", "--format", "safetensor"], 2, "tierstore: --format='safetensor' is not"),
         (["import", "new", "nosuch"], 1, "tierstore: /"),
         (["import", "new", "f", "--map", "weight"], 2, "tierstore: --map weight: write KEY=TABLE, as --map model.item"),
         (["import", "new", "f", "--map", "a=b", "--map", "a=c"], 2, "tierstore: --map names 'a' twice, as 'b' and 'c'"),
-        (["import", "new", "f", "--optimizer", "adm"], 2, "tierstore: --optimizer adm: did you mean 'adam'?\n"),
-        (["import", "new", "f", "--optimizer", "x"], 2, "tierstore: --optimizer x: choose from sgd, rowwise_adagrad, "),
+        (["import", "new", "f", "--optimizer", "adm"], 2, "tierstore: --optimizer='adm' is not one of sgd, rowwise_"),
         (["import", "new", "f", "--lr", "0.1"], 2, "tierstore: --lr goes with --optimizer NAME; give both\n"),
         (
             ["import", "new", "f", "--optimizer", "sgd", "--eps", "1"],
@@ -35,8 +34,8 @@ from tierstore.cli import entry as cli
             "tierstore: --eps: sgd has no eps; it has lr, ",
         ),
         (["import", "new", "f", "--optimizer", "sgd", "--lr", "-1"], 2, "tierstore: SGD: lr=-1.0 must be finite"),
-        (["import", "new", "f", "--dtype", "float61"], 2, "tierstore: --dtype float61: did you mean 'float16'?\n"),
-        (["import", "new", "f", "--pooling", "men"], 2, "tierstore: --pooling men: did you mean 'mean'?\n"),
+        (["import", "new", "f", "--dtype", "float61"], 2, "tierstore: --dtype='float61' is not one of float32, "),
+        (["import", "new", "f", "--pooling", "men"], 2, "tierstore: --pooling='men' is not one of sum, mean, max\n"),
     ],
 )
 def test_errors_are_one_line_with_a_status(arguments, status, message, capsys, tmp_path, monkeypatch):

@@ -5,9 +5,8 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final, get_args
 
 from .. import optim
-from ..config import Pooling, Rounding
+from ..config import Pooling, Rounding, require_choice
 from ..rows import FloatName
-from ..settings.names import nearest
 from ..store import open_store
 from ..system.excerpt import excerpt
 from ..system.sizes import format_count, format_size
@@ -27,7 +26,7 @@ _MEMORY: Final = arg("--ddr", default=_DDR, metavar="SIZE", help=f"memory for ro
 def _export(options: argparse.Namespace) -> int:
     from ..exchange import FORMATS, export_store
 
-    _require_near(options.format, FORMATS, "--format")
+    require_choice(options.format, FORMATS, "--format")
     with byte_bar("export") as show:
         report = export_store(
             options.directory,
@@ -60,7 +59,7 @@ def _import(options: argparse.Namespace) -> int:
         (options.rounding, get_args(Rounding), "--rounding"),
     ):
         if value is not None:
-            _require_near(value, choices, flag)
+            require_choice(value, choices, flag)
     optimizer = _optimizer(options)
     with byte_bar("import") as show:
         report = import_files(
@@ -117,19 +116,13 @@ def _optimizer(options: argparse.Namespace) -> optim.Optimizer | None:
         if given:
             raise ValueError(f"--{min(given).replace('_', '-')} goes with --optimizer NAME; give both")
         return None
-    _require_near(options.optimizer, kinds, "--optimizer")
+    require_choice(options.optimizer, kinds, "--optimizer")
     kind = kinds[options.optimizer]
     known = [field.name for field in fields(kind)]
     for name in given:
         if name not in known:
             raise ValueError(f"--{name}: {options.optimizer} has no {name}; it has {', '.join(known)}")
     return kind(**given)
-
-
-def _require_near(value: str, choices: Any, flag: str) -> None:
-    """ValueError, with the nearest choice, unless ``value`` is one."""
-    if value not in choices:
-        raise ValueError(f"{flag} {value}: {nearest(value, choices, all_are='choose from')}")
 
 
 EXPORT: Final = command(
@@ -279,9 +272,8 @@ TRACE: Final = command(
 
 
 def _quantize(options: argparse.Namespace) -> int:
-    from ..offline.quantization import TARGET_DTYPES, quantize
+    from ..offline.quantization import quantize
 
-    _require_near(options.dtype, TARGET_DTYPES, "--dtype")
     with byte_bar("quantize") as show:
         report = quantize(
             options.directory,
