@@ -76,7 +76,7 @@ class _Collection(TieredModule):
                 raise ValueError(f"feature {name!r} is missing from the batch, which has {keys}{hint}")
         device = self.store.device
         ids = check_ids(features.values(), "values", device=device)
-        offsets = check_offsets(features.offsets(), len(ids), "offsets, the sums of lengths,", device=device)
+        offsets = check_offsets(features.offsets(), len(ids), device=device)
         batch, rest = divmod(len(offsets) - 1, len(keys))
         if rest:
             raise ValueError(f"{len(offsets) - 1} bags cannot be divided among {len(keys)} features")
