@@ -181,13 +181,15 @@ def build_segment(
     image[MAGIC] = _MAGIC
     image[NUMBER] = np.uint64(number)
     image[COUNT] = np.uint64(num) | (MIXED if is_mixed else np.uint64(0))
-    image[NEWEST] = epochs.max()
-    image[OLDEST] = epochs.min()
+    newest = oldest = epochs[0]
+    for i in range(1, len(epochs)):
+        newest, oldest = max(newest, epochs[i]), min(oldest, epochs[i])
+    image[NEWEST], image[OLDEST] = newest, oldest
     end = KEYS + num
     for i in range(num):
         image[KEYS + i] = np.uint64(keys[i])
     if is_mixed:
-        image[end : end + num] = epochs
+        copy_words(image, end, epochs, 0, num)
         end += num
     image[CHECKSUM] = row_checksum(image, MAGIC, end - MAGIC, np.uint64(number))
     image[end:first] = np.uint64(0)
