@@ -29,6 +29,7 @@ HELP = {
             quantize  make a store for inference, its rows in fewer bytes
             serve     answer requests for rows and predictions
             publish   send what changed in a store to servers
+            warm-up   compile all kernels now, as for a container image
             plan      say what machines a workload needs, before they are bought
     """,
     "train": """
@@ -297,6 +298,15 @@ HELP = {
         examples:
           tierstore publish shop --to http://replica-1:8002 --to http://replica-2:8002
           tierstore publish shop --since 12 --dry-run
+    """,
+    "warm-up": """
+        usage: tierstore warm-up [-h] [--traceback]
+        Compile everything that training and serving use on this machine's CPU, on all processors, so that later
+        processes need not. The machine code is kept beside the package, in this user's cache or in NUMBA_CACHE_DIR.
+        Processes use it that can write there too, on the same model of CPU.
+        options:
+        example, in a Dockerfile:
+          RUN pip install tierstore && tierstore warm-up
     """,
 }
 

@@ -10,7 +10,7 @@ from ..rows import FloatName
 from ..store import open_store
 from ..system.excerpt import excerpt
 from ..system.sizes import format_count, format_size
-from ..system.terminal import arg, byte_bar, command
+from ..system.terminal import arg, byte_bar, command, progress_bar
 from ..trace import write_trace
 
 if TYPE_CHECKING:
@@ -372,4 +372,30 @@ PUBLISH: Final = command(
     """examples:
   tierstore publish shop --to http://replica-1:8002 --to http://replica-2:8002
   tierstore publish shop --since 12 --dry-run""",
+)
+
+
+def _warm_up(_: argparse.Namespace) -> int:
+    from ..warm_up import warm_up
+
+    with progress_bar("compile", unit=" kernels") as show:
+        done = warm_up(progress=show)
+    what = (
+        f"compiled {format_count(done.compiled, 'kernel')} in {done.seconds:.0f} s"
+        if done.compiled
+        else "nothing to do"
+    )
+    print(f"{what}; {done.folder} holds {format_size(done.size_bytes)} of machine code")
+    return 0
+
+
+WARM_UP: Final = command(
+    _warm_up,
+    (),
+    "compile all kernels now, as for a container image",
+    "Compile everything that training and serving use on this machine's CPU, on all processors, so that later "
+    "processes need not. The machine code is kept beside the package, in this user's cache or in NUMBA_CACHE_DIR. "
+    "Processes use it that can write there too, on the same model of CPU.",
+    """example, in a Dockerfile:
+  RUN pip install tierstore && tierstore warm-up""",
 )

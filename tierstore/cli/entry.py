@@ -14,7 +14,7 @@ from ..settings.names import nearest
 from ..system.excerpt import excerpt
 from ..system.release import __version__
 from ..system.terminal import Command, arg, byte_bar, command, group, show_help
-from .commands import BACKUP, COMPACT, EXPORT, IMPORT, PUBLISH, QUANTIZE, TRACE
+from .commands import BACKUP, COMPACT, EXPORT, IMPORT, PUBLISH, QUANTIZE, TRACE, WARM_UP
 
 if TYPE_CHECKING:
     from ..settings.sections import Override
@@ -299,6 +299,7 @@ _COMMANDS: Final = {
   tierstore serve serve.toml --port 9000""",
     ),
     "publish": PUBLISH,
+    "warm-up": WARM_UP,
     "plan": group(
         _plan_commands,
         "say what machines a workload needs, before they are bought",

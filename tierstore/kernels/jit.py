@@ -15,6 +15,8 @@ import numpy as np
 from numba import types
 from numba.core import event
 
+from .first_use import FirstUse
+
 JIT_ENABLED: Final = not numba.config.DISABLE_JIT
 _LOG: Final = logging.getLogger("tierstore")
 
@@ -31,20 +33,20 @@ def _stamp_of_sources() -> tuple[tuple[str, int, int], ...]:
 _STAMP: Final = _stamp_of_sources() if JIT_ENABLED else ()
 
 
-def _can_keep() -> bool:
-    """Whether there is a folder for machine code; numba refuses to compile a function it is told to keep otherwise."""
+def _folder() -> Path | None:
+    """Where machine code is kept, if anywhere; numba refuses to compile a function it is told to keep otherwise."""
     try:
-        numba.njit(cache=True)(_can_keep)
+        return Path(numba.njit(cache=True)(_folder).stats.cache_path)
     except RuntimeError:
         _LOG.warning(
             "no folder to keep machine code in, so each process compiles its kernels anew, which takes some seconds: "
             "set NUMBA_CACHE_DIR to a folder that this user can write to"
         )
-        return False
-    return True
+        return None
 
 
-_KEEPS: Final = JIT_ENABLED and _can_keep()
+FOLDER: Final = _folder() if JIT_ENABLED else None
+FIRST_USE: Final = FirstUse(FOLDER)
 
 
 def _compile(function: F, *, from_python: bool = True, **options: Any) -> F:
@@ -53,7 +55,7 @@ def _compile(function: F, *, from_python: bool = True, **options: Any) -> F:
     wrappers = {"no_cfunc_wrapper": True, "no_cpython_wrapper": not from_python}
     pipeline = {} if from_python or not JIT_ENABLED else {"pipeline_class": _HelperCompiler}
     compiled: Any = numba.njit(
-        nogil=True, cache=from_python and _KEEPS, error_model="numpy", **wrappers, **pipeline, **options
+        nogil=True, cache=from_python and FOLDER is not None, error_model="numpy", **wrappers, **pipeline, **options
     )(function)
     _stamp(compiled)
     result: F = compiled
@@ -70,7 +72,15 @@ def _stamp(compiled: Any) -> None:
 
 def kernel(function: F) -> F:
     """Compile at first call; the machine code is kept beside the source or in the user's cache directory."""
-    return _compile(function)
+    return _kernel(function)
+
+
+def _kernel(function: F, **options: Any) -> F:
+    compiled: Any = _compile(function, **options)
+    if JIT_ENABLED:
+        compiled.__class__ = _Kernel
+    result: F = compiled
+    return result
 
 
 def _helper(function: F, **options: Any) -> F:
@@ -108,7 +118,7 @@ def uncounted_kernel(function: F) -> F:
     Passing a tuple of arrays to a helper makes numba count references to each array, by an atomic instruction.
     Kernels made of small helpers over one tuple of arrays are two to four times as fast without.
     """
-    return _compile(function, _nrt=False)
+    return _kernel(function, _nrt=False)
 
 
 def uncounted_helper(function: F) -> F:
@@ -131,24 +141,6 @@ def uncounted_template(function: F) -> F:
     return _helper(function, _nrt=False, forceinline=True)
 
 
-class _CompileNotice(event.Listener):  # type: ignore[misc, unused-ignore]
-    """Say once that kernels are being compiled, so that the first call's wait explains itself."""
-
-    def __init__(self) -> None:
-        self._said = False
-
-    def on_start(self, event: Any) -> None:
-        module = getattr(getattr(event.data.get("dispatcher"), "py_func", None), "__module__", "")
-        if not self._said and module.startswith("tierstore"):
-            self._said = True
-            _LOG.warning(
-                "compiling kernels that this machine has not used before (some seconds; later runs load them from disk)"
-            )
-
-    def on_end(self, event: Any) -> None:
-        """Nothing to say."""
-
-
 if JIT_ENABLED:
     from llvmlite import ir
     from numba import _dynfunc
@@ -160,6 +152,11 @@ if JIT_ENABLED:
     from numba.core.registry import CPUDispatcher
     from numba.core.typed_passes import NativeLowering
     from numba.extending import intrinsic
+
+    class _Kernel(CPUDispatcher):  # type: ignore[misc, unused-ignore]
+        def compile(self, sig: Any) -> Any:
+            with FIRST_USE.claimed(f"{self.py_func.__module__}.{self.py_func.__name__}"):
+                return super().compile(sig)
 
     class _Helper(CPUDispatcher):  # type: ignore[misc, unused-ignore]
         """Without a wrapper there is nothing that Python could call: it would end the process."""
@@ -200,7 +197,7 @@ if JIT_ENABLED:
             passes.finalize()
             return [passes]
 
-    event.register("numba:compile", _CompileNotice())
+    event.register("numba:compile", FIRST_USE)
 
     def callback(function: Callable[..., None], *arguments: Any) -> Any:
         """A kernel for C, given numba's types of its arguments; its ``address`` is good as long as the object lives."""

@@ -1,0 +1,77 @@
+"""``tierstore warm-up``, and that what is compiled ahead is what runs use."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tierstore import cli
+from tierstore.kernels.jit import JIT_ENABLED
+from tierstore.warm_up import compiling
+
+pytestmark = pytest.mark.skipif(not JIT_ENABLED, reason="nothing is compiled without the JIT")
+FOUND = """
+import ahead, warnings
+warnings.simplefilter("ignore")
+print([(module, name, str(types)) for module, name, types in ahead._find_uses("first_run")])
+"""
+USED = """
+import ahead
+from tierstore.kernels import jit
+used, compiles = set(), jit._Kernel.compile
+def note(self, types):
+    if jit.FIRST_USE._outermost is None:
+        used.add((self.py_func.__module__, self.py_func.__name__, str(tuple(types))))
+    return compiles(self, types)
+jit._Kernel.compile = note
+ahead._do("first_run")
+print(list(used))
+"""
+NOWHERE = """
+import sys
+from numba.core import caching
+caching.CacheImpl._locator_classes = []
+from tierstore import cli
+sys.exit(cli.main(["warm-up"]))
+"""
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(Path(compiling.__file__).parent), *sys.path])
+    return subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
+
+
+def test_what_is_found_without_compiling_is_what_a_compiled_run_uses() -> None:
+    found, used = (set(ast.literal_eval(run(code).stdout)) for code in (FOUND, USED))
+    assert found <= used
+    assert {module for module, *_ in used - found} == {"tierstore.pool.direct"}  # only there where kernels are compiled
+    assert len(found) > 30
+
+
+def test_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "slots.look_up.1.nbc").write_bytes(bytes(2048))
+    told = f"3\n{{}}\n{tmp_path / 'kernels'}\n"
+    for ticks, said in (("+++", "compiled 3 kernels in 0 s"), ("", "nothing to do")):
+        script = [sys.executable, "-c", f"print({told.format(ticks)!r}, end='')"]
+        monkeypatch.setattr(compiling, "start", lambda *_, s=script: subprocess.Popen(s, stdout=subprocess.PIPE))
+        assert cli.main(["warm-up"]) == 0
+        assert capsys.readouterr().out == f"{said}; {tmp_path / 'kernels'} holds 2.0 KiB of machine code\n"
+
+
+def test_a_process_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    script = [sys.executable, "-c", "import sys; sys.exit(3)"]
+    monkeypatch.setattr(compiling, "start", lambda *_: subprocess.Popen(script, stdout=subprocess.PIPE))
+    assert cli.main(["warm-up"]) == 1
+    assert "ended with status 3" in capsys.readouterr().err
+
+
+def test_without_a_folder_to_keep_kernels_in() -> None:
+    done = run(NOWHERE)
+    assert done.returncode == 1
+    assert "set NUMBA_CACHE_DIR to a folder that this user can write to" in done.stderr

@@ -1,0 +1,152 @@
+"""The first time that a machine compiles kernels: processes share the work, and whoever waits is told why.
+
+numba compiles one kernel at a time in a process. So a process that must compile starts another one, which compiles what
+the rest of a first run needs, last things first (``warm_up/ahead.py``). A kernel is compiled by the process that has
+locked it; others wait, then load it from the cache.
+"""
+
+import atexit
+import contextlib
+import fcntl
+import gc
+import json
+import logging
+import os
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from numba.core import event
+
+from .threads import default_threads
+
+_LOG: Final = logging.getLogger("tierstore")
+_SCRIPT: Final = Path(__file__).parents[1] / "warm_up" / "ahead.py"
+
+
+class FirstUse(event.Listener):  # type: ignore[misc, unused-ignore]
+    """Told by numba when it compiles.
+
+    Args:
+        folder: where machine code is kept; None if nowhere.
+
+    Attributes:
+        compiled: kernels that this process compiled.
+        is_alone: whether it starts no other process.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._locks = folder and folder / "tierstore.lock"
+        self._is_locking = False
+        self._outermost: Any = None
+        self._collects = False
+        self._ahead: subprocess.Popen[bytes] | None = None
+        self._heard = b""
+        self.compiled = 0
+        self.is_alone = False
+
+    @contextlib.contextmanager
+    def claimed(self, name: str, *, wait: bool = True) -> Iterator[bool]:
+        """While entered, no other process compiles the kernel. Without ``wait``: gives whether that is so."""
+        if self._locks is None or self._is_locking:
+            yield True
+            return
+        with contextlib.ExitStack() as stack:
+            is_mine = True
+            with contextlib.suppress(OSError):  # no room for it, or a file system without locks
+                descriptor = os.open(self._locks, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                stack.callback(os.close, descriptor)  # which unlocks
+                is_mine = self._lock(descriptor, zlib.crc32(name.encode()), wait=wait)
+            self._is_locking = is_mine
+            stack.callback(setattr, self, "_is_locking", False)
+            yield is_mine
+
+    def _lock(self, descriptor: int, place: int, *, wait: bool) -> bool:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+        except (BlockingIOError, PermissionError):
+            if not wait:
+                return False
+            self._show()
+            try:
+                fcntl.lockf(descriptor, fcntl.LOCK_EX, 1, place)
+            finally:
+                self._clear()
+        return True
+
+    def on_start(self, event: Any) -> None:
+        """numba begins to compile a function: a kernel, or what it calls."""
+        dispatcher = event.data["dispatcher"]
+        if self._outermost is not None or not str(dispatcher.py_func.__module__).startswith("tierstore"):
+            return
+        self._outermost = dispatcher
+        self._collects = gc.isenabled()
+        gc.disable()  # nine tenths of what the compiler makes lives until it ends
+        if self._ahead is None and not self.is_alone:
+            self._begin()
+        self._show()
+
+    def on_end(self, event: Any) -> None:
+        """And is done, or failed."""
+        if event.data["dispatcher"] is self._outermost:
+            self._outermost = None
+            self.compiled += 1
+            if self._collects:
+                gc.enable()
+            self._clear()
+
+    def _begin(self) -> None:
+        if not _at_terminal():
+            _LOG.warning(
+                "compiling kernels that this machine has not used before (some seconds; later runs load them from disk)"
+            )
+        if self._locks is None or default_threads() == 1 or not sys.executable or hasattr(sys, "frozen"):
+            self.is_alone = True
+            return
+        try:
+            self._ahead = start("first_run", 1, stderr=subprocess.DEVNULL)
+        except OSError:
+            self.is_alone = True
+            return
+        assert self._ahead.stdout is not None
+        os.set_blocking(self._ahead.stdout.fileno(), False)
+        atexit.register(_end, self._ahead, os.getpid())
+
+    def _show(self) -> None:
+        if not _at_terminal():
+            return
+        if self._ahead is not None and self._ahead.stdout is not None:
+            with contextlib.suppress(OSError):  # nothing new
+                self._heard += os.read(self._ahead.stdout.fileno(), 4096)
+        total, _, ticks = self._heard.partition(b"\n")
+        done = self.compiled + len(ticks)
+        of_all = f" of {max(int(total), done + 1)}" if total else ""
+        _write(f"tierstore: compiling kernels, once for this machine: {done}{of_all}")
+
+    def _clear(self) -> None:
+        if _at_terminal():
+            _write("")
+
+
+def start(work: str, processes: int, **options: Any) -> "subprocess.Popen[bytes]":
+    """Start ``warm_up/ahead.py``, whose output is a pipe; it ends with the thread that started it."""
+    arguments = [json.dumps(sys.path), str(os.getpid()), work, str(processes)]
+    command = [sys.executable, "-P", str(_SCRIPT), *arguments]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, **options)
+
+
+def _at_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+def _write(line: str) -> None:
+    print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+
+
+def _end(process: "subprocess.Popen[bytes]", parent: int) -> None:
+    if os.getpid() == parent:
+        process.kill()
+        process.wait()

@@ -1,0 +1,155 @@
+"""Compile kernels before they are needed: ``python ahead.py SYS_PATH PARENT WORK PROCESSES``.
+
+One process finds out which kernels some work uses (a function of ``workload``), and for what types: it does the work
+with kernels that run as plain Python and note their arguments. It is forked before tierstore is imported, which decides
+whether kernels are compiled; so this is a script. ``PROCESSES`` others compile them, each kernel in one.
+
+Prints a line with the number of kernels, a character for each that was compiled, and a line for each folder that keeps
+some.
+"""
+
+import ctypes
+import functools
+import importlib
+import json
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+_PR_SET_PDEATHSIG: Final = 1
+
+Use = tuple[str, str, Any]
+"""Module and name of a kernel, and numba's types of its arguments."""
+
+
+def main(path: str, parent: str, work: str, processes: str) -> None:
+    """Do it."""
+    _end_with(int(parent))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.path[:] = json.loads(path)
+    warnings.simplefilter("ignore")  # in plain Python hashes overflow, by intent
+    import numba  # noqa: F401 - here, so that what is forked has it
+    import torch  # noqa: F401
+
+    read, write = os.pipe()
+    _fork(lambda: os.write(write, pickle.dumps(_find_uses(work))))
+    os.close(write)
+    from tierstore.kernels.jit import FIRST_USE
+
+    FIRST_USE.is_alone = True
+    with os.fdopen(read, "rb") as file:
+        uses: list[Use] = pickle.load(file)
+    os.write(1, b"%d\n" % len(uses))
+    children = [_fork(lambda: _compile(uses)) for _ in range(int(processes) - 1)]
+    _compile(uses)
+    failed = [os.waitpid(child, 0)[1] for child in children]
+    if work == "everything":  # some functions are only there where kernels are compiled
+        before = FIRST_USE.compiled
+        _do(work)
+        os.write(1, b"+" * (FIRST_USE.compiled - before))
+    folders = {_kernel(module, name).stats.cache_path for module, name, _ in uses}
+    print("", *sorted(folders), sep="\n")
+    sys.exit(any(failed))
+
+
+def _end_with(parent: int) -> None:
+    """Have the system kill this process when its parent ends, however that ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _fork(work: Callable[[], object]) -> int:
+    this = os.getpid()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            _end_with(this)
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    return child
+
+
+def _do(work: str, done: Callable[[], None] = lambda: None) -> None:
+    from tierstore.warm_up import workload
+
+    with tempfile.TemporaryDirectory(prefix="tierstore-warm-up-", ignore_cleanup_errors=True) as folder:
+        for number, part in enumerate(getattr(workload, work)()):
+            part(Path(folder) / str(number))
+            done()
+
+
+def _find_uses(work: str) -> list[Use]:
+    """The kernels that all parts of the work use first; those used last first."""
+    import numba
+
+    parts: list[list[Use]] = []
+    used: dict[Use, None] = {}
+    inside = threading.local()
+
+    def keep_plain(**options: Any) -> Callable[[Any], Any]:
+        def keep(function: Any) -> Any:
+            @functools.wraps(function)
+            def note(*args: Any) -> Any:
+                if getattr(inside, "kernel", False):
+                    return function(*args)
+                used[function.__module__, function.__name__, tuple(map(numba.typeof, args))] = None
+                inside.kernel = True
+                try:
+                    return function(*args)
+                finally:
+                    inside.kernel = False
+
+            return function if options["no_cpython_wrapper"] else note  # helpers have none
+
+        return keep
+
+    def end_part() -> None:
+        parts.append(list(used))
+        used.clear()
+
+    numba.config.DISABLE_JIT = True
+    numba.njit = keep_plain
+    _do(work, end_part)
+    counts = Counter(use for part in parts for use in part)
+    uses = dict.fromkeys(use for part in parts for use in reversed(part))
+    return sorted(uses, key=lambda use: -counts[use])
+
+
+def _kernel(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
+
+
+def _compile(uses: list[Use]) -> None:
+    """Compile them, or see another process do it."""
+    from tierstore.kernels.jit import FIRST_USE
+
+    while uses:
+        left = []
+        for module, name, types in uses:
+            with FIRST_USE.claimed(f"{module}.{name}", wait=False) as is_mine:
+                if is_mine:
+                    before = FIRST_USE.compiled
+                    _kernel(module, name).compile(types)
+                    os.write(1, b"+" * (FIRST_USE.compiled - before))
+                else:
+                    left.append((module, name, types))
+        if len(left) == len(uses):
+            time.sleep(0.02)
+        uses = left
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
