@@ -19,13 +19,18 @@ warnings.simplefilter("ignore")
 print([(module, name, str(types)) for module, name, types in ahead._find_uses("first_run")])
 """
 USED = """
-import ahead
+import ahead, threading
 from tierstore.kernels import jit
-used, compiles = set(), jit._Kernel.compile
+used, compiles, within = set(), jit._Kernel.compile, threading.local()
 def note(self, types):
-    if jit.FIRST_USE._outermost is None:
-        used.add((self.py_func.__module__, self.py_func.__name__, str(tuple(types))))
-    return compiles(self, types)
+    if getattr(within, "kernel", False):
+        return compiles(self, types)
+    used.add((self.py_func.__module__, self.py_func.__name__, str(tuple(types))))
+    within.kernel = True
+    try:
+        return compiles(self, types)
+    finally:
+        within.kernel = False
 jit._Kernel.compile = note
 ahead._do("first_run")
 print(list(used))

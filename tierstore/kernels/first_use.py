@@ -149,4 +149,4 @@ def _write(line: str) -> None:
 def _end(process: "subprocess.Popen[bytes]", parent: int) -> None:
     if os.getpid() == parent:
         process.kill()
-        process.wait()
+        process.communicate()

@@ -165,10 +165,7 @@ if JIT_ENABLED:
             raise TypeError(f"{self.py_func.__name__} is a helper: only kernels can call it")
 
     class _HelperLibrary(JITCodeLibrary):  # type: ignore[misc, unused-ignore]
-        """LLVM's code of a helper, which is optimised and becomes machine code in its kernels only."""
-
-        def _optimize_final_module(self) -> None:
-            pass
+        """A helper's code before it is machine code, which only its kernels need to be."""
 
         def _finalize_final_module(self) -> None:
             self._finalized = True
