@@ -53,10 +53,8 @@ def _compile(function: F, *, from_python: bool = True, **options: Any) -> F:
     # Nobody in C calls kernels by name, and nobody at all helpers but kernels, in whose machine code they are. Wrappers
     # for such callers, and keeping helpers on disk, took a quarter of the time to compile everything.
     wrappers = {"no_cfunc_wrapper": True, "no_cpython_wrapper": not from_python}
-    pipeline = {} if from_python or not JIT_ENABLED else {"pipeline_class": _HelperCompiler}
-    compiled: Any = numba.njit(
-        nogil=True, cache=from_python and FOLDER is not None, error_model="numpy", **wrappers, **pipeline, **options
-    )(function)
+    keeps = from_python and FOLDER is not None
+    compiled: Any = numba.njit(nogil=True, cache=keeps, error_model="numpy", **wrappers, **options)(function)
     _stamp(compiled)
     result: F = compiled
     return result
@@ -143,14 +141,9 @@ def uncounted_template(function: F) -> F:
 
 if JIT_ENABLED:
     from llvmlite import ir
-    from numba import _dynfunc
     from numba.core import errors
     from numba.core.ccallback import CFunc
-    from numba.core.codegen import JITCodeLibrary
-    from numba.core.compiler import CompilerBase, DefaultPassBuilder
-    from numba.core.compiler_machinery import PassManager, register_pass
     from numba.core.registry import CPUDispatcher
-    from numba.core.typed_passes import NativeLowering
     from numba.extending import intrinsic
 
     class _Kernel(CPUDispatcher):  # type: ignore[misc, unused-ignore]
@@ -163,36 +156,6 @@ if JIT_ENABLED:
 
         def __call__(self, *_args: object, **_kwargs: object) -> None:
             raise TypeError(f"{self.py_func.__name__} is a helper: only kernels can call it")
-
-    class _HelperLibrary(JITCodeLibrary):  # type: ignore[misc, unused-ignore]
-        """A helper's code before it is machine code, which only its kernels need to be."""
-
-        def _finalize_final_module(self) -> None:
-            self._finalized = True
-
-    @register_pass(mutates_CFG=True, analysis_only=False)
-    class _HelperLowering(NativeLowering):  # type: ignore[misc, unused-ignore]
-        _name = "helper_lowering"
-
-        def run_pass(self, state: Any) -> bool:
-            state.library = _HelperLibrary(state.targetctx.codegen(), state.func_id.func_qualname)
-            state.flags.no_compile = True
-            super().run_pass(state)
-            made = state.cr
-            entry = _dynfunc.make_function(made.fndesc.lookup_module(), "helper", "", 0, made.env, (state.library,))
-            state.targetctx.insert_user_function(entry, made.fndesc, [state.library])
-            state.cr = made._replace(cfunc=entry)
-            return True
-
-    class _HelperCompiler(CompilerBase):  # type: ignore[misc, unused-ignore]
-        """numba's own passes, but for the last but one."""
-
-        def define_pipelines(self) -> list[PassManager]:
-            passes = PassManager("helper")
-            for each, description in DefaultPassBuilder.define_nopython_pipeline(self.state).passes:
-                passes.add_pass(_HelperLowering if each is NativeLowering else each, description)
-            passes.finalize()
-            return [passes]
 
     event.register("numba:compile", FIRST_USE)
 
