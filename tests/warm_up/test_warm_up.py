@@ -53,7 +53,8 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 
 def test_what_is_found_without_compiling_is_what_a_compiled_run_uses() -> None:
     found, used = (set(ast.literal_eval(run(code).stdout)) for code in (FOUND, USED))
-    assert found <= used
+    # A callback of pool.direct has it, and may be on disk.
+    assert {name for _, name, _ in found - used} <= {"look_up"}
     assert {module for module, *_ in used - found} == {"tierstore.pool.direct"}  # only there where kernels are compiled
     assert len(found) > 30
 

@@ -1,13 +1,12 @@
 """Byte sizes as people write them: 2147483648, "2GiB", "512MB", "50%" (of memory), "5% of tables"."""
 
+import os
 import re
 from collections.abc import Iterator
 from fractions import Fraction
 from numbers import Integral
 from pathlib import Path
 from typing import Final
-
-import psutil
 
 from ..errors import BudgetError
 from .excerpt import excerpt
@@ -35,7 +34,7 @@ def format_count(count: int, noun: str) -> str:
 
 def machine_memory_bytes() -> int:
     """Memory this process may use: the machine's, or a limit of its control groups if one is less (a container's)."""
-    limits = [int(psutil.virtual_memory().total)]
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for path in _limit_files():
         try:
             limits.append(int(path.read_text()))
