@@ -184,6 +184,18 @@ def test_a_gradient_stays_until_zero_grad_and_is_of_its_pass(is_read: bool) -> N
             copy.deepcopy(optimizer)
 
 
+def test_rows_are_pinned_until_step_or_zero_grad() -> None:
+    with opened(SGD(lr=0.5), ddr="450KiB") as store:
+        optimizer, bag = store.optimizer(), tierstore.TieredEmbeddingBag(store["t"])
+        for end in (optimizer.step, optimizer.zero_grad):
+            out = bag(batches(1)[0]).sum()
+            out.backward()
+            assert store["t"].pool.pins.num_held == 1
+            end()
+            assert store["t"].pool.pins.num_held == 0
+            optimizer.zero_grad()
+
+
 def test_a_scheduler_sets_the_rate_of_rows() -> None:
     with opened(SGD(lr=0.5)) as store:
         twins = Twins(store, RULES[0][1])

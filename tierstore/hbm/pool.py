@@ -409,7 +409,7 @@ class HbmPool:
         while self.num_leased and time.monotonic() < deadline:
             time.sleep(PIN_POLL_SECONDS / 10)
         if self.num_leased:
-            raise TableError("rows are in use by a batch under way (prefetched, or its backward still to come)")
+            raise TableError("rows are in use by a batch under way (prefetched, or before its backward or step)")
         self.flush()
         with self.lane.side():
             self.cache.clear()

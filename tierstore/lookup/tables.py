@@ -49,6 +49,10 @@ class TrainsRows(Protocol):
         """What ``update`` would apply, of each table in order; rows stay as they are, and are released."""
         ...
 
+    def release(self) -> None:
+        """Release the rows. It still works, but must bring them in again."""
+        ...
+
 
 class CollectsGradients(Protocol):
     """A store's optimizer, to whoever runs backward."""

@@ -26,8 +26,8 @@ _GRAD: Final[Any] = Tensor.grad
 """torch's property, to which mypy knows no setter."""
 
 
-class _Pass:
-    """The gradients of a backward pass's rows of some tables, not merged yet.
+class _Waiting:
+    """The gradients of a backward pass's rows of some tables, not merged yet; the rows are pinned.
 
     Most are never merged: ``step`` runs the update that fuses merging and the optimizer's rule.
 
@@ -42,8 +42,12 @@ class _Pass:
         self._grad_out = grad_out
 
     def update(self) -> None:
-        """Apply them to the rows."""
+        """Apply them to the rows, which are released."""
         self._lookup.update(self._grad_out)
+
+    def release(self) -> None:
+        """Release the rows."""
+        self._lookup.release()
 
     @shielded
     def merge(self) -> None:
@@ -60,16 +64,18 @@ class _Rows(torch.nn.Parameter):
     Attributes:
         table: the table.
         waiting: of the pass that has its gradient, if that is not merged yet.
+        is_applied: ``step`` has applied the gradient.
     """
 
     table: Table
-    waiting: _Pass | None
+    waiting: _Waiting | None
+    is_applied: bool
 
     @classmethod
     def of(cls, table: Table) -> "_Rows":
         shape = table.config.num_embeddings, table.layout.dim
         made = cls(torch.zeros((), dtype=torch.float32, device=table.store.device).expand(shape))
-        made.table, made.waiting = table, None
+        made.table, made.waiting, made.is_applied = table, None, False
         return made
 
     @property
@@ -117,7 +123,6 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
 
     def __init__(self, store: "Store") -> None:
         self._store = store
-        self._is_applied = False
         super().__init__([_group(table) for table in store.tables.values()], {"lr": 0.01})
 
     def _rows_of(self, table: Any) -> _Rows:
@@ -134,21 +139,21 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
     def collect(self, tables: Sequence[LookupTable], lookup: TrainsRows, grad_out: Tensor) -> None:
         """Add a pass's gradients to those that are there; called at its end."""
         rows = [self._rows_of(table) for table in tables]
-        made = _Pass(rows, lookup, grad_out.clone())
+        made = _Waiting(rows, lookup, grad_out.clone())
         if any(each.has_grad for each in rows):
-            if self._is_applied:
+            if any(each.has_grad and each.is_applied for each in rows):
                 warnings.warn(_KEPT, RuntimeWarning, stacklevel=2)
             made.merge()
             return
-        self._is_applied = False
         for each in rows:
-            each.waiting = made
+            each.waiting, each.is_applied = made, False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, or make them zeros. ``model.zero_grad()`` does not reach those of rows."""
-        self._is_applied = False
-        if set_to_none:
-            for rows in self._rows:
+        for rows in self._rows:
+            rows.is_applied = False
+            if set_to_none and rows.waiting is not None:
+                rows.waiting.release()
                 rows.waiting = None
         super().zero_grad(set_to_none)
 
@@ -181,7 +186,7 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
         for rows in self._rows:
             if rows.waiting is None and rows.grad is not None:
                 _update(rows.table, rows.grad)
-        self._is_applied = True
+            rows.is_applied = True
 
     @torch.no_grad()
     def clip_grad_norm_(

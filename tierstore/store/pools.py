@@ -77,7 +77,7 @@ class Pools:
         """TableError, which says what to do before, if rows are in use."""
         if not all(pool.becomes_unused() for pool in self):
             raise TableError(
-                f"rows are in use by a batch under way (prefetched, or its backward still to come); {action} before"
+                f"rows are in use by a batch under way (prefetched, or before its backward or step); {action} before it"
             )
 
     def freeze(self) -> Sequence[Pool]:
