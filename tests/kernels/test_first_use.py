@@ -89,6 +89,20 @@ def test_progress_and_garbage_while_a_kernel_is_compiled(monkeypatch: pytest.Mon
     assert [line.rpartition(": ")[2] for line in lines] == ["", "0", "", "3 of 9", ""]
 
 
+@pytest.mark.parametrize("stderr", [None, object(), "closed"], ids=["none", "no file", "closed"])
+def test_compiling_needs_no_terminal(stderr: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    if stderr == "closed":
+        stderr = io.StringIO()
+        stderr.close()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("of a notebook")])
+    first_use = FirstUse(None)
+    kernel = SimpleNamespace(data={"dispatcher": SimpleNamespace(py_func=fill_rows)})
+    first_use.on_start(kernel)
+    first_use.disown()
+    assert gc.isenabled()
+
+
 @pytest.mark.skipif(not JIT_ENABLED, reason="nothing is compiled without the JIT")
 @pytest.mark.parametrize("how", [[], ["killed"]])
 def test_the_process_that_compiles_ahead_ends_with_its_parent(tmp_path: Path, how: list[str]) -> None:

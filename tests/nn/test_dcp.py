@@ -189,6 +189,19 @@ def test_other_uses_of_rows_are_refused_with_the_way_out(tmp_path: Path) -> None
         assert "of <Table 't'" in repr(weights)
 
 
+def test_a_save_that_torch_stages_commits_once(tmp_path: Path) -> None:
+    with tierstore.open(tmp_path / "s", keep=2) as store:
+        make(store)
+        state = {"store": checkpoint.StoreVersion(store)}
+        dcp.save(state, checkpoint_id=tmp_path / "1")
+        saving: Any = dcp.async_save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "2"))
+        saving.result()
+        assert store.versions == (1, 2)
+        for number in (2, 1):
+            dcp.load(state, checkpoint_id=tmp_path / str(number))
+            assert store.version == number
+
+
 def test_a_checkpoint_names_the_version_that_has_the_rows(tmp_path: Path) -> None:
     ids = torch.arange(ROWS)
     with tierstore.open(tmp_path / "s", keep=3) as store:

@@ -14,6 +14,8 @@ import logging
 import os
 import subprocess
 import sys
+import threading
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +27,9 @@ from .threads import default_threads
 
 _LOG: Final = logging.getLogger("tierstore")
 _SCRIPT: Final = Path(__file__).parents[1] / "warm_up" / "ahead.py"
+
+_POLL_SECONDS: Final = 0.02
+_PATIENCE_SECONDS: Final = 60
 
 
 class FirstUse(event.Listener):  # type: ignore[misc, unused-ignore]
@@ -44,6 +49,7 @@ class FirstUse(event.Listener):  # type: ignore[misc, unused-ignore]
         self._outermost: Any = None
         self._collects = False
         self._ahead: subprocess.Popen[bytes] | None = None
+        self._is_told = False
         self._heard = b""
         self.compiled = 0
         self.is_alone = False
@@ -70,22 +76,33 @@ class FirstUse(event.Listener):  # type: ignore[misc, unused-ignore]
         except (BlockingIOError, PermissionError):
             if not wait:
                 return False
+            self._tell()
             self._show()
             try:
-                fcntl.lockf(descriptor, fcntl.LOCK_EX, 1, place)
+                self._wait(descriptor, place)
             finally:
                 self._clear()
         return True
 
+    @staticmethod
+    def _wait(descriptor: int, place: int) -> None:
+        """For whoever compiles it, but not for ever: it may have been stopped, and what it saves is only work."""
+        for _ in range(int(_PATIENCE_SECONDS / _POLL_SECONDS)):
+            time.sleep(_POLL_SECONDS)
+            with contextlib.suppress(BlockingIOError, PermissionError):
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+                return
+
     def on_start(self, event: Any) -> None:
         """numba begins to compile a function: a kernel, or what it calls."""
         dispatcher = event.data["dispatcher"]
-        if self._outermost is not None or not str(dispatcher.py_func.__module__).startswith("tierstore"):
+        if self._outermost is not None or not str(dispatcher.py_func.__module__).startswith("tierstore."):
             return
         self._outermost = dispatcher
         self._collects = gc.isenabled()
         gc.disable()  # nine tenths of what the compiler makes lives until it ends
-        if self._ahead is None and not self.is_alone:
+        self._tell()
+        if not self.is_alone and (self._ahead is None or self._ahead.returncode):  # it ends with a thread
             self._begin()
         self._show()
 
@@ -98,17 +115,28 @@ class FirstUse(event.Listener):  # type: ignore[misc, unused-ignore]
                 gc.enable()
             self._clear()
 
-    def _begin(self) -> None:
-        if not _at_terminal():
+    def disown(self) -> None:
+        """Forget, in a forked process, what its parent was about to compile."""
+        if self._outermost is not None and self._collects:
+            gc.enable()
+        self._outermost = None
+
+    def _tell(self) -> None:
+        if not self._is_told and not _at_terminal():
             _LOG.warning(
                 "compiling kernels that this machine has not used before (some seconds; later runs load them from disk)"
             )
-        if self._locks is None or default_threads() == 1 or not sys.executable or hasattr(sys, "frozen"):
+        self._is_told = True
+
+    def _begin(self) -> None:
+        is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # of processes that torchrun starts
+        if self._locks is None or default_threads() == 1 or not is_first or hasattr(sys, "frozen"):
             self.is_alone = True
             return
         try:
             self._ahead = start("first_run", 1, stderr=subprocess.DEVNULL)
-        except OSError:
+            threading.Thread(target=self._ahead.wait, daemon=True).start()
+        except Exception:
             self.is_alone = True
             return
         assert self._ahead.stdout is not None
@@ -122,7 +150,7 @@ class FirstUse(event.Listener):  # type: ignore[misc, unused-ignore]
             with contextlib.suppress(OSError):  # nothing new
                 self._heard += os.read(self._ahead.stdout.fileno(), 4096)
         total, _, ticks = self._heard.partition(b"\n")
-        done = self.compiled + len(ticks)
+        done = self.compiled + ticks.count(b"+")
         of_all = f" of {max(int(total), done + 1)}" if total else ""
         _write(f"tierstore: compiling kernels, once for this machine: {done}{of_all}")
 
@@ -133,17 +161,22 @@ class FirstUse(event.Listener):  # type: ignore[misc, unused-ignore]
 
 def start(work: str, processes: int, **options: Any) -> "subprocess.Popen[bytes]":
     """Start ``warm_up/ahead.py``, whose output is a pipe; it ends with the thread that started it."""
-    arguments = [json.dumps(sys.path), str(os.getpid()), work, str(processes)]
+    path = [each for each in sys.path if isinstance(each, str)]
+    arguments = [json.dumps(path), str(os.getpid()), work, str(processes)]
     command = [sys.executable, "-P", str(_SCRIPT), *arguments]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, **options)
 
 
 def _at_terminal() -> bool:
-    return sys.stderr is not None and sys.stderr.isatty()
+    try:
+        return bool(sys.stderr.isatty())  # type: ignore[union-attr, unused-ignore]
+    except (AttributeError, ValueError):  # none, not a file, or closed
+        return False
 
 
 def _write(line: str) -> None:
-    print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # the terminal is gone
+        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
 
 
 def _end(process: "subprocess.Popen[bytes]", parent: int) -> None:

@@ -6,6 +6,7 @@
 import contextlib
 import logging
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -158,6 +159,7 @@ if JIT_ENABLED:
             raise TypeError(f"{self.py_func.__name__} is a helper: only kernels can call it")
 
     event.register("numba:compile", FIRST_USE)
+    os.register_at_fork(after_in_child=FIRST_USE.disown)
 
     def callback(function: Callable[..., None], *arguments: Any) -> Any:
         """A kernel for C, given numba's types of its arguments; its ``address`` is good as long as the object lives."""

@@ -10,6 +10,7 @@ the shards it was told of and pickles each, which reads its rows. A reader narro
 calls ``copy_``, which writes them. Every other use raises.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, NoReturn
 
@@ -26,6 +27,8 @@ from ..store.version import TableState
 __all__ = ["StoreVersion", "rows"]
 
 _ATEN: Final = torch.ops.aten
+_WRITING: Final = threading.Lock()
+"""Weights and state of a row are written together, and a reader may load them in several threads."""
 
 
 class _Content(NamedTuple):
@@ -48,7 +51,8 @@ def rows(store: Store, *, key: str = DEFAULT_KEY) -> dict[str, Tensor]:
     shapes, dtypes and optimizers can load them. What is loaded is durable from the next commit on; where loading
     fails, ``store.rollback(store.version)`` or opening the store again undoes it.
 
-    A ``store.optimizer()`` has learning rates of its own: save and load it beside.
+    Each rank of several gives its store a ``key`` of its own: of equal names torch saves one rank's. A
+    ``store.optimizer()`` has learning rates of its own: save and load it beside.
 
     Args:
         key: the names of weights, ``{table}`` standing for the table's.
@@ -153,7 +157,8 @@ class _Range(Tensor):
         values = source.detach().cpu().expand(self.shape)
         step = content.chunks[0][1]
         for first in range(0, len(values), step):
-            content.write(self._start + first, values[first : first + step].contiguous())
+            with _WRITING:
+                content.write(self._start + first, values[first : first + step].contiguous())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._content.read(self._start, self._start + len(self)).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
@@ -219,6 +224,8 @@ class StoreVersion:
     opened for reading has the version that it shows saved. Loading goes back to that version, as ``Store.rollback``
     does: later ones, and what was not committed, are dropped.
 
+    Each rank of several has it under a name of its own: of equal names torch saves one rank's.
+
     The version is known by its commit's identity. So a store that was moved, or copied by ``Store.backup``, loads it.
 
     Raises:
@@ -271,8 +278,11 @@ class _Committed:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._made: list[Any] = []
 
     def __reduce__(self) -> tuple[type[tuple[Any, ...]], tuple[list[Any]]]:
-        store = self._store
-        version = store.version if store.readonly else store.commit()
-        return tuple, ([version, store.commit_id(version), str(store.directory)],)
+        if not self._made:  # torch may copy it more than once
+            store = self._store
+            version = store.version if store.readonly else store.commit()
+            self._made = [version, store.commit_id(version), str(store.directory)]
+        return tuple, (self._made,)

@@ -18,7 +18,7 @@ import signal
 import sys
 import tempfile
 import threading
-import time
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -33,6 +33,8 @@ Use = tuple[str, str, Any]
 
 def main(path: str, parent: str, work: str, processes: str) -> None:
     """Do it."""
+    out = os.dup(1)
+    os.dup2(2, 1)  # whatever else is printed is no answer
     _end_with(int(parent))
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.path[:] = json.loads(path)
@@ -48,16 +50,16 @@ def main(path: str, parent: str, work: str, processes: str) -> None:
     FIRST_USE.is_alone = True
     with os.fdopen(read, "rb") as file:
         uses: list[Use] = pickle.load(file)
-    os.write(1, b"%d\n" % len(uses))
-    children = [_fork(lambda: _compile(uses)) for _ in range(int(processes) - 1)]
-    _compile(uses)
+    os.write(out, b"%d\n" % len(uses))
+    children = [_fork(lambda: _compile(uses, out)) for _ in range(int(processes) - 1)]
+    _compile(uses, out)
     failed = [os.waitpid(child, 0)[1] for child in children]
     if work == "everything":  # some functions are only there where kernels are compiled
         before = FIRST_USE.compiled
         _do(work)
-        os.write(1, b"+" * (FIRST_USE.compiled - before))
-    folders = {_kernel(module, name).stats.cache_path for module, name, _ in uses}
-    print("", *sorted(folders), sep="\n")
+        os.write(out, b"+" * (FIRST_USE.compiled - before))
+        folders = {_kernel(module, name).stats.cache_path for module, name, _ in uses}
+        os.write(out, "\n".join(["", *sorted(folders), ""]).encode())
     sys.exit(any(failed))
 
 
@@ -77,6 +79,8 @@ def _fork(work: Callable[[], object]) -> int:
             _end_with(this)
             work()
             status = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(status)
     return child
@@ -132,22 +136,20 @@ def _kernel(module: str, name: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _compile(uses: list[Use]) -> None:
-    """Compile them, or see another process do it."""
+def _compile(uses: list[Use], out: int) -> None:
+    """Compile them, those last that another process is at."""
     from tierstore.kernels.jit import FIRST_USE
 
-    while uses:
+    for wait in (False, True):
         left = []
         for module, name, types in uses:
-            with FIRST_USE.claimed(f"{module}.{name}", wait=False) as is_mine:
+            with FIRST_USE.claimed(f"{module}.{name}", wait=wait) as is_mine:
                 if is_mine:
                     before = FIRST_USE.compiled
                     _kernel(module, name).compile(types)
-                    os.write(1, b"+" * (FIRST_USE.compiled - before))
+                    os.write(out, b"+" * (FIRST_USE.compiled - before))
                 else:
                     left.append((module, name, types))
-        if len(left) == len(uses):
-            time.sleep(0.02)
         uses = left
 
 

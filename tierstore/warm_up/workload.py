@@ -12,7 +12,7 @@ import torch
 from .. import optim
 from ..config import TableConfig
 from ..io.prefetch import prefetch
-from ..nn import KeyedJaggedTensor, TieredEmbeddingBag, TieredEmbeddingBagCollection
+from ..nn import KeyedJaggedTensor, TieredEmbedding, TieredEmbeddingBag, TieredEmbeddingBagCollection
 from ..offline.quantization import quantize
 from ..serve.messages import InferTensor
 from ..serve.models.jagged import Features, merge
@@ -73,8 +73,12 @@ def _train(table: TableConfig, folder: Path) -> None:
         if table.pooling == "sum":
             bag(_IDS, _OFFSETS[:-1], per_sample_weights=torch.ones(4, requires_grad=True)).sum().backward()
         optimizer = store.optimizer()
-        bag(_IDS, _OFFSETS[:-1]).sum().backward()
-        optimizer.step()
+        for result in (bag(_IDS, _OFFSETS[:-1]), TieredEmbedding(store["item"])(_IDS)):
+            result.sum().backward()
+            optimizer.step()
+            optimizer.clip_grad_norm_()
+            optimizer.step()
+            optimizer.zero_grad()
         store["item"].write(_IDS, store["item"].read(_IDS))
         store.commit_async().result()
     with open_store(folder, mode="r", ddr=_BUDGET, threads=1) as store:
