@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from ..system.signals import shielded
-from .hbm import HbmLookup
-from .lookup import Lookup
+from .contract import AnyLookup
 
 _NUMBERS: Final = itertools.count()
 _LOCK: Final = threading.Lock()
@@ -58,7 +57,7 @@ class _Collected(NamedTuple):
     was made on, or None."""
 
     number: int
-    lookup: Lookup | HbmLookup
+    lookup: AnyLookup
     gradient: Tensor
     stream: Any
 
@@ -130,7 +129,7 @@ def _current_pass(number: int) -> _Pass:
         return found
 
 
-def collect(turn: Turn, lookups: Sequence[Lookup | HbmLookup], gradients: Sequence[Tensor]) -> None:
+def collect(turn: Turn, lookups: Sequence[AnyLookup], gradients: Sequence[Tensor]) -> None:
     """Update the rows of some lookups at the end of this thread's current backward pass, if the pass succeeds.
 
     All lookups of a pass that share a table make one update of it, with positions in the order of the forward calls.

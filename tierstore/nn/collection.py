@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ..config import require_names
 from ..errors import TableError
-from ..lookup import Lookup
-from ..lookup.hbm import HbmLookup
-from ..lookup.joined import Jagged
+from ..lookup.contract import AnyLookup
+from ..lookup.joined import Jagged, Joined
 from ..store import Store, Table
 from ..store.arguments import check_ids, check_offsets, check_scale
 from ..store.table import make_lookup
@@ -28,7 +27,7 @@ class _Feature(NamedTuple):
     column: int
 
 
-class _Collection(TieredModule):
+class Collection(TieredModule):
     """Features of some tables, looked up in one call; ``TieredEmbeddingBagCollection`` tells arguments and errors."""
 
     def __init__(self, store: Store, *, tables: Sequence[str] | None = None) -> None:
@@ -63,6 +62,9 @@ class _Collection(TieredModule):
     def _tables(self) -> list[Table]:
         return list({feature.table.layout: feature.table for feature in self._features.values()}.values())
 
+    def _make_lookup(self, joined: Joined, mode: str) -> AnyLookup:
+        return make_lookup(joined, mode=mode)
+
     def _checked(self, features: JaggedLike) -> tuple[Jagged, dict[str, int]]:
         """(ids without weights, the place of each feature there); errors as ``forward`` has them."""
         keys = list(features.keys())
@@ -86,7 +88,7 @@ class _Collection(TieredModule):
         return ", ".join(f"{feature.name}: {feature.table!r}" for feature in self._features.values())
 
 
-class TieredEmbeddingBagCollection(_Collection):
+class TieredEmbeddingBagCollection(Collection):
     """Pools every feature of a set of tables; called as TorchRec's ``EmbeddingBagCollection`` is.
 
     The rows are no torch parameters: each table's optimizer runs at the end of backward, unless ``Store.optimizer``
@@ -139,20 +141,20 @@ class TieredEmbeddingBagCollection(_Collection):
             groups.setdefault((feature.table.layout, feature.table.config.pooling), []).append(feature)
         return list(groups.values())
 
-    def _lookup(self, group: list[_Feature], jagged: Jagged, place: dict[str, int]) -> Lookup | HbmLookup:
+    def _lookup(self, group: list[_Feature], jagged: Jagged, place: dict[str, int]) -> AnyLookup:
         config = group[0].table.config
         if jagged.scale is not None and config.pooling != "sum":
             raise ValueError(f'weights go with pooling="sum" only; table {config.name!r} has {config.pooling!r}')
-        return make_lookup(
+        joined = Joined(
             [feature.table for feature in group],
             jagged,
             np.array([place[feature.name] for feature in group], np.int64),
             [feature.column for feature in group],
-            mode=config.pooling,
         )
+        return self._make_lookup(joined, config.pooling)
 
 
-class TieredEmbeddingCollection(_Collection):
+class TieredEmbeddingCollection(Collection):
     """Looks every id of a set of tables' features up; called as TorchRec's ``EmbeddingCollection`` is.
 
     Training is as with ``TieredEmbeddingBagCollection``, each id being a bag. A table's ``pooling`` plays no part.
@@ -193,12 +195,13 @@ class TieredEmbeddingCollection(_Collection):
         elements = sum(lookup.joined.batch * lookup.joined.tables[0].layout.dim for lookup in lookups)
         return Prepared(lookups, (elements,), None, _sources(features), self.store)
 
-    def _lookup(self, table: Table, jagged: Jagged, place: dict[str, int]) -> Lookup | HbmLookup:
+    def _lookup(self, table: Table, jagged: Jagged, place: dict[str, int]) -> AnyLookup:
         """Of the ids of all the table's features, one after another."""
         bounds = [place[name] * jagged.batch for name in table.config.feature_names]
         lists = [jagged.ids[jagged.offsets[first] : jagged.offsets[first + jagged.batch]] for first in bounds]
         ids: Any = np.concatenate(lists)
-        return table.lookup(Jagged(ids, np.arange(len(ids) + 1), len(ids)), mode="sum")
+        jagged = Jagged(ids, np.arange(len(ids) + 1), len(ids))
+        return self._make_lookup(Joined([table], jagged, np.zeros(1, np.int64), [0]), "sum")
 
 
 def _sources(features: JaggedLike) -> tuple[Tensor | None, ...]:

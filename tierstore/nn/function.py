@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..lookup import Lookup
+from ..lookup.contract import AnyLookup
 from ..lookup.gradients import Turn, collect, note_pass
-from ..lookup.hbm import HbmLookup
 from ..lookup.lookup import new_output
 from ..lookup.tables import LookupTable
 from ..pool import Pool
 from ..store import Store
-from .replicas import require_one_process
 
 _MISSED: Final = 2
 """Batches in turn: one may well have been left out."""
@@ -41,7 +39,7 @@ class Prepared:
 
     def __init__(
         self,
-        lookups: Sequence[Lookup | HbmLookup],
+        lookups: Sequence[AnyLookup],
         shape: tuple[int, ...],
         scale: Tensor | None,
         sources: Sequence[Tensor | None],
@@ -188,22 +186,16 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().view(torch.int32) if tensor.dtype == torch.float32 else tensor
 
 
-def run_lookups(prepared: Prepared, module: torch.nn.Module, anchor: Tensor, *, trainable: bool) -> Tensor:
+def run_lookups(prepared: Prepared, anchor: Tensor, *, trainable: bool) -> Tensor:
     """float32 of ``prepared.shape``. With gradients enabled and ``trainable``, a backward pass that ends well
     trains the rows, unless it was asked for gradients of other tensors only.
 
     Args:
-        module: whose forward it is.
         anchor: a leaf that requires grad and stands for the rows: autograd runs backward for it though ids have no
             gradient. It gets none itself.
         trainable: whether rows may be updated; per-sample weights get their gradient in any case.
-
-    Raises:
-        RuntimeError: rows that may be updated, in a module that DistributedDataParallel replicates.
     """
     scale = prepared.scale
-    if trainable:
-        require_one_process(module, prepared.store)
     if torch.is_grad_enabled() and (trainable or (scale is not None and scale.requires_grad)):
         start = anchor if trainable else anchor.detach()
         out: Tensor = _PooledLookups.apply(start, scale, prepared, trainable)  # type: ignore[no-untyped-call]

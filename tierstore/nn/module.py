@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..store import Store, Table
 from .function import Announced, Prepared, PreparedLookups, run_lookups
+from .replicas import require_one_process
 
 
 class TieredModule(nn.Module, ABC):
@@ -51,8 +52,13 @@ class TieredModule(nn.Module, ABC):
     ) -> Tensor:
         prepared = self._prepared.take(arguments[0], sources) or self._prepare(*arguments)
         trainable = self.rows.requires_grad and not self._store.readonly
-        out = run_lookups(prepared, self, self.rows, trainable=trainable)
+        if trainable:
+            self._require_one_process()
+        out = run_lookups(prepared, self.rows, trainable=trainable)
         return out if shape is None else out.view(*shape)
+
+    def _require_one_process(self) -> None:
+        require_one_process(self, self._store)
 
     @property
     def has_room(self) -> bool:

@@ -24,7 +24,7 @@ def require_one_process(module: torch.nn.Module, store: Store) -> None:
     if processes > 1 and torch.is_grad_enabled():
         raise RuntimeError(
             f"rows of the store at {store.directory} cannot be trained inside DistributedDataParallel by {processes} "
-            "processes: each would train rows of its own, and nothing would bring them together. Train tables in one "
-            "process; sharding over processes does not exist yet. Tables that are not trained may be replicated: open "
+            "processes: each would train rows of its own, and nothing would bring them together. Shard the tables over "
+            "the processes (tierstore.dist), or train them in one. Tables that are not trained may be replicated: open "
             'their store with mode="r", or freeze the module by requires_grad_(False) before it is replicated'
         )

@@ -45,19 +45,18 @@ class PendingCommit(Future[int]):
 
 
 class Commits:
-    """Makes versions, of which ``keep`` stay, and goes back to them. One thread at a time may call it."""
+    """Makes versions and goes back to them. One thread at a time may call it."""
 
-    def __init__(self, directory: Path, cold: ColdTier, catalog: Catalog, pools: Pools, *, keep: int) -> None:
+    def __init__(self, directory: Path, cold: ColdTier, catalog: Catalog, pools: Pools) -> None:
         self._directory = directory
         self._cold = cold
         self._catalog = catalog
         self._pools = pools
-        self._keep = keep
         self._pending: PendingCommit | None = None
         self._thread = ThreadPoolExecutor(1, "tierstore-commit")  # begins with the first commit
 
-    def begin(self, extra: dict[str, Any] | None, tensors: Mapping[str, Tensor] | None) -> PendingCommit:
-        """See ``Store.commit_async``."""
+    def begin(self, extra: dict[str, Any] | None, tensors: Mapping[str, Tensor] | None, keep: int) -> PendingCommit:
+        """See ``Store.commit_async``. ``keep`` versions stay."""
         self.end_pending()
         lineage = self._catalog.version.lineage.following(self._catalog.version.number)
         payload = pack(self._catalog.states, extra or {}, dict(tensors or {}), lineage)
@@ -65,17 +64,17 @@ class Commits:
         frozen = self._pools.freeze()
         reach("commit: rows frozen")
         self._pending = pending
-        self._thread.submit(self._finish, pending, frozen, payload)
+        self._thread.submit(self._finish, pending, frozen, payload, keep)
         return pending
 
-    def _finish(self, pending: PendingCommit, pools: Sequence[Pool], payload: bytes) -> None:
+    def _finish(self, pending: PendingCommit, pools: Sequence[Pool], payload: bytes, keep: int) -> None:
         """Write what was frozen and make it the current version; the commit thread's part."""
         try:
             for pool in pools:
                 pool.writeback.write_frozen()
             reach("commit: frozen rows written")
             try:
-                self._cold.commit(payload, pending.version, keep=self._keep)
+                self._cold.commit(payload, pending.version, keep=keep)
             finally:
                 if self._cold.version == pending.version:
                     self._catalog.version = unpack(pending.version, payload)

@@ -92,7 +92,7 @@ class Store(Unpicklable):
             )  # fmt: skip
             self._pools = Pools(memory, self._cold, self.workers, self._catalog, readonly=readonly)
             held.callback(self._pools.close)
-            self._commits = Commits(self.directory, self._cold, self._catalog, self._pools, keep=keep)
+            self._commits = Commits(self.directory, self._cold, self._catalog, self._pools)
             held.callback(self._commits.close)
             self._follower = Follower(self._lifetime, self._cold, self._catalog, self._pools)
             self._held = held.pop_all()
@@ -193,7 +193,7 @@ class Store(Unpicklable):
             asked it for is raised by the next commit, or by ``close``.
         """
         self.require_writable()
-        return self._commits.begin(extra, tensors)
+        return self._commits.begin(extra, tensors, self.keep)
 
     @shielded
     def rollback(self, version: int) -> None:

@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,13 +30,11 @@ if TYPE_CHECKING:
     from .store import Store
 
 
-def make_lookup(
-    tables: "Sequence[Table]", jagged: Jagged, features: Int64s, columns: Sequence[int], *, mode: str
-) -> Lookup | HbmLookup:
-    """A pooled lookup of features in tables of one pool, in the tier that holds its hottest rows; arguments as of
-    ``Joined``. ValueError, which names table and id, for an id outside its table."""
-    joined = Joined(tables, jagged, features, columns)
-    return Lookup(joined, mode=mode) if tables[0].pool.hot is None else HbmLookup(joined, mode=mode)
+def make_lookup(joined: Joined, *, mode: str) -> Lookup | HbmLookup:
+    """A pooled lookup in the tier that holds the tables' hottest rows. ValueError, which names table and id, for an id
+    outside its table."""
+    has_hot = joined.tables[0].pool.hot is not None
+    return HbmLookup(joined, mode=mode) if has_hot else Lookup(joined, mode=mode)
 
 
 def _no_pool() -> None:
@@ -277,7 +275,7 @@ class Table(Unpicklable):
 
     def lookup(self, jagged: Jagged, *, mode: str) -> Lookup | HbmLookup:
         """A lookup of one feature in this table."""
-        return make_lookup([self], jagged, np.zeros(1, np.int64), [0], mode=mode)
+        return make_lookup(Joined([self], jagged, np.zeros(1, np.int64), [0]), mode=mode)
 
     def __repr__(self) -> str:
         config = self.config

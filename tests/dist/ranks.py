@@ -1,0 +1,82 @@
+"""Runs functions in ranks: processes of a gloo group, forked from one that has imported everything once."""
+
+import functools
+import importlib
+import os
+import pickle
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from bench.data import ROOT
+
+DIED = 9
+"""Exit status of a rank that ends itself in a test."""
+_TIMEOUT = timedelta(seconds=60)
+
+
+def run(work: Callable[..., Any], size: int, folder: Path, *arguments: Any, statuses: Sequence[int] = ()) -> list[Any]:
+    """What ``work(*arguments)``, a function of a module here, returned in each rank, in order; None where it did not.
+
+    Args:
+        folder: that exists, for files.
+        statuses: with which each rank must end; default: 0.
+    """
+    path = folder / f"run-{len(list(folder.glob('run-*')))}"
+    path.mkdir()
+    called = Path(work.__code__.co_filename).stem, work.__name__, size, arguments
+    (path / "call").write_bytes(pickle.dumps(called))
+    server = _server()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    print(path, file=server.stdin, flush=True)
+    ended = [int(status) for status in server.stdout.readline().split()]
+    told = "".join(each.read_text() for each in path.glob("*.error"))
+    assert ended == list(statuses or [0] * size), f"{ended}\n{told}"
+    results = [path / str(rank) for rank in range(size)]
+    return [pickle.loads(each.read_bytes()) if each.exists() else None for each in results]
+
+
+@functools.cache
+def _server() -> "subprocess.Popen[str]":
+    """Ends with this process, which closes its input."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.dist.ranks"], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+
+
+def _fork(path: Path, rank: int, size: int, work: Callable[..., Any], arguments: Sequence[Any]) -> int:
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo", init_method=f"file://{path}/meet", rank=rank, world_size=size, timeout=_TIMEOUT)
+        (path / str(rank)).write_bytes(pickle.dumps(work(*arguments)))
+        status = 0
+    except BaseException:
+        (path / f"{rank}.error").write_text(traceback.format_exc())
+    finally:
+        os._exit(status)
+
+
+def main() -> None:
+    """Of each folder that a line of the input names, run what was called; prints a line that says how ranks ended."""
+    for line in sys.stdin:
+        path = Path(line.strip())
+        module, name, size, arguments = pickle.loads((path / "call").read_bytes())
+        work = getattr(importlib.import_module(f"tests.dist.{module}"), name)
+        children = [_fork(path, rank, size, work, arguments) for rank in range(size)]
+        print(*(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Commits of a sharded store: one version of all ranks, whichever of them ends when."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tierstore
+from tierstore.dist import ShardedStore, ShardedTieredEmbeddingBagCollection, open_sharded
+from tierstore.system import killpoints
+
+from .ranks import DIED, run
+
+ROWS, DIM = 200, 8
+TABLE = tierstore.TableConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM, optimizer=tierstore.optim.Adam(lr=0.1))
+
+
+def opened(folder: Path) -> ShardedStore:
+    store = open_sharded(folder, ddr="500KiB", threads=1)
+    store.create_table(TABLE)
+    return store
+
+
+def train(store: ShardedStore, step: int) -> None:
+    generator = torch.Generator().manual_seed(10 * step + store.ranks.rank)
+    ids = torch.randint(0, ROWS, (64,), generator=generator)
+    jagged = tierstore.KeyedJaggedTensor(["t"], ids, offsets=torch.arange(0, 65, 4))
+    gradient = torch.randn(16, DIM, generator=generator)
+    ShardedTieredEmbeddingBagCollection(store)(jagged).values().backward(gradient)
+
+
+def rows(store: ShardedStore) -> list[list[float]]:
+    half = ROWS // 2
+    found: list[list[float]] = store.local["t"].read(torch.arange(half) + half * store.ranks.rank).tolist()
+    return found
+
+
+def train_and_commit(folder: Path, steps: int) -> tuple[int, dict[str, Any], list[Any]]:
+    """Go on to ``steps`` steps, with a commit after each; (version, extra and rows at the start)."""
+    with opened(folder) as store:
+        found = store.version, store.extra, rows(store)
+        for step in range(store.extra.get("steps", 0), steps):
+            train(store, step)
+            store.commit(extra={"steps": step + 1})
+        return found
+
+
+def die_in_commit(folder: Path, dying: int, point: str) -> str:
+    """Commit two steps; in the commit of the second a rank ends at ``point``. What another rank was told."""
+    with opened(folder) as store:
+        train(store, 0)
+        store.commit(extra={"steps": 1})
+        train(store, 1)
+        if store.ranks.rank == dying:
+            killpoints.hook = lambda name: os._exit(DIED) if name == point else None
+        try:
+            store.commit(extra={"steps": 2})
+        except RuntimeError as error:
+            return str(error)
+        return "committed"
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
+    """Rows of each rank after 0, 1, 2 and 3 steps."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    run(train_and_commit, 2, folder, folder / "store", 0)
+    return [[each[2] for each in run(train_and_commit, 2, folder, folder / "store", steps)] for steps in (1, 2, 3, 3)]
+
+
+@pytest.mark.parametrize("point", ["commit: rows frozen", "commit: transaction committed", "prune: done"])
+@pytest.mark.parametrize("dying", [0, 1])
+def test_ranks_reopen_at_the_newest_version_that_all_have(
+    point: str, dying: int, tmp_path: Path, uninterrupted: list[list[Any]]
+) -> None:
+    store = tmp_path / "store"
+    run(die_in_commit, 2, tmp_path, store, dying, point, statuses=[DIED, 0] if not dying else [0, DIED])
+    for _ in range(2):
+        found = run(train_and_commit, 2, tmp_path, store, 0)
+        steps = found[0][1]["steps"]
+        assert steps in ((1, 2) if point != "commit: rows frozen" else (1,))
+        assert [each[1]["steps"] for each in found] == [steps, steps]
+        assert [each[2] for each in found] == uninterrupted[steps]
+    run(train_and_commit, 2, tmp_path, store, 3)
+    assert [each[2] for each in run(train_and_commit, 2, tmp_path, store, 3)] == uninterrupted[3]
+
+
+def fail_to_commit(folder: Path, failing: int, times: int) -> list[str]:
+    """Commits that fail in one rank. What each rank was told."""
+    with opened(folder) as store:
+        train(store, 0)
+        store.commit(extra={"steps": 1})
+        train(store, 1)
+        told = []
+        for _ in range(times):
+            extra: dict[str, Any] = {"steps": object() if store.ranks.rank == failing else 2}
+            with pytest.raises((RuntimeError, TypeError)) as raised:
+                store.commit(extra=extra)
+            told.append(str(raised.value))
+        if times == 1:
+            store.commit(extra={"steps": 2})
+        return told
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_commit_that_fails_in_one_rank_is_no_version(
+    times: int, tmp_path: Path, uninterrupted: list[list[Any]]
+) -> None:
+    told = run(fail_to_commit, 2, tmp_path, tmp_path / "store", 1, times)
+    assert all("rank 1" in each for each in told[0])
+    found = run(train_and_commit, 2, tmp_path, tmp_path / "store", 0)
+    steps = 2 if times == 1 else 1  # where the last one did not fail, it has everything
+    assert [each[1]["steps"] for each in found] == [steps, steps]
+    assert [each[2] for each in found] == uninterrupted[steps]
+
+
+def open_alone(folder: Path) -> str:
+    try:
+        opened(folder).close()
+    except (tierstore.errors.TierstoreError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_of_other_runs_or_numbers_and_lost_ranks_are_refused(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder in (one, other):
+        run(train_and_commit, 2, tmp_path, folder, 1)
+    assert "written by 2 ranks, and there are 3" in run(open_alone, 3, tmp_path, one)[0]
+    (one / "1-of-2").rename(tmp_path / "kept")
+    assert all("rank 1 has none at all" in told for told in run(open_alone, 2, tmp_path, one))
+    for left in (one / "1-of-2").iterdir():
+        left.unlink()
+    (one / "1-of-2").rmdir()
+    (other / "1-of-2").rename(one / "1-of-2")
+    assert all("of 2 different runs" in told for told in run(open_alone, 2, tmp_path, one))
+
+
+def bad_id(rank: int) -> str:
+    with open_sharded(None, cold="memory", ddr="500KiB") as store:
+        store.create_table(TABLE)
+        ids = torch.tensor([ROWS if store.ranks.rank == rank else 0])
+        jagged = tierstore.KeyedJaggedTensor(["t"], ids, offsets=torch.tensor([0, 1]))
+        with pytest.raises((ValueError, RuntimeError)) as raised:
+            ShardedTieredEmbeddingBagCollection(store)(jagged)
+        dist.barrier()
+        train(store, 0)
+        return str(raised.value)
+
+
+def test_a_wrong_id_in_one_rank_is_an_error_in_all_and_the_end_of_none(tmp_path: Path) -> None:
+    first, second = run(bad_id, 2, tmp_path, 1)
+    assert "rank 1" in first
+    assert f"id {ROWS} is not a row of table 't'" in second

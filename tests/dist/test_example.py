@@ -1,0 +1,24 @@
+"""The example of docs/distributed.md, as its reader starts it."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import tierstore
+from bench.data import ROOT
+
+
+def test_example_trains_and_goes_on(tmp_path: Path) -> None:
+    found = re.search(r"```python\n(.*?)```", (ROOT / "docs/distributed.md").read_text(), re.DOTALL)
+    assert found is not None
+    (tmp_path / "train.py").write_text(found[1])
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    for steps in (3, 6):
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        for rank in ("0-of-2", "1-of-2"):
+            with tierstore.open(tmp_path / "clicks" / rank, mode="r") as store:
+                assert store.extra["extra"] == {"step": steps}

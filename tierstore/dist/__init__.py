@@ -1,0 +1,13 @@
+"""Tables sharded over the ranks of ``torch.distributed``; every rank has its own tiers."""
+
+from .collection import ShardedTieredEmbeddingBagCollection, ShardedTieredEmbeddingCollection
+from .replicas import data_parallel
+from .store import ShardedStore, open_sharded
+
+__all__ = [
+    "ShardedStore",
+    "ShardedTieredEmbeddingBagCollection",
+    "ShardedTieredEmbeddingCollection",
+    "data_parallel",
+    "open_sharded",
+]

@@ -1,0 +1,262 @@
+"""A store whose tables are sharded over the ranks of a process group.
+
+Each rank has a store of its own, in which every table is there in full shape and only the rows it owns are ever used:
+a row that was never used takes no room. So rows keep their ids and their first values.
+
+A commit is one of each rank's store. It has a number that all ranks count alike, kept in ``extra``. Opening goes to the
+newest number that every rank has, so each rank keeps the version before until all have the new one.
+"""
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Literal, NamedTuple, Self
+
+from torch import Tensor
+
+from ..cache import AUTO
+from ..config import TableConfig
+from ..errors import TierstoreError
+from ..io.cleaning import DEFAULT_SLACK
+from ..kernels.threads import default_threads
+from ..store import Store, Table, open_store
+from .owners import Owners
+from .plan import Sharding, ShardingType
+from .ranks import Ranks
+
+_SECTION: Final = "tierstore.dist"
+"""Of ``extra`` of each rank's store."""
+
+
+class _Commits(NamedTuple):
+    """What a rank's store has.
+
+    Attributes:
+        run: the identity of what was trained; "" if there is none yet.
+        local: the version of the rank's store, by the number of the commit.
+    """
+
+    run: str
+    local: dict[int, int]
+
+    @classmethod
+    def of(cls, store: Store) -> "_Commits":
+        if not store.version:
+            return cls("", {})
+        section = store.extra.get(_SECTION)
+        if section is None:
+            raise TierstoreError(
+                f"{store.directory} is not a rank's part of a sharded store; open it by tierstore.open"
+            )
+        known = {int(number): version for number, version in section["local"].items() if version in store.versions}
+        return cls(section["run"], known | {section["number"]: store.version})
+
+
+def open_sharded(
+    directory: str | os.PathLike[str] | None = None,
+    *,
+    group: Any = None,
+    cold: Literal["lmdb", "memory"] = "lmdb",
+    keep: int = 2,
+    slack: float = DEFAULT_SLACK,
+    ddr: int | str | None = None,
+    hbm: int | str = 0,
+    device: str = "cpu",
+    policy: str = AUTO,
+    threads: int | None = None,
+) -> "ShardedStore":
+    """Open this rank's part of the store in ``directory``, or create it; collective.
+
+    Args:
+        directory: of the ranks' stores; each has ``RANK-of-RANKS`` in it. Ranks may be on different disks or hosts.
+        group: of ``torch.distributed``, with a backend for CPU tensors; None for all ranks.
+        keep: commits that stay, at least 2.
+        ddr: of each rank, as for ``tierstore.open``; default: half the machine's memory, divided by the number of ranks
+            on it (torchrun's LOCAL_WORLD_SIZE).
+        threads: of each rank; default: the CPUs this process may use, divided likewise.
+        cold, slack, hbm, device, policy: of each rank, as for ``tierstore.open``.
+
+    Raises:
+        TierstoreError: the ranks' stores are of different runs, have no commit in common, or were written by another
+            number of ranks. Others: as of ``tierstore.open``.
+        RuntimeError: another rank failed.
+    """
+    ranks = Ranks(group)
+    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    with ranks.together():
+        if keep < 2:
+            raise ValueError(
+                f"keep={keep}: a sharded store keeps at least 2 commits, as not all ranks may have the last"
+            )
+        local = open_store(
+            None if directory is None else _own_folder(Path(directory), ranks),
+            cold=cold,
+            keep=keep,
+            slack=slack,
+            ddr=f"{50 / on_host:.3f}%" if ddr is None else ddr,
+            hbm=hbm,
+            device=device,
+            policy=policy,
+            threads=max(default_threads() // on_host, 1) if threads is None else threads,
+        )
+    try:
+        return ShardedStore(local, ranks, keep)
+    except BaseException:
+        local.close()
+        raise
+
+
+def _own_folder(folder: Path, ranks: Ranks) -> Path:
+    others = [each.name for each in folder.glob("*-of-*") if not each.name.endswith(f"-of-{ranks.size}")]
+    if others:
+        written_by = others[0].partition("-of-")[2]
+        raise TierstoreError(f"{folder} was written by {written_by} ranks, and there are {ranks.size}: start as many")
+    return folder / f"{ranks.rank}-of-{ranks.size}"
+
+
+class ShardedStore:
+    """This rank's part of a sharded store; made by ``open_sharded``. Methods marked collective are called by all ranks
+    in the same order.
+
+    Attributes:
+        local: this rank's store. Read and write only rows that this rank owns in it; commit by ``commit``.
+        ranks: the group.
+        owners: of the rows.
+    """
+
+    def __init__(self, local: Store, ranks: Ranks, keep: int) -> None:
+        self.local = local
+        self.ranks = ranks
+        self.owners = Owners(ranks)
+        self._keep = keep
+        self._shardings: dict[str, Sharding] = {}
+        with ranks.together():
+            own = _Commits.of(local)
+        self._number, self._attempt, self._run, self._local = 0, 0, "", dict[int, int]()
+        self._agree(ranks.gather(own))
+
+    def _agree(self, all_commits: Sequence[_Commits]) -> None:
+        """Go to the newest commit that all ranks have."""
+        runs = sorted({each.run for each in all_commits if each.run})
+        common = set.intersection(*(set(each.local) for each in all_commits))
+        with self.ranks.together():
+            if len(runs) > 1:
+                raise TierstoreError(f"{self.local.directory}: the ranks' stores are of {len(runs)} different runs")
+            if not common and any(len(each.local) > 1 or max(each.local, default=0) for each in all_commits):
+                lost = [rank for rank, each in enumerate(all_commits) if not each.local]
+                raise TierstoreError(
+                    f"{self.local.directory}: the ranks have no commit in common"
+                    + (f"; rank {lost[0]} has none at all: is its directory there?" if lost else "")
+                )
+            self._local = all_commits[self.ranks.rank].local
+            self._attempt = max(number for each in all_commits for number in (0, *each.local))
+            if common:
+                self._number = max(common)
+                if self._local[self._number] != self.local.version:
+                    self.local.rollback(self._local[self._number])
+                self._take_shardings()
+        self._run = runs[0] if runs else self.ranks.first(secrets.token_hex(8))
+        if not common:
+            self._commit(0, None, None)
+
+    def _take_shardings(self) -> None:
+        saved = self.local.extra[_SECTION]["shardings"]
+        self._shardings = {
+            name: Sharding.checked(kind, ranks, self.ranks.size)
+            for name, (kind, ranks) in saved.items()
+            if name in self.local
+        }
+        self.owners.set({self.local[name]: each for name, each in self._shardings.items()})
+
+    def create_table(
+        self, config: TableConfig, *, sharding_type: ShardingType = "row_wise", ranks: Sequence[int] | None = None
+    ) -> Table:
+        """Add a table, or find it; collective, with the same arguments on all ranks.
+
+        Args:
+            sharding_type: "row_wise": each rank has a range of rows; "table_wise": one rank has them all.
+            ranks: who has rows; default: all, or with "table_wise" the one whose tables have the fewest bytes.
+
+        Raises:
+            TableError: as ``Store.create_table``. ValueError, TypeError: no sharding, or not the one that is there.
+        """
+        with self.ranks.together():
+            known = self._shardings.get(config.name)
+            wanted = Sharding.checked(
+                sharding_type, self._default(sharding_type) if ranks is None else ranks, self.ranks.size
+            )
+            if known is not None and (known.sharding_type != sharding_type or (ranks is not None and known != wanted)):
+                raise ValueError(f"table {config.name!r} is sharded {known.sharding_type} over ranks {known.ranks}")
+            table = self.local.create_table(config)
+            self._shardings.setdefault(config.name, wanted)
+            self.owners.set({self.local[name]: each for name, each in self._shardings.items()})
+            return table
+
+    def _default(self, sharding_type: str) -> Sequence[int]:
+        if sharding_type == "row_wise":
+            return range(self.ranks.size)
+        used = [0.0] * self.ranks.size
+        for name, sharding in self._shardings.items():
+            for rank in sharding.ranks:
+                used[rank] += self.local[name].size_bytes / len(sharding.ranks)
+        return [used.index(min(used))]
+
+    @property
+    def tables(self) -> Mapping[str, Table]:
+        """All tables by name, as this rank's store has them."""
+        return self.local.tables
+
+    @property
+    def version(self) -> int:
+        """Number of the last commit that all ranks have; 0 before the first."""
+        return self._number
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """What this rank gave to the last commit."""
+        found: dict[str, Any] = self.local.extra.get("extra", {})
+        return found
+
+    def commit(self, *, extra: dict[str, Any] | None = None, tensors: Mapping[str, Tensor] | None = None) -> int:
+        """Make all ranks' rows one version, atomically and durably; collective.
+
+        Args:
+            extra, tensors: of this rank, as for ``Store.commit``.
+
+        Returns:
+            its number. All ranks have it; before, each has the last one still.
+
+        Raises:
+            RuntimeError: another rank could not commit; the last version stands, rows are still in memory, and a later
+                commit may succeed. Others: as ``Store.commit``.
+        """
+        return self._commit(self._attempt + 1, extra, tensors)
+
+    def _commit(self, number: int, extra: dict[str, Any] | None, tensors: Mapping[str, Tensor] | None) -> int:
+        self._attempt = number
+        section = {
+            "run": self._run,
+            "number": number,
+            "local": {str(each): version for each, version in self._local.items() if version in self.local.versions},
+            "shardings": {name: [each.sharding_type, list(each.ranks)] for name, each in self._shardings.items()},
+        }
+        self.local.keep += 1  # until all ranks have it, the last one that all have must stay
+        with self.ranks.together():
+            self._local[number] = self.local.commit(extra={_SECTION: section, "extra": extra or {}}, tensors=tensors)
+        self.local.keep = self._keep
+        self._number = number
+        return number
+
+    def close(self) -> None:
+        """Close this rank's store; what was not committed is lost."""
+        self.local.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

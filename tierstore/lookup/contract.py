@@ -1,0 +1,38 @@
+"""What modules and backward passes ask of a lookup, wherever its rows are."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from ..kernels.arrays import Floats, Int64s
+from ..pool import Pool
+from .joined import Joined
+from .tables import FillsOutput, TrainsRows
+
+
+class AnyLookup(FillsOutput, TrainsRows, Protocol):
+    """See ``lookup.Lookup``."""
+
+    joined: Joined
+    mode: str
+
+    @property
+    def demand(self) -> tuple[Pool, Int64s]:
+        """The pool and the keys, int64 [N], of the rows it will use."""
+        ...
+
+    def stage(self) -> None:
+        """Bring the rows in and hold them until used, as far as the pool has room."""
+        ...
+
+    def forward(self, out: Tensor, *, keep: bool) -> None:
+        """Pool every bag into ``out``."""
+        ...
+
+    def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:
+        """Gradient of the per-sample weights into ``grad_scale``."""
+        ...
+
+    def release(self) -> None:
+        """Release the rows."""
+        ...
