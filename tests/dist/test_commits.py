@@ -1,5 +1,6 @@
 """Commits of a sharded store: one version of all ranks, whichever of them ends when."""
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import torch.distributed as dist
 
 import tierstore
 from tierstore.dist import ShardedStore, ShardedTieredEmbeddingBagCollection, open_sharded
+from tierstore.dist import lookup as dist_lookup
+from tierstore.lookup import Lookup
 from tierstore.system import killpoints
 
 from .ranks import DIED, run
@@ -45,6 +48,7 @@ def train_and_commit(folder: Path, steps: int) -> tuple[int, dict[str, Any], lis
         for step in range(store.extra.get("steps", 0), steps):
             train(store, step)
             store.commit(extra={"steps": step + 1})
+        assert steps < 3 or len(store.local.versions) == 2, "as keep says"
         return found
 
 
@@ -92,7 +96,7 @@ def fail_to_commit(folder: Path, failing: int, times: int) -> list[str]:
     """Commits that fail in one rank. What each rank was told."""
     with opened(folder) as store:
         train(store, 0)
-        store.commit(extra={"steps": 1})
+        store.commit(extra={"steps": 1}, tensors={"steps": torch.tensor(1)})
         train(store, 1)
         told = []
         for _ in range(times):
@@ -100,6 +104,7 @@ def fail_to_commit(folder: Path, failing: int, times: int) -> list[str]:
             with pytest.raises((RuntimeError, TypeError)) as raised:
                 store.commit(extra=extra)
             told.append(str(raised.value))
+            assert (store.extra, store.tensors()) == ({"steps": 1}, {"steps": torch.tensor(1)})
         if times == 1:
             store.commit(extra={"steps": 2})
         return told
@@ -139,19 +144,66 @@ def test_ranks_of_other_runs_or_numbers_and_lost_ranks_are_refused(tmp_path: Pat
     assert all("of 2 different runs" in told for told in run(open_alone, 2, tmp_path, one))
 
 
-def bad_id(rank: int) -> str:
+def refused(*_: Any, **__: Any) -> None:
+    raise RuntimeError("this owner cannot")
+
+
+def fail_to_look_up(rank: int) -> list[str]:
+    """Lookups that fail in one rank: of a wrong id, of a wrong feature, and where it owns rows."""
+    told = []
     with open_sharded(None, cold="memory", ddr="500KiB") as store:
         store.create_table(TABLE)
-        ids = torch.tensor([ROWS if store.ranks.rank == rank else 0])
-        jagged = tierstore.KeyedJaggedTensor(["t"], ids, offsets=torch.tensor([0, 1]))
-        with pytest.raises((ValueError, RuntimeError)) as raised:
-            ShardedTieredEmbeddingBagCollection(store)(jagged)
-        dist.barrier()
-        train(store, 0)
-        return str(raised.value)
+        module, fails = ShardedTieredEmbeddingBagCollection(store), store.ranks.rank == rank
+        for name, row, owner in (
+            ("t", ROWS, None), ("x", 0, None), ("t", 0, (dist_lookup, "make_lookup")), ("t", 0, (Lookup, "forward"))
+        ):  # fmt: skip
+            ids = torch.tensor([row if fails else 0])
+            jagged = tierstore.KeyedJaggedTensor([name if fails else "t"], ids, offsets=torch.tensor([0, 1]))
+            with pytest.MonkeyPatch.context() as patch:
+                if fails and owner is not None:
+                    patch.setattr(*owner, refused)
+                with pytest.raises((ValueError, RuntimeError)) as raised:
+                    module(jagged)
+            told.append(str(raised.value))
+            dist.barrier()
+            train(store, 0)
+        return told
 
 
-def test_a_wrong_id_in_one_rank_is_an_error_in_all_and_the_end_of_none(tmp_path: Path) -> None:
-    first, second = run(bad_id, 2, tmp_path, 1)
-    assert "rank 1" in first
-    assert f"id {ROWS} is not a row of table 't'" in second
+def test_a_lookup_that_fails_in_one_rank_is_an_error_in_all_and_the_end_of_none(tmp_path: Path) -> None:
+    others, own = run(fail_to_look_up, 2, tmp_path, 1)
+    assert all("rank 1" in told for told in others)
+    assert f"id {ROWS} is not a row of table 't'" in own[0]
+    assert "feature 't' is missing" in own[1]
+    assert own[2:] == ["this owner cannot"] * 2
+
+
+def create_differently(folder: Path) -> None:
+    one, other = (dataclasses.replace(TABLE, name=name, feature_names=()) for name in "ab")
+    with open_sharded(folder, ddr="500KiB", threads=1) as store:
+        with pytest.raises(tierstore.errors.TableError, match="same order"):
+            store.create_table(other if store.ranks.rank else one)
+        assert not store.tables
+        if store.ranks.rank:
+            store.local.create_table(one)  # as if the others had ended before they did
+        with pytest.raises(tierstore.errors.TableError, match="same order"):
+            store.create_table(other)
+        store.create_table(one)
+        assert store.create_table(other).index == 1
+        store.local.create_table(TABLE)
+        with pytest.raises(tierstore.errors.TableError, match="'t' is not sharded yet"):
+            ShardedTieredEmbeddingBagCollection(store)
+        store.create_table(TABLE)
+        store.local.optimizer()
+        with pytest.raises(RuntimeError, match="leave it out"):
+            train(store, 0)
+
+
+def test_tables_that_ranks_create_differently_are_refused(tmp_path: Path) -> None:
+    run(create_differently, 2, tmp_path, tmp_path / "store")
+    with pytest.raises(AssertionError, match="ranks exchange rows on the CPU for now"):
+        run(open_on, 2, tmp_path, "cuda")
+
+
+def open_on(device: str) -> None:
+    open_sharded(None, cold="memory", device=device)

@@ -41,6 +41,7 @@ class Case(NamedTuple):
     is_weighted: bool = False
     dtype: Any = "float32"
     rounding: Any = "nearest"
+    calls: int = 1  # of forward in a backward pass
 
 
 CASES = [
@@ -51,6 +52,7 @@ CASES = [
         ),
     ),
     Case("row_wise", optim.Adagrad(lr=0.3), "max"),
+    Case("row_wise", optim.Adagrad(lr=0.3), "max", calls=2),
     Case("row_wise", optim.SGD(lr=0.3), "sum", is_weighted=True),
     Case("row_wise", optim.SGD(lr=0.3), "sum", is_pooled=False),
     Case("row_wise", optim.SGD(lr=0.3), "sum", dtype="bfloat16", rounding="stochastic"),
@@ -80,20 +82,25 @@ def look_up(case: Case, module: Any, jagged: tierstore.KeyedJaggedTensor) -> Ten
     return found.values() if case.is_pooled else torch.cat([each.values() for each in found.values()])
 
 
+def train_step(case: Case, module: Any, rank: int, step: int, divisor: int = 1) -> tuple[Tensor, Tensor | None]:
+    """A backward pass of gradients divided; (results, the weights' gradient as if they were not)."""
+    batches = [batch(case, rank, step + STEPS * call) for call in range(case.calls)]
+    results = [look_up(case, module, jagged) for jagged, _ in batches]
+    torch.autograd.backward(results, [gradient / divisor for _, gradient in batches])
+    weights = batches[0][0].weights_or_none()
+    grad = None if weights is None else weights.grad
+    return torch.cat(results).detach(), None if grad is None else grad * divisor
+
+
 def train_rank(case: Case, tiers: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
     """(of each table the rows that this rank owns, and which; its results and gradients of weights)."""
-    rank, results = dist.get_rank(), []
+    rank = dist.get_rank()
     with open_memory(tiers) as store:
         for name in "ab":
             store.create_table(config(case, name), sharding_type=case.sharding_type)
         kind = ShardedTieredEmbeddingBagCollection if case.is_pooled else ShardedTieredEmbeddingCollection
         module = kind(store)
-        for step in range(STEPS):
-            jagged, gradient = batch(case, rank, step)
-            out = look_up(case, module, jagged)
-            out.backward(gradient)
-            weights = jagged.weights_or_none()
-            results.append((out.detach(), None if weights is None else weights.grad))
+        results = [train_step(case, module, rank, step) for step in range(STEPS)]
         return {table.name: owned(store, table) for table in store.tables.values()}, results
 
 
@@ -125,11 +132,7 @@ def expected(case: Case, ranks: int) -> tuple[dict[str, Tensor], list[list[Any]]
         module, optimizer = kind(store), store.optimizer()
         for step in range(STEPS):
             for rank in range(ranks):
-                jagged, gradient = batch(case, rank, step)
-                out = look_up(case, module, jagged)
-                out.backward(gradient / ranks)
-                weights = jagged.weights_or_none()
-                results[rank].append((out.detach(), None if weights is None else weights.grad * ranks))
+                results[rank].append(train_step(case, module, rank, step, ranks))
             optimizer.step()
             optimizer.zero_grad()
         return {table.name: table.read(torch.arange(ROWS)) for table in store.tables.values()}, results

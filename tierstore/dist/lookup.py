@@ -55,12 +55,14 @@ class _Route(NamedTuple):
     Attributes:
         inverse: int32 [N], the number of each position's row, in order of first use.
         order: int64 [U], the rows' numbers in order of their owners.
+        slots: int32 [N], where each position's row is in what came from the owners.
         asked: rows that this rank asks each for. given: rows that each asks this one for.
         lookup: of those.
     """
 
     inverse: Int32s
     order: Int64s
+    slots: Int32s
     asked: list[int]
     given: list[int]
     lookup: AnyLookup
@@ -121,8 +123,11 @@ class ShardedLookup:
         asked = np.bincount(owner, minlength=ranks.size).tolist()
         given = ranks.counts(asked)
         wanted = ranks.exchange(torch.from_numpy(keys[order]), asked, given).numpy()
-        lookup = make_lookup(_Asked(self.joined.tables, wanted), mode="sum")
-        return _Route(inverse, order, asked, given, lookup)
+        places = np.empty(len(order), np.int32)
+        places[order] = np.arange(len(order), dtype=np.int32)
+        with ranks.together():
+            lookup = make_lookup(_Asked(self.joined.tables, wanted), mode="sum")
+        return _Route(inverse, order, places[inverse], asked, given, lookup)
 
     def stage(self) -> None:
         """Ask for the rows; owners bring them in."""
@@ -136,13 +141,14 @@ class ShardedLookup:
 
     def forward(self, out: Tensor, *, keep: bool) -> None:
         """See ``Lookup.forward``."""
-        joined, route = self.joined, self._route
-        given = new_output([route.lookup], (1, sum(route.given) * self._dim), torch.device("cpu"))
-        route.lookup.forward(given, keep=keep)
-        rows = self._owners.ranks.exchange(given.view(-1, self._dim), route.given, route.asked)
+        joined, route, ranks = self.joined, self._route, self._owners.ranks
+        with ranks.together():
+            given = new_output([route.lookup], (1, sum(route.given) * self._dim), torch.device("cpu"))
+            route.lookup.forward(given, keep=keep)
+        rows = ranks.exchange(given.view(-1, self._dim), route.given, route.asked)
         if self._mode == kernels.MAX:
             self._arg_max = np.empty((len(joined.bag_starts) - 1, self._dim), np.int32)
-        slots, weights, result = self._slots(route), rows.numpy(), out.numpy()
+        slots, weights, result = route.slots, rows.numpy(), out.numpy()
 
         def work(begin: int, end: int) -> None:
             kernels.pool_rows(
@@ -152,21 +158,13 @@ class ShardedLookup:
 
         joined.tables[0].store.workers.share(work, joined.bag_starts)
         self._rows = rows if keep and len(joined.scale) else None
-        if not keep:
-            self.release()
-
-    @staticmethod
-    def _slots(route: _Route) -> Int32s:
-        """int32 [N], where each position's row is in what came from the owners."""
-        places = np.empty(len(route.order), np.int32)
-        places[route.order] = np.arange(len(places), dtype=np.int32)
-        found: Int32s = places[route.inverse]
-        return found
 
     def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:
         """See ``Lookup.scale_gradient``."""
+        joined, slots = self.joined, self._route.slots
+        if not len(joined):
+            return
         assert self._rows is not None, "after a forward that keeps, with scale"
-        joined, slots = self.joined, self._slots(self._route)
         own = np.zeros(len(joined), np.float32)
         kernels.dot_rows(
             0, len(joined.bag_starts) - 1, 0, len(slots), joined.bag_starts, slots, self._rows.numpy(), self._dim,

@@ -20,7 +20,7 @@ class Owners:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self._firsts = self._ranks = np.empty(0, np.int64)
+        self._firsts = self._owner_of = np.empty(0, np.int64)
 
     def set(self, shardings: Mapping[Table, Sharding]) -> None:
         """All tables, and how each is sharded."""
@@ -29,9 +29,9 @@ class Owners:
             for table, sharding in shardings.items()
             for first, rank in sharding.ranges(table.config.num_embeddings)
         )
-        self._firsts, self._ranks = np.array(shards, np.int64).reshape(-1, 2).T.copy()
+        self._firsts, self._owner_of = np.array(shards, np.int64).reshape(-1, 2).T.copy()
 
     def of(self, keys: Int64s) -> Int64s:
         """int64 [n], the rank of each key."""
-        found: Int64s = self._ranks[np.searchsorted(self._firsts, keys, side="right") - 1]
+        found: Int64s = self._owner_of[np.searchsorted(self._firsts, keys, side="right") - 1]
         return found

@@ -21,11 +21,16 @@ class Ranks:
 
     Attributes:
         rank: this one's number in the group. size: how many there are.
+
+    Raises:
+        ValueError: this process is not in the group.
     """
 
     def __init__(self, group: Any = None) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
+        if self.rank < 0:
+            raise ValueError("this process is not in the group: only its ranks may call this")
         self.size = dist.get_world_size(group)
 
     @contextlib.contextmanager

@@ -15,5 +15,6 @@ def data_parallel(model: nn.Module, **options: Any) -> DistributedDataParallel:
         options: of ``DistributedDataParallel``.
     """
     owned = [f"{name}.rows" for name, each in model.named_modules() if isinstance(each, ShardedCollection)]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, owned)  # type: ignore[no-untyped-call]
+    ignored = {*getattr(model, "_ddp_params_and_buffers_to_ignore", []), *owned}
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)  # type: ignore[no-untyped-call]
     return DistributedDataParallel(model, **options)

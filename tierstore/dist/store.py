@@ -7,7 +7,11 @@ A commit is one of each rank's store. It has a number that all ranks count alike
 newest number that every rank has, so each rank keeps the version before until all have the new one.
 """
 
+import contextlib
+import copy
+import itertools
 import os
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +22,7 @@ from torch import Tensor
 
 from ..cache import AUTO
 from ..config import TableConfig
-from ..errors import TierstoreError
+from ..errors import TableError, TierstoreError
 from ..io.cleaning import DEFAULT_SLACK
 from ..kernels.threads import default_threads
 from ..store import Store, Table, open_store
@@ -35,11 +39,11 @@ class _Commits(NamedTuple):
 
     Attributes:
         run: the identity of what was trained; "" if there is none yet.
-        local: the version of the rank's store, by the number of the commit.
+        versions: those of the rank's store, by the number of the commit.
     """
 
     run: str
-    local: dict[int, int]
+    versions: dict[int, int]
 
     @classmethod
     def of(cls, store: Store) -> "_Commits":
@@ -50,7 +54,7 @@ class _Commits(NamedTuple):
             raise TierstoreError(
                 f"{store.directory} is not a rank's part of a sharded store; open it by tierstore.open"
             )
-        known = {int(number): version for number, version in section["local"].items() if version in store.versions}
+        known = {int(number): version for number, version in section["versions"].items() if version in store.versions}
         return cls(section["run"], known | {section["number"]: store.version})
 
 
@@ -76,42 +80,47 @@ def open_sharded(
         ddr: of each rank, as for ``tierstore.open``; default: half the machine's memory, divided by the number of ranks
             on it (torchrun's LOCAL_WORLD_SIZE).
         threads: of each rank; default: the CPUs this process may use, divided likewise.
-        cold, slack, hbm, device, policy: of each rank, as for ``tierstore.open``.
+        device: "cpu".
+        cold, slack, hbm, policy: of each rank, as for ``tierstore.open``.
 
     Raises:
         TierstoreError: the ranks' stores are of different runs, have no commit in common, or were written by another
             number of ranks. Others: as of ``tierstore.open``.
-        RuntimeError: another rank failed.
+        TableError: the ranks' tables differ.
+        ValueError: a wrong argument, or this process is not in the group. RuntimeError: another rank failed.
     """
     ranks = Ranks(group)
-    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    with ranks.together():
-        if keep < 2:
-            raise ValueError(
-                f"keep={keep}: a sharded store keeps at least 2 commits, as not all ranks may have the last"
+    with contextlib.ExitStack() as opened:  # closed again if any rank fails
+        with ranks.together():
+            if keep < 2:
+                raise ValueError(
+                    f"keep={keep}: a sharded store keeps at least 2 commits, as not all ranks may have the last"
+                )
+            if str(device) != "cpu":
+                raise ValueError(f'device={str(device)!r}: ranks exchange rows on the CPU for now; leave it "cpu"')
+            on_host = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            local = open_store(
+                None if directory is None else _own_folder(Path(directory), ranks),
+                cold=cold,
+                keep=keep,
+                slack=slack,
+                ddr=f"{50 / on_host:.3f}%" if ddr is None else ddr,
+                hbm=hbm,
+                device=device,
+                policy=policy,
+                threads=max(default_threads() // on_host, 1) if threads is None else threads,
             )
-        local = open_store(
-            None if directory is None else _own_folder(Path(directory), ranks),
-            cold=cold,
-            keep=keep,
-            slack=slack,
-            ddr=f"{50 / on_host:.3f}%" if ddr is None else ddr,
-            hbm=hbm,
-            device=device,
-            policy=policy,
-            threads=max(default_threads() // on_host, 1) if threads is None else threads,
-        )
-    try:
-        return ShardedStore(local, ranks, keep)
-    except BaseException:
-        local.close()
-        raise
+            opened.callback(local.close)
+        made = ShardedStore(local, ranks, keep)
+        opened.pop_all()
+    return made
 
 
 def _own_folder(folder: Path, ranks: Ranks) -> Path:
-    others = [each.name for each in folder.glob("*-of-*") if not each.name.endswith(f"-of-{ranks.size}")]
+    found = [re.fullmatch(r"\d+-of-(\d+)", each.name) for each in folder.glob("*-of-*") if each.is_dir()]
+    others = {int(match[1]) for match in found if match} - {ranks.size}
     if others:
-        written_by = others[0].partition("-of-")[2]
+        written_by = min(others)
         raise TierstoreError(f"{folder} was written by {written_by} ranks, and there are {ranks.size}: start as many")
     return folder / f"{ranks.rank}-of-{ranks.size}"
 
@@ -124,6 +133,7 @@ class ShardedStore:
         local: this rank's store. Read and write only rows that this rank owns in it; commit by ``commit``.
         ranks: the group.
         owners: of the rows.
+        shardings: of the tables that all ranks have, by name.
     """
 
     def __init__(self, local: Store, ranks: Ranks, keep: int) -> None:
@@ -131,44 +141,61 @@ class ShardedStore:
         self.ranks = ranks
         self.owners = Owners(ranks)
         self._keep = keep
-        self._shardings: dict[str, Sharding] = {}
+        self.shardings: dict[str, Sharding] = {}
         with ranks.together():
             own = _Commits.of(local)
-        self._number, self._attempt, self._run, self._local = 0, 0, "", dict[int, int]()
+        self._number, self._attempt, self._run, self._versions = 0, 0, "", dict[int, int]()
+        self._extra, self._tensors = dict[str, Any](), dict[str, Tensor]()
         self._agree(ranks.gather(own))
 
     def _agree(self, all_commits: Sequence[_Commits]) -> None:
         """Go to the newest commit that all ranks have."""
         runs = sorted({each.run for each in all_commits if each.run})
-        common = set.intersection(*(set(each.local) for each in all_commits))
+        common = set.intersection(*(set(each.versions) for each in all_commits))
         with self.ranks.together():
             if len(runs) > 1:
                 raise TierstoreError(f"{self.local.directory}: the ranks' stores are of {len(runs)} different runs")
-            if not common and any(len(each.local) > 1 or max(each.local, default=0) for each in all_commits):
-                lost = [rank for rank, each in enumerate(all_commits) if not each.local]
+            if not common and any(len(each.versions) > 1 or max(each.versions, default=0) for each in all_commits):
+                lost = [rank for rank, each in enumerate(all_commits) if not each.versions]
                 raise TierstoreError(
                     f"{self.local.directory}: the ranks have no commit in common"
                     + (f"; rank {lost[0]} has none at all: is its directory there?" if lost else "")
                 )
-            self._local = all_commits[self.ranks.rank].local
-            self._attempt = max(number for each in all_commits for number in (0, *each.local))
+            self._versions = all_commits[self.ranks.rank].versions
+            self._attempt = max(number for each in all_commits for number in (0, *each.versions))
+            shardings = dict[str, Sharding]()
             if common:
                 self._number = max(common)
-                if self._local[self._number] != self.local.version:
-                    self.local.rollback(self._local[self._number])
-                self._take_shardings()
+                if self._versions[self._number] != self.local.version:
+                    self.local.rollback(self._versions[self._number])
+                self._note_agreed()
+                saved = self.local.extra[_SECTION]["shardings"].items()
+                shardings = {name: Sharding.checked(kind, ranks, self.ranks.size) for name, (kind, ranks) in saved}
+            tables = [(name, self.local[name].index, self.local[name].config) for name in shardings]
+        self._require_alike(tables)
+        self._take(shardings)
         self._run = runs[0] if runs else self.ranks.first(secrets.token_hex(8))
         if not common:
             self._commit(0, None, None)
 
-    def _take_shardings(self) -> None:
-        saved = self.local.extra[_SECTION]["shardings"]
-        self._shardings = {
-            name: Sharding.checked(kind, ranks, self.ranks.size)
-            for name, (kind, ranks) in saved.items()
-            if name in self.local
-        }
-        self.owners.set({self.local[name]: each for name, each in self._shardings.items()})
+    def _note_agreed(self) -> None:
+        """Keep what the local commit holds, which all ranks have: a later one may not be all ranks'."""
+        self._extra, self._tensors = self.local.extra["extra"], self.local.tensors()
+
+    def _require_alike(self, tables: Sequence[tuple[Any, ...]]) -> None:
+        """TableError in all ranks if they describe tables differently. Collective."""
+        found = self.ranks.gather(list(tables))
+        for rank, others in enumerate(found):
+            for one, other in itertools.zip_longest(found[0], others):
+                if one != other:
+                    raise TableError(
+                        f"ranks 0 and {rank} differ in a table: {one} and {other}. All ranks must create the same "
+                        "tables in the same order, from the first on"
+                    )
+
+    def _take(self, shardings: dict[str, Sharding]) -> None:
+        self.shardings = shardings
+        self.owners.set({self.local[name]: each for name, each in shardings.items()})
 
     def create_table(
         self, config: TableConfig, *, sharding_type: ShardingType = "row_wise", ranks: Sequence[int] | None = None
@@ -179,26 +206,33 @@ class ShardedStore:
             sharding_type: "row_wise": each rank has a range of rows; "table_wise": one rank has them all.
             ranks: who has rows; default: all, or with "table_wise" the one whose tables have the fewest bytes.
 
+        Returns:
+            the table as this rank's store has it. Read and write only rows that this rank owns in it.
+
         Raises:
-            TableError: as ``Store.create_table``. ValueError, TypeError: no sharding, or not the one that is there.
+            TableError: as ``Store.create_table``, or ranks differ in the arguments or the table's number; then nothing
+                was created. ValueError, TypeError: no sharding, or not the one that is there.
+            RuntimeError: another rank failed.
         """
         with self.ranks.together():
-            known = self._shardings.get(config.name)
+            known = self.shardings.get(config.name)
             wanted = Sharding.checked(
                 sharding_type, self._default(sharding_type) if ranks is None else ranks, self.ranks.size
             )
             if known is not None and (known.sharding_type != sharding_type or (ranks is not None and known != wanted)):
                 raise ValueError(f"table {config.name!r} is sharded {known.sharding_type} over ranks {known.ranks}")
+            index = self.local[config.name].index if config.name in self.local else len(self.local.tables)
+        self._require_alike([(config.name, index, config, known or wanted)])
+        with self.ranks.together():
             table = self.local.create_table(config)
-            self._shardings.setdefault(config.name, wanted)
-            self.owners.set({self.local[name]: each for name, each in self._shardings.items()})
-            return table
+        self._take({**self.shardings, config.name: known or wanted})
+        return table
 
     def _default(self, sharding_type: str) -> Sequence[int]:
         if sharding_type == "row_wise":
             return range(self.ranks.size)
         used = [0.0] * self.ranks.size
-        for name, sharding in self._shardings.items():
+        for name, sharding in self.shardings.items():
             for rank in sharding.ranks:
                 used[rank] += self.local[name].size_bytes / len(sharding.ranks)
         return [used.index(min(used))]
@@ -215,9 +249,12 @@ class ShardedStore:
 
     @property
     def extra(self) -> dict[str, Any]:
-        """What this rank gave to the last commit."""
-        found: dict[str, Any] = self.local.extra.get("extra", {})
-        return found
+        """What this rank gave to the last commit that all ranks have."""
+        return copy.deepcopy(self._extra)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What this rank gave to the last commit that all ranks have, on the CPU."""
+        return {name: tensor.clone() for name, tensor in self._tensors.items()}
 
     def commit(self, *, extra: dict[str, Any] | None = None, tensors: Mapping[str, Tensor] | None = None) -> int:
         """Make all ranks' rows one version, atomically and durably; collective.
@@ -236,17 +273,19 @@ class ShardedStore:
 
     def _commit(self, number: int, extra: dict[str, Any] | None, tensors: Mapping[str, Tensor] | None) -> int:
         self._attempt = number
+        self._versions = {each: version for each, version in self._versions.items() if version in self.local.versions}
         section = {
             "run": self._run,
             "number": number,
-            "local": {str(each): version for each, version in self._local.items() if version in self.local.versions},
-            "shardings": {name: [each.sharding_type, list(each.ranks)] for name, each in self._shardings.items()},
+            "versions": {str(each): version for each, version in self._versions.items()},
+            "shardings": {name: [each.sharding_type, list(each.ranks)] for name, each in self.shardings.items()},
         }
-        self.local.keep += 1  # until all ranks have it, the last one that all have must stay
+        failed = max(number - self._number - 1, 0)  # which must not push out the last one that all ranks have
+        self.local.keep = self._keep + failed
         with self.ranks.together():
-            self._local[number] = self.local.commit(extra={_SECTION: section, "extra": extra or {}}, tensors=tensors)
-        self.local.keep = self._keep
+            self._versions[number] = self.local.commit(extra={_SECTION: section, "extra": extra or {}}, tensors=tensors)
         self._number = number
+        self._note_agreed()
         return number
 
     def close(self) -> None:
