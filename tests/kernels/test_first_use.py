@@ -2,6 +2,7 @@
 
 import gc
 import io
+import logging
 import os
 import signal
 import subprocess
@@ -95,6 +96,7 @@ def test_compiling_needs_no_terminal(stderr: object, monkeypatch: pytest.MonkeyP
         stderr = io.StringIO()
         stderr.close()
     monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setattr(logging, "raiseExceptions", False)  # by handlers that other tests left
     monkeypatch.setattr(sys, "path", [*sys.path, Path("of a notebook")])
     first_use = FirstUse(None)
     kernel = SimpleNamespace(data={"dispatcher": SimpleNamespace(py_func=fill_rows)})
