@@ -1,13 +1,16 @@
 """Tables sharded over the ranks of ``torch.distributed``; every rank has its own tiers."""
 
 from .collection import ShardedTieredEmbeddingBagCollection, ShardedTieredEmbeddingCollection
+from .plan import Plan, Sharding
 from .replicas import data_parallel
 from .store import ShardedStore, open_sharded
 
 __all__ = [
+    "Plan",
     "ShardedStore",
     "ShardedTieredEmbeddingBagCollection",
     "ShardedTieredEmbeddingCollection",
+    "Sharding",
     "data_parallel",
     "open_sharded",
 ]

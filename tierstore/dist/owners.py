@@ -25,9 +25,9 @@ class Owners:
     def set(self, shardings: Mapping[Table, Sharding]) -> None:
         """All tables, and how each is sharded."""
         shards = sorted(
-            ((table.index << KEY_ROW_BITS) | first, rank)
+            ((table.index << KEY_ROW_BITS) | shard.first_row, shard.rank)
             for table, sharding in shardings.items()
-            for first, rank in sharding.ranges(table.config.num_embeddings)
+            for shard in sharding.shards(table.config.num_embeddings, table.config.embedding_dim)
         )
         self._firsts, self._owner_of = np.array(shards, np.int64).reshape(-1, 2).T.copy()
 

@@ -27,7 +27,7 @@ from ..io.cleaning import DEFAULT_SLACK
 from ..kernels.threads import default_threads
 from ..store import Store, Table, open_store
 from .owners import Owners
-from .plan import Sharding, ShardingType
+from .plan import Exchange, Plan, Sharding, ShardingType
 from .ranks import Ranks
 
 _SECTION: Final = "tierstore.dist"
@@ -62,6 +62,7 @@ def open_sharded(
     directory: str | os.PathLike[str] | None = None,
     *,
     group: Any = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
     cold: Literal["lmdb", "memory"] = "lmdb",
     keep: int = 2,
     slack: float = DEFAULT_SLACK,
@@ -76,6 +77,8 @@ def open_sharded(
     Args:
         directory: of the ranks' stores; each has ``RANK-of-RANKS`` in it. Ranks may be on different disks or hosts.
         group: of ``torch.distributed``, with a backend for CPU tensors; None for all ranks.
+        plan: how tables are sharded, or a file of it, as ``tierstore plan place`` writes them; the same on all ranks.
+            Default: each table by rows over all ranks.
         keep: commits that stay, at least 2.
         ddr: of each rank, as for ``tierstore.open``; default: half the machine's memory, divided by the number of ranks
             on it (torchrun's LOCAL_WORLD_SIZE).
@@ -98,6 +101,10 @@ def open_sharded(
                 )
             if str(device) != "cpu":
                 raise ValueError(f'device={str(device)!r}: ranks exchange rows on the CPU for now; leave it "cpu"')
+            if isinstance(plan, (str, os.PathLike)):
+                plan = Plan.load(plan)
+            if plan is not None and plan.world_size != ranks.size:
+                raise ValueError(f"the plan is for {plan.world_size} ranks, and there are {ranks.size}")
             on_host = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             local = open_store(
                 None if directory is None else _own_folder(Path(directory), ranks),
@@ -111,7 +118,7 @@ def open_sharded(
                 threads=max(default_threads() // on_host, 1) if threads is None else threads,
             )
             opened.callback(local.close)
-        made = ShardedStore(local, ranks, keep)
+        made = ShardedStore(local, ranks, keep, {} if plan is None else plan.tables)
         opened.pop_all()
     return made
 
@@ -136,11 +143,12 @@ class ShardedStore:
         shardings: of the tables that all ranks have, by name.
     """
 
-    def __init__(self, local: Store, ranks: Ranks, keep: int) -> None:
+    def __init__(self, local: Store, ranks: Ranks, keep: int, planned: Mapping[str, Sharding]) -> None:
         self.local = local
         self.ranks = ranks
         self.owners = Owners(ranks)
         self._keep = keep
+        self._planned = planned
         self.shardings: dict[str, Sharding] = {}
         with ranks.together():
             own = _Commits.of(local)
@@ -170,7 +178,7 @@ class ShardedStore:
                     self.local.rollback(self._versions[self._number])
                 self._note_agreed()
                 saved = self.local.extra[_SECTION]["shardings"].items()
-                shardings = {name: Sharding.checked(kind, ranks, self.ranks.size) for name, (kind, ranks) in saved}
+                shardings = {name: Sharding.from_json(fields, self.ranks.size) for name, fields in saved}
             tables = [(name, self.local[name].index, self.local[name].config) for name in shardings]
         self._require_alike(tables)
         self._take(shardings)
@@ -198,13 +206,18 @@ class ShardedStore:
         self.owners.set({self.local[name]: each for name, each in shardings.items()})
 
     def create_table(
-        self, config: TableConfig, *, sharding_type: ShardingType = "row_wise", ranks: Sequence[int] | None = None
+        self,
+        config: TableConfig,
+        *,
+        sharding_type: ShardingType | None = None,
+        ranks: Sequence[int] | None = None,
+        exchange: Exchange | None = None,
     ) -> Table:
         """Add a table, or find it; collective, with the same arguments on all ranks.
 
         Args:
-            sharding_type: "row_wise": each rank has a range of rows; "table_wise": one rank has them all.
-            ranks: who has rows; default: all, or with "table_wise" the one whose tables have the fewest bytes.
+            sharding_type, ranks, exchange: see ``Sharding``. Default: as the plan has them, else "row_wise" over all
+                ranks; a "table_wise" table is on the rank whose tables have the fewest bytes.
 
         Returns:
             the table as this rank's store has it. Read and write only rows that this rank owns in it.
@@ -215,18 +228,28 @@ class ShardedStore:
             RuntimeError: another rank failed.
         """
         with self.ranks.together():
-            known = self.shardings.get(config.name)
-            wanted = Sharding.checked(
-                sharding_type, self._default(sharding_type) if ranks is None else ranks, self.ranks.size
-            )
-            if known is not None and (known.sharding_type != sharding_type or (ranks is not None and known != wanted)):
-                raise ValueError(f"table {config.name!r} is sharded {known.sharding_type} over ranks {known.ranks}")
+            sharding = self._sharding_of(config.name, sharding_type, ranks, exchange)
             index = self.local[config.name].index if config.name in self.local else len(self.local.tables)
-        self._require_alike([(config.name, index, config, known or wanted)])
+        self._require_alike([(config.name, index, config, sharding)])
         with self.ranks.together():
             table = self.local.create_table(config)
-        self._take({**self.shardings, config.name: known or wanted})
+        self._take({**self.shardings, config.name: sharding})
         return table
+
+    def _sharding_of(self, name: str, sharding_type: Any, ranks: Any, exchange: Any) -> Sharding:
+        known, planned = self.shardings.get(name), self._planned.get(name)
+        default = known or planned
+        if default is not None and sharding_type in (None, default.sharding_type):
+            sharding_type, ranks = default.sharding_type, default.ranks if ranks is None else ranks
+            exchange = default.exchange if exchange is None else exchange
+        kind = sharding_type or "row_wise"
+        places = self._default(kind) if ranks is None else ranks
+        sharding = Sharding.checked(kind, places, exchange or "rows", self.ranks.size)
+        if kind in ("column_wise", "data_parallel") or sharding.exchange == "pooled":
+            raise NotImplementedError(f"{kind}, exchange={sharding.exchange!r}: not yet")
+        if known is not None and known != sharding:
+            raise ValueError(f"table {name!r} is sharded {known.sharding_type} over ranks {known.ranks}")
+        return sharding
 
     def _default(self, sharding_type: str) -> Sequence[int]:
         if sharding_type == "row_wise":
@@ -278,7 +301,7 @@ class ShardedStore:
             "run": self._run,
             "number": number,
             "versions": {str(each): version for each, version in self._versions.items()},
-            "shardings": {name: [each.sharding_type, list(each.ranks)] for name, each in self.shardings.items()},
+            "shardings": {name: each.to_json() for name, each in self.shardings.items()},
         }
         failed = max(number - self._number - 1, 0)  # which must not push out the last one that all ranks have
         self.local.keep = self._keep + failed
