@@ -94,3 +94,9 @@ def test_round_trip(rule: init.Initializer) -> None:
 def test_unknown_kind() -> None:
     with pytest.raises(ValueError, match="initializer kind 'xavier' is not one of"):
         init.from_dict({"kind": "xavier"})
+
+
+@pytest.mark.parametrize("rule", [init.Constant(0.5), init.Uniform(-1, 1, seed=2), init.Normal(seed=3)])
+def test_a_range_of_columns_has_the_values_of_the_whole_row(rule: init.Initializer) -> None:
+    part = init.from_dict(rule.from_column(4).to_dict())
+    assert np.array_equal(filled(part, KEYS, 3), filled(rule, KEYS, 7)[:, 4:])

@@ -6,8 +6,8 @@ Generators, OOPSLA 2014) applied to a counter: two rounds mix seed and row key, 
 """
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Final
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, ClassVar, Final, Self
 
 import numpy as np
 
@@ -41,6 +41,10 @@ class Initializer:
     def _parameters(self) -> tuple[float, float, int]:
         raise NotImplementedError
 
+    @property
+    def _first_column(self) -> int:
+        return 0
+
     def fill(self, keys: Int64s, slots: Int32s, weights: Weights, dim: int, half: int) -> None:
         """Write the first value of row ``keys[i]`` into ``weights[slots[i], :dim]``.
 
@@ -51,12 +55,18 @@ class Initializer:
             half: ``floats.half_code`` of the dtype.
         """
         first, second, seed = self._parameters()
-        fill_rows(self._code, first, second, np.uint64(seed % 2**64), keys, slots, weights, dim, half)
+        fill_rows(
+            self._code, first, second, np.uint64(seed % 2**64), self._first_column, keys, slots, weights, dim, half
+        )  # fmt: skip
 
     @property
     def random_seed(self) -> int:
         """Of its random numbers; 0 if it draws none."""
         return self._parameters()[2]
+
+    def from_column(self, first: int) -> Self:  # noqa: ARG002 - all are the same
+        """Of a table whose columns are those from that one on of this one's."""
+        return self
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able form; ``from_dict`` reads it back."""
@@ -76,7 +86,21 @@ class Constant(Initializer):
 
 
 @dataclass(frozen=True)
-class Uniform(Initializer):
+class _Random(Initializer):
+    """``first_column``: the table has the columns from that one on of another, where a table is sharded by columns."""
+
+    first_column: int = field(default=0, kw_only=True)
+
+    def from_column(self, first: int) -> Self:
+        return replace(self, first_column=first)
+
+    @property
+    def _first_column(self) -> int:
+        return self.first_column
+
+
+@dataclass(frozen=True)
+class Uniform(_Random):
     """Independent uniform columns in [low, high)."""
 
     low: float = -0.01
@@ -95,7 +119,7 @@ class Uniform(Initializer):
 
 
 @dataclass(frozen=True)
-class Normal(Initializer):
+class Normal(_Random):
     """Independent normal columns (Box and Muller 1958, in float64)."""
 
     mean: float = 0.0
@@ -141,8 +165,8 @@ def _value(code: int, first: float, second: float, row_bits: np.uint64, column: 
 
 @kernel
 def fill_rows(
-    code: int, first: float, second: float, seed: np.uint64, keys: Int64s, slots: Int32s, weights: Weights, dim: int,
-    half: int,
+    code: int, first: float, second: float, seed: np.uint64, first_column: int, keys: Int64s, slots: Int32s,
+    weights: Weights, dim: int, half: int,
 ) -> None:  # fmt: skip
     """Initial weights of ``keys`` into ``slots``; see ``Initializer.fill``."""
     seed_bits = mix64(seed)
@@ -150,5 +174,5 @@ def fill_rows(
         row_bits = mix64(np.uint64(seed_bits ^ np.uint64(keys[i])))
         slot = slots[i]
         for column in range(dim):
-            store(weights, slot, column, _value(code, first, second, row_bits, column), half, 1)
+            store(weights, slot, column, _value(code, first, second, row_bits, first_column + column), half, 1)
         weights[slot, dim:] = 0

@@ -12,8 +12,8 @@ from tierstore.cache.full import TABLE_BYTES
 from tierstore.rows import KEY_ROW_BITS
 
 pytestmark = pytest.mark.kernel
-TABLES = {4: 5, 1: 3, 7: 4}
-KEYS = np.array([table << KEY_ROW_BITS | row for table, rows in TABLES.items() for row in range(rows)], np.int64)
+TABLES = {4: range(5), 1: range(10, 13), 7: range(1, 5)}
+KEYS = np.array([table << KEY_ROW_BITS | row for table, rows in TABLES.items() for row in rows], np.int64)
 CHANGES = ["pin", "unpin", "mark_dirty", "touch", "evict", "filled", "clean", "thaw"]
 
 
@@ -95,8 +95,8 @@ def test_rows_lie_table_by_table() -> None:
     cache = full_cache()
     slots = np.arange(12, dtype=np.int32)
     keys = cache.keys_at(slots)
-    assert keys.tolist() == [table << KEY_ROW_BITS | row for table in (1, 4, 7) for row in range(TABLES[table])]
-    assert [cache.first_slot(table) for table in (1, 4, 7)] == [0, 3, 8]
+    assert keys.tolist() == [table << KEY_ROW_BITS | row for table in (1, 4, 7) for row in TABLES[table]]
+    assert [cache.first_slot(table) for table in (1, 4, 7)] == [0 - 10, 3, 8 - 1]
     admit(cache, keys)
     assert cache.find(keys).tolist() == slots.tolist()
     assert cache.is_complete
@@ -105,9 +105,10 @@ def test_rows_lie_table_by_table() -> None:
 def test_keys_of_no_row_are_not_found_and_not_admitted() -> None:
     cache = full_cache()
     admit(cache, KEYS)
-    strangers = np.array([1 << KEY_ROW_BITS | 3, 2 << KEY_ROW_BITS, 8 << KEY_ROW_BITS, -1], np.int64)
-    assert cache.find(strangers).tolist() == [-1] * 4
-    assert cache.find(np.array([*strangers, 1 << KEY_ROW_BITS], np.int64)).tolist() == [-1] * 4 + [0]
+    others = [(1, 13), (1, 9), (7, 0), (2, 0), (8, 0)]
+    strangers = np.array([*(table << KEY_ROW_BITS | row for table, row in others), -1])
+    assert cache.find(strangers).tolist() == [-1] * 6
+    assert cache.find(np.array([*strangers, 1 << KEY_ROW_BITS | 10], np.int64)).tolist() == [-1] * 6 + [0]
     with pytest.raises(AssertionError, match="no row"):
         cache.admit(Admission(strangers[:1]))
 
@@ -133,7 +134,7 @@ def test_its_size_is_what_it_says() -> None:
     assert cache.weights.ctypes.data % 64 == cache.state.ctypes.data % 64 == 0
 
 
-@pytest.mark.parametrize("tables", [{}, {0: 0}, {0: 2**31}])
-def test_a_capacity_out_of_range_is_refused(tables: dict[int, int]) -> None:
+@pytest.mark.parametrize("tables", [{}, {0: range(0)}, {0: range(2**31)}])
+def test_a_capacity_out_of_range_is_refused(tables: dict[int, range]) -> None:
     with pytest.raises(ValueError, match="capacity="):
         FullCache(tables, weight_words=1, state_words=0)

@@ -191,12 +191,12 @@ def create_differently(folder: Path) -> None:
         store.create_table(one)
         assert store.create_table(other).index == 1
         store.local.create_table(TABLE)
-        with pytest.raises(tierstore.errors.TableError, match="'t' is not sharded yet"):
-            ShardedTieredEmbeddingBagCollection(store)
+        with pytest.raises(tierstore.errors.TableError, match="there is no table 't'"):
+            ShardedTieredEmbeddingBagCollection(store, tables=["t"])
         store.create_table(TABLE)
-        store.local.optimizer()
-        with pytest.raises(RuntimeError, match="leave it out"):
-            train(store, 0)
+        for look_up in (tierstore.TieredEmbeddingBagCollection, lambda local: tierstore.TieredEmbeddingBag(local["t"])):
+            with pytest.raises(tierstore.errors.TableError, match="only a part here"):
+                look_up(store.local)(torch.arange(2), torch.tensor([0, 2]))
 
 
 def test_tables_that_ranks_create_differently_are_refused(tmp_path: Path) -> None:

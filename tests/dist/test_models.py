@@ -53,8 +53,8 @@ def train_rank() -> tuple[list[float], dict[str, Tensor]]:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-        with pytest.raises(RuntimeError, match="prefetch does not serve"):
-            next(iter(tierstore.prefetch([batch(0, 0)[1]], model.embeddings)))
+        with pytest.raises(RuntimeError, match="lookahead= does not serve"):
+            next(iter(tierstore.prefetch([batch(0, 0)[1]], model.embeddings, lookahead=1)))
         return losses, {name: each.detach().clone() for name, each in model.dense_parameters().items()}
 
 

@@ -93,7 +93,7 @@ def test_rows_that_stay_are_listed_whatever_moves(policy: str) -> None:
 
 
 def test_a_full_cache_is_listed_in_pieces() -> None:
-    cache = FullCache({0: 50, 3: 60}, weight_words=1, state_words=0)
+    cache = FullCache({0: range(50), 3: range(60)}, weight_words=1, state_words=0)
     keys = np.array([5, 49, (3 << 40) | 1, (3 << 40) | 59], np.int64)
     visit(cache, keys)
     pieces: list[None] = []

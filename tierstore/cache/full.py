@@ -1,8 +1,8 @@
 """The warm tier when every row has its own slot: no index, no eviction.
 
-Row r of a table is in slot ``first + r``, with a ``first`` for each table. Beside its rows the cache needs 9 bytes a
-row (``FULL_OVERHEAD_BYTES``): flags, pins, and its number in the current admission or backward pass. Memory is taken
-from the system as slots are first used.
+Row r of a table is in slot ``first + r``, with a ``first`` for each table, which may have a range of its rows only.
+Beside its rows the cache needs 9 bytes a row (``FULL_OVERHEAD_BYTES``): flags, pins, and its number in the current
+admission or backward pass. Memory is taken from the system as slots are first used.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from .host import NOTHING_WRONG, HostCache, arena_bytes, checked_keys, checked_s
 from .index import ABSENT
 
 FULL_OVERHEAD_BYTES: Final = 1 + 4 + 4
-TABLE_BYTES: Final = 4 * 8
+TABLE_BYTES: Final = 5 * 8
 _IN_OR_NOT: Final = RESIDENT | LOADING
 _AHEAD: Final = 32
 """Slots: flags are fetched from memory so long before they are looked at."""
@@ -40,7 +40,7 @@ class FullCache(HostCache):
     """A ``RowCache`` in host memory with room for every row of some tables.
 
     Args:
-        tables: rows of each table, by table index.
+        tables: the range of the rows of each table, by table index.
         weight_words: 64-bit words of weights a row.
         state_words: 64-bit words of optimizer state a row.
 
@@ -51,8 +51,8 @@ class FullCache(HostCache):
         ValueError: no rows, or more than slots can be numbered.
     """
 
-    def __init__(self, tables: Mapping[int, int], *, weight_words: int, state_words: int) -> None:
-        capacity = sum(tables.values())
+    def __init__(self, tables: Mapping[int, range], *, weight_words: int, state_words: int) -> None:
+        capacity = sum(len(rows) for rows in tables.values())
         require_capacity(capacity)
         flags, pins = np.zeros(capacity, np.uint8), np.zeros(capacity, np.int32)
         super().__init__(
@@ -61,18 +61,20 @@ class FullCache(HostCache):
         self.tallies[Tally.USED_SLOTS] = capacity
         self.number: Int32s = np.zeros(capacity, np.int32)
         self._tables: Int64s = np.array(sorted(tables), np.int64)
-        sizes = np.array([tables[int(index)] for index in self._tables], np.int64)
+        rows = [tables[int(index)] for index in self._tables]
+        sizes = np.array([len(each) for each in rows], np.int64)
         self._firsts: Int64s = np.cumsum(sizes) - sizes
-        self._first_of: Int64s = np.full(int(self._tables[-1]) + 1, -1, np.int64)
-        self._first_of[self._tables] = self._firsts
-        self._rows_of: Int64s = np.zeros(len(self._first_of), np.int64)
-        self._rows_of[self._tables] = sizes
+        # By table index: the slot that row 0 has or would have, and the range of rows.
+        self._first_of, self._low_of, self._high_of = np.zeros((3, int(self._tables[-1]) + 1), np.int64)
+        self._low_of[self._tables] = [each.start for each in rows]
+        self._high_of[self._tables] = [each.stop for each in rows]
+        self._first_of[self._tables] = self._firsts - self._low_of[self._tables]
         self._num_loading = self._hits_in_place = 0
 
     @property
     def overhead_bytes(self) -> int:
-        arrays = (self.flags, self.number, self.pins, self._tables, self._firsts, self._first_of, self._rows_of)
-        return sum(array.nbytes for array in arrays)
+        arrays = (self.flags, self.number, self.pins, self._tables, self._firsts, self._first_of)
+        return sum(array.nbytes for array in (*arrays, self._low_of, self._high_of))
 
     @property
     def is_complete(self) -> bool:
@@ -80,13 +82,13 @@ class FullCache(HostCache):
         return bool(self.tallies.item(_RESIDENT) == len(self.flags)) and not self._num_loading
 
     def first_slot(self, table_index: int) -> int:
-        """The slot of a table's row 0."""
+        """The slot of a table's row 0; negative if the range begins behind it."""
         return int(self._first_of[table_index])
 
     def keys_at(self, slots: Int32s) -> Int64s:
         """int64 [n]: the keys of the rows whose slots these are, resident or not."""
-        tables = np.searchsorted(self._firsts, slots, side="right") - 1
-        keys: Int64s = (self._tables[tables] << KEY_ROW_BITS) | (slots - self._firsts[tables])
+        tables = self._tables[np.searchsorted(self._firsts, slots, side="right") - 1]
+        keys: Int64s = (tables << KEY_ROW_BITS) | (slots - self._first_of[tables])
         return keys
 
     def are_in(self, slots: Int32s) -> bool:
@@ -119,8 +121,10 @@ class FullCache(HostCache):
 
     def _is_row(self, keys: Int64s) -> Bools:
         tables = keys >> KEY_ROW_BITS
-        known: Bools = (tables >= 0) & (tables < len(self._rows_of))
-        return known & ((keys & _ROW_MASK) < self._rows_of[np.where(known, tables, 0)])
+        known = (tables >= 0) & (tables < len(self._high_of))
+        tables, rows = np.where(known, tables, 0), keys & _ROW_MASK
+        found: Bools = known & (rows >= self._low_of[tables]) & (rows < self._high_of[tables])
+        return found
 
     def find(self, keys: Int64s) -> Int32s:
         is_row = self._is_row(checked_keys(keys))

@@ -1,52 +1,64 @@
 """Many features in one call, their tables sharded over ranks."""
 
 from collections.abc import Sequence
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
-from ..errors import TableError
 from ..lookup.joined import Joined
 from ..nn.collection import Collection, TieredEmbeddingBagCollection, TieredEmbeddingCollection
 from ..nn.function import Prepared
-from .lookup import ShardedLookup
+from .ahead import Ahead
+from .lookup import RowsLookup, ShardedLookup
+from .pooled import PooledLookup
+from .ranks import Ranks
+from .replicated import ReplicatedLookup
 from .store import ShardedStore
+from .table import ShardedTable
 
-_NO_PREFETCH: Final = "prefetch does not serve modules over sharded tables yet; give batches to forward as they come"
-_NO_OPTIMIZER: Final = "store.local.optimizer() does not serve sharded tables: backward updates rows; leave it out"
+_NO_LOOKAHEAD: Final = "lookahead= does not serve modules over sharded tables; leave it 0"
 
 
 class ShardedCollection(Collection):
     """What both have in common."""
 
     def __init__(self, store: ShardedStore, *, tables: Sequence[str] | None = None) -> None:
-        super().__init__(store.local, tables=tables)
+        as_one: Any = store  # it has what a module asks of a store
+        super().__init__(as_one, tables=tables)
         self._owners = store.owners
-        for table in self.tables:
-            if table.name not in store.shardings:
-                raise TableError(f"table {table.name!r} is not sharded yet: all ranks must give it to create_table")
 
     def _make_lookup(self, joined: Joined, mode: str) -> ShardedLookup:
-        return ShardedLookup(joined, mode=mode, owners=self._owners)
+        tables: list[Any] = joined.tables
+        return self._kind_of(tables[0])(joined, mode=mode, owners=self._owners)
+
+    def _kind_of(self, table: ShardedTable) -> type[ShardedLookup]:
+        if table.sharding.sharding_type == "data_parallel":
+            return ReplicatedLookup
+        return PooledLookup if table.sharding.exchange == "pooled" else RowsLookup
+
+    def _alike(self, table: Any) -> Any:
+        return (*super()._alike(table), self._kind_of(table), table.num_parts)
 
     def _prepare(self, features: Any) -> Prepared:
+        return self.prepare_by(self._owners.ranks, features)
+
+    def prepare_by(self, ranks: Ranks, features: Any) -> Prepared:
+        """``_prepare``; if it fails the others, which begin a lookup, are told by ``ranks``."""
         try:
-            if self.store.optimizer_in_use is not None:
-                raise RuntimeError(_NO_OPTIMIZER)
             return super()._prepare(features)  # type: ignore[safe-super]
         except BaseException:
             if self._features:  # else the others exchange nothing
-                self._owners.ranks.counts(None)
+                ranks.counts(None)
             raise
 
     def _require_one_process(self) -> None:
         pass
 
-    def prepare(self, features: Any) -> NoReturn:  # noqa: ARG002
-        """RuntimeError: ranks must exchange ids in one order, and prefetch's thread has another."""
-        raise RuntimeError(_NO_PREFETCH)
+    def ahead(self) -> Ahead:
+        """Called by ``tierstore.prefetch``. Collective."""
+        return Ahead(self, self._owners.ranks.twin())
 
-    def announce(self, features: Any) -> NoReturn:  # noqa: ARG002
-        """As ``prepare``."""
-        raise RuntimeError(_NO_PREFETCH)
+    def announce(self, features: Any) -> Any:  # noqa: ARG002
+        """RuntimeError: rows that other ranks will ask for are not known so far ahead."""
+        raise RuntimeError(_NO_LOOKAHEAD)
 
 
 class ShardedTieredEmbeddingBagCollection(ShardedCollection, TieredEmbeddingBagCollection):
@@ -59,4 +71,9 @@ class ShardedTieredEmbeddingBagCollection(ShardedCollection, TieredEmbeddingBagC
 
 
 class ShardedTieredEmbeddingCollection(ShardedCollection, TieredEmbeddingCollection):
-    """``TieredEmbeddingCollection`` over a sharded store, as ``ShardedTieredEmbeddingBagCollection``."""
+    """``TieredEmbeddingCollection`` over a sharded store, as ``ShardedTieredEmbeddingBagCollection``. A table's
+    ``exchange`` plays no part."""
+
+    def _kind_of(self, table: ShardedTable) -> type[ShardedLookup]:
+        kind = super()._kind_of(table)
+        return RowsLookup if kind is PooledLookup else kind

@@ -1,13 +1,17 @@
-"""A lookup whose rows are on many ranks: each distinct row of a rank's batch crosses once, the asker pools.
+"""What lookups over ranks have in common; and those where each distinct row crosses once and the asker pools.
 
 Forward: a rank sends the keys of its batch's distinct rows to their owners, they send the rows, and it pools them in
-id-list order. Backward: it divides gradients by the number of ranks, merges each row's and sends them to the owners,
-who add those of the ranks in order of the ranks and update the row once. So the bits depend on the number of ranks,
-not on who owns what.
+id-list order. Backward: it merges each row's gradients, divides them by the number of ranks and sends them to the
+owners, who add those of the ranks in order of the ranks and update the row once. So the bits depend on the number of
+ranks, not on who owns what.
+
+All calls are collective: every rank makes the same.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -15,38 +19,131 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels.arrays import Floats, Int32s, Int64s
-from ..kernels.floats import FLOAT32
 from ..lookup.contract import AnyLookup
-from ..lookup.joined import Joined
+from ..lookup.joined import Joined, OfKeys
 from ..lookup.lookup import MODES, new_output
 from ..lookup.merging import Merged
-from ..lookup.tables import LookupTable, RowGradients
+from ..lookup.tables import RowGradients
+from ..optim.configs import RowWiseAdagradOfColumns
 from ..pool import Pool
-from ..pool.backward import NO_ARG_MAX, NO_FLOATS, Bags, Groups
+from ..pool.arena import Rows
+from ..pool.backward import NO_ARG_MAX
 from ..pool.evicting import unique
-from ..rows import KEY_ROW_BITS
+from ..pool.pooling import dot_part, pool_part
+from ..pool.residency import Pooling
+from ..store import Table
 from ..store.table import make_lookup
+from .columns import with_mean_squares
 from .owners import Owners
+from .ranks import Ranks
+from .table import ShardedTable
 
 
-class _Asked(Joined):
-    """Rows that ranks ask this one for: a bag for each, its result where the asker has it, in a flat output."""
+class Sent(NamedTuple):
+    """Gradients, float32, of the output of a lookup of this rank's rows."""
 
-    def __init__(self, tables: Sequence[LookupTable], keys: Int64s) -> None:
-        indices = [table.index for table in tables]
-        places = np.zeros(max(indices) + 1, np.int64)
-        places[indices] = np.arange(len(indices))
-        table_of = places[keys >> KEY_ROW_BITS]
-        order = np.argsort(table_of, kind="stable")
-        self.tables = list(tables)
-        self.batch = 1
-        self.table_bags = np.searchsorted(table_of[order], np.arange(len(tables) + 1))
-        self.bag_starts = np.arange(len(keys) + 1)
-        columns: Any = order * tables[0].layout.dim
-        self.columns = columns
-        self.scale = NO_FLOATS
-        self._keys = keys[order]
-        self._slots = self._numbering = None
+    lookup: AnyLookup
+    gradient: Tensor
+
+
+class SendsGradients(ABC):
+    """A lookup whose gradients go to the owners of its rows, who train them.
+
+    Args:
+        joined: this rank's ids, in ``ShardedTable`` of one layout.
+        mode: "sum", "mean" or "max".
+        owners: of the rows.
+    """
+
+    def __init__(self, joined: Joined, *, mode: str, owners: Owners) -> None:
+        self.joined = joined
+        self.mode = mode
+        self._owners = owners
+
+    @property
+    def _ranks(self) -> Ranks:
+        return self._owners.ranks
+
+    @property
+    def _sharded(self) -> list[ShardedTable]:
+        tables: list[Any] = self.joined.tables
+        return tables
+
+    @property
+    def tables(self) -> list[Table]:
+        """This rank's parts of the tables: what it trains."""
+        return [table.local for table in self._sharded]
+
+    @abstractmethod
+    def release(self) -> None:
+        """See ``Lookup.release``."""
+
+    @abstractmethod
+    def sent(self, grad_out: Tensor) -> "Sent":
+        """Send gradients to the owners; what came to this rank."""
+
+    def update(self, grad_out: Tensor) -> None:
+        """See ``Lookup.update``."""
+        sent = self.sent(grad_out)
+        sent.lookup.update(sent.gradient)
+
+    def gradients(self, grad_out: Tensor) -> list[RowGradients]:
+        """What ``update`` would apply to this rank's rows, of each table; see ``Lookup.gradients``.
+
+        Raises:
+            RuntimeError: a table is sharded by columns, with row-wise Adagrad.
+        """
+        for table in self.tables:
+            if isinstance(table.config.optimizer, RowWiseAdagradOfColumns):
+                raise RuntimeError(
+                    f"gradients of rows of table {table.name!r} cannot be read or added up, as its columns are on "
+                    "several ranks and row-wise Adagrad needs whole rows; shard it by rows, or call step() after each "
+                    "backward and clip nothing"
+                )
+        sent = self.sent(grad_out)
+        return sent.lookup.gradients(sent.gradient)
+
+
+class ShardedLookup(SendsGradients):
+    """The contract is that of ``lookup.Lookup``.
+
+    Attributes:
+        own: of the rows that this rank looks up for others or itself; once ids are exchanged.
+    """
+
+    own: Any
+
+    def __init__(self, joined: Joined, *, mode: str, owners: Owners) -> None:
+        super().__init__(joined, mode=mode, owners=owners)
+        self.wants_zeros = False
+
+    @abstractmethod
+    def route(self, ranks: Ranks) -> None:
+        """Exchange ids, if they were not. ``ranks``: whose group no other thread uses now."""
+
+    def bring_in(self, ranks: Ranks) -> None:
+        """Exchange ids; owners bring the rows in."""
+        self.route(ranks)
+        with ranks.together():
+            self.own.stage()
+
+    def stage(self) -> None:
+        """See ``Lookup.stage``; ``bring_in`` does it where others do."""
+
+    @property
+    def demand(self) -> tuple[Pool, Int64s]:
+        """The pool and the keys, int64 [N], of the rows that ranks ask this one for."""
+        self.route(self._ranks)
+        found: tuple[Pool, Int64s] = self.own.demand
+        return found
+
+    @abstractmethod
+    def forward(self, out: Tensor, *, keep: bool) -> None:
+        """See ``Lookup.forward``."""
+
+    @abstractmethod
+    def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:
+        """See ``Lookup.scale_gradient``."""
 
 
 class _Route(NamedTuple):
@@ -54,41 +151,31 @@ class _Route(NamedTuple):
 
     Attributes:
         inverse: int32 [N], the number of each position's row, in order of first use.
-        order: int64 [U], the rows' numbers in order of their owners.
-        slots: int32 [N], where each position's row is in what came from the owners.
-        asked: rows that this rank asks each for. given: rows that each asks this one for.
-        lookup: of those.
+        order: int64 [U * parts], the rows' parts in order of their owners.
+        asked: how many this rank asks each for. given: how many each asks this one for.
+        keys: int64, of those.
     """
 
     inverse: Int32s
     order: Int64s
-    slots: Int32s
     asked: list[int]
     given: list[int]
-    lookup: AnyLookup
+    keys: Int64s
 
 
-class ShardedLookup:
-    """See the module's docstring; the contract is that of ``lookup.Lookup``. Collective: all ranks make the same calls.
-
-    Args:
-        joined: this rank's ids, in tables of one pool.
-        mode: "sum", "mean" or "max".
-        owners: of the rows.
-    """
+class RowsLookup(ShardedLookup):
+    """See the module's docstring. Where a table's columns are on several ranks, each gives its part of the row."""
 
     def __init__(self, joined: Joined, *, mode: str, owners: Owners) -> None:
-        self.wants_zeros = False
-        self.joined = joined
-        self.mode = mode
-        self._owners = owners
+        super().__init__(joined, mode=mode, owners=owners)
         self._mode = MODES[mode]
         self._arg_max = NO_ARG_MAX
-        self._known_route: _Route | None = None
-        self._rows: Tensor | None = None
+        self._route: _Route | None = None
+        self._rows: Rows | None = None
+        self._num_parts = self._sharded[0].num_parts
 
     @classmethod
-    def merged(cls, lookups: "Sequence[ShardedLookup]", widths: Sequence[int]) -> "ShardedLookup":
+    def merged(cls, lookups: Sequence["RowsLookup"], widths: Sequence[int]) -> Self:
         """See ``Lookup.merged``."""
         joined = Merged([lookup.joined for lookup in lookups], widths)
         made = cls(joined, mode=lookups[0].mode, owners=lookups[0]._owners)
@@ -96,99 +183,78 @@ class ShardedLookup:
             made._arg_max = np.concatenate(joined.winners([lookup._arg_max for lookup in lookups]))
         return made
 
+    @cached_property
+    def own(self) -> AnyLookup:
+        return make_lookup(OfKeys(self.tables, self._routed.keys), mode="sum")
+
     @property
-    def demand(self) -> tuple[Pool, Int64s]:
-        """The pool and the keys, int64 [N], of the rows that ranks ask this one for."""
-        return self._route.lookup.demand
+    def _routed(self) -> _Route:
+        self.route(self._ranks)
+        assert self._route is not None
+        return self._route
 
     @property
     def _dim(self) -> int:
         return self.joined.tables[0].layout.dim
 
     @property
-    def _route(self) -> _Route:
-        if self._known_route is None:
-            self._known_route = self._find_route()
-        return self._known_route
+    def _width(self) -> int:
+        """Columns of a part."""
+        return self._dim // self._num_parts
 
-    def _find_route(self) -> _Route:
-        ranks = self._owners.ranks
+    def route(self, ranks: Ranks) -> None:
+        if self._route is not None:
+            return
         try:
             inverse, keys = unique(self.joined.keys)
         except BaseException:
             ranks.counts(None)
             raise
-        owner = self._owners.of(keys)
-        order = np.argsort(owner, kind="stable")
-        asked = np.bincount(owner, minlength=ranks.size).tolist()
+        owners = self._owners.of(keys, self._num_parts).ravel()
+        order = np.argsort(owners, kind="stable")  # of 16 bits each: numpy sorts by their digits then
+        asked = np.bincount(owners, minlength=ranks.size).tolist()
         given = ranks.counts(asked)
-        wanted = ranks.exchange(torch.from_numpy(keys[order]), asked, given).numpy()
-        places = np.empty(len(order), np.int32)
-        places[order] = np.arange(len(order), dtype=np.int32)
-        with ranks.together():
-            lookup = make_lookup(_Asked(self.joined.tables, wanted), mode="sum")
-        return _Route(inverse, order, places[inverse], asked, given, lookup)
-
-    def stage(self) -> None:
-        """Ask for the rows; owners bring them in."""
-        self._route.lookup.stage()
+        wanted = ranks.exchange(torch.from_numpy(keys[order // self._num_parts]), asked, given)
+        self._route = _Route(inverse, order, asked, given, wanted.numpy())
 
     def release(self) -> None:
         """See ``Lookup.release``."""
         self._rows = None
-        if self._known_route is not None:
-            self._known_route.lookup.release()
+        if "own" in self.__dict__:
+            self.own.release()
 
     def forward(self, out: Tensor, *, keep: bool) -> None:
         """See ``Lookup.forward``."""
-        joined, route, ranks = self.joined, self._route, self._owners.ranks
-        with ranks.together():
-            given = new_output([route.lookup], (1, sum(route.given) * self._dim), torch.device("cpu"))
-            route.lookup.forward(given, keep=keep)
-        rows = ranks.exchange(given.view(-1, self._dim), route.given, route.asked)
+        joined, route, width = self.joined, self._routed, self._width
+        with self._ranks.together():
+            given = new_output([self.own], (1, sum(route.given) * width), torch.device("cpu"))
+            self.own.forward(given, keep=keep)
+        taken = self._ranks.exchange_rows(given.view(-1, width), route.given, route.asked, self._owners.wire.forward)
+        parts = torch.empty_like(taken)
+        parts[torch.from_numpy(route.order)] = taken
+        rows = Rows.plain(parts.view(-1, self._dim).numpy())
         if self._mode == kernels.MAX:
             self._arg_max = np.empty((len(joined.bag_starts) - 1, self._dim), np.int32)
-        slots, weights, result = route.slots, rows.numpy(), out.numpy()
-
-        def work(begin: int, end: int) -> None:
-            kernels.pool_rows(
-                begin, end, 0, len(slots), joined.bag_starts, slots, joined.scale, self._mode, weights, self._dim,
-                FLOAT32, joined.columns, joined.batch, result, self._arg_max,
-            )  # fmt: skip
-
-        joined.tables[0].store.workers.share(work, joined.bag_starts)
+        workers = joined.tables[0].store.workers
+        pool_part(rows, workers, joined, Pooling(self._mode, out.numpy(), self._arg_max), 0, route.inverse)
         self._rows = rows if keep and len(joined.scale) else None
 
     def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:
         """See ``Lookup.scale_gradient``."""
-        joined, slots = self.joined, self._route.slots
-        if not len(joined):
+        if not len(self.joined):
             return
         assert self._rows is not None, "after a forward that keeps, with scale"
-        own = np.zeros(len(joined), np.float32)
-        kernels.dot_rows(
-            0, len(joined.bag_starts) - 1, 0, len(slots), joined.bag_starts, slots, self._rows.numpy(), self._dim,
-            FLOAT32, joined.columns, joined.batch, grad_out.numpy(), own,
-        )  # fmt: skip
-        joined.scatter(own, grad_scale)
+        own = np.zeros(len(self.joined), np.float32)
+        dot_part(self._rows, self.joined, grad_out.numpy(), 0, self._routed.inverse, own)
+        self.joined.scatter(own, grad_scale)
 
-    def update(self, grad_out: Tensor) -> None:
-        """See ``Lookup.update``."""
-        self._route.lookup.update(self._send(grad_out))
-
-    def gradients(self, grad_out: Tensor) -> list[RowGradients]:
-        """What ``update`` would apply to this rank's rows, of each table; see ``Lookup.gradients``."""
-        return self._route.lookup.gradients(self._send(grad_out))
-
-    def _send(self, grad_out: Tensor) -> Tensor:
-        """Merged gradients to the owners; returns what came to this rank, flat float32 [1, rows * dim]."""
-        joined, route, ranks = self.joined, self._route, self._owners.ranks
-        grad_out = grad_out / ranks.size
-        bags = Bags(
-            joined.table_bags, joined.bag_starts, joined.columns, joined.batch, joined.scale,
-            self._mode == kernels.MEAN, self._arg_max,
-        )  # fmt: skip
-        groups = Groups(bags, grad_out.shape[1], joined.tables[0].store.workers)
-        merged: Any = groups.merged(route.inverse, len(route.order), self._dim, grad_out.numpy())
-        sent = torch.from_numpy(merged[route.order])
-        return ranks.exchange(sent, route.asked, route.given).view(1, -1)
+    def sent(self, grad_out: Tensor) -> Sent:
+        joined, route, width = self.joined, self._routed, self._width
+        groups = joined.groups(self._arg_max, grad_out.shape[1], is_mean=self._mode == kernels.MEAN)
+        num_rows = len(route.order) // self._num_parts
+        merged: Any = groups.merged(route.inverse, num_rows, self._dim, grad_out.numpy())
+        sent = torch.from_numpy(merged.reshape(-1, width)[route.order]).div_(self._ranks.size)
+        taken = self._ranks.exchange_rows(sent, route.asked, route.given, self._owners.wire.backward)
+        if self._num_parts > 1 and isinstance(self.tables[0].config.optimizer, RowWiseAdagradOfColumns):
+            return Sent(self.own, with_mean_squares(self.own.joined, taken, self._num_parts, self._owners))
+        return Sent(self.own, taken.view(1, -1))

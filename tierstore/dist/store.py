@@ -16,22 +16,43 @@ import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Literal, NamedTuple, Self
+from typing import Any, Final, Literal, NamedTuple, Self, get_args
 
+import torch
 from torch import Tensor
 
 from ..cache import AUTO
-from ..config import TableConfig
+from ..config import TableConfig, require_choice
 from ..errors import TableError, TierstoreError
 from ..io.cleaning import DEFAULT_SLACK
 from ..kernels.threads import default_threads
-from ..store import Store, Table, open_store
-from .owners import Owners
+from ..store import Store, open_store
+from ..store.optimizer import TieredOptimizer
+from .optimizer import ShardedOptimizer
+from .owners import Owners, Wire
 from .plan import Exchange, Plan, Sharding, ShardingType
-from .ranks import Ranks
+from .ranks import Ranks, Traffic
+from .table import ShardedTable, local_config, whole_config
+from .wire import Precision
 
 _SECTION: Final = "tierstore.dist"
 """Of ``extra`` of each rank's store."""
+
+
+class Load(NamedTuple):
+    """What a rank holds, and did.
+
+    Attributes:
+        num_rows: that it owns.
+        size_bytes: of them with their optimizer state, were they all in memory.
+        lookups: rows that ranks asked it for.
+        traffic: of its exchanges, but for those of ids that ``prefetch`` sent ahead.
+    """
+
+    num_rows: int
+    size_bytes: int
+    lookups: int
+    traffic: Traffic
 
 
 class _Commits(NamedTuple):
@@ -63,6 +84,8 @@ def open_sharded(
     *,
     group: Any = None,
     plan: Plan | str | os.PathLike[str] | None = None,
+    forward_precision: Precision = "fp32",
+    backward_precision: Precision = "fp32",
     cold: Literal["lmdb", "memory"] = "lmdb",
     keep: int = 2,
     slack: float = DEFAULT_SLACK,
@@ -79,6 +102,8 @@ def open_sharded(
         group: of ``torch.distributed``, with a backend for CPU tensors; None for all ranks.
         plan: how tables are sharded, or a file of it, as ``tierstore plan place`` writes them; the same on all ranks.
             Default: each table by rows over all ranks.
+        forward_precision, backward_precision: how rows (or pooled rows) and gradients cross between ranks: "fp32",
+            "bf16", "fp16" or "int8". Fewer bits cost accuracy; see docs/distributed.md. The same on all ranks.
         keep: commits that stay, at least 2.
         ddr: of each rank, as for ``tierstore.open``; default: half the machine's memory, divided by the number of ranks
             on it (torchrun's LOCAL_WORLD_SIZE).
@@ -95,16 +120,15 @@ def open_sharded(
     ranks = Ranks(group)
     with contextlib.ExitStack() as opened:  # closed again if any rank fails
         with ranks.together():
+            require_choice(forward_precision, get_args(Precision), "forward_precision")
+            require_choice(backward_precision, get_args(Precision), "backward_precision")
+            planned = _planned(plan, ranks)
             if keep < 2:
                 raise ValueError(
                     f"keep={keep}: a sharded store keeps at least 2 commits, as not all ranks may have the last"
                 )
             if str(device) != "cpu":
                 raise ValueError(f'device={str(device)!r}: ranks exchange rows on the CPU for now; leave it "cpu"')
-            if isinstance(plan, (str, os.PathLike)):
-                plan = Plan.load(plan)
-            if plan is not None and plan.world_size != ranks.size:
-                raise ValueError(f"the plan is for {plan.world_size} ranks, and there are {ranks.size}")
             on_host = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             local = open_store(
                 None if directory is None else _own_folder(Path(directory), ranks),
@@ -118,9 +142,18 @@ def open_sharded(
                 threads=max(default_threads() // on_host, 1) if threads is None else threads,
             )
             opened.callback(local.close)
-        made = ShardedStore(local, ranks, keep, {} if plan is None else plan.tables)
+        made = ShardedStore(local, Owners(ranks, Wire(forward_precision, backward_precision)), keep, planned)
         opened.pop_all()
     return made
+
+
+def _planned(plan: Plan | str | os.PathLike[str] | None, ranks: Ranks) -> Mapping[str, Sharding]:
+    if plan is None:
+        return {}
+    found = plan if isinstance(plan, Plan) else Plan.load(plan)
+    if found.world_size != ranks.size:
+        raise ValueError(f"the plan is for {found.world_size} ranks, and there are {ranks.size}")
+    return found.tables
 
 
 def _own_folder(folder: Path, ranks: Ranks) -> Path:
@@ -140,16 +173,16 @@ class ShardedStore:
         local: this rank's store. Read and write only rows that this rank owns in it; commit by ``commit``.
         ranks: the group.
         owners: of the rows.
-        shardings: of the tables that all ranks have, by name.
+        tables: those that all ranks have, by name.
     """
 
-    def __init__(self, local: Store, ranks: Ranks, keep: int, planned: Mapping[str, Sharding]) -> None:
+    def __init__(self, local: Store, owners: Owners, keep: int, planned: Mapping[str, Sharding]) -> None:
         self.local = local
-        self.ranks = ranks
-        self.owners = Owners(ranks)
+        self.ranks = ranks = owners.ranks
+        self.owners = owners
+        self.tables: dict[str, ShardedTable] = {}
         self._keep = keep
         self._planned = planned
-        self.shardings: dict[str, Sharding] = {}
         with ranks.together():
             own = _Commits.of(local)
         self._number, self._attempt, self._run, self._versions = 0, 0, "", dict[int, int]()
@@ -179,9 +212,9 @@ class ShardedStore:
                 self._note_agreed()
                 saved = self.local.extra[_SECTION]["shardings"].items()
                 shardings = {name: Sharding.from_json(fields, self.ranks.size) for name, fields in saved}
-            tables = [(name, self.local[name].index, self.local[name].config) for name in shardings]
-        self._require_alike(tables)
-        self._take(shardings)
+            found = [self._table(name, sharding) for name, sharding in shardings.items()]
+        self._require_alike([(table.index, table.config, table.sharding) for table in found])
+        self._take(found)
         self._run = runs[0] if runs else self.ranks.first(secrets.token_hex(8))
         if not common:
             self._commit(0, None, None)
@@ -201,9 +234,13 @@ class ShardedStore:
                         "tables in the same order, from the first on"
                     )
 
-    def _take(self, shardings: dict[str, Sharding]) -> None:
-        self.shardings = shardings
-        self.owners.set({self.local[name]: each for name, each in shardings.items()})
+    def _table(self, name: str, sharding: Sharding) -> ShardedTable:
+        local = self.local[name]
+        return ShardedTable(whole_config(local.config, sharding), sharding, local, self.ranks.rank)
+
+    def _take(self, tables: Sequence[ShardedTable]) -> None:
+        self.tables |= {table.name: table for table in tables}
+        self.owners.set(self.tables.values())
 
     def create_table(
         self,
@@ -212,15 +249,12 @@ class ShardedStore:
         sharding_type: ShardingType | None = None,
         ranks: Sequence[int] | None = None,
         exchange: Exchange | None = None,
-    ) -> Table:
+    ) -> ShardedTable:
         """Add a table, or find it; collective, with the same arguments on all ranks.
 
         Args:
             sharding_type, ranks, exchange: see ``Sharding``. Default: as the plan has them, else "row_wise" over all
                 ranks; a "table_wise" table is on the rank whose tables have the fewest bytes.
-
-        Returns:
-            the table as this rank's store has it. Read and write only rows that this rank owns in it.
 
         Raises:
             TableError: as ``Store.create_table``, or ranks differ in the arguments or the table's number; then nothing
@@ -229,41 +263,81 @@ class ShardedStore:
         """
         with self.ranks.together():
             sharding = self._sharding_of(config.name, sharding_type, ranks, exchange)
+            own = local_config(config, sharding, self.ranks.rank)
             index = self.local[config.name].index if config.name in self.local else len(self.local.tables)
-        self._require_alike([(config.name, index, config, sharding)])
+        self._require_alike([(index, config, sharding)])
         with self.ranks.together():
-            table = self.local.create_table(config)
-        self._take({**self.shardings, config.name: sharding})
-        return table
+            self.local.create_table(own)
+        if config.name not in self.tables:
+            self._take([self._table(config.name, sharding)])
+        return self.tables[config.name]
 
     def _sharding_of(self, name: str, sharding_type: Any, ranks: Any, exchange: Any) -> Sharding:
-        known, planned = self.shardings.get(name), self._planned.get(name)
-        default = known or planned
+        known = self.tables[name].sharding if name in self.tables else None
+        default = known or self._planned.get(name)
         if default is not None and sharding_type in (None, default.sharding_type):
             sharding_type, ranks = default.sharding_type, default.ranks if ranks is None else ranks
             exchange = default.exchange if exchange is None else exchange
         kind = sharding_type or "row_wise"
         places = self._default(kind) if ranks is None else ranks
         sharding = Sharding.checked(kind, places, exchange or "rows", self.ranks.size)
-        if kind in ("column_wise", "data_parallel") or sharding.exchange == "pooled":
-            raise NotImplementedError(f"{kind}, exchange={sharding.exchange!r}: not yet")
         if known is not None and known != sharding:
-            raise ValueError(f"table {name!r} is sharded {known.sharding_type} over ranks {known.ranks}")
+            raise ValueError(f"table {name!r} is sharded {known.sharding_type} over ranks {list(known.ranks)}")
         return sharding
 
     def _default(self, sharding_type: str) -> Sequence[int]:
-        if sharding_type == "row_wise":
-            return range(self.ranks.size)
-        used = [0.0] * self.ranks.size
-        for name, sharding in self.shardings.items():
-            for rank in sharding.ranks:
-                used[rank] += self.local[name].size_bytes / len(sharding.ranks)
-        return [used.index(min(used))]
+        size = self.ranks.size
+        used = [0.0] * size
+        for table in self.tables.values():
+            for rank in table.sharding.ranks:
+                used[rank] += table.config.size_bytes(table.layout.page_bytes) / len(table.shards)
+        if sharding_type == "table_wise":
+            return [used.index(min(used))]
+        if sharding_type == "table_row_wise":
+            on_host = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+            hosts = [range(first, min(first + on_host, size)) for first in range(0, size, on_host)]
+            return min(hosts, key=lambda host: sum(used[rank] for rank in host))
+        return range(size)
+
+    def __getitem__(self, name: str) -> ShardedTable:
+        try:
+            return self.tables[name]
+        except KeyError:
+            raise TableError(f"there is no table {name!r}, but {sorted(self.tables)}") from None
+
+    def optimizer(self) -> TieredOptimizer:
+        """The tables' optimizers as torch has them; see ``Store.optimizer``. All ranks make one, and call its ``step``
+        and ``zero_grad`` alike. ``grad`` of a table has the rows that this rank owns."""
+        return self.local.use_optimizer(ShardedOptimizer(self.local, self.ranks, self._is_replicated))
+
+    def _is_replicated(self, name: str) -> bool:
+        return self.tables[name].sharding.sharding_type == "data_parallel"
+
+    def balance(self) -> list[Load]:
+        """What each rank holds, and did since it opened the store, in order of the ranks. Collective."""
+        local = [table.local for table in self.tables.values()]
+        rows, size_bytes = sum(len(table.rows) for table in local), sum(table.size_bytes for table in local)
+        return self.ranks.gather(Load(rows, size_bytes, self.local.stats().ddr.lookups, self.ranks.traffic))
+
+    # What a module asks of a store.
 
     @property
-    def tables(self) -> Mapping[str, Table]:
-        """All tables by name, as this rank's store has them."""
-        return self.local.tables
+    def device(self) -> torch.device:
+        """Where results are."""
+        return self.local.device
+
+    @property
+    def readonly(self) -> bool:
+        return self.local.readonly
+
+    @property
+    def directory(self) -> Any:
+        """Of this rank's part."""
+        return self.local.directory
+
+    @property
+    def recorder(self) -> Any:
+        return self.local.recorder
 
     @property
     def version(self) -> int:
@@ -301,7 +375,7 @@ class ShardedStore:
             "run": self._run,
             "number": number,
             "versions": {str(each): version for each, version in self._versions.items()},
-            "shardings": {name: each.to_json() for name, each in self.shardings.items()},
+            "shardings": {name: each.sharding.to_json() for name, each in self.tables.items()},
         }
         failed = max(number - self._number - 1, 0)  # which must not push out the last one that all ranks have
         self.local.keep = self._keep + failed

@@ -8,6 +8,7 @@ import torch
 from ..cache.hbm import PolicyName
 from ..config import TableConfig
 from ..errors import BudgetError, TableError
+from ..optim.configs import RowWiseAdagradOfColumns
 from ..pool import Pool
 from ..pool.stats import TierStats, of_counters
 from ..rows import QuantizedName, RowLayout
@@ -60,6 +61,11 @@ def require_supported(config: TableConfig, *, readonly: bool) -> None:
         raise TableError(
             f"table {config.name!r} has rounding={config.rounding!r}, which is not supported with hbm; open the store "
             'with hbm=0 and device="cpu", or with mode="r" for lookups alone, or make a table with rounding="nearest"'
+        )
+    if isinstance(config.optimizer, RowWiseAdagradOfColumns):
+        raise TableError(
+            f"table {config.name!r} is sharded column_wise with row-wise Adagrad, which is not supported with hbm: "
+            'shard it "row_wise", or open the store with hbm=0'
         )
 
 

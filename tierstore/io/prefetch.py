@@ -21,6 +21,13 @@ _JOIN_SECONDS: Final = 30.0
 class Preparable(Protocol):
     """A module whose rows can be brought in ahead: those over tables, as ``TieredEmbeddingBag``."""
 
+    def ahead(self) -> "Preparable":
+        """What brings the rows of one pass in."""
+        ...
+
+    def end(self) -> None:
+        """The pass brings no more in; called once by whom ``prepare`` is called by."""
+
     @property
     def has_room(self) -> bool:
         """Whether the rows of one more batch, as large as the last, would stay until it is used."""
@@ -48,6 +55,13 @@ class _Several:
 
     def __init__(self, modules: Sequence[Preparable]) -> None:
         self._modules = modules
+
+    def ahead(self) -> "_Several":
+        return _Several([module.ahead() for module in self._modules])
+
+    def end(self) -> None:
+        for module in self._modules:
+            module.end()
 
     @property
     def has_room(self) -> bool:
@@ -296,7 +310,7 @@ def _pop_all(items: deque[Any], work: Callable[[Any], None], limit: int = sys.ma
 def _pipeline(
     batches: Iterable[Any], module: Preparable, depth: int, lookahead: int, get_features: Callable[[Any], Any]
 ) -> Generator[Any, None, None]:
-    worker = _Worker(_Reader(batches, module, lookahead, get_features), depth)
+    worker = _Worker(_Reader(batches, module.ahead(), lookahead, get_features), depth)
     try:
         while True:
             item = worker.take()
@@ -334,8 +348,13 @@ class _Worker:
         except BaseException as error:
             self._ready.put(error)
         finally:
-            if self._reader.is_closed:
-                self._release()
+            module = self._reader.module
+            try:
+                if module is not None:
+                    module.end()
+            finally:
+                if self._reader.is_closed:
+                    self._release()
 
     def _bring_next(self) -> bool:
         """When there is a place, read a batch, bring its rows in and hand it over; False at the end."""

@@ -32,7 +32,3 @@ class AnyLookup(FillsOutput, TrainsRows, Protocol):
     def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:
         """Gradient of the per-sample weights into ``grad_scale``."""
         ...
-
-    def release(self) -> None:
-        """Release the rows."""
-        ...

@@ -179,7 +179,7 @@ def _update(collected: Sequence[_Collected]) -> None:
     if optimizer is None:
         lookup.update(gradient)
     else:
-        optimizer.collect(lookup.joined.tables, lookup, gradient)
+        optimizer.collect(lookup, gradient)
     if len(lookups) > 1:
         for each in lookups:
             each.release()

@@ -25,7 +25,7 @@ from ..system.signals import shielded
 from .joined import Joined
 from .lookup import MODES
 from .merging import Merged
-from .tables import RowGradients, by_table
+from .tables import LookupTable, RowGradients, by_table
 
 _WIDE: Final = 4
 """float32 that a thread of a GPU moves at a time, 16 bytes."""
@@ -69,6 +69,11 @@ class HbmLookup:
     @property
     def _is_empty(self) -> bool:
         return not len(self.joined.keys)
+
+    @property
+    def tables(self) -> Sequence[LookupTable]:
+        """See ``Lookup.tables``."""
+        return self.joined.tables
 
     @property
     def demand(self) -> tuple[Pool, Int64s]:

@@ -10,7 +10,7 @@ from .. import kernels
 from ..kernels.arrays import Floats, Ids, Int32s, Int64s, Words
 from ..kernels.rounding import NEAREST
 from ..optim.configs import NUM_HYPER
-from ..pool.backward import NO_FLOATS
+from ..pool.backward import NO_FLOATS, Bags, Groups
 from ..pool.residency import Numbering
 from ..rows import KEY_ROW_BITS
 from ..system.signals import shielded
@@ -203,6 +203,22 @@ class Joined:
         for table in self.tables:
             table.require_float()
 
+    def groups(self, arg_max: Int32s, num_columns: int, *, is_mean: bool) -> Groups:
+        """Its positions, to be grouped by row.
+
+        Args:
+            arg_max: int32 [bags, dim], the positions that gave maxima, or empty.
+            num_columns: of the output.
+            is_mean: bags were averaged.
+        """
+        bags = Bags(self.table_bags, self.bag_starts, self.columns, self.batch, self.scale, is_mean, arg_max)
+        return Groups(bags, num_columns, self.tables[0].store.workers)
+
+    @property
+    def table_of_feature(self) -> Sequence[LookupTable]:
+        """The table of each feature."""
+        return self._owners
+
     def next_hyper(self) -> Floats:
         """Count one more update of each table: its hyper-parameters, float32 [tables, NUM_HYPER]."""
         hyper = np.zeros((len(self.tables), NUM_HYPER), np.float32)
@@ -214,3 +230,28 @@ class Joined:
         """What the update counted last rounds with (``rounding``), uint64 [tables]; None if to nearest everywhere."""
         seeds = [table.rounding_seed for table in self.tables]
         return np.array(seeds, np.uint64) if any(seed != NEAREST for seed in seeds) else None
+
+
+class OfKeys(Joined):
+    """Rows by key, in any order: a bag for each, its result where the caller has the key, in a flat output.
+
+    Args:
+        tables: distinct, of one pool; each key is of one of them.
+        keys: int64 [n].
+    """
+
+    def __init__(self, tables: Sequence[LookupTable], keys: Int64s) -> None:
+        indices = [table.index for table in tables]
+        places = np.zeros(max(indices) + 1, np.int64)
+        places[indices] = np.arange(len(indices))
+        table_of = places[keys >> KEY_ROW_BITS]
+        order = np.argsort(table_of, kind="stable")
+        self.tables = list(tables)
+        self.batch = 1
+        self.table_bags = np.searchsorted(table_of[order], np.arange(len(tables) + 1))
+        self.bag_starts = np.arange(len(keys) + 1)
+        columns: Any = order * tables[0].layout.dim
+        self.columns = columns
+        self.scale = NO_FLOATS
+        self._keys = keys[order]
+        self._slots = self._numbering = None

@@ -5,24 +5,24 @@ ahead, by the prefetch pipeline), run forward, and, if gradients are wanted, run
 """
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .. import kernels
-from ..kernels import quantized
 from ..kernels.arrays import Floats, Int64s
 from ..pool import Pool
-from ..pool.backward import NO_ARG_MAX, Bags, Groups
+from ..pool.backward import NO_ARG_MAX, Groups
 from ..pool.evicting import unique
 from ..pool.pins import Lease
+from ..pool.pooling import dot_part
 from ..pool.residency import Pooling, Update
 from ..system.signals import shielded
 from .joined import Joined
 from .merging import Merged
-from .tables import ROW_MASK, FillsOutput, RowGradients, in_pool_of
+from .tables import ROW_MASK, FillsOutput, LookupTable, RowGradients, in_pool_of
 
 MODES: Final = {"sum": kernels.SUM, "mean": kernels.MEAN, "max": kernels.MAX}
 
@@ -73,6 +73,11 @@ class Lookup:
         if made._mode == kernels.MAX:
             made._arg_max = np.concatenate(joined.winners([lookup._arg_max for lookup in lookups]))
         return made
+
+    @property
+    def tables(self) -> Sequence[LookupTable]:
+        """Those of its rows, in order."""
+        return self.joined.tables
 
     @property
     def _pool(self) -> Pool:
@@ -129,15 +134,9 @@ class Lookup:
         own = np.zeros(len(joined), np.float32)
         if not len(own):
             return
-        arena, layout = pool.arena, pool.layout
-        dot_rows: Any = quantized.dot_rows if layout.is_quantized else kernels.dot_rows
         for first, part in pool.rows.parts(joined, self._lease_in(pool)):
-            slots = part.position_slots
-            with arena.rows_lock:
-                dot_rows(
-                    0, len(joined.bag_starts) - 1, first, first + len(slots), joined.bag_starts, slots, arena.weights,
-                    layout.dim, arena.half, joined.columns, joined.batch, grad_out.numpy(), own,
-                )  # fmt: skip
+            with pool.arena.rows_lock:
+                dot_part(pool.arena, joined, grad_out.numpy(), first, part.position_slots, own)
         joined.scatter(own, grad_scale)
 
     @shielded
@@ -151,24 +150,19 @@ class Lookup:
         hyper, seeds = joined.next_hyper(), joined.rounding_seeds()
         if len(joined):
             codes = np.array([table.config.optimizer.code for table in joined.tables], np.int64)
-            groups = self._groups(pool, grad_out)
+            groups = self._groups(grad_out)
             pool.rows.update(joined, Update(groups, codes, hyper, grad_out.numpy(), seeds), self._lease_in(pool))
         self.release()
 
-    def _groups(self, pool: Pool, grad_out: Tensor) -> Groups:
-        joined = self.joined
-        bags = Bags(
-            joined.table_bags, joined.bag_starts, joined.columns, joined.batch, joined.scale,
-            self._mode == kernels.MEAN, self._arg_max,
-        )  # fmt: skip
-        return Groups(bags, grad_out.shape[1], pool.arena.workers)
+    def _groups(self, grad_out: Tensor) -> Groups:
+        return self.joined.groups(self._arg_max, grad_out.shape[1], is_mean=self._mode == kernels.MEAN)
 
     @shielded
     def gradients(self, grad_out: Tensor) -> list[RowGradients]:
         """What ``update`` would apply, of each table; rows stay as they are, and are released."""
         joined, pool = self.joined, self._pool
         inverse, keys = unique(joined.keys)
-        groups = self._groups(pool, grad_out)
+        groups = self._groups(grad_out)
         values = groups.merged(inverse, len(keys), pool.layout.dim, grad_out.numpy())
         self.release()
         counts = groups.counts.tolist()

@@ -41,6 +41,11 @@ class RowGradients(NamedTuple):
 class TrainsRows(Protocol):
     """A lookup after forward."""
 
+    @property
+    def tables(self) -> "Sequence[LookupTable]":
+        """Those whose rows it trains, in order."""
+        ...
+
     def update(self, grad_out: Tensor) -> None:
         """Train its rows. Given float32 [batch, columns], C-contiguous."""
         ...
@@ -57,7 +62,7 @@ class TrainsRows(Protocol):
 class CollectsGradients(Protocol):
     """A store's optimizer, to whoever runs backward."""
 
-    def collect(self, tables: "Sequence[LookupTable]", lookup: TrainsRows, grad_out: Tensor) -> None:
+    def collect(self, lookup: TrainsRows, grad_out: Tensor) -> None:
         """Keep what ``lookup.update(grad_out)`` would apply, until the optimizer's step."""
         ...
 

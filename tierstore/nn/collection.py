@@ -41,6 +41,7 @@ class Collection(TieredModule):
         self._features: dict[str, _Feature] = {}
         self._columns = 0
         for table in [store[name] for name in names]:
+            table.require_whole()
             for name in table.config.feature_names:
                 if name in self._features:
                     owner = self._features[name].table.name
@@ -61,6 +62,10 @@ class Collection(TieredModule):
     @property
     def _tables(self) -> list[Table]:
         return list({feature.table.layout: feature.table for feature in self._features.values()}.values())
+
+    def _alike(self, table: Table) -> Any:
+        """Equal of tables that one lookup can serve."""
+        return table.layout, table.config.pooling
 
     def _make_lookup(self, joined: Joined, mode: str) -> AnyLookup:
         return make_lookup(joined, mode=mode)
@@ -135,10 +140,10 @@ class TieredEmbeddingBagCollection(Collection):
         return Prepared(lookups, (jagged.batch, self._columns), scale, sources, self.store)
 
     def _group_features(self) -> list[list[_Feature]]:
-        """Features that one lookup can serve: same layout, same pooling; those of one table are neighbours."""
+        """Features that one lookup can serve; those of one table are neighbours."""
         groups: dict[Any, list[_Feature]] = {}
         for feature in self._features.values():
-            groups.setdefault((feature.table.layout, feature.table.config.pooling), []).append(feature)
+            groups.setdefault(self._alike(feature.table), []).append(feature)
         return list(groups.values())
 
     def _lookup(self, group: list[_Feature], jagged: Jagged, place: dict[str, int]) -> AnyLookup:

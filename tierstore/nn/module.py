@@ -68,6 +68,13 @@ class TieredModule(nn.Module, ABC):
         """
         return all(table.pool.has_room for table in self._tables)
 
+    def ahead(self) -> Any:
+        """What ``tierstore.prefetch`` drives, for one pass over batches."""
+        return self
+
+    def end(self) -> None:
+        """A pass is over."""
+
     def prepare(self, features: Any) -> Prepared:
         """Bring the rows of a batch in ahead of ``forward``, which must be given the same objects.
 
@@ -79,10 +86,12 @@ class TieredModule(nn.Module, ABC):
         Returns:
             a ticket for ``forget``.
         """
-        arguments = _arguments(features)
-        prepared = self._prepare(*arguments)
+        return self.keep(features, self._prepare(*_arguments(features)))
+
+    def keep(self, features: Any, prepared: Prepared) -> Prepared:
+        """Bring the rows of a batch in, for the forward call that will be given ``features``."""
         prepared.stage()
-        return self._prepared.put(arguments[0], prepared)
+        return self._prepared.put(_arguments(features)[0], prepared)
 
     def forget(self, ticket: Prepared) -> None:
         """Release what ``prepare`` made ready, if it was not used."""

@@ -105,6 +105,25 @@ class RowWiseAdagrad(Optimizer):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RowWiseAdagradOfColumns(RowWiseAdagrad):
+    """``RowWiseAdagrad`` of a range of a row's columns, where the mean square is that of the whole row.
+
+    Gradients of rows are given with their mean squares behind them, see ``kernels.merge_and_update``.
+    """
+
+    kind: ClassVar[str] = "rowwise_adagrad_of_columns"
+    code: ClassVar[int] = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.weight_decay:
+            raise ValueError(
+                f"weight_decay={self.weight_decay}: the mean square of a row's columns would need the whole row; "
+                "shard the table by rows, or leave weight_decay 0"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Adagrad(RowWiseAdagrad):
     """``s += g**2; row -= lr * g / (sqrt(s) + eps)``, column by column, as torch.optim.Adagrad without lr_decay."""
 
@@ -147,7 +166,9 @@ class Adam(Optimizer):
         return out
 
 
-_KINDS: Final[dict[str, type[Optimizer]]] = {kind.kind: kind for kind in (SGD, RowWiseAdagrad, Adagrad, Adam)}
+_KINDS: Final[dict[str, type[Optimizer]]] = {
+    kind.kind: kind for kind in (SGD, RowWiseAdagrad, RowWiseAdagradOfColumns, Adagrad, Adam)
+}
 
 
 def from_dict(fields: dict[str, Any]) -> Optimizer:

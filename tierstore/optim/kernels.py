@@ -25,7 +25,7 @@ _ROWS_AHEAD: Final = 4
 
 _GRADIENT, _SQUARES, _ROW = range(3)
 """Rows of scratch: a gradient, its squares, and a row in float32 before it is rounded."""
-_SGD, _ROWWISE_ADAGRAD, _ADAGRAD = 0, 1, 2
+_SGD, _ROWWISE_ADAGRAD, _ADAGRAD, _OF_COLUMNS = 0, 1, 2, 4
 
 
 def scratch(dim: int) -> Floats:
@@ -78,6 +78,21 @@ def _mean_square(dim: int, work: Floats) -> np.float32:
     return np.float32(halving_sum(work, _SQUARES) / np.float32(dim))
 
 
+@uncounted_kernel
+def _fill_mean_squares(gradients: Floats, work: Floats, out: Floats) -> None:
+    for row in range(gradients.shape[0]):
+        for column in range(gradients.shape[1]):
+            work[_GRADIENT, column] = gradients[row, column]
+        out[row] = _mean_square(gradients.shape[1], work)
+
+
+def mean_squares(gradients: Floats) -> Floats:
+    """float32 [U] of float32 [U, dim]: what row-wise Adagrad adds to each row's accumulator."""
+    out = np.empty(len(gradients), np.float32)
+    _fill_mean_squares(gradients, scratch(gradients.shape[1]), out)
+    return out
+
+
 @inline
 def _decay(weight_decay: np.float32, work: Floats, weights: Weights, slot: int, dim: int, half: int) -> None:
     """Add ``weight_decay`` times the row to the gradient, whose columns behind ``dim`` stay zero."""
@@ -92,7 +107,7 @@ def _step_columns(
 ) -> None:  # fmt: skip
     """One step of the columns ``[column, column + lanes)`` of a row, and of their state."""
     gradient = load(work, _GRADIENT, column, FLOAT32, lanes)
-    if code <= _ROWWISE_ADAGRAD:
+    if code <= _ROWWISE_ADAGRAD or code == _OF_COLUMNS:
         step = rate * gradient
     elif code == _ADAGRAD:
         accumulator = load(state, state_row, column, FLOAT32, lanes) + gradient * gradient
@@ -111,19 +126,22 @@ def _step_columns(
 
 @inline
 def _update_row(
-    code: int, hyper: Floats, work: Floats, weights: Weights, slot: int, state: Floats, state_row: int, dim: int,
-    half: int,
+    code: int, hyper: Floats, work: Floats, square: np.float32, weights: Weights, slot: int, state: Floats,
+    state_row: int, dim: int, half: int,
 ) -> None:  # fmt: skip
     """Apply one optimizer step to a row and its state; the formulas are those of ``optim.configs``.
 
     Args:
+        square: the mean of the squares of a gradient of which this is a range of columns.
         work: float32 [3, padded width]: the gradient, zero behind column ``dim``, and scratch.
     """
     rate = hyper[0]
     if hyper[1] != np.float32(0):
         _decay(hyper[1], work, weights, slot, dim, half)
     if code == _ROWWISE_ADAGRAD:
-        accumulator = np.float32(state[state_row, 0] + _mean_square(dim, work))
+        square = _mean_square(dim, work)
+    if code in (_ROWWISE_ADAGRAD, _OF_COLUMNS):
+        accumulator = np.float32(state[state_row, 0] + square)
         state[state_row, 0] = accumulator
         rate = np.float32(rate / np.float32(np.float32(math.sqrt(accumulator)) + hyper[2]))
     column = 0
@@ -140,13 +158,13 @@ def _update_row(
 
 @inline
 def _update_and_round(
-    code: int, hyper: Floats, work: Floats, weights: Weights, slot: int, state: Floats, dim: int, half: int,
-    seed: np.uint64, key: int,
+    code: int, hyper: Floats, work: Floats, square: np.float32, weights: Weights, slot: int, state: Floats, dim: int,
+    half: int, seed: np.uint64, key: int,
 ) -> None:  # fmt: skip
     """``_update_row`` of a row of halfs in float32, then rounded as ``rounding.store_row`` does."""
     for column in range(dim):
         work[_ROW, column] = load(weights, slot, column, half, 1)
-    _update_row(code, hyper, work, work, _ROW, state, slot, dim, FLOAT32)
+    _update_row(code, hyper, work, square, work, _ROW, state, slot, dim, FLOAT32)
     store_row(work[_ROW], weights[slot], dim, half, seed, key)
 
 
@@ -174,6 +192,12 @@ def _merge(
         column += 1
 
 
+@inline
+def _given_square(grad_out: Floats, source: int, dim: int) -> np.float32:
+    """The mean square behind all gradients, of the one that begins at ``source``."""
+    return np.float32(grad_out[0, grad_out.shape[1] // (dim + 1) * dim + source // dim])
+
+
 @uncounted_kernel
 def merge_and_update(
     begin_table: int, begin_row: int, end_table: int, end_row: int, table_firsts: Int64s, unique_firsts: Int64s,
@@ -191,7 +215,8 @@ def merge_and_update(
         unique_slots: int32.
         counts, starts, sources, factors, positions, bags: what ``kernels.group_rows`` made.
         arg_max: int32 [K, dim], the position that gave each maximum (max pooling), or empty.
-        grad_out: float32 [1, B * C].
+        grad_out: float32 [1, B * C]. For ``RowWiseAdagradOfColumns`` float32 [1, n * dim + n]: gradients of n rows,
+            and then the mean square of each.
         codes: int64 [T], optimizer of each table.
         hyper: float32 [T, NUM_HYPER].
         weights: float32 or uint16 [S, >= dim]; state: float32 [S, >= state_dim]. Both are changed.
@@ -224,11 +249,14 @@ def merge_and_update(
                 grad_out, work,
             )  # fmt: skip
             slot: Any = np.int64(unique_slots[unique_firsts[table] + row])
+            square = np.float32(0)
+            if codes[table] == _OF_COLUMNS:
+                square = _given_square(grad_out, sources[first + starts[place]], dim)
             if seeds is None:
-                _update_row(codes[table], hyper[table], work, weights, slot, state, slot, dim, half)
+                _update_row(codes[table], hyper[table], work, square, weights, slot, state, slot, dim, half)
             else:
                 _update_and_round(
-                    codes[table], hyper[table], work, weights, slot, state, dim, half, seeds[table],
+                    codes[table], hyper[table], work, square, weights, slot, state, dim, half, seeds[table],
                     keys[unique_firsts[table] + row],
                 )  # fmt: skip
             if flags.shape[0]:

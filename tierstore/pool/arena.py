@@ -11,7 +11,7 @@ import numpy as np
 from ..cache import RowCache
 from ..errors import ClosedError
 from ..kernels.arrays import Floats, Weights
-from ..kernels.floats import half_code
+from ..kernels.floats import FLOAT32, half_code
 from ..kernels.threads import Workers
 from ..rows import RowLayout
 from ..system.forks import disown_in_forks
@@ -30,6 +30,11 @@ class Rows:
     half: int
     weights: Weights
     state: Floats
+
+    @classmethod
+    def plain(cls, weights: Floats) -> "Rows":
+        """float32 [n, dim] without state."""
+        return Rows(RowLayout(dim=weights.shape[1]), FLOAT32, weights, np.zeros((len(weights), 0), np.float32))
 
 
 class Arena(Rows):

@@ -9,11 +9,9 @@ import numpy as np
 
 from .. import kernels
 from ..kernels.arrays import Bytes, Floats, Ids, Int32s, Int64s, Words
-from ..kernels.floats import FLOAT32
 from ..kernels.threads import Workers
 from ..optim.configs import adding
 from ..optim.kernels import merge_and_update, scratch
-from ..rows import RowLayout
 from .arena import Rows
 
 NO_INTS: Final = np.empty(0, np.int32)
@@ -143,10 +141,10 @@ class Groups:
     def merged(self, inverse: Int32s, num_unique: int, dim: int, grad_out: Floats) -> Floats:
         """The merged gradient of each row, float32 [num_unique, dim]; arguments as for ``by_number`` and ``update``."""
         self.by_number(inverse, num_unique)
-        layout = RowLayout(dim=dim)
         gradients = np.zeros((num_unique, dim), np.float32)
-        rows = Rows(layout, FLOAT32, gradients, np.zeros((num_unique, 0), np.float32))
-        self.update(rows, 0, np.arange(num_unique, dtype=np.int32), *adding(len(self.counts)), grad_out)
+        self.update(
+            Rows.plain(gradients), 0, np.arange(num_unique, dtype=np.int32), *adding(len(self.counts)), grad_out
+        )
         return gradients
 
     def _place(self, number: int) -> tuple[int, int]:

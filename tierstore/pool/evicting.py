@@ -39,10 +39,10 @@ class EvictingRows:
 
     def look_up(self, batch: Batch, pooling: Pooling, lease: Lease | None, *, keep: bool) -> Lease | None:
         if not len(batch):
-            pool_part(self._arena, batch, pooling, 0, NO_INTS)
+            pool_part(self._arena, self._arena.workers, batch, pooling, 0, NO_INTS)
         for first, part in self.parts(batch, lease):
             with self._arena.rows_lock:
-                pool_part(self._arena, batch, pooling, first, part.position_slots)
+                pool_part(self._arena, self._arena.workers, batch, pooling, first, part.position_slots)
             if keep and not part.held and part.num_positions == len(batch) and self._pins.hold(part):
                 lease = part
         return lease

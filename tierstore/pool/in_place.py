@@ -67,7 +67,7 @@ class InPlaceRows:
         if slots is None:
             slots = self._bring_in(batch) if lease is None else lease.slots
             with self._arena.rows_lock:
-                pool_part(self._arena, batch, pooling, 0, slots)
+                pool_part(self._arena, self._arena.workers, batch, pooling, 0, slots)
         return self._held(slots) if keep and lease is None else lease
 
     def _look_up_ids(self, batch: Batch, pooling: Pooling, *, keep: bool) -> Int32s | None:

@@ -4,15 +4,15 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ..lookup.joined import Jagged
-from ..lookup.tables import LookupTable, RowGradients, TrainsRows
+from ..lookup.joined import OfKeys
+from ..lookup.tables import RowGradients, TrainsRows
+from ..rows import KEY_ROW_BITS
 from ..system.signals import shielded
 from ..system.unpicklable import Unpicklable
-from .table import Table
+from .table import Table, make_lookup
 
 if TYPE_CHECKING:
     from .store import Store
@@ -126,19 +126,19 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
         super().__init__([_group(table) for table in store.tables.values()], {"lr": 0.01})
 
     def _rows_of(self, table: Any) -> _Rows:
-        for rows in self._rows:
-            if rows.table is table:
-                return rows
-        self.add_param_group(_group(table))  # made since
-        return self._rows_of(table)
+        known = {rows.table: rows for rows in self._rows}
+        if table not in known:
+            self.add_param_group(_group(table))  # made since
+            return self._rows_of(table)
+        return known[table]
 
     @property
     def _rows(self) -> Iterator[_Rows]:
         return (rows for group in self.param_groups for rows in group["params"])
 
-    def collect(self, tables: Sequence[LookupTable], lookup: TrainsRows, grad_out: Tensor) -> None:
+    def collect(self, lookup: TrainsRows, grad_out: Tensor) -> None:
         """Add a pass's gradients to those that are there; called at its end."""
-        rows = [self._rows_of(table) for table in tables]
+        rows = [self._rows_of(table) for table in lookup.tables]
         made = _Waiting(rows, lookup, grad_out.clone())
         if any(each.has_grad for each in rows):
             if any(each.has_grad and each.is_applied for each in rows):
@@ -211,13 +211,21 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
         for each in given:
             if each.grad is not None and each.grad.is_sparse:
                 each.grad = each.grad.coalesce()
-        gradients = [each.grad for each in (*given, *self._rows) if each.grad is not None]
-        values = [each._values() if each.is_sparse else each for each in gradients]
-        norm = torch.nn.utils.get_total_norm(values, norm_type, error_if_nonfinite)
+        gradients = [each.grad for each in given if each.grad is not None]
+        others = [each._values() if each.is_sparse else each for each in gradients]
+        norm = self._total_norm(others, norm_type, error_if_nonfinite=error_if_nonfinite)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for each in values:
-            each.mul_(factor.to(each.device))
+        for values in (*others, *self._row_gradients()):
+            values.mul_(factor.to(values.device))
         return norm
+
+    def _row_gradients(self, chosen: Callable[[str], bool] = lambda _: True) -> list[Tensor]:
+        """float32 [U, dim] of each chosen table that has a gradient."""
+        found = [rows.grad for rows in self._rows if chosen(rows.table.name)]
+        return [each._values() for each in found if each is not None]
+
+    def _total_norm(self, others: Sequence[Tensor], norm_type: float, *, error_if_nonfinite: bool) -> Tensor:
+        return torch.nn.utils.get_total_norm([*others, *self._row_gradients()], norm_type, error_if_nonfinite)
 
 
 def _group(table: Table) -> dict[str, Any]:
@@ -226,9 +234,8 @@ def _group(table: Table) -> dict[str, Any]:
 
 def _update(table: Table, gradient: Tensor) -> None:
     rows = gradient._indices()[0].cpu().numpy()
-    jagged = Jagged(rows, np.arange(len(rows) + 1), len(rows), None)
-    lookup = table.lookup(jagged, mode="sum")
+    lookup = make_lookup(OfKeys([table], rows | (table.index << KEY_ROW_BITS)), mode="sum")
     try:
-        lookup.update(gradient._values().contiguous())
+        lookup.update(gradient._values().contiguous().view(1, -1))
     finally:
         lookup.release()

@@ -127,7 +127,7 @@ class Pools:
     def _build(self, tables: Sequence[Table]) -> dict[RowLayout, Pool]:
         memory, rows = self._memory, Counter[RowLayout]()
         for table in tables:
-            rows[table.layout] += table.config.num_embeddings
+            rows[table.layout] += len(table.rows)
         table_bytes = sum(table.size_bytes for table in tables)
         hbm_sizes = _hbm_sizes(rows, table_bytes, memory)
         staging = sum(host_bytes_of(layout, size) for layout, size in hbm_sizes.items())
@@ -165,7 +165,7 @@ class Pools:
     def stats(self) -> Stats:
         """Running totals of each tier since the store was opened."""
         pools = list(self)
-        num_rows = sum(table.config.num_embeddings for table in list(self._catalog.tables.values()))
+        num_rows = sum(len(table.rows) for table in list(self._catalog.tables.values()))
         return Stats(hbm_stats(pools), self._ddr_stats(pools), _ssd_stats(self._cold, num_rows))
 
     def _ddr_stats(self, pools: Sequence[Pool]) -> TierStats:
@@ -190,7 +190,7 @@ def _make_cache(tables: Sequence[Table], layout: RowLayout, size: PoolSize, poli
     words = {"weight_words": layout.weight_words, "state_words": layout.state_words}
     if not size.is_full:
         return cache.make_cache(policy, size.cached_rows, **words)
-    own = {table.index: table.config.num_embeddings for table in tables if table.layout == layout}
+    own = {table.index: table.rows for table in tables if table.layout == layout}
     return cache.FullCache(own, **words)
 
 

@@ -153,9 +153,13 @@ class Store(Unpicklable):
         Raises:
             ReadOnlyError: the store was opened for reading. ClosedError.
         """
+        return self.use_optimizer(TieredOptimizer(self))
+
+    def use_optimizer(self, optimizer: TieredOptimizer) -> TieredOptimizer:
+        """From now on backward collects gradients for it; errors as of ``optimizer``."""
         self.require_writable()
-        self.optimizer_in_use = TieredOptimizer(self)
-        return self.optimizer_in_use
+        self.optimizer_in_use = optimizer
+        return optimizer
 
     # Versions
 

@@ -19,6 +19,7 @@ from ..lookup.hbm import HbmLookup
 from ..lookup.joined import Jagged, Joined
 from ..lookup.lookup import MODES, new_output
 from ..lookup.tables import in_pool_of
+from ..optim.configs import RowWiseAdagradOfColumns
 from ..pool import Pool
 from ..pool.residency import OneTable
 from ..rows import KEY_ROW_BITS, RowLayout
@@ -56,6 +57,8 @@ class Table(Unpicklable):
         learning_rate: the optimizer's rate in force. It starts as ``config.optimizer.lr``, may be set, and is part of a
             commit.
         num_changes: how often its rows were updated, written, or replaced by those of another version.
+        rows: the rows that this store uses; all, but for tables that are sharded over processes. To be set before the
+            first use.
     """
 
     def __init__(self, store: "Store", config: TableConfig, index: int, layout: RowLayout) -> None:
@@ -63,6 +66,7 @@ class Table(Unpicklable):
         self.config = config
         self.index = index
         self.layout = layout
+        self.rows = range(config.num_embeddings)
         self._in_memory: OneTable | None = None
         self._known_pool: Callable[[], Pool | None] = _no_pool
         self._is_gone = False
@@ -77,7 +81,7 @@ class Table(Unpicklable):
     @property
     def size_bytes(self) -> int:
         """Bytes of all rows, were they all in memory."""
-        return self.config.num_embeddings * self.layout.row_bytes
+        return len(self.rows) * self.layout.row_bytes
 
     @property
     def learning_rate(self) -> float:
@@ -131,7 +135,22 @@ class Table(Unpicklable):
         return update_seed(self.config.init.random_seed, self._step)
 
     def id_error(self, row: int) -> ValueError:
-        return ValueError(f"id {row} is not a row of table {self.name!r}: ids are in [0, {self.config.num_embeddings})")
+        own = "" if self.is_whole else " here, as the others are other ranks'"
+        bounds = f"[{self.rows.start}, {self.rows.stop})"
+        return ValueError(f"id {row} is not a row of table {self.name!r}: ids are in {bounds}{own}")
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all its rows are used in this store."""
+        return len(self.rows) == self.config.num_embeddings
+
+    def require_whole(self) -> None:
+        """TableError unless all its rows are used in this store."""
+        if not self.is_whole or isinstance(self.config.optimizer, RowWiseAdagradOfColumns):
+            raise TableError(
+                f"table {self.name!r} is only a part here, as it is sharded over ranks: open it by open_sharded, and "
+                "look it up by a ShardedTieredEmbeddingBagCollection"
+            )
 
     def require_float(self) -> None:
         """ReadOnlyError if its rows are quantized."""
@@ -144,7 +163,7 @@ class Table(Unpicklable):
 
     def _keys(self, ids: Tensor) -> Int64s:
         rows = check_ids(ids, device=self.store.device).astype(np.int64)
-        outside = (rows < 0) | (rows >= self.config.num_embeddings)
+        outside = (rows < self.rows.start) | (rows >= self.rows.stop)
         if outside.any():
             raise self.id_error(int(rows[outside.argmax()]))
         return rows | (self.index << KEY_ROW_BITS)
@@ -253,6 +272,7 @@ class Table(Unpicklable):
         """``pooled`` by one compiled call. None if an argument is wrong or not a plain tensor on the CPU, a row is not
         in memory, or rows have no slots of their own."""
         self.store.require_open()
+        self.require_whole()
         if self._in_memory is not None and not self._in_memory.is_over:
             return None
         self._in_memory = self.pool.one_table(self.index, self.config.num_embeddings)
@@ -275,6 +295,7 @@ class Table(Unpicklable):
 
     def lookup(self, jagged: Jagged, *, mode: str) -> Lookup | HbmLookup:
         """A lookup of one feature in this table."""
+        self.require_whole()
         return make_lookup(Joined([self], jagged, np.zeros(1, np.int64), [0]), mode=mode)
 
     def __repr__(self) -> str:

@@ -1,0 +1,111 @@
+"""Gradients of rows collected over ranks, added up and clipped, against one process."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tierstore
+from tierstore import optim
+from tierstore.dist import ShardedTieredEmbeddingBagCollection, open_sharded
+
+from .ranks import run
+
+ROWS, DIM, STEPS, SAMPLES, RANKS = 100, 8, 3, 8, 2
+KINDS: list[dict[str, Any]] = [
+    {"sharding_type": "row_wise"},
+    {"sharding_type": "table_wise", "exchange": "pooled"},
+    {"sharding_type": "column_wise"},
+    {"sharding_type": "data_parallel"},
+]
+
+
+def config(name: str) -> tierstore.TableConfig:
+    return tierstore.TableConfig(name=name, num_embeddings=ROWS, embedding_dim=DIM, optimizer=optim.Adagrad(lr=0.3))
+
+
+def loss_of(module: Any, dense: Tensor, rank: int, number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * number + rank)
+    ids = torch.randint(0, ROWS, (2 * SAMPLES,), generator=generator)
+    jagged = tierstore.KeyedJaggedTensor(["a", "b"], ids, lengths=torch.ones(2 * SAMPLES, dtype=torch.int64))
+    loss: Tensor = ((module(jagged).values() * dense - torch.rand(SAMPLES, 2 * DIM, generator=generator)) ** 2).mean()
+    return loss
+
+
+def train_rank(kind: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    """(norms, rows of each table as a lookup gives them)."""
+    with open_sharded(None, cold="memory", ddr="1MiB") as store:
+        for name in "ab":
+            store.create_table(config(name), **kind)
+        module, optimizer = ShardedTieredEmbeddingBagCollection(store), store.optimizer()
+        dense, norms = torch.ones(2 * DIM, requires_grad=True), []
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        for step in range(STEPS):
+            for part in range(2):
+                (loss_of(module, dense, store.ranks.rank, 2 * step + part) / 2).backward()  # type: ignore[no-untyped-call]
+            assert dense.grad is not None
+            torch.distributed.all_reduce(dense.grad, torch.distributed.ReduceOp.SUM)
+            dense.grad /= RANKS
+            norms.append(float(optimizer.clip_grad_norm_([dense], 0.01)))
+            optimizer.step()
+            optimizer.zero_grad()
+            dense.grad = None
+            schedule.step()
+        with torch.no_grad():
+            return norms, rows_of(module)
+
+
+def rows_of(module: Any) -> dict[str, Tensor]:
+    ids = torch.arange(ROWS).repeat(2)
+    jagged = tierstore.KeyedJaggedTensor(["a", "b"], ids, lengths=torch.ones(2 * ROWS, dtype=torch.int64))
+    found = module(jagged)
+    return {name: found[name] for name in "ab"}
+
+
+def expected() -> tuple[list[float], dict[str, Tensor]]:
+    with tierstore.open(cold="memory", ddr="1MiB") as store:
+        for name in "ab":
+            store.create_table(config(name))
+        module, optimizer = tierstore.TieredEmbeddingBagCollection(store), store.optimizer()
+        dense, norms = torch.ones(2 * DIM, requires_grad=True), []
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        for step in range(STEPS):
+            for part in range(2):
+                for rank in range(RANKS):
+                    (loss_of(module, dense, rank, 2 * step + part) / 2 / RANKS).backward()  # type: ignore[no-untyped-call]
+            norms.append(float(optimizer.clip_grad_norm_([dense], 0.01)))
+            optimizer.step()
+            optimizer.zero_grad()
+            dense.grad = None
+            schedule.step()
+        with torch.no_grad():
+            return norms, rows_of(module)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind["sharding_type"])
+def test_gradients_are_added_up_and_clipped_as_in_one_process(kind: dict[str, Any], tmp_path: Path) -> None:
+    norms, rows = expected()
+    assert min(norms) > 0.01, "there is something to clip"
+    for found_norms, found_rows in run(train_rank, RANKS, tmp_path, kind):
+        torch.testing.assert_close(found_norms, norms)
+        torch.testing.assert_close(found_rows, rows)
+
+
+def by_columns() -> None:
+    with open_sharded(None, cold="memory", ddr="1MiB") as store:
+        rule = optim.RowWiseAdagrad(lr=0.3)
+        store.create_table(
+            tierstore.TableConfig(name="a", num_embeddings=ROWS, embedding_dim=DIM, optimizer=rule),
+            sharding_type="column_wise",
+        )
+        module, optimizer = ShardedTieredEmbeddingBagCollection(store), store.optimizer()
+        jagged = tierstore.KeyedJaggedTensor(["a"], torch.arange(4), lengths=torch.ones(4, dtype=torch.int64))
+        module(jagged).values().sum().backward()
+        with pytest.raises(RuntimeError, match="shard it by rows"):
+            optimizer.clip_grad_norm_(max_norm=1.0)
+
+
+def test_mean_squares_of_whole_rows_are_not_clipped(tmp_path: Path) -> None:
+    run(by_columns, RANKS, tmp_path)

@@ -1,0 +1,285 @@
+"""Lookups over ranks where the owners pool: what crosses is each bag's sum of an owner's rows, and its gradient.
+
+Forward: a rank sends the ids of each bag to the owners of their rows, they pool them in id-list order, and it adds up
+the owners' sums in order of the owners. Backward: it divides gradients by the number of ranks and sends each bag's to
+its owners, who merge each row's and update the row once, as one process does with one batch of all ranks' samples.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..kernels.arrays import Floats, Int64s
+from ..lookup.contract import AnyLookup
+from ..lookup.joined import Joined
+from ..lookup.lookup import new_output
+from ..lookup.merging import Merged
+from ..pool.backward import NO_FLOATS
+from ..store import Table
+from ..store.table import make_lookup
+from .lookup import SendsGradients, Sent, ShardedLookup
+from .owners import Owners
+from .ranks import Ranks
+from .table import ShardedTable
+
+_HEADER: Final = 3
+"""Numbers before a rank's sizes and keys: its samples, weights and ids."""
+
+
+class _Place(NamedTuple):
+    """A feature whose table a rank has a part of, and the columns of the output where its results go."""
+
+    feature: int
+    columns: slice
+
+
+class _Request(NamedTuple):
+    """What one rank asks another for.
+
+    Attributes:
+        sizes: int64 [features of the owner, batch], ids of each bag.
+        keys: int64 [n], feature by feature.
+        scale: float32 [n], or empty.
+    """
+
+    sizes: Int64s
+    keys: Int64s
+    scale: Floats
+
+
+class _Bags(Joined):
+    """The bags that all ranks ask this one for, feature by feature, in it rank by rank, as in one batch of all; results
+    in a flat output rank by rank.
+
+    Args:
+        tables: all, as this rank has them.
+        features: the tables of this rank's features, in order.
+        requests: of each rank.
+        width: columns of a result.
+    """
+
+    def __init__(
+        self, tables: Sequence[Table], features: Sequence[Table], requests: Sequence[_Request], width: int
+    ) -> None:
+        self.batch = 1
+        self.tables = list(tables)
+        self._slots = self._numbering = None
+        ends = [np.append(0, request.sizes.sum(1).cumsum()) for request in requests]
+        bags = np.append(0, np.cumsum([request.sizes.size for request in requests]))
+        starts = np.append(0, np.cumsum([len(request.keys) for request in requests]))
+        sizes, positions, columns = ([np.empty(0, np.int64)] for _ in range(3))
+        table_bags, high = [0], 0
+        for table in tables:
+            low, high = high, high + features.count(table)
+            for place, (rank, request) in itertools.product(range(low, high), enumerate(requests)):
+                batch = request.sizes.shape[1]
+                sizes.append(request.sizes[place])
+                columns.append(bags[rank] + place * batch + np.arange(batch))
+                positions.append(starts[rank] + np.arange(ends[rank][place], ends[rank][place + 1]))
+            table_bags.append(sum(map(len, sizes)))
+        self.table_bags = np.array(table_bags, np.int64)
+        self.bag_starts = np.append(0, np.concatenate(sizes).cumsum())
+        places: Any = np.concatenate(columns) * width
+        self.columns = places
+        self._positions = np.concatenate(positions)
+        self._keys = np.concatenate([request.keys for request in requests])[self._positions]
+        scale = np.concatenate([request.scale for request in requests])
+        self.scale = scale[self._positions] if len(scale) else NO_FLOATS
+
+    def scatter(self, values: Floats, out: Floats) -> None:
+        out[self._positions] += values
+
+
+class _Route(NamedTuple):
+    """The way of a batch's bags.
+
+    Attributes:
+        asked: results that each rank gives. given: results that each wants.
+        positions: int64 [n] of each rank: the batch's positions whose rows it has.
+        requests: of each rank.
+    """
+
+    asked: list[int]
+    given: list[int]
+    positions: list[Int64s]
+    requests: list[_Request]
+
+
+class PooledLookup(ShardedLookup):
+    """See the module's docstring."""
+
+    def __init__(self, joined: Joined, *, mode: str, owners: Owners) -> None:
+        super().__init__(joined, mode=mode, owners=owners)
+        self._route: _Route | None = None
+
+    @classmethod
+    def merged(cls, lookups: Sequence["PooledLookup"], widths: Sequence[int]) -> "_MergedPooled":
+        """See ``Lookup.merged``."""
+        return _MergedPooled(lookups, widths)
+
+    @cached_property
+    def own(self) -> AnyLookup:
+        features = [self._feature_tables[place.feature].local for place in self._places(self._ranks.rank)]
+        return make_lookup(_Bags(self.tables, features, self._routed.requests, self._width), mode="sum")
+
+    @property
+    def _routed(self) -> _Route:
+        self.route(self._ranks)
+        assert self._route is not None
+        return self._route
+
+    @property
+    def _feature_tables(self) -> list[ShardedTable]:
+        tables: list[Any] = list(self.joined.table_of_feature)
+        return tables
+
+    @property
+    def _width(self) -> int:
+        return self.tables[0].config.embedding_dim
+
+    def _places(self, rank: int) -> list[_Place]:
+        """The features that a rank pools, in order."""
+        return [
+            _Place(feature, slice(column + shard.first_column, column + shard.first_column + shard.num_columns))
+            for feature, (table, column) in enumerate(
+                zip(self._feature_tables, self.joined.columns.tolist(), strict=True)
+            )
+            for shard in table.shards
+            if shard.rank == rank
+        ]
+
+    def route(self, ranks: Ranks) -> None:
+        if self._route is not None:
+            return
+        try:
+            keys = self.joined.keys
+        except BaseException:
+            ranks.counts(None)
+            raise
+        joined = self.joined
+        features = [[place.feature for place in self._places(rank)] for rank in range(ranks.size)]
+        owner = self._owners.of(keys, self._sharded[0].num_parts)
+        bag_of = np.repeat(np.arange(len(joined.bag_starts) - 1), np.diff(joined.bag_starts))
+        positions = [np.flatnonzero((owner == rank).any(1)) for rank in range(ranks.size)]
+        header = np.array([joined.batch, len(joined.scale), len(keys)], np.int64)
+        messages = []
+        for own, chosen in zip(features, positions, strict=True):
+            sizes = np.bincount(bag_of[chosen], minlength=len(joined.bag_starts) - 1).reshape(len(joined.columns), -1)
+            messages.append(np.concatenate([header, sizes[own].ravel(), keys[chosen]]))
+        lengths = [len(message) for message in messages]
+        given = ranks.counts(lengths)
+        taken = torch.split(ranks.exchange(torch.from_numpy(np.concatenate(messages)), lengths, given), given)
+        requests = [_parsed(each.numpy(), len(features[ranks.rank])) for each in taken]
+        ids = [len(request.keys) for request in requests]
+        if self._any_scale(taken):
+            sent = torch.from_numpy(np.concatenate([joined.scale[chosen] for chosen in positions]))
+            scales = torch.split(ranks.exchange(sent, [len(chosen) for chosen in positions], ids), ids)
+            requests = [one._replace(scale=scale.numpy()) for one, scale in zip(requests, scales, strict=True)]
+        asked = [len(own) * joined.batch for own in features]
+        self._route = _Route(asked, [request.sizes.size for request in requests], positions, requests)
+
+    def _any_scale(self, messages: Sequence[Tensor]) -> bool:
+        """Whether ids have weights. ValueError, in all ranks, if those of some have not."""
+        num_weights, num_ids = torch.stack([message[1:_HEADER] for message in messages]).sum(0).tolist()
+        if num_weights not in (0, num_ids):
+            raise ValueError("some ranks' batches have weights and others' have none; give all some, or none")
+        return bool(num_weights)
+
+    def release(self) -> None:
+        """See ``Lookup.release``."""
+        if "own" in self.__dict__:
+            self.own.release()
+
+    def forward(self, out: Tensor, *, keep: bool) -> None:
+        """See ``Lookup.forward``."""
+        route, ranks, batch = self._routed, self._ranks, self.joined.batch
+        with ranks.together():
+            given = new_output([self.own], (1, sum(route.given) * self._width), torch.device("cpu"))
+            self.own.forward(given, keep=keep)
+        sums = ranks.exchange_rows(given.view(-1, self._width), route.given, route.asked, self._owners.wire.forward)
+        is_set = set[int]()
+        for rank, part in enumerate(torch.split(sums, route.asked)):
+            places = self._places(rank)
+            for place, bags in zip(places, part.view(len(places), batch, self._width), strict=True):
+                if place.columns.start in is_set:
+                    out[:, place.columns] += bags
+                else:
+                    out[:, place.columns] = bags
+                    is_set.add(place.columns.start)
+        if self.mode == "mean":
+            for columns, sizes in self._bag_sizes():
+                out[:, columns] /= sizes
+
+    def _bag_sizes(self) -> Iterator[tuple[slice, Tensor]]:
+        """(columns, float32 [batch, 1] ids of each bag, 1 where there is none) of each feature."""
+        sizes = np.maximum(np.diff(self.joined.bag_starts), 1).astype(np.float32).reshape(len(self.joined.columns), -1)
+        dim = self._sharded[0].layout.dim
+        for column, own in zip(self.joined.columns.tolist(), sizes, strict=True):
+            yield slice(column, column + dim), torch.from_numpy(own)[:, None]
+
+    def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:
+        """See ``Lookup.scale_gradient``."""
+        route, joined = self._routed, self.joined
+        ids, given = (
+            [len(each) for each in found] for found in (route.positions, [one.keys for one in route.requests])
+        )
+        there = torch.zeros(sum(given))
+        self.own.scale_gradient(self._to_owners(self._in_order_of_owners(grad_out)), there.numpy())
+        own = np.zeros(len(joined), np.float32)
+        parts = torch.split(self._ranks.exchange(there, given, ids), ids)
+        for chosen, part in zip(route.positions, parts, strict=True):
+            own[chosen] += part.numpy()
+        joined.scatter(own, grad_scale)
+
+    def sent(self, grad_out: Tensor) -> Sent:
+        sent = self._in_order_of_owners(grad_out).div_(self._ranks.size)
+        if self.mode == "mean":
+            sizes = [sizes for _, sizes in self._bag_sizes()]
+            sent *= 1 / torch.cat([sizes[place.feature] for place in self._all_places()])
+        return Sent(self.own, self._to_owners(sent))
+
+    def _all_places(self) -> list[_Place]:
+        return [place for rank in range(self._ranks.size) for place in self._places(rank)]
+
+    def _in_order_of_owners(self, grad_out: Tensor) -> Tensor:
+        """float32 [bags, columns of a result]: the gradient of each result that owners gave."""
+        return torch.cat([grad_out[:, place.columns] for place in self._all_places()])
+
+    def _to_owners(self, sent: Tensor) -> Tensor:
+        """What came to this rank, of ``own``'s output."""
+        route = self._routed
+        return self._ranks.exchange_rows(sent, route.asked, route.given, self._owners.wire.backward).view(1, -1)
+
+
+class _MergedPooled(SendsGradients):
+    """See ``Lookup.merged``: each sends its gradients, and this rank's bags of all are merged."""
+
+    def __init__(self, lookups: Sequence[PooledLookup], widths: Sequence[int]) -> None:
+        joined = Merged([lookup.joined for lookup in lookups], widths)
+        super().__init__(joined, mode=lookups[0].mode, owners=lookups[0]._owners)
+        self._lookups = lookups
+        self._sizes = [(lookup.joined.batch, width) for lookup, width in zip(lookups, widths, strict=True)]
+
+    def release(self) -> None:
+        for lookup in self._lookups:
+            lookup.release()
+
+    def sent(self, grad_out: Tensor) -> Sent:
+        parts = torch.split(grad_out.view(-1), [batch * width for batch, width in self._sizes])
+        sent = [
+            lookup.sent(part.view(size)) for lookup, part, size in zip(self._lookups, parts, self._sizes, strict=True)
+        ]
+        kind: Any = type(sent[0].lookup)
+        lookup = kind.merged([each.lookup for each in sent], [each.gradient.shape[1] for each in sent])
+        return Sent(lookup, torch.cat([each.gradient for each in sent], dim=1))
+
+
+def _parsed(message: Int64s, num_features: int) -> _Request:
+    batch = int(message[0])
+    keys = _HEADER + num_features * batch
+    return _Request(message[_HEADER:keys].reshape(num_features, batch), message[keys:], NO_FLOATS)

@@ -1,0 +1,72 @@
+"""Lookups in tables of which every rank has all rows.
+
+Forward looks rows up here. Backward merges each row's gradients, divides them by the number of ranks, and sends them to
+all ranks, who add those of the ranks in order of the ranks. So all copies stay equal, and the bits are those of a table
+whose rows have one owner each.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..kernels.arrays import Floats
+from ..lookup.joined import Joined, OfKeys
+from ..lookup.merging import Merged
+from ..rows import KEY_ROW_BITS
+from ..store.table import make_lookup
+from .lookup import Sent, ShardedLookup
+from .owners import Owners
+from .ranks import Ranks
+
+
+class ReplicatedLookup(ShardedLookup):
+    """See the module's docstring."""
+
+    def __init__(self, joined: Joined, *, mode: str, owners: Owners) -> None:
+        super().__init__(joined, mode=mode, owners=owners)
+        self.own = make_lookup(joined, mode=mode)
+        self.wants_zeros = self.own.wants_zeros
+
+    @classmethod
+    def merged(cls, lookups: Sequence["ReplicatedLookup"], widths: Sequence[int]) -> Self:
+        """See ``Lookup.merged``."""
+        joined = Merged([lookup.joined for lookup in lookups], widths)
+        made = cls(joined, mode=lookups[0].mode, owners=lookups[0]._owners)
+        kind: Any = type(made.own)
+        made.own = kind.merged([lookup.own for lookup in lookups], widths)
+        return made
+
+    def route(self, ranks: Ranks) -> None:
+        """Ids stay here."""
+
+    def bring_in(self, ranks: Ranks) -> None:
+        with ranks.together():
+            self.joined.keys  # noqa: B018 - checks the ids
+            self.own.stage()
+
+    def release(self) -> None:
+        """See ``Lookup.release``."""
+        self.own.release()
+
+    def forward(self, out: Tensor, *, keep: bool) -> None:
+        """See ``Lookup.forward``."""
+        with self._ranks.together():
+            self.own.forward(out, keep=keep)
+
+    def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:
+        """See ``Lookup.scale_gradient``."""
+        self.own.scale_gradient(grad_out, grad_scale)
+
+    def sent(self, grad_out: Tensor) -> Sent:
+        ranks, found = self._ranks, self.own.gradients(grad_out)
+        keys = torch.cat([each.rows | (each.table.index << KEY_ROW_BITS) for each in found]).cpu()
+        values = torch.cat([each.values for each in found]).cpu() / ranks.size
+        given = [len(keys)] * ranks.size
+        taken = ranks.counts(given)
+        all_keys = ranks.exchange(keys.repeat(ranks.size), given, taken)
+        gradients = ranks.exchange_rows(values.repeat(ranks.size, 1), given, taken, self._owners.wire.backward)
+        lookup = make_lookup(OfKeys(self.tables, np.ascontiguousarray(all_keys.numpy())), mode="sum")
+        return Sent(lookup, gradients.view(1, -1))

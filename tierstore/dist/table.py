@@ -1,0 +1,127 @@
+"""A sharded table as lookups see it: whole, with this rank's part behind it."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+
+from ..config import TableConfig
+from ..kernels.arrays import Floats
+from ..optim.configs import RowWiseAdagrad, RowWiseAdagradOfColumns
+from ..pool import Pool
+from ..rows import RowLayout
+from ..store import Store, Table
+from .plan import Shard, Sharding
+
+
+class ShardedTable:
+    """One table, sharded over ranks; made by ``ShardedStore.create_table`` and found in ``ShardedStore.tables``.
+
+    Attributes:
+        config: of the whole table.
+        sharding: how it is sharded.
+        shards: the parts, in order.
+        local: this rank's part, a table of its own store. Read and write only rows that this rank owns in it.
+    """
+
+    def __init__(self, config: TableConfig, sharding: Sharding, local: Table, rank: int) -> None:
+        self.config = config
+        self.sharding = sharding
+        self.shards = sharding.shards(config.num_embeddings, config.embedding_dim)
+        self.local = local
+        self.layout: RowLayout = config.layout(local.layout.page_bytes)
+        local.rows = owned_rows(self.shards, rank)
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+    @property
+    def index(self) -> int:
+        return self.local.index
+
+    @property
+    def store(self) -> Store:
+        return self.local.store
+
+    @property
+    def pool(self) -> Pool:
+        return self.local.pool
+
+    @property
+    def num_changes(self) -> int:
+        return self.local.num_changes
+
+    @property
+    def rounding_seed(self) -> int:
+        return self.local.rounding_seed
+
+    @property
+    def learning_rate(self) -> float:
+        """The optimizer's rate in force; the same is to be set on all ranks."""
+        return self.local.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, rate: float) -> None:
+        self.local.learning_rate = rate
+
+    @property
+    def num_parts(self) -> int:
+        """Ranges of columns that its rows are divided into."""
+        return self.config.embedding_dim // self.local.config.embedding_dim
+
+    def next_hyper(self) -> Floats:
+        return self.local.next_hyper()
+
+    def id_error(self, row: int) -> ValueError:
+        return ValueError(f"id {row} is not a row of table {self.name!r}: ids are in [0, {self.config.num_embeddings})")
+
+    def require_float(self) -> None:
+        self.local.require_float()
+
+    def require_whole(self) -> None:
+        """All its rows are there, on some rank."""
+
+    def __repr__(self) -> str:
+        config = self.config
+        return (
+            f"<ShardedTable {config.name!r} {config.num_embeddings} x {config.embedding_dim} {config.dtype}, "
+            f"{self.sharding.sharding_type} over ranks {list(self.sharding.ranks)}>"
+        )
+
+
+def owned_rows(shards: Sequence[Shard], rank: int) -> range:
+    """Of a rank; of one without a part the first row, which nobody asks it for: a store has no table without rows."""
+    for shard in shards:
+        if shard.rank == rank:
+            return range(shard.first_row, shard.first_row + shard.num_rows)
+    return range(1)
+
+
+def local_config(config: TableConfig, sharding: Sharding, rank: int) -> TableConfig:
+    """Of the table that a rank's store has: a row-wise part in the whole shape, of a column-wise part its columns.
+
+    Raises:
+        ValueError: the table cannot be sharded so.
+    """
+    shards = sharding.shards(config.num_embeddings, config.embedding_dim)
+    if sharding.exchange == "pooled" and config.pooling == "max":
+        raise ValueError(f'table {config.name!r} has pooling="max", which owners cannot pool; use exchange="rows"')
+    if len(sharding.ranks) == 1 or sharding.sharding_type != "column_wise":
+        return config
+    if config.rounding == "stochastic":
+        raise ValueError(f'table {config.name!r}: rounding="stochastic" does not serve column_wise; shard it by rows')
+    own = next((shard for shard in shards if shard.rank == rank), shards[0])
+    rule, first_values = config.optimizer, config.init.from_column(own.first_column)
+    if type(rule) is RowWiseAdagrad:
+        rule = RowWiseAdagradOfColumns(**asdict(rule))
+    return replace(config, embedding_dim=own.num_columns, optimizer=rule, init=first_values)
+
+
+def whole_config(local: TableConfig, sharding: Sharding) -> TableConfig:
+    """Inverse of ``local_config``."""
+    if len(sharding.ranks) == 1 or sharding.sharding_type != "column_wise":
+        return local
+    rule = local.optimizer
+    if isinstance(rule, RowWiseAdagradOfColumns):
+        rule = RowWiseAdagrad(**asdict(rule))
+    dim = local.embedding_dim * len(sharding.ranks)
+    return replace(local, embedding_dim=dim, optimizer=rule, init=local.init.from_column(0))
