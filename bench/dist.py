@@ -1,0 +1,27 @@
+"""What do tables sharded over the ranks of a gloo group cost, beside TorchRec's and one process?
+
+Parts, each for itself with ``--only``: "loss" (training against TorchRec). The figures of parts that are not run again
+stay. Needs TorchRec: ``make peers``.
+"""
+
+import sys
+from typing import Final
+
+from .common import Report, Run, program
+from .parts import Part, run_parts
+from .peers import torchrec
+from .sharded import loss_part
+
+__all__ = ["PARTS", "run"]
+
+PARTS: Final[dict[str, Part]] = {"loss": loss_part.PART}
+
+
+def run(request: Run) -> Report:
+    if not torchrec.is_there():
+        raise SystemExit("This benchmark compares with TorchRec: make peers brings it.")
+    return run_parts(request, "What do tables sharded over ranks cost, beside TorchRec's and one process?", PARTS)
+
+
+if __name__ == "__main__":
+    sys.exit(program("dist", run, parts=tuple(PARTS)))

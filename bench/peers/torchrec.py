@@ -1,0 +1,118 @@
+"""TorchRec's sharded embedding bags over gloo, on the CPU, if ``make peers`` has brought them."""
+
+import importlib
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from .fbgemm import PEERS
+
+__all__ = ["TorchRecBags", "distribute", "is_there", "set_weights"]
+
+_RULES: Final = {"SGD": "EXACT_SGD", "row-wise Adagrad": "EXACT_ROWWISE_ADAGRAD"}
+
+
+def is_there() -> bool:
+    return (PEERS / "torchrec").is_dir()
+
+
+def _module(name: str) -> Any:
+    if str(PEERS) not in sys.path:
+        sys.path.append(str(PEERS))
+    logging.getLogger("torchrec").setLevel(logging.ERROR)
+    # It calls what a newer torch names otherwise, in every step.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch(rec)?\.distributed")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module(name)
+
+
+class TorchRecBags(nn.Module):
+    """``EmbeddingBagCollection`` of tables t0, t1, ... with a feature f0, f1, ... each; shard it by ``distribute``.
+
+    Args:
+        rows: of each table. dim: of all.
+    """
+
+    def __init__(self, rows: Sequence[int], dim: int) -> None:
+        super().__init__()
+        torchrec = _module("torchrec")
+        self._names = [f"f{number}" for number in range(len(rows))]
+        tables = [
+            torchrec.EmbeddingBagConfig(
+                name=f"t{number}", embedding_dim=dim, num_embeddings=count, feature_names=[f"f{number}"]
+            )
+            for number, count in enumerate(rows)
+        ]
+        self.bags = torchrec.EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+
+    def jagged(self, batch: Any) -> Any:
+        """TorchRec's own jagged tensor of tierstore's, with lengths in int32, as it has them by default."""
+        torchrec = _module("torchrec")
+        return torchrec.KeyedJaggedTensor(batch.keys(), batch.values(), lengths=batch.lengths().to(torch.int32))
+
+    def forward(self, batch: Any) -> "_Results":
+        return _Results(self.bags(batch), self._names)
+
+
+class _Results:
+    """Of a lookup."""
+
+    def __init__(self, found: Any, names: Sequence[str]) -> None:
+        self._found, self._names = found, names
+
+    def unordered(self) -> Tensor:
+        """float32 [B, E], features in the order that the plan gave them."""
+        values: Tensor = self._found.values()
+        return values
+
+    def values(self) -> Tensor:
+        """float32 [B, E], features as declared."""
+        return torch.cat([self._found[name] for name in self._names], dim=1)
+
+
+def distribute(
+    model: nn.Module, shardings: Mapping[str, tuple[str, Sequence[int]]], *, optimizer: str, lr: float, eps: float
+) -> nn.Module:
+    """``DistributedModelParallel`` over a model that has one ``TorchRecBags``, or is one.
+
+    Args:
+        shardings: of each table, its type by TorchRec's name, and the ranks.
+        optimizer: "SGD" or "row-wise Adagrad", fused with backward.
+    """
+    plans = _module("torchrec.distributed.sharding_plan")
+    kinds: dict[str, Callable[[Sequence[int]], Any]] = {
+        "table_wise": lambda ranks: plans.table_wise(rank=ranks[0], compute_kernel="fused"),
+        "row_wise": lambda _: plans.row_wise(compute_kernel="fused"),
+        "column_wise": lambda ranks: plans.column_wise(ranks=list(ranks), compute_kernel="fused"),
+    }
+    rules = _module("fbgemm_gpu.split_embedding_configs").EmbOptimType
+    fused = {"optimizer": getattr(rules, _RULES[optimizer]), "learning_rate": lr, "eps": eps}
+    sharder = _module("torchrec.distributed.embeddingbag").EmbeddingBagCollectionSharder(fused_params=fused)
+    path, bags = next((name, each) for name, each in model.named_modules() if isinstance(each, TorchRecBags))
+    size = torch.distributed.get_world_size()
+    plan = plans.construct_module_sharding_plan(
+        bags.bags, {name: kinds[kind](ranks) for name, (kind, ranks) in shardings.items()}, sharder=sharder,
+        local_size=size, world_size=size, device_type="cpu",
+    )  # fmt: skip
+    whole = _module("torchrec.distributed.types").ShardingPlan({f"{path}.bags".lstrip("."): plan})
+    parallel = _module("torchrec.distributed.model_parallel").DistributedModelParallel
+    made: nn.Module = parallel(model, device=torch.device("cpu"), plan=whole, sharders=[sharder])
+    return made
+
+
+def set_weights(model: nn.Module, weights: Sequence[Tensor]) -> None:
+    """Copy float32 [rows, dim] of each table into the shards that this rank has of it."""
+    for name, found in model.state_dict().items():
+        if "embedding_bags." not in name:
+            continue
+        given = weights[int(name.split(".")[-2].removeprefix("t"))]
+        for shard in found.local_shards():
+            row, column = shard.metadata.shard_offsets
+            rows, columns = shard.metadata.shard_sizes
+            shard.tensor.detach().copy_(given[row : row + rows, column : column + columns])

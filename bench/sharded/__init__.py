@@ -1,0 +1,1 @@
+"""Measurements of tables sharded over ranks, beside TorchRec's."""

@@ -1,0 +1,48 @@
+"""Functions run in ranks: processes of a gloo group on this machine, one thread each."""
+
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+__all__ = ["run_ranks"]
+
+_TIMEOUT: Final = timedelta(minutes=5)
+
+
+def run_ranks(work: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
+    """What ``work(*arguments)`` returned in each rank, in order.
+
+    Raises:
+        whatever it raised in one.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        context = multiprocessing.get_context("spawn")
+        before = os.environ.get("OMP_NUM_THREADS")
+        os.environ["OMP_NUM_THREADS"] = "1"
+        try:
+            with ProcessPoolExecutor(size, mp_context=context) as processes:
+                futures = [
+                    processes.submit(_run, str(Path(folder) / "meet"), rank, size, work, arguments)
+                    for rank in range(size)
+                ]
+                return [future.result() for future in futures]
+        finally:
+            del os.environ["OMP_NUM_THREADS"]
+            os.environ |= {} if before is None else {"OMP_NUM_THREADS": before}
+
+
+def _run(meet: str, rank: int, size: int, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=size, timeout=_TIMEOUT)
+    try:
+        return work(*arguments)
+    finally:
+        dist.destroy_process_group()

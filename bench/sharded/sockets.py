@@ -1,0 +1,69 @@
+"""Bytes on the wire: what the kernel says that this process's TCP connections carried, headers of gloo included."""
+
+import os
+import socket
+import stat
+import struct
+import time
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Sent", "count_sent"]
+
+_SENT: Final = struct.Struct("200xQ")
+"""``tcpi_bytes_sent`` of Linux's ``struct tcp_info``, <linux/tcp.h>."""
+_SETTLE_SECONDS: Final = 0.05
+
+
+class Sent(NamedTuple):
+    """Bytes that a rank sent to others.
+
+    Attributes:
+        total: on its connections.
+        ids: of them, integers given to ``all_to_all_single``: ids, lengths, counts.
+    """
+
+    total: int
+    ids: int
+
+
+def _sent_bytes() -> int:
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        number = int(name)
+        try:
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                continue
+        except OSError:
+            continue  # the one that lists the folder
+        with socket.socket(fileno=os.dup(number)) as each:
+            if each.type == socket.SOCK_STREAM and each.family in (socket.AF_INET, socket.AF_INET6):
+                total += _SENT.unpack(each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SENT.size))[0]
+    return total
+
+
+def count_sent(action: Callable[[], object]) -> Sent:
+    """What this rank sends during an action of all ranks. Collective."""
+    dist.barrier()
+    time.sleep(_SETTLE_SECONDS)  # so that no rank counts bytes of what came before, or after
+    before, ids = _sent_bytes(), 0
+    own = dist.all_to_all_single
+
+    def counting(output: Any, given: Any, output_sizes: Any = None, sizes: Any = None, *rest: Any, **named: Any) -> Any:
+        nonlocal ids
+        if not given.dtype.is_floating_point and given.dtype not in (torch.int8, torch.uint8):
+            rank, ranks = dist.get_rank(), dist.get_world_size()
+            kept = sizes[rank] if sizes else len(given) // ranks
+            ids += (len(given) - kept) * given.itemsize
+        return own(output, given, output_sizes, sizes, *rest, **named)
+
+    dist.all_to_all_single = counting  # type: ignore[assignment]
+    try:
+        action()
+    finally:
+        dist.all_to_all_single = own
+    time.sleep(_SETTLE_SECONDS)
+    return Sent(_sent_bytes() - before, ids)
