@@ -40,6 +40,7 @@ ORDER: Final = (
     "versions",
     "serve",
     "plan",
+    "dist",
 )
 """Sections of docs/benchmarks.md; results of other names follow by name."""
 

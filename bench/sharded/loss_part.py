@@ -34,32 +34,45 @@ def losses(setup: Setup, workload: StepWorkload) -> list[tuple[float, float]]:
     return found
 
 
-def _in_rank(config: dict[str, Any], sharding_type: ShardingType, rule: str) -> list[tuple[float, float]]:
+def _in_rank(config: dict[str, Any]) -> list[list[tuple[float, float]]]:
     shape = {"seed": config["seed"], "criteo_batch": config["loss_batch"], "dim": config["dims"][0]}
     workload = criteo(require_criteo(), shape, RANKS * config["loss_steps"])
     mlps = config["bottom_mlp"], config["top_mlp"]
-    return losses(Setup(workload.rows, workload.dim, sharding_type, rule, mlps, config["loss_lr"][rule]), workload)
+    return [
+        losses(Setup(workload.rows, workload.dim, kind, rule, mlps, config["loss_lr"][rule]), workload)
+        for rule, kind in _cases(config)
+    ]
+
+
+def _cases(config: dict[str, Any]) -> list[tuple[str, ShardingType]]:
+    return [(rule, kind) for rule in AT_MOST for kind in config["loss_shardings"][rule]]
 
 
 def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
     config = request.config
+    of_ranks = run_ranks(_in_rank, RANKS, config)
     points = []
-    for rule in AT_MOST:
-        for kind in config["loss_shardings"][rule]:
-            found = [each for rank in run_ranks(_in_rank, RANKS, config, kind, rule) for each in rank]
-            off = max(abs(ours - theirs) for ours, theirs in found)
-            points.append({"rule": rule, "sharding_type": kind, "off": off, "last": found[-1]})
+    for number, (rule, kind) in enumerate(_cases(config)):
+        found = [each for rank in of_ranks for each in rank[number]]
+        off = max(abs(ours - theirs) for ours, theirs in found)
+        points.append({"rule": rule, "sharding_type": kind, "off": off, "first": found[0], "last": found[-1]})
     return {"points": points, "steps": config["loss_steps"], "batch": config["loss_batch"]}
 
 
 def _tell(figures: dict[str, Any]) -> Told:
     points = figures["points"]
     rows = [
-        [each["sharding_type"], each["rule"], f"{each['off']:.1e}", *(f"{loss:.7f}" for loss in each["last"])]
+        [
+            each["sharding_type"],
+            each["rule"],
+            f"{each['off']:.1e}",
+            f"{each['first'][0]:.7f}",
+            *(f"{loss:.7f}" for loss in each["last"]),
+        ]
         for each in points
     ]
     title = f"loss of DLRM over {RANKS} ranks, largest difference in {figures['steps']} steps of a rank"
-    columns = ["sharding", "rule", "difference", "last loss, tierstore", "TorchRec"]
+    columns = ["sharding", "rule", "difference", "first loss", "last, tierstore", "TorchRec"]
     goals = [
         Goal(
             name=f"{rule}: loss of a step, off TorchRec's at most",

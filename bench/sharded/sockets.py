@@ -1,5 +1,6 @@
 """Bytes on the wire: what the kernel says that this process's TCP connections carried, headers of gloo included."""
 
+import inspect
 import os
 import socket
 import stat
@@ -51,16 +52,18 @@ def count_sent(action: Callable[[], object]) -> Sent:
     time.sleep(_SETTLE_SECONDS)  # so that no rank counts bytes of what came before, or after
     before, ids = _sent_bytes(), 0
     own = dist.all_to_all_single
+    signature = inspect.signature(own)
 
-    def counting(output: Any, given: Any, output_sizes: Any = None, sizes: Any = None, *rest: Any, **named: Any) -> Any:
+    def counting(*arguments: Any, **named: Any) -> Any:
         nonlocal ids
-        if not given.dtype.is_floating_point and given.dtype not in (torch.int8, torch.uint8):
-            rank, ranks = dist.get_rank(), dist.get_world_size()
-            kept = sizes[rank] if sizes else len(given) // ranks
+        bound = signature.bind(*arguments, **named).arguments
+        given, sizes = bound["input"], bound.get("input_split_sizes")
+        if given.dtype in (torch.int32, torch.int64):
+            kept = sizes[dist.get_rank()] if sizes else len(given) // dist.get_world_size()
             ids += (len(given) - kept) * given.itemsize
-        return own(output, given, output_sizes, sizes, *rest, **named)
+        return own(*arguments, **named)
 
-    dist.all_to_all_single = counting  # type: ignore[assignment]
+    dist.all_to_all_single = counting
     try:
         action()
     finally:
