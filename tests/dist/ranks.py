@@ -16,19 +16,26 @@ from bench.data import ROOT
 
 DIED = 9
 """Exit status of a rank that ends itself in a test."""
-_TIMEOUT = timedelta(seconds=60)
 
 
-def run(work: Callable[..., Any], size: int, folder: Path, *arguments: Any, statuses: Sequence[int] = ()) -> list[Any]:
+def run(
+    work: Callable[..., Any],
+    size: int,
+    folder: Path,
+    *arguments: Any,
+    statuses: Sequence[int] = (),
+    timeout_s: float = 60,
+) -> list[Any]:
     """What ``work(*arguments)``, a function of a module here, returned in each rank, in order; None where it did not.
 
     Args:
         folder: that exists, for files.
         statuses: with which each rank must end; default: 0.
+        timeout_s: of the group.
     """
     path = folder / f"run-{len(list(folder.glob('run-*')))}"
     path.mkdir()
-    called = Path(work.__code__.co_filename).stem, work.__name__, size, arguments
+    called = Path(work.__code__.co_filename).stem, work.__name__, size, timeout_s, arguments
     (path / "call").write_bytes(pickle.dumps(called))
     server = _server()
     assert server.stdin is not None
@@ -51,7 +58,9 @@ def _server() -> "subprocess.Popen[str]":
     )  # fmt: skip
 
 
-def _fork(path: Path, rank: int, size: int, work: Callable[..., Any], arguments: Sequence[Any]) -> int:
+def _fork(
+    path: Path, rank: int, size: int, timeout: timedelta, work: Callable[..., Any], arguments: Sequence[Any]
+) -> int:
     child = os.fork()
     if child:
         return child
@@ -59,7 +68,7 @@ def _fork(path: Path, rank: int, size: int, work: Callable[..., Any], arguments:
     try:
         import torch.distributed as dist
 
-        dist.init_process_group("gloo", init_method=f"file://{path}/meet", rank=rank, world_size=size, timeout=_TIMEOUT)
+        dist.init_process_group("gloo", init_method=f"file://{path}/meet", rank=rank, world_size=size, timeout=timeout)
         (path / str(rank)).write_bytes(pickle.dumps(work(*arguments)))
         status = 0
     except BaseException:
@@ -72,9 +81,10 @@ def main() -> None:
     """Of each folder that a line of the input names, run what was called; prints a line that says how ranks ended."""
     for line in sys.stdin:
         path = Path(line.strip())
-        module, name, size, arguments = pickle.loads((path / "call").read_bytes())
+        module, name, size, timeout_s, arguments = pickle.loads((path / "call").read_bytes())
         work = getattr(importlib.import_module(f"tests.dist.{module}"), name)
-        children = [_fork(path, rank, size, work, arguments) for rank in range(size)]
+        timeout = timedelta(seconds=timeout_s)
+        children = [_fork(path, rank, size, timeout, work, arguments) for rank in range(size)]
         print(*(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children), flush=True)
 
 

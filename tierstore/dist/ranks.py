@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .gone import naming_gone
 from .wire import Precision, decoded, encoded
 
 _T = TypeVar("_T")
@@ -90,7 +91,8 @@ class Ranks:
     def gather(self, value: _T) -> list[_T]:
         """What each rank has, in order."""
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.group)
+        with naming_gone(self.group, self.rank, self.size):
+            dist.all_gather_object(found, value, group=self.group)
         return found
 
     def first(self, value: _T) -> _T:
@@ -125,7 +127,8 @@ class Ranks:
         """Send ``given[r]`` of the values' rows to rank r, in order; returns ``taken[r]`` rows from each, in order."""
         out = values.new_empty((sum(taken), *values.shape[1:]))
         begun = time.perf_counter()
-        dist.all_to_all_single(out, values, list(taken), list(given), group=self.group)
+        with naming_gone(self.group, self.rank, self.size):
+            dist.all_to_all_single(out, values, list(taken), list(given), group=self.group)
         row_bytes = values[0].nbytes if len(values) else out[0].nbytes if len(out) else 0
         sent, received = (sum(counts) - counts[self.rank] for counts in (given, taken))
         known, seconds = self.traffic, time.perf_counter() - begun
