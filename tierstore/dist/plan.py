@@ -138,7 +138,7 @@ class Plan(NamedTuple):
         Args:
             plan: ``ShardingPlan``, ``EmbeddingModuleShardingPlan`` or any mapping of table names to what has
                 ``sharding_type`` and ``ranks``.
-            exchange: of tables that are not data-parallel; TorchRec's owners pool.
+            exchange: of tables sharded by rows or not at all; TorchRec's owners pool.
 
         Raises:
             ValueError: two modules have a table of one name, or a sharding that is none of ours.
@@ -152,7 +152,7 @@ class Plan(NamedTuple):
                 kind = str(each.sharding_type)
                 replicated = kind == "data_parallel"
                 ranks = range(world_size) if replicated else each.ranks
-                own = "rows" if replicated else exchange
+                own = "rows" if kind in ("data_parallel", "column_wise") else exchange
                 try:
                     found[name] = Sharding.checked(kind, ranks, own, world_size)
                 except (ValueError, TypeError) as error:

@@ -112,6 +112,11 @@ def local_config(config: TableConfig, sharding: Sharding, rank: int) -> TableCon
     own = next((shard for shard in shards if shard.rank == rank), shards[0])
     rule, first_values = config.optimizer, config.init.from_column(own.first_column)
     if type(rule) is RowWiseAdagrad:
+        if sharding.exchange == "pooled":
+            raise ValueError(
+                f'table {config.name!r}: exchange="pooled" does not serve column_wise with row-wise Adagrad: then no '
+                'rank has the gradient of a whole row; use exchange="rows"'
+            )
         rule = RowWiseAdagradOfColumns(**asdict(rule))
     return replace(config, embedding_dim=own.num_columns, optimizer=rule, init=first_values)
 

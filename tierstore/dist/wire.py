@@ -18,7 +18,7 @@ def encoded(rows: Tensor, precision: Precision) -> Tensor:
         return rows
     if precision in _HALVES:
         return rows.to(_HALVES[precision])
-    scale = rows.abs().amax(1, keepdim=True) / _LEVELS
+    scale = (rows.abs().amax(1) / _LEVELS).view(-1, 1)
     levels = torch.round(rows / torch.where(scale > 0, scale, 1)).to(torch.int8)
     return torch.cat([levels, scale.view(torch.int8)], dim=1)
 
