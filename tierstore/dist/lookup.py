@@ -152,12 +152,14 @@ class _Route(NamedTuple):
     Attributes:
         inverse: int32 [N], the number of each position's row, in order of first use.
         order: int64 [U * parts], the rows' parts in order of their owners.
+        places: int32 [U], where each row is; in order of the owners, or by number if rows have several parts.
         asked: how many this rank asks each for. given: how many each asks this one for.
         keys: int64, of those.
     """
 
     inverse: Int32s
     order: Int64s
+    places: Int32s
     asked: list[int]
     given: list[int]
     keys: Int64s
@@ -215,7 +217,10 @@ class RowsLookup(ShardedLookup):
         asked = np.bincount(owners, minlength=ranks.size).tolist()
         given = ranks.counts(asked)
         wanted = ranks.exchange(torch.from_numpy(keys[order // self._num_parts]), asked, given)
-        self._route = _Route(inverse, order, asked, given, wanted.numpy())
+        places = np.arange(len(keys), dtype=np.int32)
+        if self._num_parts == 1:
+            places[order] = places.copy()
+        self._route = _Route(inverse, order, places, asked, given, wanted.numpy())
 
     def release(self) -> None:
         """See ``Lookup.release``."""
@@ -230,13 +235,13 @@ class RowsLookup(ShardedLookup):
             given = new_output([self.own], (1, sum(route.given) * width), torch.device("cpu"))
             self.own.forward(given, keep=keep)
         taken = self._ranks.exchange_rows(given.view(-1, width), route.given, route.asked, self._owners.wire.forward)
-        parts = torch.empty_like(taken)
-        parts[torch.from_numpy(route.order)] = taken
-        rows = Rows.plain(parts.view(-1, self._dim).numpy())
+        rows = Rows.plain(self._side_by_side(taken).numpy())
         if self._mode == kernels.MAX:
             self._arg_max = np.empty((len(joined.bag_starts) - 1, self._dim), np.int32)
         workers = joined.tables[0].store.workers
-        pool_part(rows, workers, joined, Pooling(self._mode, out.numpy(), self._arg_max), 0, route.inverse)
+        pool_part(
+            rows, workers, joined, Pooling(self._mode, out.numpy(), self._arg_max), 0, route.places[route.inverse]
+        )
         self._rows = rows if keep and len(joined.scale) else None
 
     def scale_gradient(self, grad_out: Tensor, grad_scale: Floats) -> None:
@@ -245,15 +250,27 @@ class RowsLookup(ShardedLookup):
             return
         assert self._rows is not None, "after a forward that keeps, with scale"
         own = np.zeros(len(self.joined), np.float32)
-        dot_part(self._rows, self.joined, grad_out.numpy(), 0, self._routed.inverse, own)
+        slots = self._routed.places[self._routed.inverse]
+        dot_part(self._rows, self.joined, grad_out.numpy(), 0, slots, own)
         self.joined.scatter(own, grad_scale)
 
+    def _side_by_side(self, parts: Tensor) -> Tensor:
+        """float32 [U, dim] of the parts as their owners gave them."""
+        if self._num_parts == 1:
+            return parts
+        by_row = torch.empty_like(parts)
+        by_row[torch.from_numpy(self._routed.order)] = parts
+        return by_row.view(-1, self._dim)
+
+    def _in_parts(self, rows: Tensor) -> Tensor:
+        """Inverse of ``_side_by_side``."""
+        return rows if self._num_parts == 1 else rows.view(-1, self._width)[torch.from_numpy(self._routed.order)]
+
     def sent(self, grad_out: Tensor) -> Sent:
-        joined, route, width = self.joined, self._routed, self._width
+        joined, route = self.joined, self._routed
         groups = joined.groups(self._arg_max, grad_out.shape[1], is_mean=self._mode == kernels.MEAN)
-        num_rows = len(route.order) // self._num_parts
-        merged: Any = groups.merged(route.inverse, num_rows, self._dim, grad_out.numpy())
-        sent = torch.from_numpy(merged.reshape(-1, width)[route.order]).div_(self._ranks.size)
+        merged = groups.merged(route.inverse, len(route.places), self._dim, grad_out.numpy(), route.places)
+        sent = self._in_parts(torch.from_numpy(merged)).div_(self._ranks.size)
         taken = self._ranks.exchange_rows(sent, route.asked, route.given, self._owners.wire.backward)
         if self._num_parts > 1 and isinstance(self.tables[0].config.optimizer, RowWiseAdagradOfColumns):
             return Sent(self.own, with_mean_squares(self.own.joined, taken, self._num_parts, self._owners))

@@ -138,13 +138,18 @@ class Groups:
         self._workers.run(work, range(len(cuts)))
         return int(newly_dirty.sum())
 
-    def merged(self, inverse: Int32s, num_unique: int, dim: int, grad_out: Floats) -> Floats:
-        """The merged gradient of each row, float32 [num_unique, dim]; arguments as for ``by_number`` and ``update``."""
+    def merged(
+        self, inverse: Int32s, num_unique: int, dim: int, grad_out: Floats, places: Int32s | None = None
+    ) -> Floats:
+        """The merged gradient of each row, float32 [num_unique, dim]; arguments as for ``by_number`` and ``update``.
+
+        Args:
+            places: int32 [num_unique], where each row's is to be; default: by number.
+        """
         self.by_number(inverse, num_unique)
         gradients = np.zeros((num_unique, dim), np.float32)
-        self.update(
-            Rows.plain(gradients), 0, np.arange(num_unique, dtype=np.int32), *adding(len(self.counts)), grad_out
-        )
+        slots = np.arange(num_unique, dtype=np.int32) if places is None else places
+        self.update(Rows.plain(gradients), 0, slots, *adding(len(self.counts)), grad_out)
         return gradients
 
     def _place(self, number: int) -> tuple[int, int]:
