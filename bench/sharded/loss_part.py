@@ -1,10 +1,12 @@
 """Part "loss": training by tierstore and by TorchRec from the same weights, on the same batches."""
 
-from typing import Any, Final
+import itertools
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple, get_args
 
 import torch.distributed as dist
 
-from tierstore.dist.plan import ShardingType
+from tierstore.dist.plan import Exchange, ShardingType
 
 from ..common import Goal, Run, Table
 from ..data import require_criteo
@@ -13,11 +15,30 @@ from ..steps import StepWorkload, criteo
 from .ranks import run_ranks
 from .systems import Ours, Setup, Theirs, dense_part, train_step
 
-__all__ = ["AT_MOST", "PART", "RANKS", "losses"]
+__all__ = ["AT_MOST", "CASES", "PART", "RANKS", "losses"]
 
 RANKS: Final = 2
 DENSE_LR: Final = 0.1
 AT_MOST: Final = {"SGD": 1e-6, "row-wise Adagrad": 5e-6}
+
+
+class Case(NamedTuple):
+    """How tables are sharded and trained."""
+
+    sharding_type: ShardingType
+    exchange: Exchange
+    rule: str
+
+    def of(self, setup: Setup, lr: Mapping[str, float]) -> Setup:
+        return setup._replace(**self._asdict(), lr=lr[self.rule])
+
+
+CASES: Final = [
+    Case(kind, exchange, rule)
+    for rule in AT_MOST
+    for kind, exchange in itertools.product(get_args(ShardingType), get_args(Exchange))
+    if kind in ("table_wise", "row_wise") or (kind == "column_wise" and rule == "SGD")
+]
 
 
 def losses(setup: Setup, workload: StepWorkload) -> list[tuple[float, float]]:
@@ -38,24 +59,18 @@ def _in_rank(config: dict[str, Any]) -> list[list[tuple[float, float]]]:
     shape = {"seed": config["seed"], "criteo_batch": config["loss_batch"], "dim": config["dims"][0]}
     workload = criteo(require_criteo(), shape, RANKS * config["loss_steps"])
     mlps = config["bottom_mlp"], config["top_mlp"]
-    return [
-        losses(Setup(workload.rows, workload.dim, kind, rule, mlps, config["loss_lr"][rule]), workload)
-        for rule, kind in _cases(config)
-    ]
-
-
-def _cases(config: dict[str, Any]) -> list[tuple[str, ShardingType]]:
-    return [(rule, kind) for rule in AT_MOST for kind in config["loss_shardings"][rule]]
+    setup = Setup(workload.rows, workload.dim, "row_wise", mlps=mlps)
+    return [losses(case.of(setup, config["loss_lr"]), workload) for case in CASES]
 
 
 def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
     config = request.config
     of_ranks = run_ranks(_in_rank, RANKS, config)
     points = []
-    for number, (rule, kind) in enumerate(_cases(config)):
+    for number, case in enumerate(CASES):
         found = [each for rank in of_ranks for each in rank[number]]
         off = max(abs(ours - theirs) for ours, theirs in found)
-        points.append({"rule": rule, "sharding_type": kind, "off": off, "first": found[0], "last": found[-1]})
+        points.append({**case._asdict(), "off": off, "first": found[0], "last": found[-1]})
     return {"points": points, "steps": config["loss_steps"], "batch": config["loss_batch"]}
 
 
@@ -72,7 +87,7 @@ def _tell(figures: dict[str, Any]) -> Told:
         for each in points
     ]
     title = f"loss of DLRM over {RANKS} ranks, largest difference in {figures['steps']} steps of a rank"
-    columns = ["sharding", "rule", "difference", "first loss", "last, tierstore", "TorchRec"]
+    columns = ["sharding", "exchange", "rule", "difference", "first loss", "last, tierstore", "TorchRec"]
     goals = [
         Goal(
             name=f"{rule}: loss of a step, off TorchRec's at most",

@@ -1,15 +1,16 @@
-"""Functions run in ranks: processes of a gloo group on this machine, one thread each."""
+"""Functions run in ranks: processes of a gloo group on this machine, one thread each, on cores of their own."""
 
+import contextlib
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["run_ranks"]
+__all__ = ["run_ranks", "whole_machine"]
 
 _TIMEOUT: Final = timedelta(minutes=5)
 
@@ -41,8 +42,25 @@ def _run(meet: str, rank: int, size: int, work: Callable[..., Any], arguments: t
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    cpus = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cpus[rank::size] or [cpus[rank % len(cpus)]])
     dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=size, timeout=_TIMEOUT)
     try:
         return work(*arguments)
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def whole_machine(threads: int) -> Iterator[None]:
+    """Within, this thread and those it starts may use all cores, and torch so many threads."""
+    import torch
+
+    own = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(1)
+        os.sched_setaffinity(0, own)

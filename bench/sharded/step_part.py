@@ -1,9 +1,7 @@
 """Part "steps": time of a training step over Criteo's lookups, beside TorchRec's and one process's."""
 
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from typing import Any, Final, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -11,49 +9,23 @@ import torch.distributed as dist
 import tierstore
 from tierstore.dist.plan import ShardingType
 
-from ..common import Goal, Run, Spread, Table
+from ..common import Goal, Run, Table
 from ..data import require_criteo
 from ..parts import Part, Told
 from ..steps import StepWorkload, criteo
-from .ranks import run_ranks
-from .systems import Alone, Ours, Setup, System, Theirs, dense_part, train_step
+from .ranks import run_ranks, whole_machine
+from .systems import Alone, Ours, Setup, System, Theirs
+from .turns import contender, spreads, take_turns
 
-__all__ = ["PART", "timed"]
+__all__ = ["PART"]
 
 OURS: Final = "tierstore"
+AHEAD: Final = "prefetched"
 THEIRS: Final = "TorchRec"
 ALONE: Final = "one process"
 TABLES: Final = "tables alone"
 MODEL: Final = "DLRM"
 _ALONE_RANKS: Final = 2
-_PAUSE_SECONDS: Final = 0.02
-"""Before each step: threads of the process that is alone spin for a while after their work."""
-
-
-class _Step(NamedTuple):
-    """A system's step of each batch that it is given; ``threads`` of torch and, where it is alone, of the tables."""
-
-    run: Callable[[int], object]
-    threads: int
-    is_alone: bool
-
-
-def timed(steps: dict[str, _Step], repetitions: int, batches: int) -> dict[str, list[float]]:
-    """Seconds of each system's steps in this rank, the systems taking turns; a first round is left out. Collective."""
-    found: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(-batches, repetitions):
-        for name, step in steps.items():
-            takes_part = not step.is_alone or not dist.get_rank()
-            torch.set_num_threads(step.threads if takes_part else 1)
-            time.sleep(_PAUSE_SECONDS)
-            dist.barrier()
-            start = time.perf_counter()
-            if takes_part:
-                step.run(number % batches)
-            if number >= 0:
-                found[name].append(time.perf_counter() - start)
-    torch.set_num_threads(1)
-    return found
 
 
 def joined(batches: Sequence[tierstore.KeyedJaggedTensor]) -> tierstore.KeyedJaggedTensor:
@@ -65,17 +37,6 @@ def joined(batches: Sequence[tierstore.KeyedJaggedTensor]) -> tierstore.KeyedJag
     ]
     values = torch.cat([part[number] for number in range(len(keys)) for part in parts])
     return tierstore.KeyedJaggedTensor(keys, values, lengths=torch.cat(lengths, dim=1).flatten())
-
-
-def step_of(system: System, batches: Sequence[tierstore.KeyedJaggedTensor], is_model: bool) -> Callable[[int], object]:
-    """A step of the batch of a number."""
-    given = [system.jagged(batch) for batch in batches]
-    if is_model:
-        step, dense = train_step(system, 0.1), [dense_part(batch, number) for number, batch in enumerate(batches)]
-        return lambda number: step(given[number], *dense[number])
-    columns = system.pooled(given[0]).shape[1]
-    gradient = torch.full((batches[0].stride(), columns), 1e-3)
-    return lambda number: system.pooled(given[number]).backward(gradient)  # type: ignore[no-untyped-call]
 
 
 def _in_rank(config: dict[str, Any]) -> list[dict[str, Any]]:
@@ -94,13 +55,19 @@ def _point(workload: StepWorkload, kind: ShardingType, mlps: Any, config: dict[s
     rank, size, count = dist.get_rank(), dist.get_world_size(), config["batches"]
     setup = Setup(workload.rows, workload.dim, kind, mlps=mlps, lr=config["lr"])
     own, is_model = workload.batches[rank::size], mlps is not None
-    systems: dict[str, System] = {OURS: Ours(setup), THEIRS: Theirs(setup)}
-    steps = {name: _Step(step_of(system, own, is_model), 1, False) for name, system in systems.items()}
+    ours = Ours(setup)
+    systems: dict[str, System] = {OURS: ours, AHEAD: ours, THEIRS: Theirs(setup)}
+    how: dict[str, dict[str, Any]] = {AHEAD: {"depth": config["depth"]}}
+    given = dict.fromkeys(systems, own)
     if size == _ALONE_RANKS:
-        systems[ALONE] = Alone(setup, size)
-        whole = [joined(workload.batches[first : first + size]) for first in range(0, size * count, size)]
-        steps[ALONE] = _Step(step_of(systems[ALONE], whole, is_model), size, True)
-    seconds = timed(steps, config["repetitions"], count)
+        with whole_machine(size):
+            systems[ALONE] = Alone(setup, size)
+        how[ALONE] = {"alone_threads": size}
+        given[ALONE] = [joined(workload.batches[first : first + size]) for first in range(0, size * count, size)]
+    contenders = {
+        name: contender(system, given[name], is_model=is_model, **how.get(name, {})) for name, system in systems.items()
+    }
+    seconds = take_turns(contenders, config["turns"])
     for system in systems.values():
         system.close()
     return {"sharding_type": kind, "dim": workload.dim, "what": MODEL if is_model else TABLES, "seconds": seconds}
@@ -108,18 +75,16 @@ def _point(workload: StepWorkload, kind: ShardingType, mlps: Any, config: dict[s
 
 def _measure(request: Run, _figures: dict[str, Any]) -> dict[str, Any]:
     config = request.config
-    points = []
-    for size in config["ranks"]:
-        for of_point in zip(*run_ranks(_in_rank, size, config), strict=True):
-            first = of_point[0]
-            # A step ends when its last rank does; the rank that works alone is the first one.
-            slowest = {
-                name: [max(times) for times in zip(*(each["seconds"][name] for each in of_point), strict=True)]
-                for name in first["seconds"]
-            }
-            spreads = {name: asdict(Spread.of(times)) for name, times in slowest.items()}
-            points.append({**first, "ranks": size, "seconds": spreads})
-    return {"points": points, "batch": config["batch"], "repetitions": config["repetitions"]}
+    points = [
+        {**of_point[0], "ranks": size, "seconds": spreads([each["seconds"] for each in of_point])}
+        for size in config["ranks"]
+        for of_point in zip(*run_ranks(_in_rank, size, config), strict=True)
+    ]
+    return {"points": points, "batch": config["batch"], "turns": config["turns"], "depth": config["depth"]}
+
+
+def _ms(point: dict[str, Any], name: str) -> str:
+    return f"{1e3 * point['seconds'][name]['median']:.1f}"
 
 
 def _ratio(point: dict[str, Any], other: str) -> float:
@@ -128,16 +93,15 @@ def _ratio(point: dict[str, Any], other: str) -> float:
 
 def _tell(figures: dict[str, Any]) -> Told:
     points = figures["points"]
-    rows = []
-    for point in points:
-        times = [f"{1e3 * point['seconds'][name]['median']:.1f}" for name in (OURS, THEIRS)]
-        has_alone = ALONE in point["seconds"]
-        alone = [f"{1e3 * point['seconds'][ALONE]['median']:.1f}", f"{_ratio(point, ALONE):.2f}"] if has_alone else []
-        rows.append([
-            f"{point['ranks']}, {point['sharding_type']}", str(point["dim"]), point["what"], times[0], times[1],
-            f"{_ratio(point, THEIRS):.2f}", *(alone or ["", ""]),
-        ])  # fmt: skip
-    columns = ["ranks, sharding", "dim", "step of", "tierstore", "TorchRec", "faster by", "one process", "of its speed"]
+    rows = [
+        [
+            f"{point['ranks']}, {point['sharding_type']}", str(point["dim"]), point["what"],
+            *(_ms(point, name) for name in (OURS, AHEAD, THEIRS)), f"{_ratio(point, THEIRS):.2f}",
+            *([_ms(point, ALONE), f"{_ratio(point, ALONE):.2f}"] if ALONE in point["seconds"] else ["", ""]),
+        ]
+        for point in points
+    ]  # fmt: skip
+    columns = ["ranks, sharding", "dim", "step of", OURS, AHEAD, THEIRS, "faster by", ALONE, "of its speed"]
     table = Table(title="ms of a training step, Criteo's lookups, all rows in memory", columns=columns, rows=rows)
     goals = [
         Goal(
@@ -160,10 +124,11 @@ def _is(point: dict[str, Any], size: int, kind: str) -> bool:
 
 
 _NOTE: Final = (
-    "Steps: forward, backward and row-wise Adagrad, {batch:,} samples a rank, medians of {repetitions} steps in turns; "
-    "a step takes as long as its slowest rank. Each rank has one thread; one process has two and the batches of both "
-    "ranks. 4 ranks share the machine's cores. The DLRM has the layers of examples/criteo.toml, and SGD for them; with "
-    "tables alone the gradient is given."
+    "Steps: forward, backward and row-wise Adagrad, {batch:,} samples a rank, medians over {turns} turns of each; a "
+    "step takes as long as in its slowest rank. Each rank has one thread, bound to a core (and one more there that "
+    "prefetches {depth} batches ahead); one process has two threads, both cores and the batches of both ranks. 4 ranks share "
+    "the cores. The DLRM has the layers of examples/criteo.toml, and SGD for them; with tables alone the gradient is "
+    "given. Ratios are of steps without prefetch."
 )
 
 PART: Final = Part(_measure, _tell)

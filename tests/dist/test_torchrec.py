@@ -1,15 +1,13 @@
 """Sharded training against TorchRec's, on the same ranks, batches and first weights; needs ``make peers``."""
 
-import itertools
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import tierstore
 from bench.peers import torchrec
-from bench.sharded.loss_part import AT_MOST, RANKS, losses
+from bench.sharded.loss_part import AT_MOST, CASES, RANKS, losses
 from bench.sharded.systems import Setup
 from bench.steps import StepWorkload
 
@@ -19,7 +17,6 @@ pytestmark = pytest.mark.skipif(not torchrec.is_there(), reason="TorchRec is not
 
 ROWS, DIM, SAMPLES, STEPS = (2, 50, 301), 8, 32, 25
 LR = {"SGD": 5.0, "row-wise Adagrad": 0.03}
-CASES: list[Any] = list(itertools.product(["row_wise", "table_wise"], LR))
 
 
 def workload() -> StepWorkload:
@@ -37,12 +34,13 @@ def workload() -> StepWorkload:
 
 def train_all() -> list[list[tuple[float, float]]]:
     torch.set_num_threads(1)
-    return [losses(Setup(ROWS, DIM, kind, rule, ((16,), (16,)), LR[rule]), workload()) for kind, rule in CASES]
+    setup = Setup(ROWS, DIM, "row_wise", mlps=((16,), (16,)))
+    return [losses(case.of(setup, LR), workload()) for case in CASES]
 
 
 def test_losses_are_those_of_torchrec(tmp_path: Path) -> None:
     for of_rank in run(train_all, RANKS, tmp_path):
-        for (kind, rule), found in zip(CASES, of_rank, strict=True):
+        for case, found in zip(CASES, of_rank, strict=True):
             ours, theirs = torch.tensor(found, dtype=torch.float64).T
             assert ours[-5:].mean() < ours[:5].mean() / 2, "it learns"
-            assert (ours - theirs).abs().max() < AT_MOST[rule], (kind, rule)
+            assert (ours - theirs).abs().max() < AT_MOST[case.rule], case
