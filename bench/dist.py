@@ -1,7 +1,7 @@
 """What do tables sharded over the ranks of a gloo group cost, beside TorchRec's and one process?
 
-Parts, each for itself with ``--only``: "loss" (training against TorchRec), "bytes" (on the wire), "steps" (their time).
-The figures of parts that are not run again stay. Needs TorchRec: ``make peers``.
+Parts, each for itself with ``--only``: "loss" (training against TorchRec), "bytes" (on the wire), "wire" (the loss that
+fewer bits cost), "steps" (their time). The figures of parts that are not run again stay. Needs ``make peers``.
 """
 
 import sys
@@ -10,13 +10,14 @@ from typing import Final
 from .common import Report, Run, program
 from .parts import Part, run_parts
 from .peers import torchrec
-from .sharded import bytes_part, loss_part, step_part
+from .sharded import bytes_part, loss_part, step_part, wire_part
 
 __all__ = ["PARTS", "run"]
 
 PARTS: Final[dict[str, Part]] = {
     "loss": loss_part.PART,
     "bytes": bytes_part.PART,
+    "wire": wire_part.PART,
     "steps": step_part.PART,
 }
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 __all__ = ["run_ranks", "whole_machine"]
 
-_TIMEOUT: Final = timedelta(minutes=5)
+_TIMEOUT: Final = timedelta(minutes=2)
 
 
 def run_ranks(work: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:

@@ -126,9 +126,9 @@ def _is(point: dict[str, Any], size: int, kind: str) -> bool:
 _NOTE: Final = (
     "Steps: forward, backward and row-wise Adagrad, {batch:,} samples a rank, medians over {turns} turns of each; a "
     "step takes as long as in its slowest rank. Each rank has one thread, bound to a core (and one more there that "
-    "prefetches {depth} batches ahead); one process has two threads, both cores and the batches of both ranks. 4 ranks share "
-    "the cores. The DLRM has the layers of examples/criteo.toml, and SGD for them; with tables alone the gradient is "
-    "given. Ratios are of steps without prefetch."
+    "prefetches {depth} batches ahead); one process has two threads, both cores and the batches of both ranks. 4 ranks "
+    "share the cores. The DLRM has the layers of examples/criteo.toml, and SGD for them; with tables alone the "
+    "gradient is given. Ratios are of steps without prefetch."
 )
 
 PART: Final = Part(_measure, _tell)

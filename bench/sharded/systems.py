@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import tierstore
 from tierstore.dist import ShardedTieredEmbeddingBagCollection, data_parallel, open_sharded
 from tierstore.dist.plan import Exchange, ShardingType
+from tierstore.dist.wire import Precision
 from tierstore.models import DLRM
 
 from ..peers import torchrec
@@ -29,9 +30,9 @@ class Setup(NamedTuple):
     Attributes:
         rows: of each table. dim: of all.
         sharding_type: by TorchRec's name, of all tables.
-        rule: "SGD" or "row-wise Adagrad".
+        rule: "SGD" or "row-wise Adagrad"; ``initial_accumulator`` is of the latter, in tierstore.
         mlps: widths of the hidden layers of a DLRM's bottom and top MLP; None for the tables alone.
-        exchange: "rows" or "pooled"; of tierstore.
+        exchange, forward_precision, backward_precision: of tierstore, as ``open_sharded`` has them.
         ddr: of each rank's store, and where it lies; None for all rows in memory.
     """
 
@@ -42,13 +43,18 @@ class Setup(NamedTuple):
     mlps: tuple[Sequence[int], Sequence[int]] | None = None
     lr: float = 0.05
     eps: float = 1e-8
+    initial_accumulator: float = 0.0
     exchange: Exchange = "rows"
+    forward_precision: Precision = "fp32"
+    backward_precision: Precision = "fp32"
     ddr: str | None = None
     folder: Path | None = None
 
     def config(self, number: int) -> tierstore.TableConfig:
         rule = tierstore.optim.SGD(lr=self.lr)
-        adagrad = tierstore.optim.RowWiseAdagrad(lr=self.lr, eps=self.eps)
+        adagrad = tierstore.optim.RowWiseAdagrad(
+            lr=self.lr, eps=self.eps, initial_accumulator_value=self.initial_accumulator
+        )
         return tierstore.TableConfig(
             name=f"t{number}", feature_names=(f"f{number}",), num_embeddings=self.rows[number],
             embedding_dim=self.dim, optimizer=rule if self.rule == "SGD" else adagrad, pooling="sum",
@@ -102,7 +108,10 @@ class Ours:
     def __init__(self, setup: Setup) -> None:
         cold: Any = "memory" if setup.folder is None else "lmdb"
         ddr = setup.in_memory if setup.ddr is None else setup.ddr
-        self.store = open_sharded(setup.folder, cold=cold, ddr=ddr, threads=1)
+        self.store = open_sharded(
+            setup.folder, cold=cold, ddr=ddr, threads=1,
+            forward_precision=setup.forward_precision, backward_precision=setup.backward_precision,
+        )  # fmt: skip
         places = shardings(setup.sharding_type, setup.rows, dist.get_world_size())
         for number in range(len(setup.rows)):
             kind, ranks = places[f"t{number}"]
