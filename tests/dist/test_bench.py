@@ -1,0 +1,53 @@
+"""What bench.dist measures by."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import tierstore
+from bench.sharded.skew_part import _split
+from bench.sharded.sockets import count_sent
+from bench.sharded.step_part import joined
+
+from .ranks import run
+
+FLOATS, IDS = 300_000, 20_000
+
+
+def send() -> tuple[int, int]:
+    own = dist.get_rank()
+    sizes = [1_000, 1_000]
+    sizes[1 - own] = FLOATS
+
+    def exchange() -> None:
+        values, ids = torch.zeros(sum(sizes)), torch.zeros(2 * IDS, dtype=torch.int64)
+        dist.all_to_all_single(torch.empty_like(values), values, sizes, sizes)
+        dist.all_to_all_single(torch.empty_like(ids), ids)
+        dist.all_reduce(torch.zeros(1))
+
+    exchange()  # connections are made
+    return count_sent(exchange)
+
+
+def test_bytes_sent_are_those_to_other_ranks(tmp_path: Path) -> None:
+    for total, ids in run(send, 2, tmp_path):
+        assert ids == 8 * IDS
+        assert 4 * FLOATS + ids < total < 4 * FLOATS + ids + 1_000
+
+
+def bags(batch: tierstore.KeyedJaggedTensor) -> list[list[int]]:
+    return [part.tolist() for part in torch.split(batch.values(), batch.lengths().tolist())]
+
+
+def test_batches_are_joined_and_split_bag_by_bag() -> None:
+    one, other = (
+        tierstore.KeyedJaggedTensor(["f0", "f1"], torch.arange(first, first + 6), lengths=torch.tensor([1, 2, 0, 3]))
+        for first in (0, 10)
+    )
+    whole = joined([one, other])
+    assert bags(whole) == [[0], [1, 2], [10], [11, 12], [], [3, 4, 5], [], [13, 14, 15]]
+    cold, hot = _split(whole, [np.array([2, 10]), np.array([4, 5, 13])])
+    assert bags(cold) == [[0], [1], [], [11, 12], [], [3], [], [14, 15]]
+    assert bags(hot) == [[], [0], [1], [], [], [0, 1], [], [2]]
