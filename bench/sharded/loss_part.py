@@ -79,6 +79,7 @@ def _tell(figures: dict[str, Any]) -> Told:
     rows = [
         [
             each["sharding_type"],
+            each["exchange"],
             each["rule"],
             f"{each['off']:.1e}",
             f"{each['first'][0]:.7f}",
