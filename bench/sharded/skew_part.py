@@ -207,8 +207,8 @@ def _tell(figures: dict[str, Any]) -> Told:
     )
     note = (
         f"Skew: {figures['batch']:,} samples a rank, dim {points[0]['dim']}. Time in exchanges has waiting for other "
-        "ranks in it; the rank with the least is the one that others wait for. Copies are data-parallel "
-        "tables with features of their own, whose gradients all ranks send to all. Without hot rows, nothing at all is done for "
+        "ranks in it; the rank with the least is the one that others wait for. Copies are data-parallel tables with "
+        "features of their own, whose gradients all ranks send to all. Without hot rows, nothing at all is done for "
         "them: no copies can save as much."
     )
     return Told(tables=tables, goals=[best], notes=[note])

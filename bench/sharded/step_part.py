@@ -47,7 +47,7 @@ def _in_rank(config: dict[str, Any]) -> list[dict[str, Any]]:
         _point(workload._replace(dim=dim), kind, layers, config)
         for kind in config["shardings"]
         for dim in config["dims"]
-        for layers in (None, mlps)
+        for layers in ((None, mlps) if dist.get_world_size() == _ALONE_RANKS else (None,))
     ]
 
 
