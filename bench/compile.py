@@ -17,7 +17,7 @@ import tierstore
 from tierstore.models.dlrm import DLRM
 
 from .common import Goal, Report, Run, Table, program
-from .workload import Batches
+from .workload import Batches, distance, make_store
 
 __all__ = ["run"]
 
@@ -38,13 +38,8 @@ def _train(config: dict[str, Any], batches: Batches, backend: str) -> _Trained:
     counter = CompileCounterWithBackend("eager" if backend == "none" else backend)
     rule = tierstore.optim.RowWiseAdagrad(lr=config["lr"])
     names = [f"f{table}" for table in range(config["tables"])]
-    with tierstore.open(cold="memory", ddr=config["ddr"]) as store:
-        for name in names:
-            store.create_table(
-                tierstore.TableConfig(
-                    name=name, num_embeddings=config["rows"], embedding_dim=config["dim"], optimizer=rule
-                )
-            )
+    shape = {key: config[key] for key in ("tables", "rows", "dim", "ddr")}
+    with make_store(None, cold="memory", optimizer=rule, **shape) as store:
         collection = tierstore.TieredEmbeddingBagCollection(store)
         model = DLRM(collection, num_features=len(names), embedding_dim=config["dim"])
 
@@ -67,10 +62,6 @@ def _train(config: dict[str, Any], batches: Batches, backend: str) -> _Trained:
     return _Trained(seconds, counter.frame_count, rows)
 
 
-def _distance(rows: list[Tensor], others: list[Tensor]) -> float:
-    return max(float((one - other).abs().max()) for one, other in zip(rows, others, strict=True))
-
-
 def run(request: Run) -> Report:
     config = request.config
     keys = ("tables", "rows", "batch", "pooling_factor", "exponent", "seed")
@@ -80,7 +71,7 @@ def run(request: Run) -> Report:
     plain = found["none"].rows
     lines, figures = [], {}
     for backend, trained in found.items():
-        far = _distance(trained.rows, plain)
+        far = distance(trained.rows, plain)
         first, step = trained.seconds[0], statistics.median(trained.seconds[1:])
         breaks = max(trained.graphs - 1, 0)
         figures[backend] = {"first": first, "step": step, "breaks": breaks, "distance": far}

@@ -1,7 +1,8 @@
-"""Where the real data is, when it is there."""
+"""Where the checkout and, when it is there, the real data are; examples of the documentation."""
 
 import gzip
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -9,13 +10,18 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["CRITEO_NAME", "ROOT", "criteo_batches", "criteo_keys", "find_criteo", "require_criteo"]
+__all__ = ["CRITEO_NAME", "ROOT", "criteo_batches", "criteo_keys", "examples", "find_criteo", "require_criteo"]
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 """The checkout."""
 CRITEO_NAME: Final = "criteo_80k.tsv.gz"
 _FIRST_CATEGORY: Final = 14
 _KEY_ROW_BITS: Final = 40
+
+
+def examples(page: str) -> list[str]:
+    """The Python blocks of a page of the checkout, as of "README.md"."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
 def find_criteo() -> Path | None:

@@ -9,7 +9,6 @@ first step over a store that is there.
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .common import Goal, Report, Run, Spread, Table, program
-from .data import ROOT
+from .data import ROOT, examples
 
 __all__ = ["Compiled", "own_times", "run"]
 
@@ -195,13 +194,12 @@ def own_times(events: list[Any]) -> list[Compiled]:
 
 def _first_use() -> list[float]:
     """Seconds of the README's example, first and then again, and of ``tierstore warm-up`` with an empty cache."""
-    found = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert found is not None
+    (example,) = examples("README.md")
     seconds = []
     with tempfile.TemporaryDirectory(prefix="first-use-") as folder:
         for cache, code in (
-            ("a", found[1]),
-            ("a", found[1]),
+            ("a", example),
+            ("a", example),
             ("b", "from tierstore import cli; cli.main(['warm-up'])"),
         ):
             began = time.perf_counter()

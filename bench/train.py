@@ -20,7 +20,7 @@ import tierstore
 
 from .common import Goal, Report, Run, Spread, Table, measure, per_second, program
 from .peers import fbgemm
-from .workload import Batches, make_store
+from .workload import Batches, distance, make_store
 
 __all__ = ["run"]
 
@@ -115,7 +115,7 @@ def _copy(batches: Batches, config: dict[str, Any]) -> Callable[[], object]:
 
 def _same(ours: list[Tensor], others: list[Tensor], name: str) -> float:
     """The largest difference of a weight after the same steps, which differ in the order of sums only."""
-    worst = max(float((one - other).abs().max()) for one, other in zip(ours, others, strict=True))
+    worst = distance(ours, others)
     if not worst < 1e-3:
         raise RuntimeError(f"after the same steps {name} has weights that differ by {worst}")
     return worst

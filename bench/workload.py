@@ -1,5 +1,6 @@
 """Ids and stores that several benchmarks share."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 import tierstore
 
-__all__ = ["CHUNK", "Batches", "ids_of", "make_store", "write_every_row"]
+__all__ = ["CHUNK", "Batches", "distance", "ids_of", "make_store", "write_every_row"]
 
 CHUNK: Final = 200_000
 """Rows read or written at a time."""
@@ -61,7 +62,15 @@ class Batches:
 
 
 def make_store(
-    path: Path, *, tables: int, rows: int, dim: int, optimizer: Any, ddr: str, dtype: str = "float32", **settings: Any
+    path: Path | None,
+    *,
+    tables: int,
+    rows: int,
+    dim: int,
+    optimizer: Any,
+    ddr: str,
+    dtype: str = "float32",
+    **settings: Any,
 ) -> tierstore.Store:
     """A new store of tables t0, t1, ... with a feature f0, f1, ... each."""
     store = tierstore.open(path, mode="w", ddr=ddr, **settings)
@@ -79,6 +88,11 @@ def make_store(
             )
         )
     return store
+
+
+def distance(weights: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    """The largest difference of a weight, of tables in the same order."""
+    return max(float((one - other).abs().max()) for one, other in zip(weights, others, strict=True))
 
 
 def write_every_row(table: tierstore.Table, value: float = 1.0) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench.common import Goal, Spread, Table, aligned, per_second
-from bench.data import ROOT
+from bench.data import ROOT, examples
 from docs.generate import benchmarks_page, load_results, pages, renewed, stale_plots
 from docs.plots import draw, is_current
 
@@ -121,7 +121,7 @@ def test_rates_and_tables() -> None:
 
 
 def test_example_in_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (example,) = examples("README.md")
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     exec(compile(example, "README.md", "exec"), names)

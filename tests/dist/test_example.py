@@ -2,7 +2,6 @@
 
 import io
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,13 +9,12 @@ from pathlib import Path
 import torch
 
 import tierstore
-from bench.data import ROOT
+from bench.data import ROOT, examples
 
 
 def test_example_trains_and_goes_on(tmp_path: Path) -> None:
-    found = re.search(r"```python\n(.*?)```", (ROOT / "docs/distributed.md").read_text(), re.DOTALL)
-    assert found is not None
-    (tmp_path / "train.py").write_text(found[1])
+    example, *_ = examples("docs/distributed.md")
+    (tmp_path / "train.py").write_text(example)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     weights: dict[str, torch.Tensor] = {}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tierstore
-from bench.data import ROOT
+from bench.data import ROOT, examples
 from tierstore.cli import entry as cli
 
 from .support import OPTIMIZERS, config, contents, make_store
@@ -38,7 +38,7 @@ def test_commands(shop, tmp_path, capsys):
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_python(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    example = "".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
+    example = "".join(examples("docs/exchange.md"))
     names: dict[str, Any] = {}
     exec(compile(example, "exchange.md", "exec"), names)
     assert names["state"]["embedding_bags.item.exp_avg"].shape == (1000, 8)
