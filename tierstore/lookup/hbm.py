@@ -188,6 +188,7 @@ class HbmLookup:
         grouping = self._grouping
         assert grouping is not None
         codes = tuple(table.config.optimizer.code for table in self.joined.tables)
+        sent_hyper = _sent(pool, hyper)
         held, self._lease = self._lease, None
         parts = pool.unique_parts(grouping) if held is None else [Part(0, len(grouping.keys), grouping, held)]
         for part in parts:
@@ -196,7 +197,7 @@ class HbmLookup:
                     pool.kernels.update_rows(
                         self._bags, grouping.groups, part.lease.slots, part.first, grad_out=grad_out,
                         arg_max=self._arg_max, mean=self._mode == kernels.MEAN, table_of=self._table_of, codes=codes,
-                        hyper=_sent(pool, hyper), weights=pool.weights, state=pool.state, dim=pool.layout.dim,
+                        hyper=sent_hyper, weights=pool.weights, state=pool.state, dim=pool.layout.dim,
                     )  # fmt: skip
             finally:
                 # Also where it failed half way: some rows may have changed.

@@ -124,13 +124,14 @@ class TieredOptimizer(Unpicklable, torch.optim.Optimizer):
     def __init__(self, store: "Store") -> None:
         self._store = store
         super().__init__([_group(table) for table in store.tables.values()], {"lr": 0.01})
+        self._by_table = {rows.table: rows for rows in self._rows}
 
     def _rows_of(self, table: Any) -> _Rows:
-        known = {rows.table: rows for rows in self._rows}
-        if table not in known:
-            self.add_param_group(_group(table))  # made since
-            return self._rows_of(table)
-        return known[table]
+        if table not in self._by_table:
+            made = _group(table)  # of a table made since
+            self.add_param_group(made)
+            self._by_table.update((rows.table, rows) for rows in made["params"])
+        return self._by_table[table]
 
     @property
     def _rows(self) -> Iterator[_Rows]:
