@@ -2,6 +2,7 @@
 
 import argparse
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args
 
 from .. import optim
@@ -237,6 +238,40 @@ COMPACT: Final = command(
     """examples:
   tierstore compact shop shop-compact
   tierstore compact shop shop-packed --trace shop.npz""",
+)
+
+
+def _reshard(options: argparse.Namespace) -> int:
+    from ..dist.plan import Plan
+    from ..dist.reshard import reshard
+
+    with progress_bar("reshard", unit=" rows", unit_scale=True) as show:
+        told = reshard(
+            Path(options.directory),
+            Path(options.target),
+            plan=None if options.plan is None else Plan.load(options.plan),
+            num_ranks=0 if options.plain else options.ranks,
+            progress=show,
+        )
+    print(told)
+    return 0
+
+
+RESHARD: Final = command(
+    _reshard,
+    (
+        arg("directory", metavar="DIR", help="folder of the store, sharded (with all ranks' parts) or not"),
+        arg("target", metavar="NEW_DIR", help="folder of the copy; must not exist, or be empty"),
+        arg("--ranks", type=int, default=1, metavar="N", help="make a part for each of so many ranks (default: 1)"),
+        arg("--plan", metavar="FILE", help="how tables are sharded, as tierstore plan place writes it"),
+        arg("--plain", help="make a store that is not sharded"),
+    ),
+    "copy a store for another number of ranks, or for none",
+    "Copy the last commit of a store for tierstore.dist.open_sharded in so many ranks, or with --plain for "
+    "tierstore.open in one process: rows, optimizer state, and rank 0's extra and tensors. DIR is not changed.",
+    """examples:
+  tierstore reshard shop shop-sharded --ranks 4
+  tierstore reshard shop-sharded shop-again --plain""",
 )
 
 

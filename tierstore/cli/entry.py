@@ -14,7 +14,7 @@ from ..settings.names import nearest
 from ..system.excerpt import excerpt
 from ..system.release import __version__
 from ..system.terminal import Command, arg, byte_bar, command, group, show_help
-from .commands import BACKUP, COMPACT, EXPORT, IMPORT, PUBLISH, QUANTIZE, TRACE, WARM_UP
+from .commands import BACKUP, COMPACT, EXPORT, IMPORT, PUBLISH, QUANTIZE, RESHARD, TRACE, WARM_UP
 
 if TYPE_CHECKING:
     from ..settings.sections import Override
@@ -168,16 +168,17 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    from ..offline.inspection import describe_store
+    from ..offline.inspection import describe_store, stores_in
 
-    print(describe_store(options.directory))
+    print("\n\n".join(describe_store(each) for each in stores_in(options.directory)))
     return 0
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from ..offline.inspection import verify_store
+    from ..offline.inspection import stores_in, verify_store
 
-    print(verify_store(options.directory))
+    for each in stores_in(options.directory):
+        print(verify_store(each))
     return 0
 
 
@@ -282,6 +283,7 @@ _COMMANDS: Final = {
     ),
     "backup": BACKUP,
     "compact": COMPACT,
+    "reshard": RESHARD,
     "trace": TRACE,
     "export": EXPORT,
     "import": IMPORT,

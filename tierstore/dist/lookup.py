@@ -9,7 +9,7 @@ All calls are collective: every rank makes the same.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, Self
 
@@ -116,6 +116,12 @@ class ShardedLookup(SendsGradients):
     def __init__(self, joined: Joined, *, mode: str, owners: Owners) -> None:
         super().__init__(joined, mode=mode, owners=owners)
         self.wants_zeros = False
+
+    @property
+    def group(self) -> Hashable:
+        """See ``AnyLookup``."""
+        table = self._sharded[0]
+        return type(self), table.store, table.layout, table.num_parts, self.mode
 
     @abstractmethod
     def route(self, ranks: Ranks) -> None:

@@ -1,7 +1,7 @@
 """A store whose tables are sharded over the ranks of a process group.
 
-Each rank has a store of its own, in which every table is there in full shape and only the rows it owns are ever used:
-a row that was never used takes no room. So rows keep their ids and their first values.
+Each rank has a store of its own with all tables, of which it uses the rows, or columns, that it owns. Rows keep their
+ids and their first values.
 
 A commit is one of each rank's store. It has a number that all ranks count alike, kept in ``extra``. Opening goes to the
 newest number that every rank has, so each rank keeps the version before until all have the new one.
@@ -11,12 +11,11 @@ import contextlib
 import copy
 import itertools
 import os
-import re
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Literal, NamedTuple, Self, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import torch
 from torch import Tensor
@@ -28,15 +27,14 @@ from ..io.cleaning import DEFAULT_SLACK
 from ..kernels.threads import default_threads
 from ..store import Store, open_store
 from ..store.optimizer import TieredOptimizer
+from .commits import SECTION, Commits, packed
 from .optimizer import ShardedOptimizer
 from .owners import Owners, Wire
 from .plan import Exchange, Plan, Sharding, ShardingType
 from .ranks import Ranks, Traffic
+from .reshard import own_part, remove_others
 from .table import ShardedTable, local_config, whole_config
 from .wire import Precision
-
-_SECTION: Final = "tierstore.dist"
-"""Of ``extra`` of each rank's store."""
 
 
 class Load(NamedTuple):
@@ -53,30 +51,6 @@ class Load(NamedTuple):
     size_bytes: int
     lookups: int
     traffic: Traffic
-
-
-class _Commits(NamedTuple):
-    """What a rank's store has.
-
-    Attributes:
-        run: the identity of what was trained; "" if there is none yet.
-        versions: those of the rank's store, by the number of the commit.
-    """
-
-    run: str
-    versions: dict[int, int]
-
-    @classmethod
-    def of(cls, store: Store) -> "_Commits":
-        if not store.version:
-            return cls("", {})
-        section = store.extra.get(_SECTION)
-        if section is None:
-            raise TierstoreError(
-                f"{store.directory} is not a rank's part of a sharded store; open it by tierstore.open"
-            )
-        known = {int(number): version for number, version in section["versions"].items() if version in store.versions}
-        return cls(section["run"], known | {section["number"]: store.version})
 
 
 def open_sharded(
@@ -98,7 +72,9 @@ def open_sharded(
     """Open this rank's part of the store in ``directory``, or create it; collective.
 
     Args:
-        directory: of the ranks' stores; each has ``RANK-of-RANKS`` in it. Ranks may be on different disks or hosts.
+        directory: of the ranks' stores; each has ``RANK-of-RANKS`` in it. Ranks may be on different disks or hosts. If
+            another number of ranks wrote it, each rank makes its part of theirs, which must all be in it, and then
+            theirs are deleted.
         group: of ``torch.distributed``, with a backend for CPU tensors; None for all ranks.
         plan: how tables are sharded, or a file of it, as ``tierstore plan place`` writes them; the same on all ranks.
             Default: each table by rows over all ranks.
@@ -112,12 +88,13 @@ def open_sharded(
         cold, slack, hbm, policy: of each rank, as for ``tierstore.open``.
 
     Raises:
-        TierstoreError: the ranks' stores are of different runs, have no commit in common, or were written by another
-            number of ranks. Others: as of ``tierstore.open``.
+        TierstoreError: the ranks' stores are of different runs, or have no commit in common.
+        StoreNotFoundError: another number of ranks wrote the store, and not all of their parts are in ``directory``.
+            Others: as of ``tierstore.open``.
         TableError: the ranks' tables differ.
         ValueError: a wrong argument, or this process is not in the group. RuntimeError: another rank failed.
     """
-    ranks = Ranks(group)
+    ranks, folder = Ranks(group), None if directory is None else Path(directory)
     with contextlib.ExitStack() as opened:  # closed again if any rank fails
         with ranks.together():
             require_choice(forward_precision, get_args(Precision), "forward_precision")
@@ -131,7 +108,7 @@ def open_sharded(
                 raise ValueError(f'device={str(device)!r}: ranks exchange rows on the CPU for now; leave it "cpu"')
             on_host = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             local = open_store(
-                None if directory is None else _own_folder(Path(directory), ranks),
+                None if folder is None else own_part(folder, ranks.rank, ranks.size, planned),
                 cold=cold,
                 keep=keep,
                 slack=slack,
@@ -144,6 +121,8 @@ def open_sharded(
             opened.callback(local.close)
         made = ShardedStore(local, Owners(ranks, Wire(forward_precision, backward_precision)), keep, planned)
         opened.pop_all()
+    if folder is not None:
+        remove_others(folder, ranks.size)
     return made
 
 
@@ -154,15 +133,6 @@ def _planned(plan: Plan | str | os.PathLike[str] | None, ranks: Ranks) -> Mappin
     if found.world_size != ranks.size:
         raise ValueError(f"the plan is for {found.world_size} ranks, and there are {ranks.size}")
     return found.tables
-
-
-def _own_folder(folder: Path, ranks: Ranks) -> Path:
-    found = [re.fullmatch(r"\d+-of-(\d+)", each.name) for each in folder.glob("*-of-*") if each.is_dir()]
-    others = {int(match[1]) for match in found if match} - {ranks.size}
-    if others:
-        written_by = min(others)
-        raise TierstoreError(f"{folder} was written by {written_by} ranks, and there are {ranks.size}: start as many")
-    return folder / f"{ranks.rank}-of-{ranks.size}"
 
 
 class ShardedStore:
@@ -184,12 +154,12 @@ class ShardedStore:
         self._keep = keep
         self._planned = planned
         with ranks.together():
-            own = _Commits.of(local)
+            own = Commits.of(local)
         self._number, self._attempt, self._run, self._versions = 0, 0, "", dict[int, int]()
         self._extra, self._tensors = dict[str, Any](), dict[str, Tensor]()
         self._agree(ranks.gather(own))
 
-    def _agree(self, all_commits: Sequence[_Commits]) -> None:
+    def _agree(self, all_commits: Sequence[Commits]) -> None:
         """Go to the newest commit that all ranks have."""
         runs = sorted({each.run for each in all_commits if each.run})
         common = set.intersection(*(set(each.versions) for each in all_commits))
@@ -210,7 +180,7 @@ class ShardedStore:
                 if self._versions[self._number] != self.local.version:
                     self.local.rollback(self._versions[self._number])
                 self._note_agreed()
-                saved = self.local.extra[_SECTION]["shardings"].items()
+                saved = self.local.extra[SECTION]["shardings"].items()
                 shardings = {name: Sharding.from_json(fields, self.ranks.size) for name, fields in saved}
             found = [self._table(name, sharding) for name, sharding in shardings.items()]
         self._require_alike([(table.index, table.config, table.sharding) for table in found])
@@ -371,16 +341,12 @@ class ShardedStore:
     def _commit(self, number: int, extra: dict[str, Any] | None, tensors: Mapping[str, Tensor] | None) -> int:
         self._attempt = number
         self._versions = {each: version for each, version in self._versions.items() if version in self.local.versions}
-        section = {
-            "run": self._run,
-            "number": number,
-            "versions": {str(each): version for each, version in self._versions.items()},
-            "shardings": {name: each.sharding.to_json() for name, each in self.tables.items()},
-        }
+        shardings = {name: each.sharding.to_json() for name, each in self.tables.items()}
+        packed_extra = packed(self._run, number, self._versions, shardings, extra)
         failed = max(number - self._number - 1, 0)  # which must not push out the last one that all ranks have
         self.local.keep = self._keep + failed
         with self.ranks.together():
-            self._versions[number] = self.local.commit(extra={_SECTION: section, "extra": extra or {}}, tensors=tensors)
+            self._versions[number] = self.local.commit(extra=packed_extra, tensors=tensors)
         self._number = number
         self._note_agreed()
         return number

@@ -1,5 +1,6 @@
 """What modules and backward passes ask of a lookup, wherever its rows are."""
 
+from collections.abc import Hashable
 from typing import Protocol
 
 from torch import Tensor
@@ -15,6 +16,11 @@ class AnyLookup(FillsOutput, TrainsRows, Protocol):
 
     joined: Joined
     mode: str
+
+    @property
+    def group(self) -> Hashable:
+        """Equal of lookups that may be merged."""
+        ...
 
     @property
     def demand(self) -> tuple[Pool, Int64s]:

@@ -150,8 +150,7 @@ def _update_all(collected: Sequence[_Collected]) -> None:
     """One update of each table, of gradients in the order of forward calls."""
     together: dict[Any, list[_Collected]] = {}
     for each in collected:  # a table has one layout and one pooling, so all its positions come together
-        table = each.lookup.joined.tables[0]
-        together.setdefault((table.store, table.layout, each.lookup.mode), []).append(each)
+        together.setdefault(each.lookup.group, []).append(each)
     for group in together.values():
         _update(group)
 

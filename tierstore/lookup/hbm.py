@@ -5,7 +5,7 @@ them. Forward and backward run on the caller's current stream. The host waits fo
 not brought in ahead.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -69,6 +69,12 @@ class HbmLookup:
     @property
     def _is_empty(self) -> bool:
         return not len(self.joined.keys)
+
+    @property
+    def group(self) -> Hashable:
+        """See ``AnyLookup``."""
+        table = self.joined.tables[0]
+        return table.store, table.layout, self.mode
 
     @property
     def tables(self) -> Sequence[LookupTable]:

@@ -4,7 +4,7 @@ Features must be ordered so that those sharing a table are neighbours. A lookup 
 ahead, by the prefetch pipeline), run forward, and, if gradients are wanted, run backward.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Final
 
 import numpy as np
@@ -73,6 +73,12 @@ class Lookup:
         if made._mode == kernels.MAX:
             made._arg_max = np.concatenate(joined.winners([lookup._arg_max for lookup in lookups]))
         return made
+
+    @property
+    def group(self) -> Hashable:
+        """See ``AnyLookup``."""
+        table = self.joined.tables[0]
+        return table.store, table.layout, self.mode
 
     @property
     def tables(self) -> Sequence[LookupTable]:

@@ -6,11 +6,16 @@ from pathlib import Path
 
 from ..config import MAX_KEPT_VERSIONS
 from ..store import Store, open_store
-from ..store.manifest import Manifest
+from ..store.manifest import Manifest, parts_in
 from ..system.sizes import format_count, format_size
 from ..system.terminal import byte_bar
 
 _MAX_EXTRA_CHARACTERS = 200
+
+
+def stores_in(directory: str | Path) -> list[Path]:
+    """The folder, or, of a sharded store, those of its ranks."""
+    return [part.path for part in parts_in(Path(directory))] or [Path(directory)]
 
 
 def describe_store(directory: str | Path) -> str:

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ..config import TableConfig
 from ..errors import ChecksumError, FormatError, StoreNotFoundError, TableError
@@ -26,7 +26,22 @@ _MAX_BYTES: Final = 16 * 2**20
 """Some 30,000 tables. Read as JSON, a hostile file of this size takes 20 times as much memory."""
 _MAX_REASON: Final = 400
 _PAGE_BYTES: Final = frozenset(2**n for n in range(9, 17))
+_PART: Final = re.compile(r"(\d+)-of-(\d+)")
 _STORE_ID: Final = re.compile("[0-9a-f]{32}")
+
+
+class Part(NamedTuple):
+    """A rank's store, in the folder of a sharded store of so many ranks."""
+
+    size: int
+    rank: int
+    path: Path
+
+
+def parts_in(directory: Path) -> list[Part]:
+    """Those of a sharded store, by size and rank; empty for the folder of a store that is not sharded."""
+    names = [(_PART.fullmatch(path.name), path) for path in directory.glob("*-of-*") if (path / MANIFEST_NAME).exists()]
+    return sorted(Part(int(name[2]), int(name[1]), path) for name, path in names if name is not None)
 
 
 def is_store_id(value: object) -> bool:
@@ -110,6 +125,11 @@ class Manifest:
         try:
             text = read_plain_file(path, _MAX_BYTES)
         except FileNotFoundError:
+            if parts := parts_in(directory):
+                raise StoreNotFoundError(
+                    f"{directory} holds a sharded store, as {parts[0].path.name}, which tierstore.dist.open_sharded "
+                    f"opens; make one that is not, by tierstore reshard {directory} NEW_DIR --plain"
+                ) from None
             raise StoreNotFoundError(
                 f'no store at {directory}: {path} does not exist; check the path (open with mode="w" to create a store)'
             ) from None

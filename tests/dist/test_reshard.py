@@ -1,0 +1,145 @@
+"""Another number of ranks: tables, optimizer state and training go on as they were, whenever it is cut short."""
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import tierstore
+from tierstore import optim
+from tierstore.cli import entry as cli
+from tierstore.dist import Plan, ShardedTieredEmbeddingBagCollection, Sharding, open_sharded, reshard
+from tierstore.dist.parts import open_parts
+
+from .ranks import DIED, run
+
+ROWS, DIM = 301, 12
+TABLES: dict[str, tuple[str, optim.Optimizer]] = {
+    "a": ("row_wise", optim.Adam(lr=0.1)),
+    "b": ("table_wise", optim.RowWiseAdagrad(lr=0.1)),
+    "c": ("column_wise", optim.RowWiseAdagrad(lr=0.1)),
+    "d": ("column_wise", optim.Adam(lr=0.1)),
+    "e": ("data_parallel", optim.Adagrad(lr=0.1)),
+}
+Whole = dict[str, tuple[Any, Any, Any]]
+
+
+def opened(folder: Path) -> Any:
+    store = open_sharded(folder, ddr="1MiB", threads=1)
+    for name, (kind, rule) in TABLES.items():
+        config = tierstore.TableConfig(name=name, num_embeddings=ROWS, embedding_dim=DIM, optimizer=rule)
+        if name not in store.tables:
+            store.create_table(config, sharding_type=kind)  # type: ignore[arg-type]
+    return store
+
+
+def train(folder: Path, steps: int) -> tuple[list[Tensor], dict[str, Any]]:
+    """(results, ``extra`` at first)."""
+    with opened(folder) as store:
+        module, results, extra = ShardedTieredEmbeddingBagCollection(store), [], store.extra
+        for step in range(steps):
+            generator = torch.Generator().manual_seed(step)  # the same on all ranks: their number changes no mean
+            ids = torch.randint(0, ROWS, (5 * 20,), generator=generator)
+            out = module(tierstore.KeyedJaggedTensor(list(TABLES), ids, lengths=torch.ones(100, dtype=torch.int64)))
+            out.values().square().sum().backward()
+            results.append(out.values().detach())
+        store.commit(extra={"rank": store.ranks.rank}, tensors={"w": torch.ones(3)})
+        return results, extra
+
+
+def whole(folder: Path) -> Whole:
+    """Bits of each table and its optimizer's state, and its counter."""
+    with open_parts(folder) as parts:
+        rows = {name: parts.read(name, 0, ROWS) for name in parts.tables}
+        return {
+            name: (each.weights.tobytes(), each.state.tobytes(), parts.state_of(name)) for name, each in rows.items()
+        }
+
+
+def test_two_three_and_one_rank_have_the_same_tables(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    run(train, 2, tmp_path, folder, 4)
+    for size in (3, 1):
+        before = whole(folder)
+        for _, extra in run(train, size, tmp_path, folder, 0):
+            assert extra == {"rank": 0}
+        assert whole(folder) == before
+        assert sorted(path.name for path in folder.iterdir()) == [f"{rank}-of-{size}" for rank in range(size)]
+        run(train, size, tmp_path, folder, 2)
+        assert whole(folder) != before
+
+
+def cut_short(folder: Path, done: int) -> None:
+    """End one rank when it has made that many of the parts' tables, or, with 100, its part and not the store."""
+    count = 0
+
+    def write(*arguments: Any) -> Any:
+        nonlocal count
+        count += 1
+        if int(os.environ["CUT_RANK"]) == torch.distributed.get_rank() and count > done:
+            os._exit(DIED)
+        return real(*arguments)
+
+    real = reshard.write_rows
+    os.environ["CUT_RANK"] = "1"
+    with mock.patch.object(reshard, "write_rows", write):
+        try:
+            with opened(folder) as store:
+                if store.ranks.rank == 1:
+                    os._exit(DIED)
+        except RuntimeError:
+            pass
+
+
+@pytest.mark.parametrize("done", [0, 2, 100])
+def test_what_is_cut_short_is_made_again(done: int, tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    run(train, 2, tmp_path, folder, 3)
+    before = whole(folder)
+    run(cut_short, 3, tmp_path, folder, done, statuses=[0, DIED, 0])
+    assert whole(folder) == before
+    run(train, 3, tmp_path, folder, 0)
+    assert whole(folder) == before
+
+
+def refuse(folder: Path) -> str:
+    try:
+        open_sharded(folder, ddr="1MiB").close()
+    except tierstore.errors.StoreNotFoundError as error:
+        return str(error)
+    return ""
+
+
+def test_missing_parts_are_named(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    run(train, 2, tmp_path, folder, 1)
+    (folder / "1-of-2").rename(tmp_path / "lost")
+    assert "1-of-2 is missing" in run(refuse, 1, tmp_path, folder)[0]
+
+
+def test_commands_shard_and_join(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, plain, other, plan = (tmp_path / name for name in ("store", "plain", "other", "plan.json"))
+    run(train, 2, tmp_path, folder, 3)
+    before = whole(folder)
+    assert cli.main(["reshard", str(folder), str(plain), "--plain"]) == 0
+    assert "not sharded" in capsys.readouterr().out
+    with tierstore.open(plain, mode="r") as store:
+        assert store.extra == {"rank": 0}
+    assert whole(plain) == before
+    Plan(3, {"a": Sharding("table_wise", (2,))}).save(plan)
+    assert cli.main(["reshard", str(plain), str(other), "--ranks", "3", "--plan", str(plan)]) == 0
+    assert whole(other) == before
+    with open_parts(other) as parts:
+        assert parts.shardings["a"] == Sharding("table_wise", (2,))
+    assert cli.main(["reshard", str(plain), str(other), "--ranks", "3"]) == 1
+    assert "is not empty" in capsys.readouterr().err
+    for command in ("inspect", "verify"):
+        assert cli.main([command, str(other)]) == 0
+        told = capsys.readouterr().out
+        assert all(f"{rank}-of-3" in told for rank in range(3))
+    assert cli.main(["export", str(other), str(tmp_path / "out.safetensors")]) == 1
+    assert f"tierstore reshard {other} NEW_DIR --plain" in capsys.readouterr().err

@@ -1,0 +1,48 @@
+"""What each rank's store keeps of the commits that all ranks made."""
+
+from typing import Any, Final, NamedTuple
+
+from ..errors import TierstoreError
+from ..store import Store
+
+SECTION: Final = "tierstore.dist"
+"""Of ``extra`` of each rank's store."""
+
+
+class Commits(NamedTuple):
+    """What a rank's store has.
+
+    Attributes:
+        run: the identity of what was trained; "" if there is none yet.
+        versions: those of the rank's store, by the number of the commit.
+    """
+
+    run: str
+    versions: dict[int, int]
+
+    @classmethod
+    def of(cls, store: Store) -> "Commits":
+        """TierstoreError if the store is no rank's part."""
+        if not store.version:
+            return cls("", {})
+        section = store.extra.get(SECTION)
+        if section is None:
+            raise TierstoreError(
+                f"{store.directory} is not a rank's part of a sharded store; open it by tierstore.open"
+            )
+        known = {int(number): version for number, version in section["versions"].items() if version in store.versions}
+        return cls(section["run"], known | {section["number"]: store.version})
+
+
+def packed(
+    run: str, number: int, versions: dict[int, int], shardings: dict[str, Any], extra: dict[str, Any] | None
+) -> dict[str, Any]:
+    """``extra`` of a rank's commit: ``versions`` of its store by the numbers before, each table's sharding as JSON, and
+    what the caller gave."""
+    section = {
+        "run": run,
+        "number": number,
+        "versions": {str(each): version for each, version in versions.items()},
+        "shardings": shardings,
+    }
+    return {SECTION: section, "extra": extra or {}}

@@ -1,0 +1,137 @@
+"""Another number of ranks, or another plan: rows are streamed from the parts that there are to new ones."""
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from ..errors import TierstoreError
+from ..exchange.rows import chunks, write_rows
+from ..store import Store, Table, open_store
+from .commits import Commits, packed
+from .parts import Parts, newest_set, of_columns, open_parts, part_sets
+from .plan import Plan, Sharding
+from .table import ShardedTable, local_config
+
+Progress = Callable[[int, int], None]
+
+
+def _no_progress(_done: int, _total: int) -> None:
+    pass
+
+
+def own_part(directory: Path, rank: int, size: int, planned: Mapping[str, Sharding]) -> Path:
+    """The folder of a rank's part; if another number of ranks wrote the newest commit, the part is made of theirs.
+
+    Raises:
+        StoreNotFoundError: not all of their parts are here.
+    """
+    own = directory / f"{rank}-of-{size}"
+    if set(part_sets(directory)) - {size} and newest_set(directory)[0] != size:
+        with open_parts(directory) as parts:
+            if not _has(own, parts):
+                write_part(parts, own, rank, resized(parts, size, planned))
+    return own
+
+
+def remove_others(directory: Path, size: int) -> None:
+    """Delete the parts of other numbers of ranks, once all ranks have theirs."""
+    for others, parts in part_sets(directory).items():
+        for part in parts if others != size else ():
+            shutil.rmtree(part.path, ignore_errors=True)  # other ranks do the same
+
+
+def _has(path: Path, parts: Parts) -> bool:
+    """Whether it holds what ``parts`` do; what is older is deleted."""
+    if path.exists():
+        with open_store(path, ddr="16MiB") as store:
+            commits = Commits.of(store)
+            if commits.run == parts.run and parts.number in commits.versions:
+                return True
+        shutil.rmtree(path)
+    return False
+
+
+def resized(parts: Parts, size: int, planned: Mapping[str, Sharding]) -> Plan:
+    """How so many ranks share the tables: as planned, else as they did, as far as that can be."""
+    return Plan(size, {name: planned.get(name) or _resized(parts, name, size) for name in parts.tables})
+
+
+def _resized(parts: Parts, name: str, size: int) -> Sharding:
+    sharding, everybody = parts.shardings[name], tuple(range(size))
+    if sharding.sharding_type == "table_wise":
+        return sharding._replace(ranks=(sharding.ranks[0] % size,))
+    if sharding.sharding_type == "column_wise" and parts.tables[name].embedding_dim % size:
+        return sharding._replace(sharding_type="row_wise", ranks=everybody)
+    return sharding._replace(ranks=everybody)
+
+
+def write_part(parts: Parts, path: Path, rank: int, plan: Plan, progress: Progress = _no_progress) -> None:
+    """Make a rank's part; it appears with its first commit."""
+    with open_store(path, keep=2, ddr="128MiB") as local:
+        tables = [
+            ShardedTable(config, plan.tables[name], _created(local, parts, name, plan, rank), rank)
+            for name, config in parts.tables.items()
+        ]
+        pieces = [(table, shard) for table in tables for shard in table.shards if shard.rank == rank]
+        done, total = 0, sum(shard.num_rows for _, shard in pieces)
+        for table, shard in pieces:
+            for start, stop in chunks(table.local):
+                first, last = max(start, shard.first_row), min(stop, shard.first_row + shard.num_rows)
+                if first < last:
+                    rows = of_columns(parts.read(table.name, first, last), table.config, shard)
+                    write_rows(table.local, first, *rows)
+                    done += last - first
+                    progress(done, total)
+        for table in tables:
+            table.local.restore(parts.state_of(table.name))
+        shardings = {name: each.to_json() for name, each in plan.tables.items()}
+        extra = packed(parts.run, parts.number, {}, shardings, parts.extra)
+        local.commit(extra=extra, tensors=parts.tensors)
+
+
+def _created(local: Store, parts: Parts, name: str, plan: Plan, rank: int) -> Table:
+    return local.create_table(local_config(parts.tables[name], plan.tables[name], rank))
+
+
+def write_plain(parts: Parts, path: Path, progress: Progress) -> None:
+    """Make a store that is not sharded, for one process."""
+    with open_store(path, ddr="128MiB") as store:
+        tables = [store.create_table(config) for config in parts.tables.values()]
+        total, done = sum(table.config.num_embeddings for table in tables), 0
+        for table in tables:
+            for start, stop in chunks(table):
+                write_rows(table, start, *parts.read(table.name, start, stop))
+                done += stop - start
+                progress(done, total)
+            table.restore(parts.state_of(table.name))
+        store.commit(extra=parts.extra, tensors=parts.tensors)
+
+
+def reshard(source: Path, target: Path, *, plan: Plan | None, num_ranks: int, progress: Progress) -> str:
+    """Copy a store, sharded or not, for another number of ranks.
+
+    Args:
+        target: a new or empty folder.
+        plan: of so many ranks, or None: tables are sharded as they are, as far as that can be.
+        num_ranks: 0: make a store that is not sharded.
+
+    Returns:
+        what was done, in words.
+
+    Raises:
+        ValueError: the plan is for another number of ranks. TierstoreError: the target is not empty.
+        StoreNotFoundError: not all parts are there.
+    """
+    if target.exists() and any(target.iterdir()):
+        raise TierstoreError(f"{target} is not empty; give a new folder")
+    if plan is not None and plan.world_size != num_ranks:
+        raise ValueError(f"--plan is for {plan.world_size} ranks, and --ranks says {num_ranks}")
+    with open_parts(source) as parts:
+        if not num_ranks:
+            write_plain(parts, target, progress)
+        else:
+            wanted = resized(parts, num_ranks, {} if plan is None else plan.tables)
+            for rank in range(num_ranks):
+                write_part(parts, target / f"{rank}-of-{num_ranks}", rank, wanted, progress)
+        kind = f"for {num_ranks} rank{'s' * (num_ranks > 1)}" if num_ranks else "not sharded"
+        return f"{target}: {len(parts.tables)} tables of {source}, commit {parts.number}, {kind}"
