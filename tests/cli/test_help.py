@@ -23,6 +23,7 @@ HELP = {
             repair    save what is sound of a damaged store
             backup    copy a store while it is trained on
             compact   copy a store without the room it no longer needs
+            reshard   copy a store for another number of ranks, or for none
             trace     write down which rows a run looks up
             export    write tables to a safetensors file or torch checkpoint
             import    take tables from safetensors files or torch checkpoints
@@ -132,6 +133,21 @@ HELP = {
         examples:
           tierstore compact shop shop-compact
           tierstore compact shop shop-packed --trace shop.npz
+    """,
+    "reshard": """
+        usage: tierstore reshard [-h] [--ranks N] [--plan FILE] [--plain] [--traceback] DIR NEW_DIR
+        Copy the last commit of a store for tierstore.dist.open_sharded in so many ranks, or with --plain for
+        tierstore.open in one process: rows, optimizer state, and rank 0's extra and tensors. DIR is not changed.
+        positional arguments:
+          DIR          folder of the store, sharded (with all ranks' parts) or not
+          NEW_DIR      folder of the copy; must not exist, or be empty
+        options:
+          --ranks N    make a part for each of so many ranks (default: 1)
+          --plan FILE  how tables are sharded, a file of tierstore.dist.Plan
+          --plain      make a store that is not sharded
+        examples:
+          tierstore reshard shop shop-sharded --ranks 4
+          tierstore reshard shop-sharded shop-again --plain
     """,
     "trace": """
         usage: tierstore trace [-h] [--data PATH] [--rows N] [--force] [--traceback] FILE.toml OUT.npz

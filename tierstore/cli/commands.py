@@ -263,7 +263,7 @@ RESHARD: Final = command(
         arg("directory", metavar="DIR", help="folder of the store, sharded (with all ranks' parts) or not"),
         arg("target", metavar="NEW_DIR", help="folder of the copy; must not exist, or be empty"),
         arg("--ranks", type=int, default=1, metavar="N", help="make a part for each of so many ranks (default: 1)"),
-        arg("--plan", metavar="FILE", help="how tables are sharded, as tierstore plan place writes it"),
+        arg("--plan", metavar="FILE", help="how tables are sharded, a file of tierstore.dist.Plan"),
         arg("--plain", help="make a store that is not sharded"),
     ),
     "copy a store for another number of ranks, or for none",

@@ -76,23 +76,22 @@ def open_sharded(
             another number of ranks wrote it, each rank makes its part of theirs, which must all be in it, and then
             theirs are deleted.
         group: of ``torch.distributed``, with a backend for CPU tensors; None for all ranks.
-        plan: how tables are sharded, or a file of it, as ``tierstore plan place`` writes them; the same on all ranks.
+        plan: how tables are sharded, or a file of it (``Plan.save``); the same on all ranks.
             Default: each table by rows over all ranks.
         forward_precision, backward_precision: how rows (or pooled rows) and gradients cross between ranks: "fp32",
             "bf16", "fp16" or "int8". Fewer bits cost accuracy; see docs/distributed.md. The same on all ranks.
         keep: commits that stay, at least 2.
         ddr: of each rank, as for ``tierstore.open``; default: half the machine's memory, divided by the number of ranks
             on it (torchrun's LOCAL_WORLD_SIZE).
-        threads: of each rank; default: the CPUs this process may use, divided likewise.
-        device: "cpu".
+        threads: of each rank; default: the CPUs this process may use, divided likewise. device: "cpu".
         cold, slack, hbm, policy: of each rank, as for ``tierstore.open``.
 
     Raises:
         TierstoreError: the ranks' stores are of different runs, or have no commit in common.
         StoreNotFoundError: another number of ranks wrote the store, and not all of their parts are in ``directory``.
             Others: as of ``tierstore.open``.
-        TableError: the ranks' tables differ.
-        ValueError: a wrong argument, or this process is not in the group. RuntimeError: another rank failed.
+        TableError: the ranks' tables differ. RuntimeError: another rank failed.
+        ValueError: a wrong argument, or this process is not in the group.
     """
     ranks, folder = Ranks(group), None if directory is None else Path(directory)
     with contextlib.ExitStack() as opened:  # closed again if any rank fails
