@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import itertools
 import os
 import pickle
 import subprocess
@@ -12,7 +13,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
+
+import tierstore
 from bench.data import ROOT
+from tierstore import optim
 
 DIED = 9
 """Exit status of a rank that ends itself in a test."""
@@ -77,8 +82,22 @@ def _fork(
         os._exit(status)
 
 
+def _load_kernels() -> None:
+    """Here, once, and not in every rank."""
+    for rule, ddr in itertools.product((optim.SGD(), optim.RowWiseAdagrad(), optim.Adam()), ("1MiB", "500KiB")):
+        with tierstore.open(cold="memory", ddr=ddr, threads=1) as store:
+            store.create_table(tierstore.TableConfig(name="t", num_embeddings=5_000, embedding_dim=20, optimizer=rule))
+            module, optimizer = tierstore.TieredEmbeddingBagCollection(store), store.optimizer()
+            ids = tierstore.KeyedJaggedTensor(["t"], torch.arange(9), lengths=torch.ones(9, dtype=torch.int64))
+            module(ids).values().sum().backward()
+            optimizer.clip_grad_norm_(max_norm=1.0)
+            optimizer.step()
+            store.commit()
+
+
 def main() -> None:
     """Of each folder that a line of the input names, run what was called; prints a line that says how ranks ended."""
+    _load_kernels()
     for line in sys.stdin:
         path = Path(line.strip())
         module, name, size, timeout_s, arguments = pickle.loads((path / "call").read_bytes())

@@ -13,7 +13,7 @@ from tierstore.dist import ShardedTieredEmbeddingBagCollection, open_sharded
 from .ranks import DIED, run
 
 TABLE = tierstore.TableConfig(name="t", num_embeddings=100, embedding_dim=8)
-TIMEOUT_S, RANKS, LOST = 3, 3, 1
+TIMEOUT_S, RANKS, LOST = 2, 3, 1
 IDS = tierstore.KeyedJaggedTensor(["t"], torch.arange(100), lengths=torch.ones(100, dtype=torch.int64))
 
 
@@ -50,7 +50,7 @@ def reopen(folder: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("lose", "status", "limit_s"), [(lose_dying, DIED, TIMEOUT_S), (lose_hanging, 0, 3 * TIMEOUT_S)]
+    ("lose", "status", "limit_s"), [(lose_dying, DIED, 3 * TIMEOUT_S), (lose_hanging, 0, 3 * TIMEOUT_S)]
 )
 def test_a_lost_rank_is_named(lose: object, status: int, limit_s: float, tmp_path: Path) -> None:
     folder = tmp_path / "store"

@@ -131,7 +131,9 @@ def owned(store: ShardedStore, table: ShardedTable) -> list[tuple[Shard, Tensor]
     return [(shard, table.local.read(torch.arange(shard.first_row, shard.first_row + shard.num_rows))) for shard in own]
 
 
-def cases(tiers: dict[str, Any]) -> list[Case]:
+def cases(tiers: dict[str, Any], ranks: int) -> list[Case]:
+    if ranks == 1:
+        return CASES[::3]
     if "hbm" not in tiers:
         return CASES
     not_there = [case for case in CASES if case.rounding != "nearest" or is_rowwise_by_columns(case)]
@@ -143,7 +145,7 @@ def is_rowwise_by_columns(case: Case) -> bool:
 
 
 def train_all(tiers: dict[str, Any]) -> list[Any]:
-    return [train_rank(case, tiers) for case in cases(tiers)]
+    return [train_rank(case, tiers) for case in cases(tiers, dist.get_world_size())]
 
 
 def expected(case: Case, ranks: int) -> tuple[dict[str, Tensor], list[list[Any]]]:
@@ -194,7 +196,7 @@ def by_feature(batches: Any) -> list[Tensor]:
 )
 def test_training_gives_the_bits_of_one_process(ranks: int, tiers: str, tmp_path: Path) -> None:
     found = run(train_all, ranks, tmp_path, TIERS[tiers])
-    for number, case in enumerate(cases(TIERS[tiers])):
+    for number, case in enumerate(cases(TIERS[tiers], ranks)):
         rows, results = expected(case, ranks)
         for name, wanted in rows.items():
             seen = torch.zeros(ROWS, DIM)

@@ -4,7 +4,7 @@ import contextlib
 import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -29,27 +29,36 @@ def part_sets(directory: Path) -> dict[int, list[Part]]:
     return found
 
 
-def newest_set(directory: Path) -> tuple[int, int]:
-    """(ranks, number) of the complete set of parts with the newest commit.
+class Source(NamedTuple):
+    """A complete set of parts: of so many ranks, and the number of the newest commit that all have."""
+
+    number: int
+    size: int
+
+
+def newest_set(directory: Path) -> Source:
+    """The one with the newest commit.
 
     Raises:
         StoreNotFoundError: no set is complete.
     """
-    best, missing = (0, 0), []
+    best, wrong = Source(0, 0), []
     for size, parts in part_sets(directory).items():
         lost = sorted(set(range(size)) - {part.rank for part in parts})
-        commits = [] if lost else [_commits_of(part.path) for part in parts]
-        common = set.intersection(*(set(each.versions) for each in commits)) if commits else set()
-        if common:
-            best = max(best, (max(common), size))
-        missing += [f"{rank}-of-{size}" for rank in lost]
-    if not best[0]:
+        wrong += [f"{rank}-of-{size} is missing" for rank in lost]
+        try:
+            commits = [] if lost else [_commits_of(part.path) for part in parts]
+        except TierstoreError as error:  # a part that was begun, and cut short
+            commits = []
+            wrong.append(str(error))
+        if common := set.intersection(*(set(each.versions) for each in commits)) if commits else set():
+            best = max(best, Source(max(common), size))
+    if not best.number:
         raise StoreNotFoundError(
-            f"{directory} has not all parts of a sharded store"
-            + (f": {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing" if missing else "")
-            + ". Copy the parts of all hosts into one folder, or start as many ranks as wrote them"
+            f"{directory} has not all parts of a sharded store: {'; '.join(wrong) or 'nothing was committed'}. Copy "
+            "the parts of all hosts into one folder, or start as many ranks as wrote them"
         )
-    return best[1], best[0]
+    return best
 
 
 def _commits_of(path: Path) -> Commits:
@@ -112,10 +121,11 @@ def _state_columns(config: TableConfig, shard: Shard) -> Int64s:
 
 
 @contextlib.contextmanager
-def open_parts(directory: Path, *, ddr: str = "64MiB") -> Iterator[Parts]:
+def open_parts(directory: Path, source: Source | None = None, *, ddr: str = "64MiB") -> Iterator[Parts]:
     """Open a sharded store, or one that is not, for reading by this process.
 
     Args:
+        source: which parts; default: the newest.
         ddr: memory for rows, of each part.
 
     Raises:
@@ -129,7 +139,7 @@ def open_parts(directory: Path, *, ddr: str = "64MiB") -> Iterator[Parts]:
             whole = {name: Sharding("table_wise", (0,)) for name in store.tables}
             yield Parts([store], max(store.version, 1), secrets.token_hex(8), whole)
             return
-        size, number = newest_set(directory)
+        number, size = newest_set(directory) if source is None else source
         stores, runs = [], set()
         for rank in range(size):
             path = directory / f"{rank}-of-{size}"

@@ -1,5 +1,6 @@
 """Another number of ranks, or another plan: rows are streamed from the parts that there are to new ones."""
 
+import contextlib
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -8,7 +9,7 @@ from ..errors import TierstoreError
 from ..exchange.rows import chunks, write_rows
 from ..store import Store, Table, open_store
 from .commits import Commits, packed
-from .parts import Parts, newest_set, of_columns, open_parts, part_sets
+from .parts import Parts, Source, newest_set, of_columns, open_parts, part_sets
 from .plan import Plan, Sharding
 from .table import ShardedTable, local_config
 
@@ -19,15 +20,23 @@ def _no_progress(_done: int, _total: int) -> None:
     pass
 
 
-def own_part(directory: Path, rank: int, size: int, planned: Mapping[str, Sharding]) -> Path:
-    """The folder of a rank's part; if another number of ranks wrote the newest commit, the part is made of theirs.
+def other_source(directory: Path, size: int) -> Source | None:
+    """The parts with the newest commit, if another number of ranks wrote them; to be asked before any part is made.
 
     Raises:
         StoreNotFoundError: not all of their parts are here.
     """
+    if not set(part_sets(directory)) - {size}:
+        return None
+    found = newest_set(directory)
+    return None if found.size == size else found
+
+
+def own_part(directory: Path, source: Source | None, rank: int, size: int, planned: Mapping[str, Sharding]) -> Path:
+    """The folder of a rank's part, which is made of the ``source``, if there is one."""
     own = directory / f"{rank}-of-{size}"
-    if set(part_sets(directory)) - {size} and newest_set(directory)[0] != size:
-        with open_parts(directory) as parts:
+    if source is not None:
+        with open_parts(directory, source) as parts:
             if not _has(own, parts):
                 write_part(parts, own, rank, resized(parts, size, planned))
     return own
@@ -41,13 +50,14 @@ def remove_others(directory: Path, size: int) -> None:
 
 
 def _has(path: Path, parts: Parts) -> bool:
-    """Whether it holds what ``parts`` do; what is older is deleted."""
-    if path.exists():
-        with open_store(path, ddr="16MiB") as store:
-            commits = Commits.of(store)
-            if commits.run == parts.run and parts.number in commits.versions:
-                return True
-        shutil.rmtree(path)
+    """Whether it holds what ``parts`` do; what is older, or was cut short, is deleted."""
+    if not path.exists():
+        return False
+    with contextlib.suppress(TierstoreError), open_store(path, mode="r", ddr="16MiB") as store:
+        commits = Commits.of(store)
+        if commits.run == parts.run and parts.number in commits.versions:
+            return True
+    shutil.rmtree(path)
     return False
 
 

@@ -32,7 +32,7 @@ from .optimizer import ShardedOptimizer
 from .owners import Owners, Wire
 from .plan import Exchange, Plan, Sharding, ShardingType
 from .ranks import Ranks, Traffic
-from .reshard import own_part, remove_others
+from .reshard import other_source, own_part, remove_others
 from .table import ShardedTable, local_config, whole_config
 from .wire import Precision
 
@@ -99,15 +99,12 @@ def open_sharded(
             require_choice(forward_precision, get_args(Precision), "forward_precision")
             require_choice(backward_precision, get_args(Precision), "backward_precision")
             planned = _planned(plan, ranks)
-            if keep < 2:
-                raise ValueError(
-                    f"keep={keep}: a sharded store keeps at least 2 commits, as not all ranks may have the last"
-                )
-            if str(device) != "cpu":
-                raise ValueError(f'device={str(device)!r}: ranks exchange rows on the CPU for now; leave it "cpu"')
+            _require_supported(keep, device)
             on_host = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            source = None if folder is None else other_source(folder, ranks.size)
+        with ranks.together():
             local = open_store(
-                None if folder is None else own_part(folder, ranks.rank, ranks.size, planned),
+                None if folder is None else own_part(folder, source, ranks.rank, ranks.size, planned),
                 cold=cold,
                 keep=keep,
                 slack=slack,
@@ -123,6 +120,13 @@ def open_sharded(
     if folder is not None:
         remove_others(folder, ranks.size)
     return made
+
+
+def _require_supported(keep: int, device: str) -> None:
+    if keep < 2:
+        raise ValueError(f"keep={keep}: a sharded store keeps at least 2 commits, as not all ranks may have the last")
+    if str(device) != "cpu":
+        raise ValueError(f'device={str(device)!r}: ranks exchange rows on the CPU for now; leave it "cpu"')
 
 
 def _planned(plan: Plan | str | os.PathLike[str] | None, ranks: Ranks) -> Mapping[str, Sharding]:
